@@ -1,0 +1,158 @@
+"""Settings: ``kv_connector_extra_config`` over the environment over defaults.
+
+Every field is documented where it stands; ``python -m kvferry.connector.config`` prints the table in the
+README from these very definitions.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+from kvferry.connector.errors import ConfigError, did_you_mean
+
+PlaneName = Literal["auto", "ucx", "shm", "zmq"]
+
+_MIB = 1 << 20
+_Port = Annotated[int, Meta(ge=0, le=65535)]
+_Seconds = Annotated[float, Meta(gt=0)]
+
+
+def _doc(text: str) -> Meta:
+    return Meta(description=text)
+
+
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """All settings of one engine. Times are seconds, sizes are bytes."""
+
+    side_channel_host: Annotated[str, _doc("address the control port binds to; one interface, never all")] = "127.0.0.1"
+    side_channel_port: Annotated[
+        _Port, _doc("control port of rank 0; rank r takes the port r above it; 0 finds a free one")
+    ] = 0
+    advertise_host: Annotated[
+        str | None, _doc("address that peers are told to connect to; the bind address where unset")
+    ] = None
+    plane: Annotated[PlaneName, _doc("data plane; a plane named here is used or refused, auto takes the fastest")] = (
+        "auto"
+    )
+    slot_bytes: Annotated[
+        int, Meta(ge=64 << 10, le=256 * _MIB), _doc("size of one staging slot, one message on the wire")
+    ] = 4 * _MIB
+    staging_bytes: Annotated[
+        int, Meta(ge=_MIB, le=64 << 30), _doc("bound on the staging memory of one rank, each direction")
+    ] = 256 * _MIB
+    lease_seconds: Annotated[_Seconds, _doc("how long P holds a prompt's blocks for a D that says nothing")] = 30.0
+    lease_cap_seconds: Annotated[_Seconds, _doc("how long P holds them at most, however often D renews")] = 600.0
+    ask_hold_seconds: Annotated[_Seconds, _doc("how long P keeps an ask that came before its lease")] = 10.0
+    handshake_timeout_seconds: Annotated[_Seconds, _doc("how long D waits for a peer to answer the handshake")] = 10.0
+    transfer_timeout_seconds: Annotated[
+        _Seconds, _doc("how long a hand-over may go without progress before it counts as failed")
+    ] = 30.0
+    curve_public_key: Annotated[
+        str | None,
+        _doc(
+            "CURVE public key of this deployment (Z85); with the secret key, "
+            "control traffic is encrypted and authenticated"
+        ),
+    ] = None
+    curve_secret_key: Annotated[str | None, _doc("CURVE secret key of this deployment (Z85)")] = None
+
+    @property
+    def told_host(self) -> str:
+        """The address that goes into ``kv_transfer_params``."""
+        return self.advertise_host or self.side_channel_host
+
+
+ENVIRONMENT = {
+    "side_channel_host": "KVFERRY_SIDE_CHANNEL_HOST",
+    "side_channel_port": "KVFERRY_SIDE_CHANNEL_PORT",
+    "advertise_host": "KVFERRY_ADVERTISE_HOST",
+    "plane": "KVFERRY_PLANE",
+}
+"""Settings that an environment variable can give, and its name."""
+
+
+def load_settings(extra: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> Settings:
+    """Settings from ``kv_connector_extra_config`` and the environment.
+
+    Args:
+        extra: what the user wrote; wins over the environment.
+        environ: the environment, ``os.environ`` where ``None``.
+
+    Raises:
+        ConfigError: an unknown name (with the nearest known one), a wrong type or range, or settings that
+            contradict each other; one line.
+    """
+    environ = os.environ if environ is None else environ
+    known = Settings.__struct_fields__
+    for name in extra:
+        if name not in known:
+            raise ConfigError(
+                f"kv_connector_extra_config: unknown setting {name!r}{did_you_mean(name, known)}; "
+                f"known are {', '.join(sorted(known))}"
+            )
+    values: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    for field, variable in ENVIRONMENT.items():
+        if variable in environ:
+            text = environ[variable]
+            values[field] = int(text) if field.endswith("port") and text.isdigit() else text
+            origin[field] = variable
+    for name, value in extra.items():
+        values[name] = value
+        origin[name] = f"kv_connector_extra_config[{name!r}]"
+    for name, value in values.items():  # one by one, so that the message can name the setting
+        try:
+            msgspec.convert({name: value}, Settings)
+        except msgspec.ValidationError as error:
+            reason = str(error).split(" - at ")[0]
+            shown = "***" if "secret" in name else repr(value)
+            raise ConfigError(f"{origin[name]}: {shown} is not usable: {reason}") from None
+    settings = msgspec.convert(values, Settings)
+    _check_together(settings)
+    return settings
+
+
+def _check_together(settings: Settings) -> None:
+    if settings.side_channel_host in ("0.0.0.0", "::", "*", ""):
+        raise ConfigError(
+            f"side_channel_host: {settings.side_channel_host!r} would listen on all interfaces; "
+            "name the one address that peers reach"
+        )
+    if settings.staging_bytes < 4 * settings.slot_bytes:
+        raise ConfigError(
+            f"staging_bytes: {settings.staging_bytes} holds fewer than 4 slots of slot_bytes={settings.slot_bytes}; "
+            f"give at least {4 * settings.slot_bytes} or smaller slots"
+        )
+    if settings.lease_cap_seconds < settings.lease_seconds:
+        raise ConfigError(
+            f"lease_cap_seconds: {settings.lease_cap_seconds} is less than lease_seconds={settings.lease_seconds}; "
+            "the cap is the longer of the two"
+        )
+    if (settings.curve_public_key is None) != (settings.curve_secret_key is None):
+        raise ConfigError("curve_public_key and curve_secret_key go together: give both or neither")
+    for name in ("curve_public_key", "curve_secret_key"):
+        key = getattr(settings, name)
+        if key is not None and len(key) != 40:
+            raise ConfigError(f"{name}: {len(key)} characters, expected the 40 of a Z85 key (zmq.curve_keypair())")
+
+
+def settings_table() -> str:
+    """The settings as a Markdown table, for the README."""
+    hints = get_type_hints(Settings, include_extras=True)
+    rows = ["| setting | default | environment | meaning |", "|---|---|---|---|"]
+    for field in msgspec.structs.fields(Settings):
+        metas = getattr(hints[field.name], "__metadata__", ())
+        text = next(m.description for m in metas if m.description)
+        default = "unset" if field.default is None else f"`{field.default}`"
+        variable = f"`{ENVIRONMENT[field.name]}`" if field.name in ENVIRONMENT else ""
+        rows.append(f"| `{field.name}` | {default} | {variable} | {text} |")
+    return "\n".join(rows)
+
+
+if __name__ == "__main__":
+    print(settings_table())

@@ -1,0 +1,48 @@
+"""What a rank's KV cache covers, as peers tell it to each other. Axes ``[L, B, H, N, C]``.
+
+L layers, B blocks, H KV heads, N tokens in a block, C content bytes per (head, token), K and V together.
+Pure data, no torch, no vLLM: these structs travel in the handshake.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+Name = Annotated[str, Meta(min_length=1, max_length=256)]
+Count = Annotated[int, Meta(ge=0, le=1 << 31)]
+Size = Annotated[int, Meta(ge=1, le=1 << 31)]
+
+GroupKind = Literal["full", "mla", "sliding_window", "chunked_local", "state"]
+
+
+class GroupGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One layer group (one block table) on one rank.
+
+    ``layers`` are the engine's layer names in order; ``head_start``/``num_heads`` the interval of global KV heads
+    that the rank holds; ``block_size`` the tokens of a manager block (block ids are manager block ids);
+    ``content_bytes`` C; ``window`` tokens of a sliding window, 0 for none.
+    """
+
+    kind: GroupKind
+    layers: Annotated[tuple[Name, ...], Meta(min_length=1, max_length=4096)]
+    block_size: Size
+    head_start: Count
+    num_heads: Size
+    content_bytes: Size
+    dtype: Name
+    window: Count = 0
+
+
+class RankGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One rank's place in its engine, and its layer groups."""
+
+    tp_rank: Count
+    tp_size: Size
+    pp_rank: Count
+    pp_size: Size
+    total_num_kv_heads: Size
+    is_mla: bool
+    groups: Annotated[tuple[GroupGeometry, ...], Meta(min_length=1, max_length=64)]

@@ -1,0 +1,245 @@
+"""The control protocol: tagged msgspec structs in MessagePack, every field bounded. Pure, no sockets.
+
+A message is three frames: ``MAGIC``, the protocol version (2 bytes, big endian), the struct. The version stands
+outside the struct, so that peers of different versions can still refuse each other by name.
+
+D asks, P answers. One hand-over from one P rank to one D rank is a *read*, numbered by D::
+
+    D                                   P
+    Hello(geometry, model)          ──▶
+                                    ◀── Welcome(geometry, planes on offer) | Refused
+    Attach(plane, payload)          ──▶
+                                    ◀── Attached | Refused            (once per pair of ranks)
+    Renew(tokens)                   ──▶                               (any time while D waits)
+    Ask(read, token, spans)         ──▶ held if the lease is not there yet
+                                    ◀── Grant(read, ready, chunks) | Deny
+                                    ◀══ chunks on the data plane
+    Commit(read)                    ──▶
+                                    ◀── Committed(ok)
+    Release(token)                  ──▶
+    Cancel(read)                    ──▶                               (any time after Ask)
+                                    ◀── Stopped(read, sent)
+
+Streaming during prefill needs no new message: a Grant names the tokens that are ready, and more Grants of the same
+read, with the same epoch, may follow.
+
+Version history: 1, the first.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from kvferry.connector.errors import ProtocolError
+from kvferry.connector.geometry import Count, Name, RankGeometry, Size
+
+MAGIC = b"kvferry"
+PROTOCOL_VERSION = 1
+MAX_MESSAGE_BYTES = 8 << 20
+"""Bound on one control message; 8192 layer names or 2 million block ids fit."""
+
+Token = Annotated[bytes, Meta(min_length=16, max_length=16)]
+"""Names a lease: 128 random bits, so that knowing one is permission to read."""
+Incarnation = Annotated[bytes, Meta(min_length=16, max_length=16)]
+"""Names one life of one rank; new at every start."""
+Read = Annotated[int, Meta(ge=0, lt=1 << 32)]
+Text = Annotated[str, Meta(max_length=1024)]
+PlanePayload = Annotated[bytes, Meta(max_length=64 << 10)]
+
+
+class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag=True):
+    pass
+
+
+class PlaneOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A data plane that P can serve; ``payload`` is the plane's own affair."""
+
+    name: Name
+    payload: PlanePayload
+
+
+class Hello(_Message):
+    """D's first word. ``model`` holds the facts that must agree, by name."""
+
+    engine_id: Name
+    incarnation: Incarnation
+    geometry: RankGeometry
+    model: Annotated[dict[Name, Text], Meta(max_length=64)]
+
+
+class Welcome(_Message):
+    engine_id: Name
+    incarnation: Incarnation
+    geometry: RankGeometry
+    model: Annotated[dict[Name, Text], Meta(max_length=64)]
+    planes: Annotated[tuple[PlaneOffer, ...], Meta(max_length=8)]
+
+
+class Refused(_Message):
+    """The handshake is over: which field, and both values."""
+
+    field: Name
+    ours: Text
+    theirs: Text
+
+
+class Attach(_Message):
+    """D's choice of plane; ``payload`` answers the offer's."""
+
+    plane: Name
+    payload: PlanePayload
+
+
+class Attached(_Message):
+    plane: Name
+    slot_bytes: Size
+    payload: PlanePayload = b""
+
+
+class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """A box of one of P's layer groups, in P's own numbering: layers, heads, tokens, each (first, count)."""
+
+    group: Count
+    layer: Count
+    num_layers: Size
+    head: Count
+    num_heads: Size
+    token: Count
+    num_tokens: Size
+
+
+class Ask(_Message):
+    """Read ``spans`` under the lease ``token``.
+
+    ``expected`` are D's ranks that will release the lease at this P rank (``TpKVTopology.release_map``); the first
+    ask of a consumer fixes them. ``chunk_bytes`` bounds one chunk; both sides cut spans by ``plan.chunks``.
+    """
+
+    read: Read
+    token: Token
+    consumer_rank: Count
+    expected: Annotated[tuple[Count, ...], Meta(min_length=1, max_length=4096)]
+    spans: Annotated[tuple[Span, ...], Meta(max_length=8192)]
+    chunk_bytes: Size
+
+
+class Grant(_Message):
+    """The read may proceed: of its tokens ``ready`` are there, and ``chunks`` messages will come for them.
+
+    ``epoch`` changes when what was granted is no longer true (preemption of a running prompt).
+    ``block_ids`` are packed little-endian int32, one run per layer group, for planes where D reads P's pages.
+    """
+
+    read: Read
+    epoch: Count
+    num_tokens: Count
+    ready: Count
+    chunks: Count
+    block_ids: Annotated[tuple[Annotated[bytes, Meta(max_length=4 << 20)], ...], Meta(max_length=64)] = ()
+
+
+DenyReason = Literal["expired", "unknown", "bounds", "detached", "failed"]
+
+
+class Deny(_Message):
+    read: Read
+    reason: DenyReason
+    detail: Text = ""
+
+
+class Cancel(_Message):
+    """D gives the read up; ``posted`` chunks have receives that only a message can end."""
+
+    read: Read
+    posted: Count
+
+
+class Stopped(_Message):
+    """Of the read, ``sent`` chunks are or will be on the data plane, and no more."""
+
+    read: Read
+    sent: Count
+
+
+class Commit(_Message):
+    """Is all I read under this token still true?"""
+
+    read: Read
+    token: Token
+
+
+class Committed(_Message):
+    read: Read
+    ok: bool
+
+
+class Release(_Message):
+    """A vote to free: D's rank ``consumer_rank`` will not read under this token again."""
+
+    token: Token
+    consumer_rank: Count
+    expected: Annotated[tuple[Count, ...], Meta(min_length=1, max_length=4096)]
+
+
+class Renew(_Message):
+    tokens: Annotated[tuple[Token, ...], Meta(max_length=65536)]
+
+
+Request = Hello | Attach | Ask | Cancel | Commit | Release | Renew
+Reply = Welcome | Refused | Attached | Grant | Deny | Stopped | Committed
+Message = Request | Reply
+
+_encoder = msgspec.msgpack.Encoder()
+_request_decoder = msgspec.msgpack.Decoder(Request)
+_reply_decoder = msgspec.msgpack.Decoder(Reply)
+_VERSION_FRAME = PROTOCOL_VERSION.to_bytes(2, "big")
+
+
+def encode(message: Message) -> list[bytes]:
+    """The frames of a message."""
+    return [MAGIC, _VERSION_FRAME, _encoder.encode(message)]
+
+
+def _body(frames: list[bytes]) -> bytes:
+    if len(frames) != 3 or frames[0] != MAGIC or len(frames[1]) != 2:
+        raise ProtocolError(f"not a KVFerry message: {len(frames)} frames, first {frames[0][:16] if frames else b''!r}")
+    if frames[1] != _VERSION_FRAME:
+        theirs = int.from_bytes(frames[1], "big")
+        raise VersionError(theirs)
+    if len(frames[2]) > MAX_MESSAGE_BYTES:
+        raise ProtocolError(f"message of {len(frames[2])} bytes, limit {MAX_MESSAGE_BYTES}")
+    return frames[2]
+
+
+class VersionError(ProtocolError):
+    """The peer speaks another protocol version."""
+
+    def __init__(self, theirs: int) -> None:
+        super().__init__(
+            f"protocol version differs, ours is {PROTOCOL_VERSION}, the peer's is {theirs}; "
+            "run the same KVFerry release on both sides"
+        )
+        self.theirs = theirs
+
+
+def decode_request(frames: list[bytes]) -> Request:
+    """What D sent. Raises ProtocolError (VersionError for another version) on anything else."""
+    return _decode(_request_decoder, frames)
+
+
+def decode_reply(frames: list[bytes]) -> Reply:
+    """What P answered. Raises ProtocolError (VersionError for another version) on anything else."""
+    return _decode(_reply_decoder, frames)
+
+
+_T = TypeVar("_T")
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[_T], frames: list[bytes]) -> _T:
+    try:
+        return decoder.decode(_body(frames))
+    except (msgspec.DecodeError, RecursionError, ValueError) as error:
+        raise ProtocolError(f"malformed message: {error}") from None
