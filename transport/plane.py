@@ -1,0 +1,215 @@
+"""Data planes: how the packed bytes of a hand-over move from P to D. One interface, chosen per pair of ranks.
+
+P pushes. Every message is one staging slot of packed bytes under a 64-bit tag that D chose, and D announces the
+messages it waits for in the order in which P sends them. All of a plane is called from one thread, which polls;
+nothing here blocks, and nothing raises for what a dead peer did: a channel then carries ``error``.
+
+    P: plane.offer() ─▶ handshake ─▶ D: channel, payload = plane.connect(offer)
+    P: channel, reply = plane.accept(payload) ─▶ handshake ─▶ D: plane.finish(channel, reply)
+    P: slot = channel.acquire(); pack into slot; channel.send(slot, nbytes, tag)
+    D: channel.expect(tag, nbytes); for message in channel.poll(): unpack; message.release()
+
+A loop that sleeps only when that is safe::
+
+    while plane.progress():
+        ...
+    if plane.arm():  # nothing came in between
+        poller.poll(timeout)
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import ClassVar, TypeVar
+
+import msgspec
+import torch
+import zmq
+
+from kvferry.connector.errors import PlaneUnavailableError, ProtocolError, TransportError
+
+PLANE_NAMES = ("shm", "ucx", "zmq")
+MAX_PAYLOAD_BYTES = 64 << 10
+"""Bound on what a plane puts into the handshake."""
+
+ConfigureSocket = Callable[[zmq.Socket[bytes], bool], None]
+"""Sets a ZMQ socket up before it binds (``True``) or connects (``False``): CURVE, where it is switched on."""
+
+
+class Slot:
+    """Staging memory of one message.
+
+    ``address`` of the first byte, ``nbytes`` its capacity, ``tensor`` the same bytes as uint8 [nbytes].
+    """
+
+    __slots__ = ("address", "index", "nbytes", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, index: int) -> None:
+        self.tensor = tensor
+        self.address = tensor.data_ptr()
+        self.nbytes = tensor.numel()
+        self.index = index
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A message that is there. Its bytes stay valid until ``release()``, which may be called once."""
+
+    tag: int
+    address: int
+    nbytes: int
+    release: Callable[[], None]
+
+
+class _Channel(ABC):
+    error: TransportError | None = None
+    """Set once the peer is gone or broke the protocol, and never unset; what is in flight then never arrives."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give everything back. Idempotent, does not block; the peer sees its ``error``."""
+
+
+class SendChannel(_Channel):
+    """P's end, to one D rank."""
+
+    slot_bytes: int
+    """Capacity of this channel's slots; may be less than the plane was asked for."""
+
+    @abstractmethod
+    def acquire(self) -> Slot | None:
+        """A slot to pack into; ``None`` is back-pressure: try again after ``progress()`` did something."""
+
+    @abstractmethod
+    def send(self, slot: Slot, nbytes: int, tag: int) -> None:
+        """Send the first ``nbytes`` (1..slot.nbytes) of an acquired slot.
+
+        The slot goes back by itself once neither the peer nor the kernel needs it. On a channel with ``error`` set it
+        goes back at once.
+        """
+
+    @abstractmethod
+    def give_back(self, slot: Slot) -> None:
+        """Return a slot that was acquired and will not be sent."""
+
+    @abstractmethod
+    def flush(self, tags: Iterable[int]) -> None:
+        """The peer cancelled: end the receives that it has posted for these tags."""
+
+
+class RecvChannel(_Channel):
+    """D's end, from one P rank."""
+
+    @abstractmethod
+    def expect(self, tag: int, nbytes: int) -> None:
+        """Announce a message of exactly ``nbytes``; messages are announced in the order in which P sends them."""
+
+    @abstractmethod
+    def poll(self) -> list[Received]:
+        """What has arrived since the last call, in any order. A flushed message has ``nbytes`` 0."""
+
+    @abstractmethod
+    def posted(self) -> set[int]:
+        """Tags of receives that only a message can end; the others may be forgotten."""
+
+    @abstractmethod
+    def forget(self, tag: int) -> None:
+        """An announced message will not come. If it does come all the same, its bytes are dropped."""
+
+
+class Plane(ABC):
+    """One data plane of one process."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def offer(self) -> bytes:
+        """P: what a D needs to connect, at most ``MAX_PAYLOAD_BYTES``. The same for every D."""
+
+    @abstractmethod
+    def connect(self, offer: bytes) -> tuple[RecvChannel, bytes]:
+        """D: a channel from the P of this offer, and the payload that P's ``accept`` takes.
+
+        Raises:
+            PlaneUnavailableError: that P cannot be reached by this plane from here, and why, in one line.
+            ProtocolError: the offer is malformed.
+        """
+
+    @abstractmethod
+    def accept(self, payload: bytes) -> tuple[SendChannel, bytes]:
+        """P: a channel to the D of this payload, and the reply that D's ``finish`` takes.
+
+        Raises:
+            ProtocolError: the payload is malformed.
+            TransportError: no channel can be had to that D.
+        """
+
+    def finish(self, channel: RecvChannel, reply: bytes) -> None:
+        """D: complete ``channel`` with P's reply. Raises ProtocolError where it is malformed."""
+        if reply:
+            raise ProtocolError(f"plane {self.name}: Attached carries {len(reply)} bytes, expected none")
+
+    @abstractmethod
+    def pollables(self) -> list[tuple[int | zmq.Socket[bytes], int]]:
+        """File descriptors and sockets with their events, for ``zmq.Poller``. They change with the channels."""
+
+    @abstractmethod
+    def progress(self) -> bool:
+        """Move what can be moved, without blocking; ``True`` if anything happened."""
+
+    @abstractmethod
+    def arm(self) -> bool:
+        """``True``: it is safe to sleep on ``pollables()``. ``False``: call ``progress()`` again first."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close every channel and free the plane. Idempotent, does not block."""
+
+
+_S = TypeVar("_S", bound=msgspec.Struct)
+
+
+def decode_payload(payload: bytes, kind: type[_S], what: str) -> _S:
+    """The struct that a peer's plane put into the handshake.
+
+    Raises:
+        ProtocolError: it is too large or not of that form; the message starts with ``what``.
+    """
+    if len(payload) > MAX_PAYLOAD_BYTES:
+        raise ProtocolError(f"{what}: {len(payload)} bytes, limit {MAX_PAYLOAD_BYTES}")
+    try:
+        return msgspec.msgpack.decode(payload, type=kind)
+    except (msgspec.DecodeError, RecursionError, ValueError) as error:
+        raise ProtocolError(f"{what}: malformed: {error}") from None
+
+
+def make_plane(
+    name: str, *, host: str, slot_bytes: int, staging_bytes: int, configure_socket: ConfigureSocket | None = None
+) -> Plane:
+    """The data plane called ``name``.
+
+    Args:
+        name: one of ``PLANE_NAMES``.
+        host: the local address that peers reach; nothing listens on any other.
+        slot_bytes: size of a staging slot, that is of the largest message.
+        staging_bytes: bound on the staging memory, for each direction.
+        configure_socket: called with every ZMQ socket before it binds or connects.
+
+    Raises:
+        PlaneUnavailableError: the plane cannot be had on this machine, and why.
+    """
+    if name == "ucx":
+        from kvferry.transport.ucx_plane import UcxPlane
+
+        return UcxPlane(host, slot_bytes, staging_bytes)
+    if name == "shm":
+        from kvferry.transport.shm_plane import ShmPlane
+
+        return ShmPlane(slot_bytes, staging_bytes)
+    if name == "zmq":
+        from kvferry.transport.zmq_plane import ZmqPlane
+
+        return ZmqPlane(host, slot_bytes, staging_bytes, configure_socket)
+    raise PlaneUnavailableError(f"plane {name!r} is unknown, expected one of {', '.join(PLANE_NAMES)}")

@@ -1,0 +1,63 @@
+"""Staging memory: a bounded pool of slots of one size."""
+
+from __future__ import annotations
+
+import torch
+
+from kvferry.transport.plane import Slot
+
+
+class SlotPool:
+    """Slots of ``slot_bytes`` out of at most ``limit_bytes`` of memory, allocated when first needed.
+
+    A slot is free, in use, or retired: a retired one is in the hands of a request that can neither be cancelled nor
+    waited for, so it is never handed out again until ``revive``, and stays accounted against the limit.
+    """
+
+    def __init__(self, slot_bytes: int, limit_bytes: int, device: torch.device | None = None) -> None:
+        self.slot_bytes = slot_bytes
+        self.capacity = max(1, limit_bytes // slot_bytes)
+        self._device = device or torch.device("cpu")
+        self._free: list[Slot] = []
+        self._retired: set[int] = set()
+        self._slots: list[Slot] = []
+
+    @property
+    def free(self) -> int:
+        """Slots that ``take`` can still hand out."""
+        return self.capacity - len(self._slots) + len(self._free)
+
+    @property
+    def retired(self) -> int:
+        """Slots that are lost until the request that holds them ends."""
+        return len(self._retired)
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Memory taken so far."""
+        return len(self._slots) * self.slot_bytes
+
+    def take(self) -> Slot | None:
+        """A slot, the most recently used one first (its bytes may still be in the cache); ``None`` if all are taken."""
+        if self._free:
+            return self._free.pop()
+        if len(self._slots) >= self.capacity:
+            return None
+        slot = Slot(torch.empty(self.slot_bytes, dtype=torch.uint8, device=self._device), len(self._slots))
+        self._slots.append(slot)
+        return slot
+
+    def put(self, slot: Slot) -> None:
+        """Return a slot that ``take`` gave."""
+        assert slot is self._slots[slot.index] and slot not in self._free
+        self._free.append(slot)
+
+    def retire(self, slot: Slot) -> None:
+        """Mark a taken slot as lost: something may still write to it."""
+        assert slot is self._slots[slot.index] and slot not in self._free
+        self._retired.add(slot.index)
+
+    def revive(self, slot: Slot) -> None:
+        """The request that held a retired slot has ended after all."""
+        self._retired.remove(slot.index)
+        self.put(slot)
