@@ -61,7 +61,7 @@ class PlaneOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     payload: PlanePayload
 
 
-class Hello(_Message):
+class Hello(_Message, frozen=True):
     """D's first word. ``model`` holds the facts that must agree, by name."""
 
     engine_id: Name
@@ -70,7 +70,7 @@ class Hello(_Message):
     model: Annotated[dict[Name, Text], Meta(max_length=64)]
 
 
-class Welcome(_Message):
+class Welcome(_Message, frozen=True):
     engine_id: Name
     incarnation: Incarnation
     geometry: RankGeometry
@@ -78,7 +78,7 @@ class Welcome(_Message):
     planes: Annotated[tuple[PlaneOffer, ...], Meta(max_length=8)]
 
 
-class Refused(_Message):
+class Refused(_Message, frozen=True):
     """The handshake is over: which field, and both values."""
 
     field: Name
@@ -86,14 +86,14 @@ class Refused(_Message):
     theirs: Text
 
 
-class Attach(_Message):
+class Attach(_Message, frozen=True):
     """D's choice of plane; ``payload`` answers the offer's."""
 
     plane: Name
     payload: PlanePayload
 
 
-class Attached(_Message):
+class Attached(_Message, frozen=True):
     plane: Name
     slot_bytes: Size
     payload: PlanePayload = b""
@@ -111,7 +111,7 @@ class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=T
     num_tokens: Size
 
 
-class Ask(_Message):
+class Ask(_Message, frozen=True):
     """Read ``spans`` under the lease ``token``.
 
     ``expected`` are D's ranks that will release the lease at this P rank (``TpKVTopology.release_map``); the first
@@ -126,7 +126,7 @@ class Ask(_Message):
     chunk_bytes: Size
 
 
-class Grant(_Message):
+class Grant(_Message, frozen=True):
     """The read may proceed: of its tokens ``ready`` are there, and ``chunks`` messages will come for them.
 
     ``epoch`` changes when what was granted is no longer true (preemption of a running prompt).
@@ -144,39 +144,39 @@ class Grant(_Message):
 DenyReason = Literal["expired", "unknown", "bounds", "detached", "failed"]
 
 
-class Deny(_Message):
+class Deny(_Message, frozen=True):
     read: Read
     reason: DenyReason
     detail: Text = ""
 
 
-class Cancel(_Message):
+class Cancel(_Message, frozen=True):
     """D gives the read up; ``posted`` chunks have receives that only a message can end."""
 
     read: Read
     posted: Count
 
 
-class Stopped(_Message):
+class Stopped(_Message, frozen=True):
     """Of the read, ``sent`` chunks are or will be on the data plane, and no more."""
 
     read: Read
     sent: Count
 
 
-class Commit(_Message):
+class Commit(_Message, frozen=True):
     """Is all I read under this token still true?"""
 
     read: Read
     token: Token
 
 
-class Committed(_Message):
+class Committed(_Message, frozen=True):
     read: Read
     ok: bool
 
 
-class Release(_Message):
+class Release(_Message, frozen=True):
     """A vote to free: D's rank ``consumer_rank`` will not read under this token again."""
 
     token: Token
@@ -184,7 +184,7 @@ class Release(_Message):
     expected: Annotated[tuple[Count, ...], Meta(min_length=1, max_length=4096)]
 
 
-class Renew(_Message):
+class Renew(_Message, frozen=True):
     tokens: Annotated[tuple[Token, ...], Meta(max_length=65536)]
 
 

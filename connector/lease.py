@@ -1,0 +1,219 @@
+"""The producer's state machine: one lease on one rank of P. Pure: no I/O, no clock.
+
+``step(state, event, now) -> (state, effects)``::
+
+    GRANTED ◀──▶ READING (k own reads running)
+       │             │
+       ├─ release ───┤──▶ RELEASED ─┐
+       └─ expiry  ───┘──▶ EXPIRED  ─┴─▶ Freed, once, when the last own read has ended
+
+An *own* read is P's own packing of its pages; P waits for it, because only its end proves that nothing reads the pages.
+A *peer* read (D's kernel over mapped memory) P can neither see nor stop: it does not appear here, and the commit is
+its fence: ``may_commit`` is false from the moment the lease has ended.
+The first ask of a consumer fixes which of its ranks must release; the lease ends when one consumer's set is complete.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+
+
+class Phase(enum.Enum):
+    GRANTED = "granted"
+    READING = "reading"
+    RELEASED = "released"
+    EXPIRED = "expired"
+
+
+HELD = (Phase.GRANTED, Phase.READING)
+
+Consumer = bytes
+"""One life of one D engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """State. Times are local monotonic seconds; ``term`` the seconds one renewal gives, never past ``cap``.
+
+    ``votes``: per consumer, the ranks that have not released yet. ``reads``: own reads that are running.
+    """
+
+    phase: Phase
+    deadline: float
+    term: float
+    cap: float
+    votes: Mapping[Consumer, frozenset[int]] = field(default_factory=lambda: MappingProxyType({}))
+    reads: frozenset[object] = frozenset()
+    freed: bool = False
+    reason: str = ""
+
+
+# --- events -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A consumer's rank wants to read; ``expected`` are the consumer's ranks that will release here."""
+
+    consumer: Consumer
+    expected: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadStarted:
+    key: object
+
+
+@dataclass(frozen=True, slots=True)
+class ReadEnded:
+    """The own read's last access to P's pages is over."""
+
+    key: object
+
+
+@dataclass(frozen=True, slots=True)
+class Renewed:
+    """Somebody still wants it, or a read made progress."""
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    consumer: Consumer
+    rank: int
+    expected: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed."""
+
+
+Event = Asked | ReadStarted | ReadEnded | Renewed | Released | Tick
+
+# --- effects ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StopReads:
+    """End the own reads; answer each with ``ReadEnded``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Freed:
+    """Tell the engine, once, that nothing reads the blocks any more. ``reason``: released, expired or cap."""
+
+    reason: str
+
+
+Effect = StopReads | Freed
+Outcome = tuple[Lease, tuple[Effect, ...]]
+
+
+def grant(now: float, term: float, cap: float) -> Lease:
+    """A new lease of ``term`` seconds that renewals can extend to ``cap`` seconds in all."""
+    return Lease(Phase.GRANTED, now + min(term, cap), term, now + cap)
+
+
+def may_commit(state: Lease) -> bool:
+    """Whether what was read under the lease is still true."""
+    return state.phase in HELD
+
+
+def step(state: Lease, event: Event, now: float) -> Outcome:
+    """One event, in any phase."""
+    return TRANSITIONS[state.phase, type(event)](state, event, now)
+
+
+# --- transitions ------------------------------------------------------------------------------------------------
+
+
+def _ignore(state: Lease, event: Event, now: float) -> Outcome:
+    return state, ()
+
+
+def _asked(state: Lease, event: Event, now: float) -> Outcome:
+    assert isinstance(event, Asked)
+    if event.consumer in state.votes:
+        return state, ()
+    votes = MappingProxyType({**state.votes, event.consumer: event.expected})
+    return replace(state, votes=votes), ()
+
+
+def _read_started(state: Lease, event: Event, now: float) -> Outcome:
+    assert isinstance(event, ReadStarted)
+    return replace(state, phase=Phase.READING, reads=state.reads | {event.key}), ()
+
+
+def _read_ended(state: Lease, event: Event, now: float) -> Outcome:
+    assert isinstance(event, ReadEnded)
+    reads = state.reads - {event.key}
+    return replace(state, reads=reads, phase=Phase.READING if reads else Phase.GRANTED), ()
+
+
+def _renewed(state: Lease, event: Event, now: float) -> Outcome:
+    return replace(state, deadline=max(state.deadline, min(now + state.term, state.cap))), ()
+
+
+def _released(state: Lease, event: Event, now: float) -> Outcome:
+    assert isinstance(event, Released)
+    left = state.votes.get(event.consumer, event.expected) - {event.rank}
+    voted = replace(state, votes=MappingProxyType({**state.votes, event.consumer: left}))
+    return (voted, ()) if left else _end(voted, Phase.RELEASED, "released")
+
+
+def _tick(state: Lease, event: Event, now: float) -> Outcome:
+    if now < state.deadline:
+        return state, ()
+    return _end(state, Phase.EXPIRED, "cap" if now >= state.cap else "expired")
+
+
+def _end(state: Lease, phase: Phase, reason: str) -> Outcome:
+    ended = replace(state, phase=phase, reason=reason)
+    return (ended, (StopReads(),)) if state.reads else _free(ended)
+
+
+def _free(state: Lease) -> Outcome:
+    return replace(state, freed=True), (Freed(state.reason),)
+
+
+def _last_read_ended(state: Lease, event: Event, now: float) -> Outcome:
+    assert isinstance(event, ReadEnded)
+    left = replace(state, reads=state.reads - {event.key})
+    return (left, ()) if left.reads or left.freed else _free(left)
+
+
+def _read_too_late(state: Lease, event: Event, now: float) -> Outcome:
+    raise AssertionError("a read was started under a lease that has ended")
+
+
+Transition = Callable[[Lease, Event, float], Outcome]
+
+TRANSITIONS: dict[tuple[Phase, type], Transition] = {
+    **{
+        (phase, event): transition
+        for phase in HELD
+        for event, transition in (
+            (Asked, _asked),
+            (ReadStarted, _read_started),
+            (ReadEnded, _read_ended),
+            (Renewed, _renewed),
+            (Released, _released),
+            (Tick, _tick),
+        )
+    },
+    **{
+        (phase, event): transition
+        for phase in (Phase.RELEASED, Phase.EXPIRED)
+        for event, transition in (
+            (Asked, _ignore),
+            (ReadStarted, _read_too_late),
+            (ReadEnded, _last_read_ended),
+            (Renewed, _ignore),
+            (Released, _ignore),
+            (Tick, _ignore),
+        )
+    },
+}
