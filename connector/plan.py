@@ -1,0 +1,326 @@
+"""What one rank reads from another, as spans, and how a span is cut into messages. Pure. Axes ``[L, B, H, N, C]``.
+
+A span is a box in (layer, head, token) space of one of P's layer groups (``protocol.Span``, P's numbering). Blocks do
+not appear: tokens count from the start of the prompt on both sides, and each side finds them through its own block
+table. A chunk is one message, a box inside a span, on the wire contiguous ``[layers][heads][tokens][C]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from kvferry.connector import topology
+from kvferry.connector.errors import GeometryError, IncompatiblePeerError
+from kvferry.connector.geometry import GroupGeometry, RankGeometry
+from kvferry.connector.protocol import Span
+from kvferry.connector.topology import MAX_RANKS, HeadRead
+
+MAX_CHUNKS = 1 << 20
+"""Bound on the messages that one span is cut into; a peer names the span and the size of a message."""
+
+
+class PlannedSpan(NamedTuple):
+    """A span to read, and where it goes: ``group``, first ``layer`` and first ``head`` in D's own numbering.
+
+    Layer and head counts and tokens are the span's.
+    """
+
+    span: Span
+    group: int
+    layer: int
+    head: int
+
+
+class Chunk(NamedTuple):
+    """A part of a span: offsets ``layer`` and ``token`` count from the span's first ones; all of its heads."""
+
+    layer: int
+    num_layers: int
+    token: int
+    num_tokens: int
+
+
+def compatible(local: RankGeometry, remote: RankGeometry, *, consumer: bool = True) -> None:
+    """Whether KV can pass between two ranks at all; layouts, block sizes and parallel sizes may differ.
+
+    Args:
+        local: ours.
+        remote: the peer's.
+        consumer: whether we are D; P calls it with ``False``.
+
+    Raises:
+        IncompatiblePeerError: names the field and both values.
+        GeometryError: a geometry contradicts itself.
+    """
+    for geometry in (local, remote):
+        check_geometry(geometry)
+    for field in ("is_mla", "total_num_kv_heads"):
+        ours, theirs = getattr(local, field), getattr(remote, field)
+        if ours != theirs:
+            raise IncompatiblePeerError(field, ours, theirs)
+    needs, has = (local, remote) if consumer else (remote, local)
+    held = _layer_index(has)
+    missing = []
+    for group in needs.groups:
+        checked: set[int] = set()
+        for layer in group.layers:
+            if layer not in held:
+                missing.append(layer)
+            elif held[layer][0] not in checked:
+                checked.add(held[layer][0])
+                theirs = has.groups[held[layer][0]]
+                _same_form(layer, *((group, theirs) if consumer else (theirs, group)))
+    if has.pp_size == 1 and missing:
+        _refuse_missing(missing, sum(len(group.layers) for group in has.groups), consumer)
+
+
+def check_geometry(geometry: RankGeometry) -> None:
+    """That a geometry is one that a rank can have.
+
+    Raises:
+        GeometryError: ranks outside sizes, heads other than the rank's interval, or a layer listed twice.
+    """
+    for axis in ("tp", "pp"):
+        rank, size = getattr(geometry, f"{axis}_rank"), getattr(geometry, f"{axis}_size")
+        if size > MAX_RANKS or rank >= size:
+            raise GeometryError(
+                f"{axis}_rank {rank} of {axis}_size {size}, expected a rank below the size, at most {MAX_RANKS}"
+            )
+    for group in geometry.groups:
+        heads = _group_heads(geometry, group)
+        expected = topology.head_interval(geometry.tp_rank, geometry.tp_size, heads)
+        if (group.head_start, group.num_heads) != expected:
+            raise GeometryError(
+                f"layer {group.layers[0]!r}: tp_rank {geometry.tp_rank} of {geometry.tp_size} holds heads "
+                f"{group.head_start}..{group.head_start + group.num_heads}, "
+                f"expected {expected[0]}..{sum(expected)} of {heads}"
+            )
+    _layer_index(geometry)
+
+
+def plan_reads(
+    local: RankGeometry, remote: RankGeometry, heads: HeadRead, tokens: Sequence[tuple[int, int]]
+) -> tuple[PlannedSpan, ...]:
+    """What D's rank reads from one P rank.
+
+    Args:
+        local: D's rank.
+        remote: P's rank, ``heads.p_rank`` of its stage.
+        heads: global KV heads to take (``topology.sources``); groups of kind ``mla`` have one, which is always taken.
+        tokens: per local group, the tokens to read as (start, stop).
+
+    Returns:
+        Spans that do not overlap; layers that this P rank does not hold are left out.
+
+    Raises:
+        IncompatiblePeerError: P's rank does not hold the heads.
+        GeometryError: a layer listed twice.
+    """
+    assert len(tokens) == len(local.groups)
+    held = _layer_index(remote)
+    planned: list[PlannedSpan] = []
+    for index, (group, (start, stop)) in enumerate(zip(local.groups, tokens, strict=True)):
+        if stop <= start:
+            continue
+        for layer, theirs, first, count in _runs(group.layers, held):
+            ours, head, num_heads = _head_box(group, remote.groups[theirs], heads)
+            if num_heads:
+                span = Span(theirs, first, count, head, num_heads, start, stop - start)
+                planned.append(PlannedSpan(span, index, layer, ours))
+    return tuple(planned)
+
+
+def plan_sources(
+    local: RankGeometry, remotes: Mapping[tuple[int, int], RankGeometry], tokens: Sequence[tuple[int, int]]
+) -> dict[tuple[int, int], tuple[PlannedSpan, ...]]:
+    """All that D's rank reads, by (pipeline rank, tensor rank) of P; only P ranks that are read from appear.
+
+    Args:
+        local: D's rank.
+        remotes: P's ranks: for every stage at least those that ``topology.sources`` names.
+        tokens: as in ``plan_reads``.
+
+    Raises:
+        IncompatiblePeerError: layers that D needs and no stage of P holds, or heads that a P rank does not hold.
+        GeometryError: a stage, or a rank that must be read from, is missing from ``remotes``.
+    """
+    any_remote = next(iter(remotes.values()), None)
+    if any_remote is None:
+        raise GeometryError("no P rank is known, expected at least one")
+    reads = topology.sources(local.tp_rank, local.tp_size, any_remote.tp_size, local.total_num_kv_heads, local.is_mla)
+    plans: dict[tuple[int, int], tuple[PlannedSpan, ...]] = {}
+    covered = 0
+    for stage in range(any_remote.pp_size):
+        for number, heads in enumerate(reads):
+            remote = remotes.get((stage, heads.p_rank))
+            if remote is None:
+                raise GeometryError(f"P rank (pp {stage}, tp {heads.p_rank}) is not known, and must be read from")
+            spans = plan_reads(local, remote, heads, tokens)
+            if number:  # the one head of an MLA group comes from the first source
+                spans = tuple(item for item in spans if local.groups[item.group].kind != "mla")
+            else:
+                covered += sum(item.span.num_layers for item in spans)
+            if spans:
+                plans[stage, heads.p_rank] = spans
+    wanted = [g for g, (start, stop) in zip(local.groups, tokens, strict=True) if stop > start]
+    if covered != sum(len(group.layers) for group in wanted):
+        _refuse_uncovered(wanted, remotes)
+    return plans
+
+
+def check_span(span: Span, geometry: RankGeometry, num_tokens: int) -> None:
+    """That a span that a peer sent lies inside our rank and inside a prompt of ``num_tokens``.
+
+    Raises:
+        GeometryError: names what is out of bounds.
+    """
+    if span.group >= len(geometry.groups):
+        raise GeometryError(f"span of group {span.group}, there are {len(geometry.groups)}")
+    group = geometry.groups[span.group]
+    for axis, first, count, bound in (
+        ("layers", span.layer, span.num_layers, len(group.layers)),
+        ("heads", span.head, span.num_heads, group.num_heads),
+        ("tokens", span.token, span.num_tokens, num_tokens),
+    ):
+        if first < 0 or count < 1 or first + count > bound:
+            raise GeometryError(f"span of {axis} {first}..{first + count} is outside 0..{bound} of group {span.group}")
+
+
+def check_spans(spans: Sequence[Span], geometry: RankGeometry, num_tokens: int) -> None:
+    """``check_span`` for each, and that together they ask for no more than the rank holds of the prompt.
+
+    Raises:
+        GeometryError: names what is out of bounds.
+    """
+    asked: dict[int, int] = {}
+    for span in spans:
+        check_span(span, geometry, num_tokens)
+        asked[span.group] = asked.get(span.group, 0) + span.num_layers * span.num_heads * span.num_tokens
+    for index, elements in asked.items():
+        group = geometry.groups[index]
+        bound = len(group.layers) * group.num_heads * num_tokens
+        if elements > bound:
+            raise GeometryError(f"spans of group {index} ask for {elements} (layer, head, token) elements of {bound}")
+
+
+def chunks(span: Span, content_bytes: int, chunk_bytes: int, token_align: int = 1) -> list[Chunk]:
+    """A span cut into messages of at most ``chunk_bytes``; the same on both sides.
+
+    As many whole layers with all tokens as fit; where one layer does not fit, runs of its tokens, with cuts at
+    multiples of ``token_align`` (counted from the start of the prompt, as blocks are) wherever one is within reach.
+
+    Raises:
+        GeometryError: one token of the span does not fit into ``chunk_bytes``, or more than ``MAX_CHUNKS`` result.
+    """
+    token_bytes = span.num_heads * content_bytes
+    layer_bytes = token_bytes * span.num_tokens
+    most = chunk_bytes // token_bytes
+    if most < 1:
+        raise GeometryError(
+            f"one token of {span.num_heads} heads x {content_bytes} bytes does not fit into a message of "
+            f"{chunk_bytes} bytes; raise slot_bytes to {token_bytes} or more"
+        )
+    if layer_bytes <= chunk_bytes:
+        step = chunk_bytes // layer_bytes
+        if -(-span.num_layers // step) > MAX_CHUNKS:
+            raise GeometryError(f"span of {span.num_layers} layers makes more than {MAX_CHUNKS} messages")
+        return [
+            Chunk(layer, min(step, span.num_layers - layer), 0, span.num_tokens)
+            for layer in range(0, span.num_layers, step)
+        ]
+    # Alignment shortens a run by less than half on average.
+    if span.num_layers * -(-2 * span.num_tokens // most) > MAX_CHUNKS:
+        raise GeometryError(
+            f"span of {span.num_layers} layers x {span.num_tokens} tokens makes more than {MAX_CHUNKS} messages "
+            f"of {chunk_bytes} bytes"
+        )
+    runs = _token_runs(span.token, span.num_tokens, most, max(1, token_align))
+    return [Chunk(layer, 1, token, count) for layer in range(span.num_layers) for token, count in runs]
+
+
+def chunk_nbytes(chunk: Chunk, span: Span, content_bytes: int) -> int:
+    """Bytes of a chunk on the wire."""
+    return chunk.num_layers * span.num_heads * chunk.num_tokens * content_bytes
+
+
+def _token_runs(first: int, total: int, most: int, align: int) -> list[tuple[int, int]]:
+    runs, token = [], 0
+    while token < total:
+        stop = min(token + most, total)
+        if stop < total:
+            aligned = (first + stop) // align * align - first
+            stop = aligned if aligned > token else stop
+        runs.append((token, stop - token))
+        token = stop
+    return runs
+
+
+def _group_heads(geometry: RankGeometry, group: GroupGeometry) -> int:
+    """Global KV heads of a group: one where it is MLA, in an MLA model or beside other groups."""
+    return 1 if geometry.is_mla or group.kind == "mla" else geometry.total_num_kv_heads
+
+
+def _layer_index(geometry: RankGeometry) -> dict[str, tuple[int, int]]:
+    """(group, place in the group) by layer name."""
+    index = {layer: (g, i) for g, group in enumerate(geometry.groups) for i, layer in enumerate(group.layers)}
+    if len(index) != sum(len(group.layers) for group in geometry.groups):
+        seen: set[str] = set()
+        for group in geometry.groups:
+            for layer in group.layers:
+                if layer in seen:
+                    raise GeometryError(f"layer {layer!r} is listed twice")
+                seen.add(layer)
+    return index
+
+
+def _runs(layers: Sequence[str], held: Mapping[str, tuple[int, int]]) -> list[tuple[int, int, int, int]]:
+    """Layers consecutive on both sides, as (first here, group there, first there, count)."""
+    runs: list[tuple[int, int, int, int]] = []
+    for place, layer in enumerate(layers):
+        where = held.get(layer)
+        if where is None:
+            continue
+        if runs:
+            here, group, there, count = runs[-1]
+            if here + count == place and (group, there + count) == where:
+                runs[-1] = (here, group, there, count + 1)
+                continue
+        runs.append((place, *where, 1))
+    return runs
+
+
+def _head_box(ours: GroupGeometry, theirs: GroupGeometry, heads: HeadRead) -> tuple[int, int, int]:
+    """(first head in D's numbering, first head in P's, count) of a group's heads within ``heads``."""
+    if ours.kind == "mla":
+        return 0, 0, 1
+    low = max(ours.head_start, heads.first_head)
+    high = min(ours.head_start + ours.num_heads, heads.first_head + heads.num_heads)
+    if low < theirs.head_start or high > theirs.head_start + theirs.num_heads:
+        raise IncompatiblePeerError(
+            f"heads of tp_rank {heads.p_rank}",
+            f"{low}..{high}",
+            f"{theirs.head_start}..{theirs.head_start + theirs.num_heads}",
+        )
+    return low - ours.head_start, low - theirs.head_start, high - low
+
+
+def _same_form(layer: str, ours: GroupGeometry, theirs: GroupGeometry) -> None:
+    for field in ("kind", "content_bytes", "dtype", "window"):
+        mine, other = getattr(ours, field), getattr(theirs, field)
+        if mine != other:
+            raise IncompatiblePeerError(f"{field} of layer {layer!r}", mine, other)
+
+
+def _refuse_missing(missing: Sequence[str], held: int, consumer: bool) -> None:
+    more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+    needed, lacking = f"{missing[0]!r}{more} needed", f"{held} layers without it"
+    raise IncompatiblePeerError("layers", *((needed, lacking) if consumer else (lacking, needed)))
+
+
+def _refuse_uncovered(wanted: Sequence[GroupGeometry], remotes: Mapping[tuple[int, int], RankGeometry]) -> None:
+    held = {layer for remote in remotes.values() for layer in _layer_index(remote)}
+    missing = [layer for group in wanted for layer in group.layers if layer not in held]
+    if missing:
+        _refuse_missing(missing, len(held), consumer=True)
+    raise IncompatiblePeerError("layers", "each layer once", "a layer held by more than one stage")
