@@ -1,0 +1,444 @@
+"""The shared-memory data plane, for two processes of one host whose caches lie in host memory.
+
+P makes one arena of slots per channel, packs into a slot, and rings; D unpacks straight from the slot and rings back.
+The bell is a Unix socket in the abstract namespace: it needs no name in a file system, so SIGKILL leaves nothing
+behind; it exists only inside one network namespace, so that another container or host is told apart without guessing;
+it carries the arena's descriptor; and its end is the peer's end.
+
+Bytes on the socket, little endian: D says hello with ``secret`` and ``channel``; P answers with the arena's
+descriptor and ``_GEOMETRY``; then P sends ``_FILLED`` and D ``_FREED`` records, each within the other's slot count.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import hmac
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Annotated, ClassVar
+
+import msgspec
+import zmq
+from msgspec import Meta
+
+from kvferry.connector.errors import PlaneUnavailableError, ProtocolError, TransportError
+from kvferry.transport.plane import Plane, Received, RecvChannel, SendChannel, Slot, decode_payload
+from kvferry.transport.shm_arena import Arena
+
+BEST_SLOT_BYTES = 1 << 20
+"""Slots of this size stay in a core's cache from pack to unpack (benchmarks/host_planes.py --sweep-shm)."""
+MAX_SLOTS = 8
+"""Slots of one channel; more only widen the footprint in the cache."""
+
+_SECRET_BYTES = 32
+_CHANNEL_BYTES = 16
+_GEOMETRY = struct.Struct("<QI")
+"""Slot bytes, number of slots."""
+_FILLED = struct.Struct("<QII")
+"""Tag, slot index, bytes in it."""
+_FREED = struct.Struct("<I")
+"""Slot index."""
+_HELLO_SECONDS = 30.0
+_MAX_STRANGERS = 64
+"""Connections that have not said hello, or whose Attach has not come."""
+
+
+class _Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: Annotated[bytes, Meta(min_length=2, max_length=107)]
+    secret: Annotated[bytes, Meta(min_length=_SECRET_BYTES, max_length=_SECRET_BYTES)]
+    uid: Annotated[int, Meta(ge=0, lt=1 << 32)]
+
+
+class _Attach(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    channel: Annotated[bytes, Meta(min_length=_CHANNEL_BYTES, max_length=_CHANNEL_BYTES)]
+    slot_bytes: Annotated[int, Meta(ge=4096, le=1 << 40)]
+
+
+class _Bell:
+    """The socket of one channel: whole records out, whole records in."""
+
+    def __init__(self, sock: socket.socket, record: struct.Struct) -> None:
+        self.sock = sock
+        self._record = record
+
+    def ring(self, data: bytes) -> None:
+        """Send one record. Raises OSError: the peer is gone, or took none of more records than there are slots."""
+        self.sock.send(data, socket.MSG_NOSIGNAL)
+
+    def heard(self) -> tuple[list[tuple[int, ...]], bool]:
+        """The records that are there, and whether the peer is gone. Raises ProtocolError for a torn one."""
+        records: list[tuple[int, ...]] = []
+        for _ in range(8 * MAX_SLOTS):  # a peer that floods must not keep us here
+            try:
+                data = self.sock.recv(256)
+            except BlockingIOError:
+                return records, False
+            except OSError:
+                return records, True
+            if not data:
+                return records, True
+            if len(data) != self._record.size:
+                raise ProtocolError(f"shm: a record of {len(data)} bytes, expected {self._record.size}")
+            records.append(self._record.unpack(data))
+        return records, False
+
+
+class ShmSendChannel(SendChannel):
+    """P's end; its slots are the arena's."""
+
+    def __init__(self, plane: ShmPlane, sock: socket.socket, arena: Arena) -> None:
+        self.slot_bytes = arena.slot_bytes
+        self._plane = plane
+        self._arena = arena
+        self._bell = _Bell(sock, _FREED)
+        self._slots = [Slot(arena.tensor(i), i) for i in range(arena.num_slots)]
+        self._free = list(reversed(range(arena.num_slots)))
+        self._sent: set[int] = set()
+        self._closed = False
+
+    def acquire(self) -> Slot | None:
+        if self._closed or self.error is not None or not self._free:
+            return None
+        return self._slots[self._free.pop()]
+
+    def send(self, slot: Slot, nbytes: int, tag: int) -> None:
+        assert 0 < nbytes <= slot.nbytes
+        if self._closed or self.error is not None:
+            self.give_back(slot)
+            return
+        self._sent.add(slot.index)
+        try:
+            self._bell.ring(_FILLED.pack(tag, slot.index, nbytes))
+        except OSError as error:
+            self._fail(TransportError(f"shm: the consumer is gone: {error}"))
+
+    def give_back(self, slot: Slot) -> None:
+        self._free.append(slot.index)
+
+    def flush(self, tags: Iterable[int]) -> None:
+        pass
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._plane._drop(self, self._bell.sock, self._arena.slot_bytes * self._arena.num_slots)
+            self._slots.clear()  # a slot that is still being packed keeps the mapping alive
+            self._arena.close()
+
+    def on_readable(self) -> None:
+        """The consumer freed slots, or went away."""
+        try:
+            records, gone = self._bell.heard()
+            for (index,) in records:
+                if index not in self._sent:
+                    raise ProtocolError(f"shm: the consumer freed slot {index}, which it does not hold")
+                self._sent.remove(index)
+                self._free.append(index)
+        except ProtocolError as error:
+            self._fail(TransportError(str(error)))
+            return
+        if gone:
+            self._fail(TransportError("shm: the consumer closed the channel or died"))
+
+    def _fail(self, error: TransportError) -> None:
+        if self.error is None:
+            self.error = error
+            self._plane._mute(self._bell.sock)
+            self._free.extend(self._sent)
+            self._sent.clear()
+
+
+class ShmRecvChannel(RecvChannel):
+    """D's end; messages are read where P packed them."""
+
+    def __init__(self, plane: ShmPlane, sock: socket.socket) -> None:
+        self._plane = plane
+        self._sock = sock
+        self._bell = _Bell(sock, _FILLED)
+        self._arena: Arena | None = None
+        self._expected: dict[int, int] = {}
+        self._arrived: list[Received] = []
+        self._held: set[int] = set()
+        self._closed = False
+
+    def expect(self, tag: int, nbytes: int) -> None:
+        self._expected[tag] = nbytes
+
+    def poll(self) -> list[Received]:
+        arrived, self._arrived = self._arrived, []
+        return arrived
+
+    def posted(self) -> set[int]:
+        return set()
+
+    def forget(self, tag: int) -> None:
+        self._expected.pop(tag, None)
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._plane._drop(self, self._sock, 0)
+            for message in self.poll():  # nobody will see these any more
+                message.release()
+            self._unmap_if_done()
+
+    def on_readable(self) -> None:
+        """The producer sent its memory, filled slots, or went away."""
+        try:
+            if self._arena is None and not self._take_arena():
+                return
+            records, gone = self._bell.heard()
+            for tag, index, nbytes in records:
+                self._filled(tag, index, nbytes)
+        except ProtocolError as error:
+            self._fail(TransportError(str(error)))
+            return
+        if gone:
+            self._fail(TransportError("shm: the producer closed the channel or died"))
+
+    def _take_arena(self) -> bool:
+        try:
+            data, fds, flags = _recv_fd(self._sock)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            self._fail(TransportError(f"shm: the producer is gone: {error}"))
+            return False
+        if not data and not fds:
+            self._fail(TransportError("shm: the producer refused the channel or died"))
+            return False
+        if len(fds) != 1 or len(data) != _GEOMETRY.size or flags & socket.MSG_CTRUNC:
+            for fd in fds:
+                os.close(fd)
+            raise ProtocolError(f"shm: {len(data)} bytes and {len(fds)} descriptors, expected the producer's memory")
+        slot_bytes, num_slots = _GEOMETRY.unpack(data)
+        if slot_bytes > self._plane._slot_bytes or not 0 < num_slots <= MAX_SLOTS:
+            os.close(fds[0])
+            raise ProtocolError(f"shm: the producer made {num_slots} slots of {slot_bytes} bytes, which is too large")
+        self._arena = Arena.attach(fds[0], slot_bytes, num_slots)
+        return True
+
+    def _filled(self, tag: int, index: int, nbytes: int) -> None:
+        arena = self._arena
+        assert arena is not None
+        if index >= arena.num_slots or index in self._held or not 0 < nbytes <= arena.slot_bytes:
+            raise ProtocolError(f"shm: the producer filled slot {index} with {nbytes} bytes, which cannot be")
+        expected = self._expected.pop(tag, None)
+        self._held.add(index)
+        if expected is None:  # forgotten, or never announced
+            self._release(index)
+        elif expected != nbytes:
+            raise ProtocolError(f"shm: message {tag:#x} has {nbytes} bytes, expected {expected}")
+        else:
+            self._arrived.append(Received(tag, arena.address(index), nbytes, partial(self._release, index)))
+
+    def _release(self, index: int) -> None:
+        self._held.remove(index)
+        if self._closed:
+            self._unmap_if_done()
+        elif self.error is None:
+            try:
+                self._bell.ring(_FREED.pack(index))
+            except OSError as error:
+                self._fail(TransportError(f"shm: the producer is gone: {error}"))
+
+    def _fail(self, error: TransportError) -> None:
+        if self.error is None:
+            self.error = error
+            self._plane._mute(self._sock)
+
+    def _unmap_if_done(self) -> None:
+        if self._arena is not None and not self._held:
+            self._arena.close()
+
+
+class ShmPlane(Plane):
+    """Shared memory of this host; ``slot_bytes`` above ``BEST_SLOT_BYTES`` is lowered to it."""
+
+    name: ClassVar[str] = "shm"
+
+    def __init__(self, slot_bytes: int, staging_bytes: int) -> None:
+        self._slot_bytes = min(slot_bytes, BEST_SLOT_BYTES)
+        self._left_bytes = staging_bytes
+        self._epoll = select.epoll()
+        self._handlers: dict[int, Callable[[], None]] = {}
+        self._listener: socket.socket | None = None
+        self._offer: _Offer | None = None
+        self._strangers: dict[int, tuple[socket.socket, float]] = {}
+        self._waiting: dict[bytes, tuple[socket.socket, float]] = {}
+        self._channels: set[ShmSendChannel | ShmRecvChannel] = set()
+        self._closed = False
+
+    def offer(self) -> bytes:
+        if self._offer is None:
+            name = b"\0kvferry-" + secrets.token_hex(16).encode()
+            self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+            self._listener.bind(name)
+            self._listener.listen(_MAX_STRANGERS)
+            self._watch(self._listener, self._admit)
+            self._offer = _Offer(name, secrets.token_bytes(_SECRET_BYTES), os.getuid())
+        return msgspec.msgpack.encode(self._offer)
+
+    def connect(self, offer: bytes) -> tuple[RecvChannel, bytes]:
+        theirs = decode_payload(offer, _Offer, "shm offer")
+        if theirs.uid != os.getuid():
+            raise PlaneUnavailableError(f"shm: the producer runs as uid {theirs.uid}, we run as {os.getuid()}")
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        channel_id = secrets.token_bytes(_CHANNEL_BYTES)
+        try:
+            sock.connect(theirs.name)
+            sock.send(theirs.secret + channel_id, socket.MSG_NOSIGNAL)
+        except OSError as error:
+            sock.close()
+            reason = "it is on another host or in another network namespace, or gone"
+            if isinstance(error, BlockingIOError):
+                reason = "too many consumers are connecting to it right now"
+            raise PlaneUnavailableError(f"shm: the producer cannot be reached ({error.strerror}): {reason}") from None
+        channel = ShmRecvChannel(self, sock)
+        self._channels.add(channel)
+        self._watch(sock, channel.on_readable)
+        return channel, msgspec.msgpack.encode(_Attach(channel_id, self._slot_bytes))
+
+    def accept(self, payload: bytes) -> tuple[SendChannel, bytes]:
+        attach = decode_payload(payload, _Attach, "shm attach")
+        self.progress()  # D said hello before it sent this payload, so its hello is here
+        sock, _ = self._waiting.pop(attach.channel, (None, 0.0))
+        if sock is None:
+            raise TransportError("shm: the consumer of this channel never connected, or was refused")
+        slot_bytes = min(self._slot_bytes, attach.slot_bytes)
+        num_slots = min(MAX_SLOTS, max(2, self._left_bytes // (2 * slot_bytes)))
+        nbytes = slot_bytes * num_slots
+        if nbytes > self._left_bytes:
+            self._unwatch(sock)
+            raise TransportError(
+                f"shm: staging memory is used up by {len(self._channels)} channels; raise staging_bytes"
+            )
+        arena, fd = Arena.create(slot_bytes, num_slots)
+        try:
+            socket.send_fds(sock, [_GEOMETRY.pack(slot_bytes, num_slots)], [fd], socket.MSG_NOSIGNAL)
+        except OSError as error:
+            arena.close()
+            self._unwatch(sock)
+            raise TransportError(f"shm: the consumer is gone: {error}") from None
+        finally:
+            os.close(fd)
+        self._left_bytes -= nbytes
+        channel = ShmSendChannel(self, sock, arena)
+        self._channels.add(channel)
+        self._handlers[sock.fileno()] = channel.on_readable
+        return channel, b""
+
+    def pollables(self) -> list[tuple[int | zmq.Socket[bytes], int]]:
+        return [] if self._closed else [(self._epoll.fileno(), zmq.POLLIN)]
+
+    def progress(self) -> bool:
+        if self._closed:
+            return False
+        ready = self._epoll.poll(0)
+        for fd, _ in ready:
+            handler = self._handlers.get(fd)
+            if handler is not None:  # an earlier handler of this round may have dropped it
+                handler()
+        if self._strangers or self._waiting:
+            self._expire()
+        return bool(ready)
+
+    def arm(self) -> bool:
+        return True  # the epoll descriptor is level-triggered
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        for channel in list(self._channels):
+            channel.close()
+        for sock, _ in [*self._strangers.values(), *self._waiting.values()]:
+            sock.close()
+        if self._listener is not None:
+            self._listener.close()
+        self._handlers.clear()
+        self._strangers.clear()
+        self._waiting.clear()
+        self._epoll.close()
+        self._closed = True
+
+    # Connections of consumers: strangers until they said hello, waiting until their Attach comes.
+
+    def _admit(self) -> None:
+        assert self._listener is not None
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                return
+            sock.setblocking(False)
+            _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+            if uid != os.getuid() or len(self._strangers) + len(self._waiting) >= _MAX_STRANGERS:
+                sock.close()
+                continue
+            self._strangers[sock.fileno()] = (sock, time.monotonic() + _HELLO_SECONDS)
+            self._watch(sock, partial(self._hello, sock))
+            self._hello(sock)
+
+    def _hello(self, sock: socket.socket) -> None:
+        try:
+            data = sock.recv(256)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        _, deadline = self._strangers.pop(sock.fileno())
+        assert self._offer is not None
+        if len(data) == _SECRET_BYTES + _CHANNEL_BYTES and hmac.compare_digest(
+            data[:_SECRET_BYTES], self._offer.secret
+        ):
+            self._waiting[data[_SECRET_BYTES:]] = (sock, deadline)
+            self._handlers[sock.fileno()] = partial(self._gave_up, data[_SECRET_BYTES:])
+        else:
+            self._unwatch(sock)
+
+    def _gave_up(self, channel_id: bytes) -> None:
+        sock, _ = self._waiting.pop(channel_id)  # it may only hang up now
+        self._unwatch(sock)
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        for fd in [fd for fd, (_, deadline) in self._strangers.items() if deadline < now]:
+            self._unwatch(self._strangers.pop(fd)[0])
+        for channel_id in [c for c, (_, deadline) in self._waiting.items() if deadline < now]:
+            self._unwatch(self._waiting.pop(channel_id)[0])
+
+    def _watch(self, sock: socket.socket, handler: Callable[[], None]) -> None:
+        self._handlers[sock.fileno()] = handler
+        self._epoll.register(sock.fileno(), select.EPOLLIN)
+
+    def _mute(self, sock: socket.socket) -> None:
+        """Stop listening to a broken channel; its owner closes it."""
+        if self._handlers.pop(sock.fileno(), None) is not None:
+            with contextlib.suppress(OSError):
+                self._epoll.unregister(sock.fileno())
+
+    def _unwatch(self, sock: socket.socket) -> None:
+        self._mute(sock)
+        sock.close()
+
+    def _drop(self, channel: ShmSendChannel | ShmRecvChannel, sock: socket.socket, nbytes: int) -> None:
+        """A channel closes: its socket goes, and its memory is to be had again."""
+        self._unwatch(sock)
+        self._left_bytes += nbytes
+        self._channels.discard(channel)
+
+
+def _recv_fd(sock: socket.socket) -> tuple[bytes, list[int], int]:
+    fds = array.array("i")
+    data, ancillary, flags, _ = sock.recvmsg(256, socket.CMSG_LEN(4 * fds.itemsize), socket.MSG_CMSG_CLOEXEC)
+    for level, kind, content in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
+    return data, list(fds), flags
