@@ -114,12 +114,14 @@ class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=T
 class Ask(_Message, frozen=True):
     """Read ``spans`` under the lease ``token``.
 
-    ``expected`` are D's ranks that will release the lease at this P rank (``TpKVTopology.release_map``); the first
-    ask of a consumer fixes them. ``chunk_bytes`` bounds one chunk; both sides cut spans by ``plan.chunks``.
+    ``consumer`` names this life of D's engine, the same on all of its ranks. ``expected`` are D's ranks that will
+    release the lease at this P rank (``topology.expected_consumers``); the first ask of a consumer fixes them.
+    ``chunk_bytes`` bounds one chunk; both sides cut spans by ``plan.chunks``.
     """
 
     read: Read
     token: Token
+    consumer: Incarnation
     consumer_rank: Count
     expected: Annotated[tuple[Count, ...], Meta(min_length=1, max_length=4096)]
     spans: Annotated[tuple[Span, ...], Meta(max_length=8192)]
@@ -177,9 +179,10 @@ class Committed(_Message, frozen=True):
 
 
 class Release(_Message, frozen=True):
-    """A vote to free: D's rank ``consumer_rank`` will not read under this token again."""
+    """A vote to free: rank ``consumer_rank`` of the D engine ``consumer`` will not read under this token again."""
 
     token: Token
+    consumer: Incarnation
     consumer_rank: Count
     expected: Annotated[tuple[Count, ...], Meta(min_length=1, max_length=4096)]
 

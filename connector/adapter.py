@@ -1,0 +1,206 @@
+"""``KVFerryConnector``: vLLM's connector contract, method by method, over the scheduler half and the worker half.
+
+Plans and leases go to the mover in ``bind_connector_metadata``, which precedes the forward in every release;
+``start_load_kv`` runs after it in 0.32, a whole prefill later.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvferry.connector import compat
+from kvferry.connector.config import load_settings
+from kvferry.connector.metrics_vllm import KVFerryPromMetrics, KVFerryStats
+from kvferry.connector.scheduler import SchedulerHalf
+from kvferry.connector.stepplan import RankAddress, StepPlan, unpack_ids
+from kvferry.connector.worker import WorkerHalf
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig  # noqa: TID251 (types only)
+    from vllm.v1.kv_cache_interface import KVCacheConfig  # noqa: TID251 (types only)
+
+logger = logging.getLogger("vllm.kvferry.adapter")
+
+
+@dataclass
+class KVFerryMetadata(compat.KVConnectorMetadata):  # type: ignore[misc]
+    """One step's plan on its way to the workers."""
+
+    plan: StepPlan
+
+
+@dataclass
+class KVFerryHandshake(compat.KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """Where a worker listens, on its way to the scheduler."""
+
+    address: RankAddress
+
+
+class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: ignore[misc]
+    """The plug-in. One instance in the scheduler's process, one in each worker's."""
+
+    if compat.P2P_SOURCE is not None:
+        _cache_hit_source = compat.P2P_SOURCE
+
+    def __init__(self, vllm_config: VllmConfig, role: compat.KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        settings = load_settings(transfer.kv_connector_extra_config)
+        compat.check_config(vllm_config, kv_cache_config)
+        self._config = kv_cache_config
+        self._groups = compat.transfer_group_ids(kv_cache_config)
+        self._scheduler: SchedulerHalf | None = None
+        self._worker: WorkerHalf | None = None
+        self._failed_blocks: dict[str, set[int]] = {}
+        self._invalid: set[int] = set()
+        groups = compat.layer_groups(kv_cache_config)
+        if role == compat.KVConnectorRole.SCHEDULER:
+            parallel = vllm_config.parallel_config
+            self._scheduler = SchedulerHalf(
+                settings,
+                str(transfer.engine_id),
+                [group.block_size for group in groups],
+                tp_size=parallel.tensor_parallel_size,
+                pp_size=parallel.pipeline_parallel_size,
+                produces=transfer.is_kv_producer,
+                consumes=transfer.is_kv_consumer,
+            )
+            if transfer.is_kv_consumer and compat.loads_fail_requests(vllm_config):
+                logger.warning(
+                    "kvferry: kv_load_failure_policy is 'fail', so a failed hand-over fails its request; "
+                    'set "kv_load_failure_policy": "recompute" to have it prefilled locally instead'
+                )
+        else:
+            self._worker = WorkerHalf(settings, compat.rank_info(vllm_config), groups)
+
+    # --- class level --------------------------------------------------------------------------------------------
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """Any layout is carried; the engine keeps its own choice."""
+        return None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVFerryStats:
+        return KVFerryStats(data=data) if data is not None else KVFerryStats()
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVFerryPromMetrics:
+        return KVFerryPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    # --- scheduler side -----------------------------------------------------------------------------------------
+
+    def on_new_request(self, request: Any) -> None:
+        self._scheduling.on_new_request(compat.request_view(request))
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self._scheduling.num_new_matched_tokens(compat.request_view(request), num_computed_tokens)
+
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+        """A hand-over carries the request's own blocks, of every transfer group."""
+        return self._groups
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        block_ids = blocks.get_block_ids() if num_external_tokens else ((),) * len(self._config.kv_cache_groups)
+        self._scheduling.after_alloc(compat.request_view(request), self._select(block_ids), num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVFerryMetadata:
+        return KVFerryMetadata(self._scheduling.take_plan())
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        self._scheduling.loads_finished(connector_output.finished_recving or ())
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        view, ids = compat.request_view(request), self._select(block_ids)
+        return self._scheduling.request_finished(view, ids, completed=compat.completed(request))
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], KVFerryHandshake]) -> None:
+        self._scheduling.set_ranks(handshake.address for handshake in metadata.values())
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVFerryHandshake]) -> None:
+        self._scheduling.set_ranks(handshake.address for handshake in metadata.values())
+
+    def _select(self, block_ids: Iterable[Any]) -> list[Any]:
+        every = list(block_ids)
+        return [every[index] for index in self._groups]
+
+    @property
+    def _scheduling(self) -> SchedulerHalf:
+        assert self._scheduler is not None, "called on a worker"
+        return self._scheduler
+
+    # --- worker side --------------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._working.register(kv_caches, compat.num_blocks(self._config))
+
+    def get_handshake_metadata(self) -> KVFerryHandshake | None:
+        address = self._working.address
+        return None if address is None else KVFerryHandshake(address)
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        plan = connector_metadata.plan
+        if not compat.HAS_TRANSFER_RESULTS:
+            for load in plan.loads:
+                self._failed_blocks[load.request_id] = set(unpack_ids(load.block_ids[0]).tolist())
+        self._working.post(plan)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> compat.KVConnectorTransferResults:
+        results = self._working.take_results()
+        return compat.KVConnectorTransferResults(results.sent, results.received, results.failed)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """0.26: failures are told by block id, in the same step."""
+        results = self._working.take_results()
+        for request_id in results.received:
+            blocks = self._failed_blocks.pop(request_id, set())
+            if request_id in results.failed:
+                self._invalid |= blocks
+        return results.sent or None, results.received or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        invalid, self._invalid = self._invalid, set()
+        return invalid
+
+    def get_kv_connector_stats(self) -> KVFerryStats | None:
+        if self._worker is None or self._worker.site is None:
+            return None
+        return KVFerryStats.drain(self._worker.site.stats)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Loads were started in ``bind_connector_metadata``."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Hand-overs are whole; nothing to wait for per layer."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """P's blocks are read in place once the prompt is finished."""
+
+    def wait_for_save(self) -> None:
+        """Nothing is saved."""
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+
+    @property
+    def _working(self) -> WorkerHalf:
+        assert self._worker is not None, "called on the scheduler"
+        return self._worker

@@ -1,0 +1,110 @@
+"""Which leases D still needs, for which requests: renewal while it does, release when it no longer does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvferry.connector import protocol
+from kvferry.connector.geometry import RankGeometry
+from kvferry.connector.link import Link
+from kvferry.connector.stepplan import PeerEngine, RankAddress
+from kvferry.connector.topology import expected_consumers
+
+SIBLING_SECONDS = 0.5
+"""How long a release waits for more requests of the same prompt (``n > 1`` sends them one by one)."""
+RENEWALS_PER_TERM = 3
+"""A renewal may be lost twice before the lease is."""
+
+
+@dataclass(slots=True)
+class Claim:
+    """One lease at one P engine. ``open``: requests that may still read under it."""
+
+    peer: PeerEngine
+    renew_at: float
+    open: set[str] = field(default_factory=set)
+    siblings: bool = False
+    release_at: float = float("inf")
+
+
+class Claims:
+    """The leases that this rank of D holds a share in.
+
+    Every P rank hears of the end from at least one D rank (``TpKVTopology.release_map``), also ranks nobody reads.
+    """
+
+    def __init__(self, geometry: RankGeometry, link: Callable[[PeerEngine, RankAddress], Link]) -> None:
+        self._geometry = geometry
+        self.rank = geometry.pp_rank * geometry.tp_size + geometry.tp_rank
+        """This rank's number in its engine, over all pipeline stages."""
+        self._link = link
+        self._claims: dict[bytes, Claim] = {}
+        self._token_of: dict[str, bytes] = {}
+        self.consumer = bytes(16)
+        """This life of this engine, the same on all of its ranks; set by the first step plan."""
+
+    def __bool__(self) -> bool:
+        return bool(self._claims)
+
+    def open(self, token: bytes, peer: PeerEngine, request_id: str, now: float, *, siblings: bool = False) -> None:
+        """``request_id`` may read under ``token``; renewals start when a third of the term has passed."""
+        claim = self._claims.get(token)
+        if claim is None:
+            claim = self._claims[token] = Claim(peer, now + peer.lease_seconds / RENEWALS_PER_TERM)
+        claim.open.add(request_id)
+        claim.siblings |= siblings
+        claim.release_at = float("inf")
+        self._token_of[request_id] = token
+
+    def close(self, request_id: str, now: float) -> None:
+        """``request_id`` will not read any more. The last one of a lease releases it."""
+        token = self._token_of.pop(request_id, None)
+        claim = self._claims.get(token) if token is not None else None
+        if token is None or claim is None:
+            return
+        claim.open.discard(request_id)
+        if claim.open:
+            return
+        if claim.siblings:
+            claim.release_at = now + SIBLING_SECONDS
+        else:
+            self._release(token, claim)
+
+    def tick(self, now: float) -> None:
+        """Renew what is needed, release what waited for siblings in vain."""
+        for token, claim in list(self._claims.items()):
+            if now >= claim.release_at:
+                self._release(token, claim)
+            elif now >= claim.renew_at:
+                claim.renew_at = now + claim.peer.lease_seconds / RENEWALS_PER_TERM
+                for address in self._addresses(claim.peer):
+                    self._link(claim.peer, address).send(protocol.Renew(tokens=(token,)))
+
+    def close_all(self) -> None:
+        """Release everything."""
+        for token, claim in list(self._claims.items()):
+            self._release(token, claim)
+        self._token_of.clear()
+
+    def expected(self, peer: PeerEngine, p_rank: int) -> tuple[int, ...]:
+        """The D ranks, of every pipeline stage, that release at P's rank ``p_rank``."""
+        ours = self._geometry
+        return expected_consumers(
+            p_rank, ours.tp_size, ours.pp_size, peer.tp_size, ours.total_num_kv_heads, ours.is_mla
+        )
+
+    def _addresses(self, peer: PeerEngine) -> list[RankAddress]:
+        return [address for address in peer.ranks if self.rank in self.expected(peer, address.tp_rank)]
+
+    def _release(self, token: bytes, claim: Claim) -> None:
+        del self._claims[token]
+        for address in self._addresses(claim.peer):
+            self._link(claim.peer, address).send(
+                protocol.Release(
+                    token=token,
+                    consumer=self.consumer,
+                    consumer_rank=self.rank,
+                    expected=self.expected(claim.peer, address.tp_rank),
+                )
+            )

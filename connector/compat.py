@@ -1,0 +1,224 @@
+"""The one file that imports vLLM: what differs between its releases, and its objects turned into ours.
+
+Supported are 0.26 and 0.32. Releases between and after are expected to work; one is refused only where an API that is
+needed is missing.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+    PromMetric,
+    PromMetricT,
+)
+from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.request import RequestStatus
+
+from kvferry.connector.errors import ConfigError
+from kvferry.connector.geometry import GroupKind
+from kvferry.connector.scheduler import RequestView
+from kvferry.connector.worker import LayerGroup, RankInfo
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+try:  # 0.32: completions and failures in one answer
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
+    HAS_TRANSFER_RESULTS = True
+except ImportError:  # 0.26: get_finished, and failures by block id
+
+    @dataclass
+    class KVConnectorTransferResults:  # type: ignore[no-redef]
+        finished_sending: set[str] = field(default_factory=set)
+        finished_recving: set[str] = field(default_factory=set)
+        failed_recving: set[str] = field(default_factory=set)
+
+    HAS_TRANSFER_RESULTS = False
+
+try:  # 0.32: where cache hits came from
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+    P2P_SOURCE: Any = CacheHitSource.P2P
+except ImportError:
+    P2P_SOURCE = None
+
+__all__ = [
+    "HAS_TRANSFER_RESULTS",
+    "P2P_SOURCE",
+    "KVConnectorBase_V1",
+    "KVConnectorHandshakeMetadata",
+    "KVConnectorMetadata",
+    "KVConnectorPromMetrics",
+    "KVConnectorRole",
+    "KVConnectorStats",
+    "KVConnectorTransferResults",
+    "PromMetric",
+    "PromMetricT",
+    "SupportsHMA",
+    "check_config",
+    "completed",
+    "layer_groups",
+    "loads_fail_requests",
+    "model_facts",
+    "rank_info",
+    "register_connector",
+    "request_view",
+    "transfer_group_ids",
+]
+
+
+def register_connector(name: str, module: str) -> None:
+    """Make the connector known by its class name alone. Safe to call again: vLLM loads plug-ins in every process."""
+    if name not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(name, module, name)
+
+
+def check_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    """Refuse what cannot be served, at start-up and in one line.
+
+    Raises:
+        ConfigError: names the option and what to do.
+    """
+    parallel = vllm_config.parallel_config
+    for option in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, option, 1) > 1:
+            raise ConfigError(f"{option} {getattr(parallel, option)} is not carried yet, expected 1")
+    groups = len(kv_cache_config.kv_cache_groups)
+    if groups > 1 and not HAS_TRANSFER_RESULTS:
+        raise ConfigError(
+            f"vLLM {vllm.__version__} dies when a load fails with {groups} KV cache groups; "
+            "start it with --disable-hybrid-kv-cache-manager"
+        )
+
+
+def loads_fail_requests(vllm_config: VllmConfig) -> bool:
+    """Whether a failed load fails its request (vLLM's default) instead of being recomputed."""
+    return bool(vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute")
+
+
+def transfer_group_ids(kv_cache_config: KVCacheConfig) -> tuple[int, ...]:
+    """The KV cache groups that are handed over; in 0.26 all are."""
+    ids = getattr(kv_cache_config, "transfer_group_ids", None)
+    return tuple(range(len(kv_cache_config.kv_cache_groups))) if ids is None else tuple(ids)
+
+
+def layer_groups(kv_cache_config: KVCacheConfig) -> tuple[LayerGroup, ...]:
+    """vLLM's transferable KV cache groups as ours."""
+    groups = []
+    for index in transfer_group_ids(kv_cache_config):
+        group = kv_cache_config.kv_cache_groups[index]
+        kind, window = _kind(group.kv_cache_spec)
+        groups.append(LayerGroup(kind, tuple(group.layer_names), group.kv_cache_spec.block_size, window))
+    return tuple(groups)
+
+
+def _kind(spec: KVCacheSpec) -> tuple[GroupKind, int]:
+    inner = getattr(spec, "kv_cache_specs", None)  # layers of one type whose sizes differ
+    if inner:
+        return _kind(next(iter(inner.values())))
+    if isinstance(spec, MLAAttentionSpec):
+        return "mla", 0
+    if isinstance(spec, SlidingWindowSpec):
+        return "sliding_window", spec.sliding_window
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        return "chunked_local", spec.attention_chunk_size
+    if isinstance(spec, FullAttentionSpec):
+        return "full", 0
+    return "state", 0
+
+
+def rank_info(vllm_config: VllmConfig) -> RankInfo:
+    """This worker's place, from vLLM's own process groups."""
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    return RankInfo(
+        engine_id=str(vllm_config.kv_transfer_config.engine_id),
+        tp_rank=get_tensor_model_parallel_rank(),
+        tp_size=parallel.tensor_parallel_size,
+        pp_rank=get_pp_group().rank_in_group,
+        pp_size=parallel.pipeline_parallel_size,
+        total_num_kv_heads=model.get_total_num_kv_heads(),
+        is_mla=bool(model.use_mla),
+        model=model_facts(vllm_config),
+        dp_rank=getattr(parallel, "data_parallel_index", 0),
+    )
+
+
+def model_facts(vllm_config: VllmConfig) -> dict[str, str]:
+    """What must be the same on P and D for a KV cache to mean the same, by name.
+
+    Not the vLLM version, the attention backend or any parallel size: those may differ.
+    """
+    model = vllm_config.model_config
+    config = model.hf_text_config
+    facts: dict[str, object] = {
+        "architectures": ",".join(getattr(model.hf_config, "architectures", None) or []),
+        "quantization": model.quantization,
+        "kv_cache_dtype": _kv_dtype(vllm_config),
+    }
+    for name in ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "sliding_window"):
+        facts[name] = getattr(config, name, None)
+    facts["head_size"] = model.get_head_size()
+    rope = getattr(config, "rope_parameters", None) or {
+        "rope_theta": getattr(config, "rope_theta", None),
+        "rope_scaling": getattr(config, "rope_scaling", None),
+    }
+    facts["rope"] = json.dumps(rope, sort_keys=True, default=str)
+    return {name: str(value)[:1024] for name, value in facts.items()}
+
+
+def _kv_dtype(vllm_config: VllmConfig) -> str:
+    dtype = vllm_config.cache_config.cache_dtype
+    return str(vllm_config.model_config.dtype).removeprefix("torch.") if dtype == "auto" else str(dtype)
+
+
+def request_view(request: Request) -> RequestView:
+    """What the scheduler half reads of a request."""
+    extra = [feature.identifier for feature in getattr(request, "mm_features", None) or ()]
+    if request.lora_request is not None:
+        extra.append(f"lora:{request.lora_request.lora_name}")
+    return RequestView(
+        request_id=request.request_id,
+        params=request.kv_transfer_params,
+        prompt_token_ids=request.prompt_token_ids,
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_computed_tokens=request.num_computed_tokens,
+        extra=tuple(extra),
+    )
+
+
+def completed(request: Request) -> bool:
+    """Whether a finished request ended by itself: by length or by a stop, not by abort or error."""
+    return request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+
+
+def num_blocks(kv_cache_config: KVCacheConfig) -> int:
+    """Manager blocks of the device pool."""
+    return int(kv_cache_config.num_blocks)
+
+
+KVCaches = dict[str, torch.Tensor]

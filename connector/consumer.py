@@ -1,0 +1,421 @@
+"""D's half of the mover: hand-overs, the links they go over, and the claims that keep P's leases alive.
+
+Decisions are ``handover.step``'s; this file performs its effects and feeds it what happens.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from kvferry.connector import handover, protocol
+from kvferry.connector.claims import Claims
+from kvferry.connector.errors import KVFerryError
+from kvferry.connector.link import Link, LinkState
+from kvferry.connector.plan import PlannedSpan, chunks, plan_reads
+from kvferry.connector.site import Ids, Part, Site
+from kvferry.connector.stepplan import Load, PeerEngine, RankAddress, Watch, unpack_ids
+from kvferry.connector.topology import HeadRead, sources
+from kvferry.transport.plane import Received
+
+logger = logging.getLogger("vllm.kvferry.consumer")
+
+FAILED_LINK_SECONDS = 1.0
+"""A failed link answers for that long, so that a burst of requests for a dead peer fails fast."""
+UNPACKS_PER_TURN = 4
+"""Messages unpacked before control messages are looked at again."""
+
+
+@dataclass(slots=True)
+class Read:
+    """One hand-over's part from one P rank: its chunks, and how many are still to come."""
+
+    number: int
+    job: Job
+    source: int
+    link: Link
+    heads: HeadRead
+    parts: list[Part] = field(default_factory=list)
+    tags: set[int] = field(default_factory=set)
+    expected: bool = False
+    stopped: bool = False
+    moved: bool = False
+
+    def tag(self, chunk: int) -> int:
+        return self.number << 32 | chunk
+
+
+@dataclass(slots=True)
+class Job:
+    """One request's hand-over on this rank."""
+
+    load: Load
+    state: handover.Handover
+    started: float
+    ids: list[Ids]
+    reads: list[Read] = field(default_factory=list)
+    nbytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """What the engine is told of a load, once."""
+
+    request_id: str
+    ok: bool
+    reason: str
+
+
+class Consumer:
+    """All hand-overs into this rank. Called from the mover's thread only."""
+
+    def __init__(self, site: Site) -> None:
+        self._site = site
+        self._timeouts = handover.Timeouts(
+            site.settings.handshake_timeout_seconds, site.settings.transfer_timeout_seconds
+        )
+        self._links: dict[RankAddress, Link] = {}
+        self._jobs: dict[str, Job] = {}
+        self._reads: dict[int, Read] = {}
+        self._next_read = 0
+        self._arrived: deque[tuple[Link, Received]] = deque()
+        self._finished: list[Finished] = []
+        self._claims = Claims(site.caches.geometry, self._link)
+
+    # --- commands from the engine -------------------------------------------------------------------------------
+
+    def identify(self, consumer: bytes) -> None:
+        """Which life of which engine this rank belongs to; the same on all ranks."""
+        self._claims.consumer = consumer
+
+    def watch(self, watch: Watch, now: float) -> None:
+        """Keep a lease alive until its request is loaded or dropped."""
+        self._claims.open(watch.token, watch.peer, watch.request_id, now, siblings=watch.siblings)
+
+    def drop(self, request_id: str, now: float) -> None:
+        """The request will load nothing."""
+        self._claims.close(request_id, now)
+
+    def cancel(self, request_id: str, now: float) -> None:
+        """Give a load up; it still reports, once nothing can write its blocks. Unknown ids have reported before."""
+        job = self._jobs.get(request_id)
+        if job is not None:
+            self._step(job, handover.Cancel(), now)
+
+    def load(self, load: Load, now: float) -> None:
+        """Start a hand-over."""
+        self._claims.open(load.token, load.peer, load.request_id, now)
+        try:
+            ids = [self._site.caches.kernel_ids(g, unpack_ids(ids)) for g, ids in enumerate(load.block_ids)]
+            addresses = list(self._addresses(load.peer))
+        except KVFerryError as error:
+            self._report(load, now, False, f"geometry: {error}")
+            self._claims.close(load.request_id, now)
+            return
+        state, effects = handover.begin(len(addresses), self._timeouts, now)
+        job = Job(load, state, now, ids)
+        self._jobs[load.request_id] = job
+        for number, (address, heads) in enumerate(addresses):
+            link = self._link(load.peer, address)
+            job.reads.append(self._new_read(job, number, link, heads))
+            link.greet(now)
+        self._perform(job, effects, now)
+        for read in job.reads:
+            self._follow(read, now)
+
+    # --- the loop's calls ---------------------------------------------------------------------------------------
+
+    def serve(self, now: float) -> bool:
+        """Handle what arrived; whether anything did."""
+        busy = False
+        for link in list(self._links.values()):
+            for reply in link.serve(now):
+                busy = True
+                self._reply(link, reply, now)
+            if link.state is not link.seen:
+                busy = True
+                link.seen = link.state
+                self._link_changed(link, now)
+        return self._collect(now) or busy
+
+    def tick(self, now: float) -> None:
+        """Deadlines, renewals, and links that have failed long enough."""
+        for job in list(self._jobs.values()):
+            self._step(job, handover.Tick(), now)
+        self._claims.tick(now)
+        for address, link in list(self._links.items()):
+            if link.state is LinkState.FAILED and now >= link.failed_at + FAILED_LINK_SECONDS:
+                del self._links[address]
+
+    def take_finished(self) -> list[Finished]:
+        """Loads that ended since the last call."""
+        finished, self._finished = self._finished, []
+        return finished
+
+    @property
+    def live(self) -> bool:
+        """Whether any deadline is running."""
+        return bool(self._jobs or self._claims or any(x.state is LinkState.FAILED for x in self._links.values()))
+
+    @property
+    def links(self) -> list[Link]:
+        return [link for link in self._links.values() if link.state is not LinkState.FAILED]
+
+    def close(self, now: float) -> None:
+        """Give every claim up and close the links; loads that still run are reported as failed."""
+        for job in list(self._jobs.values()):
+            self._step(job, handover.Cancel("engine is shutting down"), now)
+        self._claims.close_all()
+        for link in self._links.values():
+            link.close()
+        self._links.clear()
+
+    # --- links --------------------------------------------------------------------------------------------------
+
+    def _addresses(self, peer: PeerEngine) -> Iterator[tuple[RankAddress, HeadRead]]:
+        ours = self._site.caches.geometry
+        heads = sources(ours.tp_rank, ours.tp_size, peer.tp_size, ours.total_num_kv_heads, ours.is_mla)
+        by_rank = {(rank.pp_rank, rank.tp_rank): rank for rank in peer.ranks}
+        for pp_rank in range(peer.pp_size):
+            for read in heads:
+                address = by_rank.get((pp_rank, read.p_rank))
+                if address is None:
+                    raise KVFerryError(f"P named no address for its rank pp{pp_rank} tp{read.p_rank}")
+                yield address, read
+
+    def _link(self, peer: PeerEngine, address: RankAddress) -> Link:
+        link = self._links.get(address)
+        if link is None:
+            link = self._links[address] = Link(self._site, peer, address)
+        return link
+
+    def _link_changed(self, link: Link, now: float) -> None:
+        for read in [read for read in self._reads.values() if read.link is link]:
+            self._follow(read, now)
+        if link.state is LinkState.FAILED:
+            link.failed_at = now
+            for read in [read for read in self._reads.values() if read.link is link]:
+                self._forget(read)
+            link.close()
+
+    def _follow(self, read: Read, now: float) -> None:
+        """Tell the hand-over what became of a read's link."""
+        if read.stopped:
+            return
+        if read.link.state is LinkState.ATTACHED:
+            self._step(read.job, handover.PeerReady(read.source), now)
+        elif read.link.state is LinkState.FAILED:
+            self._step(read.job, handover.Failed(read.source, f"peer lost: {read.link.name}: {read.link.reason}"), now)
+
+    # --- effects ------------------------------------------------------------------------------------------------
+
+    def _step(self, job: Job, event: handover.Event, now: float) -> None:
+        job.state, effects = handover.step(job.state, event, now)
+        self._perform(job, effects, now)
+
+    def _perform(self, job: Job, effects: tuple[handover.Effect, ...], now: float) -> None:
+        for effect in effects:
+            match effect:
+                case handover.Ask():
+                    for read in job.reads:
+                        self._ask(read, now)
+                case handover.Commit():
+                    for read in job.reads:
+                        self._commit(read, now)
+                case handover.Stop():
+                    self._stop(job, now)
+                case handover.Release():
+                    self._claims.close(job.load.request_id, now)
+                case handover.Report(ok, reason):
+                    self._jobs.pop(job.load.request_id, None)
+                    for read in job.reads:
+                        if read.moved or not read.parts:
+                            self._forget(read)  # the others wait for P's Stopped
+                    self._report(job.load, now, ok, reason, job)
+
+    def _new_read(self, job: Job, source: int, link: Link, heads: HeadRead) -> Read:
+        self._next_read = (self._next_read + 1) % (1 << 32)
+        read = Read(self._next_read, job, source, link, heads)
+        self._reads[read.number] = read
+        return read
+
+    def _ask(self, read: Read, now: float) -> None:
+        geometry, load = read.link.geometry, read.job.load
+        assert geometry is not None
+        try:
+            planned = plan_reads(self._site.caches.geometry, geometry, read.heads, load.tokens)
+        except KVFerryError as error:
+            self._step(read.job, handover.Failed(read.source, f"geometry: {error}"), now)
+            return
+        if not planned:  # a stage that holds none of our layers
+            self._granted(read, 0, now)
+            return
+        chunk_bytes = read.link.slot_bytes
+        for span in planned:
+            align = geometry.groups[span.span.group].block_size
+            read.parts.extend(self._parts(read.job, span, chunk_bytes, align))
+        read.link.send(
+            protocol.Ask(
+                read=read.number,
+                token=load.token,
+                consumer=self._claims.consumer,
+                consumer_rank=self._claims.rank,
+                expected=self._claims.expected(load.peer, read.link.address.tp_rank),
+                spans=tuple(span.span for span in planned),
+                chunk_bytes=chunk_bytes,
+            )
+        )
+
+    def _parts(self, job: Job, planned: PlannedSpan, chunk_bytes: int, align: int) -> Iterator[Part]:
+        span = planned.span
+        content = self._site.caches.views[planned.group].content_bytes
+        for chunk in chunks(span, content, chunk_bytes, align):
+            yield Part(
+                group=planned.group,
+                layer=planned.layer + chunk.layer,
+                num_layers=chunk.num_layers,
+                head=planned.head,
+                num_heads=span.num_heads,
+                token=span.token + chunk.token,
+                num_tokens=chunk.num_tokens,
+                kernel_ids=job.ids[planned.group],
+            )
+
+    def _commit(self, read: Read, now: float) -> None:
+        if read.parts:
+            read.link.send(protocol.Commit(read=read.number, token=read.job.load.token))
+        else:
+            self._step(read.job, handover.Committed(read.source), now)
+
+    def _stop(self, job: Job, now: float) -> None:
+        """End all reads. Unpacking happens on this very thread, so nothing writes the pages from here on; what is
+        still under way ends in staging memory, and P's ``Stopped`` says how much of it there is."""
+        for read in job.reads:
+            if not read.stopped and not read.moved:
+                read.stopped = True
+                if read.link.state is LinkState.ATTACHED and read.parts:
+                    posted = read.link.channel.posted() if read.link.channel else set()
+                    highest = max((tag & 0xFFFFFFFF for tag in posted & read.tags), default=-1)
+                    read.link.send(protocol.Cancel(read=read.number, posted=highest + 1))
+        if job.state.phase is handover.Phase.DRAINING:
+            for read in job.reads:
+                self._step(job, handover.Drained(read.source), now)
+
+    def _report(self, load: Load, now: float, ok: bool, reason: str, job: Job | None = None) -> None:
+        self._finished.append(Finished(load.request_id, ok, reason))
+        tokens = max((stop - start for start, stop in load.tokens), default=0)
+        if job is not None and ok:
+            milliseconds = (now - job.started) * 1e3
+            planes = sorted({read.link.plane.name for read in job.reads if read.link.plane is not None})
+            plane = "+".join(planes) or "none"
+            self._site.stats.finished(nbytes=job.nbytes, milliseconds=milliseconds, plane=plane, tokens=tokens)
+            logger.info(
+                "kvferry: hand-over of %s done: %d tokens, %d bytes in %.2f ms over %s from %s",
+                load.request_id, tokens, job.nbytes, milliseconds, plane, load.peer.engine_id[:8],
+            )  # fmt: skip
+        else:
+            self._site.stats.failed(reason.split(":")[0])  # the part before the colon is one of a few
+            logger.warning("kvferry: hand-over of %s failed, %d tokens not loaded: %s", load.request_id, tokens, reason)
+
+    # --- replies and data ---------------------------------------------------------------------------------------
+
+    def _reply(self, link: Link, reply: protocol.Reply, now: float) -> None:
+        number = getattr(reply, "read", None)
+        read = self._reads.get(number) if isinstance(number, int) else None
+        if read is None or read.link is not link:
+            return  # of a read that has ended
+        match reply:
+            case protocol.Grant():
+                self._grant(read, reply, now)
+            case protocol.Deny():
+                reason = f"denied {reply.reason}" + (f": {reply.detail}" if reply.detail else "")
+                self._step(read.job, handover.Failed(read.source, reason), now)
+                if not read.expected:  # nothing was sent
+                    self._forget(read)
+            case protocol.Committed():
+                event = (
+                    handover.Committed(read.source)
+                    if reply.ok
+                    else handover.Failed(read.source, "not committed: the lease ended before the read did")
+                )
+                self._step(read.job, event, now)
+            case protocol.Stopped():
+                self._stopped(read, reply.sent)
+
+    def _grant(self, read: Read, grant: protocol.Grant, now: float) -> None:
+        if read.expected or grant.chunks != len(read.parts):
+            reason = f"protocol: P grants {grant.chunks} chunks, {len(read.parts)} were asked for"
+            self._step(read.job, handover.Failed(read.source, reason), now)
+            return
+        self._granted(read, grant.chunks, now)
+
+    def _granted(self, read: Read, count: int, now: float) -> None:
+        # Announced even where the read was stopped meanwhile: what P has sent must be received somewhere.
+        read.expected = True
+        channel = read.link.channel
+        assert channel is not None
+        for chunk in range(count):
+            read.tags.add(read.tag(chunk))
+            channel.expect(read.tag(chunk), self._site.caches.nbytes(read.parts[chunk]))
+        if read.stopped:
+            return
+        self._step(read.job, handover.Granted(read.source), now)
+        if not count:
+            self._all_moved(read, now)
+
+    def _stopped(self, read: Read, sent: int) -> None:
+        """P has sent, or ended by empty messages, the first ``sent`` chunks; the others will never come."""
+        channel = read.link.channel
+        for tag in [tag for tag in read.tags if tag & 0xFFFFFFFF >= sent]:
+            read.tags.discard(tag)
+            if channel is not None:
+                channel.forget(tag)
+        if read.stopped and not read.tags:
+            self._forget(read)
+
+    def _collect(self, now: float) -> bool:
+        for link in self._links.values():
+            if link.channel is not None and link.state is LinkState.ATTACHED:
+                self._arrived.extend((link, message) for message in link.channel.poll())
+        busy = bool(self._arrived)
+        for _ in range(min(UNPACKS_PER_TURN, len(self._arrived))):
+            self._unpack(*self._arrived.popleft(), now)
+        return busy
+
+    def _unpack(self, link: Link, message: Received, now: float) -> None:
+        read = self._reads.get(message.tag >> 32)
+        chunk = message.tag & 0xFFFFFFFF
+        if read is None or read.link is not link or message.tag not in read.tags:
+            message.release()
+            return
+        read.tags.discard(message.tag)
+        if read.stopped:
+            message.release()
+            if not read.tags:
+                self._forget(read)
+            return
+        part = read.parts[chunk]
+        wanted = self._site.caches.nbytes(part)
+        if message.nbytes != wanted:
+            message.release()
+            reason = f"protocol: chunk {chunk} has {message.nbytes} bytes, expected {wanted}"
+            self._step(read.job, handover.Failed(read.source, reason), now)
+            return
+        try:
+            self._site.caches.unpack(message.address, part)
+        finally:
+            message.release()
+        read.job.nbytes += wanted
+        if read.tags:
+            self._step(read.job, handover.Progress(), now)
+        else:
+            self._all_moved(read, now)
+
+    def _all_moved(self, read: Read, now: float) -> None:
+        read.moved = True
+        self._step(read.job, handover.Moved(read.source), now)
+
+    def _forget(self, read: Read) -> None:
+        self._reads.pop(read.number, None)

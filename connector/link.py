@@ -1,0 +1,168 @@
+"""D's link to one rank of P: connection, handshake, data plane. Driven by polling; nothing here blocks."""
+
+from __future__ import annotations
+
+import enum
+import logging
+
+from kvferry.connector.errors import IncompatiblePeerError, KVFerryError, PlaneUnavailableError, ProtocolError
+from kvferry.connector.geometry import RankGeometry
+from kvferry.connector.plan import compatible
+from kvferry.connector.protocol import (
+    MAX_MESSAGE_BYTES,
+    Attach,
+    Attached,
+    Hello,
+    PlaneOffer,
+    Refused,
+    Reply,
+    Request,
+    Welcome,
+    decode_reply,
+    encode,
+)
+from kvferry.connector.site import Site, check_model
+from kvferry.connector.stepplan import PeerEngine, RankAddress
+from kvferry.transport.control import Connection
+from kvferry.transport.plane import Plane, RecvChannel
+
+logger = logging.getLogger("vllm.kvferry.link")
+
+
+class LinkState(enum.Enum):
+    CONNECTED = "connected"  # control messages only; no handshake was needed yet
+    GREETING = "waiting for the answer to the handshake"
+    ATTACHING = "waiting for the data plane"
+    ATTACHED = "attached"
+    FAILED = "failed"
+
+
+class Link:
+    """One connection to one life of one P rank.
+
+    ``state`` moves forward only. ``reason`` says why it is FAILED; a failed link is replaced, never revived.
+    """
+
+    def __init__(self, site: Site, peer: PeerEngine, address: RankAddress) -> None:
+        self._site = site
+        self.peer = peer
+        self.address = address
+        self.state = LinkState.CONNECTED
+        self.seen = LinkState.CONNECTED  # the last state that the owner has acted on
+        self.reason = ""
+        self.deadline = float("inf")
+        self.failed_at = 0.0
+        self.channel: RecvChannel | None = None
+        self.plane: Plane | None = None
+        self.slot_bytes = 0
+        self.geometry: RankGeometry | None = None
+        self.connection = Connection(address.host, address.port, curve=site.curve, max_message_bytes=MAX_MESSAGE_BYTES)
+
+    @property
+    def name(self) -> str:
+        """The peer as a log line names it."""
+        where = f"{self.address.host}:{self.address.port}"
+        return f"{self.peer.engine_id[:8]} pp{self.address.pp_rank} tp{self.address.tp_rank} at {where}"
+
+    def greet(self, now: float) -> None:
+        """Start the handshake, unless it was started before."""
+        if self.state is not LinkState.CONNECTED:
+            return
+        self.state = LinkState.GREETING
+        self.deadline = now + self._site.settings.handshake_timeout_seconds
+        site = self._site
+        self.send(
+            Hello(
+                engine_id=site.engine_id,
+                incarnation=site.incarnation,
+                geometry=site.caches.geometry,
+                model=dict(site.model),
+            )
+        )
+
+    def send(self, message: Request) -> None:
+        """Send, or fail the link where the peer cannot be reached."""
+        if self.state is not LinkState.FAILED and not self.connection.send(encode(message)):
+            self.fail("its control connection takes no more messages")
+
+    def serve(self, now: float) -> list[Reply]:
+        """Advance the handshake; the replies that are not part of it."""
+        replies: list[Reply] = []
+        if self.state is LinkState.FAILED:
+            return replies
+        self.connection.poll_monitor()
+        for frames in self.connection.receive():
+            try:
+                reply = decode_reply(frames)
+                if isinstance(reply, Welcome | Refused | Attached):
+                    self._shake(reply)
+                else:
+                    replies.append(reply)
+            except ProtocolError as error:
+                self._site.stats.dropped("malformed reply")
+                self.fail(str(error))
+            except KVFerryError as error:
+                self.fail(str(error))
+        if self.channel is not None and self.channel.error is not None:
+            self.fail(str(self.channel.error))
+        elif self.connection.lost:
+            self.fail(self.connection.reason or "peer is gone")
+        elif now >= self.deadline:
+            waited = self._site.settings.handshake_timeout_seconds
+            self.fail(f"no answer to the handshake in {waited:g} s ({self.state.value})")
+        return replies
+
+    def fail(self, reason: str) -> None:
+        """End the link. What was read through it fails."""
+        if self.state is not LinkState.FAILED:
+            self.state, self.reason, self.deadline = LinkState.FAILED, reason, float("inf")
+            logger.warning("kvferry: link to %s failed: %s", self.name, reason)
+
+    def close(self) -> None:
+        """Give the sockets and the staging memory back. Idempotent."""
+        if self.channel is not None:
+            self.channel.close()
+        self.connection.close()
+
+    # --- handshake ----------------------------------------------------------------------------------------------
+
+    def _shake(self, reply: Welcome | Refused | Attached) -> None:
+        if isinstance(reply, Refused):
+            raise IncompatiblePeerError(reply.field, reply.theirs, reply.ours)
+        if isinstance(reply, Welcome) and self.state is LinkState.GREETING:
+            self._welcome(reply)
+        elif isinstance(reply, Attached) and self.state is LinkState.ATTACHING:
+            assert self.plane is not None and self.channel is not None
+            self.plane.finish(self.channel, reply.payload)
+            self.slot_bytes = reply.slot_bytes
+            self.state, self.deadline = LinkState.ATTACHED, float("inf")
+        else:
+            raise ProtocolError(f"{type(reply).__name__} came while {self.state.value}")
+
+    def _welcome(self, welcome: Welcome) -> None:
+        if welcome.incarnation != self.address.incarnation:
+            raise KVFerryError("P was restarted since it made this hand-over; its KV cache is gone")
+        check_model(self._site.model, welcome.model)
+        compatible(self._site.caches.geometry, welcome.geometry)
+        self.geometry = welcome.geometry
+        self.plane, self.channel, payload = self._choose(welcome.planes)
+        self.state = LinkState.ATTACHING
+        self.send(Attach(plane=self.plane.name, payload=payload))
+
+    def _choose(self, offers: tuple[PlaneOffer, ...]) -> tuple[Plane, RecvChannel, bytes]:
+        """The first plane that both sides have and that connects; one line says which, and why not a better one."""
+        passed_over: list[str] = [f"{name}: {why}" for name, why in self._site.missing_planes.items()]
+        offered = {offer.name: offer.payload for offer in offers}
+        for plane in self._site.planes:
+            if plane.name not in offered:
+                passed_over.append(f"{plane.name}: P does not offer it")
+                continue
+            try:
+                channel, payload = plane.connect(offered[plane.name])
+            except PlaneUnavailableError as error:
+                passed_over.append(f"{plane.name}: {error}")
+                continue
+            because = f" ({'; '.join(passed_over)})" if passed_over else ""
+            logger.info("kvferry: data plane to %s is %s%s", self.name, plane.name, because)
+            return plane, channel, payload
+        raise PlaneUnavailableError(f"no data plane in common: {'; '.join(passed_over) or 'none offered'}")

@@ -1,0 +1,161 @@
+"""The mover: the one thread of a rank that does I/O. Everything else posts work to it and collects results.
+
+The engine's thread calls ``post`` and ``take_*``, which never block. The mover's loop polls the control sockets and
+the data planes while there is traffic and sleeps in one ``poll`` call, without the GIL, while there is none.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+import zmq
+
+from kvferry.connector.consumer import Consumer, Finished
+from kvferry.connector.producer import Producer
+from kvferry.connector.site import Site
+from kvferry.connector.stepplan import StepPlan
+from kvferry.transport.control import Listener
+from kvferry.transport.wake import Waker
+
+logger = logging.getLogger("vllm.kvferry.mover")
+
+TICK_SECONDS = 0.02
+"""How often deadlines are looked at while any is running."""
+IDLE_SECONDS = 1.0
+
+
+class Mover:
+    """One rank's transfer thread.
+
+    ``post`` may be called from any thread; ``take_finished`` and ``take_freed`` from one.
+    """
+
+    def __init__(self, site: Site, listener: Listener, clock: Callable[[], float] = time.monotonic) -> None:
+        self._site = site
+        self._listener = listener
+        self._clock = clock
+        self._waker = Waker()
+        self._commands: deque[StepPlan] = deque()
+        self._finished: deque[Finished] = deque()
+        self._freed: deque[str] = deque()
+        self._stopping = False
+        self._consumer = Consumer(site)
+        self._producer = Producer(site, listener)
+        self._thread = threading.Thread(target=self._run, name="kvferry-mover", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def post(self, plan: StepPlan) -> None:
+        """Hand a step's work over."""
+        if not plan.empty:
+            self._commands.append(plan)
+            self._waker.wake()
+
+    def take_finished(self) -> list[Finished]:
+        """Loads that ended; each is returned once."""
+        return _drain(self._finished)
+
+    def take_freed(self) -> list[str]:
+        """Requests whose leased blocks may be freed; each is returned once."""
+        return _drain(self._freed)
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Stop the thread, close sockets, channels and staging. Idempotent."""
+        self._stopping = True
+        self._waker.wake()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(timeout)
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    # --- the thread ---------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        next_tick = 0.0
+        while not self._stopping:
+            try:
+                now = self._clock()
+                busy = self._turn(now)
+                if now >= next_tick:
+                    next_tick = now + TICK_SECONDS
+                    self._consumer.tick(now)
+                    self._producer.tick(now)
+                    self._publish()
+                if not busy:
+                    self._sleep()
+            except Exception:  # one bad turn must not end the thread that serves everybody
+                logger.exception("kvferry: unexpected error in the transfer thread, going on")
+                self._site.stats.failed("unexpected error in the transfer thread")
+                time.sleep(TICK_SECONDS)
+        self._shut()
+
+    def _turn(self, now: float) -> bool:
+        busy = self._obey(now)
+        busy |= self._producer.serve(now)
+        busy |= self._consumer.serve(now)
+        busy |= self._producer.pump(now)
+        for plane in self._site.planes:
+            busy |= plane.progress()
+        self._publish()
+        return busy
+
+    def _obey(self, now: float) -> bool:
+        busy = False
+        while self._commands:
+            busy = True
+            plan = self._commands.popleft()
+            self._consumer.identify(plan.consumer)
+            for grant in plan.leases:
+                self._producer.grant(grant, now)
+            for watch in plan.watches:
+                self._consumer.watch(watch, now)
+            for load in plan.loads:
+                self._consumer.load(load, now)
+            for request_id in plan.cancels:
+                self._consumer.cancel(request_id, now)
+            for request_id in plan.drops:
+                self._consumer.drop(request_id, now)
+        return busy
+
+    def _publish(self) -> None:
+        self._finished.extend(self._consumer.take_finished())
+        self._freed.extend(self._producer.take_freed())
+
+    def _sleep(self) -> None:
+        if not all(plane.arm() for plane in self._site.planes):
+            return
+        poller = zmq.Poller()
+        poller.register(self._waker.fd, zmq.POLLIN)
+        poller.register(self._listener.socket, zmq.POLLIN)
+        for link in self._consumer.links:
+            poller.register(link.connection.socket, zmq.POLLIN)
+            poller.register(link.connection.monitor, zmq.POLLIN)
+        for plane in self._site.planes:
+            for pollable, events in plane.pollables():
+                poller.register(pollable, events)
+        live = self._consumer.live or self._producer.live
+        poller.poll(int((TICK_SECONDS if live else IDLE_SECONDS) * 1e3))
+        self._waker.drain()
+
+    def _shut(self) -> None:
+        self._consumer.close(self._clock())
+        self._producer.close()
+        self._publish()
+        for plane in self._site.planes:
+            plane.close()
+        self._listener.close()
+        self._waker.close()
+
+
+def _drain(queue: deque[Finished] | deque[str]) -> list:  # type: ignore[type-arg]
+    items = []
+    while queue:
+        items.append(queue.popleft())
+    return items

@@ -1,0 +1,128 @@
+"""``kv_transfer_params``: what P's answer tells D, through whatever router stands between. Pure.
+
+The outer keys are those of vLLM's NIXL connector, so that routers written for it work unchanged; our own data stands
+under the one key ``kvferry``. Block ids do not travel here: they stay with P until D asks under the lease's token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from kvferry.connector.errors import ProtocolError
+from kvferry.connector.stepplan import PeerEngine, RankAddress
+
+PARAMS_VERSION = 1
+MAX_PORT = 65535
+
+_Hex16 = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
+_Rank = tuple[
+    Annotated[int, Meta(ge=0, lt=4096)],
+    Annotated[int, Meta(ge=0, lt=4096)],
+    Annotated[str, Meta(min_length=1, max_length=255)],
+    Annotated[int, Meta(ge=1, le=MAX_PORT)],
+    _Hex16,
+]
+
+
+class _Wire(msgspec.Struct, frozen=True):
+    v: int
+    token: _Hex16
+    engine_id: Annotated[str, Meta(min_length=1, max_length=256)]
+    num_tokens: Annotated[int, Meta(ge=1, le=1 << 31)]
+    prompt: Annotated[str, Meta(max_length=64)]
+    lease_seconds: Annotated[float, Meta(gt=0, le=1e6)]
+    tp_size: Annotated[int, Meta(ge=1, le=4096)]
+    pp_size: Annotated[int, Meta(ge=1, le=4096)]
+    ranks: Annotated[list[_Rank], Meta(min_length=1, max_length=4096)]
+
+
+class HandedOver(msgspec.Struct, frozen=True):
+    """What D learns of a finished prompt: the lease's token, the prompt it covers, and where P's ranks are."""
+
+    token: bytes
+    num_tokens: int
+    prompt: str
+    peer: PeerEngine
+
+
+def prompt_digest(token_ids: Sequence[int], extra: Sequence[str] = ()) -> str:
+    """Names a prompt: its tokens, and what else its KV depends on (LoRA adapter, multi-modal inputs)."""
+    digest = hashlib.blake2b(np.asarray(token_ids, dtype="<i4").tobytes(), digest_size=16)
+    for item in extra:
+        digest.update(b"\0" + item.encode())
+    return digest.hexdigest()
+
+
+def hand_over(handed: HandedOver) -> dict[str, Any]:
+    """P: the ``kv_transfer_params`` of a finished prefill."""
+    peer = handed.peer
+    first = peer.ranks[0]
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": peer.engine_id,
+        "remote_request_id": handed.token.hex(),
+        "remote_block_ids": [],
+        "remote_host": first.host,
+        "remote_port": first.port,
+        "tp_size": peer.tp_size,
+        "pp_size": peer.pp_size,
+        "remote_num_tokens": handed.num_tokens,
+        "kvferry": {
+            "v": PARAMS_VERSION,
+            "token": handed.token.hex(),
+            "engine_id": peer.engine_id,
+            "num_tokens": handed.num_tokens,
+            "prompt": handed.prompt,
+            "lease_seconds": peer.lease_seconds,
+            "tp_size": peer.tp_size,
+            "pp_size": peer.pp_size,
+            "ranks": [[r.pp_rank, r.tp_rank, r.host, r.port, r.incarnation.hex()] for r in peer.ranks],
+        },
+    }
+
+
+def wants_prefill(params: Mapping[str, Any] | None) -> bool:
+    """P: whether the request's KV is to be handed over."""
+    return bool(params and params.get("do_remote_decode"))
+
+
+def parse(params: Mapping[str, Any] | None) -> HandedOver | None:
+    """D: what P handed over; ``None`` where the parameters are missing or null, which means: prefill locally.
+
+    Raises:
+        ProtocolError: parameters that are there and cannot be used, in one line.
+    """
+    if not params or not params.get("do_remote_prefill"):
+        return None
+    raw = params.get("kvferry")
+    if raw is None:
+        if params.get("remote_engine_id") is None:
+            return None
+        raise ProtocolError(
+            "kv_transfer_params has no 'kvferry' entry: P runs another connector, or the router dropped it; "
+            "relay P's kv_transfer_params unchanged"
+        )
+    if isinstance(raw, Mapping) and raw.get("v") != PARAMS_VERSION:
+        raise ProtocolError(
+            f"kv_transfer_params version is {raw.get('v')!r}, expected {PARAMS_VERSION}; "
+            "run the same KVFerry release on both sides"
+        )
+    try:
+        wire = msgspec.convert(raw, _Wire)
+    except msgspec.ValidationError as error:
+        raise ProtocolError(f"kv_transfer_params['kvferry'] is malformed: {error}") from None
+    ranks = tuple(RankAddress(pp, tp, host, port, bytes.fromhex(life)) for pp, tp, host, port, life in wire.ranks)
+    named = {(rank.pp_rank, rank.tp_rank) for rank in ranks}
+    if len(named) != len(ranks) or len(ranks) != wire.tp_size * wire.pp_size:
+        raise ProtocolError(
+            f"kv_transfer_params names {len(named)} ranks, expected {wire.pp_size} x {wire.tp_size} (pp x tp)"
+        )
+    peer = PeerEngine(wire.engine_id, wire.tp_size, wire.pp_size, wire.lease_seconds, ranks)
+    return HandedOver(bytes.fromhex(wire.token), wire.num_tokens, wire.prompt, peer)

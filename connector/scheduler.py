@@ -1,0 +1,224 @@
+"""The scheduler half: which prompts to hand over, which to fetch, what each step tells the workers. No vLLM, no I/O.
+
+On D a request is *offered* until vLLM has decided, then *loading* or *settled*, once for good: vLLM asks again after a
+failed load and after preemption, and the same answer would loop for ever.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import re
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvferry.connector.config import Settings
+from kvferry.connector.errors import ProtocolError
+from kvferry.connector.params import HandedOver, hand_over, parse, prompt_digest, wants_prefill
+from kvferry.connector.stepplan import LeaseGrant, Load, PeerEngine, RankAddress, StepPlan, Watch, pack_ids
+
+logger = logging.getLogger("vllm.kvferry.scheduler")
+
+_CHILD = re.compile(r"^\d+_.")
+"""vLLM names the requests that it makes of one with ``n > 1`` ``0_ID``, ``1_ID``, …"""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestView:
+    """What this half reads of an engine's request. ``extra``: what its KV depends on beside its tokens."""
+
+    request_id: str
+    params: Mapping[str, Any] | None
+    prompt_token_ids: Sequence[int] | None
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    extra: tuple[str, ...] = ()
+
+
+class Stage(enum.Enum):
+    OFFERED = "offered"
+    LOADING = "loading"
+    SETTLED = "settled"
+
+
+@dataclass(slots=True)
+class Incoming:
+    """A request on D that may load. ``start``: the first token that the engine does not have, as last asked."""
+
+    handed: HandedOver
+    stage: Stage = Stage.OFFERED
+    start: int = 0
+
+
+class SchedulerHalf:
+    """One engine's decisions. ``block_sizes``: tokens of a manager block, per layer group."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        engine_id: str,
+        block_sizes: Sequence[int],
+        *,
+        tp_size: int,
+        pp_size: int,
+        produces: bool,
+        consumes: bool,
+    ) -> None:
+        self._settings = settings
+        self._engine_id = engine_id
+        self._block_sizes = tuple(block_sizes)
+        self._sizes = tp_size, pp_size
+        self._produces, self._consumes = produces, consumes
+        self._consumer = secrets.token_bytes(16)
+        self._us: PeerEngine | None = None
+        self._incoming: dict[str, Incoming | None] = {}
+        self._reset()
+
+    def _reset(self) -> None:
+        self._leases: list[LeaseGrant] = []
+        self._watches: list[Watch] = []
+        self._loads: list[Load] = []
+        self._cancels: list[str] = []
+        self._drops: list[str] = []
+
+    def set_ranks(self, ranks: Iterable[RankAddress]) -> None:
+        """Where this engine's ranks listen, once they do."""
+        tp_size, pp_size = self._sizes
+        ordered = tuple(sorted(ranks, key=lambda rank: (rank.pp_rank, rank.tp_rank)))
+        self._us = PeerEngine(self._engine_id, tp_size, pp_size, self._settings.lease_seconds, ordered)
+
+    # --- D ------------------------------------------------------------------------------------------------------
+
+    def on_new_request(self, request: RequestView) -> None:
+        """See whether P holds this request's KV; if so, renew its lease from now on."""
+        if request.request_id in self._incoming or not self._consumes:
+            return
+        handed = self._offer(request)
+        if handed is None:
+            if request.params:
+                self._incoming[request.request_id] = None  # said once, not at every question
+            return
+        self._incoming[request.request_id] = Incoming(handed)
+        siblings = _CHILD.match(request.request_id) is not None
+        self._watches.append(Watch(request.request_id, handed.token, handed.peer, siblings))
+
+    def num_new_matched_tokens(self, request: RequestView, num_local: int) -> tuple[int, bool]:
+        """Tokens to load beyond the ``num_local`` that the engine has, and whether asynchronously."""
+        self.on_new_request(request)
+        incoming = self._incoming.get(request.request_id)
+        if incoming is None or incoming.stage is not Stage.OFFERED:
+            return 0, False
+        incoming.start = num_local
+        count = incoming.handed.num_tokens - num_local
+        return (count, True) if count > 0 else (0, False)
+
+    def after_alloc(self, request: RequestView, block_ids: Sequence[Sequence[int]], num_external: int) -> None:
+        """vLLM has decided: load ``num_external`` tokens into these blocks, or nothing."""
+        incoming = self._incoming.get(request.request_id)
+        if incoming is None or incoming.stage is not Stage.OFFERED:
+            return
+        if num_external == 0:
+            incoming.stage = Stage.SETTLED
+            self._drops.append(request.request_id)
+            return
+        incoming.stage = Stage.LOADING
+        tokens = incoming.start, incoming.start + num_external
+        self._loads.append(
+            Load(
+                request_id=request.request_id,
+                token=incoming.handed.token,
+                peer=incoming.handed.peer,
+                block_ids=tuple(pack_ids(list(ids)) for ids in block_ids),
+                tokens=(tokens,) * len(block_ids),
+            )
+        )
+
+    def loads_finished(self, request_ids: Iterable[str]) -> None:
+        """These loads were reported, well or ill."""
+        for request_id in request_ids:
+            incoming = self._incoming.get(request_id)
+            if incoming is not None:
+                incoming.stage = Stage.SETTLED
+
+    def _offer(self, request: RequestView) -> HandedOver | None:
+        try:
+            handed = parse(request.params)
+            if handed is None:
+                return None
+            self._check_prompt(request, handed)
+        except ProtocolError as error:
+            logger.warning("kvferry: %s prefills locally: %s", request.request_id, error)
+            return None
+        return handed
+
+    @staticmethod
+    def _check_prompt(request: RequestView, handed: HandedOver) -> None:
+        ours = request.num_prompt_tokens
+        if handed.num_tokens != ours:
+            raise ProtocolError(f"P prefilled {handed.num_tokens} prompt tokens, this request has {ours}")
+        if request.prompt_token_ids is None:
+            raise ProtocolError("its prompt is given as embeddings, which cannot be told apart from P's")
+        if prompt_digest(request.prompt_token_ids, request.extra) != handed.prompt:
+            raise ProtocolError("P prefilled another prompt (tokens, LoRA adapter or multi-modal inputs differ)")
+
+    # --- P, and the end of every request ------------------------------------------------------------------------
+
+    def request_finished(
+        self, request: RequestView, block_ids: Sequence[Sequence[int]], *, completed: bool
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """A request ended; its blocks are still its own.
+
+        Args:
+            request: the request.
+            block_ids: its blocks, per layer group.
+            completed: it ended by itself (stop or length), not by abort or error.
+
+        Returns:
+            Whether the blocks stay held until ``finished_sending``, and the parameters for D.
+        """
+        incoming = self._incoming.pop(request.request_id, None)
+        if incoming is not None and incoming.stage is Stage.OFFERED:
+            self._drops.append(request.request_id)
+        elif incoming is not None and incoming.stage is Stage.LOADING:
+            self._cancels.append(request.request_id)
+        if not (self._produces and completed and wants_prefill(request.params)):
+            return False, None
+        return self._lease(request, block_ids)
+
+    def _lease(self, request: RequestView, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
+        tokens = request.num_prompt_tokens
+        why = None
+        if self._us is None:
+            why = "the workers have not told their addresses"
+        elif request.prompt_token_ids is None:
+            why = "its prompt is given as embeddings"
+        elif request.num_computed_tokens < tokens:
+            why = f"{request.num_computed_tokens} of its {tokens} prompt tokens are computed"
+        elif any(len(ids) * size < tokens for ids, size in zip(block_ids, self._block_sizes, strict=True)):
+            why = f"its blocks do not cover its {tokens} prompt tokens"
+        if why is not None:
+            logger.warning("kvferry: no hand-over of %s: %s", request.request_id, why)
+            return False, None
+        assert self._us is not None and request.prompt_token_ids is not None
+        token = secrets.token_bytes(16)
+        packed = tuple(pack_ids(list(ids)) for ids in block_ids)
+        self._leases.append(LeaseGrant(request.request_id, token, tokens, packed))
+        digest = prompt_digest(request.prompt_token_ids, request.extra)
+        return True, hand_over(HandedOver(token, tokens, digest, self._us))
+
+    # --- every step ---------------------------------------------------------------------------------------------
+
+    def take_plan(self) -> StepPlan:
+        """What the workers are to do since the last step."""
+        plan = StepPlan(
+            consumer=self._consumer,
+            leases=tuple(self._leases),
+            watches=tuple(self._watches),
+            loads=tuple(self._loads),
+            cancels=tuple(self._cancels),
+            drops=tuple(self._drops),
+        )
+        self._reset()
+        return plan

@@ -1,0 +1,128 @@
+"""One rank's own side of every hand-over: its caches, its identity, its settings. Shared by both halves of the mover.
+
+Axes ``[L, B, H, N, C]``: layers, blocks, KV heads, tokens in a block, content bytes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvferry.connector.config import Settings
+from kvferry.connector.errors import IncompatiblePeerError
+from kvferry.connector.geometry import RankGeometry
+from kvferry.connector.metrics import HandoverStats
+from kvferry.connector.view import CacheView, kernel_block_ids
+from kvferry.kernels.paged_copy import Pages, copy_pages, wire_pages
+from kvferry.transport.gate import CurveKeys
+from kvferry.transport.plane import Plane
+from kvferry.transport.wake import RateLimitedLog
+
+Ids = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Caches:
+    """The KV caches of one rank: one view per layer group, and what they cover.
+
+    ``keep`` holds the tensors that the views point into.
+    """
+
+    geometry: RankGeometry
+    views: tuple[CacheView, ...]
+    device: torch.device
+    keep: object = None
+
+    def kernel_ids(self, group: int, block_ids: Ids) -> Ids:
+        """Manager block ids as kernel block ids. Raises GeometryError for an id out of range."""
+        return kernel_block_ids(self.views[group], block_ids)
+
+    def pack(self, address: int, part: Part) -> None:
+        """Copy ``part`` of the pages to staging memory, in wire order ``[L][H][T][C]``."""
+        self._copy(self._wire(address, part), self._pages(part), part, pack=True)
+
+    def unpack(self, address: int, part: Part) -> None:
+        """Copy wire bytes at ``address`` to ``part`` of the pages."""
+        self._copy(self._wire(address, part), self._pages(part), part, pack=False)
+
+    def nbytes(self, part: Part) -> int:
+        """Bytes of ``part`` on the wire."""
+        content = self.views[part.group].content_bytes
+        return part.num_layers * part.num_heads * part.num_tokens * content
+
+    def _copy(self, wire: Pages, pages: Pages, part: Part, *, pack: bool) -> None:
+        copy_pages(
+            wire if pack else pages,
+            pages if pack else wire,
+            num_heads=part.num_heads,
+            num_tokens=part.num_tokens,
+            content_bytes=self.views[part.group].content_bytes,
+            device=self.device,
+        )
+
+    def _wire(self, address: int, part: Part) -> Pages:
+        content = self.views[part.group].content_bytes
+        return wire_pages(address, part.num_layers, part.num_heads, part.num_tokens, content)
+
+    def _pages(self, part: Part) -> Pages:
+        view = self.views[part.group]
+        return Pages(
+            bases=np.asarray(view.bases[part.layer : part.layer + part.num_layers], dtype=np.int64),
+            block_ids=part.kernel_ids,
+            block_size=view.block_size,
+            block_stride=view.block_stride,
+            head_stride=view.head_stride,
+            token_stride=view.token_stride,
+            head=part.head,
+            token=part.token,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A box of one layer group in this rank's own numbering, with the block table that maps its tokens."""
+
+    group: int
+    layer: int
+    num_layers: int
+    head: int
+    num_heads: int
+    token: int
+    num_tokens: int
+    kernel_ids: Ids
+
+
+@dataclass
+class Site:
+    """Everything that a hand-over needs to know of its own rank."""
+
+    settings: Settings
+    engine_id: str
+    incarnation: bytes
+    model: Mapping[str, str]
+    caches: Caches
+    curve: CurveKeys | None
+    planes: Sequence[Plane] = ()
+    missing_planes: Mapping[str, str] = field(default_factory=dict)
+    stats: HandoverStats = field(default_factory=HandoverStats)
+    log: RateLimitedLog = field(default_factory=lambda: RateLimitedLog(logging.getLogger("vllm.kvferry.peer")))
+
+    def plane(self, name: str) -> Plane | None:
+        """The plane of that name, if this rank has it."""
+        return next((plane for plane in self.planes if plane.name == name), None)
+
+
+def check_model(ours: Mapping[str, str], theirs: Mapping[str, str]) -> None:
+    """Whether two ranks hold the same model.
+
+    Raises:
+        IncompatiblePeerError: names the first fact that differs, and both values.
+    """
+    for name in sorted(set(ours) | set(theirs)):
+        if ours.get(name) != theirs.get(name):
+            raise IncompatiblePeerError(name, ours.get(name, "unset"), theirs.get(name, "unset"))

@@ -1,0 +1,87 @@
+"""What the scheduler half tells the worker half in one engine step. Plain data, the same for every rank."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+
+class RankAddress(msgspec.Struct, frozen=True):
+    """Where one rank of an engine listens, and which life of it is meant."""
+
+    pp_rank: int
+    tp_rank: int
+    host: str
+    port: int
+    incarnation: bytes
+
+
+class PeerEngine(msgspec.Struct, frozen=True):
+    """A P engine as D knows it from ``kv_transfer_params``. ``lease_seconds`` is the term that one renewal gives."""
+
+    engine_id: str
+    tp_size: int
+    pp_size: int
+    lease_seconds: float
+    ranks: tuple[RankAddress, ...]
+
+
+class LeaseGrant(msgspec.Struct, frozen=True):
+    """P: a finished prompt whose blocks are held. ``block_ids`` per layer group, packed by ``pack_ids``."""
+
+    request_id: str
+    token: bytes
+    num_tokens: int
+    block_ids: tuple[bytes, ...]
+
+
+class Watch(msgspec.Struct, frozen=True):
+    """D: a request that will want this lease; renew it until the request is loaded or dropped.
+
+    ``siblings``: more requests of the same prompt may follow (``n > 1``), so the release waits a moment for them.
+    """
+
+    request_id: str
+    token: bytes
+    peer: PeerEngine
+    siblings: bool
+
+
+class Load(msgspec.Struct, frozen=True):
+    """D: fetch tokens ``[start, stop)`` of every layer group into ``block_ids`` (packed by ``pack_ids``)."""
+
+    request_id: str
+    token: bytes
+    peer: PeerEngine
+    block_ids: tuple[bytes, ...]
+    tokens: tuple[tuple[int, int], ...]
+
+
+class StepPlan(msgspec.Struct, frozen=True):
+    """One step's work.
+
+    ``consumer`` names this life of this engine to P. ``cancels``: loads to give up; ``drops``: watches whose request
+    will load nothing.
+    """
+
+    consumer: bytes = bytes(16)
+    leases: tuple[LeaseGrant, ...] = ()
+    watches: tuple[Watch, ...] = ()
+    loads: tuple[Load, ...] = ()
+    cancels: tuple[str, ...] = ()
+    drops: tuple[str, ...] = ()
+
+    @property
+    def empty(self) -> bool:
+        return not (self.leases or self.watches or self.loads or self.cancels or self.drops)
+
+
+def pack_ids(block_ids: list[int]) -> bytes:
+    """Block ids as little-endian int32."""
+    return np.asarray(block_ids, dtype="<i4").tobytes()
+
+
+def unpack_ids(packed: bytes) -> npt.NDArray[np.int64]:
+    """The inverse of ``pack_ids``, as int64."""
+    return np.frombuffer(packed, dtype="<i4").astype(np.int64)

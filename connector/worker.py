@@ -1,0 +1,246 @@
+"""The worker half: one rank's caches, its mover, and the ledger of what the engine was told. No vLLM.
+
+The engine's thread calls in here; nothing blocks, except ``register`` at start-up and ``close`` at the end.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from kvferry.connector.config import Settings
+from kvferry.connector.errors import GeometryError, PlaneUnavailableError
+from kvferry.connector.geometry import GroupGeometry, GroupKind, RankGeometry
+from kvferry.connector.mover import Mover
+from kvferry.connector.protocol import MAX_MESSAGE_BYTES
+from kvferry.connector.site import Caches, Site
+from kvferry.connector.stepplan import RankAddress, StepPlan
+from kvferry.connector.topology import head_interval
+from kvferry.connector.view import CacheView, view_of
+from kvferry.transport.control import Listener
+from kvferry.transport.gate import CurveKeys
+from kvferry.transport.plane import PLANE_NAMES, Plane, make_plane
+
+logger = logging.getLogger("vllm.kvferry.worker")
+
+CARRIED_KINDS: tuple[GroupKind, ...] = ("full", "mla")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """One block table of the engine: its layers, and the tokens of one of its blocks."""
+
+    kind: GroupKind
+    layers: tuple[str, ...]
+    block_size: int
+    window: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RankInfo:
+    """This rank's place in its engine, and the model it runs. ``model``: facts that must agree with a peer's."""
+
+    engine_id: str
+    tp_rank: int
+    tp_size: int
+    pp_rank: int
+    pp_size: int
+    total_num_kv_heads: int
+    is_mla: bool
+    model: Mapping[str, str]
+    dp_rank: int = 0
+
+    @property
+    def port_offset(self) -> int:
+        """Added to a fixed ``side_channel_port``, so that ranks on one host do not collide."""
+        return (self.dp_rank * self.pp_size + self.pp_rank) * self.tp_size + self.tp_rank
+
+
+@dataclass(slots=True)
+class Results:
+    """What the engine is told in one step; every id in it is told once."""
+
+    sent: set[str] = field(default_factory=set)
+    received: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+
+
+class WorkerHalf:
+    """One rank. ``register`` starts it, ``close`` ends it."""
+
+    def __init__(self, settings: Settings, info: RankInfo, groups: Sequence[LayerGroup]) -> None:
+        self._settings = settings
+        self._info = info
+        self._groups = tuple(groups)
+        self._mover: Mover | None = None
+        self._site: Site | None = None
+        self._address: RankAddress | None = None
+        self._loading: set[str] = set()
+        self._leased: set[str] = set()
+
+    # --- start and end ------------------------------------------------------------------------------------------
+
+    def register(self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int | None = None) -> None:
+        """Take the caches that the engine allocated, and start to serve.
+
+        Args:
+            kv_caches: by layer name, ``[B, H, N, C]`` or ``[B, N, C]``.
+            num_blocks: manager blocks, where known.
+
+        Raises:
+            GeometryError: caches of a form that is not carried.
+            ConfigError: the control port cannot be bound.
+            PlaneUnavailableError: the data plane that the settings name cannot be had.
+        """
+        caches = self._caches(kv_caches, num_blocks)
+        settings, info = self._settings, self._info
+        curve = None
+        if settings.curve_public_key is not None and settings.curve_secret_key is not None:
+            curve = CurveKeys(settings.curve_public_key, settings.curve_secret_key)
+        port = settings.side_channel_port and settings.side_channel_port + info.port_offset
+        listener = Listener(settings.side_channel_host, port, curve=curve, max_message_bytes=MAX_MESSAGE_BYTES)
+        site = Site(settings, info.engine_id, secrets.token_bytes(16), info.model, caches, curve)
+        try:
+            site.planes, site.missing_planes = _planes(settings, curve)
+        except PlaneUnavailableError:
+            listener.close()
+            raise
+        self._site = site
+        self._address = RankAddress(info.pp_rank, info.tp_rank, settings.told_host, listener.port, site.incarnation)
+        self._mover = Mover(site, listener)
+        self._mover.start()
+        logger.info(
+            "kvferry: rank pp%d tp%d serves %d layer group(s) at %s, data planes %s%s",
+            info.pp_rank, info.tp_rank, len(caches.views), listener.endpoint,
+            ", ".join(plane.name for plane in site.planes),
+            "".join(f"; no {name}: {why}" for name, why in site.missing_planes.items()),
+        )  # fmt: skip
+
+    @property
+    def address(self) -> RankAddress | None:
+        """Where peers reach this rank; ``None`` before ``register``."""
+        return self._address
+
+    @property
+    def site(self) -> Site | None:
+        return self._site
+
+    def close(self) -> None:
+        """Stop serving. Idempotent."""
+        if self._mover is not None:
+            self._mover.close()
+
+    # --- every step ---------------------------------------------------------------------------------------------
+
+    def post(self, plan: StepPlan) -> None:
+        """Start a step's work; must come before the engine runs the step."""
+        assert self._mover is not None, "caches are registered before the first step"
+        self._loading.update(load.request_id for load in plan.loads)
+        self._leased.update(lease.request_id for lease in plan.leases)
+        self._mover.post(plan)
+
+    def take_results(self) -> Results:
+        """What ended since the last call. An id that was not started here, or was told before, is left out: the
+        engine's scheduler asserts on those and dies."""
+        results = Results()
+        if self._mover is None:
+            return results
+        for request_id in self._mover.take_freed():
+            if request_id in self._leased:
+                self._leased.remove(request_id)
+                results.sent.add(request_id)
+        for finished in self._mover.take_finished():
+            if finished.request_id in self._loading:
+                self._loading.remove(finished.request_id)
+                results.received.add(finished.request_id)
+                if not finished.ok:
+                    results.failed.add(finished.request_id)
+        if not self._mover.alive and (self._loading or self._leased):
+            logger.error("kvferry: the transfer thread has ended; %d loads fail", len(self._loading))
+            results.received |= self._loading
+            results.failed |= self._loading
+            results.sent |= self._leased
+            self._loading, self._leased = set(), set()
+        return results
+
+    # --- caches -------------------------------------------------------------------------------------------------
+
+    def _caches(self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int | None) -> Caches:
+        info = self._info
+        views: list[CacheView] = []
+        geometries: list[GroupGeometry] = []
+        device = torch.device("cpu")
+        for group in self._groups:
+            if group.kind not in CARRIED_KINDS:
+                raise GeometryError(
+                    f"layer {group.layers[0]!r}: a cache of kind {group.kind} is not carried yet, "
+                    f"only {', '.join(CARRIED_KINDS)} are"
+                )
+            missing = [name for name in group.layers if name not in kv_caches]
+            if missing:
+                raise GeometryError(f"layer {missing[0]!r}: the engine registered no cache for it")
+            tensors = {name: kv_caches[name] for name in group.layers}
+            device = tensors[group.layers[0]].device
+            if device.type != "cpu":
+                raise GeometryError(f"layer {group.layers[0]!r}: caches on {device} are not carried yet, only cpu is")
+            view = view_of(tensors, group.block_size, num_blocks)
+            views.append(view)
+            heads = 1 if group.kind == "mla" else info.total_num_kv_heads
+            start, count = head_interval(info.tp_rank, info.tp_size, heads)
+            if view.num_heads != count:
+                raise GeometryError(
+                    f"layer {group.layers[0]!r}: the cache holds {view.num_heads} heads, "
+                    f"rank {info.tp_rank} of {info.tp_size} has {count} of the model's {heads}"
+                )
+            geometries.append(_group_geometry(group, view, start))
+        geometry = RankGeometry(
+            tp_rank=info.tp_rank,
+            tp_size=info.tp_size,
+            pp_rank=info.pp_rank,
+            pp_size=info.pp_size,
+            total_num_kv_heads=info.total_num_kv_heads,
+            is_mla=info.is_mla,
+            groups=tuple(geometries),
+        )
+        return Caches(geometry, tuple(views), device, keep=dict(kv_caches))
+
+
+def _group_geometry(group: LayerGroup, view: CacheView, head_start: int) -> GroupGeometry:
+    return GroupGeometry(
+        kind=group.kind,
+        layers=group.layers,
+        block_size=group.block_size,
+        head_start=head_start,
+        num_heads=view.num_heads,
+        content_bytes=view.content_bytes,
+        dtype=view.dtype,
+        window=group.window,
+    )
+
+
+def _planes(settings: Settings, curve: CurveKeys | None) -> tuple[list[Plane], dict[str, str]]:
+    """The planes in order of preference, and why the others cannot be had."""
+    names = PLANE_NAMES if settings.plane == "auto" else (settings.plane,)
+    planes: list[Plane] = []
+    missing: dict[str, str] = {}
+    for name in names:
+        try:
+            plane = make_plane(
+                name,
+                host=settings.side_channel_host,
+                slot_bytes=settings.slot_bytes,
+                staging_bytes=settings.staging_bytes,
+            )
+        except PlaneUnavailableError as error:
+            if settings.plane != "auto":
+                raise
+            missing[name] = str(error)
+        else:
+            planes.append(plane)
+    if not planes:
+        raise PlaneUnavailableError("no data plane: " + "; ".join(f"{name}: {why}" for name, why in missing.items()))
+    return planes, missing

@@ -1,0 +1,144 @@
+"""Ranks of P and D without a model: real caches, real control plane, real data planes, every element labelled."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from kvferry.connector.config import Settings
+from kvferry.connector.stepplan import LeaseGrant, Load, PeerEngine, RankAddress, StepPlan, Watch, pack_ids
+from kvferry.connector.topology import head_interval
+from kvferry.connector.worker import LayerGroup, RankInfo, Results, WorkerHalf
+
+
+def label(layer: int, head: int, token: int, content: int) -> torch.Tensor:
+    """[content] int32: a number for every element of (layer, head, token)."""
+    return (torch.arange(content, dtype=torch.int64) + content * (token + 4099 * (head + 67 * layer))).to(torch.int32)
+
+
+def labels(layers: Sequence[int], heads: Sequence[int], tokens: int, content: int) -> torch.Tensor:
+    """[L, H, T, C] int32, the labels of a whole prompt."""
+    layer = torch.tensor(layers, dtype=torch.int64)[:, None, None, None]
+    head = torch.tensor(heads, dtype=torch.int64)[None, :, None, None]
+    token = torch.arange(tokens, dtype=torch.int64)[None, None, :, None]
+    element = torch.arange(content, dtype=torch.int64)[None, None, None, :]
+    return (element + content * (token + 4099 * (head + 67 * layer))).to(torch.int32)
+
+
+class Rank:
+    """One rank of one engine: caches [B, H, N, C] per layer, and a worker half that serves them."""
+
+    def __init__(
+        self,
+        *,
+        engine_id: str = "engine",
+        layers: int = 4,
+        total_heads: int = 4,
+        blocks: int = 32,
+        block_size: int = 16,
+        content: int = 16,
+        layout: str = "HND",
+        tp_rank: int = 0,
+        tp_size: int = 1,
+        settings: Settings | None = None,
+        model: dict[str, str] | None = None,
+    ) -> None:
+        self.block_size, self.content = block_size, content
+        first, count = head_interval(tp_rank, tp_size, total_heads)
+        self.heads = list(range(first, first + count))
+        self.layers = [f"model.layers.{n}.attn" for n in range(layers)]
+        if layout == "HND":
+            self.caches = {
+                n: torch.full((blocks, count, block_size, content), -1, dtype=torch.int32) for n in self.layers
+            }
+        else:
+            self.caches = {
+                n: torch.full((blocks, block_size, count, content), -1, dtype=torch.int32).permute(0, 2, 1, 3)
+                for n in self.layers
+            }
+        self.settings = settings or Settings()
+        info = RankInfo(
+            engine_id=engine_id, tp_rank=tp_rank, tp_size=tp_size, pp_rank=0, pp_size=1,
+            total_num_kv_heads=total_heads, is_mla=False, model=model or {"architectures": "Labelled"},
+        )  # fmt: skip
+        self.worker = WorkerHalf(self.settings, info, [LayerGroup("full", tuple(self.layers), block_size)])
+        self.worker.register(self.caches)
+        self.sent: set[str] = set()
+        self.received: set[str] = set()
+        self.failed: set[str] = set()
+        self.steps: list[Results] = []
+
+    @property
+    def address(self) -> RankAddress:
+        assert self.worker.address is not None
+        return self.worker.address
+
+    def fill(self, block_ids: Sequence[int], tokens: int) -> None:
+        """Write the labels of a prompt into these blocks."""
+        wanted = labels(range(len(self.layers)), self.heads, tokens, self.content)
+        for number, name in enumerate(self.layers):
+            for token in range(tokens):
+                block = block_ids[token // self.block_size]
+                self.caches[name][block, :, token % self.block_size] = wanted[number, :, token]
+
+    def read(self, block_ids: Sequence[int], tokens: int) -> torch.Tensor:
+        """[L, H, T, C] int32 of a prompt, by plain indexing."""
+        ids = torch.tensor(block_ids)
+        stacked = torch.stack([self.caches[name] for name in self.layers])[:, ids]  # [L, n, H, N, C]
+        flat = stacked.permute(0, 2, 1, 3, 4).reshape(len(self.layers), len(self.heads), -1, self.content)
+        return flat[:, :, :tokens]
+
+    def wanted(self, tokens: int) -> torch.Tensor:
+        """[L, H, T, C] int32 that a hand-over must bring."""
+        return labels(range(len(self.layers)), self.heads, tokens, self.content)
+
+    def poll(self) -> None:
+        """What an engine step does with results; an id told twice fails."""
+        results = self.worker.take_results()
+        self.steps.append(results)
+        for mine, told in ((self.sent, results.sent), (self.received, results.received), (self.failed, results.failed)):
+            assert not mine & told, "told twice"
+            mine |= told
+
+    def close(self) -> None:
+        self.worker.close()
+
+
+def peer(ranks: Sequence[Rank], lease_seconds: float | None = None, engine_id: str = "engine-p") -> PeerEngine:
+    """These ranks as the one P engine that D is told of."""
+    term = lease_seconds or ranks[0].settings.lease_seconds
+    return PeerEngine(engine_id, len(ranks), 1, term, tuple(rank.address for rank in ranks))
+
+
+def grant(ranks: Sequence[Rank], request_id: str, block_ids: Sequence[int], tokens: int) -> bytes:
+    """Lease a prompt on every rank; the token."""
+    token = secrets.token_bytes(16)
+    for rank in ranks:
+        lease = LeaseGrant(request_id, token, tokens, (pack_ids(list(block_ids)),))
+        rank.worker.post(StepPlan(leases=(lease,)))
+    return token
+
+
+def load_plan(
+    request_id: str, token: bytes, engine: PeerEngine, block_ids: Sequence[int], start: int, stop: int,
+    consumer: bytes = b"c" * 16, watch: bool = True,
+) -> StepPlan:  # fmt: skip
+    """The plan that makes a D rank fetch tokens [start, stop)."""
+    load = Load(request_id, token, engine, (pack_ids(list(block_ids)),), ((start, stop),))
+    watches = (Watch(request_id, token, engine, False),) if watch else ()
+    return StepPlan(consumer=consumer, watches=watches, loads=(load,))
+
+
+def wait(condition: Callable[[], bool], ranks: Sequence[Rank] = (), seconds: float = 10.0) -> bool:
+    """Poll the ranks until ``condition`` holds."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        for rank in ranks:
+            rank.poll()
+        if condition():
+            return True
+        time.sleep(0.0005)
+    return False
