@@ -1,0 +1,224 @@
+"""What happened to hand-overs, counted. Pure: no vLLM, no clock; ``metrics_vllm`` shows it to vLLM.
+
+The figures are a plain dictionary, ``Figures``, because vLLM sends them from workers to the process that logs. Adding
+two is associative and exact: times are whole microseconds. A hand-over is counted on each D rank that took part.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Literal, TypedDict
+
+MAX_SAMPLES = 4096
+"""Hand-overs kept one by one between two collections; of those beyond, only the sums."""
+MAX_REASONS = 64
+"""Different keys of one counter; whatever comes beyond is counted as "other", so that no peer can make memory grow."""
+
+
+class Samples(TypedDict):
+    """Finished hand-overs of one plane, in parallel lists as vLLM's own connectors send them."""
+
+    microseconds: list[int]
+    nbytes: list[int]
+    tokens: list[int]
+    rest: list[int]
+    """Of the hand-overs beyond MAX_SAMPLES: how many, and the sums of their microseconds, bytes and tokens."""
+
+
+class Figures(TypedDict):
+    """Everything since the last collection. JSON-able."""
+
+    finished: dict[str, Samples]
+    """By plane."""
+    failed: dict[str, int]
+    """Hand-overs on D, by :func:`failure_kind`."""
+    leases: dict[str, int]
+    """Leases that ended on P: "released", "expired" (nobody renewed) or "cap" (renewed too long)."""
+    dropped: dict[str, int]
+    """Control messages and connections that were not served, by reason."""
+
+
+FAILURE_KINDS = (
+    "cancelled",
+    "timeout",
+    "expired",
+    "denied",
+    "incompatible",
+    "peer_lost",
+    "plane",
+    "data",
+    "internal",
+    "other",
+)
+LEASE_ENDS = ("released", "expired", "cap")
+
+_PHRASES: tuple[tuple[str, str], ...] = (  # the first that occurs in the reason decides
+    ("cancel", "cancelled"),
+    ("abort", "cancelled"),
+    ("denied the read: expired", "expired"),
+    ("lease expired", "expired"),
+    ("denied the read", "denied"),
+    ("unexpected error", "internal"),
+    ("bytes, expected", "data"),
+    ("chunks", "data"),
+    ("malformed", "data"),
+    ("peer refused", "incompatible"),
+    ("protocol version", "incompatible"),
+    ("geometry", "incompatible"),
+    ("curve key", "incompatible"),
+    ("data plane", "plane"),
+    ("deadline", "timeout"),
+    ("no answer", "timeout"),
+    ("timed out", "timeout"),
+    ("gone", "peer_lost"),
+    ("restarted", "peer_lost"),
+    ("hung up", "peer_lost"),
+    ("nobody listens", "peer_lost"),
+    ("cannot be resolved", "peer_lost"),
+    ("connection", "peer_lost"),
+)
+
+
+def failure_kind(reason: str) -> str:
+    """The kind, one of ``FAILURE_KINDS``, of a reason as the log has it (which names hosts, so is no label)."""
+    if reason in FAILURE_KINDS:
+        return reason
+    lower = reason.lower()
+    return next((kind for phrase, kind in _PHRASES if phrase in lower), "other")
+
+
+def no_figures() -> Figures:
+    return Figures(finished={}, failed={}, leases={}, dropped={})
+
+
+def is_empty(figures: Figures) -> bool:
+    return not any(figures.values())
+
+
+def add(into: Figures, other: Figures) -> Figures:
+    """Add ``other`` to ``into``, which is returned; ``other`` is left as it is."""
+    for plane, samples in other["finished"].items():
+        _extend(into["finished"].setdefault(plane, _no_samples()), samples)
+    counters: tuple[Literal["failed", "leases", "dropped"], ...] = ("failed", "leases", "dropped")
+    for name in counters:
+        for reason, count in other[name].items():
+            _count(into[name], reason, count)
+    return into
+
+
+def reduce(figures: Figures) -> dict[str, int | float]:
+    """A few representative numbers for vLLM's log line. MB are 2**20 bytes."""
+    all_samples = figures["finished"].values()
+    times = sorted(t for samples in all_samples for t in samples["microseconds"])
+    count, microseconds, nbytes, tokens = (
+        sum(totals) for totals in zip((0, 0, 0, 0), *map(_totals, all_samples), strict=True)
+    )
+    line: dict[str, int | float] = {"Num hand-overs": count}
+    if count:
+        line |= {
+            "Avg hand-over time (ms)": round(microseconds / count / 1e3, 3),
+            "P90 hand-over time (ms)": round(_percentile(times, 0.9) / 1e3, 3),
+            "Avg MB per hand-over": round(nbytes / count / 2**20, 3),
+            "Throughput (MB/s)": round(nbytes / 2**20 / (microseconds / 1e6), 3) if microseconds else 0,
+            "Avg tokens per hand-over": round(tokens / count, 1),
+        }
+    line["Num failed hand-overs"] = sum(figures["failed"].values())
+    line |= {f"Failed ({kind})": n for kind, n in sorted(figures["failed"].items())}
+    line["Num leases released"] = figures["leases"].get("released", 0)
+    line["Num leases expired"] = sum(n for end, n in figures["leases"].items() if end != "released")
+    line["Num dropped messages"] = sum(figures["dropped"].values())
+    return line
+
+
+class HandoverStats:
+    """Takes what the mover counts, and hands it to the engine's thread. Thread-safe; each call takes microseconds."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._figures = no_figures()
+        self._seen: dict[str, dict[str, int]] = {}
+
+    def finished(self, *, nbytes: int, milliseconds: float, plane: str, tokens: int) -> None:
+        """A hand-over is complete, committed and reported."""
+        microseconds = max(0, round(milliseconds * 1e3))
+        with self._lock:
+            samples = self._figures["finished"].setdefault(plane, _no_samples())
+            _extend(samples, Samples(microseconds=[microseconds], nbytes=[nbytes], tokens=[tokens], rest=[0, 0, 0, 0]))
+
+    def failed(self, reason: str) -> None:
+        """A hand-over failed; ``reason`` is a kind, or text as the log has it."""
+        with self._lock:
+            _count(self._figures["failed"], failure_kind(reason))
+
+    def lease_ended(self, reason: str) -> None:
+        """A lease is over: "released", "expired" or "cap"."""
+        with self._lock:
+            _count(self._figures["leases"], reason)
+
+    def dropped(self, reason: str, count: int = 1) -> None:
+        """Messages that were not served. ``reason`` is a constant of ours, never a peer's text."""
+        with self._lock:
+            _count(self._figures["dropped"], reason, count)
+
+    def dropped_so_far(self, source: str, totals: Mapping[str, int]) -> None:
+        """The same from counts that only grow, such as ``Listener.dropped``; ``source`` tells them apart."""
+        with self._lock:
+            seen = self._seen.setdefault(source, {})
+            for reason, total in list(totals.items()):
+                if total > seen.get(reason, 0):
+                    _count(self._figures["dropped"], reason, total - seen.get(reason, 0))
+                    seen[reason] = total
+
+    def is_empty(self) -> bool:
+        with self._lock:
+            return is_empty(self._figures)
+
+    def take(self) -> Figures | None:
+        """All since the last call, None where nothing happened."""
+        with self._lock:
+            if is_empty(self._figures):
+                return None
+            taken, self._figures = self._figures, no_figures()
+            return taken
+
+
+def _no_samples() -> Samples:
+    return Samples(microseconds=[], nbytes=[], tokens=[], rest=[0, 0, 0, 0])
+
+
+def _totals(samples: Samples) -> tuple[int, int, int, int]:
+    """Hand-overs, microseconds, bytes, tokens."""
+    count, microseconds, nbytes, tokens = samples["rest"]
+    return (
+        count + len(samples["microseconds"]),
+        microseconds + sum(samples["microseconds"]),
+        nbytes + sum(samples["nbytes"]),
+        tokens + sum(samples["tokens"]),
+    )
+
+
+def _extend(into: Samples, other: Samples) -> None:
+    """Keep the first MAX_SAMPLES of both in order, and the sums of all that is left over."""
+    columns: tuple[Literal["microseconds", "nbytes", "tokens"], ...] = ("microseconds", "nbytes", "tokens")
+    room = max(0, MAX_SAMPLES - len(into["microseconds"]))
+    over = (len(other["microseconds"][room:]), *(sum(other[name][room:]) for name in columns))
+    into["rest"] = [a + b + c for a, b, c in zip(into["rest"], other["rest"], over, strict=True)]
+    for name in columns:
+        into[name].extend(other[name][:room])
+
+
+def _count(counts: dict[str, int], reason: str, by: int = 1) -> None:
+    if reason not in counts and len(counts) >= MAX_REASONS:
+        reason = "other"
+    counts[reason] = counts.get(reason, 0) + by
+
+
+def _percentile(ordered: list[int], fraction: float) -> float:
+    """Linear between the two nearest ranks; 0 of nothing."""
+    if not ordered:
+        return 0.0
+    place = (len(ordered) - 1) * fraction
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
