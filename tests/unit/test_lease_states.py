@@ -1,0 +1,106 @@
+"""The producer's machine: freed exactly once, never under a running own read, nothing committed after the end."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import get_args
+
+from hypothesis import given
+from hypothesis import strategies as st
+from kvferry.connector import lease as ls
+
+D1, D2 = b"d1", b"d2"
+
+
+def run(state: ls.Lease, *events: ls.Event, now: float = 1) -> tuple[ls.Lease, list[ls.Effect]]:
+    effects: list[ls.Effect] = []
+    for event in events:
+        state, new = ls.step(state, event, now)
+        effects += new
+    return state, effects
+
+
+def granted() -> ls.Lease:
+    return ls.grant(0, term=30, cap=100)
+
+
+def released(rank: int, *expected: int, consumer: bytes = D1) -> ls.Released:
+    return ls.Released(consumer, rank, frozenset(expected))
+
+
+def test_table_is_total() -> None:
+    assert set(ls.TRANSITIONS) == set(product(ls.Phase, get_args(ls.Event)))
+
+
+def test_freed_when_one_consumers_full_set_has_released() -> None:
+    state, effects = run(granted(), ls.Asked(D1, frozenset({0, 1})), released(0, 0, 1), released(0, 0, 1))
+    assert not effects
+    assert ls.may_commit(state)
+    state, effects = run(state, released(1, 0, 1))
+    assert effects == [ls.Freed("released")]
+    assert not ls.may_commit(state)
+    assert run(state, released(1, 0, 1))[1] == []
+
+
+def test_first_ask_fixes_the_set_and_consumers_do_not_mix() -> None:
+    state, _ = run(granted(), ls.Asked(D1, frozenset({0, 1})), ls.Asked(D1, frozenset({0})))
+    state, effects = run(state, released(0, 0), released(0, 0, 1, consumer=D2))
+    assert not effects
+    assert run(state, released(1, 0, 1, consumer=D2))[1] == [ls.Freed("released")]
+
+
+def test_release_of_a_rank_that_never_asked_counts() -> None:
+    assert run(granted(), released(0, 0))[1] == [ls.Freed("released")]
+
+
+def test_renewal_extends_up_to_the_cap() -> None:
+    state, _ = ls.step(granted(), ls.Renewed(), 20)
+    assert ls.step(state, ls.Tick(), 49)[1] == ()
+    assert ls.step(state, ls.Tick(), 50)[1] == (ls.Freed("expired"),)
+    for now in range(0, 100, 10):
+        state, _ = ls.step(state, ls.Renewed(), now)
+    assert ls.step(state, ls.Tick(), 99.9)[1] == ()
+    assert ls.step(state, ls.Tick(), 100)[1] == (ls.Freed("cap"),)
+
+
+def test_own_reads_finish_first() -> None:
+    state, _ = run(granted(), ls.ReadStarted("a"), ls.ReadStarted("b"))
+    assert state.phase is ls.Phase.READING
+    state, effects = ls.step(state, ls.Tick(), 30)
+    assert effects == (ls.StopReads(),)
+    assert not ls.may_commit(state)
+    state, effects = run(state, ls.ReadEnded("a"))
+    assert not effects
+    assert run(state, ls.ReadEnded("b"))[1] == [ls.Freed("expired")]
+
+
+events = st.one_of(
+    st.builds(ls.Asked, st.sampled_from([D1, D2]), st.sampled_from([frozenset({0}), frozenset({0, 1})])),
+    st.builds(ls.ReadStarted, st.integers(0, 3)),
+    st.builds(ls.ReadEnded, st.integers(0, 3)),
+    st.just(ls.Renewed()),
+    st.builds(ls.Released, st.sampled_from([D1, D2]), st.integers(0, 1), st.just(frozenset({0, 1}))),
+    st.just(ls.Tick()),
+)
+
+
+@given(st.lists(st.tuples(events, st.floats(0, 40)), max_size=60))
+def test_freed_once_and_never_under_a_read(script: list[tuple[ls.Event, float]]) -> None:
+    state, now, freed, reads, ended = granted(), 0.0, 0, set(), False
+    for event, seconds in script:
+        now += seconds
+        if isinstance(event, ls.ReadStarted):
+            if not ls.may_commit(state):
+                continue  # the mover never starts one then
+            reads.add(event.key)
+        elif isinstance(event, ls.ReadEnded):
+            reads.discard(event.key)
+        state, effects = ls.step(state, event, now)
+        for effect in effects:
+            if isinstance(effect, ls.Freed):
+                freed += 1
+                assert not reads
+        ended = ended or not ls.may_commit(state)
+        assert not (ended and ls.may_commit(state)), "a lease that ended came back"
+    assert freed <= 1
+    assert freed == (ended and not reads)
