@@ -104,7 +104,7 @@ class KVOutputAggregator:
             invalid |= getattr(report, "invalid_block_ids", None) or set()
             self._failed |= getattr(report, "failed_recving", None) or set()
             stats = _merged(stats, getattr(report, "kv_connector_stats", None))
-            meta = _merged(meta, getattr(report, "kv_connector_worker_meta", None))
+            meta = _merged(meta, getattr(report, "kv_connector_worker_meta", None), mixed=True)
             events = _merged(events, getattr(report, "kv_cache_events", None))
         failed = self._failed & received
         self._failed -= failed
@@ -149,13 +149,16 @@ class _Tally:
         return done
 
 
-def _merged(total: Any, new: Any) -> Any:
-    """Two of a connector's own containers as one; the first may be changed and returned."""
+def _merged(total: Any, new: Any, mixed: bool = False) -> Any:
+    """Two of a connector's own containers as one; the first may be changed and returned.
+
+    ``mixed``: whether it is the container's own affair to merge with one of another type.
+    """
     if total is None:
         return new
     if not new:
         return total
-    if not isinstance(total, type(new)):
+    if not mixed and not isinstance(total, type(new)):
         _log.warning("dropped %s of one worker, others sent %s", type(new).__name__, type(total).__name__)
         return total
     if hasattr(total, "increment_workers"):  # events: a list to extend, and how many workers it speaks for
