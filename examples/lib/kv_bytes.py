@@ -1,0 +1,220 @@
+"""vLLM worker extension that digests the KV bytes of prompts, to compare what D decodes from with what P computed.
+
+Plain torch indexing over the tensors that the attention layers hold; nothing of KVFerry is imported. Use:
+
+    vllm serve ... --worker-extension-cls kv_bytes.KVBytes        (this folder on PYTHONPATH)
+    POST /collective_rpc {"method": "kv_watch"}                   once, after start-up (VLLM_SERVER_DEV_MODE=1)
+    POST /collective_rpc {"method": "kv_records"}                 the records since the last call
+
+A record is made of the KV of all prompt tokens but the last (which D computes itself), per layer:
+
+- ``loaded``: in the step that first runs a request of which tokens are already there (D), before its forward;
+- ``computed``: after the step that ran the prompt's last tokens, where those were not there (P, or D on its own).
+
+Both say how many tokens were digested: a comparison of anything but all of them is none. Both carry the digest of the prompt's token ids, by which the two sides are matched. Axes: [B,H,N,C] per layer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass
+class _Seen:
+    prompt: list[int]
+    computed: int
+    blocks: list[list[int]] = field(default_factory=list)
+
+
+def prompt_digest(token_ids: list[int]) -> str:
+    """How a prompt is named in records."""
+    return hashlib.sha256(b",".join(b"%d" % i for i in token_ids)).hexdigest()
+
+
+def rows_of(
+    cache: torch.Tensor, block_ids: list[int], page_tokens: int, tokens: int, owners: torch.Tensor | None = None
+) -> torch.Tensor:
+    """KV of the first ``tokens`` tokens, from a cache [B,H,N,C] or, for MLA, [B,N,C].
+
+    ``block_ids`` are the manager's, of ``page_tokens`` tokens; B may count smaller kernel blocks. The answer is
+    [H,T,C]. Where a block is packed inside, ``owners`` [H,N,C] says which token each element belongs to; then it is
+    whole blocks [b,H,N,C] with the elements of later tokens set to zero.
+    """
+    if cache.ndim == 3:
+        cache = cache.unsqueeze(1)
+    block_tokens = cache.shape[2]
+    per_page = page_tokens // block_tokens
+    count = -(-tokens // block_tokens)
+    ids = [block_ids[i // per_page] * per_page + i % per_page for i in range(count)]
+    picked = cache[torch.tensor(ids, device=cache.device)]  # a copy, [b,H,N,C]
+    if owners is not None:
+        if count:
+            picked[-1][owners >= tokens - (count - 1) * block_tokens] = 0
+        return picked
+    heads = picked.permute(1, 0, 2, 3).reshape(picked.shape[1], -1, picked.shape[3])
+    return heads[:, :tokens].contiguous()
+
+
+def owners_of(layer: Any, cache: torch.Tensor) -> torch.Tensor | None:
+    """Which token each element of a block belongs to, [H,N,C]; None where that is simply the N axis.
+
+    vLLM's CPU attention keeps K transposed or in pairs inside a block, by instruction set: found by writing one token
+    at a time into a scratch block with the backend's own writer.
+    """
+    if cache.device.type != "cpu" or cache.ndim != 4:
+        return None
+    heads, block_tokens, content = cache.shape[1:]
+    owners = torch.full((heads, block_tokens, content), -1)
+    key, value = (torch.ones(1, heads, width, dtype=cache.dtype) for width in (content // 2, content - content // 2))
+    for token in range(block_tokens):
+        scratch = torch.zeros(1, heads, block_tokens, content, dtype=cache.dtype)
+        layer.impl.do_kv_cache_update(layer, key, value, scratch, torch.tensor([token]))
+        owners[scratch[0] != 0] = token
+    if (owners < 0).any():
+        raise RuntimeError("the attention backend left elements of a block untouched: its packing is not understood")
+    return owners
+
+
+def digest(rows: torch.Tensor) -> str:
+    return hashlib.sha256(rows.cpu().contiguous().view(torch.uint8).numpy()).hexdigest()
+
+
+def compare(loaded: list[dict[str, Any]], source: list[dict[str, Any]]) -> str | None:
+    """Whether the one prompt that D loaded is, byte for byte, what P has; None, or what differs.
+
+    ``loaded`` and ``source`` are the records of D and of P.
+    """
+    got = [record for record in loaded if record["when"] == "loaded"]
+    if len(got) != 1:
+        return f"D has {len(got)} records of loaded prompts, expected 1"
+    mine, wanted = got[0], got[0]["prompt_tokens"] - 1
+    theirs = [r for r in source if r["prompt"] == mine["prompt"] and r["tokens"] == wanted]
+    if mine["tokens"] != wanted:
+        return f"D had {mine['tokens']} of {wanted} tokens before its first step"
+    if not theirs:
+        return "P has no record of this prompt"
+    if mine["layers"].keys() != theirs[-1]["layers"].keys():
+        return "the layers of D and P differ by name"
+    differ = [name for name, value in mine["layers"].items() if value != theirs[-1]["layers"][name]]
+    return (
+        f"KV bytes differ in {len(differ)} of {len(mine['layers'])} layers: {', '.join(differ[:3])}" if differ else None
+    )
+
+
+class KVBytes:
+    """Mixed into vLLM's worker; its methods are called through ``collective_rpc``."""
+
+    def kv_watch(self) -> dict[str, Any]:
+        """Start to record. Idempotent."""
+        if "_kvb_seen" not in self.__dict__:
+            self._kvb_seen: dict[str, _Seen] = {}
+            self._kvb_records: list[dict[str, Any]] = []
+            self._kvb_corrupt = 0
+            self._kvb_on = True
+            runner: Any = self.model_runner  # type: ignore[attr-defined]
+            original = runner.execute_model
+
+            def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+                self._kvb_before(scheduler_output)
+                result = original(scheduler_output, *args, **kwargs)
+                self._kvb_after(scheduler_output)
+                return result
+
+            runner.execute_model = execute_model
+        self._kvb_on = True
+        return {"layers": sorted(self._kvb_layers())}
+
+    def kv_unwatch(self) -> dict[str, Any]:
+        """Stop to record: for timings, since a digest costs time in the step it is taken in."""
+        self._kvb_on = False
+        return {}
+
+    def kv_records(self) -> list[dict[str, Any]]:
+        """The records since the last call, oldest first."""
+        records, self._kvb_records = self._kvb_records, []
+        return records
+
+    def kv_corrupt(self, count: str = "1") -> dict[str, Any]:
+        """Plant a fault: flip one bit in the cache under the next ``count`` loaded prompts, before it is digested."""
+        self._kvb_corrupt = int(count)
+        return {}
+
+    def _kvb_layers(self) -> dict[str, tuple[int, int, torch.Tensor, torch.Tensor | None]]:
+        """Group, page size in tokens, cache and owners of every layer that has one; looked up once."""
+        if "_kvb_table" in self.__dict__:
+            return self._kvb_table
+        runner: Any = self.model_runner  # type: ignore[attr-defined]
+        context = self.vllm_config.compilation_config.static_forward_context  # type: ignore[attr-defined]
+        layers = {}
+        for index, group in enumerate(runner.kv_cache_config.kv_cache_groups):
+            for name in group.layer_names:
+                cache = context[name].kv_cache
+                cache = cache[0] if isinstance(cache, list | tuple) else cache
+                layers[name] = (index, group.kv_cache_spec.block_size, cache, owners_of(context[name], cache))
+        self._kvb_table = layers
+        return layers
+
+    def _kvb_before(self, step: Any) -> None:
+        if not self._kvb_on:
+            return
+        for request_id in step.finished_req_ids:
+            self._kvb_seen.pop(request_id, None)
+        for new in step.scheduled_new_reqs:
+            seen = _Seen(list(new.prompt_token_ids), new.num_computed_tokens, [list(ids) for ids in new.block_ids])
+            self._kvb_seen[new.req_id] = seen
+            if seen.computed:
+                self._kvb_record("loaded", new.req_id, seen, min(seen.computed, len(seen.prompt) - 1))
+            if seen.computed >= len(seen.prompt) - 1:  # all there: what this engine adds is not compared
+                del self._kvb_seen[new.req_id]
+        cached = step.scheduled_cached_reqs
+        for request_id, more, computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            seen_before = self._kvb_seen.get(request_id)
+            if seen_before is None:
+                continue
+            seen_before.computed = computed
+            if request_id in cached.resumed_req_ids and more is not None:
+                seen_before.blocks = [list(ids) for ids in more]
+            elif more is not None:
+                for have, ids in zip(seen_before.blocks, more, strict=True):
+                    have.extend(ids)
+
+    def _kvb_after(self, step: Any) -> None:
+        if not self._kvb_on:
+            return
+        for request_id, count in step.num_scheduled_tokens.items():
+            seen = self._kvb_seen.get(request_id)
+            if seen is not None and seen.computed < len(seen.prompt) <= seen.computed + count:
+                self._kvb_record("computed", request_id, seen, len(seen.prompt) - 1)
+
+    def _kvb_record(self, when: str, request_id: str, seen: _Seen, tokens: int) -> None:
+        started = time.perf_counter()
+        layers = {}
+        for name, (group, page_tokens, cache, owners) in self._kvb_layers().items():
+            if when == "loaded" and self._kvb_corrupt and tokens:
+                self._kvb_corrupt -= 1
+                _flip(cache, seen.blocks[group][0], page_tokens)
+            layers[name] = digest(rows_of(cache, seen.blocks[group], page_tokens, tokens, owners))
+        self._kvb_records.append(
+            {
+                "when": when,
+                "request_id": request_id,
+                "prompt": prompt_digest(seen.prompt),
+                "prompt_tokens": len(seen.prompt),
+                "tokens": tokens,
+                "layers": layers,
+                "seconds": time.perf_counter() - started,
+            }
+        )
+
+
+def _flip(cache: torch.Tensor, page: int, page_tokens: int) -> None:
+    """Flip the lowest bit of the first byte of a page: of token 0, however blocks are packed."""
+    cache = cache.unsqueeze(1) if cache.ndim == 3 else cache
+    cache[page * (page_tokens // cache.shape[2]), 0, 0].view(torch.uint8)[0] ^= 1
