@@ -1,0 +1,221 @@
+"""Figures of hand-overs: what is counted is neither lost nor doubled, adding is associative, memory is bounded."""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+import threading
+import time
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvferry.connector import metrics
+from kvferry.connector.metrics import FAILURE_KINDS, Figures, HandoverStats, failure_kind
+
+counts = st.integers(1, 1 << 40)
+events = st.one_of(
+    st.tuples(st.just("finished"), st.sampled_from(["ucx", "shm", "zmq"]), counts, counts, counts),
+    st.tuples(st.just("failed"), st.sampled_from(FAILURE_KINDS)),
+    st.tuples(st.just("leases"), st.sampled_from(metrics.LEASE_ENDS)),
+    st.tuples(st.just("dropped"), st.sampled_from(["malformed", "key"])),
+)
+
+
+def play(history: list[tuple]) -> HandoverStats:
+    stats = HandoverStats()
+    for kind, *what in history:
+        if kind == "finished":
+            plane, microseconds, nbytes, tokens = what
+            stats.finished(nbytes=nbytes, milliseconds=microseconds / 1e3, plane=plane, tokens=tokens)
+        else:
+            {"failed": stats.failed, "leases": stats.lease_ended, "dropped": stats.dropped}[kind](what[0])
+    return stats
+
+
+def figures(history: list[tuple]) -> Figures:
+    return play(history).take() or metrics.no_figures()
+
+
+def added(*parts: Figures) -> Figures:
+    total = metrics.no_figures()
+    for part in parts:
+        before = copy.deepcopy(part)
+        metrics.add(total, part)
+        assert part == before
+    return total
+
+
+def totals(data: Figures) -> dict:
+    planes = {plane: metrics._totals(samples) for plane, samples in data["finished"].items()}
+    return {"planes": planes, **{name: data[name] for name in ("failed", "leases", "dropped")}}
+
+
+@given(st.lists(events, max_size=12), st.lists(events, max_size=12), st.lists(events, max_size=12), st.integers(1, 4))
+@settings(deadline=None)
+def test_adding_is_associative_and_loses_nothing(first, second, third, kept):
+    whole = metrics.MAX_SAMPLES
+    try:
+        metrics.MAX_SAMPLES = kept  # so small that the bound is met
+        a, b, c = figures(first), figures(second), figures(third)
+        left, right = added(added(a, b), c), added(a, added(b, c))
+        assert left == right
+        assert all(len(samples["nbytes"]) <= kept for samples in left["finished"].values())
+        metrics.MAX_SAMPLES = whole
+        assert totals(left) == totals(figures(first + second + third))
+    finally:
+        metrics.MAX_SAMPLES = whole
+
+
+@given(st.lists(events, max_size=12))
+def test_figures_survive_json_and_msgpack(history):
+    data = figures(history)
+    assert json.loads(json.dumps(data)) == data
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(data)) == data
+
+
+def test_take_gives_everything_once():
+    stats = HandoverStats()
+    assert stats.is_empty() and stats.take() is None
+    stats.failed("cancelled")
+    assert not stats.is_empty()
+    taken = stats.take()
+    assert taken is not None and taken["failed"] == {"cancelled": 1}
+    assert stats.is_empty() and stats.take() is None
+    stats.failed("cancelled")
+    assert taken["failed"] == {"cancelled": 1}, "what was taken is no longer written to"
+
+
+def test_counting_beside_taking_loses_nothing():
+    stats, rounds = HandoverStats(), 3000
+    taken: list[Figures] = []
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+
+    def count() -> None:
+        for number in range(rounds):
+            stats.finished(nbytes=number, milliseconds=1.5, plane="shm", tokens=1)
+            stats.dropped("malformed")
+
+    threads = [threading.Thread(target=count) for _ in range(2)]
+    try:
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            if (part := stats.take()) is not None:
+                taken.append(part)
+            time.sleep(0.001)
+    finally:
+        for thread in threads:
+            thread.join()
+        sys.setswitchinterval(interval)
+    if (part := stats.take()) is not None:
+        taken.append(part)
+    total = totals(added(*taken))
+    sum_of_bytes = 2 * sum(range(rounds))
+    assert total["planes"] == {"shm": (2 * rounds, 2 * rounds * 1500, sum_of_bytes, 2 * rounds)}
+    assert total["dropped"] == {"malformed": 2 * rounds}
+
+
+def test_memory_is_bounded_when_nobody_collects():
+    stats = HandoverStats()
+    for number in range(metrics.MAX_SAMPLES + 100):
+        stats.finished(nbytes=number, milliseconds=1, plane="ucx", tokens=2)
+        stats.dropped(f"reason {number}")
+    data = stats.take()
+    assert data is not None
+    assert len(data["finished"]["ucx"]["nbytes"]) == metrics.MAX_SAMPLES
+    assert metrics._totals(data["finished"]["ucx"])[0] == metrics.MAX_SAMPLES + 100
+    assert len(data["dropped"]) <= metrics.MAX_REASONS + 1
+    assert sum(data["dropped"].values()) == metrics.MAX_SAMPLES + 100
+
+
+def test_counts_that_only_grow_are_taken_once():
+    stats = HandoverStats()
+    stats.dropped_so_far("listener", {"frames": 2})
+    stats.dropped_so_far("listener", {"frames": 3, "key": 1})
+    stats.dropped_so_far("other", {"frames": 1})
+    data = stats.take()
+    assert data is not None and data["dropped"] == {"frames": 4, "key": 1}
+    stats.dropped_so_far("listener", {"frames": 3, "key": 1})
+    assert stats.take() is None
+
+
+def test_the_log_line():
+    stats = HandoverStats()
+    for milliseconds in (1, 2, 3, 4):
+        stats.finished(nbytes=10 << 20, milliseconds=milliseconds, plane="shm", tokens=100)
+    stats.finished(nbytes=0, milliseconds=10, plane="ucx", tokens=50)
+    stats.failed("deadline in moving")
+    stats.lease_ended("released")
+    stats.lease_ended("cap")
+    stats.dropped("malformed", 7)
+    data = stats.take()
+    assert data is not None
+    assert metrics.reduce(data) == {
+        "Num hand-overs": 5,
+        "Avg hand-over time (ms)": 4.0,
+        "P90 hand-over time (ms)": 7.6,
+        "Avg MB per hand-over": 8.0,
+        "Throughput (MB/s)": 2000.0,
+        "Avg tokens per hand-over": 90.0,
+        "Num failed hand-overs": 1,
+        "Failed (timeout)": 1,
+        "Num leases released": 1,
+        "Num leases expired": 1,
+        "Num dropped messages": 7,
+    }
+
+
+def test_the_log_line_of_failures_only():
+    stats = HandoverStats()
+    stats.failed("other")
+    data = stats.take()
+    assert data is not None
+    line = metrics.reduce(data)
+    assert line["Num hand-overs"] == 0 and line["Num failed hand-overs"] == 1
+
+
+@pytest.mark.parametrize(
+    ("reason", "kind"),
+    [
+        ("cancelled", "cancelled"),
+        ("deadline in moving", "timeout"),
+        ("P e1 pp0 tp0 at 10.0.0.1:1: no answer to the handshake in 10 s (waiting for the data plane)", "timeout"),
+        ("P denied the read: expired", "expired"),
+        ("the lease expired before the read was committed", "expired"),
+        ("P denied the read: bounds (block 7 of 5)", "denied"),
+        ("P e1 pp0 tp0 at h:1: peer refused: dtype differs, ours is float16, the peer's is bfloat16", "incompatible"),
+        (
+            "P e1 pp0 tp0 at h:1: h:1: CURVE keys are set on one side only: this engine has, the peer has none",
+            "incompatible",
+        ),
+        ("P e1 pp0 tp0 at h:1: h:1: the peer is gone", "peer_lost"),
+        ("P e1 pp0 tp0 at h:1: its control connection takes no more messages", "peer_lost"),
+        ("P e1 pp0 tp0 at h:1: P was restarted since it made this hand-over; its KV cache is gone", "peer_lost"),
+        ("P e1 pp0 tp0 at h:1: no data plane in common: none offered", "plane"),
+        ("chunk 3 has 1 bytes, expected 2", "data"),
+        ("P grants 3 chunks, 2 were asked for", "data"),
+        ("unexpected error in the transfer thread", "internal"),
+        ("the moon is full", "other"),
+    ],
+)
+def test_reasons_as_the_log_has_them_become_a_few_kinds(reason, kind):
+    assert failure_kind(reason) == kind
+    assert kind in FAILURE_KINDS
+
+
+def test_counting_is_cheap():
+    stats = HandoverStats()
+    best = min(_seconds_per_call(stats) for _ in range(5))
+    assert best < 50e-6
+
+
+def _seconds_per_call(stats: HandoverStats) -> float:
+    begun = time.perf_counter()
+    for _ in range(200):
+        stats.finished(nbytes=1, milliseconds=1, plane="shm", tokens=1)
+    return (time.perf_counter() - begun) / 200
