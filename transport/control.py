@@ -33,6 +33,7 @@ HANDSHAKE_SECONDS = 5.0
 FRAMES = 3
 """Frames of one message, the routing identity not counted."""
 MAX_PEERS = 2048
+MIN_BACKLOG_BYTES = 16 << 20
 SEND_QUEUE, RECEIVE_QUEUE = 1024, 64
 """Messages that libzmq holds per connection; beyond, send() says False and the sender's TCP waits."""
 _BATCH = 512
@@ -60,14 +61,26 @@ def _url(address: str, port: int | str) -> str:
 def _read(socket: zmq.Socket[bytes], max_frames: int) -> list[bytes] | None:
     """One message, of which at most ``max_frames + 1`` frames are kept; None where there is none now."""
     try:
-        frames = [socket.recv(zmq.NOBLOCK)]
-        while socket.rcvmore:
-            frame = socket.recv(zmq.NOBLOCK)
-            if len(frames) <= max_frames:
-                frames.append(frame)
-        return frames
+        return _rest(socket, [socket.recv(zmq.NOBLOCK)], max_frames)
     except zmq.ZMQError:  # EAGAIN, or the socket or the context is closed
         return None
+
+
+def _rest(socket: zmq.Socket[bytes], frames: list[bytes], max_frames: int) -> list[bytes]:
+    """``frames`` and those that follow in the same message; libzmq hands over whole messages only."""
+    while socket.rcvmore:
+        frame = socket.recv(zmq.NOBLOCK)
+        if len(frames) <= max_frames:
+            frames.append(frame)
+    return frames
+
+
+def _source(frame: zmq.Frame) -> int:
+    """The file descriptor of the connection that a frame came by, -1 where libzmq does not say."""
+    try:
+        return int(frame.get("__fd"))
+    except (zmq.ZMQError, ValueError):
+        return -1
 
 
 def _send(socket: zmq.Socket[bytes], frames: list[bytes]) -> int:
@@ -142,10 +155,11 @@ class Listener:
             if curve is not None:
                 self.socket.curve_server = True
                 self.socket.curve_publickey, self.socket.curve_secretkey = curve.public.encode(), curve.secret.encode()
-            self._gate.guard(
+            self._guarded = self._gate.guard(
                 self.socket,
                 curve,
                 limit=min(max_peers, files // 2) if files > 0 else max_peers,
+                backlog_bytes=max(MIN_BACKLOG_BYTES, 8 * max_message_bytes),
                 dropped=self.dropped,
                 label=f"control port {host}:{port or '(found)'}",
             )
@@ -155,6 +169,7 @@ class Listener:
             raise ConfigError(_bind_failure(host, port, error)) from None
         self.endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.port = int(self.endpoint.rpartition(":")[2])
+        self._guarded.port = self.port
         self._filter = _Filter(f"control port {self.endpoint}", max_message_bytes, self.dropped)
 
     def receive(self) -> list[tuple[bytes, list[bytes]]]:
@@ -164,10 +179,12 @@ class Listener:
         """
         messages = []
         for _ in range(_BATCH):
-            parts = _read(self.socket, FRAMES + 1)
-            if parts is None:
+            try:
+                first = self.socket.recv(zmq.NOBLOCK, copy=False)
+                identity, *frames = _rest(self.socket, [first.bytes], FRAMES + 1)
+            except zmq.ZMQError:  # EAGAIN, or closed
                 break
-            identity, frames = parts[0], parts[1:]
+            self._guarded.backlog.served.add(_source(first))
             if identity[:1] != b"\0" or len(identity) != 5:  # chosen by the peer; ours libzmq makes up
                 self.dropped["identity"] += 1
             elif self._filter.passes(frames):

@@ -12,6 +12,7 @@ import logging
 import re
 import struct
 import threading
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -19,6 +20,7 @@ import zmq
 from zmq.utils import z85
 
 from kvferry.connector.errors import ConfigError, TransportError
+from kvferry.transport.flood import Backlog, cut
 from kvferry.transport.wake import RateLimitedLog
 
 _log = RateLimitedLog(logging.getLogger("vllm.kvferry.transport"))
@@ -27,6 +29,8 @@ _EVENT = struct.Struct("=Hi")
 HANDSHAKE_FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
+BACKLOG_SECONDS = 0.25
+"""Between two looks at what the connections of a guarded socket have sent."""
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 _Z85_KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 
@@ -98,13 +102,18 @@ class Monitor:
 
 
 @dataclass
-class _Guarded:
-    """One server socket: whom it lets in, and its connections as far as its monitor told."""
+class Guarded:
+    """One server socket: whom it lets in, and its connections as far as its monitor told.
+
+    The owner sets ``port`` once it is bound, and adds to ``backlog.served``.
+    """
 
     public: bytes | None  # raw CURVE key, None without CURVE
     limit: int | None
     dropped: Counter[str]
     label: str
+    backlog: Backlog
+    port: int = 0
     monitor: Monitor | None = None
     shaking: list[int] = field(default_factory=list)  # file descriptors in the handshake, oldest first
     ready: set[int] = field(default_factory=set)
@@ -117,7 +126,7 @@ class Gate:
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self._context = context
         self._lock = threading.Lock()
-        self._guarded: dict[bytes, _Guarded] = {}
+        self._guarded: dict[bytes, Guarded] = {}
         self._zap: zmq.Socket[bytes] = context.socket(zmq.REP)
         self._zap.linger = 0
         try:
@@ -127,10 +136,12 @@ class Gate:
             raise TransportError(
                 f"another ZAP handler sits in this ZMQ context ({error}); use a context of its own"
             ) from None
+        self._checked = self._next_check = time.monotonic()
         self._control_address = f"inproc://kvferry-gate-{next(_serial)}"
         self._inbox: zmq.Socket[bytes] = context.socket(zmq.PULL)
         self._inbox.linger = 0
         self._inbox.bind(self._control_address)
+        self.ended = False
         self.thread = threading.Thread(target=self._run, name="kvferry-gate", daemon=True)
         self.thread.start()
 
@@ -140,17 +151,18 @@ class Gate:
         keys: CurveKeys | None,
         *,
         limit: int | None = None,
+        backlog_bytes: int = 0,
         dropped: Counter[str] | None = None,
         label: str = "data port",
-    ) -> None:
+    ) -> Guarded:
         """Let in only holders of ``keys`` and, where ``limit`` is given, so many connections at once.
 
-        ``dropped`` counts the refusals: "handshake" (not ZMTP, another mechanism, too slow), "key", "peers".
+        ``dropped`` counts the refusals: "handshake" (not ZMTP, another mechanism, too slow), "key", "peers", and
+        "flood" (more than ``backlog_bytes`` and no whole message).
         """
         domain = b"kvferry-%d" % next(_serial)
-        entry = _Guarded(None if keys is None else z85.decode(keys.public), limit, Counter(), label)
-        if dropped is not None:
-            entry.dropped = dropped
+        public = None if keys is None else z85.decode(keys.public)
+        entry = Guarded(public, limit, Counter() if dropped is None else dropped, label, Backlog(backlog_bytes))
         socket.zap_domain = domain
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         if limit is not None:
@@ -159,6 +171,7 @@ class Gate:
         with self._lock:
             self._guarded[domain] = entry
         self._tell(b"look")
+        return entry
 
     def connections(self) -> int:
         """Connections through the handshake, of all guarded sockets with a limit."""
@@ -168,10 +181,10 @@ class Gate:
     def close(self) -> None:
         """End the thread. The guarded sockets must be closed by now: libzmq would let all in."""
         self._tell(b"end")
-        self.thread.join(1.0)
+        self.thread.join(5.0)
 
     def _tell(self, word: bytes) -> None:
-        if self.thread.is_alive():
+        if not self.ended:
             pipe: zmq.Socket[bytes] = self._context.socket(zmq.PUSH)
             pipe.linger = 100
             pipe.connect(self._control_address)
@@ -183,28 +196,52 @@ class Gate:
         poller.register(self._zap, zmq.POLLIN)
         poller.register(self._inbox, zmq.POLLIN)
         try:
-            while True:
-                ready = dict(poller.poll())
-                if self._inbox in ready and self._inbox.recv() == b"end":
-                    break
-                with self._lock:
-                    entries = list(self._guarded.items())
-                for domain, entry in entries:
-                    if entry.monitor is not None and not self._watch(domain, entry, poller):
-                        poller.unregister(entry.monitor.socket)
-                        entry.monitor.close()
-                if self._zap in ready:
-                    self._zap.send_multipart(self._answer(self._zap.recv_multipart()))
+            while self._turn(poller):
+                pass
         except zmq.ZMQError as error:
             if error.errno not in (zmq.ETERM, zmq.ENOTSOCK):
                 _log.error("gate", "control port: the gate ended, new peers are refused: %s", error)
         finally:
+            self.ended = True
             with self._lock:
                 monitors = [entry.monitor for entry in self._guarded.values() if entry.monitor is not None]
             for end in (self._zap, self._inbox, *(monitor.socket for monitor in monitors)):
                 end.close(0)
 
-    def _watch(self, domain: bytes, entry: _Guarded, poller: zmq.Poller) -> bool:
+    def _turn(self, poller: zmq.Poller) -> bool:
+        """Sleep until something happens, and see to it; False at the end."""
+        ready = dict(poller.poll(self._check_backlogs()))
+        if self._inbox in ready and self._inbox.recv() == b"end":
+            return False
+        with self._lock:
+            entries = list(self._guarded.items())
+        for domain, entry in entries:
+            if entry.monitor is not None and not self._watch(domain, entry, poller):
+                poller.unregister(entry.monitor.socket)
+                entry.monitor.close()
+        if self._zap in ready:
+            self._zap.send_multipart(self._answer(self._zap.recv_multipart()))
+        return True
+
+    def _check_backlogs(self) -> int | None:
+        """Cut connections that send without end; milliseconds until the next look, None where nobody is connected."""
+        now = time.monotonic()
+        with self._lock:
+            entries = [(entry, [*entry.shaking, *entry.ready]) for entry in self._guarded.values() if entry.port]
+        connections = sum(len(fds) for _, fds in entries)
+        if now < self._next_check and connections:
+            return int((self._next_check - now) * 1e3) + 1
+        for entry, fds in entries:
+            for fd in entry.backlog.over(fds, entry.port, now - self._checked):
+                if cut(fd, entry.port):
+                    with self._lock:
+                        self._count(entry, "flood")
+        self._checked = now
+        interval = BACKLOG_SECONDS * max(1.0, connections / 64)  # a look at one connection takes microseconds
+        self._next_check = now + interval
+        return int(interval * 1e3) if connections else None
+
+    def _watch(self, domain: bytes, entry: Guarded, poller: zmq.Poller) -> bool:
         """Follow the connections of one socket; False when the socket is closed."""
         assert entry.monitor is not None
         if entry.monitor.socket not in poller:
@@ -218,7 +255,7 @@ class Gate:
                 self._follow(entry, event, value)
         return True
 
-    def _follow(self, entry: _Guarded, event: int, value: int) -> None:
+    def _follow(self, entry: Guarded, event: int, value: int) -> None:
         """One event. Only ACCEPTED and DISCONNECTED name the connection (by file descriptor).
 
         A handshake takes less than a millisecond, so one that succeeded was the youngest; one that failed is
@@ -242,16 +279,17 @@ class Gate:
             entry.ready.discard(value)
             entry.failed = False
 
-    def _count(self, entry: _Guarded, reason: str) -> None:
+    def _count(self, entry: Guarded, reason: str) -> None:
         entry.dropped[reason] += 1
         _log.warning(
             f"{entry.label} {reason}",
-            "%s: connection refused: %s",
+            "%s: connection ended: %s",
             entry.label,
             {
                 "handshake": "the handshake failed; not a KVFerry peer, or CURVE keys are set on one side only "
                 "or are not the same",
                 "key": "the peer holds another CURVE key; give both engines the same pair",
+                "flood": f"{entry.backlog.limit} bytes arrived and no whole message",
                 "peers": f"{entry.limit} peers are connected, and that is the limit",
             }[reason],
         )
@@ -293,6 +331,6 @@ def gate_of(context: zmq.Context[zmq.Socket[bytes]]) -> Gate:
     """The gate of a context, made on first use."""
     with _gates_lock:
         gate = _gates.get(context.underlying)
-        if gate is None or not gate.thread.is_alive():
+        if gate is None or gate.ended:
             gate = _gates[context.underlying] = Gate(context)
         return gate
