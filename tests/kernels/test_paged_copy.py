@@ -1,0 +1,175 @@
+"""The copy on host memory against a byte-by-byte oracle, guard bytes and unused blocks included."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from paged_copy_cases import CASES, Arena, Case, Layout, expected
+
+from kvferry.kernels import paged_copy_reference
+from kvferry.kernels.paged_copy import Pages, copy_pages, wire_pages
+
+CPU = torch.device("cpu")
+
+
+def run(case: Case, dst: Arena, src: Arena) -> None:
+    copy_pages(
+        dst.pages, src.pages, num_heads=case.heads, num_tokens=case.tokens, content_bytes=case.content, device=CPU
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bytes_are_those_of_the_oracle(name: str) -> None:
+    case = CASES[name]
+    dst, src = case.arenas()
+    want, untouched = expected(case, dst, src), src.memory.copy()
+    assert not np.array_equal(dst.memory, want), "the case copies nothing"
+    run(case, dst, src)
+    np.testing.assert_array_equal(dst.memory, want)
+    np.testing.assert_array_equal(src.memory, untouched)
+
+
+layouts = st.builds(
+    Layout,
+    order=st.sampled_from(["HND", "NHD"]),
+    block_size=st.sampled_from([1, 2, 3, 4, 8, 12, 16, 32]),
+    pad=st.tuples(*[st.sampled_from([0, 0, 0, 1, 8, 16])] * 3),
+    interleaved=st.booleans(),
+    shift=st.sampled_from([0, 0, 1, 4, 8]),
+    consecutive=st.booleans(),
+    reverse_layers=st.booleans(),
+)
+cases = st.builds(
+    Case,
+    dst=layouts,
+    src=layouts,
+    layers=st.integers(1, 3),
+    heads=st.integers(1, 3),
+    tokens=st.integers(1, 40),
+    content=st.sampled_from([1, 2, 3, 4, 8, 16, 24, 32]),
+    dst_head=st.integers(0, 2),
+    src_head=st.integers(0, 2),
+    dst_token=st.integers(0, 20),
+    src_token=st.integers(0, 20),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(case=cases, to_wire=st.booleans(), from_wire=st.booleans(), seed=st.integers(0, 1 << 30))
+def test_any_pair_of_layouts(case: Case, to_wire: bool, from_wire: bool, seed: int) -> None:
+    wire = Layout(block_size=case.tokens)
+    if to_wire:
+        case = replace(case, dst=wire, dst_head=0, dst_token=0)
+    if from_wire:
+        case = replace(case, src=wire, src_head=0, src_token=0)
+    dst, src = case.arenas(seed)
+    want = expected(case, dst, src)
+    run(case, dst, src)
+    np.testing.assert_array_equal(dst.memory, want)
+
+
+def test_a_copy_that_needs_more_than_one_scratch_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged_copy_reference, "_BOUNCE_BYTES", 1000)
+    case = CASES["48-to-32"]
+    dst, src = case.arenas()
+    want = expected(case, dst, src)
+    run(case, dst, src)
+    np.testing.assert_array_equal(dst.memory, want)
+
+
+def test_layers_too_far_apart_for_one_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged_copy_reference, "_MAX_NUMEL", 1)
+    for name in ("pack-hnd", "unpack-nhd", "hnd-to-nhd"):
+        case = CASES[name]
+        dst, src = case.arenas()
+        want = expected(case, dst, src)
+        run(case, dst, src)
+        np.testing.assert_array_equal(dst.memory, want)
+
+
+@pytest.mark.parametrize("fault", ["token", "base", "block", "byte"])
+def test_the_comparison_sees_an_off_by_one(fault: str) -> None:
+    """Plants one fault in a copy that is otherwise right."""
+    case = CASES["unpack-nhd"]
+    dst, src = case.arenas()
+    want = expected(case, dst, src)
+    pages = dst.pages
+    if fault == "token":
+        pages = replace(pages, token=pages.token + 1)
+    elif fault == "base":
+        pages = replace(pages, bases=pages.bases + 1)
+    elif fault == "block":
+        pages = replace(pages, block_ids=pages.block_ids[::-1].copy())
+    dst.pages = pages
+    run(case, dst, src)
+    if fault == "byte":
+        np.testing.assert_array_equal(dst.memory, want)
+        dst.memory[len(dst.memory) // 2] ^= 1
+    with pytest.raises(AssertionError):
+        np.testing.assert_array_equal(dst.memory, want)
+
+
+def test_wire_is_contiguous_layers_heads_tokens_content() -> None:
+    src = np.arange(2 * 3 * 5 * 4, dtype=np.uint8)
+    dst = np.zeros_like(src)
+    copy_pages(
+        wire_pages(dst.ctypes.data, 2, 3, 5, 4),
+        wire_pages(src.ctypes.data, 2, 3, 5, 4),
+        num_heads=3,
+        num_tokens=5,
+        content_bytes=4,
+        device=CPU,
+    )
+    np.testing.assert_array_equal(dst, src)
+
+
+@pytest.mark.parametrize("empty", ["num_heads", "num_tokens", "layers"])
+def test_an_empty_box_touches_nothing(empty: str) -> None:
+    nothing = Pages(np.zeros(0, np.int64), np.zeros(0, np.int64), 16, 0, 0, 0)
+    one = Pages(np.zeros(1, np.int64), np.zeros(1, np.int64), 16, 0, 0, 0)
+    pages = nothing if empty == "layers" else one
+    sizes = {"num_heads": 1, "num_tokens": 1} | {empty: 0}
+    sizes.pop("layers", None)
+    copy_pages(pages, pages, content_bytes=8, device=CPU, **sizes)
+
+
+def test_nan_payloads_and_negative_zeros_survive() -> None:
+    """Elements travel as wide words of whatever type; their bits must not be canonicalised."""
+    words = np.array([0x7FF0000000000001, 0x8000000000000000, 0xFFF8DEADBEEF0001, 0x7FF8000000000000] * 16, np.uint64)
+    case = Case(Layout(block_size=16), Layout(block_size=16), layers=1, heads=1, tokens=16, content=32)
+    dst, src = case.arenas()
+    at = src.pages.bases[0] + src.pages.block_ids[0] * src.pages.block_stride - src.memory.ctypes.data
+    src.memory[at : at + words.nbytes] = words.view(np.uint8)
+    want = expected(case, dst, src)
+    run(case, dst, src)
+    np.testing.assert_array_equal(dst.memory, want)
+
+
+def test_the_interpreter_runs_while_bytes_move() -> None:
+    """A transfer thread that held the GIL would stop the engine; the longest pause of a busy thread shows it."""
+    case = Case(Layout(block_size=2048), Layout("NHD"), layers=16, heads=8, tokens=2048, content=256)  # 64 MiB
+    dst, src = case.arenas()
+    done = threading.Event()
+
+    def mover() -> None:
+        run(case, dst, src)
+        done.set()
+
+    started = time.perf_counter()
+    thread = threading.Thread(target=mover)
+    thread.start()
+    turns = 0
+    while not done.is_set():
+        turns += 1
+        time.sleep(0)
+    took = time.perf_counter() - started
+    thread.join()
+    assert took > 0.005
+    assert turns > 200, f"the interpreter got {turns} turns in {took * 1e3:.0f} ms"
