@@ -7,8 +7,10 @@ table. A chunk is one message, a box inside a span, on the wire contiguous ``[la
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 from kvferry.connector import topology
 from kvferry.connector.errors import GeometryError, IncompatiblePeerError
@@ -107,11 +109,13 @@ def plan_reads(
     Args:
         local: D's rank.
         remote: P's rank, ``heads.p_rank`` of its stage.
-        heads: global KV heads to take (``topology.sources``); groups of kind ``mla`` have one, which is always taken.
+        heads: global KV heads to take (one of ``topology.sources``). The one head of a group of kind ``mla`` is taken
+            with the first of D's heads, so that it comes once.
         tokens: per local group, the tokens to read as (start, stop).
 
     Returns:
-        Spans that do not overlap; layers that this P rank does not hold are left out.
+        Spans that do not overlap; layers that this P rank does not hold are left out. Once the plans of all sources
+        are there, ``check_complete`` says whether anything is.
 
     Raises:
         IncompatiblePeerError: P's rank does not hold the heads.
@@ -119,9 +123,12 @@ def plan_reads(
     """
     assert len(tokens) == len(local.groups)
     held = _layer_index(remote)
+    first_head, _ = topology.head_interval(
+        local.tp_rank, local.tp_size, 1 if local.is_mla else local.total_num_kv_heads
+    )
     planned: list[PlannedSpan] = []
     for index, (group, (start, stop)) in enumerate(zip(local.groups, tokens, strict=True)):
-        if stop <= start:
+        if stop <= start or (group.kind == "mla" and heads.first_head != first_head):
             continue
         for layer, theirs, first, count in _runs(group.layers, held):
             ours, head, num_heads = _head_box(group, remote.groups[theirs], heads)
@@ -150,23 +157,37 @@ def plan_sources(
         raise GeometryError("no P rank is known, expected at least one")
     reads = topology.sources(local.tp_rank, local.tp_size, any_remote.tp_size, local.total_num_kv_heads, local.is_mla)
     plans: dict[tuple[int, int], tuple[PlannedSpan, ...]] = {}
-    covered = 0
     for stage in range(any_remote.pp_size):
-        for number, heads in enumerate(reads):
+        for heads in reads:
             remote = remotes.get((stage, heads.p_rank))
             if remote is None:
                 raise GeometryError(f"P rank (pp {stage}, tp {heads.p_rank}) is not known, and must be read from")
             spans = plan_reads(local, remote, heads, tokens)
-            if number:  # the one head of an MLA group comes from the first source
-                spans = tuple(item for item in spans if local.groups[item.group].kind != "mla")
-            else:
-                covered += sum(item.span.num_layers for item in spans)
             if spans:
                 plans[stage, heads.p_rank] = spans
-    wanted = [g for g, (start, stop) in zip(local.groups, tokens, strict=True) if stop > start]
-    if covered != sum(len(group.layers) for group in wanted):
-        _refuse_uncovered(wanted, remotes)
+    check_complete(local, [item for spans in plans.values() for item in spans], tokens)
     return plans
+
+
+def check_complete(local: RankGeometry, planned: Iterable[PlannedSpan], tokens: Sequence[tuple[int, int]]) -> None:
+    """That plans, those of all sources together, bring every layer and head that D needs exactly once.
+
+    Raises:
+        IncompatiblePeerError: names the first layer that no P rank holds, or that more than one stage holds.
+    """
+    counts = [np.zeros((len(group.layers), group.num_heads), dtype=np.int64) for group in local.groups]
+    for item in planned:
+        layers = slice(item.layer, item.layer + item.span.num_layers)
+        counts[item.group][layers, item.head : item.head + item.span.num_heads] += 1
+    for group, count, (start, stop) in zip(local.groups, counts, tokens, strict=True):
+        if stop <= start or bool((count == 1).all()):
+            continue
+        fewest: list[int] = count.min(axis=1).tolist()
+        missing = [layer for layer, times in zip(group.layers, fewest, strict=True) if not times]
+        if missing:
+            _refuse_missing(missing, len(group.layers) - len(missing), consumer=True)
+        layer = group.layers[int(np.argmax((count > 1).any(axis=1)))]
+        raise IncompatiblePeerError("layers", f"{layer!r} needed once", f"{layer!r} on more than one stage")
 
 
 def check_span(span: Span, geometry: RankGeometry, num_tokens: int) -> None:
@@ -316,11 +337,3 @@ def _refuse_missing(missing: Sequence[str], held: int, consumer: bool) -> None:
     more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
     needed, lacking = f"{missing[0]!r}{more} needed", f"{held} layers without it"
     raise IncompatiblePeerError("layers", *((needed, lacking) if consumer else (lacking, needed)))
-
-
-def _refuse_uncovered(wanted: Sequence[GroupGeometry], remotes: Mapping[tuple[int, int], RankGeometry]) -> None:
-    held = {layer for remote in remotes.values() for layer in _layer_index(remote)}
-    missing = [layer for group in wanted for layer in group.layers if layer not in held]
-    if missing:
-        _refuse_missing(missing, len(held), consumer=True)
-    raise IncompatiblePeerError("layers", "each layer once", "a layer held by more than one stage")

@@ -18,6 +18,7 @@ from kvferry.connector.plan import (
     MAX_CHUNKS,
     Chunk,
     PlannedSpan,
+    check_complete,
     check_geometry,
     check_span,
     check_spans,
@@ -366,6 +367,21 @@ def test_chunks_that_cannot_be_are_refused() -> None:
         chunks(Span(0, 0, 1000, 0, 1, 0, 1 << 30), 1, 64)
     with pytest.raises(GeometryError, match=f"more than {MAX_CHUNKS} messages"):
         chunks(Span(0, 0, 1 << 30, 0, 1, 0, 1), 1, 1)
+
+
+def test_a_plan_that_misses_or_repeats_something_is_caught() -> None:
+    model = Model(("full",) * 3 + ("mla",), 4, False)
+    local = model.rank((0, 1), (0, 1), 16)
+    remotes = {(0, r): model.rank((r, 2), (0, 1), 16) for r in range(2)}
+    spans = [item for spans in plan_sources(local, remotes, [(0, 4)] * 2).values() for item in spans]
+    check_complete(local, spans, [(0, 4)] * 2)
+    for left_out in spans:
+        with pytest.raises(
+            IncompatiblePeerError, match=r"layers\.\d' (and 2 more )?needed, the peer's is \d layers without"
+        ):
+            check_complete(local, [item for item in spans if item is not left_out], [(0, 4)] * 2)
+    with pytest.raises(IncompatiblePeerError, match=r"'layers\.3' on more than one stage"):
+        check_complete(local, [*spans, next(item for item in spans if item.group == 1)], [(0, 4)] * 2)
 
 
 def test_sources_and_plans_agree() -> None:
