@@ -11,6 +11,9 @@ UCXX cannot do for one request, and D without a free slot holds P back by not an
 from __future__ import annotations
 
 import contextlib
+import os
+import secrets
+import time
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,6 +21,7 @@ from functools import partial
 from typing import Annotated, Any, ClassVar
 
 import msgspec
+import numpy as np
 import torch
 import zmq
 from msgspec import Meta
@@ -27,18 +31,27 @@ from kvferry.transport.plane import Plane, Received, RecvChannel, SendChannel, S
 from kvferry.transport.staging import SlotPool
 from kvferry.transport.ucx_library import load_ucxx, settings_for
 
-_DONE, _PENDING = 0, 1
-"""UCS_OK, UCS_INPROGRESS."""
+_DONE = 0
+"""UCS_OK."""
+_FAREWELL_SECONDS = 1.0
 _WINDOW = 8
 """Messages of one channel that P has in flight; 4 already fill a link, and every D gets its share of the slots."""
 
 
-class _Hail(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Offer and Attach alike. The checksum keeps a damaged address from UCX, which does not check what it parses."""
+class _Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The checksum keeps a damaged address from UCX, which does not check what it parses."""
+
+    address: Annotated[bytes, Meta(min_length=8, max_length=32 << 10)]
+    checksum: Annotated[int, Meta(ge=0, lt=1 << 32)]
+
+
+class _Attach(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``farewell`` is the tag under which either side says that it closes the channel."""
 
     address: Annotated[bytes, Meta(min_length=8, max_length=32 << 10)]
     checksum: Annotated[int, Meta(ge=0, lt=1 << 32)]
     slot_bytes: Annotated[int, Meta(ge=4096, le=1 << 40)]
+    farewell: Annotated[bytes, Meta(min_length=8, max_length=8)]
 
 
 @dataclass(slots=True)
@@ -56,8 +69,9 @@ class _Transfer:
 class UcxSendChannel(SendChannel):
     """P's end."""
 
-    def __init__(self, plane: UcxPlane, endpoint: Any, slot_bytes: int) -> None:
+    def __init__(self, plane: UcxPlane, endpoint: Any, slot_bytes: int, farewell: int) -> None:
         self.slot_bytes = slot_bytes
+        self.farewell = farewell
         self._plane = plane
         self._endpoint = endpoint
         self._in_flight = 0
@@ -103,7 +117,8 @@ class UcxSendChannel(SendChannel):
 class UcxRecvChannel(RecvChannel):
     """D's end."""
 
-    def __init__(self, plane: UcxPlane, endpoint: Any) -> None:
+    def __init__(self, plane: UcxPlane, endpoint: Any, farewell: int) -> None:
+        self.farewell = farewell
         self._plane = plane
         self._endpoint = endpoint
         self._announced: dict[int, int] = {}
@@ -157,8 +172,6 @@ class UcxPlane(Plane):
     name: ClassVar[str] = "ucx"
 
     def __init__(self, host: str, slot_bytes: int, staging_bytes: int, device: torch.device | None = None) -> None:
-        import os
-
         self._host = host
         self._ucx = load_ucxx()
         from ucxx._lib.arr import Array
@@ -173,12 +186,14 @@ class UcxPlane(Plane):
             raise PlaneUnavailableError(f"ucx: UCX does not start on {host}: {error}") from None
         self._fd: int = self._worker.epoll_file_descriptor
         self._any_tag, self._any_mask = self._ucx.UCXXTag(0), self._ucx.UCXXTagMask(0)
+        self._farewell = Array(np.zeros(1, np.uint8))
         self._slot_bytes = slot_bytes
         self._send_pool = SlotPool(slot_bytes, staging_bytes, device)
         self._recv_pool = SlotPool(slot_bytes, staging_bytes, device)
         self._by_tag: dict[int, UcxRecvChannel] = {}
         self._transfers: list[_Transfer] = []
-        self._channels: set[UcxSendChannel | UcxRecvChannel] = set()
+        self._channels: dict[int, UcxSendChannel | UcxRecvChannel] = {}
+        self._leaving: list[tuple[Any, Any, float]] = []
         self._closing: list[tuple[Any, Any]] = []
         self._starved = False
         self._closed = False
@@ -189,17 +204,25 @@ class UcxPlane(Plane):
         return self._send_pool.retired + self._recv_pool.retired
 
     def offer(self) -> bytes:
-        return self._hail()
+        address = bytes(self._worker.address)
+        return msgspec.msgpack.encode(_Offer(address, zlib.crc32(address)))
 
     def connect(self, offer: bytes) -> tuple[RecvChannel, bytes]:
-        channel = UcxRecvChannel(self, self._reach(decode_payload(offer, _Hail, "ucx offer"), "producer"))
-        self._channels.add(channel)
-        return channel, self._hail()
+        endpoint = self._reach(decode_payload(offer, _Offer, "ucx offer"), "producer")
+        farewell = secrets.token_bytes(8)
+        channel = UcxRecvChannel(self, endpoint, int.from_bytes(farewell, "little"))
+        self._channels[channel.farewell] = channel
+        address = bytes(self._worker.address)
+        return channel, msgspec.msgpack.encode(_Attach(address, zlib.crc32(address), self._slot_bytes, farewell))
 
     def accept(self, payload: bytes) -> tuple[SendChannel, bytes]:
-        attach = decode_payload(payload, _Hail, "ucx attach")
-        channel = UcxSendChannel(self, self._reach(attach, "consumer"), min(self._slot_bytes, attach.slot_bytes))
-        self._channels.add(channel)
+        attach = decode_payload(payload, _Attach, "ucx attach")
+        farewell = int.from_bytes(attach.farewell, "little")
+        if farewell in self._channels:
+            raise ProtocolError("ucx attach: this channel exists already")
+        endpoint = self._reach(attach, "consumer")
+        channel = UcxSendChannel(self, endpoint, min(self._slot_bytes, attach.slot_bytes), farewell)
+        self._channels[farewell] = channel
         return channel, b""
 
     def pollables(self) -> list[tuple[int | zmq.Socket[bytes], int]]:
@@ -212,12 +235,12 @@ class UcxPlane(Plane):
         moved = self._receive()
         if self._transfers:
             moved |= self._reap()
-        for channel in self._channels:
+        for channel in self._channels.values():
             if channel.error is None and not channel._endpoint.alive:
                 self._lost(channel)
                 moved = True
-        if self._closing:
-            self._closing = [pair for pair in self._closing if not pair[1].completed]
+        if self._leaving or self._closing:
+            self._part()
         return moved
 
     def arm(self) -> bool:
@@ -230,20 +253,18 @@ class UcxPlane(Plane):
     def close(self) -> None:
         if self._closed:
             return
-        for channel in list(self._channels):
+        for channel in list(self._channels.values()):
             channel.close()
-        self._worker.progress()  # let forced closes complete; destroying the worker ends what is left
+        self._worker.progress()  # the farewells go out; destroying the worker ends what is left
+        self._part()
         self._closed = True
+        self._leaving.clear()
         self._closing.clear()
         self._transfers.clear()
         self._by_tag.clear()
         del self._worker, self._context
 
-    def _hail(self) -> bytes:
-        address = bytes(self._worker.address)
-        return msgspec.msgpack.encode(_Hail(address, zlib.crc32(address), self._slot_bytes))
-
-    def _reach(self, hail: _Hail, peer: str) -> Any:
+    def _reach(self, hail: _Offer | _Attach, peer: str) -> Any:
         if zlib.crc32(hail.address) != hail.checksum:
             raise ProtocolError(f"ucx: the {peer}'s worker address is damaged")
         try:
@@ -274,6 +295,9 @@ class UcxPlane(Plane):
 
     def _take_in(self, probe: Any) -> None:
         tag, nbytes = int(probe.sender_tag.value), int(probe.length)
+        leaver = self._channels.get(tag)
+        if leaver is not None:
+            self._lost(leaver)
         channel = self._by_tag.pop(tag, None)
         expected = None if channel is None else channel._announced.pop(tag)
         if channel is not None and expected != nbytes:
@@ -339,11 +363,27 @@ class UcxPlane(Plane):
         channel._fail(TransportError(f"ucx: the {peer} closed the channel or died{reason}"))
 
     def _hang_up(self, channel: UcxSendChannel | UcxRecvChannel, endpoint: Any) -> None:
-        self._channels.discard(channel)
+        self._channels.pop(channel.farewell, None)
         for transfer in self._transfers:
-            if transfer.channel is channel and not transfer.retired:
+            if transfer.channel is channel:
                 transfer.retired = True
                 (self._send_pool if isinstance(channel, UcxSendChannel) else self._recv_pool).retire(transfer.slot)
-        if endpoint.alive:  # UCXX returns a null request for one that broke, and touching that crashes
+        if endpoint.alive:
+            # Closing our endpoint does not end the peer's, which may run over a connection of its own.
             with contextlib.suppress(Exception):
-                self._closing.append((endpoint, endpoint.close()))
+                request = endpoint.tag_send(self._farewell, self._ucx.UCXXTag(channel.farewell))
+                self._leaving.append((endpoint, request, time.monotonic() + _FAREWELL_SECONDS))
+
+    def _part(self) -> None:
+        """Close the endpoints whose farewell is out. UCXX closes what is dropped by blocking, up to 10 s."""
+        now, staying = time.monotonic(), []
+        for endpoint, request, deadline in self._leaving:
+            if not endpoint.alive:  # UCXX returns a null request for one that broke, and touching that crashes
+                continue
+            if request.completed or now > deadline:
+                with contextlib.suppress(Exception):
+                    self._closing.append((endpoint, endpoint.close()))
+            else:
+                staying.append((endpoint, request, deadline))
+        self._leaving = staying
+        self._closing = [pair for pair in self._closing if not pair[1].completed]
