@@ -11,7 +11,8 @@ A record is made of the KV of all prompt tokens but the last (which D computes i
 - ``loaded``: in the step that first runs a request of which tokens are already there (D), before its forward;
 - ``computed``: after the step that ran the prompt's last tokens, where those were not there (P, or D on its own).
 
-Both say how many tokens were digested: a comparison of anything but all of them is none. Both carry the digest of the prompt's token ids, by which the two sides are matched. Axes: [B,H,N,C] per layer.
+Both say how many tokens were digested: a comparison of anything but all of them is none. Both carry the digest of the
+prompt's token ids, by which the two sides are matched. Axes: [B,H,N,C] per layer.
 """
 
 from __future__ import annotations
