@@ -7,7 +7,9 @@ table. A chunk is one message, a box inside a span, on the wire contiguous ``[la
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import chain, repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -41,6 +43,9 @@ class Chunk(NamedTuple):
     num_layers: int
     token: int
     num_tokens: int
+
+
+_new_chunk: Callable[[tuple[int, int, int, int]], Chunk] = partial(tuple.__new__, Chunk)
 
 
 def compatible(local: RankGeometry, remote: RankGeometry, *, consumer: bool = True) -> None:
@@ -257,7 +262,10 @@ def chunks(span: Span, content_bytes: int, chunk_bytes: int, token_align: int = 
             f"of {chunk_bytes} bytes"
         )
     runs = _token_runs(span.token, span.num_tokens, most, max(1, token_align))
-    return [Chunk(layer, 1, token, count) for layer in range(span.num_layers) for token, count in runs]
+    # Ten thousand chunks for a long prompt: zip and tuple.__new__ take half the time of calling Chunk.
+    layers = chain.from_iterable(repeat(layer, len(runs)) for layer in range(span.num_layers))
+    starts, counts = ([run[side] for run in runs] * span.num_layers for side in (0, 1))
+    return list(map(_new_chunk, zip(layers, repeat(1), starts, counts, strict=False)))
 
 
 def chunk_nbytes(chunk: Chunk, span: Span, content_bytes: int) -> int:

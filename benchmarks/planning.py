@@ -1,0 +1,212 @@
+"""Time to plan one hand-over and to pack its indices: what is spent before the first byte moves.
+
+D's rank: the plan of all its sources, its completeness, D's kernel blocks, spans cut into messages. Then one P rank:
+block ids packed for the wire, kernel blocks, spans checked and cut into messages (P's ranks work side by side, the
+slowest counts). Beside it, in the same run: a memcpy of as many bytes as the hand-over has, and the list of one
+address per (layer, block) and side that descriptor-based transfers build.
+
+    python benchmarks/planning.py [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from kvferry.connector.geometry import GroupGeometry, RankGeometry
+from kvferry.connector.plan import check_spans, chunks, compatible, plan_sources
+from kvferry.connector.topology import head_interval
+from kvferry.connector.view import CacheView, kernel_block_ids, view_of
+
+BLOCKS, LAYERS, HEADS, CONTENT, SLOT = 8192, 80, 8, 512, 4 << 20
+ROUNDS = 15
+
+
+@dataclass(frozen=True)
+class Case:
+    """Tensor-parallel sizes, P's pipeline stages, tokens per block and per kernel block."""
+
+    name: str
+    d_tp: int
+    p_tp: int
+    p_pp: int = 1
+    d_block: int = 16
+    p_block: int = 16
+    kernel_block: int = 16
+    shuffled: bool = False
+
+
+CASES = (
+    Case("tp 8 from 8", 8, 8),
+    Case("tp 8 from 4, pp 2", 8, 4, p_pp=2),
+    Case("tp 3 from 2", 3, 2),
+    Case("tp 1 from 8", 1, 8),
+    Case("tp 1 from 1", 1, 1),
+    Case("blocks 64 in kernel blocks of 16", 8, 8, d_block=64, p_block=64),
+    Case("layers in another order", 8, 8, shuffled=True),
+)
+
+
+def rank(case: Case, tp: tuple[int, int], pp: tuple[int, int], block: int) -> RankGeometry:
+    layers = [f"model.layers.{i}.self_attn.attn" for i in range(pp[0] * LAYERS // pp[1], (pp[0] + 1) * LAYERS // pp[1])]
+    if case.shuffled and block == case.p_block and pp[1] == case.p_pp and tp[1] == case.p_tp:
+        layers = layers[::-1]
+    start, count = head_interval(*tp, HEADS)
+    group = GroupGeometry(
+        kind="full", layers=tuple(layers), block_size=block, head_start=start, num_heads=count,
+        content_bytes=CONTENT, dtype="bfloat16",
+    )  # fmt: skip
+    return RankGeometry(
+        tp_rank=tp[0], tp_size=tp[1], pp_rank=pp[0], pp_size=pp[1],
+        total_num_kv_heads=HEADS, is_mla=False, groups=(group,),
+    )  # fmt: skip
+
+
+def view(geometry: RankGeometry, pages: int, kernel_block: int) -> CacheView:
+    """A view of a cache that is described and never touched."""
+    (group,) = geometry.groups
+    ratio = group.block_size // kernel_block
+    tensor = torch.empty(
+        (pages * ratio, group.num_heads, kernel_block, CONTENT // 2), dtype=torch.bfloat16, device="meta"
+    )
+    return view_of(dict.fromkeys(group.layers, tensor), group.block_size, pages)
+
+
+class HandOver:
+    """One D rank and its sources, with scattered blocks for ``BLOCKS`` kernel blocks of tokens."""
+
+    def __init__(self, case: Case) -> None:
+        rng = np.random.default_rng(0)
+        self.tokens = BLOCKS * case.kernel_block
+        self.local = rank(case, (0, case.d_tp), (0, 1), case.d_block)
+        self.remotes = {
+            (s, r): rank(case, (r, case.p_tp), (s, case.p_pp), case.p_block)
+            for s in range(case.p_pp)
+            for r in range(case.p_tp)
+        }
+        for remote in self.remotes.values():
+            compatible(self.local, remote)
+        d_pages, p_pages = self.tokens // case.d_block, self.tokens // case.p_block
+        self.ours = view(self.local, 2 * d_pages, case.kernel_block)
+        self.theirs = {place: view(r, 2 * p_pages, case.kernel_block) for place, r in self.remotes.items()}
+        self.d_ids = rng.permutation(2 * d_pages)[:d_pages].tolist()
+        self.p_ids = rng.permutation(2 * p_pages)[:p_pages].tolist()
+        self.messages = 0
+        self.nbytes = LAYERS * self.local.groups[0].num_heads * self.tokens * CONTENT
+
+    def plan_d(self) -> None:
+        """What D's rank computes."""
+        self.plans = plan_sources(self.local, self.remotes, [(0, self.tokens)])
+        kernel_block_ids(self.ours, self.d_ids)
+        self.messages = sum(
+            len(chunks(item.span, CONTENT, SLOT, self.remotes[place].groups[0].block_size))
+            for place, planned in self.plans.items()
+            for item in planned
+        )
+
+    def plan_p(self, place: tuple[int, int]) -> None:
+        """What one P rank computes."""
+        packed = np.asarray(self.p_ids, dtype="<i4").tobytes()
+        kernel_block_ids(self.theirs[place], np.frombuffer(packed, dtype="<i4"))
+        geometry = self.remotes[place]
+        spans = [item.span for item in self.plans[place]]
+        check_spans(spans, geometry, self.tokens)
+        for span in spans:
+            chunks(span, CONTENT, SLOT, geometry.groups[0].block_size)
+
+    def plan(self) -> tuple[float, float]:
+        """Milliseconds on D and on the slowest P rank."""
+        on_d = timed(self.plan_d)
+        return on_d, max(timed(partial(self.plan_p, place)) for place in self.plans)
+
+    def descriptors(self) -> None:
+        """One address per (layer, block) on each side."""
+        for cache, ids in ((self.ours, self.d_ids), (next(iter(self.theirs.values())), self.p_ids)):
+            blocks = kernel_block_ids(cache, ids)
+            bases = np.arange(LAYERS, dtype=np.int64) << 32
+            addresses = (bases[:, None] + blocks * cache.block_stride).reshape(-1)
+            assert len(addresses) == LAYERS * BLOCKS
+
+
+def timed(work: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    work()
+    return (time.perf_counter() - begin) * 1e3
+
+
+def measure(case: Case, source: torch.Tensor, target: torch.Tensor) -> dict[str, float | str]:
+    hand_over = HandOver(case)
+    hand_over.plan()
+    rounds = [
+        (*hand_over.plan(), timed(hand_over.descriptors), timed(lambda: target.copy_(source))) for _ in range(ROUNDS)
+    ]
+    on_d, on_p, descriptors, copy = (statistics.median(column) for column in zip(*rounds, strict=True))
+    plan = on_d + on_p
+    memcpy = copy * hand_over.nbytes / source.numel()
+    return {
+        "case": case.name,
+        "GiB": hand_over.nbytes / (1 << 30),
+        "messages": hand_over.messages,
+        "d_ms": on_d,
+        "p_ms": on_p,
+        "plan_ms": plan,
+        "descriptor_list_ms": descriptors,
+        "memcpy_ms": memcpy,
+        "plan_vs_memcpy": plan / memcpy,
+    }
+
+
+def main() -> None:
+    """Prints the table; ``--json FILE`` writes it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="write ratios, figures, rows and versions here")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    source = torch.ones(64 << 20, dtype=torch.uint8)
+    target = torch.zeros_like(source)
+    rows = [measure(case, source, target) for case in CASES]
+    print(
+        f"{BLOCKS} blocks, {LAYERS} layers, {HEADS} KV heads x {CONTENT} bytes, messages of {SLOT >> 20} MiB; "
+        f"medians of {ROUNDS}"
+    )
+    heading = (
+        ("GiB", 6),
+        ("messages", 9),
+        ("D ms", 6),
+        ("P ms", 6),
+        ("plan ms", 8),
+        ("descr. ms", 10),
+        ("plan/memcpy", 12),
+    )
+    print(f"{'case':34}", *(f"{name:>{width}}" for name, width in heading))
+    for row in rows:
+        print(
+            f"{row['case']:34} {row['GiB']:6.1f} {row['messages']:9} {row['d_ms']:6.2f} {row['p_ms']:6.2f} "
+            f"{row['plan_ms']:8.2f} {row['descriptor_list_ms']:10.2f} {row['plan_vs_memcpy']:12.5f}"
+        )
+    typical, largest = rows[0], max(rows, key=lambda row: float(row["plan_ms"]))
+    figures = {"planning_ms": typical["plan_ms"], "planning_ms_worst_case": largest["plan_ms"]}
+    ratios = {"planning_vs_memcpy": typical["plan_vs_memcpy"]}
+    print(f"planning_ms {typical['plan_ms']:.2f} (worst case {largest['plan_ms']:.2f}), target 5")
+    if args.json:
+        versions = {
+            "python": platform.python_version(),
+            **{name: version(name) for name in ("kvferry", "numpy", "torch")},
+        }
+        result = {"ratios": ratios, "figures": figures, "rows": rows, "versions": versions}
+        args.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
