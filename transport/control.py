@@ -21,7 +21,7 @@ from collections import Counter
 import zmq
 
 from kvferry.connector.errors import ConfigError
-from kvferry.transport.gate import HANDSHAKE_FAILED, CurveKeys, Gate, Monitor, configure_curve
+from kvferry.transport.gate import HANDSHAKE_FAILED, CurveKeys, Gate, Monitor, configure_curve, unwatch
 from kvferry.transport.wake import RateLimitedLog, Waker
 
 __all__ = ["Connection", "CurveKeys", "Listener", "RateLimitedLog", "Waker", "configure_curve"]
@@ -206,6 +206,7 @@ class Listener:
     def close(self) -> None:
         """Unsent messages are dropped. Idempotent."""
         if not self.socket.closed:
+            unwatch(self.socket)
             self.socket.close(0)
             if hasattr(self, "_gate"):
                 self._gate.close()
@@ -361,6 +362,7 @@ class Connection:
     def close(self) -> None:
         """Unsent messages are dropped. Idempotent."""
         if not self.socket.closed:
+            unwatch(self.socket)
             self.socket.close(0)
             self._monitor.close()
             self._lose("closed")

@@ -76,7 +76,11 @@ def configure_curve(socket: zmq.Socket[bytes], keys: CurveKeys | None, *, server
 
 
 class Monitor:
-    """A socket's connection events, ``(event, value)``; ``socket`` is for a poller. libzmq's event numbers."""
+    """A socket's connection events, ``(event, value)``; ``socket`` is for a poller. libzmq's event numbers.
+
+    Call :func:`unwatch` before the watched socket or this end is closed: an event that nobody takes any more blocks
+    libzmq's thread for ever, and every socket of the context with it.
+    """
 
     def __init__(self, watched: zmq.Socket[bytes], events: int) -> None:
         address = f"inproc://kvferry-monitor-{next(_serial)}"
@@ -99,6 +103,11 @@ class Monitor:
 
     def close(self) -> None:
         self.socket.close(0)
+
+
+def unwatch(watched: zmq.Socket[bytes]) -> None:
+    """End the events of a socket; the last one is MONITOR_STOPPED."""
+    watched.monitor(None, 0)
 
 
 @dataclass
@@ -179,7 +188,7 @@ class Gate:
             return sum(len(entry.ready) for entry in self._guarded.values())
 
     def close(self) -> None:
-        """End the thread. The guarded sockets must be closed by now: libzmq would let all in."""
+        """End the thread. The guarded sockets must be unwatched and closed by now."""
         self._tell(b"end")
         self.thread.join(5.0)
 

@@ -1,0 +1,319 @@
+"""The control plane's sockets between two ends that behave: frames, identities, queues, addresses, the waker."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+
+import pytest
+import zmq
+
+from kvferry.connector.errors import ConfigError
+from kvferry.transport import control
+from kvferry.transport.control import Connection, Listener, RateLimitedLog, Waker
+
+LIMIT = 1 << 20
+MESSAGE = [b"kvferry", b"\0\1", b"body"]
+
+
+def arrived(end, count=1, seconds=5.0):
+    """The first ``count`` messages."""
+    found = []
+    deadline = time.monotonic() + seconds
+    while len(found) < count and time.monotonic() < deadline:
+        end.socket.poll(50)
+        found.extend(end.receive())
+    return found
+
+
+def until(condition, seconds=5.0):
+    deadline = time.monotonic() + seconds
+    while not (done := condition()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return done
+
+
+def state(connection):
+    connection.poll_monitor()
+    return connection.connected, connection.lost
+
+
+@pytest.fixture
+def listener():
+    end = Listener("127.0.0.1", 0, max_message_bytes=LIMIT)
+    yield end
+    end.close()
+
+
+@pytest.fixture
+def connect():
+    ends = []
+
+    def make(port, host="127.0.0.1", **options):
+        ends.append(Connection(host, port, max_message_bytes=LIMIT, **options))
+        return ends[-1]
+
+    yield make
+    for end in ends:
+        end.close()
+
+
+def test_frames_both_ways(listener, connect):
+    connection = connect(listener.port)
+    assert connection.send(MESSAGE)
+    [(identity, frames)] = arrived(listener)
+    assert frames == MESSAGE
+    assert listener.send(identity, [b"a", b"", bytes(range(256)) * 1000])
+    assert arrived(connection) == [[b"a", b"", bytes(range(256)) * 1000]]
+    assert state(connection) == (True, False)
+    assert until(lambda: listener.peers == 1)
+    assert not listener.dropped and not connection.dropped
+
+
+def test_messages_keep_their_order_and_peers_their_identity(listener, connect):
+    ends = [connect(listener.port) for _ in range(5)]
+    for number in range(100):
+        for index, end in enumerate(ends):
+            assert end.send([b"%d" % index, b"", b"%d" % number])
+    found = arrived(listener, 500)
+    by_identity: dict[bytes, list] = {}
+    for identity, frames in found:
+        by_identity.setdefault(identity, []).append(frames)
+    assert len(by_identity) == 5
+    for history in by_identity.values():
+        assert [frames[2] for frames in history] == [b"%d" % n for n in range(100)]
+        assert len({frames[0] for frames in history}) == 1
+
+
+def test_one_call_takes_a_bounded_number(listener, connect, monkeypatch):
+    monkeypatch.setattr(control, "_BATCH", 10)
+    connection = connect(listener.port)
+    for _ in range(25):
+        connection.send(MESSAGE)
+    assert until(lambda: state(connection)[0])
+    time.sleep(0.2)
+    assert len(listener.receive()) == 10
+    assert listener.socket.poll(0), "the poller tells of the rest"
+
+
+def test_a_reconnect_gets_a_new_identity_and_the_old_one_is_gone(listener, connect):
+    first = connect(listener.port)
+    first.send(MESSAGE)
+    [(old, _)] = arrived(listener)
+    first.close()
+    assert until(lambda: listener.peers == 0)
+    second = connect(listener.port)
+    second.send(MESSAGE)
+    [(new, _)] = arrived(listener)
+    assert new != old
+    assert not listener.send(old, MESSAGE)
+    assert listener.dropped["gone"] == 1
+    assert listener.send(new, MESSAGE) and arrived(second) == [MESSAGE]
+
+
+def test_send_says_false_when_the_peer_does_not_read(listener, connect):
+    connection = connect(listener.port)
+    connection.send(MESSAGE)
+    [(identity, _)] = arrived(listener)
+    block = [b"", b"", bytes(LIMIT // 2)]
+    begun = time.monotonic()
+    sent = next(n for n in range(5000) if not listener.send(identity, block))
+    assert sent < 3 * control.SEND_QUEUE
+    assert listener.dropped["full"] == 1
+    other = connect(listener.port)
+    other.send(MESSAGE)
+    [(free, _)] = arrived(listener)
+    assert listener.send(free, MESSAGE) and arrived(other) == [MESSAGE], "a full queue holds up nobody else"
+    assert time.monotonic() - begun < 30
+
+
+def test_ipv6(connect):
+    listener = Listener("::1", 0, max_message_bytes=LIMIT)
+    try:
+        assert listener.endpoint == f"tcp://[::1]:{listener.port}"
+        connection = connect(listener.port, "::1")
+        connection.send(MESSAGE)
+        [(identity, frames)] = arrived(listener)
+        assert frames == MESSAGE and listener.send(identity, MESSAGE) and arrived(connection) == [MESSAGE]
+    finally:
+        listener.close()
+
+
+def test_a_name_is_resolved_at_both_ends(connect):
+    listener = Listener("localhost", 0, max_message_bytes=LIMIT)
+    try:
+        connection = connect(listener.port, "localhost")
+        connection.send(MESSAGE)
+        assert [frames for _, frames in arrived(listener)] == [MESSAGE]
+    finally:
+        listener.close()
+
+
+def test_a_slow_name_server_holds_up_nobody(listener, connect, monkeypatch):
+    real, answer = socket.getaddrinfo, threading.Event()
+
+    def slow(host, *rest, **options):
+        if host == "slow.example":
+            answer.wait(10)
+            host = "127.0.0.1"
+        return real(host, *rest, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    begun = time.monotonic()
+    waiting = connect(listener.port, "slow.example")
+    assert waiting.send([b"kvferry", b"\0\1", b"waited"])
+    assert time.monotonic() - begun < 1
+    other = connect(listener.port)
+    other.send(MESSAGE)
+    assert [frames for _, frames in arrived(listener)] == [MESSAGE]
+    assert state(waiting) == (False, False)
+    answer.set()
+    assert until(lambda: state(waiting)[0]), "it connects when the answer is there"
+    assert [frames[2] for _, frames in arrived(listener)] == [b"waited"]
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "0", "*", "", "::ffff:0.0.0.0"])
+def test_all_interfaces_are_refused(host):
+    with pytest.raises(ConfigError) as error:
+        Listener(host, 0, max_message_bytes=LIMIT)
+    assert "\n" not in str(error.value) and "side_channel_host" in str(error.value)
+
+
+def test_a_port_in_use_is_one_line(listener):
+    with pytest.raises(ConfigError) as error:
+        Listener("127.0.0.1", listener.port, max_message_bytes=LIMIT)
+    text = str(error.value)
+    assert "\n" not in text
+    for word in ("side_channel_port", str(listener.port), "127.0.0.1", "in use", "0 to find"):
+        assert word in text
+
+
+@pytest.mark.parametrize("host", ["203.0.113.7", "no-such-host.invalid", "2001:db8::1"])
+def test_an_address_that_is_not_ours_is_one_line(host):
+    with pytest.raises(ConfigError) as error:
+        Listener(host, 0, max_message_bytes=LIMIT)
+    assert "\n" not in str(error.value) and "side_channel_host" in str(error.value) and host in str(error.value)
+
+
+def test_the_port_is_free_after_close(connect):
+    first = Listener("127.0.0.1", 0, max_message_bytes=LIMIT)
+    first.close()
+    first.close()
+    again = Listener("127.0.0.1", first.port, max_message_bytes=LIMIT)
+    connection = connect(again.port)
+    connection.send(MESSAGE)
+    assert len(arrived(again)) == 1
+    again.close()
+    assert again.receive() == [] and not again.send(b"\0abcd", MESSAGE), "a closed end is silent, not an exception"
+
+
+def test_nobody_listens_there(connect):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    connection = connect(port)
+    begun = time.monotonic()
+    assert until(lambda: state(connection)[1])
+    assert time.monotonic() - begun < 2
+    assert f"127.0.0.1:{port}" in connection.reason and "nobody listens" in connection.reason
+    assert not connection.send(MESSAGE)
+
+
+def test_a_name_that_does_not_exist(connect):
+    connection = connect(1, "no-such-host.invalid")
+    assert until(lambda: state(connection)[1])
+    assert "no-such-host.invalid" in connection.reason
+
+
+def test_a_server_that_never_answers(connect):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        connection = connect(silent.getsockname()[1], connect_timeout=0.5)
+        begun = time.monotonic()
+        assert until(lambda: connection.lost)
+        assert 0.4 < time.monotonic() - begun < 2 and "no answer" in connection.reason
+
+
+def test_a_server_that_speaks_http(connect):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        connection = connect(server.getsockname()[1], connect_timeout=1)
+        peer, _ = server.accept()
+        with peer:
+            peer.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n" * 20)
+            assert until(lambda: (arrived(connection, seconds=0.05), connection.lost)[1], 8)
+            assert arrived(connection, seconds=0.2) == []
+
+
+def test_the_listener_closes(listener, connect):
+    connection = connect(listener.port)
+    connection.send(MESSAGE)
+    arrived(listener)
+    listener.close()
+    assert until(lambda: state(connection)[1])
+    assert not connection.connected and "gone" in connection.reason and not connection.send(MESSAGE)
+
+
+def test_open_files_and_threads_stay_flat(listener):
+    def use():
+        end = Listener("127.0.0.1", 0, max_message_bytes=LIMIT)
+        connection = Connection("127.0.0.1", end.port, max_message_bytes=LIMIT)
+        connection.send(MESSAGE)
+        assert len(arrived(end)) == 1
+        connection.close()
+        end.close()
+
+    def usage():
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    for _ in range(5):
+        use()
+    before = usage()
+    for _ in range(50):
+        use()
+    assert until(lambda: all(now <= then + 2 for now, then in zip(usage(), before, strict=True))), (before, usage())
+
+
+def test_waker_wakes_a_poller_from_another_thread():
+    waker, poller = Waker(), zmq.Poller()
+    poller.register(waker.fd, zmq.POLLIN)
+    assert not poller.poll(0) and not waker.drain()
+    threading.Timer(0.1, waker.wake).start()
+    begun = time.monotonic()
+    assert poller.poll(5000)
+    assert 0.05 < time.monotonic() - begun < 2
+    for _ in range(100):
+        waker.wake()
+    assert waker.drain() and not waker.drain() and not poller.poll(0)
+    waker.close()
+    with open("/dev/null", "rb") as taken:  # gets the number that the waker had
+        waker.wake()
+        waker.close()
+        assert not waker.drain() and taken.read() == b""
+
+
+def test_waking_never_blocks():
+    waker = Waker()
+    os.eventfd_write(waker.fd, (1 << 64) - 2)  # the counter is full: one more would block
+    begun = time.monotonic()
+    waker.wake()
+    assert time.monotonic() - begun < 1 and waker.drain()
+    waker.close()
+
+
+def test_rate_limited_log(caplog):
+    now = [0.0]
+    limited = RateLimitedLog(logging.getLogger("test.rate"), 10, max_keys=3, clock=lambda: now[0])
+    with caplog.at_level(logging.WARNING, "test.rate"):
+        for _ in range(5):
+            limited.warning("a", "bad %s", "thing")
+        limited.warning("b", "other")
+        now[0] = 11
+        limited.warning("a", "bad %s", "thing")
+        limited.warning("a", "bad %s", "thing")
+        now[0] = 22
+        for number in range(100):
+            limited.warning(f"key {number}", "many")
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines[:3] == ["bad thing", "other", "bad thing (and 4 more like this)"]
+    assert len(limited._keys) == 3, "keys that a peer makes up are bounded"
