@@ -25,6 +25,7 @@ _FIRST = 64
 _BOUNCE_BYTES = 512 << 10
 """Scratch of a copy with two indexed sides; it stays in the L2 cache."""
 _MAX_NUMEL = 1 << 62
+_ZERO = np.zeros(1, dtype=np.int64)
 
 _space = (ctypes.c_char * ((1 << 56) - _FIRST)).from_address(_FIRST)
 with torch.inference_mode(False):
@@ -38,12 +39,16 @@ _index_out = torch.ops.aten.index.Tensor_out
 
 
 class _Side(NamedTuple):
-    """Pages cut down to the tokens of the copy: its token t is token ``token + t`` of ``block_ids``.
+    """Pages cut down to the box of the copy: its token t is token ``token + t`` of ``block_ids``.
 
-    ``bases`` point to the first head; ``single`` says that all tokens lie in one block, or as if they did.
+    Layer l lies at ``low + layers[l]``, head included. ``layer_bits`` are all bits set in ``layers``, ``span`` the
+    greatest of them. ``single`` says that all tokens lie in one block, or as if they did.
     """
 
-    bases: Int64s
+    low: int
+    layers: Int64s
+    layer_bits: int
+    span: int
     block_ids: Int64s
     block_size: int
     block_stride: int
@@ -53,12 +58,22 @@ class _Side(NamedTuple):
     single: bool
 
     def offsets(self, starts: Int64s) -> Int64s:
-        """Bytes from a base to each token of ``starts``, int64 [S]."""
+        """Bytes from a layer's address to each token of ``starts``, int64 [S]."""
         token = starts + self.token
         if self.single:
             return token * self.token_stride + int(self.block_ids[0]) * self.block_stride
         block, within = np.divmod(token, self.block_size)
         return np.asarray(self.block_ids[block] * self.block_stride + within * self.token_stride)
+
+    def layer_step(self) -> int | None:
+        """Bytes from layer to layer, None where they do not ascend in equal steps."""
+        if len(self.layers) == 1:
+            return 0
+        step = int(self.layers[1])
+        if self.layers[0] != 0 or self.span != step * (len(self.layers) - 1):
+            return None
+        regular = len(self.layers) == 2 or bool((self.layers[1:] - self.layers[:-1] == step).all())
+        return step if regular else None
 
 
 class _Tile(NamedTuple):
@@ -78,9 +93,8 @@ def copy_pages_reference(dst: Pages, src: Pages, *, num_heads: int, num_tokens: 
         if _fits(to, shape) and _fits(of, shape):
             _copy(to, of, starts, shape)
         else:
-            for layer in range(len(to.bases)):
-                one = slice(layer, layer + 1)
-                _copy(to._replace(bases=to.bases[one]), of._replace(bases=of.bases[one]), starts, shape)
+            for layer in range(len(to.layers)):
+                _copy(_one_layer(to, layer), _one_layer(of, layer), starts, shape)
 
 
 def _side(pages: Pages, num_tokens: int) -> _Side:
@@ -91,8 +105,13 @@ def _side(pages: Pages, num_tokens: int) -> _Side:
     if not single and pages.block_stride == size * pages.token_stride:
         # Consecutive blocks without gaps between their tokens are one long block.
         single = bool((block_ids[1:] - block_ids[:-1] == 1).all())
+    low = int(pages.bases.min())
+    layers = pages.bases - low
     return _Side(
-        bases=pages.bases + pages.head * pages.head_stride if pages.head else pages.bases,
+        low=low + pages.head * pages.head_stride,
+        layers=layers,
+        layer_bits=int(np.bitwise_or.reduce(layers)),
+        span=int(layers.max()),
         block_ids=block_ids,
         block_size=size,
         block_stride=pages.block_stride,
@@ -103,16 +122,20 @@ def _side(pages: Pages, num_tokens: int) -> _Side:
     )
 
 
+def _one_layer(side: _Side, layer: int) -> _Side:
+    return side._replace(low=side.low + int(side.layers[layer]), layers=_ZERO, layer_bits=0, span=0)
+
+
 def _segments(to: _Side, of: _Side, num_tokens: int) -> Iterator[tuple[Int64s, int]]:
     """First tokens (int64 [S]) and length of the segments that leave no block, by length."""
     if to.single and of.single:
-        yield np.zeros(1, dtype=np.int64), num_tokens
+        yield _ZERO, num_tokens
     elif to.single or of.single:
         paged = of if to.single else to
         head = min(-paged.token % paged.block_size, num_tokens)
         body, tail = divmod(num_tokens - head, paged.block_size)
         if head:
-            yield np.zeros(1, dtype=np.int64), head
+            yield _ZERO, head
         if body:
             yield head + paged.block_size * np.arange(body), paged.block_size
         if tail:
@@ -127,36 +150,33 @@ def _segments(to: _Side, of: _Side, num_tokens: int) -> Iterator[tuple[Int64s, i
 
 def _fits(side: _Side, tile_bytes: tuple[int, int, int]) -> bool:
     """Whether overlapping tiles at every byte between the layers are a size that torch can count."""
-    span = int(side.bases.max()) - int(side.bases.min())
-    return span * math.prod(tile_bytes) < _MAX_NUMEL
+    return side.span * math.prod(tile_bytes) < _MAX_NUMEL
 
 
 def _copy(to: _Side, of: _Side, starts: Int64s, tile_bytes: tuple[int, int, int]) -> None:
     """Copy the segments at ``starts``, tiles of (heads, tokens, content bytes) each, in all layers."""
     to_offsets, of_offsets = to.offsets(starts), of.offsets(starts)
-    tile = _tile(to, of, tile_bytes, _bits(to.bases, of.bases, to_offsets, of_offsets))
-    target = _strided(to, starts, to_offsets, tile, tile.dst_stride)
-    source = _strided(of, starts, of_offsets, tile, tile.src_stride)
+    bits = to.low | to.layer_bits | _bits(to_offsets) | of.low | of.layer_bits | _bits(of_offsets)
+    tile = _tile(to, of, tile_bytes, bits)
+    target = _strided(to, to_offsets, tile, tile.dst_stride)
+    source = _strided(of, of_offsets, tile, tile.src_stride)
     if target is not None and source is not None:
         target.copy_(source)
     elif target is not None:
-        rows, index = _indexed(of.bases, of_offsets, tile, tile.src_stride)
+        rows, index = _indexed(of, of_offsets, tile, tile.src_stride)
         _index_out(rows, [index], out=target)
     elif source is not None:
-        rows, index = _indexed(to.bases, to_offsets, tile, tile.dst_stride)
+        rows, index = _indexed(to, to_offsets, tile, tile.dst_stride)
         rows.index_put_((index,), source)
     else:
-        into, to_index = _indexed(to.bases, to_offsets, tile, tile.dst_stride)
-        out_of, of_index = _indexed(of.bases, of_offsets, tile, tile.src_stride)
+        into, to_index = _indexed(to, to_offsets, tile, tile.dst_stride)
+        out_of, of_index = _indexed(of, of_offsets, tile, tile.src_stride)
         _bounce(into, to_index.reshape(-1), out_of, of_index.reshape(-1))
 
 
-def _bits(*values: Int64s) -> int:
-    """All set bits of all values; the lowest is the greatest power of two that divides them."""
-    bits = 0
-    for value in values:
-        bits |= int(value[0]) if len(value) == 1 else int(np.bitwise_or.reduce(value))
-    return bits
+def _bits(values: Int64s) -> int:
+    """All bits set in any value; the lowest is the greatest power of two that divides all of them."""
+    return int(values[0]) if len(values) == 1 else int(np.bitwise_or.reduce(values))
 
 
 def _tile(to: _Side, of: _Side, tile_bytes: tuple[int, int, int], bits: int) -> _Tile:
@@ -185,43 +205,36 @@ def _tile(to: _Side, of: _Side, tile_bytes: tuple[int, int, int], bits: int) -> 
     )
 
 
-def _strided(
-    side: _Side, starts: Int64s, offsets: Int64s, tile: _Tile, tile_stride: tuple[int, ...]
-) -> torch.Tensor | None:
+def _strided(side: _Side, offsets: Int64s, tile: _Tile, tile_stride: tuple[int, ...]) -> torch.Tensor | None:
     """The segments as a view ``[L, S, *tile]``, or None where their addresses are not regular."""
-    bases = side.bases
-    segments = len(starts)
-    if segments > 1 and not side.single:
+    if len(offsets) > 1 and not side.single:
         return None
-    layer_step = 0
-    if len(bases) > 1:
-        layer_step = int(bases[1]) - int(bases[0])
-        if layer_step < 0 or (len(bases) > 2 and not (bases[1:] - bases[:-1] == layer_step).all()):
-            return None
-    segment_step = int(offsets[1]) - int(offsets[0]) if segments > 1 else 0
+    layer_step = side.layer_step()
+    if layer_step is None:
+        return None
+    segment_step = int(offsets[1]) - int(offsets[0]) if len(offsets) > 1 else 0
     word = tile.word
     return _memory[word].as_strided(
-        (len(bases), segments, *tile.shape),
+        (len(side.layers), len(offsets), *tile.shape),
         (layer_step // word, segment_step // word, *tile_stride),
-        (int(bases[0]) + int(offsets[0]) - _FIRST) // word,
+        (side.low + int(offsets[0]) - _FIRST) // word,
     )
 
 
 def _indexed(
-    bases: Int64s, offsets: Int64s, tile: _Tile, tile_stride: tuple[int, ...]
+    side: _Side, offsets: Int64s, tile: _Tile, tile_stride: tuple[int, ...]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Overlapping rows of tiles, and the index of (layer, segment) in them, int64 ``[L, S]``."""
-    low_base, low_offset = int(bases.min()), int(offsets.min())
-    bases, offsets = bases - low_base, offsets - low_offset
-    bits = _bits(bases, offsets)
+    low = int(offsets.min())
+    offsets = offsets - low
+    bits = side.layer_bits | _bits(offsets)
     unit = (bits & -bits) or tile.word
     shift = unit.bit_length() - 1
-    count = (int(bases.max()) + int(offsets.max())) // unit + 1
-    index = (bases >> shift)[:, None] + (offsets >> shift)
+    index = (side.layers >> shift)[:, None] + (offsets >> shift)
     rows = _memory[tile.word].as_strided(
-        (count, *tile.shape),
+        ((side.span + int(offsets.max())) // unit + 1, *tile.shape),
         (unit // tile.word, *tile_stride),
-        (low_base + low_offset - _FIRST) // tile.word,
+        (side.low + low - _FIRST) // tile.word,
     )
     return rows, torch.from_numpy(index)
 
