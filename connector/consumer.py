@@ -39,7 +39,6 @@ class Read:
     heads: HeadRead
     parts: list[Part] = field(default_factory=list)
     tags: set[int] = field(default_factory=set)
-    expected: bool = False
     stopped: bool = False
     moved: bool = False
 
@@ -250,12 +249,19 @@ class Consumer:
             self._step(read.job, handover.Failed(read.source, f"geometry: {error}"), now)
             return
         if not planned:  # a stage that holds none of our layers
-            self._granted(read, 0, now)
+            self._step(read.job, handover.Granted(read.source), now)
+            self._all_moved(read, now)
             return
         chunk_bytes = read.link.slot_bytes
         for span in planned:
             align = geometry.groups[span.span.group].block_size
             read.parts.extend(self._parts(read.job, span, chunk_bytes, align))
+        # Announced before P can answer: the first chunk may overtake the grant, which comes by another socket.
+        channel = read.link.channel
+        assert channel is not None
+        for chunk, part in enumerate(read.parts):
+            read.tags.add(read.tag(chunk))
+            channel.expect(read.tag(chunk), self._site.caches.nbytes(part))
         read.link.send(
             protocol.Ask(
                 read=read.number,
@@ -316,7 +322,7 @@ class Consumer:
                 load.request_id, tokens, job.nbytes, milliseconds, plane, load.peer.engine_id[:8],
             )  # fmt: skip
         else:
-            self._site.stats.failed(reason.split(":")[0])  # the part before the colon is one of a few
+            self._site.stats.failed(reason.partition(":")[0])  # the part before the colon is one of a few
             logger.warning("kvferry: hand-over of %s failed, %d tokens not loaded: %s", load.request_id, tokens, reason)
 
     # --- replies and data ---------------------------------------------------------------------------------------
@@ -332,8 +338,6 @@ class Consumer:
             case protocol.Deny():
                 reason = f"denied {reply.reason}" + (f": {reply.detail}" if reply.detail else "")
                 self._step(read.job, handover.Failed(read.source, reason), now)
-                if not read.expected:  # nothing was sent
-                    self._forget(read)
             case protocol.Committed():
                 event = (
                     handover.Committed(read.source)
@@ -345,25 +349,11 @@ class Consumer:
                 self._stopped(read, reply.sent)
 
     def _grant(self, read: Read, grant: protocol.Grant, now: float) -> None:
-        if read.expected or grant.chunks != len(read.parts):
+        if grant.chunks != len(read.parts):
             reason = f"protocol: P grants {grant.chunks} chunks, {len(read.parts)} were asked for"
             self._step(read.job, handover.Failed(read.source, reason), now)
-            return
-        self._granted(read, grant.chunks, now)
-
-    def _granted(self, read: Read, count: int, now: float) -> None:
-        # Announced even where the read was stopped meanwhile: what P has sent must be received somewhere.
-        read.expected = True
-        channel = read.link.channel
-        assert channel is not None
-        for chunk in range(count):
-            read.tags.add(read.tag(chunk))
-            channel.expect(read.tag(chunk), self._site.caches.nbytes(read.parts[chunk]))
-        if read.stopped:
-            return
-        self._step(read.job, handover.Granted(read.source), now)
-        if not count:
-            self._all_moved(read, now)
+        else:
+            self._step(read.job, handover.Granted(read.source), now)
 
     def _stopped(self, read: Read, sent: int) -> None:
         """P has sent, or ended by empty messages, the first ``sent`` chunks; the others will never come."""

@@ -201,6 +201,11 @@ def _granted(state: Handover, event: Event, now: float) -> Outcome:
     return _enter(state, Phase.MOVING, now), ()
 
 
+def _moved_before_grant(state: Handover, event: Event, now: float) -> Outcome:
+    # Data and grant come by different sockets; the first chunk is as good as the grant.
+    return _moved(_enter(state, Phase.MOVING, now), event, now)
+
+
 def _progress(state: Handover, event: Event, now: float) -> Outcome:
     return replace(state, deadline=now + state.timeouts.transfer), ()
 
@@ -274,8 +279,8 @@ TRANSITIONS: dict[tuple[Phase, type], Transition] = {
     (Phase.HANDSHAKING, Tick): _late,
     (Phase.READY, PeerReady): _ignore,
     (Phase.READY, Granted): _granted,
-    (Phase.READY, Progress): _ignore,
-    (Phase.READY, Moved): _ignore,
+    (Phase.READY, Progress): _granted,
+    (Phase.READY, Moved): _moved_before_grant,
     (Phase.READY, Committed): _ignore,
     (Phase.READY, Drained): _ignore,
     (Phase.READY, Failed): _fail_now,

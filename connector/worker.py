@@ -106,8 +106,8 @@ class WorkerHalf:
         site = Site(settings, info.engine_id, secrets.token_bytes(16), info.model, caches, curve)
         try:
             site.planes, site.missing_planes = _planes(settings, curve)
-        except PlaneUnavailableError:
-            listener.close()
+        except BaseException:
+            listener.close()  # an open socket would keep the process from ending
             raise
         self._site = site
         self._address = RankAddress(info.pp_rank, info.tp_rank, settings.told_host, listener.port, site.incarnation)

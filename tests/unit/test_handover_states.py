@@ -78,6 +78,13 @@ def test_every_phase_has_a_deadline(before: tuple[h.Event, ...], name: str, limi
     assert effects[-1] == h.Report(False, f"deadline in {name}")
 
 
+def test_data_may_overtake_the_grant() -> None:
+    state, effects = run(begun(), *READY, h.Progress(), h.Moved(0), h.Granted(0), h.Moved(1), h.Granted(1))
+    assert (state.phase, effects) == (h.Phase.COMMITTING, [h.Ask(), h.Commit()])
+    state, effects = run(begun(1), h.PeerReady(0), h.Moved(0), h.Granted(0), h.Committed(0))
+    assert effects == [h.Ask(), h.Commit(), h.Release(), h.Report(True, "")]
+
+
 def test_progress_moves_the_deadline_and_time_is_no_proof_of_drained() -> None:
     state, _ = run(begun(), *MOVING, now=0)
     state, _ = h.step(state, h.Progress(), 20)
@@ -107,7 +114,8 @@ def test_one_report_at_most_and_never_while_moving(count: int, script: list[tupl
     for event, seconds in script:
         now += seconds
         before = state.phase
-        if isinstance(event, h.Moved | h.Drained) and before in (h.Phase.MOVING, h.Phase.DRAINING):
+        writing = (h.Phase.READY, h.Phase.MOVING, h.Phase.DRAINING)
+        if isinstance(event, h.Moved | h.Drained) and before in writing:
             drained.add(event.source)
         state, effects = h.step(state, event, now)
         for effect in effects:
