@@ -161,7 +161,7 @@ class Listener:
                 limit=min(max_peers, files // 2) if files > 0 else max_peers,
                 backlog_bytes=max(MIN_BACKLOG_BYTES, 8 * max_message_bytes),
                 dropped=self.dropped,
-                label=f"control port {host}:{port or '(found)'}",
+                label=f"control port {host}",
             )
             self.socket.bind(_url(address, port or "*"))
         except zmq.ZMQError as error:
@@ -169,8 +169,8 @@ class Listener:
             raise ConfigError(_bind_failure(host, port, error)) from None
         self.endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.port = int(self.endpoint.rpartition(":")[2])
-        self._guarded.port = self.port
-        self._filter = _Filter(f"control port {self.endpoint}", max_message_bytes, self.dropped)
+        self._guarded.port, self._guarded.label = self.port, f"control port {self.endpoint}"
+        self._filter = _Filter(self._guarded.label, max_message_bytes, self.dropped)
 
     def receive(self) -> list[tuple[bytes, list[bytes]]]:
         """``(identity, frames)`` of the messages that are there now, at most some hundreds; the poller tells of more.
@@ -323,13 +323,13 @@ class Connection:
     def poll_monitor(self) -> None:
         """Take note of what happened to the connection: sets ``connected``, ``lost`` and ``reason``."""
         self._resolved()
-        for event, value in self._monitor.read():
+        for event, _ in self._monitor.read():
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self.connected = True
             elif event & HANDSHAKE_FAILED:
-                self._lose(self._why(event, value))
+                self._lose(self._why(event))
             elif event == zmq.EVENT_DISCONNECTED:
-                self._lose("the peer is gone" if self.connected else self._why(event, value))
+                self._lose("the peer is gone" if self.connected else self._why(event))
             elif event == zmq.EVENT_CLOSED:
                 self._lose("nobody listens there, or no way leads there; is the engine up, and its address told right?")
 
@@ -372,15 +372,15 @@ class Connection:
             self._lost, self.connected = True, False
             self.reason = f"{self.host}:{self.port}: {reason}"
 
-    def _why(self, event: int, value: int) -> str:
-        """Why the handshake failed. A server that does not like our key just hangs up."""
+    def _why(self, event: int) -> str:
+        """Why the handshake failed."""
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             return "the peer refused us: its CURVE key is another, or it has as many peers as it takes"
-        if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
-            ours, theirs = ("has", "has none") if self._curve else ("has none", "has")
-            return f"CURVE keys are set on one side only: this engine {ours}, the peer {theirs}"
-        keys = ", or its CURVE key is another" if self._curve else ""
-        return f"the peer hung up during the handshake; not a KVFerry control port{keys}"
+        # On a mismatch of mechanisms either end may be the first to see it; the other is just hung up on.
+        return (
+            "the peer hung up during the handshake; it is no KVFerry control port, or CURVE keys are set on one side "
+            f"only or differ (this engine has {'keys' if self._curve else 'none'})"
+        )
 
     def _connect(self, address: str) -> None:
         self.socket.ipv6 = ":" in address

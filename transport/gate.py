@@ -114,7 +114,7 @@ def unwatch(watched: zmq.Socket[bytes]) -> None:
 class Guarded:
     """One server socket: whom it lets in, and its connections as far as its monitor told.
 
-    The owner sets ``port`` once it is bound, and adds to ``backlog.served``.
+    The owner sets ``port`` and ``label`` once it is bound, and adds to ``backlog.served``.
     """
 
     public: bytes | None  # raw CURVE key, None without CURVE

@@ -1,0 +1,187 @@
+"""Peers that die, stop, or are cut off: noticed in seconds, and nobody else is held up. Real processes."""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from kvferry.transport import control
+from kvferry.transport.control import Connection, Listener
+
+LIMIT = 1 << 20
+MESSAGE = [b"kvferry", b"\0\1", b"body"]
+SILENCE = control.HEARTBEAT_SECONDS + control.HEARTBEAT_TIMEOUT_SECONDS
+
+
+def until(condition, seconds=5.0):
+    deadline = time.monotonic() + seconds
+    while not (done := condition()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return done
+
+
+def state(connection):
+    connection.poll_monitor()
+    return connection.connected, connection.lost
+
+
+def answers(connection, seconds=5.0):
+    """Whether the peer answers a message."""
+    connection.receive()
+    return connection.send(MESSAGE) and until(lambda: MESSAGE in connection.receive(), seconds)
+
+
+@pytest.fixture
+def spawn():
+    children = []
+
+    def start(role, port=0):
+        command = [sys.executable, str(Path(__file__).with_name("control_peer.py")), role, str(port)]
+        children.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        return children[-1]
+
+    yield start
+    for child in children:
+        child.kill()
+        child.wait()
+        child.stdout.close()
+
+
+@pytest.fixture
+def connect():
+    ends = []
+
+    def make(port):
+        ends.append(Connection("127.0.0.1", port, max_message_bytes=LIMIT))
+        return ends[-1]
+
+    yield make
+    for end in ends:
+        end.close()
+
+
+@pytest.fixture
+def listener():
+    end = Listener("127.0.0.1", 0, max_message_bytes=LIMIT)
+    yield end
+    end.close()
+
+
+def test_a_killed_p_is_noticed_and_the_next_is_another(spawn, connect):
+    child = spawn("listen")
+    port = int(child.stdout.readline())
+    connection, beside = connect(port), connect(int(spawn("listen").stdout.readline()))
+    assert answers(connection) and answers(beside)
+    child.send_signal(signal.SIGKILL)
+    begun = time.monotonic()
+    assert until(lambda: state(connection)[1], SILENCE)
+    assert time.monotonic() - begun < 2 and "gone" in connection.reason
+    assert not connection.send(MESSAGE)
+    again = spawn("listen", port)
+    assert int(again.stdout.readline()) == port
+    time.sleep(0.3)
+    assert state(connection) == (False, True), "a lost connection does not come back: its queue was for another life"
+    assert answers(connect(port)) and answers(beside)
+
+
+def test_a_killed_d_is_noticed(spawn, listener):
+    child = spawn("connect", listener.port)
+    assert until(listener.receive)
+    child.send_signal(signal.SIGKILL)
+    assert until(lambda: listener.peers == 0, 2)
+
+
+def test_a_stopped_p_is_lost_within_seconds(spawn, connect):
+    child = spawn("listen")
+    connection = connect(int(child.stdout.readline()))
+    assert answers(connection)
+    child.send_signal(signal.SIGSTOP)
+    begun = time.monotonic()
+    assert until(lambda: state(connection)[1], SILENCE + 2)
+    assert time.monotonic() - begun > 1
+    child.send_signal(signal.SIGCONT)
+    assert answers(connect(connection.port))
+
+
+def test_a_stopped_d_is_lost_within_seconds_and_learns_of_it(spawn, listener):
+    child = spawn("connect", listener.port)
+    identity = until(listener.receive)[0][0]
+    child.send_signal(signal.SIGSTOP)
+    assert until(lambda: listener.peers == 0, SILENCE + 2)
+    assert not listener.send(identity, MESSAGE) and listener.dropped["gone"] == 1
+    child.send_signal(signal.SIGCONT)
+    assert "gone" in child.communicate(timeout=SILENCE + 5)[0]
+
+
+def test_a_busy_python_is_not_a_dead_peer(listener, connect):
+    """libzmq's own thread answers heartbeats; the threads of Python may be busy for seconds."""
+    connection = connect(listener.port)
+    connection.send(MESSAGE)
+    assert until(listener.receive)
+    ctypes.PyDLL(None).sleep(int(SILENCE) + 2)  # a C call that keeps the GIL: no thread of Python runs
+    assert state(connection) == (True, False)
+    assert listener.peers == 1
+
+
+class Cable:
+    """A TCP proxy between two real ends that can be cut: bytes stop, and no end is told."""
+
+    def __init__(self, port):
+        self.server = socket.create_server(("127.0.0.1", 0))
+        self.port, self._target = self.server.getsockname()[1], port
+        self.cut = threading.Event()
+        self._threads = [threading.Thread(target=self._accept, daemon=True)]
+        self._threads[0].start()
+        self._ends = []
+
+    def _accept(self):
+        while True:
+            try:
+                near, _ = self.server.accept()
+            except OSError:
+                return
+            far = socket.create_connection(("127.0.0.1", self._target))
+            self._ends += [near, far]
+            for source, sink in ((near, far), (far, near)):
+                threading.Thread(target=self._carry, args=(source, sink), daemon=True).start()
+
+    def _carry(self, source, sink):
+        try:
+            while data := source.recv(65536):
+                while self.cut.is_set():
+                    time.sleep(0.01)
+                sink.sendall(data)
+        except OSError:
+            pass
+        for end in (source, sink):
+            end.close()
+
+    def close(self):
+        self.cut.clear()
+        for end in (self.server, *self._ends):
+            end.close()
+
+
+def test_a_partition_is_noticed_at_both_ends_and_heals(listener, connect):
+    cable = Cable(listener.port)
+    try:
+        connection = connect(cable.port)
+        connection.send(MESSAGE)
+        assert until(listener.receive)
+        assert listener.peers == 1
+        cable.cut.set()
+        assert until(lambda: state(connection)[1] and listener.peers == 0, SILENCE + 3)
+        cable.cut.clear()
+        again = connect(cable.port)
+        again.send(MESSAGE)
+        assert until(listener.receive)
+    finally:
+        cable.close()
