@@ -1,0 +1,132 @@
+"""The Triton kernel against the oracle and the reference: in the interpreter, and compiled for a GPU.
+
+Triton decides at import whether it interprets, so each runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from paged_copy_cases import CASES, expected
+
+from kvferry.kernels.paged_copy import Pages, copy_pages
+from kvferry.kernels.paged_copy_triton import alignment, tile_shape
+
+HERE = Path(__file__).parent
+INTERPRETED = """
+import sys
+import numpy as np
+import torch
+from kvferry.kernels.paged_copy_reference import copy_pages_reference
+from kvferry.kernels.paged_copy_triton import copy_pages_triton
+from paged_copy_cases import CASES, expected
+
+cpu = torch.device("cpu")
+for number, name in enumerate(sys.argv[1:]):
+    case = CASES[name]
+    size = {"num_heads": case.heads, "num_tokens": case.tokens, "content_bytes": case.content}
+    (dst, src), (reference, same_src) = case.arenas(), case.arenas()
+    want = expected(case, dst, src)
+    copy_pages_triton(dst.pages, src.pages, **size, device=cpu, num_programs=(None, 1, 5, 1000)[number % 4])
+    copy_pages_reference(reference.pages, same_src.pages, **size)
+    print(name, np.count_nonzero(dst.memory != want), np.count_nonzero(dst.memory != reference.memory))
+"""
+COMPILED = """
+import re
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from kvferry.kernels import paged_copy_triton
+
+names = ("DTYPE", "ALIGN", "WORDS_ALIGN", "BLOCK_T", "BLOCK_W")
+for dtype, word, align in ((tl.int64, 8, 16), (tl.int64, 8, 8), (tl.int32, 4, 4), (tl.int16, 2, 2), (tl.int8, 1, 1)):
+    block_t, block_w = paged_copy_triton.tile_shape(512 // word, word)
+    source = ASTSource(
+        fn=paged_copy_triton._copy_kernel,
+        signature={"table": "*i64"} | dict.fromkeys(names, "constexpr"),
+        constexprs=dict(zip(names, (dtype, align, align // word, block_t, block_w))),
+    )
+    target = GPUTarget("cuda", 90, 32)
+    ptx = triton.compile(source, target=target, options={"num_warps": paged_copy_triton.NUM_WARPS}).asm["ptx"]
+    print(align, *sorted(set(re.findall(r"st\\.global[.\\w]*", ptx))))
+"""
+
+
+def python(script: str, *arguments: str, interpret: bool) -> list[list[str]]:
+    """Words of each line that the script prints."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(HERE)
+    if interpret:
+        environment["TRITON_INTERPRET"] = "1"
+    command = [sys.executable, "-c", script, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [line.split() for line in done.stdout.splitlines()]
+
+
+def test_bytes_in_the_interpreter_are_those_of_the_oracle_and_of_the_reference() -> None:
+    lines = python(INTERPRETED, *CASES, interpret=True)
+    assert lines == [[name, "0", "0"] for name in CASES]
+
+
+def test_compiled_for_a_gpu_it_stores_as_wide_as_the_alignment_allows() -> None:
+    """Runs the compiler only; without the hints on alignment the first would be scalar."""
+    assert dict(python(COMPILED, interpret=False)) == {
+        "16": "st.global.v2.b64",
+        "8": "st.global.b64",
+        "4": "st.global.b32",
+        "2": "st.global.b16",
+        "1": "st.global.b8",
+    }
+
+
+@pytest.mark.parametrize(
+    "words, word, shape", [(64, 8, (64, 64)), (144, 8, (128, 32)), (1, 8, (128, 1)), (13, 1, (128, 16))]
+)
+def test_tile_shape_wastes_few_lanes(words: int, word: int, shape: tuple[int, int]) -> None:
+    assert tile_shape(words, word) == shape
+
+
+@pytest.mark.parametrize(
+    "change, expected",
+    [
+        ({}, 16),
+        ({"block_stride": 520}, 8),
+        ({"head_stride": 68}, 4),
+        ({"token_stride": 34}, 2),
+        ({"bases": np.array([1 << 20, (1 << 20) + 1])}, 1),
+    ],
+)
+def test_alignment_is_that_of_the_worst_row(change: dict[str, object], expected: int) -> None:
+    pages = Pages(np.array([1 << 20, 1 << 21]), np.array([3]), 16, 512, 64, 32)
+    assert alignment(replace(pages, **change), 2, 2, 32) == expected
+
+
+def test_alignment_forgets_strides_that_nothing_walks_along() -> None:
+    pages = Pages(np.array([1 << 20]), np.array([3]), 16, 512, 33, 35)
+    assert alignment(pages, 1, 1, 32) == 16
+    assert alignment(pages, 1, 1, 12) == 4
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", CASES)
+def test_bytes_on_a_gpu_are_those_of_the_oracle(name: str) -> None:
+    case = CASES[name]
+    dst, src = case.arenas()
+    want = expected(case, dst, src)
+    device = torch.device("cuda", 0)
+    memories = [torch.from_numpy(arena.memory).to(device) for arena in (dst, src)]
+    sides = []
+    for arena, memory in zip((dst, src), memories, strict=True):
+        start = arena.memory.ctypes.data
+        sides.append(replace(arena.pages, bases=arena.pages.bases - start + memory.data_ptr()))
+    copy_pages(*sides, num_heads=case.heads, num_tokens=case.tokens, content_bytes=case.content, device=device)
+    np.testing.assert_array_equal(memories[0].cpu().numpy(), want)
