@@ -14,7 +14,7 @@ from kvferry.connector import handover, protocol
 from kvferry.connector.claims import Claims
 from kvferry.connector.errors import KVFerryError
 from kvferry.connector.link import Link, LinkState
-from kvferry.connector.plan import PlannedSpan, chunks, plan_reads
+from kvferry.connector.plan import PlannedSpan, check_complete, chunks, plan_reads
 from kvferry.connector.site import Ids, Part, Site
 from kvferry.connector.stepplan import Load, PeerEngine, RankAddress, Watch, unpack_ids
 from kvferry.connector.topology import HeadRead, sources
@@ -218,8 +218,7 @@ class Consumer:
         for effect in effects:
             match effect:
                 case handover.Ask():
-                    for read in job.reads:
-                        self._ask(read, now)
+                    self._plan_and_ask(job, now)
                 case handover.Commit():
                     for read in job.reads:
                         self._commit(read, now)
@@ -240,18 +239,22 @@ class Consumer:
         self._reads[read.number] = read
         return read
 
-    def _ask(self, read: Read, now: float) -> None:
-        geometry, load = read.link.geometry, read.job.load
-        assert geometry is not None
+    def _plan_and_ask(self, job: Job, now: float) -> None:
+        ours, tokens = self._site.caches.geometry, job.load.tokens
         try:
-            planned = plan_reads(self._site.caches.geometry, geometry, read.heads, load.tokens)
+            planned = [plan_reads(ours, read.link.theirs, read.heads, tokens) for read in job.reads]
+            check_complete(ours, [span for spans in planned for span in spans], tokens)
         except KVFerryError as error:
-            self._step(read.job, handover.Failed(read.source, f"geometry: {error}"), now)
+            self._step(job, handover.Failed(0, f"geometry: {error}"), now)
             return
-        if not planned:  # a stage that holds none of our layers
-            self._step(read.job, handover.Granted(read.source), now)
-            self._all_moved(read, now)
-            return
+        for read, spans in zip(job.reads, planned, strict=True):
+            if spans:
+                self._ask(read, spans)
+            else:  # a stage that holds none of our layers
+                self._all_moved(read, now)
+
+    def _ask(self, read: Read, planned: tuple[PlannedSpan, ...]) -> None:
+        geometry, load = read.link.theirs, read.job.load
         chunk_bytes = read.link.slot_bytes
         for span in planned:
             align = geometry.groups[span.span.group].block_size

@@ -64,6 +64,12 @@ class Link:
         where = f"{self.address.host}:{self.address.port}"
         return f"{self.peer.engine_id[:8]} pp{self.address.pp_rank} tp{self.address.tp_rank} at {where}"
 
+    @property
+    def theirs(self) -> RankGeometry:
+        """The peer's geometry, once attached."""
+        assert self.geometry is not None
+        return self.geometry
+
     def greet(self, now: float) -> None:
         """Start the handshake, unless it was started before."""
         if self.state is not LinkState.CONNECTED:

@@ -196,8 +196,8 @@ Reply = Welcome | Refused | Attached | Grant | Deny | Stopped | Committed
 Message = Request | Reply
 
 _encoder = msgspec.msgpack.Encoder()
-_request_decoder = msgspec.msgpack.Decoder(Request)
-_reply_decoder = msgspec.msgpack.Decoder(Reply)
+_request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 _VERSION_FRAME = PROTOCOL_VERSION.to_bytes(2, "big")
 
 

@@ -1,0 +1,136 @@
+"""A rank of P in a process of its own, driven by JSON lines on stdin: what a test can kill, stop and restart."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from queue import Empty, Queue
+from typing import Any
+
+from kvferry.connector.stepplan import LeaseGrant, PeerEngine, RankAddress, StepPlan, pack_ids
+
+
+class RemoteRank:
+    """The parent's end. Every call waits for its answer, at most ``timeout`` seconds."""
+
+    def __init__(self, timeout: float = 60.0, **rank: Any) -> None:
+        self._timeout = timeout
+        self.process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).resolve()), json.dumps(rank)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        self._answers: Queue[str] = Queue()
+        threading.Thread(target=self._listen, daemon=True).start()
+        hello = self._answer()
+        self.address = RankAddress(
+            hello["pp_rank"], hello["tp_rank"], hello["host"], hello["port"], base64.b64decode(hello["incarnation"])
+        )
+        self.lease_seconds = float(hello["lease_seconds"])
+
+    def _listen(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._answers.put(line)
+
+    def _answer(self) -> dict[str, Any]:
+        try:
+            return dict(json.loads(self._answers.get(timeout=self._timeout)))
+        except Empty:
+            raise TimeoutError(f"the rank's process said nothing for {self._timeout:g} s") from None
+
+    def call(self, command: str, **arguments: Any) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"command": command, **arguments}) + "\n")
+        self.process.stdin.flush()
+        return self._answer()
+
+    def fill(self, block_ids: Sequence[int], tokens: int) -> None:
+        self.call("fill", block_ids=list(block_ids), tokens=tokens)
+
+    def grant(self, request_id: str, block_ids: Sequence[int], tokens: int, token: bytes) -> None:
+        encoded = base64.b64encode(token).decode()
+        self.call("grant", request_id=request_id, block_ids=list(block_ids), tokens=tokens, token=encoded)
+
+    def sent(self) -> set[str]:
+        """Requests whose lease has ended."""
+        return set(self.call("sent")["sent"])
+
+    def cpu_seconds(self) -> float:
+        return float(self.call("cpu")["seconds"])
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def close(self) -> None:
+        """End it, whatever state it is in."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGCONT)
+            self.process.kill()
+        self.process.wait(10)
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+def remote_peer(ranks: Sequence[RemoteRank], engine_id: str = "engine-p") -> PeerEngine:
+    """These processes as the one P engine that D is told of."""
+    return PeerEngine(engine_id, len(ranks), 1, ranks[0].lease_seconds, tuple(rank.address for rank in ranks))
+
+
+def main() -> None:
+    import time
+
+    import torch
+    from kvferry.connector.config import Settings
+
+    sys.path.insert(0, str(Path(__file__).resolve().parent))
+    from ranks import Rank
+
+    torch.set_num_threads(1)
+    arguments = json.loads(sys.argv[1])
+    arguments["settings"] = Settings(**arguments.get("settings", {}))
+    rank = Rank(**arguments)
+    address = rank.address
+
+    def answer(**values: Any) -> None:
+        print(json.dumps(values), flush=True)
+
+    answer(
+        pp_rank=address.pp_rank, tp_rank=address.tp_rank, host=address.host, port=address.port,
+        incarnation=base64.b64encode(address.incarnation).decode(), lease_seconds=rank.settings.lease_seconds,
+    )  # fmt: skip
+    for line in sys.stdin:
+        order = json.loads(line)
+        match order["command"]:
+            case "fill":
+                rank.fill(order["block_ids"], order["tokens"])
+                answer()
+            case "grant":
+                lease = LeaseGrant(
+                    order["request_id"],
+                    base64.b64decode(order["token"]),
+                    order["tokens"],
+                    (pack_ids(order["block_ids"]),),
+                )
+                rank.worker.post(StepPlan(leases=(lease,)))
+                answer()
+            case "sent":
+                rank.poll()
+                answer(sent=sorted(rank.sent))
+            case "cpu":
+                answer(seconds=time.process_time())
+    rank.close()
+
+
+if __name__ == "__main__":
+    main()
