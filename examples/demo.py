@@ -22,38 +22,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent / "lib"))
 
 import httpx
-from engines import EngineError, Fleet, Server, metric_sum
+from engines import EngineError, Fleet
 from kv_bytes import compare
 from model import ModelSpec, build_model, prompt_of
+from pd_client import METRICS, loads, settled, stream
 
 LENGTHS = (20, 100, 500, 1000, 2000)
 FOLDER = Path(__file__).resolve().parent.parent / ".demo"
-
-
-@dataclass(frozen=True)
-class Names:
-    """Prometheus names of one connector, without which its columns stay empty; ``required`` makes that an error."""
-
-    bytes_sum: str
-    seconds_sum: str
-    failed: str
-    required: bool
-
-
-METRICS = {
-    "KVFerryConnector": Names(
-        "vllm:kvferry_bytes_transferred_sum",
-        "vllm:kvferry_handover_time_seconds_sum",
-        "vllm:kvferry_num_failed_handovers_total",
-        True,
-    ),
-    "NixlConnector": Names(
-        "vllm:nixl_bytes_transferred_sum",
-        "vllm:nixl_xfer_time_seconds_sum",
-        "vllm:nixl_num_failed_transfers_total",
-        False,
-    ),
-}
 
 
 @dataclass
@@ -69,62 +44,6 @@ class Row:
     kv_equal: bool = False
     tokens_equal: bool = False
     problems: list[str] = field(default_factory=list)
-
-
-@dataclass
-class Answer:
-    token_ids: list[int]
-    prompt_tokens: int
-    ttft: float
-
-
-def stream(url: str, body: dict[str, Any]) -> Answer:
-    """One streamed completion: the ids of its tokens, and seconds to the first.
-
-    Raises:
-        EngineError: an HTTP error, or an error in the stream.
-    """
-    body = body | {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
-    ids: list[int] = []
-    prompt_tokens, ttft, began = 0, 0.0, time.perf_counter()
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120, trust_env=False) as response:
-        if response.status_code != 200:
-            raise EngineError(f"{url}: HTTP {response.status_code}: {response.read()[:500]!r}")
-        for line in response.iter_lines():
-            if not line.startswith("data: ") or line == "data: [DONE]":
-                continue
-            event = json.loads(line.removeprefix("data: "))
-            if "error" in event:
-                raise EngineError(f"{url}: {event['error']}")
-            for choice in event["choices"]:
-                if choice.get("token_ids") and not ids:
-                    ttft = time.perf_counter() - began
-                ids += choice.get("token_ids") or []
-            if event.get("usage"):
-                prompt_tokens = event["usage"]["prompt_tokens"]
-    return Answer(ids, prompt_tokens, ttft)
-
-
-def loads(engine: Server, names: Names) -> dict[str, float | None]:
-    """The counters of D that a hand-over moves."""
-    samples = engine.metrics()
-    return {
-        "tokens": metric_sum(samples, "vllm:prompt_tokens_by_source_total", source="external_kv_transfer"),
-        "bytes": metric_sum(samples, names.bytes_sum),
-        "seconds": metric_sum(samples, names.seconds_sum),
-        "failed": metric_sum(samples, names.failed),
-    }
-
-
-def settled(engine: Server, names: Names, before: dict[str, float | None]) -> dict[str, float]:
-    """What the counters grew by. The connector's reach the front end some steps after the tokens did."""
-    deadline = time.monotonic() + 3
-    while True:
-        after = loads(engine, names)
-        grown = {name: (value or 0) - (before[name] or 0) for name, value in after.items() if value is not None}
-        if grown.get("bytes") or time.monotonic() > deadline:
-            return grown
-        time.sleep(0.1)
 
 
 class Demo:

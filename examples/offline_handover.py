@@ -1,0 +1,95 @@
+"""Hand-over with vLLM's ``LLM`` class, no server and no router: one process prefills, another one decodes.
+
+    python examples/offline_handover.py [MODEL]
+
+P's answer carries ``kv_transfer_params``; given to D with the same prompt, D loads the KV cache instead of computing
+it. P must live until D has loaded. Without MODEL a small one is built on the spot.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing as mp
+import os
+import sys
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "lib"))
+
+from engines import CPU_ENVIRONMENT, transfer_config
+from model import build_model, prompt_of
+from pd_router import PREFILL_TAG
+
+
+def make_llm(model: str) -> Any:
+    os.environ.update({k: v for k, v in CPU_ENVIRONMENT.items() if k not in os.environ})
+    from vllm import LLM
+
+    config = transfer_config("KVFerryConnector")
+    return LLM(model, dtype="float32", block_size=32, max_model_len=4096, enforce_eager=True, kv_transfer_config=config)
+
+
+def prefill(model: str, prompt: str, pipe: Connection) -> None:
+    """P: compute the prompt, send where to fetch it, and stay until told to go."""
+    from vllm import SamplingParams
+
+    llm = make_llm(model)
+    sampling = SamplingParams(temperature=0, max_tokens=1, extra_args={"kv_transfer_params": dict(PREFILL_TAG)})
+    output = llm.generate([prompt], sampling, use_tqdm=False)[0]
+    pipe.send(output.kv_transfer_params)
+    pipe.recv()
+
+
+def decode(model: str, prompt: str, pipe: Connection) -> None:
+    """D: the same prompt with P's parameters, and once more without, its prefix cache set aside."""
+    from vllm import SamplingParams
+
+    llm = make_llm(model)
+    params = pipe.recv()
+    answers = []
+    for extra in ({"kv_transfer_params": params}, {}):
+        llm.reset_prefix_cache()
+        sampling = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, extra_args=extra)
+        output = llm.generate([prompt], sampling, use_tqdm=False)[0]
+        answers.append((list(output.outputs[0].token_ids), output.num_cached_tokens))
+    pipe.send(answers)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", nargs="?", type=Path)
+    parser.add_argument("--tokens", type=int, default=500, help="length of the prompt")
+    args = parser.parse_args()
+    model = args.model or build_model(Path(__file__).resolve().parent.parent / ".demo" / "model")
+    prompt = prompt_of(model, args.tokens, seed=1)
+    context = mp.get_context("spawn")
+    ends = {}
+    workers = []
+    for role in (prefill, decode):
+        ours, theirs = context.Pipe()
+        worker = context.Process(target=role, args=(str(model), prompt, theirs), name=role.__name__)
+        worker.start()
+        theirs.close()  # so that its death is an EOFError here
+        ends[role], workers = ours, [*workers, worker]
+    try:
+        params = ends[prefill].recv()
+        print(f"P handed out: {params}", flush=True)
+        ends[decode].send(params)
+        (tokens, loaded), (alone, _) = ends[decode].recv()
+        ends[prefill].send("done")
+    except EOFError:
+        print("a process ended early; its messages are above", file=sys.stderr)
+        return 1
+    finally:
+        for worker in workers:
+            worker.join(20)
+            worker.terminate()
+    same = tokens == alone
+    print(f"D loaded {loaded} of {args.tokens} tokens; {'the same' if same else 'OTHER'} tokens as without: {tokens}")
+    return 0 if same and loaded >= args.tokens - 1 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

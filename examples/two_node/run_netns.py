@@ -1,0 +1,126 @@
+"""Runs prefill.sh, decode.sh and router.sh on this machine as if on two hosts, and sends a prompt through them.
+
+    sudo .venv/bin/python examples/two_node/run_netns.py
+
+Two network namespaces joined by a veth pair, each with an address of its own: nothing of one is reachable from the
+other but over that link, as with two hosts. Needs root. Everything is removed at the end. Exit code 1 if the hand-over
+was not one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "lib"))
+
+import httpx
+from engines import CPU_ENVIRONMENT, LIB, EngineError, Fleet, Server, serve_command
+from kv_bytes import compare
+from model import build_model, prompt_of
+from pd_client import METRICS, loads, settled, stream
+
+HERE = Path(__file__).resolve().parent
+_CLONE_NEWNET = 0x40000000
+
+
+def ip(*arguments: str) -> None:
+    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise EngineError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
+
+
+@contextmanager
+def two_hosts() -> Iterator[tuple[str, str, str, str]]:
+    """Two namespaces and their addresses: (name of P's, its address, name of D's, its address)."""
+    mark = os.getpid()
+    p, d = f"kvferry-p{mark}", f"kvferry-d{mark}"
+    p_address, d_address = "10.231.77.1", "10.231.77.2"
+    made: list[str] = []
+    try:
+        for name in (p, d):
+            ip("netns", "add", name)
+            made.append(name)
+        ip("link", "add", "kvf0", "netns", p, "type", "veth", "peer", "name", "kvf0", "netns", d)
+        for name, address in ((p, p_address), (d, d_address)):
+            ip("-n", name, "addr", "add", f"{address}/30", "dev", "kvf0")
+            ip("-n", name, "link", "set", "kvf0", "up")
+            ip("-n", name, "link", "set", "lo", "up")
+        yield p, p_address, d, d_address
+    finally:
+        for name in made:  # the veth pair goes with them
+            subprocess.run(["ip", "netns", "delete", name], check=False)
+
+
+def enter(namespace: str) -> None:
+    """Move this process (and what it starts) into a network namespace."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/{namespace}", "rb") as file:
+        if libc.setns(file.fileno(), _CLONE_NEWNET):
+            raise EngineError(f"cannot enter {namespace}: {os.strerror(ctypes.get_errno())}")
+
+
+def start(fleet: Fleet, name: str, address: str, model: Path, netns: str | None) -> Server:
+    arguments = ["--served-model-name", "model", "--max-model-len", "4096", "--enforce-eager"]
+    arguments += ["--block-size", "32", "--dtype", "float32", "--worker-extension-cls", "kv_bytes.KVBytes"]
+    command = serve_command()  # python -m ... serve; the scripts take it in place of `vllm serve`
+    vllm = " ".join(command).removesuffix(" serve").removesuffix(" --model")
+    env = {**CPU_ENVIRONMENT, "PORT": "8000", "PYTHON": sys.executable, "VLLM": vllm, "PYTHONPATH": str(LIB)}
+    script = [str(HERE / f"{name}.sh"), str(model), address, *arguments]
+    if command[-1] != "serve":
+        raise EngineError("this example needs the vllm command line: run `make install`")
+    return fleet.spawn(name, script, host=address, port=8000, environment=env, netns=netns)
+
+
+def run(folder: Path, tokens: int) -> None:
+    """Raises EngineError, naming what was not as it should be."""
+    model = build_model(folder / "model")
+    with two_hosts() as (p_name, p_address, d_name, d_address), Fleet(folder / "netns-logs") as fleet:
+        print(f"host of prefill: {p_address} in {p_name}; host of decode, router and client: {d_address} in {d_name}")
+        enter(d_name)
+        prefill = start(fleet, "prefill", p_address, model, p_name)
+        decode = start(fleet, "decode", d_address, model, None)
+        fleet.wait_ready()
+        command = [str(HERE / "router.sh"), p_address, d_address, "--host", d_address]
+        router = fleet.spawn("router", command, host=d_address, port=9000, environment={"PYTHON": sys.executable})
+        fleet.wait_ready(30)
+        for engine in (prefill, decode):
+            engine.rpc("kv_watch")
+        names = METRICS["KVFerryConnector"]
+        before = loads(decode, names)
+        body = {"model": "model", "prompt": prompt_of(model, tokens, 1), "max_tokens": 16, "temperature": 0}
+        answer = stream(router.url, body)
+        grown = settled(decode, names, before)
+        loaded, size, ms = grown.get("tokens", 0), grown.get("bytes", 0), grown.get("seconds", 0) * 1e3
+        print(f"{answer.prompt_tokens} tokens in the prompt, {loaded:.0f} loaded from {p_address}:", end=" ")
+        print(f"{size / 2**20:.1f} MiB in {ms:.1f} ms; {len(answer.token_ids)} tokens decoded")
+        differ = compare(decode.rpc("kv_records")[0], prefill.rpc("kv_records")[0])
+        if differ or loaded < tokens - 1:
+            raise EngineError(differ or f"only {loaded:.0f} of {tokens} tokens were loaded")
+        print("KV bytes on the decode host equal those on the prefill host")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=1000)
+    parser.add_argument("--folder", type=Path, default=HERE.parent.parent / ".demo")
+    args = parser.parse_args()
+    if os.geteuid():
+        print("run_netns.py needs root to make network namespaces: sudo python examples/two_node/run_netns.py")
+        return 2
+    try:
+        run(args.folder, args.tokens)
+    except (EngineError, httpx.HTTPError, OSError) as error:
+        print(f"FAILED  {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

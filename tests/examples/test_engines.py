@@ -1,0 +1,170 @@
+"""The launcher of examples/lib: nothing that it started outlives it, however it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import engines
+import pytest
+from engines import EngineError, Fleet, metric_sum, parse_metrics
+
+# An "engine" as bad as vLLM's: it ignores SIGTERM, has a child that does too, and one that left the session.
+STUBBORN = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if os.fork() == 0:
+    if os.fork() == 0:
+        os.setsid()
+    with open(sys.argv[1], "a") as file:
+        print(os.getpid(), file=file, flush=True)
+    time.sleep(600)
+with open(sys.argv[1], "a") as file:
+    print(os.getpid(), file=file, flush=True)
+time.sleep(600)
+"""
+
+LAUNCHER = """
+import sys, time
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+from engines import Fleet
+with Fleet(Path(sys.argv[2]), grace=0.3) as fleet:
+    fleet.spawn("bad", [sys.executable, "-c", sys.argv[3], sys.argv[2] + "/pids"], host="127.0.0.1", port=1)
+    print("started", flush=True)
+    if sys.argv[4] == "raise":
+        time.sleep(0.7)
+        raise RuntimeError("planted")
+    time.sleep(600)
+"""
+
+
+def running(pids: list[int]) -> list[int]:
+    left = []
+    for pid in pids:
+        with suppress(OSError):
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+            if state not in "ZX":
+                left.append(pid)
+    return left
+
+
+def wait_for(condition, seconds: float) -> bool:  # type: ignore[no-untyped-def]
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return bool(condition())
+
+
+@pytest.mark.parametrize("end", ["SIGKILL", "SIGTERM", "SIGINT", "raise"])
+def test_no_process_outlives_the_launcher(tmp_path: Path, end: str) -> None:
+    command = [sys.executable, "-c", LAUNCHER, str(engines.LIB), str(tmp_path), STUBBORN, end]
+    launcher = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    pids: list[int] = []
+
+    def started() -> bool:
+        with suppress(OSError, ValueError):
+            pids[:] = [int(line) for line in (tmp_path / "pids").read_text().split()]
+        return len(pids) == 3
+
+    try:
+        assert wait_for(started, 20), f"the stand-in did not start: {pids}"
+        if end != "raise":
+            launcher.send_signal(getattr(signal, end))
+        launcher.wait(20)
+        assert wait_for(lambda: not running(pids), 10), f"still there: {running(pids)} of {pids}"
+    finally:
+        for pid in running(pids):
+            os.kill(pid, signal.SIGKILL)
+        launcher.kill()
+        launcher.wait()
+
+
+def test_close_ends_all_and_only_its_own(tmp_path: Path) -> None:
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+    try:
+        with Fleet(tmp_path, grace=0.3) as fleet:
+            server = fleet.spawn("a", [sys.executable, "-c", STUBBORN, f"{tmp_path}/pids"], host="x", port=1)
+            assert wait_for(
+                lambda: (tmp_path / "pids").exists() and len((tmp_path / "pids").read_text().split()) == 3, 20
+            )
+            pids = [int(line) for line in (tmp_path / "pids").read_text().split()]
+            fleet.stop(server)
+            assert not running(pids) and not fleet.servers
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_an_engine_that_dies_is_told_with_its_first_error_and_its_end(tmp_path: Path) -> None:
+    program = "print('ValueError: the cause'); [print('later', i) for i in range(99)]; raise SystemExit(3)"
+    with Fleet(tmp_path) as fleet:
+        fleet.spawn("bad", [sys.executable, "-c", program], host="127.0.0.1", port=1)
+        with pytest.raises(EngineError, match=r"(?s)bad ended with code 3.*the cause.*later 98"):
+            fleet.wait_ready(20)
+
+
+def test_an_engine_that_never_answers_is_told(tmp_path: Path) -> None:
+    said: list[str] = []
+    with Fleet(tmp_path, say=said.append) as fleet:
+        fleet.spawn("mute", [sys.executable, "-c", "import time; time.sleep(60)"], host="127.0.0.1", port=1)
+        with pytest.raises(EngineError, match=r"mute did not answer on http://127.0.0.1:1/health within 6 s"):
+            fleet.wait_ready(6)
+    assert any("mute: starting" in line for line in said)
+
+
+def test_metrics_are_read_by_name_and_label() -> None:
+    samples = parse_metrics('# HELP x y\nx_total{a="1",b="q\\"}"} 2.0\nx_total{a="2"} 3e0\nx_total_created{a="1"} 9\n')
+    assert metric_sum(samples, "x_total") == 5 and metric_sum(samples, "x_total", a="2") == 3
+    assert metric_sum(samples, "missing") is None and metric_sum(samples, "x_total", a="7") is None
+
+
+@pytest.mark.engines
+@pytest.mark.timeout(300)
+def test_no_vllm_process_outlives_a_killed_launcher(tmp_path: Path) -> None:
+    """The real thing: EngineCore and its workers spin on a core where nobody ends them."""
+    program = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+from engines import Fleet
+from model import ModelSpec, build_model
+folder = Path(sys.argv[2])
+with Fleet(folder / "logs") as fleet:
+    engine = fleet.engine("only", build_model(folder / "model", ModelSpec(layers=1)), connector=None)
+    fleet.wait_ready()
+    print("session", engine.process.pid, flush=True)
+    sys.stdin.read()
+"""
+    command = [sys.executable, "-c", program, str(engines.LIB), str(tmp_path)]
+    launcher = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    session = 0
+    try:
+        assert launcher.stdout is not None
+        session = next(int(line.split()[1]) for line in launcher.stdout if line.startswith("session"))
+        family = _session(session)
+        assert len(family) >= 3, f"expected warden, server, EngineCore and worker, found {family}"
+        launcher.kill()
+        launcher.wait()
+        assert wait_for(lambda: not running(family) and not _session(session), 20), _session(session)
+    finally:
+        launcher.kill()
+        for pid in _session(session):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _session(session: int) -> list[int]:
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with suppress(OSError):
+                fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
+                if int(fields[3]) == session and session and fields[0] not in "ZX":
+                    found.append(int(entry))
+    return found

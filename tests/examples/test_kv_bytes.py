@@ -1,0 +1,140 @@
+"""The byte check itself: what it reads, and that it tells one flipped bit."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from kv_bytes import KVBytes, compare, digest, owners_of, prompt_digest, rows_of
+
+PAGE = 32
+LAYERS = ("model.layers.0.attn", "model.layers.1.attn")
+
+
+def test_rows_are_the_tokens_in_order() -> None:
+    """[B,H,N,C] with two kernel blocks to a page, read back element by element."""
+    cache = torch.arange(12 * 2 * 16 * 3).reshape(12, 2, 16, 3)
+    rows = rows_of(cache, [4, 1], 32, 40)
+    assert rows.shape == (2, 40, 3)
+    for token in range(40):
+        block = [4, 1][token // 32] * 2 + token % 32 // 16
+        assert torch.equal(rows[:, token], cache[block, :, token % 16])
+    mla = cache[:, 0]
+    assert torch.equal(rows_of(mla, [4, 1], 32, 40)[0], rows[0])
+
+
+class _Packed:
+    """A backend that stores the token axis last, as vLLM's CPU attention does with keys."""
+
+    def do_kv_cache_update(self, layer: Any, key: Any, value: Any, cache: torch.Tensor, slots: torch.Tensor) -> None:
+        heads, tokens, content = cache.shape[1:]
+        transposed = cache.view(-1, heads, content, tokens)
+        transposed[0, :, :, int(slots[0])] = torch.cat([key[0], value[0]], dim=-1)
+
+
+def test_packed_blocks_are_compared_up_to_the_last_token() -> None:
+    cache = torch.rand(6, 2, 4, 6)
+    owners = owners_of(SimpleNamespace(impl=_Packed()), cache)
+    assert owners is not None and owners[0].flatten()[:6].tolist() == [0, 1, 2, 3, 0, 1]
+    before = digest(rows_of(cache, [2, 5], 4, 6, owners))
+    flat = cache.view(6, 2, 6, 4)
+    flat[5, :, :, 2:] = 0  # tokens 6 and 7: not of the prompt
+    assert digest(rows_of(cache, [2, 5], 4, 6, owners)) == before
+    flat[5, 1, 3, 1] += 1  # token 5
+    assert digest(rows_of(cache, [2, 5], 4, 6, owners)) != before
+
+
+class _Worker(KVBytes):
+    """A worker with caches of its own and a runner that does nothing."""
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.caches = {name: torch.rand(8, 2, PAGE, 4) for name in LAYERS}
+        context = {name: SimpleNamespace(kv_cache=cache) for name, cache in self.caches.items()}
+        group = SimpleNamespace(layer_names=list(LAYERS), kv_cache_spec=SimpleNamespace(block_size=PAGE))
+        self.model_runner = SimpleNamespace(
+            execute_model=lambda step: None, kv_cache_config=SimpleNamespace(kv_cache_groups=[group])
+        )
+        self.vllm_config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=context))
+        self._kvb_table = {name: (0, PAGE, cache, None) for name, cache in self.caches.items()}
+        self.kv_watch()
+
+    def step(self, scheduled: dict[str, int], new: list[Any] = (), cached: Any = None) -> None:  # type: ignore[assignment]
+        empty = SimpleNamespace(req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set())
+        self.model_runner.execute_model(
+            SimpleNamespace(
+                finished_req_ids=set(),
+                scheduled_new_reqs=new,
+                scheduled_cached_reqs=cached or empty,
+                num_scheduled_tokens=scheduled,
+            )
+        )
+
+
+def request(name: str, tokens: list[int], blocks: list[int], computed: int) -> SimpleNamespace:
+    return SimpleNamespace(req_id=name, prompt_token_ids=tokens, block_ids=(blocks,), num_computed_tokens=computed)
+
+
+PROMPT = list(range(100, 170))
+
+
+def handed_over(corrupt: bool = False, short: bool = False) -> tuple[list[Any], list[Any]]:
+    """Records of D and P: P prefills PROMPT in two chunks, D has the same rows in other blocks."""
+    p, d = _Worker(1), _Worker(2)
+    p.step({"a": 40}, [request("a", PROMPT, [3, 1], 0)])
+    chunk = SimpleNamespace(req_ids=["a"], new_block_ids=[([6],)], num_computed_tokens=[40], resumed_req_ids=set())
+    p.step({"a": 30}, cached=chunk)
+    for name in LAYERS:
+        for ours, theirs in zip([5, 2, 7], [3, 1, 6], strict=True):
+            d.caches[name][ours] = p.caches[name][theirs]
+    if corrupt:
+        d.kv_corrupt("1")
+    d.step({"b": 1}, [request("b", PROMPT, [5, 2, 7], len(PROMPT) - 1 - 32 * short)])
+    return d.kv_records(), p.kv_records()
+
+
+def test_equal_bytes_compare_equal() -> None:
+    of_d, of_p = handed_over()
+    assert [(r["when"], r["tokens"]) for r in of_d + of_p] == [("loaded", 69), ("computed", 69)]
+    assert of_d[0]["prompt"] == prompt_digest(PROMPT) and compare(of_d, of_p) is None
+
+
+def test_one_flipped_bit_is_told() -> None:
+    assert compare(*handed_over(corrupt=True)) == f"KV bytes differ in 1 of 2 layers: {LAYERS[0]}"
+
+
+def test_a_part_is_not_taken_for_all() -> None:
+    problem = compare(*handed_over(short=True))
+    assert problem == "D had 37 of 69 tokens before its first step"
+
+
+@pytest.mark.parametrize("change", ["nothing loaded", "other prompt", "other layers"])
+def test_what_cannot_be_compared_is_no_success(change: str) -> None:
+    of_d, of_p = handed_over()
+    if change == "nothing loaded":
+        of_d = []
+    elif change == "other prompt":
+        of_p[0]["prompt"] = "x"
+    else:
+        del of_p[0]["layers"][LAYERS[1]]
+    assert compare(of_d, of_p) is not None
+
+
+@pytest.mark.vllm
+def test_packing_of_vllm_on_the_cpu_is_found() -> None:
+    """vLLM's own writer of the cache: every element of a block is one token's, and keys are not in token order."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        pytest.skip("packing inside blocks is vLLM's CPU attention's")
+    current_platform.import_kernels()
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, _get_attn_isa
+
+    impl = object.__new__(CPUAttentionBackendImpl)
+    impl.attn_type, impl.kv_cache_dtype = "decoder", "auto"
+    isa = _get_attn_isa(torch.float32, 32, 64)
+    layer = SimpleNamespace(impl=impl, isa=isa, _k_scale_float=1.0, _v_scale_float=1.0)
+    owners = owners_of(layer, torch.zeros(1, 2, 32, 128))
+    assert owners is not None and torch.equal(owners.flatten().bincount(), torch.full((32,), 2 * 128))
