@@ -16,7 +16,10 @@ GUARD = 64
 
 @dataclass(frozen=True)
 class Layout:
-    """How one side lies in memory; ``pad`` bytes after every token, head and block, ``shift`` before the arena."""
+    """How one side lies in memory; ``pad`` bytes after every token, head and block, ``shift`` before the arena.
+
+    Layer l lies at the ``places[l]``-th place for a layer, by default the l-th.
+    """
 
     order: str = "HND"
     block_size: int = 16
@@ -24,7 +27,7 @@ class Layout:
     interleaved: bool = False
     shift: int = 0
     consecutive: bool = False
-    reverse_layers: bool = False
+    places: tuple[int, ...] = ()
 
 
 class Arena:
@@ -54,17 +57,18 @@ class Arena:
             token_stride = content + token_pad
             head_stride = size * token_stride + head_pad
             block_bytes = heads * head_stride + block_pad
-        block_stride = block_bytes * layers if layout.interleaved else block_bytes
+        places = np.array(layout.places[:layers] or range(layers), dtype=np.int64)
+        room_for = int(places.max()) + 1
+        block_stride = block_bytes * room_for if layout.interleaved else block_bytes
         layer_step = block_bytes if layout.interleaved else blocks * block_bytes
         self.memory = rng.integers(
-            0, 256, 2 * GUARD + layout.shift + blocks * layers * block_bytes + 16, dtype=np.uint8
+            0, 256, 2 * GUARD + layout.shift + blocks * room_for * block_bytes + 16, dtype=np.uint8
         )
         start = self.memory.ctypes.data
         first = start + -start % 16 + GUARD + layout.shift
-        bases = first + layer_step * np.arange(layers, dtype=np.int64)
         ids = np.arange(1, 1 + used) if layout.consecutive else rng.permutation(blocks)[:used]
         self.pages = Pages(
-            bases=bases[::-1].copy() if layout.reverse_layers else bases,
+            bases=first + layer_step * places,
             block_ids=ids.astype(np.int64),
             block_size=size,
             block_stride=block_stride,
@@ -191,11 +195,10 @@ CASES = {
         Layout("NHD", consecutive=True), Layout("NHD", consecutive=True, block_size=48), tokens=60
     ),
     "consecutive-hnd": Case(wire_layout(60), Layout(consecutive=True), tokens=60),
-    "descending-layers-both": Case(
-        Layout(reverse_layers=True, block_size=40), Layout(reverse_layers=True), layers=3, content=16
-    ),
-    "descending-layers-one-block-each": Case(
-        Layout(reverse_layers=True, block_size=8), Layout(block_size=8), layers=3, tokens=7
-    ),
+    "descending-layers": Case(Layout(block_size=40, places=(2, 1, 0)), Layout(places=(2, 1, 0)), layers=3),
+    "two-descending-layers-to-a-wire": Case(wire_layout(7), Layout(block_size=8, places=(1, 0)), tokens=7),
+    "descending-layers-from-a-wire": Case(Layout(block_size=8, places=(2, 1, 0)), wire_layout(7), layers=3, tokens=7),
+    "gap-between-layers": Case(Layout(block_size=8, places=(0, 1, 3)), wire_layout(7), layers=3, tokens=7),
+    "layers-anywhere": Case(Layout(block_size=8, places=(0, 2, 1, 6)), wire_layout(7), layers=4, tokens=7),
     "one-layer": Case(wire_layout(40), HND, layers=1),
 }

@@ -45,7 +45,7 @@ layouts = st.builds(
     interleaved=st.booleans(),
     shift=st.sampled_from([0, 0, 1, 4, 8]),
     consecutive=st.booleans(),
-    reverse_layers=st.booleans(),
+    places=st.permutations(range(6)).map(tuple) | st.just(()),
 )
 cases = st.builds(
     Case,
