@@ -105,13 +105,13 @@ def _side(pages: Pages, num_tokens: int) -> _Side:
     if not single and pages.block_stride == size * pages.token_stride:
         # Consecutive blocks without gaps between their tokens are one long block.
         single = bool((block_ids[1:] - block_ids[:-1] == 1).all())
-    low = int(pages.bases.min())
+    low = int(np.minimum.reduce(pages.bases))
     layers = pages.bases - low
     return _Side(
         low=low + pages.head * pages.head_stride,
         layers=layers,
         layer_bits=int(np.bitwise_or.reduce(layers)),
-        span=int(layers.max()),
+        span=int(np.maximum.reduce(layers)),
         block_ids=block_ids,
         block_size=size,
         block_stride=pages.block_stride,
@@ -225,14 +225,14 @@ def _indexed(
     side: _Side, offsets: Int64s, tile: _Tile, tile_stride: tuple[int, ...]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Overlapping rows of tiles, and the index of (layer, segment) in them, int64 ``[L, S]``."""
-    low = int(offsets.min())
+    low = int(np.minimum.reduce(offsets))
     offsets = offsets - low
     bits = side.layer_bits | _bits(offsets)
     unit = (bits & -bits) or tile.word
     shift = unit.bit_length() - 1
     index = (side.layers >> shift)[:, None] + (offsets >> shift)
     rows = _memory[tile.word].as_strided(
-        ((side.span + int(offsets.max())) // unit + 1, *tile.shape),
+        ((side.span + int(np.maximum.reduce(offsets))) // unit + 1, *tile.shape),
         (unit // tile.word, *tile_stride),
         (side.low + low - _FIRST) // tile.word,
     )
