@@ -254,6 +254,20 @@ def test_the_listener_closes(listener, connect):
     assert not connection.connected and "gone" in connection.reason and not connection.send(MESSAGE)
 
 
+def test_connections_that_close_at_any_moment_hold_up_nobody(listener, connect):
+    """An event that nobody reads any more would block the one I/O thread of all connections."""
+    for number in range(300):
+        end = Connection("127.0.0.1", listener.port, max_message_bytes=LIMIT)
+        end.send(MESSAGE)
+        if number % 3:
+            time.sleep(0.0005 * (number % 7))
+        end.close()
+        listener.receive()
+    connection = connect(listener.port)
+    assert until(lambda: state(connection)[0])
+    assert until(lambda: (listener.receive(), listener.peers)[1] == 1)
+
+
 def test_open_files_and_threads_stay_flat(listener):
     def use():
         end = Listener("127.0.0.1", 0, max_message_bytes=LIMIT)
