@@ -159,7 +159,9 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
         plan = connector_metadata.plan
         if not compat.HAS_TRANSFER_RESULTS:
             for load in plan.loads:
-                self._failed_blocks[load.request_id] = set(unpack_ids(load.block_ids[0]).tolist())
+                # Not the blocks of a local prefix hit before them: those are good, and other requests use them too.
+                first = load.tokens[0][0] // self._config.kv_cache_groups[self._groups[0]].kv_cache_spec.block_size
+                self._failed_blocks[load.request_id] = set(unpack_ids(load.block_ids[0])[first:].tolist())
         self._working.post(plan)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> compat.KVConnectorTransferResults:

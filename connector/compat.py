@@ -208,6 +208,7 @@ def request_view(request: Request) -> RequestView:
         num_prompt_tokens=request.num_prompt_tokens,
         num_computed_tokens=request.num_computed_tokens,
         extra=tuple(extra),
+        rejected=bool(getattr(request, "abort_immediately", False)),
     )
 
 

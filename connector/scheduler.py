@@ -27,7 +27,11 @@ _CHILD = re.compile(r"^\d+_.")
 
 @dataclass(frozen=True, slots=True)
 class RequestView:
-    """What this half reads of an engine's request. ``extra``: what its KV depends on beside its tokens."""
+    """What this half reads of an engine's request.
+
+    ``extra``: what its KV depends on beside its tokens. ``rejected``: it was refused before it was admitted and comes
+    here only to be aborted, with a placeholder for a prompt.
+    """
 
     request_id: str
     params: Mapping[str, Any] | None
@@ -35,6 +39,7 @@ class RequestView:
     num_prompt_tokens: int
     num_computed_tokens: int
     extra: tuple[str, ...] = ()
+    rejected: bool = False
 
 
 class Stage(enum.Enum):
@@ -92,17 +97,32 @@ class SchedulerHalf:
     # --- D ------------------------------------------------------------------------------------------------------
 
     def on_new_request(self, request: RequestView) -> None:
-        """See whether P holds this request's KV; if so, renew its lease from now on."""
+        """See whether P holds this request's KV; if so, renew its lease from now on, and release it if it is no use."""
         if request.request_id in self._incoming or not self._consumes:
             return
-        handed = self._offer(request)
+        try:
+            handed = parse(request.params)
+        except ProtocolError as error:
+            self._refuse(request, error)
+            return
         if handed is None:
             if request.params:
                 self._incoming[request.request_id] = None  # said once, not at every question
             return
-        self._incoming[request.request_id] = Incoming(handed)
         siblings = _CHILD.match(request.request_id) is not None
         self._watches.append(Watch(request.request_id, handed.token, handed.peer, siblings))
+        if not request.rejected:
+            try:
+                self._check_prompt(request, handed)
+            except ProtocolError as error:
+                self._refuse(request, error)
+                self._drops.append(request.request_id)
+                return
+        self._incoming[request.request_id] = Incoming(handed)
+
+    def _refuse(self, request: RequestView, why: ProtocolError) -> None:
+        logger.warning("kvferry: %s prefills locally: %s", request.request_id, why)
+        self._incoming[request.request_id] = None
 
     def num_new_matched_tokens(self, request: RequestView, num_local: int) -> tuple[int, bool]:
         """Tokens to load beyond the ``num_local`` that the engine has, and whether asynchronously."""
@@ -112,7 +132,7 @@ class SchedulerHalf:
             return 0, False
         incoming.start = num_local
         count = incoming.handed.num_tokens - num_local
-        return (count, True) if count > 0 else (0, False)
+        return (count, True) if count > 1 else (0, False)  # the engine computes the last token in any case
 
     def after_alloc(self, request: RequestView, block_ids: Sequence[Sequence[int]], num_external: int) -> None:
         """vLLM has decided: load ``num_external`` tokens into these blocks, or nothing."""
@@ -141,17 +161,6 @@ class SchedulerHalf:
             incoming = self._incoming.get(request_id)
             if incoming is not None:
                 incoming.stage = Stage.SETTLED
-
-    def _offer(self, request: RequestView) -> HandedOver | None:
-        try:
-            handed = parse(request.params)
-            if handed is None:
-                return None
-            self._check_prompt(request, handed)
-        except ProtocolError as error:
-            logger.warning("kvferry: %s prefills locally: %s", request.request_id, error)
-            return None
-        return handed
 
     @staticmethod
     def _check_prompt(request: RequestView, handed: HandedOver) -> None:

@@ -1,0 +1,48 @@
+"""Engines for the tests of the adapter: built on demand, closed at the end, log lines kept."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from labelled import BLOCK, CONTENT, HEADS, LAYERS
+from model import ModelSpec, build_model
+from stepped import Engine, model_config
+from yard import Lines, Yard
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """vLLM's configuration of a model of a few kilobytes."""
+    spec = ModelSpec(
+        layers=LAYERS, hidden=32, heads=HEADS, kv_heads=HEADS, head_dim=CONTENT // 2, intermediate=32,
+        vocabulary=300, max_tokens=1024,
+    )  # fmt: skip
+    return model_config(build_model(tmp_path_factory.mktemp("model") / "tiny", spec))
+
+
+@pytest.fixture
+def yard(tiny: Any) -> Iterator[Yard]:
+    yard = Yard(tiny)
+    yield yard
+    for engine in yard.engines:
+        engine.close()
+
+
+@pytest.fixture
+def pair(yard: Yard) -> tuple[Engine, Engine]:
+    return yard.pair()
+
+
+@pytest.fixture
+def lines() -> Iterator[Lines]:
+    handler = Lines()
+    logger = logging.getLogger("vllm.kvferry")
+    logger.addHandler(handler)
+    yield handler
+    logger.removeHandler(handler)
+
+
+assert BLOCK == 16, "lengths in these tests are chosen around blocks of 16"

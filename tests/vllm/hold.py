@@ -1,0 +1,68 @@
+"""Holds a P rank's transfer thread at a chosen point, so that a test can act while a hand-over is exactly there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from stepped import Engine, eventually, mover_of
+
+from kvferry.connector import producer
+from kvferry.connector.handover import Phase
+
+
+class Hold:
+    """P parks messages of these ``kinds`` and sends no more than ``chunks`` chunks, until ``open``."""
+
+    def __init__(self, engine: Engine, *kinds: type, chunks: int | None = None) -> None:
+        self._mover = mover_of(engine)
+        self._producer: Any = self._mover._producer
+        self._kinds, self._left = kinds, chunks
+        self._parked: list[tuple[bytes, Any]] = []
+        self._request, self._pump = self._producer._request, self._producer.pump
+        self._producer._request, self._producer.pump = self._hold_request, self._hold_pump
+        self._open = False
+
+    def _hold_request(self, identity: bytes, request: Any, now: float) -> None:
+        if isinstance(request, self._kinds) and not self._open:
+            self._parked.append((identity, request))
+        else:
+            self._request(identity, request, now)
+
+    def _hold_pump(self, now: float) -> bool:
+        if self._open:
+            parked, self._parked = self._parked, []
+            for identity, request in parked:
+                self._request(identity, request, now)
+            return bool(self._pump(now)) or bool(parked)
+        if self._left is None:
+            return bool(self._pump(now))
+        if self._left == 0:
+            return False
+        packs, producer.PACKS_PER_TURN = producer.PACKS_PER_TURN, 1
+        try:
+            sent = bool(self._pump(now))
+        finally:
+            producer.PACKS_PER_TURN = packs
+        self._left -= sent
+        return sent
+
+    def open(self) -> None:
+        """Go on, with what was parked first."""
+        self._open = True
+        self._mover._waker.wake()
+
+
+def job_of(engine: Engine, request_id: str) -> Any:
+    """D's hand-over of a request, or None."""
+    return mover_of(engine)._consumer._jobs.get(request_id)
+
+
+def in_phase(engine: Engine, request_id: str, phase: Phase, also: Callable[[Any], bool] = lambda job: True) -> None:
+    """Wait, without stepping, until D's hand-over is in this phase."""
+
+    def reached() -> bool:
+        job = job_of(engine, request_id)
+        return job is not None and job.state.phase is phase and also(job)
+
+    eventually(reached)

@@ -1,0 +1,324 @@
+"""vLLM's real scheduler and KVFerry's two halves in one process, stepped by hand; only the forward is made up.
+
+The forward writes labels into the scheduled tokens' KV. A label says layer, KV head, position, token id, element, and
+which engine computed it, so a test can tell what D loaded from what D computed, and any other bytes are a fault.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from labelled import BLOCK, HEAD_SIZE, HEADS, LAYERS, labels
+from stepped_rank import Worker
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVTransferConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+PREFILL: dict[str, Any] = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+"""What routers written for vLLM's NIXL connector send with the prefill leg."""
+
+
+@dataclass
+class Answer:
+    """What the front end got of one request."""
+
+    tokens: list[int] = field(default_factory=list)
+    finish: str | None = None
+    params: dict[str, Any] | None = None
+    external: int | None = None
+    """Prompt tokens that vLLM counted as loaded from outside."""
+
+
+@dataclass
+class Origins:
+    """Where the KV below the first computed token came from, at the request's first forward."""
+
+    ours: int
+    theirs: int
+
+
+class Engine:
+    """One engine. ``step`` is what EngineCore does in one turn; ``origin`` marks the KV that it computes."""
+
+    _numbers = iter(range(1 << 30))
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        origin: int,
+        *,
+        role: str = "kv_both",
+        policy: str = "recompute",
+        extra: dict[str, Any] | None = None,
+        tp: int = 1,
+        runner: str = "v1",
+        num_blocks: int = 41,
+        max_batched: int = 256,
+        connector: str = "KVFerryConnector",
+        module: str | None = "kvferry.connector.adapter",
+        spec: KVCacheSpec | None = None,
+    ) -> None:
+        self.origin, self.tp, self.runner, self.num_blocks = origin, tp, runner, num_blocks
+        self.layers = [f"model.layers.{n}.self_attn.attn" for n in range(LAYERS)]
+        cache = CacheConfig(block_size=BLOCK, enable_prefix_caching=True)
+        self.config = VllmConfig(
+            model_config=model,
+            cache_config=cache,
+            scheduler_config=SchedulerConfig(
+                max_num_seqs=8,
+                max_num_batched_tokens=max_batched,
+                max_model_len=512,
+                is_encoder_decoder=False,
+                enable_chunked_prefill=True,
+            ),
+            parallel_config=ParallelConfig(tensor_parallel_size=tp, distributed_executor_backend="mp"),
+            device_config=DeviceConfig(device="cpu"),
+            kv_transfer_config=KVTransferConfig(
+                kv_connector=connector,
+                kv_connector_module_path=module,
+                kv_role=role,
+                kv_load_failure_policy=policy,
+                kv_connector_extra_config=extra or {},
+            ),
+        )
+        cache.num_gpu_blocks = num_blocks
+        spec = spec or FullAttentionSpec(
+            block_size=BLOCK, num_kv_heads=HEADS // tp, head_size=HEAD_SIZE, dtype=torch.float32
+        )
+        groups = [KVCacheGroupSpec(self.layers, spec)]
+        self.kv_config = KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+        init_none_hash(sha256)
+        self._hasher = get_request_block_hasher(BLOCK, sha256)
+        structured = StructuredOutputManager(self.config)
+        self.scheduler = Scheduler(self.config, self.kv_config, structured, block_size=BLOCK, log_stats=True)
+        self.connector: Any = self.scheduler.connector
+        self.workers: list[Worker] = []
+        try:
+            self.workers += [Worker(self, rank) for rank in range(tp)]
+        except BaseException:
+            self.close()
+            raise
+        told = {(0, worker.rank): worker.connector.get_handshake_metadata() for worker in self.workers}
+        if all(metadata is not None for metadata in told.values()):
+            self.connector.set_xfer_handshake_metadata_pp_aware(told)
+        self._aggregator = KVOutputAggregator.from_connector(self.connector, tp)
+        self._pipe = multiprocessing.Pipe()
+        self.answers: dict[str, Answer] = {}
+        self.origins: dict[str, Origins] = {}
+        self.loads: Counter[str] = Counter()
+        self.leases: Counter[str] = Counter()
+        self.stats: list[Any] = []
+        self.baseline = self.free_blocks
+
+    # --- requests -----------------------------------------------------------------------------------------------
+
+    def add(
+        self,
+        ids: Sequence[int],
+        params: object = None,
+        *,
+        request_id: str | None = None,
+        max_tokens: int = 1,
+        salt: str | None = None,
+        rejected: bool = False,
+        **sampling: Any,
+    ) -> str:
+        """Submit a prompt; the request's id. ``params`` are its kv_transfer_params.
+
+        ``rejected``: as vLLM's front end submits a request that it refused, only to have it aborted.
+        """
+        request_id = request_id or f"req-{next(self._numbers)}"
+        extra = None if params is None else {"kv_transfer_params": params}
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=list(ids),
+            sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=extra, **sampling),
+            pooling_params=None,
+            cache_salt=salt,
+            block_hasher=self._hasher,
+            abort_immediately=rejected,
+        )
+        self.answers[request_id] = Answer()
+        self.scheduler.add_request(request)
+        if rejected:
+            self.abort(request_id)
+        return request_id
+
+    def abort(self, request_id: str) -> None:
+        """What a client that disconnects leads to."""
+        self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+
+    def preempt(self, request_id: str) -> None:
+        """What the scheduler does to a running request when it is out of blocks."""
+        request = self.scheduler.requests[request_id]
+        self.scheduler.running.remove(request)
+        self.scheduler._preempt_request(request, time.monotonic())
+
+    def status(self, request_id: str) -> RequestStatus | None:
+        request = self.scheduler.requests.get(request_id)
+        return None if request is None else request.status
+
+    # --- a step -------------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Schedule, tell the workers, run the forward, aggregate, update: one turn of EngineCore."""
+        step = self.scheduler.schedule()
+        self._note(step.kv_connector_metadata)
+        step.kv_connector_metadata = self._travel(step.kv_connector_metadata)
+        outputs: list[ModelRunnerOutput | None] = []
+        for worker in self.workers:
+            kv = worker.run(step, lambda w: self._forward(w, step))
+            outputs.append(self._output(step, kv))
+        merged = self._aggregator.aggregate(outputs)
+        assert merged is not None
+        if merged.kv_connector_output is not None and merged.kv_connector_output.kv_connector_stats:
+            self.stats.append(merged.kv_connector_output.kv_connector_stats)
+        for client in self.scheduler.update_from_output(step, merged).values():
+            for output in client.outputs:
+                answer = self.answers[output.request_id]
+                answer.tokens += output.new_token_ids
+                answer.params = output.kv_transfer_params or answer.params
+                if output.finish_reason is not None:
+                    answer.finish = str(output.finish_reason)
+                if output.prefill_stats is not None:
+                    answer.external = output.prefill_stats.num_external_cached_tokens
+
+    def _note(self, metadata: Any) -> None:
+        for child in getattr(metadata, "metadata", (metadata,)):
+            plan = getattr(child, "plan", None)
+            if plan is not None:
+                self.loads.update(load.request_id for load in plan.loads)
+                self.leases.update(lease.request_id for lease in plan.leases)
+
+    def _travel(self, metadata: Any) -> Any:
+        """Metadata goes to workers in other processes; here through a pipe as well."""
+        self._pipe[0].send(metadata)
+        return self._pipe[1].recv()
+
+    def _forward(self, worker: Worker, step: Any) -> None:
+        """Check all KV that the step reads, then write what it computes."""
+        for request_id, count in step.num_scheduled_tokens.items():
+            request = self.scheduler.requests[request_id]
+            start = request.num_computed_tokens - count
+            ids = list(request.all_token_ids)
+            (block_ids,) = self.scheduler.kv_cache_manager.get_block_ids(request_id)
+            found = worker.kv(block_ids, 0, start)
+            wanted = labels(worker.heads, 0, ids[:start], 0)
+            wrong = ((found >> 1) != (wanted >> 1)).any(dim=3).any(dim=1).any(dim=0).nonzero().flatten().tolist()
+            assert not wrong, f"{request_id}: wrong KV at positions {wrong} of {start}"
+            ours = int(((found & 1) == self.origin).all(dim=3).all(dim=1).all(dim=0).sum())
+            self.origins.setdefault(request_id, Origins(ours, start - ours))
+            worker.write(block_ids, start, ids[start : start + count])
+
+    def _output(self, step: Any, kv: KVConnectorOutput | None) -> ModelRunnerOutput:
+        """A token, made of the last one and its position, where a request's tokens are all computed."""
+        ids = list(step.num_scheduled_tokens)
+        sampled = []
+        for request_id in ids:
+            request = self.scheduler.requests[request_id]
+            done = request.num_computed_tokens >= request.num_tokens
+            sampled.append([(request.all_token_ids[-1] * 31 + request.num_tokens) % 280 + 2] if done else [])
+        index = {request_id: number for number, request_id in enumerate(ids)}
+        return ModelRunnerOutput(ids, index, sampled, kv_connector_output=kv)
+
+    # --- state --------------------------------------------------------------------------------------------------
+
+    @property
+    def free_blocks(self) -> int:
+        return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+
+    @property
+    def idle(self) -> bool:
+        """Nothing left: no request, all blocks free, every load and every lease reported by every worker."""
+        told = all(w.received == self.loads and w.sent == self.leases for w in self.workers)
+        return told and not self.scheduler.requests and self.free_blocks == self.baseline
+
+    def why_busy(self) -> str:
+        requests = {name: str(request.status) for name, request in self.scheduler.requests.items()}
+        told = [(dict(w.received), dict(w.sent)) for w in self.workers]
+        return (
+            f"requests {requests}, {self.free_blocks} of {self.baseline} blocks free, loads {dict(self.loads)}, "
+            f"leases {dict(self.leases)}, workers reported (received, sent) {told}"
+        )
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.connector.shutdown()
+        with suppress(AttributeError):
+            self.scheduler.shutdown()
+
+
+def run(engines: Sequence[Engine], until: Callable[[], bool], seconds: float = 20.0) -> None:
+    """Step the engines in turn until the condition holds; fails where it does not in time."""
+    end = time.monotonic() + seconds
+    while not until():
+        assert time.monotonic() < end, "not in time: " + "; ".join(engine.why_busy() for engine in engines)
+        for engine in engines:
+            engine.step()
+        time.sleep(0.001)
+
+
+def settle(*engines: Engine, seconds: float = 20.0) -> None:
+    """Step until nothing is left anywhere, and once more: what is reported twice kills vLLM's scheduler."""
+    run(engines, lambda: all(engine.idle for engine in engines), seconds)
+    for engine in engines:
+        engine.step()
+        assert engine.idle, engine.why_busy()
+        assert max([0, *engine.loads.values()]) <= 1, f"loaded twice: {engine.loads}"
+
+
+def prefill(engine: Engine, ids: Sequence[int], **kwargs: Any) -> dict[str, Any]:
+    """Run a prompt on P; the kv_transfer_params that its answer has."""
+    request_id = engine.add(ids, PREFILL, **kwargs)
+    run([engine], lambda: engine.answers[request_id].finish is not None)
+    params = engine.answers[request_id].params
+    assert params is not None, "P handed nothing over"
+    return params
+
+
+def model_config(folder: Path) -> ModelConfig:
+    """The tiny local model's configuration; no weights are read."""
+    return ModelConfig(model=str(folder), tokenizer=str(folder), dtype="float32", max_model_len=512, seed=0)
+
+
+def mover_of(engine: Engine, rank: int = 0) -> Any:
+    """The transfer thread's object of one rank, to hold its hand in tests of faults."""
+    return engine.workers[rank].connector._worker._mover
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    """Wait for a transfer thread without stepping any engine."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "not in time"
+        time.sleep(0.002)

@@ -1,0 +1,144 @@
+"""One rank of an engine that is stepped by hand: its caches, KVFerry's worker half, a model runner's calls to it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, Protocol
+from unittest import mock
+
+import torch
+from labelled import BLOCK, CONTENT, HEADS, LAYERS, labels
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer import kv_transfer_state
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.forward_context import get_forward_context, set_forward_context
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
+from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
+
+from kvferry.connector import compat
+
+RUNNERS = ("v1", "v2", "v026")
+"""vLLM's two model runners of 0.32, and the calls that 0.26 makes."""
+
+
+class Owner(Protocol):
+    """What a rank reads of its engine."""
+
+    config: VllmConfig
+    kv_config: KVCacheConfig
+    layers: list[str]
+    num_blocks: int
+    origin: int
+    runner: str
+    tp: int
+
+
+class Worker:
+    """One rank: caches, the connector's worker half, and the calls that one of vLLM's model runners makes."""
+
+    def __init__(self, engine: Owner, rank: int) -> None:
+        self.engine, self.rank = engine, rank
+        count = HEADS // engine.tp
+        self.heads = range(rank * count, (rank + 1) * count)
+        shape = (engine.num_blocks, count, BLOCK, CONTENT)
+        self.caches = {name: torch.full(shape, -1.0) for name in engine.layers}
+        with _rank(rank):
+            self.connector: Any = KVConnectorFactory.create_connector(
+                config=engine.config, role=KVConnectorRole.WORKER, kv_cache_config=engine.kv_config
+            )
+        self._v2: ActiveKVConnector | None = None
+        if engine.runner == "v2":
+            with self._group():
+                self._v2 = ActiveKVConnector(engine.config, self.caches)
+        else:
+            self.connector.register_kv_caches(self.caches)
+        self.received: Counter[str] = Counter()
+        self.sent: Counter[str] = Counter()
+        self.failed: Counter[str] = Counter()
+
+    @contextmanager
+    def _group(self) -> Iterator[None]:
+        """vLLM keeps a process's connector in a global; this process has several."""
+        with mock.patch.object(kv_transfer_state, "_KV_CONNECTOR_AGENT", self.connector):
+            yield
+
+    def run(self, step: Any, forward: Callable[[Worker], None]) -> KVConnectorOutput | None:
+        """One step of the model runner: its calls to the connector around the forward."""
+        idle = step.total_num_scheduled_tokens == 0
+        with self._group():
+            if self.engine.runner == "v026":
+                output = self._run_v026(step, forward, idle)
+            elif self._v2 is not None:
+                output = self._run_v2(self._v2, step, forward, idle)
+            elif idle:
+                output = KVConnectorModelRunnerMixin.kv_connector_no_forward(
+                    step, self.engine.config
+                ).kv_connector_output
+            else:
+                with (
+                    set_forward_context(None, self.engine.config),
+                    KVConnectorModelRunnerMixin._get_kv_connector_output(step) as output,
+                ):
+                    forward(self)
+        if output is not None:
+            self.received.update(output.finished_recving or ())
+            self.sent.update(output.finished_sending or ())
+            self.failed.update(output.failed_recving or ())
+        return output
+
+    def _run_v2(
+        self, kv: ActiveKVConnector, step: Any, forward: Callable[[Worker], None], idle: bool
+    ) -> KVConnectorOutput | None:
+        if idle:
+            return kv.no_forward(step).kv_connector_output
+        kv.pre_forward(step)
+        forward(self)
+        kv.finish_forward()
+        return kv.post_forward(step.finished_req_ids)
+
+    def _run_v026(self, step: Any, forward: Callable[[Worker], None], idle: bool) -> KVConnectorOutput:
+        """The order of 0.26: loads before the forward, completions and bad blocks asked for apart."""
+        kv = self.connector
+        kv.bind_connector_metadata(step.kv_connector_metadata)
+        with set_forward_context(None, self.engine.config):
+            kv.start_load_kv(get_forward_context())
+        if not idle:
+            forward(self)
+            kv.wait_for_save()
+        output = KVConnectorOutput()
+        output.finished_sending, output.finished_recving = kv.get_finished(step.finished_req_ids)
+        output.invalid_block_ids = kv.get_block_ids_with_load_errors()
+        output.kv_connector_stats = kv.get_kv_connector_stats()
+        kv.clear_connector_metadata()
+        return output
+
+    def kv(self, block_ids: Sequence[int], start: int, stop: int) -> torch.Tensor:
+        """[L,H,T,C] int32: the labels of tokens [start, stop), by plain indexing."""
+        ids = torch.tensor(list(block_ids))
+        stacked = torch.stack([self.caches[name].view(torch.int32)[ids] for name in self.engine.layers])
+        return stacked.permute(0, 2, 1, 3, 4).reshape(LAYERS, len(self.heads), -1, CONTENT)[:, :, start:stop]
+
+    def write(self, block_ids: Sequence[int], start: int, ids: Sequence[int]) -> None:
+        """What a forward leaves in the cache."""
+        values = labels(self.heads, start, ids, self.engine.origin)
+        for number, name in enumerate(self.engine.layers):
+            cache = self.caches[name].view(torch.int32)
+            for offset in range(len(ids)):
+                block, slot = divmod(start + offset, BLOCK)
+                cache[block_ids[block], :, slot] = values[number, :, offset]
+
+
+@contextmanager
+def _rank(rank: int) -> Iterator[None]:
+    """There are no process groups here; the ranks are told by hand."""
+    with (
+        mock.patch.object(compat, "get_tensor_model_parallel_rank", lambda: rank),
+        mock.patch.object(compat, "get_pp_group", lambda: SimpleNamespace(rank_in_group=0)),
+    ):
+        yield

@@ -1,0 +1,176 @@
+"""A request is aborted, on D or on P, at every stage of its hand-over: no hang, no leak, no byte out of place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hold import Hold, in_phase, job_of
+from labelled import prompt
+from stepped import PREFILL, Engine, eventually, mover_of, prefill, run, settle
+from vllm.v1.request import RequestStatus
+from yard import Lines, Yard
+
+from kvferry.connector import protocol
+from kvferry.connector.handover import Phase
+
+pytestmark = pytest.mark.vllm
+IDS = prompt(400)
+Pair = tuple[Engine, Engine]
+
+
+def loading(d: Engine, request_id: str) -> None:
+    """Step D once: the request gets its blocks and its load starts."""
+    d.step()
+    assert d.status(request_id) is RequestStatus.WAITING_FOR_REMOTE_KVS
+
+
+def reuse_blocks(d: Engine) -> str:
+    """Give D work that takes all its free blocks, so that a late write would be seen."""
+    return d.add(prompt(450, seed=99), max_tokens=30)
+
+
+def test_before_it_was_scheduled(pair: Pair) -> None:
+    p, d = pair
+    request_id = d.add(IDS, prefill(p, IDS))
+    d.abort(request_id)
+    settle(p, d)
+    assert not d.loads, "nothing was loaded"
+    assert mover_of(p)._producer._leases == {}
+
+
+def test_while_no_block_is_free(pair: Pair) -> None:
+    p, d = pair
+    running = d.add(prompt(450, seed=3), max_tokens=60)
+    d.step()
+    request_id = d.add(IDS, prefill(p, IDS))
+    d.step()
+    assert d.status(request_id) is RequestStatus.WAITING, "no room for it yet"
+    d.abort(request_id)
+    d.step()
+    run([p], lambda: p.idle)  # released at once, not when D has room
+    run([d], lambda: d.answers[running].finish is not None)
+    settle(p, d)
+
+
+def test_while_its_ask_waits_for_the_lease(pair: Pair) -> None:
+    p, d = pair
+    request_id = d.add(IDS, prefill(p, IDS))  # P has not stepped since: its worker knows of no lease
+    loading(d, request_id)
+    eventually(lambda: bool(mover_of(p)._producer._waiting))
+    in_phase(d, request_id, Phase.READY)
+    d.abort(request_id)
+    run([d], lambda: d.idle)
+    settle(p, d)
+
+
+STAGES: dict[str, tuple[Callable[[Engine], Hold], Phase]] = {
+    "handshaking": (lambda p: Hold(p, protocol.Hello), Phase.HANDSHAKING),
+    "attaching": (lambda p: Hold(p, protocol.Attach), Phase.HANDSHAKING),
+    "asked": (lambda p: Hold(p, protocol.Ask), Phase.READY),
+    "granted": (lambda p: Hold(p, chunks=0), Phase.MOVING),
+    "in flight": (lambda p: Hold(p, chunks=1), Phase.MOVING),
+    "committing": (lambda p: Hold(p, protocol.Commit), Phase.COMMITTING),
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_while(pair: Pair, stage: str) -> None:
+    p, d = pair
+    make, phase = STAGES[stage]
+    params = prefill(p, IDS)
+    p.step()  # the lease reaches the worker
+    hold = make(p)
+    request_id = d.add(IDS, params)
+    loading(d, request_id)
+    in_phase(d, request_id, phase, lambda job: stage != "in flight" or job.nbytes > 0)
+    if stage == "in flight":
+        assert job_of(d, request_id).reads[0].tags, "more chunks are to come"
+    d.abort(request_id)
+    assert request_id in d.scheduler.requests, "its blocks stay until nothing can write them"
+    run([d], lambda: d.idle, seconds=5)  # P is still held: D does not need it for this
+    busy = reuse_blocks(d)
+    d.step()
+    hold.open()
+    run([p, d], lambda: d.answers[busy].finish is not None)
+    settle(p, d)
+    assert mover_of(p)._producer._leases == {}
+
+
+def test_committed_but_not_reported(pair: Pair) -> None:
+    p, d = pair
+    params = prefill(p, IDS)
+    p.step()
+    request_id = d.add(IDS, params)
+    loading(d, request_id)
+    eventually(lambda: bool(mover_of(d)._finished))
+    d.abort(request_id)
+    settle(p, d)
+    assert d.workers[0].received[request_id] == 1
+
+
+def test_reported_but_not_scheduled(pair: Pair) -> None:
+    p, d = pair
+    params = prefill(p, IDS)
+    p.step()
+    request_id = d.add(IDS, params)
+    run([p, d], lambda: request_id in d.scheduler.finished_recving_kv_req_ids)
+    d.abort(request_id)
+    settle(p, d)
+
+
+def test_while_decoding(pair: Pair) -> None:
+    p, d = pair
+    request_id = d.add(IDS, prefill(p, IDS), max_tokens=50)
+    run([p, d], lambda: len(d.answers[request_id].tokens) > 3)
+    d.abort(request_id)
+    settle(p, d)
+
+
+def test_rejected_before_it_was_admitted(pair: Pair, lines: Lines) -> None:
+    """vLLM submits such a request only to have it aborted, so that P is told; its prompt is a placeholder."""
+    p, d = pair
+    params = prefill(p, IDS)
+    p.step()
+    eventually(lambda: bool(mover_of(p)._producer._leases))
+    d.add([0], params, rejected=True)
+    run([p, d], lambda: p.idle and d.idle, seconds=5)
+    settle(p, d)
+    assert not lines("prefills locally")
+
+
+def test_on_p_while_prefilling(yard: Yard) -> None:
+    p, _ = yard.pair(max_batched=64)
+    request_id = p.add(IDS, PREFILL)
+    p.step()
+    p.step()
+    p.abort(request_id)
+    settle(p)
+    assert p.answers[request_id].params is None and not p.leases
+
+
+def test_on_p_after_it_was_handed_over(pair: Pair) -> None:
+    """The prompt is done, its blocks are the lease's: the abort comes too late to matter."""
+    p, d = pair
+    request_id = p.add(IDS, PREFILL)
+    run([p], lambda: p.answers[request_id].finish is not None)
+    p.abort(request_id)
+    loaded = d.add(IDS, p.answers[request_id].params)
+    run([p, d], lambda: d.answers[loaded].finish is not None)
+    assert d.origins[loaded].theirs == len(IDS) - 1
+    settle(p, d)
+
+
+def test_a_burst_of_aborts_then_normal_load(pair: Pair) -> None:
+    p, d = pair
+    for turn in range(30):
+        ids = prompt(100, seed=turn)
+        request_id = d.add(ids, prefill(p, ids))
+        for _ in range(turn % 4):
+            d.step()
+        d.abort(request_id)
+    settle(p, d)
+    request_id = d.add(IDS, prefill(p, IDS))
+    run([p, d], lambda: d.answers[request_id].finish is not None)
+    assert d.origins[request_id].theirs == len(IDS) - 1
+    settle(p, d)

@@ -1,0 +1,42 @@
+"""Engines on demand, and the lines that they log."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from stepped import Engine
+
+
+class Yard:
+    """Makes engines and closes them."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self.engines: list[Engine] = []
+
+    def engine(self, origin: int, **kwargs: Any) -> Engine:
+        engine = Engine(self._model, origin, **kwargs)
+        self.engines.append(engine)
+        return engine
+
+    def pair(self, **kwargs: Any) -> tuple[Engine, Engine]:
+        """P and D with the same settings, small staging slots: even a short prompt is several chunks."""
+        extra = {"slot_bytes": 64 << 10, "staging_bytes": 1 << 20, **kwargs.pop("extra", {})}
+        return self.engine(0, extra=extra, **kwargs), self.engine(1, extra=extra, **kwargs)
+
+
+class Lines(logging.Handler):
+    """What was logged below ``vllm.kvferry``, which does not reach the root logger."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+    def __call__(self, *words: str, level: int = logging.INFO) -> list[str]:
+        """The lines that have all these words."""
+        texts = [record.getMessage() for record in self.records if record.levelno >= level]
+        return [text for text in texts if all(word in text for word in words)]
