@@ -146,6 +146,7 @@ class Consumer:
         self._claims.tick(now)
         for address, link in list(self._links.items()):
             if link.state is LinkState.FAILED and now >= link.failed_at + FAILED_LINK_SECONDS:
+                link.close()
                 del self._links[address]
 
     def take_finished(self) -> list[Finished]:
@@ -197,7 +198,7 @@ class Consumer:
             link.failed_at = now
             for read in [read for read in self._reads.values() if read.link is link]:
                 self._forget(read)
-            link.close()
+            link.detach()
 
     def _follow(self, read: Read, now: float) -> None:
         """Tell the hand-over what became of a read's link."""

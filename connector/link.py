@@ -87,9 +87,11 @@ class Link:
         )
 
     def send(self, message: Request) -> None:
-        """Send, or fail the link where the peer cannot be reached."""
-        if self.state is not LinkState.FAILED and not self.connection.send(encode(message)):
-            self.fail("its control connection takes no more messages")
+        """Send, or fail the link where the peer cannot be reached. A link that failed still carries what P should hear,
+        a release above all, as long as its connection stands."""
+        sent = not self.connection.lost and self.connection.send(encode(message))
+        if not sent and self.state is not LinkState.FAILED:
+            self.fail(self.connection.reason or "its control connection takes no more messages")
 
     def serve(self, now: float) -> list[Reply]:
         """Advance the handshake; the replies that are not part of it."""
@@ -124,10 +126,14 @@ class Link:
             self.state, self.reason, self.deadline = LinkState.FAILED, reason, float("inf")
             logger.warning("kvferry: link to %s failed: %s", self.name, reason)
 
-    def close(self) -> None:
-        """Give the sockets and the staging memory back. Idempotent."""
+    def detach(self) -> None:
+        """Close the data plane; what was in flight there never arrives. Idempotent."""
         if self.channel is not None:
             self.channel.close()
+
+    def close(self) -> None:
+        """Give the sockets and the staging memory back. Idempotent."""
+        self.detach()
         self.connection.close()
 
     # --- handshake ----------------------------------------------------------------------------------------------

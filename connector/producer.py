@@ -23,6 +23,8 @@ ENDED_TOKENS = 1 << 16
 """Tokens remembered after their lease has ended, so that a late ask is refused at once. An unknown one is never
 granted either; it only waits in vain."""
 ENDED_READS = 4096
+EARLY_RELEASES = 4096
+EARLY_VOTES = 4096
 HELD_ASKS = 4096
 SESSIONS = 4096
 PACKS_PER_TURN = 2
@@ -83,6 +85,7 @@ class Producer:
         self._sessions: OrderedDict[bytes, Session] = OrderedDict()
         self._pushes: deque[Push] = deque()
         self._waiting: list[HeldAsk] = []
+        self._early: OrderedDict[bytes, list[lease.Released]] = OrderedDict()
         self._freed: list[str] = []
         self._offers = tuple(protocol.PlaneOffer(plane.name, plane.offer()) for plane in site.planes)
 
@@ -94,6 +97,8 @@ class Producer:
         ids = [self._site.caches.kernel_ids(g, unpack_ids(packed)) for g, packed in enumerate(grant.block_ids)]
         state = lease.grant(now, settings.lease_seconds, settings.lease_cap_seconds)
         self._leases[grant.token] = Held(grant, ids, state)
+        for vote in self._early.pop(grant.token, ()):
+            self._step(grant.token, vote, now)
         early = [held for held in self._waiting if held.ask.token == grant.token]
         self._waiting = [held for held in self._waiting if held.ask.token != grant.token]
         for held in early:
@@ -323,7 +328,15 @@ class Producer:
 
     def _release(self, release: protocol.Release, now: float) -> None:
         event = lease.Released(release.consumer, release.consumer_rank, frozenset(release.expected))
-        self._step(release.token, event, now)
+        if release.token in self._leases or release.token in self._ended:
+            self._step(release.token, event, now)
+            return
+        # D gave up before the engine told us of the lease; kept until it does.
+        votes = self._early.setdefault(release.token, [])
+        if len(votes) < EARLY_VOTES:
+            votes.append(event)
+        if len(self._early) > EARLY_RELEASES:
+            self._early.popitem(last=False)
 
     # --- effects ------------------------------------------------------------------------------------------------
 

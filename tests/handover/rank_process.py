@@ -1,4 +1,4 @@
-"""A rank of P in a process of its own, driven by JSON lines on stdin: what a test can kill, stop and restart."""
+"""A rank in a process of its own, driven by JSON lines on stdin: what a test can kill, stop and restart."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from queue import Empty, Queue
 from typing import Any
+
+import msgspec
 
 from kvferry.connector.stepplan import LeaseGrant, PeerEngine, RankAddress, StepPlan, pack_ids
 
@@ -65,6 +67,21 @@ class RemoteRank:
         """Requests whose lease has ended."""
         return set(self.call("sent")["sent"])
 
+    def load(self, request_id: str, token: bytes, engine: PeerEngine, block_ids: Sequence[int], tokens: int) -> None:
+        """Start a hand-over into this rank."""
+        self.call(
+            "load",
+            request_id=request_id,
+            token=base64.b64encode(token).decode(),
+            engine=base64.b64encode(msgspec.msgpack.encode(engine)).decode(),
+            block_ids=list(block_ids),
+            tokens=tokens,
+        )
+
+    def received(self) -> dict[str, bool]:
+        """Hand-overs that were reported, and whether they succeeded."""
+        return dict(self.call("received")["received"])
+
     def cpu_seconds(self) -> float:
         return float(self.call("cpu")["seconds"])
 
@@ -91,10 +108,11 @@ def main() -> None:
     import time
 
     import torch
+
     from kvferry.connector.config import Settings
 
     sys.path.insert(0, str(Path(__file__).resolve().parent))
-    from ranks import Rank
+    from ranks import Rank, load_plan
 
     torch.set_num_threads(1)
     arguments = json.loads(sys.argv[1])
@@ -127,6 +145,21 @@ def main() -> None:
             case "sent":
                 rank.poll()
                 answer(sent=sorted(rank.sent))
+            case "load":
+                rank.worker.post(
+                    load_plan(
+                        order["request_id"],
+                        base64.b64decode(order["token"]),
+                        msgspec.msgpack.decode(base64.b64decode(order["engine"]), type=PeerEngine),
+                        order["block_ids"],
+                        0,
+                        order["tokens"],
+                    )
+                )
+                answer()
+            case "received":
+                rank.poll()
+                answer(received={name: name not in rank.failed for name in rank.received})
             case "cpu":
                 answer(seconds=time.process_time())
     rank.close()

@@ -76,6 +76,12 @@ class Rank:
         assert self.worker.address is not None
         return self.worker.address
 
+    @property
+    def plane(self) -> str:
+        """The data planes of the hand-overs so far, from the rank's own figures."""
+        assert self.worker.site is not None
+        return "+".join(self.worker.site.stats.take()["finished"])
+
     def fill(self, block_ids: Sequence[int], tokens: int) -> None:
         """Write the labels of a prompt into these blocks."""
         wanted = labels(range(len(self.layers)), self.heads, tokens, self.content)
@@ -99,9 +105,11 @@ class Rank:
         """What an engine step does with results; an id told twice fails."""
         results = self.worker.take_results()
         self.steps.append(results)
-        for mine, told in ((self.sent, results.sent), (self.received, results.received), (self.failed, results.failed)):
-            assert not mine & told, "told twice"
-            mine |= told
+        assert not self.sent & results.sent and not self.received & results.received, "told twice"
+        assert results.failed <= results.received
+        self.sent |= results.sent
+        self.received |= results.received
+        self.failed |= results.failed
 
     def close(self) -> None:
         self.worker.close()

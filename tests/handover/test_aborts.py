@@ -1,0 +1,160 @@
+"""A request given up at every stage of its hand-over: one report, no page touched afterwards, P's blocks freed.
+
+Stages are held by gates: a method of the real mover that does nothing until the gate opens.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from ranks import Rank, grant, load_plan, peer, wait
+from stage import Stage
+
+from kvferry.connector.config import Settings
+from kvferry.connector.stepplan import LeaseGrant, StepPlan, Watch, pack_ids
+
+TOKENS, THEIRS, OURS = 100, [9, 2, 17, 5, 11, 3, 1], [4, 1, 8, 2, 6, 3, 7]
+SMALL = Settings(slot_bytes=64 << 10, staging_bytes=1 << 20)
+
+
+class Gate:
+    """Replaces ``owner.name`` by something that returns ``shut`` until ``open``."""
+
+    def __init__(self, owner: Any, name: str, shut: Callable[..., Any]) -> None:
+        self._owner, self._name, self._real = owner, name, getattr(owner, name)
+        self.calls = 0
+
+        def gate(*args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            return shut(*args, **kwargs)
+
+        setattr(owner, name, gate)
+
+    def open(self) -> None:
+        setattr(self._owner, self._name, self._real)
+
+
+def halves(rank: Rank) -> tuple[Any, Any]:
+    """(producer, consumer) of a rank's mover."""
+    mover = rank.worker._mover
+    return mover._producer, mover._consumer
+
+
+@pytest.fixture
+def pair(stage: Stage) -> tuple[Rank, Rank]:
+    p, d = stage.rank(settings=SMALL), stage.rank(settings=SMALL, engine_id="engine-d")
+    p.fill(THEIRS, TOKENS)
+    return p, d
+
+
+def give_up(p: Rank, d: Rank, held: Callable[[], bool], gate: Gate | None, *, ok: bool = False) -> None:
+    """Cancel once ``held``; then everything that must hold after a request was given up."""
+    assert wait(held, [p, d])
+    d.worker.post(StepPlan(cancels=("req-d",)))
+    assert wait(lambda: d.received == {"req-d"}, [d], 3), "an abort reports without waiting for P"
+    assert (d.failed == set()) == ok
+    for name in d.layers:
+        d.caches[name].fill_(-7)  # the engine has the blocks back
+    if gate is not None:
+        gate.open()
+    assert wait(lambda: p.sent == {"req-p"}, [p, d], 3), "P frees within a round trip, long before the lease is over"
+    time.sleep(0.1)
+    assert all((d.caches[name] == -7).all() for name in d.layers), "something wrote into pages that were given back"
+    d.poll()
+    p.poll()
+    another_works(p, d)
+
+
+def another_works(p: Rank, d: Rank) -> None:
+    token = grant([p], "again-p", THEIRS, TOKENS)
+    d.worker.post(load_plan("again-d", token, peer([p]), OURS, 0, TOKENS))
+    assert wait(lambda: "again-d" in d.received and "again-p" in p.sent, [p, d])
+    assert "again-d" not in d.failed
+    assert torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS))
+
+
+def start(p: Rank, d: Rank) -> bytes:
+    token = grant([p], "req-p", THEIRS, TOKENS)
+    d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
+    return token
+
+
+def test_before_it_was_scheduled(pair: tuple[Rank, Rank]) -> None:
+    p, d = pair
+    token = grant([p], "req-p", THEIRS, TOKENS)
+    d.worker.post(StepPlan(consumer=b"c" * 16, watches=(Watch("req-d", token, peer([p]), False),)))
+    d.worker.post(StepPlan(consumer=b"c" * 16, drops=("req-d",)))
+    assert wait(lambda: p.sent == {"req-p"}, [p, d], 3)
+    d.poll()
+    assert not d.received, "what was never started is never reported"
+    another_works(p, d)
+
+
+def test_allocated_while_the_handshake_is_under_way(pair: tuple[Rank, Rank]) -> None:
+    p, d = pair
+    gate = Gate(halves(p)[0], "serve", lambda now: False)
+    start(p, d)
+    give_up(p, d, lambda: gate.calls > 3, gate)
+
+
+def test_asked_before_p_has_the_lease(pair: tuple[Rank, Rank]) -> None:
+    p, d = pair
+    token = secrets.token_bytes(16)
+    d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
+    producer, _ = halves(p)
+    assert wait(lambda: bool(producer._waiting), [p, d])
+    d.worker.post(StepPlan(cancels=("req-d",)))
+    assert wait(lambda: d.failed == {"req-d"}, [d], 3)
+    assert wait(lambda: not producer._waiting and token in producer._early, [p, d], 3)
+    p.worker.post(StepPlan(leases=(LeaseGrant("req-p", token, TOKENS, (pack_ids(THEIRS),)),)))
+    assert wait(lambda: p.sent == {"req-p"}, [p, d], 3), "a release that came before its lease counts"
+    another_works(p, d)
+
+
+def test_an_ask_before_the_lease_is_served_when_it_comes(pair: tuple[Rank, Rank]) -> None:
+    p, d = pair
+    token = secrets.token_bytes(16)
+    d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
+    assert wait(lambda: bool(halves(p)[0]._waiting), [p, d])
+    p.worker.post(StepPlan(leases=(LeaseGrant("req-p", token, TOKENS, (pack_ids(THEIRS),)),)))
+    assert wait(lambda: d.received == {"req-d"} and p.sent == {"req-p"}, [p, d])
+    assert torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS))
+
+
+@pytest.mark.parametrize("plane", ["shm", "zmq", pytest.param("ucx", marks=pytest.mark.ucx)])
+@pytest.mark.parametrize("held", ["granted", "packing", "in flight"])
+def test_while_p_packs_and_chunks_are_under_way(stage: Stage, plane: str, held: str) -> None:
+    settings = Settings(plane=plane, slot_bytes=64 << 10, staging_bytes=1 << 20)
+    p = stage.rank(settings=settings, content=64)
+    d = stage.rank(settings=settings, content=64, engine_id="engine-d")
+    p.fill(THEIRS, TOKENS)
+    producer, consumer = halves(p)[0], halves(d)[1]
+    if held == "in flight":
+        gate = Gate(consumer, "_collect", lambda now: False)
+    elif held == "granted":
+        gate = Gate(producer, "pump", lambda now: False)
+    else:
+        real = producer.pump
+        gate = Gate(producer, "pump", lambda now: gate.calls <= 2 and real(now))
+    start(p, d)
+    give_up(p, d, lambda: gate.calls > 5 and bool(consumer._jobs), gate)
+    assert wait(lambda: not consumer._reads and not producer._pushes, [p, d]), "reads that nobody waits for were kept"
+
+
+def test_unpacked_while_committing(pair: tuple[Rank, Rank]) -> None:
+    p, d = pair
+    consumer = halves(d)[1]
+    gate = Gate(consumer, "_commit", lambda read, now: None)
+    start(p, d)
+    give_up(p, d, lambda: gate.calls > 0, gate)
+
+
+def test_after_it_was_reported(pair: tuple[Rank, Rank]) -> None:
+    p, d = pair
+    start(p, d)
+    give_up(p, d, lambda: d.received == {"req-d"} and p.sent == {"req-p"}, None, ok=True)
