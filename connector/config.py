@@ -6,9 +6,10 @@ README from these very definitions.
 
 from __future__ import annotations
 
+import ipaddress
 import os
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -19,7 +20,7 @@ PlaneName = Literal["auto", "ucx", "shm", "zmq"]
 
 _MIB = 1 << 20
 _Port = Annotated[int, Meta(ge=0, le=65535)]
-_Seconds = Annotated[float, Meta(gt=0)]
+_Seconds = Annotated[float, Meta(gt=0, le=7 * 86400)]
 
 
 def _doc(text: str) -> Meta:
@@ -59,12 +60,21 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             "control traffic is encrypted and authenticated"
         ),
     ] = None
-    curve_secret_key: Annotated[str | None, _doc("CURVE secret key of this deployment (Z85)")] = None
+    curve_secret_key: Annotated[
+        str | None,
+        _doc("CURVE secret key of this deployment (Z85); better given by the environment, vLLM logs the extra config"),
+    ] = None
 
     @property
     def told_host(self) -> str:
         """The address that goes into ``kv_transfer_params``."""
         return self.advertise_host or self.side_channel_host
+
+    def __repr__(self) -> str:
+        shown = {name: getattr(self, name) for name in self.__struct_fields__}
+        if shown["curve_secret_key"] is not None:
+            shown["curve_secret_key"] = "***"
+        return f"Settings({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
 
 ENVIRONMENT = {
@@ -72,8 +82,10 @@ ENVIRONMENT = {
     "side_channel_port": "KVFERRY_SIDE_CHANNEL_PORT",
     "advertise_host": "KVFERRY_ADVERTISE_HOST",
     "plane": "KVFERRY_PLANE",
+    "curve_public_key": "KVFERRY_CURVE_PUBLIC_KEY",
+    "curve_secret_key": "KVFERRY_CURVE_SECRET_KEY",  # vLLM writes the extra config to its log, the environment not
 }
-"""Settings that an environment variable can give, and its name."""
+"""Settings that an environment variable can give, and its name; an empty variable counts as unset."""
 
 
 def load_settings(extra: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> Settings:
@@ -92,15 +104,14 @@ def load_settings(extra: Mapping[str, Any], environ: Mapping[str, str] | None = 
     for name in extra:
         if name not in known:
             raise ConfigError(
-                f"kv_connector_extra_config: unknown setting {name!r}{did_you_mean(name, known)}; "
+                f"kv_connector_extra_config: unknown setting {name!r}{did_you_mean(str(name), known)}; "
                 f"known are {', '.join(sorted(known))}"
             )
     values: dict[str, Any] = {}
     origin: dict[str, str] = {}
     for field, variable in ENVIRONMENT.items():
-        if variable in environ:
-            text = environ[variable]
-            values[field] = int(text) if field.endswith("port") and text.isdigit() else text
+        if text := environ.get(variable, "").strip():
+            values[field] = int(text) if field.endswith("port") and text.isascii() and text.isdigit() else text
             origin[field] = variable
     for name, value in extra.items():
         values[name] = value
@@ -110,19 +121,41 @@ def load_settings(extra: Mapping[str, Any], environ: Mapping[str, str] | None = 
             msgspec.convert({name: value}, Settings)
         except msgspec.ValidationError as error:
             reason = str(error).split(" - at ")[0]
-            shown = "***" if "secret" in name else repr(value)
+            if reason.startswith("Invalid enum value"):  # quotes the value, does not tell the known ones
+                reason = (
+                    f"expected one of {', '.join(get_args(PlaneName))}{did_you_mean(str(value), get_args(PlaneName))}"
+                )
+            shown = "***" if "secret" in name else _short(value)
             raise ConfigError(f"{origin[name]}: {shown} is not usable: {reason}") from None
     settings = msgspec.convert(values, Settings)
     _check_together(settings)
     return settings
 
 
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:76]} ..."
+
+
+def _check_host(name: str, host: str) -> None:
+    """One address or name: no URL, no port, not all interfaces."""
+    odd = any(mark in host for mark in "/[]@, ") or not host.isprintable() or len(host) > 253
+    if odd or host.count(":") == 1:
+        raise ConfigError(f"{name}: {_short(host)} is not a bare host; expected an address or a name, the port apart")
+    try:
+        everywhere = ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        everywhere = host in ("", "*", "0")  # "0" is 0.0.0.0 to the resolver
+    if everywhere and name == "side_channel_host":
+        raise ConfigError(f"{name}: {host!r} would listen on all interfaces; name the one address that peers reach")
+    if everywhere:
+        raise ConfigError(f"{name}: {host!r} is no address that a peer could connect to; name the one that peers reach")
+
+
 def _check_together(settings: Settings) -> None:
-    if settings.side_channel_host in ("0.0.0.0", "::", "*", ""):
-        raise ConfigError(
-            f"side_channel_host: {settings.side_channel_host!r} would listen on all interfaces; "
-            "name the one address that peers reach"
-        )
+    _check_host("side_channel_host", settings.side_channel_host)
+    if settings.advertise_host is not None:
+        _check_host("advertise_host", settings.advertise_host)
     if settings.staging_bytes < 4 * settings.slot_bytes:
         raise ConfigError(
             f"staging_bytes: {settings.staging_bytes} holds fewer than 4 slots of slot_bytes={settings.slot_bytes}; "

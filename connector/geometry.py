@@ -11,7 +11,9 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-Name = Annotated[str, Meta(min_length=1, max_length=256)]
+PRINTABLE = r"\A[^\x00-\x1f\x7f-\x9f\u2028\u2029]*\Z"
+"""No line ends and no control characters: what peers send ends up in log lines."""
+Name = Annotated[str, Meta(min_length=1, max_length=256, pattern=PRINTABLE)]
 Count = Annotated[int, Meta(ge=0, le=1 << 31)]
 Size = Annotated[int, Meta(ge=1, le=1 << 31)]
 
@@ -37,7 +39,10 @@ class GroupGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class RankGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One rank's place in its engine, and its layer groups."""
+    """One rank's place in its engine, and its layer groups.
+
+    Decoding bounds each number; whether they fit together is for ``plan.check_geometry``, whose refusal is answered.
+    """
 
     tp_rank: Count
     tp_size: Size

@@ -34,7 +34,7 @@ import msgspec
 from msgspec import Meta
 
 from kvferry.connector.errors import ProtocolError
-from kvferry.connector.geometry import Count, Name, RankGeometry, Size
+from kvferry.connector.geometry import PRINTABLE, Count, Name, RankGeometry, Size
 
 MAGIC = b"kvferry"
 PROTOCOL_VERSION = 1
@@ -46,7 +46,7 @@ Token = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Incarnation = Annotated[bytes, Meta(min_length=16, max_length=16)]
 """Names one life of one rank; new at every start."""
 Read = Annotated[int, Meta(ge=0, lt=1 << 32)]
-Text = Annotated[str, Meta(max_length=1024)]
+Text = Annotated[str, Meta(max_length=1024, pattern=PRINTABLE)]
 PlanePayload = Annotated[bytes, Meta(max_length=64 << 10)]
 
 
@@ -245,4 +245,5 @@ def _decode(decoder: msgspec.msgpack.Decoder[_T], frames: list[bytes]) -> _T:
     try:
         return decoder.decode(_body(frames))
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
-        raise ProtocolError(f"malformed message: {error}") from None
+        # The text can quote the peer: one short line of it, escaped.
+        raise ProtocolError(f"malformed message: {str(error)[:300].encode('unicode_escape').decode()}") from None

@@ -1,0 +1,120 @@
+"""Settings: where they come from, and that every mistake is one line that names setting, value and expectation."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import msgspec
+import pytest
+import zmq
+
+from kvferry.connector.config import ENVIRONMENT, Settings, load_settings, settings_table
+from kvferry.connector.errors import ConfigError
+
+PUBLIC, SECRET = (key.decode() for key in zmq.curve_keypair())
+
+
+def test_defaults():
+    assert load_settings({}, {}) == Settings()
+    assert load_settings({}, {}).side_channel_host == "127.0.0.1", "a default never listens beyond this host"
+
+
+def test_extra_config_over_environment_over_defaults():
+    environ = {"KVFERRY_SIDE_CHANNEL_HOST": "10.0.0.1", "KVFERRY_SIDE_CHANNEL_PORT": "5600", "KVFERRY_PLANE": "zmq"}
+    settings = load_settings({"plane": "ucx"}, environ)
+    assert (settings.side_channel_host, settings.side_channel_port, settings.plane) == ("10.0.0.1", 5600, "ucx")
+
+
+def test_the_real_environment_is_the_default(monkeypatch):
+    monkeypatch.setenv("KVFERRY_SIDE_CHANNEL_PORT", "5601")
+    assert load_settings({}).side_channel_port == 5601
+
+
+def test_an_empty_variable_is_unset():
+    assert load_settings({}, dict.fromkeys(ENVIRONMENT.values(), " ")) == Settings()
+
+
+def test_the_told_host():
+    assert load_settings({"side_channel_host": "10.0.0.1"}, {}).told_host == "10.0.0.1"
+    told = load_settings({"side_channel_host": "10.0.0.1", "advertise_host": "p.example"}, {})
+    assert told.told_host == "p.example"
+
+
+@pytest.mark.parametrize("host", ["10.0.0.1", "::1", "fe80::1%eth0", "node-7.example.org", "localhost"])
+def test_hosts_that_are_fine(host):
+    assert load_settings({"side_channel_host": host, "advertise_host": host}, {}).told_host == host
+
+
+BAD = [
+    ({"palne": "ucx"}, {}, ["palne", "did you mean 'plane'", "slot_bytes"]),
+    ({5: "ucx"}, {}, ["5", "plane"]),
+    ({"plane": "rdma"}, {}, ["plane", "'rdma'", "auto, ucx, shm, zmq"]),
+    ({"plane": "ucx\n"}, {}, ["plane", "'ucx\\n'", "did you mean 'ucx'"]),
+    ({"plane": "x" * 5000}, {}, ["plane", "xxx ...", "auto, ucx, shm, zmq"]),
+    ({"side_channel_port": 70000}, {}, ["side_channel_port", "70000", "65535"]),
+    ({"side_channel_port": -1}, {}, ["side_channel_port", "-1", ">= 0"]),
+    ({"side_channel_port": "5600"}, {}, ["side_channel_port", "'5600'", "int"]),
+    ({"side_channel_port": True}, {}, ["side_channel_port", "True", "int"]),
+    ({"side_channel_port": None}, {}, ["side_channel_port", "None", "int"]),
+    ({"slot_bytes": 1.5}, {}, ["slot_bytes", "1.5", "int"]),
+    ({"slot_bytes": 1}, {}, ["slot_bytes", "1 ", "65536"]),
+    ({"slot_bytes": 1 << 70}, {}, ["slot_bytes", str(1 << 70)]),
+    ({"staging_bytes": {"a": 1}}, {}, ["staging_bytes", "{'a': 1}", "int"]),
+    ({"staging_bytes": 4 << 20}, {}, ["staging_bytes", str(4 << 20), "slot_bytes", str(16 << 20)]),
+    ({"lease_seconds": 0}, {}, ["lease_seconds", "0 ", "> 0"]),
+    ({"lease_seconds": float("nan")}, {}, ["lease_seconds", "nan", "> 0"]),
+    ({"transfer_timeout_seconds": float("inf")}, {}, ["transfer_timeout_seconds", "inf", "604800"]),
+    ({"lease_seconds": 60, "lease_cap_seconds": 30}, {}, ["lease_cap_seconds", "30", "lease_seconds=60"]),
+    ({"side_channel_host": "0.0.0.0"}, {}, ["side_channel_host", "'0.0.0.0'", "all interfaces", "name the one"]),
+    ({"side_channel_host": "::"}, {}, ["side_channel_host", "'::'", "all interfaces"]),
+    ({"side_channel_host": "0:0::0"}, {}, ["side_channel_host", "'0:0::0'", "all interfaces"]),
+    ({"side_channel_host": "*"}, {}, ["side_channel_host", "'*'", "all interfaces"]),
+    ({"side_channel_host": ""}, {}, ["side_channel_host", "''", "all interfaces"]),
+    ({"advertise_host": "0.0.0.0"}, {}, ["advertise_host", "'0.0.0.0'", "name the one"]),
+    ({"advertise_host": "tcp://10.0.0.1"}, {}, ["advertise_host", "'tcp://10.0.0.1'", "bare host"]),
+    ({"advertise_host": "10.0.0.1:5600"}, {}, ["advertise_host", "'10.0.0.1:5600'", "the port apart"]),
+    ({"advertise_host": "[::1]"}, {}, ["advertise_host", "'[::1]'", "bare host"]),
+    ({"advertise_host": "a\nb"}, {}, ["advertise_host", "'a\\nb'", "bare host"]),
+    ({"curve_public_key": PUBLIC}, {}, ["curve_public_key", "curve_secret_key", "both or neither"]),
+    ({"curve_public_key": "short", "curve_secret_key": SECRET}, {}, ["curve_public_key", "5 characters", "40"]),
+    ({"curve_public_key": PUBLIC, "curve_secret_key": SECRET[1:]}, {}, ["curve_secret_key", "39 characters", "40"]),
+    ({"curve_public_key": PUBLIC, "curve_secret_key": 7777777}, {}, ["curve_secret_key", "***", "str"]),
+    ({}, {"KVFERRY_SIDE_CHANNEL_PORT": "many"}, ["KVFERRY_SIDE_CHANNEL_PORT", "'many'", "int"]),
+    ({}, {"KVFERRY_SIDE_CHANNEL_PORT": "²"}, ["KVFERRY_SIDE_CHANNEL_PORT", "'²'", "int"]),
+    ({}, {"KVFERRY_PLANE": "rdma"}, ["KVFERRY_PLANE", "'rdma'", "auto, ucx, shm, zmq"]),
+]
+
+
+@pytest.mark.parametrize(("extra", "environ", "words"), BAD, ids=[str(number) for number in range(len(BAD))])
+def test_a_mistake_is_one_line(extra, environ, words):
+    with pytest.raises(ConfigError) as error:
+        load_settings(extra, environ)
+    text = str(error.value)
+    assert "\n" not in text and len(text) < 400
+    for word in words:
+        assert word in text
+    assert SECRET not in text and SECRET[1:] not in text and "7777777" not in text
+
+
+def test_no_secret_is_shown():
+    settings = load_settings({}, {"KVFERRY_CURVE_PUBLIC_KEY": PUBLIC, "KVFERRY_CURVE_SECRET_KEY": SECRET})
+    assert settings.curve_secret_key == SECRET
+    assert SECRET not in repr(settings) and SECRET not in f"{settings}" and PUBLIC in repr(settings)
+
+
+def test_every_setting_is_documented_in_the_table():
+    table = settings_table()
+    rows = table.splitlines()
+    assert len(rows) == 2 + len(msgspec.structs.fields(Settings))
+    for row, field in zip(rows[2:], msgspec.structs.fields(Settings), strict=True):
+        assert row.startswith(f"| `{field.name}` |") and row.count("|") == 5
+        assert len(row.split("|")[4].strip()) > 10, f"{field.name} says nothing"
+    assert all(f"`{variable}`" in table for variable in ENVIRONMENT.values())
+
+
+def test_the_module_prints_the_table():
+    run = subprocess.run(
+        [sys.executable, "-m", "kvferry.connector.config"], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert run.stdout.strip() == settings_table()
