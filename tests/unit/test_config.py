@@ -60,6 +60,7 @@ BAD = [
     ({"slot_bytes": 1.5}, {}, ["slot_bytes", "1.5", "int"]),
     ({"slot_bytes": 1}, {}, ["slot_bytes", "1 ", "65536"]),
     ({"slot_bytes": 1 << 70}, {}, ["slot_bytes", str(1 << 70)]),
+    ({"slot_bytes": 257 << 20, "staging_bytes": 8 << 30}, {}, ["slot_bytes", str(257 << 20), str(256 << 20)]),
     ({"staging_bytes": {"a": 1}}, {}, ["staging_bytes", "{'a': 1}", "int"]),
     ({"staging_bytes": 4 << 20}, {}, ["staging_bytes", str(4 << 20), "slot_bytes", str(16 << 20)]),
     ({"lease_seconds": 0}, {}, ["lease_seconds", "0 ", "> 0"]),

@@ -84,6 +84,7 @@ def refused(frames, *, seconds=1.0):
         with pytest.raises(ProtocolError) as error:
             decode(frames)
         assert time.perf_counter() - begun < seconds
+        assert not isinstance(error.value, VersionError)
         texts.append(str(error.value))
         assert texts[-1].isprintable() and len(texts[-1]) < 1000
     return texts
