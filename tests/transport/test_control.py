@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from kvferry.connector.errors import ConfigError
-from kvferry.transport import control
+from kvferry.transport import framing
 from kvferry.transport.control import Connection, Listener, RateLimitedLog, Waker
 
 LIMIT = 1 << 20
@@ -89,7 +89,7 @@ def test_messages_keep_their_order_and_peers_their_identity(listener, connect):
 
 
 def test_one_call_takes_a_bounded_number(listener, connect, monkeypatch):
-    monkeypatch.setattr(control, "_BATCH", 10)
+    monkeypatch.setattr(framing, "BATCH", 10)
     connection = connect(listener.port)
     for _ in range(25):
         connection.send(MESSAGE)
@@ -121,7 +121,7 @@ def test_send_says_false_when_the_peer_does_not_read(listener, connect):
     block = [b"", b"", bytes(LIMIT // 2)]
     begun = time.monotonic()
     sent = next(n for n in range(5000) if not listener.send(identity, block))
-    assert sent < 3 * control.SEND_QUEUE
+    assert sent < 3 * framing.SEND_QUEUE
     assert listener.dropped["full"] == 1
     other = connect(listener.port)
     other.send(MESSAGE)

@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from kvferry.connector.errors import ConfigError, TransportError
-from kvferry.transport import control
+from kvferry.transport import framing
 from kvferry.transport.control import Connection, CurveKeys, Listener, configure_curve
 
 LIMIT = 1 << 20
@@ -241,4 +241,4 @@ def test_a_silent_server_under_curve_is_lost_at_the_deadline():
         connection = Connection("127.0.0.1", port, curve=OURS, max_message_bytes=LIMIT, connect_timeout=0.5)
         assert until(lambda: connection.lost, 2)
         connection.close()
-    assert control.HANDSHAKE_SECONDS >= 1
+    assert framing.HANDSHAKE_SECONDS >= 1

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.transport import control
+from kvferry.transport import framing
 from kvferry.transport.control import Connection, Listener
 
 LIMIT = 1 << 20
 MESSAGE = [b"kvferry", b"\0\1", b"body"]
-SILENCE = control.HEARTBEAT_SECONDS + control.HEARTBEAT_TIMEOUT_SECONDS
+SILENCE = framing.HEARTBEAT_SECONDS + framing.HEARTBEAT_TIMEOUT_SECONDS
 
 
 def until(condition, seconds=5.0):

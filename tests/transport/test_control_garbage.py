@@ -15,7 +15,7 @@ import time
 import pytest
 import zmq
 
-from kvferry.transport import control, gate
+from kvferry.transport import framing, gate
 from kvferry.transport.control import Connection, Listener
 
 LIMIT = 1 << 20
@@ -24,7 +24,7 @@ MESSAGE = [b"kvferry", b"\0\1", b"body"]
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(control, "HANDSHAKE_SECONDS", 1.0)
+    monkeypatch.setattr(framing, "HANDSHAKE_SECONDS", 1.0)
 
 
 @pytest.fixture

@@ -1,0 +1,101 @@
+"""What both ends of the control plane share: limits, socket options, and the framing of a message."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections import Counter
+
+import zmq
+
+from kvferry.transport.wake import RateLimitedLog
+
+HEARTBEAT_SECONDS = 1.5
+"""Between two heartbeats; without an answer for the time-out the connection ends. libzmq's own thread does both."""
+HEARTBEAT_TIMEOUT_SECONDS = 4.5
+CONNECT_TIMEOUT_SECONDS = 5.0
+HANDSHAKE_SECONDS = 5.0
+FRAMES = 3
+"""Frames of one message, the routing identity not counted."""
+MAX_PEERS = 2048
+"""Connections of one listener at once."""
+MIN_BACKLOG_BYTES = 16 << 20
+"""What a connection may send before its message is whole; eight times the largest message where that is more."""
+SEND_QUEUE, RECEIVE_QUEUE = 1024, 64
+"""Messages that libzmq holds per connection; beyond, send() says False and the sender's TCP waits."""
+BATCH = 512
+"""Messages of one receive() call: a flood must not keep the serving thread from its other work."""
+_log = RateLimitedLog(logging.getLogger("vllm.kvferry.transport"))
+
+
+def tune(socket: zmq.Socket[bytes], max_message_bytes: int) -> None:
+    """Bound what libzmq holds, and how long it believes in a peer that says nothing."""
+    socket.linger = 0
+    socket.sndhwm, socket.rcvhwm = SEND_QUEUE, RECEIVE_QUEUE
+    socket.maxmsgsize = max_message_bytes
+    socket.handshake_ivl = int(HANDSHAKE_SECONDS * 1e3)
+    socket.heartbeat_ivl = int(HEARTBEAT_SECONDS * 1e3)
+    socket.heartbeat_timeout = int(HEARTBEAT_TIMEOUT_SECONDS * 1e3)
+    socket.tcp_keepalive, socket.tcp_keepalive_idle = 1, 10
+    socket.tcp_keepalive_intvl, socket.tcp_keepalive_cnt = 5, 3
+    socket.tcp_maxrt = int((HEARTBEAT_SECONDS + HEARTBEAT_TIMEOUT_SECONDS) * 1e3)
+
+
+def url(address: str, port: int | str) -> str:
+    """ZMQ's name of a numeric address and port; "*" finds a port."""
+    return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
+
+
+def read(socket: zmq.Socket[bytes], max_frames: int) -> list[bytes] | None:
+    """One message, of which at most ``max_frames + 1`` frames are kept; None where there is none now."""
+    try:
+        return rest(socket, [socket.recv(zmq.NOBLOCK)], max_frames)
+    except zmq.ZMQError:  # EAGAIN, or the socket or the context is closed
+        return None
+
+
+def rest(socket: zmq.Socket[bytes], frames: list[bytes], max_frames: int) -> list[bytes]:
+    """``frames`` and those that follow in the same message; libzmq hands over whole messages only."""
+    while socket.rcvmore:
+        frame = socket.recv(zmq.NOBLOCK)
+        if len(frames) <= max_frames:
+            frames.append(frame)
+    return frames
+
+
+def source(frame: zmq.Frame) -> int:
+    """The file descriptor of the connection that a frame came by, -1 where libzmq does not say."""
+    try:
+        return int(frame.get("__fd"))
+    except (zmq.ZMQError, ValueError):
+        return -1
+
+
+def send(socket: zmq.Socket[bytes], frames: list[bytes]) -> int:
+    """0, or the error number."""
+    try:
+        socket.send_multipart(frames, zmq.NOBLOCK)
+    except zmq.ZMQError as error:
+        return error.errno or errno.EIO
+    return 0
+
+
+class Filter:
+    """Drops what is not framed as our messages are, and counts it."""
+
+    def __init__(self, label: str, max_message_bytes: int, dropped: Counter[str]) -> None:
+        self._label, self._max, self.dropped = label, max_message_bytes, dropped
+
+    def passes(self, frames: list[bytes]) -> bool:
+        """Whether ``frames`` are as many as a message has, and not too long in sum."""
+        size = sum(map(len, frames))
+        if len(frames) != FRAMES:
+            return self._drop("frames", f"not {FRAMES} frames")
+        if size > self._max:
+            return self._drop("oversize", f"{size} bytes, limit {self._max}")
+        return True
+
+    def _drop(self, reason: str, text: str) -> bool:
+        self.dropped[reason] += 1
+        _log.warning(f"{self._label} {reason}", "%s: message dropped: %s", self._label, text)
+        return False
