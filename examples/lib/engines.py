@@ -101,6 +101,7 @@ class Server:
     port: int
     started: float = field(default_factory=time.monotonic)
     ready_seconds: float | None = None
+    is_engine: bool = False
 
     @property
     def url(self) -> str:
@@ -140,6 +141,15 @@ class Server:
         except OSError as error:
             raise EngineError(f"{self.name}{path}: {error}\n{self.log_tail()}") from None
         return json.loads(text) if text else None
+
+    def warm_up(self) -> None:
+        """One prompt of some tokens, computed here.
+
+        The first forward pays for scratch memory, and it must not be a single token: vLLM's AMX attention (bfloat16)
+        then runs before anybody asked the kernel for AMX, and the worker dies of SIGILL. A D that only ever loads
+        prompts would be in that place.
+        """
+        self.post("/v1/completions", {"model": "model", "prompt": list(range(2, 66)), "max_tokens": 2}, timeout=120)
 
     def rpc(self, method: str, *args: str) -> Any:
         """Call a method of the worker extension on every worker; the list of answers."""
@@ -271,7 +281,9 @@ class Fleet:
             env["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
             env["VLLM_NIXL_SIDE_CHANNEL_HOST"] = host
         env.update(environment or {})
-        return self.spawn(name, [*command, *arguments], host=host, port=port, environment=env, netns=netns)
+        server = self.spawn(name, [*command, *arguments], host=host, port=port, environment=env, netns=netns)
+        server.is_engine = True
+        return server
 
     def router(
         self, prefill: Server, decode: Server, *, host: str = "127.0.0.1", arguments: Sequence[str] = (),
@@ -291,7 +303,7 @@ class Fleet:
         servers: Sequence[Server] | None = None,
         probe: Callable[[Server], bool] = Server.healthy,
     ) -> None:
-        """Wait until all (or these) answer on /health, with a line of progress every few seconds.
+        """Wait until all (or these) answer on /health, with a line of progress every few seconds; warm engines up.
 
         Raises:
             EngineError: one of them ended, or the time is over; with the end of its log.
@@ -306,6 +318,8 @@ class Fleet:
                         f"the end of {server.log}:\n{server.log_tail()}"
                     )
                 if probe(server):
+                    if server.is_engine:
+                        server.warm_up()
                     server.ready_seconds = time.monotonic() - server.started
                     self._say(f"{server.name}: ready on port {server.port} after {server.ready_seconds:.0f} s")
                     waiting.remove(server)

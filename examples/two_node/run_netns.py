@@ -75,7 +75,9 @@ def start(fleet: Fleet, name: str, address: str, model: Path, netns: str | None)
     script = [str(HERE / f"{name}.sh"), str(model), address, *arguments]
     if command[-1] != "serve":
         raise EngineError("this example needs the vllm command line: run `make install`")
-    return fleet.spawn(name, script, host=address, port=8000, environment=env, netns=netns)
+    server = fleet.spawn(name, script, host=address, port=8000, environment=env, netns=netns)
+    server.is_engine = True
+    return server
 
 
 def run(folder: Path, tokens: int) -> None:

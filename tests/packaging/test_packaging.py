@@ -1,0 +1,126 @@
+"""What is installed: every module in the wheel, nothing that shadows somebody else's package, the entry point."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import msgspec
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("connector", "transport", "kernels")
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def python(program: str, cwd: Path, *options: str, path: str = "") -> str:
+    """Output of a fresh interpreter, started in ``cwd``."""
+    env = {"PATH": "/usr/bin:/bin", "HOME": str(cwd), **({"PYTHONPATH": path} if path else {})}
+    done = subprocess.run(
+        [sys.executable, *options, "-c", program], cwd=cwd, env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def tracked() -> set[str]:
+    """Python files and markers that git has under our folders, as paths in the wheel."""
+    listed = subprocess.run(["git", "ls-files", *FOLDERS], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    found = {
+        f"kvferry/{name}" for name in listed.split() if name.endswith((".py", "py.typed")) and (ROOT / name).exists()
+    }
+    assert any(name.endswith("connector/config.py") for name in found)
+    return found
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built from the tracked files alone, so that no stale build folder can help."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, names.split("\0")):
+        origin = ROOT / name
+        if origin.is_file() and not name.startswith((".typing/", "tests/")):
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            (source / name).write_bytes(origin.read_bytes())
+    build = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
+    done = subprocess.run(
+        [sys.executable, "-c", build, str(out)], cwd=source, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    (found,) = out.glob("*.whl")
+    return found
+
+
+def test_the_wheel_has_every_module_and_nothing_else(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+        metadata = next(archive.read(n).decode() for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+    assert names == tracked()
+    assert "License-Expression: Apache-2.0" in metadata
+
+
+def test_the_wheel_imports_without_the_repository(wheel: Path, tmp_path: Path) -> None:
+    """Without site-packages' hooks, among them the editable install's; the dependencies by their folder."""
+    names = ("kvferry.connector.config", "kvferry.transport.plane", "kvferry.kernels.paged_copy")
+    program = f"import sys, {', '.join(names)}; print([sys.modules[name].__file__ for name in {names}])"
+    path = f"{wheel}:{Path(msgspec.__file__).parents[1]}"
+    assert python(program, tmp_path, "-S", path=path).count(str(wheel)) == len(names)
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_bare_names_are_not_ours(name: str, tmp_path: Path) -> None:
+    """`kernels` is Hugging Face's package; `connector` by accident would be a second copy of every class."""
+    program = f"""
+import importlib.util
+try:
+    spec = importlib.util.find_spec({name!r})
+except ValueError:
+    spec = None
+print([*(spec.submodule_search_locations or []), spec.origin] if spec else [])
+"""
+    assert str(ROOT) not in python(program, tmp_path)
+
+
+def test_bare_names_are_not_loaded_here() -> None:
+    """In this very test process, whose tests import all of ours."""
+    import kvferry.connector.config  # noqa: F401
+
+    ours = [n for n in FOLDERS if str(ROOT) in str(getattr(sys.modules.get(n), "__path__", ""))]
+    assert not ours
+
+
+def test_entry_point_registers_the_connector() -> None:
+    (found,) = [e for e in entry_points(group="vllm.general_plugins") if e.name == "kvferry"]
+    assert found.value == "kvferry.connector.plugin:register"
+    assert callable(found.load())
+
+
+def test_python_versions_are_declared_alike() -> None:
+    classifiers = {c.rsplit(" ", 1)[1] for c in PYPROJECT["project"]["classifiers"] if "Python :: 3." in c}
+    assert classifiers == {"3.11", "3.12", "3.13"}
+    assert PYPROJECT["project"]["requires-python"] == ">=3.11"
+
+
+def test_readme_has_the_settings_as_they_are() -> None:
+    from kvferry.connector.config import settings_table
+
+    readme = (ROOT / "README.md").read_text()
+    start, end = "<!-- settings: python -m kvferry.connector.config -->\n", "\n<!-- end of settings -->"
+    assert readme.count(start) == readme.count(end) == 1
+    assert readme.split(start)[1].split(end)[0].strip() == settings_table().strip()
+
+
+def test_readme_links_lead_somewhere() -> None:
+    readme = (ROOT / "README.md").read_text()
+    local = [link for link in re.findall(r"\]\(([^)#]+)\)", readme) if "://" not in link]
+    assert local and not [link for link in local if not (ROOT / link).exists()]
+
+
+def test_changelog_has_this_version() -> None:
+    assert f"## [{PYPROJECT['project']['version']}]" in (ROOT / "CHANGELOG.md").read_text()
