@@ -20,11 +20,13 @@ from kvferry.connector.stepplan import PeerEngine, RankAddress
 PARAMS_VERSION = 1
 MAX_PORT = 65535
 
-_Hex16 = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
+_Hex16 = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
+_PRINTABLE = r"^[^\x00-\x1f\x7f\ud800-\udfff]+\Z"
+"""These strings come from whoever sent the request and go into log lines: no line breaks, no half characters."""
 _Rank = tuple[
     Annotated[int, Meta(ge=0, lt=4096)],
     Annotated[int, Meta(ge=0, lt=4096)],
-    Annotated[str, Meta(min_length=1, max_length=255)],
+    Annotated[str, Meta(max_length=255, pattern=_PRINTABLE)],
     Annotated[int, Meta(ge=1, le=MAX_PORT)],
     _Hex16,
 ]
@@ -33,7 +35,7 @@ _Rank = tuple[
 class _Wire(msgspec.Struct, frozen=True):
     v: int
     token: _Hex16
-    engine_id: Annotated[str, Meta(min_length=1, max_length=256)]
+    engine_id: Annotated[str, Meta(max_length=256, pattern=_PRINTABLE)]
     num_tokens: Annotated[int, Meta(ge=1, le=1 << 31)]
     prompt: Annotated[str, Meta(max_length=64)]
     lease_seconds: Annotated[float, Meta(gt=0, le=1e6)]
@@ -94,7 +96,7 @@ def wants_prefill(params: Mapping[str, Any] | None) -> bool:
 
 
 def parse(params: Mapping[str, Any] | None) -> HandedOver | None:
-    """D: what P handed over; ``None`` where the parameters are missing or null, which means: prefill locally.
+    """D: what P handed over; ``None`` where nothing was asked for, which means: prefill locally.
 
     Raises:
         ProtocolError: parameters that are there and cannot be used, in one line.
@@ -104,7 +106,10 @@ def parse(params: Mapping[str, Any] | None) -> HandedOver | None:
     raw = params.get("kvferry")
     if raw is None:
         if params.get("remote_engine_id") is None:
-            return None
+            raise ProtocolError(
+                "kv_transfer_params asks for a remote prefill but names no P: the prefill leg handed nothing over, "
+                "or the router dropped its answer's kv_transfer_params"
+            )
         raise ProtocolError(
             "kv_transfer_params has no 'kvferry' entry: P runs another connector, or the router dropped it; "
             "relay P's kv_transfer_params unchanged"

@@ -137,6 +137,8 @@ class Engine:
         self.origins: dict[str, Origins] = {}
         self.loads: Counter[str] = Counter()
         self.leases: Counter[str] = Counter()
+        self.computed: Counter[str] = Counter()
+        """Tokens that forwards of this engine computed, by request."""
         self.stats: list[Any] = []
         self.baseline = self.free_blocks
 
@@ -195,6 +197,7 @@ class Engine:
         step = self.scheduler.schedule()
         self._note(step.kv_connector_metadata)
         step.kv_connector_metadata = self._travel(step.kv_connector_metadata)
+        self.computed.update(step.num_scheduled_tokens)
         outputs: list[ModelRunnerOutput | None] = []
         for worker in self.workers:
             kv = worker.run(step, lambda w: self._forward(w, step))

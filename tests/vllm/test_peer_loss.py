@@ -1,0 +1,231 @@
+"""P is gone, silent, restarted, or its lease is over: recomputed or failed as the policy says, and in time."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hold import Hold, in_phase
+from labelled import BLOCK, prompt
+from stepped import PREFILL, Engine, mover_of, prefill, run, settle
+from stepped_rank import RUNNERS
+from yard import Lines, Yard
+
+from kvferry.connector import protocol
+from kvferry.connector.handover import Phase
+
+pytestmark = pytest.mark.vllm
+IDS = prompt(400)
+POLICIES = ("recompute", "fail")
+SHORT = {"handshake_timeout_seconds": 0.5, "transfer_timeout_seconds": 0.5}
+
+
+def ended(d: Engine, request_id: str, policy: str, tokens: int = len(IDS)) -> None:
+    """Run D alone: the request ends as the policy says, and D serves on."""
+    run([d], lambda: d.answers[request_id].finish is not None, seconds=8)
+    if policy == "recompute":
+        assert d.answers[request_id].finish == "length"
+        assert d.computed[request_id] == tokens, "all of the prompt, once"
+        assert d.answers[request_id].external == 0, "nothing counts as loaded"
+    else:
+        assert d.answers[request_id].finish == "error"
+        assert d.computed[request_id] == 0
+    settle(d)
+    after = d.add(prompt(50, seed=77))
+    run([d], lambda: d.answers[after].finish == "length")
+    settle(d)
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_p_is_gone_before_d_asks(
+    yard: Yard, lines: Lines, monkeypatch: pytest.MonkeyPatch, policy: str, runner: str
+) -> None:
+    if runner == "v026":
+        monkeypatch.setattr("kvferry.connector.compat.HAS_TRANSFER_RESULTS", False)
+    p, d = yard.pair(policy=policy, runner=runner, extra=SHORT)
+    params = prefill(p, IDS)
+    p.close()
+    request_id = d.add(IDS, params)
+    ended(d, request_id, policy)
+    assert len(lines("hand-over of", request_id, "failed", "400 tokens not loaded")) == 1
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_p_goes_in_mid_transfer(yard: Yard, policy: str) -> None:
+    p, d = yard.pair(policy=policy)
+    params = prefill(p, IDS)
+    hold = Hold(p, chunks=1)
+    p.step()
+    request_id = d.add(IDS, params)
+    d.step()
+    in_phase(d, request_id, Phase.MOVING, lambda job: job.nbytes > 0)
+    p.close()
+    ended(d, request_id, policy)
+    hold.open()
+
+
+SILENCE = {
+    "at the handshake": (protocol.Hello,),
+    "at the ask": (protocol.Ask,),
+    "at the commit": (protocol.Commit,),
+}
+
+
+@pytest.mark.parametrize("where", SILENCE)
+def test_p_goes_silent(yard: Yard, lines: Lines, where: str) -> None:
+    p, d = yard.pair(extra=SHORT)
+    params = prefill(p, IDS)
+    p.step()
+    hold = Hold(p, *SILENCE[where])
+    request_id = d.add(IDS, params)
+    ended(d, request_id, "recompute")
+    assert len(lines("hand-over of", request_id, "failed")) == 1
+    hold.open()
+    settle(p, d)
+
+
+def test_p_stalls_in_mid_transfer(yard: Yard) -> None:
+    p, d = yard.pair(extra=SHORT)
+    params = prefill(p, IDS)
+    p.step()
+    hold = Hold(p, chunks=1)
+    request_id = d.add(IDS, params)
+    ended(d, request_id, "recompute")
+    hold.open()
+    settle(p, d)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_lease_is_over_before_d_asks(yard: Yard, lines: Lines, policy: str) -> None:
+    p, d = yard.pair(policy=policy, extra={"lease_seconds": 0.2})
+    params = prefill(p, IDS)
+    run([p], lambda: p.idle, seconds=5)
+    assert len(lines("lease of", "expired")) == 1
+    request_id = d.add(IDS, params)
+    ended(d, request_id, policy)
+    settle(p, d)
+
+
+def test_the_cap_ends_a_lease_however_often_it_is_renewed(yard: Yard, lines: Lines) -> None:
+    p, d = yard.pair(extra={"lease_seconds": 0.4, "lease_cap_seconds": 1.0})
+    running = d.add(prompt(450, seed=3), max_tokens=60)
+    d.step()
+    request_id = d.add(IDS, prefill(p, IDS))
+    d.step()
+    began = time.monotonic()
+    run([p], lambda: p.idle, seconds=5)
+    assert 0.5 < time.monotonic() - began < 3
+    assert len(lines("lease of", "cap of 1 s")) == 1
+    d.abort(running)
+    ended(d, request_id, "recompute")
+
+
+def test_the_lease_ends_while_d_reads(yard: Yard) -> None:
+    """P's cap comes in mid-transfer: what was read is not used."""
+    p, d = yard.pair(extra={"lease_seconds": 0.3, "lease_cap_seconds": 0.6})
+    params = prefill(p, IDS)
+    p.step()
+    Hold(p, chunks=1)
+    request_id = d.add(IDS, params)
+    ended(d, request_id, "recompute")
+    settle(p, d)
+
+
+def test_d_goes_in_mid_transfer(yard: Yard) -> None:
+    p, d = yard.pair(extra={"lease_seconds": 1.0})
+    params = prefill(p, IDS)
+    p.step()
+    hold = Hold(p, chunks=1)
+    request_id = d.add(IDS, params)
+    d.step()
+    in_phase(d, request_id, Phase.MOVING, lambda job: job.nbytes > 0)
+    d.close()
+    hold.open()
+    settle(p, seconds=5)
+
+
+def test_p_is_restarted_on_the_same_port(yard: Yard, lines: Lines) -> None:
+    p, d = yard.pair(extra=SHORT)
+    params = prefill(p, IDS)
+    port = params["kvferry"]["ranks"][0][3]
+    request_id = d.add(IDS, params)  # a first hand-over, so that D knows the old one
+    run([p, d], lambda: d.answers[request_id].finish is not None)
+    settle(p, d)
+    second = prefill(p, prompt(300, 1))
+    p.close()
+    reborn = yard.engine(0, extra={**SHORT, "side_channel_port": port})
+    request_id = d.add(prompt(300, 1), second)
+    ended(d, request_id, "recompute", tokens=300)
+    assert lines("hand-over of", request_id, "failed")
+    fresh = prompt(200, 2)
+    third = d.add(fresh, prefill(reborn, fresh))
+    run([reborn, d], lambda: d.answers[third].finish is not None)
+    assert d.origins[third].theirs == 199
+    settle(reborn, d)
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_a_failed_load_leaves_a_shared_prefix_alone(yard: Yard, monkeypatch: pytest.MonkeyPatch, runner: str) -> None:
+    """Another request runs on the blocks of the local prefix hit: they are good, and it must not be thrown back."""
+    if runner == "v026":
+        monkeypatch.setattr("kvferry.connector.compat.HAS_TRANSFER_RESULTS", False)
+    p, d = yard.pair(runner=runner, extra=SHORT)
+    running = d.add(IDS[:100], max_tokens=100)
+    d.step()
+    params = prefill(p, IDS)
+    p.close()
+    request_id = d.add(IDS, params)
+    run([d], lambda: d.answers[request_id].finish is not None)
+    assert d.answers[request_id].finish == "length"
+    run([d], lambda: d.answers[running].finish is not None)
+    assert d.computed[running] == 100 + 99
+    assert d.computed[request_id] == 400 - 100 // BLOCK * BLOCK
+    settle(d)
+
+
+def test_many_requests_for_a_dead_p_fail_fast(yard: Yard) -> None:
+    p, d = yard.pair(extra={"handshake_timeout_seconds": 2.0})
+    several = [prompt(40, seed) for seed in range(6)]
+    told = [prefill(p, ids) for ids in several]
+    p.close()
+    began = time.monotonic()
+    names = [d.add(ids, params) for ids, params in zip(several, told, strict=True)]
+    run([d], lambda: all(d.answers[name].finish is not None for name in names), seconds=8)
+    assert time.monotonic() - began < 5
+    settle(d)
+
+
+def test_a_dead_p_does_not_hold_up_another(yard: Yard) -> None:
+    p, d = yard.pair(extra={"handshake_timeout_seconds": 3.0})
+    silent = yard.engine(0)
+    dead = prefill(silent, IDS)
+    Hold(silent, protocol.Hello)
+    waiting = d.add(IDS, dead)
+    d.step()
+    began = time.monotonic()
+    ids = prompt(60, 4)
+    good = d.add(ids, prefill(p, ids))
+    run([p, d], lambda: d.answers[good].finish is not None)
+    assert time.monotonic() - began < 2.5 and d.origins[good].theirs == 59
+    assert d.answers[waiting].finish is None
+    run([p, d], lambda: d.answers[waiting].finish is not None)
+    settle(p, d)
+
+
+def test_shutting_down_with_leases_and_loads_open(yard: Yard) -> None:
+    p, d = yard.pair()
+    params = prefill(p, IDS)
+    p.add(prompt(100, 9), PREFILL)
+    p.step()
+    Hold(p, chunks=1)
+    request_id = d.add(IDS, params)
+    d.step()
+    in_phase(d, request_id, Phase.MOVING)
+    began = time.monotonic()
+    d.close()
+    p.close()
+    assert time.monotonic() - began < 3
+    assert not mover_of(p).alive and not mover_of(d).alive
+    d.close()
+    p.close()
