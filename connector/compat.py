@@ -7,6 +7,7 @@ needed is missing.
 from __future__ import annotations
 
 import json
+import platform
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     PromMetricT,
 )
 from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -133,8 +135,28 @@ def layer_groups(kv_cache_config: KVCacheConfig) -> tuple[LayerGroup, ...]:
     for index in transfer_group_ids(kv_cache_config):
         group = kv_cache_config.kv_cache_groups[index]
         kind, window = _kind(group.kv_cache_spec)
-        groups.append(LayerGroup(kind, tuple(group.layer_names), group.kv_cache_spec.block_size, window))
+        spec = group.kv_cache_spec
+        groups.append(LayerGroup(kind, tuple(group.layer_names), spec.block_size, window, _packing(spec)))
     return tuple(groups)
+
+
+def _packing(spec: KVCacheSpec) -> str:
+    """The order that a backend keeps tokens in inside a block, where that is not one after the other.
+
+    vLLM's CPU attention stores keys transposed or in pairs, by instruction set; the shape of its cache does not tell.
+    """
+    if not current_platform.is_cpu():
+        return ""
+    inner = getattr(spec, "kv_cache_specs", None)
+    spec = next(iter(inner.values())) if inner else spec
+    head_size = getattr(spec, "head_size", None)
+    try:
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+        isa = _get_attn_isa(spec.dtype, spec.block_size, head_size)
+    except (ImportError, AttributeError, TypeError):  # another vLLM: packed all the same, the order has no name
+        isa = "unknown"
+    return f"cpu {platform.machine()} {isa}"
 
 
 def _kind(spec: KVCacheSpec) -> tuple[GroupKind, int]:

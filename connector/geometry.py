@@ -17,6 +17,8 @@ Name = Annotated[str, Meta(min_length=1, max_length=256, pattern=PRINTABLE)]
 Count = Annotated[int, Meta(ge=0, le=1 << 31)]
 Size = Annotated[int, Meta(ge=1, le=1 << 31)]
 
+PackingName = Annotated[str, Meta(max_length=64, pattern=PRINTABLE)]
+
 GroupKind = Literal["full", "mla", "sliding_window", "chunked_local", "state"]
 
 
@@ -26,6 +28,10 @@ class GroupGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     ``layers`` are the engine's layer names in order; ``head_start``/``num_heads`` the interval of global KV heads
     that the rank holds; ``block_size`` the tokens of a manager block (block ids are manager block ids);
     ``content_bytes`` C; ``window`` tokens of a sliding window, 0 for none.
+
+    ``packing`` names an order of its own in which a backend keeps the tokens of one (kernel block, head), as vLLM's CPU
+    attention does; empty where they lie one after the other. Then tokens have no bytes of their own: only whole tiles
+    of ``tile_tokens`` tokens can be carried, between ranks that pack alike.
     """
 
     kind: GroupKind
@@ -36,6 +42,8 @@ class GroupGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     content_bytes: Size
     dtype: Name
     window: Count = 0
+    packing: PackingName = ""
+    tile_tokens: Size = 1
 
 
 class RankGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -51,6 +51,8 @@ _new_chunk: Callable[[tuple[int, int, int, int]], Chunk] = partial(tuple.__new__
 def compatible(local: RankGeometry, remote: RankGeometry, *, consumer: bool = True) -> None:
     """Whether KV can pass between two ranks at all; layouts, block sizes and parallel sizes may differ.
 
+    The order inside packed tiles, and with it their size, must agree (``GroupGeometry.packing``).
+
     Args:
         local: ours.
         remote: the peer's.
@@ -116,7 +118,7 @@ def plan_reads(
         remote: P's rank, ``heads.p_rank`` of its stage.
         heads: global KV heads to take (one of ``topology.sources``). The one head of a group of kind ``mla`` is taken
             with the first of D's heads, so that it comes once.
-        tokens: per local group, the tokens to read as (start, stop).
+        tokens: per local group, the tokens to read as (start, stop). A packed group is read in whole tiles.
 
     Returns:
         Spans that do not overlap; layers that this P rank does not hold are left out. Once the plans of all sources
@@ -138,7 +140,8 @@ def plan_reads(
         for layer, theirs, first, count in _runs(group.layers, held):
             ours, head, num_heads = _head_box(group, remote.groups[theirs], heads)
             if num_heads:
-                span = Span(theirs, first, count, head, num_heads, start, stop - start)
+                token = start // group.tile_tokens * group.tile_tokens
+                span = Span(theirs, first, count, head, num_heads, token, whole_tiles(stop, group) - token)
                 planned.append(PlannedSpan(span, index, layer, ours))
     return tuple(planned)
 
@@ -207,10 +210,20 @@ def check_span(span: Span, geometry: RankGeometry, num_tokens: int) -> None:
     for axis, first, count, bound in (
         ("layers", span.layer, span.num_layers, len(group.layers)),
         ("heads", span.head, span.num_heads, group.num_heads),
-        ("tokens", span.token, span.num_tokens, num_tokens),
+        ("tokens", span.token, span.num_tokens, whole_tiles(num_tokens, group)),
     ):
         if first < 0 or count < 1 or first + count > bound:
             raise GeometryError(f"span of {axis} {first}..{first + count} is outside 0..{bound} of group {span.group}")
+    if span.token % group.tile_tokens or span.num_tokens % group.tile_tokens:
+        raise GeometryError(
+            f"span of tokens {span.token}..{span.token + span.num_tokens} cuts through tiles of {group.tile_tokens} "
+            f"tokens, which group {span.group} packs ({group.packing})"
+        )
+
+
+def whole_tiles(num_tokens: int, group: GroupGeometry) -> int:
+    """Tokens of the tiles that hold the first ``num_tokens``; the same number where the group is not packed."""
+    return -(-num_tokens // group.tile_tokens) * group.tile_tokens
 
 
 def check_spans(spans: Sequence[Span], geometry: RankGeometry, num_tokens: int) -> None:
@@ -225,7 +238,7 @@ def check_spans(spans: Sequence[Span], geometry: RankGeometry, num_tokens: int) 
         asked[span.group] = asked.get(span.group, 0) + span.num_layers * span.num_heads * span.num_tokens
     for index, elements in asked.items():
         group = geometry.groups[index]
-        bound = len(group.layers) * group.num_heads * num_tokens
+        bound = len(group.layers) * group.num_heads * whole_tiles(num_tokens, group)
         if elements > bound:
             raise GeometryError(f"spans of group {index} ask for {elements} (layer, head, token) elements of {bound}")
 
@@ -335,7 +348,7 @@ def _head_box(ours: GroupGeometry, theirs: GroupGeometry, heads: HeadRead) -> tu
 
 
 def _same_form(layer: str, ours: GroupGeometry, theirs: GroupGeometry) -> None:
-    for field in ("kind", "content_bytes", "dtype", "window"):
+    for field in ("kind", "content_bytes", "dtype", "window", "packing", "tile_tokens"):
         mine, other = getattr(ours, field), getattr(theirs, field)
         if mine != other:
             raise IncompatiblePeerError(f"{field} of layer {layer!r}", mine, other)

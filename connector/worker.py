@@ -32,12 +32,13 @@ CARRIED_KINDS: tuple[GroupKind, ...] = ("full", "mla")
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """One block table of the engine: its layers, and the tokens of one of its blocks."""
+    """One block table of the engine: its layers, and the tokens of one of its blocks; see ``GroupGeometry``."""
 
     kind: GroupKind
     layers: tuple[str, ...]
     block_size: int
     window: int = 0
+    packing: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +220,8 @@ def _group_geometry(group: LayerGroup, view: CacheView, head_start: int) -> Grou
         content_bytes=view.content_bytes,
         dtype=view.dtype,
         window=group.window,
+        packing=group.packing,
+        tile_tokens=view.block_size if group.packing else 1,
     )
 
 

@@ -45,6 +45,7 @@ class Rank:
         tp_size: int = 1,
         settings: Settings | None = None,
         model: dict[str, str] | None = None,
+        packing: str = "",
     ) -> None:
         self.block_size, self.content = block_size, content
         first, count = head_interval(tp_rank, tp_size, total_heads)
@@ -64,7 +65,7 @@ class Rank:
             engine_id=engine_id, tp_rank=tp_rank, tp_size=tp_size, pp_rank=0, pp_size=1,
             total_num_kv_heads=total_heads, is_mla=False, model=model or {"architectures": "Labelled"},
         )  # fmt: skip
-        self.worker = WorkerHalf(self.settings, info, [LayerGroup("full", tuple(self.layers), block_size)])
+        self.worker = WorkerHalf(self.settings, info, [LayerGroup("full", tuple(self.layers), block_size, 0, packing)])
         self.worker.register(self.caches)
         self.sent: set[str] = set()
         self.received: set[str] = set()

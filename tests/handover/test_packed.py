@@ -1,0 +1,89 @@
+"""Caches whose backend packs the tokens of a block in an order of its own: whole tiles are carried, or nothing is."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import torch
+from ranks import Rank, grant, load_plan, peer, wait
+from stage import Stage
+
+from kvferry.connector.config import Settings
+from kvferry.connector.errors import GeometryError, IncompatiblePeerError
+from kvferry.connector.plan import check_span, check_spans, compatible, plan_reads
+from kvferry.connector.protocol import Span
+from kvferry.connector.topology import HeadRead
+
+PACKED = "transposed"
+
+
+def fill_transposed(rank: Rank, blocks: list[int], tokens: int) -> None:
+    """Labels as vLLM's CPU attention keeps keys: [C, N] inside a (block, head); the rest of the last tile stays -1."""
+    wanted = rank.wanted(tokens)
+    for number, name in enumerate(rank.layers):
+        tiles = rank.caches[name].view(len(rank.caches[name]), len(rank.heads), rank.content, rank.block_size)
+        for token in range(tokens):
+            tiles[blocks[token // rank.block_size], :, :, token % rank.block_size] = wanted[number, :, token]
+
+
+def read_transposed(rank: Rank, blocks: list[int], tokens: int) -> torch.Tensor:
+    """[L, H, T, C] of a prompt."""
+    stacked = torch.stack([rank.caches[name] for name in rank.layers])[:, torch.tensor(blocks)]
+    tiles = stacked.view(*stacked.shape[:3], rank.content, rank.block_size)  # [L, n, H, C, N]
+    flat = tiles.permute(0, 2, 1, 4, 3).reshape(len(rank.layers), len(rank.heads), -1, rank.content)
+    return flat[:, :, :tokens]
+
+
+@pytest.mark.parametrize("slot_bytes", [64 << 10, 4 << 20])
+@pytest.mark.parametrize("tokens", [1, 15, 16, 20, 77])
+def test_all_tokens_arrive_whatever_the_order_inside_a_block(stage: Stage, tokens: int, slot_bytes: int) -> None:
+    settings = Settings(slot_bytes=slot_bytes, staging_bytes=16 << 20)
+    p = stage.rank(packing=PACKED, settings=settings, content=64)
+    d = stage.rank(packing=PACKED, settings=settings, content=64, engine_id="engine-d")
+    blocks, ours = [3, 9, 1, 30, 7][: -(-tokens // 16)], [2, 4, 31, 0, 5][: -(-tokens // 16)]
+    fill_transposed(p, blocks, tokens)
+    token = grant([p], "req-p", blocks, tokens)
+    d.worker.post(load_plan("req-d", token, peer([p]), ours, 0, tokens))
+    assert wait(lambda: d.received == {"req-d"} and p.sent == {"req-p"}, [p, d]) and not d.failed
+    assert torch.equal(read_transposed(d, ours, tokens), d.wanted(tokens))
+
+
+def test_without_the_name_of_the_packing_the_same_bytes_are_wrong(stage: Stage) -> None:
+    """What the guard is for: token slices of packed tiles are not the tokens."""
+    p, d = stage.rank(), stage.rank(engine_id="engine-d")
+    fill_transposed(p, [3, 9], 20)
+    token = grant([p], "req-p", [3, 9], 20)
+    d.worker.post(load_plan("req-d", token, peer([p]), [2, 4], 0, 20))
+    assert wait(lambda: d.received == {"req-d"}, [p, d]) and not d.failed
+    assert not torch.equal(read_transposed(d, [2, 4], 20), d.wanted(20))
+
+
+@pytest.mark.parametrize(
+    ("form", "field"),
+    [({"block_size": 32}, "tile_tokens"), ({"packing": "pairs"}, "packing"), ({"packing": ""}, "packing")],
+)
+def test_ranks_that_pack_otherwise_refuse_each_other(stage: Stage, form: dict[str, object], field: str) -> None:
+    p = stage.rank(packing=PACKED)
+    d = stage.rank(**({"packing": PACKED, "engine_id": "engine-d"} | form))
+    p.fill([1, 2], 20)
+    token = grant([p], "req-p", [1, 2], 20)
+    d.worker.post(load_plan("req-d", token, peer([p]), [1, 2], 0, 20))
+    assert wait(lambda: d.failed == {"req-d"}, [p, d])
+    assert all((d.caches[name] == -1).all() for name in d.layers)
+    ours, theirs = (rank.worker.site.caches.geometry for rank in (d, p))
+    with pytest.raises(IncompatiblePeerError, match=f"{field} of layer"):
+        compatible(ours, theirs)
+
+
+def test_spans_of_packed_groups_are_whole_tiles(stage: Stage) -> None:
+    geometry = stage.rank(packing=PACKED).worker.site.caches.geometry
+    (planned,) = plan_reads(geometry, geometry, HeadRead(0, 0, 4), [(17, 37)])
+    assert (planned.span.token, planned.span.num_tokens) == (16, 32)
+    check_spans([planned.span], geometry, 37)
+    whole = Span(0, 0, 4, 0, 4, 0, 48)
+    check_spans([whole], geometry, 37)
+    for token, count, words in ((0, 37, "cuts through"), (5, 16, "cuts through"), (0, 64, "outside")):
+        with pytest.raises(GeometryError, match=words):
+            check_span(msgspec.structs.replace(whole, token=token, num_tokens=count), geometry, 37)
+    with pytest.raises(GeometryError, match="elements"):
+        check_spans([whole, whole], geometry, 37)
