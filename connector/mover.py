@@ -26,6 +26,8 @@ logger = logging.getLogger("vllm.kvferry.mover")
 TICK_SECONDS = 0.02
 """How often deadlines are looked at while any is running."""
 IDLE_SECONDS = 1.0
+SLOW_TURN_SECONDS = 1.0
+"""A turn takes milliseconds; one that takes this long is worth a line."""
 
 
 class Mover:
@@ -85,9 +87,11 @@ class Mover:
                 busy = self._turn(now)
                 if now >= next_tick:
                     next_tick = now + TICK_SECONDS
-                    self._consumer.tick(now)
-                    self._producer.tick(now)
-                    self._publish()
+                    self._tick(now)
+                took = self._clock() - now
+                if took > SLOW_TURN_SECONDS:
+                    text = f"kvferry: the transfer thread was held up for {took:.1f} s; is the host overloaded?"
+                    self._site.log.warning("slow turn", "%s", text)
                 if not busy:
                     self._sleep()
             except Exception:  # one bad turn must not end the thread that serves everybody
@@ -98,13 +102,20 @@ class Mover:
 
     def _turn(self, now: float) -> bool:
         busy = self._obey(now)
+        # First what has arrived: after a time without the processor it must count before any deadline does.
+        for plane in self._site.planes:
+            busy |= plane.progress()
         busy |= self._producer.serve(now)
         busy |= self._consumer.serve(now)
         busy |= self._producer.pump(now)
-        for plane in self._site.planes:
-            busy |= plane.progress()
         self._publish()
         return busy
+
+    def _tick(self, now: float) -> None:
+        self._consumer.tick(now)
+        self._producer.tick(now)
+        self._site.stats.dropped_so_far("listener", self._listener.dropped)
+        self._publish()
 
     def _obey(self, now: float) -> bool:
         busy = False

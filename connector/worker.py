@@ -22,7 +22,7 @@ from kvferry.connector.stepplan import RankAddress, StepPlan
 from kvferry.connector.topology import head_interval
 from kvferry.connector.view import CacheView, view_of
 from kvferry.transport.control import Listener
-from kvferry.transport.gate import CurveKeys
+from kvferry.transport.gate import CurveKeys, configure_curve
 from kvferry.transport.plane import PLANE_NAMES, Plane, make_plane
 
 logger = logging.getLogger("vllm.kvferry.worker")
@@ -237,6 +237,7 @@ def _planes(settings: Settings, curve: CurveKeys | None) -> tuple[list[Plane], d
                 host=settings.side_channel_host,
                 slot_bytes=settings.slot_bytes,
                 staging_bytes=settings.staging_bytes,
+                configure_socket=lambda socket, server: configure_curve(socket, curve, server=server),
             )
         except PlaneUnavailableError as error:
             if settings.plane != "auto":
