@@ -91,7 +91,7 @@ class Mover:
                 took = self._clock() - now
                 if took > SLOW_TURN_SECONDS:
                     text = f"kvferry: the transfer thread was held up for {took:.1f} s; is the host overloaded?"
-                    self._site.log.warning("slow turn", "%s", text)
+                    self._site.log.warning("slow turn", "%s", text)  # noqa: PLE1205 (not a logging.Logger)
                 if not busy:
                     self._sleep()
             except Exception:  # one bad turn must not end the thread that serves everybody
