@@ -19,6 +19,7 @@ from kvferry.connector.metrics_vllm import KVFerryPromMetrics, KVFerryStats
 from kvferry.connector.scheduler import SchedulerHalf
 from kvferry.connector.stepplan import RankAddress, StepPlan, unpack_ids
 from kvferry.connector.worker import WorkerHalf
+from kvferry.transport.host import host_id
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig  # noqa: TID251 (types only)
@@ -69,6 +70,7 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
                 pp_size=parallel.pipeline_parallel_size,
                 produces=transfer.is_kv_producer,
                 consumes=transfer.is_kv_consumer,
+                host_id=host_id(),
             )
             if transfer.is_kv_consumer and compat.loads_fail_requests(vllm_config):
                 logger.warning(
@@ -130,11 +132,24 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
         view, ids = compat.request_view(request), self._select(block_ids)
         return self._scheduling.request_finished(view, ids, completed=compat.completed(request))
 
-    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], KVFerryHandshake]) -> None:
-        self._scheduling.set_ranks(handshake.address for handshake in metadata.values())
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
+        self._set_ranks(metadata.values())
 
-    def set_xfer_handshake_metadata(self, metadata: dict[int, KVFerryHandshake]) -> None:
-        self._scheduling.set_ranks(handshake.address for handshake in metadata.values())
+    def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
+        self._set_ranks(metadata.values())
+
+    def _set_ranks(self, told: Iterable[Any]) -> None:
+        """MultiConnector tells all its children what the first of them had to tell."""
+        handshakes = list(told)
+        ours = [handshake.address for handshake in handshakes if isinstance(handshake, KVFerryHandshake)]
+        if ours:
+            self._scheduling.set_ranks(ours)
+        elif handshakes:
+            logger.error(
+                "kvferry: the workers' addresses did not come (%s did); nothing can be handed over from here. "
+                "Under MultiConnector, list KVFerryConnector first",
+                type(handshakes[0]).__name__,
+            )
 
     def _select(self, block_ids: Iterable[Any]) -> list[Any]:
         every = list(block_ids)
@@ -206,3 +221,7 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
     def _working(self) -> WorkerHalf:
         assert self._worker is not None, "called on the scheduler"
         return self._worker
+
+
+# MultiConnector looks its children up by name when it adds up their figures, also where they were named by module path.
+compat.register_connector("KVFerryConnector", __name__)

@@ -40,8 +40,11 @@ def pair(yard: Yard) -> tuple[Engine, Engine]:
 def lines() -> Iterator[Lines]:
     handler = Lines()
     logger = logging.getLogger("vllm.kvferry")
+    before = logger.level
     logger.addHandler(handler)
+    logger.setLevel(logging.INFO)  # as vLLM's own set-up of logging does for all below "vllm"
     yield handler
+    logger.setLevel(before)
     logger.removeHandler(handler)
 
 

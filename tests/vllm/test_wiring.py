@@ -1,0 +1,278 @@
+"""How KVFerry is found, configured, refused, combined with other connectors, and measured inside vLLM."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import vllm
+from labelled import BLOCK, HEAD_SIZE, HEADS, prompt
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from stepped import Engine, prefill, run, settle
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
+from vllm.plugins import load_plugins_by_group
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
+from yard import Lines, Yard
+
+from kvferry.connector import compat, plugin
+from kvferry.connector.adapter import KVFerryConnector
+from kvferry.connector.errors import ConfigError, GeometryError
+
+pytestmark = pytest.mark.vllm
+API = Path(__file__).with_name("connector_api.json")
+IDS = prompt(100)
+
+
+def hand_over(p: Engine, d: Engine, ids: list[int] = IDS) -> str:
+    request_id = d.add(ids, prefill(p, ids), max_tokens=3)
+    run([p, d], lambda: d.answers[request_id].finish is not None)
+    return request_id
+
+
+# --- found ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def unregistered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KVConnectorFactory, "_registry", dict(KVConnectorFactory._registry))
+    KVConnectorFactory._registry.pop("KVFerryConnector", None)
+
+
+@pytest.mark.usefixtures("unregistered")
+def test_by_name_alone_through_the_entry_point(yard: Yard) -> None:
+    """``{"kv_connector": "KVFerryConnector", "kv_role": "kv_both"}`` is all that a user types."""
+    load_plugins_by_group("vllm.general_plugins")["kvferry"]()
+    p, d = yard.pair(module=None)
+    assert isinstance(d.connector, KVFerryConnector)
+    assert d.origins[hand_over(p, d)].theirs == 99
+    settle(p, d)
+
+
+@pytest.mark.usefixtures("unregistered")
+def test_registered_twice_by_hand_and_by_plug_in() -> None:
+    plugin.register()
+    plugin.register()
+    assert KVConnectorFactory.get_connector_class_by_name("KVFerryConnector") is KVFerryConnector
+
+
+# --- refused ----------------------------------------------------------------------------------------------------
+
+
+def refusal(yard: Yard, kind: type[Exception], **kwargs: Any) -> str:
+    with pytest.raises(kind) as caught:
+        yard.engine(1, **kwargs)
+    text = str(caught.value)
+    assert "\n" not in text and len(text) < 600
+    return text
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({"slot_byte": 1 << 20}, ("slot_byte", "did you mean 'slot_bytes'")),
+        ({"plane": "rdma"}, ("plane", "rdma")),
+        ({"lease_seconds": -1}, ("lease_seconds", "-1")),
+        ({"side_channel_host": "0.0.0.0"}, ("side_channel_host", "all interfaces")),
+        ({"side_channel_port": 1 << 20}, ("side_channel_port",)),
+        ({"staging_bytes": 1 << 20, "slot_bytes": 1 << 20}, ("staging_bytes", "slots")),
+    ],
+)
+def test_settings_that_cannot_be(yard: Yard, extra: dict[str, Any], words: tuple[str, ...]) -> None:
+    text = refusal(yard, ConfigError, extra=extra)
+    assert all(word in text for word in words)
+
+
+def test_a_port_in_use(yard: Yard) -> None:
+    first = yard.engine(0)
+    port = first.connector._scheduler._us.ranks[0].port
+    assert str(port) in refusal(yard, ConfigError, extra={"side_channel_port": port})
+
+
+def test_a_sliding_window_is_not_carried_yet(yard: Yard) -> None:
+    spec = SlidingWindowSpec(
+        block_size=BLOCK, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=torch.float32, sliding_window=64
+    )
+    assert "sliding_window is not carried yet" in refusal(yard, GeometryError, spec=spec)
+
+
+def test_the_default_failure_policy_is_warned_of(yard: Yard, lines: Lines) -> None:
+    yard.engine(1, policy="fail")
+    assert len(lines("kv_load_failure_policy", "recompute")) == 1
+    yard.engine(1, policy="recompute")
+    assert len(lines("kv_load_failure_policy", "recompute")) == 1
+
+
+def test_026_with_several_groups_is_refused(monkeypatch: pytest.MonkeyPatch, yard: Yard) -> None:
+    engine = yard.engine(1)
+    engine.kv_config.kv_cache_groups *= 2
+    compat.check_config(engine.config, engine.kv_config)
+    monkeypatch.setattr(compat, "HAS_TRANSFER_RESULTS", False)
+    with pytest.raises(ConfigError, match="--disable-hybrid-kv-cache-manager"):
+        compat.check_config(engine.config, engine.kv_config)
+
+
+# --- beside other connectors ------------------------------------------------------------------------------------
+
+KVFERRY = {
+    "kv_connector": "KVFerryConnector",
+    "kv_connector_module_path": "kvferry.connector.adapter",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"slot_bytes": 64 << 10, "staging_bytes": 1 << 20},
+}
+
+
+def multi(yard: Yard, origin: int, *, first: bool, **bystander: Any) -> Engine:
+    other = {
+        "kv_connector": "Bystander",
+        "kv_connector_module_path": "bystander",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": bystander,
+    }
+    children = [KVFERRY, other] if first else [other, KVFERRY]
+    return yard.engine(origin, connector="MultiConnector", module=None, extra={"connectors": children})
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_as_one_of_several_children(yard: Yard, first: bool) -> None:
+    p, d = multi(yard, 0, first=first), multi(yard, 1, first=first)
+    assert d.origins[hand_over(p, d)].theirs == 99
+    aborted = d.add(prompt(200, 1), prefill(p, prompt(200, 1)))
+    d.step()
+    d.abort(aborted)
+    settle(p, d)
+    assert d.stats, "figures pass through"
+
+
+def test_another_child_is_chosen_to_load(yard: Yard) -> None:
+    """P must hear of it: nothing of its lease will be read."""
+    p, d = yard.engine(0), multi(yard, 1, first=False, offers=BLOCK)
+    request_id = hand_over(p, d)
+    assert d.connector.sub_connectors[0].chosen == 1 and not d.loads
+    assert d.origins[request_id].theirs == BLOCK
+    settle(p, d)
+
+
+def test_chosen_before_another_child(yard: Yard) -> None:
+    p, d = yard.engine(0), multi(yard, 1, first=True, offers=BLOCK)
+    assert d.origins[hand_over(p, d)].theirs == 99
+    assert d.connector.sub_connectors[1].chosen == 0
+    settle(p, d)
+
+
+def test_another_child_takes_the_handshake(yard: Yard, lines: Lines) -> None:
+    """MultiConnector passes on what its first child tells; without our addresses nothing can be handed over."""
+    p = multi(yard, 0, first=False, greets=True)
+    assert len(lines("list KVFerryConnector first")) == 1
+    request_id = p.add(IDS, {"do_remote_decode": True})
+    run([p], lambda: p.answers[request_id].finish is not None)
+    assert p.answers[request_id].params is None
+    settle(p)
+    p = multi(yard, 0, first=True, greets=True)
+    assert prefill(p, IDS)
+
+
+# --- measured ---------------------------------------------------------------------------------------------------
+
+
+def figures(engine: Engine) -> list[dict[str, Any]]:
+    """Figures as they reach the front end, in another process."""
+    return [msgspec.msgpack.decode(msgspec.msgpack.encode(stats.to_dict())) for stats in engine.stats]
+
+
+def test_figures_reach_vllms_log_line_and_prometheus(yard: Yard) -> None:
+    p, d = yard.pair()
+    hand_over(p, d)
+    doomed = prefill(p, prompt(60, 1))
+    settled_with_a_step = d.add(prompt(50, 2), max_tokens=2)
+    run([p, d], lambda: d.answers[settled_with_a_step].finish is not None)
+    p.close()
+    request_id = d.add(prompt(60, 1), doomed)
+    run([d], lambda: d.answers[request_id].finish is not None)
+    settle(d)
+    logged = KVConnectorLogging(d.config.kv_transfer_config)
+    registry = CollectorRegistry()
+
+    class Prom(KVConnectorProm):
+        _gauge_cls = functools.partial(Gauge, registry=registry)
+        _counter_cls = functools.partial(Counter, registry=registry)
+        _histogram_cls = functools.partial(Histogram, registry=registry)
+
+    prom = Prom(d.config, ["model_name", "engine"], {0: ["model", "0"]})
+    for data in figures(d):
+        logged.observe(data)
+        prom.observe(data)
+    said: list[str] = []
+    logged.log(lambda text, *args: said.append(text % args))
+    assert len(said) == 1
+    labels = {"model_name": "model", "engine": "0"}
+    plane = {**labels, "plane": d.workers[0].connector._worker.site.planes[0].name}
+    assert registry.get_sample_value("vllm:kvferry_handover_time_seconds_count", plane) == 1
+    nbytes = registry.get_sample_value("vllm:kvferry_bytes_transferred_sum", plane)
+    assert nbytes is not None and nbytes >= 100 * 2 * HEADS * 2 * HEAD_SIZE * 4
+    assert registry.get_sample_value("vllm:kvferry_tokens_total", plane) == 100
+    failed = [
+        sample.value
+        for metric in registry.collect()
+        for sample in metric.samples
+        if sample.name == "vllm:kvferry_num_failed_handovers_total"
+    ]
+    assert sum(failed) == 1
+
+
+def test_figures_pass_through_multiconnector(yard: Yard) -> None:
+    """It looks its children up by name, also where they were given by module path."""
+    p, d = yard.engine(0), multi(yard, 1, first=True)
+    hand_over(p, d)
+    settle(p, d)
+    logged = KVConnectorLogging(d.config.kv_transfer_config)
+    for data in figures(d):
+        logged.observe(data)
+    said: list[str] = []
+    logged.log(lambda text, *args: said.append(text % args))
+    assert len(said) == 1 and "KVFerryConnector" in said[0]
+
+
+def test_one_line_per_hand_over(yard: Yard, lines: Lines) -> None:
+    p, d = yard.pair()
+    request_id = hand_over(p, d)
+    settle(p, d)
+    (line,) = lines("hand-over of", request_id)
+    assert "100 tokens" in line and "bytes" in line and "ms" in line
+
+
+# --- vLLM's side of the contract --------------------------------------------------------------------------------
+
+
+def surface() -> dict[str, list[str]]:
+    """Public methods of vLLM's connector classes, and the names of their parameters."""
+    found = {}
+    for base in (KVConnectorBase_V1, SupportsHMA):
+        for name, member in inspect.getmembers(base):
+            if name.startswith("_") or not (callable(member) or isinstance(member, property)):
+                continue
+            parameters = [] if isinstance(member, property) else list(inspect.signature(member).parameters)
+            found[f"{base.__name__}.{name}"] = parameters
+    return found
+
+
+@pytest.mark.skipif(not vllm.__version__.startswith("0.32"), reason="the list is that of vLLM 0.32")
+def test_vllms_connector_interface_is_the_one_we_know() -> None:
+    """An upgrade that adds, drops or changes a method shall be read before it is trusted."""
+    assert surface() == json.loads(API.read_text())
+
+
+def test_our_methods_take_what_vllm_passes() -> None:
+    for name, parameters in surface().items():
+        ours = getattr(KVFerryConnector, name.partition(".")[2])
+        if not isinstance(ours, property) and not inspect.isabstract(ours):
+            signature = inspect.signature(ours)
+            assert list(signature.parameters)[: len(parameters)] == parameters, name
+    assert not inspect.isabstract(KVFerryConnector)
