@@ -42,6 +42,7 @@ class _Wire(msgspec.Struct, frozen=True):
     tp_size: Annotated[int, Meta(ge=1, le=4096)]
     pp_size: Annotated[int, Meta(ge=1, le=4096)]
     ranks: Annotated[list[_Rank], Meta(min_length=1, max_length=4096)]
+    host_id: Annotated[str, Meta(max_length=64, pattern="^[0-9a-f]*$")] = ""
 
 
 class HandedOver(msgspec.Struct, frozen=True):
@@ -85,6 +86,7 @@ def hand_over(handed: HandedOver) -> dict[str, Any]:
             "lease_seconds": peer.lease_seconds,
             "tp_size": peer.tp_size,
             "pp_size": peer.pp_size,
+            "host_id": peer.host_id,
             "ranks": [[r.pp_rank, r.tp_rank, r.host, r.port, r.incarnation.hex()] for r in peer.ranks],
         },
     }
@@ -96,7 +98,7 @@ def wants_prefill(params: Mapping[str, Any] | None) -> bool:
 
 
 def parse(params: Mapping[str, Any] | None) -> HandedOver | None:
-    """D: what P handed over; ``None`` where nothing was asked for, which means: prefill locally.
+    """D: what P handed over; ``None`` where the parameters are missing or null, which means: prefill locally.
 
     Raises:
         ProtocolError: parameters that are there and cannot be used, in one line.
@@ -106,10 +108,7 @@ def parse(params: Mapping[str, Any] | None) -> HandedOver | None:
     raw = params.get("kvferry")
     if raw is None:
         if params.get("remote_engine_id") is None:
-            raise ProtocolError(
-                "kv_transfer_params asks for a remote prefill but names no P: the prefill leg handed nothing over, "
-                "or the router dropped its answer's kv_transfer_params"
-            )
+            return None
         raise ProtocolError(
             "kv_transfer_params has no 'kvferry' entry: P runs another connector, or the router dropped it; "
             "relay P's kv_transfer_params unchanged"
@@ -129,5 +128,21 @@ def parse(params: Mapping[str, Any] | None) -> HandedOver | None:
         raise ProtocolError(
             f"kv_transfer_params names {len(named)} ranks, expected {wire.pp_size} x {wire.tp_size} (pp x tp)"
         )
-    peer = PeerEngine(wire.engine_id, wire.tp_size, wire.pp_size, wire.lease_seconds, ranks)
+    peer = PeerEngine(wire.engine_id, wire.tp_size, wire.pp_size, wire.lease_seconds, ranks, wire.host_id)
     return HandedOver(bytes.fromhex(wire.token), wire.num_tokens, wire.prompt, peer)
+
+
+def check_reachable(peer: PeerEngine, our_host_id: str) -> None:
+    """That P did not tell an address that means another machine here.
+
+    Raises:
+        ProtocolError: P told its loopback address, and it runs on another host.
+    """
+    if not (peer.host_id and our_host_id) or peer.host_id == our_host_id:
+        return
+    for rank in peer.ranks:
+        if rank.host in ("localhost", "::1") or rank.host.startswith("127."):
+            raise ProtocolError(
+                f"P runs on another host but told its loopback address {rank.host}; set side_channel_host "
+                "(KVFERRY_SIDE_CHANNEL_HOST) on P to the address that this host reaches"
+            )

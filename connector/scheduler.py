@@ -16,7 +16,7 @@ from typing import Any
 
 from kvferry.connector.config import Settings
 from kvferry.connector.errors import ProtocolError
-from kvferry.connector.params import HandedOver, hand_over, parse, prompt_digest, wants_prefill
+from kvferry.connector.params import HandedOver, check_reachable, hand_over, parse, prompt_digest, wants_prefill
 from kvferry.connector.stepplan import LeaseGrant, Load, PeerEngine, RankAddress, StepPlan, Watch, pack_ids
 
 logger = logging.getLogger("vllm.kvferry.scheduler")
@@ -70,12 +70,14 @@ class SchedulerHalf:
         pp_size: int,
         produces: bool,
         consumes: bool,
+        host_id: str = "",
     ) -> None:
         self._settings = settings
         self._engine_id = engine_id
         self._block_sizes = tuple(block_sizes)
         self._sizes = tp_size, pp_size
         self._produces, self._consumes = produces, consumes
+        self._host_id = host_id
         self._consumer = secrets.token_bytes(16)
         self._us: PeerEngine | None = None
         self._incoming: dict[str, Incoming | None] = {}
@@ -92,7 +94,7 @@ class SchedulerHalf:
         """Where this engine's ranks listen, once they do."""
         tp_size, pp_size = self._sizes
         ordered = tuple(sorted(ranks, key=lambda rank: (rank.pp_rank, rank.tp_rank)))
-        self._us = PeerEngine(self._engine_id, tp_size, pp_size, self._settings.lease_seconds, ordered)
+        self._us = PeerEngine(self._engine_id, tp_size, pp_size, self._settings.lease_seconds, ordered, self._host_id)
 
     # --- D ------------------------------------------------------------------------------------------------------
 
@@ -102,12 +104,15 @@ class SchedulerHalf:
             return
         try:
             handed = parse(request.params)
+            if handed is not None:
+                check_reachable(handed.peer, self._host_id)
         except ProtocolError as error:
             self._refuse(request, error)
             return
         if handed is None:
-            if request.params:
-                self._incoming[request.request_id] = None  # said once, not at every question
+            if request.params and request.params.get("do_remote_prefill"):
+                why = "kv_transfer_params names no P; the prefill leg failed, or the router dropped what it answered"
+                self._refuse(request, why)
             return
         siblings = _CHILD.match(request.request_id) is not None
         self._watches.append(Watch(request.request_id, handed.token, handed.peer, siblings))
@@ -120,9 +125,9 @@ class SchedulerHalf:
                 return
         self._incoming[request.request_id] = Incoming(handed)
 
-    def _refuse(self, request: RequestView, why: ProtocolError) -> None:
+    def _refuse(self, request: RequestView, why: object) -> None:
         logger.warning("kvferry: %s prefills locally: %s", request.request_id, why)
-        self._incoming[request.request_id] = None
+        self._incoming[request.request_id] = None  # said once, not at every question
 
     def num_new_matched_tokens(self, request: RequestView, num_local: int) -> tuple[int, bool]:
         """Tokens to load beyond the ``num_local`` that the engine has, and whether asynchronously."""

@@ -18,13 +18,18 @@ class RankAddress(msgspec.Struct, frozen=True):
 
 
 class PeerEngine(msgspec.Struct, frozen=True):
-    """A P engine as D knows it from ``kv_transfer_params``. ``lease_seconds`` is the term that one renewal gives."""
+    """A P engine as D knows it from ``kv_transfer_params``.
+
+    ``lease_seconds`` is the term that one renewal gives; ``host_id`` tells whether its loopback is ours, empty where
+    that is unknown.
+    """
 
     engine_id: str
     tp_size: int
     pp_size: int
     lease_seconds: float
     ranks: tuple[RankAddress, ...]
+    host_id: str = ""
 
 
 class LeaseGrant(msgspec.Struct, frozen=True):

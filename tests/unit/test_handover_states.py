@@ -8,6 +8,7 @@ from typing import get_args
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from kvferry.connector import handover as h
 
 TIMEOUTS = h.Timeouts(handshake=10, transfer=30)

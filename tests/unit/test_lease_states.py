@@ -7,6 +7,7 @@ from typing import get_args
 
 from hypothesis import given
 from hypothesis import strategies as st
+
 from kvferry.connector import lease as ls
 
 D1, D2 = b"d1", b"d2"

@@ -1,0 +1,91 @@
+"""What travels through the router: there and back, and every way of being wrong in one line."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from kvferry.connector.errors import ProtocolError
+from kvferry.connector.params import HandedOver, check_reachable, hand_over, parse, prompt_digest, wants_prefill
+from kvferry.connector.stepplan import PeerEngine, RankAddress
+
+HERE, THERE = "0123456789abcdef", "fedcba9876543210"
+
+
+def handed(host: str = "127.0.0.1", tp_size: int = 2) -> HandedOver:
+    ranks = tuple(RankAddress(0, r, host, 5000 + r, bytes([r]) * 16) for r in range(tp_size))
+    return HandedOver(b"t" * 16, 77, prompt_digest([1, 2, 3]), PeerEngine("engine-p", tp_size, 1, 30.0, ranks, HERE))
+
+
+def test_there_and_back_through_json() -> None:
+    assert parse(json.loads(json.dumps(hand_over(handed())))) == handed()
+
+
+def test_nixls_own_keys_are_all_there() -> None:
+    params = hand_over(handed())
+    assert params["do_remote_prefill"] is True
+    assert params["do_remote_decode"] is False
+    assert {"remote_engine_id", "remote_request_id", "remote_block_ids", "remote_host", "remote_port"} <= set(params)
+    assert params["remote_block_ids"] == [], "block ids do not travel through a router"
+
+
+@pytest.mark.parametrize(
+    "params",
+    [None, {}, {"do_remote_prefill": False}, {"do_remote_prefill": None}],
+)
+def test_missing_or_null_means_prefill_locally(params: dict[str, Any] | None) -> None:
+    assert parse(params) is None
+    assert not wants_prefill(params)
+
+
+def broken(**changes: Any) -> dict[str, Any]:
+    params = hand_over(handed())
+    params["kvferry"] = {**params["kvferry"], **changes}
+    return params
+
+
+@pytest.mark.parametrize(
+    ("params", "named"),
+    [
+        ({"do_remote_prefill": True}, "names no P"),
+        ({"do_remote_prefill": True, "remote_engine_id": None, "kvferry": None}, "names no P"),
+        ({"do_remote_prefill": True, "remote_engine_id": "x"}, "no 'kvferry' entry"),
+        (broken(v=2), "version is 2, expected 1"),
+        (broken(token="xyz"), "token"),
+        (broken(num_tokens=0), "num_tokens"),
+        (broken(num_tokens="77"), "num_tokens"),
+        (broken(lease_seconds=-1), "lease_seconds"),
+        (broken(ranks=[]), "ranks"),
+        (broken(tp_size=3), "names 2 ranks, expected 1 x 3"),
+        (broken(ranks=[[0, 0, "h", 70000, "00" * 16]]), "ranks"),
+        (broken(engine_id="a\nb"), "engine_id"),
+        ({**hand_over(handed()), "kvferry": "text"}, "malformed"),
+        ({**hand_over(handed()), "kvferry": [1, 2]}, "malformed"),
+    ],
+)
+def test_what_cannot_be_used_is_one_line(params: dict[str, Any], named: str) -> None:
+    with pytest.raises(ProtocolError, match=named) as caught:
+        parse(params)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.3.2.1", "localhost", "::1"])
+def test_a_loopback_address_of_another_host_is_refused(host: str) -> None:
+    with pytest.raises(ProtocolError, match="set side_channel_host") as caught:
+        check_reachable(handed(host).peer, THERE)
+    assert host in str(caught.value)
+
+
+@pytest.mark.parametrize(("host", "ours"), [("127.0.0.1", HERE), ("10.0.0.1", THERE), ("127.0.0.1", "")])
+def test_an_address_that_may_be_right_is_let_through(host: str, ours: str) -> None:
+    check_reachable(handed(host).peer, ours)
+
+
+def test_digest_tells_prompts_apart() -> None:
+    digests = {
+        prompt_digest([1, 2, 3]), prompt_digest([1, 2]), prompt_digest([3, 2, 1]), prompt_digest([1, 2, 3], ["lora:a"]),
+        prompt_digest([1, 2, 3], ["a", "b"]), prompt_digest([1, 2, 3], ["ab"]),
+    }  # fmt: skip
+    assert len(digests) == 6
