@@ -33,7 +33,9 @@ from kvferry.transport.ucx_library import load_ucxx, settings_for
 
 _DONE = 0
 """UCS_OK."""
-_FAREWELL_SECONDS = 1.0
+_CLOSING, _DRAINED = 1, 2
+"""Farewells, told by their length: I close this channel; nothing of mine is in flight on it any more."""
+_PARTING_SECONDS = 5.0
 _WINDOW = 8
 """Messages of one channel that P has in flight; 4 already fill a link, and every D gets its share of the slots."""
 
@@ -66,8 +68,19 @@ class _Transfer:
     retired: bool = False
 
 
+@dataclass(slots=True)
+class _Parting:
+    """A closed channel whose endpoint stays until both sides are drained, or until ``deadline``."""
+
+    channel: UcxSendChannel | UcxRecvChannel
+    deadline: float
+    done: Any = None
+
+
 class UcxSendChannel(SendChannel):
     """P's end."""
+
+    peer_drained = False
 
     def __init__(self, plane: UcxPlane, endpoint: Any, slot_bytes: int, farewell: int) -> None:
         self.slot_bytes = slot_bytes
@@ -109,6 +122,9 @@ class UcxSendChannel(SendChannel):
             self._closed = True
             self._plane._hang_up(self, self._endpoint)
 
+    def _drained(self) -> bool:
+        return self._in_flight == 0
+
     def _fail(self, error: TransportError) -> None:
         if self.error is None:
             self.error = error
@@ -116,6 +132,8 @@ class UcxSendChannel(SendChannel):
 
 class UcxRecvChannel(RecvChannel):
     """D's end."""
+
+    peer_drained = False
 
     def __init__(self, plane: UcxPlane, endpoint: Any, farewell: int) -> None:
         self.farewell = farewell
@@ -150,6 +168,9 @@ class UcxRecvChannel(RecvChannel):
             for message in self.poll():  # nobody will see these any more
                 message.release()
             self._plane._hang_up(self, self._endpoint)
+
+    def _drained(self) -> bool:
+        return not self._receiving
 
     def _fail(self, error: TransportError) -> None:
         if self.error is None:
@@ -186,14 +207,14 @@ class UcxPlane(Plane):
             raise PlaneUnavailableError(f"ucx: UCX does not start on {host}: {error}") from None
         self._fd: int = self._worker.epoll_file_descriptor
         self._any_tag, self._any_mask = self._ucx.UCXXTag(0), self._ucx.UCXXTagMask(0)
-        self._farewell = Array(np.zeros(1, np.uint8))
+        self._farewells = {n: Array(np.zeros(n, np.uint8)) for n in (_CLOSING, _DRAINED)}
         self._slot_bytes = slot_bytes
         self._send_pool = SlotPool(slot_bytes, staging_bytes, device)
         self._recv_pool = SlotPool(slot_bytes, staging_bytes, device)
         self._by_tag: dict[int, UcxRecvChannel] = {}
         self._transfers: list[_Transfer] = []
         self._channels: dict[int, UcxSendChannel | UcxRecvChannel] = {}
-        self._leaving: list[tuple[Any, Any, float]] = []
+        self._parting: list[_Parting] = []
         self._closing: list[tuple[Any, Any]] = []
         self._starved = False
         self._closed = False
@@ -236,10 +257,10 @@ class UcxPlane(Plane):
         if self._transfers:
             moved |= self._reap()
         for channel in self._channels.values():
-            if channel.error is None and not channel._endpoint.alive:
+            if channel.error is None and not channel._closed and not channel._endpoint.alive:
                 self._lost(channel)
                 moved = True
-        if self._leaving or self._closing:
+        if self._parting or self._closing:
             self._part()
         return moved
 
@@ -258,7 +279,7 @@ class UcxPlane(Plane):
         self._worker.progress()  # the farewells go out; destroying the worker ends what is left
         self._part()
         self._closed = True
-        self._leaving.clear()
+        self._parting.clear()
         self._closing.clear()
         self._transfers.clear()
         self._by_tag.clear()
@@ -296,8 +317,10 @@ class UcxPlane(Plane):
     def _take_in(self, probe: Any) -> None:
         tag, nbytes = int(probe.sender_tag.value), int(probe.length)
         leaver = self._channels.get(tag)
-        if leaver is not None:
+        if leaver is not None and leaver.error is None:
             self._lost(leaver)
+        if leaver is not None and nbytes == _DRAINED:
+            leaver.peer_drained = True
         channel = self._by_tag.pop(tag, None)
         expected = None if channel is None else channel._announced.pop(tag)
         if channel is not None and expected != nbytes:
@@ -363,27 +386,40 @@ class UcxPlane(Plane):
         channel._fail(TransportError(f"ucx: the {peer} closed the channel or died{reason}"))
 
     def _hang_up(self, channel: UcxSendChannel | UcxRecvChannel, endpoint: Any) -> None:
-        self._channels.pop(channel.farewell, None)
         for transfer in self._transfers:
             if transfer.channel is channel:
                 transfer.retired = True
                 (self._send_pool if isinstance(channel, UcxSendChannel) else self._recv_pool).retire(transfer.slot)
-        if endpoint.alive:
-            # Closing our endpoint does not end the peer's, which may run over a connection of its own.
-            with contextlib.suppress(Exception):
-                request = endpoint.tag_send(self._farewell, self._ucx.UCXXTag(channel.farewell))
-                self._leaving.append((endpoint, request, time.monotonic() + _FAREWELL_SECONDS))
+        self._parting.append(_Parting(channel, time.monotonic() + _PARTING_SECONDS))
+        self._say(channel, _CLOSING)
+
+    def _say(self, channel: UcxSendChannel | UcxRecvChannel, what: int) -> Any:
+        """A farewell message; its length is what it says."""
+        if not channel._endpoint.alive:
+            return None
+        try:
+            return channel._endpoint.tag_send(self._farewells[what], self._ucx.UCXXTag(channel.farewell))
+        except Exception:  # UCXX has a dozen exception types, all of them mean that the peer is gone
+            return None
 
     def _part(self) -> None:
-        """Close the endpoints whose farewell is out. UCXX closes what is dropped by blocking, up to 10 s."""
+        """Close the endpoints of closed channels, once both sides are done with what was in flight.
+
+        Closing sooner would leave sends of P behind that UCX never completes, and their slots with them.
+        """
         now, staying = time.monotonic(), []
-        for endpoint, request, deadline in self._leaving:
-            if not endpoint.alive:  # UCXX returns a null request for one that broke, and touching that crashes
+        for parting in self._parting:
+            channel = parting.channel
+            endpoint = channel._endpoint
+            if parting.done is None and channel._drained():
+                parting.done = self._say(channel, _DRAINED)
+            done = parting.done is not None and parting.done.completed and channel.peer_drained
+            if endpoint.alive and not done and now < parting.deadline:
+                staying.append(parting)
                 continue
-            if request.completed or now > deadline:
+            self._channels.pop(channel.farewell, None)
+            if endpoint.alive:  # UCXX returns a null request for one that broke, and touching that crashes
                 with contextlib.suppress(Exception):
                     self._closing.append((endpoint, endpoint.close()))
-            else:
-                staying.append((endpoint, request, deadline))
-        self._leaving = staying
+        self._parting = staying
         self._closing = [pair for pair in self._closing if not pair[1].completed]

@@ -1,0 +1,209 @@
+"""One process of the plane tests: serves a plane as the mover does and obeys JSON lines on stdin.
+
+``python plane_peer.py NAME SLOT_BYTES STAGING_BYTES``. Every command is answered by one JSON line.
+"""
+
+from __future__ import annotations
+
+import base64
+import ctypes
+import json
+import os
+import resource
+import sys
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import zmq
+
+from kvferry.connector.errors import KVFerryError
+from kvferry.transport.plane import Received, RecvChannel, SendChannel, Slot, make_plane
+
+
+def pattern(tag: int, nbytes: int) -> np.ndarray:
+    """What message ``tag`` holds: uint8 [nbytes], different for each tag and place."""
+    start = np.uint64(tag * 2654435761 % 2**64)
+    words = np.arange((nbytes + 7) // 8, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + start
+    return words.view(np.uint8)[:nbytes]
+
+
+class Peer:
+    def __init__(self, name: str, slot_bytes: int, staging_bytes: int) -> None:
+        self.plane = make_plane(name, host="127.0.0.1", slot_bytes=slot_bytes, staging_bytes=staging_bytes)
+        self.channels: dict[str, Any] = {}
+        self.to_send: dict[str, deque[tuple[int, int]]] = {}
+        self.sent: dict[str, int] = {}
+        self.refused: dict[str, int] = {}
+        self.taken: list[tuple[SendChannel, Slot]] = []
+        self.good: dict[str, list[int]] = {}
+        self.bad: list[str] = []
+        self.held: list[Received] = []
+        self.hold = False
+
+    # Commands
+
+    def do_offer(self) -> str:
+        return base64.b64encode(self.plane.offer()).decode()
+
+    def do_connect(self, id: str, offer: str) -> str:
+        self.channels[id], payload = self.plane.connect(base64.b64decode(offer))
+        self.good[id] = []
+        return base64.b64encode(payload).decode()
+
+    def do_accept(self, id: str, payload: str) -> str:
+        self.channels[id], reply = self.plane.accept(base64.b64decode(payload))
+        self.to_send[id], self.sent[id], self.refused[id] = deque(), 0, 0
+        return base64.b64encode(reply).decode()
+
+    def do_finish(self, id: str, reply: str) -> None:
+        self.plane.finish(self.channels[id], base64.b64decode(reply))
+
+    def do_slot_bytes(self, id: str) -> int:
+        return self.channels[id].slot_bytes
+
+    def do_send(self, id: str, messages: list[tuple[int, int]]) -> None:
+        self.to_send[id].extend(messages)
+
+    def do_expect(self, id: str, messages: list[tuple[int, int]]) -> None:
+        for tag, nbytes in messages:
+            self.channels[id].expect(tag, nbytes)
+
+    def do_forget(self, id: str, tags: list[int]) -> None:
+        for tag in tags:
+            self.channels[id].forget(tag)
+
+    def do_flush(self, id: str, tags: list[int]) -> None:
+        self.channels[id].flush(tags)
+
+    def do_hold(self, on: bool) -> None:
+        self.hold = on
+        if not on:
+            for message in self.held:
+                message.release()
+            self.held.clear()
+
+    def do_acquire(self, id: str) -> bool:
+        slot = self.channels[id].acquire()
+        if slot is not None:
+            self.taken.append((self.channels[id], slot))
+        return slot is not None
+
+    def do_give_back(self) -> None:
+        for channel, slot in self.taken:
+            channel.give_back(slot)
+        self.taken.clear()
+
+    def do_close(self, id: str) -> None:
+        channel = self.channels[id]
+        channel.close()
+        channel.close()
+
+    def do_close_plane(self) -> None:
+        self.plane.close()
+        self.plane.close()
+
+    def do_forget_channel(self, id: str) -> None:
+        self.channels.pop(id)
+
+    def do_garbage(self, as_offer: list[str], as_attach: list[str]) -> list[str]:
+        """What each malformed payload raises; anything but our own errors ends the process."""
+        names = []
+        for call, payloads in ((self.plane.connect, as_offer), (self.plane.accept, as_attach)):
+            for payload in payloads:
+                try:
+                    call(base64.b64decode(payload))
+                    names.append("accepted")
+                except KVFerryError as error:
+                    assert "\n" not in str(error)
+                    names.append(type(error).__name__)
+        return names
+
+    def do_status(self) -> dict[str, Any]:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        return {
+            "sent": self.sent,
+            "refused": self.refused,
+            "good": self.good,
+            "bad": self.bad,
+            "held": len(self.held),
+            "posted": {i: len(c.posted()) for i, c in self.channels.items() if isinstance(c, RecvChannel)},
+            "errors": {i: c.error and f"{type(c.error).__name__}: {c.error}" for i, c in self.channels.items()},
+            "retired": getattr(self.plane, "retired_slots", 0),
+            "rss": pages * 4096,
+            "fds": len(os.listdir("/proc/self/fd")),
+            "cpu": usage.ru_utime + usage.ru_stime,
+        }
+
+    # The mover's part
+
+    def step(self) -> bool:
+        moved = self.plane.progress()
+        for id, queue in self.to_send.items():
+            channel = self.channels.get(id)
+            while queue and channel is not None:
+                slot = channel.acquire()
+                if slot is None:
+                    self.refused[id] += 1
+                    break
+                tag, nbytes = queue.popleft()
+                slot.tensor[:nbytes].numpy()[:] = pattern(tag, nbytes)
+                channel.send(slot, nbytes, tag)
+                self.sent[id] += 1
+                moved = True
+        for id in self.good:
+            channel = self.channels.get(id)
+            for message in channel.poll() if channel is not None else ():
+                moved = True
+                self.take(id, message)
+        return moved
+
+    def take(self, id: str, message: Received) -> None:
+        data = np.frombuffer((ctypes.c_uint8 * message.nbytes).from_address(message.address), np.uint8)
+        if np.array_equal(data, pattern(message.tag, message.nbytes)):
+            self.good[id].append(message.tag)
+        else:
+            self.bad.append(f"{id}: message {message.tag} differs")
+        if self.hold:
+            self.held.append(message)
+        else:
+            message.release()
+
+    def serve(self) -> None:
+        os.set_blocking(0, False)
+        buffered = b""
+        while True:
+            moved = self.step()
+            try:
+                data = os.read(0, 1 << 20)
+                if not data:
+                    return
+                buffered += data
+            except BlockingIOError:
+                data = b""
+            while b"\n" in buffered:
+                line, buffered = buffered.split(b"\n", 1)
+                self.obey(json.loads(line))
+            if not moved and not data and self.plane.arm():
+                poller = zmq.Poller()
+                poller.register(0, zmq.POLLIN)
+                for what, events in self.plane.pollables():
+                    poller.register(what, events)
+                poller.poll(100)
+
+    def obey(self, command: dict[str, Any]) -> None:
+        try:
+            answer = {"ok": getattr(self, "do_" + command.pop("do"))(**command)}
+        except KVFerryError as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    started = time.monotonic()
+    peer = Peer(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    print(json.dumps({"ready": os.getpid()}), flush=True)
+    peer.serve()
