@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
 import signal
 import subprocess
@@ -168,3 +170,38 @@ def _session(session: int) -> list[int]:
                 if int(fields[3]) == session and session and fields[0] not in "ZX":
                     found.append(int(entry))
     return found
+
+
+def test_network_namespaces_without_root_are_refused_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = engines.LIB.parent / "two_node" / "run_netns.py"
+    spec = importlib.util.spec_from_file_location("run_netns", path)
+    assert spec is not None and spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(sys, "argv", ["run_netns.py"])
+    assert example.main() == 2
+    said = capsys.readouterr()
+    assert len((said.out + said.err).splitlines()) == 1 and "root" in said.out
+
+
+@pytest.mark.parametrize("arguments", [[], ["model"]])
+@pytest.mark.parametrize("script", ["prefill.sh", "decode.sh", "router.sh"])
+def test_scripts_say_what_they_need(script: str, arguments: list[str]) -> None:
+    command = [str(engines.LIB.parent / "two_node" / script), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
+    assert done.returncode == 2 and done.stderr.startswith("usage:") and len(done.stderr.splitlines()) == 1
+
+
+def test_scripts_make_the_command_that_the_readme_shows() -> None:
+    """prefill.sh with `echo` in place of vllm: the JSON must survive the shell."""
+    command = [str(engines.LIB.parent / "two_node" / "decode.sh"), "some/model", "10.0.0.1", "--dtype", "auto"]
+    environment = {**os.environ, "VLLM": "printf %s\\n", "PORT": "8001"}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20, env=environment)
+    said = done.stdout.split("\n")
+    text = done.stdout.partition("--kv-transfer-config\n")[2].partition("\n--dtype")[0]
+    config = json.loads(text)
+    expected = engines.transfer_config("KVFerryConnector", {"side_channel_host": "10.0.0.1"})
+    assert config == expected and said[:4] == ["serve", "some/model", "--host", "10.0.0.1"] and "8001" in said
