@@ -98,7 +98,7 @@ def wants_prefill(params: Mapping[str, Any] | None) -> bool:
 
 
 def parse(params: Mapping[str, Any] | None) -> HandedOver | None:
-    """D: what P handed over; ``None`` where the parameters are missing or null, which means: prefill locally.
+    """D: what P handed over; ``None`` where nothing was asked for, which means: prefill locally.
 
     Raises:
         ProtocolError: parameters that are there and cannot be used, in one line.
@@ -108,7 +108,10 @@ def parse(params: Mapping[str, Any] | None) -> HandedOver | None:
     raw = params.get("kvferry")
     if raw is None:
         if params.get("remote_engine_id") is None:
-            return None
+            raise ProtocolError(
+                "kv_transfer_params asks for a remote prefill but names no P: the prefill leg handed nothing over, "
+                "or the router dropped its answer's kv_transfer_params"
+            )
         raise ProtocolError(
             "kv_transfer_params has no 'kvferry' entry: P runs another connector, or the router dropped it; "
             "relay P's kv_transfer_params unchanged"

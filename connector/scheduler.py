@@ -110,9 +110,8 @@ class SchedulerHalf:
             self._refuse(request, error)
             return
         if handed is None:
-            if request.params and request.params.get("do_remote_prefill"):
-                why = "kv_transfer_params names no P; the prefill leg failed, or the router dropped what it answered"
-                self._refuse(request, why)
+            if request.params:
+                self._incoming[request.request_id] = None
             return
         siblings = _CHILD.match(request.request_id) is not None
         self._watches.append(Watch(request.request_id, handed.token, handed.peer, siblings))
@@ -125,7 +124,7 @@ class SchedulerHalf:
                 return
         self._incoming[request.request_id] = Incoming(handed)
 
-    def _refuse(self, request: RequestView, why: object) -> None:
+    def _refuse(self, request: RequestView, why: ProtocolError) -> None:
         logger.warning("kvferry: %s prefills locally: %s", request.request_id, why)
         self._incoming[request.request_id] = None  # said once, not at every question
 

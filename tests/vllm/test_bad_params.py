@@ -89,7 +89,7 @@ NOWHERE = ["no such host", "nowhere.invalid", "*", "0.0.0.0:1", "[::1", "a/../b"
 @pytest.mark.parametrize("host", NOWHERE)
 def test_an_address_that_leads_nowhere(yard: Yard, lines: Lines, host: str) -> None:
     """It reaches the transfer thread: the load fails in time, the thread lives, and others are served."""
-    p, d = yard.pair(extra={"handshake_timeout_seconds": 1.0})
+    p, d = yard.pair(extra={"handshake_timeout_seconds": 5.0})
     params = copy.deepcopy(prefill(p, IDS))
     params["kvferry"]["ranks"][0][2] = host
     bad = d.add(IDS, params)
@@ -104,7 +104,7 @@ def test_an_address_that_leads_nowhere(yard: Yard, lines: Lines, host: str) -> N
 
 def test_an_address_that_leads_nowhere_and_no_load(yard: Yard, lines: Lines) -> None:
     """Renewals and the release go to the same address."""
-    p, d = yard.pair(extra={"handshake_timeout_seconds": 1.0, "lease_seconds": 0.1})
+    p, d = yard.pair(extra={"handshake_timeout_seconds": 5.0, "lease_seconds": 0.1})
     params = copy.deepcopy(prefill(p, IDS))
     params["kvferry"]["ranks"][0][2] = "no such host"
     params["kvferry"]["lease_seconds"] = 0.05

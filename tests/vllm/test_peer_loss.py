@@ -146,7 +146,7 @@ def test_d_goes_in_mid_transfer(yard: Yard) -> None:
 
 
 def test_p_is_restarted_on_the_same_port(yard: Yard, lines: Lines) -> None:
-    p, d = yard.pair(extra=SHORT)
+    p, d = yard.pair()
     params = prefill(p, IDS)
     port = params["kvferry"]["ranks"][0][3]
     request_id = d.add(IDS, params)  # a first hand-over, so that D knows the old one
@@ -154,7 +154,7 @@ def test_p_is_restarted_on_the_same_port(yard: Yard, lines: Lines) -> None:
     settle(p, d)
     second = prefill(p, prompt(300, 1))
     p.close()
-    reborn = yard.engine(0, extra={**SHORT, "side_channel_port": port})
+    reborn = yard.engine(0, extra={"side_channel_port": port})
     request_id = d.add(prompt(300, 1), second)
     ended(d, request_id, "recompute", tokens=300)
     assert lines("hand-over of", request_id, "failed")
@@ -197,7 +197,7 @@ def test_many_requests_for_a_dead_p_fail_fast(yard: Yard) -> None:
 
 
 def test_a_dead_p_does_not_hold_up_another(yard: Yard) -> None:
-    p, d = yard.pair(extra={"handshake_timeout_seconds": 3.0})
+    p, d = yard.pair(extra={"handshake_timeout_seconds": 5.0})
     silent = yard.engine(0)
     dead = prefill(silent, IDS)
     Hold(silent, protocol.Hello)
