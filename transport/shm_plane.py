@@ -32,8 +32,9 @@ from kvferry.connector.errors import PlaneUnavailableError, ProtocolError, Trans
 from kvferry.transport.plane import Plane, Received, RecvChannel, SendChannel, Slot, decode_payload
 from kvferry.transport.shm_arena import Arena
 
-BEST_SLOT_BYTES = 1 << 20
-"""Slots of this size stay in a core's cache from pack to unpack (benchmarks/host_planes.py --sweep-shm)."""
+BEST_SLOT_BYTES = 4 << 20
+"""Large enough that what a chunk costs beside its bytes does not count: a whole hand-over of 128 MiB takes 47 / 40 / 31 /
+31 ms of D's processor with slots of 1 / 2 / 4 / 8 MiB, though the small ones stay in a core's own cache."""
 MAX_SLOTS = 8
 """Slots of one channel; more only widen the footprint in the cache."""
 
