@@ -132,6 +132,21 @@ def test_the_lease_ends_while_d_reads(yard: Yard) -> None:
     settle(p, d)
 
 
+def test_the_lease_ends_before_the_commit(yard: Yard) -> None:
+    """All bytes have come, but P may have given the blocks to another prompt since: none of them is used."""
+    p, d = yard.pair(extra={"lease_seconds": 0.3, "lease_cap_seconds": 0.6})
+    params = prefill(p, IDS)
+    p.step()
+    hold = Hold(p, protocol.Commit)
+    request_id = d.add(IDS, params)
+    d.step()
+    in_phase(d, request_id, Phase.COMMITTING)
+    run([p], lambda: p.idle)
+    hold.open()
+    ended(d, request_id, "recompute")
+    settle(p, d)
+
+
 def test_d_goes_in_mid_transfer(yard: Yard) -> None:
     p, d = yard.pair(extra={"lease_seconds": 1.0})
     params = prefill(p, IDS)

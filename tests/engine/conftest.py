@@ -1,0 +1,43 @@
+"""The session's pair of real engines: started once, ended with all their processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from engines import Fleet
+from model import ModelSpec, build_model
+from served import START_SECONDS, Pair, no_block_held
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_model(tmp_path_factory.mktemp("served") / "model", ModelSpec(layers=4))
+
+
+@pytest.fixture(scope="session")
+def running_pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    with Fleet(tmp_path_factory.mktemp("logs")) as fleet:
+        prefill, decode = fleet.engine("prefill", model), fleet.engine("decode", model)
+        fleet.wait_ready(START_SECONDS)
+        pair = Pair(fleet, prefill, decode)
+        pair.check([7] * 40)  # the first hand-over pays for the handshake
+        yield pair
+
+
+@pytest.fixture
+def pair(running_pair: Pair) -> Iterator[Pair]:
+    """The pair; a test that leaves blocks held, or an engine dead, fails."""
+    running_pair.forget()
+    yield running_pair
+    for server in (running_pair.prefill, running_pair.decode):
+        assert server.alive and server.healthy(), server.log_tail()
+    no_block_held(running_pair.prefill, running_pair.decode)
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[Fleet]:
+    """For engines of a test's own."""
+    with Fleet(tmp_path / "logs") as fleet:
+        yield fleet

@@ -1,0 +1,187 @@
+"""A prefill and a decode engine behind a router, as their users see them: HTTP, metrics, and the KV bytes.
+
+Axes: KV is [B,H,N,C] per layer, digested by examples/lib/kv_bytes.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+import urllib.request
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engines import LIB, Fleet, Server, metric_sum
+from kv_bytes import compare, prompt_digest
+from pd_router import PREFILL_TAG
+
+START_SECONDS = 400
+"""An engine starts in 25 s on an idle machine; others may use it too."""
+HERE = Path(__file__).resolve().parent
+PER_HEAD = {
+    "kv_bytes": False,
+    "arguments": ["--worker-extension-cls", "kv_heads.KVHeads"],
+    "environment": {"PYTHONPATH": os.pathsep.join([str(LIB), str(HERE)])},
+}
+"""How to start an engine whose KV is digested per head: for comparisons between different numbers of ranks."""
+
+
+def prompt(tokens: int, seed: int) -> list[int]:
+    """Token ids, the same for the same seed."""
+    rng = random.Random(seed)
+    return [rng.randrange(2, 1000) for _ in range(tokens)]
+
+
+def eventually(condition: Callable[[], Any], what: str, seconds: float = 30.0) -> None:
+    """Wait for something that has a deadline of its own."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"not in {seconds:g} s: {what}"
+        time.sleep(0.1)
+
+
+@dataclass
+class Count:
+    """What one engine counts of hand-overs into it."""
+
+    external: float
+    failed: float
+    by_plane: dict[str, float]
+
+    def __sub__(self, other: Count) -> Count:
+        planes = {name: value - other.by_plane.get(name, 0) for name, value in self.by_plane.items()}
+        return Count(
+            self.external - other.external,
+            self.failed - other.failed,
+            {name: value for name, value in planes.items() if value},
+        )
+
+
+def count(server: Server) -> Count:
+    samples = server.metrics()
+    planes: dict[str, float] = {}
+    for (name, labels), value in samples.items():
+        if name == "vllm:kvferry_handover_time_seconds_count":
+            plane = dict(labels)["plane"]
+            planes[plane] = planes.get(plane, 0) + value
+    return Count(
+        metric_sum(samples, "vllm:prompt_tokens_by_source_total", source="external_kv_transfer") or 0,
+        metric_sum(samples, "vllm:kvferry_num_failed_handovers_total") or 0,
+        planes,
+    )
+
+
+def usage(server: Server) -> float:
+    """The share of the engine's blocks that some request holds."""
+    value = metric_sum(server.metrics(), "vllm:kv_cache_usage_perc")
+    assert value is not None
+    return value
+
+
+def no_block_held(*servers: Server, seconds: float = 30.0) -> None:
+    for server in servers:
+        eventually(lambda server=server: usage(server) == 0, f"blocks of {server.name} are free", seconds)
+
+
+def complete(server: Server, ids: Sequence[int], **options: Any) -> dict[str, Any]:
+    """One completion, not streamed; the whole answer."""
+    body = {"model": "model", "prompt": list(ids), "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    answer: dict[str, Any] = server.post("/v1/completions", body | {"return_token_ids": True} | options, timeout=180)
+    return answer
+
+
+def tokens_of(answer: dict[str, Any]) -> list[list[int]]:
+    return [choice["token_ids"] for choice in answer["choices"]]
+
+
+def prefill_leg(server: Server, ids: Sequence[int]) -> dict[str, Any]:
+    """What a router asks of P; the kv_transfer_params for D."""
+    params: dict[str, Any] = complete(server, ids, max_tokens=1, kv_transfer_params=PREFILL_TAG)["kv_transfer_params"]
+    return params
+
+
+def records(server: Server) -> list[dict[str, Any]]:
+    """The byte records since the last call; those of several ranks are put together by layer and head."""
+    first, *others = server.rpc("kv_records")
+    for other in others:
+        for record, more in zip(first, other, strict=True):
+            assert (record["when"], record["prompt"]) == (more["when"], more["prompt"])
+            record["layers"].update(more["layers"])
+    return list(first)
+
+
+def differ(of_d: list[dict[str, Any]], of_p: list[dict[str, Any]], ids: Sequence[int]) -> str | None:
+    """What is wrong with the one load of this prompt on D; None where all its bytes are those of P."""
+    name = prompt_digest(list(ids))
+    return compare([record for record in of_d if record["prompt"] == name], of_p)
+
+
+class Pair:
+    """P, D and a router. Tests leave it idle, without blocks held and without records."""
+
+    def __init__(self, fleet: Fleet, prefill: Server, decode: Server) -> None:
+        self.fleet, self.prefill, self.decode = fleet, prefill, decode
+        self.router = fleet.router(prefill, decode, timeout=60)
+        for server in (prefill, decode):
+            server.rpc("kv_watch")
+
+    def forget(self) -> None:
+        """Drop the records of earlier hand-overs."""
+        records(self.prefill), records(self.decode)
+
+    def check(self, ids: Sequence[int], plane: str | None = None, **options: Any) -> dict[str, Any]:
+        """Hand one prompt over through the router: all bytes equal, all tokens counted, nothing left held."""
+        self.forget()
+        before = count(self.decode)
+        answer = complete(self.router, ids, **options)
+        eventually(lambda: (count(self.decode) - before).by_plane, "the hand-over is counted")
+        grown = count(self.decode) - before
+        assert differ(records(self.decode), records(self.prefill), ids) is None
+        assert len(ids) - 1 <= grown.external <= len(ids), f"{grown.external} of {len(ids)} tokens counted as loaded"
+        assert grown.failed == 0
+        assert sum(grown.by_plane.values()) >= 1 and (plane is None or set(grown.by_plane) == {plane})
+        no_block_held(self.prefill, self.decode)
+        return answer
+
+
+def control_address(params: dict[str, Any]) -> tuple[str, int]:
+    """Where P's first rank listens."""
+    return params["remote_host"], params["remote_port"]
+
+
+def descendants(pid: int) -> list[int]:
+    """All processes below this one."""
+    parents: dict[int, list[int]] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError, ValueError):
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            parents.setdefault(int(fields[1]), []).append(int(folder.name))
+    found, queue = [], [pid]
+    while queue:
+        below = parents.get(queue.pop(), [])
+        found += below
+        queue += below
+    return found
+
+
+def kill(server: Server) -> None:
+    """SIGKILL to the whole engine at once, as a machine that goes does; its warden tidies up after."""
+    for pid in descendants(server.process.pid):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def stream_and_leave(server: Server, ids: Sequence[int], after_bytes: int, seconds: float) -> None:
+    """A client that goes away after so many bytes of the answer, or after so long without any."""
+    body = {"model": "model", "prompt": list(ids), "max_tokens": 200, "ignore_eos": True, "stream": True}
+    request = urllib.request.Request(
+        f"{server.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with suppress(TimeoutError, OSError), urllib.request.urlopen(request, timeout=seconds) as response:
+        response.read(after_bytes)

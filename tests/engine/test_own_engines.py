@@ -1,0 +1,109 @@
+"""What needs engines of its own: P killed and restarted, each data plane, different numbers of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from engines import EngineError, Fleet, Server
+from served import (
+    PER_HEAD,
+    START_SECONDS,
+    Pair,
+    complete,
+    count,
+    differ,
+    eventually,
+    kill,
+    no_block_held,
+    prefill_leg,
+    prompt,
+    records,
+    tokens_of,
+)
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
+
+
+def test_p_is_killed_and_restarted(fleet: Fleet, model: Path) -> None:
+    """D recomputes what P can no longer give, serves alone while P is away, and then loads from the new P."""
+    prefill, decode = fleet.engine("prefill", model), fleet.engine("decode", model)
+    fleet.wait_ready(START_SECONDS)
+    pair = Pair(fleet, prefill, decode)
+    pair.check(prompt(200, 1))
+
+    ids = prompt(300, 2)
+    params = prefill_leg(prefill, ids)
+    before = count(decode)
+    kill(prefill)
+    eventually(lambda: not prefill.healthy(), "P is gone")
+    recomputed = complete(decode, ids, kv_transfer_params=params)
+    eventually(lambda: (count(decode) - before).failed == 1, "the failed load is counted")
+    assert tokens_of(recomputed) == tokens_of(complete(decode, ids, cache_salt="alone"))
+    assert len(tokens_of(complete(pair.router, prompt(100, 3)))[0]) == 8, "the router goes on with D alone"
+    no_block_held(decode)
+
+    fleet.stop(prefill)
+    pair.prefill = fleet.engine("prefill-again", model, port=prefill.port)
+    fleet.wait_ready(START_SECONDS, [pair.prefill])
+    pair.prefill.rpc("kv_watch")
+    late = complete(decode, ids, kv_transfer_params=params, cache_salt="late")
+    assert tokens_of(late) == tokens_of(recomputed), "parameters of the P that was: recomputed, not mistaken"
+    no_block_held(decode)
+    eventually(lambda: complete(pair.router, prompt(40, 4)) and records(pair.prefill), "the router is back")
+    pair.check(prompt(350, 5))
+
+
+@pytest.fixture(scope="module")
+def producer(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Fleet, Server]]:
+    """One P with all planes on offer; each D forces one."""
+    with Fleet(tmp_path_factory.mktemp("planes")) as fleet:
+        prefill = fleet.engine("prefill", model)
+        fleet.wait_ready(START_SECONDS)
+        yield fleet, prefill
+
+
+@pytest.mark.parametrize("plane", ["shm", "zmq", pytest.param("ucx", marks=pytest.mark.ucx)])
+def test_over_every_plane(producer: tuple[Fleet, Server], model: Path, plane: str) -> None:
+    fleet, prefill = producer
+    decode = fleet.engine(f"decode-{plane}", model, extra={"plane": plane})
+    fleet.wait_ready(START_SECONDS, [decode])
+    pair = Pair(fleet, prefill, decode)
+    for tokens in (33, 400, 1500):
+        pair.check(prompt(tokens, tokens + len(plane)), plane=plane)
+    fleet.stop(decode)
+    fleet.stop(pair.router)
+    no_block_held(prefill)
+    assert prefill.healthy()
+
+
+def test_between_two_ranks_and_one(fleet: Fleet, model: Path) -> None:
+    """Both directions between an engine of two ranks and one of one; every head's bytes are compared."""
+    two = fleet.engine(
+        "two", model, **{**PER_HEAD, "arguments": [*PER_HEAD["arguments"], "--tensor-parallel-size", "2"]}
+    )
+    one = fleet.engine("one", model, **PER_HEAD)
+    fleet.wait_ready(START_SECONDS)
+    for server in (one, two):
+        server.rpc("kv_watch")
+    for p, d in ((two, one), (one, two)):
+        for tokens in (20, 64, 500):
+            ids = prompt(tokens, tokens + (p is two))
+            before = count(d)
+            params = prefill_leg(p, ids)
+            complete(d, ids, kv_transfer_params=params)
+            of_d, of_p = records(d), records(p)
+            assert differ(of_d, of_p, ids) is None
+            assert len(of_d[0]["layers"]) == 4 * 8
+            no_block_held(p, d)
+            grown = count(d) - before
+            assert grown.external >= tokens - 1 and grown.failed == 0
+
+
+def test_settings_that_cannot_be_end_the_engine_in_one_line(fleet: Fleet, model: Path) -> None:
+    engine = fleet.engine("misspelt", model, extra={"slot_byte": 1 << 20})
+    with pytest.raises(EngineError, match="ended with code"):
+        fleet.wait_ready(START_SECONDS)
+    said = [line for line in engine.log.read_text(errors="replace").splitlines() if "did you mean 'slot_bytes'" in line]
+    assert said

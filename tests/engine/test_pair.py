@@ -1,0 +1,217 @@
+"""Hand-overs between two real engines over HTTP: bytes, tokens, counters, aborts, bad input. One pair for all tests."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import zmq
+from engines import metric_sum
+from served import (
+    Pair,
+    complete,
+    control_address,
+    count,
+    differ,
+    eventually,
+    no_block_held,
+    prefill_leg,
+    prompt,
+    records,
+    stream_and_leave,
+    tokens_of,
+    usage,
+)
+
+from kvferry.transport.plane import PLANE_NAMES
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+
+@pytest.mark.parametrize("tokens", [2, 31, 32, 33, 200, 1500])
+def test_bytes_and_tokens(pair: Pair, tokens: int) -> None:
+    ids = prompt(tokens, tokens)
+    with_hand_over = pair.check(ids)
+    assert with_hand_over["usage"]["prompt_tokens"] == tokens
+    alone = complete(pair.decode, ids, cache_salt=f"alone-{tokens}")
+    assert tokens_of(with_hand_over) == tokens_of(alone)
+
+
+def test_the_plane_is_the_first_choice_of_one_host(pair: Pair) -> None:
+    pair.check(prompt(100, 1), plane=PLANE_NAMES[0])
+
+
+def test_planted_corruption_is_noticed(pair: Pair) -> None:
+    """One bit, flipped on D after the load and before its first decode step."""
+    ids = prompt(300, 2)
+    pair.decode.rpc("kv_corrupt")
+    complete(pair.router, ids)
+    assert "KV bytes differ in 1 of 4 layers" in str(differ(records(pair.decode), records(pair.prefill), ids))
+    pair.check(prompt(300, 3))
+
+
+def test_another_prompts_bytes_are_noticed(pair: Pair) -> None:
+    first, second = prompt(90, 4), prompt(90, 5)
+    complete(pair.router, first)
+    complete(pair.router, second)
+    of_d, of_p = records(pair.decode), records(pair.prefill)
+    assert differ(of_d, of_p, first) is None and differ(of_d, of_p, second) is None
+    for record in of_p:
+        record["layers"] = of_p[-1]["layers"]
+    assert differ(of_d, of_p, first) is not None
+
+
+def test_sixteen_at_once(pair: Pair) -> None:
+    lengths = [20 + 37 * n for n in range(16)]
+    prompts = [prompt(n, 100 + n) for n in lengths]
+    before = count(pair.decode)
+    with ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(lambda ids: complete(pair.router, ids), prompts))
+    assert [answer["usage"]["prompt_tokens"] for answer in answers] == lengths
+    of_d, of_p = records(pair.decode), records(pair.prefill)
+    assert [differ(of_d, of_p, ids) for ids in prompts] == [None] * 16
+    eventually(lambda: sum((count(pair.decode) - before).by_plane.values()) == 16, "all are counted")
+    grown = count(pair.decode) - before
+    assert grown.failed == 0 and sum(lengths) - 16 <= grown.external <= sum(lengths)
+
+
+def test_two_samples_of_one_prompt(pair: Pair) -> None:
+    ids = prompt(150, 6)
+    before = count(pair.decode)
+    answer = complete(pair.router, ids, n=2, temperature=1.0, seed=3)
+    assert len(tokens_of(answer)) == 2
+    no_block_held(pair.prefill, pair.decode)
+    assert (count(pair.decode) - before).failed == 0
+
+
+def test_the_same_prompt_again_loads_only_the_rest(pair: Pair) -> None:
+    ids = prompt(110, 7)
+    first = pair.check(ids)
+    before = count(pair.decode)
+    second = complete(pair.router, ids)
+    assert tokens_of(first) == tokens_of(second)
+    assert differ(records(pair.decode), records(pair.prefill), ids) is None
+    grown = count(pair.decode) - before
+    assert grown.external <= 110 - 96 and grown.failed == 0
+
+
+def test_prompt_logprobs_are_computed_and_p_is_released(pair: Pair) -> None:
+    answer = complete(pair.router, prompt(120, 8), prompt_logprobs=1)
+    assert len(answer["choices"][0]["prompt_logprobs"]) == 120
+    no_block_held(pair.prefill, seconds=10)
+
+
+@pytest.mark.parametrize(
+    ("after_bytes", "seconds"), [(1, 60), (2000, 60), (1 << 20, 0.05), (1 << 20, 0.3), (1 << 20, 1)]
+)
+def test_a_client_that_goes_away(pair: Pair, after_bytes: int, seconds: float) -> None:
+    """At whatever stage that is: no block stays held, on neither side."""
+    stream_and_leave(pair.router, prompt(1200, 9 + after_bytes + int(seconds * 100)), after_bytes, seconds)
+    no_block_held(pair.prefill, pair.decode)
+
+
+def test_many_clients_that_go_away(pair: Pair) -> None:
+    def leave(number: int) -> None:
+        stream_and_leave(pair.router, prompt(600, 300 + number), 1 << 20, 0.1 * (number % 12))
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(leave, range(24)))
+    no_block_held(pair.prefill, pair.decode, seconds=60)
+    pair.check(prompt(130, 10))
+
+
+def test_p_finished_and_d_is_never_asked(pair: Pair) -> None:
+    """A lease ends by itself: here it is still held at once, and D may come late."""
+    ids = prompt(140, 11)
+    params = prefill_leg(pair.prefill, ids)
+    eventually(lambda: usage(pair.prefill) > 0, "P holds the blocks")
+    before = count(pair.decode)
+    complete(pair.decode, ids, kv_transfer_params=params)
+    no_block_held(pair.prefill, pair.decode)
+    assert (count(pair.decode) - before).external >= 139
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"kvferry": {"v": 99}},
+        {"kvferry": "garbage"},
+        {"kvferry": None},
+        {"kvferry": None, "remote_engine_id": None},
+        {"do_remote_prefill": False},
+    ],
+)
+def test_parameters_that_say_nothing(pair: Pair, change: dict[str, object]) -> None:
+    """D answers all the same, with right tokens, prefilled by itself."""
+    ids = prompt(80, 12)
+    before = count(pair.decode)
+    params = {"do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": "elsewhere"} | change
+    answer = complete(pair.decode, ids, kv_transfer_params=params, cache_salt="bad")
+    assert tokens_of(answer) == tokens_of(complete(pair.decode, ids, cache_salt="good"))
+    assert (count(pair.decode) - before).external == 0
+
+
+def test_an_address_where_nobody_is(pair: Pair) -> None:
+    """With "recompute" the answer comes all the same; the failed load is counted."""
+    ids = prompt(75, 13)
+    params = prefill_leg(pair.prefill, ids)
+    real = params["kvferry"]["ranks"][0][3]
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        params["kvferry"]["ranks"][0][3] = nobody.getsockname()[1]
+        before = count(pair.decode)
+        answer = complete(pair.decode, ids, kv_transfer_params=params)
+    assert tokens_of(answer) == tokens_of(complete(pair.decode, ids, cache_salt="alone"))
+    eventually(lambda: (count(pair.decode) - before).failed == 1, "the failed load is counted")
+    params["kvferry"]["ranks"][0][3] = real
+    complete(pair.decode, ids, kv_transfer_params=params, cache_salt="again")  # so that P is released
+    no_block_held(pair.prefill, pair.decode)
+
+
+def test_garbage_on_the_control_port_while_serving(pair: Pair) -> None:
+    ids = prompt(60, 14)
+    params = prefill_leg(pair.prefill, ids)
+    host, port = control_address(params)
+    complete(pair.decode, ids, kv_transfer_params=params)
+    stop = threading.Event()
+    rubbish = [b"GET / HTTP/1.1\r\n\r\n", b"\x80\x04\x95" * 50, b"\xff" * 3000, struct.pack(">Q", 1 << 60), b"\0" * 64]
+
+    def throw(number: int) -> None:
+        context = zmq.Context()
+        while not stop.is_set():
+            try:
+                with socket.create_connection((host, port), timeout=1) as raw:
+                    raw.sendall(rubbish[number % len(rubbish)])
+            except OSError:
+                pass
+            dealer = context.socket(zmq.DEALER)
+            dealer.setsockopt(zmq.LINGER, 0)
+            dealer.connect(f"tcp://{host}:{port}")
+            dealer.send_multipart([rubbish[number % len(rubbish)], b"x" * 100])
+            stop.wait(0.02)
+            dealer.close()
+        context.term()
+
+    threads = [threading.Thread(target=throw, args=(number,)) for number in range(5)]
+    for thread in threads:
+        thread.start()
+    try:
+        for number in range(6):
+            pair.check(prompt(70 + 40 * number, 400 + number))
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    pair.check(prompt(90, 15))
+    dropped = metric_sum(pair.prefill.metrics(), "vllm:kvferry_num_dropped_messages_total")
+    assert dropped is not None and dropped > 0
+
+
+def test_one_line_per_hand_over_and_none_of_alarm(pair: Pair) -> None:
+    pair.check(prompt(210, 16))
+    text = pair.decode.log.read_text(errors="replace")
+    assert text.count("kvferry: hand-over of") > 0 and "tokens" in text
+    assert "unexpected error in the transfer thread" not in text + pair.prefill.log.read_text(errors="replace")
