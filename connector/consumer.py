@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from kvferry.connector import handover, protocol
 from kvferry.connector.claims import Claims
 from kvferry.connector.errors import KVFerryError
+from kvferry.connector.handover import Reason
 from kvferry.connector.link import Link, LinkState
+from kvferry.connector.metrics import FailureKind
 from kvferry.connector.plan import PlannedSpan, check_complete, chunks, plan_reads
 from kvferry.connector.site import Ids, Part, Site
 from kvferry.connector.stepplan import Load, PeerEngine, RankAddress, Watch, unpack_ids
@@ -64,7 +66,6 @@ class Finished:
 
     request_id: str
     ok: bool
-    reason: str
 
 
 class Consumer:
@@ -110,7 +111,7 @@ class Consumer:
             ids = [self._site.caches.kernel_ids(g, unpack_ids(ids)) for g, ids in enumerate(load.block_ids)]
             addresses = list(self._addresses(load.peer))
         except KVFerryError as error:
-            self._report(load, now, False, f"geometry: {error}")
+            self._report(load, now, Reason("incompatible", str(error)))
             self._claims.close(load.request_id, now)
             return
         state, effects = handover.begin(len(addresses), self._timeouts, now)
@@ -130,9 +131,13 @@ class Consumer:
         """Handle what arrived; whether anything did."""
         busy = False
         for link in list(self._links.values()):
-            for reply in link.serve(now):
-                busy = True
-                self._reply(link, reply, now)
+            try:
+                for reply in link.serve(now):
+                    busy = True
+                    self._reply(link, reply, now)
+            except Exception as error:  # whatever one peer brings about must not reach the others
+                logger.exception("kvferry: unexpected error with %s", link.name)
+                link.fail("internal", repr(error))
             if link.state is not link.seen:
                 busy = True
                 link.seen = link.state
@@ -166,7 +171,7 @@ class Consumer:
     def close(self, now: float) -> None:
         """Give every claim up and close the links; loads that still run are reported as failed."""
         for job in list(self._jobs.values()):
-            self._step(job, handover.Cancel("engine is shutting down"), now)
+            self._step(job, handover.Cancel(Reason("cancelled", "the engine is shutting down")), now)
         self._claims.close_all()
         for link in self._links.values():
             link.close()
@@ -207,7 +212,7 @@ class Consumer:
         if read.link.state is LinkState.ATTACHED:
             self._step(read.job, handover.PeerReady(read.source), now)
         elif read.link.state is LinkState.FAILED:
-            self._step(read.job, handover.Failed(read.source, f"peer lost: {read.link.name}: {read.link.reason}"), now)
+            self._step(read.job, handover.Failed(read.source, read.link.why), now)
 
     # --- effects ------------------------------------------------------------------------------------------------
 
@@ -227,12 +232,12 @@ class Consumer:
                     self._stop(job, now)
                 case handover.Release():
                     self._claims.close(job.load.request_id, now)
-                case handover.Report(ok, reason):
+                case handover.Report(reason):
                     self._jobs.pop(job.load.request_id, None)
                     for read in job.reads:
                         if read.moved or not read.parts:
                             self._forget(read)  # the others wait for P's Stopped
-                    self._report(job.load, now, ok, reason, job)
+                    self._report(job.load, now, reason, job)
 
     def _new_read(self, job: Job, source: int, link: Link, heads: HeadRead) -> Read:
         self._next_read = (self._next_read + 1) % (1 << 32)
@@ -246,7 +251,7 @@ class Consumer:
             planned = [plan_reads(ours, read.link.theirs, read.heads, tokens) for read in job.reads]
             check_complete(ours, [span for spans in planned for span in spans], tokens)
         except KVFerryError as error:
-            self._step(job, handover.Failed(0, f"geometry: {error}"), now)
+            self._step(job, handover.Failed(0, Reason("incompatible", str(error))), now)
             return
         for read, spans in zip(job.reads, planned, strict=True):
             if spans:
@@ -313,10 +318,10 @@ class Consumer:
             for read in job.reads:
                 self._step(job, handover.Drained(read.source), now)
 
-    def _report(self, load: Load, now: float, ok: bool, reason: str, job: Job | None = None) -> None:
-        self._finished.append(Finished(load.request_id, ok, reason))
+    def _report(self, load: Load, now: float, reason: Reason | None, job: Job | None = None) -> None:
+        self._finished.append(Finished(load.request_id, reason is None))
         tokens = max((stop - start for start, stop in load.tokens), default=0)
-        if job is not None and ok:
+        if job is not None and reason is None:
             milliseconds = (now - job.started) * 1e3
             planes = sorted({read.link.plane.name for read in job.reads if read.link.plane is not None})
             plane = "+".join(planes) or "none"
@@ -325,8 +330,8 @@ class Consumer:
                 "kvferry: hand-over of %s done: %d tokens, %d bytes in %.2f ms over %s from %s",
                 load.request_id, tokens, job.nbytes, milliseconds, plane, load.peer.engine_id[:8],
             )  # fmt: skip
-        else:
-            self._site.stats.failed(reason.partition(":")[0])  # the part before the colon is one of a few
+        elif reason is not None:
+            self._site.stats.failed(reason.kind)
             logger.warning("kvferry: hand-over of %s failed, %d tokens not loaded: %s", load.request_id, tokens, reason)
 
     # --- replies and data ---------------------------------------------------------------------------------------
@@ -340,13 +345,18 @@ class Consumer:
             case protocol.Grant():
                 self._grant(read, reply, now)
             case protocol.Deny():
-                reason = f"denied {reply.reason}" + (f": {reply.detail}" if reply.detail else "")
+                kind: FailureKind = "expired" if reply.reason in ("expired", "unknown") else "denied"
+                reason = Reason(
+                    kind, f"P denied the read, {reply.reason}" + (f": {reply.detail}" if reply.detail else "")
+                )
                 self._step(read.job, handover.Failed(read.source, reason), now)
             case protocol.Committed():
                 event = (
                     handover.Committed(read.source)
                     if reply.ok
-                    else handover.Failed(read.source, "not committed: the lease ended before the read did")
+                    else handover.Failed(
+                        read.source, Reason("expired", "the lease ended before the read was committed")
+                    )
                 )
                 self._step(read.job, event, now)
             case protocol.Stopped():
@@ -354,8 +364,8 @@ class Consumer:
 
     def _grant(self, read: Read, grant: protocol.Grant, now: float) -> None:
         if grant.chunks != len(read.parts):
-            reason = f"protocol: P grants {grant.chunks} chunks, {len(read.parts)} were asked for"
-            self._step(read.job, handover.Failed(read.source, reason), now)
+            text = f"P grants {grant.chunks} chunks, {len(read.parts)} were asked for"
+            self._step(read.job, handover.Failed(read.source, Reason("data", text)), now)
         else:
             self._step(read.job, handover.Granted(read.source), now)
 
@@ -394,11 +404,15 @@ class Consumer:
         wanted = self._site.caches.nbytes(part)
         if message.nbytes != wanted:
             message.release()
-            reason = f"protocol: chunk {chunk} has {message.nbytes} bytes, expected {wanted}"
-            self._step(read.job, handover.Failed(read.source, reason), now)
+            text = f"chunk {chunk} has {message.nbytes} bytes, expected {wanted}"
+            self._step(read.job, handover.Failed(read.source, Reason("data", text)), now)
             return
         try:
             self._site.caches.unpack(message.address, part)
+        except Exception as error:  # an error of the copy is this request's, not everybody's
+            logger.exception("kvferry: a chunk of %s could not be unpacked", read.job.load.request_id)
+            self._step(read.job, handover.Failed(read.source, Reason("internal", repr(error))), now)
+            return
         finally:
             message.release()
         read.job.nbytes += wanted

@@ -22,6 +22,8 @@ import enum
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from kvferry.connector.metrics import FailureKind
+
 
 class Phase(enum.Enum):
     HANDSHAKING = "handshaking"
@@ -31,6 +33,17 @@ class Phase(enum.Enum):
     DRAINING = "draining"
     DONE = "done"
     FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why a hand-over failed: a kind to count, and one line for the log."""
+
+    kind: FailureKind
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.text}"
 
 
 LIVE = (Phase.HANDSHAKING, Phase.READY, Phase.MOVING, Phase.COMMITTING, Phase.DRAINING)
@@ -53,7 +66,7 @@ class Handover:
     pending: frozenset[int]
     deadline: float
     timeouts: Timeouts
-    reason: str = ""
+    reason: Reason | None = None
 
 
 # --- events -----------------------------------------------------------------------------------------------------
@@ -100,14 +113,14 @@ class Failed:
     """A source refused, expired, broke or went away."""
 
     source: int
-    reason: str
+    reason: Reason
 
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
     """D's engine gave the request up."""
 
-    reason: str = "cancelled"
+    reason: Reason = Reason("cancelled", "the engine gave the request up")
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,10 +155,13 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Tell the engine, once."""
+    """Tell the engine, once. ``reason`` says why it failed, ``None`` where it did not."""
 
-    ok: bool
-    reason: str
+    reason: Reason | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.reason is None
 
 
 Effect = Ask | Commit | Stop | Release | Report
@@ -177,12 +193,12 @@ def _enter(state: Handover, phase: Phase, now: float) -> Handover:
 
 
 def _finish(state: Handover) -> Outcome:
-    return replace(state, phase=Phase.DONE, pending=frozenset()), (Release(), Report(True, ""))
+    return replace(state, phase=Phase.DONE, pending=frozenset()), (Release(), Report())
 
 
-def _fail(state: Handover, reason: str) -> Outcome:
+def _fail(state: Handover, reason: Reason) -> Outcome:
     ended = replace(state, phase=Phase.FAILED, pending=frozenset(), reason=reason)
-    return ended, (Stop(), Release(), Report(False, reason))
+    return ended, (Stop(), Release(), Report(reason))
 
 
 def _ignore(state: Handover, event: Event, now: float) -> Outcome:
@@ -229,7 +245,7 @@ def _fail_now(state: Handover, event: Event, now: float) -> Outcome:
     return _fail(state, event.reason)
 
 
-def _drain(state: Handover, reason: str, now: float) -> Outcome:
+def _drain(state: Handover, reason: Reason, now: float) -> Outcome:
     # Sources that have moved have no I/O left; the others must say so.
     return replace(state, phase=Phase.DRAINING, deadline=now + state.timeouts.transfer, reason=reason), (Stop(),)
 
@@ -245,17 +261,21 @@ def _drained(state: Handover, event: Event, now: float) -> Outcome:
     if pending:
         return replace(state, pending=pending), ()
     ended = replace(state, phase=Phase.FAILED, pending=frozenset())
-    return ended, (Release(), Report(False, state.reason))
+    return ended, (Release(), Report(state.reason))
+
+
+def _deadline(state: Handover) -> Reason:
+    return Reason("timeout", f"nothing moved on in time while {state.phase.value}")
 
 
 def _late(state: Handover, event: Event, now: float) -> Outcome:
     if now < state.deadline:
         return state, ()
-    return _fail(state, f"deadline in {state.phase.value}")
+    return _fail(state, _deadline(state))
 
 
 def _late_moving(state: Handover, event: Event, now: float) -> Outcome:
-    return (state, ()) if now < state.deadline else _drain(state, "deadline in moving", now)
+    return (state, ()) if now < state.deadline else _drain(state, _deadline(state), now)
 
 
 def _late_draining(state: Handover, event: Event, now: float) -> Outcome:

@@ -5,8 +5,17 @@ from __future__ import annotations
 import enum
 import logging
 
-from kvferry.connector.errors import IncompatiblePeerError, KVFerryError, PlaneUnavailableError, ProtocolError
+from kvferry.connector.errors import (
+    GeometryError,
+    IncompatiblePeerError,
+    KVFerryError,
+    PlaneUnavailableError,
+    ProtocolError,
+    TransportError,
+)
 from kvferry.connector.geometry import RankGeometry
+from kvferry.connector.handover import Reason
+from kvferry.connector.metrics import FailureKind
 from kvferry.connector.plan import compatible
 from kvferry.connector.protocol import (
     MAX_MESSAGE_BYTES,
@@ -17,6 +26,7 @@ from kvferry.connector.protocol import (
     Refused,
     Reply,
     Request,
+    VersionError,
     Welcome,
     decode_reply,
     encode,
@@ -49,7 +59,7 @@ class Link:
         self.address = address
         self.state = LinkState.CONNECTED
         self.seen = LinkState.CONNECTED  # the last state that the owner has acted on
-        self.reason = ""
+        self.reason: Reason | None = None
         self.deadline = float("inf")
         self.failed_at = 0.0
         self.channel: RecvChannel | None = None
@@ -69,6 +79,12 @@ class Link:
         """The peer's geometry, once attached."""
         assert self.geometry is not None
         return self.geometry
+
+    @property
+    def why(self) -> Reason:
+        """Why it failed, with the peer's name."""
+        assert self.reason is not None
+        return Reason(self.reason.kind, f"{self.name}: {self.reason.text}")
 
     def greet(self, now: float) -> None:
         """Start the handshake, unless it was started before."""
@@ -91,7 +107,8 @@ class Link:
         a release above all, as long as its connection stands."""
         sent = not self.connection.lost and self.connection.send(encode(message))
         if not sent and self.state is not LinkState.FAILED:
-            self.fail(self.connection.reason or "its control connection takes no more messages")
+            why = self.connection.reason or "its control connection takes no more messages"
+            self.fail("peer_lost", why)
 
     def serve(self, now: float) -> list[Reply]:
         """Advance the handshake; the replies that are not part of it."""
@@ -106,25 +123,29 @@ class Link:
                     self._shake(reply)
                 else:
                     replies.append(reply)
+            except (IncompatiblePeerError, GeometryError, VersionError) as error:
+                self.fail("incompatible", str(error))
             except ProtocolError as error:
                 self._site.stats.dropped("malformed reply")
-                self.fail(str(error))
+                self.fail("data", str(error))
+            except TransportError as error:
+                self.fail("plane", str(error))
             except KVFerryError as error:
-                self.fail(str(error))
+                self.fail("peer_lost", str(error))
         if self.channel is not None and self.channel.error is not None:
-            self.fail(str(self.channel.error))
+            self.fail("peer_lost", str(self.channel.error))
         elif self.connection.lost:
-            self.fail(self.connection.reason or "peer is gone")
+            self.fail("peer_lost", self.connection.reason or "the peer is gone")
         elif now >= self.deadline:
             waited = self._site.settings.handshake_timeout_seconds
-            self.fail(f"no answer to the handshake in {waited:g} s ({self.state.value})")
+            self.fail("timeout", f"no answer to the handshake in {waited:g} s ({self.state.value})")
         return replies
 
-    def fail(self, reason: str) -> None:
+    def fail(self, kind: FailureKind, text: str) -> None:
         """End the link. What was read through it fails."""
         if self.state is not LinkState.FAILED:
-            self.state, self.reason, self.deadline = LinkState.FAILED, reason, float("inf")
-            logger.warning("kvferry: link to %s failed: %s", self.name, reason)
+            self.state, self.reason, self.deadline = LinkState.FAILED, Reason(kind, text), float("inf")
+            logger.warning("kvferry: link to %s failed: %s", self.name, text)
 
     def detach(self) -> None:
         """Close the data plane; what was in flight there never arrives. Idempotent."""

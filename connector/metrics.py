@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from typing import Literal, TypedDict
+from typing import Literal, TypedDict, get_args
 
 MAX_SAMPLES = 4096
 """Hand-overs kept one by one between two collections; of those beyond, only the sums."""
@@ -32,60 +32,19 @@ class Figures(TypedDict):
     finished: dict[str, Samples]
     """By plane."""
     failed: dict[str, int]
-    """Hand-overs on D, by :func:`failure_kind`."""
+    """Hand-overs on D, by ``FailureKind``."""
     leases: dict[str, int]
     """Leases that ended on P: "released", "expired" (nobody renewed) or "cap" (renewed too long)."""
     dropped: dict[str, int]
     """Control messages and connections that were not served, by reason."""
 
 
-FAILURE_KINDS = (
-    "cancelled",
-    "timeout",
-    "expired",
-    "denied",
-    "incompatible",
-    "peer_lost",
-    "plane",
-    "data",
-    "internal",
-    "other",
-)
+FailureKind = Literal[
+    "cancelled", "timeout", "expired", "denied", "incompatible", "peer_lost", "plane", "data", "internal"
+]
+"""Why a hand-over failed, as a label: one of few, without a peer's name."""
+FAILURE_KINDS: tuple[FailureKind, ...] = get_args(FailureKind)
 LEASE_ENDS = ("released", "expired", "cap")
-
-_PHRASES: tuple[tuple[str, str], ...] = (  # the first that occurs in the reason decides
-    ("cancel", "cancelled"),
-    ("abort", "cancelled"),
-    ("denied the read: expired", "expired"),
-    ("lease expired", "expired"),
-    ("denied the read", "denied"),
-    ("unexpected error", "internal"),
-    ("deadline", "timeout"),
-    ("no answer", "timeout"),
-    ("timed out", "timeout"),
-    ("bytes, expected", "data"),
-    ("chunks", "data"),
-    ("malformed", "data"),
-    ("peer refused", "incompatible"),
-    ("protocol version", "incompatible"),
-    ("geometry", "incompatible"),
-    ("curve key", "incompatible"),
-    ("data plane", "plane"),
-    ("gone", "peer_lost"),
-    ("restarted", "peer_lost"),
-    ("hung up", "peer_lost"),
-    ("nobody listens", "peer_lost"),
-    ("cannot be resolved", "peer_lost"),
-    ("connection", "peer_lost"),
-)
-
-
-def failure_kind(reason: str) -> str:
-    """The kind, one of ``FAILURE_KINDS``, of a reason as the log has it (which names hosts, so is no label)."""
-    if reason in FAILURE_KINDS:
-        return reason
-    lower = reason.lower()
-    return next((kind for phrase, kind in _PHRASES if phrase in lower), "other")
 
 
 def no_figures() -> Figures:
@@ -146,10 +105,10 @@ class HandoverStats:
             samples = self._figures["finished"].setdefault(plane, _no_samples())
             _extend(samples, Samples(microseconds=[microseconds], nbytes=[nbytes], tokens=[tokens], rest=[0, 0, 0, 0]))
 
-    def failed(self, reason: str) -> None:
-        """A hand-over failed; ``reason`` is a kind, or text as the log has it."""
+    def failed(self, kind: FailureKind) -> None:
+        """A hand-over failed."""
         with self._lock:
-            _count(self._figures["failed"], failure_kind(reason))
+            _count(self._figures["failed"], kind)
 
     def lease_ended(self, reason: str) -> None:
         """A lease is over: "released", "expired" or "cap"."""

@@ -11,6 +11,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
 
 import zmq
 
@@ -28,6 +30,9 @@ TICK_SECONDS = 0.02
 IDLE_SECONDS = 1.0
 SLOW_TURN_SECONDS = 1.0
 """A turn takes milliseconds; one that takes this long is worth a line."""
+
+
+_Item = TypeVar("_Item")
 
 
 class Mover:
@@ -96,7 +101,7 @@ class Mover:
                     self._sleep()
             except Exception:  # one bad turn must not end the thread that serves everybody
                 logger.exception("kvferry: unexpected error in the transfer thread, going on")
-                self._site.stats.failed("unexpected error in the transfer thread")
+                self._site.stats.failed("internal")
                 time.sleep(TICK_SECONDS)
         self._shut()
 
@@ -124,16 +129,29 @@ class Mover:
             plan = self._commands.popleft()
             self._consumer.identify(plan.consumer)
             for grant in plan.leases:
-                self._producer.grant(grant, now)
+                self._try(self._producer.grant, grant, now, partial(self._freed.append, grant.request_id))
             for watch in plan.watches:
-                self._consumer.watch(watch, now)
+                self._try(self._consumer.watch, watch, now)
             for load in plan.loads:
-                self._consumer.load(load, now)
+                failed = Finished(load.request_id, False)
+                self._try(self._consumer.load, load, now, partial(self._finished.append, failed))
             for request_id in plan.cancels:
-                self._consumer.cancel(request_id, now)
+                self._try(self._consumer.cancel, request_id, now)
             for request_id in plan.drops:
-                self._consumer.drop(request_id, now)
+                self._try(self._consumer.drop, request_id, now)
         return busy
+
+    def _try(
+        self, act: Callable[[_Item, float], None], item: _Item, now: float, otherwise: Callable[[], None] | None = None
+    ) -> None:
+        """One command; an error of one must not lose the others, and the engine still hears of this one."""
+        try:
+            act(item, now)
+        except Exception:
+            logger.exception("kvferry: unexpected error with %s", item)
+            self._site.stats.failed("internal")
+            if otherwise is not None:
+                otherwise()
 
     def _publish(self) -> None:
         self._finished.extend(self._consumer.take_finished())

@@ -120,6 +120,9 @@ class Producer:
                 self._drop("protocol version", error)
             except ProtocolError as error:
                 self._drop("malformed", error)
+            except Exception as error:  # whatever one peer brings about must not reach the others
+                logger.exception("kvferry: unexpected error with a message")
+                self._drop("unexpected error", repr(error))
         return bool(arrived)
 
     def pump(self, now: float) -> bool:
@@ -137,7 +140,14 @@ class Producer:
                 continue
             busy = True
             part = push.parts[push.done]
-            self._site.caches.pack(slot.address, part)
+            try:
+                self._site.caches.pack(slot.address, part)
+            except Exception as error:  # an error of the copy is this read's, not everybody's
+                logger.exception("kvferry: a chunk could not be packed")
+                channel.give_back(slot)
+                self._deny(push.session.identity, push.number, "failed", repr(error)[:1024])
+                self._end_push(push, now)
+                continue
             channel.send(slot, self._site.caches.nbytes(part), push.number << 32 | push.done)
             push.done += 1
             self._step(push.token, lease.Renewed(), now)

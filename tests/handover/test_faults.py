@@ -50,6 +50,7 @@ def test_a_late_ask_is_refused(stage: Stage) -> None:
     assert wait(lambda: p.sent == {"req-p"}, [p], 2)
     d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
     assert wait(lambda: d.failed == {"req-d"}, [p, d], 2)
+    assert reason_of(d) == "expired"
     assert all((d.caches[name] == -1).all() for name in d.layers)
 
 
@@ -239,6 +240,7 @@ def test_nobody_listens(stage: Stage) -> None:
     d = stage.rank(settings=Settings(**QUICK))
     d.worker.post(load_plan("req-d", bytes(16), nobody(free_port()), OURS, 0, TOKENS))
     assert wait(lambda: d.failed == {"req-d"}, [d], 6)
+    assert reason_of(d) == "peer_lost"
 
 
 def test_a_silent_peer(stage: Stage) -> None:
@@ -309,6 +311,7 @@ def test_no_plane_in_common(stage: Stage) -> None:
     token = grant([p], "req-p", THEIRS, TOKENS)
     d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
     assert wait(lambda: d.failed == {"req-d"}, [p, d], 6)
+    assert reason_of(d) == "plane"
     assert wait(lambda: p.sent == {"req-p"}, [p, d], 3)
 
 
@@ -350,4 +353,27 @@ def test_a_read_beyond_the_prompt_is_denied(stage: Stage) -> None:
     d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
     assert wait(lambda: d.failed == {"req-d"}, [p, d], 3)
     assert all((d.caches[name] == -1).all() for name in d.layers)
+    another_works(p, d)
+
+
+def test_an_error_of_the_copy_is_one_requests_failure(stage: Stage) -> None:
+    p, d = stage.rank(), stage.rank(engine_id="engine-d")
+    p.fill(THEIRS, TOKENS)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("planted")
+
+    for site, kind in ((d.worker.site, "internal"), (p.worker.site, "denied")):
+        copies = object.__getattribute__(site, "caches")
+        real = type(copies)._copy
+        token = grant([p], f"{kind}-p", THEIRS, TOKENS)
+        type(copies)._copy = lambda self, *a, real=real, copies=copies, **k: (
+            fail() if self is copies else real(self, *a, **k)
+        )
+        try:
+            d.worker.post(load_plan(f"{kind}-d", token, peer([p]), OURS, 0, TOKENS))
+            assert wait(lambda kind=kind: f"{kind}-d" in d.failed and f"{kind}-p" in p.sent, [p, d], 5)
+        finally:
+            type(copies)._copy = real
+        assert reason_of(d) == kind
     another_works(p, d)

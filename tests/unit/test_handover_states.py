@@ -13,6 +13,7 @@ from kvferry.connector import handover as h
 
 TIMEOUTS = h.Timeouts(handshake=10, transfer=30)
 EVENTS = get_args(h.Event)
+GONE, AGAIN = h.Reason("peer_lost", "gone"), h.Reason("peer_lost", "again")
 
 
 def test_table_is_total_over_live_phases() -> None:
@@ -22,7 +23,7 @@ def test_table_is_total_over_live_phases() -> None:
 def test_nothing_to_fetch_reports_at_once() -> None:
     state, effects = h.begin(0, TIMEOUTS, 0)
     assert state.phase is h.Phase.DONE
-    assert effects == (h.Release(), h.Report(True, ""))
+    assert effects == (h.Release(), h.Report())
 
 
 def run(state: h.Handover, *events: h.Event, now: float = 1) -> tuple[h.Handover, list[h.Effect]]:
@@ -45,27 +46,27 @@ COMMITTING = (*MOVING, h.Moved(0), h.Moved(1))
 def test_the_good_way() -> None:
     state, effects = run(begun(), *COMMITTING, h.Committed(1), h.Committed(0))
     assert state.phase is h.Phase.DONE
-    assert effects == [h.Ask(), h.Commit(), h.Release(), h.Report(True, "")]
+    assert effects == [h.Ask(), h.Commit(), h.Release(), h.Report()]
 
 
 @pytest.mark.parametrize("before", [(), READY, COMMITTING], ids=["handshaking", "ready", "committing"])
-@pytest.mark.parametrize("event", [h.Failed(1, "gone"), h.Cancel("gone")], ids=["failed", "cancel"])
+@pytest.mark.parametrize("event", [h.Failed(1, GONE), h.Cancel(GONE)], ids=["failed", "cancel"])
 def test_before_and_after_io_it_fails_at_once(before: tuple[h.Event, ...], event: h.Event) -> None:
     state, _ = run(begun(), *before)
     state, effects = run(state, event)
     assert state.phase is h.Phase.FAILED
-    assert effects == [h.Stop(), h.Release(), h.Report(False, "gone")]
+    assert effects == [h.Stop(), h.Release(), h.Report(GONE)]
 
 
-@pytest.mark.parametrize("event", [h.Failed(1, "gone"), h.Cancel("gone")], ids=["failed", "cancel"])
+@pytest.mark.parametrize("event", [h.Failed(1, GONE), h.Cancel(GONE)], ids=["failed", "cancel"])
 def test_during_io_it_drains_first(event: h.Event) -> None:
     state, _ = run(begun(), *MOVING, h.Moved(0))
     state, effects = run(state, event)
     assert (state.phase, effects) == (h.Phase.DRAINING, [h.Stop()])
-    state, effects = run(state, h.Cancel(), h.Failed(1, "again"), h.Drained(0))
+    state, effects = run(state, h.Cancel(), h.Failed(1, AGAIN), h.Drained(0))
     assert (state.phase, effects) == (h.Phase.DRAINING, [])
     state, effects = run(state, h.Drained(1))
-    assert effects == [h.Release(), h.Report(False, "gone")]
+    assert effects == [h.Release(), h.Report(GONE)]
 
 
 @pytest.mark.parametrize(
@@ -76,14 +77,14 @@ def test_every_phase_has_a_deadline(before: tuple[h.Event, ...], name: str, limi
     state, _ = run(begun(), *before, now=0)
     assert h.step(state, h.Tick(), limit - 0.1) == (state, ())
     state, effects = h.step(state, h.Tick(), limit)
-    assert effects[-1] == h.Report(False, f"deadline in {name}")
+    assert effects[-1] == h.Report(h.Reason("timeout", f"nothing moved on in time while {name}"))
 
 
 def test_data_may_overtake_the_grant() -> None:
     state, effects = run(begun(), *READY, h.Progress(), h.Moved(0), h.Granted(0), h.Moved(1), h.Granted(1))
     assert (state.phase, effects) == (h.Phase.COMMITTING, [h.Ask(), h.Commit()])
     state, effects = run(begun(1), h.PeerReady(0), h.Moved(0), h.Granted(0), h.Committed(0))
-    assert effects == [h.Ask(), h.Commit(), h.Release(), h.Report(True, "")]
+    assert effects == [h.Ask(), h.Commit(), h.Release(), h.Report()]
 
 
 def test_progress_moves_the_deadline_and_time_is_no_proof_of_drained() -> None:
@@ -99,7 +100,7 @@ def test_progress_moves_the_deadline_and_time_is_no_proof_of_drained() -> None:
 sources = st.integers(0, 2)
 any_event = st.one_of(
     *(st.builds(kind, sources) for kind in (h.PeerReady, h.Granted, h.Moved, h.Committed, h.Drained)),
-    st.builds(h.Failed, sources, st.just("broken")),
+    st.builds(h.Failed, sources, st.just(GONE)),
     st.just(h.Cancel()),
     st.just(h.Progress()),
     st.just(h.Tick()),

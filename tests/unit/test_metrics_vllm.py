@@ -28,7 +28,7 @@ def busy() -> HandoverStats:
     stats = HandoverStats()
     stats.finished(nbytes=1 << 20, milliseconds=4, plane="shm", tokens=128)
     stats.finished(nbytes=3 << 20, milliseconds=6, plane="ucx", tokens=256)
-    stats.failed("deadline in moving")
+    stats.failed("timeout")
     stats.lease_ended("released")
     stats.lease_ended("expired")
     stats.dropped("malformed", 3)
