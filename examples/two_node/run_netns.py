@@ -21,7 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "lib"))
 
 import httpx
-from engines import CPU_ENVIRONMENT, LIB, EngineError, Fleet, Server, serve_command
+from engines import CPU_ENVIRONMENT, LIB, EngineError, Fleet, Server, vllm_command
 from kv_bytes import compare
 from model import build_model, prompt_of
 from pd_client import METRICS, loads, settled, stream
@@ -69,12 +69,14 @@ def enter(namespace: str) -> None:
 def start(fleet: Fleet, name: str, address: str, model: Path, netns: str | None) -> Server:
     arguments = ["--served-model-name", "model", "--max-model-len", "4096", "--enforce-eager"]
     arguments += ["--block-size", "32", "--dtype", "float32", "--worker-extension-cls", "kv_bytes.KVBytes"]
-    command = serve_command()  # python -m ... serve; the scripts take it in place of `vllm serve`
-    vllm = " ".join(command).removesuffix(" serve").removesuffix(" --model")
-    env = {**CPU_ENVIRONMENT, "PORT": "8000", "PYTHON": sys.executable, "VLLM": vllm, "PYTHONPATH": str(LIB)}
+    env = {
+        **CPU_ENVIRONMENT,
+        "PORT": "8000",
+        "PYTHON": sys.executable,
+        "VLLM": " ".join(vllm_command()),
+        "PYTHONPATH": str(LIB),
+    }
     script = [str(HERE / f"{name}.sh"), str(model), address, *arguments]
-    if command[-1] != "serve":
-        raise EngineError("this example needs the vllm command line: run `make install`")
     server = fleet.spawn(name, script, host=address, port=8000, environment=env, netns=netns)
     server.is_engine = True
     return server
