@@ -149,6 +149,16 @@ def test_on_p_while_prefilling(yard: Yard) -> None:
     assert p.answers[request_id].params is None and not p.leases
 
 
+def test_on_p_while_decoding(pair: Pair) -> None:
+    """Its prompt is computed, but no answer will tell D of it: nothing is held for anybody."""
+    p, _ = pair
+    request_id = p.add(IDS, PREFILL, max_tokens=50)
+    run([p], lambda: len(p.answers[request_id].tokens) > 3)
+    p.abort(request_id)
+    settle(p, seconds=5)
+    assert not p.leases
+
+
 def test_on_p_after_it_was_handed_over(pair: Pair) -> None:
     """The prompt is done, its blocks are the lease's: the abort comes too late to matter."""
     p, d = pair

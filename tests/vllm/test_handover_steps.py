@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 from labelled import BLOCK, prompt
-from stepped import PREFILL, Engine, prefill, run, settle
+from stepped import PREFILL, Engine, mover_of, prefill, run, settle
 from stepped_rank import RUNNERS
 from yard import Yard
+
+from kvferry.connector.consumer import Finished
 
 pytestmark = pytest.mark.vllm
 Pair = tuple[Engine, Engine]
@@ -229,4 +231,15 @@ def test_the_lease_is_renewed_while_d_has_no_room(yard: Yard) -> None:
     d.abort(running)
     run([p, d], lambda: d.answers[request_id].finish is not None)
     assert d.origins[request_id].theirs == 399
+    settle(p, d)
+
+
+def test_what_vllm_does_not_know_never_reaches_it(pair: Pair) -> None:
+    """Its scheduler asserts on unknown ids and on ids told twice, and the engine dies."""
+    p, d = pair
+    request_id = hand_over(p, d, prompt(40))
+    settle(p, d)
+    for finished in (Finished("unknown", True), Finished(request_id, True), Finished(request_id, False)):
+        mover_of(d)._finished.append(finished)
+    mover_of(p)._freed.extend(["unknown", *p.leases])
     settle(p, d)

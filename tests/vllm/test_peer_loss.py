@@ -199,6 +199,20 @@ def test_a_failed_load_leaves_a_shared_prefix_alone(yard: Yard, monkeypatch: pyt
     settle(d)
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_one_of_two_ranks_fails(yard: Yard, monkeypatch: pytest.MonkeyPatch, policy: str, runner: str) -> None:
+    """The other rank's success counts for nothing, and the request is told of once."""
+    if runner == "v026":
+        monkeypatch.setattr("kvferry.connector.compat.HAS_TRANSFER_RESULTS", False)
+    p, d = yard.pair(runner=runner, tp=2, policy=policy)
+    params = prefill(p, IDS)
+    p.workers[1].connector.shutdown()
+    p.step()
+    request_id = d.add(IDS, params)
+    ended(d, request_id, policy)
+
+
 def test_many_requests_for_a_dead_p_fail_fast(yard: Yard) -> None:
     p, d = yard.pair(extra={"handshake_timeout_seconds": 2.0})
     several = [prompt(40, seed) for seed in range(6)]
