@@ -130,6 +130,10 @@ class ZmqSendChannel(SendChannel):
                 return
         self._fail(TransportError(f"zmq: the consumer sent {frame[:16]!r}, expected the credit of a message"))
 
+    def extend(self, seconds: float) -> None:
+        """Give the consumer more time to connect."""
+        self._deadline += seconds
+
     def ping(self, now: float) -> None:
         """Find out whether the consumer is there: ZMQ says so only when something is sent to it."""
         if self.error is not None:
@@ -227,6 +231,11 @@ class ZmqRecvChannel(RecvChannel):
             self._fail(TransportError(f"zmq: the producer at {self._where} {reason}"))
         return moved
 
+    def extend(self, seconds: float) -> None:
+        """Give the producer more time to answer."""
+        if self._deadline is not None:
+            self._deadline += seconds
+
     def check(self, now: float) -> None:
         """Fail where the producer has never answered."""
         if self._deadline is not None and now > self._deadline:
@@ -304,6 +313,7 @@ class ZmqPlane(Plane):
         self._senders: dict[bytes, ZmqSendChannel] = {}
         self._receivers: set[ZmqRecvChannel] = set()
         self._busy: list[tuple[Slot, Any]] = []
+        self._last_progress = time.monotonic()
         self._next_ping = 0.0
         self._watch_until = 0.0
         self._closed = False
@@ -353,6 +363,10 @@ class ZmqPlane(Plane):
             if channel.error is None:
                 moved |= channel.progress()
         now = time.monotonic()
+        if now - self._last_progress > _PING_SECONDS:  # time without the processor is held against nobody
+            for waiting in [*self._senders.values(), *self._receivers]:
+                waiting.extend(now - self._last_progress)
+        self._last_progress = now
         if now >= self._next_ping:
             self._next_ping = now + (_WATCH_SECONDS if now < self._watch_until else _PING_SECONDS)
             for sender in list(self._senders.values()):
