@@ -364,8 +364,10 @@ class ZmqPlane(Plane):
                 moved |= channel.progress()
         now = time.monotonic()
         if now - self._last_progress > _PING_SECONDS:  # time without the processor is held against nobody
-            for waiting in [*self._senders.values(), *self._receivers]:
-                waiting.extend(now - self._last_progress)
+            for sender in self._senders.values():
+                sender.extend(now - self._last_progress)
+            for channel in self._receivers:
+                channel.extend(now - self._last_progress)
         self._last_progress = now
         if now >= self._next_ping:
             self._next_ping = now + (_WATCH_SECONDS if now < self._watch_until else _PING_SECONDS)
