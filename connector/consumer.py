@@ -6,9 +6,8 @@ Decisions are ``handover.step``'s; this file performs its effects and feeds it w
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvferry.connector import handover, protocol
 from kvferry.connector.claims import Claims
@@ -16,48 +15,16 @@ from kvferry.connector.errors import KVFerryError
 from kvferry.connector.handover import Reason
 from kvferry.connector.link import Link, LinkState
 from kvferry.connector.metrics import FailureKind
-from kvferry.connector.plan import PlannedSpan, check_complete, chunks, plan_reads
-from kvferry.connector.site import Ids, Part, Site
+from kvferry.connector.plan import PlannedSpan, check_complete, plan_reads
+from kvferry.connector.reads import Job, Read, Reads
+from kvferry.connector.site import Site
 from kvferry.connector.stepplan import Load, PeerEngine, RankAddress, Watch, unpack_ids
 from kvferry.connector.topology import HeadRead, sources
-from kvferry.transport.plane import Received
 
 logger = logging.getLogger("vllm.kvferry.consumer")
 
 FAILED_LINK_SECONDS = 1.0
 """A failed link answers for that long, so that a burst of requests for a dead peer fails fast."""
-UNPACKS_PER_TURN = 4
-"""Messages unpacked before control messages are looked at again."""
-
-
-@dataclass(slots=True)
-class Read:
-    """One hand-over's part from one P rank: its chunks, and how many are still to come."""
-
-    number: int
-    job: Job
-    source: int
-    link: Link
-    heads: HeadRead
-    parts: list[Part] = field(default_factory=list)
-    tags: set[int] = field(default_factory=set)
-    stopped: bool = False
-    moved: bool = False
-
-    def tag(self, chunk: int) -> int:
-        return self.number << 32 | chunk
-
-
-@dataclass(slots=True)
-class Job:
-    """One request's hand-over on this rank."""
-
-    load: Load
-    state: handover.Handover
-    started: float
-    ids: list[Ids]
-    reads: list[Read] = field(default_factory=list)
-    nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +45,7 @@ class Consumer:
         )
         self._links: dict[RankAddress, Link] = {}
         self._jobs: dict[str, Job] = {}
-        self._reads: dict[int, Read] = {}
-        self._next_read = 0
-        self._arrived: deque[tuple[Link, Received]] = deque()
+        self._reads = Reads(site.caches)
         self._finished: list[Finished] = []
         self._claims = Claims(site.caches.geometry, self._link)
 
@@ -119,7 +84,7 @@ class Consumer:
         self._jobs[load.request_id] = job
         for number, (address, heads) in enumerate(addresses):
             link = self._link(load.peer, address)
-            job.reads.append(self._new_read(job, number, link, heads))
+            self._reads.new(job, number, link, heads)
             link.greet(now)
         self._perform(job, effects, now)
         for read in job.reads:
@@ -197,12 +162,12 @@ class Consumer:
         return link
 
     def _link_changed(self, link: Link, now: float) -> None:
-        for read in [read for read in self._reads.values() if read.link is link]:
+        for read in self._reads.through(link):
             self._follow(read, now)
         if link.state is LinkState.FAILED:
             link.failed_at = now
-            for read in [read for read in self._reads.values() if read.link is link]:
-                self._forget(read)
+            for read in self._reads.through(link):
+                self._reads.forget(read)
             link.detach()
 
     def _follow(self, read: Read, now: float) -> None:
@@ -236,14 +201,8 @@ class Consumer:
                     self._jobs.pop(job.load.request_id, None)
                     for read in job.reads:
                         if read.moved or not read.parts:
-                            self._forget(read)  # the others wait for P's Stopped
+                            self._reads.forget(read)  # the others wait for P's Stopped
                     self._report(job.load, now, reason, job)
-
-    def _new_read(self, job: Job, source: int, link: Link, heads: HeadRead) -> Read:
-        self._next_read = (self._next_read + 1) % (1 << 32)
-        read = Read(self._next_read, job, source, link, heads)
-        self._reads[read.number] = read
-        return read
 
     def _plan_and_ask(self, job: Job, now: float) -> None:
         ours, tokens = self._site.caches.geometry, job.load.tokens
@@ -260,17 +219,8 @@ class Consumer:
                 self._all_moved(read, now)
 
     def _ask(self, read: Read, planned: tuple[PlannedSpan, ...]) -> None:
-        geometry, load = read.link.theirs, read.job.load
-        chunk_bytes = read.link.slot_bytes
-        for span in planned:
-            align = geometry.groups[span.span.group].block_size
-            read.parts.extend(self._parts(read.job, span, chunk_bytes, align))
-        # Announced before P can answer: the first chunk may overtake the grant, which comes by another socket.
-        channel = read.link.channel
-        assert channel is not None
-        for chunk, part in enumerate(read.parts):
-            read.tags.add(read.tag(chunk))
-            channel.expect(read.tag(chunk), self._site.caches.nbytes(part))
+        self._reads.announce(read, planned)
+        load = read.job.load
         read.link.send(
             protocol.Ask(
                 read=read.number,
@@ -278,25 +228,10 @@ class Consumer:
                 consumer=self._claims.consumer,
                 consumer_rank=self._claims.rank,
                 expected=self._claims.expected(load.peer, read.link.address.tp_rank),
-                spans=tuple(span.span for span in planned),
-                chunk_bytes=chunk_bytes,
+                spans=tuple(item.span for item in planned),
+                chunk_bytes=read.link.slot_bytes,
             )
         )
-
-    def _parts(self, job: Job, planned: PlannedSpan, chunk_bytes: int, align: int) -> Iterator[Part]:
-        span = planned.span
-        content = self._site.caches.views[planned.group].content_bytes
-        for chunk in chunks(span, content, chunk_bytes, align):
-            yield Part(
-                group=planned.group,
-                layer=planned.layer + chunk.layer,
-                num_layers=chunk.num_layers,
-                head=planned.head,
-                num_heads=span.num_heads,
-                token=span.token + chunk.token,
-                num_tokens=chunk.num_tokens,
-                kernel_ids=job.ids[planned.group],
-            )
 
     def _commit(self, read: Read, now: float) -> None:
         if read.parts:
@@ -305,16 +240,9 @@ class Consumer:
             self._step(read.job, handover.Committed(read.source), now)
 
     def _stop(self, job: Job, now: float) -> None:
-        """End all reads. Unpacking happens on this very thread, so nothing writes the pages from here on; what is
-        still under way ends in staging memory, and P's ``Stopped`` says how much of it there is."""
         for read in job.reads:
-            if not read.stopped and not read.moved:
-                read.stopped = True
-                if read.link.state is LinkState.ATTACHED and read.parts:
-                    posted = read.link.channel.posted() if read.link.channel else set()
-                    highest = max((tag & 0xFFFFFFFF for tag in posted & read.tags), default=-1)
-                    read.link.send(protocol.Cancel(read=read.number, posted=highest + 1))
-        if job.state.phase is handover.Phase.DRAINING:
+            self._reads.stop(read)
+        if job.state.phase is handover.Phase.DRAINING:  # nothing of ours writes the pages once the reads are stopped
             for read in job.reads:
                 self._step(job, handover.Drained(read.source), now)
 
@@ -337,9 +265,10 @@ class Consumer:
     # --- replies and data ---------------------------------------------------------------------------------------
 
     def _reply(self, link: Link, reply: protocol.Reply, now: float) -> None:
-        number = getattr(reply, "read", None)
-        read = self._reads.get(number) if isinstance(number, int) else None
-        if read is None or read.link is not link:
+        if isinstance(reply, protocol.Welcome | protocol.Refused | protocol.Attached):
+            return
+        read = self._reads.find(reply.read, link)
+        if read is None:
             return  # of a read that has ended
         match reply:
             case protocol.Grant():
@@ -360,7 +289,7 @@ class Consumer:
                 )
                 self._step(read.job, event, now)
             case protocol.Stopped():
-                self._stopped(read, reply.sent)
+                self._reads.stopped(read, reply.sent)
 
     def _grant(self, read: Read, grant: protocol.Grant, now: float) -> None:
         if grant.chunks != len(read.parts):
@@ -369,61 +298,13 @@ class Consumer:
         else:
             self._step(read.job, handover.Granted(read.source), now)
 
-    def _stopped(self, read: Read, sent: int) -> None:
-        """P has sent, or ended by empty messages, the first ``sent`` chunks; the others will never come."""
-        channel = read.link.channel
-        for tag in [tag for tag in read.tags if tag & 0xFFFFFFFF >= sent]:
-            read.tags.discard(tag)
-            if channel is not None:
-                channel.forget(tag)
-        if read.stopped and not read.tags:
-            self._forget(read)
-
     def _collect(self, now: float) -> bool:
-        for link in self._links.values():
-            if link.channel is not None and link.state is LinkState.ATTACHED:
-                self._arrived.extend((link, message) for message in link.channel.poll())
-        busy = bool(self._arrived)
-        for _ in range(min(UNPACKS_PER_TURN, len(self._arrived))):
-            self._unpack(*self._arrived.popleft(), now)
-        return busy
-
-    def _unpack(self, link: Link, message: Received, now: float) -> None:
-        read = self._reads.get(message.tag >> 32)
-        chunk = message.tag & 0xFFFFFFFF
-        if read is None or read.link is not link or message.tag not in read.tags:
-            message.release()
-            return
-        read.tags.discard(message.tag)
-        if read.stopped:
-            message.release()
-            if not read.tags:
-                self._forget(read)
-            return
-        part = read.parts[chunk]
-        wanted = self._site.caches.nbytes(part)
-        if message.nbytes != wanted:
-            message.release()
-            text = f"chunk {chunk} has {message.nbytes} bytes, expected {wanted}"
-            self._step(read.job, handover.Failed(read.source, Reason("data", text)), now)
-            return
-        try:
-            self._site.caches.unpack(message.address, part)
-        except Exception as error:  # an error of the copy is this request's, not everybody's
-            logger.exception("kvferry: a chunk of %s could not be unpacked", read.job.load.request_id)
-            self._step(read.job, handover.Failed(read.source, Reason("internal", repr(error))), now)
-            return
-        finally:
-            message.release()
-        read.job.nbytes += wanted
-        if read.tags:
-            self._step(read.job, handover.Progress(), now)
-        else:
-            self._all_moved(read, now)
+        busy = False
+        for read, event in self._reads.collect(list(self._links.values())):
+            busy = True
+            self._step(read.job, event, now)
+        return busy or self._reads.backlog
 
     def _all_moved(self, read: Read, now: float) -> None:
         read.moved = True
         self._step(read.job, handover.Moved(read.source), now)
-
-    def _forget(self, read: Read) -> None:
-        self._reads.pop(read.number, None)
