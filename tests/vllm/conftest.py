@@ -31,9 +31,10 @@ def yard(tiny: Any) -> Iterator[Yard]:
         engine.close()
 
 
-@pytest.fixture
-def pair(yard: Yard) -> tuple[Engine, Engine]:
-    return yard.pair()
+@pytest.fixture(params=[0, 1], ids=["in-step", "a-step-ahead"])
+def pair(yard: Yard, request: pytest.FixtureRequest) -> tuple[Engine, Engine]:
+    """P and D, once with the scheduler waiting for every step and once with it running ahead."""
+    return yard.pair(ahead=request.param)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -31,6 +31,7 @@ from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -87,7 +88,10 @@ class Engine:
         connector: str = "KVFerryConnector",
         module: str | None = "kvferry.connector.adapter",
         spec: KVCacheSpec | None = None,
+        ahead: int = 0,
     ) -> None:
+        """``ahead``: steps that are scheduled and run before the output of the first is looked at, as with async
+        scheduling, vLLM's default on GPUs."""
         self.origin, self.tp, self.runner, self.num_blocks = origin, tp, runner, num_blocks
         self.layers = [f"model.layers.{n}.self_attn.attn" for n in range(LAYERS)]
         cache = CacheConfig(block_size=BLOCK, enable_prefix_caching=True)
@@ -112,6 +116,10 @@ class Engine:
             ),
         )
         cache.num_gpu_blocks = num_blocks
+        self.config.scheduler_config.async_scheduling = bool(ahead)
+        self._ahead = ahead
+        self._outputs: deque[tuple[Any, ModelRunnerOutput]] = deque()
+        self._ids: dict[str, list[int]] = {}
         spec = spec or FullAttentionSpec(
             block_size=BLOCK, num_kv_heads=HEADS // tp, head_size=HEAD_SIZE, dtype=torch.float32
         )
@@ -120,7 +128,8 @@ class Engine:
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK, sha256)
         structured = StructuredOutputManager(self.config)
-        self.scheduler = Scheduler(self.config, self.kv_config, structured, block_size=BLOCK, log_stats=True)
+        kind = AsyncScheduler if ahead else Scheduler
+        self.scheduler = kind(self.config, self.kv_config, structured, block_size=BLOCK, log_stats=True)
         self.connector: Any = self.scheduler.connector
         self.workers: list[Worker] = []
         try:
@@ -199,11 +208,18 @@ class Engine:
         step.kv_connector_metadata = self._travel(step.kv_connector_metadata)
         self.computed.update(step.num_scheduled_tokens)
         outputs: list[ModelRunnerOutput | None] = []
+        self._sampled: dict[str, list[int]] = {}
         for worker in self.workers:
             kv = worker.run(step, lambda w: self._forward(w, step))
             outputs.append(self._output(step, kv))
+        self._ids.update(self._sampled)
         merged = self._aggregator.aggregate(outputs)
         assert merged is not None
+        self._outputs.append((step, merged))
+        while self._outputs and (len(self._outputs) > self._ahead or not step.total_num_scheduled_tokens):
+            self._update(*self._outputs.popleft())
+
+    def _update(self, step: Any, merged: ModelRunnerOutput) -> None:
         if merged.kv_connector_output is not None and merged.kv_connector_output.kv_connector_stats:
             self.stats.append(merged.kv_connector_output.kv_connector_stats)
         for client in self.scheduler.update_from_output(step, merged).values():
@@ -233,7 +249,7 @@ class Engine:
         for request_id, count in step.num_scheduled_tokens.items():
             request = self.scheduler.requests[request_id]
             start = request.num_computed_tokens - count
-            ids = list(request.all_token_ids)
+            ids = self._tokens(request)
             (block_ids,) = self.scheduler.kv_cache_manager.get_block_ids(request_id)
             found = worker.kv(block_ids, 0, start)
             wanted = labels(worker.heads, 0, ids[:start], 0)
@@ -245,14 +261,21 @@ class Engine:
 
     def _output(self, step: Any, kv: KVConnectorOutput | None) -> ModelRunnerOutput:
         """A token, made of the last one and its position, where a request's tokens are all computed."""
-        ids = list(step.num_scheduled_tokens)
+        names = list(step.num_scheduled_tokens)
         sampled = []
-        for request_id in ids:
+        for request_id in names:
             request = self.scheduler.requests[request_id]
-            done = request.num_computed_tokens >= request.num_tokens
-            sampled.append([(request.all_token_ids[-1] * 31 + request.num_tokens) % 280 + 2] if done else [])
-        index = {request_id: number for number, request_id in enumerate(ids)}
-        return ModelRunnerOutput(ids, index, sampled, kv_connector_output=kv)
+            ids = self._tokens(request)
+            done = request.num_computed_tokens >= len(ids)
+            sampled.append([(ids[-1] * 31 + len(ids)) % 280 + 2] if done else [])
+            self._sampled[request_id] = [*ids, *sampled[-1]]
+        index = {request_id: number for number, request_id in enumerate(names)}
+        return ModelRunnerOutput(names, index, sampled, kv_connector_output=kv)
+
+    def _tokens(self, request: Request) -> list[int]:
+        """A request's tokens as its model runner knows them: those that the scheduler has not seen yet as well."""
+        told, known = list(request.all_token_ids), self._ids.get(request.request_id, [])
+        return known if known[: len(told)] == told else told
 
     # --- state --------------------------------------------------------------------------------------------------
 
@@ -264,6 +287,7 @@ class Engine:
     def idle(self) -> bool:
         """Nothing left: no request, all blocks free, every load and every lease reported by every worker."""
         told = all(w.received == self.loads and w.sent == self.leases for w in self.workers)
+        told = told and not self._outputs
         return told and not self.scheduler.requests and self.free_blocks == self.baseline
 
     def why_busy(self) -> str:

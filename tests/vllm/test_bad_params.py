@@ -140,7 +140,7 @@ def test_a_token_that_p_never_gave(yard: Yard, lines: Lines) -> None:
     run([p, d], lambda: d.answers[request_id].finish is not None)
     assert d.computed[request_id] == 100
     settle(p, d)
-    assert len(lines("hand-over of", request_id, "denied unknown")) == 1
+    assert len(lines("hand-over of", request_id, "denied", "unknown")) == 1
 
 
 @pytest.mark.parametrize("value", [True, "yes", 1, [0]])

@@ -175,8 +175,8 @@ def test_preempted_on_d_after_its_load(pair: Pair) -> None:
     settle(p, d)
 
 
-def test_preempted_on_d_and_its_blocks_overwritten(pair: Pair) -> None:
-    p, d = pair
+def test_preempted_on_d_and_its_blocks_overwritten(yard: Yard) -> None:
+    p, d = yard.pair()
     request_id = d.add(prompt(100), prefill(p, prompt(100)), max_tokens=20)
     run([p, d], lambda: len(d.answers[request_id].tokens) >= 3)
     d.preempt(request_id)
