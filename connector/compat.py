@@ -38,10 +38,9 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.request import RequestStatus
 
+from kvferry.connector.engine import LayerGroup, RankInfo, RequestView
 from kvferry.connector.errors import ConfigError
 from kvferry.connector.geometry import GroupKind
-from kvferry.connector.scheduler import RequestView
-from kvferry.connector.worker import LayerGroup, RankInfo
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -10,11 +10,12 @@ import enum
 import logging
 import re
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvferry.connector.config import Settings
+from kvferry.connector.engine import RequestView
 from kvferry.connector.errors import ProtocolError
 from kvferry.connector.params import HandedOver, check_reachable, hand_over, parse, prompt_digest, wants_prefill
 from kvferry.connector.stepplan import LeaseGrant, Load, PeerEngine, RankAddress, StepPlan, Watch, pack_ids
@@ -23,23 +24,6 @@ logger = logging.getLogger("vllm.kvferry.scheduler")
 
 _CHILD = re.compile(r"^\d+_.")
 """vLLM names the requests that it makes of one with ``n > 1`` ``0_ID``, ``1_ID``, …"""
-
-
-@dataclass(frozen=True, slots=True)
-class RequestView:
-    """What this half reads of an engine's request.
-
-    ``extra``: what its KV depends on beside its tokens. ``rejected``: it was refused before it was admitted and comes
-    here only to be aborted, with a placeholder for a prompt.
-    """
-
-    request_id: str
-    params: Mapping[str, Any] | None
-    prompt_token_ids: Sequence[int] | None
-    num_prompt_tokens: int
-    num_computed_tokens: int
-    extra: tuple[str, ...] = ()
-    rejected: bool = False
 
 
 class Stage(enum.Enum):

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from kvferry.connector.config import Settings
+from kvferry.connector.engine import LayerGroup, RankInfo
 from kvferry.connector.errors import GeometryError, PlaneUnavailableError
 from kvferry.connector.geometry import GroupGeometry, GroupKind, RankGeometry
 from kvferry.connector.mover import Mover
@@ -28,37 +29,6 @@ from kvferry.transport.plane import PLANE_NAMES, Plane, make_plane
 logger = logging.getLogger("vllm.kvferry.worker")
 
 CARRIED_KINDS: tuple[GroupKind, ...] = ("full", "mla")
-
-
-@dataclass(frozen=True, slots=True)
-class LayerGroup:
-    """One block table of the engine: its layers, and the tokens of one of its blocks; see ``GroupGeometry``."""
-
-    kind: GroupKind
-    layers: tuple[str, ...]
-    block_size: int
-    window: int = 0
-    packing: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class RankInfo:
-    """This rank's place in its engine, and the model it runs. ``model``: facts that must agree with a peer's."""
-
-    engine_id: str
-    tp_rank: int
-    tp_size: int
-    pp_rank: int
-    pp_size: int
-    total_num_kv_heads: int
-    is_mla: bool
-    model: Mapping[str, str]
-    dp_rank: int = 0
-
-    @property
-    def port_offset(self) -> int:
-        """Added to a fixed ``side_channel_port``, so that ranks on one host do not collide."""
-        return (self.dp_rank * self.pp_size + self.pp_rank) * self.tp_size + self.tp_rank
 
 
 @dataclass(slots=True)

@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from kvferry.connector.config import Settings
+from kvferry.connector.engine import LayerGroup, RankInfo
 from kvferry.connector.stepplan import LeaseGrant, Load, PeerEngine, RankAddress, StepPlan, Watch, pack_ids
 from kvferry.connector.topology import head_interval
-from kvferry.connector.worker import LayerGroup, RankInfo, Results, WorkerHalf
+from kvferry.connector.worker import Results, WorkerHalf
 
 
 def label(layer: int, head: int, token: int, content: int) -> torch.Tensor:
