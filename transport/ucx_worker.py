@@ -129,6 +129,11 @@ class UcxWorker:
         link = self._links.get(address)
         if link is not None and link.alive:
             return link
+        if address[0] != self.address[0]:  # the format's version and flags; UCX aborts the process on another
+            raise PlaneUnavailableError(
+                f"ucx: the peer's worker address is of format {address[0]:#x}, ours is {self.address[0]:#x}; "
+                "run the same UCX release on both sides"
+            )
         try:
             peer = self._ucx.UCXAddress.create_from_buffer(address)
             endpoint = self._ucx.UCXEndpoint.create_from_worker_address(self._worker, peer, True)
