@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -26,10 +27,27 @@ from served import (
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
 
-def test_p_is_killed_and_restarted(fleet: Fleet, model: Path) -> None:
+@dataclass
+class Yard:
+    """One P for all tests of this module, with every plane on offer."""
+
+    fleet: Fleet
+    prefill: Server
+
+
+@pytest.fixture(scope="module")
+def yard(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Yard]:
+    with Fleet(tmp_path_factory.mktemp("own")) as fleet:
+        prefill = fleet.engine("prefill", model)
+        fleet.wait_ready(START_SECONDS)
+        yield Yard(fleet, prefill)
+
+
+def test_p_is_killed_and_restarted(yard: Yard, model: Path) -> None:
     """D recomputes what P can no longer give, serves alone while P is away, and then loads from the new P."""
-    prefill, decode = fleet.engine("prefill", model), fleet.engine("decode", model)
-    fleet.wait_ready(START_SECONDS)
+    fleet, prefill = yard.fleet, yard.prefill
+    decode = fleet.engine("decode", model)
+    fleet.wait_ready(START_SECONDS, [decode])
     pair = Pair(fleet, prefill, decode)
     pair.check(prompt(200, 1))
 
@@ -45,7 +63,7 @@ def test_p_is_killed_and_restarted(fleet: Fleet, model: Path) -> None:
     no_block_held(decode)
 
     fleet.stop(prefill)
-    pair.prefill = fleet.engine("prefill-again", model, port=prefill.port)
+    pair.prefill = yard.prefill = fleet.engine("prefill-again", model, port=prefill.port)
     fleet.wait_ready(START_SECONDS, [pair.prefill])
     pair.prefill.rpc("kv_watch")
     late = complete(decode, ids, kv_transfer_params=params, cache_salt="late")
@@ -53,20 +71,13 @@ def test_p_is_killed_and_restarted(fleet: Fleet, model: Path) -> None:
     no_block_held(decode)
     eventually(lambda: complete(pair.router, prompt(40, 4)) and records(pair.prefill), "the router is back")
     pair.check(prompt(350, 5))
-
-
-@pytest.fixture(scope="module")
-def producer(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Fleet, Server]]:
-    """One P with all planes on offer; each D forces one."""
-    with Fleet(tmp_path_factory.mktemp("planes")) as fleet:
-        prefill = fleet.engine("prefill", model)
-        fleet.wait_ready(START_SECONDS)
-        yield fleet, prefill
+    fleet.stop(decode)
+    fleet.stop(pair.router)
 
 
 @pytest.mark.parametrize("plane", ["shm", "zmq", pytest.param("ucx", marks=pytest.mark.ucx)])
-def test_over_every_plane(producer: tuple[Fleet, Server], model: Path, plane: str) -> None:
-    fleet, prefill = producer
+def test_over_every_plane(yard: Yard, model: Path, plane: str) -> None:
+    fleet, prefill = yard.fleet, yard.prefill
     decode = fleet.engine(f"decode-{plane}", model, extra={"plane": plane})
     fleet.wait_ready(START_SECONDS, [decode])
     pair = Pair(fleet, prefill, decode)

@@ -193,7 +193,8 @@ class Engine:
         """What the scheduler does to a running request when it is out of blocks."""
         request = self.scheduler.requests[request_id]
         self.scheduler.running.remove(request)
-        self.scheduler._preempt_request(request, time.monotonic())
+        drop = self.scheduler.requires_kv_delivery
+        self.scheduler._preempt_request(request, time.monotonic(), drop_stale_output=drop)
 
     def status(self, request_id: str) -> RequestStatus | None:
         request = self.scheduler.requests.get(request_id)
@@ -207,6 +208,8 @@ class Engine:
         self._note(step.kv_connector_metadata)
         step.kv_connector_metadata = self._travel(step.kv_connector_metadata)
         self.computed.update(step.num_scheduled_tokens)
+        for request_id in {new.req_id for new in step.scheduled_new_reqs} | step.scheduled_cached_reqs.resumed_req_ids:
+            self._ids.pop(request_id, None)  # what was sampled before a preemption and not told counts no more
         outputs: list[ModelRunnerOutput | None] = []
         self._sampled: dict[str, list[int]] = {}
         for worker in self.workers:
@@ -267,7 +270,7 @@ class Engine:
             request = self.scheduler.requests[request_id]
             ids = self._tokens(request)
             done = request.num_computed_tokens >= len(ids)
-            sampled.append([(ids[-1] * 31 + len(ids)) % 280 + 2] if done else [])
+            sampled.append([next_token(ids)] if done else [])
             self._sampled[request_id] = [*ids, *sampled[-1]]
         index = {request_id: number for number, request_id in enumerate(names)}
         return ModelRunnerOutput(names, index, sampled, kv_connector_output=kv)
@@ -303,6 +306,11 @@ class Engine:
             worker.connector.shutdown()
         with suppress(AttributeError):
             self.scheduler.shutdown()
+
+
+def next_token(ids: Sequence[int]) -> int:
+    """What the made-up model says after these tokens."""
+    return (ids[-1] * 31 + len(ids)) % 280 + 2
 
 
 def run(engines: Sequence[Engine], until: Callable[[], bool], seconds: float = 20.0) -> None:
