@@ -25,7 +25,7 @@ import zmq
 from msgspec import Meta
 
 from kvferry.connector.errors import PlaneUnavailableError, ProtocolError, TransportError
-from kvferry.transport.gate import Monitor
+from kvferry.transport.gate import Monitor, unwatch
 from kvferry.transport.plane import ConfigureSocket, Plane, Received, RecvChannel, SendChannel, Slot, decode_payload
 from kvferry.transport.staging import SlotPool
 
@@ -35,7 +35,8 @@ _CREDIT = struct.Struct("<cQ")
 """Kind, tag."""
 _WINDOW = 8
 """Messages of one channel between P's pack and D's unpack; fewer where D's staging memory is short."""
-_HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 2000, 8000
+_HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 5000, 20000
+"""For hosts that fall silent; long, because a starved host is not a dead one, and the control plane asks oftener."""
 _CONNECT_SECONDS = 10.0
 _PING_SECONDS = 1.0
 _WATCH_SECONDS = 0.005
@@ -44,8 +45,8 @@ _DEATH_SECONDS = 0.1
 _BATCH = 256
 """Messages taken in by one call, so that a flood does not keep the caller from its other work."""
 _CHANNEL_BYTES = 16
-_MAX_REQUEST_BYTES = 64
-"""Of what D sends to P."""
+_MAX_REQUEST_BYTES = 4096
+"""Of what D sends to P; credits take 9 bytes, the handshake of CURVE some hundred."""
 _LOST = int(
     zmq.EVENT_DISCONNECTED
     | zmq.EVENT_CLOSED
@@ -284,6 +285,7 @@ class ZmqRecvChannel(RecvChannel):
             self.error = error
 
     def _shut(self) -> None:
+        unwatch(self.socket)  # before its reader goes, or libzmq blocks
         self.monitor.close()
         self.socket.close(0)
 
@@ -388,6 +390,7 @@ class ZmqPlane(Plane):
         for channel in [*self._senders.values(), *self._receivers]:
             channel.close()
         if self._bound is not None and self._bound_monitor is not None:
+            unwatch(self._bound)
             self._bound_monitor.close()
             self._bound.close(0)
         self._bound = self._bound_monitor = None

@@ -105,6 +105,16 @@ class Peer:
         self.plane.close()
         self.plane.close()
 
+    def do_reset(self) -> None:
+        """Close all channels and start over, for the next test."""
+        self.do_hold(False)
+        self.do_give_back()
+        for channel in self.channels.values():
+            channel.close()
+        for table in (self.channels, self.to_send, self.sent, self.refused, self.good):
+            table.clear()
+        self.bad.clear()
+
     def do_forget_channel(self, id: str) -> None:
         self.channels.pop(id)
 

@@ -80,21 +80,46 @@ class Peer:
 
 
 class Peers:
+    """Peers of one plane. Those that a test left alive serve the next one, as starting a process takes seconds."""
+
     def __init__(self, plane: str) -> None:
         self.plane = plane
-        self.all: list[Peer] = []
+        self.idle: list[Peer] = []
+        self.used: list[Peer] = []
 
-    def start(self, **arguments: Any) -> Peer:
-        self.all.append(Peer(self.plane, **arguments))
-        return self.all[-1]
+    def start(self, fresh: bool = False) -> Peer:
+        peer = self.idle.pop() if self.idle and not fresh else Peer(self.plane)
+        self.used.append(peer)
+        return peer
+
+    def collect(self, failed: bool) -> None:
+        for peer in self.used:
+            if failed or peer.process.poll() is not None:
+                peer.kill()
+            else:
+                peer("reset")
+                self.idle.append(peer)
+        self.used.clear()
+
+
+_peers: dict[str, Peers] = {}
 
 
 @pytest.fixture(params=PLANES)
 def peers(request: pytest.FixtureRequest) -> Iterator[Peers]:
-    started = Peers(request.param)
-    yield started
-    for peer in started.all:
-        peer.kill()
+    shared = _peers.setdefault(request.param, Peers(request.param))
+    failures = request.session.testsfailed
+    yield shared
+    shared.collect(request.session.testsfailed > failures)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def end_peers() -> Iterator[None]:
+    yield
+    for shared in _peers.values():
+        for peer in shared.idle:
+            peer.kill()
+    _peers.clear()
 
 
 def join(p: Peer, d: Peer, id: str = "a") -> None:
@@ -145,7 +170,7 @@ def test_a_message_that_is_not_what_was_announced_breaks_the_channel(peers: Peer
 
 
 def test_slow_consumer_holds_the_producer_back(peers: Peers) -> None:
-    p, d = peers.start(), peers.start()
+    p, d = peers.start(fresh=True), peers.start(fresh=True)  # whose memory has not grown yet
     join(p, d)
     slot = p("slot_bytes", id="a")
     before = p("status")["rss"], d("status")["rss"]
@@ -289,7 +314,7 @@ def test_close_in_the_middle_gives_all_slots_back(peers: Peers) -> None:
 
 
 def test_plane_closes_twice_with_traffic(peers: Peers) -> None:
-    p, d = peers.start(), peers.start()
+    p, d = peers.start(fresh=True), peers.start(fresh=True)
     join(p, d)
     announce(p, d, [(i, 1_000_000) for i in range(500)])
     d.until(lambda s: len(s["good"]["a"]) >= 5)
@@ -304,7 +329,7 @@ def test_plane_closes_twice_with_traffic(peers: Peers) -> None:
 
 
 def test_files_and_memory_stay_flat(peers: Peers) -> None:
-    p, d = peers.start(), peers.start()
+    p, d = peers.start(fresh=True), peers.start(fresh=True)
 
     def round(n: int) -> None:
         id = f"n{n}"

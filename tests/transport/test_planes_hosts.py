@@ -1,0 +1,230 @@
+"""Where a plane can be had: network devices, network namespaces, users, keys, missing libraries."""
+
+from __future__ import annotations
+
+import base64
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import zmq
+
+from kvferry.connector.errors import PlaneUnavailableError
+from kvferry.transport import ucx_library
+from kvferry.transport.gate import CurveKeys, configure_curve
+from kvferry.transport.plane import Plane, RecvChannel, SendChannel, make_plane
+
+SLOT, STAGING = 1 << 20, 16 << 20
+
+
+def turn(planes: list[Plane], until: Callable[[], bool], seconds: float = 15) -> bool:
+    """Serve planes of this process in turn until the condition holds; False if it never does."""
+    deadline = time.monotonic() + seconds
+    while not until():
+        if time.monotonic() > deadline:
+            return False
+        for plane in planes:
+            plane.progress()
+    return True
+
+
+def carries(p: Plane, d: Plane, sender: SendChannel, receiver: RecvChannel, nbytes: int = 100_000) -> bool:
+    receiver.expect(7, nbytes)
+    slots = []
+
+    def acquired() -> bool:
+        slots.extend(filter(None, [sender.acquire() if not slots else None]))
+        return bool(slots) or sender.error is not None or receiver.error is not None
+
+    if not turn([p, d], acquired) or not slots:
+        return False
+    sender.send(slots[0], nbytes, 7)
+    messages = []
+
+    def arrived() -> bool:
+        messages.extend(receiver.poll())
+        return bool(messages) or receiver.error is not None
+
+    turn([p, d], arrived)
+    for message in messages:
+        message.release()
+    return [(m.tag, m.nbytes) for m in messages] == [(7, nbytes)]
+
+
+def test_ucx_settings_leave_the_users_alone() -> None:
+    ours = ucx_library.settings_for("127.0.0.1", {})
+    assert ours["TCP_TX_SEG_SIZE"] == "512k"
+    users = ucx_library.settings_for("127.0.0.1", {"UCX_TCP_TX_SEG_SIZE": "8k", "UCX_NET_DEVICES": "eth7"})
+    assert "TCP_TX_SEG_SIZE" not in users and "NET_DEVICES" not in users
+    assert users["TCP_RX_SEG_SIZE"] == "512k"
+
+
+def test_device_of_an_address() -> None:
+    assert ucx_library.device_of("127.0.0.1") == "lo"
+    assert ucx_library.device_of("127.0.0.99") == "lo"
+    assert ucx_library.device_of("192.0.2.77") is None
+    assert ucx_library.device_of("no such host.invalid") is None
+
+
+def test_ucx_keeps_its_devices_where_there_is_rdma(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ucx_library, "_has_rdma", lambda: True)
+    assert "NET_DEVICES" not in ucx_library.settings_for("127.0.0.1", {})
+
+
+def listening_addresses(pid: int) -> set[str]:
+    """Local addresses, in the kernel's hexadecimal, on which a process listens."""
+    inodes = set()
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        link = os.readlink(fd) if fd.is_symlink() else ""
+        if link.startswith("socket:["):
+            inodes.add(link[8:-1])
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                found.add(fields[1].split(":")[0])
+    return found
+
+
+@pytest.mark.parametrize("name", ["zmq", "shm", pytest.param("ucx", marks=pytest.mark.ucx)])
+def test_nothing_listens_beyond_the_host(name: str) -> None:
+    script = (
+        "import sys; from kvferry.transport.plane import make_plane\n"
+        f"p = make_plane({name!r}, host='127.0.0.1', slot_bytes={SLOT}, staging_bytes={STAGING}); p.offer()\n"
+        "print('up', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == b"up\n"
+            assert listening_addresses(process.pid) <= {"0100007F"}
+        finally:
+            process.kill()
+
+
+def test_ucx_missing_names_the_extra() -> None:
+    script = (
+        "import sys; sys.modules['ucxx'] = None\n"
+        "from kvferry.transport.plane import make_plane\n"
+        "from kvferry.connector.errors import PlaneUnavailableError\n"
+        f"try: make_plane('ucx', host='127.0.0.1', slot_bytes={SLOT}, staging_bytes={STAGING})\n"
+        "except PlaneUnavailableError as error: print(error)"
+    )
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert "pip install 'kvferry[ucx]'" in out.stdout and out.stdout.count("\n") == 1
+
+
+@pytest.mark.root
+def test_shm_knows_another_network_namespace() -> None:
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        pytest.skip("needs root and unshare")
+    p = make_plane("shm", host="127.0.0.1", slot_bytes=SLOT, staging_bytes=STAGING)
+    offer = base64.b64encode(p.offer()).decode()
+    script = (
+        "import base64; from kvferry.transport.plane import make_plane\n"
+        "from kvferry.connector.errors import PlaneUnavailableError\n"
+        f"d = make_plane('shm', host='127.0.0.1', slot_bytes={SLOT}, staging_bytes={STAGING})\n"
+        f"try: d.connect(base64.b64decode({offer!r})); print('connected')\n"
+        "except PlaneUnavailableError as error: print(error)"
+    )
+    for command, expected in (([], "connected"), (["unshare", "--net"], "network namespace")):
+        out = subprocess.run(
+            [*command, sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+        )
+        assert expected in out.stdout and out.stdout.count("\n") == 1
+    p.close()
+
+
+@pytest.mark.root
+def test_shm_lets_only_its_own_user_in() -> None:
+    if os.geteuid() != 0:
+        pytest.skip("needs root")
+    p = make_plane("shm", host="127.0.0.1", slot_bytes=SLOT, staging_bytes=STAGING)
+    offer = base64.b64encode(p.offer()).decode()
+    script = (
+        "import base64, os, sys; from kvferry.transport.plane import make_plane\n"
+        "from kvferry.transport import shm_plane\n"
+        "os.setuid(65534); lie = os.getuid\n"
+        "shm_plane.os.getuid = lambda: 0\n"  # get past our own check, to meet that of the peer
+        f"d = make_plane('shm', host='127.0.0.1', slot_bytes={SLOT}, staging_bytes={STAGING})\n"
+        f"channel, _ = d.connect(base64.b64decode({offer!r}))\n"
+        "print('connected', flush=True); sys.stdin.readline(); d.progress(); print(channel.error)"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdin is not None
+        assert process.stdout.readline() == b"connected\n"
+        p.progress()
+        process.stdin.write(b"\n")
+        process.stdin.flush()
+        assert b"refused the channel" in process.stdout.readline()
+    p.close()
+
+
+def test_zmq_with_curve() -> None:
+    keys = CurveKeys(*(key.decode() for key in zmq.curve_keypair()))
+    others = CurveKeys(*(key.decode() for key in zmq.curve_keypair()))
+
+    def plane(pair: CurveKeys | None) -> Plane:
+        return make_plane(
+            "zmq",
+            host="127.0.0.1",
+            slot_bytes=SLOT,
+            staging_bytes=STAGING,
+            configure_socket=lambda socket, server: configure_curve(socket, pair, server=server),
+        )
+
+    p = plane(keys)
+    for pair, welcome in ((keys, True), (others, False), (None, False)):
+        d = plane(pair)
+        receiver, payload = d.connect(p.offer())
+        sender, _ = p.accept(payload)
+        assert carries(p, d, sender, receiver) is welcome
+        if not welcome:
+            assert turn([p, d], lambda r=receiver: r.error is not None)  # type: ignore[misc]
+        d.close()
+    p.close()
+
+
+def test_zmq_address_that_is_not_ours() -> None:
+    plane = make_plane("zmq", host="192.0.2.77", slot_bytes=SLOT, staging_bytes=STAGING)
+    with pytest.raises(PlaneUnavailableError, match=r"cannot listen on 192\.0\.2\.77"):
+        plane.offer()
+    plane.close()
+
+
+@pytest.mark.ucx
+def test_ucx_tells_when_there_is_no_way() -> None:
+    script = (
+        "import sys, base64; from kvferry.transport.plane import make_plane\n"
+        "from kvferry.connector.errors import PlaneUnavailableError\n"
+        "import os; os.environ['UCX_TLS'] = 'self' if sys.argv[1] == 'self' else 'tcp'\n"
+        f"d = make_plane('ucx', host='127.0.0.1', slot_bytes={SLOT}, staging_bytes={STAGING})\n"
+        "try: d.connect(base64.b64decode(sys.argv[2])); print('connected')\n"
+        "except PlaneUnavailableError as error: print(error)"
+    )
+    p = make_plane("ucx", host="127.0.0.1", slot_bytes=SLOT, staging_bytes=STAGING)
+    offer = base64.b64encode(p.offer()).decode()
+    for tls, expected in (("tcp", "connected"), ("self", "cannot be reached from 127.0.0.1")):
+        command = [sys.executable, "-c", script, tls, offer]
+        out = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        assert expected in out.stdout, out
+    p.close()
+
+
+@pytest.mark.ucx
+def test_ucx_address_of_another_format_is_refused() -> None:
+    import zlib
+
+    import msgspec
+
+    p = make_plane("ucx", host="127.0.0.1", slot_bytes=SLOT, staging_bytes=STAGING)
+    offer = msgspec.msgpack.decode(p.offer())
+    address = bytes([offer["address"][0] ^ 0x0F]) + os.urandom(100)
+    with pytest.raises(PlaneUnavailableError, match="same UCX release"):
+        p.connect(msgspec.msgpack.encode({"address": address, "checksum": zlib.crc32(address)}))
+    p.close()
