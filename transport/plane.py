@@ -165,7 +165,7 @@ class Plane(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Close every channel and free the plane. Idempotent, does not block."""
+        """Close every channel and free the plane. Idempotent; takes up to a second where messages are in flight."""
 
 
 _S = TypeVar("_S", bound=msgspec.Struct)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import time
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ from kvferry.transport.ucx_worker import Announced, Link, Request, UcxWorker
 
 _WINDOW = 8
 """Messages of one channel that P has in flight; 4 already fill a link, and every D gets its share of the slots."""
+_CLOSE_SECONDS = 0.5
+"""At most, for what is in flight when the plane closes."""
 
 _Address = Annotated[bytes, Meta(min_length=8, max_length=32 << 10)]
 _Checksum = Annotated[int, Meta(ge=0, lt=1 << 32)]
@@ -245,6 +248,11 @@ class UcxPlane(Plane):
             return
         for channel in list(self._channels.values()):
             channel.close()
+        # UCX does not complete what is in flight when its endpoint closes, and that keeps the worker, with its
+        # connections, alive: peers who receive get the time to do so, and hear our farewell.
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        while (self.transfers or self._farewells) and time.monotonic() < deadline:
+            self.progress()
         self._closed = True
         self._worker.close()
         self.transfers.clear()  # these too keep the worker alive, and with that its connections
