@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kvferry.connector import handover, protocol
 from kvferry.connector.claims import Claims
-from kvferry.connector.errors import KVFerryError
+from kvferry.connector.errors import GeometryError, KVFerryError
 from kvferry.connector.handover import Reason
 from kvferry.connector.link import Link, LinkState
 from kvferry.connector.metrics import FailureKind
@@ -200,7 +200,7 @@ class Consumer:
                 case handover.Report(reason):
                     self._jobs.pop(job.load.request_id, None)
                     for read in job.reads:
-                        if read.moved or not read.parts:
+                        if read.moved or not read.tags:
                             self._reads.forget(read)  # the others wait for P's Stopped
                     self._report(job.load, now, reason, job)
 
@@ -234,7 +234,7 @@ class Consumer:
         )
 
     def _commit(self, read: Read, now: float) -> None:
-        if read.parts:
+        if read.planned:
             read.link.send(protocol.Commit(read=read.number, token=read.job.load.token))
         else:
             self._step(read.job, handover.Committed(read.source), now)
@@ -292,9 +292,12 @@ class Consumer:
                 self._reads.stopped(read, reply.sent)
 
     def _grant(self, read: Read, grant: protocol.Grant, now: float) -> None:
-        if grant.chunks != len(read.parts):
-            text = f"P grants {grant.chunks} chunks, {len(read.parts)} were asked for"
-            self._step(read.job, handover.Failed(read.source, Reason("data", text)), now)
+        if read.stopped:
+            return
+        try:
+            self._reads.granted(read, grant)
+        except GeometryError as error:
+            self._step(read.job, handover.Failed(read.source, Reason("data", str(error))), now)
         else:
             self._step(read.job, handover.Granted(read.source), now)
 

@@ -59,3 +59,22 @@ class RankGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     total_num_kv_heads: Size
     is_mla: bool
     groups: Annotated[tuple[GroupGeometry, ...], Meta(min_length=1, max_length=64)]
+
+
+Address = Annotated[int, Meta(ge=0, lt=1 << 62)]
+Stride = Annotated[int, Meta(ge=0, lt=1 << 48)]
+
+
+class PageLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """Where one layer group's pages lie in the memory of its rank, in bytes: what a peer that reads them must know.
+
+    Block ids are manager block ids; each is ``blocks_per_page`` kernel blocks of ``block_size`` tokens.
+    """
+
+    bases: Annotated[tuple[Address, ...], Meta(min_length=1, max_length=4096)]
+    num_pages: Size
+    blocks_per_page: Size
+    block_size: Size
+    block_stride: Stride
+    head_stride: Stride
+    token_stride: Stride

@@ -13,7 +13,7 @@ from kvferry.connector.errors import (
     ProtocolError,
     TransportError,
 )
-from kvferry.connector.geometry import RankGeometry
+from kvferry.connector.geometry import PageLayout, RankGeometry
 from kvferry.connector.handover import Reason
 from kvferry.connector.metrics import FailureKind
 from kvferry.connector.plan import compatible
@@ -34,7 +34,7 @@ from kvferry.connector.protocol import (
 from kvferry.connector.site import Site, check_model
 from kvferry.connector.stepplan import PeerEngine, RankAddress
 from kvferry.transport.control import Connection
-from kvferry.transport.plane import Plane, RecvChannel
+from kvferry.transport.plane import PeerChannel, Plane, RecvChannel
 
 logger = logging.getLogger("vllm.kvferry.link")
 
@@ -62,9 +62,10 @@ class Link:
         self.reason: Reason | None = None
         self.deadline = float("inf")
         self.failed_at = 0.0
-        self.channel: RecvChannel | None = None
+        self.channel: RecvChannel | PeerChannel | None = None
         self.plane: Plane | None = None
         self.slot_bytes = 0
+        self.pages: tuple[PageLayout, ...] = ()
         self.geometry: RankGeometry | None = None
         self.connection = Connection(address.host, address.port, curve=site.curve, max_message_bytes=MAX_MESSAGE_BYTES)
 
@@ -167,7 +168,9 @@ class Link:
         elif isinstance(reply, Attached) and self.state is LinkState.ATTACHING:
             assert self.plane is not None and self.channel is not None
             self.plane.finish(self.channel, reply.payload)
-            self.slot_bytes = reply.slot_bytes
+            self.slot_bytes, self.pages = reply.slot_bytes, reply.pages
+            if self.plane.peer_reads and len(self.pages) != len(self.theirs.groups):
+                raise ProtocolError(f"P describes {len(self.pages)} groups of pages, it has {len(self.theirs.groups)}")
             self.state, self.deadline = LinkState.ATTACHED, float("inf")
         else:
             raise ProtocolError(f"{type(reply).__name__} came while {self.state.value}")
@@ -182,7 +185,7 @@ class Link:
         self.state = LinkState.ATTACHING
         self.send(Attach(plane=self.plane.name, payload=payload))
 
-    def _choose(self, offers: tuple[PlaneOffer, ...]) -> tuple[Plane, RecvChannel, bytes]:
+    def _choose(self, offers: tuple[PlaneOffer, ...]) -> tuple[Plane, RecvChannel | PeerChannel, bytes]:
         """The first plane that both sides have and that connects; one line says which, and why not a better one."""
         passed_over: list[str] = [f"{name}: {why}" for name, why in self._site.missing_planes.items()]
         offered = {offer.name: offer.payload for offer in offers}

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
@@ -29,6 +30,8 @@ logger = logging.getLogger("vllm.kvferry.mover")
 TICK_SECONDS = 0.02
 """How often deadlines are looked at while any is running."""
 IDLE_SECONDS = 1.0
+QUIET_SECONDS = 5.0
+"""After an unexpected error was logged; what strikes every turn would fill the disk."""
 SWITCH_SECONDS = 1e-4
 """How long a thread that spins in Python, as vLLM's worker does between steps, may keep the interpreter from the mover.
 At Python's default of 5 ms a hand-over of 138 MB between two engines on two cores took 490 ms, at this 180 ms."""
@@ -91,10 +94,10 @@ class Mover:
     # --- the thread ---------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        next_tick = 0.0
+        next_tick = quiet_until = 0.0
         while not self._stopping:
+            now = self._clock()
             try:
-                now = self._clock()
                 busy = self._turn(now)
                 if now >= next_tick:
                     next_tick = now + TICK_SECONDS
@@ -106,9 +109,13 @@ class Mover:
                 if not busy:
                     self._sleep()
             except Exception:  # one bad turn must not end the thread that serves everybody
-                logger.exception("kvferry: unexpected error in the transfer thread, going on")
+                if now >= quiet_until:
+                    quiet_until = now + QUIET_SECONDS
+                    logger.exception("kvferry: unexpected error in the transfer thread, going on")
                 self._site.stats.failed("internal")
                 time.sleep(TICK_SECONDS)
+                with suppress(Exception):  # a fault that strikes every turn must not keep deadlines from passing
+                    self._tick(self._clock())
         self._shut()
 
     def _turn(self, now: float) -> bool:

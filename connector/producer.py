@@ -47,6 +47,7 @@ class Session:
     identity: bytes
     hello: protocol.Hello
     channel: SendChannel | None = None
+    peer_reads: bool = False
     sent: OrderedDict[int, int] = field(default_factory=OrderedDict)
 
 
@@ -253,6 +254,7 @@ class Producer:
             if session.channel is not None:
                 session.channel.close()
             session.channel, reply = plane.accept(attach.payload)
+            session.peer_reads = plane.peer_reads
         except (TransportError, ProtocolError) as error:
             logger.warning("kvferry: D %s could not attach: %s", session.hello.engine_id[:8], error)
             names = ", ".join(offer.name for offer in self._offers)
@@ -260,7 +262,9 @@ class Producer:
             self._reply(session.identity, protocol.Refused(field="data plane", ours=names, theirs=why))
             return
         slot_bytes = session.channel.slot_bytes
-        self._reply(session.identity, protocol.Attached(plane=attach.plane, slot_bytes=slot_bytes, payload=reply))
+        pages = self._site.caches.page_layouts() if session.peer_reads else ()
+        attached = protocol.Attached(plane=attach.plane, slot_bytes=slot_bytes, payload=reply, pages=pages)
+        self._reply(session.identity, attached)
         logger.info("kvferry: D %s attached over %s", session.hello.engine_id[:8], attach.plane)
 
     def _ask(self, session: Session, ask: protocol.Ask, now: float) -> None:
@@ -278,32 +282,41 @@ class Producer:
             self._deny(session.identity, ask.read, "detached", "no data plane is attached")
             return
         try:
-            parts = self._parts(held, ask, session.channel.slot_bytes)
+            self._check(held, ask)
+            parts = [] if session.peer_reads else self._parts(held, ask, session.channel.slot_bytes)
         except KVFerryError as error:
             self._deny(session.identity, ask.read, "bounds", str(error)[:1024])
             return
         self._step(ask.token, lease.Asked(ask.consumer, frozenset(ask.expected)), now)
         tokens = held.grant.num_tokens
-        grant = protocol.Grant(read=ask.read, epoch=0, num_tokens=tokens, ready=tokens, chunks=len(parts))
+        # Only who reads the pages by itself hears where they are.
+        block_ids = held.grant.block_ids if session.peer_reads else ()
+        grant = protocol.Grant(
+            read=ask.read, epoch=0, num_tokens=tokens, ready=tokens, chunks=len(parts), block_ids=block_ids
+        )
         self._reply(session.identity, grant)
         if parts:
             push = Push(session, ask.read, ask.token, parts)
             self._step(ask.token, lease.ReadStarted(push.key), now)
             self._pushes.append(push)
 
-    def _parts(self, held: Held, ask: protocol.Ask, slot_bytes: int) -> list[Part]:
-        """The chunks of a read, in the order of the wire. Raises GeometryError for spans out of bounds."""
+    def _check(self, held: Held, ask: protocol.Ask) -> None:
+        """Raises GeometryError for spans that are not ours, or beyond the prompt or its blocks."""
         caches = self._site.caches
-        chunk_bytes = min(ask.chunk_bytes, slot_bytes)
-        if chunk_bytes != ask.chunk_bytes:
-            raise GeometryError(f"chunk_bytes {ask.chunk_bytes} is more than the {slot_bytes} of a slot")
-        parts: list[Part] = []
         check_spans(ask.spans, caches.geometry, held.grant.num_tokens)
         for span in ask.spans:
-            ids = held.ids[span.group]
-            covered = len(ids) * caches.views[span.group].block_size
+            covered = len(held.ids[span.group]) * caches.views[span.group].block_size
             if span.token + span.num_tokens > covered:
                 raise GeometryError(f"tokens up to {span.token + span.num_tokens} asked for, blocks hold {covered}")
+
+    def _parts(self, held: Held, ask: protocol.Ask, slot_bytes: int) -> list[Part]:
+        """The chunks of a read, in the order of the wire. Raises GeometryError where one does not fit into a slot."""
+        caches = self._site.caches
+        if ask.chunk_bytes > slot_bytes:
+            raise GeometryError(f"chunk_bytes {ask.chunk_bytes} is more than the {slot_bytes} of a slot")
+        parts: list[Part] = []
+        for span in ask.spans:
+            ids = held.ids[span.group]
             align = caches.geometry.groups[span.group].block_size
             parts.extend(
                 Part(
@@ -316,7 +329,7 @@ class Producer:
                     num_tokens=chunk.num_tokens,
                     kernel_ids=ids,
                 )
-                for chunk in chunks(span, caches.views[span.group].content_bytes, chunk_bytes, align)
+                for chunk in chunks(span, caches.views[span.group].content_bytes, ask.chunk_bytes, align)
             )
         return parts
 

@@ -34,7 +34,7 @@ import msgspec
 from msgspec import Meta
 
 from kvferry.connector.errors import ProtocolError
-from kvferry.connector.geometry import PRINTABLE, Count, Name, RankGeometry, Size
+from kvferry.connector.geometry import PRINTABLE, Count, Name, PageLayout, RankGeometry, Size
 
 MAGIC = b"kvferry"
 PROTOCOL_VERSION = 1
@@ -94,9 +94,12 @@ class Attach(_Message, frozen=True):
 
 
 class Attached(_Message, frozen=True):
+    """The plane is P's too. ``pages``: per layer group, for planes where D reads P's pages."""
+
     plane: Name
     slot_bytes: Size
     payload: PlanePayload = b""
+    pages: Annotated[tuple[PageLayout, ...], Meta(max_length=64)] = ()
 
 
 class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):

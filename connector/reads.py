@@ -11,18 +11,22 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from kvferry.connector import handover, protocol
+from kvferry.connector.errors import GeometryError, TransportError
 from kvferry.connector.handover import Reason
 from kvferry.connector.link import Link, LinkState
 from kvferry.connector.plan import PlannedSpan, chunks
+from kvferry.connector.runs import Runs, joined, pages_of, runs, taken
 from kvferry.connector.site import Caches, Ids, Part
-from kvferry.connector.stepplan import Load
+from kvferry.connector.stepplan import Load, unpack_ids
 from kvferry.connector.topology import HeadRead
-from kvferry.transport.plane import Received
+from kvferry.transport.plane import PeerChannel, Received, RecvChannel
 
 logger = logging.getLogger("vllm.kvferry.reads")
 
 UNPACKS_PER_TURN = 4
 """Messages unpacked before control messages are looked at again."""
+PEER_BYTES_PER_TURN = 16 << 20
+"""The same for a read of P's pages: a few milliseconds, and few steps of Python however much there is."""
 
 
 @dataclass(slots=True)
@@ -39,14 +43,20 @@ class Job:
 
 @dataclass(slots=True, eq=False)
 class Read:
-    """One hand-over's part from one P rank. ``tags``: announced chunks that are still to come."""
+    """One hand-over's part from one P rank.
+
+    Where P pushes, ``parts`` are its chunks and ``tags`` those still to come. Where D reads by itself, ``runs`` are
+    what is left to read, known from the grant on.
+    """
 
     number: int
     job: Job
     source: int
     link: Link
     heads: HeadRead
+    planned: tuple[PlannedSpan, ...] = ()
     parts: list[Part] = field(default_factory=list)
+    runs: Runs | None = None
     tags: set[int] = field(default_factory=set)
     stopped: bool = False
     moved: bool = False
@@ -91,14 +101,16 @@ class Reads:
         """Nothing of it will come any more."""
         self._reads.pop(read.number, None)
 
-    def announce(self, read: Read, planned: Iterable[PlannedSpan]) -> None:
-        """Cut the spans into chunks and expect them. Precedes the ask: the first chunk may overtake the grant, which
-        comes by another socket."""
+    def announce(self, read: Read, planned: tuple[PlannedSpan, ...]) -> None:
+        """What is going to be asked for. Where P pushes, its chunks are expected from now on: the first may overtake
+        the grant, which comes by another socket."""
+        read.planned = planned
+        channel = read.link.channel
+        if not isinstance(channel, RecvChannel):
+            return
         groups = read.link.theirs.groups
         for item in planned:
             read.parts.extend(self._cut(read.job, item, read.link.slot_bytes, groups[item.span.group].block_size))
-        channel = read.link.channel
-        assert channel is not None
         for chunk, part in enumerate(read.parts):
             read.tags.add(read.tag(chunk))
             channel.expect(read.tag(chunk), self._caches.nbytes(part))
@@ -118,14 +130,45 @@ class Reads:
                 kernel_ids=job.ids[planned.group],
             )
 
+    def granted(self, read: Read, grant: protocol.Grant) -> None:
+        """Check a grant, and find out where P's pages lie if it says so.
+
+        Raises:
+            GeometryError: it does not fit what was asked for.
+        """
+        if grant.chunks != len(read.parts):
+            raise GeometryError(f"P grants {grant.chunks} chunks, {len(read.parts)} were asked for")
+        if isinstance(read.link.channel, PeerChannel):
+            read.runs = joined([self._runs(read, item, grant) for item in read.planned])
+
+    def _runs(self, read: Read, planned: PlannedSpan, grant: protocol.Grant) -> Runs:
+        span, layout = planned.span, read.link.pages[planned.span.group]
+        if span.group >= len(grant.block_ids):
+            raise GeometryError(f"P grants blocks of {len(grant.block_ids)} groups, group {span.group} was asked for")
+        theirs = pages_of(layout, unpack_ids(grant.block_ids[span.group]), span)
+        ours = self._caches.pages(
+            Part(
+                group=planned.group,
+                layer=planned.layer,
+                num_layers=span.num_layers,
+                head=planned.head,
+                num_heads=span.num_heads,
+                token=span.token,
+                num_tokens=span.num_tokens,
+                kernel_ids=read.job.ids[planned.group],
+            )
+        )
+        return runs(ours, theirs, span.num_heads, span.num_tokens, self._caches.views[planned.group].content_bytes)
+
     def stop(self, read: Read) -> None:
         """Unpack nothing more. Unpacking happens on this very thread, so nothing writes the pages from here on; what
         is under way ends in staging memory, and P's ``Stopped`` says how much of it there is."""
         if read.stopped or read.moved:
             return
         read.stopped = True
-        if read.link.state is LinkState.ATTACHED and read.parts:
-            posted = read.link.channel.posted() if read.link.channel is not None else set()
+        channel = read.link.channel
+        if read.link.state is LinkState.ATTACHED and read.planned:
+            posted = channel.posted() if isinstance(channel, RecvChannel) else set()
             highest = max((tag & 0xFFFFFFFF for tag in posted & read.tags), default=-1)
             read.link.send(protocol.Cancel(read=read.number, posted=highest + 1))
 
@@ -133,15 +176,15 @@ class Reads:
         """P has sent, or ended by empty messages, the first ``sent`` chunks; the others will never come."""
         for tag in [tag for tag in read.tags if tag & 0xFFFFFFFF >= sent]:
             read.tags.discard(tag)
-            if read.link.channel is not None:
+            if isinstance(read.link.channel, RecvChannel):
                 read.link.channel.forget(tag)
         if read.stopped and not read.tags:
             self.forget(read)
 
     def collect(self, links: Iterable[Link]) -> Iterator[Happened]:
-        """Unpack some of what has arrived; what that means for the hand-overs."""
+        """Unpack some of what has arrived, read some of what P granted; what that means for the hand-overs."""
         for link in links:
-            if link.channel is not None and link.state is LinkState.ATTACHED:
+            if isinstance(link.channel, RecvChannel) and link.state is LinkState.ATTACHED:
                 self._arrived.extend((link, message) for message in link.channel.poll())
         for _ in range(min(UNPACKS_PER_TURN, len(self._arrived))):
             link, message = self._arrived.popleft()
@@ -151,11 +194,30 @@ class Reads:
                 message.release()
             if happened is not None:
                 yield happened
+        peer = next((read for read in self._reads.values() if read.runs is not None and not read.stopped), None)
+        if peer is not None:
+            yield peer, self._read(peer)
 
     @property
     def backlog(self) -> bool:
         """Whether messages wait to be unpacked."""
         return bool(self._arrived)
+
+    def _read(self, read: Read) -> handover.Event:
+        channel = read.link.channel
+        assert isinstance(channel, PeerChannel) and read.runs is not None
+        now, read.runs = taken(read.runs, PEER_BYTES_PER_TURN)
+        try:
+            channel.read(now.to, now.of, now.nbytes)
+        except TransportError as error:
+            read.runs = None
+            return handover.Failed(read.source, Reason("peer_lost", str(error)))
+        read.job.nbytes += int(now.nbytes.sum())
+        if read.runs is not None:
+            self._reads[read.number] = self._reads.pop(read.number)  # the next turn is another's
+            return handover.Progress()
+        read.moved = True
+        return handover.Moved(read.source)
 
     def _unpack(self, link: Link, message: Received) -> Happened | None:
         read = self.find(message.tag >> 32, link)

@@ -15,7 +15,7 @@ import torch
 
 from kvferry.connector.config import Settings
 from kvferry.connector.errors import IncompatiblePeerError
-from kvferry.connector.geometry import RankGeometry
+from kvferry.connector.geometry import PageLayout, RankGeometry
 from kvferry.connector.metrics import HandoverStats
 from kvferry.connector.view import CacheView, kernel_block_ids
 from kvferry.kernels.paged_copy import Pages, copy_pages, wire_pages
@@ -42,13 +42,28 @@ class Caches:
         """Manager block ids as kernel block ids. Raises GeometryError for an id out of range."""
         return kernel_block_ids(self.views[group], block_ids)
 
+    def page_layouts(self) -> tuple[PageLayout, ...]:
+        """Where the pages of each layer group lie, for a peer that reads them."""
+        return tuple(
+            PageLayout(
+                bases=view.bases,
+                num_pages=view.num_pages,
+                blocks_per_page=view.blocks_per_page,
+                block_size=view.block_size,
+                block_stride=view.block_stride,
+                head_stride=view.head_stride,
+                token_stride=view.token_stride,
+            )
+            for view in self.views
+        )
+
     def pack(self, address: int, part: Part) -> None:
         """Copy ``part`` of the pages to staging memory, in wire order ``[L][H][T][C]``."""
-        self._copy(self._wire(address, part), self._pages(part), part, pack=True)
+        self._copy(self._wire(address, part), self.pages(part), part, pack=True)
 
     def unpack(self, address: int, part: Part) -> None:
         """Copy wire bytes at ``address`` to ``part`` of the pages."""
-        self._copy(self._wire(address, part), self._pages(part), part, pack=False)
+        self._copy(self._wire(address, part), self.pages(part), part, pack=False)
 
     def nbytes(self, part: Part) -> int:
         """Bytes of ``part`` on the wire."""
@@ -69,7 +84,8 @@ class Caches:
         content = self.views[part.group].content_bytes
         return wire_pages(address, part.num_layers, part.num_heads, part.num_tokens, content)
 
-    def _pages(self, part: Part) -> Pages:
+    def pages(self, part: Part) -> Pages:
+        """``part`` as one side of a copy."""
         view = self.views[part.group]
         return Pages(
             bases=np.asarray(view.bases[part.layer : part.layer + part.num_layers], dtype=np.int64),

@@ -25,15 +25,18 @@ from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 import torch
 import zmq
 
 from kvferry.connector.errors import PlaneUnavailableError, ProtocolError, TransportError
 
-PLANE_NAMES = ("shm", "ucx", "zmq")
+PLANE_NAMES = ("cma", "shm", "ucx", "zmq")
 MAX_PAYLOAD_BYTES = 64 << 10
 """Bound on what a plane puts into the handshake."""
 
+Int64s = npt.NDArray[np.int64]
 ConfigureSocket = Callable[[zmq.Socket[bytes], bool], None]
 """Sets a ZMQ socket up before it binds (``True``) or connects (``False``): CURVE, where it is switched on."""
 
@@ -119,17 +122,31 @@ class RecvChannel(_Channel):
         """An announced message will not come. If it does come all the same, its bytes are dropped."""
 
 
+class PeerChannel(_Channel):
+    """D's end where D reads P's pages by itself (``Plane.peer_reads``): no messages, no work on P."""
+
+    @abstractmethod
+    def read(self, to: Int64s, of: Int64s, nbytes: Int64s) -> None:
+        """Copy runs of ``nbytes[i]`` bytes from P's address ``of[i]`` to our address ``to[i]``; returns when done.
+
+        Raises:
+            TransportError: P is gone, or an address is not its.
+        """
+
+
 class Plane(ABC):
     """One data plane of one process."""
 
     name: ClassVar[str]
+    peer_reads: ClassVar[bool] = False
+    """Whether D reads P's pages by itself: ``connect`` then gives a ``PeerChannel``."""
 
     @abstractmethod
     def offer(self) -> bytes:
         """P: what a D needs to connect, at most ``MAX_PAYLOAD_BYTES``. The same for every D."""
 
     @abstractmethod
-    def connect(self, offer: bytes) -> tuple[RecvChannel, bytes]:
+    def connect(self, offer: bytes) -> tuple[RecvChannel | PeerChannel, bytes]:
         """D: a channel from the P of this offer, and the payload that P's ``accept`` takes.
 
         Raises:
@@ -146,7 +163,7 @@ class Plane(ABC):
             TransportError: no channel can be had to that D.
         """
 
-    def finish(self, channel: RecvChannel, reply: bytes) -> None:
+    def finish(self, channel: RecvChannel | PeerChannel, reply: bytes) -> None:
         """D: complete ``channel`` with P's reply. Raises ProtocolError where it is malformed."""
         if reply:
             raise ProtocolError(f"plane {self.name}: Attached carries {len(reply)} bytes, expected none")
@@ -212,4 +229,8 @@ def make_plane(
         from kvferry.transport.zmq_plane import ZmqPlane
 
         return ZmqPlane(host, slot_bytes, staging_bytes, configure_socket)
+    if name == "cma":
+        from kvferry.transport.cma_plane import CmaPlane
+
+        return CmaPlane()
     raise PlaneUnavailableError(f"plane {name!r} is unknown, expected one of {', '.join(PLANE_NAMES)}")

@@ -146,6 +146,17 @@ def test_while_p_packs_and_chunks_are_under_way(stage: Stage, plane: str, held: 
     assert wait(lambda: not consumer._reads and not producer._pushes, [p, d]), "reads that nobody waits for were kept"
 
 
+def test_while_d_reads_by_itself(stage: Stage) -> None:
+    settings = Settings(plane="cma")
+    p, d = stage.rank(settings=settings), stage.rank(settings=settings, engine_id="engine-d")
+    p.fill(THEIRS, TOKENS)
+    consumer = halves(d)[1]
+    gate = Gate(consumer, "_collect", lambda now: False)
+    start(p, d)
+    give_up(p, d, lambda: gate.calls > 5 and bool(consumer._jobs), gate)
+    assert wait(lambda: not consumer._reads, [p, d])
+
+
 def test_unpacked_while_committing(pair: tuple[Rank, Rank]) -> None:
     p, d = pair
     consumer = halves(d)[1]

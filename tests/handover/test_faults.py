@@ -21,7 +21,7 @@ from kvferry.transport.control import Connection
 
 TOKENS, THEIRS, OURS = 100, [9, 2, 17, 5, 11, 3, 1], [4, 1, 8, 2, 6, 3, 7]
 QUICK = {"transfer_timeout_seconds": 2.0, "handshake_timeout_seconds": 2.0, "lease_seconds": 2.0}
-PLANES = ["shm", "zmq", pytest.param("ucx", marks=pytest.mark.ucx)]
+PLANES = ["cma", "shm", "zmq", pytest.param("ucx", marks=pytest.mark.ucx)]
 
 
 def reason_of(rank: Rank) -> str:
@@ -192,7 +192,7 @@ def test_p_stops_and_goes_on(stage: Stage, plane: str) -> None:
     warm_up(p, d, "after")
 
 
-@pytest.mark.parametrize("plane", PLANES)
+@pytest.mark.parametrize("plane", PLANES[1:])  # over cma P has no part in the read
 def test_d_is_killed(stage: Stage, plane: str) -> None:
     form, settings = wide(stage, plane, lease_seconds=1.0)
     p = stage.rank(settings=settings, content=512, layers=16)
@@ -357,7 +357,8 @@ def test_a_read_beyond_the_prompt_is_denied(stage: Stage) -> None:
 
 
 def test_an_error_of_the_copy_is_one_requests_failure(stage: Stage) -> None:
-    p, d = stage.rank(), stage.rank(engine_id="engine-d")
+    settings = Settings(plane="shm")
+    p, d = stage.rank(settings=settings), stage.rank(settings=settings, engine_id="engine-d")
     p.fill(THEIRS, TOKENS)
 
     def fail(*_: object) -> None:

@@ -1,0 +1,109 @@
+"""A copy between two paged caches as runs of bytes that lie together on both sides. Pure. Axes ``[L, B, H, N, C]``."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.connector.errors import GeometryError
+from kvferry.connector.geometry import PageLayout
+from kvferry.connector.protocol import Span
+from kvferry.kernels.paged_copy import Pages
+
+Int64s = npt.NDArray[np.int64]
+
+
+class Runs(NamedTuple):
+    """Run i: ``nbytes[i]`` bytes from address ``of[i]`` to address ``to[i]``."""
+
+    to: Int64s
+    of: Int64s
+    nbytes: Int64s
+
+
+def runs(to: Pages, of: Pages, num_heads: int, num_tokens: int, content_bytes: int) -> Runs:
+    """The runs of a copy of ``num_heads`` x ``num_tokens`` in all layers of both sides, as long as they can be.
+
+    Runs of whole blocks where heads lie together too, of a block's tokens of one head, of one token's heads, or of one
+    (head, token): whatever both layouts have in common.
+    """
+    starts, lengths = _segments(to, of, num_tokens)
+    dense_tokens = to.token_stride == of.token_stride == content_bytes
+    row = num_heads * content_bytes
+    if num_heads == 1 or to.head_stride == of.head_stride == content_bytes:  # heads of a token lie together
+        if to.token_stride == of.token_stride == row:
+            return _build(to, of, starts, lengths * row, np.zeros(1, dtype=np.int64))
+        each = np.arange(num_tokens, dtype=np.int64)
+        return _build(to, of, each, np.full(num_tokens, row), np.zeros(1, dtype=np.int64))
+    heads = np.arange(num_heads, dtype=np.int64)
+    if not dense_tokens:
+        each = np.arange(num_tokens, dtype=np.int64)
+        return _build(to, of, each, np.full(num_tokens, content_bytes), heads)
+    whole = (lengths * content_bytes == to.head_stride) & (to.head_stride == of.head_stride)
+    parts = [
+        _build(to, of, starts[whole], lengths[whole] * row, heads[:1]),
+        _build(to, of, starts[~whole], lengths[~whole] * content_bytes, heads),
+    ]
+    return joined(parts)
+
+
+def _segments(to: Pages, of: Pages, num_tokens: int) -> tuple[Int64s, Int64s]:
+    """First tokens and lengths of the pieces that leave no block on either side."""
+    cuts = [np.arange(-side.token % side.block_size, num_tokens, side.block_size, dtype=np.int64) for side in (to, of)]
+    edges = np.unique(np.concatenate([np.array([0, num_tokens]), *cuts]))
+    return edges[:-1], np.diff(edges)
+
+
+def _build(to: Pages, of: Pages, starts: Int64s, nbytes: Int64s, heads: Int64s) -> Runs:
+    """All layers x starts x heads."""
+    shape = (len(to.bases), len(starts), len(heads))
+    addresses = []
+    for side in (to, of):
+        block, within = np.divmod(starts + side.token, side.block_size)
+        offsets = side.block_ids[block] * side.block_stride + within * side.token_stride
+        head = (heads + side.head) * side.head_stride
+        addresses.append((side.bases[:, None, None] + offsets[None, :, None] + head[None, None, :]).reshape(-1))
+    return Runs(addresses[0], addresses[1], np.broadcast_to(nbytes[None, :, None], shape).reshape(-1))
+
+
+def joined(parts: list[Runs]) -> Runs:
+    """All runs of ``parts``, at least one of which is given."""
+    return Runs(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+
+
+def taken(left: Runs, nbytes: int) -> tuple[Runs, Runs | None]:
+    """The first runs of about ``nbytes`` in all, one at least, and the rest; ``None`` where nothing is left."""
+    count = max(1, int(np.searchsorted(np.cumsum(left.nbytes), nbytes, side="right")))
+    first, rest = (Runs(*(column[part] for column in left)) for part in (slice(count), slice(count, None)))
+    return first, rest if len(rest.nbytes) else None
+
+
+def pages_of(layout: PageLayout, block_ids: Int64s, span: Span) -> Pages:
+    """A peer's pages as one side of a copy of ``span``.
+
+    Raises:
+        GeometryError: block ids or layers outside its caches, or too few blocks for the span.
+    """
+    if span.layer + span.num_layers > len(layout.bases):
+        raise GeometryError(f"the peer describes {len(layout.bases)} layers, {span.layer + span.num_layers} are needed")
+    if len(block_ids) and not 0 <= int(block_ids.min()) <= int(block_ids.max()) < layout.num_pages:
+        raise GeometryError(f"the peer granted block ids outside 0..{layout.num_pages - 1}")
+    split = np.arange(layout.blocks_per_page, dtype=np.int64)
+    kernel_ids = (block_ids[:, None] * layout.blocks_per_page + split).reshape(-1)
+    if len(kernel_ids) * layout.block_size < span.token + span.num_tokens:
+        raise GeometryError(
+            f"the peer granted blocks of {len(kernel_ids) * layout.block_size} tokens, "
+            f"{span.token + span.num_tokens} are needed"
+        )
+    return Pages(
+        bases=np.asarray(layout.bases[span.layer : span.layer + span.num_layers], dtype=np.int64),
+        block_ids=kernel_ids,
+        block_size=layout.block_size,
+        block_stride=layout.block_stride,
+        head_stride=layout.head_stride,
+        token_stride=layout.token_stride,
+        head=span.head,
+        token=span.token,
+    )

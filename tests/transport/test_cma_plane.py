@@ -1,0 +1,98 @@
+"""Reading another process: the right one or none, gone or not; an address that is not its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from kvferry.connector.errors import PlaneUnavailableError, ProtocolError, TransportError
+from kvferry.transport.cma_plane import CmaPlane, _Offer
+
+import msgspec  # isort: skip
+
+CHILD = """
+import sys, ctypes
+from kvferry.transport.cma_plane import CmaPlane
+plane = CmaPlane()
+block = ctypes.create_string_buffer(bytes(range(256)) * 4096)
+print(plane.offer().hex(), ctypes.addressof(block), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def child() -> Iterator[tuple[subprocess.Popen[str], bytes, int]]:
+    process = subprocess.Popen([sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    offer, address = process.stdout.readline().split()
+    yield process, bytes.fromhex(offer), int(address)
+    process.kill()
+    process.wait(10)
+
+
+def column(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.int64)
+
+
+def test_scattered_runs_arrive(child: tuple[subprocess.Popen[str], bytes, int]) -> None:
+    _, offer, address = child
+    plane = CmaPlane()
+    reader, _ = plane.connect(offer)
+    into = np.zeros(1 << 20, dtype=np.uint8)
+    order = np.random.default_rng(1).permutation(4096)
+    reader.read(into.ctypes.data + 256 * np.arange(4096), address + 256 * order, np.full(4096, 256))
+    assert (into.reshape(4096, 256) == np.arange(256, dtype=np.uint8)).all()
+    plane.close()
+    plane.close()
+
+
+def test_the_end_of_the_process_is_noticed(child: tuple[subprocess.Popen[str], bytes, int]) -> None:
+    process, offer, address = child
+    plane = CmaPlane()
+    reader, _ = plane.connect(offer)
+    assert not plane.progress()
+    process.kill()
+    process.wait(10)
+    end = time.monotonic() + 5
+    while not plane.progress() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert isinstance(reader.error, TransportError)
+    into = np.zeros(8, dtype=np.uint8)
+    with pytest.raises(TransportError, match="failed"):
+        reader.read(column(into.ctypes.data), column(address), column(8))
+    assert plane.pollables() == []
+
+
+def test_an_address_that_is_not_mapped(child: tuple[subprocess.Popen[str], bytes, int]) -> None:
+    reader, _ = CmaPlane().connect(child[1])
+    into = np.zeros(8, dtype=np.uint8)
+    with pytest.raises(TransportError, match="Bad address"):
+        reader.read(column(into.ctypes.data), column(4096), column(8))
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"secret": bytes(16)}, "another process namespace"),
+        ({"host_id": "elsewhere"}, "another host"),
+        ({"pid": 1 << 29}, "cannot be read"),
+        ({"address": 4096}, "cannot be read"),
+    ],
+)
+def test_another_process_is_not_taken_for_p(
+    child: tuple[subprocess.Popen[str], bytes, int], changes: dict[str, object], named: str
+) -> None:
+    offer = msgspec.msgpack.decode(child[1], type=_Offer)
+    with pytest.raises(PlaneUnavailableError, match=named) as caught:
+        CmaPlane().connect(msgspec.msgpack.encode(msgspec.structs.replace(offer, **changes)))
+    assert "\n" not in str(caught.value)
+
+
+def test_garbage_is_refused() -> None:
+    with pytest.raises(ProtocolError):
+        CmaPlane().connect(b"\x80\x04garbage")
