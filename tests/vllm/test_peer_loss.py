@@ -241,6 +241,27 @@ def test_a_dead_p_does_not_hold_up_another(yard: Yard) -> None:
     settle(p, d)
 
 
+def test_a_fault_of_our_own_that_strikes_every_turn(yard: Yard, lines: Lines) -> None:
+    """Deadlines pass all the same: the request is recomputed, and the log is not flooded."""
+    p, d = yard.pair(extra={"handshake_timeout_seconds": 1.0})
+    consumer = mover_of(d)._consumer
+
+    def broken(now: float) -> bool:
+        raise RuntimeError("planted")
+
+    consumer.serve = broken
+    request_id = d.add(IDS, prefill(p, IDS))
+    run([p, d], lambda: d.answers[request_id].finish is not None, seconds=10)
+    assert d.computed[request_id] == len(IDS)
+    assert len(lines("unexpected error")) <= 2
+    del consumer.serve
+    time.sleep(2)  # the link whose handshake nobody looked at fails, and is replaced
+    again = d.add(prompt(60, 5), prefill(p, prompt(60, 5)))
+    run([p, d], lambda: d.answers[again].finish is not None)
+    assert d.origins[again].theirs == 59
+    settle(p, d)
+
+
 def test_shutting_down_with_leases_and_loads_open(yard: Yard) -> None:
     p, d = yard.pair()
     params = prefill(p, IDS)

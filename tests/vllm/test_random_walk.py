@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import pytest
 from labelled import prompt
-from stepped import PREFILL, Engine, next_token, settle
+from stepped import PREFILL, Engine, next_token, run, settle
 from stepped_rank import RUNNERS
 from vllm.v1.request import RequestStatus
 from yard import Lines, Yard
@@ -94,6 +94,12 @@ class Walk:
         for move in self.rng.choices(moves, (3, 5, 1, 1, 12, 4), k=turns):
             move()
 
+    def over(self) -> bool:
+        """Whether all has come to its end; what P finishes late is passed on as well."""
+        while self.waiting():
+            self.ask_d()
+        return self.p.idle and self.d.idle
+
     def check_tokens(self, engine: Engine) -> None:
         """All answers are complete, but those that were given up, and say what the model says."""
         for name, answer in engine.answers.items():
@@ -116,9 +122,8 @@ def test_walk(yard: Yard, lines: Lines, monkeypatch: pytest.MonkeyPatch, seed: i
     d = yard.engine(1, tp=1 + (seed % 4 == 2), **common)
     walk = Walk(p, d, rng)
     walk.go(250)
-    while walk.waiting():
-        walk.ask_d()
-    settle(p, d, seconds=40)
+    run([p, d], walk.over, seconds=60)
+    settle(p, d)
     walk.check_tokens(p)
     walk.check_tokens(d)
     assert not lines("unexpected error")
