@@ -14,7 +14,7 @@ import sys
 import time
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,8 +23,10 @@ import zmq
 
 from kvferry.connector.plan import Chunk, chunks
 from kvferry.connector.protocol import Span
+from kvferry.connector.reads import PEER_BYTES_PER_TURN
+from kvferry.connector.runs import Runs, runs, taken
 from kvferry.kernels.paged_copy import Pages, copy_pages, wire_pages
-from kvferry.transport.plane import RecvChannel, SendChannel, make_plane
+from kvferry.transport.plane import PeerChannel, RecvChannel, SendChannel, make_plane
 
 CPU = torch.device("cpu")
 BLOCK_TOKENS = 16
@@ -159,7 +161,9 @@ class PlaneTarget:
     def exchange(self, blob: bytes | None) -> bytes | None:
         assert blob is not None
         if self.channel is None:
-            self.channel, payload = self.plane.connect(blob)
+            channel, payload = self.plane.connect(blob)
+            assert isinstance(channel, RecvChannel)
+            self.channel = channel
             return payload
         self.slot_bytes = int.from_bytes(blob[:8], "little")
         self.plane.finish(self.channel, blob[8:])
@@ -254,6 +258,50 @@ class NixlTarget(NixlSource):
         assert state == "DONE", state
         self.agent.release_xfer_handle(handle)
         return took
+
+
+class CmaSource:
+    """D reads from here by itself."""
+
+    def __init__(self, role: str, config: Config, caches: dict[int, Cache]) -> None:
+        self.plane = make_plane(
+            "cma", host="127.0.0.1", slot_bytes=config.slot_bytes, staging_bytes=config.staging_bytes
+        )
+        self.caches = caches
+
+    def exchange(self, blob: bytes | None) -> bytes | None:
+        tables = {str(kib): [c.bases.tolist(), c.block_ids.tolist()] for kib, c in self.caches.items()}
+        offer = base64.b64encode(self.plane.offer()).decode()
+        return json.dumps({"offer": offer, "tables": tables}).encode()
+
+    def move(self, kib: int) -> float | None:
+        while not sleep_on_stdin():
+            pass
+        return None
+
+
+class CmaTarget(CmaSource):
+    """The target: what a hand-over does from the grant on, planning of the runs included."""
+
+    def exchange(self, blob: bytes | None) -> bytes | None:
+        assert blob is not None
+        peer = json.loads(blob)
+        self.channel, _ = self.plane.connect(base64.b64decode(peer["offer"]))
+        self.tables = {int(kib): [np.array(x, dtype=np.int64) for x in pair] for kib, pair in peer["tables"].items()}
+        return None
+
+    def move(self, kib: int) -> float | None:
+        start = time.perf_counter()
+        cache, channel = self.caches[kib], self.channel
+        assert isinstance(channel, PeerChannel)
+        ours, _ = cache.sides(Chunk(0, len(cache.bases), 0, cache.num_tokens), 0)
+        bases, block_ids = self.tables[kib]
+        theirs = replace(ours, bases=bases, block_ids=block_ids)
+        left: Runs | None = runs(ours, theirs, cache.num_heads, cache.num_tokens, cache.content_bytes)
+        while left is not None:
+            now, left = taken(left, PEER_BYTES_PER_TURN)
+            channel.read(now.to, now.of, now.nbytes)
+        return time.perf_counter() - start
 
 
 class UcxxRaw:
@@ -354,6 +402,8 @@ class Memcpy:
 def contender(kind: str, role: str, config: Config, caches: dict[int, Cache]) -> Contender:
     if kind in ("shm", "ucx", "zmq"):
         return (PlaneSource if role == "source" else PlaneTarget)(kind, config, caches)
+    if kind == "cma":
+        return (CmaSource if role == "source" else CmaTarget)(role, config, caches)
     if kind == "nixl":
         return (NixlSource if role == "source" else NixlTarget)(role, config, caches)
     return {"ucxx raw": UcxxRaw, "raw socket": SocketRaw, "memcpy": Memcpy}[kind](role, config, caches)

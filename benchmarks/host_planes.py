@@ -28,8 +28,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import empty_handover
+
+from kvferry.transport.plane import PLANE_NAMES
+
 HERE = Path(__file__).resolve().parent
-SAME_HOST = ("shm", "ucx", "zmq", "nixl")
+SAME_HOST = ("cma", "shm", "ucx", "zmq", "nixl")
 TCP = ("ucx", "zmq", "nixl", "ucxx raw", "raw socket")
 BULK = ("ucxx raw", "raw socket", "memcpy")
 
@@ -142,6 +146,7 @@ def summarise(rates: dict[tuple[str, str, int], float], sizes: list[int]) -> dic
     for kib in (8, 32):
         if kib in sizes:
             ratios[f"ucx_tcp_vs_nixl_{kib}k"] = rate("tcp", "ucx", kib) / rate("tcp", "nixl", kib)
+            ratios[f"cma_vs_nixl_{kib}k"] = rate("host", "cma", kib) / rate("host", "nixl", kib)
             ratios[f"shm_vs_nixl_{kib}k"] = rate("host", "shm", kib) / rate("host", "nixl", kib)
     return ratios
 
@@ -150,7 +155,7 @@ def fastest(rates: dict[tuple[str, str, int], float], sizes: list[int]) -> dict[
     """Per link, the plane with the highest rate over all block sizes."""
     return {
         link: max(kinds, key=lambda kind: statistics.geometric_mean(rates[link, kind, kib] for kib in sizes))
-        for link, kinds in (("host", ("shm", "ucx", "zmq")), ("tcp", ("ucx", "zmq")))
+        for link, kinds in (("host", ("cma", "shm", "ucx", "zmq")), ("tcp", ("ucx", "zmq")))
     }
 
 
@@ -169,6 +174,7 @@ def run(config: dict[str, Any], rounds: int) -> dict[str, Any]:
     ]
     names = fastest(rates, sizes)
     figures = {f"{link}_{kind}_gb_per_s".replace(" ", "_"): rates[link, kind, 0] for link, kind, k in rates if k == 0}
+    figures["empty_handover_ms_p50"] = empty_handover.measure(PLANE_NAMES[0], 300)["ms_p50"]
     return {
         "ratios": summarise(rates, sizes),
         "figures": figures,
@@ -198,6 +204,8 @@ def show(result: dict[str, Any], sizes: list[int]) -> None:
         print(f"{link + ': ' + kind:28}{values}")
     for name, value in result["ratios"].items():
         print(f"{name:28}{value:11.2f}")
+    for name in ("empty_handover_ms_p50",):
+        print(f"{name:28}{result['figures'][name]:11.2f}")
     for link, name in result["fastest"].items():
         print(f"{'fastest plane, ' + link:28}{name:>11}")
 
