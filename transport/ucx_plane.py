@@ -99,6 +99,7 @@ class UcxSendChannel(SendChannel):
             self.give_back(slot)
             return
         self._plane.transfers.append(_Transfer(request, slot, self, tag, nbytes))
+        self._plane.pulse()
 
     def give_back(self, slot: Slot) -> None:
         self.in_flight -= 1
@@ -258,6 +259,16 @@ class UcxPlane(Plane):
         self.transfers.clear()  # these too keep the worker alive, and with that its connections
         self._farewells.clear()
 
+    def pulse(self) -> None:
+        """Keep the link busy between the copies of a batch, each of which takes as long as emptying its buffers."""
+        if not self._closed:
+            self._worker.progress()
+            self._receive()
+
+    def _release(self, slot: Slot) -> None:
+        self._recv_pool.put(slot)
+        self.pulse()
+
     def hang_up(self, channel: UcxSendChannel | UcxRecvChannel) -> None:
         """A channel is closed: tell the peer, and account for the slots that UCX still holds."""
         self._channels.pop(channel.farewell, None)
@@ -330,7 +341,7 @@ class UcxPlane(Plane):
         elif channel is None or not ok or channel.closed or channel.error is not None:
             (self._recv_pool.revive if transfer.retired else self._recv_pool.put)(slot)
         else:
-            release = partial(self._recv_pool.put, slot)
+            release = partial(self._release, slot)
             channel.arrived.append(Received(transfer.tag, slot.address, transfer.nbytes, release))
         if isinstance(channel, UcxRecvChannel):
             channel.receiving.discard(transfer.tag)
