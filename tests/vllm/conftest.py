@@ -31,10 +31,11 @@ def yard(tiny: Any) -> Iterator[Yard]:
         engine.close()
 
 
-@pytest.fixture(params=[0, 1], ids=["in-step", "a-step-ahead"])
+@pytest.fixture(params=[(0, "shm"), (1, "auto")], ids=["in-step-staged", "a-step-ahead-auto"])
 def pair(yard: Yard, request: pytest.FixtureRequest) -> tuple[Engine, Engine]:
-    """P and D, once with the scheduler waiting for every step and once with it running ahead."""
-    return yard.pair(ahead=request.param)
+    """P and D: the scheduler waits for every step and P pushes, or it runs ahead over whatever plane is chosen."""
+    ahead, plane = request.param
+    return yard.pair(ahead=ahead, extra={"plane": plane})
 
 
 @pytest.fixture

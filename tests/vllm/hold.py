@@ -1,20 +1,24 @@
-"""Holds a P rank's transfer thread at a chosen point, so that a test can act while a hand-over is exactly there."""
+"""Holds transfer threads at a chosen point, so that a test can act while a hand-over is exactly there."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+from unittest import mock
 
 from stepped import Engine, eventually, mover_of
 
-from kvferry.connector import producer
+from kvferry.connector import producer, reads
 from kvferry.connector.handover import Phase
 
 
 class Hold:
-    """P parks messages of these ``kinds`` and sends no more than ``chunks`` chunks, until ``open``."""
+    """P parks messages of these ``kinds`` and sends no more than ``chunks`` chunks, until ``open``.
 
-    def __init__(self, engine: Engine, *kinds: type, chunks: int | None = None) -> None:
+    Where D reads P's pages by itself, it is D that is held, after ``chunks`` turns of 16 KiB.
+    """
+
+    def __init__(self, engine: Engine, *kinds: type, chunks: int | None = None, reader: Engine | None = None) -> None:
         self._mover = mover_of(engine)
         self._producer: Any = self._mover._producer
         self._kinds, self._left = kinds, chunks
@@ -22,6 +26,18 @@ class Hold:
         self._request, self._pump = self._producer._request, self._producer.pump
         self._producer._request, self._producer.pump = self._hold_request, self._hold_pump
         self._open = False
+        if reader is not None:
+            self._reads: Any = mover_of(reader)._consumer._reads
+            self._collect = self._reads.collect
+            self._reads.collect = self._hold_collect
+
+    def _hold_collect(self, links: Iterable[Any]) -> Iterator[Any]:
+        if self._open or self._left is None or not any(read.runs is not None for read in self._reads._reads.values()):
+            yield from self._collect(links)
+        elif self._left > 0:
+            self._left -= 1
+            with mock.patch.object(reads, "PEER_BYTES_PER_TURN", 16 << 10):
+                yield from list(self._collect(links))
 
     def _hold_request(self, identity: bytes, request: Any, now: float) -> None:
         if isinstance(request, self._kinds) and not self._open:

@@ -17,6 +17,8 @@ from kvferry.connector.handover import Phase
 pytestmark = pytest.mark.vllm
 IDS = prompt(400)
 POLICIES = ("recompute", "fail")
+PLANES = ("shm", "cma")
+"""One over which P pushes, and one over which D reads P's pages by itself."""
 SHORT = {"handshake_timeout_seconds": 0.5, "transfer_timeout_seconds": 0.5}
 
 
@@ -51,11 +53,12 @@ def test_p_is_gone_before_d_asks(
     assert len(lines("hand-over of", request_id, "failed", "400 tokens not loaded")) == 1
 
 
+@pytest.mark.parametrize("plane", PLANES)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_p_goes_in_mid_transfer(yard: Yard, policy: str) -> None:
-    p, d = yard.pair(policy=policy)
+def test_p_goes_in_mid_transfer(yard: Yard, policy: str, plane: str) -> None:
+    p, d = yard.pair(policy=policy, extra={"plane": plane})
     params = prefill(p, IDS)
-    hold = Hold(p, chunks=1)
+    hold = Hold(p, reader=d, chunks=1)
     p.step()
     request_id = d.add(IDS, params)
     d.step()
@@ -85,11 +88,12 @@ def test_p_goes_silent(yard: Yard, lines: Lines, where: str) -> None:
     settle(p, d)
 
 
-def test_p_stalls_in_mid_transfer(yard: Yard) -> None:
-    p, d = yard.pair(extra=SHORT)
+@pytest.mark.parametrize("plane", PLANES)
+def test_nothing_moves_in_mid_transfer(yard: Yard, plane: str) -> None:
+    p, d = yard.pair(extra={**SHORT, "plane": plane})
     params = prefill(p, IDS)
     p.step()
-    hold = Hold(p, chunks=1)
+    hold = Hold(p, reader=d, chunks=1)
     request_id = d.add(IDS, params)
     ended(d, request_id, "recompute")
     hold.open()
@@ -121,13 +125,20 @@ def test_the_cap_ends_a_lease_however_often_it_is_renewed(yard: Yard, lines: Lin
     ended(d, request_id, "recompute")
 
 
-def test_the_lease_ends_while_d_reads(yard: Yard) -> None:
-    """P's cap comes in mid-transfer: what was read is not used."""
-    p, d = yard.pair(extra={"lease_seconds": 0.3, "lease_cap_seconds": 0.6})
+@pytest.mark.parametrize("plane", PLANES)
+def test_the_lease_ends_while_d_reads(yard: Yard, plane: str) -> None:
+    """P's cap comes in mid-transfer, and its blocks go to another prompt: what was read is not used."""
+    p, d = yard.pair(extra={"lease_seconds": 0.3, "lease_cap_seconds": 0.6, "plane": plane})
     params = prefill(p, IDS)
     p.step()
-    Hold(p, chunks=1)
+    hold = Hold(p, reader=d, chunks=1)
     request_id = d.add(IDS, params)
+    d.step()
+    in_phase(d, request_id, Phase.MOVING, lambda job: job.nbytes > 0)
+    run([p], lambda: p.idle)
+    other = p.add(prompt(500, 6), max_tokens=5)
+    run([p], lambda: p.answers[other].finish is not None)
+    hold.open()
     ended(d, request_id, "recompute")
     settle(p, d)
 
@@ -147,11 +158,12 @@ def test_the_lease_ends_before_the_commit(yard: Yard) -> None:
     settle(p, d)
 
 
-def test_d_goes_in_mid_transfer(yard: Yard) -> None:
-    p, d = yard.pair(extra={"lease_seconds": 1.0})
+@pytest.mark.parametrize("plane", PLANES)
+def test_d_goes_in_mid_transfer(yard: Yard, plane: str) -> None:
+    p, d = yard.pair(extra={"lease_seconds": 1.0, "plane": plane})
     params = prefill(p, IDS)
     p.step()
-    hold = Hold(p, chunks=1)
+    hold = Hold(p, reader=d, chunks=1)
     request_id = d.add(IDS, params)
     d.step()
     in_phase(d, request_id, Phase.MOVING, lambda job: job.nbytes > 0)
@@ -262,12 +274,13 @@ def test_a_fault_of_our_own_that_strikes_every_turn(yard: Yard, lines: Lines) ->
     settle(p, d)
 
 
-def test_shutting_down_with_leases_and_loads_open(yard: Yard) -> None:
-    p, d = yard.pair()
+@pytest.mark.parametrize("plane", PLANES)
+def test_shutting_down_with_leases_and_loads_open(yard: Yard, plane: str) -> None:
+    p, d = yard.pair(extra={"plane": plane})
     params = prefill(p, IDS)
     p.add(prompt(100, 9), PREFILL)
     p.step()
-    Hold(p, chunks=1)
+    Hold(p, reader=d, chunks=1)
     request_id = d.add(IDS, params)
     d.step()
     in_phase(d, request_id, Phase.MOVING)

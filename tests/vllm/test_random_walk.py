@@ -116,7 +116,13 @@ def test_walk(yard: Yard, lines: Lines, monkeypatch: pytest.MonkeyPatch, seed: i
     runner = RUNNERS[seed % 3]
     if runner == "v026":
         monkeypatch.setattr("kvferry.connector.compat.HAS_TRANSFER_RESULTS", False)
-    extra = {"slot_bytes": 64 << 10, "staging_bytes": 1 << 20, "lease_seconds": 1.5, "ask_hold_seconds": 0.3}
+    extra: dict[str, object] = {
+        "slot_bytes": 64 << 10,
+        "staging_bytes": 1 << 20,
+        "lease_seconds": 1.5,
+        "ask_hold_seconds": 0.3,
+    }
+    extra["plane"] = ("auto", "shm", "zmq")[seed // 4]
     common = {"runner": runner, "ahead": seed // 3 % 2, "max_batched": rng.choice((64, 256)), "extra": extra}
     p = yard.engine(0, tp=1 + (seed % 4 == 1), **common)
     d = yard.engine(1, tp=1 + (seed % 4 == 2), **common)
