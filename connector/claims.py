@@ -15,6 +15,7 @@ SIBLING_SECONDS = 0.5
 """How long a release waits for more requests of the same prompt (``n > 1`` sends them one by one)."""
 RENEWALS_PER_TERM = 3
 """A renewal may be lost twice before the lease is."""
+SHORTEST_INTERVAL = 0.1
 
 
 @dataclass(slots=True)
@@ -51,7 +52,7 @@ class Claims:
         """``request_id`` may read under ``token``; renewals start when a third of the term has passed."""
         claim = self._claims.get(token)
         if claim is None:
-            claim = self._claims[token] = Claim(peer, now + peer.lease_seconds / RENEWALS_PER_TERM)
+            claim = self._claims[token] = Claim(peer, now + _interval(peer))
         claim.open.add(request_id)
         claim.siblings |= siblings
         claim.release_at = float("inf")
@@ -77,7 +78,7 @@ class Claims:
             if now >= claim.release_at:
                 self._release(token, claim)
             elif now >= claim.renew_at:
-                claim.renew_at = now + claim.peer.lease_seconds / RENEWALS_PER_TERM
+                claim.renew_at = now + _interval(claim.peer)
                 for address in self._addresses(claim.peer):
                     self._link(claim.peer, address).send(protocol.Renew(tokens=(token,)))
 
@@ -108,3 +109,8 @@ class Claims:
                     expected=self.expected(claim.peer, address.tp_rank),
                 )
             )
+
+
+def _interval(peer: PeerEngine) -> float:
+    """Seconds between renewals; a peer's short term must not keep us busy."""
+    return max(peer.lease_seconds / RENEWALS_PER_TERM, SHORTEST_INTERVAL)

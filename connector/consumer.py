@@ -15,7 +15,7 @@ from kvferry.connector.errors import GeometryError, KVFerryError
 from kvferry.connector.handover import Reason
 from kvferry.connector.link import Link, LinkState
 from kvferry.connector.metrics import FailureKind
-from kvferry.connector.plan import PlannedSpan, check_complete, plan_reads
+from kvferry.connector.plan import check_complete, plan_reads
 from kvferry.connector.reads import Job, Read, Reads
 from kvferry.connector.site import Site
 from kvferry.connector.stepplan import Load, PeerEngine, RankAddress, Watch, unpack_ids
@@ -63,11 +63,12 @@ class Consumer:
         """The request will load nothing."""
         self._claims.close(request_id, now)
 
-    def cancel(self, request_id: str, now: float) -> None:
-        """Give a load up; it still reports, once nothing can write its blocks. Unknown ids have reported before."""
+    def cancel(self, request_id: str, now: float) -> bool:
+        """Give a load up; it still reports, once nothing can write its blocks. ``False``: it has reported before."""
         job = self._jobs.get(request_id)
         if job is not None:
             self._step(job, handover.Cancel(), now)
+        return job is not None
 
     def load(self, load: Load, now: float) -> None:
         """Start a hand-over."""
@@ -209,17 +210,18 @@ class Consumer:
         try:
             planned = [plan_reads(ours, read.link.theirs, read.heads, tokens) for read in job.reads]
             check_complete(ours, [span for spans in planned for span in spans], tokens)
+            for read, spans in zip(job.reads, planned, strict=True):
+                self._reads.announce(read, spans)
         except KVFerryError as error:
             self._step(job, handover.Failed(0, Reason("incompatible", str(error))), now)
             return
         for read, spans in zip(job.reads, planned, strict=True):
             if spans:
-                self._ask(read, spans)
+                self._ask(read)
             else:  # a stage that holds none of our layers
                 self._all_moved(read, now)
 
-    def _ask(self, read: Read, planned: tuple[PlannedSpan, ...]) -> None:
-        self._reads.announce(read, planned)
+    def _ask(self, read: Read) -> None:
         load = read.job.load
         read.link.send(
             protocol.Ask(
@@ -228,7 +230,7 @@ class Consumer:
                 consumer=self._claims.consumer,
                 consumer_rank=self._claims.rank,
                 expected=self._claims.expected(load.peer, read.link.address.tp_rank),
-                spans=tuple(item.span for item in planned),
+                spans=tuple(item.span for item in read.planned),
                 chunk_bytes=read.link.slot_bytes,
             )
         )
@@ -279,6 +281,8 @@ class Consumer:
                     kind, f"P denied the read, {reply.reason}" + (f": {reply.detail}" if reply.detail else "")
                 )
                 self._step(read.job, handover.Failed(read.source, reason), now)
+                if reply.reason == "detached":  # P has forgotten us: the next hand-over makes a new link
+                    link.fail("peer_lost", f"P has no handshake of ours: {reply.detail}")
             case protocol.Committed():
                 event = (
                     handover.Committed(read.source)

@@ -31,6 +31,7 @@ from kvferry.connector.protocol import (
     decode_reply,
     encode,
 )
+from kvferry.connector.runs import check_layouts
 from kvferry.connector.site import Site, check_model
 from kvferry.connector.stepplan import PeerEngine, RankAddress
 from kvferry.transport.control import Connection
@@ -169,8 +170,8 @@ class Link:
             assert self.plane is not None and self.channel is not None
             self.plane.finish(self.channel, reply.payload)
             self.slot_bytes, self.pages = reply.slot_bytes, reply.pages
-            if self.plane.peer_reads and len(self.pages) != len(self.theirs.groups):
-                raise ProtocolError(f"P describes {len(self.pages)} groups of pages, it has {len(self.theirs.groups)}")
+            if self.plane.peer_reads:
+                check_layouts(self.pages, self.theirs)
             self.state, self.deadline = LinkState.ATTACHED, float("inf")
         else:
             raise ProtocolError(f"{type(reply).__name__} came while {self.state.value}")

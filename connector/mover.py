@@ -21,7 +21,7 @@ import zmq
 from kvferry.connector.consumer import Consumer, Finished
 from kvferry.connector.producer import Producer
 from kvferry.connector.site import Site
-from kvferry.connector.stepplan import StepPlan
+from kvferry.connector.stepplan import Load, StepPlan
 from kvferry.transport.control import Listener
 from kvferry.transport.wake import Waker
 
@@ -146,8 +146,7 @@ class Mover:
             for watch in plan.watches:
                 self._try(self._consumer.watch, watch, now)
             for load in plan.loads:
-                failed = Finished(load.request_id, False)
-                self._try(self._consumer.load, load, now, partial(self._finished.append, failed))
+                self._try(self._consumer.load, load, now, partial(self._fail_load, load, now))
             for request_id in plan.cancels:
                 self._try(self._consumer.cancel, request_id, now)
             for request_id in plan.drops:
@@ -155,7 +154,11 @@ class Mover:
         return busy
 
     def _try(
-        self, act: Callable[[_Item, float], None], item: _Item, now: float, otherwise: Callable[[], None] | None = None
+        self,
+        act: Callable[[_Item, float], object],
+        item: _Item,
+        now: float,
+        otherwise: Callable[[], None] | None = None,
     ) -> None:
         """One command; an error of one must not lose the others, and the engine still hears of this one."""
         try:
@@ -165,6 +168,11 @@ class Mover:
             self._site.stats.failed("internal")
             if otherwise is not None:
                 otherwise()
+
+    def _fail_load(self, load: Load, now: float) -> None:
+        """A load that broke while it was started: what did start is drained before it is reported."""
+        if not self._consumer.cancel(load.request_id, now):
+            self._finished.append(Finished(load.request_id, False))
 
     def _publish(self) -> None:
         self._finished.extend(self._consumer.take_finished())

@@ -94,7 +94,7 @@ def hand_over(handed: HandedOver) -> dict[str, Any]:
 
 def wants_prefill(params: Mapping[str, Any] | None) -> bool:
     """P: whether the request's KV is to be handed over."""
-    return bool(params and params.get("do_remote_decode"))
+    return isinstance(params, Mapping) and bool(params.get("do_remote_decode"))
 
 
 def parse(params: Mapping[str, Any] | None) -> HandedOver | None:
@@ -103,7 +103,7 @@ def parse(params: Mapping[str, Any] | None) -> HandedOver | None:
     Raises:
         ProtocolError: parameters that are there and cannot be used, in one line.
     """
-    if not params or not params.get("do_remote_prefill"):
+    if not isinstance(params, Mapping) or not params.get("do_remote_prefill"):
         return None
     raw = params.get("kvferry")
     if raw is None:

@@ -23,8 +23,8 @@ ENDED_TOKENS = 1 << 16
 """Tokens remembered after their lease has ended, so that a late ask is refused at once. An unknown one is never
 granted either; it only waits in vain."""
 ENDED_READS = 4096
-EARLY_RELEASES = 4096
-EARLY_VOTES = 4096
+EARLY_RELEASES = 1024
+EARLY_VOTES = 64
 HELD_ASKS = 4096
 SESSIONS = 4096
 PACKS_PER_TURN = 2
@@ -135,28 +135,38 @@ class Producer:
             if channel is None or channel.error is not None:
                 self._end_push(push, now)
                 continue
-            slot = channel.acquire()
-            if slot is None:
-                self._pushes.append(push)
-                continue
-            busy = True
-            part = push.parts[push.done]
             try:
-                self._site.caches.pack(slot.address, part)
+                sent = self._push_one(push, channel)
             except Exception as error:  # an error of the copy is this read's, not everybody's
-                logger.exception("kvferry: a chunk could not be packed")
-                channel.give_back(slot)
+                logger.exception("kvferry: a chunk could not be packed and sent")
                 self._deny(push.session.identity, push.number, "failed", repr(error)[:1024])
                 self._end_push(push, now)
                 continue
-            channel.send(slot, self._site.caches.nbytes(part), push.number << 32 | push.done)
-            push.done += 1
+            if not sent:
+                self._pushes.append(push)
+                continue
+            busy = True
             self._step(push.token, lease.Renewed(), now)
             if push.done == len(push.parts):
                 self._end_push(push, now)
             else:
                 self._pushes.append(push)
         return busy
+
+    def _push_one(self, push: Push, channel: SendChannel) -> bool:
+        """Pack and send the next chunk; ``False`` where the plane has no slot for it now."""
+        slot = channel.acquire()
+        if slot is None:
+            return False
+        part = push.parts[push.done]
+        try:
+            self._site.caches.pack(slot.address, part)
+        except Exception:
+            channel.give_back(slot)
+            raise
+        channel.send(slot, self._site.caches.nbytes(part), push.number << 32 | push.done)
+        push.done += 1
+        return True
 
     def tick(self, now: float) -> None:
         """Expire leases, give up held asks, drop the sessions of D ranks that are gone."""
@@ -207,7 +217,8 @@ class Producer:
             case _:
                 session = self._sessions.get(identity)
                 if session is None:
-                    raise ProtocolError(f"{type(request).__name__} before Hello")
+                    self._strange(identity, request)
+                    return
                 match request:
                     case protocol.Attach():
                         self._attach(session, request, now)
@@ -219,6 +230,17 @@ class Producer:
                         held = self._leases.get(request.token)
                         ok = held is not None and lease.may_commit(held.state)
                         self._reply(identity, protocol.Committed(read=request.read, ok=ok))
+
+    def _strange(self, identity: bytes, request: protocol.Request) -> None:
+        """A request without a Hello, or from a D that was forgotten here: it hears so, and can greet again."""
+        match request:
+            case protocol.Ask():
+                self._deny(identity, request.read, "detached", "no handshake was made, or it was forgotten")
+            case protocol.Commit():
+                self._reply(identity, protocol.Committed(read=request.read, ok=False))
+            case protocol.Cancel():
+                self._reply(identity, protocol.Stopped(read=request.read, sent=0))
+        raise ProtocolError(f"{type(request).__name__} before Hello")
 
     def _hello(self, identity: bytes, hello: protocol.Hello, now: float) -> None:
         try:
@@ -252,7 +274,7 @@ class Producer:
             if plane is None:
                 raise TransportError(f"plane {attach.plane!r} is not on offer")
             if session.channel is not None:
-                session.channel.close()
+                raise TransportError("a data plane is attached already")
             session.channel, reply = plane.accept(attach.payload)
             session.peer_reads = plane.peer_reads
         except (TransportError, ProtocolError) as error:
@@ -282,6 +304,8 @@ class Producer:
             self._deny(session.identity, ask.read, "detached", "no data plane is attached")
             return
         try:
+            if ask.read in session.sent or any(push.key == (session.identity, ask.read) for push in self._pushes):
+                raise GeometryError(f"read {ask.read} was asked for before")
             self._check(held, ask)
             parts = [] if session.peer_reads else self._parts(held, ask, session.channel.slot_bytes)
         except KVFerryError as error:
@@ -356,7 +380,7 @@ class Producer:
             return
         # D gave up before the engine told us of the lease; kept until it does.
         votes = self._early.setdefault(release.token, [])
-        if len(votes) < EARLY_VOTES:
+        if len(votes) < EARLY_VOTES and event not in votes:
             votes.append(event)
         if len(self._early) > EARLY_RELEASES:
             self._early.popitem(last=False)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvferry.connector.errors import GeometryError
-from kvferry.connector.geometry import PageLayout
+from kvferry.connector.geometry import PageLayout, RankGeometry
 from kvferry.connector.protocol import Span
 from kvferry.kernels.paged_copy import Pages
 
@@ -78,6 +79,23 @@ def taken(left: Runs, nbytes: int) -> tuple[Runs, Runs | None]:
     count = max(1, int(np.searchsorted(np.cumsum(left.nbytes), nbytes, side="right")))
     first, rest = (Runs(*(column[part] for column in left)) for part in (slice(count), slice(count, None)))
     return first, rest if len(rest.nbytes) else None
+
+
+def check_layouts(layouts: Sequence[PageLayout], geometry: RankGeometry) -> None:
+    """That a peer's pages are those of the geometry that it told.
+
+    Raises:
+        GeometryError: names the group.
+    """
+    if len(layouts) != len(geometry.groups):
+        raise GeometryError(f"the peer describes {len(layouts)} groups of pages, it has {len(geometry.groups)}")
+    for index, (layout, group) in enumerate(zip(layouts, geometry.groups, strict=True)):
+        tokens = layout.blocks_per_page * layout.block_size
+        if tokens != group.block_size or len(layout.bases) != len(group.layers):
+            raise GeometryError(
+                f"group {index}: the peer describes pages of {tokens} tokens in {len(layout.bases)} layers, "
+                f"it told {group.block_size} in {len(group.layers)}"
+            )
 
 
 def pages_of(layout: PageLayout, block_ids: Int64s, span: Span) -> Pages:

@@ -85,7 +85,11 @@ class CmaReader(PeerChannel):
 
     def watch(self) -> bool:
         """Whether the process has just ended; sets ``error``."""
-        if self.error is not None or self.pidfd < 0 or not select.select([self.pidfd], [], [], 0)[0]:
+        if self.error is not None or self.pidfd < 0:
+            return False
+        poll = select.poll()  # select() takes no descriptor from 1024 on
+        poll.register(self.pidfd, select.POLLIN)
+        if not poll.poll(0):
             return False
         self.error = TransportError("cma: the producer died")
         return True
@@ -140,10 +144,13 @@ class CmaPlane(Plane):
             raise PlaneUnavailableError("P is on another host or in another network namespace")
         found = np.zeros(_SECRET_BYTES, dtype=np.uint8)
         one = np.array([_SECRET_BYTES], dtype=np.int64)
+        reader = None
         try:
             reader = CmaReader(theirs.pid)
             read_memory(theirs.pid, np.array([found.ctypes.data]), np.array([theirs.address]), one)
         except OSError as error:
+            if reader is not None:
+                reader.close()
             hint = "; see kernel.yama.ptrace_scope" if error.errno == errno.EPERM else ""
             raise PlaneUnavailableError(f"P's memory cannot be read: {error.strerror}{hint}") from None
         if not secrets.compare_digest(found.tobytes(), theirs.secret):
