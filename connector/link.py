@@ -22,7 +22,6 @@ from kvferry.connector.protocol import (
     Attach,
     Attached,
     Hello,
-    PlaneOffer,
     Refused,
     Reply,
     Request,
@@ -67,6 +66,8 @@ class Link:
         self.plane: Plane | None = None
         self.slot_bytes = 0
         self.pages: tuple[PageLayout, ...] = ()
+        self._offers: dict[str, bytes] = {}
+        self._refused: list[str] = []
         self.geometry: RankGeometry | None = None
         self.connection = Connection(address.host, address.port, curve=site.curve, max_message_bytes=MAX_MESSAGE_BYTES)
 
@@ -162,6 +163,9 @@ class Link:
     # --- handshake ----------------------------------------------------------------------------------------------
 
     def _shake(self, reply: Welcome | Refused | Attached) -> None:
+        if isinstance(reply, Refused) and reply.field == "data plane" and self.state is LinkState.ATTACHING:
+            self._next_plane(reply.theirs)
+            return
         if isinstance(reply, Refused):
             raise IncompatiblePeerError(reply.field, reply.theirs, reply.ours)
         if isinstance(reply, Welcome) and self.state is LinkState.GREETING:
@@ -182,20 +186,32 @@ class Link:
         check_model(self._site.model, welcome.model)
         compatible(self._site.caches.geometry, welcome.geometry)
         self.geometry = welcome.geometry
-        self.plane, self.channel, payload = self._choose(welcome.planes)
+        self._offers = {offer.name: offer.payload for offer in welcome.planes}
         self.state = LinkState.ATTACHING
+        self._attach()
+
+    def _next_plane(self, why: str) -> None:
+        """P has no room on the plane that was chosen; take the next best."""
+        assert self.plane is not None
+        self.detach()
+        self._refused.append(f"{self.plane.name}: P refused it, {why}")
+        del self._offers[self.plane.name]
+        self._attach()
+
+    def _attach(self) -> None:
+        self.plane, self.channel, payload = self._choose()
         self.send(Attach(plane=self.plane.name, payload=payload))
 
-    def _choose(self, offers: tuple[PlaneOffer, ...]) -> tuple[Plane, RecvChannel | PeerChannel, bytes]:
+    def _choose(self) -> tuple[Plane, RecvChannel | PeerChannel, bytes]:
         """The first plane that both sides have and that connects; one line says which, and why not a better one."""
-        passed_over: list[str] = [f"{name}: {why}" for name, why in self._site.missing_planes.items()]
-        offered = {offer.name: offer.payload for offer in offers}
+        passed_over = [f"{name}: {why}" for name, why in self._site.missing_planes.items()] + self._refused
         for plane in self._site.planes:
-            if plane.name not in offered:
-                passed_over.append(f"{plane.name}: P does not offer it")
+            if plane.name not in self._offers:
+                if not any(line.startswith(f"{plane.name}: ") for line in passed_over):
+                    passed_over.append(f"{plane.name}: P does not offer it")
                 continue
             try:
-                channel, payload = plane.connect(offered[plane.name])
+                channel, payload = plane.connect(self._offers[plane.name])
             except PlaneUnavailableError as error:
                 passed_over.append(f"{plane.name}: {error}")
                 continue

@@ -16,6 +16,7 @@ from test_aborts import Gate, another_works, halves
 
 from kvferry.connector import protocol
 from kvferry.connector.config import Settings
+from kvferry.connector.errors import TransportError
 from kvferry.connector.stepplan import PeerEngine, RankAddress, StepPlan, Watch
 from kvferry.transport.control import Connection
 
@@ -313,6 +314,19 @@ def test_no_plane_in_common(stage: Stage) -> None:
     assert wait(lambda: d.failed == {"req-d"}, [p, d], 6)
     assert reason_of(d) == "plane"
     assert wait(lambda: p.sent == {"req-p"}, [p, d], 3)
+
+
+def test_a_plane_that_p_has_no_room_on_is_passed_over(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    p, d = stage.rank(), stage.rank(engine_id="engine-d")
+    p.fill(THEIRS, TOKENS)
+
+    def full(payload: bytes) -> None:
+        raise TransportError("staging memory is used up")
+
+    for name in ("cma", "shm"):
+        monkeypatch.setattr(p.worker.site.plane(name), "accept", full)
+    another_works(p, d)
+    assert d.plane not in ("cma", "shm")
 
 
 @pytest.mark.parametrize(
