@@ -15,6 +15,7 @@ import contextlib
 import secrets
 import time
 import zlib
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -30,8 +31,11 @@ from kvferry.transport.plane import Plane, Received, RecvChannel, SendChannel, S
 from kvferry.transport.staging import SlotPool
 from kvferry.transport.ucx_worker import Announced, Link, Request, UcxWorker
 
-_WINDOW = 8
-"""Messages of one channel that P has in flight; 4 already fill a link, and every D gets its share of the slots."""
+_WINDOW, _RECEIVES = 4, 2
+"""Messages of one channel that P has in flight, and that D receives at the same time. UCX moves all that it may at the
+same time, so that with many they end together, and neither side copies while the link works."""
+_MAX_PENDING = 4096
+"""Messages that are announced and wait for their turn or for a slot."""
 _CLOSE_SECONDS = 0.5
 """At most, for what is in flight when the plane closes."""
 
@@ -189,6 +193,7 @@ class UcxPlane(Plane):
         self._channels: dict[int, UcxSendChannel | UcxRecvChannel] = {}
         self._farewell = torch.zeros(1, dtype=torch.uint8)
         self._farewells: list[Request] = []
+        self._pending: deque[Announced] = deque()
         self._starved = False
         self._closed = False
 
@@ -225,9 +230,8 @@ class UcxPlane(Plane):
         if self._closed:
             return False
         self._worker.progress()
-        moved = self._receive()
-        if self.transfers:
-            moved |= self._reap()
+        moved = bool(self.transfers) and self._reap()
+        moved |= self._receive()
         if self._farewells:
             self._farewells = [request for request in self._farewells if not request.completed]
         lost = [channel for channel in self._channels.values() if channel.error is None and not channel.link.alive]
@@ -256,6 +260,7 @@ class UcxPlane(Plane):
             self.progress()
         self._closed = True
         self._worker.close()
+        self._pending.clear()
         self.transfers.clear()  # these too keep the worker alive, and with that its connections
         self._farewells.clear()
 
@@ -285,27 +290,35 @@ class UcxPlane(Plane):
         return self._worker.link(hail.address)
 
     def _receive(self) -> bool:
-        """Take in what has been announced, as far as there are slots."""
-        moved = False
-        while self._recv_pool.free:
-            message = self._worker.probe()
-            if message is None:
-                self._starved = False
-                return moved
-            moved = True
-            self._take_in(message)
-        self._starved = True
-        return moved
+        """Learn what has been announced, and begin to receive it as far as there are slots."""
+        while len(self._pending) < _MAX_PENDING and (message := self._worker.probe()) is not None:
+            self._pending.append(message)
+        if not self._pending:
+            return False
+        before = len(self._pending)
+        waiting: deque[Announced] = deque()
+        while self._pending and self._recv_pool.free:
+            message = self._pending.popleft()
+            channel = self.by_tag.get(message.tag)
+            if channel is not None and len(channel.receiving) >= _RECEIVES:
+                waiting.append(message)
+            else:
+                self._take_in(message, channel)
+        self._starved = bool(self._pending)
+        waiting.extend(self._pending)
+        self._pending = waiting
+        return len(waiting) < before
 
-    def _take_in(self, message: Announced) -> None:
+    def _take_in(self, message: Announced, channel: UcxRecvChannel | None) -> None:
         leaver = self._channels.get(message.tag)
         if leaver is not None:
             leaver.fail(f"ucx: the {leaver.peer} closed the channel")
-        channel = self.by_tag.pop(message.tag, None)
-        expected = None if channel is None else channel.announced.pop(message.tag)
-        if channel is not None and expected != message.nbytes:
-            channel.fail(f"ucx: message {message.tag:#x} has {message.nbytes} bytes, expected {expected}")
-            channel = None
+        if channel is not None:
+            expected = channel.announced[message.tag]
+            channel.forget(message.tag)
+            if expected != message.nbytes:
+                channel.fail(f"ucx: message {message.tag:#x} has {message.nbytes} bytes, expected {expected}")
+                channel = None
         if message.nbytes > self._slot_bytes:
             return  # not ours and too large to take in and drop; its sender waits for ever
         slot = self._recv_pool.take()
