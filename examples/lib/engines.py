@@ -150,7 +150,7 @@ class Server:
 
     def metrics(self) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
         """The Prometheus samples: (name, sorted labels) -> value."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as response:
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=120) as response:
             return parse_metrics(response.read().decode())
 
 
