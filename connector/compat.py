@@ -11,7 +11,6 @@ import platform
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -241,6 +240,3 @@ def completed(request: Request) -> bool:
 def num_blocks(kv_cache_config: KVCacheConfig) -> int:
     """Manager blocks of the device pool."""
     return int(kv_cache_config.num_blocks)
-
-
-KVCaches = dict[str, torch.Tensor]

@@ -191,10 +191,6 @@ class Producer:
         """Whether any deadline is running."""
         return bool(self._leases or self._waiting)
 
-    @property
-    def pushing(self) -> bool:
-        return bool(self._pushes)
-
     def close(self) -> None:
         """Drop every session. Leases end with the process."""
         for session in self._sessions.values():

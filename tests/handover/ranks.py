@@ -15,11 +15,6 @@ from kvferry.connector.topology import head_interval
 from kvferry.connector.worker import Results, WorkerHalf
 
 
-def label(layer: int, head: int, token: int, content: int) -> torch.Tensor:
-    """[content] int32: a number for every element of (layer, head, token)."""
-    return (torch.arange(content, dtype=torch.int64) + content * (token + 4099 * (head + 67 * layer))).to(torch.int32)
-
-
 def labels(layers: Sequence[int], heads: Sequence[int], tokens: int, content: int) -> torch.Tensor:
     """[L, H, T, C] int32, the labels of a whole prompt."""
     layer = torch.tensor(layers, dtype=torch.int64)[:, None, None, None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -96,3 +97,13 @@ def test_another_process_is_not_taken_for_p(
 def test_garbage_is_refused() -> None:
     with pytest.raises(ProtocolError):
         CmaPlane().connect(b"\x80\x04garbage")
+
+
+def test_a_refused_connect_leaves_no_descriptor_behind(child: tuple[subprocess.Popen[str], bytes, int]) -> None:
+    offer = msgspec.msgpack.decode(child[1], type=_Offer)
+    plane = CmaPlane()
+    before = len(os.listdir("/proc/self/fd"))
+    for changes in ({"secret": bytes(16)}, {"address": 4096}) * 5:
+        with pytest.raises(PlaneUnavailableError):
+            plane.connect(msgspec.msgpack.encode(msgspec.structs.replace(offer, **changes)))
+    assert len(os.listdir("/proc/self/fd")) == before
