@@ -25,6 +25,8 @@ logger = logging.getLogger("vllm.kvferry.consumer")
 
 FAILED_LINK_SECONDS = 1.0
 """A failed link answers for that long, so that a burst of requests for a dead peer fails fast."""
+IDLE_LINK_SECONDS = 120.0
+"""A link that nothing used for that long is closed, so that its staging memory serves other peers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +113,15 @@ class Consumer:
         return self._collect(now) or busy
 
     def tick(self, now: float) -> None:
-        """Deadlines, renewals, and links that have failed long enough."""
+        """Deadlines, renewals, and links that have failed long enough or that nobody uses."""
         for job in list(self._jobs.values()):
             self._step(job, handover.Tick(), now)
         self._claims.tick(now)
         for address, link in list(self._links.items()):
-            if link.state is LinkState.FAILED and now >= link.failed_at + FAILED_LINK_SECONDS:
+            if link.used or self._reads.through(link):
+                link.used, link.used_at = False, now
+            failed = link.state is LinkState.FAILED and now >= link.failed_at + FAILED_LINK_SECONDS
+            if failed or now >= link.used_at + IDLE_LINK_SECONDS:
                 link.close()
                 del self._links[address]
 

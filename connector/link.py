@@ -62,6 +62,8 @@ class Link:
         self.reason: Reason | None = None
         self.deadline = float("inf")
         self.failed_at = 0.0
+        self.used = True  # something was sent since the owner last looked
+        self.used_at = 0.0
         self.channel: RecvChannel | PeerChannel | None = None
         self.plane: Plane | None = None
         self.slot_bytes = 0
@@ -108,6 +110,7 @@ class Link:
     def send(self, message: Request) -> None:
         """Send, or fail the link where the peer cannot be reached. A link that failed still carries what P should hear,
         a release above all, as long as its connection stands."""
+        self.used = True
         sent = not self.connection.lost and self.connection.send(encode(message))
         if not sent and self.state is not LinkState.FAILED:
             why = self.connection.reason or "its control connection takes no more messages"

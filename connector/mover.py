@@ -1,7 +1,8 @@
 """The mover: the one thread of a rank that does I/O. Everything else posts work to it and collects results.
 
-The engine's thread calls ``post`` and ``take_*``, which never block. The mover's loop polls the control sockets and
-the data planes while there is traffic and sleeps in one ``poll`` call, without the GIL, while there is none.
+The engine's thread calls ``post`` and ``take_*``, which never block, and ``wait`` where it has nothing else to do. The
+mover's loop polls the control sockets and the data planes while there is traffic and sleeps in one ``poll`` call,
+without the GIL, while there is none.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from kvferry.connector.producer import Producer
 from kvferry.connector.site import Site
 from kvferry.connector.stepplan import Load, StepPlan
 from kvferry.transport.control import Listener
+from kvferry.transport.plane import Plane
 from kvferry.transport.wake import Waker
 
 logger = logging.getLogger("vllm.kvferry.mover")
@@ -56,6 +58,7 @@ class Mover:
         self._commands: deque[StepPlan] = deque()
         self._finished: deque[Finished] = deque()
         self._freed: deque[str] = deque()
+        self._news = threading.Event()
         self._stopping = False
         self._consumer = Consumer(site)
         self._producer = Producer(site, listener)
@@ -71,6 +74,12 @@ class Mover:
         if not plan.empty:
             self._commands.append(plan)
             self._waker.wake()
+
+    def wait(self, timeout: float) -> None:
+        """Block for up to ``timeout`` seconds, less where a load has ended or a lease was freed and was not taken."""
+        self._news.clear()
+        if not (self._finished or self._freed):  # looked at after the clear, so that nothing is missed
+            self._news.wait(timeout)
 
     def take_finished(self) -> list[Finished]:
         """Loads that ended; each is returned once."""
@@ -122,12 +131,22 @@ class Mover:
         busy = self._obey(now)
         # First what has arrived: after a time without the processor it must count before any deadline does.
         for plane in self._site.planes:
-            busy |= plane.progress()
+            busy |= self._progress(plane)
         busy |= self._producer.serve(now)
         busy |= self._consumer.serve(now)
         busy |= self._producer.pump(now)
         self._publish()
         return busy
+
+    def _progress(self, plane: Plane) -> bool:
+        """One plane's turn; an error there must not stop the other planes, nor the control messages."""
+        try:
+            return plane.progress()
+        except Exception as error:
+            self._site.stats.failed("internal")
+            text = f"kvferry: unexpected error in data plane {plane.name}: {error!r}"
+            self._site.log.warning(f"plane {plane.name}", "%s", text)  # noqa: PLE1205 (not a logging.Logger)
+            return False
 
     def _tick(self, now: float) -> None:
         self._consumer.tick(now)
@@ -173,10 +192,14 @@ class Mover:
         """A load that broke while it was started: what did start is drained before it is reported."""
         if not self._consumer.cancel(load.request_id, now):
             self._finished.append(Finished(load.request_id, False))
+            self._news.set()
 
     def _publish(self) -> None:
-        self._finished.extend(self._consumer.take_finished())
-        self._freed.extend(self._producer.take_freed())
+        finished, freed = self._consumer.take_finished(), self._producer.take_freed()
+        self._finished.extend(finished)
+        self._freed.extend(freed)
+        if finished or freed:
+            self._news.set()
 
     def _sleep(self) -> None:
         if not all(plane.arm() for plane in self._site.planes):

@@ -207,8 +207,8 @@ class SchedulerHalf:
 
     # --- every step ---------------------------------------------------------------------------------------------
 
-    def take_plan(self) -> StepPlan:
-        """What the workers are to do since the last step."""
+    def take_plan(self, *, idle: bool = False) -> StepPlan:
+        """What the workers are to do since the last step. ``idle``: the engine computes nothing in this one."""
         plan = StepPlan(
             consumer=self._consumer,
             leases=tuple(self._leases),
@@ -216,6 +216,7 @@ class SchedulerHalf:
             loads=tuple(self._loads),
             cancels=tuple(self._cancels),
             drops=tuple(self._drops),
+            idle=idle,
         )
         self._reset()
         return plan

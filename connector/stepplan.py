@@ -67,7 +67,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     """One step's work.
 
     ``consumer`` names this life of this engine to P. ``cancels``: loads to give up; ``drops``: watches whose request
-    will load nothing.
+    will load nothing. ``idle``: the engine computes nothing in this step, so a worker may wait for its loads.
     """
 
     consumer: bytes = bytes(16)
@@ -76,6 +76,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     loads: tuple[Load, ...] = ()
     cancels: tuple[str, ...] = ()
     drops: tuple[str, ...] = ()
+    idle: bool = False
 
     @property
     def empty(self) -> bool:

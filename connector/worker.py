@@ -1,6 +1,7 @@
 """The worker half: one rank's caches, its mover, and the ledger of what the engine was told. No vLLM.
 
-The engine's thread calls in here; nothing blocks, except ``register`` at start-up and ``close`` at the end.
+The engine's thread calls in here. Nothing blocks but ``register`` at start-up, ``close`` at the end, and a moment's
+wait in a step that computes nothing while loads are under way.
 """
 
 from __future__ import annotations
@@ -28,6 +29,10 @@ from kvferry.transport.plane import PLANE_NAMES, Plane, make_plane
 
 logger = logging.getLogger("vllm.kvferry.worker")
 
+IDLE_WAIT_SECONDS = 2e-3
+"""How long a step that computes nothing waits for a load to end. Without it the engine's thread would go round in
+Python meanwhile, and take interpreter and core from the mover. A new request waits as long at most."""
+
 CARRIED_KINDS: tuple[GroupKind, ...] = ("full", "mla")
 
 
@@ -52,6 +57,7 @@ class WorkerHalf:
         self._address: RankAddress | None = None
         self._loading: set[str] = set()
         self._leased: set[str] = set()
+        self._idle = False
 
     # --- start and end ------------------------------------------------------------------------------------------
 
@@ -112,6 +118,7 @@ class WorkerHalf:
         assert self._mover is not None, "caches are registered before the first step"
         self._loading.update(load.request_id for load in plan.loads)
         self._leased.update(lease.request_id for lease in plan.leases)
+        self._idle = plan.idle
         self._mover.post(plan)
 
     def take_results(self) -> Results:
@@ -120,6 +127,8 @@ class WorkerHalf:
         results = Results()
         if self._mover is None:
             return results
+        if self._idle and self._loading:
+            self._mover.wait(IDLE_WAIT_SECONDS)
         for request_id in self._mover.take_freed():
             if request_id in self._leased:
                 self._leased.remove(request_id)

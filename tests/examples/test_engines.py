@@ -32,7 +32,8 @@ time.sleep(600)
 """
 
 LAUNCHER = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in a shell's background
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 from engines import Fleet

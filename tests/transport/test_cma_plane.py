@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -50,6 +51,26 @@ def test_scattered_runs_arrive(child: tuple[subprocess.Popen[str], bytes, int]) 
     assert (into.reshape(4096, 256) == np.arange(256, dtype=np.uint8)).all()
     plane.close()
     plane.close()
+
+
+def test_descriptors_beyond_those_of_select(child: tuple[subprocess.Popen[str], bytes, int]) -> None:
+    process, offer, _ = child
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+    held = [os.dup(0) for _ in range(1100)]
+    plane = CmaPlane()
+    try:
+        reader, _ = plane.connect(offer)
+        assert reader.pidfd > 1024
+        process.kill()
+        process.wait(10)
+        assert plane.progress()
+        assert reader.error is not None
+    finally:
+        plane.close()
+        for fd in held:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_the_end_of_the_process_is_noticed(child: tuple[subprocess.Popen[str], bytes, int]) -> None:

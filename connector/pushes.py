@@ -1,0 +1,155 @@
+"""P's side of the data: the reads that it packs and sends, chunk by chunk, in turn.
+
+Decides nothing: who may read is the lease's business, and its owner is told when a read has ended.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvferry.connector import protocol
+from kvferry.connector.errors import GeometryError, ProtocolError
+from kvferry.connector.plan import MAX_CHUNKS, check_spans, chunks
+from kvferry.connector.sessions import Session
+from kvferry.connector.site import Caches, Ids, Part
+
+logger = logging.getLogger("vllm.kvferry.pushes")
+
+ENDED_READS = 4096
+"""Reads remembered per session after their end, so that a number is not used twice."""
+
+
+@dataclass(slots=True, eq=False)
+class Push:
+    """A read on its way: ``done`` of its ``parts`` have been packed and sent. ``why``: what broke it, empty if
+    nothing did."""
+
+    session: Session
+    number: int
+    token: bytes
+    parts: list[Part]
+    done: int = 0
+    why: str = ""
+
+    @property
+    def key(self) -> tuple[bytes, int]:
+        return self.session.identity, self.number
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more of it will be sent."""
+        return bool(self.why) or self.done == len(self.parts)
+
+
+class Pushes:
+    """All reads that this rank is sending."""
+
+    def __init__(self, caches: Caches) -> None:
+        self._caches = caches
+        self._pushes: deque[Push] = deque()
+
+    def __len__(self) -> int:
+        return len(self._pushes)
+
+    def of(self, wanted: Callable[[Push], bool]) -> list[Push]:
+        """Those under way that are ``wanted``."""
+        return [push for push in self._pushes if wanted(push)]
+
+    def check(self, session: Session, ask: protocol.Ask, num_tokens: int, ids: Sequence[Ids]) -> None:
+        """Whether an ask can be served from blocks ``ids`` (per layer group) that hold ``num_tokens``.
+
+        Raises:
+            GeometryError: its number was used before, or its spans are not ours, beyond the prompt or its blocks.
+        """
+        if ask.read in session.sent or self.of(lambda push: push.key == (session.identity, ask.read)):
+            raise GeometryError(f"read {ask.read} was asked for before")
+        check_spans(ask.spans, self._caches.geometry, num_tokens)
+        for span in ask.spans:
+            covered = len(ids[span.group]) * self._caches.views[span.group].block_size
+            if span.token + span.num_tokens > covered:
+                raise GeometryError(f"tokens up to {span.token + span.num_tokens} asked for, blocks hold {covered}")
+
+    def cut(self, ask: protocol.Ask, ids: Sequence[Ids], slot_bytes: int) -> list[Part]:
+        """The chunks of a read, in the order of the wire. Raises GeometryError where one does not fit into a slot."""
+        if ask.chunk_bytes > slot_bytes:
+            raise GeometryError(f"chunk_bytes {ask.chunk_bytes} is more than the {slot_bytes} of a slot")
+        caches = self._caches
+        return [
+            Part(
+                group=span.group,
+                layer=span.layer + chunk.layer,
+                num_layers=chunk.num_layers,
+                head=span.head,
+                num_heads=span.num_heads,
+                token=span.token + chunk.token,
+                num_tokens=chunk.num_tokens,
+                kernel_ids=ids[span.group],
+            )
+            for span in ask.spans
+            for chunk in chunks(
+                span,
+                caches.views[span.group].content_bytes,
+                ask.chunk_bytes,
+                caches.geometry.groups[span.group].block_size,
+            )
+        ]
+
+    def start(self, push: Push) -> None:
+        """Send it, in turn with the others."""
+        self._pushes.append(push)
+
+    def turn(self) -> tuple[Push, bool]:
+        """Pack and send the next chunk of the read whose turn it is; whether one was sent. A read that is ``over``
+        then waits for ``end``; without a free slot the next turn is another's."""
+        push = self._pushes[0]
+        self._pushes.rotate(-1)
+        try:
+            return push, self._send(push)
+        except Exception as error:  # an error of the copy is this read's, not everybody's
+            logger.exception("kvferry: a chunk could not be packed and sent")
+            push.why = repr(error)
+            return push, False
+
+    def _send(self, push: Push) -> bool:
+        channel = push.session.channel
+        if channel is None or channel.error is not None:
+            push.why = "the data plane is gone"
+            return False
+        slot = channel.acquire()
+        if slot is None:
+            return False
+        part = push.parts[push.done]
+        try:
+            self._caches.pack(slot.address, part)
+        except Exception:
+            channel.give_back(slot)
+            raise
+        channel.send(slot, self._caches.nbytes(part), push.number << 32 | push.done)
+        push.done += 1
+        return True
+
+    def end(self, push: Push) -> None:
+        """Its last access to the pages is over (packing happens on this very thread)."""
+        self._pushes.remove(push)
+        sent = push.session.sent
+        sent[push.number] = push.done
+        while len(sent) > ENDED_READS:
+            sent.popitem(last=False)
+
+    def flush(self, session: Session, cancel: protocol.Cancel) -> int:
+        """After a cancelled read has ended: how many of its chunks D may wait for. Receives that D has posted beyond
+        what was sent are answered by empty messages, for they cannot be taken back.
+
+        Raises:
+            ProtocolError: it names more chunks than a read may have.
+        """
+        sent = session.sent.get(cancel.read, 0)
+        if cancel.posted > sent and session.channel is not None:
+            if cancel.posted > MAX_CHUNKS:
+                raise ProtocolError(f"Cancel names {cancel.posted} posted chunks, limit {MAX_CHUNKS}")
+            session.channel.flush(cancel.read << 32 | chunk for chunk in range(sent, cancel.posted))
+            sent = session.sent[cancel.read] = cancel.posted
+        return sent

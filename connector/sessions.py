@@ -1,0 +1,119 @@
+"""P's side of the handshake: one session per rank of D, from its Hello on."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from kvferry.connector import protocol
+from kvferry.connector.errors import GeometryError, IncompatiblePeerError, ProtocolError, TransportError
+from kvferry.connector.plan import compatible
+from kvferry.connector.site import Site, check_model
+from kvferry.transport.plane import SendChannel
+
+logger = logging.getLogger("vllm.kvferry.sessions")
+
+SESSIONS = 4096
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One rank of D. ``sent``: per ended read, how many chunks went out."""
+
+    identity: bytes
+    hello: protocol.Hello
+    channel: SendChannel | None = None
+    peer_reads: bool = False
+    sent: OrderedDict[int, int] = field(default_factory=OrderedDict)
+
+    @property
+    def attached(self) -> bool:
+        """Whether there is a data plane to send on."""
+        return self.channel is not None and self.channel.error is None
+
+
+class Sessions:
+    """All sessions of this rank, the oldest first."""
+
+    def __init__(self, site: Site) -> None:
+        self._site = site
+        self._sessions: OrderedDict[bytes, Session] = OrderedDict()
+        self._offers = tuple(protocol.PlaneOffer(plane.name, plane.offer()) for plane in site.planes)
+
+    def find(self, identity: bytes) -> Session | None:
+        return self._sessions.get(identity)
+
+    def check(self, hello: protocol.Hello) -> protocol.Refused | None:
+        """Why that D cannot be served, if so: another model, another geometry."""
+        try:
+            check_model(self._site.model, hello.model)
+            compatible(self._site.caches.geometry, hello.geometry, consumer=False)
+        except (IncompatiblePeerError, GeometryError) as error:
+            logger.warning("kvferry: refused D %s: %s", hello.engine_id[:8], error)
+            if isinstance(error, IncompatiblePeerError):
+                ours, theirs = str(error.ours)[:1024], str(error.theirs)[:1024]
+                return protocol.Refused(field=error.field, ours=ours, theirs=theirs)
+            return protocol.Refused(field="geometry", ours="a valid geometry", theirs=str(error)[:1024])
+        return None
+
+    def displaced(self, identity: bytes) -> Iterator[Session]:
+        """The sessions that must end before one of ``identity`` begins: its former one, and the oldest beyond the
+        bound."""
+        former = self._sessions.get(identity)
+        if former is not None:
+            yield former
+        while len(self._sessions) >= SESSIONS:
+            yield next(iter(self._sessions.values()))
+
+    def begin(self, identity: bytes, hello: protocol.Hello) -> protocol.Welcome:
+        """A session that has passed ``check``."""
+        self._sessions[identity] = Session(identity, hello)
+        site = self._site
+        return protocol.Welcome(
+            engine_id=site.engine_id,
+            incarnation=site.incarnation,
+            geometry=site.caches.geometry,
+            model=dict(site.model),
+            planes=self._offers,
+        )
+
+    def attach(self, session: Session, attach: protocol.Attach) -> protocol.Attached | protocol.Refused:
+        """Accept the data plane that D chose."""
+        plane = self._site.plane(attach.plane)
+        try:
+            if plane is None:
+                raise TransportError(f"plane {attach.plane!r} is not on offer")
+            if session.channel is not None:
+                raise TransportError("a data plane is attached already")
+            session.channel, reply = plane.accept(attach.payload)
+            session.peer_reads = plane.peer_reads
+        except (TransportError, ProtocolError) as error:
+            logger.warning("kvferry: D %s could not attach: %s", session.hello.engine_id[:8], error)
+            names = ", ".join(offer.name for offer in self._offers)
+            return protocol.Refused(field="data plane", ours=names, theirs=f"{attach.plane}: {error}"[:1024])
+        logger.info("kvferry: D %s attached over %s", session.hello.engine_id[:8], attach.plane)
+        # Only who reads the pages by itself hears where they are.
+        pages = self._site.caches.page_layouts() if session.peer_reads else ()
+        slot_bytes = session.channel.slot_bytes
+        return protocol.Attached(plane=attach.plane, slot_bytes=slot_bytes, payload=reply, pages=pages)
+
+    def gone(self) -> list[Session]:
+        """Sessions whose D is no longer there, by what its data plane says."""
+        gone = [s for s in self._sessions.values() if s.channel is not None and s.channel.error is not None]
+        for session in gone:
+            assert session.channel is not None
+            logger.info("kvferry: D rank of %s is gone: %s", session.hello.engine_id[:8], session.channel.error)
+        return gone
+
+    def end(self, session: Session) -> None:
+        """Close its data plane and forget it. Nothing of its reads may be under way any more."""
+        if session.channel is not None:
+            session.channel.close()
+        self._sessions.pop(session.identity, None)
+
+    def close(self) -> None:
+        """End all of them."""
+        for session in list(self._sessions.values()):
+            self.end(session)

@@ -1,0 +1,237 @@
+"""A D that does what ours does not: greets twice, asks twice, hoards asks, was forgotten. P answers, and serves on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import pytest
+from ranks import Rank, grant, load_plan, peer, wait
+from stage import Stage
+from test_aborts import another_works, halves
+
+from kvferry.connector import consumer, producer, protocol, worker
+from kvferry.connector.config import Settings
+from kvferry.connector.stepplan import StepPlan
+from kvferry.transport.control import Connection
+from kvferry.transport.shm_plane import ShmPlane
+
+TOKENS, THEIRS, OURS = 100, [9, 2, 17, 5, 11, 3, 1], [4, 1, 8, 2, 6, 3, 7]
+ReplyT = TypeVar("ReplyT")
+
+
+class RawD:
+    """A rank of D that speaks the protocol by hand, over the shm plane."""
+
+    def __init__(self, p: Rank, like: Rank) -> None:
+        self._p, self._like = p, like
+        self._connection = Connection(p.address.host, p.address.port, curve=None, max_message_bytes=8 << 20)
+        self._replies: list[Any] = []
+        self.plane = ShmPlane(64 << 10, 1 << 20)
+
+    def send(self, message: protocol.Request) -> None:
+        self._connection.send(protocol.encode(message))
+
+    def answer(self, kind: type[ReplyT]) -> ReplyT:
+        """The next reply; it must be of that kind."""
+
+        def arrived() -> bool:
+            self._replies.extend(protocol.decode_reply(frames) for frames in self._connection.receive())
+            return bool(self._replies)
+
+        assert wait(arrived, [self._p]), f"no {kind.__name__} came"
+        reply = self._replies.pop(0)
+        assert isinstance(reply, kind), reply
+        return reply
+
+    def greet(self) -> protocol.Welcome:
+        site = self._like.worker.site
+        assert site is not None
+        self.send(
+            protocol.Hello(
+                engine_id=site.engine_id,
+                incarnation=site.incarnation,
+                geometry=site.caches.geometry,
+                model=dict(site.model),
+            )
+        )
+        return self.answer(protocol.Welcome)
+
+    def attach(self, welcome: protocol.Welcome) -> None:
+        """Send an Attach; the answer is the caller's."""
+        offers = {offer.name: offer.payload for offer in welcome.planes}
+        _, payload = self.plane.connect(offers["shm"])
+        self.send(protocol.Attach(plane="shm", payload=payload))
+
+    def ask(self, read: int, token: bytes, spans: int = 1) -> None:
+        span = protocol.Span(0, 0, 1, 0, 4, 0, TOKENS)
+        self.send(
+            protocol.Ask(
+                read=read, token=token, consumer=b"r" * 16, consumer_rank=0, expected=(0,), spans=(span,) * spans,
+                chunk_bytes=64 << 10,
+            )
+        )  # fmt: skip
+
+    def close(self) -> None:
+        self._connection.close()
+        self.plane.close()
+
+
+@pytest.fixture
+def pair(stage: Stage) -> tuple[Rank, Rank]:
+    p, d = stage.rank(), stage.rank(engine_id="engine-d")
+    p.fill(THEIRS, TOKENS)
+    return p, d
+
+
+@pytest.fixture
+def raw(pair: tuple[Rank, Rank]) -> Iterator[RawD]:
+    raw = RawD(*pair)
+    yield raw
+    raw.close()
+
+
+def test_a_second_attach_is_refused(pair: tuple[Rank, Rank], raw: RawD) -> None:
+    welcome = raw.greet()
+    raw.attach(welcome)
+    raw.answer(protocol.Attached)
+    raw.attach(welcome)
+    assert "attached already" in raw.answer(protocol.Refused).theirs
+    another_works(*pair)
+
+
+def test_a_read_is_asked_for_once(pair: tuple[Rank, Rank], raw: RawD) -> None:
+    token = grant(pair[:1], "req-p", THEIRS, TOKENS)
+    raw.attach(raw.greet())
+    raw.answer(protocol.Attached)
+    for again in (False, True):
+        raw.ask(7, token)
+        if again:
+            assert "asked for before" in raw.answer(protocol.Deny).detail
+        else:
+            assert raw.answer(protocol.Grant).chunks > 0
+    another_works(*pair)
+
+
+def test_a_read_that_has_ended_is_not_asked_for_again(pair: tuple[Rank, Rank], raw: RawD) -> None:
+    token = grant(pair[:1], "req-p", THEIRS, TOKENS)
+    raw.attach(raw.greet())
+    raw.answer(protocol.Attached)
+    raw.ask(7, token)
+    raw.answer(protocol.Grant)
+    assert wait(lambda: not halves(pair[0])[0]._pushes)
+    raw.ask(7, token)
+    assert raw.answer(protocol.Deny).reason == "bounds"
+
+
+def test_asks_that_wait_for_their_lease_are_bounded(
+    pair: tuple[Rank, Rank], raw: RawD, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw.attach(raw.greet())
+    raw.answer(protocol.Attached)
+    for read in range(producer.HELD_SPANS // 8192):
+        raw.ask(read, bytes([read]) * 16, spans=8192)
+    assert "too many asks" in raw.answer(protocol.Deny).detail
+    another_works(*pair)
+
+
+def test_a_d_that_p_has_forgotten_greets_again(pair: tuple[Rank, Rank]) -> None:
+    p, d = pair
+    another_works(p, d)
+    sessions = halves(p)[0]._sessions
+    for session in list(sessions._sessions.values()):  # what the bound on their number does
+        sessions._sessions.pop(session.identity)
+    token = grant([p], "req-p", THEIRS, TOKENS)
+    d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
+    assert wait(lambda: d.failed == {"req-d"} and p.sent >= {"req-p"}, [p, d], 5)
+    p.sent.clear()
+    d.received.clear()
+    time.sleep(1.2)  # a failed link answers for a second
+    another_works(p, d)
+
+
+@pytest.mark.parametrize("where", ["_link", "_perform"], ids=["before it is known", "after it has asked"])
+def test_a_load_that_breaks_while_it_starts_is_reported(
+    pair: tuple[Rank, Rank], where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p, d = pair
+    half = halves(d)[1]
+    real, calls = getattr(half, where), []
+
+    def breaks(*args: Any) -> Any:
+        if not calls:
+            calls.append(args)
+            raise RuntimeError("planted")
+        return real(*args)
+
+    token = grant([p], "req-p", THEIRS, TOKENS)
+    monkeypatch.setattr(half, where, breaks)
+    d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
+    assert wait(lambda: d.failed == {"req-d"}, [p, d], 5)
+    monkeypatch.undo()
+    another_works(p, d)
+    assert not half._jobs
+
+
+def test_a_link_that_nobody_uses_gives_its_staging_back(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Settings(plane="shm")
+    p, d = stage.rank(settings=settings), stage.rank(settings=settings, engine_id="engine-d")
+    p.fill(THEIRS, TOKENS)
+    another_works(p, d)
+    plane = p.worker.site.plane("shm")
+    assert isinstance(plane, ShmPlane)
+    in_use = plane._left_bytes
+    assert in_use < settings.staging_bytes
+    assert not wait(lambda: plane._left_bytes != in_use, [p, d], 0.5), "not at once: the next hand-over wants it"
+    monkeypatch.setattr(consumer, "IDLE_LINK_SECONDS", 0.3)
+    assert wait(lambda: plane._left_bytes == settings.staging_bytes and not halves(p)[0]._sessions._sessions, [p, d], 4)
+    another_works(p, d)
+
+
+def test_a_plane_that_breaks_does_not_stop_the_others(pair: tuple[Rank, Rank], monkeypatch: pytest.MonkeyPatch) -> None:
+    p, d = pair
+
+    def breaks() -> bool:
+        raise RuntimeError("planted")
+
+    for rank in pair:
+        assert rank.worker.site is not None
+        broken = rank.worker.site.plane("zmq")
+        monkeypatch.setattr(broken, "progress", breaks)
+    another_works(p, d)
+    assert d.worker.site is not None
+    assert d.worker.site.stats.take()["failed"].get("internal", 0) > 0
+
+
+# --- the engine's thread --------------------------------------------------------------------------------------------
+
+
+def idle(plan: StepPlan) -> StepPlan:
+    return StepPlan(plan.consumer, plan.leases, plan.watches, plan.loads, plan.cancels, plan.drops, idle=True)
+
+
+def test_a_step_that_computes_nothing_waits_for_a_load(
+    pair: tuple[Rank, Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p, d = pair
+    another_works(p, d)
+    monkeypatch.setattr(worker, "IDLE_WAIT_SECONDS", 8.0)
+    token = grant([p], "req-p", THEIRS, TOKENS)
+    begun = time.monotonic()
+    d.worker.post(idle(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS)))
+    assert d.worker.take_results().received == {"req-d"}, "one call is enough"
+    assert time.monotonic() - begun < 4, "and it returns when the load has ended"
+    begun = time.monotonic()
+    d.worker.post(StepPlan(idle=True))
+    assert not d.worker.take_results().received
+    assert time.monotonic() - begun < 4, "with nothing under way it does not wait"
+
+
+def test_the_wait_is_short(pair: tuple[Rank, Rank]) -> None:
+    p, d = pair
+    d.worker.post(idle(load_plan("req-d", bytes(16), peer([p]), OURS, 0, TOKENS)))
+    begun = time.monotonic()
+    for _ in range(20):
+        d.worker.take_results()
+    assert time.monotonic() - begun < 0.5
