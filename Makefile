@@ -15,7 +15,7 @@ help:
 	@echo "make test          the tests, without those that start engines of their own"
 	@echo "make test-engines  those"
 	@echo "make lint          ruff and mypy --strict"
-	@echo "make bench         the benchmarks; tables here, JSON in .bench/"
+	@echo "make bench         the benchmarks; tables here, JSON in .bench/ (RESULTS=...)"
 	@echo "make clean         remove what these made"
 
 install: $(STAMP)
@@ -47,10 +47,11 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+RESULTS ?= .bench
+BENCHMARKS := planning paged_copy empty_handover host_planes e2e_vs_nixl
 bench: install
-	@mkdir -p .bench
-	@set -e; for b in benchmarks/[a-z]*.py; do name=$$(basename $$b .py); echo "== $$name"; \
-	  $(BIN)/python $$b --json .bench/$$name.json; done
+	@set -e; for name in $(BENCHMARKS); do echo "== $$name"; \
+	  $(BIN)/python benchmarks/$$name.py --json $(RESULTS)/$$name.json; done
 
 clean:
 	rm -rf $(VENV) .demo .bench build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

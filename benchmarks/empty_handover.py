@@ -9,7 +9,6 @@ thread uses, as a share of one core.
 from __future__ import annotations
 
 import argparse
-import json
 import secrets
 import statistics
 import sys
@@ -21,12 +20,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "handover"))
 
+import report
 from rank_process import RemoteRank, remote_peer
 from ranks import Rank, load_plan
 
 from kvferry.connector.config import Settings
 
-PLANES = ("cma", "shm", "ucx", "zmq")
+PLANES = ("cma", "shm", "tcp", "ucx", "zmq")
 SHAPE = {"layers": 32, "total_heads": 8, "blocks": 64, "block_size": 32, "content": 64}
 """32 layers x 8 KV heads x 32 tokens x 256 bytes."""
 
@@ -79,9 +79,7 @@ def main() -> None:
     figures = {f"empty_handover_ms_p50_{row['plane']}": row["ms_p50"] for row in rows}
     figures["empty_handover_ms_p50"] = rows[0]["ms_p50"]
     figures["idle_percent"] = max(row[f"idle_percent_{side}"] for row in rows for side in "dp")
-    if args.json:
-        result = {"ratios": {}, "figures": figures, "rows": rows, "versions": {"torch": torch.__version__}}
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    report.write(args.json, {"ratios": {}, "figures": figures, "rows": rows})
 
 
 if __name__ == "__main__":

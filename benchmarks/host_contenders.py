@@ -15,6 +15,7 @@ import time
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,9 +25,9 @@ import zmq
 from kvferry.connector.plan import Chunk, chunks
 from kvferry.connector.protocol import Span
 from kvferry.connector.reads import PEER_BYTES_PER_TURN
-from kvferry.connector.runs import Runs, runs, taken
+from kvferry.connector.runs import Runs, runs, taken, wire_ordered
 from kvferry.kernels.paged_copy import Pages, copy_pages, wire_pages
-from kvferry.transport.plane import PeerChannel, RecvChannel, SendChannel, make_plane
+from kvferry.transport.plane import PeerChannel, Pieces, RecvChannel, SendChannel, make_plane
 
 CPU = torch.device("cpu")
 BLOCK_TOKENS = 16
@@ -78,6 +79,10 @@ class Cache:
         )
         wire = wire_pages(address, chunk.num_layers, self.num_heads, chunk.num_tokens, self.content_bytes)
         return pages, wire
+
+    def pieces(self, chunk: Chunk) -> Pieces:
+        """Where the chunk lies in the pages, in wire order."""
+        return wire_ordered(self.sides(chunk, 0)[0], self.num_heads, chunk.num_tokens, self.content_bytes)
 
     def copy(self, dst: Pages, src: Pages, chunk: Chunk) -> None:
         copy_pages(
@@ -136,7 +141,12 @@ class PlaneSource:
         chunk = next(queue, None)
         while True:
             moved = self.plane.progress()
-            while chunk is not None and (slot := channel.acquire()) is not None:
+            while chunk is not None and channel.gathers and channel.ready:
+                channel.send_pieces(cache.pieces(chunk), self.tag)
+                self.tag += 1
+                chunk = next(queue, None)
+                moved = True
+            while chunk is not None and not channel.gathers and (slot := channel.acquire()) is not None:
                 pages, wire = cache.sides(chunk, slot.address)
                 cache.copy(wire, pages, chunk)
                 channel.send(slot, cache.chunk_bytes(chunk), self.tag)
@@ -176,14 +186,15 @@ class PlaneTarget:
         expected: dict[int, Chunk] = {}
         for chunk in cache.chunks(self.slot_bytes):
             expected[self.tag] = chunk
-            channel.expect(self.tag, cache.chunk_bytes(chunk))
+            channel.expect(self.tag, cache.chunk_bytes(chunk), partial(cache.pieces, chunk))
             self.tag += 1
         while expected:
             moved = self.plane.progress()
             for message in channel.poll():
                 chunk = expected.pop(message.tag)
-                pages, wire = cache.sides(chunk, message.address)
-                cache.copy(pages, wire, chunk)
+                if not message.placed:
+                    pages, wire = cache.sides(chunk, message.address)
+                    cache.copy(pages, wire, chunk)
                 message.release()
                 moved = True
             assert channel.error is None, channel.error
@@ -400,7 +411,7 @@ class Memcpy:
 
 
 def contender(kind: str, role: str, config: Config, caches: dict[int, Cache]) -> Contender:
-    if kind in ("shm", "ucx", "zmq"):
+    if kind in ("shm", "tcp", "ucx", "zmq"):
         return (PlaneSource if role == "source" else PlaneTarget)(kind, config, caches)
     if kind == "cma":
         return (CmaSource if role == "source" else CmaTarget)(role, config, caches)

@@ -17,24 +17,23 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import signal
 import statistics
 import subprocess
 import sys
 from collections import defaultdict
 from contextlib import ExitStack
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import empty_handover
+import report
 
 from kvferry.transport.plane import PLANE_NAMES
 
 HERE = Path(__file__).resolve().parent
-SAME_HOST = ("cma", "shm", "ucx", "zmq", "nixl")
-TCP = ("ucx", "zmq", "nixl", "ucxx raw", "raw socket")
+SAME_HOST = ("cma", "shm", "tcp", "ucx", "zmq", "nixl")
+TCP = ("tcp", "ucx", "zmq", "nixl", "ucxx raw", "raw socket")
 BULK = ("ucxx raw", "raw socket", "memcpy")
 
 
@@ -145,6 +144,7 @@ def summarise(rates: dict[tuple[str, str, int], float], sizes: list[int]) -> dic
     }
     for kib in (8, 32):
         if kib in sizes:
+            ratios[f"tcp_vs_nixl_{kib}k"] = rate("tcp", "tcp", kib) / rate("tcp", "nixl", kib)
             ratios[f"ucx_tcp_vs_nixl_{kib}k"] = rate("tcp", "ucx", kib) / rate("tcp", "nixl", kib)
             ratios[f"cma_vs_nixl_{kib}k"] = rate("host", "cma", kib) / rate("host", "nixl", kib)
             ratios[f"shm_vs_nixl_{kib}k"] = rate("host", "shm", kib) / rate("host", "nixl", kib)
@@ -155,7 +155,7 @@ def fastest(rates: dict[tuple[str, str, int], float], sizes: list[int]) -> dict[
     """Per link, the plane with the highest rate over all block sizes."""
     return {
         link: max(kinds, key=lambda kind: statistics.geometric_mean(rates[link, kind, kib] for kib in sizes))
-        for link, kinds in (("host", ("cma", "shm", "ucx", "zmq")), ("tcp", ("ucx", "zmq")))
+        for link, kinds in (("host", PLANE_NAMES), ("tcp", ("tcp", "ucx", "zmq")))
     }
 
 
@@ -180,18 +180,7 @@ def run(config: dict[str, Any], rounds: int) -> dict[str, Any]:
         "figures": figures,
         "fastest": names,
         "rows": rows,
-        "versions": versions(),
     }
-
-
-def versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "cpus": str(os.cpu_count())}
-    for name in ("torch", "ucxx-cu13", "libucx-cu13", "nixl-cu13", "pyzmq"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
 
 
 def show(result: dict[str, Any], sizes: list[int]) -> None:
@@ -247,8 +236,7 @@ def main() -> None:
         return
     result = run(config, options.rounds)
     show(result, options.kib)
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    report.write(options.json, result)
 
 
 if __name__ == "__main__":

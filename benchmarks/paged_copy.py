@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
 import numpy as np
+import report
 import torch
 
 from kvferry.kernels.paged_copy import Pages, copy_pages, wire_pages
@@ -160,15 +158,7 @@ def main() -> None:
     small = measure((ONE_BLOCK,), 2000)["one_block"]
     figures = {f"{move}_one_block_us": round(small[move] * 1e6, 1) for move in ("pack", "unpack")}
     print("  ".join(f"{name} {value}" for name, value in figures.items()))
-    if options.json:
-        versions = {name: metadata.version(name) for name in ("kvferry", "torch", "numpy")}
-        report = {
-            "ratios": ratios,
-            "figures": figures,
-            "rows": rows,
-            "versions": versions | {"python": platform.python_version()},
-        }
-        options.json.write_text(json.dumps(report, indent=2) + "\n")
+    report.write(options.json, {"ratios": ratios, "figures": figures, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -11,17 +11,15 @@ address per (layer, block) and side that descriptor-based transfers build.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
+import report
 import torch
 
 from kvferry.connector.geometry import GroupGeometry, RankGeometry
@@ -199,13 +197,7 @@ def main() -> None:
     figures = {"planning_ms": typical["plan_ms"], "planning_ms_worst_case": largest["plan_ms"]}
     ratios = {"planning_vs_memcpy": typical["plan_vs_memcpy"]}
     print(f"planning_ms {typical['plan_ms']:.2f} (worst case {largest['plan_ms']:.2f}), target 5")
-    if args.json:
-        versions = {
-            "python": platform.python_version(),
-            **{name: version(name) for name in ("kvferry", "numpy", "torch")},
-        }
-        result = {"ratios": ratios, "figures": figures, "rows": rows, "versions": versions}
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
+    report.write(args.json, {"ratios": ratios, "figures": figures, "rows": rows})
 
 
 if __name__ == "__main__":

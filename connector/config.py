@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from kvferry.connector.errors import ConfigError, did_you_mean
 
-PlaneName = Literal["auto", "cma", "shm", "ucx", "zmq"]
+PlaneName = Literal["auto", "cma", "shm", "tcp", "ucx", "zmq"]
 
 _MIB = 1 << 20
 _Port = Annotated[int, Meta(ge=0, le=65535)]

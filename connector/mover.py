@@ -145,7 +145,7 @@ class Mover:
         except Exception as error:
             self._site.stats.failed("internal")
             text = f"kvferry: unexpected error in data plane {plane.name}: {error!r}"
-            self._site.log.warning(f"plane {plane.name}", "%s", text)  # noqa: PLE1205 (not a logging.Logger)
+            self._site.log.warning(f"plane {plane.name}", "%s", text)
             return False
 
     def _tick(self, now: float) -> None:

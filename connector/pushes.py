@@ -15,6 +15,7 @@ from kvferry.connector.errors import GeometryError, ProtocolError
 from kvferry.connector.plan import MAX_CHUNKS, check_spans, chunks
 from kvferry.connector.sessions import Session
 from kvferry.connector.site import Caches, Ids, Part
+from kvferry.transport.plane import SendChannel
 
 logger = logging.getLogger("vllm.kvferry.pushes")
 
@@ -40,8 +41,15 @@ class Push:
 
     @property
     def over(self) -> bool:
-        """Whether nothing more of it will be sent."""
-        return bool(self.why) or self.done == len(self.parts)
+        """Whether nothing more of it will be sent, nor read from pages."""
+        return bool(self.why) or (self.done == len(self.parts) and not self.reading)
+
+    @property
+    def reading(self) -> bool:
+        """Whether its last message is still being read from pages."""
+        channel = self.session.channel
+        tag = None if channel is None else channel.reading
+        return tag is not None and tag >> 32 == self.number
 
 
 class Pushes:
@@ -118,22 +126,39 @@ class Pushes:
         if channel is None or channel.error is not None:
             push.why = "the data plane is gone"
             return False
+        if push.done == len(push.parts):  # the last of it is on its way
+            return False
+        part, tag = push.parts[push.done], push.number << 32 | push.done
+        sent = self._send_in_place if channel.gathers and self._caches.in_pieces(part) else self._send_packed
+        if not sent(channel, part, tag):
+            return False
+        push.done += 1
+        return True
+
+    def _send_in_place(self, channel: SendChannel, part: Part, tag: int) -> bool:
+        if not channel.ready:
+            return False
+        channel.send_pieces(self._caches.pieces(part), tag)
+        return True
+
+    def _send_packed(self, channel: SendChannel, part: Part, tag: int) -> bool:
         slot = channel.acquire()
         if slot is None:
             return False
-        part = push.parts[push.done]
         try:
             self._caches.pack(slot.address, part)
         except Exception:
             channel.give_back(slot)
             raise
-        channel.send(slot, self._caches.nbytes(part), push.number << 32 | push.done)
-        push.done += 1
+        channel.send(slot, self._caches.nbytes(part), tag)
         return True
 
     def end(self, push: Push) -> None:
-        """Its last access to the pages is over (packing happens on this very thread)."""
+        """Its last access to the pages is over (packing, and reading by a socket, happen on this very thread)."""
         self._pushes.remove(push)
+        if push.reading:
+            assert push.session.channel is not None
+            push.session.channel.let_go()
         sent = push.session.sent
         sent[push.number] = push.done
         while len(sent) > ENDED_READS:

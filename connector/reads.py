@@ -9,6 +9,7 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 from kvferry.connector import handover, protocol
 from kvferry.connector.errors import GeometryError, TransportError
@@ -113,7 +114,9 @@ class Reads:
             read.parts.extend(self._cut(read.job, item, read.link.slot_bytes, groups[item.span.group].block_size))
         for chunk, part in enumerate(read.parts):
             read.tags.add(read.tag(chunk))
-            channel.expect(read.tag(chunk), self._caches.nbytes(part))
+            in_place = channel.scatters and self._caches.in_pieces(part)
+            into = partial(self._caches.pieces, part) if in_place else None
+            channel.expect(read.tag(chunk), self._caches.nbytes(part), into)
 
     def _cut(self, job: Job, planned: PlannedSpan, chunk_bytes: int, align: int) -> Iterator[Part]:
         span = planned.span
@@ -161,12 +164,15 @@ class Reads:
         return runs(ours, theirs, span.num_heads, span.num_tokens, self._caches.views[planned.group].content_bytes)
 
     def stop(self, read: Read) -> None:
-        """Unpack nothing more. Unpacking happens on this very thread, so nothing writes the pages from here on; what
-        is under way ends in staging memory, and P's ``Stopped`` says how much of it there is."""
+        """Unpack nothing more, let no channel write the pages. Both happen on this very thread, so nothing does from
+        here on; what is under way ends in staging memory or nowhere, and P's ``Stopped`` says how much there is."""
         if read.stopped or read.moved:
             return
         read.stopped = True
         channel = read.link.channel
+        if isinstance(channel, RecvChannel):
+            for tag in read.tags:
+                channel.let_go(tag)
         if read.link.state is LinkState.ATTACHED and read.planned:
             posted = channel.posted() if isinstance(channel, RecvChannel) else set()
             highest = max((tag & 0xFFFFFFFF for tag in posted & read.tags), default=-1)
@@ -235,7 +241,8 @@ class Reads:
             text = f"chunk {chunk} has {message.nbytes} bytes, expected {wanted}"
             return read, handover.Failed(read.source, Reason("data", text))
         try:
-            self._caches.unpack(message.address, part)
+            if not message.placed:
+                self._caches.unpack(message.address, part)
         except Exception as error:  # an error of the copy is this request's, not everybody's
             logger.exception("kvferry: a chunk of %s could not be unpacked", read.job.load.request_id)
             return read, handover.Failed(read.source, Reason("internal", repr(error)))

@@ -11,7 +11,8 @@ import numpy.typing as npt
 from kvferry.connector.errors import GeometryError
 from kvferry.connector.geometry import PageLayout, RankGeometry
 from kvferry.connector.protocol import Span
-from kvferry.kernels.paged_copy import Pages
+from kvferry.kernels.paged_copy import Pages, wire_pages
+from kvferry.transport.plane import Pieces
 
 Int64s = npt.NDArray[np.int64]
 
@@ -48,6 +49,14 @@ def runs(to: Pages, of: Pages, num_heads: int, num_tokens: int, content_bytes: i
         _build(to, of, starts[~whole], lengths[~whole] * content_bytes, heads),
     ]
     return joined(parts)
+
+
+def wire_ordered(pages: Pages, num_heads: int, num_tokens: int, content_bytes: int) -> Pieces:
+    """The pieces of these pages in the order of the wire, ``[L, H, T, C]``."""
+    wire = wire_pages(0, len(pages.bases), num_heads, num_tokens, content_bytes)
+    found = runs(pages, wire, num_heads, num_tokens, content_bytes)
+    order = np.argsort(found.of)
+    return Pieces(found.to[order], found.nbytes[order])
 
 
 def _segments(to: Pages, of: Pages, num_tokens: int) -> tuple[Int64s, Int64s]:

@@ -17,13 +17,17 @@ from kvferry.connector.config import Settings
 from kvferry.connector.errors import IncompatiblePeerError
 from kvferry.connector.geometry import PageLayout, RankGeometry
 from kvferry.connector.metrics import HandoverStats
+from kvferry.connector.runs import wire_ordered
 from kvferry.connector.view import CacheView, kernel_block_ids
 from kvferry.kernels.paged_copy import Pages, copy_pages, wire_pages
 from kvferry.transport.gate import CurveKeys
-from kvferry.transport.plane import Plane
+from kvferry.transport.plane import Pieces, Plane
 from kvferry.transport.wake import RateLimitedLog
 
 Ids = npt.NDArray[np.int64]
+
+MIN_PIECE_BYTES = 2048
+"""Shorter pieces of pages are packed into a slot before they are sent, and unpacked from one."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,18 @@ class Caches:
     def unpack(self, address: int, part: Part) -> None:
         """Copy wire bytes at ``address`` to ``part`` of the pages."""
         self._copy(self._wire(address, part), self.pages(part), part, pack=False)
+
+    def in_pieces(self, part: Part) -> bool:
+        """Whether ``part`` lies in pieces long enough that a socket moves them as fast as packed bytes."""
+        view = self.views[part.group]
+        dense = view.token_stride == view.content_bytes
+        tokens = min(view.block_size, part.num_tokens) if dense else 1
+        return self.device.type == "cpu" and tokens * view.content_bytes >= MIN_PIECE_BYTES
+
+    def pieces(self, part: Part) -> Pieces:
+        """Where ``part`` lies, in wire order."""
+        content = self.views[part.group].content_bytes
+        return wire_ordered(self.pages(part), part.num_heads, part.num_tokens, content)
 
     def nbytes(self, part: Part) -> int:
         """Bytes of ``part`` on the wire."""

@@ -25,7 +25,7 @@ from kvferry.connector.topology import head_interval
 from kvferry.connector.view import CacheView, view_of
 from kvferry.transport.control import Listener
 from kvferry.transport.gate import CurveKeys, configure_curve
-from kvferry.transport.plane import PLANE_NAMES, Plane, make_plane
+from kvferry.transport.plane import Plane, make_plane, preferred_planes
 
 logger = logging.getLogger("vllm.kvferry.worker")
 
@@ -206,7 +206,7 @@ def _group_geometry(group: LayerGroup, view: CacheView, head_start: int) -> Grou
 
 def _planes(settings: Settings, curve: CurveKeys | None) -> tuple[list[Plane], dict[str, str]]:
     """The planes in order of preference, and why the others cannot be had."""
-    names = PLANE_NAMES if settings.plane == "auto" else (settings.plane,)
+    names = preferred_planes() if settings.plane == "auto" else (settings.plane,)
     planes: list[Plane] = []
     missing: dict[str, str] = {}
     for name in names:
@@ -214,6 +214,7 @@ def _planes(settings: Settings, curve: CurveKeys | None) -> tuple[list[Plane], d
             plane = make_plane(
                 name,
                 host=settings.side_channel_host,
+                told_host=settings.told_host,
                 slot_bytes=settings.slot_bytes,
                 staging_bytes=settings.staging_bytes,
                 configure_socket=lambda socket, server: configure_curve(socket, curve, server=server),

@@ -19,10 +19,11 @@ A loop that sleeps only when that is safe::
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import ClassVar, TypeVar
+from typing import ClassVar, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -32,7 +33,7 @@ import zmq
 
 from kvferry.connector.errors import PlaneUnavailableError, ProtocolError, TransportError
 
-PLANE_NAMES = ("cma", "shm", "ucx", "zmq")
+PLANE_NAMES = ("cma", "shm", "tcp", "ucx", "zmq")
 MAX_PAYLOAD_BYTES = 64 << 10
 """Bound on what a plane puts into the handshake."""
 
@@ -56,14 +57,25 @@ class Slot:
         self.index = index
 
 
+class Pieces(NamedTuple):
+    """Memory in pieces: piece i is the ``nbytes[i]`` bytes (more than 0) from ``addresses[i]`` on, int64 [n]."""
+
+    addresses: Int64s
+    nbytes: Int64s
+
+
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A message that is there. Its bytes stay valid until ``release()``, which may be called once."""
+    """A message that is there. Its bytes stay valid until ``release()``, which may be called once.
+
+    ``placed``: they lie where ``expect`` was told to put them, and ``address`` means nothing.
+    """
 
     tag: int
     address: int
     nbytes: int
     release: Callable[[], None]
+    placed: bool = False
 
 
 class _Channel(ABC):
@@ -80,6 +92,25 @@ class SendChannel(_Channel):
 
     slot_bytes: int
     """Capacity of this channel's slots; may be less than the plane was asked for."""
+    gathers: ClassVar[bool] = False
+    """Whether ``send_pieces`` may be called."""
+
+    @property
+    def reading(self) -> int | None:
+        """Tag of the message whose pieces are still being read, if any: they must not change until it is another."""
+        return None
+
+    @property
+    def ready(self) -> bool:
+        """Whether ``send_pieces`` would take a message now; ``False`` is back-pressure."""
+        return False
+
+    def send_pieces(self, pieces: Pieces, tag: int) -> None:
+        """Send pieces, ``slot_bytes`` at most in all, from where they lie. Only when ``ready``."""
+        raise NotImplementedError
+
+    def let_go(self) -> None:
+        """Read no pieces any more. What is left of a message that has begun is sent as zeros."""
 
     @abstractmethod
     def acquire(self) -> Slot | None:
@@ -105,9 +136,18 @@ class SendChannel(_Channel):
 class RecvChannel(_Channel):
     """D's end, from one P rank."""
 
+    scatters: ClassVar[bool] = False
+    """Whether ``expect`` may be told where the bytes belong."""
+
     @abstractmethod
-    def expect(self, tag: int, nbytes: int) -> None:
-        """Announce a message of exactly ``nbytes``; messages are announced in the order in which P sends them."""
+    def expect(self, tag: int, nbytes: int, into: Callable[[], Pieces] | None = None) -> None:
+        """Announce a message of exactly ``nbytes``; messages are announced in the order in which P sends them.
+
+        ``into`` says, once the message begins to arrive, where its bytes belong; without it they go to a slot.
+        """
+
+    def let_go(self, tag: int) -> None:
+        """Write nothing to the pieces of this message from now on. It is still received, to nowhere."""
 
     @abstractmethod
     def poll(self) -> list[Received]:
@@ -202,14 +242,30 @@ def decode_payload(payload: bytes, kind: type[_S], what: str) -> _S:
         raise ProtocolError(f"{what}: malformed: {error}") from None
 
 
+def preferred_planes() -> tuple[str, ...]:
+    """``PLANE_NAMES``, the fastest first. Which of tcp and ucx that is depends on what UCX can use: the one of the PyPI
+    wheel has TCP only, and is slower there (benchmarks/host_planes.py); a system UCX on RDMA hardware is faster.
+    """
+    from kvferry.transport.ucx_library import uses_rdma
+
+    return ("cma", "shm", "ucx", "tcp", "zmq") if uses_rdma(os.environ) else PLANE_NAMES
+
+
 def make_plane(
-    name: str, *, host: str, slot_bytes: int, staging_bytes: int, configure_socket: ConfigureSocket | None = None
+    name: str,
+    *,
+    host: str,
+    slot_bytes: int,
+    staging_bytes: int,
+    told_host: str | None = None,
+    configure_socket: ConfigureSocket | None = None,
 ) -> Plane:
     """The data plane called ``name``.
 
     Args:
         name: one of ``PLANE_NAMES``.
-        host: the local address that peers reach; nothing listens on any other.
+        host: the local address to listen on; nothing listens on any other.
+        told_host: the address that peers are told to connect to, ``host`` where None.
         slot_bytes: size of a staging slot, that is of the largest message.
         staging_bytes: bound on the staging memory, for each direction.
         configure_socket: called with every ZMQ socket before it binds or connects.
@@ -228,7 +284,11 @@ def make_plane(
     if name == "zmq":
         from kvferry.transport.zmq_plane import ZmqPlane
 
-        return ZmqPlane(host, slot_bytes, staging_bytes, configure_socket)
+        return ZmqPlane(host, told_host or host, slot_bytes, staging_bytes, configure_socket)
+    if name == "tcp":
+        from kvferry.transport.tcp_plane import TcpPlane
+
+        return TcpPlane(host, told_host or host, slot_bytes, staging_bytes)
     if name == "cma":
         from kvferry.transport.cma_plane import CmaPlane
 

@@ -12,15 +12,11 @@ descriptor and ``_GEOMETRY``; then P sends ``_FILLED`` and D ``_FREED`` records,
 from __future__ import annotations
 
 import array
-import contextlib
-import hmac
 import os
 import secrets
-import select
 import socket
 import struct
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from typing import Annotated, ClassVar
 
@@ -31,35 +27,30 @@ from msgspec import Meta
 from kvferry.connector.errors import PlaneUnavailableError, ProtocolError, TransportError
 from kvferry.transport.plane import Plane, Received, RecvChannel, SendChannel, Slot, decode_payload
 from kvferry.transport.shm_arena import Arena
+from kvferry.transport.sockets import CHANNEL_BYTES, MAX_STRANGERS, SECRET_BYTES, Lobby, Sockets
 
 BEST_SLOT_BYTES = 4 << 20
 """Large enough that what a chunk costs beside its bytes does not count: a whole hand-over of 128 MiB takes
-47 / 40 / 31 /
-31 ms of D's processor with slots of 1 / 2 / 4 / 8 MiB, though the small ones stay in a core's own cache."""
+47 / 40 / 31 / 31 ms of D's processor with slots of 1 / 2 / 4 / 8 MiB, though small ones stay in a core's cache."""
 MAX_SLOTS = 8
 """Slots of one channel; more only widen the footprint in the cache."""
 
-_SECRET_BYTES = 32
-_CHANNEL_BYTES = 16
 _GEOMETRY = struct.Struct("<QI")
 """Slot bytes, number of slots."""
 _FILLED = struct.Struct("<QII")
 """Tag, slot index, bytes in it."""
 _FREED = struct.Struct("<I")
 """Slot index."""
-_HELLO_SECONDS = 30.0
-_MAX_STRANGERS = 64
-"""Connections that have not said hello, or whose Attach has not come."""
 
 
 class _Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: Annotated[bytes, Meta(min_length=2, max_length=107)]
-    secret: Annotated[bytes, Meta(min_length=_SECRET_BYTES, max_length=_SECRET_BYTES)]
+    secret: Annotated[bytes, Meta(min_length=SECRET_BYTES, max_length=SECRET_BYTES)]
     uid: Annotated[int, Meta(ge=0, lt=1 << 32)]
 
 
 class _Attach(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    channel: Annotated[bytes, Meta(min_length=_CHANNEL_BYTES, max_length=_CHANNEL_BYTES)]
+    channel: Annotated[bytes, Meta(min_length=CHANNEL_BYTES, max_length=CHANNEL_BYTES)]
     slot_bytes: Annotated[int, Meta(ge=4096, le=1 << 40)]
 
 
@@ -152,7 +143,7 @@ class ShmSendChannel(SendChannel):
     def _fail(self, error: TransportError) -> None:
         if self.error is None:
             self.error = error
-            self._plane._mute(self._bell.sock)
+            self._plane.sockets.mute(self._bell.sock)
             self._free.extend(self._sent)
             self._sent.clear()
 
@@ -170,7 +161,7 @@ class ShmRecvChannel(RecvChannel):
         self._held: set[int] = set()
         self._closed = False
 
-    def expect(self, tag: int, nbytes: int) -> None:
+    def expect(self, tag: int, nbytes: int, into: object = None) -> None:
         self._expected[tag] = nbytes
 
     def poll(self) -> list[Received]:
@@ -253,7 +244,7 @@ class ShmRecvChannel(RecvChannel):
     def _fail(self, error: TransportError) -> None:
         if self.error is None:
             self.error = error
-            self._plane._mute(self._sock)
+            self._plane.sockets.mute(self._sock)
 
     def _unmap_if_done(self) -> None:
         if self._arena is not None and not self._held:
@@ -268,23 +259,20 @@ class ShmPlane(Plane):
     def __init__(self, slot_bytes: int, staging_bytes: int) -> None:
         self._slot_bytes = min(slot_bytes, BEST_SLOT_BYTES)
         self._left_bytes = staging_bytes
-        self._epoll = select.epoll()
-        self._handlers: dict[int, Callable[[], None]] = {}
-        self._listener: socket.socket | None = None
+        self.sockets = Sockets()
+        self._lobby: Lobby | None = None
         self._offer: _Offer | None = None
-        self._strangers: dict[int, tuple[socket.socket, float]] = {}
-        self._waiting: dict[bytes, tuple[socket.socket, float]] = {}
         self._channels: set[ShmSendChannel | ShmRecvChannel] = set()
         self._closed = False
 
     def offer(self) -> bytes:
         if self._offer is None:
             name = b"\0kvferry-" + secrets.token_hex(16).encode()
-            self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
-            self._listener.bind(name)
-            self._listener.listen(_MAX_STRANGERS)
-            self._watch(self._listener, self._admit)
-            self._offer = _Offer(name, secrets.token_bytes(_SECRET_BYTES), os.getuid())
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+            listener.bind(name)
+            listener.listen(MAX_STRANGERS)
+            self._offer = _Offer(name, secrets.token_bytes(SECRET_BYTES), os.getuid())
+            self._lobby = Lobby(self.sockets, listener, self._offer.secret, welcome=self._same_user)
         return msgspec.msgpack.encode(self._offer)
 
     def connect(self, offer: bytes) -> tuple[RecvChannel, bytes]:
@@ -292,7 +280,7 @@ class ShmPlane(Plane):
         if theirs.uid != os.getuid():
             raise PlaneUnavailableError(f"shm: the producer runs as uid {theirs.uid}, we run as {os.getuid()}")
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
-        channel_id = secrets.token_bytes(_CHANNEL_BYTES)
+        channel_id = secrets.token_bytes(CHANNEL_BYTES)
         try:
             sock.connect(theirs.name)
             sock.send(theirs.secret + channel_id, socket.MSG_NOSIGNAL)
@@ -304,20 +292,20 @@ class ShmPlane(Plane):
             raise PlaneUnavailableError(f"shm: the producer cannot be reached ({error.strerror}): {reason}") from None
         channel = ShmRecvChannel(self, sock)
         self._channels.add(channel)
-        self._watch(sock, channel.on_readable)
+        self.sockets.watch(sock, channel.on_readable)
         return channel, msgspec.msgpack.encode(_Attach(channel_id, self._slot_bytes))
 
     def accept(self, payload: bytes) -> tuple[SendChannel, bytes]:
         attach = decode_payload(payload, _Attach, "shm attach")
         self.progress()  # D said hello before it sent this payload, so its hello is here
-        sock, _ = self._waiting.pop(attach.channel, (None, 0.0))
+        sock = None if self._lobby is None else self._lobby.take(attach.channel)
         if sock is None:
             raise TransportError("shm: the consumer of this channel never connected, or was refused")
         slot_bytes = min(self._slot_bytes, attach.slot_bytes)
         num_slots = min(MAX_SLOTS, max(2, self._left_bytes // (2 * slot_bytes)))
         nbytes = slot_bytes * num_slots
         if nbytes > self._left_bytes:
-            self._unwatch(sock)
+            self.sockets.drop(sock)
             raise TransportError(
                 f"shm: staging memory is used up by {len(self._channels)} channels; raise staging_bytes"
             )
@@ -326,30 +314,26 @@ class ShmPlane(Plane):
             socket.send_fds(sock, [_GEOMETRY.pack(slot_bytes, num_slots)], [fd], socket.MSG_NOSIGNAL)
         except OSError as error:
             arena.close()
-            self._unwatch(sock)
+            self.sockets.drop(sock)
             raise TransportError(f"shm: the consumer is gone: {error}") from None
         finally:
             os.close(fd)
         self._left_bytes -= nbytes
         channel = ShmSendChannel(self, sock, arena)
         self._channels.add(channel)
-        self._handlers[sock.fileno()] = channel.on_readable
+        self.sockets.watch(sock, channel.on_readable)
         return channel, b""
 
     def pollables(self) -> list[tuple[int | zmq.Socket[bytes], int]]:
-        return [] if self._closed else [(self._epoll.fileno(), zmq.POLLIN)]
+        return [] if self._closed else [(self.sockets.fd, zmq.POLLIN)]
 
     def progress(self) -> bool:
         if self._closed:
             return False
-        ready = self._epoll.poll(0)
-        for fd, _ in ready:
-            handler = self._handlers.get(fd)
-            if handler is not None:  # an earlier handler of this round may have dropped it
-                handler()
-        if self._strangers or self._waiting:
-            self._expire()
-        return bool(ready)
+        moved = self.sockets.progress()
+        if self._lobby is not None:
+            self._lobby.expire()
+        return moved
 
     def arm(self) -> bool:
         return True  # the epoll descriptor is level-triggered
@@ -359,79 +343,18 @@ class ShmPlane(Plane):
             return
         for channel in list(self._channels):
             channel.close()
-        for sock, _ in [*self._strangers.values(), *self._waiting.values()]:
-            sock.close()
-        if self._listener is not None:
-            self._listener.close()
-        self._handlers.clear()
-        self._strangers.clear()
-        self._waiting.clear()
-        self._epoll.close()
+        if self._lobby is not None:
+            self._lobby.close()
+        self.sockets.close()
         self._closed = True
 
-    # Connections of consumers: strangers until they said hello, waiting until their Attach comes.
-
-    def _admit(self) -> None:
-        assert self._listener is not None
-        while True:
-            try:
-                sock, _ = self._listener.accept()
-            except OSError:
-                return
-            sock.setblocking(False)
-            _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-            if uid != os.getuid() or len(self._strangers) + len(self._waiting) >= _MAX_STRANGERS:
-                sock.close()
-                continue
-            self._strangers[sock.fileno()] = (sock, time.monotonic() + _HELLO_SECONDS)
-            self._watch(sock, partial(self._hello, sock))
-            self._hello(sock)
-
-    def _hello(self, sock: socket.socket) -> None:
-        try:
-            data = sock.recv(256)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        _, deadline = self._strangers.pop(sock.fileno())
-        assert self._offer is not None
-        if len(data) == _SECRET_BYTES + _CHANNEL_BYTES and hmac.compare_digest(
-            data[:_SECRET_BYTES], self._offer.secret
-        ):
-            self._waiting[data[_SECRET_BYTES:]] = (sock, deadline)
-            self._handlers[sock.fileno()] = partial(self._gave_up, data[_SECRET_BYTES:])
-        else:
-            self._unwatch(sock)
-
-    def _gave_up(self, channel_id: bytes) -> None:
-        sock, _ = self._waiting.pop(channel_id)  # it may only hang up now
-        self._unwatch(sock)
-
-    def _expire(self) -> None:
-        now = time.monotonic()
-        for fd in [fd for fd, (_, deadline) in self._strangers.items() if deadline < now]:
-            self._unwatch(self._strangers.pop(fd)[0])
-        for channel_id in [c for c, (_, deadline) in self._waiting.items() if deadline < now]:
-            self._unwatch(self._waiting.pop(channel_id)[0])
-
-    def _watch(self, sock: socket.socket, handler: Callable[[], None]) -> None:
-        self._handlers[sock.fileno()] = handler
-        self._epoll.register(sock.fileno(), select.EPOLLIN)
-
-    def _mute(self, sock: socket.socket) -> None:
-        """Stop listening to a broken channel; its owner closes it."""
-        if self._handlers.pop(sock.fileno(), None) is not None:
-            with contextlib.suppress(OSError):
-                self._epoll.unregister(sock.fileno())
-
-    def _unwatch(self, sock: socket.socket) -> None:
-        self._mute(sock)
-        sock.close()
+    def _same_user(self, sock: socket.socket) -> bool:
+        _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        return bool(uid == os.getuid())
 
     def _drop(self, channel: ShmSendChannel | ShmRecvChannel, sock: socket.socket, nbytes: int) -> None:
         """A channel closes: its socket goes, and its memory is to be had again."""
-        self._unwatch(sock)
+        self.sockets.drop(sock)
         self._left_bytes += nbytes
         self._channels.discard(channel)
 

@@ -87,6 +87,11 @@ def _device_of_ipv6(digits: str) -> str | None:
     return next((line.split()[-1] for line in lines if line.startswith(digits)), None)
 
 
+def uses_rdma(environ: Mapping[str, str]) -> bool:
+    """Whether there is RDMA hardware and the user has asked for the system's UCX, which can use it."""
+    return _has_rdma() and environ.get("RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY", "").lower() == "true"
+
+
 def _has_rdma() -> bool:
     try:
         return any(Path("/sys/class/infiniband").iterdir())

@@ -137,7 +137,7 @@ class UcxRecvChannel(RecvChannel):
         self.arrived: list[Received] = []
         self._plane = plane
 
-    def expect(self, tag: int, nbytes: int) -> None:
+    def expect(self, tag: int, nbytes: int, into: object = None) -> None:
         if not self.closed:
             self.announced[tag] = nbytes
             self._plane.by_tag[tag] = self

@@ -188,7 +188,7 @@ class ZmqRecvChannel(RecvChannel):
             self._shut()
             raise PlaneUnavailableError(f"zmq: the producer at {self._where} cannot be reached: {error}") from None
 
-    def expect(self, tag: int, nbytes: int) -> None:
+    def expect(self, tag: int, nbytes: int, into: object = None) -> None:
         self._expected[tag] = nbytes
 
     def poll(self) -> list[Received]:
@@ -295,6 +295,7 @@ class ZmqPlane(Plane):
 
     Args:
         host: the local address that the ROUTER binds to.
+        told_host: the address that D is told to connect to.
         slot_bytes: size of a slot; peers with different sizes use the smaller one.
         staging_bytes: bound for P's slots, and for the frames that D holds.
         configure: called with every socket before it binds (``True``) or connects (``False``).
@@ -302,8 +303,10 @@ class ZmqPlane(Plane):
 
     name: ClassVar[str] = "zmq"
 
-    def __init__(self, host: str, slot_bytes: int, staging_bytes: int, configure: ConfigureSocket | None) -> None:
-        self._host = host
+    def __init__(
+        self, host: str, told_host: str, slot_bytes: int, staging_bytes: int, configure: ConfigureSocket | None
+    ) -> None:
+        self._host, self._told_host = host, told_host
         self._configure = configure
         self._slot_bytes = slot_bytes
         self._pool = SlotPool(slot_bytes, staging_bytes)
@@ -323,7 +326,7 @@ class ZmqPlane(Plane):
     def offer(self) -> bytes:
         if self._bound is None:
             self._bind()
-        return msgspec.msgpack.encode(_Offer(self._host, self._port))
+        return msgspec.msgpack.encode(_Offer(self._told_host, self._port))
 
     def connect(self, offer: bytes) -> tuple[RecvChannel, bytes]:
         theirs = decode_payload(offer, _Offer, "zmq offer")

@@ -75,7 +75,7 @@ def test_p_is_killed_and_restarted(yard: Yard, model: Path) -> None:
     fleet.stop(pair.router)
 
 
-@pytest.mark.parametrize("plane", ["cma", "shm", "zmq", pytest.param("ucx", marks=pytest.mark.ucx)])
+@pytest.mark.parametrize("plane", ["cma", "shm", "tcp", "zmq", pytest.param("ucx", marks=pytest.mark.ucx)])
 def test_over_every_plane(yard: Yard, model: Path, plane: str) -> None:
     fleet, prefill = yard.fleet, yard.prefill
     decode = fleet.engine(f"decode-{plane}", model, extra={"plane": plane})

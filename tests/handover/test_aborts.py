@@ -126,12 +126,13 @@ def test_an_ask_before_the_lease_is_served_when_it_comes(pair: tuple[Rank, Rank]
     assert torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS))
 
 
-@pytest.mark.parametrize("plane", ["shm", "zmq", pytest.param("ucx", marks=pytest.mark.ucx)])
+@pytest.mark.parametrize("plane", ["shm", "tcp", "tcp in pieces", "zmq", pytest.param("ucx", marks=pytest.mark.ucx)])
 @pytest.mark.parametrize("held", ["granted", "packing", "in flight"])
 def test_while_p_packs_and_chunks_are_under_way(stage: Stage, plane: str, held: str) -> None:
-    settings = Settings(plane=plane, slot_bytes=64 << 10, staging_bytes=1 << 20)
-    p = stage.rank(settings=settings, content=64)
-    d = stage.rank(settings=settings, content=64, engine_id="engine-d")
+    settings = Settings(plane=plane.removesuffix(" in pieces"), slot_bytes=64 << 10, staging_bytes=1 << 20)
+    content = 64 if "pieces" in plane else 16
+    p = stage.rank(settings=settings, content=content)
+    d = stage.rank(settings=settings, content=content, engine_id="engine-d")
     p.fill(THEIRS, TOKENS)
     producer, consumer = halves(p)[0], halves(d)[1]
     if held == "in flight":

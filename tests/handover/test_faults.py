@@ -22,7 +22,7 @@ from kvferry.transport.control import Connection
 
 TOKENS, THEIRS, OURS = 100, [9, 2, 17, 5, 11, 3, 1], [4, 1, 8, 2, 6, 3, 7]
 QUICK = {"transfer_timeout_seconds": 3.0, "handshake_timeout_seconds": 2.0, "lease_seconds": 2.0}
-PLANES = ["cma", "shm", "zmq", pytest.param("ucx", marks=pytest.mark.ucx)]
+PLANES = ["cma", "shm", "tcp", "zmq", pytest.param("ucx", marks=pytest.mark.ucx)]
 
 
 def reason_of(rank: Rank) -> str:

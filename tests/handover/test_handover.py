@@ -13,7 +13,7 @@ from stage import Stage
 from kvferry.connector.config import Settings
 from kvferry.connector.stepplan import StepPlan, Watch
 
-PLANES = ["cma", "shm", "zmq", pytest.param("ucx", marks=pytest.mark.ucx)]
+PLANES = ["cma", "shm", "tcp", "zmq", pytest.param("ucx", marks=pytest.mark.ucx)]
 
 
 def small(plane: str) -> Settings:

@@ -118,6 +118,16 @@ def test_readme_has_the_settings_as_they_are() -> None:
     assert readme.split(start)[1].split(end)[0].strip() == settings_table().strip()
 
 
+def test_readme_has_the_figures_of_the_result_files() -> None:
+    shown = subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / "summary.py"], capture_output=True, text=True, timeout=60, check=True
+    )
+    readme = (ROOT / "README.md").read_text()
+    start, end = "<!-- measured: python benchmarks/summary.py -->\n", "\n<!-- end of measured -->"
+    assert readme.count(start) == readme.count(end) == 1
+    assert readme.split(start)[1].split(end)[0].strip() == shown.stdout.strip()
+
+
 def test_readme_links_lead_somewhere() -> None:
     readme = (ROOT / "README.md").read_text()
     local = [link for link in re.findall(r"\]\(([^)#]+)\)", readme) if "://" not in link]

@@ -24,7 +24,7 @@ from kvferry.transport.plane import make_plane
 
 SLOT = 1 << 20
 STAGING = 16 << 20
-PLANES = [pytest.param("shm"), pytest.param("zmq"), pytest.param("ucx", marks=pytest.mark.ucx)]
+PLANES = [pytest.param("shm"), pytest.param("tcp"), pytest.param("zmq"), pytest.param("ucx", marks=pytest.mark.ucx)]
 pytestmark = pytest.mark.timeout(90)
 
 
@@ -394,7 +394,7 @@ def test_malformed_payloads_are_refused(peers: Peers) -> None:
 
 
 def test_unknown_plane_is_refused() -> None:
-    with pytest.raises(PlaneUnavailableError, match="expected one of cma, shm, ucx, zmq"):
+    with pytest.raises(PlaneUnavailableError, match="expected one of cma, shm, tcp, ucx, zmq"):
         make_plane("rdma", host="127.0.0.1", slot_bytes=SLOT, staging_bytes=STAGING)
 
 

