@@ -17,6 +17,7 @@ from stage import Stage
 
 from kvferry.connector.config import Settings
 from kvferry.connector.stepplan import LeaseGrant, StepPlan, Watch, pack_ids
+from kvferry.transport import tcp_channels
 
 TOKENS, THEIRS, OURS = 100, [9, 2, 17, 5, 11, 3, 1], [4, 1, 8, 2, 6, 3, 7]
 SMALL = Settings(slot_bytes=64 << 10, staging_bytes=1 << 20)
@@ -145,6 +146,26 @@ def test_while_p_packs_and_chunks_are_under_way(stage: Stage, plane: str, held: 
     start(p, d)
     give_up(p, d, lambda: gate.calls > 5 and bool(consumer._jobs), gate)
     assert wait(lambda: not consumer._reads and not producer._pushes, [p, d]), "reads that nobody waits for were kept"
+
+
+def test_while_a_message_is_written_to_pages(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over tcp the kernel writes D's pages; from the abort on the rest of the message goes nowhere."""
+    monkeypatch.setattr(tcp_channels, "_BYTES_PER_TURN", 100_000)
+    settings = Settings(plane="tcp")
+    p = stage.rank(settings=settings, content=2048)
+    d = stage.rank(settings=settings, content=2048, engine_id="engine-d")
+    p.fill(THEIRS, TOKENS)
+    plane = d.worker.site.plane("tcp")
+    real, turns = plane.progress, 0
+
+    def some_turns() -> bool:
+        nonlocal turns
+        turns += any(getattr(channel, "_arriving", None) is not None for channel in plane.channels)
+        return real() if turns < 4 else False
+
+    gate = Gate(plane, "progress", some_turns)
+    start(p, d)
+    give_up(p, d, lambda: turns >= 4, gate)
 
 
 def test_while_d_reads_by_itself(stage: Stage) -> None:

@@ -84,6 +84,24 @@ def test_the_commit_is_a_fence(stage: Stage) -> None:
     assert torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS)), "the bytes were right: only the commit refused them"
 
 
+def test_pages_are_not_read_by_a_socket_once_their_lease_is_over(stage: Stage) -> None:
+    settings = Settings(plane="tcp", lease_seconds=0.5, lease_cap_seconds=0.5)
+    form = {"settings": settings, "content": 8192, "layers": 8}
+    p, d = stage.rank(**form), stage.rank(engine_id="engine-d", **form)
+    p.fill(THEIRS, TOKENS)
+    token = grant([p], "req-p", THEIRS, TOKENS)
+    plane, pushes = d.worker.site.plane("tcp"), halves(p)[0]._pushes
+    real = plane.progress
+    stuck = Gate(plane, "progress", lambda: real() if not any(push.reading for push in pushes._pushes) else False)
+    d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
+    assert wait(lambda: any(push.reading for push in list(pushes._pushes)), [d], 5), "it must be caught in the middle"
+    (session,) = halves(p)[0]._sessions._sessions.values()
+    assert wait(lambda: p.sent == {"req-p"}, [p], 3)
+    assert session.channel.reading is None
+    stuck.open()
+    assert wait(lambda: d.failed == {"req-d"}, [p, d], 5)
+
+
 def test_no_stale_load_in_a_race_with_reuse(stage: Stage) -> None:
     """P's blocks are overwritten the moment it may: what D reports as loaded is never what they hold then."""
     p = stage.rank(settings=Settings(lease_seconds=0.02, lease_cap_seconds=0.02, slot_bytes=64 << 10), content=64)
