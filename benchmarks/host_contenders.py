@@ -171,7 +171,7 @@ class PlaneTarget:
     def exchange(self, blob: bytes | None) -> bytes | None:
         assert blob is not None
         if self.channel is None:
-            channel, payload = self.plane.connect(blob)
+            channel, payload = self.plane.connect(blob, "127.0.0.1")
             assert isinstance(channel, RecvChannel)
             self.channel = channel
             return payload
@@ -297,7 +297,7 @@ class CmaTarget(CmaSource):
     def exchange(self, blob: bytes | None) -> bytes | None:
         assert blob is not None
         peer = json.loads(blob)
-        self.channel, _ = self.plane.connect(base64.b64decode(peer["offer"]))
+        self.channel, _ = self.plane.connect(base64.b64decode(peer["offer"]), "127.0.0.1")
         self.tables = {int(kib): [np.array(x, dtype=np.int64) for x in pair] for kib, pair in peer["tables"].items()}
         return None
 

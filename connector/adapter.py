@@ -62,6 +62,8 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
         groups = compat.layer_groups(kv_cache_config)
         if role == compat.KVConnectorRole.SCHEDULER:
             parallel = vllm_config.parallel_config
+            # Where ranks step together, or stages have batches in flight, an empty step is not an idle engine.
+            self._alone = parallel.data_parallel_size == parallel.pipeline_parallel_size == 1
             self._scheduler = SchedulerHalf(
                 settings,
                 str(transfer.engine_id),
@@ -118,7 +120,9 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
         self._scheduling.after_alloc(compat.request_view(request), self._select(block_ids), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVFerryMetadata:
-        return KVFerryMetadata(self._scheduling.take_plan(idle=scheduler_output.total_num_scheduled_tokens == 0))
+        return KVFerryMetadata(
+            self._scheduling.take_plan(idle=self._alone and scheduler_output.total_num_scheduled_tokens == 0)
+        )
 
     def update_connector_output(self, connector_output: Any) -> None:
         self._scheduling.loads_finished(connector_output.finished_recving or ())

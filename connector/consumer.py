@@ -120,7 +120,7 @@ class Consumer:
         for address, link in list(self._links.items()):
             if link.used or self._reads.through(link):
                 link.used, link.used_at = False, now
-            failed = link.state is LinkState.FAILED and now >= link.failed_at + FAILED_LINK_SECONDS
+            failed = link.seen is LinkState.FAILED and now >= link.failed_at + FAILED_LINK_SECONDS
             if failed or now >= link.used_at + IDLE_LINK_SECONDS:
                 link.close()
                 del self._links[address]

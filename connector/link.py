@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import enum
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from kvferry.connector.errors import (
     GeometryError,
@@ -123,29 +125,39 @@ class Link:
             return replies
         self.connection.poll_monitor()
         for frames in self.connection.receive():
-            try:
+            with self._failing():
                 reply = decode_reply(frames)
                 if isinstance(reply, Welcome | Refused | Attached):
                     self._shake(reply)
                 else:
                     replies.append(reply)
-            except (IncompatiblePeerError, GeometryError, VersionError) as error:
-                self.fail("incompatible", str(error))
-            except ProtocolError as error:
-                self._site.stats.dropped("malformed reply")
-                self.fail("data", str(error))
-            except TransportError as error:
-                self.fail("plane", str(error))
-            except KVFerryError as error:
-                self.fail("peer_lost", str(error))
         if self.channel is not None and self.channel.error is not None:
-            self.fail("peer_lost", str(self.channel.error))
+            if self.state is LinkState.ATTACHING:  # P closes what it refuses, and that is here before its answer
+                with self._failing():
+                    self._next_plane(str(self.channel.error))
+            else:
+                self.fail("peer_lost", str(self.channel.error))
         elif self.connection.lost:
             self.fail("peer_lost", self.connection.reason or "the peer is gone")
         elif now >= self.deadline:
             waited = self._site.settings.handshake_timeout_seconds
             self.fail("timeout", f"no answer to the handshake in {waited:g} s ({self.state.value})")
         return replies
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """What goes wrong in here is this link's failure."""
+        try:
+            yield
+        except (IncompatiblePeerError, GeometryError, VersionError) as error:
+            self.fail("incompatible", str(error))
+        except ProtocolError as error:
+            self._site.stats.dropped("malformed reply")
+            self.fail("data", str(error))
+        except TransportError as error:
+            self.fail("plane", str(error))
+        except KVFerryError as error:
+            self.fail("peer_lost", str(error))
 
     def fail(self, kind: FailureKind, text: str) -> None:
         """End the link. What was read through it fails."""
@@ -167,14 +179,18 @@ class Link:
 
     def _shake(self, reply: Welcome | Refused | Attached) -> None:
         if isinstance(reply, Refused) and reply.field == "data plane" and self.state is LinkState.ATTACHING:
-            self._next_plane(reply.theirs)
-            return
+            assert self.plane is not None
+            if reply.theirs.startswith(f"{self.plane.name}: "):
+                self._next_plane(reply.theirs)
+            return  # of a plane that was given up before
         if isinstance(reply, Refused):
             raise IncompatiblePeerError(reply.field, reply.theirs, reply.ours)
         if isinstance(reply, Welcome) and self.state is LinkState.GREETING:
             self._welcome(reply)
         elif isinstance(reply, Attached) and self.state is LinkState.ATTACHING:
             assert self.plane is not None and self.channel is not None
+            if reply.plane != self.plane.name:
+                return  # given up before
             self.plane.finish(self.channel, reply.payload)
             self.slot_bytes, self.pages = reply.slot_bytes, reply.pages
             if self.plane.peer_reads:
@@ -194,10 +210,10 @@ class Link:
         self._attach()
 
     def _next_plane(self, why: str) -> None:
-        """P has no room on the plane that was chosen; take the next best."""
+        """P has no room on the plane that was chosen, or it does not come about; take the next best."""
         assert self.plane is not None
         self.detach()
-        self._refused.append(f"{self.plane.name}: P refused it, {why}")
+        self._refused.append(f"{self.plane.name}: {why.removeprefix(self.plane.name + ': ')}")
         del self._offers[self.plane.name]
         self._attach()
 
@@ -214,7 +230,7 @@ class Link:
                     passed_over.append(f"{plane.name}: P does not offer it")
                 continue
             try:
-                channel, payload = plane.connect(self._offers[plane.name])
+                channel, payload = plane.connect(self._offers[plane.name], self.connection.address)
             except PlaneUnavailableError as error:
                 passed_over.append(f"{plane.name}: {error}")
                 continue

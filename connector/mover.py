@@ -146,6 +146,7 @@ class Mover:
             self._site.stats.failed("internal")
             text = f"kvferry: unexpected error in data plane {plane.name}: {error!r}"
             self._site.log.warning(f"plane {plane.name}", "%s", text)
+            time.sleep(TICK_SECONDS)  # it may strike every turn
             return False
 
     def _tick(self, now: float) -> None:

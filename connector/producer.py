@@ -101,17 +101,19 @@ class Producer:
 
     def pump(self, now: float) -> bool:
         """Pack and send chunks of the reads in turn; whether any was sent."""
-        busy = False
-        for _ in range(min(PACKS_PER_TURN, len(self._pushes))):
+        packed = 0
+        for _ in range(len(self._pushes)):  # one that cannot send now must not hold up the others
+            if packed == PACKS_PER_TURN or not self._pushes:
+                break
             push, sent = self._pushes.turn()
             if sent:
-                busy = True
+                packed += 1
                 self._step(push.token, lease.Renewed(), now)
             if push.why and push.session.attached:
                 self._deny(push.session, push.number, "failed", push.why)
             if push.over:
                 self._end_push(push, now)
-        return busy
+        return packed > 0
 
     def tick(self, now: float) -> None:
         """Expire leases, give up held asks, drop the sessions of D ranks that are gone."""
@@ -197,6 +199,7 @@ class Producer:
             self._deny(session, ask.read, "detached", "no data plane is attached")
             return
         tokens = held.grant.num_tokens
+        session.asked = True
         try:
             self._pushes.check(session, ask, tokens, held.ids)
             parts = [] if session.peer_reads else self._pushes.cut(ask, held.ids, session.channel.slot_bytes)

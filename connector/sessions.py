@@ -20,12 +20,13 @@ SESSIONS = 4096
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """One rank of D. ``sent``: per ended read, how many chunks went out."""
+    """One rank of D. ``asked``: it has used its data plane. ``sent``: per ended read, how many chunks went out."""
 
     identity: bytes
     hello: protocol.Hello
     channel: SendChannel | None = None
     peer_reads: bool = False
+    asked: bool = False
     sent: OrderedDict[int, int] = field(default_factory=OrderedDict)
 
     @property
@@ -86,7 +87,9 @@ class Sessions:
             if plane is None:
                 raise TransportError(f"plane {attach.plane!r} is not on offer")
             if session.channel is not None:
-                raise TransportError("a data plane is attached already")
+                if session.asked:
+                    raise TransportError("a data plane is attached already")
+                session.channel.close()  # D could not use it
             session.channel, reply = plane.accept(attach.payload)
             session.peer_reads = plane.peer_reads
         except (TransportError, ProtocolError) as error:

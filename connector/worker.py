@@ -83,12 +83,12 @@ class WorkerHalf:
         site = Site(settings, info.engine_id, secrets.token_bytes(16), info.model, caches, curve)
         try:
             site.planes, site.missing_planes = _planes(settings, curve)
+            self._mover = Mover(site, listener)
         except BaseException:
             listener.close()  # an open socket would keep the process from ending
             raise
         self._site = site
         self._address = RankAddress(info.pp_rank, info.tp_rank, settings.told_host, listener.port, site.incarnation)
-        self._mover = Mover(site, listener)
         self._mover.start()
         logger.info(
             "kvferry: rank pp%d tp%d serves %d layer group(s) at %s, data planes %s%s",
@@ -214,11 +214,11 @@ def _planes(settings: Settings, curve: CurveKeys | None) -> tuple[list[Plane], d
             plane = make_plane(
                 name,
                 host=settings.side_channel_host,
-                told_host=settings.told_host,
                 slot_bytes=settings.slot_bytes,
                 staging_bytes=settings.staging_bytes,
                 configure_socket=lambda socket, server: configure_curve(socket, curve, server=server),
             )
+            plane.offer()  # what it listens on must be had now, not at the first handshake
         except PlaneUnavailableError as error:
             if settings.plane != "auto":
                 raise

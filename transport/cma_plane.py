@@ -13,6 +13,9 @@ import errno
 import os
 import secrets
 import select
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import cache
+from itertools import pairwise
 from typing import Annotated, ClassVar
 
 import msgspec
@@ -27,6 +30,10 @@ from kvferry.transport.plane import PeerChannel, Plane, SendChannel, Slot, decod
 
 MAX_VECTORS = 1024
 """IOV_MAX of Linux."""
+MAX_THREADS = 4
+SHARE_BYTES = 1 << 20
+"""A read is shared by threads, one per this many bytes at most: one alone cannot use all of a host's memory bandwidth,
+and with small runs it mostly looks up pages. 64 MiB in runs of 8 KiB: 5.8 GB/s with one thread, 10.3 with two."""
 _SECRET_BYTES = 16
 
 Int64s = npt.NDArray[np.int64]
@@ -67,6 +74,15 @@ def read_memory(pid: int, to: Int64s, of: Int64s, nbytes: Int64s) -> None:
 _libc.process_vm_readv.restype = ctypes.c_ssize_t
 
 
+def _threads() -> int:
+    return min(MAX_THREADS, len(os.sched_getaffinity(0)))
+
+
+@cache
+def _helpers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(MAX_THREADS - 1, "kvferry-cma")
+
+
 class CmaReader(PeerChannel):
     """D's end. ``read`` copies on the caller's thread; the end of the process is noticed through a pidfd."""
 
@@ -76,6 +92,22 @@ class CmaReader(PeerChannel):
         self.pidfd = os.pidfd_open(pid)
 
     def read(self, to: Int64s, of: Int64s, nbytes: Int64s) -> None:
+        ends = np.cumsum(nbytes)
+        shares = min(_threads(), int(ends[-1]) // SHARE_BYTES, len(nbytes))
+        if shares < 2:
+            self._read(to, of, nbytes)
+            return
+        cuts = [0, *np.searchsorted(ends, int(ends[-1]) * np.arange(1, shares) // shares), len(nbytes)]
+        parts = [slice(*cut) for cut in pairwise(cuts)]
+        others = [_helpers().submit(self._read, to[part], of[part], nbytes[part]) for part in parts[1:]]
+        try:
+            self._read(to[parts[0]], of[parts[0]], nbytes[parts[0]])
+        finally:
+            wait(others)  # whatever happened, nothing writes our pages after this
+        for other in others:
+            other.result()
+
+    def _read(self, to: Int64s, of: Int64s, nbytes: Int64s) -> None:
         for first in range(0, len(nbytes), MAX_VECTORS):
             part = slice(first, first + MAX_VECTORS)
             try:
@@ -138,7 +170,7 @@ class CmaPlane(Plane):
         address = ctypes.addressof(self._memory)
         return msgspec.msgpack.encode(_Offer(host_id(), os.getpid(), address, self._secret))
 
-    def connect(self, offer: bytes) -> tuple[CmaReader, bytes]:
+    def connect(self, offer: bytes, host: str) -> tuple[CmaReader, bytes]:
         theirs = decode_payload(offer, _Offer, "cma offer")
         if not theirs.host_id or theirs.host_id != host_id():
             raise PlaneUnavailableError("P is on another host or in another network namespace")

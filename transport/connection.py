@@ -42,6 +42,7 @@ class Connection:
 
     Attributes:
         socket, monitor: for ``zmq.Poller``; when ``monitor`` is readable call :meth:`poll_monitor`.
+        address: the numeric address of ``host``, once it is known.
         connected: the connection stands.
         lost: it stood and is gone, or could not be made; final.
         reason: why it is lost, one line.
@@ -73,6 +74,7 @@ class Connection:
         events = zmq.EVENT_HANDSHAKE_SUCCEEDED | HANDSHAKE_FAILED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
         self._monitor = Monitor(self.socket, events)
         self.monitor: zmq.Socket[bytes] = self._monitor.socket
+        self.address = ""
         self._lookup: _Lookup | None = None
         if _numeric(host):
             self._connect(host)
@@ -153,6 +155,7 @@ class Connection:
         )
 
     def _connect(self, address: str) -> None:
+        self.address = address
         self.socket.ipv6 = ":" in address
         try:
             self.socket.connect(framing.url(address, self.port))

@@ -4,7 +4,7 @@ P pushes. Every message is one staging slot of packed bytes under a 64-bit tag t
 messages it waits for in the order in which P sends them. All of a plane is called from one thread, which polls;
 nothing here blocks, and nothing raises for what a dead peer did: a channel then carries ``error``.
 
-    P: plane.offer() ─▶ handshake ─▶ D: channel, payload = plane.connect(offer)
+    P: plane.offer() ─▶ handshake ─▶ D: channel, payload = plane.connect(offer, host)
     P: channel, reply = plane.accept(payload) ─▶ handshake ─▶ D: plane.finish(channel, reply)
     P: slot = channel.acquire(); pack into slot; channel.send(slot, nbytes, tag)
     D: channel.expect(tag, nbytes); for message in channel.poll(): unpack; message.release()
@@ -186,8 +186,9 @@ class Plane(ABC):
         """P: what a D needs to connect, at most ``MAX_PAYLOAD_BYTES``. The same for every D."""
 
     @abstractmethod
-    def connect(self, offer: bytes) -> tuple[RecvChannel | PeerChannel, bytes]:
-        """D: a channel from the P of this offer, and the payload that P's ``accept`` takes.
+    def connect(self, offer: bytes, host: str) -> tuple[RecvChannel | PeerChannel, bytes]:
+        """D: a channel from the P of this offer, and the payload that P's ``accept`` takes. ``host``: the numeric
+        address at which P's control port was reached; P's data ports are at the same.
 
         Raises:
             PlaneUnavailableError: that P cannot be reached by this plane from here, and why, in one line.
@@ -257,7 +258,6 @@ def make_plane(
     host: str,
     slot_bytes: int,
     staging_bytes: int,
-    told_host: str | None = None,
     configure_socket: ConfigureSocket | None = None,
 ) -> Plane:
     """The data plane called ``name``.
@@ -265,7 +265,6 @@ def make_plane(
     Args:
         name: one of ``PLANE_NAMES``.
         host: the local address to listen on; nothing listens on any other.
-        told_host: the address that peers are told to connect to, ``host`` where None.
         slot_bytes: size of a staging slot, that is of the largest message.
         staging_bytes: bound on the staging memory, for each direction.
         configure_socket: called with every ZMQ socket before it binds or connects.
@@ -284,11 +283,11 @@ def make_plane(
     if name == "zmq":
         from kvferry.transport.zmq_plane import ZmqPlane
 
-        return ZmqPlane(host, told_host or host, slot_bytes, staging_bytes, configure_socket)
+        return ZmqPlane(host, slot_bytes, staging_bytes, configure_socket)
     if name == "tcp":
         from kvferry.transport.tcp_plane import TcpPlane
 
-        return TcpPlane(host, told_host or host, slot_bytes, staging_bytes)
+        return TcpPlane(host, slot_bytes, staging_bytes)
     if name == "cma":
         from kvferry.transport.cma_plane import CmaPlane
 

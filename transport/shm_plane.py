@@ -275,7 +275,7 @@ class ShmPlane(Plane):
             self._lobby = Lobby(self.sockets, listener, self._offer.secret, welcome=self._same_user)
         return msgspec.msgpack.encode(self._offer)
 
-    def connect(self, offer: bytes) -> tuple[RecvChannel, bytes]:
+    def connect(self, offer: bytes, host: str) -> tuple[RecvChannel, bytes]:
         theirs = decode_payload(offer, _Offer, "shm offer")
         if theirs.uid != os.getuid():
             raise PlaneUnavailableError(f"shm: the producer runs as uid {theirs.uid}, we run as {os.getuid()}")

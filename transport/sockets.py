@@ -12,9 +12,16 @@ from dataclasses import dataclass
 
 SECRET_BYTES = 32
 CHANNEL_BYTES = 16
-HELLO_SECONDS = 30.0
+HELLO_SECONDS = 5.0
+"""Who connects says hello at once."""
+WAIT_SECONDS = 30.0
 MAX_STRANGERS = 64
-"""Connections that have not said hello, or that nobody has come for."""
+"""Connections that have not said hello. One more, and the oldest of them goes."""
+MAX_WAITING = 1024
+"""Connections that nobody has come for."""
+_ADMITS = 64
+"""Connections taken in before others have their turn."""
+_NO_DESCRIPTOR_SECONDS = 1.0
 
 
 READABLE, WRITABLE, ENDED = select.EPOLLIN, select.EPOLLOUT, select.EPOLLRDHUP
@@ -104,6 +111,7 @@ class Lobby:
         self._arrived = arrived
         self._strangers: dict[int, _Visitor] = {}
         self._waiting: dict[bytes, _Visitor] = {}
+        self._shut_until = 0.0
         sockets.watch(listener, self._admit)
 
     def take(self, channel: bytes) -> socket.socket | None:
@@ -118,6 +126,9 @@ class Lobby:
             self._sockets.drop(self._strangers.pop(fd).sock)
         for channel in [c for c, visitor in self._waiting.items() if visitor.deadline < now]:
             self._sockets.drop(self._waiting.pop(channel).sock)
+        if self._shut_until and now > self._shut_until:
+            self._shut_until = 0.0
+            self._sockets.watch(self._listener, self._admit)
 
     def close(self) -> None:
         for visitor in [*self._strangers.values(), *self._waiting.values()]:
@@ -127,15 +138,21 @@ class Lobby:
         self._sockets.drop(self._listener)
 
     def _admit(self) -> None:
-        while True:
+        for _ in range(_ADMITS):
             try:
                 sock, _ = self._listener.accept()
-            except OSError:
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            except OSError:  # no descriptor is left; the listener would stay readable
+                self._shut_until = time.monotonic() + _NO_DESCRIPTOR_SECONDS
+                self._sockets.mute(self._listener)
                 return
             sock.setblocking(False)
-            if not self._welcome(sock) or len(self._strangers) + len(self._waiting) >= MAX_STRANGERS:
+            if not self._welcome(sock) or len(self._waiting) >= MAX_WAITING:
                 sock.close()
                 continue
+            if len(self._strangers) >= MAX_STRANGERS:
+                self._sockets.drop(self._strangers.pop(next(iter(self._strangers))).sock)
             visitor = self._strangers[sock.fileno()] = _Visitor(sock, time.monotonic() + HELLO_SECONDS)
             self._sockets.watch(sock, lambda visitor=visitor: self._hear(visitor))  # type: ignore[misc]
             self._hear(visitor)
@@ -156,6 +173,7 @@ class Lobby:
         if not known or channel in self._waiting:
             self._sockets.drop(visitor.sock)
             return
+        visitor.deadline = time.monotonic() + WAIT_SECONDS
         self._waiting[channel] = visitor
         self._sockets.watch(visitor.sock, lambda: self._leave(channel))
         self._arrived(channel)

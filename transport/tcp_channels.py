@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import struct
@@ -21,13 +22,16 @@ from kvferry.transport.vectors import Vector, repeated
 if TYPE_CHECKING:
     from kvferry.transport.tcp_plane import TcpPlane
 
+logger = logging.getLogger("vllm.kvferry.tcp")
+
 HEADER = struct.Struct("<QQ")
 """Tag, bytes that follow."""
 CONNECT_SECONDS = 10.0
 _BYTES_PER_TURN = 32 << 20
 """Moved on one channel before the others have their turn."""
-_SILENCE_MS = 20_000
-"""A host that acknowledges nothing for that long is gone."""
+_SILENCE_SECONDS = 30
+"""A host that acknowledges nothing for that long, or a D that takes nothing, is gone; so is a P that stops in the
+middle of a message."""
 
 
 @dataclass(slots=True)
@@ -177,14 +181,13 @@ class _Expected:
 
 @dataclass(slots=True)
 class _Arriving:
-    """A message whose bytes come in. ``slot`` where it goes to one; ``kept`` False where its bytes are dropped."""
+    """A message whose bytes come in. ``slot`` where it goes to one; ``told``: the bytes that are reported, 0 for a
+    message that had no place, None where nothing is."""
 
     tag: int
-    nbytes: int
     vector: Vector
     slot: Slot | None
-    kept: bool
-    told: bool = True
+    told: int | None
 
 
 class TcpRecvChannel(RecvChannel):
@@ -203,6 +206,7 @@ class TcpRecvChannel(RecvChannel):
         self._arriving: _Arriving | None = None
         self._arrived: list[Received] = []
         self._held: list[Slot] = []
+        self._heard = 0.0
         self._closed = False
         plane.sockets.watch(sock, self.on_connected, WRITABLE)
 
@@ -220,7 +224,7 @@ class TcpRecvChannel(RecvChannel):
         self.let_go(tag)
         self._expected.pop(tag, None)
         if self._arriving is not None and self._arriving.tag == tag:
-            self._arriving.told = False
+            self._arriving.told = None
 
     def let_go(self, tag: int) -> None:
         expected = self._expected.get(tag)
@@ -247,13 +251,26 @@ class TcpRecvChannel(RecvChannel):
             self._drop_arriving()
 
     @property
-    def connecting(self) -> bool:
-        return bool(self._hello) and self.error is None
-
-    @property
     def starved(self) -> bool:
         """A message is here and there is no slot for it."""
         return self._head.left == 0 and self._arriving is None and self.error is None
+
+    def check(self, now: float) -> bool:
+        """Fail where the connection does not come about, or P stopped in the middle of a message. Go on where a slot
+        was missing and is there now; whether that was so."""
+        if self.error is not None:
+            return False
+        if self._hello and now > self.deadline:
+            waited = f"{CONNECT_SECONDS:g} s"
+            self.fail(f"tcp: no connection to the producer's data port in {waited}; is a firewall between?")
+        elif self.starved:
+            if self._begin():
+                self._plane.sockets.watch(self._sock, self.on_readable)
+                self.on_readable()
+                return True
+        elif (self._arriving is not None or self._head.done) and now > self._heard + _SILENCE_SECONDS:
+            self.fail(f"tcp: the producer stopped in the middle of a message, {_SILENCE_SECONDS} s ago")
+        return False
 
     def on_connected(self) -> None:
         """The connection stands, or could not be made: say hello."""
@@ -288,6 +305,7 @@ class TcpRecvChannel(RecvChannel):
                     self.fail("tcp: the producer closed the channel or died")
                     return
                 left -= got
+                self._heard = time.monotonic()
                 if self._arriving is not None and not self._arriving.vector.left:
                     self._finish()
         except BlockingIOError:
@@ -306,11 +324,15 @@ class TcpRecvChannel(RecvChannel):
             wanted = f"expected {expected.nbytes}" if expected else f"limit {self._plane.slot_bytes}"
             self.fail(f"tcp: message {tag:#x} has {nbytes} bytes, {wanted}")
             return False
-        slot = None
+        slot, told = None, nbytes if expected is not None else None
         if expected is None:
             pieces = self._plane.nowhere(nbytes)
         elif expected.into is not None:
-            pieces = expected.into()
+            try:
+                pieces = expected.into()
+            except Exception:  # an error there is this message's, not everybody's
+                logger.exception("kvferry: no place for a message")
+                pieces, told = self._plane.nowhere(nbytes), 0
         else:
             slot = self._plane.recv_pool.take()
             if slot is None:
@@ -318,30 +340,24 @@ class TcpRecvChannel(RecvChannel):
                 return False
             pieces = Pieces(np.array([slot.address]), np.array([nbytes]))
         self._expected.pop(tag, None)
-        self._arriving = _Arriving(tag, nbytes, Vector(pieces), slot, slot is not None, expected is not None)
+        self._arriving = _Arriving(tag, Vector(pieces), slot, told)
         return True
 
     def _on_end(self) -> None:
         self.fail("tcp: the producer closed the channel or died")
 
-    def go_on(self) -> None:
-        """A slot may be free again."""
-        if self.starved and self._plane.recv_pool.free:
-            self._plane.sockets.watch(self._sock, self.on_readable)
-            self.on_readable()
-
     def _finish(self) -> None:
         arriving, self._arriving = self._arriving, None
         assert arriving is not None
         self._head = self._new_head()
-        if not arriving.told:
+        if arriving.told is None:
             if arriving.slot is not None:
                 self._plane.recv_pool.put(arriving.slot)
         elif arriving.slot is None:
-            self._arrived.append(Received(arriving.tag, 0, arriving.nbytes, _nothing, placed=True))
+            self._arrived.append(Received(arriving.tag, 0, arriving.told, _nothing, placed=True))
         else:
             release = partial(self._plane.recv_pool.put, arriving.slot)
-            self._arrived.append(Received(arriving.tag, arriving.slot.address, arriving.nbytes, release))
+            self._arrived.append(Received(arriving.tag, arriving.slot.address, arriving.told, release))
 
     def _drop_arriving(self) -> None:
         arriving, self._arriving = self._arriving, None
@@ -359,4 +375,4 @@ def _tune(sock: socket.socket) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)):
         sock.setsockopt(socket.IPPROTO_TCP, option, value)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENCE_MS)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENCE_SECONDS * 1000)

@@ -15,7 +15,7 @@ import secrets
 import socket
 import time
 from collections.abc import Iterator
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -24,7 +24,6 @@ import zmq
 from msgspec import Meta
 
 from kvferry.connector.errors import PlaneUnavailableError, ProtocolError, TransportError
-from kvferry.transport import tcp_channels
 from kvferry.transport.plane import Pieces, Plane, RecvChannel, SendChannel, decode_payload
 from kvferry.transport.sockets import CHANNEL_BYTES, MAX_STRANGERS, SECRET_BYTES, Lobby, Sockets
 from kvferry.transport.staging import SlotPool
@@ -35,7 +34,6 @@ _SCRATCH_BYTES = 256 << 10
 
 
 class _Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    host: Annotated[str, Meta(min_length=1, max_length=255)]
     port: Annotated[int, Meta(gt=0, lt=65536)]
     secret: Annotated[bytes, Meta(min_length=SECRET_BYTES, max_length=SECRET_BYTES)]
 
@@ -50,22 +48,21 @@ class TcpPlane(Plane):
 
     Args:
         host: the local address that P's end binds to.
-        told_host: the address that D is told to connect to.
         slot_bytes: largest message; peers with different sizes use the smaller one.
         staging_bytes: bound for P's slots, and for D's, where runs are too short to do without.
     """
 
     name: ClassVar[str] = "tcp"
 
-    def __init__(self, host: str, told_host: str, slot_bytes: int, staging_bytes: int) -> None:
+    def __init__(self, host: str, slot_bytes: int, staging_bytes: int) -> None:
         self.slot_bytes = slot_bytes
         self.sockets = Sockets()
         self.send_pool = SlotPool(slot_bytes, staging_bytes)
         self.recv_pool = SlotPool(slot_bytes, staging_bytes)
-        self.channels: set[TcpSendChannel | TcpRecvChannel] = set()
+        self.channels: dict[TcpSendChannel | TcpRecvChannel, None] = {}
         self.zeros: npt.NDArray[np.uint8] = np.zeros(_SCRATCH_BYTES, dtype=np.uint8)
         self._waste: npt.NDArray[np.uint8] = np.empty(_SCRATCH_BYTES, dtype=np.uint8)
-        self._host, self._told_host = host, told_host
+        self._host = host
         self._lobby: Lobby | None = None
         self._offer: _Offer | None = None
         self._awaited: dict[bytes, TcpSendChannel] = {}
@@ -73,36 +70,36 @@ class TcpPlane(Plane):
 
     def offer(self) -> bytes:
         if self._offer is None:
-            family = socket.getaddrinfo(self._host, 0, type=socket.SOCK_STREAM)[0][0]
-            listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
             try:
-                listener.bind((self._host, 0))
+                family, _, _, _, address = socket.getaddrinfo(self._host, 0, type=socket.SOCK_STREAM)[0]
+                listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+            except OSError as error:
+                raise PlaneUnavailableError(f"tcp: {self._host!r} is no address: {error.strerror}") from None
+            try:
+                listener.bind(address)
                 listener.listen(MAX_STRANGERS)
             except OSError as error:
                 listener.close()
                 raise PlaneUnavailableError(f"tcp: cannot listen on {self._host}: {error.strerror}") from None
             port = listener.getsockname()[1]
-            self._offer = _Offer(self._told_host, port, secrets.token_bytes(SECRET_BYTES))
+            self._offer = _Offer(port, secrets.token_bytes(SECRET_BYTES))
             self._lobby = Lobby(self.sockets, listener, self._offer.secret, arrived=self._came)
         return msgspec.msgpack.encode(self._offer)
 
-    def connect(self, offer: bytes) -> tuple[RecvChannel, bytes]:
+    def connect(self, offer: bytes, host: str) -> tuple[RecvChannel, bytes]:
         theirs = decode_payload(offer, _Offer, "tcp offer")
+        family, _, _, _, address = _numeric(host, theirs.port)
+        sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
-            found = socket.getaddrinfo(theirs.host, theirs.port, type=socket.SOCK_STREAM)[0]
-            sock = socket.socket(found[0], socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        except OSError as error:
-            raise PlaneUnavailableError(f"tcp: {theirs.host!r} cannot be resolved: {error}") from None
-        try:
-            sock.connect(found[4])
+            sock.connect(address)
         except BlockingIOError:
             pass  # under way
         except OSError as error:
             sock.close()
-            raise PlaneUnavailableError(f"tcp: {theirs.host} cannot be reached: {error.strerror}") from None
+            raise PlaneUnavailableError(f"tcp: {host} cannot be reached: {error.strerror}") from None
         channel_id = secrets.token_bytes(CHANNEL_BYTES)
         channel = TcpRecvChannel(self, sock, theirs.secret + channel_id)
-        self.channels.add(channel)
+        self.channels[channel] = None
         return channel, msgspec.msgpack.encode(_Attach(channel_id, self.slot_bytes))
 
     def accept(self, payload: bytes) -> tuple[SendChannel, bytes]:
@@ -112,7 +109,7 @@ class TcpPlane(Plane):
         if attach.channel in self._awaited or any(channel.id == attach.channel for channel in self._senders()):
             raise ProtocolError("tcp attach: this channel exists already")
         channel = TcpSendChannel(self, attach.channel, min(self.slot_bytes, attach.slot_bytes))
-        self.channels.add(channel)
+        self.channels[channel] = None
         self._awaited[attach.channel] = channel
         self._came(attach.channel)  # D's connection may be here before its Attach, or after
         return channel, b""
@@ -130,13 +127,10 @@ class TcpPlane(Plane):
         for late in self._awaited.values():
             if late.error is None and now > late.deadline:
                 late.fail("tcp: the consumer's connection did not come")
-        for channel in self.channels:
-            if isinstance(channel, TcpRecvChannel):
-                if channel.starved:
-                    channel.go_on()
-                elif channel.connecting and now > channel.deadline:
-                    waited = f"{tcp_channels.CONNECT_SECONDS:g} s"
-                    channel.fail(f"tcp: no connection to the producer's data port in {waited}; is a firewall between?")
+        for channel in [c for c in self.channels if isinstance(c, TcpRecvChannel)]:
+            if channel.check(now):  # it has a slot now; at the next shortage the others come first
+                moved = True
+                self.channels[channel] = self.channels.pop(channel)
         return moved
 
     def arm(self) -> bool:
@@ -154,7 +148,7 @@ class TcpPlane(Plane):
 
     def drop(self, channel: TcpSendChannel | TcpRecvChannel) -> None:
         """A channel was closed."""
-        self.channels.discard(channel)
+        self.channels.pop(channel, None)
         if isinstance(channel, TcpSendChannel):
             self._awaited.pop(channel.id, None)
 
@@ -173,3 +167,11 @@ class TcpPlane(Plane):
         if channel is not None and sock is not None:
             del self._awaited[channel_id]
             channel.connected(sock)
+
+
+def _numeric(host: str, port: int) -> tuple[Any, ...]:
+    """Family and address of a numeric host; never asks a name server."""
+    try:
+        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[0]
+    except OSError as error:
+        raise PlaneUnavailableError(f"tcp: {host!r} is no address: {error.strerror}") from None

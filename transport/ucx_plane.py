@@ -205,7 +205,7 @@ class UcxPlane(Plane):
     def offer(self) -> bytes:
         return msgspec.msgpack.encode(_Offer(self._worker.address, zlib.crc32(self._worker.address)))
 
-    def connect(self, offer: bytes) -> tuple[RecvChannel, bytes]:
+    def connect(self, offer: bytes, host: str) -> tuple[RecvChannel, bytes]:
         theirs = decode_payload(offer, _Offer, "ucx offer")
         link = self._link(theirs)
         farewell = secrets.token_bytes(8)

@@ -25,6 +25,7 @@ import zmq
 from msgspec import Meta
 
 from kvferry.connector.errors import PlaneUnavailableError, ProtocolError, TransportError
+from kvferry.transport.framing import url
 from kvferry.transport.gate import Monitor, unwatch
 from kvferry.transport.plane import ConfigureSocket, Plane, Received, RecvChannel, SendChannel, Slot, decode_payload
 from kvferry.transport.staging import SlotPool
@@ -57,7 +58,6 @@ _LOST = int(
 
 
 class _Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    host: Annotated[str, Meta(min_length=1, max_length=256)]
     port: Annotated[int, Meta(ge=1, le=65535)]
 
 
@@ -165,7 +165,7 @@ class ZmqSendChannel(SendChannel):
 class ZmqRecvChannel(RecvChannel):
     """D's end."""
 
-    def __init__(self, plane: ZmqPlane, offer: _Offer, window: int) -> None:
+    def __init__(self, plane: ZmqPlane, host: str, port: int, window: int) -> None:
         self._plane = plane
         self.id = b"k" + secrets.token_bytes(_CHANNEL_BYTES - 1)  # ZMQ keeps ids that start with 0 to itself
         self.window = window
@@ -173,16 +173,16 @@ class ZmqRecvChannel(RecvChannel):
         self._arrived: list[Received] = []
         self._closed = False
         self._deadline: float | None = time.monotonic() + _CONNECT_SECONDS
-        self._where = f"{offer.host}:{offer.port}"
+        self._where = f"{host}:{port}"
         self.socket = plane._socket(zmq.DEALER, server=False)
         self.socket.routing_id = self.id
         self.socket.rcvhwm = window + 8
         self.socket.maxmsgsize = plane._slot_bytes
         self.socket.reconnect_ivl = -1  # the producer listens already; a connection that is lost stays lost
         self.monitor = Monitor(self.socket, _LOST)
-        host = f"[{offer.host}]" if ":" in offer.host else offer.host
+        self.socket.ipv6 = ":" in host
         try:
-            self.socket.connect(f"tcp://{host}:{offer.port}")
+            self.socket.connect(url(host, port))
             self.socket.send(b"h", zmq.NOBLOCK)
         except zmq.ZMQError as error:
             self._shut()
@@ -295,7 +295,6 @@ class ZmqPlane(Plane):
 
     Args:
         host: the local address that the ROUTER binds to.
-        told_host: the address that D is told to connect to.
         slot_bytes: size of a slot; peers with different sizes use the smaller one.
         staging_bytes: bound for P's slots, and for the frames that D holds.
         configure: called with every socket before it binds (``True``) or connects (``False``).
@@ -303,10 +302,8 @@ class ZmqPlane(Plane):
 
     name: ClassVar[str] = "zmq"
 
-    def __init__(
-        self, host: str, told_host: str, slot_bytes: int, staging_bytes: int, configure: ConfigureSocket | None
-    ) -> None:
-        self._host, self._told_host = host, told_host
+    def __init__(self, host: str, slot_bytes: int, staging_bytes: int, configure: ConfigureSocket | None) -> None:
+        self._host = host
         self._configure = configure
         self._slot_bytes = slot_bytes
         self._pool = SlotPool(slot_bytes, staging_bytes)
@@ -326,16 +323,16 @@ class ZmqPlane(Plane):
     def offer(self) -> bytes:
         if self._bound is None:
             self._bind()
-        return msgspec.msgpack.encode(_Offer(self._told_host, self._port))
+        return msgspec.msgpack.encode(_Offer(self._port))
 
-    def connect(self, offer: bytes) -> tuple[RecvChannel, bytes]:
+    def connect(self, offer: bytes, host: str) -> tuple[RecvChannel, bytes]:
         theirs = decode_payload(offer, _Offer, "zmq offer")
         window = min(_WINDOW, (self._window_left + 1) // 2)
         if window < 1:
             raise PlaneUnavailableError(
                 f"zmq: staging memory is used up by {len(self._receivers)} channels; raise staging_bytes"
             )
-        channel = ZmqRecvChannel(self, theirs, window)
+        channel = ZmqRecvChannel(self, host, theirs.port, window)
         self._window_left -= window
         self._receivers.add(channel)
         return channel, msgspec.msgpack.encode(_Attach(channel.id, self._slot_bytes, window))

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import pytest
 from ranks import Rank, grant, load_plan, peer, wait
 from stage import Stage
-from test_aborts import another_works, halves
+from test_aborts import Gate, another_works, halves
 
 from kvferry.connector import consumer, producer, protocol, worker
 from kvferry.connector.config import Settings
@@ -61,7 +61,7 @@ class RawD:
     def attach(self, welcome: protocol.Welcome) -> None:
         """Send an Attach; the answer is the caller's."""
         offers = {offer.name: offer.payload for offer in welcome.planes}
-        _, payload = self.plane.connect(offers["shm"])
+        _, payload = self.plane.connect(offers["shm"], "127.0.0.1")
         self.send(protocol.Attach(plane="shm", payload=payload))
 
     def ask(self, read: int, token: bytes, spans: int = 1) -> None:
@@ -92,10 +92,14 @@ def raw(pair: tuple[Rank, Rank]) -> Iterator[RawD]:
     raw.close()
 
 
-def test_a_second_attach_is_refused(pair: tuple[Rank, Rank], raw: RawD) -> None:
+def test_a_second_attach_is_refused_once_the_first_was_used(pair: tuple[Rank, Rank], raw: RawD) -> None:
+    token = grant(pair[:1], "req-p", THEIRS, TOKENS)
     welcome = raw.greet()
-    raw.attach(welcome)
-    raw.answer(protocol.Attached)
+    for _ in range(3):  # D could not use what it was given
+        raw.attach(welcome)
+        raw.answer(protocol.Attached)
+    raw.ask(7, token)
+    raw.answer(protocol.Grant)
     raw.attach(welcome)
     assert "attached already" in raw.answer(protocol.Refused).theirs
     another_works(*pair)
@@ -187,6 +191,43 @@ def test_a_link_that_nobody_uses_gives_its_staging_back(stage: Stage, monkeypatc
     monkeypatch.setattr(consumer, "IDLE_LINK_SECONDS", 0.3)
     assert wait(lambda: plane._left_bytes == settings.staging_bytes and not halves(p)[0]._sessions._sessions, [p, d], 4)
     another_works(p, d)
+
+
+def test_staging_that_is_used_up_leads_to_the_next_plane(stage: Stage) -> None:
+    """P closes D's connection before its refusal is here: that must not look like P's death."""
+    p = stage.rank(settings=Settings(staging_bytes=8 << 20))
+    p.fill(THEIRS, TOKENS)
+    sessions = halves(p)[0]._sessions
+    sessions._offers = tuple(offer for offer in sessions._offers if offer.name in ("shm", "zmq"))
+    planes = []
+    for n in range(3):
+        d = stage.rank(engine_id=f"engine-{n}")
+        token = grant([p], f"p{n}", THEIRS, TOKENS)
+        d.worker.post(load_plan(f"d{n}", token, peer([p]), OURS, 0, TOKENS))
+        assert wait(lambda d=d, n=n: d.received == {f"d{n}"}, [p, d])  # type: ignore[misc]
+        assert not d.failed
+        planes.append(d.plane)
+    assert planes[0] == "shm" and planes[-1] == "zmq", planes
+
+
+def test_a_d_that_does_not_read_does_not_hold_up_the_others(stage: Stage) -> None:
+    form = {"settings": Settings(plane="tcp"), "content": 4096, "layers": 8}
+    p, slow, d = stage.rank(**form), stage.rank(engine_id="slow", **form), stage.rank(engine_id="engine-d", **form)
+    p.fill(THEIRS, TOKENS)
+    token = grant([p], "req-p", THEIRS, TOKENS)
+    pushes = halves(p)[0]._pushes
+    plane = slow.worker.site.plane("tcp")
+    real = plane.progress
+    stuck = Gate(plane, "progress", lambda: real() if not any(push.reading for push in pushes._pushes) else False)
+    for n in range(8):
+        slow.worker.post(load_plan(f"s{n}", token, peer([p]), OURS, 0, TOKENS, consumer=b"s" * 16))
+    assert wait(lambda: len(pushes) == 8 and any(push.reading for push in list(pushes._pushes)), [slow], 5)
+    begun = time.monotonic()
+    d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
+    assert wait(lambda: d.received == {"req-d"}, [d], 5) and not d.failed
+    assert time.monotonic() - begun < 0.3, "53 MB in 13 messages, each of which waited for a tick"
+    stuck.open()
+    assert wait(lambda: len(slow.received) == 8, [p, slow])
 
 
 def test_a_plane_that_breaks_does_not_stop_the_others(pair: tuple[Rank, Rank], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import resource
 import sys
 import time
 from collections import deque
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ class Peer:
         return base64.b64encode(self.plane.offer()).decode()
 
     def do_connect(self, id: str, offer: str) -> str:
-        self.channels[id], payload = self.plane.connect(base64.b64decode(offer))
+        self.channels[id], payload = self.plane.connect(base64.b64decode(offer), "127.0.0.1")
         self.good[id] = []
         return base64.b64encode(payload).decode()
 
@@ -121,7 +122,10 @@ class Peer:
     def do_garbage(self, as_offer: list[str], as_attach: list[str]) -> list[str]:
         """What each malformed payload raises; anything but our own errors ends the process."""
         names = []
-        for call, payloads in ((self.plane.connect, as_offer), (self.plane.accept, as_attach)):
+        for call, payloads in (
+            (partial(self.plane.connect, host="127.0.0.1"), as_offer),
+            (self.plane.accept, as_attach),
+        ):
             for payload in payloads:
                 try:
                     call(base64.b64decode(payload))

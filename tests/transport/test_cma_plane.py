@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from kvferry.connector.errors import PlaneUnavailableError, ProtocolError, TransportError
+from kvferry.transport import cma_plane
 from kvferry.transport.cma_plane import CmaPlane, _Offer
 
 import msgspec  # isort: skip
@@ -21,7 +22,7 @@ CHILD = """
 import sys, ctypes
 from kvferry.transport.cma_plane import CmaPlane
 plane = CmaPlane()
-block = ctypes.create_string_buffer(bytes(range(256)) * 4096)
+block = ctypes.create_string_buffer(bytes(range(256)) * 32768)
 print(plane.offer().hex(), ctypes.addressof(block), flush=True)
 sys.stdin.read()
 """
@@ -41,14 +42,18 @@ def column(*values: int) -> np.ndarray:
     return np.array(values, dtype=np.int64)
 
 
-def test_scattered_runs_arrive(child: tuple[subprocess.Popen[str], bytes, int]) -> None:
+@pytest.mark.parametrize(("count", "threads"), [(1, 4), (4096, 4), (32768, 1), (32768, 2), (32768, 4)])
+def test_scattered_runs_arrive(
+    child: tuple[subprocess.Popen[str], bytes, int], count: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cma_plane, "_threads", lambda: threads)
     _, offer, address = child
     plane = CmaPlane()
-    reader, _ = plane.connect(offer)
-    into = np.zeros(1 << 20, dtype=np.uint8)
-    order = np.random.default_rng(1).permutation(4096)
-    reader.read(into.ctypes.data + 256 * np.arange(4096), address + 256 * order, np.full(4096, 256))
-    assert (into.reshape(4096, 256) == np.arange(256, dtype=np.uint8)).all()
+    reader, _ = plane.connect(offer, "127.0.0.1")
+    into = np.zeros(256 * count, dtype=np.uint8)
+    order = np.random.default_rng(1).permutation(count)
+    reader.read(into.ctypes.data + 256 * np.arange(count), address + 256 * order, np.full(count, 256))
+    assert (into.reshape(count, 256) == np.arange(256, dtype=np.uint8)).all()
     plane.close()
     plane.close()
 
@@ -60,7 +65,7 @@ def test_descriptors_beyond_those_of_select(child: tuple[subprocess.Popen[str], 
     held = [os.dup(0) for _ in range(1100)]
     plane = CmaPlane()
     try:
-        reader, _ = plane.connect(offer)
+        reader, _ = plane.connect(offer, "127.0.0.1")
         assert reader.pidfd > 1024
         process.kill()
         process.wait(10)
@@ -76,7 +81,7 @@ def test_descriptors_beyond_those_of_select(child: tuple[subprocess.Popen[str], 
 def test_the_end_of_the_process_is_noticed(child: tuple[subprocess.Popen[str], bytes, int]) -> None:
     process, offer, address = child
     plane = CmaPlane()
-    reader, _ = plane.connect(offer)
+    reader, _ = plane.connect(offer, "127.0.0.1")
     assert not plane.progress()
     process.kill()
     process.wait(10)
@@ -91,7 +96,7 @@ def test_the_end_of_the_process_is_noticed(child: tuple[subprocess.Popen[str], b
 
 
 def test_an_address_that_is_not_mapped(child: tuple[subprocess.Popen[str], bytes, int]) -> None:
-    reader, _ = CmaPlane().connect(child[1])
+    reader, _ = CmaPlane().connect(child[1], "127.0.0.1")
     into = np.zeros(8, dtype=np.uint8)
     with pytest.raises(TransportError, match="Bad address"):
         reader.read(column(into.ctypes.data), column(4096), column(8))
@@ -111,13 +116,13 @@ def test_another_process_is_not_taken_for_p(
 ) -> None:
     offer = msgspec.msgpack.decode(child[1], type=_Offer)
     with pytest.raises(PlaneUnavailableError, match=named) as caught:
-        CmaPlane().connect(msgspec.msgpack.encode(msgspec.structs.replace(offer, **changes)))
+        CmaPlane().connect(msgspec.msgpack.encode(msgspec.structs.replace(offer, **changes)), "127.0.0.1")
     assert "\n" not in str(caught.value)
 
 
 def test_garbage_is_refused() -> None:
     with pytest.raises(ProtocolError):
-        CmaPlane().connect(b"\x80\x04garbage")
+        CmaPlane().connect(b"\x80\x04garbage", "127.0.0.1")
 
 
 def test_a_refused_connect_leaves_no_descriptor_behind(child: tuple[subprocess.Popen[str], bytes, int]) -> None:
@@ -126,5 +131,5 @@ def test_a_refused_connect_leaves_no_descriptor_behind(child: tuple[subprocess.P
     before = len(os.listdir("/proc/self/fd"))
     for changes in ({"secret": bytes(16)}, {"address": 4096}) * 5:
         with pytest.raises(PlaneUnavailableError):
-            plane.connect(msgspec.msgpack.encode(msgspec.structs.replace(offer, **changes)))
+            plane.connect(msgspec.msgpack.encode(msgspec.structs.replace(offer, **changes)), "127.0.0.1")
     assert len(os.listdir("/proc/self/fd")) == before

@@ -400,7 +400,7 @@ def test_unknown_plane_is_refused() -> None:
 
 def test_reply_where_none_is_expected_is_refused() -> None:
     plane = make_plane("shm", host="127.0.0.1", slot_bytes=SLOT, staging_bytes=STAGING)
-    channel, _ = plane.connect(plane.offer())
+    channel, _ = plane.connect(plane.offer(), "127.0.0.1")
     with pytest.raises(ProtocolError, match="expected none"):
         plane.finish(channel, b"x")
     plane.close()

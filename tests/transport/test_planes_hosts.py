@@ -129,7 +129,7 @@ def test_shm_knows_another_network_namespace() -> None:
         "import base64; from kvferry.transport.plane import make_plane\n"
         "from kvferry.connector.errors import PlaneUnavailableError\n"
         f"d = make_plane('shm', host='127.0.0.1', slot_bytes={SLOT}, staging_bytes={STAGING})\n"
-        f"try: d.connect(base64.b64decode({offer!r})); print('connected')\n"
+        f"try: d.connect(base64.b64decode({offer!r}), '127.0.0.1'); print('connected')\n"
         "except PlaneUnavailableError as error: print(error)"
     )
     for command, expected in (([], "connected"), (["unshare", "--net"], "network namespace")):
@@ -152,7 +152,7 @@ def test_shm_lets_only_its_own_user_in() -> None:
         "os.setuid(65534); lie = os.getuid\n"
         "shm_plane.os.getuid = lambda: 0\n"  # get past our own check, to meet that of the peer
         f"d = make_plane('shm', host='127.0.0.1', slot_bytes={SLOT}, staging_bytes={STAGING})\n"
-        f"channel, _ = d.connect(base64.b64decode({offer!r}))\n"
+        f"channel, _ = d.connect(base64.b64decode({offer!r}), '127.0.0.1')\n"
         "print('connected', flush=True); sys.stdin.readline(); d.progress(); print(channel.error)"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
@@ -182,7 +182,7 @@ def test_zmq_with_curve() -> None:
     for pair, welcome in ((keys, True), (others, False), (None, False)):
         d = plane(pair)
         try:
-            receiver, payload = d.connect(p.offer())
+            receiver, payload = d.connect(p.offer(), "127.0.0.1")
         except PlaneUnavailableError:  # P may refuse before the first message is queued
             assert not welcome
             d.close()
@@ -209,7 +209,7 @@ def test_ucx_tells_when_there_is_no_way() -> None:
         "from kvferry.connector.errors import PlaneUnavailableError\n"
         "import os; os.environ['UCX_TLS'] = 'self' if sys.argv[1] == 'self' else 'tcp'\n"
         f"d = make_plane('ucx', host='127.0.0.1', slot_bytes={SLOT}, staging_bytes={STAGING})\n"
-        "try: d.connect(base64.b64decode(sys.argv[2])); print('connected')\n"
+        "try: d.connect(base64.b64decode(sys.argv[2]), '127.0.0.1'); print('connected')\n"
         "except PlaneUnavailableError as error: print(error)"
     )
     p = make_plane("ucx", host="127.0.0.1", slot_bytes=SLOT, staging_bytes=STAGING)
@@ -231,5 +231,5 @@ def test_ucx_address_of_another_format_is_refused() -> None:
     offer = msgspec.msgpack.decode(p.offer())
     address = bytes([offer["address"][0] ^ 0x0F]) + os.urandom(100)
     with pytest.raises(PlaneUnavailableError, match="same UCX release"):
-        p.connect(msgspec.msgpack.encode({"address": address, "checksum": zlib.crc32(address)}))
+        p.connect(msgspec.msgpack.encode({"address": address, "checksum": zlib.crc32(address)}), "127.0.0.1")
     p.close()

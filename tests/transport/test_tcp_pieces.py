@@ -47,8 +47,8 @@ class Ends:
     """Both ends of one channel, in one process."""
 
     def __init__(self) -> None:
-        self.p, self.d = (TcpPlane("127.0.0.1", "127.0.0.1", SLOT, 4 * SLOT) for _ in range(2))
-        receiver, payload = self.d.connect(self.p.offer())
+        self.p, self.d = (TcpPlane("127.0.0.1", SLOT, 4 * SLOT) for _ in range(2))
+        receiver, payload = self.d.connect(self.p.offer(), "127.0.0.1")
         sender, _ = self.p.accept(payload)
         assert isinstance(sender, TcpSendChannel) and isinstance(receiver, TcpRecvChannel)
         self.sender, self.receiver = sender, receiver
@@ -212,11 +212,57 @@ def test_a_forgotten_message_is_not_reported(ends: Ends) -> None:
     assert not target.bytes.any()
 
 
+def test_a_message_without_a_place_is_reported_empty(ends: Ends) -> None:
+    source = Memory(90_000, 4000, 1)
+
+    def nowhere() -> Pieces:
+        raise RuntimeError("planted")
+
+    ends.receiver.expect(1, 90_000, nowhere)
+    ends.sender.send_pieces(source.pieces, 1)
+    message = ends.arrival()
+    assert (message.tag, message.nbytes) == (1, 0)
+    follows(ends)
+
+
+def test_a_producer_that_stops_in_the_middle(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp_channels, "_SILENCE_SECONDS", 0.3)
+    assert not ends.until(lambda: ends.receiver.error is not None, 1), "idle is not silent"
+    source, target = Memory(SLOT, 8192, 1), Memory(SLOT, 8192, 2)
+    ends.receiver.expect(1, SLOT, lambda: target.pieces)
+    ends.send_half(source, 1)
+    for _ in range(2000):
+        ends.d.progress()
+    assert ends.receiver.error is None
+    end = time.monotonic() + 3
+    while ends.receiver.error is None and time.monotonic() < end:
+        ends.d.progress()
+    assert "stopped in the middle" in str(ends.receiver.error)
+
+
+def test_silent_strangers_do_not_keep_others_out(ends: Ends) -> None:
+    offer = ends.p._offer
+    assert offer is not None
+    silent = [socket.create_connection(("127.0.0.1", offer.port)) for _ in range(40)]
+    for _ in range(50):
+        ends.p.progress()
+    silent += [socket.create_connection(("127.0.0.1", offer.port)) for _ in range(60)]
+    for _ in range(50):
+        ends.p.progress()
+    receiver, payload = ends.d.connect(ends.p.offer(), "127.0.0.1")
+    sender, _ = ends.p.accept(payload)
+    assert isinstance(sender, TcpSendChannel)
+    assert ends.until(lambda: sender.ready)
+    assert receiver.error is None
+    for one in silent:
+        one.close()
+
+
 def test_a_stranger_is_shown_out(ends: Ends) -> None:
     offer = ends.p._offer
     assert offer is not None
     for hello in (b"x" * 48, offer.secret + b"y" * 15, b"GET / HTTP/1.1\r\n\r\n"):
-        with socket.create_connection((offer.host, offer.port)) as stranger:
+        with socket.create_connection(("127.0.0.1", offer.port)) as stranger:
             stranger.sendall(hello)
             stranger.shutdown(socket.SHUT_WR)
             stranger.settimeout(0.01)
@@ -237,7 +283,7 @@ def test_a_stranger_is_shown_out(ends: Ends) -> None:
 
 def test_a_connection_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp_channels, "CONNECT_SECONDS", 0.2)
-    p, d = (TcpPlane("127.0.0.1", "127.0.0.1", SLOT, SLOT) for _ in range(2))
+    p, d = (TcpPlane("127.0.0.1", SLOT, SLOT) for _ in range(2))
     with socket.socket() as deaf:  # takes no connection: its queue is full
         deaf.bind(("127.0.0.1", 0))
         deaf.listen(0)
@@ -248,7 +294,8 @@ def test_a_connection_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> Non
         offer = p.offer()
         assert p._offer is not None
         real = p._offer.port
-        receiver, payload = d.connect(offer.replace(real.to_bytes(2, "big"), deaf.getsockname()[1].to_bytes(2, "big")))
+        theirs = offer.replace(real.to_bytes(2, "big"), deaf.getsockname()[1].to_bytes(2, "big"))
+        receiver, payload = d.connect(theirs, "127.0.0.1")
         sender, _ = p.accept(payload)
         end = time.monotonic() + 5
         while (receiver.error is None or sender.error is None) and time.monotonic() < end:
