@@ -197,8 +197,22 @@ def test_staging_that_is_used_up_leads_to_the_next_plane(stage: Stage) -> None:
     """P closes D's connection before its refusal is here: that must not look like P's death."""
     p = stage.rank(settings=Settings(staging_bytes=8 << 20))
     p.fill(THEIRS, TOKENS)
-    sessions = halves(p)[0]._sessions
+    producer = halves(p)[0]
+    sessions, reply, tick, late = producer._sessions, producer._reply, producer.tick, []
     sessions._offers = tuple(offer for offer in sessions._offers if offer.name in ("shm", "zmq"))
+
+    def slowly(identity: bytes, message: object) -> None:
+        if isinstance(message, protocol.Refused):
+            late.append((time.monotonic() + 0.2, identity, message))
+        else:
+            reply(identity, message)
+
+    def on_tick(now: float) -> None:
+        tick(now)
+        while late and late[0][0] < time.monotonic():
+            reply(*late.pop(0)[1:])
+
+    producer._reply, producer.tick = slowly, on_tick
     planes = []
     for n in range(3):
         d = stage.rank(engine_id=f"engine-{n}")
