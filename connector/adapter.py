@@ -62,8 +62,7 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
         groups = compat.layer_groups(kv_cache_config)
         if role == compat.KVConnectorRole.SCHEDULER:
             parallel = vllm_config.parallel_config
-            # Where ranks step together, or stages have batches in flight, an empty step is not an idle engine.
-            self._alone = parallel.data_parallel_size == parallel.pipeline_parallel_size == 1
+            self._alone = self.stepping_alone(parallel)
             self._scheduler = SchedulerHalf(
                 settings,
                 str(transfer.engine_id),
@@ -81,6 +80,11 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
                 )
         else:
             self._worker = WorkerHalf(settings, compat.rank_info(vllm_config), groups)
+
+    @staticmethod
+    def stepping_alone(parallel: Any) -> bool:
+        """Whether an empty step is an idle engine: not where ranks step together, or stages have batches in flight."""
+        return bool(parallel.data_parallel_size == parallel.pipeline_parallel_size == 1)
 
     # --- class level --------------------------------------------------------------------------------------------
 

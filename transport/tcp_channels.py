@@ -67,6 +67,9 @@ class TcpSendChannel(SendChannel):
     def connected(self, sock: socket.socket) -> None:
         """D's connection is here."""
         self.sock = sock
+        # Ends the stream at once when this process ends: otherwise the kernel would first deliver what is unsent, and
+        # a D that takes nothing just now would not hear of our death.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         _tune(sock)
         self._plane.sockets.watch(sock, self.on_readable)
 

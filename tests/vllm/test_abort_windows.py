@@ -11,12 +11,18 @@ from stepped import PREFILL, Engine, eventually, mover_of, prefill, run, settle
 from vllm.v1.request import RequestStatus
 from yard import Lines, Yard
 
-from kvferry.connector import protocol
+from kvferry.connector import protocol, worker
 from kvferry.connector.handover import Phase
 
 pytestmark = pytest.mark.vllm
 IDS = prompt(400)
 Pair = tuple[Engine, Engine]
+
+
+@pytest.fixture(autouse=True)
+def no_idle_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the step that starts a load would wait for its end, and there would be no window."""
+    monkeypatch.setattr(worker, "IDLE_WAIT_SECONDS", 0.0)
 
 
 def loading(d: Engine, request_id: str) -> None:

@@ -9,6 +9,7 @@ import pytest
 from labelled import BLOCK, prompt
 from stepped import PREFILL, Engine, mover_of, prefill, run, settle
 from stepped_rank import RUNNERS
+from vllm.config import ParallelConfig
 from yard import Yard
 
 from kvferry.connector.consumer import Finished
@@ -35,6 +36,27 @@ def test_a_prompt_of_any_length_is_handed_over(pair: Pair, tokens: int) -> None:
     assert len(d.answers[request_id].tokens) == 20
     settle(p, d)
     assert not d.workers[0].failed
+
+
+@pytest.mark.parametrize("ranks", ["alone", "data parallel", "pipeline"])
+def test_a_step_is_idle_that_computes_nothing_and_holds_up_nobody(pair: Pair, ranks: str) -> None:
+    p, d = pair
+    connector = d.scheduler.connector
+    real, seen = connector.build_connector_meta, []
+
+    def build(output: Any) -> Any:
+        meta = real(output)
+        seen.append((output.total_num_scheduled_tokens == 0, meta.plan.idle))
+        return meta
+
+    connector.build_connector_meta = build
+    if ranks != "alone":  # as the constructor decides
+        connector._alone = connector.stepping_alone(
+            ParallelConfig(data_parallel_size=2 if "data" in ranks else 1, pipeline_parallel_size=1 + ("pipe" in ranks))
+        )
+    hand_over(p, d, prompt(100))
+    assert {empty for empty, _ in seen} == {True, False}
+    assert all(idle == (empty and ranks == "alone") for empty, idle in seen)
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
