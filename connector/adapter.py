@@ -171,6 +171,7 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
     # --- worker side --------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        compat.permit_amx()
         self._working.register(kv_caches, compat.num_blocks(self._config))
 
     def get_handshake_metadata(self) -> KVFerryHandshake | None:

@@ -6,6 +6,7 @@ needed is missing.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import platform
 from dataclasses import dataclass, field
@@ -96,6 +97,19 @@ def register_connector(name: str, module: str) -> None:
     """Make the connector known by its class name alone. Safe to call again: vLLM loads plug-ins in every process."""
     if name not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(name, module, name)
+
+
+_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
+
+
+def permit_amx() -> None:
+    """Ask the kernel for AMX on behalf of this process, where the processor has it.
+
+    vLLM's AMX attention uses the tiles without asking; some other kernel usually has before. Where a prompt was loaded,
+    D's first forward is a single token, which none of those take part in, and the worker would die of SIGILL.
+    """
+    if current_platform.is_cpu() and platform.machine() == "x86_64":
+        ctypes.CDLL(None).syscall(_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA)  # EINVAL without AMX
 
 
 def check_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:

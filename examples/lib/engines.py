@@ -136,11 +136,10 @@ class Server:
         return json.loads(text) if text else None
 
     def warm_up(self) -> None:
-        """One prompt of some tokens, computed here.
+        """One prompt of some tokens, computed here: the first forward pays for scratch memory.
 
-        The first forward pays for scratch memory, and it must not be a single token: vLLM's AMX attention (bfloat16)
-        then runs before anybody asked the kernel for AMX, and the worker dies of SIGILL. A D that only ever loads
-        prompts would be in that place.
+        Without KVFerry it must also not be a single token: vLLM's AMX attention (bfloat16) would run before anybody
+        asked the kernel for AMX, and a D that only ever loads prompts die of SIGILL.
         """
         self.post("/v1/completions", {"model": "model", "prompt": list(range(2, 66)), "max_tokens": 2}, timeout=120)
 

@@ -118,3 +118,19 @@ def test_settings_that_cannot_be_end_the_engine_in_one_line(fleet: Fleet, model:
         fleet.wait_ready(START_SECONDS)
     said = [line for line in engine.log.read_text(errors="replace").splitlines() if "did you mean 'slot_bytes'" in line]
     assert said
+
+
+def test_the_first_forward_of_a_d_may_be_one_token(yard: Yard, model: Path) -> None:
+    """In bfloat16 vLLM's AMX attention then runs before anybody has asked the kernel for AMX (where there is any)."""
+    pair = [yard.fleet.engine(name, model, dtype="bfloat16", kv_bytes=False) for name in ("bf16-p", "bf16-d")]
+    for engine in pair:
+        engine.is_engine = False  # no prompt to warm it up
+    yard.fleet.wait_ready(START_SECONDS, pair)
+    prefill, decode = pair
+    ids = prompt(200, 5)
+    params = prefill_leg(prefill, ids)
+    answer = complete(decode, ids, kv_transfer_params=params)
+    assert len(tokens_of(answer)) > 0
+    assert count(decode).external >= len(ids) - 1, "it was loaded, so D computed the last token alone"
+    for engine in pair:
+        yard.fleet.stop(engine)
