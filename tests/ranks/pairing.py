@@ -105,8 +105,17 @@ class Pairing:
         form, stage = self.form(side), self.form(side).stage(rank[0], self.model.layers)
         return [
             (kind, [n for n in layers if n in stage], range(1) if kind == "mla" else form.heads(rank[1], self.heads))
-            for kind, layers in self.model.groups()
+            for kind, layers in self.block_tables(side)
         ]
+
+    def block_tables(self, side: str) -> list[tuple[str, list[int]]]:
+        """(kind, layers) in the engine's order; some engines have another one than their peer."""
+        found, rng = self.model.groups(), random.Random(f"{self.seed} order {side}")
+        if rng.random() < 0.25:
+            for _, layers in found:
+                rng.shuffle(layers)
+            rng.shuffle(found)
+        return found
 
     @property
     def heads(self) -> int:
