@@ -47,6 +47,15 @@ def test_a_process_for_every_rank(fleet: Fleet, p_tp: int, d_tp: int) -> None:
     assert len(set(pids)) == p_tp + d_tp
 
 
+@pytest.mark.parametrize(("p_pp", "d_pp"), [(3, 1), (1, 3), (3, 2), (2, 3)])
+def test_stages_without_a_layer(fleet: Fleet, p_pp: int, d_pp: int) -> None:
+    """Two layers, one with heads and one MLA, on up to three stages: block tables, and stages, that hold nothing."""
+    pairing = Pairing(Model("mixed", 2, 4), Form(tp=2, pp=p_pp), Form(pp=d_pp, layout="BLNHC"))
+    held = [layers for _, layers, _ in pairing.groups("p" if p_pp > d_pp else "d", (2, 0))]
+    assert held == [[], []]
+    check(fleet, pairing)
+
+
 @pytest.mark.ucx
 @pytest.mark.parametrize(("p", "d"), [("TP 2", "TP 1"), ("TP 3", "TP 2"), ("PP 2", "TP 2")])
 def test_ucx_between_processes(fleet: Fleet, p: str, d: str) -> None:
