@@ -1,4 +1,4 @@
-"""What must hold of a hand-over beside its bytes, from first principles; imports nothing of what it is to judge."""
+"""What must hold of a hand-over beside its bytes, from first principles: nothing of what is judged is asked."""
 
 from __future__ import annotations
 

@@ -42,11 +42,11 @@ def mark(found: list[Cell], outcomes: dict[str, str]) -> str:
 
 def render(outcomes: dict[str, str]) -> str:
     """All tables: rows are P's form, columns D's."""
-    parts = []
+    parts, every = [], cells()
     for table in TABLES:
         lines = [["P \\ D", *FORMS[table]], ["---"] * (1 + len(FORMS[table]))]
         for row in FORMS[table]:
-            places = [[c for c in cells() if (c.table, c.row, c.column) == (table, row, d)] for d in FORMS[table]]
+            places = [[c for c in every if (c.table, c.row, c.column) == (table, row, d)] for d in FORMS[table]]
             lines.append([row, *(mark(found, outcomes) for found in places)])
         parts.append(f"{TITLES[table]}:\n\n" + "\n".join("| " + " | ".join(line) + " |" for line in lines))
     return "\n\n".join(parts)

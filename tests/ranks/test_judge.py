@@ -6,6 +6,7 @@ import copy
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,6 +73,14 @@ def test_readers_on_one_replica_are_noticed(fleet: Fleet) -> None:
     for found in seen.d.values():
         found["asks"] = [[(0, 0), spans] for _, spans in found["asks"]]
     assert [line for line in judge(pairing, seen) if "not spread" in line]
+
+
+def test_the_oracle_is_independent() -> None:
+    """The numbers, their places and the comparison come from plain torch and this folder alone."""
+    here = Path(__file__).parent
+    for name in ("pairing", "caches"):
+        imported = re.findall(r"^(?:from|import) (\w+)", (here / f"{name}.py").read_text(), re.MULTILINE)
+        assert imported and not {"kvferry", "fleet", "rank_host"} & set(imported)
 
 
 def test_a_rank_that_does_not_start_is_an_error(fleet: Fleet) -> None:
