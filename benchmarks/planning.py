@@ -5,6 +5,9 @@ block ids packed for the wire, kernel blocks, spans checked and cut into message
 slowest counts). Beside it, in the same run: a memcpy of as many bytes as the hand-over has, and the list of one
 address per (layer, block) and side that descriptor-based transfers build.
 
+Then what one D rank computes and holds for P and D of up to 64 ranks each: its sources' geometries, its plan, and at
+which P ranks it releases, with nothing cached.
+
     python benchmarks/planning.py [--json FILE]
 """
 
@@ -13,18 +16,21 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import report
 import torch
 
+from kvferry.connector import topology
 from kvferry.connector.geometry import GroupGeometry, RankGeometry
 from kvferry.connector.plan import check_spans, chunks, compatible, plan_sources
-from kvferry.connector.topology import head_interval
+from kvferry.connector.topology import expected_consumers, head_interval, releases_of, sources
 from kvferry.connector.view import CacheView, kernel_block_ids, view_of
 
 BLOCKS, LAYERS, HEADS, CONTENT, SLOT = 8192, 80, 8, 512, 4 << 20
@@ -137,6 +143,80 @@ class HandOver:
             assert len(addresses) == LAYERS * BLOCKS
 
 
+class Scale:
+    """One D rank that faces P ranks in any number. ``heads``: one for every rank of the largest engine."""
+
+    SIZES = (1, 4, 16, 64)
+
+    def __init__(self, p_tp: int, d_tp: int) -> None:
+        self.p_tp, self.d_tp, self.heads = p_tp, d_tp, max(self.SIZES)
+        self.d_rank = d_tp // 2
+        local = self._rank(self.d_rank, d_tp)
+        self.local, self.tokens = local, [(0, 8192)]
+        self.reads = sources(self.d_rank, d_tp, p_tp, self.heads)
+        encode = msgspec.msgpack.encode
+        self._told = [encode(self._rank(read.p_rank, p_tp)) for read in self.reads]
+
+    def _rank(self, rank: int, size: int) -> RankGeometry:
+        start, count = head_interval(rank, size, self.heads)
+        group = GroupGeometry(
+            kind="full", layers=tuple(f"model.layers.{i}.self_attn.attn" for i in range(LAYERS)), block_size=16,
+            head_start=start, num_heads=count, content_bytes=CONTENT, dtype="bfloat16",
+        )  # fmt: skip
+        return RankGeometry(
+            tp_rank=rank, tp_size=size, pp_rank=0, pp_size=1,
+            total_num_kv_heads=self.heads, is_mla=False, groups=(group,),
+        )  # fmt: skip
+
+    def plan(self) -> object:
+        """All that the rank computes; what it keeps is returned."""
+        topology._release_maps.cache_clear()
+        reads = sources(self.d_rank, self.d_tp, self.p_tp, self.heads)
+        remotes = {
+            (0, read.p_rank): msgspec.msgpack.decode(told, type=RankGeometry)
+            for read, told in zip(reads, self._told, strict=True)
+        }
+        plans = plan_sources(self.local, remotes, self.tokens)
+        releases = releases_of(self.d_rank, self.d_tp, self.p_tp, self.heads)
+        expected = [expected_consumers(rank, self.d_tp, 1, self.p_tp, self.heads) for rank in releases]
+        return remotes, plans, releases, expected
+
+    def measure(self) -> tuple[float, float]:
+        """Milliseconds, and KiB at most."""
+        milliseconds = statistics.median(timed(self.plan) for _ in range(ROUNDS))
+        topology._release_maps.cache_clear()
+        tracemalloc.start()
+        kept = self.plan()
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert kept
+        return milliseconds, peak / 1024
+
+
+def scale() -> tuple[list[dict[str, object]], dict[str, float]]:
+    """Rows by (P ranks, D ranks), and cost at 64 x 64 over 1 x 1, per D rank and per source of it."""
+    rows: list[dict[str, object]] = []
+    found: dict[tuple[int, int], tuple[float, float]] = {}
+    print(f"\none D rank, {LAYERS} layers, {max(Scale.SIZES)} KV heads: ms and KiB, by ranks of P (down) and D")
+    print(f"{'P':>4}", *(f"{f'D {d}':>16}" for d in Scale.SIZES))
+    for p in Scale.SIZES:
+        for d in Scale.SIZES:
+            case = Scale(p, d)
+            ms, kib = found[p, d] = case.measure()
+            rows.append({"p_tp": p, "d_tp": d, "sources": len(case.reads), "ms": ms, "peak_kib": kib})
+        print(f"{p:4}", *(f"{found[p, d][0]:8.2f}{found[p, d][1]:8.0f}" for d in Scale.SIZES))
+    most, one = found[64, 64], found[1, 1]
+    fan_in = [value / len(Scale(64, 1).reads) for value in found[64, 1]]
+    ratios = {
+        "planning_64x64_vs_1x1": most[0] / one[0],
+        "planning_memory_64x64_vs_1x1": most[1] / one[1],
+        "planning_64_sources_each_vs_1x1": fan_in[0] / one[0],
+        "planning_memory_64_sources_each_vs_1x1": fan_in[1] / one[1],
+    }
+    print(", ".join(f"{name} {value:.2f}" for name, value in ratios.items()))
+    return rows, ratios
+
+
 def timed(work: Callable[[], object]) -> float:
     begin = time.perf_counter()
     work()
@@ -195,9 +275,10 @@ def main() -> None:
         )
     typical, largest = rows[0], max(rows, key=lambda row: float(row["plan_ms"]))
     figures = {"planning_ms": typical["plan_ms"], "planning_ms_worst_case": largest["plan_ms"]}
-    ratios = {"planning_vs_memcpy": typical["plan_vs_memcpy"]}
     print(f"planning_ms {typical['plan_ms']:.2f} (worst case {largest['plan_ms']:.2f}), target 5")
-    report.write(args.json, {"ratios": ratios, "figures": figures, "rows": rows})
+    scaled, ratios = scale()
+    ratios |= {"planning_vs_memcpy": float(typical["plan_vs_memcpy"])}
+    report.write(args.json, {"ratios": ratios, "figures": figures, "rows": rows, "scale": scaled})
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ class GroupGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class RankGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One rank's place in its engine, and its layer groups.
+    """One rank's place in its engine, and the layer groups that it holds layers of; a pipeline stage may hold none.
 
     Decoding bounds each number; whether they fit together is for ``plan.check_geometry``, whose refusal is answered.
     """
@@ -58,7 +58,7 @@ class RankGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     pp_size: Size
     total_num_kv_heads: Size
     is_mla: bool
-    groups: Annotated[tuple[GroupGeometry, ...], Meta(min_length=1, max_length=64)]
+    groups: Annotated[tuple[GroupGeometry, ...], Meta(max_length=64)]
 
 
 Address = Annotated[int, Meta(ge=0, lt=1 << 62)]

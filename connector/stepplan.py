@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 import numpy as np
 import numpy.typing as npt
@@ -81,6 +83,20 @@ class StepPlan(msgspec.Struct, frozen=True):
     @property
     def empty(self) -> bool:
         return not (self.leases or self.watches or self.loads or self.cancels or self.drops)
+
+
+def of_groups(plan: StepPlan, groups: Sequence[int]) -> StepPlan:
+    """The plan for a rank that holds layers of these layer groups only, as a pipeline stage may."""
+    leases = tuple(
+        msgspec.structs.replace(lease, block_ids=tuple(lease.block_ids[n] for n in groups)) for lease in plan.leases
+    )
+    loads = tuple(
+        msgspec.structs.replace(
+            load, block_ids=tuple(load.block_ids[n] for n in groups), tokens=tuple(load.tokens[n] for n in groups)
+        )
+        for load in plan.loads
+    )
+    return msgspec.structs.replace(plan, leases=leases, loads=loads)
 
 
 def pack_ids(block_ids: list[int]) -> bytes:

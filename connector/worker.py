@@ -20,7 +20,7 @@ from kvferry.connector.geometry import GroupGeometry, GroupKind, RankGeometry
 from kvferry.connector.mover import Mover
 from kvferry.connector.protocol import MAX_MESSAGE_BYTES
 from kvferry.connector.site import Caches, Site
-from kvferry.connector.stepplan import RankAddress, StepPlan
+from kvferry.connector.stepplan import RankAddress, StepPlan, of_groups
 from kvferry.connector.topology import head_interval
 from kvferry.connector.view import CacheView, view_of
 from kvferry.transport.control import Listener
@@ -51,7 +51,10 @@ class WorkerHalf:
     def __init__(self, settings: Settings, info: RankInfo, groups: Sequence[LayerGroup]) -> None:
         self._settings = settings
         self._info = info
-        self._groups = tuple(groups)
+        # An engine tells every stage of every group; of some of them a stage may hold no layer.
+        self._held = tuple(index for index, group in enumerate(groups) if group.layers)
+        self._groups = tuple(groups[index] for index in self._held)
+        self._all_held = len(self._held) == len(groups)
         self._mover: Mover | None = None
         self._site: Site | None = None
         self._address: RankAddress | None = None
@@ -119,7 +122,7 @@ class WorkerHalf:
         self._loading.update(load.request_id for load in plan.loads)
         self._leased.update(lease.request_id for lease in plan.leases)
         self._idle = plan.idle
-        self._mover.post(plan)
+        self._mover.post(plan if self._all_held else of_groups(plan, self._held))
 
     def take_results(self) -> Results:
         """What ended since the last call. An id that was not started here, or was told before, is left out: the

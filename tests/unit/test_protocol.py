@@ -242,7 +242,7 @@ ASK, GRANT, HELLO, RENEW = REQUESTS[2], REPLIES[3], REQUESTS[0], REQUESTS[6]
         (HELLO, {"model": {str(n): "" for n in range(65)}}),
         (HELLO, {"model": {"a": 1}}),
         (HELLO, {"geometry": {}}),
-        (HELLO, {"geometry": {**msgspec.to_builtins(GEOMETRY), "groups": []}}),
+        (HELLO, {"geometry": {**msgspec.to_builtins(GEOMETRY), "groups": [msgspec.to_builtins(GROUP)] * 65}}),
         (HELLO, {"geometry": {**msgspec.to_builtins(GEOMETRY), "tp_size": 0}}),
         (HELLO, {"geometry": {**msgspec.to_builtins(GEOMETRY), "groups": [{**msgspec.to_builtins(GROUP), "x": 1}]}}),
         (

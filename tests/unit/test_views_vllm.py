@@ -21,8 +21,13 @@ kvi = pytest.importorskip("vllm.v1.kv_cache_interface")
 if not hasattr(kvi, "KVCacheLayout"):
     pytest.skip("this vLLM has no KVCacheLayout", allow_module_level=True)
 
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups  # noqa: E402
+from vllm.v1.core.kv_cache_utils import (  # noqa: E402
+    _project_kv_cache_groups_to_worker,
+    get_kv_cache_config_from_groups,
+)
 from vllm.v1.worker.utils import allocate_kv_cache  # noqa: E402
+
+from kvferry.connector.compat import layer_groups  # noqa: E402
 
 LAYOUTS = list(kvi.KVCacheLayout)
 PAGES = 5
@@ -164,6 +169,15 @@ def test_layers_of_several_forms_in_one_group_are_named() -> None:
     for names in (["a", "b"], ["indexer"]):
         tensors = {name: caches[name] for name in names}
         check_group(tensors, view_of(tensors, 16, PAGES))
+
+
+def test_a_stage_keeps_the_place_of_groups_that_it_has_no_layer_of() -> None:
+    """Pipeline stages: a plan counts the engine's block tables, so a stage must not close the gap."""
+    specs = {"a": full(), "b": full(), "c": mla()}
+    engine = [kvi.KVCacheGroupSpec(["c"], specs["c"]), kvi.KVCacheGroupSpec(["a", "b"], specs["a"])]
+    stage = _project_kv_cache_groups_to_worker(engine, {"b": specs["b"]})
+    found = layer_groups(kvi.KVCacheConfig(num_blocks=PAGES, kv_cache_tensors=[], kv_cache_groups=stage))
+    assert [(group.kind, group.layers) for group in found] == [("mla", ()), ("full", ("b",))]
 
 
 def test_a_view_of_the_wrong_layer_is_caught() -> None:

@@ -1,0 +1,136 @@
+"""The caches of one rank as vLLM 0.32 hands them out: strided tensors of one allocation, every element numbered.
+
+Plain torch indexing; imports nothing of what it is to judge. Axes ``[L, B, H, N, C]``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from pairing import MAX_TOKENS, Form, Pairing, Rank
+
+P_FILL, D_FILL = -2, -1
+"""What elements hold that belong to no prompt."""
+GUARD = 64
+"""Elements before, between and after the block tables' regions."""
+
+
+def numbers(layers: list[int], heads: range, tokens: range, pairing: Pairing) -> torch.Tensor:
+    """[T, L, H, C] int32: each element's global (layer, head, token, channel) as one number."""
+    content = pairing.model.content
+    layer = torch.tensor(layers)[None, :, None, None]
+    head = torch.tensor(list(heads))[None, None, :, None]
+    token = torch.tensor(list(tokens))[:, None, None, None]
+    channel = torch.arange(content)
+    found = channel + content * (token + MAX_TOKENS * (head + pairing.heads * layer))
+    assert int(found.max()) < 1 << 31
+    return found.to(torch.int32)
+
+
+def strides(form: Form, sizes: dict[str, int]) -> dict[str, int]:
+    """Of each axis, in elements. Padding follows each page where pages lie apart (vLLM's ``page_size_padded``), else
+    each step of the outermost axis (blocks that other groups share, regions that are rounded up)."""
+    padded = form.layout[1] if set(form.layout[:2]) == {"L", "B"} else form.layout[0]
+    found, step = {}, 1
+    for axis in reversed(form.layout):
+        step += form.pad if axis == padded else 0
+        found[axis] = step
+        step *= sizes[axis]
+    return found
+
+
+@dataclass
+class Table:
+    """What one block table maps: a view ``[L, B, H, N, C]`` of kernel blocks."""
+
+    kind: str
+    layers: list[int]
+    heads: range
+    cache: torch.Tensor
+
+
+class RankCaches:
+    """All of one rank, in one buffer."""
+
+    def __init__(self, pairing: Pairing, side: str, rank: Rank) -> None:
+        self.pairing, self.form = pairing, pairing.form(side)
+        self.blocks = [torch.tensor(ids) for ids in pairing.tables(side)]
+        fill = {"p": P_FILL, "d": D_FILL}[side]
+        groups = pairing.groups(side, rank)
+        placed, end = [], GUARD
+        for _, layers, heads in groups:
+            ratio = self.form.block // self.form.kernel
+            sizes = {"L": len(layers), "B": pairing.pages(side) * ratio, "H": len(heads), "N": self.form.kernel}
+            sizes["C"] = pairing.model.content
+            steps = strides(self.form, sizes)
+            placed.append(([sizes[a] for a in "LBHNC"], [steps[a] for a in "LBHNC"], end))
+            outermost = self.form.layout[0]
+            end += sizes[outermost] * steps[outermost] + GUARD
+        self.buffer = torch.full((end,), fill, dtype=torch.int32)
+        self._placed = placed
+        self.tables = [Table(*group, self._view(self.buffer, n)) for n, group in enumerate(groups)]
+
+    def _view(self, buffer: torch.Tensor, table: int) -> torch.Tensor:
+        sizes, steps, offset = self._placed[table]
+        return buffer.as_strided(sizes, steps, offset)
+
+    def registered(self) -> dict[str, torch.Tensor]:
+        """By layer name, ``[B, H, N, C]``; MLA by turns also ``[B, N, C]``, which older releases hand out."""
+        named = {}
+        for table in self.tables:
+            flat = table.kind == "mla" and self.pairing.seed % 2
+            for place, layer in enumerate(table.layers):
+                cache = table.cache[place]
+                named[layer_name(layer)] = cache[:, 0] if flat else cache
+        return named
+
+    def _write(self, buffer: torch.Tensor, tokens: range) -> None:
+        at = torch.tensor(list(tokens))
+        for number, table in enumerate(self.tables):
+            if not table.layers:
+                continue
+            page = self.blocks[number][at // self.form.block]
+            block = page * (self.form.block // self.form.kernel) + at % self.form.block // self.form.kernel
+            values = numbers(table.layers, table.heads, tokens, self.pairing)
+            self._view(buffer, number)[:, block, :, at % self.form.kernel] = values
+
+    def fill(self) -> None:
+        """P: the prompt's numbers into its blocks."""
+        self._write(self.buffer, range(self.pairing.tokens))
+
+    def wrong(self) -> str:
+        """D: how the whole buffer differs from what a hand-over must have made of it; empty where it does not."""
+        expected = torch.full_like(self.buffer, D_FILL)
+        self._write(expected, range(self.pairing.start, self.pairing.tokens))
+        differs = (self.buffer != expected).nonzero().reshape(-1)
+        if not len(differs):
+            return ""
+        first = int(differs[0])
+        return (
+            f"{len(differs)} of {len(expected)} elements differ, the first {self._where(first)}: "
+            f"{int(self.buffer[first])}, expected {int(expected[first])}"
+        )
+
+    def _where(self, element: int) -> str:
+        places = torch.arange(len(self.buffer), dtype=torch.int32)
+        for number, table in enumerate(self.tables):
+            found = (self._view(places, number) == element).nonzero()
+            if len(found):
+                layer, block, head, token, channel = found[0].tolist()
+                return (
+                    f"in {table.kind} layer {table.layers[layer]} head {table.heads[head]}, kernel block {block} "
+                    f"token {token} channel {channel} (tables {[ids.tolist() for ids in self.blocks]})"
+                )
+        return f"in the padding at element {element}"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a hand-over must bring here, each once."""
+        tokens = self.pairing.tokens - self.pairing.start
+        return sum(4 * tokens * math.prod((len(t.layers), len(t.heads), t.cache.shape[-1])) for t in self.tables)
+
+
+def layer_name(layer: int) -> str:
+    return f"model.layers.{layer}.attn"

@@ -1,0 +1,112 @@
+"""What must hold of a hand-over beside its bytes, from first principles: nothing of what is judged is asked."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from fleet import PROCESSES, Fleet, Seen
+from pairing import Pairing, Rank
+
+Taken = tuple[str, int, int]
+"""(kind, layer, head), global."""
+
+
+def check(fleet: Fleet, pairing: Pairing) -> Seen:
+    """Run a pairing and judge it. Raises AssertionError, with the command that repeats it."""
+    again = f"{pairing}\n  again: python tests/ranks/sweep.py --pairing {pairing}"
+    try:
+        seen = fleet.run(pairing)
+    except RuntimeError as error:
+        raise AssertionError(f"{again}\n  {error}") from error
+    complaints = judge(pairing, seen)
+    assert not complaints, "\n  ".join([again, *complaints])
+    return seen
+
+
+def judge(pairing: Pairing, seen: Seen) -> list[str]:
+    """Complaints, one line each; none where all is well."""
+    complaints: list[str] = []
+    taken = {rank: list(_taken(pairing, found)) for rank, found in seen.d.items()}
+    if set(seen.p) != set(pairing.p.ranks()) or set(seen.d) != set(pairing.d.ranks()):
+        complaints.append("not every rank was there")
+    ranks, processes = len(seen.p) + len(seen.d), {found["pid"] for found in (*seen.p.values(), *seen.d.values())}
+    if len(processes) != min(ranks, PROCESSES):
+        complaints.append(f"{ranks} ranks in {len(processes)} processes")
+    for rank, found in sorted(seen.d.items()):
+        who = f"D pp{rank[0]} tp{rank[1]}"
+        if not found["done"] or found["failed"]:
+            complaints.append(f"{who}: its load " + ("failed" if found["failed"] else "was never reported"))
+            continue
+        if found["wrong"]:
+            complaints.append(f"{who}: {found['wrong']}")
+        if pairing.plane not in ("auto", *found["bytes"]):
+            complaints.append(f"{who}: moved over {sorted(found['bytes'])}, expected {pairing.plane}")
+        if sum(found["bytes"].values()) != found["bytes_wanted"]:
+            complaints.append(f"{who}: {found['bytes']} bytes came, {found['bytes_wanted']} are the least")
+        complaints += [f"{who}: {line}" for line in _asked(pairing, rank, taken[rank])]
+    complaints += _spread(pairing, taken)
+    complaints += _freed(pairing, seen, taken)
+    return complaints
+
+
+def _taken(pairing: Pairing, found: dict[str, Any]) -> Iterator[tuple[Rank, Taken, range]]:
+    """(P rank, what, tokens) of everything that a D rank asked for."""
+    for source, spans in found["asks"]:
+        held = [group for group in pairing.groups("p", tuple(source)) if group[1]]
+        for group, layer, num_layers, head, num_heads, token, num_tokens in spans:
+            kind, layers, heads = held[group]
+            for n in layers[layer : layer + num_layers]:
+                for h in heads[head : head + num_heads]:
+                    yield tuple(source), (kind, n, h), range(token, token + num_tokens)
+
+
+def _asked(pairing: Pairing, rank: Rank, taken: list[tuple[Rank, Taken, range]]) -> Iterator[str]:
+    """Each head that a reader needs crosses once, and no other."""
+    tokens = range(pairing.start, pairing.tokens)
+    needed = [(kind, n, h) for kind, layers, heads in pairing.groups("d", rank) for n in layers for h in heads]
+    times = Counter(what for _, what, _ in taken)
+    for what in needed:
+        if times.pop(what, 0) != 1:
+            yield f"asked not once for {what}"
+    if times:
+        yield f"asked for {sorted(times)}, which it does not hold"
+    if any(asked != tokens for _, _, asked in taken):
+        yield f"asked for other tokens than {tokens}"
+
+
+def _spread(pairing: Pairing, taken: dict[Rank, list[tuple[Rank, Taken, range]]]) -> Iterator[str]:
+    """The readers of a head spread evenly over the ranks that hold it."""
+    readers: dict[Taken, Counter[Rank]] = {}
+    for rank in pairing.p.ranks():
+        for kind, layers, heads in pairing.groups("p", rank):
+            for what in ((kind, n, h) for n in layers for h in heads):
+                readers.setdefault(what, Counter())[rank] = 0
+    for asked in taken.values():
+        for source, what, _ in asked:
+            readers[what][source] += 1
+    for what, counts in readers.items():
+        # Beside heads, MLA goes with the reader's first head, so its spread is as good as that of heads.
+        slack = 1 if pairing.model.kind != "mixed" or what[0] == "full" else pairing.d.tp
+        if max(counts.values()) - min(counts.values()) > slack:
+            yield f"readers of {what} are not spread over its replicas: {dict(counts)}"
+
+
+def _freed(pairing: Pairing, seen: Seen, taken: dict[Rank, list[tuple[Rank, Taken, range]]]) -> Iterator[str]:
+    """P frees when all that read there, at any of its stages, have released at every stage; unread ranks free too."""
+    readers: dict[int, set[int]] = {tp: set() for tp in range(pairing.p.tp)}
+    for rank, asked in taken.items():
+        for source, _, _ in asked:
+            readers[source[1]].add(rank[1])
+    for rank, found in sorted(seen.p.items()):
+        who = f"P pp{rank[0]} tp{rank[1]}"
+        if not found["done"] or found["why_freed"] != "released":
+            yield f"{who}: its blocks were not released ({found['why_freed'] or 'still held'})"
+            continue
+        votes = found["released_when_freed"]
+        by_tp = {number % pairing.d.tp for number in votes}
+        right = by_tp == readers[rank[1]] if readers[rank[1]] else len(by_tp) == 1
+        wanted = sorted(pp * pairing.d.tp + tp for pp in range(pairing.d.pp) for tp in by_tp)
+        if not right or sorted(votes) != wanted:
+            yield f"{who}: freed after D's ranks {votes} released, its readers are tp {sorted(readers[rank[1]])}"

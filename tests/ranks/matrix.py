@@ -1,0 +1,101 @@
+"""The fixed pairings: every parallel form, every layout and every block size to every other. Pure.
+
+A cell of a table of the README stands for one or more pairings here.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from pairing import LAYOUTS, Form, Model, Pairing
+
+PLANES = ("tcp", "shm", "zmq", "cma")
+
+PARALLEL = {
+    "TP 1": Form(),
+    "TP 2": Form(tp=2),
+    "TP 3": Form(tp=3),
+    "TP 4": Form(tp=4),
+    "TP 6": Form(tp=6),
+    "TP 8": Form(tp=8),
+    "PP 2": Form(pp=2),
+    "PP 3": Form(pp=3),
+    "TP 2, PP 2": Form(tp=2, pp=2),
+}
+MODELS = {
+    "heads split": Model("full", 5, 12),
+    "heads replicated": Model("full", 5, 2),
+    "MLA": Model("mla", 5, 8, 9),
+    "MLA beside heads": Model("mixed", 5, 4),
+}
+BLOCKS = {
+    "16": Form(block=16, kernel=16),
+    "32": Form(block=32, kernel=32),
+    "48": Form(block=48, kernel=48),
+    "64": Form(block=64, kernel=64),
+    "48 in kernel blocks of 16": Form(block=48, kernel=16),
+    "64 in kernel blocks of 32": Form(block=64, kernel=32),
+    "16, padded pages": Form(block=16, kernel=16, pad=24),
+}
+TABLES = ("parallel", "layout", "block")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One pairing and the place in a table that it stands for."""
+
+    table: str
+    row: str
+    column: str
+    pairing: Pairing
+
+
+def cells() -> list[Cell]:
+    """All of them, always the same."""
+    found = [*_parallel(), *_layouts(), *_blocks()]
+    return [replace(cell, pairing=replace(cell.pairing, plane=PLANES[n % 4])) for n, cell in enumerate(found)]
+
+
+def _parallel() -> Iterator[Cell]:
+    """Layouts, block sizes, prompts and prefixes differ from cell to cell, too."""
+    for row, p in PARALLEL.items():
+        for column, d in PARALLEL.items():
+            for name, model in MODELS.items():
+                if name == "MLA beside heads" and row != column and "PP" not in row + column:
+                    continue  # MLA as such stands beside it
+                rng = random.Random(f"{row} {column} {name}")
+                p_block, d_block = rng.choice([16, 32, 48]), rng.choice([16, 32, 48])
+                yield Cell("parallel", row, column, Pairing(
+                    model,
+                    replace(p, layout=rng.choice(LAYOUTS), block=p_block, kernel=p_block),
+                    replace(d, layout=rng.choice(LAYOUTS), block=d_block, kernel=d_block),
+                    tokens=rng.choice([33, 77, 96]), start=rng.choice([0, 0, d_block // 2, 16]), seed=rng.randrange(99),
+                ))  # fmt: skip
+
+
+def _layouts() -> Iterator[Cell]:
+    """With more heads on one side than on the other: tensor-parallel 2 to 1, 1 to 2, 1 to 1."""
+    for row, p in enumerate(LAYOUTS):
+        for column, d in enumerate(LAYOUTS):
+            p_tp, d_tp = ((2, 1), (1, 2), (1, 1))[(row + column) % 3]
+            content = (16, 128)[(row + column) % 2]  # short and long runs
+            pairing = Pairing(
+                Model("full", 3, 4, content), Form(tp=p_tp, layout=p), Form(tp=d_tp, layout=d), tokens=77,
+                start=(0, 32)[row % 2], seed=6 * row + column,
+            )  # fmt: skip
+            yield Cell("layout", p, d, pairing)
+
+
+def _blocks() -> Iterator[Cell]:
+    """A prompt that ends inside a block of every size; D has none, some whole blocks, or part of one."""
+    for row, p in enumerate(BLOCKS):
+        for column, d in enumerate(BLOCKS):
+            size = BLOCKS[d].block
+            pairing = Pairing(
+                Model("full", 3, 2, (16, 128)[column % 2]), BLOCKS[p],
+                replace(BLOCKS[d], layout=("LBHNC", "LBNHC")[row % 2]),
+                tokens=2 * size + 77, start=(0, size, size // 2 - 3)[(row + column) % 3], seed=7 * row + column,
+            )  # fmt: skip
+            yield Cell("block", p, d, pairing)

@@ -1,0 +1,185 @@
+"""Which ranks face which: a model, the forms of P and D, a prompt. Pure; imports nothing of what it is to judge.
+
+A pairing has a name that says all of it, so that any can be repeated by one command::
+
+    full.l6.h8.c16-tp2.pp1.LBHNC.b64k16.pad0-tp4.pp2.BLNHC.b16k16.pad24-t77.s16-tcp-seed3
+
+model (kind, layers, KV heads, elements per head and token), P, D (tensor and pipeline ranks, layout of vLLM 0.32 over
+``[L,B,H,N,C]``, tokens of a manager and of a kernel block, elements of padding), prompt tokens and those that D has
+already, data plane, seed of the block tables.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import dataclass
+
+LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
+KINDS = ("full", "mla", "mixed")
+MAX_TOKENS = 4096
+ELEMENT_BYTES = 4
+
+_FORM = r"tp(\d+)\.pp(\d+)\.([A-Z]{5})\.b(\d+)k(\d+)\.pad(\d+)"
+_NAME = re.compile(rf"([a-z]+)\.l(\d+)\.h(\d+)\.c(\d+)-{_FORM}-{_FORM}-t(\d+)\.s(\d+)-([a-z]+)-seed(\d+)")
+
+Rank = tuple[int, int]
+"""(pipeline rank, tensor-parallel rank)."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """``kind``: all layers with heads, all MLA, or by turns (two block tables)."""
+
+    kind: str = "full"
+    layers: int = 4
+    heads: int = 4
+    content: int = 16
+
+    def groups(self) -> list[tuple[str, list[int]]]:
+        """(kind, layers) of each block table."""
+        every = list(range(self.layers))
+        if self.kind == "mixed":
+            return [("full", every[::2]), ("mla", every[1::2])]
+        return [(self.kind, every)]
+
+    def __str__(self) -> str:
+        return f"{self.kind}.l{self.layers}.h{self.heads}.c{self.content}"
+
+
+@dataclass(frozen=True)
+class Form:
+    """One engine: its ranks and how their caches lie in memory."""
+
+    tp: int = 1
+    pp: int = 1
+    layout: str = "LBHNC"
+    block: int = 16
+    kernel: int = 16
+    pad: int = 0
+
+    def ranks(self) -> list[Rank]:
+        return [(pp, tp) for pp in range(self.pp) for tp in range(self.tp)]
+
+    def stage(self, pp_rank: int, layers: int) -> range:
+        """Layers of a pipeline stage, as vLLM cuts them: the last stage is the last to get one of the rest. A stage may
+        get none."""
+        sizes = [layers // self.pp] * self.pp
+        for extra in range(layers % self.pp):
+            sizes[-2 - extra] += 1
+        first = sum(sizes[:pp_rank])
+        return range(first, first + sizes[pp_rank])
+
+    def heads(self, tp_rank: int, heads: int) -> range:
+        """Heads of a rank: an even split, and one head each where there are more ranks than heads."""
+        first = tp_rank * heads // self.tp
+        return range(first, max(first + 1, (tp_rank + 1) * heads // self.tp))
+
+    def __str__(self) -> str:
+        return f"tp{self.tp}.pp{self.pp}.{self.layout}.b{self.block}k{self.kernel}.pad{self.pad}"
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """One hand-over of tokens ``[start, tokens)`` from P's ranks to D's."""
+
+    model: Model
+    p: Form
+    d: Form
+    tokens: int = 77
+    start: int = 0
+    plane: str = "tcp"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for form in (self.p, self.d):
+            check_form(form, self.model)
+        if not 0 <= self.start < self.tokens <= MAX_TOKENS or self.model.kind not in KINDS:
+            raise ValueError(f"{self} is no pairing")
+
+    def form(self, side: str) -> Form:
+        return {"p": self.p, "d": self.d}[side]
+
+    def groups(self, side: str, rank: Rank) -> list[tuple[str, list[int], range]]:
+        """(kind, layers, heads) that a rank holds, by block table; a stage may hold no layer of one."""
+        form, stage = self.form(side), self.form(side).stage(rank[0], self.model.layers)
+        return [
+            (kind, [n for n in layers if n in stage], range(1) if kind == "mla" else form.heads(rank[1], self.heads))
+            for kind, layers in self.block_tables(side)
+        ]
+
+    def block_tables(self, side: str) -> list[tuple[str, list[int]]]:
+        """(kind, layers) in the engine's order; some engines have another one than their peer."""
+        found, rng = self.model.groups(), random.Random(f"{self.seed} order {side}")
+        if rng.random() < 0.25:
+            for _, layers in found:
+                rng.shuffle(layers)
+            rng.shuffle(found)
+        return found
+
+    @property
+    def heads(self) -> int:
+        return self.model.heads
+
+    def pages(self, side: str) -> int:
+        """Manager blocks of a cache: some more than the prompt takes."""
+        return -(-self.tokens // self.form(side).block) + 3
+
+    def tables(self, side: str) -> list[list[int]]:
+        """The prompt's manager blocks, scattered, by block table."""
+        chosen = random.Random(f"{self.seed} {side}")
+        pages = self.pages(side)
+        return [chosen.sample(range(pages), -(-self.tokens // self.form(side).block)) for _ in self.model.groups()]
+
+    def __str__(self) -> str:
+        return f"{self.model}-{self.p}-{self.d}-t{self.tokens}.s{self.start}-{self.plane}-seed{self.seed}"
+
+
+def splits(form: Form, model: Model) -> bool:
+    """Whether vLLM could split a page of this form into kernel blocks: only dense pages, one after the other."""
+    one_head = model.kind == "mla" or (model.kind == "full" and form.tp >= model.heads)
+    return form.pad == 0 and (form.layout in ("LBHNC", "LBNHC") or (form.layout == "LHBNC" and one_head))
+
+
+def check_form(form: Form, model: Model) -> None:
+    """Raises ValueError for a form that no engine has."""
+    if form.layout not in LAYOUTS or form.block % form.kernel or min(form.tp, form.pp, form.kernel) < 1:
+        raise ValueError(f"{form} is no form")
+    if form.kernel != form.block and not splits(form, model):
+        raise ValueError(f"{form}: pages of this layout do not split into kernel blocks")
+
+
+def parse(name: str) -> Pairing:
+    """The pairing of a name. Raises ValueError for anything else."""
+    found = _NAME.fullmatch(name.strip())
+    if found is None:
+        raise ValueError(f"{name!r} is no pairing's name, expected e.g. {Pairing(Model(), Form(), Form())}")
+    kind, *rest = found.groups()
+    layers, heads, content = map(int, rest[:3])
+    forms = []
+    for tp, pp, layout, block, kernel, pad in (rest[3:9], rest[9:15]):
+        forms.append(Form(int(tp), int(pp), layout, int(block), int(kernel), int(pad)))
+    tokens, start, plane, seed = rest[15:]
+    return Pairing(Model(kind, layers, heads, content), *forms, int(tokens), int(start), plane, int(seed))
+
+
+def draw(rng: random.Random, planes: tuple[str, ...]) -> Pairing:
+    """A pairing at random, any form to any form."""
+    kind = rng.choices(KINDS, (6, 2, 2))[0]
+    heads = rng.choice([1, 2, 3, 4, 6, 8, 12])
+    model = Model(kind, rng.randint(1, 7), heads, rng.choice([3, 4, 10, 16, 32, 128]))
+    p, d = _draw_form(rng, model), _draw_form(rng, model)
+    tokens = rng.choice([rng.randint(1, 40), rng.randint(41, 260), rng.choice([16, 48, 64, 96, 192])])
+    whole = rng.randrange(0, tokens, d.block)  # vLLM counts whole blocks as already there, and a fork any token
+    start = rng.choice([0, 0, whole, rng.randrange(tokens)])
+    return Pairing(model, p, d, tokens, start, rng.choice(planes), rng.randrange(1 << 16))
+
+
+def _draw_form(rng: random.Random, model: Model) -> Form:
+    tp, pp = rng.choice([1, 1, 2, 2, 3, 4, 4, 6, 8]), rng.choice([1, 1, 1, 2, 3])
+    block = rng.choice([1, 8, 16, 16, 32, 48, 64, 128])
+    form = Form(tp, pp, rng.choice(LAYOUTS), block, block, rng.choice([0, 0, 1, 24]))
+    if not splits(form, model) or rng.random() < 0.3:
+        return form
+    kernel = rng.choice([size for size in (1, 8, 16, 32, 48, 64, 128) if block % size == 0])
+    return Form(tp, pp, form.layout, block, kernel)

@@ -1,0 +1,189 @@
+"""A process that is some ranks of one side, driven by JSON lines: real caches, control plane and data planes."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from caches import RankCaches, layer_name
+from pairing import Pairing, Rank, parse
+
+from kvferry.connector import protocol
+from kvferry.connector.config import Settings
+from kvferry.connector.engine import LayerGroup, RankInfo
+from kvferry.connector.reads import Read
+from kvferry.connector.stepplan import LeaseGrant, Load, PeerEngine, StepPlan, Watch, pack_ids
+from kvferry.connector.worker import WorkerHalf
+
+SLOT_BYTES = 64 << 10
+"""So small that a hand-over takes several messages."""
+
+
+class HostedRank:
+    """One rank: its caches, its worker half, and what was seen of it."""
+
+    def __init__(self, pairing: Pairing, side: str, rank: Rank, engine_id: str) -> None:
+        self.pairing, self.side, self.rank = pairing, side, rank
+        self.caches = RankCaches(pairing, side, rank)
+        form, model = pairing.form(side), pairing.model
+        settings = Settings(plane=pairing.plane, slot_bytes=SLOT_BYTES, staging_bytes=16 << 20, lease_seconds=60.0)
+        info = RankInfo(
+            engine_id=engine_id, tp_rank=rank[1], tp_size=form.tp, pp_rank=rank[0], pp_size=form.pp,
+            total_num_kv_heads=model.heads, is_mla=model.kind == "mla", model={"architectures": "Numbered"},
+        )  # fmt: skip
+        groups = [
+            LayerGroup(table.kind, tuple(map(layer_name, table.layers)), form.block) for table in self.caches.tables
+        ]
+        self.worker = WorkerHalf(settings, info, groups)
+        self.worker.register(self.caches.registered(), pairing.pages(side))
+        self.asks: list[tuple[Rank, list[list[int]]]] = []
+        self.released: list[int] = []
+        self.released_when_freed: list[int] | None = None
+        self.why_freed = ""
+        self.done = self.failed = False
+        self._listen_in()
+
+    def _listen_in(self) -> None:
+        """Note what D asks for and what P is released by; everything goes its way."""
+        mover = self.worker._mover
+        assert mover is not None
+        ask, release, free = mover._consumer._ask, mover._producer._release, mover._producer._free
+
+        def asked(read: Read) -> None:
+            address = read.link.address
+            spans = [list(msgspec.structs.astuple(item.span)) for item in read.planned]
+            self.asks.append(((address.pp_rank, address.tp_rank), spans))
+            ask(read)
+
+        def released(message: protocol.Release, now: float) -> None:
+            self.released.append(message.consumer_rank)
+            release(message, now)
+
+        def freed(token: bytes, held: Any, reason: str) -> None:
+            self.released_when_freed, self.why_freed = list(self.released), reason
+            free(token, held, reason)
+
+        mover._consumer._ask = asked  # type: ignore[method-assign]
+        mover._producer._release = released  # type: ignore[method-assign]
+        mover._producer._free = freed  # type: ignore[method-assign]
+
+    @property
+    def tables(self) -> tuple[bytes, ...]:
+        return tuple(pack_ids(ids) for ids in self.pairing.tables(self.side))
+
+    def grant(self, token: bytes) -> None:
+        self.caches.fill()
+        self.worker.post(StepPlan(leases=(LeaseGrant("req-p", token, self.pairing.tokens, self.tables),)))
+
+    def load(self, token: bytes, peer: PeerEngine) -> None:
+        span = self.pairing.start, self.pairing.tokens
+        load = Load("req-d", token, peer, self.tables, (span,) * len(self.tables))
+        self.worker.post(StepPlan(consumer=b"c" * 16, watches=(Watch("req-d", token, peer, False),), loads=(load,)))
+
+    def poll(self) -> None:
+        results = self.worker.take_results()
+        told = results.sent if self.side == "p" else results.received
+        assert not (told and self.done), "told twice"
+        self.done |= bool(told)
+        self.failed |= bool(results.failed)
+
+    def seen(self) -> dict[str, Any]:
+        """What the judge is given of this rank."""
+        assert self.worker.site is not None
+        figures = self.worker.site.stats.take()
+        finished = figures["finished"] if figures is not None else {}
+        return {
+            "rank": self.rank,
+            "pid": os.getpid(),
+            "done": self.done,
+            "failed": self.failed,
+            "wrong": self.caches.wrong() if self.side == "d" else "",
+            "bytes_wanted": self.caches.nbytes,
+            "bytes": {plane: sum(samples["nbytes"]) for plane, samples in finished.items()},
+            "asks": self.asks,
+            "released_when_freed": self.released_when_freed,
+            "why_freed": self.why_freed,
+        }
+
+
+def plant(fault: str, rank: HostedRank) -> None:
+    """Damage done on purpose, to see the harness notice it."""
+    caches = rank.caches
+    if fault == "wrong element on P" and rank.side == "p" and rank.rank == (0, 0):
+        table = caches.tables[0]
+        page = int(caches.blocks[0][-1]) * (caches.form.block // caches.form.kernel)
+        table.cache[-1, page, -1, 0, -1] ^= 1
+    elif fault == "stray element on D" and rank.side == "d" and rank.rank == (0, 0):
+        unused = next(n for n in range(rank.pairing.pages("d")) if n not in caches.blocks[0])
+        caches.tables[0].cache[0, unused * (caches.form.block // caches.form.kernel), 0, 0, 0] = 7
+    elif fault == "stray element in D's padding" and rank.side == "d" and rank.rank == (0, 0):
+        caches.buffer[-1] = 7
+    elif fault == "asks twice" and rank.side == "d":
+        rank.asks *= 2
+
+
+class Host:
+    """Obeys one line at a time."""
+
+    def __init__(self) -> None:
+        self.ranks: list[HostedRank] = []
+
+    def open(self, pairing: str, side: str, ranks: list[Rank], engine_id: str, **_: Any) -> list[str]:
+        """Addresses, each a ``RankAddress`` in MessagePack and base64."""
+        for pp_rank, tp_rank in ranks:
+            self.ranks.append(HostedRank(parse(pairing), side, (pp_rank, tp_rank), engine_id))
+        return [base64.b64encode(msgspec.msgpack.encode(rank.worker.address)).decode() for rank in self.ranks]
+
+    def grant(self, token: str, fault: str = "", **_: Any) -> None:
+        for rank in self.ranks:
+            rank.grant(bytes.fromhex(token))
+            plant(fault, rank)
+
+    def load(self, token: str, peer: str, **_: Any) -> None:
+        engine = msgspec.msgpack.decode(base64.b64decode(peer), type=PeerEngine)
+        for rank in self.ranks:
+            rank.load(bytes.fromhex(token), engine)
+
+    def finish(self, seconds: float, fault: str = "", **_: Any) -> list[dict[str, Any]]:
+        """Step like an engine until every rank has reported, or the time is over."""
+        end = time.monotonic() + seconds
+        while not all(rank.done for rank in self.ranks) and time.monotonic() < end:
+            for rank in self.ranks:
+                rank.poll()
+            time.sleep(0.0005)
+        for rank in self.ranks:
+            if rank.side == "d":
+                plant(fault, rank)
+        return [rank.seen() for rank in self.ranks]
+
+    def close(self, **_: Any) -> None:
+        ranks, self.ranks = self.ranks, []
+        for rank in ranks:
+            rank.worker.close()
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    host = Host()
+    print(json.dumps({"answer": "ready"}), flush=True)
+    for line in sys.stdin:
+        order = json.loads(line)
+        try:
+            answer = getattr(host, order["command"])(**order)
+            print(json.dumps({"answer": answer}), flush=True)
+        except Exception:
+            print(json.dumps({"error": traceback.format_exc()}), flush=True)
+    host.close()
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent))
+    main()

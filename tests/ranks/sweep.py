@@ -1,0 +1,56 @@
+"""Pairings at random, any form to any form.
+
+    python tests/ranks/sweep.py [--count N] [--seed S]
+    python tests/ranks/sweep.py --pairing NAME
+
+A seed always gives the same pairings. A failure is printed with the command that repeats that pairing alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from importlib.util import find_spec
+
+from fleet import Fleet
+from judge import check
+from matrix import PLANES
+from pairing import Pairing, draw, parse
+
+
+def drawn(seed: int, count: int, planes: tuple[str, ...]) -> list[Pairing]:
+    """The pairings of a seed; the n-th does not depend on how many there are."""
+    return [draw(random.Random(f"{seed} {n}"), planes) for n in range(count)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 16))
+    parser.add_argument("--pairing", help="this one only, by its name")
+    options = parser.parse_args()
+    planes = (*PLANES, "ucx") if find_spec("ucxx") else PLANES
+    if options.pairing:
+        pairings = [parse(options.pairing)]
+    else:
+        pairings = drawn(options.seed, options.count, planes)
+        print(f"seed {options.seed}: {options.count} pairings over {', '.join(planes)}", flush=True)
+    fleet, failed, begun = Fleet(), 0, time.monotonic()
+    try:
+        for number, pairing in enumerate(pairings, 1):
+            try:
+                check(fleet, pairing)
+            except (AssertionError, RuntimeError) as error:
+                failed += 1
+                print(f"FAILED {error}", flush=True)
+            if number % 50 == 0 or number == len(pairings):
+                print(f"{number} of {len(pairings)}, {failed} failed, {time.monotonic() - begun:.0f} s", flush=True)
+    finally:
+        fleet.close()
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,54 @@
+"""A short slice of ``sweep.py``, and that names repeat what they name."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from fleet import Fleet
+from judge import check
+from matrix import PLANES
+from pairing import LAYOUTS, Form, Model, Pairing, draw, parse
+from sweep import drawn
+
+SEED, COUNT = 14, 25
+
+
+@pytest.mark.parametrize("pairing", drawn(SEED, COUNT, PLANES), ids=str)
+def test_pairing(fleet: Fleet, pairing: Pairing) -> None:
+    check(fleet, pairing)
+
+
+def test_a_name_says_all() -> None:
+    for pairing in drawn(1, 300, PLANES):
+        assert parse(str(pairing)) == pairing
+    assert drawn(3, 5, PLANES) == drawn(3, 9, PLANES)[:5] != drawn(4, 5, PLANES)
+
+
+def test_the_draw_reaches_every_corner() -> None:
+    pairings = [draw(random.Random(n), PLANES) for n in range(500)]
+    for side in ("p", "d"):
+        forms = [pairing.form(side) for pairing in pairings]
+        assert {form.layout for form in forms} == set(LAYOUTS)
+        assert {form.tp for form in forms} >= {1, 2, 3, 4, 6, 8} and {form.pp for form in forms} == {1, 2, 3}
+        assert any(form.kernel < form.block for form in forms) and any(form.pad for form in forms)
+        assert any(pairing.model.kind == "full" and pairing.form(side).tp > pairing.heads for pairing in pairings)
+        assert any(
+            not layers for x in pairings for rank in x.form(side).ranks() for _, layers, _ in x.groups(side, rank)
+        )
+    assert any(x.start % x.d.block for x in pairings) and any(x.start and x.start % x.d.block == 0 for x in pairings)
+    assert {max(x.p.block, x.d.block) % min(x.p.block, x.d.block) > 0 for x in pairings} == {True, False}
+
+
+@pytest.mark.parametrize("name", ["", "full.l4.h4.c16", "x" + str(Pairing(Model(), Form(), Form()))])
+def test_what_is_no_name_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="no pairing"):
+        parse(name)
+
+
+@pytest.mark.parametrize(
+    "form", [{"layout": "BLHNC", "kernel": 8}, {"pad": 3, "kernel": 8}, {"kernel": 5}, {"layout": "LBCHN"}, {"pp": 0}]
+)
+def test_forms_that_no_engine_has_are_refused(form: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=r"form|split"):
+        Pairing(Model(), Form(), Form(**form))

@@ -1,0 +1,29 @@
+"""What a stage is told of layer groups that it holds no layer of: nothing."""
+
+from __future__ import annotations
+
+from kvferry.connector.stepplan import LeaseGrant, Load, PeerEngine, StepPlan, Watch, of_groups, pack_ids
+
+PEER = PeerEngine("p", 1, 2, 30.0, ())
+IDS = tuple(pack_ids([n]) for n in range(3))
+
+
+def test_a_plan_of_some_groups() -> None:
+    plan = StepPlan(
+        consumer=b"c" * 16,
+        leases=(LeaseGrant("a", b"t" * 16, 9, IDS),),
+        watches=(Watch("b", b"t" * 16, PEER, False),),
+        loads=(Load("b", b"t" * 16, PEER, IDS, ((0, 9), (1, 9), (2, 9))),),
+        cancels=("c",),
+        drops=("d",),
+        idle=True,
+    )
+    some = of_groups(plan, (0, 2))
+    assert some.leases[0].block_ids == some.loads[0].block_ids == (IDS[0], IDS[2])
+    assert some.loads[0].tokens == ((0, 9), (2, 9))
+    assert (some.leases[0].request_id, some.leases[0].num_tokens, some.loads[0].peer) == ("a", 9, PEER)
+    assert (some.consumer, some.watches, some.cancels, some.drops, some.idle) == (
+        plan.consumer, plan.watches, plan.cancels, plan.drops, True,
+    )  # fmt: skip
+    assert of_groups(plan, (0, 1, 2)) == plan
+    assert of_groups(plan, ()).loads[0].block_ids == ()
