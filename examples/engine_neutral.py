@@ -253,7 +253,7 @@ def main() -> int:
     except (RuntimeError, OSError) as error:
         problems = [str(error)]
     finally:
-        for node in nodes.values():
+        for node in reversed(nodes.values()):  # D before P, whose end it would report as a lost peer
             node.close()
     for problem in problems:
         print(problem, file=sys.stderr)

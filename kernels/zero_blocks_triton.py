@@ -22,18 +22,18 @@ _DTYPES = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 
 
 @triton.jit
-def _zero_kernel(table, DTYPE: tl.constexpr, ALIGN: tl.constexpr, BLOCK_W: tl.constexpr):
+def _zero_kernel(table, DTYPE: tl.constexpr, ALIGN: tl.constexpr, WORDS_ALIGN: tl.constexpr, BLOCK_W: tl.constexpr):
     """One tile. ``table``: segments S, tiles of the largest segment, S addresses, S strides, S words, block ids.
 
-    Every row begins at a multiple of ALIGN bytes.
+    Every row begins at a multiple of ALIGN bytes and holds a multiple of WORDS_ALIGN words.
     """
     segments = tl.load(table).to(tl.int32)
     tiles = tl.load(table + 1).to(tl.int32)
     tile = tl.program_id(0) % tiles
     rest = tl.program_id(0) // tiles
     segment, block = rest % segments, rest // segments
-    words = tl.load(table + 2 + 2 * segments + segment)
-    w = tile.to(tl.int64) * BLOCK_W + tl.arange(0, BLOCK_W)
+    words = tl.multiple_of(tl.load(table + 2 + 2 * segments + segment).to(tl.int32), WORDS_ALIGN)
+    w = tile * BLOCK_W + tl.arange(0, BLOCK_W)
     block_id = tl.load(table + 2 + 3 * segments + block)
     row = tl.load(table + 2 + segment) + block_id * tl.load(table + 2 + segments + segment)
     # Numbers out of a table carry no alignment; without the hints stores become scalar.
@@ -49,10 +49,10 @@ def zero_blocks_triton(segments: Segments, block_ids: npt.NDArray[np.int64], *, 
     block_w = tile_words(int(segments.sizes.max()), word)
     tiles = -(-int(segments.sizes.max()) // (block_w * word))
     programs = tiles * len(segments.addresses) * len(block_ids)
-    assert programs <= _MAX_TILES, programs
+    assert programs <= _MAX_TILES and tiles * block_w <= _MAX_TILES
     header = np.array([len(segments.addresses), tiles], dtype=np.int64)
     host = np.concatenate([header, segments.addresses, segments.strides, segments.sizes // word, block_ids])
-    constants = {"DTYPE": _DTYPES[word], "ALIGN": align, "BLOCK_W": block_w}
+    constants = {"DTYPE": _DTYPES[word], "ALIGN": align, "WORDS_ALIGN": align // word, "BLOCK_W": block_w}
     if device.type == "cpu":  # the interpreter
         _zero_kernel[(programs,)](torch.from_numpy(host), **constants)
         return

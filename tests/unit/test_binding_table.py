@@ -23,9 +23,10 @@ def test_every_row_is_there_and_takes_what_its_seed_takes() -> None:
     assert len({utility.name for utility in UTILITIES}) == len(UTILITIES)
     for utility in UTILITIES:
         ours = set(inspect.signature(resolve(utility)).parameters)
-        call = ast.parse(utility.seed, mode="eval").body
-        assert isinstance(call, ast.Call)
-        seed = [*(arg.id for arg in call.args if isinstance(arg, ast.Name)), *(word.arg for word in call.keywords)]
+        (function,) = ast.parse(f"def {utility.seed}: ...").body
+        assert isinstance(function, ast.FunctionDef)
+        seed = [arg.arg for arg in (*function.args.args, *function.args.kwonlyargs)]
+        assert seed
         for name in seed:
             assert name in ours or (name in RENAMED and (not RENAMED[name] or RENAMED[name] & ours)), (
                 utility.name,
