@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,9 +12,11 @@ import torch
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1 import kv_cache_interface as kvi
 from vllm.v1.attention.backend import AttentionBackend, MultipleOf
+from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
 
 from kvferry.connector.errors import KVFerryError
 
+BLOCKS = 5
 LAYOUTS = list(kvi.KVCacheLayout)
 DTYPES = [torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int8, torch.float16]
 
@@ -111,11 +113,22 @@ def both(theirs: Callable[[], Any], ours: Callable[[], Any]) -> tuple[Any, Any] 
     raise AssertionError(f"vLLM refuses ({refused!r}), ours answers {got!r}")
 
 
-def told(value: Any) -> Any:
-    """Dataclasses as plain data by field, ours and vLLM's alike; fields that ours lack are left out."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return {each.name: told(getattr(value, each.name)) for each in fields(value)}
-    return value
+def place(groups: list[Any], layout: Any) -> Any:
+    """vLLM's own sizing and placement."""
+    return get_kv_cache_config_from_groups(vllm_config(layout, num_blocks=BLOCKS), groups, available_memory=1 << 30)
+
+
+def placed(seeds: range) -> list[tuple[random.Random, Any, Any]]:
+    """Random groups that vLLM can place, in every layout that it can place them in."""
+    found = []
+    for seed in seeds:
+        groups = random_groups(random.Random(seed))
+        for layout in LAYOUTS:
+            try:
+                found.append((random.Random(seed), layout, place(copy.deepcopy(groups), layout)))
+            except (AssertionError, ValueError):
+                continue
+    return found
 
 
 def form(caches: dict[str, torch.Tensor]) -> dict[str, tuple[Any, ...]]:
