@@ -117,8 +117,8 @@ class AttentionGroup:
     """Layers of one KV cache group that agree in backend and spec.
 
     ``kernel_block_size`` is set where the backend needs smaller blocks than its group is split into. Kernel block j of
-    manager block b then is number ``b * kernel_block_stride + j``, where the stride is 0 until a packed cache is
-    bound, and stands for the kernel blocks of a manager block.
+    manager block b is then number ``b * kernel_block_stride + j``. While the stride is 0 it is the number of kernel
+    blocks in a manager block; binding a packed cache sets it.
     """
 
     backend: Any

@@ -88,7 +88,8 @@ UTILITIES = (
     Utility(
         "copy_kv_blocks", "host_copy",
         "copy_kv_blocks(src_kv_caches, dst_kv_caches, src_block_ids, dst_block_ids, direction)",
-        HELD, "refuses lists of unequal length, which vLLM's ignores, ids out of range and forms that differ",
+        HELD, "refuses lists of unequal length, which vLLM's ignores, ids out of range and forms that differ; "
+        "compared with the block copies of vLLM's CUDA platform",
     ),
     Utility("yield_req_data", "request_data", "yield_req_data(scheduler_output)", HELD, "refuses lists that differ"),
     Utility(

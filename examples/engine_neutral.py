@@ -44,7 +44,7 @@ class Node:
         sys.path.insert(0, str(HERE.parent / "lib"))
         from paged_llama import CacheForm, Llama, PagedEngine
 
-        from kvferry.connector.config import Settings
+        from kvferry.connector.config import load_settings
         from kvferry.connector.engine import LayerGroup, RankInfo
         from kvferry.connector.scheduler import SchedulerHalf
         from kvferry.connector.worker import WorkerHalf
@@ -57,7 +57,7 @@ class Node:
         self.worker: WorkerHalf | None = None
         if role == "alone":
             return
-        settings = Settings(plane=plane)
+        settings = load_settings({"plane": plane})
         info = RankInfo(
             engine_id=role, tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, total_num_kv_heads=model.kv_heads,
             is_mla=False, model={"architectures": "ExampleLlama", "seed": str(model.seed)},
@@ -241,7 +241,13 @@ def main() -> int:
     parser.add_argument("--role", choices=list(FORMS), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.role:
-        serve(args.role, args.plane)
+        from kvferry.connector.errors import KVFerryError
+
+        try:
+            serve(args.role, args.plane)
+        except KVFerryError as error:
+            print(f"{args.role}: {error}", file=sys.stderr)
+            return 1
         return 0
     if min(args.prompts) < 2:
         parser.error("--prompts: a prompt of one token has nothing to hand over, expected at least 2")

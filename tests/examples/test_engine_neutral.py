@@ -39,6 +39,7 @@ def test_it_fails_on_planted_corruption() -> None:
 def test_it_fails_where_the_plane_cannot_be_had() -> None:
     done = run("--plane", "smoke")
     assert done.returncode == 1 and "the prefill process ended early" in done.stderr
+    assert "'smoke' is not usable: expected one of auto, " in done.stderr and "Traceback" not in done.stderr
 
 
 def test_no_vllm_is_imported() -> None:

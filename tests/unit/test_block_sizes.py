@@ -46,6 +46,10 @@ def test_a_backend_is_asked_for_its_spec() -> None:
     assert select_common_block_size(32, [picky], [spec(block=32)]) == 16
 
 
+def test_of_several_sizes_the_greatest() -> None:
+    assert select_common_block_size(96, [backend(16, 32, 24), backend(32, 8, 16)]) == 32
+
+
 def test_odd_questions() -> None:
     with pytest.raises(GeometryError, match="'16' is neither a number of tokens nor a MultipleOf"):
         select_common_block_size(16, [backend("16")])

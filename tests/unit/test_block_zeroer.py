@@ -92,6 +92,20 @@ def test_layers_that_are_left_alone() -> None:
     assert layers["layers.0"].kv_cache.view(torch.uint8).min() == 255
 
 
+def test_packed_caches_that_were_bound_as_kernel_blocks() -> None:
+    """Ids number manager blocks all the same, and the other layer's pages in between stay as they are."""
+    packed = spec(block=64, heads=1, head_size_v=0, tokens_per_state=4)
+    layers, groups, kernel = engine("BLHNC", {"layers.0": packed, "layers.1": packed})
+    whole = {name: layer.kv_cache for name, layer in layers.items()}
+    (group,) = groups
+    group.kernel_block_size, group.layer_names = 16, ["layers.0"]
+    layers["layers.0"].kv_cache = group.map_kv_cache_to_kernel_blocks(whole["layers.0"])
+    KVBlockZeroer(CPU, groups, kernel, layers, BLOCKS).zero_block_ids([2, 6])
+    content = whole["layers.0"].view(torch.uint8).flatten(1)
+    assert content[[2, 6]].max() == 0 and content[[0, 1, 3, 4, 5]].min() == 255
+    assert whole["layers.1"].view(torch.uint8).min() == 255
+
+
 def test_squeezed_caches_of_mla_layers() -> None:
     layers, groups, kernel = engine("LBHNC", {"layers.0": spec(heads=1, head_size_v=0)})
     layers["layers.0"].kv_cache = layers["layers.0"].kv_cache.squeeze(1)
