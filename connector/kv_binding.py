@@ -34,13 +34,13 @@ def allocate(kv_cache_config: Any, device: torch.device | str) -> torch.Tensor:
 
 
 def reshape(
-    raw: torch.Tensor, kv_cache_config: Any, layout: Any, kernel_block_sizes: Sequence[int] | None = None
+    kv_cache_config: Any, raw: torch.Tensor, layout: Any, kernel_block_sizes: Sequence[int] | None = None
 ) -> dict[str, torch.Tensor]:
     """View an allocation as one ``[B, H, N, C]`` tensor per layer.
 
     Args:
-        raw: of ``allocate``.
         kv_cache_config: says where each layer's blocks lie.
+        raw: of ``allocate``.
         layout: the stride order, see ``stride_order_of``; decides H and N, and whether it fits the places of L and B.
         kernel_block_sizes: tokens of a kernel block per group; B and N are then those of kernel blocks.
 
@@ -255,7 +255,7 @@ def init_kv_cache(
         GeometryError: see ``reshape``; a layer shares the cache of one that has none.
     """
     with kv_cache_allocation_context or nullcontext():
-        kv_caches = reshape(allocate(kv_cache_config, device), kv_cache_config, layout, kernel_block_sizes)
+        kv_caches = reshape(kv_cache_config, allocate(kv_cache_config, device), layout, kernel_block_sizes)
     for name, target in get_shared_kv_cache_layers(forward_context).items():
         if target not in kv_caches:
             raise GeometryError(

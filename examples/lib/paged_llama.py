@@ -108,7 +108,7 @@ class PagedEngine:
         attention = attention_groups(config, self.layers)
         kernel_sizes = prepare_kernel_block_sizes(config, attention)
         self.kv_caches = init_kv_cache(self.layers, config, "cpu", kernel_sizes, form.layout)
-        flat = [group for groups_ in attention for group in groups_]
+        flat = [group for each in attention for group in each]
         self._zeroer = KVBlockZeroer(torch.device("cpu"), flat, kernel_sizes, self.layers, form.num_blocks)
         self._kernel_blocks = form.block_size // kernel_sizes[0]
         self.free = list(range(form.num_blocks))

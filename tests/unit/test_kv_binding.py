@@ -50,12 +50,12 @@ def test_reshape_puts_every_element_where_the_stride_order_says(layout: KVCacheL
     raw.view(torch.int16).copy_(numbers)
     physical = numbers.reshape([size[axis] for axis in layout.name])  # the name spells the physical order
     wanted = physical.permute([layout.name.index(axis) for axis in "LBHNC"])
-    views = reshape(raw, placed, layout)
+    views = reshape(placed, raw, layout)
     assert list(views) == names
     for layer, view in enumerate(views.values()):
         assert view.shape == (BLOCKS, 3, 16, 8) and view.dtype == torch.bfloat16
         assert torch.equal(view.view(torch.int16), wanted[layer])
-    again = reshape(raw, placed, layout.stride_order)
+    again = reshape(placed, raw, layout.stride_order)
     assert all(again[name].stride() == views[name].stride() for name in names)
     assert view_of(views, 16, BLOCKS).layers == tuple(names)
 
@@ -66,7 +66,7 @@ def test_layers_of_a_group_share_no_byte(layout: KVCacheLayout) -> None:
     one_head = spec(heads=1, page_size_padded=512)
     placed = config(layout, (one_head, ["layers.0", "layers.1"]), (one_head, ["layers.2"]))
     raw = allocate(placed, "cpu")
-    views = reshape(raw, placed, layout)
+    views = reshape(placed, raw, layout)
     for names in (["layers.0", "layers.1"], ["layers.2"]):
         raw.zero_()
         for name in names:
@@ -80,7 +80,7 @@ def test_kernel_blocks_split_manager_blocks(layout: str) -> None:
     placed = config(layout, (spec(block=48), ["layers.0", "layers.1"]))
     raw = allocate(placed, "cpu")
     raw.view(torch.int16).copy_(torch.arange(raw.numel() // 2, dtype=torch.int16))
-    whole, split = reshape(raw, placed, layout), reshape(raw, placed, layout, [16])
+    whole, split = reshape(placed, raw, layout), reshape(placed, raw, layout, [16])
     for name, view in split.items():
         assert view.shape == (3 * BLOCKS, 3, 16, 8)
         for block, kernel in itertools.product(range(BLOCKS), range(3)):
@@ -94,17 +94,17 @@ def test_kernel_blocks_split_manager_blocks(layout: str) -> None:
 def test_blocks_that_are_no_dense_pages_do_not_split(layout: str) -> None:
     placed = config(layout, (spec(block=48), ["layers.0", "layers.1"]))
     with pytest.raises(GeometryError, match="do not split into 3 kernel blocks of 16 tokens"):
-        reshape(allocate(placed, "cpu"), placed, layout, [16])
+        reshape(placed, allocate(placed, "cpu"), layout, [16])
 
 
 def test_a_layout_that_does_not_belong_to_the_places_is_refused() -> None:
     placed = config("LBHNC", (spec(), ["layers.0", "layers.1"]))
     with pytest.raises(GeometryError, match=r"reaches byte \d+ of an allocation of"):
-        reshape(allocate(placed, "cpu"), placed, "BHLNC")
+        reshape(placed, allocate(placed, "cpu"), "BHLNC")
     with pytest.raises(GeometryError, match=r"layout 'LBHCN' is unknown .did you mean 'LBNHC'"):
-        reshape(allocate(placed, "cpu"), placed, "LBHCN")
+        reshape(placed, allocate(placed, "cpu"), "LBHCN")
     with pytest.raises(GeometryError, match="no permutation"):
-        reshape(allocate(placed, "cpu"), placed, (0, 1, 2, 3, 3))
+        reshape(placed, allocate(placed, "cpu"), (0, 1, 2, 3, 3))
 
 
 def test_odd_configs_are_refused_in_one_line() -> None:
@@ -114,11 +114,11 @@ def test_odd_configs_are_refused_in_one_line() -> None:
         allocate(KVCacheConfig(BLOCKS, [place, KVCacheTensor(1, ["b"], 1, 1)], [group]), "cpu")
     with pytest.raises(GeometryError, match=r"'layers.9' has a place .* in no KV cache group"):
         odd = KVCacheConfig(BLOCKS, [KVCacheTensor(9600, ["layers.9"], 1, 1)], [group])
-        reshape(allocate(odd, "cpu"), odd, "LBHNC")
+        reshape(odd, allocate(odd, "cpu"), "LBHNC")
     odd = KVCacheConfig(BLOCKS, [KVCacheTensor(9601, ["layers.0"], 9600, 768, offset=1)], [group])
     with pytest.raises(GeometryError, match=r"no view of its bytes as torch.bfloat16"):
-        reshape(allocate(odd, "cpu"), odd, "LBHNC")
-    assert allocate(KVCacheConfig(1), "cpu").numel() == 0 and reshape(torch.empty(0), KVCacheConfig(1), "LBHNC") == {}
+        reshape(odd, allocate(odd, "cpu"), "LBHNC")
+    assert allocate(KVCacheConfig(1), "cpu").numel() == 0 and reshape(KVCacheConfig(1), torch.empty(0), "LBHNC") == {}
 
 
 def test_bind_orders_by_layer_number_and_binds_every_module() -> None:
@@ -283,6 +283,6 @@ def test_state_layers_keep_bytes_and_raw_layers_the_allocation() -> None:
         [KVCacheGroupSpec(["layers.0"], state), KVCacheGroupSpec(["raw.0"], SimpleNamespace(has_layer_views=False))],
     )
     raw = allocate(placed, "cpu")
-    views = reshape(raw, placed, "LBHNC")
+    views = reshape(placed, raw, "LBHNC")
     assert views["layers.0"].shape == (2, 1, 1, 24) and views["layers.0"].dtype == torch.int8
     assert views["raw.0"] is raw

@@ -86,7 +86,7 @@ def test_allocate_and_reshape() -> None:
         )
 
         def ours(config: Any = config, layout: Any = layout, kernel: Any = kernel) -> Any:
-            return kv_binding.reshape(kv_binding.allocate(config, CPU), config, layout, kernel)
+            return kv_binding.reshape(config, kv_binding.allocate(config, CPU), layout, kernel)
 
         pair = both(lambda c=config, a=layout, k=kernel: theirs.allocate_kv_cache(c, CPU, a, k), ours)
         if pair is None:
@@ -94,7 +94,7 @@ def test_allocate_and_reshape() -> None:
             continue
         wanted, got = pair
         assert list(got) == list(wanted) and form(got) == form(wanted)
-        assert form(kv_binding.reshape(kv_binding.allocate(config, CPU), config, layout.stride_order, kernel)) == form(
+        assert form(kv_binding.reshape(config, kv_binding.allocate(config, CPU), layout.stride_order, kernel)) == form(
             got
         )
         split = any(cache.shape[0] > BLOCKS for cache in got.values())
