@@ -1,0 +1,54 @@
+"""The example without vLLM: real processes, bytes and tokens equal, and it fails when they are not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "engine_neutral.py"
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(EXAMPLE), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+
+
+@pytest.mark.parametrize("plane", ["auto", "tcp"])
+def test_all_prompts_are_handed_over(plane: str) -> None:
+    done = run("--prompts", 2, 47, 150, "--tokens", 8, "--plane", plane)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 3
+    for number, (line, tokens) in enumerate(zip(lines, (2, 47, 150), strict=True)):
+        assert line.startswith(f"prompt-{number}: {tokens} of {tokens} tokens loaded by ")
+        assert line.endswith("KV bytes equal, 8 tokens equal")
+        assert plane == "auto" or " loaded by tcp in " in line
+
+
+def test_it_fails_on_planted_corruption() -> None:
+    done = run("--prompts", 60, 20, "--tokens", 8, "--plant-corruption")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "prompt-0: KV bytes differ in layers [1]" in done.stderr
+    lines = done.stdout.splitlines()
+    assert "KV bytes DIFFER" in lines[0] and lines[1].endswith("KV bytes equal, 8 tokens equal")
+
+
+def test_it_fails_where_the_plane_cannot_be_had() -> None:
+    done = run("--plane", "smoke")
+    assert done.returncode == 1 and "the prefill process ended early" in done.stderr
+    assert "'smoke' is not usable: expected one of auto, " in done.stderr and "Traceback" not in done.stderr
+
+
+def test_no_vllm_is_imported() -> None:
+    """The library and the example run where vLLM is not installed."""
+    script = (
+        "import sys; sys.modules['vllm'] = None; sys.argv = ['x', '--help']; import runpy\n"
+        f"sys.path.insert(0, {str(EXAMPLE.parent / 'lib')!r})\n"
+        "import paged_llama, kvferry.connector.worker, kvferry.connector.scheduler, kvferry.connector.request_data\n"
+        "import kvferry.connector.host_copy, kvferry.connector.binding_table\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=90, check=False)
+    assert done.returncode == 0, done.stderr

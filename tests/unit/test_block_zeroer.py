@@ -1,0 +1,139 @@
+"""Zeroed blocks against plain indexing: all of the named blocks, and not a byte of any other."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kv_layers import Layer, backend, spec
+
+from kvferry.connector.attention_group import attention_groups
+from kvferry.connector.block_zeroer import KVBlockZeroer
+from kvferry.connector.errors import GeometryError
+from kvferry.connector.kv_binding import init_kv_cache
+from kvferry.connector.kv_spec import KVCacheGroupSpec, KVCacheLayout, get_kv_cache_config_from_groups
+
+CPU = torch.device("cpu")
+BLOCKS = 7
+
+
+def engine(layout: object, specs: dict[str, Any], kernel: list[int] | None = None) -> tuple[dict[str, Layer], Any, Any]:
+    """Layers of one group per spec, their caches bound and filled with ones; groups and zeroer's sizes."""
+    layers = {name: Layer(each, backend(*(kernel or [each.block_size]))) for name, each in specs.items()}
+    alike: dict[Any, list[str]] = {}
+    for name, each in specs.items():
+        alike.setdefault(each, []).append(name)
+    config = get_kv_cache_config_from_groups([KVCacheGroupSpec(n, s) for s, n in alike.items()], BLOCKS, layout)
+    kernel = kernel or [each.block_size for each in alike]
+    init_kv_cache(layers, config, CPU, kernel, layout)
+    for layer in layers.values():
+        layer.kv_cache.view(torch.uint8).fill_(255)
+    return layers, [group for groups in attention_groups(config, layers) for group in groups], kernel
+
+
+CASES = {
+    "bf16": {"layers.0": spec(), "layers.1": spec()},
+    "odd-bytes": {"layers.0": spec(dtype=torch.int8, state_content_bytes=11, block=3)},
+    "odd-words": {"layers.0": spec(size=1, block=5), "layers.1": spec(size=1, block=5)},
+    "padded": {"layers.0": spec(heads=1, page_size_padded=512), "layers.1": spec(heads=1, page_size_padded=512)},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("layout", list(KVCacheLayout), ids=lambda layout: layout.name)
+def test_named_blocks_and_no_others(layout: KVCacheLayout, case: str) -> None:
+    layers, groups, kernel = engine(layout, CASES[case])
+    zeroer = KVBlockZeroer(CPU, groups, kernel, layers, BLOCKS)
+    zeroer.zero_block_ids([])
+    assert all(bool((layer.kv_cache.view(torch.uint8) == 255).all()) for layer in layers.values())
+    zeroer.zero_block_ids([5, 0, 3])
+    for layer in layers.values():
+        content = layer.kv_cache.view(torch.uint8).flatten(1)
+        assert content[[0, 3, 5]].max() == 0 and content[[1, 2, 4, 6]].min() == 255
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "LBNHC"])
+def test_ids_number_manager_blocks(layout: str) -> None:
+    layers, groups, kernel = engine(layout, {"layers.0": spec(block=48), "layers.1": spec(block=48)}, [16])
+    zeroer = KVBlockZeroer(CPU, groups, kernel, layers, BLOCKS)
+    assert len(zeroer.segments.addresses) == 6
+    zeroer.zero_block_ids([2, 6])
+    for layer in layers.values():
+        zeroed = (layer.kv_cache.view(torch.uint8).flatten(1) == 0).all(1).nonzero().flatten()
+        assert zeroed.tolist() == [6, 7, 8, 18, 19, 20]
+        assert int((layer.kv_cache.view(torch.uint8) == 0).sum()) == 6 * 768
+
+
+def test_the_widest_page_at_an_address_wins() -> None:
+    """Groups overlay each other: a block is zeroed for whichever of them owns it next."""
+    specs = {"layers.0": spec(heads=1), "layers.1": spec(heads=4)}
+    layers, groups, kernel = engine("BLHNC", specs)
+    for order in (groups, groups[::-1]):
+        zeroer = KVBlockZeroer(CPU, order, kernel, layers, BLOCKS)
+        assert zeroer.segments.sizes.tolist() == [1024]
+
+
+def test_layers_that_are_left_alone() -> None:
+    layers, groups, kernel = engine("LBHNC", {f"layers.{n}": spec() for n in range(3)})
+    layers["layers.1"].kv_cache = []
+    zeroer = KVBlockZeroer(CPU, groups, kernel, layers, BLOCKS, {"layers.2"})
+    zeroer.warmup(BLOCKS)
+    assert layers["layers.0"].kv_cache[0].count_nonzero() == 0
+    assert layers["layers.2"].kv_cache.view(torch.uint8).min() == 255
+    groups[0].kv_cache_spec = SimpleNamespace(block_size=16, shapes=())
+    assert KVBlockZeroer(CPU, groups, kernel, layers, BLOCKS).segments.addresses.size == 0
+    layers, groups, kernel = engine("LBHNC", {"layers.0": spec()})
+    assert KVBlockZeroer(CPU, groups, [], layers, BLOCKS).segments.addresses.size == 0
+    assert KVBlockZeroer(torch.device("cuda"), groups, kernel, layers, BLOCKS).segments.addresses.size == 0
+    KVBlockZeroer(CPU, groups, kernel, layers, BLOCKS).warmup(0)
+    assert layers["layers.0"].kv_cache.view(torch.uint8).min() == 255
+
+
+def test_packed_caches_that_were_bound_as_kernel_blocks() -> None:
+    """Ids number manager blocks all the same, and the other layer's pages in between stay as they are."""
+    packed = spec(block=64, heads=1, head_size_v=0, tokens_per_state=4)
+    layers, groups, kernel = engine("BLHNC", {"layers.0": packed, "layers.1": packed})
+    whole = {name: layer.kv_cache for name, layer in layers.items()}
+    (group,) = groups
+    group.kernel_block_size, group.layer_names = 16, ["layers.0"]
+    layers["layers.0"].kv_cache = group.map_kv_cache_to_kernel_blocks(whole["layers.0"])
+    KVBlockZeroer(CPU, groups, kernel, layers, BLOCKS).zero_block_ids([2, 6])
+    content = whole["layers.0"].view(torch.uint8).flatten(1)
+    assert content[[2, 6]].max() == 0 and content[[0, 1, 3, 4, 5]].min() == 255
+    assert whole["layers.1"].view(torch.uint8).min() == 255
+
+
+def test_squeezed_caches_of_mla_layers() -> None:
+    layers, groups, kernel = engine("LBHNC", {"layers.0": spec(heads=1, head_size_v=0)})
+    layers["layers.0"].kv_cache = layers["layers.0"].kv_cache.squeeze(1)
+    KVBlockZeroer(CPU, groups, kernel, layers, BLOCKS).zero_block_ids([4])
+    content = layers["layers.0"].kv_cache.view(torch.uint8).flatten(1)
+    assert content[4].max() == 0 and content[[0, 1, 2, 3, 5, 6]].min() == 255
+
+
+@pytest.mark.parametrize("block_id", [-1, BLOCKS, 1 << 40])
+def test_an_id_out_of_range_zeroes_nothing(block_id: int) -> None:
+    layers, groups, kernel = engine("LBHNC", {"layers.0": spec()})
+    zeroer = KVBlockZeroer(CPU, groups, kernel, layers, BLOCKS)
+    with pytest.raises(GeometryError, match=f"block id {block_id} is outside 0..6"):
+        zeroer.zero_block_ids([1, block_id])
+    assert layers["layers.0"].kv_cache.view(torch.uint8).min() == 255
+
+
+def test_caches_that_do_not_fit_are_refused() -> None:
+    layers, groups, kernel = engine("LBHNC", {"layers.0": spec()})
+    with pytest.raises(GeometryError, match="7 kernel blocks are no multiple of 3 blocks"):
+        KVBlockZeroer(CPU, groups, kernel, layers, 3)
+    with pytest.raises(GeometryError, match="kernel blocks of 5 tokens do not divide a manager block of 16"):
+        KVBlockZeroer(CPU, groups, [5], layers, BLOCKS)
+    with pytest.raises(GeometryError, match=r"no layer 'layers.0' to zero blocks of"):
+        KVBlockZeroer(CPU, groups, kernel, {"layers.1": layers["layers.0"]}, BLOCKS)
+
+
+def test_block_ids_may_be_an_array() -> None:
+    layers, groups, kernel = engine("BHLNC", {"layers.0": spec(), "layers.1": spec()})
+    KVBlockZeroer(CPU, groups, kernel, layers, BLOCKS).zero_block_ids(np.array([1]))
+    assert layers["layers.1"].kv_cache[1].count_nonzero() == 0

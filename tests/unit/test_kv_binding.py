@@ -1,0 +1,288 @@
+"""Allocation, views and binding against own oracles: every layer's content lies where the stride order says."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from kv_layers import Binding, Layer, backend, spec
+
+from kvferry.connector.attention_group import AttentionGroup
+from kvferry.connector.errors import GeometryError
+from kvferry.connector.kv_binding import (
+    add_kv_sharing_layers_to_kv_cache_groups,
+    allocate,
+    bind_kv_cache,
+    extract_layer_index,
+    init_kv_cache,
+    initialize_kv_cache_for_kv_sharing,
+    reshape,
+)
+from kvferry.connector.kv_spec import (
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheLayout,
+    KVCacheTensor,
+    get_kv_cache_config_from_groups,
+)
+from kvferry.connector.view import view_of
+
+LAYOUTS = list(KVCacheLayout)
+BLOCKS = 5
+
+
+def config(layout: object, *groups: tuple[object, list[str]], blocks: int = BLOCKS) -> KVCacheConfig:
+    return get_kv_cache_config_from_groups([KVCacheGroupSpec(names, each) for each, names in groups], blocks, layout)
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_reshape_puts_every_element_where_the_stride_order_says(layout: KVCacheLayout, layers: int) -> None:
+    names = [f"layers.{n}" for n in range(layers)]
+    placed = config(layout, (spec(), names))
+    raw = allocate(placed, "cpu")
+    size = {"L": layers, "B": BLOCKS, "H": 3, "N": 16, "C": 8}
+    assert raw.numel() == 2 * int(np.prod(list(size.values())))
+    numbers = torch.arange(raw.numel() // 2, dtype=torch.int16)
+    raw.view(torch.int16).copy_(numbers)
+    physical = numbers.reshape([size[axis] for axis in layout.name])  # the name spells the physical order
+    wanted = physical.permute([layout.name.index(axis) for axis in "LBHNC"])
+    views = reshape(placed, raw, layout)
+    assert list(views) == names
+    for layer, view in enumerate(views.values()):
+        assert view.shape == (BLOCKS, 3, 16, 8) and view.dtype == torch.bfloat16
+        assert torch.equal(view.view(torch.int16), wanted[layer])
+    again = reshape(placed, raw, layout.stride_order)
+    assert all(again[name].stride() == views[name].stride() for name in names)
+    assert view_of(views, 16, BLOCKS).layers == tuple(names)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_layers_of_a_group_share_no_byte(layout: KVCacheLayout) -> None:
+    """Padding and a second group beside it included; what a group writes leaves no element of its own twice."""
+    one_head = spec(heads=1, page_size_padded=512)
+    placed = config(layout, (one_head, ["layers.0", "layers.1"]), (one_head, ["layers.2"]))
+    raw = allocate(placed, "cpu")
+    views = reshape(placed, raw, layout)
+    for names in (["layers.0", "layers.1"], ["layers.2"]):
+        raw.zero_()
+        for name in names:
+            views[name].view(torch.int16).add_(1)
+        touched = raw.view(torch.int16)
+        assert touched.max() == 1 and int(touched.sum()) == sum(views[name].numel() for name in names)
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "LBNHC"])
+def test_kernel_blocks_split_manager_blocks(layout: str) -> None:
+    placed = config(layout, (spec(block=48), ["layers.0", "layers.1"]))
+    raw = allocate(placed, "cpu")
+    raw.view(torch.int16).copy_(torch.arange(raw.numel() // 2, dtype=torch.int16))
+    whole, split = reshape(placed, raw, layout), reshape(placed, raw, layout, [16])
+    for name, view in split.items():
+        assert view.shape == (3 * BLOCKS, 3, 16, 8)
+        for block, kernel in itertools.product(range(BLOCKS), range(3)):
+            mine = view[3 * block + kernel].view(torch.int16)
+            if layout == "LBNHC":  # tokens outermost: a kernel block is a slice of the manager block
+                assert torch.equal(mine, whole[name][block, :, 16 * kernel : 16 * kernel + 16].view(torch.int16))
+            assert set(mine.flatten().tolist()) <= set(whole[name][block].view(torch.int16).flatten().tolist())
+
+
+@pytest.mark.parametrize("layout", ["BLHNC", "BLNHC", "BHLNC", "LHBNC"])
+def test_blocks_that_are_no_dense_pages_do_not_split(layout: str) -> None:
+    placed = config(layout, (spec(block=48), ["layers.0", "layers.1"]))
+    with pytest.raises(GeometryError, match="do not split into 3 kernel blocks of 16 tokens"):
+        reshape(placed, allocate(placed, "cpu"), layout, [16])
+
+
+def test_a_layout_that_does_not_belong_to_the_places_is_refused() -> None:
+    placed = config("LBHNC", (spec(), ["layers.0", "layers.1"]))
+    with pytest.raises(GeometryError, match=r"reaches byte \d+ of an allocation of"):
+        reshape(placed, allocate(placed, "cpu"), "BHLNC")
+    with pytest.raises(GeometryError, match=r"layout 'LBHCN' is unknown .did you mean 'LBNHC'"):
+        reshape(placed, allocate(placed, "cpu"), "LBHCN")
+    with pytest.raises(GeometryError, match="no permutation"):
+        reshape(placed, allocate(placed, "cpu"), (0, 1, 2, 3, 3))
+
+
+def test_odd_configs_are_refused_in_one_line() -> None:
+    group = KVCacheGroupSpec(["layers.0"], spec())
+    place = KVCacheTensor(9600, ["layers.0"], 9600, 1920)
+    with pytest.raises(GeometryError, match="expected one size for all"):
+        allocate(KVCacheConfig(BLOCKS, [place, KVCacheTensor(1, ["b"], 1, 1)], [group]), "cpu")
+    with pytest.raises(GeometryError, match=r"'layers.9' has a place .* in no KV cache group"):
+        odd = KVCacheConfig(BLOCKS, [KVCacheTensor(9600, ["layers.9"], 1, 1)], [group])
+        reshape(odd, allocate(odd, "cpu"), "LBHNC")
+    odd = KVCacheConfig(BLOCKS, [KVCacheTensor(9601, ["layers.0"], 9600, 768, offset=1)], [group])
+    with pytest.raises(GeometryError, match=r"no view of its bytes as torch.bfloat16"):
+        reshape(odd, allocate(odd, "cpu"), "LBHNC")
+    assert allocate(KVCacheConfig(1), "cpu").numel() == 0 and reshape(KVCacheConfig(1), torch.empty(0), "LBHNC") == {}
+
+
+def test_bind_orders_by_layer_number_and_binds_every_module() -> None:
+    names = ["d.layers.10.self_attn", "d.layers.2.self_attn", "d.layers.2.cross_attn", "d.layers.0.self_attn"]
+    caches = {name: torch.full((1, 1, 2, 2), n) for n, name in enumerate(names)}
+    layers = {name: (Binding if "cross" in name else Layer)() for name in names}
+    runner: list[torch.Tensor] = []
+    bind_kv_cache(caches, layers, runner)
+    assert [int(cache.flatten()[0]) for cache in runner] == [3, 1, 2, 0]
+    for name, layer in layers.items():
+        assert layer.kv_cache.data_ptr() == caches[name].data_ptr()
+        assert layer.kv_cache.ndim == (3 if "cross" in name else 4)
+
+
+def test_bind_several_modules_to_a_layer_and_other_views_to_layers() -> None:
+    names = [f"layers.{n}.self_attn.{m}" for n, m in ((1, 1), (0, 1), (1, 0), (0, 0))]
+    caches = {name: torch.full((2, 1, 2, 2), n) for n, name in enumerate(names)}
+    layers = {name: Layer() for name in names}
+    runner: list[torch.Tensor] = []
+    kernel_views = {name: cache.flatten() for name, cache in caches.items()}
+    bind_kv_cache(caches, layers, runner, 2, layer_kv_caches=kernel_views)
+    assert [int(cache.flatten()[0]) for cache in runner] == [3, 1, 2, 0] and runner[0].ndim == 4
+    assert all(layer.kv_cache.ndim == 1 for layer in layers.values())
+
+
+@pytest.mark.parametrize(
+    ("names", "filled", "message"),
+    [
+        (["layers.0", "other.1"], False, "no layer 'other.1'"),
+        (["layers.0", "layers.x"], False, "'layers.x' holds 0 numbers"),
+        (["layers.0", "layers.0.1"], False, r"'layers.0.1' holds 2 numbers, expected one"),
+        (["layers.0"], True, "holds 1 caches already"),
+    ],
+)
+def test_bind_binds_all_or_nothing(names: list[str], filled: bool, message: str) -> None:
+    layers = {"layers.0": Layer(), "layers.0.1": Layer(), "layers.x": Layer()}
+    runner = [torch.empty(0)] if filled else []
+    with pytest.raises(GeometryError, match=message):
+        bind_kv_cache({name: torch.zeros(1) for name in names}, layers, runner)
+    assert len(runner) == filled and all(layer.kv_cache is None for layer in layers.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "modules", "index"),
+    [("encoder.layers.0", 1, 0), ("2.self_attn", 1, 2), ("layers.3.self_attn.1", 2, 7), ("layers.3.self_attn", 2, 3)],
+)
+def test_layer_index(name: str, modules: int, index: int) -> None:
+    assert extract_layer_index(name, modules) == index
+
+
+def test_layer_index_of_an_odd_name() -> None:
+    for name, modules in (("layers", 1), ("layers.1.mlp.2", 2), ("layers.1.attn.2.3", 2)):
+        with pytest.raises(GeometryError, match="numbers, expected one"):
+            extract_layer_index(name, modules)
+
+
+def groups_of_two() -> list[KVCacheGroupSpec]:
+    return [KVCacheGroupSpec(["layers.0", "layers.1"], spec()), KVCacheGroupSpec(["layers.2"], spec(block=32))]
+
+
+def test_sharing_layers_join_the_group_of_their_target() -> None:
+    groups, alone = groups_of_two(), {"x"}
+    add_kv_sharing_layers_to_kv_cache_groups({"layers.3": "layers.2", "layers.4": "layers.0"}, groups, alone)
+    assert [group.layer_names for group in groups] == [["layers.0", "layers.1", "layers.4"], ["layers.2", "layers.3"]]
+    assert alone == {"x", "layers.3", "layers.4"}
+
+
+def test_a_target_in_no_group_changes_nothing() -> None:
+    groups, alone = groups_of_two(), set[str]()
+    with pytest.raises(GeometryError, match=r"shares the KV cache of 'layers.7', which is in no group \(did you mean"):
+        add_kv_sharing_layers_to_kv_cache_groups({"layers.3": "layers.2", "layers.4": "layers.7"}, groups, alone)
+    assert [len(group.layer_names) for group in groups] == [2, 1] and not alone
+
+
+def test_sharing_aliases_the_target_and_joins_its_attention_group() -> None:
+    groups, alone = groups_of_two(), set[str]()
+    attention = [
+        [AttentionGroup(None, ["layers.0"], spec(), 0), AttentionGroup(None, ["layers.1"], spec(), 0)],
+        [AttentionGroup(None, ["layers.2"], spec(block=32), 1)],
+    ]
+    caches = {f"layers.{n}": torch.zeros(2) for n in range(3)}
+    initialize_kv_cache_for_kv_sharing(
+        {"layers.3": "layers.1", "layers.4": "layers.2"}, groups, caches, attention, alone
+    )
+    assert caches["layers.3"] is caches["layers.1"] and caches["layers.4"] is caches["layers.2"]
+    assert [[group.layer_names for group in each] for each in attention] == [
+        [["layers.0"], ["layers.1", "layers.3"]],
+        [["layers.2", "layers.4"]],
+    ]
+    assert groups[0].layer_names[-1] == "layers.3" and alone == {"layers.3", "layers.4"}
+
+
+@pytest.mark.parametrize(
+    ("shared", "with_groups", "message"),
+    [
+        ({"layers.4": "layers.0", "layers.3": "layers.9"}, False, "'layers.9', which has none"),
+        ({"layers.4": "layers.0", "layers.3": "layers.5"}, False, "'layers.5', which is in no group"),
+        ({"layers.4": "layers.0", "layers.3": "layers.2"}, True, "'layers.2', which is in no attention group"),
+    ],
+)
+def test_sharing_that_fails_changes_nothing(shared: dict[str, str], with_groups: bool, message: str) -> None:
+    groups = groups_of_two()
+    attention = [[AttentionGroup(None, ["layers.0"], spec(), 0)]] if with_groups else None
+    caches = {f"layers.{n}": torch.zeros(2) for n in (0, 1, 2, 5)}
+    with pytest.raises(GeometryError, match=message):
+        initialize_kv_cache_for_kv_sharing(shared, groups, caches, attention)
+    assert len(caches) == 4 and [len(group.layer_names) for group in groups] == [2, 1]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_init_allocates_shares_and_binds(layout: KVCacheLayout) -> None:
+    layers = {f"layers.{n}": Layer(spec(), backend(16)) for n in range(2)}
+    layers["layers.2"] = Layer(None, backend(16), target="layers.1")
+    placed = config(layout, (spec(), ["layers.0", "layers.1", "elsewhere.5"]))
+    entered: list[str] = []
+
+    class Pool:
+        def __enter__(self) -> None:
+            entered.append("in")
+
+        def __exit__(self, *_: object) -> None:
+            entered.append("out")
+
+    caches = init_kv_cache(layers, placed, "cpu", None, layout, Pool())
+    assert entered == ["in", "out"] and set(caches) == {*layers, "elsewhere.5"}
+    assert caches["layers.2"] is caches["layers.1"]
+    assert all(layer.kv_cache is caches[name] for name, layer in layers.items())
+
+
+def test_init_refuses_a_target_without_a_cache() -> None:
+    layers = {"layers.0": Layer(spec(), backend(16)), "layers.1": Layer(None, None, target="layers.5")}
+    with pytest.raises(GeometryError, match=r"'layers.1' shares the KV cache of 'layers.5', which has none"):
+        init_kv_cache(layers, config("LBHNC", (spec(), ["layers.0"])), "cpu", None, "LBHNC")
+    assert layers["layers.0"].kv_cache is None
+
+
+def test_init_binds_kernel_blocks_of_packed_compressed_caches() -> None:
+    """Two layers' pages alternate; the backend's kernel blocks of one layer step over the other's."""
+    compressed = spec(block=64, heads=1, head_size_v=0, tokens_per_state=4)
+    layers = {name: Layer(compressed, backend(16)) for name in ("layers.0", "layers.1")}
+    placed = config("BLHNC", (compressed, list(layers)))
+    group = AttentionGroup(backend(16), list(layers), compressed, 0, kernel_block_size=16)
+    caches = init_kv_cache(layers, placed, "cpu", [64], "BLHNC", attn_groups=[group])
+    assert group.kernel_block_stride == 8
+    table = group.map_to_kernel_block_table(torch.tensor([[3, 1]]))
+    assert table.tolist() == [[24, 25, 26, 27, 8, 9, 10, 11]]
+    for name, layer in layers.items():
+        caches[name].copy_(torch.randn(caches[name].shape))
+        assert torch.equal(layer.kv_cache[table[0]].flatten(), caches[name][[3, 1]].flatten())
+        back = group.map_kv_cache_to_manager_blocks(layer.kv_cache, BLOCKS)
+        assert (back.shape, back.stride()) == (caches[name].shape, caches[name].stride())
+
+
+def test_state_layers_keep_bytes_and_raw_layers_the_allocation() -> None:
+    state = SimpleNamespace(
+        block_size=16, num_heads=1, state_content_size_bytes=24, page_size_bytes=24, shapes=((3,), (3,)),
+        get_num_kernel_states=lambda size: 1,
+    )  # fmt: skip
+    placed = KVCacheConfig(
+        2,
+        [KVCacheTensor(48, ["layers.0"], 48, 24), KVCacheTensor(48, ["raw.0"], 1, 1)],
+        [KVCacheGroupSpec(["layers.0"], state), KVCacheGroupSpec(["raw.0"], SimpleNamespace(has_layer_views=False))],
+    )
+    raw = allocate(placed, "cpu")
+    views = reshape(placed, raw, "LBHNC")
+    assert views["layers.0"].shape == (2, 1, 1, 24) and views["layers.0"].dtype == torch.int8
+    assert views["raw.0"] is raw

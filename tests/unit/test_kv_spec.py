@@ -1,0 +1,133 @@
+"""Specs and places of layers against brute force: strides by counting, places by painting every byte."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from kv_layers import spec
+
+from kvferry.connector.errors import GeometryError
+from kvferry.connector.kv_spec import (
+    KVCacheGroupSpec,
+    KVCacheLayout,
+    UniformTypeKVCacheSpecs,
+    get_kv_cache_config_from_groups,
+    is_encoder_only,
+    kernel_shape,
+    layer_spec,
+    layout_strides,
+    stride_order_of,
+)
+
+ORDERS = [layout.stride_order for layout in KVCacheLayout]
+
+
+def test_sizes_of_a_page() -> None:
+    assert (spec().num_heads, spec().state_content_size_bytes, spec().page_size_bytes) == (3, 16, 768)
+    assert spec(size=4, head_size_v=6).state_content_size_bytes == 20
+    assert spec(size=4, head_size_v=0, heads=1).page_size_bytes == 16 * 8
+    packed = spec(num_head_slots=2, state_content_bytes=11)
+    assert (packed.num_heads, packed.page_size_bytes) == (2, 2 * 16 * 11)
+    assert spec(tokens_per_state=4).get_num_kernel_states(16) == 4
+    assert spec(tokens_per_state=Fraction(1, 4)).get_num_kernel_states(16) == 64
+    assert spec(page_size_padded=1024).page_size_bytes == 1024
+    with pytest.raises(GeometryError, match="page_size_padded 512 is less than the page's 768 bytes"):
+        _ = spec(page_size_padded=512).page_size_bytes
+    assert spec().copy_with_new_block_size(32).page_size_bytes == 1536
+
+
+def test_kernel_blocks_must_divide() -> None:
+    assert kernel_shape(spec(block=48), 5, 2, 16) == (2, 15, 3, 16, 16)
+    for tokens in (0, 5, 32, 96):
+        with pytest.raises(
+            GeometryError, match=f"kernel blocks of {tokens} tokens do not divide a manager block of 48"
+        ):
+            kernel_shape(spec(block=48), 5, 2, tokens)
+
+
+@given(st.sampled_from(ORDERS), st.tuples(*[st.integers(1, 5)] * 5))
+def test_dense_strides_are_those_of_a_contiguous_array(order: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    physical = torch.empty([shape[axis] for axis in order], dtype=torch.int8)
+    logical = physical.permute([order.index(axis) for axis in range(5)])
+    assert layout_strides(shape, order) == logical.stride()
+
+
+def test_pages_are_padded_where_they_are_whole() -> None:
+    assert layout_strides((2, 5, 3, 16, 16), KVCacheLayout.LBHNC.value, page_bytes=1024)[:2] == (5 * 1024, 1024)
+    assert layout_strides((2, 5, 3, 16, 16), KVCacheLayout.BLNHC.value, page_bytes=1024)[:2] == (1024, 2 * 1024)
+    assert layout_strides((2, 5, 1, 16, 16), KVCacheLayout.LHBNC.value, page_bytes=512)[:2] == (2560, 512)
+    for layout in (KVCacheLayout.LHBNC, KVCacheLayout.BHLNC):
+        with pytest.raises(GeometryError, match="pages padded to 1024 bytes need L and B outside"):
+            layout_strides((2, 5, 3, 16, 16), layout.value, page_bytes=1024)
+
+
+@pytest.mark.parametrize("layout", list(KVCacheLayout), ids=lambda layout: layout.name)
+def test_places_are_disjoint_and_fill_the_allocation(layout: KVCacheLayout) -> None:
+    """Pages of whole-page layouts, painted one by one."""
+    names = [f"layers.{n}" for n in range(3)]
+    placed = get_kv_cache_config_from_groups([KVCacheGroupSpec(names, spec())], 5, layout)
+    assert placed.num_blocks == 5 and [tensor.layers for tensor in placed.kv_cache_tensors] == [names]
+    (tensor,) = placed.kv_cache_tensors
+    assert tensor.size == 3 * 5 * 768
+    if layout.name not in ("LHBNC", "BHLNC"):
+        paint = torch.zeros(tensor.size, dtype=torch.int8)
+        for layer in range(3):
+            for block in range(5):
+                start = tensor.offset + layer * tensor.layer_stride + block * tensor.block_stride
+                paint[start : start + 768] += 1
+        assert bool((paint == 1).all())
+
+
+def test_layers_of_two_sizes_lie_side_by_side_in_a_block() -> None:
+    small, large = spec(heads=1), spec(heads=4)
+    specs = {"a.0": large, "b.1": small, "a.2": large}
+    mixed = KVCacheGroupSpec(list(specs), UniformTypeKVCacheSpecs(16, specs))
+    packed = get_kv_cache_config_from_groups([mixed], 5, "BLHNC")
+    assert [(t.layers, t.offset, t.block_stride) for t in packed.kv_cache_tensors] == [
+        (["a.0", "a.2"], 0, 2304), (["b.1"], 2048, 2304),
+    ]  # fmt: skip
+    regions = get_kv_cache_config_from_groups([mixed], 5, "LBHNC")
+    assert [(t.offset, t.layer_stride, t.block_stride) for t in regions.kv_cache_tensors] == [
+        (0, 5120, 1024), (10240, 1280, 256),
+    ]  # fmt: skip
+    with pytest.raises(GeometryError, match=r"several sizes \(256, 1024 bytes\).*take BLHNC or BLNHC"):
+        get_kv_cache_config_from_groups([mixed], 5, "BHLNC")
+    two = [KVCacheGroupSpec(["a.0"], large), KVCacheGroupSpec(["b.1"], small)]
+    with pytest.raises(GeometryError, match="several sizes"):
+        get_kv_cache_config_from_groups(two, 5, "LBHNC")
+    assert {t.offset for t in get_kv_cache_config_from_groups(two, 5, "BLNHC").kv_cache_tensors} == {0}
+
+
+def test_blocks_are_aligned() -> None:
+    placed = get_kv_cache_config_from_groups(
+        [KVCacheGroupSpec(["a.0", "a.1"], spec(block_stride_alignment=500))], 5, "BLHNC"
+    )
+    assert {t.block_stride for t in placed.kv_cache_tensors} == {2000} and placed.kv_cache_tensors[0].size == 10000
+    placed = get_kv_cache_config_from_groups([KVCacheGroupSpec(["a.0"], spec(block_stride_alignment=500))], 5, "LBHNC")
+    assert placed.kv_cache_tensors[0].block_stride == 1000
+    with pytest.raises(GeometryError, match="cannot align pages"):
+        get_kv_cache_config_from_groups([KVCacheGroupSpec(["a.0"], spec(block_stride_alignment=500))], 5, "LHBNC")
+    with pytest.raises(GeometryError, match="num_blocks 0"):
+        get_kv_cache_config_from_groups([], 0, "LBHNC")
+
+
+def test_what_a_spec_is() -> None:
+    class EncoderOnlyAttentionSpec:
+        """As vLLM names it."""
+
+    assert is_encoder_only(EncoderOnlyAttentionSpec()) and is_encoder_only(spec(encoder_only=True))
+    assert not is_encoder_only(spec())
+    both = UniformTypeKVCacheSpecs(16, {"a.0": spec(), "a.1": spec(heads=1)})
+    assert (
+        both.page_size_bytes == 1024 and layer_spec(both, "a.1") == spec(heads=1) and layer_spec(spec(), "x") == spec()
+    )
+    with pytest.raises(GeometryError, match=r"layer 'a.2' has no spec in its group \(did you mean"):
+        layer_spec(both, "a.2")
+
+
+def test_stride_order_of_a_layout() -> None:
+    assert stride_order_of("BHLNC") == stride_order_of(KVCacheLayout.BHLNC) == stride_order_of((1, 2, 0, 3, 4))
