@@ -45,7 +45,7 @@ def _pages(cache: torch.Tensor, exchange: Exchange) -> torch.Tensor:
         exchange.inner_stride,
         exchange.row_stride,
     )
-    start = cache.storage_offset() * cache.element_size()
+    start = int(cache.storage_offset()) * cache.element_size()
     bits = cache.data_ptr() | start | exchange.content | 16
     for stride in strides:
         bits |= stride

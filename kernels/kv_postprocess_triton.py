@@ -5,13 +5,13 @@ them (``Exchange``). A *cell* is one slice of all units of one matrix, so no byt
 cell. One program takes a whole cell: it reads all of it, waits at a barrier until all of its threads have, and only
 then writes. Programs need no order among each other, and no cycle of the permutation is ever followed.
 
-Two kernels differ in where a cell waits. In registers, where one vector of every unit fits a tile; the slice is as wide
-as fills the tile, or a tile takes several cells. Else in scratch memory, a slab per program, of a total that stays in
-the L2 cache. Both are compiled per width and alignment of a vector, which the local cache decides; block sizes, ratio,
-strides and counts are run-time arguments that Triton is told not to specialise on.
+Two kernels differ in where a cell waits. In registers, where two vectors of every unit fit; a slice is as wide as fits.
+Else in scratch memory, a slab per program, of a total that stays in the L2 cache. Both are compiled per width and
+alignment of a vector, which the local cache decides; block sizes, ratio, strides and counts are run-time arguments that
+Triton is told not to specialise on.
 """
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 from __future__ import annotations
 
 import functools
@@ -22,14 +22,16 @@ import triton.language as tl
 
 from kvferry.kernels.kv_postprocess import Exchange
 
-TILE = 2048
-"""Vectors of a tile, of 16 bytes where the cache is aligned so: 8 in flight for each of 256 threads."""
-NUM_WARPS = 8
+TILE = 4096
+"""Vectors of a cell in registers, of 16 bytes where the cache is aligned so: 8 for each of 512 threads."""
+NUM_WARPS = 16
+"""Measured on an H200: half the tile with half the warps is 5% slower for 128 units, a third slower for 512."""
+SLAB_TILE, SLAB_WARPS = 2048, 8
 SLAB_BYTES = 256 << 10
 SCRATCH_BYTES = 16 << 20
-"""Of all slabs together; one slab is larger than its share only where it holds a single vector of every unit."""
-_PROGRAMS_PER_SM = 8
-_MAX = (1 << 31) - 4 * TILE
+"""Of all slabs together; a slab is larger than that only where one vector of every unit is."""
+_PROGRAMS_PER_SM = 4
+_MAX = (1 << 31) - 2 * TILE
 """Of anything that the kernels count in 32 bits."""
 _WORDS = {16: (tl.int64, 2), 8: (tl.int64, 1), 4: (tl.int32, 1), 2: (tl.int16, 1), 1: (tl.int8, 1)}
 """Type and number of the elements of a vector, by its bytes."""
@@ -84,34 +86,31 @@ def _exchange_kernel(
     ALIGN: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Exchanges cells that fit a tile, ``width`` of a row's ``vectors`` each; programs take every n-th tile."""
-    size = outer * inner * width
-    in_tile = TILE // size
+    """Exchanges cells that fit a tile, ``width`` of a row's ``vectors`` each; programs take every n-th cell."""
+    # What is the same in every cell, all divisions among it: offsets from the first block of a matrix.
     e = tl.arange(0, TILE)
-    local = e // size
-    unit = (e - local * size) // width
-    column = e - local * size - unit * width
-    p_outer, p_inner = unit // inner, unit % inner
-    d_inner = unit // outer
-    d_outer = unit - d_inner * outer
+    unit = e // width
+    column = e - unit * width
+    p_outer, d_inner = unit // inner, unit // outer
+    p_inner, d_outer = unit - p_outer * inner, unit - d_inner * outer
+    p_block, d_block = p_outer // outer_per_block, d_outer // outer_per_block
+    source = (p_outer - p_block * outer_per_block).to(tl.int64) * outer_stride + p_inner * inner_stride
+    target = (d_outer - d_block * outer_per_block).to(tl.int64) * outer_stride + d_inner * inner_stride
+    in_cell = e < outer * inner * width
     slices = tl.cdiv(vectors, width)
-    for tile in range(tl.program_id(0), tl.cdiv(cells, in_tile), tl.num_programs(0)):
-        cell = tile * in_tile + local
+    for cell in range(tl.program_id(0), cells, tl.num_programs(0)):
         part = cell // slices
         vector = (cell - part * slices) * width + column
         matrix = part // rows
-        mask = (local < in_tile) & (cell < cells) & (vector < vectors)
-        start = base + (part - matrix * rows) * row_stride + vector.to(tl.int64) * ALIGN
-        first = matrix * outer
-        source = _addresses(
-            start, indices, block_stride, outer_stride, inner_stride, outer_per_block, first + p_outer, p_inner, mask
-        )
-        target = _addresses(
-            start, indices, block_stride, outer_stride, inner_stride, outer_per_block, first + d_outer, d_inner, mask
-        )
-        data = tl.load(_vectors(source, DTYPE, LANES, ALIGN), mask=mask[:, None])
+        slot = matrix * outer // outer_per_block
+        start = base + (part - matrix * rows) * row_stride + (matrix * outer - slot * outer_per_block) * outer_stride
+        mask = in_cell & (vector < vectors)
+        p_id = tl.load(indices + slot + p_block, mask=mask, other=0).to(tl.int64)
+        d_id = tl.load(indices + slot + d_block, mask=mask, other=0).to(tl.int64)
+        row = start + vector.to(tl.int64) * ALIGN
+        data = tl.load(_vectors(row + p_id * block_stride + source, DTYPE, LANES, ALIGN), mask=mask[:, None])
         tl.debug_barrier()  # all threads have read before any of them writes
-        tl.store(_vectors(target, DTYPE, LANES, ALIGN), data, mask=mask[:, None])
+        tl.store(_vectors(row + d_id * block_stride + target, DTYPE, LANES, ALIGN), data, mask=mask[:, None])
 
 
 @triton.jit(do_not_specialize=(*_NUMBERS, "scratch", "slab_bytes"))
@@ -178,13 +177,14 @@ def exchange_triton(
 ) -> None:
     """``exchange`` on the GPU of ``cache``: enqueued on its current stream.
 
-    ``num_programs`` bounds the thread blocks of ``NUM_WARPS`` warps; None takes eight per SM.
+    ``num_programs`` bounds the thread blocks of 8 or 16 warps; None takes four per SM.
     """
     bytes_of_vector = alignment(cache, exchange)
     dtype, lanes = _WORDS[bytes_of_vector]
     vectors = exchange.content // bytes_of_vector
     units = exchange.outer * exchange.inner
-    in_registers = units <= TILE
+    # A slice of one vector of 16 bytes uses half of every sector it touches: slower than by way of scratch memory.
+    in_registers = units * 2 <= TILE
     width = slice_width(vectors, TILE // units if in_registers else SLAB_BYTES // (units * bytes_of_vector))
     matrices = len(indices) // exchange.group * exchange.parts
     cells = matrices * exchange.rows * -(-vectors // width)
@@ -203,13 +203,12 @@ def exchange_triton(
         vectors,
         width,
     )
-    constants = {"DTYPE": dtype, "LANES": lanes, "ALIGN": bytes_of_vector, "TILE": TILE, "num_warps": NUM_WARPS}
+    constants = {"DTYPE": dtype, "LANES": lanes, "ALIGN": bytes_of_vector}
     indices = indices.contiguous()
     programs = num_programs or _default_programs(cache.device)
     if in_registers:
-        tiles = -(-cells // (TILE // (units * width)))
         with torch.cuda.device_of(cache):
-            _exchange_kernel[(min(tiles, programs),)](indices, *numbers, **constants)
+            _exchange_kernel[(min(cells, programs),)](indices, *numbers, **constants, TILE=TILE, num_warps=NUM_WARPS)
         return
     slab_bytes = -(-units * width * bytes_of_vector // 16) * 16
     programs = max(1, min(cells, programs, SCRATCH_BYTES // slab_bytes))
@@ -217,7 +216,9 @@ def exchange_triton(
         # Of torch's allocator, not kept: it is had again at once by the next call on this stream, and by no other
         # stream while a kernel may still use it.
         scratch = torch.empty(programs * slab_bytes, dtype=torch.uint8, device=cache.device)
-        _exchange_through_scratch_kernel[(programs,)](indices, *numbers, scratch.data_ptr(), slab_bytes, **constants)
+        _exchange_through_scratch_kernel[(programs,)](
+            indices, *numbers, scratch.data_ptr(), slab_bytes, **constants, TILE=SLAB_TILE, num_warps=SLAB_WARPS
+        )
 
 
 def alignment(cache: torch.Tensor, exchange: Exchange) -> int:
