@@ -18,21 +18,19 @@ _index_out = torch.ops.aten.index.Tensor_out
 
 def exchange_reference(cache: torch.Tensor, indices: torch.Tensor, exchange: Exchange) -> None:
     """``exchange`` for host memory; ``indices`` were checked."""
-    # Caches made under inference mode refuse to be written outside of it.
-    with torch.inference_mode():
-        pages = _pages(cache, exchange)
-        groups = indices.to(torch.int64).reshape(-1, exchange.group)
-        _, parts, outer, inner, rows, words = pages.shape
-        block_bytes = pages[0].numel() * pages.element_size()
-        step = max(1, _BOUNCE_BYTES // (exchange.group * block_bytes))
-        blocks = min(step, len(groups)) * exchange.group
-        bounce = torch.empty((blocks, *pages.shape[1:]), dtype=pages.dtype, device="cpu")
-        for first in range(0, len(groups), step):
-            ids = groups[first : first + step]
-            received = bounce[: ids.numel()]
-            _index_out(pages, [ids.reshape(-1)], out=received)
-            by_p = received.view(len(ids), parts, inner, exchange.group, outer, rows, words)
-            pages.index_put_((ids,), by_p.permute(0, 3, 1, 4, 2, 5, 6))
+    pages = _pages(cache, exchange)
+    groups = indices.to(torch.int64).reshape(-1, exchange.group)
+    _, parts, outer, inner, rows, words = pages.shape
+    block_bytes = pages[0].numel() * pages.element_size()
+    step = max(1, _BOUNCE_BYTES // (exchange.group * block_bytes))
+    blocks = min(step, len(groups)) * exchange.group
+    bounce = torch.empty((blocks, *pages.shape[1:]), dtype=pages.dtype, device="cpu")
+    for first in range(0, len(groups), step):
+        ids = groups[first : first + step]
+        received = bounce[: ids.numel()]
+        _index_out(pages, [ids.reshape(-1)], out=received)
+        by_p = received.view(len(ids), parts, inner, exchange.group, outer, rows, words)
+        pages.index_put_((ids,), by_p.permute(0, 3, 1, 4, 2, 5, 6))
 
 
 def _pages(cache: torch.Tensor, exchange: Exchange) -> torch.Tensor:
@@ -50,6 +48,7 @@ def _pages(cache: torch.Tensor, exchange: Exchange) -> torch.Tensor:
     for stride in strides:
         bits |= stride
     word = bits & -bits
+    # A tensor of its own, so that caches made under inference mode can be written outside of it.
     memory = torch.empty(0, dtype=_WORDS[word], device="cpu").set_(cache.untyped_storage())
     return memory.as_strided(
         (len(cache), exchange.parts, outer, exchange.inner, exchange.rows, exchange.content // word),

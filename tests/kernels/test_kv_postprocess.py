@@ -99,6 +99,7 @@ FAULTY = {
 FAULTS = ["nothing", "inner", "content", "ids", "missing", "ratio", "byte"]
 
 
+@pytest.mark.filterwarnings("ignore:Use of index_put_ on expanded tensors")
 @pytest.mark.parametrize("name, fault", [(n, f) for n in FAULTY for f in FAULTS if f != "ratio" or "small" in n])
 def test_the_comparison_sees_a_fault(name: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plants one fault in a fix-up that is otherwise right."""
@@ -166,6 +167,23 @@ def test_a_cache_that_was_made_in_inference_mode_is_fixed_outside_of_it() -> Non
     want[1] = cache[1].transpose(0, 1).reshape(2, 4, 8)
     kv_postprocess_layout_on_receive(cache, torch.tensor([1]))
     assert torch.equal(cache, want)
+
+
+def test_a_storage_that_begins_at_an_odd_address_below_an_aligned_cache() -> None:
+    """The widest word that fits the cache's address need not fit its distance from the storage's."""
+    buffer = np.random.default_rng(0).integers(0, 256, 2000, dtype=np.uint8)
+    odd = -buffer.ctypes.data % 16 + 1
+    memory = torch.from_numpy(buffer[odd:])
+    cache = memory[15 : 15 + 3 * 2 * 4 * 16].view(3, 4, 2, 16).transpose(1, 2)
+    assert cache.data_ptr() % 16 == 0
+    before, want = buffer.copy(), cache.clone()
+    want[2] = cache[2].transpose(0, 1).reshape(2, 4, 16)
+    kv_postprocess_layout_on_receive(cache, torch.tensor([2]))
+    assert torch.equal(cache, want)
+    start, size = odd + 15, 3 * 2 * 4 * 16
+    np.testing.assert_array_equal(
+        np.delete(buffer, slice(start, start + size)), np.delete(before, slice(start, start + size))
+    )
 
 
 def test_on_host_memory_the_pages_and_a_wire_give_the_same_as_the_paged_copy() -> None:

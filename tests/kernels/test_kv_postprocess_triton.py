@@ -18,6 +18,7 @@ from kvferry.kernels.kv_postprocess_triton import alignment, slice_width
 INTERPRETED = """
 import sys
 import numpy as np
+import torch
 from kv_postprocess_cases import CASES, Arena
 from kvferry.kernels import kv_postprocess_triton
 from kvferry.kernels.kv_postprocess import exchange_of
@@ -33,7 +34,8 @@ for number, name in enumerate(names):
     exchange = exchange_of(arena.cache(), case.ratio, relayout=case.kind != "blksize")
     if exchange is not None:
         programs = (None, 1, 5, 1000)[number % 4]
-        kv_postprocess_triton.exchange_triton(arena.cache(), arena.indices(), exchange, num_programs=programs)
+        indices = torch.stack([arena.indices(), 0 * arena.indices()], dim=1)[:, 0]  # not contiguous
+        kv_postprocess_triton.exchange_triton(arena.cache(), indices, exchange, num_programs=programs)
         exchange_reference(reference.cache(), reference.indices(), exchange)
     print(name, np.count_nonzero(arena.memory != want), np.count_nonzero(arena.memory != reference.memory))
 """
