@@ -1,25 +1,18 @@
-"""The Triton kernel against the oracle and the reference: in the interpreter, and compiled for a GPU.
-
-Triton decides at import whether it interprets, so each runs in a process of its own.
-"""
+"""The Triton kernel against the oracle and the reference: in the interpreter, and compiled for a GPU."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from paged_copy_cases import CASES, expected
+from triton_process import python
 
 from kvferry.kernels.paged_copy import Pages, copy_pages
 from kvferry.kernels.paged_copy_triton import alignment, tile_shape
 
-HERE = Path(__file__).parent
 INTERPRETED = """
 import sys
 import numpy as np
@@ -58,18 +51,6 @@ for dtype, word, align in ((tl.int64, 8, 16), (tl.int64, 8, 8), (tl.int32, 4, 4)
     ptx = triton.compile(source, target=target, options={"num_warps": paged_copy_triton.NUM_WARPS}).asm["ptx"]
     print(align, *sorted(set(re.findall(r"st\\.global[.\\w]*", ptx))))
 """
-
-
-def python(script: str, *arguments: str, interpret: bool) -> list[list[str]]:
-    """Words of each line that the script prints."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(HERE)
-    if interpret:
-        environment["TRITON_INTERPRET"] = "1"
-    command = [sys.executable, "-c", script, *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [line.split() for line in done.stdout.splitlines()]
 
 
 def test_bytes_in_the_interpreter_are_those_of_the_oracle_and_of_the_reference() -> None:

@@ -1,0 +1,184 @@
+"""The Triton exchange against the oracle and the reference: in the interpreter, and compiled for a GPU."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from kv_postprocess_cases import BOTH, CASES, Arena, Case, fix_up
+from triton_process import python
+
+from kvferry.kernels import kv_postprocess_triton
+from kvferry.kernels.kv_postprocess import exchange_of
+from kvferry.kernels.kv_postprocess_triton import alignment, slice_width
+
+INTERPRETED = """
+import sys
+import numpy as np
+import torch
+from kv_postprocess_cases import CASES, Arena
+from kvferry.kernels import kv_postprocess_triton
+from kvferry.kernels.kv_postprocess import exchange_of
+from kvferry.kernels.kv_postprocess_reference import exchange_reference
+
+tile, scratch, *names = sys.argv[1:]
+kv_postprocess_triton.TILE = kv_postprocess_triton.SLAB_TILE = int(tile)
+kv_postprocess_triton.SLAB_BYTES = kv_postprocess_triton.SCRATCH_BYTES = int(scratch)
+for number, name in enumerate(names):
+    case = CASES[name]
+    arena, reference = Arena(case), Arena(case)
+    want = arena.expected()
+    exchange = exchange_of(arena.cache(), case.ratio, relayout=case.kind != "blksize")
+    if exchange is not None:
+        programs = (None, 1, 5, 1000)[number % 4]
+        indices = torch.stack([arena.indices(), 0 * arena.indices()], dim=1)[:, 0]  # not contiguous
+        kv_postprocess_triton.exchange_triton(arena.cache(), indices, exchange, num_programs=programs)
+        exchange_reference(reference.cache(), reference.indices(), exchange)
+    print(name, np.count_nonzero(arena.memory != want), np.count_nonzero(arena.memory != reference.memory))
+"""
+COMPILED = """
+import re
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from kvferry.kernels import kv_postprocess_triton as kernels
+
+names = ("DTYPE", "LANES", "ALIGN", "TILE")
+for kernel, tile, warps in (
+    (kernels._exchange_kernel, kernels.TILE, kernels.NUM_WARPS),
+    (kernels._exchange_through_scratch_kernel, kernels.SLAB_TILE, kernels.SLAB_WARPS),
+):
+    for align, (dtype, lanes) in kernels._WORDS.items():
+        signature = {name: {"tl.int64": "i64", "tl.int32": "i32"}.get(kind, "constexpr")
+                     for name, kind in kernel.fn.__annotations__.items()}
+        source = ASTSource(
+            fn=kernel,
+            signature={"indices": "*i64"} | signature,
+            constexprs=dict(zip(names, (dtype, lanes, align, tile))),
+        )
+        options = {"num_warps": warps}
+        ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+        found = re.findall(r"(?:ld|st)\\.global[.\\w]*|bar\\.sync", ptx)
+        print(kernel.fn.__name__, align, *(name for i, name in enumerate(found) if i == 0 or name != found[i - 1]))
+"""
+SMALL_TILE = "64"
+"""Less than the units of several cases, so that both kernels run."""
+
+
+@pytest.mark.parametrize("tile, scratch", [("4096", "16777216"), (SMALL_TILE, "4096"), ("16", "100")])
+def test_bytes_in_the_interpreter_are_those_of_the_oracle_and_of_the_reference(tile: str, scratch: str) -> None:
+    names = [name for name in CASES if tile == "4096" or not ("many" in name or "48" in name)]
+    lines = python(INTERPRETED, tile, scratch, *names, interpret=True)
+    assert lines == [[name, "0", "0"] for name in names]
+
+
+def test_the_cases_reach_both_kernels() -> None:
+    found = []
+    for case in CASES.values():
+        exchange = exchange_of(Arena(case).cache(), case.ratio, relayout=case.kind != "blksize")
+        if exchange is not None:
+            found.append(exchange.outer * exchange.inner * 2 > kv_postprocess_triton.TILE)
+    assert True in found and False in found
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[tuple[str, int], list[str]]:
+    """Global accesses and barriers of the kernels' code for a GPU, in order, by kernel and alignment."""
+    lines = python(COMPILED, interpret=False)
+    assert len(lines) == 10
+    return {(name, int(align)): found for name, align, *found in lines}
+
+
+def test_compiled_for_a_gpu_it_moves_words_as_wide_as_the_alignment_allows(compiled) -> None:
+    widths = {16: "v2.b64", 8: "b64", 4: "b32", 2: "b16", 1: "b8"}
+    for (_, align), found in compiled.items():
+        assert {name for name in found if name.startswith("st.")} == {f"st.global.{widths[align]}"}
+        assert f"ld.global.{widths[align]}" in found
+
+
+def test_compiled_for_a_gpu_every_read_of_a_cell_comes_before_the_barrier_and_every_write_after(compiled) -> None:
+    """What makes the exchange safe in place, and what the interpreter cannot show."""
+    for (kernel, _), found in compiled.items():
+        order = "".join("|" if name == "bar.sync" else name[0] for name in found)
+        if kernel == "_exchange_kernel":
+            assert re.fullmatch(r"\|*l+\|+s+", order), order
+        else:
+            # The barrier at the end of the loop stands before its body, where the compiler puts it.
+            assert re.fullmatch(r"\|+l+s+\|+l+s+", order), order
+
+
+def test_peers_do_not_make_it_compile_again() -> None:
+    """All numbers but the width of a vector are arguments that Triton was told not to specialise on."""
+    for kernel in ("_exchange_kernel", "_exchange_through_scratch_kernel"):
+        parameters = getattr(kv_postprocess_triton, kernel).params
+        fixed = {parameter.name for parameter in parameters if parameter.is_constexpr}
+        assert fixed == {"DTYPE", "LANES", "ALIGN", "TILE"}
+        free = [parameter for parameter in parameters if parameter.name not in fixed | {"indices"}]
+        assert all(parameter.do_not_specialize and parameter.annotation_type in ("i32", "i64") for parameter in free)
+
+
+@pytest.mark.parametrize(
+    "vectors, at_most, width", [(32, 16, 16), (32, 10, 8), (32, 100, 32), (7, 1, 1), (7, 0, 1), (7, 4, 4), (1, 9, 1)]
+)
+def test_slices_are_few_and_alike(vectors: int, at_most: int, width: int) -> None:
+    assert slice_width(vectors, at_most) == width
+
+
+@pytest.mark.parametrize(
+    "change, expected",
+    [
+        ({}, 16),
+        ({"content": 10}, 4),
+        ({"pad": (4, 0, 0)}, 8),
+        ({"pad": (0, 2, 0)}, 4),
+        ({"pad": (0, 0, 1)}, 2),
+        ({"content": 5, "dtype": torch.int8, "shift": 3}, 1),
+    ],
+)
+def test_alignment_is_that_of_the_worst_row(change: dict[str, object], expected: int) -> None:
+    case = replace(Case("layout", "NHD", content=8), **change)
+    memory = torch.zeros(len(Arena(case).memory), dtype=torch.uint8)
+    assert memory.data_ptr() % 16 == 0
+    cache = Arena(case).cache(memory)
+    assert alignment(cache, exchange_of(cache, 1, relayout=True)) == expected
+
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@gpu
+@pytest.mark.parametrize("name", CASES)
+def test_bytes_on_a_gpu_are_those_of_the_oracle(name: str) -> None:
+    case = CASES[name]
+    arena = Arena(case)
+    want = arena.expected()
+    memory = torch.from_numpy(arena.memory).cuda()
+    fix_up(case, arena.cache(memory), arena.indices().cuda())
+    np.testing.assert_array_equal(memory.cpu().numpy(), want)
+
+
+@gpu
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("blksize", ratio=4, heads=8, tokens=64, content=256, groups=700),
+        Case("blksize", ratio=-4, heads=8, tokens=16, content=256, groups=700),
+        Case("layout", "NHD", heads=8, tokens=16, content=256, groups=2000),
+        Case("layout", "HND", heads=32, tokens=64, content=256, groups=200),
+        Case("layout", "NHD", heads=32, tokens=96, content=256, groups=200),
+        Case(BOTH, "NHD", ratio=-4, heads=32, tokens=64, content=128, groups=50),
+        Case(BOTH, "NHD", ratio=3, heads=5, tokens=48, content=100, groups=500),
+    ],
+)
+def test_many_blocks_on_a_gpu_are_those_of_the_reference(case: Case) -> None:
+    """Enough programs, and warps out of step, for a missing barrier to show."""
+    arena = Arena(case)
+    cache = arena.cache(torch.from_numpy(arena.memory).cuda())
+    for _ in range(3):
+        fix_up(case, arena.cache(), arena.indices())
+        fix_up(case, cache, arena.indices().cuda())
+        np.testing.assert_array_equal(cache.cpu().view(torch.uint8).numpy(), arena.cache().view(torch.uint8).numpy())
