@@ -7,13 +7,14 @@ PYTEST := $(BIN)/pytest
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-engines lint bench clean
+.PHONY: help install demo test test-engines sweep lint bench clean
 
 help:
 	@echo "make install       everything into $(VENV): torch and vLLM for the CPU, UCX, NIXL to compare with, tools"
 	@echo "make demo          hand KV caches from one vLLM server to another and check every byte"
 	@echo "make test          the tests, without those that start engines of their own"
 	@echo "make test-engines  those"
+	@echo "make sweep         500 hand-overs between random forms of P and D (SEED=... repeats one run)"
 	@echo "make lint          ruff and mypy --strict"
 	@echo "make bench         the benchmarks; tables here, JSON in .bench/ (RESULTS=...)"
 	@echo "make clean         remove what these made"
@@ -42,13 +43,16 @@ test: install
 test-engines: install
 	$(PYTEST) -m engines
 
+sweep: install
+	$(BIN)/python tests/ranks/sweep.py --count 500 $(if $(SEED),--seed $(SEED))
+
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 RESULTS ?= .bench
-BENCHMARKS := planning paged_copy empty_handover host_planes e2e_vs_nixl
+BENCHMARKS := planning paged_copy layout_change kv_postprocess empty_handover host_planes e2e_vs_nixl
 bench: install
 	@set -e; for name in $(BENCHMARKS); do echo "== $$name"; \
 	  $(BIN)/python benchmarks/$$name.py --json $(RESULTS)/$$name.json; done

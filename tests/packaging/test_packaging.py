@@ -118,12 +118,15 @@ def test_readme_has_the_settings_as_they_are() -> None:
     assert readme.split(start)[1].split(end)[0].strip() == settings_table().strip()
 
 
-def test_readme_has_the_figures_of_the_result_files() -> None:
+@pytest.mark.parametrize(
+    ("section", "script"), [("measured", "benchmarks/summary.py"), ("matrix", "tests/ranks/table.py")]
+)
+def test_readme_has_what_the_result_files_say(section: str, script: str) -> None:
     shown = subprocess.run(
-        [sys.executable, ROOT / "benchmarks" / "summary.py"], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, ROOT / script], capture_output=True, text=True, timeout=60, check=True, cwd=ROOT
     )
     readme = (ROOT / "README.md").read_text()
-    start, end = "<!-- measured: python benchmarks/summary.py -->\n", "\n<!-- end of measured -->"
+    start, end = f"<!-- {section}: python {script} -->\n", f"\n<!-- end of {section} -->"
     assert readme.count(start) == readme.count(end) == 1
     assert readme.split(start)[1].split(end)[0].strip() == shown.stdout.strip()
 
