@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from kvferry.connector import protocol
 from kvferry.connector.errors import GeometryError, ProtocolError
-from kvferry.connector.plan import MAX_CHUNKS, check_spans, chunks
+from kvferry.connector.plan import MAX_CHUNKS, check_spans
 from kvferry.connector.sessions import Session
 from kvferry.connector.site import Caches, Ids, Part
 from kvferry.transport.plane import SendChannel
@@ -84,24 +84,12 @@ class Pushes:
         """The chunks of a read, in the order of the wire. Raises GeometryError where one does not fit into a slot."""
         if ask.chunk_bytes > slot_bytes:
             raise GeometryError(f"chunk_bytes {ask.chunk_bytes} is more than the {slot_bytes} of a slot")
-        caches = self._caches
+        groups = self._caches.geometry.groups
         return [
-            Part(
-                group=span.group,
-                layer=span.layer + chunk.layer,
-                num_layers=chunk.num_layers,
-                head=span.head,
-                num_heads=span.num_heads,
-                token=span.token + chunk.token,
-                num_tokens=chunk.num_tokens,
-                kernel_ids=ids[span.group],
-            )
+            part
             for span in ask.spans
-            for chunk in chunks(
-                span,
-                caches.views[span.group].content_bytes,
-                ask.chunk_bytes,
-                caches.geometry.groups[span.group].block_size,
+            for part in self._caches.cut(
+                span, span.group, span.layer, span.head, ids[span.group], ask.chunk_bytes, groups[span.group].block_size
             )
         ]
 

@@ -15,7 +15,7 @@ from kvferry.connector import handover, protocol
 from kvferry.connector.errors import GeometryError, TransportError
 from kvferry.connector.handover import Reason
 from kvferry.connector.link import Link, LinkState
-from kvferry.connector.plan import PlannedSpan, chunks
+from kvferry.connector.plan import PlannedSpan
 from kvferry.connector.runs import Runs, joined, pages_of, runs, taken
 from kvferry.connector.site import Caches, Ids, Part
 from kvferry.connector.stepplan import Load, unpack_ids
@@ -111,27 +111,14 @@ class Reads:
             return
         groups = read.link.theirs.groups
         for item in planned:
-            read.parts.extend(self._cut(read.job, item, read.link.slot_bytes, groups[item.span.group].block_size))
+            ids, align = read.job.ids[item.group], groups[item.span.group].block_size
+            cut = self._caches.cut(item.span, item.group, item.layer, item.head, ids, read.link.slot_bytes, align)
+            read.parts.extend(cut)
         for chunk, part in enumerate(read.parts):
             read.tags.add(read.tag(chunk))
             in_place = channel.scatters and self._caches.in_pieces(part)
             into = partial(self._caches.pieces, part) if in_place else None
             channel.expect(read.tag(chunk), self._caches.nbytes(part), into)
-
-    def _cut(self, job: Job, planned: PlannedSpan, chunk_bytes: int, align: int) -> Iterator[Part]:
-        span = planned.span
-        content = self._caches.views[planned.group].content_bytes
-        for chunk in chunks(span, content, chunk_bytes, align):
-            yield Part(
-                group=planned.group,
-                layer=planned.layer + chunk.layer,
-                num_layers=chunk.num_layers,
-                head=planned.head,
-                num_heads=span.num_heads,
-                token=span.token + chunk.token,
-                num_tokens=chunk.num_tokens,
-                kernel_ids=job.ids[planned.group],
-            )
 
     def granted(self, read: Read, grant: protocol.Grant) -> None:
         """Check a grant, and find out where P's pages lie if it says so.

@@ -6,7 +6,7 @@ Axes ``[L, B, H, N, C]``: layers, blocks, KV heads, tokens in a block, content b
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,6 +17,8 @@ from kvferry.connector.config import Settings
 from kvferry.connector.errors import IncompatiblePeerError
 from kvferry.connector.geometry import PageLayout, RankGeometry
 from kvferry.connector.metrics import HandoverStats
+from kvferry.connector.plan import chunks
+from kvferry.connector.protocol import Span
 from kvferry.connector.runs import wire_ordered
 from kvferry.connector.view import CacheView, kernel_block_ids
 from kvferry.kernels.paged_copy import Pages, copy_pages, wire_pages
@@ -85,6 +87,26 @@ class Caches:
         """Bytes of ``part`` on the wire."""
         content = self.views[part.group].content_bytes
         return part.num_layers * part.num_heads * part.num_tokens * content
+
+    def cut(
+        self, span: Span, group: int, layer: int, head: int, kernel_ids: Ids, chunk_bytes: int, align: int
+    ) -> Iterator[Part]:
+        """The chunks of ``span`` in wire order, in this rank's numbering. ``align``: P's block size, on both sides.
+
+        Raises:
+            GeometryError: a chunk of one block or token does not fit into ``chunk_bytes``.
+        """
+        for chunk in chunks(span, self.views[group].content_bytes, chunk_bytes, align):
+            yield Part(
+                group=group,
+                layer=layer + chunk.layer,
+                num_layers=chunk.num_layers,
+                head=head,
+                num_heads=span.num_heads,
+                token=span.token + chunk.token,
+                num_tokens=chunk.num_tokens,
+                kernel_ids=kernel_ids,
+            )
 
     def _copy(self, wire: Pages, pages: Pages, part: Part, *, pack: bool) -> None:
         copy_pages(

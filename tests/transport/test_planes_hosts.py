@@ -17,7 +17,7 @@ import zmq
 from kvferry.connector.errors import PlaneUnavailableError
 from kvferry.transport import ucx_library
 from kvferry.transport.gate import CurveKeys, configure_curve
-from kvferry.transport.plane import Plane, RecvChannel, SendChannel, make_plane
+from kvferry.transport.plane import PLANE_NAMES, Plane, RecvChannel, SendChannel, make_plane, preferred_planes
 
 SLOT, STAGING = 1 << 20, 16 << 20
 
@@ -69,6 +69,15 @@ def test_device_of_an_address() -> None:
     assert ucx_library.device_of("127.0.0.99") == "lo"
     assert ucx_library.device_of("192.0.2.77") is None
     assert ucx_library.device_of("no such host.invalid") is None
+
+
+def test_ucx_is_preferred_where_it_has_rdma(monkeypatch: pytest.MonkeyPatch) -> None:
+    for hardware, library, first in ((True, "true", "ucx"), (True, "false", "tcp"), (False, "true", "tcp")):
+        monkeypatch.setattr(ucx_library, "_has_rdma", lambda hardware=hardware: hardware)
+        monkeypatch.setenv("RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY", library)
+        names = preferred_planes()
+        assert sorted(names) == sorted(PLANE_NAMES)
+        assert names[:2] == ("cma", "shm") and names[2] == first and names[-1] == "zmq"
 
 
 def test_ucx_keeps_its_devices_where_there_is_rdma(monkeypatch: pytest.MonkeyPatch) -> None:
