@@ -69,11 +69,11 @@ def rank(case: Case, tp: tuple[int, int], pp: tuple[int, int], block: int) -> Ra
     start, count = head_interval(*tp, HEADS)
     group = GroupGeometry(
         kind="full", layers=tuple(layers), block_size=block, head_start=start, num_heads=count,
-        content_bytes=CONTENT, dtype="bfloat16",
+        total_heads=HEADS, content_bytes=CONTENT, dtype="bfloat16",
     )  # fmt: skip
     return RankGeometry(
         tp_rank=tp[0], tp_size=tp[1], pp_rank=pp[0], pp_size=pp[1],
-        total_num_kv_heads=HEADS, is_mla=False, groups=(group,),
+        head_counts=(HEADS,), groups=(group,),
     )  # fmt: skip
 
 
@@ -161,30 +161,32 @@ class Scale:
         start, count = head_interval(rank, size, self.heads)
         group = GroupGeometry(
             kind="full", layers=tuple(f"model.layers.{i}.self_attn.attn" for i in range(LAYERS)), block_size=16,
-            head_start=start, num_heads=count, content_bytes=CONTENT, dtype="bfloat16",
+            head_start=start, num_heads=count, total_heads=self.heads, content_bytes=CONTENT, dtype="bfloat16",
         )  # fmt: skip
         return RankGeometry(
             tp_rank=rank, tp_size=size, pp_rank=0, pp_size=1,
-            total_num_kv_heads=self.heads, is_mla=False, groups=(group,),
+            head_counts=(self.heads,), groups=(group,),
         )  # fmt: skip
 
     def plan(self) -> object:
         """All that the rank computes; what it keeps is returned."""
         topology._release_maps.cache_clear()
+        topology.sources.cache_clear()
         reads = sources(self.d_rank, self.d_tp, self.p_tp, self.heads)
         remotes = {
             (0, read.p_rank): msgspec.msgpack.decode(told, type=RankGeometry)
             for read, told in zip(reads, self._told, strict=True)
         }
         plans = plan_sources(self.local, remotes, self.tokens)
-        releases = releases_of(self.d_rank, self.d_tp, self.p_tp, self.heads)
-        expected = [expected_consumers(rank, self.d_tp, 1, self.p_tp, self.heads) for rank in releases]
+        releases = releases_of(self.d_rank, self.d_tp, self.p_tp, (self.heads,))
+        expected = [expected_consumers(rank, self.d_tp, 1, self.p_tp, (self.heads,)) for rank in releases]
         return remotes, plans, releases, expected
 
     def measure(self) -> tuple[float, float]:
         """Milliseconds, and KiB at most."""
         milliseconds = statistics.median(timed(self.plan) for _ in range(ROUNDS))
         topology._release_maps.cache_clear()
+        topology.sources.cache_clear()
         tracemalloc.start()
         kept = self.plan()
         peak = tracemalloc.get_traced_memory()[1]

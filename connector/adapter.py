@@ -59,14 +59,13 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
         self._worker: WorkerHalf | None = None
         self._failed_blocks: dict[str, set[int]] = {}
         self._invalid: set[int] = set()
-        groups = compat.layer_groups(kv_cache_config)
         if role == compat.KVConnectorRole.SCHEDULER:
             parallel = vllm_config.parallel_config
             self._alone = self.stepping_alone(parallel)
             self._scheduler = SchedulerHalf(
                 settings,
                 str(transfer.engine_id),
-                [group.block_size for group in groups],
+                compat.block_tables(kv_cache_config),
                 tp_size=parallel.tensor_parallel_size,
                 pp_size=parallel.pipeline_parallel_size,
                 produces=transfer.is_kv_producer,
@@ -79,6 +78,7 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
                     'set "kv_load_failure_policy": "recompute" to have it prefilled locally instead'
                 )
         else:
+            groups = compat.layer_groups(vllm_config, kv_cache_config)
             self._worker = WorkerHalf(settings, compat.rank_info(vllm_config), groups)
 
     @staticmethod

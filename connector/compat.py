@@ -30,15 +30,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
-    ChunkedLocalAttentionSpec,
-    FullAttentionSpec,
     KVCacheSpec,
     MLAAttentionSpec,
-    SlidingWindowSpec,
 )
 from vllm.v1.request import RequestStatus
 
-from kvferry.connector.engine import LayerGroup, RankInfo, RequestView
+from kvferry.connector.engine import BlockTable, LayerGroup, RankInfo, RequestView
 from kvferry.connector.errors import ConfigError
 from kvferry.connector.geometry import GroupKind
 
@@ -81,6 +78,7 @@ __all__ = [
     "PromMetric",
     "PromMetricT",
     "SupportsHMA",
+    "block_tables",
     "check_config",
     "completed",
     "layer_groups",
@@ -141,15 +139,61 @@ def transfer_group_ids(kv_cache_config: KVCacheConfig) -> tuple[int, ...]:
     return tuple(range(len(kv_cache_config.kv_cache_groups))) if ids is None else tuple(ids)
 
 
-def layer_groups(kv_cache_config: KVCacheConfig) -> tuple[LayerGroup, ...]:
-    """vLLM's transferable KV cache groups as ours."""
-    groups = []
+def block_tables(kv_cache_config: KVCacheConfig) -> tuple[BlockTable, ...]:
+    """The block tables of vLLM's transferable KV cache groups.
+
+    Raises:
+        ConfigError: a kind of cache that is not known; names it.
+    """
+    tables = []
     for index in transfer_group_ids(kv_cache_config):
+        spec = _first(kv_cache_config.kv_cache_groups[index].kv_cache_spec)
+        kind, window = _kind(spec)
+        tables.append(BlockTable(kind, spec.block_size, window, getattr(spec, "extra_retained_tokens", 0)))
+    return tuple(tables)
+
+
+def layer_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[LayerGroup, ...]:
+    """The layers of vLLM's transferable KV cache groups, those of one specification together.
+
+    Raises:
+        ConfigError: a kind of cache that is not known; names it.
+    """
+    groups = []
+    for table, index in enumerate(transfer_group_ids(kv_cache_config)):
         group = kv_cache_config.kv_cache_groups[index]
-        kind, window = _kind(group.kv_cache_spec)
-        spec = group.kv_cache_spec
-        groups.append(LayerGroup(kind, tuple(group.layer_names), spec.block_size, window, _packing(spec)))
+        inner = getattr(group.kv_cache_spec, "kv_cache_specs", None)  # layers of one type whose sizes differ
+        alike: dict[KVCacheSpec, list[str]] = {}
+        for name in group.layer_names:
+            alike.setdefault(inner[name] if inner else group.kv_cache_spec, []).append(name)
+        for spec, names in (alike or {_first(group.kv_cache_spec): []}).items():
+            kind, window = _kind(spec)
+            heads = _total_heads(vllm_config, spec)
+            groups.append(LayerGroup(kind, tuple(names), spec.block_size, heads, window, _packing(spec), table))
     return tuple(groups)
+
+
+def _first(spec: KVCacheSpec) -> KVCacheSpec:
+    inner = getattr(spec, "kv_cache_specs", None)
+    return next(iter(inner.values())) if inner else spec
+
+
+def _total_heads(vllm_config: VllmConfig, spec: KVCacheSpec) -> int:
+    """Heads of a cache over all tensor-parallel ranks; 1 where every rank holds the same.
+
+    vLLM tells those of a rank: the model's over the ranks, and one where there are more ranks than heads. Then the
+    configuration has the number, and where it has more than one that fits, the heads count as not replicated.
+    """
+    shards = getattr(spec, "max_tp_shards", None)  # 0.32
+    if isinstance(spec, MLAAttentionSpec) or shards == 1:
+        return 1
+    held, ranks = int(getattr(spec, "num_kv_heads", 1)), vllm_config.parallel_config.tensor_parallel_size
+    model = vllm_config.model_config
+    told = {int(model.get_total_num_kv_heads())}
+    config = vars(model.hf_text_config) if hasattr(model.hf_text_config, "__dict__") else {}
+    told |= {value for name, value in config.items() if "key_value_heads" in name and isinstance(value, int)}
+    fitting = {heads for heads in told if max(1, heads // ranks) == held}
+    return fitting.pop() if len(fitting) == 1 else held * ranks
 
 
 def _packing(spec: KVCacheSpec) -> str:
@@ -159,8 +203,6 @@ def _packing(spec: KVCacheSpec) -> str:
     """
     if not current_platform.is_cpu():
         return ""
-    inner = getattr(spec, "kv_cache_specs", None)
-    spec = next(iter(inner.values())) if inner else spec
     head_size = getattr(spec, "head_size", None)
     try:
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
@@ -172,31 +214,30 @@ def _packing(spec: KVCacheSpec) -> str:
 
 
 def _kind(spec: KVCacheSpec) -> tuple[GroupKind, int]:
-    inner = getattr(spec, "kv_cache_specs", None)  # layers of one type whose sizes differ
-    if inner:
-        return _kind(next(iter(inner.values())))
-    if isinstance(spec, MLAAttentionSpec):
+    """By name: a kind that came after this was written may give blocks back by rules of its own."""
+    name = type(spec).__name__
+    if name in ("MLAAttentionSpec", "HiddenStateCacheSpec"):
         return "mla", 0
-    if isinstance(spec, SlidingWindowSpec):
-        return "sliding_window", spec.sliding_window
-    if isinstance(spec, ChunkedLocalAttentionSpec):
-        return "chunked_local", spec.attention_chunk_size
-    if isinstance(spec, FullAttentionSpec):
+    if name in ("SlidingWindowSpec", "SlidingWindowMLASpec"):
+        return "sliding_window", int(spec.sliding_window)
+    if name == "ChunkedLocalAttentionSpec":
+        return "chunked_local", int(spec.attention_chunk_size)
+    if name in ("FullAttentionSpec", "SinkFullAttentionSpec"):
         return "full", 0
-    return "state", 0
+    if name == "MambaSpec":
+        return "state", 0
+    raise ConfigError(f"KV caches of kind {name} are not carried; run this model without KVFerry")
 
 
 def rank_info(vllm_config: VllmConfig) -> RankInfo:
     """This worker's place, from vLLM's own process groups."""
-    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    parallel = vllm_config.parallel_config
     return RankInfo(
         engine_id=str(vllm_config.kv_transfer_config.engine_id),
         tp_rank=get_tensor_model_parallel_rank(),
         tp_size=parallel.tensor_parallel_size,
         pp_rank=get_pp_group().rank_in_group,
         pp_size=parallel.pipeline_parallel_size,
-        total_num_kv_heads=model.get_total_num_kv_heads(),
-        is_mla=bool(model.use_mla),
         model=model_facts(vllm_config),
         dp_rank=getattr(parallel, "data_parallel_index", 0),
     )

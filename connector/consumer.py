@@ -19,7 +19,7 @@ from kvferry.connector.plan import check_complete, plan_reads
 from kvferry.connector.reads import Job, Read, Reads
 from kvferry.connector.site import Site
 from kvferry.connector.stepplan import Load, PeerEngine, RankAddress, Watch, unpack_ids
-from kvferry.connector.topology import HeadRead, sources
+from kvferry.connector.topology import readers
 
 logger = logging.getLogger("vllm.kvferry.consumer")
 
@@ -77,6 +77,9 @@ class Consumer:
         self._claims.open(load.token, load.peer, load.request_id, now)
         try:
             ids = [self._site.caches.kernel_ids(g, unpack_ids(ids)) for g, ids in enumerate(load.block_ids)]
+            for region, (start, stop) in enumerate(load.tokens):
+                if stop > start:
+                    self._site.caches.check_held(region, ids[region], start, stop)
             addresses = list(self._addresses(load.peer))
         except KVFerryError as error:
             self._report(load, now, Reason("incompatible", str(error)))
@@ -85,9 +88,9 @@ class Consumer:
         state, effects = handover.begin(len(addresses), self._timeouts, now)
         job = Job(load, state, now, ids)
         self._jobs[load.request_id] = job
-        for number, (address, heads) in enumerate(addresses):
+        for number, address in enumerate(addresses):
             link = self._link(load.peer, address)
-            self._reads.new(job, number, link, heads)
+            self._reads.new(job, number, link)
             link.greet(now)
         self._perform(job, effects, now)
         for read in job.reads:
@@ -150,16 +153,16 @@ class Consumer:
 
     # --- links --------------------------------------------------------------------------------------------------
 
-    def _addresses(self, peer: PeerEngine) -> Iterator[tuple[RankAddress, HeadRead]]:
+    def _addresses(self, peer: PeerEngine) -> Iterator[RankAddress]:
         ours = self._site.caches.geometry
-        heads = sources(ours.tp_rank, ours.tp_size, peer.tp_size, ours.total_num_kv_heads, ours.is_mla)
+        p_ranks = readers(ours.tp_rank, ours.tp_size, peer.tp_size, ours.head_counts)
         by_rank = {(rank.pp_rank, rank.tp_rank): rank for rank in peer.ranks}
         for pp_rank in range(peer.pp_size):
-            for read in heads:
-                address = by_rank.get((pp_rank, read.p_rank))
+            for p_rank in p_ranks:
+                address = by_rank.get((pp_rank, p_rank))
                 if address is None:
-                    raise KVFerryError(f"P named no address for its rank pp{pp_rank} tp{read.p_rank}")
-                yield address, read
+                    raise KVFerryError(f"P named no address for its rank pp{pp_rank} tp{p_rank}")
+                yield address
 
     def _link(self, peer: PeerEngine, address: RankAddress) -> Link:
         link = self._links.get(address)
@@ -213,7 +216,7 @@ class Consumer:
     def _plan_and_ask(self, job: Job, now: float) -> None:
         ours, tokens = self._site.caches.geometry, job.load.tokens
         try:
-            planned = [plan_reads(ours, read.link.theirs, read.heads, tokens) for read in job.reads]
+            planned = [plan_reads(ours, read.link.theirs, tokens) for read in job.reads]
             check_complete(ours, [span for spans in planned for span in spans], tokens)
             for read, spans in zip(job.reads, planned, strict=True):
                 self._reads.announce(read, spans)

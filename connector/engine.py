@@ -10,14 +10,42 @@ from kvferry.connector.geometry import GroupKind
 
 
 @dataclass(frozen=True, slots=True)
+class BlockTable:
+    """One of the block tables that the engine keeps for a request. ``window``: tokens of a sliding window or of a local
+    chunk, outside of which the engine gives blocks back and puts the null block, number 0, in their place; ``extra``:
+    tokens that it keeps beyond a sliding window."""
+
+    kind: GroupKind
+    block_size: int
+    window: int = 0
+    extra: int = 0
+
+    @property
+    def whole(self) -> bool:
+        """Whether it holds every token of a request."""
+        return self.kind in ("full", "mla")
+
+    def first_needed(self, num_computed: int) -> int:
+        """The first token that computing token number ``num_computed`` attends to; rules of vLLM's
+        ``get_num_skipped_tokens``."""
+        if self.kind == "sliding_window":
+            return max(0, num_computed - self.window + 1 - self.extra)
+        if self.kind == "chunked_local":
+            return num_computed // self.window * self.window
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """One block table of the engine: its layers, and the tokens of one of its blocks; see ``GroupGeometry``."""
+    """Layers of one kind and head count under one block table, number ``table``; see ``GroupGeometry``."""
 
     kind: GroupKind
     layers: tuple[str, ...]
     block_size: int
+    total_heads: int
     window: int = 0
     packing: str = ""
+    table: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +57,6 @@ class RankInfo:
     tp_size: int
     pp_rank: int
     pp_size: int
-    total_num_kv_heads: int
-    is_mla: bool
     model: Mapping[str, str]
     dp_rank: int = 0
 

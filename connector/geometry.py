@@ -23,11 +23,13 @@ GroupKind = Literal["full", "mla", "sliding_window", "chunked_local", "state"]
 
 
 class GroupGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One layer group (one block table) on one rank.
+    """One region of a rank's caches: layers that lie in memory alike, under one block table.
 
-    ``layers`` are the engine's layer names in order; ``head_start``/``num_heads`` the interval of global KV heads
-    that the rank holds; ``block_size`` the tokens of a manager block (block ids are manager block ids);
-    ``content_bytes`` C; ``window`` tokens of a sliding window, 0 for none.
+    ``layers`` are the engine's layer names in order; ``part`` says which part of each layer's cache this is, empty for
+    all of it. ``head_start``/``num_heads`` are the interval of the ``total_heads`` global KV heads that the rank holds;
+    one head in all for MLA. ``block_size`` counts the tokens of a manager block (block ids are manager block ids);
+    ``content_bytes`` is C; ``window`` counts the tokens of a sliding window or of a local chunk, 0 for none.
+    A region of kind ``state`` holds one state per block, which counts as one token.
 
     ``packing`` names an order of its own in which a backend keeps the tokens of one (kernel block, head), as vLLM's CPU
     attention does; empty where they lie one after the other. Then tokens have no bytes of their own: only whole tiles
@@ -36,9 +38,11 @@ class GroupGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     kind: GroupKind
     layers: Annotated[tuple[Name, ...], Meta(min_length=1, max_length=4096)]
+    part: Annotated[str, Meta(max_length=64, pattern=PRINTABLE)] = ""
     block_size: Size
     head_start: Count
     num_heads: Size
+    total_heads: Size
     content_bytes: Size
     dtype: Name
     window: Count = 0
@@ -47,8 +51,10 @@ class GroupGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class RankGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One rank's place in its engine, and the layer groups that it holds layers of; a pipeline stage may hold none.
+    """One rank's place in its engine, and its regions; a pipeline stage may hold none.
 
+    ``head_counts`` are the ``total_heads`` of all regions of the engine, ascending, also of other stages': every rank
+    of an engine must come to the same ranks that read and release.
     Decoding bounds each number; whether they fit together is for ``plan.check_geometry``, whose refusal is answered.
     """
 
@@ -56,8 +62,7 @@ class RankGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     tp_size: Size
     pp_rank: Count
     pp_size: Size
-    total_num_kv_heads: Size
-    is_mla: bool
+    head_counts: Annotated[tuple[Size, ...], Meta(min_length=1, max_length=64)]
     groups: Annotated[tuple[GroupGeometry, ...], Meta(max_length=64)]
 
 
@@ -66,7 +71,7 @@ Stride = Annotated[int, Meta(ge=0, lt=1 << 48)]
 
 
 class PageLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """Where one layer group's pages lie in the memory of its rank, in bytes: what a peer that reads them must know.
+    """Where one region's pages lie in the memory of its rank, in bytes: what a peer that reads them must know.
 
     Block ids are manager block ids; each is ``blocks_per_page`` kernel blocks of ``block_size`` tokens.
     """

@@ -15,6 +15,7 @@ import numpy as np
 from msgspec import Meta
 
 from kvferry.connector.errors import ProtocolError
+from kvferry.connector.geometry import GroupKind
 from kvferry.connector.stepplan import PeerEngine, RankAddress
 
 PARAMS_VERSION = 1
@@ -32,6 +33,9 @@ _Rank = tuple[
 ]
 
 
+_Kept = tuple[GroupKind, Annotated[int, Meta(ge=1, le=1 << 31)], Annotated[int, Meta(ge=0, le=1 << 31)]]
+
+
 class _Wire(msgspec.Struct, frozen=True):
     v: int
     token: _Hex16
@@ -43,15 +47,20 @@ class _Wire(msgspec.Struct, frozen=True):
     pp_size: Annotated[int, Meta(ge=1, le=4096)]
     ranks: Annotated[list[_Rank], Meta(min_length=1, max_length=4096)]
     host_id: Annotated[str, Meta(max_length=64, pattern="^[0-9a-f]*$")] = ""
+    kept: Annotated[list[_Kept], Meta(max_length=64)] = []
 
 
 class HandedOver(msgspec.Struct, frozen=True):
-    """What D learns of a finished prompt: the lease's token, the prompt it covers, and where P's ranks are."""
+    """What D learns of a finished prompt: the lease's token, the prompt it covers, and where P's ranks are.
+
+    ``kept``: (kind, window, first token) of each of P's block tables that gave back what left its window.
+    """
 
     token: bytes
     num_tokens: int
     prompt: str
     peer: PeerEngine
+    kept: tuple[tuple[GroupKind, int, int], ...] = ()
 
 
 def prompt_digest(token_ids: Sequence[int], extra: Sequence[str] = ()) -> str:
@@ -87,6 +96,7 @@ def hand_over(handed: HandedOver) -> dict[str, Any]:
             "tp_size": peer.tp_size,
             "pp_size": peer.pp_size,
             "host_id": peer.host_id,
+            "kept": [list(item) for item in handed.kept],
             "ranks": [[r.pp_rank, r.tp_rank, r.host, r.port, r.incarnation.hex()] for r in peer.ranks],
         },
     }
@@ -132,7 +142,7 @@ def parse(params: Mapping[str, Any] | None) -> HandedOver | None:
             f"kv_transfer_params names {len(named)} ranks, expected {wire.pp_size} x {wire.tp_size} (pp x tp)"
         )
     peer = PeerEngine(wire.engine_id, wire.tp_size, wire.pp_size, wire.lease_seconds, ranks, wire.host_id)
-    return HandedOver(bytes.fromhex(wire.token), wire.num_tokens, wire.prompt, peer)
+    return HandedOver(bytes.fromhex(wire.token), wire.num_tokens, wire.prompt, peer, tuple(wire.kept))
 
 
 def check_reachable(peer: PeerEngine, our_host_id: str) -> None:

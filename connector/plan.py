@@ -1,6 +1,6 @@
 """What one rank reads from another, as spans, and how a span is cut into messages. Pure. Axes ``[L, B, H, N, C]``.
 
-A span is a box in (layer, head, token) space of one of P's layer groups (``protocol.Span``, P's numbering). Blocks do
+A span is a box in (layer, head, token) space of one of P's regions (``protocol.Span``, P's numbering). Blocks do
 not appear: tokens count from the start of the prompt on both sides, and each side finds them through its own block
 table. A chunk is one message, a box inside a span, on the wire contiguous ``[layers][heads][tokens][C]``.
 """
@@ -25,7 +25,7 @@ MAX_CHUNKS = 1 << 20
 
 
 class PlannedSpan(NamedTuple):
-    """A span to read, and where it goes: ``group``, first ``layer`` and first ``head`` in D's own numbering.
+    """A span to read, and where it goes: region ``group``, first ``layer`` and first ``head`` in D's own numbering.
 
     Layer and head counts and tokens are the span's.
     """
@@ -64,21 +64,18 @@ def compatible(local: RankGeometry, remote: RankGeometry, *, consumer: bool = Tr
     """
     for geometry in (local, remote):
         check_geometry(geometry)
-    for field in ("is_mla", "total_num_kv_heads"):
-        ours, theirs = getattr(local, field), getattr(remote, field)
-        if ours != theirs:
-            raise IncompatiblePeerError(field, ours, theirs)
     needs, has = (local, remote) if consumer else (remote, local)
     held = _layer_index(has)
     missing = []
     for group in needs.groups:
         checked: set[int] = set()
         for layer in group.layers:
-            if layer not in held:
+            where = held.get((group.part, layer))
+            if where is None:
                 missing.append(layer)
-            elif held[layer][0] not in checked:
-                checked.add(held[layer][0])
-                theirs = has.groups[held[layer][0]]
+            elif where[0] not in checked:
+                checked.add(where[0])
+                theirs = has.groups[where[0]]
                 _same_form(layer, *((group, theirs) if consumer else (theirs, group)))
     if has.pp_size == 1 and missing:
         _refuse_missing(missing, sum(len(group.layers) for group in has.groups), consumer)
@@ -97,7 +94,12 @@ def check_geometry(geometry: RankGeometry) -> None:
                 f"{axis}_rank {rank} of {axis}_size {size}, expected a rank below the size, at most {MAX_RANKS}"
             )
     for group in geometry.groups:
-        heads = _group_heads(geometry, group)
+        heads = group.total_heads
+        if heads not in geometry.head_counts:
+            raise GeometryError(
+                f"layer {group.layers[0]!r}: {heads} heads in all, which is not one of the head counts "
+                f"{', '.join(map(str, geometry.head_counts))}"
+            )
         expected = topology.head_interval(geometry.tp_rank, geometry.tp_size, heads)
         if (group.head_start, group.num_heads) != expected:
             raise GeometryError(
@@ -108,17 +110,13 @@ def check_geometry(geometry: RankGeometry) -> None:
     _layer_index(geometry)
 
 
-def plan_reads(
-    local: RankGeometry, remote: RankGeometry, heads: HeadRead, tokens: Sequence[tuple[int, int]]
-) -> tuple[PlannedSpan, ...]:
-    """What D's rank reads from one P rank.
+def plan_reads(local: RankGeometry, remote: RankGeometry, tokens: Sequence[tuple[int, int]]) -> tuple[PlannedSpan, ...]:
+    """What D's rank reads from one P rank: of each of its regions the heads that ``topology.sources`` gives this rank.
 
     Args:
         local: D's rank.
-        remote: P's rank, ``heads.p_rank`` of its stage.
-        heads: global KV heads to take (one of ``topology.sources``). The one head of a group of kind ``mla`` is taken
-            with the first of D's heads, so that it comes once.
-        tokens: per local group, the tokens to read as (start, stop). A packed group is read in whole tiles.
+        remote: P's rank.
+        tokens: per local region, the tokens to read as (start, stop). A packed region is read in whole tiles.
 
     Returns:
         Spans that do not overlap; layers that this P rank does not hold are left out. Once the plans of all sources
@@ -130,19 +128,20 @@ def plan_reads(
     """
     assert len(tokens) == len(local.groups)
     held = _layer_index(remote)
-    first_head, _ = topology.head_interval(
-        local.tp_rank, local.tp_size, 1 if local.is_mla else local.total_num_kv_heads
-    )
+    from_it: dict[int, HeadRead | None] = {}
     planned: list[PlannedSpan] = []
     for index, (group, (start, stop)) in enumerate(zip(local.groups, tokens, strict=True)):
-        if stop <= start or (group.kind == "mla" and heads.first_head != first_head):
+        if group.total_heads not in from_it:
+            reads = topology.sources(local.tp_rank, local.tp_size, remote.tp_size, group.total_heads)
+            from_it[group.total_heads] = next((read for read in reads if read.p_rank == remote.tp_rank), None)
+        heads = from_it[group.total_heads]
+        if stop <= start or heads is None:
             continue
-        for layer, theirs, first, count in _runs(group.layers, held):
-            ours, head, num_heads = _head_box(group, remote.groups[theirs], heads)
-            if num_heads:
-                token = start // group.tile_tokens * group.tile_tokens
-                span = Span(theirs, first, count, head, num_heads, token, whole_tiles(stop, group) - token)
-                planned.append(PlannedSpan(span, index, layer, ours))
+        for layer, theirs, first, count in _runs(group, held):
+            ours, head = _head_box(group, remote.groups[theirs], heads)
+            token = start // group.tile_tokens * group.tile_tokens
+            span = Span(theirs, first, count, head, heads.num_heads, token, whole_tiles(stop, group) - token)
+            planned.append(PlannedSpan(span, index, layer, ours))
     return tuple(planned)
 
 
@@ -153,7 +152,7 @@ def plan_sources(
 
     Args:
         local: D's rank.
-        remotes: P's ranks: for every stage at least those that ``topology.sources`` names.
+        remotes: P's ranks: for every stage at least those that ``topology.readers`` names.
         tokens: as in ``plan_reads``.
 
     Raises:
@@ -163,16 +162,16 @@ def plan_sources(
     any_remote = next(iter(remotes.values()), None)
     if any_remote is None:
         raise GeometryError("no P rank is known, expected at least one")
-    reads = topology.sources(local.tp_rank, local.tp_size, any_remote.tp_size, local.total_num_kv_heads, local.is_mla)
+    p_ranks = topology.readers(local.tp_rank, local.tp_size, any_remote.tp_size, local.head_counts)
     plans: dict[tuple[int, int], tuple[PlannedSpan, ...]] = {}
     for stage in range(any_remote.pp_size):
-        for heads in reads:
-            remote = remotes.get((stage, heads.p_rank))
+        for p_rank in p_ranks:
+            remote = remotes.get((stage, p_rank))
             if remote is None:
-                raise GeometryError(f"P rank (pp {stage}, tp {heads.p_rank}) is not known, and must be read from")
-            spans = plan_reads(local, remote, heads, tokens)
+                raise GeometryError(f"P rank (pp {stage}, tp {p_rank}) is not known, and must be read from")
+            spans = plan_reads(local, remote, tokens)
             if spans:
-                plans[stage, heads.p_rank] = spans
+                plans[stage, p_rank] = spans
     check_complete(local, [item for spans in plans.values() for item in spans], tokens)
     return plans
 
@@ -298,29 +297,29 @@ def _token_runs(first: int, total: int, most: int, align: int) -> list[tuple[int
     return runs
 
 
-def _group_heads(geometry: RankGeometry, group: GroupGeometry) -> int:
-    """Global KV heads of a group: one where it is MLA, in an MLA model or beside other groups."""
-    return 1 if geometry.is_mla or group.kind == "mla" else geometry.total_num_kv_heads
+_LayerIndex = dict[tuple[str, str], tuple[int, int]]
+"""(region, place in it) by part and layer name."""
 
 
-def _layer_index(geometry: RankGeometry) -> dict[str, tuple[int, int]]:
-    """(group, place in the group) by layer name."""
-    index = {layer: (g, i) for g, group in enumerate(geometry.groups) for i, layer in enumerate(group.layers)}
+def _layer_index(geometry: RankGeometry) -> _LayerIndex:
+    index = {
+        (group.part, layer): (g, i) for g, group in enumerate(geometry.groups) for i, layer in enumerate(group.layers)
+    }
     if len(index) != sum(len(group.layers) for group in geometry.groups):
-        seen: set[str] = set()
+        seen: set[tuple[str, str]] = set()
         for group in geometry.groups:
             for layer in group.layers:
-                if layer in seen:
+                if (group.part, layer) in seen:
                     raise GeometryError(f"layer {layer!r} is listed twice")
-                seen.add(layer)
+                seen.add((group.part, layer))
     return index
 
 
-def _runs(layers: Sequence[str], held: Mapping[str, tuple[int, int]]) -> list[tuple[int, int, int, int]]:
-    """Layers consecutive on both sides, as (first here, group there, first there, count)."""
+def _runs(ours: GroupGeometry, held: _LayerIndex) -> list[tuple[int, int, int, int]]:
+    """Layers consecutive on both sides, as (first here, region there, first there, count)."""
     runs: list[tuple[int, int, int, int]] = []
-    for place, layer in enumerate(layers):
-        where = held.get(layer)
+    for place, layer in enumerate(ours.layers):
+        where = held.get((ours.part, layer))
         if where is None:
             continue
         if runs:
@@ -332,26 +331,30 @@ def _runs(layers: Sequence[str], held: Mapping[str, tuple[int, int]]) -> list[tu
     return runs
 
 
-def _head_box(ours: GroupGeometry, theirs: GroupGeometry, heads: HeadRead) -> tuple[int, int, int]:
-    """(first head in D's numbering, first head in P's, count) of a group's heads within ``heads``."""
-    if ours.kind == "mla":
-        return 0, 0, 1
-    low = max(ours.head_start, heads.first_head)
-    high = min(ours.head_start + ours.num_heads, heads.first_head + heads.num_heads)
+def _head_box(ours: GroupGeometry, theirs: GroupGeometry, heads: HeadRead) -> tuple[int, int]:
+    """The first of ``heads`` in D's numbering and in P's."""
+    low, high = heads.first_head, heads.first_head + heads.num_heads
     if low < theirs.head_start or high > theirs.head_start + theirs.num_heads:
         raise IncompatiblePeerError(
             f"heads of tp_rank {heads.p_rank}",
             f"{low}..{high}",
             f"{theirs.head_start}..{theirs.head_start + theirs.num_heads}",
         )
-    return low - ours.head_start, low - theirs.head_start, high - low
+    return low - ours.head_start, low - theirs.head_start
 
 
 def _same_form(layer: str, ours: GroupGeometry, theirs: GroupGeometry) -> None:
-    for field in ("kind", "content_bytes", "dtype", "window", "packing", "tile_tokens"):
+    """Blocks outside a window may be kept by one side and not by the other; what a block holds is the same."""
+    name = f"layer {layer!r}" + (f" ({ours.part})" if ours.part else "")
+    if ours.kind != theirs.kind and {ours.kind, theirs.kind} & {"mla", "state"}:
+        raise IncompatiblePeerError(f"kind of {name}", ours.kind, theirs.kind)
+    fields = ["total_heads", "content_bytes", "dtype", "packing", "tile_tokens"]
+    if ours.kind == theirs.kind:
+        fields.append("window")
+    for field in fields:
         mine, other = getattr(ours, field), getattr(theirs, field)
         if mine != other:
-            raise IncompatiblePeerError(f"{field} of layer {layer!r}", mine, other)
+            raise IncompatiblePeerError(f"{field} of {name}", mine, other)
 
 
 def _refuse_missing(missing: Sequence[str], held: int, consumer: bool) -> None:

@@ -94,7 +94,7 @@ class Attach(_Message, frozen=True):
 
 
 class Attached(_Message, frozen=True):
-    """The plane is P's too. ``pages``: per layer group, for planes where D reads P's pages."""
+    """The plane is P's too. ``pages``: per region, for planes where D reads P's pages."""
 
     plane: Name
     slot_bytes: Size
@@ -103,7 +103,7 @@ class Attached(_Message, frozen=True):
 
 
 class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """A box of one of P's layer groups, in P's own numbering: layers, heads, tokens, each (first, count)."""
+    """A box of one of P's regions, in P's own numbering: layers, heads, tokens, each (first, count)."""
 
     group: Count
     layer: Count
@@ -135,7 +135,7 @@ class Grant(_Message, frozen=True):
     """The read may proceed: of its tokens ``ready`` are there, and ``chunks`` messages will come for them.
 
     ``epoch`` changes when what was granted is no longer true (preemption of a running prompt).
-    ``block_ids`` are packed little-endian int32, one run per layer group, for planes where D reads P's pages.
+    ``block_ids`` are packed little-endian int32, one run per region, for planes where D reads P's pages.
     """
 
     read: Read

@@ -67,7 +67,7 @@ class Pushes:
         return [push for push in self._pushes if wanted(push)]
 
     def check(self, session: Session, ask: protocol.Ask, num_tokens: int, ids: Sequence[Ids]) -> None:
-        """Whether an ask can be served from blocks ``ids`` (per layer group) that hold ``num_tokens``.
+        """Whether an ask can be served from blocks ``ids`` (per region) that hold ``num_tokens``.
 
         Raises:
             GeometryError: its number was used before, or its spans are not ours, beyond the prompt or its blocks.
@@ -76,9 +76,7 @@ class Pushes:
             raise GeometryError(f"read {ask.read} was asked for before")
         check_spans(ask.spans, self._caches.geometry, num_tokens)
         for span in ask.spans:
-            covered = len(ids[span.group]) * self._caches.views[span.group].block_size
-            if span.token + span.num_tokens > covered:
-                raise GeometryError(f"tokens up to {span.token + span.num_tokens} asked for, blocks hold {covered}")
+            self._caches.check_held(span.group, ids[span.group], span.token, span.token + span.num_tokens)
 
     def cut(self, ask: protocol.Ask, ids: Sequence[Ids], slot_bytes: int) -> list[Part]:
         """The chunks of a read, in the order of the wire. Raises GeometryError where one does not fit into a slot."""

@@ -19,7 +19,6 @@ from kvferry.connector.plan import PlannedSpan
 from kvferry.connector.runs import Runs, joined, pages_of, runs, taken
 from kvferry.connector.site import Caches, Ids, Part
 from kvferry.connector.stepplan import Load, unpack_ids
-from kvferry.connector.topology import HeadRead
 from kvferry.transport.plane import PeerChannel, Received, RecvChannel
 
 logger = logging.getLogger("vllm.kvferry.reads")
@@ -32,7 +31,7 @@ PEER_BYTES_PER_TURN = 16 << 20
 
 @dataclass(slots=True)
 class Job:
-    """One request's hand-over on this rank. ``ids``: kernel block ids per layer group."""
+    """One request's hand-over on this rank. ``ids``: kernel block ids per region."""
 
     load: Load
     state: handover.Handover
@@ -54,7 +53,6 @@ class Read:
     job: Job
     source: int
     link: Link
-    heads: HeadRead
     planned: tuple[PlannedSpan, ...] = ()
     parts: list[Part] = field(default_factory=list)
     runs: Runs | None = None
@@ -82,10 +80,10 @@ class Reads:
     def __bool__(self) -> bool:
         return bool(self._reads)
 
-    def new(self, job: Job, source: int, link: Link, heads: HeadRead) -> Read:
+    def new(self, job: Job, source: int, link: Link) -> Read:
         """The read of ``job`` from its source number ``source``."""
         self._last = (self._last + 1) % (1 << 32)
-        read = self._reads[self._last] = Read(self._last, job, source, link, heads)
+        read = self._reads[self._last] = Read(self._last, job, source, link)
         job.reads.append(read)
         return read
 

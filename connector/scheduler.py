@@ -15,13 +15,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvferry.connector.config import Settings
-from kvferry.connector.engine import RequestView
+from kvferry.connector.engine import BlockTable, RequestView
 from kvferry.connector.errors import ProtocolError
 from kvferry.connector.params import HandedOver, check_reachable, hand_over, parse, prompt_digest, wants_prefill
 from kvferry.connector.stepplan import LeaseGrant, Load, PeerEngine, RankAddress, StepPlan, Watch, pack_ids
 
 logger = logging.getLogger("vllm.kvferry.scheduler")
 
+NULL_BLOCK = 0
+"""What vLLM puts in a block table in place of a block that it gave back."""
 _CHILD = re.compile(r"^\d+_.")
 """vLLM names the requests that it makes of one with ``n > 1`` ``0_ID``, ``1_ID``, …"""
 
@@ -42,13 +44,13 @@ class Incoming:
 
 
 class SchedulerHalf:
-    """One engine's decisions. ``block_sizes``: tokens of a manager block, per layer group."""
+    """One engine's decisions. ``tables``: the block tables of a request whose contents are handed over."""
 
     def __init__(
         self,
         settings: Settings,
         engine_id: str,
-        block_sizes: Sequence[int],
+        tables: Sequence[BlockTable],
         *,
         tp_size: int,
         pp_size: int,
@@ -58,7 +60,10 @@ class SchedulerHalf:
     ) -> None:
         self._settings = settings
         self._engine_id = engine_id
-        self._block_sizes = tuple(block_sizes)
+        self._tables = tuple(tables)
+        # vLLM computes the last prompt token again, and gives back what is outside the window of the next one. So where
+        # there is a window, that token must not count as loaded.
+        self._whole = all(table.whole for table in self._tables)
         self._sizes = tp_size, pp_size
         self._produces, self._consumes = produces, consumes
         self._host_id = host_id
@@ -119,8 +124,17 @@ class SchedulerHalf:
         if incoming is None or incoming.stage is not Stage.OFFERED:
             return 0, False
         incoming.start = num_local
-        count = incoming.handed.num_tokens - num_local
-        return (count, True) if count > 1 else (0, False)  # the engine computes the last token in any case
+        prompt = incoming.handed.num_tokens
+        if prompt - 1 - num_local < 1:
+            return 0, False  # the engine computes the last token in any case
+        stop = prompt if self._whole else prompt - 1
+        try:
+            self._check_kept(incoming.handed, num_local, stop)
+        except ProtocolError as error:
+            self._refuse(request, error)
+            self._drops.append(request.request_id)
+            return 0, False
+        return stop - num_local, True
 
     def after_alloc(self, request: RequestView, block_ids: Sequence[Sequence[int]], num_external: int) -> None:
         """vLLM has decided: load ``num_external`` tokens into these blocks, or nothing."""
@@ -132,14 +146,17 @@ class SchedulerHalf:
             self._drops.append(request.request_id)
             return
         incoming.stage = Stage.LOADING
-        tokens = incoming.start, incoming.start + num_external
+        stop = incoming.start + num_external
         self._loads.append(
             Load(
                 request_id=request.request_id,
                 token=incoming.handed.token,
                 peer=incoming.handed.peer,
                 block_ids=tuple(pack_ids(list(ids)) for ids in block_ids),
-                tokens=(tokens,) * len(block_ids),
+                tokens=tuple(
+                    (max(incoming.start, self._first_held(table, ids)), stop)
+                    for table, ids in zip(self._tables, block_ids, strict=True)
+                ),
             )
         )
 
@@ -149,6 +166,27 @@ class SchedulerHalf:
             incoming = self._incoming.get(request_id)
             if incoming is not None:
                 incoming.stage = Stage.SETTLED
+
+    @staticmethod
+    def _first_held(table: BlockTable, block_ids: Sequence[int]) -> int:
+        """The first token from which on no block was given back."""
+        if table.whole:
+            return 0
+        gone = next((place for place in reversed(range(len(block_ids))) if block_ids[place] == NULL_BLOCK), -1)
+        return (gone + 1) * table.block_size
+
+    def _check_kept(self, handed: HandedOver, num_local: int, stop: int) -> None:
+        """That P still has what our blocks must be filled with: a block is filled whole or not loaded, for the engine
+        would offer it to other requests. Where P's blocks are smaller than ours it may have given a part back."""
+        for kind, window, kept in handed.kept:
+            ours = [table for table in self._tables if (table.kind, table.window) == (kind, window)]
+            first = min(
+                (max(num_local, t.first_needed(stop) // t.block_size * t.block_size) for t in ours), default=num_local
+            )
+            if kept > first:
+                raise ProtocolError(
+                    f"P kept the window of {window} tokens from token {kept} on, our blocks begin at {first}"
+                )
 
     @staticmethod
     def _check_prompt(request: RequestView, handed: HandedOver) -> None:
@@ -169,7 +207,7 @@ class SchedulerHalf:
 
         Args:
             request: the request.
-            block_ids: its blocks, per layer group.
+            block_ids: its blocks, per block table.
             completed: it ended by itself (stop or length), not by abort or error.
 
         Returns:
@@ -193,7 +231,7 @@ class SchedulerHalf:
             why = "its prompt is given as embeddings"
         elif request.num_computed_tokens < tokens:
             why = f"{request.num_computed_tokens} of its {tokens} prompt tokens are computed"
-        elif any(len(ids) * size < tokens for ids, size in zip(block_ids, self._block_sizes, strict=True)):
+        elif any(len(ids) * table.block_size < tokens for ids, table in zip(block_ids, self._tables, strict=True)):
             why = f"its blocks do not cover its {tokens} prompt tokens"
         if why is not None:
             logger.warning("kvferry: no hand-over of %s: %s", request.request_id, why)
@@ -203,7 +241,12 @@ class SchedulerHalf:
         packed = tuple(pack_ids(list(ids)) for ids in block_ids)
         self._leases.append(LeaseGrant(request.request_id, token, tokens, packed))
         digest = prompt_digest(request.prompt_token_ids, request.extra)
-        return True, hand_over(HandedOver(token, tokens, digest, self._us))
+        kept = tuple(
+            (table.kind, table.window, self._first_held(table, ids))
+            for table, ids in zip(self._tables, block_ids, strict=True)
+            if not table.whole
+        )
+        return True, hand_over(HandedOver(token, tokens, digest, self._us, kept))
 
     # --- every step ---------------------------------------------------------------------------------------------
 

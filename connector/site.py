@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from kvferry.connector.config import Settings
-from kvferry.connector.errors import IncompatiblePeerError
+from kvferry.connector.errors import GeometryError, IncompatiblePeerError
 from kvferry.connector.geometry import PageLayout, RankGeometry
 from kvferry.connector.metrics import HandoverStats
 from kvferry.connector.plan import chunks
@@ -34,7 +34,7 @@ MIN_PIECE_BYTES = 2048
 
 @dataclass(frozen=True)
 class Caches:
-    """The KV caches of one rank: one view per layer group, and what they cover.
+    """The KV caches of one rank: one view per region, and what they cover.
 
     ``keep`` holds the tensors that the views point into.
     """
@@ -48,8 +48,29 @@ class Caches:
         """Manager block ids as kernel block ids. Raises GeometryError for an id out of range."""
         return kernel_block_ids(self.views[group], block_ids)
 
+    def check_held(self, group: int, kernel_ids: Ids, start: int, stop: int) -> None:
+        """That a region's blocks cover tokens ``[start, stop)``, and that the engine has given none of them back.
+
+        Raises:
+            GeometryError: they do not, or the null block stands for one.
+        """
+        view, geometry = self.views[group], self.geometry.groups[group]
+        covered = len(kernel_ids) * view.block_size
+        if stop > covered:
+            raise GeometryError(f"tokens up to {stop} asked for, blocks hold {covered}")
+        if geometry.kind in ("full", "mla"):
+            return  # an engine other than vLLM may use block 0
+        blocks = kernel_ids[start // view.block_size : -(-stop // view.block_size)]
+        gone = np.flatnonzero(blocks < view.blocks_per_page)
+        if len(gone):
+            token = (start // view.block_size + int(gone[-1]) + 1) * view.block_size
+            raise GeometryError(
+                f"tokens from {start} on asked for, blocks before token {token} have left the window of "
+                f"{geometry.window} tokens"
+            )
+
     def page_layouts(self) -> tuple[PageLayout, ...]:
-        """Where the pages of each layer group lie, for a peer that reads them."""
+        """Where the pages of each region lie, for a peer that reads them."""
         return tuple(
             PageLayout(
                 bases=view.bases,
@@ -139,7 +160,7 @@ class Caches:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A box of one layer group in this rank's own numbering, with the block table that maps its tokens."""
+    """A box of one region in this rank's own numbering, with the block table that maps its tokens."""
 
     group: int
     layer: int

@@ -35,7 +35,7 @@ class PeerEngine(msgspec.Struct, frozen=True):
 
 
 class LeaseGrant(msgspec.Struct, frozen=True):
-    """P: a finished prompt whose blocks are held. ``block_ids`` per layer group, packed by ``pack_ids``."""
+    """P: a finished prompt whose blocks are held. ``block_ids`` per block table, packed by ``pack_ids``."""
 
     request_id: str
     token: bytes
@@ -56,7 +56,7 @@ class Watch(msgspec.Struct, frozen=True):
 
 
 class Load(msgspec.Struct, frozen=True):
-    """D: fetch tokens ``[start, stop)`` of every layer group into ``block_ids`` (packed by ``pack_ids``)."""
+    """D: fetch tokens ``[start, stop)`` of every block table into its ``block_ids`` (packed by ``pack_ids``)."""
 
     request_id: str
     token: bytes
@@ -85,14 +85,17 @@ class StepPlan(msgspec.Struct, frozen=True):
         return not (self.leases or self.watches or self.loads or self.cancels or self.drops)
 
 
-def of_groups(plan: StepPlan, groups: Sequence[int]) -> StepPlan:
-    """The plan for a rank that holds layers of these layer groups only, as a pipeline stage may."""
+def by_region(plan: StepPlan, tables: Sequence[int]) -> StepPlan:
+    """The plan with block ids and tokens per region of a rank instead of per block table of the engine. ``tables``: the
+    table of each region; a pipeline stage may hold layers of some only."""
+    if not (plan.leases or plan.loads):
+        return plan
     leases = tuple(
-        msgspec.structs.replace(lease, block_ids=tuple(lease.block_ids[n] for n in groups)) for lease in plan.leases
+        msgspec.structs.replace(lease, block_ids=tuple(lease.block_ids[n] for n in tables)) for lease in plan.leases
     )
     loads = tuple(
         msgspec.structs.replace(
-            load, block_ids=tuple(load.block_ids[n] for n in groups), tokens=tuple(load.tokens[n] for n in groups)
+            load, block_ids=tuple(load.block_ids[n] for n in tables), tokens=tuple(load.tokens[n] for n in tables)
         )
         for load in plan.loads
     )

@@ -77,6 +77,7 @@ def overlaps(d_rank: int, d_size: int, p_size: int, total_heads: int, is_mla: bo
     return tuple(found)
 
 
+@lru_cache(maxsize=1024)
 def sources(d_rank: int, d_size: int, p_size: int, total_heads: int, is_mla: bool = False) -> tuple[HeadRead, ...]:
     """What D's rank reads from whom: each of its heads exactly once, in order of heads.
 
@@ -105,48 +106,65 @@ def _replica(head: int, d_rank: int, d_size: int, p_size: int, total_heads: int)
     return first_replica + (d_rank - first_reader) * num_replicas // num_readers
 
 
-def release_map(d_size: int, p_size: int, total_heads: int, is_mla: bool = False) -> tuple[tuple[int, ...], ...]:
+def readers(d_rank: int, d_size: int, p_size: int, head_counts: tuple[int, ...]) -> tuple[int, ...]:
+    """The P ranks that D's rank reads from, ascending: those of each head count's ``sources``.
+
+    Raises:
+        GeometryError: a rank or size out of range.
+    """
+    found = {read.p_rank for heads in head_counts for read in sources(d_rank, d_size, p_size, heads)}
+    return tuple(sorted(found))
+
+
+def release_map(d_size: int, p_size: int, head_counts: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     """For each P rank, D's ranks that must release a lease there: never none.
 
     All of P's readers are in its entry; a P rank that nobody reads (a replica) gets one D rank, these evenly spread.
 
+    Args:
+        d_size: D's tensor-parallel size.
+        p_size: P's.
+        head_counts: global KV heads of each kind of layer that the model has, 1 for MLA.
+
     Raises:
         GeometryError: a size out of range.
     """
-    return _release_maps(d_size, p_size, 1 if is_mla else total_heads)[0]
+    return _release_maps(d_size, p_size, head_counts)[0]
 
 
-def releases_of(d_rank: int, d_size: int, p_size: int, total_heads: int, is_mla: bool = False) -> tuple[int, ...]:
+def releases_of(d_rank: int, d_size: int, p_size: int, head_counts: tuple[int, ...]) -> tuple[int, ...]:
     """The P ranks at which D's rank must release: the inverse of ``release_map``. May be empty for a D rank.
 
     Raises:
         GeometryError: a rank or size out of range.
     """
-    total_heads = 1 if is_mla else total_heads
-    _check(d_rank, d_size, total_heads)
-    return _release_maps(d_size, p_size, total_heads)[1][d_rank]
+    _check(d_rank, d_size, 1)
+    return _release_maps(d_size, p_size, head_counts)[1][d_rank]
 
 
 @lru_cache(maxsize=256)
-def _release_maps(d_size: int, p_size: int, total_heads: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
+def _release_maps(
+    d_size: int, p_size: int, head_counts: tuple[int, ...]
+) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
     """(D ranks by P rank, P ranks by D rank)."""
-    _check(0, p_size, total_heads)
+    _check(0, p_size, 1)
+    _check(0, d_size, 1)
     by_p: list[list[int]] = [[] for _ in range(p_size)]
     for d_rank in range(d_size):
-        for p_rank in sorted({read.p_rank for read in sources(d_rank, d_size, p_size, total_heads)}):
+        for p_rank in readers(d_rank, d_size, p_size, head_counts):
             by_p[p_rank].append(d_rank)
-    for p_rank, readers in enumerate(by_p):
-        if not readers:
-            readers.append(p_rank * d_size // p_size)
+    for p_rank, found in enumerate(by_p):
+        if not found:
+            found.append(p_rank * d_size // p_size)
     by_d: list[list[int]] = [[] for _ in range(d_size)]
-    for p_rank, readers in enumerate(by_p):
-        for d_rank in readers:
+    for p_rank, found in enumerate(by_p):
+        for d_rank in found:
             by_d[d_rank].append(p_rank)
     return tuple(map(tuple, by_p)), tuple(map(tuple, by_d))
 
 
 def expected_consumers(
-    p_rank: int, d_size: int, d_pp_size: int, p_size: int, total_heads: int, is_mla: bool = False
+    p_rank: int, d_size: int, d_pp_size: int, p_size: int, head_counts: tuple[int, ...]
 ) -> tuple[int, ...]:
     """D's ranks that must release at a P rank, over all of D's pipeline stages, as ``pp_rank * d_size + tp_rank``.
 
@@ -157,8 +175,8 @@ def expected_consumers(
     """
     if not 1 <= d_pp_size <= MAX_RANKS:
         raise GeometryError(f"pipeline-parallel size {d_pp_size} is outside 1..{MAX_RANKS}")
-    _check(p_rank, p_size, total_heads)
-    stage = release_map(d_size, p_size, total_heads, is_mla)[p_rank]
+    _check(p_rank, p_size, 1)
+    stage = release_map(d_size, p_size, head_counts)[p_rank]
     return tuple(pp * d_size + tp for pp in range(d_pp_size) for tp in stage)
 
 
@@ -265,7 +283,7 @@ class TpKVTopology:
 
     def release_map(self, remote_tp_size: int) -> tuple[tuple[int, ...], ...]:
         """``release_map`` with the local side as D."""
-        return release_map(self.tp_size, remote_tp_size, self.total_num_kv_heads, self.is_mla)
+        return release_map(self.tp_size, remote_tp_size, (1 if self.is_mla else self.total_num_kv_heads,))
 
     def _divides(self, remote_tp_size: int) -> bool:
         sizes = sorted((self.tp_size, remote_tp_size))

@@ -34,7 +34,7 @@ class TensorLike(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CacheView:
-    """One layer group's cache on one rank.
+    """One region of the caches of one rank: layers that lie in memory alike.
 
     Byte c of (layer, block, head, token) lies at
     ``bases[layer] + block * block_stride + head * head_stride + token * token_stride + c``.
@@ -81,7 +81,7 @@ class CacheView:
 
 
 def view_of(tensors: Mapping[str, TensorLike], page_tokens: int, num_pages: int | None = None) -> CacheView:
-    """The view of one layer group, from the tensors that the engine registers.
+    """The view of layers that lie in memory alike, from the tensors that the engine registers.
 
     Args:
         tensors: by layer name, in order: ``[B, H, N, C]`` or, for MLA, ``[B, N, C]``; any strides with C contiguous.

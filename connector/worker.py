@@ -16,13 +16,12 @@ import torch
 from kvferry.connector.config import Settings
 from kvferry.connector.engine import LayerGroup, RankInfo
 from kvferry.connector.errors import GeometryError, PlaneUnavailableError
-from kvferry.connector.geometry import GroupGeometry, GroupKind, RankGeometry
+from kvferry.connector.geometry import GroupKind
 from kvferry.connector.mover import Mover
 from kvferry.connector.protocol import MAX_MESSAGE_BYTES
+from kvferry.connector.regions import rank_geometry, regions
 from kvferry.connector.site import Caches, Site
-from kvferry.connector.stepplan import RankAddress, StepPlan, of_groups
-from kvferry.connector.topology import head_interval
-from kvferry.connector.view import CacheView, view_of
+from kvferry.connector.stepplan import RankAddress, StepPlan, by_region
 from kvferry.transport.control import Listener
 from kvferry.transport.gate import CurveKeys, configure_curve
 from kvferry.transport.plane import Plane, make_plane, preferred_planes
@@ -33,7 +32,7 @@ IDLE_WAIT_SECONDS = 2e-3
 """How long a step that computes nothing waits for a load to end. Without it the engine's thread would go round in
 Python meanwhile, and take interpreter and core from the mover. A new request waits as long at most."""
 
-CARRIED_KINDS: tuple[GroupKind, ...] = ("full", "mla")
+CARRIED_KINDS: tuple[GroupKind, ...] = ("full", "mla", "sliding_window", "chunked_local")
 
 
 @dataclass(slots=True)
@@ -51,10 +50,8 @@ class WorkerHalf:
     def __init__(self, settings: Settings, info: RankInfo, groups: Sequence[LayerGroup]) -> None:
         self._settings = settings
         self._info = info
-        # An engine tells every stage of every group; of some of them a stage may hold no layer.
-        self._held = tuple(index for index, group in enumerate(groups) if group.layers)
-        self._groups = tuple(groups[index] for index in self._held)
-        self._all_held = len(self._held) == len(groups)
+        self._groups = tuple(groups)
+        self._tables: tuple[int, ...] = ()  # the block table of each region
         self._mover: Mover | None = None
         self._site: Site | None = None
         self._address: RankAddress | None = None
@@ -94,7 +91,7 @@ class WorkerHalf:
         self._address = RankAddress(info.pp_rank, info.tp_rank, settings.told_host, listener.port, site.incarnation)
         self._mover.start()
         logger.info(
-            "kvferry: rank pp%d tp%d serves %d layer group(s) at %s, data planes %s%s",
+            "kvferry: rank pp%d tp%d serves %d cache region(s) at %s, data planes %s%s",
             info.pp_rank, info.tp_rank, len(caches.views), listener.endpoint,
             ", ".join(plane.name for plane in site.planes),
             "".join(f"; no {name}: {why}" for name, why in site.missing_planes.items()),
@@ -122,7 +119,7 @@ class WorkerHalf:
         self._loading.update(load.request_id for load in plan.loads)
         self._leased.update(lease.request_id for lease in plan.leases)
         self._idle = plan.idle
-        self._mover.post(plan if self._all_held else of_groups(plan, self._held))
+        self._mover.post(by_region(plan, self._tables))
 
     def take_results(self) -> Results:
         """What ended since the last call. An id that was not started here, or was told before, is left out: the
@@ -153,58 +150,21 @@ class WorkerHalf:
     # --- caches -------------------------------------------------------------------------------------------------
 
     def _caches(self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int | None) -> Caches:
-        info = self._info
-        views: list[CacheView] = []
-        geometries: list[GroupGeometry] = []
-        device = torch.device("cpu")
         for group in self._groups:
-            if group.kind not in CARRIED_KINDS:
+            if group.layers and group.kind not in CARRIED_KINDS:
                 raise GeometryError(
                     f"layer {group.layers[0]!r}: a cache of kind {group.kind} is not carried yet, "
                     f"only {', '.join(CARRIED_KINDS)} are"
                 )
-            missing = [name for name in group.layers if name not in kv_caches]
-            if missing:
-                raise GeometryError(f"layer {missing[0]!r}: the engine registered no cache for it")
-            tensors = {name: kv_caches[name] for name in group.layers}
-            device = tensors[group.layers[0]].device
-            if device.type != "cpu":
-                raise GeometryError(f"layer {group.layers[0]!r}: caches on {device} are not carried yet, only cpu is")
-            view = view_of(tensors, group.block_size, num_blocks)
-            views.append(view)
-            heads = 1 if group.kind == "mla" else info.total_num_kv_heads
-            start, count = head_interval(info.tp_rank, info.tp_size, heads)
-            if view.num_heads != count:
+        found = regions(self._groups, kv_caches, self._info, num_blocks)
+        for region in found:
+            if region.view.device != "cpu":
                 raise GeometryError(
-                    f"layer {group.layers[0]!r}: the cache holds {view.num_heads} heads, "
-                    f"rank {info.tp_rank} of {info.tp_size} has {count} of the model's {heads}"
+                    f"layer {region.view.layers[0]!r}: caches on {region.view.device} are not carried yet, only cpu is"
                 )
-            geometries.append(_group_geometry(group, view, start))
-        geometry = RankGeometry(
-            tp_rank=info.tp_rank,
-            tp_size=info.tp_size,
-            pp_rank=info.pp_rank,
-            pp_size=info.pp_size,
-            total_num_kv_heads=info.total_num_kv_heads,
-            is_mla=info.is_mla,
-            groups=tuple(geometries),
-        )
-        return Caches(geometry, tuple(views), device, keep=dict(kv_caches))
-
-
-def _group_geometry(group: LayerGroup, view: CacheView, head_start: int) -> GroupGeometry:
-    return GroupGeometry(
-        kind=group.kind,
-        layers=group.layers,
-        block_size=group.block_size,
-        head_start=head_start,
-        num_heads=view.num_heads,
-        content_bytes=view.content_bytes,
-        dtype=view.dtype,
-        window=group.window,
-        packing=group.packing,
-        tile_tokens=view.block_size if group.packing else 1,
-    )
+        self._tables = tuple(region.table for region in found)
+        geometry = rank_geometry(self._info, self._groups, found)
+        return Caches(geometry, tuple(region.view for region in found), torch.device("cpu"), keep=dict(kv_caches))
 
 
 def _planes(settings: Settings, curve: CurveKeys | None) -> tuple[list[Plane], dict[str, str]]:

@@ -45,7 +45,7 @@ class Node:
         from paged_llama import CacheForm, Llama, PagedEngine
 
         from kvferry.connector.config import load_settings
-        from kvferry.connector.engine import LayerGroup, RankInfo
+        from kvferry.connector.engine import BlockTable, LayerGroup, RankInfo
         from kvferry.connector.scheduler import SchedulerHalf
         from kvferry.connector.worker import WorkerHalf
         from kvferry.transport.host import host_id
@@ -59,13 +59,15 @@ class Node:
             return
         settings = load_settings({"plane": plane})
         info = RankInfo(
-            engine_id=role, tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, total_num_kv_heads=model.kv_heads,
-            is_mla=False, model={"architectures": "ExampleLlama", "seed": str(model.seed)},
+            engine_id=role, tp_rank=0, tp_size=1, pp_rank=0, pp_size=1,
+            model={"architectures": "ExampleLlama", "seed": str(model.seed)},
         )  # fmt: skip
-        self.worker = WorkerHalf(settings, info, [LayerGroup("full", tuple(self.engine.layers), form.block_size)])
+        self.worker = WorkerHalf(
+            settings, info, [LayerGroup("full", tuple(self.engine.layers), form.block_size, model.kv_heads)]
+        )
         self.worker.register(self.engine.kv_caches, form.num_blocks)
         self.scheduler = SchedulerHalf(
-            settings, role, [form.block_size], tp_size=1, pp_size=1,
+            settings, role, [BlockTable("full", form.block_size)], tp_size=1, pp_size=1,
             produces=role == "prefill", consumes=role == "decode", host_id=host_id(),
         )  # fmt: skip
         assert self.worker.address is not None

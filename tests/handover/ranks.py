@@ -59,9 +59,11 @@ class Rank:
         self.settings = settings or Settings()
         info = RankInfo(
             engine_id=engine_id, tp_rank=tp_rank, tp_size=tp_size, pp_rank=0, pp_size=1,
-            total_num_kv_heads=total_heads, is_mla=False, model=model or {"architectures": "Labelled"},
+            model=model or {"architectures": "Labelled"},
         )  # fmt: skip
-        self.worker = WorkerHalf(self.settings, info, [LayerGroup("full", tuple(self.layers), block_size, 0, packing)])
+        self.worker = WorkerHalf(
+            self.settings, info, [LayerGroup("full", tuple(self.layers), block_size, total_heads, 0, packing)]
+        )
         self.worker.register(self.caches)
         self.sent: set[str] = set()
         self.received: set[str] = set()

@@ -293,7 +293,7 @@ def test_a_dead_peer_does_not_hold_up_the_others(stage: Stage) -> None:
     ("theirs", "named"),
     [
         ({"model": {"architectures": "Other"}}, "architectures"),
-        ({"total_heads": 8}, "total_num_kv_heads"),
+        ({"total_heads": 8}, "total_heads"),
         ({"content": 32}, "content_bytes"),
         ({"layers": 3}, "layers"),
     ],

@@ -12,7 +12,6 @@ from kvferry.connector.config import Settings
 from kvferry.connector.errors import GeometryError, IncompatiblePeerError
 from kvferry.connector.plan import check_span, check_spans, compatible, plan_reads
 from kvferry.connector.protocol import Span
-from kvferry.connector.topology import HeadRead
 
 PACKED = "transposed"
 
@@ -77,7 +76,7 @@ def test_ranks_that_pack_otherwise_refuse_each_other(stage: Stage, form: dict[st
 
 def test_spans_of_packed_groups_are_whole_tiles(stage: Stage) -> None:
     geometry = stage.rank(packing=PACKED).worker.site.caches.geometry
-    (planned,) = plan_reads(geometry, geometry, HeadRead(0, 0, 4), [(17, 37)])
+    (planned,) = plan_reads(geometry, geometry, [(17, 37)])
     assert (planned.span.token, planned.span.num_tokens) == (16, 32)
     check_spans([planned.span], geometry, 37)
     whole = Span(0, 0, 4, 0, 4, 0, 48)

@@ -87,9 +87,7 @@ def _spread(pairing: Pairing, taken: dict[Rank, list[tuple[Rank, Taken, range]]]
         for source, what, _ in asked:
             readers[what][source] += 1
     for what, counts in readers.items():
-        # Beside heads, MLA goes with the reader's first head, so its spread is as good as that of heads.
-        slack = 1 if pairing.model.kind != "mixed" or what[0] == "full" else pairing.d.tp
-        if max(counts.values()) - min(counts.values()) > slack:
+        if max(counts.values()) - min(counts.values()) > 1:
             yield f"readers of {what} are not spread over its replicas: {dict(counts)}"
 
 

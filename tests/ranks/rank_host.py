@@ -37,11 +37,15 @@ class HostedRank:
         settings = Settings(plane=pairing.plane, slot_bytes=SLOT_BYTES, staging_bytes=16 << 20, lease_seconds=60.0)
         info = RankInfo(
             engine_id=engine_id, tp_rank=rank[1], tp_size=form.tp, pp_rank=rank[0], pp_size=form.pp,
-            total_num_kv_heads=model.heads, is_mla=model.kind == "mla", model={"architectures": "Numbered"},
+            model={"architectures": "Numbered"},
         )  # fmt: skip
         groups = [
-            LayerGroup(table.kind, tuple(map(layer_name, table.layers)), form.block) for table in self.caches.tables
-        ]
+            LayerGroup(
+                table.kind, tuple(map(layer_name, table.layers)), form.block,
+                1 if table.kind == "mla" else model.heads, table=number,
+            )
+            for number, table in enumerate(self.caches.tables)
+        ]  # fmt: skip
         self.worker = WorkerHalf(settings, info, groups)
         self.worker.register(self.caches.registered(), pairing.pages(side))
         self.asks: list[tuple[Rank, list[list[int]]]] = []

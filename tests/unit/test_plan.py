@@ -29,7 +29,7 @@ from kvferry.connector.plan import (
     plan_sources,
 )
 from kvferry.connector.protocol import Span
-from kvferry.connector.topology import HeadRead, head_interval, sources
+from kvferry.connector.topology import head_interval, sources
 
 CONTENT = 8
 
@@ -60,7 +60,8 @@ class Model:
     def rank(self, tp: tuple[int, int], pp: tuple[int, int], block: int, shuffle: random.Random | None = None):
         groups = []
         for kind, layers in self.stage(*pp, shuffle).items():
-            start, count = head_interval(*tp, 1 if self.is_mla or kind == "mla" else self.heads)
+            total = 1 if self.is_mla or kind == "mla" else self.heads
+            start, count = head_interval(*tp, total)
             groups.append(
                 GroupGeometry(
                     kind=kind,
@@ -68,6 +69,7 @@ class Model:
                     block_size=block,
                     head_start=start,
                     num_heads=count,
+                    total_heads=total,
                     content_bytes=CONTENT,
                     dtype="bfloat16",
                     window=64 if kind == "sliding_window" else 0,
@@ -75,7 +77,7 @@ class Model:
             )
         return RankGeometry(
             tp_rank=tp[0], tp_size=tp[1], pp_rank=pp[0], pp_size=pp[1],
-            total_num_kv_heads=self.heads, is_mla=self.is_mla, groups=tuple(groups),
+            head_counts=tuple(sorted({1, self.heads})), groups=tuple(groups),
         )  # fmt: skip
 
     def cache(self, geometry: RankGeometry, tokens: int) -> list[np.ndarray]:
@@ -176,7 +178,7 @@ def test_every_element_arrives_once_from_a_rank_that_holds_it(model, d_tp, d_pp,
 def test_the_oracle_catches_a_misplaced_span() -> None:
     model = Model(("full",) * 4, 4, False)
     local, remote = model.rank((1, 2), (0, 1), 16), model.rank((0, 1), (0, 1), 16)
-    (item,) = plan_reads(local, remote, HeadRead(0, 2, 2), [(0, 8)])
+    (item,) = plan_reads(local, remote, [(0, 8)])
     shifted = item._replace(span=msgspec.structs.replace(item.span, head=1))
     for planned, right in ((item, True), (shifted, False)):
         ours = [np.full_like(cache, -1) for cache in model.cache(local, 8)]
@@ -187,7 +189,7 @@ def test_the_oracle_catches_a_misplaced_span() -> None:
 def test_consecutive_layers_are_one_span() -> None:
     model = Model(("full",) * 80, 8, False)
     local, remote = model.rank((1, 2), (0, 1), 16), model.rank((3, 4), (1, 2), 64)
-    (item,) = plan_reads(local, remote, HeadRead(3, 6, 2), [(32, 100)])
+    (item,) = plan_reads(local, remote, [(32, 100)])
     assert item == PlannedSpan(Span(0, 0, 40, 0, 2, 32, 68), group=0, layer=40, head=2)
 
 
@@ -224,12 +226,14 @@ OURS = MODEL.rank((0, 2), (0, 1), 16)
 @pytest.mark.parametrize(
     ("theirs", "message"),
     [
-        (Model(MODEL.kinds, 4, False).rank((0, 2), (0, 1), 16), "total_num_kv_heads differs, ours is 8, .* is 4"),
-        (Model(MODEL.kinds, 8, True).rank((0, 2), (0, 1), 16), "is_mla differs, ours is False, .* is True"),
+        (Model(MODEL.kinds, 4, False).rank((0, 2), (0, 1), 16), "total_heads of layer .* differs, ours is 8, .* is 4"),
+        (Model(MODEL.kinds, 8, True).rank((0, 2), (0, 1), 16), "total_heads of layer .* differs, ours is 8, .* is 1"),
         (edit(OURS, 0, content_bytes=16), r"content_bytes of layer 'layers\.0' differs, ours is 8, the peer's is 16"),
         (edit(OURS, 0, dtype="float8_e4m3fn"), "dtype of layer .* ours is bfloat16, the peer's is float8_e4m3fn"),
         (edit(OURS, 1, window=128), r"window of layer 'layers\.1' differs, ours is 64, the peer's is 128"),
-        (edit(OURS, 1, kind="full"), "kind of layer .* ours is sliding_window, the peer's is full"),
+        (edit(OURS, 1, kind="state"), "kind of layer .* ours is sliding_window, the peer's is state"),
+        (edit(OURS, 0, kind="mla"), "kind of layer .* ours is full, the peer's is mla"),
+        (edit(OURS, 0, part="k"), r"layers differs, ours is 'layers\.0' and 1 more needed"),
         (edit(OURS, 0, layers=("layers.0", "other")), r"layers differs, ours is 'layers\.2' needed"),
     ],
 )
@@ -251,6 +255,11 @@ def test_layers_and_block_sizes_may_be_arranged_otherwise() -> None:
     compatible(OURS, MODEL.rank((2, 3), (1, 3), 48, random.Random(1)))
 
 
+def test_one_side_may_keep_what_has_left_the_window() -> None:
+    compatible(OURS, edit(OURS, 1, kind="full", window=0))
+    compatible(edit(OURS, 1, kind="full", window=0), OURS)
+
+
 @pytest.mark.parametrize(
     ("geometry", "message"),
     [
@@ -260,7 +269,11 @@ def test_layers_and_block_sizes_may_be_arranged_otherwise() -> None:
         (edit(OURS, 0, head_start=4), r"holds heads 4\.\.8, expected 0\.\.4 of 8"),
         (edit(OURS, 0, num_heads=8), r"holds heads 0\.\.8"),
         (edit(OURS, 0, layers=("layers.0", "layers.1")), r"layer 'layers\.1' is listed twice"),
-        (edit(OURS, total_num_kv_heads=1 << 31), "total_num_kv_heads"),
+        (
+            edit(OURS, head_counts=(1, 4)),
+            r"layer 'layers\.0': 8 heads in all, which is not one of the head counts 1, 4",
+        ),
+        (edit(edit(OURS, 0, total_heads=1 << 31), head_counts=(1 << 31,)), "total_num_kv_heads"),
     ],
 )
 def test_a_geometry_that_contradicts_itself_is_refused(geometry: RankGeometry, message: str) -> None:
@@ -287,11 +300,11 @@ def test_a_missing_stage_or_rank_is_named() -> None:
 
 
 def test_heads_that_a_peer_does_not_hold_are_refused() -> None:
-    remote = MODEL.rank((1, 2), (0, 1), 16)
+    remote = edit(MODEL.rank((1, 2), (0, 1), 16), tp_rank=0)
     with pytest.raises(
-        IncompatiblePeerError, match=r"heads of tp_rank 1 differs, ours is 0\.\.4, the peer's is 4\.\.8"
+        IncompatiblePeerError, match=r"heads of tp_rank 0 differs, ours is 0\.\.4, the peer's is 4\.\.8"
     ):
-        plan_reads(OURS, remote, HeadRead(1, 0, 4), [(0, 4), (0, 4)])
+        plan_reads(OURS, remote, [(0, 4), (0, 4)])
 
 
 GOOD = Span(0, 0, 2, 0, 4, 10, 90)

@@ -49,10 +49,11 @@ GROUP = GroupGeometry(
     block_size=32,
     head_start=0,
     num_heads=8,
+    total_heads=8,
     content_bytes=512,
     dtype="bfloat16",
 )
-GEOMETRY = RankGeometry(tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, total_num_kv_heads=8, is_mla=False, groups=(GROUP,))
+GEOMETRY = RankGeometry(tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, head_counts=(8,), groups=(GROUP,))
 SPAN = Span(0, 0, 2, 0, 8, 0, 100)
 FACTS = {"engine_id": "P-é-1", "incarnation": LIFE, "geometry": GEOMETRY, "model": {"dtype": "bfloat16"}}
 REQUESTS = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvferry.connector.stepplan import LeaseGrant, Load, PeerEngine, StepPlan, Watch, of_groups, pack_ids
+from kvferry.connector.stepplan import LeaseGrant, Load, PeerEngine, StepPlan, Watch, by_region, pack_ids
 
 PEER = PeerEngine("p", 1, 2, 30.0, ())
 IDS = tuple(pack_ids([n]) for n in range(3))
@@ -18,12 +18,12 @@ def test_a_plan_of_some_groups() -> None:
         drops=("d",),
         idle=True,
     )
-    some = of_groups(plan, (0, 2))
+    some = by_region(plan, (0, 2))
     assert some.leases[0].block_ids == some.loads[0].block_ids == (IDS[0], IDS[2])
     assert some.loads[0].tokens == ((0, 9), (2, 9))
     assert (some.leases[0].request_id, some.leases[0].num_tokens, some.loads[0].peer) == ("a", 9, PEER)
     assert (some.consumer, some.watches, some.cancels, some.drops, some.idle) == (
         plan.consumer, plan.watches, plan.cancels, plan.drops, True,
     )  # fmt: skip
-    assert of_groups(plan, (0, 1, 2)) == plan
-    assert of_groups(plan, ()).loads[0].block_ids == ()
+    assert by_region(plan, (0, 1, 2)) == plan
+    assert by_region(plan, ()).loads[0].block_ids == ()

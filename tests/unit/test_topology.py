@@ -17,6 +17,7 @@ from kvferry.connector.topology import (
     expected_consumers,
     head_interval,
     overlaps,
+    readers,
     release_map,
     releases_of,
     sources,
@@ -91,43 +92,44 @@ def test_each_head_is_read_once_from_a_rank_that_holds_it(d_size: int, p_size: i
                   for read in overlaps(d_rank, d_size, p_size, total, is_mla)}  # fmt: skip
         assert around == {rank: theirs & needed for rank, theirs in enumerate(p_heads) if theirs & needed}
     for head in range(1 if is_mla else total):  # readers of one head spread over its replicas
-        readers = [load[rank, head] for rank, theirs in enumerate(p_heads) if head in theirs]
-        assert max(readers) - min(readers) <= 1
+        numbers = [load[rank, head] for rank, theirs in enumerate(p_heads) if head in theirs]
+        assert max(numbers) - min(numbers) <= 1
 
 
-@given(sizes, sizes, heads, st.booleans())
+@given(sizes, sizes, st.lists(heads, min_size=1, max_size=3).map(tuple))
 def test_every_p_rank_is_released_by_all_its_readers_and_by_somebody(
-    d_size: int, p_size: int, total: int, is_mla: bool
+    d_size: int, p_size: int, head_counts: tuple[int, ...]
 ) -> None:
-    releases = release_map(d_size, p_size, total, is_mla)
+    releases = release_map(d_size, p_size, head_counts)
     assert len(releases) == p_size
     read_by: dict[int, set[int]] = {rank: set() for rank in range(p_size)}
     for d_rank in range(d_size):
-        for read in sources(d_rank, d_size, p_size, total, is_mla):
+        for read in (read for total in head_counts for read in sources(d_rank, d_size, p_size, total)):
             read_by[read.p_rank].add(d_rank)
+        assert readers(d_rank, d_size, p_size, head_counts) == tuple(p for p in read_by if d_rank in read_by[p])
     for p_rank, ranks in enumerate(releases):
         assert ranks and list(ranks) == sorted(set(ranks)) and set(ranks) <= set(range(d_size))
         assert set(ranks) == read_by[p_rank] if read_by[p_rank] else len(ranks) == 1
     for d_rank in range(d_size):
-        mine = releases_of(d_rank, d_size, p_size, total, is_mla)
+        mine = releases_of(d_rank, d_size, p_size, head_counts)
         assert mine == tuple(p for p, ranks in enumerate(releases) if d_rank in ranks)
 
 
 def test_idle_replicas_are_shared_out_between_d_ranks() -> None:
-    counts = Counter(d for ranks in release_map(2, 8, 1, True) for d in ranks)
+    counts = Counter(d for ranks in release_map(2, 8, (1,)) for d in ranks)
     assert counts == {0: 4, 1: 4}
 
 
 def test_releases_count_all_of_ds_stages() -> None:
-    assert release_map(2, 2, 8) == ((0,), (1,))
-    assert expected_consumers(1, 2, 3, 2, 8) == (1, 3, 5)
-    assert expected_consumers(0, 2, 1, 1, 8) == (0, 1)
+    assert release_map(2, 2, (8,)) == ((0,), (1,))
+    assert expected_consumers(1, 2, 3, 2, (8,)) == (1, 3, 5)
+    assert expected_consumers(0, 2, 1, 1, (8,)) == (0, 1)
 
 
 def test_cost_does_not_grow_with_the_product_of_sizes() -> None:
     begin = time.perf_counter()
-    release_map(MAX_RANKS, MAX_RANKS, 8)
-    release_map(MAX_RANKS, MAX_RANKS - 1, MAX_RANKS, True)
+    release_map(MAX_RANKS, MAX_RANKS, (8,))
+    release_map(MAX_RANKS, MAX_RANKS - 1, (1, MAX_RANKS))
     assert time.perf_counter() - begin < 2.0
 
 
@@ -195,11 +197,11 @@ def test_replication() -> None:
         lambda: sources(0, 1, MAX_RANKS + 1, 8),
         lambda: sources(0, 1, 1, 1 << 31),
         lambda: overlaps(0, 1, 0, 8),
-        lambda: release_map(1 << 31, 1, 8),
-        lambda: release_map(1, 1 << 31, 8, True),
-        lambda: releases_of(4, 4, 4, 8),
-        lambda: expected_consumers(9, 4, 1, 4, 8),
-        lambda: expected_consumers(0, 4, 1 << 31, 4, 8),
+        lambda: release_map(1 << 31, 1, (8,)),
+        lambda: release_map(1, 1 << 31, (1, 8)),
+        lambda: releases_of(4, 4, 4, (8,)),
+        lambda: expected_consumers(9, 4, 1, 4, (8,)),
+        lambda: expected_consumers(0, 4, 1 << 31, 4, (8,)),
         lambda: head_interval(0, 1, MAX_HEADS + 1),
         lambda: topology(0, 2, 8).tp_ratio(2),
     ],

@@ -8,12 +8,15 @@ from __future__ import annotations
 import ctypes
 import itertools
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from kvferry.connector.errors import GeometryError
+from kvferry.connector.engine import LayerGroup, RankInfo
+from kvferry.connector.errors import ConfigError, GeometryError
+from kvferry.connector.regions import rank_geometry, regions
 from kvferry.connector.view import CacheView, kernel_block_ids, view_of
 
 pytestmark = pytest.mark.vllm
@@ -27,7 +30,7 @@ from vllm.v1.core.kv_cache_utils import (  # noqa: E402
 )
 from vllm.v1.worker.utils import allocate_kv_cache  # noqa: E402
 
-from kvferry.connector.compat import layer_groups  # noqa: E402
+from kvferry.connector.compat import block_tables, layer_groups  # noqa: E402
 
 LAYOUTS = list(kvi.KVCacheLayout)
 PAGES = 5
@@ -176,8 +179,64 @@ def test_a_stage_keeps_the_place_of_groups_that_it_has_no_layer_of() -> None:
     specs = {"a": full(), "b": full(), "c": mla()}
     engine = [kvi.KVCacheGroupSpec(["c"], specs["c"]), kvi.KVCacheGroupSpec(["a", "b"], specs["a"])]
     stage = _project_kv_cache_groups_to_worker(engine, {"b": specs["b"]})
-    found = layer_groups(kvi.KVCacheConfig(num_blocks=PAGES, kv_cache_tensors=[], kv_cache_groups=stage))
-    assert [(group.kind, group.layers) for group in found] == [("mla", ()), ("full", ("b",))]
+    found = layer_groups(engine_of(heads=8), kvi.KVCacheConfig(PAGES, kv_cache_tensors=[], kv_cache_groups=stage))
+    assert [(group.kind, group.layers, group.table) for group in found] == [("mla", (), 0), ("full", ("b",), 1)]
+
+
+def engine_of(heads: int, tp: int = 1, **config: int) -> Any:
+    """As much of a VllmConfig as tells how many heads there are."""
+    model = SimpleNamespace(get_total_num_kv_heads=lambda: heads, hf_text_config=SimpleNamespace(**config))
+    return SimpleNamespace(model_config=model, parallel_config=SimpleNamespace(tensor_parallel_size=tp))
+
+
+def test_layers_of_one_table_that_differ_are_regions_of_their_own() -> None:
+    specs = {"a": mla(), "indexer": mla(size=3), "b": mla()}
+    group = kvi.UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=specs)
+    caches = allocate({"g": (group, list(specs))}, kvi.KVCacheLayout.BLHNC)
+    config = kvi.KVCacheConfig(PAGES, kv_cache_tensors=[], kv_cache_groups=[kvi.KVCacheGroupSpec(list(specs), group)])
+    groups = layer_groups(engine_of(heads=16), config)
+    info = RankInfo("e", tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, model={})
+    found = regions(groups, caches, info, PAGES)
+    assert [(region.table, region.view.layers) for region in found] == [(0, ("a", "b")), (0, ("indexer",))]
+    assert [region.geometry.content_bytes for region in found] == [12, 6]
+    for region in found:
+        check_group({name: caches[name] for name in region.view.layers}, region.view)
+    assert rank_geometry(info, groups, found).head_counts == (1,)
+
+
+def test_layers_that_use_another_ones_cache_are_its_bytes() -> None:
+    """KV-sharing layers come as aliases, or do not come at all."""
+    caches = allocate({"g": (full(), ["a", "b"])}, kvi.KVCacheLayout.LBHNC)
+    group = LayerGroup("full", ("a", "b", "sharer"), 16, total_heads=3)
+    (found,) = regions([group], {**caches, "sharer": caches["a"]}, RankInfo("e", 0, 1, 0, 1, {}), PAGES)
+    assert found.view.layers == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("heads", "tp", "held", "config", "total"),
+    [
+        (8, 2, 4, {}, 8),
+        (2, 8, 1, {}, 2),  # replicated
+        (8, 2, 2, {"num_global_key_value_heads": 4}, 4),  # some layers have fewer
+        (8, 2, 3, {}, 6),
+    ],
+)
+def test_heads_over_all_ranks(heads: int, tp: int, held: int, config: dict[str, int], total: int) -> None:
+    spec = kvi.FullAttentionSpec(block_size=16, num_kv_heads=held, head_size=32, dtype=torch.float16)
+    caches = kvi.KVCacheConfig(PAGES, kv_cache_tensors=[], kv_cache_groups=[kvi.KVCacheGroupSpec(["a"], spec)])
+    (group,) = layer_groups(engine_of(heads, tp, **config), caches)
+    assert group.total_heads == total
+
+
+def test_a_kind_of_cache_that_is_not_known_is_refused_by_name() -> None:
+    class GivesBlocksBackByItsOwnRules(kvi.FullAttentionSpec):
+        pass
+
+    spec = GivesBlocksBackByItsOwnRules(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.float16)
+    config = kvi.KVCacheConfig(PAGES, kv_cache_tensors=[], kv_cache_groups=[kvi.KVCacheGroupSpec(["a"], spec)])
+    for ask in (lambda: block_tables(config), lambda: layer_groups(engine_of(2), config)):
+        with pytest.raises(ConfigError, match=r"^[^\n]*GivesBlocksBackByItsOwnRules[^\n]*$"):
+            ask()
 
 
 def test_a_view_of_the_wrong_layer_is_caught() -> None:

@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
 from vllm.plugins import load_plugins_by_group
-from vllm.v1.kv_cache_interface import SlidingWindowSpec
+from vllm.v1.kv_cache_interface import MambaSpec
 from yard import Lines, Yard
 
 from kvferry.connector import compat, plugin
@@ -96,11 +96,9 @@ def test_a_port_in_use(yard: Yard) -> None:
     assert str(port) in refusal(yard, ConfigError, extra={"side_channel_port": port})
 
 
-def test_a_sliding_window_is_not_carried_yet(yard: Yard) -> None:
-    spec = SlidingWindowSpec(
-        block_size=BLOCK, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=torch.float32, sliding_window=64
-    )
-    assert "sliding_window is not carried yet" in refusal(yard, GeometryError, spec=spec)
+def test_states_are_not_carried_yet(yard: Yard) -> None:
+    spec = MambaSpec(block_size=BLOCK, shapes=((4, 8),), dtypes=(torch.float32,))
+    assert "state is not carried yet" in refusal(yard, GeometryError, spec=spec)
 
 
 def test_the_default_failure_policy_is_warned_of(yard: Yard, lines: Lines) -> None:

@@ -1,0 +1,97 @@
+"""From the caches that an engine registers to regions: layers that lie in memory alike, under one block table.
+
+A region is what plans, packing and the handshake deal with. A layer group gives one, or more where its layers differ in
+form. Layers that use another one's cache are left out: their bytes are that layer's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kvferry.connector.engine import LayerGroup, RankInfo
+from kvferry.connector.errors import GeometryError
+from kvferry.connector.geometry import GroupGeometry, RankGeometry
+from kvferry.connector.topology import head_interval
+from kvferry.connector.view import CacheView, TensorLike, view_of
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """``table``: the number of the block table that maps its tokens."""
+
+    table: int
+    geometry: GroupGeometry
+    view: CacheView
+
+
+def regions(
+    groups: Sequence[LayerGroup], kv_caches: Mapping[str, TensorLike], info: RankInfo, num_blocks: int | None = None
+) -> list[Region]:
+    """The regions of one rank, in order of ``groups``. A group of which a pipeline stage has no layers gives none.
+
+    Args:
+        groups: the engine's layer groups.
+        kv_caches: by layer name, ``[B, H, N, C]`` or ``[B, N, C]``.
+        info: the rank's place.
+        num_blocks: manager blocks, where known.
+
+    Raises:
+        GeometryError: a cache that is missing, or of a form that is not carried; names the layer.
+    """
+    found = []
+    for group in groups:
+        for tensors in _alike(group, kv_caches):
+            view = view_of(tensors, group.block_size, num_blocks)
+            found.append(Region(group.table, _geometry(group, view, info), view))
+    return found
+
+
+def rank_geometry(info: RankInfo, groups: Sequence[LayerGroup], found: Sequence[Region]) -> RankGeometry:
+    """What a rank tells its peers. ``groups`` are those of the whole engine."""
+    return RankGeometry(
+        tp_rank=info.tp_rank,
+        tp_size=info.tp_size,
+        pp_rank=info.pp_rank,
+        pp_size=info.pp_size,
+        head_counts=tuple(sorted({group.total_heads for group in groups})),
+        groups=tuple(region.geometry for region in found),
+    )
+
+
+def _alike(group: LayerGroup, kv_caches: Mapping[str, TensorLike]) -> list[dict[str, TensorLike]]:
+    """A group's caches by layer name, those of one form together; each place in memory once."""
+    by_form: dict[object, dict[str, TensorLike]] = {}
+    places: set[tuple[int, object]] = set()
+    for name in group.layers:
+        tensor = kv_caches.get(name)
+        if tensor is None:
+            raise GeometryError(f"layer {name!r}: the engine registered no cache for it")
+        form = tuple(tensor.shape), tuple(tensor.stride()), str(tensor.dtype), str(tensor.device)
+        place = tensor.data_ptr(), form
+        if place not in places:
+            places.add(place)
+            by_form.setdefault(form, {})[name] = tensor
+    return list(by_form.values())
+
+
+def _geometry(group: LayerGroup, view: CacheView, info: RankInfo) -> GroupGeometry:
+    start, count = head_interval(info.tp_rank, info.tp_size, group.total_heads)
+    if view.num_heads != count:
+        raise GeometryError(
+            f"layer {view.layers[0]!r}: the cache holds {view.num_heads} heads, "
+            f"rank {info.tp_rank} of {info.tp_size} has {count} of the model's {group.total_heads}"
+        )
+    return GroupGeometry(
+        kind=group.kind,
+        layers=view.layers,
+        block_size=group.block_size,
+        head_start=start,
+        num_heads=count,
+        total_heads=group.total_heads,
+        content_bytes=view.content_bytes,
+        dtype=view.dtype,
+        window=group.window,
+        packing=group.packing,
+        tile_tokens=view.block_size if group.packing else 1,
+    )
