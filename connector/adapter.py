@@ -71,6 +71,7 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
                 produces=transfer.is_kv_producer,
                 consumes=transfer.is_kv_consumer,
                 host_id=host_id(),
+                lookahead=compat.prefill_lookahead(vllm_config),
             )
             if transfer.is_kv_consumer and compat.loads_fail_requests(vllm_config):
                 logger.warning(
@@ -110,7 +111,11 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
     # --- scheduler side -----------------------------------------------------------------------------------------
 
     def on_new_request(self, request: Any) -> None:
-        self._scheduling.on_new_request(compat.request_view(request))
+        view = compat.request_view(request)
+        count = self._scheduling.left_to_d(view)
+        if count and view.prompt_token_ids is not None:
+            compat.leave_to_d(request, count)
+        self._scheduling.on_new_request(view)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self._scheduling.num_new_matched_tokens(compat.request_view(request), num_computed_tokens)

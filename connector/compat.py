@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import platform
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,7 @@ from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_paral
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
     KVCacheSpec,
+    MambaSpec,
     MLAAttentionSpec,
 )
 from vllm.v1.request import RequestStatus
@@ -82,8 +84,10 @@ __all__ = [
     "check_config",
     "completed",
     "layer_groups",
+    "leave_to_d",
     "loads_fail_requests",
     "model_facts",
+    "prefill_lookahead",
     "rank_info",
     "register_connector",
     "request_view",
@@ -169,7 +173,8 @@ def layer_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tup
         for spec, names in (alike or {_first(group.kv_cache_spec): []}).items():
             kind, window = _kind(spec)
             heads = _total_heads(vllm_config, spec)
-            groups.append(LayerGroup(kind, tuple(names), spec.block_size, heads, window, _packing(spec), table))
+            tokens = 1 if kind == "state" else spec.block_size
+            groups.append(LayerGroup(kind, tuple(names), tokens, heads, window, _packing(spec), table))
     return tuple(groups)
 
 
@@ -185,9 +190,12 @@ def _total_heads(vllm_config: VllmConfig, spec: KVCacheSpec) -> int:
     configuration has the number, and where it has more than one that fits, the heads count as not replicated.
     """
     shards = getattr(spec, "max_tp_shards", None)  # 0.32
+    ranks = vllm_config.parallel_config.tensor_parallel_size
     if isinstance(spec, MLAAttentionSpec) or shards == 1:
         return 1
-    held, ranks = int(getattr(spec, "num_kv_heads", 1)), vllm_config.parallel_config.tensor_parallel_size
+    if isinstance(spec, MambaSpec):  # each rank's state is of one piece
+        return 1 if getattr(spec, "tp_replicated", False) else ranks
+    held = int(getattr(spec, "num_kv_heads", 1))
     model = vllm_config.model_config
     told = {int(model.get_total_num_kv_heads())}
     config = vars(model.hf_text_config) if hasattr(model.hf_text_config, "__dict__") else {}
@@ -200,7 +208,12 @@ def _packing(spec: KVCacheSpec) -> str:
     """The order that a backend keeps tokens in inside a block, where that is not one after the other.
 
     vLLM's CPU attention stores keys transposed or in pairs, by instruction set; the shape of its cache does not tell.
+    Nor does that of a state, which is raw bytes: its sections, one after the other, and on CPUs in an order of theirs.
     """
+    if isinstance(spec, MambaSpec):
+        sections = "+".join(f"{list(shape)} {str(d)[6:]}" for shape, d in zip(spec.shapes, spec.dtypes, strict=True))
+        order = os.environ.get("VLLM_SSM_CONV_STATE_LAYOUT") or "SD"
+        return f"{order} {sections}{' cpu' if current_platform.is_cpu() else ''}"[:256]
     if not current_platform.is_cpu():
         return ""
     head_size = getattr(spec, "head_size", None)
@@ -284,7 +297,24 @@ def request_view(request: Request) -> RequestView:
         num_computed_tokens=request.num_computed_tokens,
         extra=tuple(extra),
         rejected=bool(getattr(request, "abort_immediately", False)),
+        whole_prompt=bool(request.get_skip_reading_prefix_cache()),
     )
+
+
+def leave_to_d(request: Request, count: int) -> None:
+    """Take the last ``count`` tokens off a request that P has not begun. D has them from its client. Its block hashes
+    stay: vLLM uses those of computed blocks only."""
+    assert request.prompt_token_ids is not None and request.num_computed_tokens == 0
+    del request.prompt_token_ids[-count:]
+    del request._all_token_ids[-count:]
+    request.num_prompt_tokens -= count
+    request.max_tokens = 1  # what it samples continues another prompt
+
+
+def prefill_lookahead(vllm_config: VllmConfig) -> int:
+    """Tokens at the end of a prompt that D must compute itself: a drafter of several modules has read as far ahead as
+    that on P, in drafts that D never saw (0.32)."""
+    return max(0, int(getattr(vllm_config, "num_prefill_lookahead_tokens", 0)) - 1)
 
 
 def completed(request: Request) -> bool:

@@ -11,9 +11,12 @@ from kvferry.connector.geometry import GroupKind
 
 @dataclass(frozen=True, slots=True)
 class BlockTable:
-    """One of the block tables that the engine keeps for a request. ``window``: tokens of a sliding window or of a local
-    chunk, outside of which the engine gives blocks back and puts the null block, number 0, in their place; ``extra``:
-    tokens that it keeps beyond a sliding window."""
+    """One of the block tables that the engine keeps for a request.
+
+    ``window`` counts the tokens of a sliding window or of a local chunk, outside of which the engine gives blocks back
+    and puts the null block, number 0, in their place; ``extra`` those that it keeps beyond a sliding window. Of kind
+    ``state``, block n holds the state after the last computed token of the n-th ``block_size`` tokens.
+    """
 
     kind: GroupKind
     block_size: int
@@ -71,7 +74,8 @@ class RequestView:
     """What the scheduler half reads of an engine's request.
 
     ``extra``: what its KV depends on beside its tokens. ``rejected``: it was refused before it was admitted and comes
-    here only to be aborted, with a placeholder for a prompt.
+    here only to be aborted, with a placeholder for a prompt. ``whole_prompt``: D computes all of its prompt, for its
+    log-probabilities, so nothing of it is loaded.
     """
 
     request_id: str
@@ -81,3 +85,4 @@ class RequestView:
     num_computed_tokens: int
     extra: tuple[str, ...] = ()
     rejected: bool = False
+    whole_prompt: bool = False

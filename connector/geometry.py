@@ -17,7 +17,7 @@ Name = Annotated[str, Meta(min_length=1, max_length=256, pattern=PRINTABLE)]
 Count = Annotated[int, Meta(ge=0, le=1 << 31)]
 Size = Annotated[int, Meta(ge=1, le=1 << 31)]
 
-PackingName = Annotated[str, Meta(max_length=64, pattern=PRINTABLE)]
+PackingName = Annotated[str, Meta(max_length=256, pattern=PRINTABLE)]
 
 GroupKind = Literal["full", "mla", "sliding_window", "chunked_local", "state"]
 
@@ -32,8 +32,8 @@ class GroupGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     A region of kind ``state`` holds one state per block, which counts as one token.
 
     ``packing`` names an order of its own in which a backend keeps the tokens of one (kernel block, head), as vLLM's CPU
-    attention does; empty where they lie one after the other. Then tokens have no bytes of their own: only whole tiles
-    of ``tile_tokens`` tokens can be carried, between ranks that pack alike.
+    attention does, or the sections of a state; empty where tokens lie one after the other. Where it is not, tokens have
+    no bytes of their own: only whole tiles of ``tile_tokens`` tokens can be carried, between ranks that pack alike.
     """
 
     kind: GroupKind

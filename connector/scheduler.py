@@ -57,13 +57,15 @@ class SchedulerHalf:
         produces: bool,
         consumes: bool,
         host_id: str = "",
+        lookahead: int = 0,
     ) -> None:
+        """``lookahead``: prompt tokens at the end that D must compute itself, for what it drafts with."""
         self._settings = settings
         self._engine_id = engine_id
         self._tables = tuple(tables)
-        # vLLM computes the last prompt token again, and gives back what is outside the window of the next one. So where
-        # there is a window, that token must not count as loaded.
         self._whole = all(table.whole for table in self._tables)
+        self._has_states = any(table.kind == "state" for table in self._tables)
+        self._lookahead = lookahead
         self._sizes = tp_size, pp_size
         self._produces, self._consumes = produces, consumes
         self._host_id = host_id
@@ -118,16 +120,20 @@ class SchedulerHalf:
         self._incoming[request.request_id] = None  # said once, not at every question
 
     def num_new_matched_tokens(self, request: RequestView, num_local: int) -> tuple[int, bool]:
-        """Tokens to load beyond the ``num_local`` that the engine has, and whether asynchronously."""
+        """Tokens to load beyond the ``num_local`` that the engine has, and whether asynchronously.
+
+        The engine computes the last prompt token in any case. Where all tables are whole it may be told of it; else it
+        must not: it would give back what only that token needs of a window, and a state would have seen it twice.
+        """
         self.on_new_request(request)
         incoming = self._incoming.get(request.request_id)
         if incoming is None or incoming.stage is not Stage.OFFERED:
             return 0, False
         incoming.start = num_local
-        prompt = incoming.handed.num_tokens
-        if prompt - 1 - num_local < 1:
-            return 0, False  # the engine computes the last token in any case
-        stop = prompt if self._whole else prompt - 1
+        prompt = request.num_prompt_tokens
+        stop = min(incoming.handed.num_tokens, prompt - max(self._lookahead, 0 if self._whole else 1))
+        if min(stop, prompt - 1) <= num_local:
+            return 0, False
         try:
             self._check_kept(incoming.handed, num_local, stop)
         except ProtocolError as error:
@@ -147,15 +153,16 @@ class SchedulerHalf:
             return
         incoming.stage = Stage.LOADING
         stop = incoming.start + num_external
+        tables = list(zip(self._tables, block_ids, strict=True))
         self._loads.append(
             Load(
                 request_id=request.request_id,
                 token=incoming.handed.token,
                 peer=incoming.handed.peer,
-                block_ids=tuple(pack_ids(list(ids)) for ids in block_ids),
+                block_ids=tuple(pack_ids(_used(table, ids, stop)) for table, ids in tables),
                 tokens=tuple(
-                    (max(incoming.start, self._first_held(table, ids)), stop)
-                    for table, ids in zip(self._tables, block_ids, strict=True)
+                    (0, 1) if table.kind == "state" else (max(incoming.start, _first_held(table, ids)), stop)
+                    for table, ids in tables
                 ),
             )
         )
@@ -167,17 +174,15 @@ class SchedulerHalf:
             if incoming is not None:
                 incoming.stage = Stage.SETTLED
 
-    @staticmethod
-    def _first_held(table: BlockTable, block_ids: Sequence[int]) -> int:
-        """The first token from which on no block was given back."""
-        if table.whole:
-            return 0
-        gone = next((place for place in reversed(range(len(block_ids))) if block_ids[place] == NULL_BLOCK), -1)
-        return (gone + 1) * table.block_size
-
     def _check_kept(self, handed: HandedOver, num_local: int, stop: int) -> None:
         """That P still has what our blocks must be filled with: a block is filled whole or not loaded, for the engine
-        would offer it to other requests. Where P's blocks are smaller than ours it may have given a part back."""
+        would offer it to other requests. Where P's blocks are smaller than ours it may have given a part back.
+
+        Raises:
+            ProtocolError: it has not; says what is missing.
+        """
+        if self._has_states and handed.num_tokens != stop:
+            raise ProtocolError(f"P's state is that after {handed.num_tokens} tokens, needed is the one after {stop}")
         for kind, window, kept in handed.kept:
             ours = [table for table in self._tables if (table.kind, table.window) == (kind, window)]
             first = min(
@@ -191,14 +196,29 @@ class SchedulerHalf:
     @staticmethod
     def _check_prompt(request: RequestView, handed: HandedOver) -> None:
         ours = request.num_prompt_tokens
-        if handed.num_tokens != ours:
+        if handed.num_tokens > ours:  # fewer are fine: P may have left the last ones to D
             raise ProtocolError(f"P prefilled {handed.num_tokens} prompt tokens, this request has {ours}")
         if request.prompt_token_ids is None:
             raise ProtocolError("its prompt is given as embeddings, which cannot be told apart from P's")
-        if prompt_digest(request.prompt_token_ids, request.extra) != handed.prompt:
+        if prompt_digest(request.prompt_token_ids[: handed.num_tokens], request.extra) != handed.prompt:
             raise ProtocolError("P prefilled another prompt (tokens, LoRA adapter or multi-modal inputs differ)")
 
     # --- P, and the end of every request ------------------------------------------------------------------------
+
+    def left_to_d(self, request: RequestView) -> int:
+        """How many of a new request's last prompt tokens P must not compute, because D does.
+
+        A state after the last prompt token cannot be taken back by one. And the engine gives back what is outside the
+        window of the *next* token, one block too many for computing the last prompt token where a block ends there.
+        """
+        prompt = request.num_prompt_tokens
+        if not (self._produces and wants_prefill(request.params)) or request.whole_prompt or request.rejected:
+            return 0
+        count = max(self._lookahead, 1 if self._has_states else 0)
+        for table in self._tables:
+            if table.first_needed(prompt) // table.block_size != table.first_needed(prompt - 1) // table.block_size:
+                count = max(count, 1)
+        return count if count < prompt else 0
 
     def request_finished(
         self, request: RequestView, block_ids: Sequence[Sequence[int]], *, completed: bool
@@ -231,21 +251,20 @@ class SchedulerHalf:
             why = "its prompt is given as embeddings"
         elif request.num_computed_tokens < tokens:
             why = f"{request.num_computed_tokens} of its {tokens} prompt tokens are computed"
-        elif any(len(ids) * table.block_size < tokens for ids, table in zip(block_ids, self._tables, strict=True)):
+        elif self._has_states and request.num_computed_tokens > tokens:
+            why = f"its state is that after {request.num_computed_tokens} tokens, its prompt has {tokens}"
+        elif any(not _covers(table, ids, tokens) for table, ids in zip(self._tables, block_ids, strict=True)):
             why = f"its blocks do not cover its {tokens} prompt tokens"
         if why is not None:
             logger.warning("kvferry: no hand-over of %s: %s", request.request_id, why)
             return False, None
         assert self._us is not None and request.prompt_token_ids is not None
         token = secrets.token_bytes(16)
-        packed = tuple(pack_ids(list(ids)) for ids in block_ids)
+        tables = list(zip(self._tables, block_ids, strict=True))
+        packed = tuple(pack_ids(_used(table, ids, tokens)) for table, ids in tables)
         self._leases.append(LeaseGrant(request.request_id, token, tokens, packed))
         digest = prompt_digest(request.prompt_token_ids, request.extra)
-        kept = tuple(
-            (table.kind, table.window, self._first_held(table, ids))
-            for table, ids in zip(self._tables, block_ids, strict=True)
-            if not table.whole
-        )
+        kept = tuple((table.kind, table.window, _first_held(table, ids)) for table, ids in tables if table.window)
         return True, hand_over(HandedOver(token, tokens, digest, self._us, kept))
 
     # --- every step ---------------------------------------------------------------------------------------------
@@ -263,3 +282,25 @@ class SchedulerHalf:
         )
         self._reset()
         return plan
+
+
+def _first_held(table: BlockTable, block_ids: Sequence[int]) -> int:
+    """The first token from which on no block was given back."""
+    if table.whole:
+        return 0
+    gone = next((place for place in reversed(range(len(block_ids))) if block_ids[place] == NULL_BLOCK), -1)
+    return (gone + 1) * table.block_size
+
+
+def _used(table: BlockTable, block_ids: Sequence[int], num_computed: int) -> list[int]:
+    """The blocks that matter once ``num_computed`` tokens are: all, or the one that holds the state after them."""
+    if table.kind == "state":
+        place = (num_computed - 1) // table.block_size
+        return list(block_ids[place : place + 1])
+    return list(block_ids)
+
+
+def _covers(table: BlockTable, block_ids: Sequence[int], num_computed: int) -> bool:
+    """Whether the blocks reach as far as ``num_computed`` tokens, and the last of them is still held."""
+    place = (num_computed - 1) // table.block_size
+    return place < len(block_ids) and (table.whole or block_ids[place] != NULL_BLOCK)

@@ -16,7 +16,6 @@ import torch
 from kvferry.connector.config import Settings
 from kvferry.connector.engine import LayerGroup, RankInfo
 from kvferry.connector.errors import GeometryError, PlaneUnavailableError
-from kvferry.connector.geometry import GroupKind
 from kvferry.connector.mover import Mover
 from kvferry.connector.protocol import MAX_MESSAGE_BYTES
 from kvferry.connector.regions import rank_geometry, regions
@@ -31,8 +30,6 @@ logger = logging.getLogger("vllm.kvferry.worker")
 IDLE_WAIT_SECONDS = 2e-3
 """How long a step that computes nothing waits for a load to end. Without it the engine's thread would go round in
 Python meanwhile, and take interpreter and core from the mover. A new request waits as long at most."""
-
-CARRIED_KINDS: tuple[GroupKind, ...] = ("full", "mla", "sliding_window", "chunked_local")
 
 
 @dataclass(slots=True)
@@ -150,12 +147,6 @@ class WorkerHalf:
     # --- caches -------------------------------------------------------------------------------------------------
 
     def _caches(self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int | None) -> Caches:
-        for group in self._groups:
-            if group.layers and group.kind not in CARRIED_KINDS:
-                raise GeometryError(
-                    f"layer {group.layers[0]!r}: a cache of kind {group.kind} is not carried yet, "
-                    f"only {', '.join(CARRIED_KINDS)} are"
-                )
         found = regions(self._groups, kv_caches, self._info, num_blocks)
         for region in found:
             if region.view.device != "cpu":

@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 import pytest
-import torch
 import vllm
 from labelled import BLOCK, HEAD_SIZE, HEADS, prompt
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -19,12 +18,11 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
 from vllm.plugins import load_plugins_by_group
-from vllm.v1.kv_cache_interface import MambaSpec
 from yard import Lines, Yard
 
 from kvferry.connector import compat, plugin
 from kvferry.connector.adapter import KVFerryConnector
-from kvferry.connector.errors import ConfigError, GeometryError
+from kvferry.connector.errors import ConfigError
 
 pytestmark = pytest.mark.vllm
 API = Path(__file__).with_name("connector_api.json")
@@ -94,11 +92,6 @@ def test_a_port_in_use(yard: Yard) -> None:
     first = yard.engine(0)
     port = first.connector._scheduler._us.ranks[0].port
     assert str(port) in refusal(yard, ConfigError, extra={"side_channel_port": port})
-
-
-def test_states_are_not_carried_yet(yard: Yard) -> None:
-    spec = MambaSpec(block_size=BLOCK, shapes=((4, 8),), dtypes=(torch.float32,))
-    assert "state is not carried yet" in refusal(yard, GeometryError, spec=spec)
 
 
 def test_the_default_failure_policy_is_warned_of(yard: Yard, lines: Lines) -> None:
