@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import report
 import torch
+from timing import name_of, timed
 
 from kvferry.kernels import kv_postprocess as ours
 
@@ -129,20 +129,6 @@ def measure(bench: Bench, rounds: int, device: torch.device) -> dict[str, float]
     return {move: statistics.median(seconds[move]) for move in MOVES}
 
 
-def timed(go: Callable[[], object], device: torch.device) -> float:
-    if device.type == "cpu":
-        started = time.perf_counter()
-        go()
-        return time.perf_counter() - started
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize(device)
-    start.record()
-    go()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1e3
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
@@ -152,7 +138,6 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     device = torch.device(options.device)
-    device_name = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
     mib = options.mib or (64 if device.type == "cpu" else 1024)
 
     ratios: dict[str, float] = {}
@@ -167,7 +152,7 @@ def main() -> None:
         ratios[f"{case.name}_vs_copy"] = round(rate["fix_up"] / rate["copy"], 3)
         ratios[f"{case.name}_vs_{contender}"] = round(rate["fix_up"] / rate["torch"], 3)
         rows.append(
-            {"case": case.name, "device": device_name, "bytes": bench.nbytes, "contender": contender}
+            {"case": case.name, "device": name_of(device), "bytes": bench.nbytes, "contender": contender}
             | {f"{move}_gbps": value for move, value in rate.items()}
         )
         print(
