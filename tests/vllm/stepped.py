@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from labelled import BLOCK, HEAD_SIZE, HEADS, LAYERS, labels
+from stepped_model import RunnerMemory, Turn
 from stepped_rank import Worker
 from vllm.config import (
     CacheConfig,
@@ -25,6 +26,7 @@ from vllm.config import (
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
+    SpeculativeConfig,
     VllmConfig,
 )
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
@@ -34,7 +36,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -89,9 +91,13 @@ class Engine:
         module: str | None = "kvferry.connector.adapter",
         spec: KVCacheSpec | None = None,
         ahead: int = 0,
+        drafts: int = 0,
+        scheduling: str = "fcfs",
+        dp_rank: int | None = None,
     ) -> None:
         """``ahead``: steps that are scheduled and run before the output of the first is looked at, as with async
-        scheduling, vLLM's default on GPUs."""
+        scheduling, vLLM's default on GPUs. ``drafts``: tokens of speculative decoding. ``dp_rank``: of an engine with
+        several data-parallel ranks, each of which has a scheduler of its own."""
         self.origin, self.tp, self.runner, self.num_blocks = origin, tp, runner, num_blocks
         self.layers = [f"model.layers.{n}.self_attn.attn" for n in range(LAYERS)]
         cache = CacheConfig(block_size=BLOCK, enable_prefix_caching=True)
@@ -104,7 +110,9 @@ class Engine:
                 max_model_len=512,
                 is_encoder_decoder=False,
                 enable_chunked_prefill=True,
+                policy=scheduling,  # type: ignore[arg-type]
             ),
+            speculative_config=_speculative(model, drafts) if drafts else None,
             parallel_config=ParallelConfig(tensor_parallel_size=tp, distributed_executor_backend="mp"),
             device_config=DeviceConfig(device="cpu"),
             kv_transfer_config=KVTransferConfig(
@@ -115,11 +123,16 @@ class Engine:
                 kv_connector_extra_config=extra or {},
             ),
         )
+        if dp_rank is not None:  # as EngineCoreProc.run_engine_core does
+            transfer = self.config.kv_transfer_config
+            assert transfer is not None
+            transfer.engine_id = f"{transfer.engine_id}_dp{dp_rank}"
+            self.config.parallel_config.data_parallel_index = dp_rank
         cache.num_gpu_blocks = num_blocks
         self.config.scheduler_config.async_scheduling = bool(ahead)
         self._ahead = ahead
         self._outputs: deque[tuple[Any, ModelRunnerOutput]] = deque()
-        self._ids: dict[str, list[int]] = {}
+        self._memory = RunnerMemory(drafts)
         spec = spec or FullAttentionSpec(
             block_size=BLOCK, num_kv_heads=HEADS // tp, head_size=HEAD_SIZE, dtype=torch.float32
         )
@@ -130,6 +143,8 @@ class Engine:
         structured = StructuredOutputManager(self.config)
         kind = AsyncScheduler if ahead else Scheduler
         self.scheduler = kind(self.config, self.kv_config, structured, block_size=BLOCK, log_stats=True)
+        if ahead:  # with async scheduling the drafts are a model's, which writes KV ahead
+            self.scheduler.num_lookahead_tokens = drafts
         self.connector: Any = self.scheduler.connector
         self.workers: list[Worker] = []
         try:
@@ -148,6 +163,7 @@ class Engine:
         self.leases: Counter[str] = Counter()
         self.computed: Counter[str] = Counter()
         """Tokens that forwards of this engine computed, by request."""
+        self.drafts_kept = 0
         self.stats: list[Any] = []
         self.baseline = self.free_blocks
 
@@ -162,6 +178,7 @@ class Engine:
         max_tokens: int = 1,
         salt: str | None = None,
         rejected: bool = False,
+        priority: int = 0,
         **sampling: Any,
     ) -> str:
         """Submit a prompt; the request's id. ``params`` are its kv_transfer_params.
@@ -177,6 +194,7 @@ class Engine:
             pooling_params=None,
             cache_salt=salt,
             block_hasher=self._hasher,
+            priority=priority,
             abort_immediately=rejected,
         )
         self.answers[request_id] = Answer()
@@ -208,19 +226,21 @@ class Engine:
         self._note(step.kv_connector_metadata)
         step.kv_connector_metadata = self._travel(step.kv_connector_metadata)
         self.computed.update(step.num_scheduled_tokens)
-        for request_id in {new.req_id for new in step.scheduled_new_reqs} | step.scheduled_cached_reqs.resumed_req_ids:
-            self._ids.pop(request_id, None)  # what was sampled before a preemption and not told counts no more
-        outputs: list[ModelRunnerOutput | None] = []
-        self._sampled: dict[str, list[int]] = {}
-        for worker in self.workers:
-            kv = worker.run(step, lambda w: self._forward(w, step))
-            outputs.append(self._output(step, kv))
-        self._ids.update(self._sampled)
-        merged = self._aggregator.aggregate(outputs)
+        self._memory.begin(step)
+        turns = {name: self._memory.turn(self.scheduler.requests[name], step) for name in step.num_scheduled_tokens}
+        carried = [worker.run(step, lambda w: self._forward(w, turns)) for worker in self.workers]
+        sampled = self._memory.sample(turns)
+        self.drafts_kept += sum(max(0, len(tokens) - 1) for tokens in sampled)
+        index = {request_id: number for number, request_id in enumerate(turns)}
+        merged = self._aggregator.aggregate(
+            [ModelRunnerOutput(list(turns), index, sampled, kv_connector_output=kv) for kv in carried]
+        )
         assert merged is not None
         self._outputs.append((step, merged))
         while self._outputs and (len(self._outputs) > self._ahead or not step.total_num_scheduled_tokens):
             self._update(*self._outputs.popleft())
+        if not self._ahead and self.config.speculative_config is not None:
+            self.scheduler.update_draft_token_ids(self._memory.drafted(turns))
 
     def _update(self, step: Any, merged: ModelRunnerOutput) -> None:
         if merged.kv_connector_output is not None and merged.kv_connector_output.kv_connector_stats:
@@ -247,38 +267,17 @@ class Engine:
         self._pipe[0].send(metadata)
         return self._pipe[1].recv()
 
-    def _forward(self, worker: Worker, step: Any) -> None:
+    def _forward(self, worker: Worker, turns: dict[str, Turn]) -> None:
         """Check all KV that the step reads, then write what it computes."""
-        for request_id, count in step.num_scheduled_tokens.items():
-            request = self.scheduler.requests[request_id]
-            start = request.num_computed_tokens - count
-            ids = self._tokens(request)
+        for request_id, turn in turns.items():
             (block_ids,) = self.scheduler.kv_cache_manager.get_block_ids(request_id)
-            found = worker.kv(block_ids, 0, start)
-            wanted = labels(worker.heads, 0, ids[:start], 0)
+            found = worker.kv(block_ids, 0, turn.start)
+            wanted = labels(worker.heads, 0, turn.ids[: turn.start], 0)
             wrong = ((found >> 1) != (wanted >> 1)).any(dim=3).any(dim=1).any(dim=0).nonzero().flatten().tolist()
-            assert not wrong, f"{request_id}: wrong KV at positions {wrong} of {start}"
+            assert not wrong, f"{request_id}: wrong KV at positions {wrong} of {turn.start}"
             ours = int(((found & 1) == self.origin).all(dim=3).all(dim=1).all(dim=0).sum())
-            self.origins.setdefault(request_id, Origins(ours, start - ours))
-            worker.write(block_ids, start, ids[start : start + count])
-
-    def _output(self, step: Any, kv: KVConnectorOutput | None) -> ModelRunnerOutput:
-        """A token, made of the last one and its position, where a request's tokens are all computed."""
-        names = list(step.num_scheduled_tokens)
-        sampled = []
-        for request_id in names:
-            request = self.scheduler.requests[request_id]
-            ids = self._tokens(request)
-            done = request.num_computed_tokens >= len(ids)
-            sampled.append([next_token(ids)] if done else [])
-            self._sampled[request_id] = [*ids, *sampled[-1]]
-        index = {request_id: number for number, request_id in enumerate(names)}
-        return ModelRunnerOutput(names, index, sampled, kv_connector_output=kv)
-
-    def _tokens(self, request: Request) -> list[int]:
-        """A request's tokens as its model runner knows them: those that the scheduler has not seen yet as well."""
-        told, known = list(request.all_token_ids), self._ids.get(request.request_id, [])
-        return known if known[: len(told)] == told else told
+            self.origins.setdefault(request_id, Origins(ours, turn.start - ours))
+            worker.write(block_ids, turn.start, turn.ids[turn.start :])
 
     # --- state --------------------------------------------------------------------------------------------------
 
@@ -308,11 +307,6 @@ class Engine:
             self.scheduler.shutdown()
 
 
-def next_token(ids: Sequence[int]) -> int:
-    """What the made-up model says after these tokens."""
-    return (ids[-1] * 31 + len(ids)) % 280 + 2
-
-
 def run(engines: Sequence[Engine], until: Callable[[], bool], seconds: float = 20.0) -> None:
     """Step the engines in turn until the condition holds; fails where it does not in time."""
     end = time.monotonic() + seconds
@@ -339,6 +333,16 @@ def prefill(engine: Engine, ids: Sequence[int], **kwargs: Any) -> dict[str, Any]
     params = engine.answers[request_id].params
     assert params is not None, "P handed nothing over"
     return params
+
+
+def _speculative(model: ModelConfig, drafts: int) -> SpeculativeConfig:
+    return SpeculativeConfig(
+        method="ngram",
+        num_speculative_tokens=drafts,
+        prompt_lookup_max=4,
+        target_model_config=model,
+        target_parallel_config=ParallelConfig(),
+    )
 
 
 def model_config(folder: Path) -> ModelConfig:

@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.forward_context import get_forward_context, set_forward_context
+from vllm.model_executor.layers.attention.kv_transfer_utils import maybe_transfer_kv_layer
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
@@ -81,16 +82,43 @@ class Worker:
                     step, self.engine.config
                 ).kv_connector_output
             else:
+                late = self.engine.config.speculative_config is not None  # after the drafts are made
                 with (
-                    set_forward_context(None, self.engine.config),
-                    KVConnectorModelRunnerMixin._get_kv_connector_output(step) as output,
+                    self._layers(),
+                    KVConnectorModelRunnerMixin._get_kv_connector_output(step, defer_finalize=late) as output,
                 ):
-                    forward(self)
+                    self._attend(forward)
+                if late:
+                    KVConnectorModelRunnerMixin.finalize_kv_connector()
         if output is not None:
             self.received.update(output.finished_recving or ())
             self.sent.update(output.finished_sending or ())
             self.failed.update(output.failed_recving or ())
         return output
+
+    @contextmanager
+    def _layers(self) -> Iterator[None]:
+        """A forward's context, in which connectors find the layers and their caches."""
+        config, names = self.engine.config, self.engine.layers
+        layers = {name: SimpleNamespace(kv_cache=self.caches[name]) for name in names}
+        with (
+            mock.patch.object(config.compilation_config, "static_forward_context", layers),
+            set_forward_context({name: SimpleNamespace() for name in names}, config, slot_mapping={}),
+        ):
+            yield
+
+    def _attend(self, forward: Callable[[Worker], None]) -> None:
+        """The forward, as vLLM's attention layers run it between their calls to the connector. It is made up for all
+        layers at once, so all of it is done in the first."""
+        todo = [forward]
+
+        def layer(layer_name: str) -> None:
+            while todo:
+                todo.pop()(self)
+
+        hooked = maybe_transfer_kv_layer(layer)
+        for name in self.engine.layers:
+            hooked(name)
 
     def _run_v2(
         self, kv: ActiveKVConnector, step: Any, forward: Callable[[Worker], None], idle: bool

@@ -9,10 +9,12 @@ import copy
 import random
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from labelled import prompt
-from stepped import PREFILL, Engine, next_token, run, settle
+from stepped import PREFILL, Engine, run, settle
+from stepped_model import next_token
 from stepped_rank import RUNNERS
 from vllm.v1.request import RequestStatus
 from yard import Lines, Yard
@@ -32,7 +34,7 @@ class Walk:
     def ask_p(self) -> None:
         """A prompt, often one that shares a prefix with another, goes to P."""
         ids = prompt(450, self.rng.randrange(4))[: self.rng.choice((1, 15, 16, 17, 60, 160, 300, 400))]
-        name = self.p.add(ids, PREFILL, max_tokens=self.rng.choice((1, 1, 1, 4)))
+        name = self.p.add(ids, PREFILL, max_tokens=self.rng.choice((1, 1, 1, 4)), priority=self.rng.randrange(3))
         self.prompts[name] = ids
 
     def waiting(self) -> list[str]:
@@ -64,7 +66,10 @@ class Walk:
         names = [f"{number}_{name}" for number in range(2)] if turn > 0.85 else [f"d-{name}"]
         for child in names:
             logprobs = 1 if self.rng.random() < 0.1 else None
-            self.d.add(ids, params, request_id=child, max_tokens=tokens, prompt_logprobs=logprobs)
+            self.d.add(
+                ids, params, request_id=child, max_tokens=tokens, prompt_logprobs=logprobs,
+                priority=self.rng.randrange(3),
+            )  # fmt: skip
             self.prompts[child] = ids
 
     def abort(self) -> None:
@@ -123,7 +128,13 @@ def test_walk(yard: Yard, lines: Lines, monkeypatch: pytest.MonkeyPatch, seed: i
         "ask_hold_seconds": 0.3,
     }
     extra["plane"] = ("auto", "shm", "zmq")[seed // 4]
-    common = {"runner": runner, "ahead": seed // 3 % 2, "max_batched": rng.choice((64, 256)), "extra": extra}
+    common: dict[str, Any] = {
+        "runner": runner,
+        "ahead": seed // 3 % 2,
+        "max_batched": rng.choice((64, 256)),
+        "extra": extra,
+    }
+    common |= {"drafts": rng.choice((0, 0, 3)), "scheduling": rng.choice(("fcfs", "priority"))}
     p = yard.engine(0, tp=1 + (seed % 4 == 1), **common)
     d = yard.engine(1, tp=1 + (seed % 4 == 2), **common)
     walk = Walk(p, d, rng)

@@ -1,0 +1,390 @@
+"""What engines do beside plain prefill and decode: prefix hits, chunks, preemption, priorities, drafts, DP ranks.
+
+All under vLLM's real schedulers, with and without async scheduling; every forward checks all KV that it reads.
+"""
+
+from __future__ import annotations
+
+import itertools
+import socket
+from collections import Counter
+from typing import Any
+
+import pytest
+from labelled import BLOCK, prompt
+from stepped import PREFILL, Engine, eventually, mover_of, prefill, run, settle
+from stepped_model import next_token
+from stepped_rank import RUNNERS
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from yard import Lines, Yard
+
+from kvferry.connector.errors import ConfigError
+
+pytestmark = pytest.mark.vllm
+Pair = tuple[Engine, Engine]
+AHEAD = pytest.mark.parametrize("ahead", [0, 1], ids=["in-step", "a-step-ahead"])
+
+
+def hand_over(p: Engine, d: Engine, ids: list[int], **kwargs: Any) -> str:
+    """One prompt from P to D, both to the end; D's request id."""
+    request_id = d.add(ids, prefill(p, ids), **kwargs)
+    run([p, d], lambda: d.answers[request_id].finish is not None)
+    return request_id
+
+
+def tokens_after(ids: list[int], count: int) -> list[int]:
+    """What the model says, without any engine."""
+    known = [*ids]
+    for _ in range(count):
+        known.append(next_token(known))
+    return known[len(ids) :]
+
+
+class Preempted:
+    """How often vLLM preempted each request of an engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.times: Counter[str] = Counter()
+        self._real = engine.scheduler._preempt_request
+        engine.scheduler._preempt_request = self._preempt  # type: ignore[method-assign]
+
+    def _preempt(self, request: Any, *args: Any, **kwargs: Any) -> None:
+        self.times[request.request_id] += 1
+        self._real(request, *args, **kwargs)
+
+
+@AHEAD
+def test_the_scheduler_is_vllms_own(yard: Yard, ahead: int) -> None:
+    assert isinstance(yard.engine(1, ahead=ahead).scheduler, AsyncScheduler) == bool(ahead)
+
+
+# --- prefix hits on D -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", [4 * BLOCK + 1, 1])
+def test_nothing_left_to_load_releases_p_at_once(pair: Pair, lines: Lines, tokens: int) -> None:
+    """D has all but the last token, which it computes in any case: P must not hold its blocks until the lease ends."""
+    p, d = pair
+    ids = prompt(tokens)
+    local = d.add(ids)
+    run([d], lambda: d.answers[local].finish is not None)
+    params = prefill(p, ids)
+    p.step()
+    eventually(lambda: len(mover_of(p)._producer._leases) == 1)
+    request_id = d.add(ids, params, max_tokens=3)
+    run([p, d], lambda: d.answers[request_id].finish is not None)
+    assert d.answers[request_id].tokens == tokens_after(ids, 3)
+    assert d.computed[request_id] == 3 and d.answers[request_id].external == 0 and not d.loads
+    settle(p, d, seconds=10)
+    assert not lines("expired")
+
+
+@pytest.mark.parametrize("shared", [BLOCK - 1, BLOCK, 5 * BLOCK, 99])
+def test_a_prefix_hit_of_any_length(pair: Pair, shared: int) -> None:
+    """Only whole blocks are hits; the rest of the last one is loaded over what another prompt left in a copy of it."""
+    p, d = pair
+    ids = prompt(100)
+    local = d.add([*ids[:shared], 7, 7, 7], max_tokens=4)
+    run([d], lambda: d.answers[local].finish is not None)
+    request_id = hand_over(p, d, ids, max_tokens=5)
+    hit = shared // BLOCK * BLOCK
+    assert (d.origins[request_id].ours, d.origins[request_id].theirs) == (hit, 99 - hit)
+    assert d.answers[request_id].external == 100 - hit
+    assert d.answers[request_id].tokens == tokens_after(ids, 5)
+    settle(p, d)
+
+
+def test_a_prefix_hit_on_p(pair: Pair) -> None:
+    """Blocks that P computed for another prompt belong to this lease as well."""
+    p, d = pair
+    first = hand_over(p, d, prompt(100))
+    settle(p, d)
+    d.scheduler.reset_prefix_cache()
+    longer = prompt(100) + prompt(60, 1)
+    request_id = hand_over(p, d, longer)
+    assert p.computed.total() == 100 + 160 - 6 * BLOCK
+    assert d.origins[first].theirs == 99 and d.origins[request_id].theirs == 159
+    settle(p, d)
+
+
+# --- chunked prefill --------------------------------------------------------------------------------------------
+
+
+@AHEAD
+def test_nothing_is_handed_over_before_the_last_chunk(yard: Yard, ahead: int) -> None:
+    p, d = yard.pair(max_batched=64, ahead=ahead)
+    ids = prompt(300)
+    on_p = p.add(ids, PREFILL)
+    for chunk in range(1, 5):
+        p.step()
+        assert p.computed[on_p] == 64 * chunk and not p.leases
+    run([p], lambda: p.answers[on_p].finish is not None)
+    request_id = d.add(ids, p.answers[on_p].params)
+    run([p, d], lambda: d.answers[request_id].finish is not None)
+    assert d.origins[request_id].theirs == 299
+    settle(p, d)
+
+
+# --- preemption -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fill", [False, True], ids=["blocks-kept", "blocks-taken"])
+@pytest.mark.parametrize("chunks", [2, 4, 5])
+@AHEAD
+def test_preempted_on_p(yard: Yard, ahead: int, chunks: int, fill: bool) -> None:
+    """In the middle of its prompt, at its last chunk, and after it, when (running ahead) its answer is under way.
+
+    The blocks of then are not those of the lease.
+    """
+    p, d = yard.pair(max_batched=64, ahead=ahead, num_blocks=31)
+    ids = prompt(300)
+    on_p = p.add(ids, PREFILL, max_tokens=3)
+    for _ in range(chunks):
+        p.step()
+    p.preempt(on_p)
+    if fill:  # another has all blocks meanwhile
+        waiting = p.scheduler.requests[on_p]
+        p.scheduler.waiting.remove_requests([waiting])
+        other = p.add(prompt(450, 1), max_tokens=2)
+        run([p], lambda: p.answers[other].finish is not None)
+        assert p.scheduler.reset_prefix_cache()
+        p.scheduler.waiting.add_request(waiting)
+    run([p], lambda: p.answers[on_p].finish is not None)
+    assert p.answers[on_p].tokens == tokens_after(ids, 3)
+    assert not fill or p.computed[on_p] > 302
+    request_id = d.add(ids, p.answers[on_p].params)
+    run([p, d], lambda: d.answers[request_id].finish is not None)
+    assert d.origins[request_id].theirs == 299
+    settle(p, d)
+
+
+@AHEAD
+def test_out_of_blocks_on_p_while_it_decodes(yard: Yard, ahead: int) -> None:
+    """vLLM preempts by itself; what is handed over are the blocks that the prompt has in the end."""
+    p, d = yard.pair(num_blocks=31, ahead=ahead)
+    preempted = Preempted(p)
+    prompts = [prompt(100, n) for n in range(4)]
+    on_p = [p.add(ids, PREFILL, max_tokens=40) for ids in prompts]
+    on_d: dict[str, str] = {}
+
+    def pass_on() -> bool:
+        for name, ids in zip(on_p, prompts, strict=True):
+            if name not in on_d and p.answers[name].finish is not None:
+                on_d[name] = d.add(ids, p.answers[name].params, max_tokens=5)
+        return len(on_d) == len(on_p) and all(d.answers[name].finish is not None for name in on_d.values())
+
+    run([p, d], pass_on, seconds=40)
+    assert preempted.times.total() > 0
+    for name, ids in zip(on_p, prompts, strict=True):
+        assert p.answers[name].tokens == tokens_after(ids, 40)
+        assert d.answers[on_d[name]].tokens == tokens_after(ids, 5)
+        assert d.origins[on_d[name]].theirs == 99
+    settle(p, d)
+
+
+@AHEAD
+def test_out_of_blocks_on_d_while_it_decodes(yard: Yard, ahead: int) -> None:
+    """A loaded prompt that is preempted is prefilled by D: the lease is over, and nothing is loaded twice."""
+    p, d = yard.engine(0, ahead=ahead, num_blocks=61), yard.engine(1, ahead=ahead, num_blocks=31)
+    preempted = Preempted(d)
+    prompts = [prompt(100, n) for n in range(4)]
+    params = [prefill(p, ids) for ids in prompts]
+    on_d = [d.add(ids, told, max_tokens=40) for ids, told in zip(prompts, params, strict=True)]
+    run([p, d], lambda: all(d.answers[name].finish is not None for name in on_d), seconds=40)
+    assert preempted.times.total() > 0
+    for name, ids in zip(on_d, prompts, strict=True):
+        assert d.answers[name].tokens == tokens_after(ids, 40)
+        assert d.loads[name] == 1 and d.answers[name].external == 100
+    assert not d.workers[0].failed
+    settle(p, d)
+
+
+# --- priorities -------------------------------------------------------------------------------------------------
+
+
+@AHEAD
+def test_the_urgent_request_is_loaded_first(yard: Yard, ahead: int) -> None:
+    p, d = yard.pair(scheduling="priority", ahead=ahead, num_blocks=61)
+    d = yard.engine(1, scheduling="priority", ahead=ahead, num_blocks=31)
+    order: list[str] = []
+    real = d.connector._scheduler.after_alloc
+    d.connector._scheduler.after_alloc = lambda request, *args: (order.append(request.request_id), real(request, *args))
+    prompts = [prompt(200, n) for n in range(4)]
+    names = [
+        d.add(ids, prefill(p, ids), max_tokens=4, priority=priority)
+        for ids, priority in zip(prompts, (5, 9, 7, 0), strict=True)
+    ]
+    run([p, d], lambda: all(d.answers[name].finish is not None for name in names))
+    assert list(dict.fromkeys(order)) == [names[number] for number in (3, 0, 2, 1)]
+    assert all(d.answers[name].tokens == tokens_after(ids, 4) for name, ids in zip(names, prompts, strict=True))
+    settle(p, d)
+
+
+@AHEAD
+def test_an_urgent_request_takes_the_blocks_of_another_on_d(yard: Yard, ahead: int) -> None:
+    """The one that is preempted was loaded; it goes on later, prefilled by D where its blocks are gone."""
+    p = yard.engine(0, scheduling="priority", ahead=ahead, num_blocks=61)
+    d = yard.engine(1, scheduling="priority", ahead=ahead, num_blocks=31)
+    preempted = Preempted(d)
+    patient = d.add(prompt(200), prefill(p, prompt(200)), max_tokens=80, priority=5)
+    run([p, d], lambda: len(d.answers[patient].tokens) >= 3)
+    urgent = d.add(prompt(210, 1), prefill(p, prompt(210, 1)), max_tokens=60, priority=0)
+    run([p, d], lambda: d.answers[urgent].finish is not None)
+    assert preempted.times[patient] and not preempted.times[urgent]
+    assert d.answers[patient].finish is None
+    assert d.origins[urgent].theirs == 209
+    run([p, d], lambda: d.answers[patient].finish is not None)
+    assert d.answers[patient].tokens == tokens_after(prompt(200), 80)
+    assert d.answers[urgent].tokens == tokens_after(prompt(210, 1), 60)
+    assert d.loads[patient] == d.loads[urgent] == 1
+    settle(p, d)
+
+
+@AHEAD
+def test_an_urgent_request_takes_the_blocks_of_another_on_p(yard: Yard, ahead: int) -> None:
+    """The patient one was prefilled already and decodes: what D gets of it was computed after that."""
+    p = yard.engine(0, scheduling="priority", ahead=ahead, num_blocks=31)
+    d = yard.engine(1, scheduling="priority", ahead=ahead, num_blocks=61)
+    preempted = Preempted(p)
+    patient = p.add(prompt(230), PREFILL, max_tokens=40, priority=5)
+    run([p], lambda: len(p.answers[patient].tokens) >= 3)
+    urgent = p.add(prompt(200, 1), PREFILL, max_tokens=30, priority=0)
+    run([p], lambda: p.answers[urgent].finish is not None)
+    assert preempted.times[patient] and p.answers[patient].finish is None
+    first = d.add(prompt(200, 1), p.answers[urgent].params)
+    run([p, d], lambda: p.answers[patient].finish is not None)
+    second = d.add(prompt(230), p.answers[patient].params)
+    run([p, d], lambda: d.answers[first].finish is not None and d.answers[second].finish is not None)
+    assert (d.origins[first].theirs, d.origins[second].theirs) == (199, 229)
+    settle(p, d)
+
+
+# --- speculative decoding ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@AHEAD
+def test_drafts_on_both_sides(yard: Yard, monkeypatch: pytest.MonkeyPatch, ahead: int, runner: str) -> None:
+    """The KV of drafts that were wrong lies behind the prompt, in blocks of the lease and of the load."""
+    if runner == "v026":
+        monkeypatch.setattr("kvferry.connector.compat.HAS_TRANSFER_RESULTS", False)
+    p, d = yard.pair(drafts=3, ahead=ahead, runner=runner)
+    for tokens, decoded in itertools.product((2, BLOCK - 1, BLOCK, 4 * BLOCK + 1, 250), (1, 6)):
+        ids = prompt(tokens, tokens + decoded)
+        on_p = p.add(ids, PREFILL, max_tokens=decoded)
+        run([p], lambda on_p=on_p: p.answers[on_p].finish is not None)  # type: ignore[misc]
+        assert p.answers[on_p].tokens == tokens_after(ids, decoded)
+        request_id = d.add(ids, p.answers[on_p].params, max_tokens=30)
+        run([p, d], lambda request_id=request_id: d.answers[request_id].finish is not None)  # type: ignore[misc]
+        assert d.origins[request_id].theirs == tokens - 1
+        assert d.answers[request_id].external == tokens
+        assert d.answers[request_id].tokens == tokens_after(ids, 30)
+    assert p.drafts_kept and d.drafts_kept
+    settle(p, d)
+
+
+@AHEAD
+def test_drafts_and_preemption(yard: Yard, ahead: int) -> None:
+    p = yard.engine(0, drafts=3, ahead=ahead, num_blocks=31)
+    d = yard.engine(1, drafts=3, ahead=ahead, num_blocks=31)
+    on_both = Preempted(p), Preempted(d)
+    prompts = [prompt(100, n) for n in range(4)]
+    on_p = [p.add(ids, PREFILL, max_tokens=40) for ids in prompts]
+    on_d: dict[str, str] = {}
+
+    def pass_on() -> bool:
+        ready = [name for name in on_p if p.answers[name].finish is not None]
+        if len(ready) == len(on_p) and not on_d:
+            on_d.update(
+                (name, d.add(ids, p.answers[name].params, max_tokens=50))
+                for name, ids in zip(on_p, prompts, strict=True)
+            )
+        return bool(on_d) and all(d.answers[name].finish is not None for name in on_d.values())
+
+    run([p, d], pass_on, seconds=40)
+    assert all(preempted.times.total() for preempted in on_both)
+    for name, ids in zip(on_p, prompts, strict=True):
+        assert p.answers[name].tokens == tokens_after(ids, 40)
+        assert d.answers[on_d[name]].tokens == tokens_after(ids, 50)
+    settle(p, d)
+
+
+@AHEAD
+def test_drafts_on_one_side_alone(yard: Yard, ahead: int) -> None:
+    for of_p, of_d in ((3, 0), (0, 3)):
+        p, d = yard.engine(0, drafts=of_p, ahead=ahead), yard.engine(1, drafts=of_d, ahead=ahead)
+        request_id = hand_over(p, d, prompt(100), max_tokens=30)
+        assert d.origins[request_id].theirs == 99
+        assert d.answers[request_id].tokens == tokens_after(prompt(100), 30)
+        settle(p, d)
+
+
+# --- several engines for one client -----------------------------------------------------------------------------
+
+
+def test_a_conversation_between_ds_with_and_without_a_hand_over(yard: Yard) -> None:
+    """Each turn goes to another D, every second one with P's hand-over: nobody can tell."""
+    p, with_one, without = yard.engine(0), yard.engine(1), yard.engine(1)
+    said = prompt(40)
+    for turn in range(6):
+        d, told = (with_one, prefill(p, said)) if turn % 2 == 0 else (without, None)
+        request_id = d.add(said, told, max_tokens=20)
+        run([p, d], lambda d=d, request_id=request_id: d.answers[request_id].finish is not None)  # type: ignore[misc]
+        assert d.answers[request_id].tokens == tokens_after(said, 20)
+        assert d.loads[request_id] == (told is not None)
+        said = said + d.answers[request_id].tokens + prompt(13, turn)
+    settle(p, with_one, without)
+    assert not without.loads
+
+
+# --- data parallelism -------------------------------------------------------------------------------------------
+
+
+def ports(count: int) -> int:
+    """The first of so many free ports in a row."""
+    for _ in range(100):
+        held = [socket.socket() for _ in range(count)]
+        try:
+            held[0].bind(("127.0.0.1", 0))
+            first: int = held[0].getsockname()[1]
+            for number, other in enumerate(held[1:], 1):
+                other.bind(("127.0.0.1", first + number))
+        except (OSError, OverflowError):
+            continue
+        finally:
+            for each in held:
+                each.close()
+        return first
+    raise AssertionError("no free ports in a row")
+
+
+def replicas(yard: Yard, origin: int, tp: int) -> list[Engine]:
+    """Two data-parallel ranks of one engine, with the same settings, of which the port is one."""
+    for _ in range(5):
+        extra = {"side_channel_port": (first := ports(2 * tp))}
+        try:
+            engines = [yard.engine(origin, dp_rank=rank, tp=tp, extra=extra) for rank in range(2)]
+        except ConfigError:
+            continue  # somebody else took one
+        told = [rank.port for engine in engines for rank in engine.connector._scheduler._us.ranks]
+        assert told == list(range(first, first + 2 * tp))
+        return engines
+    raise AssertionError("no ports to be had")
+
+
+@pytest.mark.parametrize(("p_ranks", "d_ranks"), [(1, 1), (2, 1)])
+def test_every_data_parallel_rank_is_an_engine_of_its_own(yard: Yard, p_ranks: int, d_ranks: int) -> None:
+    """Each hands over its own blocks: the same block ids mean another prompt on the other rank."""
+    on_p, on_d = replicas(yard, 0, p_ranks), replicas(yard, 1, d_ranks)
+    everyone = [*on_p, *on_d]
+    ids = {rank: prompt(100, rank) for rank in range(2)}
+    params = {rank: prefill(p, ids[rank]) for rank, p in enumerate(on_p)}
+    assert [params[rank]["remote_engine_id"].rpartition("_")[2] for rank in range(2)] == ["dp0", "dp1"]
+    for rank, d in itertools.product(range(2), on_d):
+        told = params[rank] if d is on_d[rank] else prefill(on_p[rank], ids[rank])
+        request_id = d.add(ids[rank], told, max_tokens=4)
+        run(everyone, lambda d=d, request_id=request_id: d.answers[request_id].finish is not None)  # type: ignore[misc]
+        assert d.origins[request_id].theirs == 99
+        assert d.answers[request_id].tokens == tokens_after(ids[rank], 4)
+    settle(*everyone)
+    assert all(len(p.leases) == 2 for p in on_p)
