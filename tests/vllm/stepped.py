@@ -35,7 +35,13 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -94,13 +100,17 @@ class Engine:
         drafts: int = 0,
         scheduling: str = "fcfs",
         dp_rank: int | None = None,
+        block: int = BLOCK,
+        window: int | None = None,
     ) -> None:
         """``ahead``: steps that are scheduled and run before the output of the first is looked at, as with async
         scheduling, vLLM's default on GPUs. ``drafts``: tokens of speculative decoding. ``dp_rank``: of an engine with
-        several data-parallel ranks, each of which has a scheduler of its own."""
+        several data-parallel ranks, each of which has a scheduler of its own. ``window``: the last layer attends to as
+        many tokens only, and has a block table of its own."""
         self.origin, self.tp, self.runner, self.num_blocks = origin, tp, runner, num_blocks
+        self.block, self.window = block, window
         self.layers = [f"model.layers.{n}.self_attn.attn" for n in range(LAYERS)]
-        cache = CacheConfig(block_size=BLOCK, enable_prefix_caching=True)
+        cache = CacheConfig(block_size=block, enable_prefix_caching=True)
         self.config = VllmConfig(
             model_config=model,
             cache_config=cache,
@@ -133,16 +143,19 @@ class Engine:
         self._ahead = ahead
         self._outputs: deque[tuple[Any, ModelRunnerOutput]] = deque()
         self._memory = RunnerMemory(drafts)
-        spec = spec or FullAttentionSpec(
-            block_size=BLOCK, num_kv_heads=HEADS // tp, head_size=HEAD_SIZE, dtype=torch.float32
-        )
-        groups = [KVCacheGroupSpec(self.layers, spec)]
+        form = {"block_size": block, "num_kv_heads": HEADS // tp, "head_size": HEAD_SIZE, "dtype": torch.float32}
+        groups = [KVCacheGroupSpec(self.layers, spec or FullAttentionSpec(**form))]
+        if window is not None:
+            windowed = SlidingWindowSpec(sliding_window=window, **form)
+            groups[0].layer_names = self.layers[:-1]
+            groups.append(KVCacheGroupSpec(self.layers[-1:], windowed))
+        self.table_of = [0] * (LAYERS - 1) + [len(groups) - 1]
         self.kv_config = KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
         init_none_hash(sha256)
-        self._hasher = get_request_block_hasher(BLOCK, sha256)
+        self._hasher = get_request_block_hasher(block, sha256)
         structured = StructuredOutputManager(self.config)
         kind = AsyncScheduler if ahead else Scheduler
-        self.scheduler = kind(self.config, self.kv_config, structured, block_size=BLOCK, log_stats=True)
+        self.scheduler = kind(self.config, self.kv_config, structured, block_size=block, log_stats=True)
         if ahead:  # with async scheduling the drafts are a model's, which writes KV ahead
             self.scheduler.num_lookahead_tokens = drafts
         self.connector: Any = self.scheduler.connector
@@ -270,14 +283,16 @@ class Engine:
     def _forward(self, worker: Worker, turns: dict[str, Turn]) -> None:
         """Check all KV that the step reads, then write what it computes."""
         for request_id, turn in turns.items():
-            (block_ids,) = self.scheduler.kv_cache_manager.get_block_ids(request_id)
-            found = worker.kv(block_ids, 0, turn.start)
-            wanted = labels(worker.heads, 0, turn.ids[: turn.start], 0)
-            wrong = ((found >> 1) != (wanted >> 1)).any(dim=3).any(dim=1).any(dim=0).nonzero().flatten().tolist()
+            tables = self.scheduler.kv_cache_manager.get_block_ids(request_id)
+            found = worker.kv(tables, 0, turn.start)
+            differs = (found >> 1) != (labels(worker.heads, 0, turn.ids[: turn.start], 0) >> 1)
+            if self.window is not None:
+                differs[-1, :, : max(0, turn.start - self.window + 1)] = False
+            wrong = differs.any(dim=3).any(dim=1).any(dim=0).nonzero().flatten().tolist()
             assert not wrong, f"{request_id}: wrong KV at positions {wrong} of {turn.start}"
-            ours = int(((found & 1) == self.origin).all(dim=3).all(dim=1).all(dim=0).sum())
+            ours = int(((found[0] & 1) == self.origin).all(dim=2).all(dim=0).sum())
             self.origins.setdefault(request_id, Origins(ours, turn.start - ours))
-            worker.write(block_ids, turn.start, turn.ids[turn.start :])
+            worker.write(tables, turn.start, turn.ids[turn.start :])
 
     # --- state --------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from unittest import mock
 
 import torch
-from labelled import BLOCK, CONTENT, HEADS, LAYERS, labels
+from labelled import CONTENT, HEADS, labels
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -34,6 +34,8 @@ class Owner(Protocol):
     config: VllmConfig
     kv_config: KVCacheConfig
     layers: list[str]
+    table_of: list[int]
+    block: int
     num_blocks: int
     origin: int
     runner: str
@@ -47,7 +49,7 @@ class Worker:
         self.engine, self.rank = engine, rank
         count = HEADS // engine.tp
         self.heads = range(rank * count, (rank + 1) * count)
-        shape = (engine.num_blocks, count, BLOCK, CONTENT)
+        shape = (engine.num_blocks, count, engine.block, CONTENT)
         self.caches = {name: torch.full(shape, -1.0) for name in engine.layers}
         with _rank(rank):
             self.connector: Any = KVConnectorFactory.create_connector(
@@ -146,27 +148,33 @@ class Worker:
         kv.clear_connector_metadata()
         return output
 
-    def kv(self, block_ids: Sequence[int], start: int, stop: int) -> torch.Tensor:
+    def kv(self, tables: Sequence[Sequence[int]], start: int, stop: int) -> torch.Tensor:
         """[L,H,T,C] int32: the labels of tokens [start, stop), by plain indexing."""
-        ids = torch.tensor(list(block_ids))
-        stacked = torch.stack([self.caches[name].view(torch.int32)[ids] for name in self.engine.layers])
-        return stacked.permute(0, 2, 1, 3, 4).reshape(LAYERS, len(self.heads), -1, CONTENT)[:, :, start:stop]
+        found = []
+        for number, name in enumerate(self.engine.layers):
+            ids = torch.tensor(list(tables[self.engine.table_of[number]]))
+            cache = self.caches[name].view(torch.int32)[ids]
+            found.append(cache.permute(1, 0, 2, 3).reshape(len(self.heads), -1, CONTENT)[:, start:stop])
+        return torch.stack(found)
 
-    def write(self, block_ids: Sequence[int], start: int, ids: Sequence[int]) -> None:
+    def write(self, tables: Sequence[Sequence[int]], start: int, ids: Sequence[int]) -> None:
         """What a forward leaves in the cache."""
         values = labels(self.heads, start, ids, self.engine.origin)
         for number, name in enumerate(self.engine.layers):
             cache = self.caches[name].view(torch.int32)
+            block_ids = tables[self.engine.table_of[number]]
             for offset in range(len(ids)):
-                block, slot = divmod(start + offset, BLOCK)
+                block, slot = divmod(start + offset, self.engine.block)
+                assert block_ids[block], f"token {start + offset} of layer {number} goes to the null block"
                 cache[block_ids[block], :, slot] = values[number, :, offset]
 
 
 @contextmanager
 def _rank(rank: int) -> Iterator[None]:
-    """There are no process groups here; the ranks are told by hand."""
+    """There are no process groups here; the ranks are told by hand. And no CPU attention, which packs its blocks."""
     with (
         mock.patch.object(compat, "get_tensor_model_parallel_rank", lambda: rank),
+        mock.patch.object(compat, "_packing", lambda spec: ""),
         mock.patch.object(compat, "get_pp_group", lambda: SimpleNamespace(rank_in_group=0)),
     ):
         yield

@@ -1,0 +1,135 @@
+"""Sliding windows beside full attention: what P has kept, what D's blocks need, and nothing that is filled in part.
+
+One layer attends to everything, the other to the last tokens only; vLLM's scheduler gives its blocks back as it goes.
+Every forward checks the labels of all tokens that it attends to.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from labelled import prompt
+from stepped import Engine, prefill, run, settle
+from yard import Lines, Yard
+
+WINDOW = 64
+
+
+def pair(yard: Yard, p_block: int = 16, d_block: int = 16, **kwargs: Any) -> tuple[Engine, Engine]:
+    extra = {"slot_bytes": 64 << 10, "staging_bytes": 1 << 20}
+    p = yard.engine(0, extra=extra, window=WINDOW, block=p_block, num_blocks=90, **kwargs)
+    return p, yard.engine(1, extra=extra, window=WINDOW, block=d_block, num_blocks=90, **kwargs)
+
+
+def decode(d: Engine, ids: list[int], params: dict[str, Any] | None, max_tokens: int = 20) -> str:
+    request_id = d.add(ids, params, max_tokens=max_tokens)
+    run([d], lambda: d.answers[request_id].finish is not None)
+    return request_id
+
+
+@pytest.mark.parametrize("tokens", [2, 17, 63, 64, 65, 79, 80, 81, 95, 96, 97, 112, 300])
+def test_each_length_around_the_window_is_handed_over(yard: Yard, tokens: int) -> None:
+    p, d = pair(yard)
+    ids = prompt(tokens)
+    request_id = d.add(ids, prefill(p, ids), max_tokens=20)
+    run([p, d], lambda: d.answers[request_id].finish is not None)
+    assert d.origins[request_id].theirs == tokens - 1
+    assert not d.workers[0].failed
+    settle(p, d)
+
+
+def test_p_leaves_its_last_token_to_d_where_its_window_would_lose_a_block(yard: Yard) -> None:
+    p, _ = pair(yard)
+    counts = {}
+    for tokens in range(60, 120):
+        request_id = p.add(prompt(tokens, seed=tokens), {"do_remote_decode": True})
+        counts[tokens] = tokens - p.scheduler.requests[request_id].num_prompt_tokens
+        p.abort(request_id)
+    assert [tokens for tokens, count in counts.items() if count] == [79, 95, 111]
+    request_id = p.add(prompt(79))
+    assert p.scheduler.requests[request_id].num_prompt_tokens == 79, "what is not handed over is computed whole"
+    request_id = p.add(prompt(79), {"do_remote_decode": True}, prompt_logprobs=1)
+    assert p.scheduler.requests[request_id].num_prompt_tokens == 79, "D computes all of this one"
+
+
+@pytest.mark.parametrize(("p_block", "d_block"), [(32, 16), (48, 16), (16, 32), (16, 48), (32, 48), (48, 32)])
+def test_other_block_sizes(yard: Yard, p_block: int, d_block: int) -> None:
+    """Handed over, or prefilled on D where P has given back a part of D's first block: right either way."""
+    p, d = pair(yard, p_block, d_block)
+    loaded = []
+    for tokens in (40, 64, 100, 129, 200, 215, 230, 250, 288):
+        ids = prompt(tokens, seed=tokens)
+        request_id = d.add(ids, prefill(p, ids), max_tokens=5)
+        run([p, d], lambda request_id=request_id: d.answers[request_id].finish is not None)
+        loaded.append(d.origins[request_id].theirs == tokens - 1)
+        assert not d.workers[0].failed
+    settle(p, d)
+    assert loaded[0]
+    if p_block % d_block == 0:
+        assert all(loaded)
+    else:
+        assert any(loaded[3:]) and not all(loaded)
+
+
+def test_a_block_that_p_cannot_fill_is_never_offered_to_another_request(yard: Yard, lines: Lines) -> None:
+    """P kept a window that begins at token 137 from token 128 on; D's blocks of 48 begin at 96. Loaded in part, that
+    block would count as whole, and a second request with the first 144 tokens would attend to what it lacks."""
+    p, d = pair(yard, 16, 48)
+    ids = prompt(200)
+    kept = prefill(p, ids)
+    first_id = decode(d, ids, kept)
+    assert d.origins.get(first_id) is None or d.origins[first_id].theirs == 0
+    assert len(lines("prefills locally", "kept the window of 64 tokens from token 128", "begin at 96")) == 1
+    second_id = decode(d, ids[:150] + prompt(20, seed=9), None)
+    assert d.answers[second_id].finish is not None
+    settle(p, d)
+
+
+def test_what_p_says_it_kept_is_not_what_p_goes_by(yard: Yard) -> None:
+    """A D that believes it may load gets no block that P has given back: the load fails, and D prefills."""
+    p, d = pair(yard, 16, 48)
+    ids = prompt(200)
+    params = prefill(p, ids)
+    params["kvferry"]["kept"] = []
+    request_id = d.add(ids, params, max_tokens=20)
+    run([p, d], lambda: d.answers[request_id].finish is not None)
+    assert d.workers[0].failed == {request_id: 1}
+    second_id = decode(d, ids[:150] + prompt(20, seed=9), None)
+    assert d.answers[second_id].finish is not None
+    settle(p, d)
+
+
+def test_a_local_hit_on_d_loads_only_the_rest(yard: Yard) -> None:
+    p, d = pair(yard)
+    ids = prompt(300)
+    decode(d, ids[:200], None)
+    request_id = d.add(ids, prefill(p, ids), max_tokens=20)
+    run([p, d], lambda: d.answers[request_id].finish is not None)
+    origins = d.origins[request_id]
+    assert origins.ours == 192 and origins.theirs == 299 - 192
+    settle(p, d)
+
+
+def test_a_d_without_windowed_tables_takes_what_p_has_in_full(yard: Yard) -> None:
+    extra = {"slot_bytes": 64 << 10, "staging_bytes": 1 << 20}
+    p, d = yard.engine(0, extra=extra, window=WINDOW, num_blocks=90), yard.engine(1, extra=extra, num_blocks=90)
+    for tokens, loaded in ((60, 60), (200, 0)):
+        ids = prompt(tokens, seed=tokens)
+        request_id = d.add(ids, prefill(p, ids), max_tokens=5)
+        run([p, d], lambda request_id=request_id: d.answers[request_id].finish is not None)
+        assert d.origins[request_id].theirs == (loaded and loaded - 1)
+        assert not d.workers[0].failed
+    settle(p, d)
+
+
+def test_a_p_without_windowed_tables_has_all_that_d_needs(yard: Yard) -> None:
+    extra = {"slot_bytes": 64 << 10, "staging_bytes": 1 << 20}
+    p = yard.engine(0, extra=extra, block=32, num_blocks=90)
+    d = yard.engine(1, extra=extra, window=WINDOW, block=48, num_blocks=90)
+    for tokens in (60, 200, 250):
+        ids = prompt(tokens, seed=tokens)
+        request_id = d.add(ids, prefill(p, ids), max_tokens=5)
+        run([p, d], lambda request_id=request_id: d.answers[request_id].finish is not None)
+        assert d.origins[request_id].theirs == tokens - 1
+    settle(p, d)
