@@ -58,7 +58,7 @@ def test_other_block_sizes(yard: Yard, p_block: int, d_block: int) -> None:
     """Handed over, or prefilled on D where P has given back a part of D's first block: right either way."""
     p, d = pair(yard, p_block, d_block)
     loaded = []
-    for tokens in (40, 64, 100, 129, 200, 215, 230, 250, 288):
+    for tokens in (40, 64, 111, 129, 200, 215, 230, 250, 288):
         ids = prompt(tokens, seed=tokens)
         request_id = d.add(ids, prefill(p, ids), max_tokens=5)
         run([p, d], lambda request_id=request_id: d.answers[request_id].finish is not None)
@@ -127,7 +127,7 @@ def test_a_p_without_windowed_tables_has_all_that_d_needs(yard: Yard) -> None:
     extra = {"slot_bytes": 64 << 10, "staging_bytes": 1 << 20}
     p = yard.engine(0, extra=extra, block=32, num_blocks=90)
     d = yard.engine(1, extra=extra, window=WINDOW, block=48, num_blocks=90)
-    for tokens in (60, 200, 250):
+    for tokens in (60, 111, 200, 250):
         ids = prompt(tokens, seed=tokens)
         request_id = d.add(ids, prefill(p, ids), max_tokens=5)
         run([p, d], lambda request_id=request_id: d.answers[request_id].finish is not None)
