@@ -10,6 +10,7 @@ import torch
 
 from kvferry.connector.config import Settings
 from kvferry.connector.engine import LayerGroup, RankInfo
+from kvferry.connector.link import LinkState
 from kvferry.connector.stepplan import LeaseGrant, Load, PeerEngine, RankAddress, StepPlan, Watch, pack_ids
 from kvferry.connector.topology import head_interval
 from kvferry.connector.worker import Results, WorkerHalf
@@ -139,8 +140,8 @@ def load_plan(
     return StepPlan(consumer=consumer, watches=watches, loads=(load,))
 
 
-def wait(condition: Callable[[], bool], ranks: Sequence[Rank] = (), seconds: float = 10.0) -> bool:
-    """Poll the ranks until ``condition`` holds."""
+def wait(condition: Callable[[], bool], ranks: Sequence[Rank] = (), seconds: float = 60.0) -> bool:
+    """Poll the ranks until ``condition`` holds; False if it does not within a time that is none on a loaded machine."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         for rank in ranks:
@@ -149,3 +150,18 @@ def wait(condition: Callable[[], bool], ranks: Sequence[Rank] = (), seconds: flo
             return True
         time.sleep(0.0005)
     return False
+
+
+def let_time_pass(rank: Rank, seconds: float) -> None:
+    """For this rank's mover it is ``seconds`` later from now on: a lease ends at a chosen moment."""
+    mover = rank.worker._mover
+    assert mover is not None
+    mover._clock = lambda: time.monotonic() + seconds
+    mover._waker.wake()
+
+
+def no_failed_link(d: Rank) -> bool:
+    """Whether D would try anew: a failed link answers for a second."""
+    mover = d.worker._mover
+    assert mover is not None
+    return all(link.state is not LinkState.FAILED for link in list(mover._consumer._links.values()))
