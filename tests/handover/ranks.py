@@ -160,6 +160,17 @@ def let_time_pass(rank: Rank, seconds: float) -> None:
     mover._waker.wake()
 
 
+def renew_after(p: Rank, d: Rank, seconds: float) -> None:
+    """It is ``seconds`` later for both, and D has renewed its leases on P meanwhile."""
+    assert p.worker._mover is not None
+    leases = p.worker._mover._producer._leases
+    assert wait(lambda: bool(leases))
+    before = {token: held.state.deadline for token, held in list(leases.items())}
+    let_time_pass(d, seconds)
+    assert wait(lambda: all(leases[token].state.deadline > then for token, then in before.items()))
+    let_time_pass(p, seconds)
+
+
 def no_failed_link(d: Rank) -> bool:
     """Whether D would try anew: a failed link answers for a second."""
     mover = d.worker._mover

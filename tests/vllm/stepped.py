@@ -380,6 +380,19 @@ def let_time_pass(engine: Engine, seconds: float) -> None:
         mover._waker.wake()
 
 
+def renew_after(p: Engine, d: Engine, seconds: float) -> None:
+    """It is ``seconds`` later for both, and D has renewed its leases on P meanwhile."""
+
+    def deadlines() -> list[float]:
+        return [held.state.deadline for held in list(mover_of(p)._producer._leases.values())]
+
+    before = deadlines()
+    assert before, "there is a lease to renew"
+    let_time_pass(d, seconds)
+    eventually(lambda: all(now > then for now, then in zip(deadlines(), before, strict=True)))
+    let_time_pass(p, seconds)
+
+
 def eventually(condition: Callable[[], bool], seconds: float = 90.0) -> None:
     """Wait for a transfer thread without stepping any engine."""
     end = time.monotonic() + seconds

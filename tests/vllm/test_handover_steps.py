@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from labelled import BLOCK, prompt
-from stepped import PREFILL, Engine, mover_of, prefill, run, settle
+from stepped import PREFILL, Engine, eventually, mover_of, prefill, renew_after, run, settle
 from stepped_rank import RUNNERS
 from vllm.config import ParallelConfig
 from yard import Yard
@@ -245,15 +245,16 @@ def test_out_of_blocks_on_both_sides(pair: Pair) -> None:
 
 
 def test_the_lease_is_renewed_while_d_has_no_room(yard: Yard) -> None:
-    p, d = yard.pair(extra={"lease_seconds": 2.0})
+    p, d = yard.pair(extra={"lease_seconds": 600.0, "lease_cap_seconds": 3600.0})
     running = d.add(prompt(450, seed=3), max_tokens=60)
     d.step()
     request_id = d.add(prompt(400), prefill(p, prompt(400)))
     d.step()
-    end = time.monotonic() + 5
-    while time.monotonic() < end:
+    p.step()
+    eventually(lambda: bool(mover_of(p)._producer._leases))
+    for seconds in (500, 1000, 1500):
+        renew_after(p, d, seconds)
         p.step()
-        time.sleep(0.01)
     d.abort(running)
     run([p, d], lambda: d.answers[request_id].finish is not None)
     assert d.origins[request_id].theirs == 399

@@ -7,7 +7,7 @@ import time
 import pytest
 from hold import Hold, in_phase
 from labelled import BLOCK, prompt
-from stepped import PREFILL, Engine, eventually, let_time_pass, mover_of, prefill, run, settle
+from stepped import PREFILL, Engine, eventually, let_time_pass, mover_of, prefill, renew_after, run, settle
 from stepped_rank import RUNNERS
 from yard import Lines, Yard
 
@@ -113,13 +113,18 @@ def test_the_lease_is_over_before_d_asks(yard: Yard, lines: Lines, policy: str) 
 
 
 def test_the_cap_ends_a_lease_however_often_it_is_renewed(yard: Yard, lines: Lines) -> None:
-    p, d = yard.pair(extra={"lease_seconds": 2.0, "lease_cap_seconds": 4.0})
+    p, d = yard.pair(extra={"lease_seconds": 600.0, "lease_cap_seconds": 1200.0})
     running = d.add(prompt(450, seed=3), max_tokens=60)
     d.step()
     request_id = d.add(IDS, prefill(p, IDS))
     d.step()
+    p.step()
+    eventually(lambda: bool(mover_of(p)._producer._leases))
+    for seconds in (500, 1000):
+        renew_after(p, d, seconds)
+    let_time_pass(p, 1300)
     run([p], lambda: p.idle)
-    assert len(lines("lease of", "cap of 4 s")) == 1
+    assert len(lines("lease of", "cap of 1200 s")) == 1
     d.abort(running)
     ended(d, request_id, "recompute")
 
