@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from engines import Fleet
 from model import ModelSpec, build_model
-from served import START_SECONDS, Pair, no_block_held
+from served import START_SECONDS, Pair, eventually, no_block_held
 
 
 @pytest.fixture(scope="session")
@@ -19,7 +19,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def running_pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     with Fleet(tmp_path_factory.mktemp("logs")) as fleet:
-        prefill, decode = fleet.engine("prefill", model), fleet.engine("decode", model)
+        # No test waits so long: blocks become free because they are released, not because a lease is over.
+        extra = {"lease_seconds": 600.0}
+        prefill, decode = (fleet.engine(name, model, extra=extra) for name in ("prefill", "decode"))
         fleet.wait_ready(START_SECONDS)
         pair = Pair(fleet, prefill, decode)
         pair.check([7] * 40)  # the first hand-over pays for the handshake
@@ -32,7 +34,8 @@ def pair(running_pair: Pair) -> Iterator[Pair]:
     running_pair.forget()
     yield running_pair
     for server in (running_pair.prefill, running_pair.decode):
-        assert server.alive and server.healthy(), server.log_tail()
+        assert server.alive, server.log_tail()
+        eventually(server.healthy, f"{server.name} answers on /health")
     no_block_held(running_pair.prefill, running_pair.decode)
 
 

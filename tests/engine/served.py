@@ -38,7 +38,7 @@ def prompt(tokens: int, seed: int) -> list[int]:
     return [rng.randrange(2, 1000) for _ in range(tokens)]
 
 
-def eventually(condition: Callable[[], Any], what: str, seconds: float = 30.0) -> None:
+def eventually(condition: Callable[[], Any], what: str, seconds: float = 90.0) -> None:
     """Wait for something that has a deadline of its own."""
     end = time.monotonic() + seconds
     while not condition():
@@ -84,7 +84,7 @@ def usage(server: Server) -> float:
     return value
 
 
-def no_block_held(*servers: Server, seconds: float = 30.0) -> None:
+def no_block_held(*servers: Server, seconds: float = 90.0) -> None:
     for server in servers:
         eventually(lambda server=server: usage(server) == 0, f"blocks of {server.name} are free", seconds)
 
@@ -127,7 +127,7 @@ class Pair:
 
     def __init__(self, fleet: Fleet, prefill: Server, decode: Server) -> None:
         self.fleet, self.prefill, self.decode = fleet, prefill, decode
-        self.router = fleet.router(prefill, decode, timeout=60)
+        self.router = fleet.router(prefill, decode, timeout=240)
         for server in (prefill, decode):
             server.rpc("kv_watch")
 

@@ -86,7 +86,7 @@ def test_over_every_plane(yard: Yard, model: Path, plane: str) -> None:
     fleet.stop(decode)
     fleet.stop(pair.router)
     no_block_held(prefill)
-    assert prefill.healthy()
+    eventually(prefill.healthy, "P serves on")
 
 
 def test_between_two_ranks_and_one(fleet: Fleet, model: Path) -> None:

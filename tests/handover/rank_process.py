@@ -22,7 +22,7 @@ from kvferry.connector.stepplan import LeaseGrant, PeerEngine, RankAddress, Step
 class RemoteRank:
     """The parent's end. Every call waits for its answer, at most ``timeout`` seconds."""
 
-    def __init__(self, timeout: float = 60.0, **rank: Any) -> None:
+    def __init__(self, timeout: float = 120.0, **rank: Any) -> None:
         self._timeout = timeout
         self.process = subprocess.Popen(
             [sys.executable, str(Path(__file__).resolve()), json.dumps(rank)],
@@ -93,7 +93,7 @@ class RemoteRank:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGCONT)
             self.process.kill()
-        self.process.wait(10)
+        self.process.wait(60)
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
                 pipe.close()

@@ -10,6 +10,7 @@ import torch
 
 from kvferry.connector.config import Settings
 from kvferry.connector.engine import LayerGroup, RankInfo
+from kvferry.connector.link import LinkState
 from kvferry.connector.stepplan import LeaseGrant, Load, PeerEngine, RankAddress, StepPlan, Watch, pack_ids
 from kvferry.connector.topology import head_interval
 from kvferry.connector.worker import Results, WorkerHalf
@@ -139,8 +140,8 @@ def load_plan(
     return StepPlan(consumer=consumer, watches=watches, loads=(load,))
 
 
-def wait(condition: Callable[[], bool], ranks: Sequence[Rank] = (), seconds: float = 10.0) -> bool:
-    """Poll the ranks until ``condition`` holds."""
+def wait(condition: Callable[[], bool], ranks: Sequence[Rank] = (), seconds: float = 60.0) -> bool:
+    """Poll the ranks until ``condition`` holds; False if it does not within a time that is none on a loaded machine."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         for rank in ranks:
@@ -149,3 +150,29 @@ def wait(condition: Callable[[], bool], ranks: Sequence[Rank] = (), seconds: flo
             return True
         time.sleep(0.0005)
     return False
+
+
+def let_time_pass(rank: Rank, seconds: float) -> None:
+    """For this rank's mover it is ``seconds`` later from now on: a lease ends at a chosen moment."""
+    mover = rank.worker._mover
+    assert mover is not None
+    mover._clock = lambda: time.monotonic() + seconds
+    mover._waker.wake()
+
+
+def renew_after(p: Rank, d: Rank, seconds: float) -> None:
+    """It is ``seconds`` later for both, and D has renewed its leases on P meanwhile."""
+    assert p.worker._mover is not None
+    leases = p.worker._mover._producer._leases
+    assert wait(lambda: bool(leases))
+    before = {token: held.state.deadline for token, held in list(leases.items())}
+    let_time_pass(d, seconds)
+    assert wait(lambda: all(leases[token].state.deadline > then for token, then in before.items()))
+    let_time_pass(p, seconds)
+
+
+def no_failed_link(d: Rank) -> bool:
+    """Whether D would try anew: a failed link answers for a second."""
+    mover = d.worker._mover
+    assert mover is not None
+    return all(link.state is not LinkState.FAILED for link in list(mover._consumer._links.values()))

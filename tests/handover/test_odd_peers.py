@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import pytest
-from ranks import Rank, grant, load_plan, peer, wait
+from ranks import Rank, grant, load_plan, no_failed_link, peer, wait
 from stage import Stage
-from test_aborts import Gate, another_works, halves
+from test_aborts import PATIENT, Gate, another_works, halves
 
-from kvferry.connector import consumer, producer, protocol, worker
+from kvferry.connector import consumer, mover, producer, protocol, worker
 from kvferry.connector.config import Settings
 from kvferry.connector.stepplan import StepPlan
 from kvferry.transport.control import Connection
@@ -148,10 +148,10 @@ def test_a_d_that_p_has_forgotten_greets_again(pair: tuple[Rank, Rank]) -> None:
         sessions._sessions.pop(session.identity)
     token = grant([p], "req-p", THEIRS, TOKENS)
     d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
-    assert wait(lambda: d.failed == {"req-d"} and p.sent >= {"req-p"}, [p, d], 5)
+    assert wait(lambda: d.failed == {"req-d"} and p.sent >= {"req-p"}, [p, d], 20)  # before the lease is over
     p.sent.clear()
     d.received.clear()
-    time.sleep(1.2)  # a failed link answers for a second
+    assert wait(lambda: no_failed_link(d))
     another_works(p, d)
 
 
@@ -172,7 +172,7 @@ def test_a_load_that_breaks_while_it_starts_is_reported(
     token = grant([p], "req-p", THEIRS, TOKENS)
     monkeypatch.setattr(half, where, breaks)
     d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
-    assert wait(lambda: d.failed == {"req-d"}, [p, d], 5)
+    assert wait(lambda: d.failed == {"req-d"}, [p, d])
     monkeypatch.undo()
     another_works(p, d)
     assert not half._jobs
@@ -189,7 +189,7 @@ def test_a_link_that_nobody_uses_gives_its_staging_back(stage: Stage, monkeypatc
     assert in_use < settings.staging_bytes
     assert not wait(lambda: plane._left_bytes != in_use, [p, d], 0.5), "not at once: the next hand-over wants it"
     monkeypatch.setattr(consumer, "IDLE_LINK_SECONDS", 0.3)
-    assert wait(lambda: plane._left_bytes == settings.staging_bytes and not halves(p)[0]._sessions._sessions, [p, d], 4)
+    assert wait(lambda: plane._left_bytes == settings.staging_bytes and not halves(p)[0]._sessions._sessions, [p, d])
     another_works(p, d)
 
 
@@ -224,8 +224,8 @@ def test_staging_that_is_used_up_leads_to_the_next_plane(stage: Stage) -> None:
     assert planes[0] == "shm" and planes[-1] == "zmq", planes
 
 
-def test_a_d_that_does_not_read_does_not_hold_up_the_others(stage: Stage) -> None:
-    form = {"settings": Settings(plane="tcp"), "content": 4096, "layers": 8}
+def test_a_d_that_does_not_read_does_not_hold_up_the_others(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    form = {"settings": Settings(plane="tcp", **PATIENT), "content": 4096, "layers": 8}
     p, slow, d = stage.rank(**form), stage.rank(engine_id="slow", **form), stage.rank(engine_id="engine-d", **form)
     p.fill(THEIRS, TOKENS)
     token = grant([p], "req-p", THEIRS, TOKENS)
@@ -235,11 +235,13 @@ def test_a_d_that_does_not_read_does_not_hold_up_the_others(stage: Stage) -> Non
     stuck = Gate(plane, "progress", lambda: real() if not any(push.reading for push in pushes._pushes) else False)
     for n in range(8):
         slow.worker.post(load_plan(f"s{n}", token, peer([p]), OURS, 0, TOKENS, consumer=b"s" * 16))
-    assert wait(lambda: len(pushes) == 8 and any(push.reading for push in list(pushes._pushes)), [slow], 5)
+    assert wait(lambda: len(pushes) == 8 and any(push.reading for push in list(pushes._pushes)), [slow])
+    monkeypatch.setattr(mover, "TICK_SECONDS", 3.0)
     begun = time.monotonic()
     d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
-    assert wait(lambda: d.received == {"req-d"}, [d], 5) and not d.failed
-    assert time.monotonic() - begun < 0.3, "53 MB in 13 messages, each of which waited for a tick"
+    assert wait(lambda: d.received == {"req-d"}, [d]) and not d.failed
+    assert time.monotonic() - begun < 20, "53 MB in 13 messages, each of which waited for a tick"
+    monkeypatch.undo()
     stuck.open()
     assert wait(lambda: len(slow.received) == 8, [p, slow])
 
@@ -271,22 +273,24 @@ def test_a_step_that_computes_nothing_waits_for_a_load(
 ) -> None:
     p, d = pair
     another_works(p, d)
-    monkeypatch.setattr(worker, "IDLE_WAIT_SECONDS", 8.0)
+    monkeypatch.setattr(worker, "IDLE_WAIT_SECONDS", 60.0)
     token = grant([p], "req-p", THEIRS, TOKENS)
     begun = time.monotonic()
     d.worker.post(idle(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS)))
     assert d.worker.take_results().received == {"req-d"}, "one call is enough"
-    assert time.monotonic() - begun < 4, "and it returns when the load has ended"
+    assert time.monotonic() - begun < 30, "and it returns when the load has ended"
     begun = time.monotonic()
     d.worker.post(StepPlan(idle=True))
     assert not d.worker.take_results().received
-    assert time.monotonic() - begun < 4, "with nothing under way it does not wait"
+    assert time.monotonic() - begun < 30, "with nothing under way it does not wait"
 
 
-def test_the_wait_is_short(pair: tuple[Rank, Rank]) -> None:
-    p, d = pair
+def test_the_wait_is_short(stage: Stage) -> None:
+    p, d = stage.rank(settings=Settings(**PATIENT)), stage.rank(settings=Settings(**PATIENT), engine_id="engine-d")
     d.worker.post(idle(load_plan("req-d", bytes(16), peer([p]), OURS, 0, TOKENS)))
-    begun = time.monotonic()
+    waits = []
     for _ in range(20):
+        begun = time.monotonic()
         d.worker.take_results()
-    assert time.monotonic() - begun < 0.5
+        waits.append(time.monotonic() - begun)
+    assert min(waits) < 0.025 and sum(waits) < 20, "the load itself takes until P gives the ask up"

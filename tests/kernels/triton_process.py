@@ -17,6 +17,6 @@ def python(script: str, *arguments: str, interpret: bool) -> list[list[str]]:
     if interpret:
         environment["TRITON_INTERPRET"] = "1"
     command = [sys.executable, "-c", script, *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return [line.split() for line in done.stdout.splitlines()]

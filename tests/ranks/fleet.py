@@ -70,7 +70,7 @@ class HostProcess:
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(60)
         for pipe in (self.process.stdin, self.process.stdout):
             assert pipe is not None
             pipe.close()
@@ -83,7 +83,7 @@ class Fleet:
         self._hosts: list[HostProcess] = []
         self._count = itertools.count()
 
-    def run(self, pairing: Pairing, *, fault: str = "", seconds: float = 20.0) -> Seen:
+    def run(self, pairing: Pairing, *, fault: str = "", seconds: float = 120.0) -> Seen:
         """One hand-over. ``fault``: see ``rank_host.plant``.
 
         Raises:
@@ -108,11 +108,11 @@ class Fleet:
             for host, ranks in zip(hosts, parts, strict=True):
                 host.start("open", pairing=str(pairing), side=side, ranks=ranks, engine_id=f"engine-{side}{number}")
         for host in p_hosts:
-            told = [base64.b64decode(address) for address in host.answer(60)]
+            told = [base64.b64decode(address) for address in host.answer(120)]
             addresses += [msgspec.msgpack.decode(address, type=RankAddress) for address in told]
         for host in d_hosts:
-            host.answer(60)
-        peer = PeerEngine(f"engine-p{number}", pairing.p.tp, pairing.p.pp, 60.0, tuple(addresses))
+            host.answer(120)
+        peer = PeerEngine(f"engine-p{number}", pairing.p.tp, pairing.p.pp, 300.0, tuple(addresses))
         encoded = base64.b64encode(msgspec.msgpack.encode(peer)).decode()
         every(p_hosts, "grant", token=token, fault=fault)
         every(d_hosts, "load", token=token, peer=encoded)
@@ -129,7 +129,7 @@ class Fleet:
             host.kill()
 
 
-def every(hosts: Sequence[HostProcess], command: str, *, wait: float = 60.0, **arguments: Any) -> list[Any]:
+def every(hosts: Sequence[HostProcess], command: str, *, wait: float = 120.0, **arguments: Any) -> list[Any]:
     """One command to all at once; their answers in order."""
     for host in hosts:
         host.start(command, **arguments)

@@ -34,7 +34,10 @@ class HostedRank:
         self.pairing, self.side, self.rank = pairing, side, rank
         self.caches = RankCaches(pairing, side, rank)
         form, model = pairing.form(side), pairing.model
-        settings = Settings(plane=pairing.plane, slot_bytes=SLOT_BYTES, staging_bytes=16 << 20, lease_seconds=60.0)
+        settings = Settings(
+            plane=pairing.plane, slot_bytes=SLOT_BYTES, staging_bytes=16 << 20, lease_seconds=300.0,
+            handshake_timeout_seconds=120.0, transfer_timeout_seconds=120.0, ask_hold_seconds=120.0,
+        )  # fmt: skip
         info = RankInfo(
             engine_id=engine_id, tp_rank=rank[1], tp_size=form.tp, pp_rank=rank[0], pp_size=form.pp,
             model={"architectures": "Numbered"},

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 
@@ -19,7 +21,7 @@ LIMIT = 1 << 20
 MESSAGE = [b"kvferry", b"\0\1", b"body"]
 
 
-def arrived(end, count=1, seconds=5.0):
+def arrived(end, count=1, seconds=60.0):
     """The first ``count`` messages."""
     found = []
     deadline = time.monotonic() + seconds
@@ -29,7 +31,7 @@ def arrived(end, count=1, seconds=5.0):
     return found
 
 
-def until(condition, seconds=5.0):
+def until(condition, seconds=60.0):
     deadline = time.monotonic() + seconds
     while not (done := condition()) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -91,12 +93,18 @@ def test_messages_keep_their_order_and_peers_their_identity(listener, connect):
 def test_one_call_takes_a_bounded_number(listener, connect, monkeypatch):
     monkeypatch.setattr(framing, "BATCH", 10)
     connection = connect(listener.port)
-    for _ in range(25):
-        connection.send(MESSAGE)
-    assert until(lambda: state(connection)[0])
-    time.sleep(0.2)
-    assert len(listener.receive()) == 10
-    assert listener.socket.poll(0), "the poller tells of the rest"
+    taken = []
+
+    def a_full_batch():
+        for _ in range(25):
+            connection.send(MESSAGE)
+        time.sleep(0.2)  # more than ten are there then, sooner or later
+        taken.append(len(listener.receive()))
+        return taken[-1] >= 10
+
+    assert until(a_full_batch)
+    assert taken[-1] == 10
+    assert listener.socket.poll(60_000), "the poller tells of the rest"
 
 
 def test_a_reconnect_gets_a_new_identity_and_the_old_one_is_gone(listener, connect):
@@ -118,8 +126,7 @@ def test_send_says_false_when_the_peer_does_not_read(listener, connect):
     connection = connect(listener.port)
     connection.send(MESSAGE)
     [(identity, _)] = arrived(listener)
-    block = [b"", b"", bytes(LIMIT // 2)]
-    begun = time.monotonic()
+    block = [b"", b"", bytes(LIMIT // 64)]  # full long before the silence of the peer's socket counts as its death
     sent = next(n for n in range(5000) if not listener.send(identity, block))
     assert sent < 3 * framing.SEND_QUEUE
     assert listener.dropped["full"] == 1
@@ -127,10 +134,13 @@ def test_send_says_false_when_the_peer_does_not_read(listener, connect):
     other.send(MESSAGE)
     [(free, _)] = arrived(listener)
     assert listener.send(free, MESSAGE) and arrived(other) == [MESSAGE], "a full queue holds up nobody else"
-    assert time.monotonic() - begun < 30
 
 
 def test_ipv6(connect):
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError as error:
+        pytest.skip(f"this host has no IPv6 loopback: {error}")
     listener = Listener("::1", 0, max_message_bytes=LIMIT)
     try:
         assert listener.endpoint == f"tcp://[::1]:{listener.port}"
@@ -157,15 +167,15 @@ def test_a_slow_name_server_holds_up_nobody(listener, connect, monkeypatch):
 
     def slow(host, *rest, **options):
         if host == "slow.example":
-            answer.wait(10)
+            answer.wait(60)
             host = "127.0.0.1"
         return real(host, *rest, **options)
 
     monkeypatch.setattr(socket, "getaddrinfo", slow)
     begun = time.monotonic()
-    waiting = connect(listener.port, "slow.example")
+    waiting = connect(listener.port, "slow.example", connect_timeout=300)
     assert waiting.send([b"kvferry", b"\0\1", b"waited"])
-    assert time.monotonic() - begun < 1
+    assert time.monotonic() - begun < 30, "neither waits for the answer"
     other = connect(listener.port)
     other.send(MESSAGE)
     assert [frames for _, frames in arrived(listener)] == [MESSAGE]
@@ -211,20 +221,24 @@ def test_the_port_is_free_after_close(connect):
 
 
 def test_nobody_listens_there(connect):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+    with socket.socket() as taken:  # bound, so that nobody else gets the port
+        taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
-    connection = connect(port)
-    begun = time.monotonic()
-    assert until(lambda: state(connection)[1])
-    assert time.monotonic() - begun < 2
-    assert f"127.0.0.1:{port}" in connection.reason and "nobody listens" in connection.reason
-    assert not connection.send(MESSAGE)
+        connection = connect(port, connect_timeout=300)
+        assert until(lambda: state(connection)[1]), "not at the time-out only"
+        assert f"127.0.0.1:{port}" in connection.reason and "nobody listens" in connection.reason
+        assert not connection.send(MESSAGE)
 
 
-def test_a_name_that_does_not_exist(connect):
-    connection = connect(1, "no-such-host.invalid")
+def test_a_name_that_does_not_exist(connect, monkeypatch):
+    def unknown(host, *rest, **options):
+        """Real name servers may be slow, or lie."""
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    connection = connect(1, "no-such-host.invalid", connect_timeout=300)
     assert until(lambda: state(connection)[1])
-    assert "no-such-host.invalid" in connection.reason
+    assert "no-such-host.invalid" in connection.reason and "cannot be resolved (" in connection.reason
 
 
 def test_a_server_that_never_answers(connect):
@@ -232,7 +246,7 @@ def test_a_server_that_never_answers(connect):
         connection = connect(silent.getsockname()[1], connect_timeout=0.5)
         begun = time.monotonic()
         assert until(lambda: connection.lost)
-        assert 0.4 < time.monotonic() - begun < 2 and "no answer" in connection.reason
+        assert time.monotonic() - begun > 0.4 and "no answer" in connection.reason
 
 
 def test_a_server_that_speaks_http(connect):
@@ -241,7 +255,7 @@ def test_a_server_that_speaks_http(connect):
         peer, _ = server.accept()
         with peer:
             peer.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n" * 20)
-            assert until(lambda: (arrived(connection, seconds=0.05), connection.lost)[1], 8)
+            assert until(lambda: (arrived(connection, seconds=0.05), connection.lost)[1])
             assert arrived(connection, seconds=0.2) == []
 
 
@@ -268,34 +282,52 @@ def test_connections_that_close_at_any_moment_hold_up_nobody(listener, connect):
     assert until(lambda: (listener.receive(), listener.peers)[1] == 1)
 
 
-def test_open_files_and_threads_stay_flat(listener):
-    def use():
-        end = Listener("127.0.0.1", 0, max_message_bytes=LIMIT)
-        connection = Connection("127.0.0.1", end.port, max_message_bytes=LIMIT)
-        connection.send(MESSAGE)
-        assert len(arrived(end)) == 1
-        connection.close()
-        end.close()
+COUNTED = """
+import os
+import sys
+import time
+from kvferry.transport.control import Connection, Listener
 
-    def usage():
-        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+def use():
+    end = Listener("127.0.0.1", 0, max_message_bytes=1 << 20)
+    connection = Connection("127.0.0.1", end.port, max_message_bytes=1 << 20)
+    connection.send([b"kvferry", b"", b""])
+    while not end.receive():
+        end.socket.poll(50)
+    connection.close()
+    end.close()
 
-    for _ in range(5):
-        use()
-    before = usage()
-    for _ in range(50):
-        use()
-    assert until(lambda: all(now <= then + 2 for now, then in zip(usage(), before, strict=True))), (before, usage())
+def usage():
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+for _ in range(5):
+    use()
+before, now = usage(), (1 << 30, 1 << 30)
+for _ in range(50):
+    use()
+deadline = time.monotonic() + 60
+while any(n > then + 2 for n, then in zip(now, before)) and time.monotonic() < deadline:
+    now = usage()
+    time.sleep(0.01)
+print(*before, *now)
+"""
+
+
+def test_open_files_and_threads_stay_flat():
+    """In a process of its own: here, those of other tests come and go."""
+    done = subprocess.run([sys.executable, "-c", COUNTED], capture_output=True, text=True, timeout=280, check=True)
+    files, threads, files_now, threads_now = map(int, done.stdout.split())
+    assert files_now <= files + 2 and threads_now <= threads + 2, done.stdout
 
 
 def test_waker_wakes_a_poller_from_another_thread():
     waker, poller = Waker(), zmq.Poller()
     poller.register(waker.fd, zmq.POLLIN)
     assert not poller.poll(0) and not waker.drain()
-    threading.Timer(0.1, waker.wake).start()
     begun = time.monotonic()
-    assert poller.poll(5000)
-    assert 0.05 < time.monotonic() - begun < 2
+    threading.Timer(0.1, waker.wake).start()
+    assert poller.poll(60_000)
+    assert 0.05 < time.monotonic() - begun < 30
     for _ in range(100):
         waker.wake()
     assert waker.drain() and not waker.drain() and not poller.poll(0)
@@ -309,9 +341,10 @@ def test_waker_wakes_a_poller_from_another_thread():
 def test_waking_never_blocks():
     waker = Waker()
     os.eventfd_write(waker.fd, (1 << 64) - 2)  # the counter is full: one more would block
-    begun = time.monotonic()
-    waker.wake()
-    assert time.monotonic() - begun < 1 and waker.drain()
+    waking = threading.Thread(target=waker.wake, daemon=True)
+    waking.start()
+    waking.join(30)
+    assert not waking.is_alive() and waker.drain()
     waker.close()
 
 
@@ -328,6 +361,6 @@ def test_rate_limited_log(caplog):
         now[0] = 22
         for number in range(100):
             limited.warning(f"key {number}", "many")
-    lines = [record.getMessage() for record in caplog.records]
+    lines = [record.getMessage() for record in caplog.records if record.name == "test.rate"]
     assert lines[:3] == ["bad thing", "other", "bad thing (and 4 more like this)"]
     assert len(limited._keys) == 3, "keys that a peer makes up are bounded"

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from engines import free_port
 
 from kvferry.transport import framing
 from kvferry.transport.control import Connection, Listener
@@ -19,9 +20,11 @@ from kvferry.transport.control import Connection, Listener
 LIMIT = 1 << 20
 MESSAGE = [b"kvferry", b"\0\1", b"body"]
 SILENCE = framing.HEARTBEAT_SECONDS + framing.HEARTBEAT_TIMEOUT_SECONDS
+LATE = 15.0
+"""Beyond it, on a loaded machine; TCP's own keep-alive would take longer."""
 
 
-def until(condition, seconds=5.0):
+def until(condition, seconds=60.0):
     deadline = time.monotonic() + seconds
     while not (done := condition()) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -33,10 +36,16 @@ def state(connection):
     return connection.connected, connection.lost
 
 
-def answers(connection, seconds=5.0):
+def answers(connection, seconds=60.0):
     """Whether the peer answers a message."""
     connection.receive()
     return connection.send(MESSAGE) and until(lambda: MESSAGE in connection.receive(), seconds)
+
+
+@pytest.fixture
+def no_heartbeats(monkeypatch):
+    """What is noticed here is noticed by TCP."""
+    monkeypatch.setattr(framing, "HEARTBEAT_SECONDS", 600.0)
 
 
 @pytest.fixture
@@ -75,15 +84,14 @@ def listener():
     end.close()
 
 
-def test_a_killed_p_is_noticed_and_the_next_is_another(spawn, connect):
-    child = spawn("listen")
+def test_a_killed_p_is_noticed_and_the_next_is_another(no_heartbeats, spawn, connect):
+    child = spawn("listen", free_port())  # one that nothing else is given before the next life takes it
     port = int(child.stdout.readline())
     connection, beside = connect(port), connect(int(spawn("listen").stdout.readline()))
     assert answers(connection) and answers(beside)
     child.send_signal(signal.SIGKILL)
-    begun = time.monotonic()
-    assert until(lambda: state(connection)[1], SILENCE)
-    assert time.monotonic() - begun < 2 and "gone" in connection.reason
+    assert until(lambda: state(connection)[1])
+    assert "gone" in connection.reason
     assert not connection.send(MESSAGE)
     again = spawn("listen", port)
     assert int(again.stdout.readline()) == port
@@ -92,11 +100,11 @@ def test_a_killed_p_is_noticed_and_the_next_is_another(spawn, connect):
     assert answers(connect(port)) and answers(beside)
 
 
-def test_a_killed_d_is_noticed(spawn, listener):
+def test_a_killed_d_is_noticed(no_heartbeats, spawn, listener):
     child = spawn("connect", listener.port)
     assert until(listener.receive)
     child.send_signal(signal.SIGKILL)
-    assert until(lambda: listener.peers == 0, 2)
+    assert until(lambda: listener.peers == 0)
 
 
 def test_a_stopped_p_is_lost_within_seconds(spawn, connect):
@@ -105,7 +113,7 @@ def test_a_stopped_p_is_lost_within_seconds(spawn, connect):
     assert answers(connection)
     child.send_signal(signal.SIGSTOP)
     begun = time.monotonic()
-    assert until(lambda: state(connection)[1], SILENCE + 2)
+    assert until(lambda: state(connection)[1], SILENCE + LATE)
     assert time.monotonic() - begun > 1
     child.send_signal(signal.SIGCONT)
     assert answers(connect(connection.port))
@@ -115,10 +123,10 @@ def test_a_stopped_d_is_lost_within_seconds_and_learns_of_it(spawn, listener):
     child = spawn("connect", listener.port)
     identity = until(listener.receive)[0][0]
     child.send_signal(signal.SIGSTOP)
-    assert until(lambda: listener.peers == 0, SILENCE + 2)
+    assert until(lambda: listener.peers == 0, SILENCE + LATE)
     assert not listener.send(identity, MESSAGE) and listener.dropped["gone"] == 1
     child.send_signal(signal.SIGCONT)
-    assert "gone" in child.communicate(timeout=SILENCE + 5)[0]
+    assert "gone" in child.communicate(timeout=60)[0]
 
 
 def test_a_busy_python_is_not_a_dead_peer(listener, connect):
@@ -178,7 +186,7 @@ def test_a_partition_is_noticed_at_both_ends_and_heals(listener, connect):
         assert until(listener.receive)
         assert listener.peers == 1
         cable.cut.set()
-        assert until(lambda: state(connection)[1] and listener.peers == 0, SILENCE + 3)
+        assert until(lambda: state(connection)[1] and listener.peers == 0, SILENCE + LATE)
         cable.cut.clear()
         again = connect(cable.port)
         again.send(MESSAGE)

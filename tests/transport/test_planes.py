@@ -25,7 +25,6 @@ from kvferry.transport.plane import make_plane
 SLOT = 1 << 20
 STAGING = 16 << 20
 PLANES = [pytest.param("shm"), pytest.param("tcp"), pytest.param("zmq"), pytest.param("ucx", marks=pytest.mark.ucx)]
-pytestmark = pytest.mark.timeout(90)
 
 
 class Peer:
@@ -54,13 +53,13 @@ class Peer:
 
     def _answer(self) -> Any:
         assert self.process.stdout is not None
-        ready, _, _ = select.select([self.process.stdout], [], [], 40)
+        ready, _, _ = select.select([self.process.stdout], [], [], 120)
         assert ready, "the peer does not answer"
         line = self.process.stdout.readline()
         assert line, f"the peer died with status {self.process.wait()}"
         return json.loads(line)
 
-    def until(self, condition: Callable[[dict[str, Any]], bool], seconds: float = 20) -> dict[str, Any]:
+    def until(self, condition: Callable[[dict[str, Any]], bool], seconds: float = 90) -> dict[str, Any]:
         deadline = time.monotonic() + seconds
         while True:
             status = self("status")
@@ -178,6 +177,7 @@ def test_slow_consumer_holds_the_producer_back(peers: Peers) -> None:
     messages = [(tag, slot) for tag in range(200)]
     announce(p, d, messages)
     p.until(lambda s: s["refused"]["a"] > 0)
+    d.until(lambda s: s["held"] > 0)
     time.sleep(0.5)
     status, stuck = d("status"), p("status")
     # Both ends together hold no more than their staging memory, and the rest waits on P.
@@ -257,7 +257,7 @@ def test_sigkill_of_the_peer(peers: Peers, victim: str, moment: str) -> None:
         time.sleep(0.2)
     dead, survivor = (p, d) if victim == "producer" else (d, p)
     dead.kill()
-    status = survivor.until(lambda s: s["errors"]["a"] is not None, seconds=10)
+    status = survivor.until(lambda s: s["errors"]["a"] is not None, seconds=20)  # and not by a heartbeat
     assert status["errors"]["a"].startswith("TransportError") and "\n" not in status["errors"]["a"]
     survivor("hold", on=False)
     survivor("close", id="a")
@@ -266,7 +266,7 @@ def test_sigkill_of_the_peer(peers: Peers, victim: str, moment: str) -> None:
     tags = list(range(10**6, 10**6 + 100))
     announce(source, target, [(tag, 1_000_000) for tag in tags], "b")
     target.until(all_good(tags, "b"))
-    survivor.until(lambda s: s["retired"] == 0 and not s["bad"], seconds=10)
+    survivor.until(lambda s: s["retired"] == 0 and not s["bad"])
 
 
 def test_a_restarted_peer_is_a_new_one(peers: Peers) -> None:
@@ -289,7 +289,7 @@ def test_close_is_seen_by_the_peer(peers: Peers, closer: str) -> None:
     d.until(all_good([1]))
     leaver, other = (p, d) if closer == "producer" else (d, p)
     leaver("close", id="a")
-    other.until(lambda s: s["errors"]["a"] is not None, seconds=5)
+    other.until(lambda s: s["errors"]["a"] is not None, seconds=20)
     other("close", id="a")
     join(p, d, "again")
     announce(p, d, [(2, 1_000_000)], "again")
@@ -307,7 +307,7 @@ def test_close_in_the_middle_gives_all_slots_back(peers: Peers) -> None:
         (d if round % 2 else p).until(lambda s, i=id: s["errors"][i] is not None)  # type: ignore[misc]
         (d if round % 2 else p)("close", id=id)
     for peer in (p, d):
-        peer.until(lambda s: s["retired"] == 0, seconds=10)
+        peer.until(lambda s: s["retired"] == 0)
     join(p, d, "last")
     announce(p, d, [(10**6 + i, 1_000_000) for i in range(100)], "last")
     d.until(all_good([10**6 + i for i in range(100)], "last"))
@@ -319,13 +319,13 @@ def test_plane_closes_twice_with_traffic(peers: Peers) -> None:
     announce(p, d, [(i, 1_000_000) for i in range(500)])
     d.until(lambda s: len(s["good"]["a"]) >= 5)
     p("close_plane")
-    d.until(lambda s: s["errors"]["a"] is not None, seconds=10)
+    d.until(lambda s: s["errors"]["a"] is not None, seconds=20)
     d("close_plane")
     for peer in (p, d):
         peer("status")
         assert peer.process.stdin is not None
         peer.process.stdin.close()
-        assert peer.process.wait(15) == 0
+        assert peer.process.wait(60) == 0
 
 
 def test_files_and_memory_stay_flat(peers: Peers) -> None:

@@ -22,7 +22,7 @@ from kvferry.transport.plane import PLANE_NAMES, Plane, RecvChannel, SendChannel
 SLOT, STAGING = 1 << 20, 16 << 20
 
 
-def turn(planes: list[Plane], until: Callable[[], bool], seconds: float = 15) -> bool:
+def turn(planes: list[Plane], until: Callable[[], bool], seconds: float = 90) -> bool:
     """Serve planes of this process in turn until the condition holds; False if it never does."""
     deadline = time.monotonic() + seconds
     while not until():
@@ -124,7 +124,7 @@ def test_ucx_missing_names_the_extra() -> None:
         f"try: make_plane('ucx', host='127.0.0.1', slot_bytes={SLOT}, staging_bytes={STAGING})\n"
         "except PlaneUnavailableError as error: print(error)"
     )
-    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=True)
     assert "pip install 'kvferry[ucx]'" in out.stdout and out.stdout.count("\n") == 1
 
 
@@ -132,6 +132,8 @@ def test_ucx_missing_names_the_extra() -> None:
 def test_shm_knows_another_network_namespace() -> None:
     if os.geteuid() != 0 or shutil.which("unshare") is None:
         pytest.skip("needs root and unshare")
+    if subprocess.run(["unshare", "--net", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this container may make no network namespace")
     p = make_plane("shm", host="127.0.0.1", slot_bytes=SLOT, staging_bytes=STAGING)
     offer = base64.b64encode(p.offer()).decode()
     script = (
@@ -143,7 +145,7 @@ def test_shm_knows_another_network_namespace() -> None:
     )
     for command, expected in (([], "connected"), (["unshare", "--net"], "network namespace")):
         out = subprocess.run(
-            [*command, sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+            [*command, sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=True
         )
         assert expected in out.stdout and out.stdout.count("\n") == 1
     p.close()
@@ -225,7 +227,7 @@ def test_ucx_tells_when_there_is_no_way() -> None:
     offer = base64.b64encode(p.offer()).decode()
     for tls, expected in (("tcp", "connected"), ("self", "cannot be reached from 127.0.0.1")):
         command = [sys.executable, "-c", script, tls, offer]
-        out = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        out = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
         assert expected in out.stdout, out
     p.close()
 

@@ -42,6 +42,6 @@ def test_it_prints_as_markdown() -> None:
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=240,
     )
     assert done.stdout.rstrip() == markdown()

@@ -180,7 +180,7 @@ def test_the_log_line_of_failures_only():
 
 def test_counting_is_cheap():
     stats = HandoverStats()
-    best = min(_seconds_per_call(stats) for _ in range(5))
+    best = min(_seconds_per_call(stats) for _ in range(50))
     assert best < 50e-6
 
 

@@ -81,10 +81,10 @@ def refused(frames, *, seconds=1.0):
     """Both decoders refuse, quickly, in one short line."""
     texts = []
     for decode in DECODERS:
-        begun = time.perf_counter()
+        begun = time.thread_time()  # of the processor: a loaded machine may take a break
         with pytest.raises(ProtocolError) as error:
             decode(frames)
-        assert time.perf_counter() - begun < seconds
+        assert time.thread_time() - begun < seconds
         assert not isinstance(error.value, VersionError)
         texts.append(str(error.value))
         assert texts[-1].isprintable() and len(texts[-1]) < 1000
@@ -273,8 +273,10 @@ def test_a_claimed_length_reserves_no_memory():
     tracemalloc.start()
     try:
         for content in claims:
+            tracemalloc.reset_peak()
+            before = tracemalloc.get_traced_memory()[0]
             refused(wrapped(content))
-        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+            assert tracemalloc.get_traced_memory()[1] - before < 1 << 20
     finally:
         tracemalloc.stop()
 

@@ -320,9 +320,11 @@ class Engine:
             worker.connector.shutdown()
         with suppress(AttributeError):
             self.scheduler.shutdown()
+        for end in getattr(self, "_pipe", ()):
+            end.close()
 
 
-def run(engines: Sequence[Engine], until: Callable[[], bool], seconds: float = 20.0) -> None:
+def run(engines: Sequence[Engine], until: Callable[[], bool], seconds: float = 90.0) -> None:
     """Step the engines in turn until the condition holds; fails where it does not in time."""
     end = time.monotonic() + seconds
     while not until():
@@ -332,7 +334,7 @@ def run(engines: Sequence[Engine], until: Callable[[], bool], seconds: float = 2
         time.sleep(0.001)
 
 
-def settle(*engines: Engine, seconds: float = 20.0) -> None:
+def settle(*engines: Engine, seconds: float = 90.0) -> None:
     """Step until nothing is left anywhere, and once more: what is reported twice kills vLLM's scheduler."""
     run(engines, lambda: all(engine.idle for engine in engines), seconds)
     for engine in engines:
@@ -370,7 +372,28 @@ def mover_of(engine: Engine, rank: int = 0) -> Any:
     return engine.workers[rank].connector._worker._mover
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+def let_time_pass(engine: Engine, seconds: float) -> None:
+    """For its transfer threads it is ``seconds`` later from now on: a lease ends at a chosen moment."""
+    for rank in range(engine.tp):
+        mover = mover_of(engine, rank)
+        mover._clock = lambda: time.monotonic() + seconds
+        mover._waker.wake()
+
+
+def renew_after(p: Engine, d: Engine, seconds: float) -> None:
+    """It is ``seconds`` later for both, and D has renewed its leases on P meanwhile."""
+
+    def deadlines() -> list[float]:
+        return [held.state.deadline for held in list(mover_of(p)._producer._leases.values())]
+
+    before = deadlines()
+    assert before, "there is a lease to renew"
+    let_time_pass(d, seconds)
+    eventually(lambda: all(now > then for now, then in zip(deadlines(), before, strict=True)))
+    let_time_pass(p, seconds)
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 90.0) -> None:
     """Wait for a transfer thread without stepping any engine."""
     end = time.monotonic() + seconds
     while not condition():

@@ -95,7 +95,7 @@ def test_while(pair: Pair, stage: str) -> None:
         assert read.tags or read.runs, "more is to come"
     d.abort(request_id)
     assert request_id in d.scheduler.requests, "its blocks stay until nothing can write them"
-    run([d], lambda: d.idle, seconds=5)  # P is still held: D does not need it for this
+    run([d], lambda: d.idle)  # P is still held: D does not need it for this
     busy = reuse_blocks(d)
     d.step()
     hold.open()
@@ -141,7 +141,7 @@ def test_rejected_before_it_was_admitted(pair: Pair, lines: Lines) -> None:
     p.step()
     eventually(lambda: bool(mover_of(p)._producer._leases))
     d.add([0], params, rejected=True)
-    run([p, d], lambda: p.idle and d.idle, seconds=5)
+    run([p, d], lambda: p.idle and d.idle)
     settle(p, d)
     assert not lines("prefills locally")
 
@@ -162,7 +162,7 @@ def test_on_p_while_decoding(pair: Pair) -> None:
     request_id = p.add(IDS, PREFILL, max_tokens=50)
     run([p], lambda: len(p.answers[request_id].tokens) > 3)
     p.abort(request_id)
-    settle(p, seconds=5)
+    settle(p)
     assert not p.leases
 
 

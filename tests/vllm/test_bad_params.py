@@ -104,7 +104,7 @@ def test_an_address_that_leads_nowhere(yard: Yard, lines: Lines, host: str) -> N
 
 def test_an_address_that_leads_nowhere_and_no_load(yard: Yard, lines: Lines) -> None:
     """Renewals and the release go to the same address."""
-    p, d = yard.pair(extra={"handshake_timeout_seconds": 5.0, "lease_seconds": 0.1})
+    p, d = yard.pair(extra={"lease_seconds": 4.0})
     params = copy.deepcopy(prefill(p, IDS))
     params["kvferry"]["ranks"][0][2] = "no such host"
     params["kvferry"]["lease_seconds"] = 0.05

@@ -75,7 +75,7 @@ def test_nothing_left_to_load_releases_p_at_once(pair: Pair, lines: Lines, token
     run([p, d], lambda: d.answers[request_id].finish is not None)
     assert d.answers[request_id].tokens == tokens_after(ids, 3)
     assert d.computed[request_id] == 3 and d.answers[request_id].external == 0 and not d.loads
-    settle(p, d, seconds=10)
+    settle(p, d)
     assert not lines("expired")
 
 
@@ -173,7 +173,7 @@ def test_out_of_blocks_on_p_while_it_decodes(yard: Yard, ahead: int) -> None:
                 on_d[name] = d.add(ids, p.answers[name].params, max_tokens=5)
         return len(on_d) == len(on_p) and all(d.answers[name].finish is not None for name in on_d.values())
 
-    run([p, d], pass_on, seconds=40)
+    run([p, d], pass_on)
     assert preempted.times.total() > 0
     for name, ids in zip(on_p, prompts, strict=True):
         assert p.answers[name].tokens == tokens_after(ids, 40)
@@ -190,7 +190,7 @@ def test_out_of_blocks_on_d_while_it_decodes(yard: Yard, ahead: int) -> None:
     prompts = [prompt(100, n) for n in range(4)]
     params = [prefill(p, ids) for ids in prompts]
     on_d = [d.add(ids, told, max_tokens=40) for ids, told in zip(prompts, params, strict=True)]
-    run([p, d], lambda: all(d.answers[name].finish is not None for name in on_d), seconds=40)
+    run([p, d], lambda: all(d.answers[name].finish is not None for name in on_d))
     assert preempted.times.total() > 0
     for name, ids in zip(on_d, prompts, strict=True):
         assert d.answers[name].tokens == tokens_after(ids, 40)
@@ -301,7 +301,7 @@ def test_drafts_and_preemption(yard: Yard, ahead: int) -> None:
             )
         return bool(on_d) and all(d.answers[name].finish is not None for name in on_d.values())
 
-    run([p, d], pass_on, seconds=40)
+    run([p, d], pass_on)
     assert all(preempted.times.total() for preempted in on_both)
     for name, ids in zip(on_p, prompts, strict=True):
         assert p.answers[name].tokens == tokens_after(ids, 40)

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 from labelled import BLOCK, prompt
-from stepped import PREFILL, Engine, mover_of, prefill, run, settle
+from stepped import PREFILL, Engine, eventually, mover_of, prefill, renew_after, run, settle
 from stepped_rank import RUNNERS
 from vllm.config import ParallelConfig
 from yard import Yard
 
+from kvferry.connector import claims
 from kvferry.connector.consumer import Finished
 
 pytestmark = pytest.mark.vllm
@@ -137,8 +138,11 @@ def test_a_prompt_prefilled_in_chunks(yard: Yard) -> None:
 
 
 @pytest.mark.parametrize("gap", [0.0, 0.2])
-def test_three_samples_of_one_prompt_read_under_one_lease(pair: Pair, gap: float) -> None:
+def test_three_samples_of_one_prompt_read_under_one_lease(
+    pair: Pair, gap: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With ``n=3`` vLLM makes three requests with the same parameters; P may free after the last one only."""
+    monkeypatch.setattr(claims, "SIBLING_SECONDS", 4.0)  # between two of them a loaded machine may take a break
     p, d = pair
     ids = prompt(100)
     params = prefill(p, ids)
@@ -235,21 +239,22 @@ def test_out_of_blocks_on_both_sides(pair: Pair) -> None:
                 on_d[name] = d.add(prompt(n, seed=n), p.answers[name].params, max_tokens=30)
         return len(on_d) == len(on_p) and all(d.answers[name].finish is not None for name in on_d.values())
 
-    run([p, d], pass_on, seconds=40)
+    run([p, d], pass_on)
     settle(p, d)
     assert not d.workers[0].failed
 
 
 def test_the_lease_is_renewed_while_d_has_no_room(yard: Yard) -> None:
-    p, d = yard.pair(extra={"lease_seconds": 0.4})
+    p, d = yard.pair(extra={"lease_seconds": 600.0, "lease_cap_seconds": 3600.0})
     running = d.add(prompt(450, seed=3), max_tokens=60)
     d.step()
     request_id = d.add(prompt(400), prefill(p, prompt(400)))
     d.step()
-    end = time.monotonic() + 1.5
-    while time.monotonic() < end:
+    p.step()
+    eventually(lambda: bool(mover_of(p)._producer._leases))
+    for seconds in (500, 1000, 1500):
+        renew_after(p, d, seconds)
         p.step()
-        time.sleep(0.01)
     d.abort(running)
     run([p, d], lambda: d.answers[request_id].finish is not None)
     assert d.origins[request_id].theirs == 399

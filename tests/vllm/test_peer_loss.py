@@ -7,24 +7,25 @@ import time
 import pytest
 from hold import Hold, in_phase
 from labelled import BLOCK, prompt
-from stepped import PREFILL, Engine, mover_of, prefill, run, settle
+from stepped import PREFILL, Engine, eventually, let_time_pass, mover_of, prefill, renew_after, run, settle
 from stepped_rank import RUNNERS
 from yard import Lines, Yard
 
 from kvferry.connector import protocol
 from kvferry.connector.handover import Phase
+from kvferry.connector.mover import QUIET_SECONDS
 
 pytestmark = pytest.mark.vllm
 IDS = prompt(400)
 POLICIES = ("recompute", "fail")
 PLANES = ("shm", "cma")
 """One over which P pushes, and one over which D reads P's pages by itself."""
-SHORT = {"handshake_timeout_seconds": 0.5, "transfer_timeout_seconds": 0.5}
+SHORT = {"handshake_timeout_seconds": 1.0, "transfer_timeout_seconds": 1.0}
 
 
 def ended(d: Engine, request_id: str, policy: str, tokens: int = len(IDS)) -> None:
     """Run D alone: the request ends as the policy says, and D serves on."""
-    run([d], lambda: d.answers[request_id].finish is not None, seconds=8)
+    run([d], lambda: d.answers[request_id].finish is not None)
     if policy == "recompute":
         assert d.answers[request_id].finish == "length"
         assert d.computed[request_id] == tokens, "all of the prompt, once"
@@ -104,7 +105,7 @@ def test_nothing_moves_in_mid_transfer(yard: Yard, plane: str) -> None:
 def test_the_lease_is_over_before_d_asks(yard: Yard, lines: Lines, policy: str) -> None:
     p, d = yard.pair(policy=policy, extra={"lease_seconds": 0.2})
     params = prefill(p, IDS)
-    run([p], lambda: p.idle, seconds=5)
+    run([p], lambda: p.idle)
     assert len(lines("lease of", "expired")) == 1
     request_id = d.add(IDS, params)
     ended(d, request_id, policy)
@@ -112,15 +113,18 @@ def test_the_lease_is_over_before_d_asks(yard: Yard, lines: Lines, policy: str) 
 
 
 def test_the_cap_ends_a_lease_however_often_it_is_renewed(yard: Yard, lines: Lines) -> None:
-    p, d = yard.pair(extra={"lease_seconds": 0.4, "lease_cap_seconds": 1.0})
+    p, d = yard.pair(extra={"lease_seconds": 600.0, "lease_cap_seconds": 1200.0})
     running = d.add(prompt(450, seed=3), max_tokens=60)
     d.step()
     request_id = d.add(IDS, prefill(p, IDS))
     d.step()
-    began = time.monotonic()
-    run([p], lambda: p.idle, seconds=5)
-    assert 0.5 < time.monotonic() - began < 3
-    assert len(lines("lease of", "cap of 1 s")) == 1
+    p.step()
+    eventually(lambda: bool(mover_of(p)._producer._leases))
+    for seconds in (500, 1000):
+        renew_after(p, d, seconds)
+    let_time_pass(p, 1300)
+    run([p], lambda: p.idle)
+    assert len(lines("lease of", "cap of 1200 s")) == 1
     d.abort(running)
     ended(d, request_id, "recompute")
 
@@ -128,13 +132,14 @@ def test_the_cap_ends_a_lease_however_often_it_is_renewed(yard: Yard, lines: Lin
 @pytest.mark.parametrize("plane", PLANES)
 def test_the_lease_ends_while_d_reads(yard: Yard, plane: str) -> None:
     """P's cap comes in mid-transfer, and its blocks go to another prompt: what was read is not used."""
-    p, d = yard.pair(extra={"lease_seconds": 0.3, "lease_cap_seconds": 0.6, "plane": plane})
+    p, d = yard.pair(extra={"plane": plane})
     params = prefill(p, IDS)
     p.step()
     hold = Hold(p, reader=d, chunks=1)
     request_id = d.add(IDS, params)
     d.step()
     in_phase(d, request_id, Phase.MOVING, lambda job: job.nbytes > 0)
+    let_time_pass(p, 1000)
     run([p], lambda: p.idle)
     other = p.add(prompt(500, 6), max_tokens=5)
     run([p], lambda: p.answers[other].finish is not None)
@@ -145,13 +150,14 @@ def test_the_lease_ends_while_d_reads(yard: Yard, plane: str) -> None:
 
 def test_the_lease_ends_before_the_commit(yard: Yard) -> None:
     """All bytes have come, but P may have given the blocks to another prompt since: none of them is used."""
-    p, d = yard.pair(extra={"lease_seconds": 0.3, "lease_cap_seconds": 0.6})
+    p, d = yard.pair()
     params = prefill(p, IDS)
     p.step()
     hold = Hold(p, protocol.Commit)
     request_id = d.add(IDS, params)
     d.step()
     in_phase(d, request_id, Phase.COMMITTING)
+    let_time_pass(p, 1000)
     run([p], lambda: p.idle)
     hold.open()
     ended(d, request_id, "recompute")
@@ -160,7 +166,7 @@ def test_the_lease_ends_before_the_commit(yard: Yard) -> None:
 
 @pytest.mark.parametrize("plane", PLANES)
 def test_d_goes_in_mid_transfer(yard: Yard, plane: str) -> None:
-    p, d = yard.pair(extra={"lease_seconds": 1.0, "plane": plane})
+    p, d = yard.pair(extra={"plane": plane})
     params = prefill(p, IDS)
     p.step()
     hold = Hold(p, reader=d, chunks=1)
@@ -169,7 +175,8 @@ def test_d_goes_in_mid_transfer(yard: Yard, plane: str) -> None:
     in_phase(d, request_id, Phase.MOVING, lambda job: job.nbytes > 0)
     d.close()
     hold.open()
-    settle(p, seconds=5)
+    let_time_pass(p, 1000)
+    settle(p)
 
 
 def test_p_is_restarted_on_the_same_port(yard: Yard, lines: Lines) -> None:
@@ -226,19 +233,19 @@ def test_one_of_two_ranks_fails(yard: Yard, monkeypatch: pytest.MonkeyPatch, pol
 
 
 def test_many_requests_for_a_dead_p_fail_fast(yard: Yard) -> None:
-    p, d = yard.pair(extra={"handshake_timeout_seconds": 2.0})
+    p, d = yard.pair(extra={"handshake_timeout_seconds": 30.0})
     several = [prompt(40, seed) for seed in range(6)]
     told = [prefill(p, ids) for ids in several]
     p.close()
     began = time.monotonic()
     names = [d.add(ids, params) for ids, params in zip(several, told, strict=True)]
-    run([d], lambda: all(d.answers[name].finish is not None for name in names), seconds=8)
-    assert time.monotonic() - began < 5
+    run([d], lambda: all(d.answers[name].finish is not None for name in names))
+    assert time.monotonic() - began < 60, "not one after the other"
     settle(d)
 
 
 def test_a_dead_p_does_not_hold_up_another(yard: Yard) -> None:
-    p, d = yard.pair(extra={"handshake_timeout_seconds": 5.0})
+    p, d = yard.pair()
     silent = yard.engine(0)
     dead = prefill(silent, IDS)
     Hold(silent, protocol.Hello)
@@ -249,6 +256,7 @@ def test_a_dead_p_does_not_hold_up_another(yard: Yard) -> None:
     run([p, d], lambda: d.answers[good].finish is not None)
     assert d.origins[good].theirs == 59
     assert d.answers[waiting].finish is None
+    let_time_pass(d, 1000)
     run([p, d], lambda: d.answers[waiting].finish is not None)
     settle(p, d)
 
@@ -262,12 +270,13 @@ def test_a_fault_of_our_own_that_strikes_every_turn(yard: Yard, lines: Lines) ->
         raise RuntimeError("planted")
 
     consumer.serve = broken
+    began = time.monotonic()
     request_id = d.add(IDS, prefill(p, IDS))
-    run([p, d], lambda: d.answers[request_id].finish is not None, seconds=10)
+    run([p, d], lambda: d.answers[request_id].finish is not None)
     assert d.computed[request_id] == len(IDS)
-    assert len(lines("unexpected error")) <= 2
+    assert len(lines("unexpected error")) <= 2 + (time.monotonic() - began) / QUIET_SECONDS
     del consumer.serve
-    time.sleep(2)  # the link whose handshake nobody looked at fails, and is replaced
+    eventually(lambda: not consumer._links)  # the one whose handshake nobody looked at fails, and is closed
     again = d.add(prompt(60, 5), prefill(p, prompt(60, 5)))
     run([p, d], lambda: d.answers[again].finish is not None)
     assert d.origins[again].theirs == 59
@@ -284,10 +293,8 @@ def test_shutting_down_with_leases_and_loads_open(yard: Yard, plane: str) -> Non
     request_id = d.add(IDS, params)
     d.step()
     in_phase(d, request_id, Phase.MOVING)
-    began = time.monotonic()
     d.close()
-    p.close()
-    assert time.monotonic() - began < 3
+    p.close()  # neither waits for more than its thread to end
     assert not mover_of(p).alive and not mover_of(d).alive
     d.close()
     p.close()

@@ -139,7 +139,7 @@ def test_walk(yard: Yard, lines: Lines, monkeypatch: pytest.MonkeyPatch, seed: i
     d = yard.engine(1, tp=1 + (seed % 4 == 2), **common)
     walk = Walk(p, d, rng)
     walk.go(250)
-    run([p, d], walk.over, seconds=60)
+    run([p, d], walk.over, seconds=150)
     settle(p, d)
     walk.check_tokens(p)
     walk.check_tokens(d)

@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
 from vllm.plugins import load_plugins_by_group
-from yard import Lines, Yard
+from yard import PATIENT, Lines, Yard
 
 from kvferry.connector import compat, plugin
 from kvferry.connector.adapter import KVFerryConnector
@@ -116,7 +116,7 @@ KVFERRY = {
     "kv_connector": "KVFerryConnector",
     "kv_connector_module_path": "kvferry.connector.adapter",
     "kv_role": "kv_both",
-    "kv_connector_extra_config": {"slot_bytes": 64 << 10, "staging_bytes": 1 << 20},
+    "kv_connector_extra_config": {"slot_bytes": 64 << 10, "staging_bytes": 1 << 20, **PATIENT},
 }
 
 

@@ -7,6 +7,12 @@ from typing import Any
 
 from stepped import Engine
 
+PATIENT = {
+    "handshake_timeout_seconds": 600.0, "transfer_timeout_seconds": 600.0, "ask_hold_seconds": 600.0,
+    "lease_seconds": 600.0,
+}  # fmt: skip
+"""Times that no test reaches: what ends or is freed has ended or been released, on a loaded machine as well."""
+
 
 class Yard:
     """Makes engines and closes them."""
@@ -15,8 +21,11 @@ class Yard:
         self._model = model
         self.engines: list[Engine] = []
 
-    def engine(self, origin: int, **kwargs: Any) -> Engine:
-        engine = Engine(self._model, origin, **kwargs)
+    def engine(self, origin: int, extra: dict[str, Any] | None = None, **kwargs: Any) -> Engine:
+        extra = extra or {}
+        if "connectors" not in extra:
+            extra = {**PATIENT, **extra}
+        engine = Engine(self._model, origin, extra=extra, **kwargs)
         self.engines.append(engine)
         return engine
 
