@@ -84,7 +84,7 @@ def test_d_has_the_choice(yard: Yard, tmp_path: Path, lines: Lines, first: bool,
     for cache in d.workers[0].caches.values():
         cache.fill_(-1.0)
     request_id = decode([p, d], d, IDS, prefill(p, IDS))
-    settle(p, d, seconds=10)
+    settle(p, d)
     found = d.origins[request_id]
     assert (found.ours, found.theirs) == ((0, 99) if first else (STORED, 0))
     assert d.loads[request_id] == first
