@@ -38,7 +38,8 @@ def engine_config(
     dp_rank: int | None,
     block: int,
 ) -> VllmConfig:
-    """``policy`` is that of failed loads, ``scheduling`` the scheduler's; ``Engine`` says what the rest means; ``block`` is in tokens."""
+    """``policy`` is that of failed loads, ``scheduling`` the scheduler's, ``block`` a block's tokens; ``Engine`` says
+    what the rest means."""
     config = VllmConfig(
         model_config=model,
         cache_config=CacheConfig(block_size=block, enable_prefix_caching=True),
