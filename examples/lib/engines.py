@@ -118,14 +118,17 @@ class Server:
         except (OSError, urllib.error.URLError):
             return False
 
-    def post(self, path: str, body: Mapping[str, Any] | None = None, timeout: float = 60) -> Any:
-        """POST JSON; the decoded answer.
+    def post(
+        self, path: str, body: Mapping[str, Any] | None = None, timeout: float = 60, headers: Mapping[str, str] = {}
+    ) -> Any:
+        """POST JSON, with these headers besides; the decoded answer.
 
         Raises:
             EngineError: an HTTP error, with the body, or no answer.
         """
         data = json.dumps(body or {}).encode()
-        request = urllib.request.Request(f"{self.url}{path}", data, {"Content-Type": "application/json"})
+        headers = {"Content-Type": "application/json", **headers}
+        request = urllib.request.Request(f"{self.url}{path}", data, headers)
         try:
             with urllib.request.urlopen(request, timeout=timeout) as response:
                 text = response.read()

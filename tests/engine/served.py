@@ -63,8 +63,11 @@ class Count:
         )
 
 
-def count(server: Server) -> Count:
+def count(server: Server, replica: int | None = None) -> Count:
+    """Of all data-parallel ranks, or of this one."""
     samples = server.metrics()
+    if replica is not None:
+        samples = {key: value for key, value in samples.items() if dict(key[1]).get("engine") == str(replica)}
     planes: dict[str, float] = {}
     for (name, labels), value in samples.items():
         if name == "vllm:kvferry_handover_time_seconds_count":
@@ -89,10 +92,12 @@ def no_block_held(*servers: Server, seconds: float = 90.0) -> None:
         eventually(lambda server=server: usage(server) == 0, f"blocks of {server.name} are free", seconds)
 
 
-def complete(server: Server, ids: Sequence[int], **options: Any) -> dict[str, Any]:
-    """One completion, not streamed; the whole answer."""
+def complete(server: Server, ids: Sequence[int], *, replica: int | None = None, **options: Any) -> dict[str, Any]:
+    """One completion, not streamed; the whole answer. ``replica``: the data-parallel rank that shall compute it."""
     body = {"model": "model", "prompt": list(ids), "max_tokens": 8, "temperature": 0, "ignore_eos": True}
-    answer: dict[str, Any] = server.post("/v1/completions", body | {"return_token_ids": True} | options, timeout=180)
+    body |= {"return_token_ids": True} | options
+    headers = {} if replica is None else {"X-data-parallel-rank": str(replica)}
+    answer: dict[str, Any] = server.post("/v1/completions", body, timeout=180, headers=headers)
     return answer
 
 
@@ -100,9 +105,10 @@ def tokens_of(answer: dict[str, Any]) -> list[list[int]]:
     return [choice["token_ids"] for choice in answer["choices"]]
 
 
-def prefill_leg(server: Server, ids: Sequence[int]) -> dict[str, Any]:
+def prefill_leg(server: Server, ids: Sequence[int], **options: Any) -> dict[str, Any]:
     """What a router asks of P; the kv_transfer_params for D."""
-    params: dict[str, Any] = complete(server, ids, max_tokens=1, kv_transfer_params=PREFILL_TAG)["kv_transfer_params"]
+    answer = complete(server, ids, **{"max_tokens": 1, "kv_transfer_params": PREFILL_TAG} | options)
+    params: dict[str, Any] = answer["kv_transfer_params"]
     return params
 
 
@@ -114,6 +120,30 @@ def records(server: Server) -> list[dict[str, Any]]:
             assert (record["when"], record["prompt"]) == (more["when"], more["prompt"])
             record["layers"].update(more["layers"])
     return list(first)
+
+
+def counted(server: Server, before: Count, tokens: int, replica: int | None = None) -> Count:
+    """What has been loaded since ``before``, once it is all but the last of so many tokens, none of them failed."""
+    wanted = before.external + tokens - 1
+    eventually(lambda: count(server, replica).external >= wanted, f"{tokens} tokens are counted as loaded")
+    grown = count(server, replica) - before
+    assert grown.external <= tokens and grown.failed == 0
+    return grown
+
+
+def loaded_prompt(p: Server, d: Server, ids: Sequence[int], **options: Any) -> list[int]:
+    """Hand one prompt over without a router: all bytes of all ranks equal, all tokens counted, nothing left held.
+
+    Its first tokens on D. ``options`` go with D's request.
+    """
+    records(p), records(d)
+    before = count(d)
+    answer = complete(d, ids, kv_transfer_params=prefill_leg(p, ids), **options)
+    assert counted(d, before, len(ids)).by_plane
+    assert differ(records(d), records(p), ids) is None
+    no_block_held(p, d)
+    (tokens,) = tokens_of(answer)
+    return tokens
 
 
 def differ(of_d: list[dict[str, Any]], of_p: list[dict[str, Any]], ids: Sequence[int]) -> str | None:

@@ -98,6 +98,20 @@ def test_the_same_prompt_again_loads_only_the_rest(pair: Pair) -> None:
     assert grown.external <= 110 - 96 and grown.failed == 0
 
 
+def test_a_conversation_between_engines_with_and_without_a_hand_over(pair: Pair) -> None:
+    """One client, turn by turn: through the router to D, and straight to another engine that prefills by itself."""
+    said = prompt(50, 20)
+    for turn in range(5):
+        alone = tokens_of(complete(pair.decode, said, cache_salt="alone"))
+        before = count(pair.decode)
+        answer = complete(pair.prefill if turn % 2 else pair.router, said)
+        assert tokens_of(answer) == alone
+        if turn % 2 == 0:
+            eventually(lambda b=before: (count(pair.decode) - b).external > 0, "this turn was loaded")  # type: ignore[misc]
+        said = [*said, *alone[0], *prompt(31, 21 + turn)]
+    no_block_held(pair.prefill, pair.decode)
+
+
 def test_prompt_logprobs_are_computed_and_p_is_released(pair: Pair) -> None:
     answer = complete(pair.router, prompt(120, 8), prompt_logprobs=1)
     assert len(answer["choices"][0]["prompt_logprobs"]) == 120

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from labelled import BLOCK, CONTENT, HEADS, LAYERS
 from model import ModelSpec, build_model
-from stepped import Engine, model_config
+from stepped import Engine
+from stepped_config import model_config
 from yard import Lines, Yard
 
 

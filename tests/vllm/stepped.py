@@ -12,23 +12,14 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from labelled import BLOCK, HEAD_SIZE, HEADS, LAYERS, labels
+from stepped_config import engine_config
 from stepped_model import RunnerMemory, Turn
 from stepped_rank import Worker
-from vllm.config import (
-    CacheConfig,
-    DeviceConfig,
-    KVTransferConfig,
-    ModelConfig,
-    ParallelConfig,
-    SchedulerConfig,
-    SpeculativeConfig,
-    VllmConfig,
-)
+from vllm.config import ModelConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
@@ -110,36 +101,11 @@ class Engine:
         self.origin, self.tp, self.runner, self.num_blocks = origin, tp, runner, num_blocks
         self.block, self.window = block, window
         self.layers = [f"model.layers.{n}.self_attn.attn" for n in range(LAYERS)]
-        cache = CacheConfig(block_size=block, enable_prefix_caching=True)
-        self.config = VllmConfig(
-            model_config=model,
-            cache_config=cache,
-            scheduler_config=SchedulerConfig(
-                max_num_seqs=8,
-                max_num_batched_tokens=max_batched,
-                max_model_len=512,
-                is_encoder_decoder=False,
-                enable_chunked_prefill=True,
-                policy=scheduling,  # type: ignore[arg-type]
-            ),
-            speculative_config=_speculative(model, drafts) if drafts else None,
-            parallel_config=ParallelConfig(tensor_parallel_size=tp, distributed_executor_backend="mp"),
-            device_config=DeviceConfig(device="cpu"),
-            kv_transfer_config=KVTransferConfig(
-                kv_connector=connector,
-                kv_connector_module_path=module,
-                kv_role=role,
-                kv_load_failure_policy=policy,
-                kv_connector_extra_config=extra or {},
-            ),
-        )
-        if dp_rank is not None:  # as EngineCoreProc.run_engine_core does
-            transfer = self.config.kv_transfer_config
-            assert transfer is not None
-            transfer.engine_id = f"{transfer.engine_id}_dp{dp_rank}"
-            self.config.parallel_config.data_parallel_index = dp_rank
-        cache.num_gpu_blocks = num_blocks
-        self.config.scheduler_config.async_scheduling = bool(ahead)
+        self.config = engine_config(
+            model, role=role, policy=policy, extra=extra or {}, tp=tp, max_batched=max_batched, connector=connector,
+            module=module, ahead=bool(ahead), drafts=drafts, scheduling=scheduling, dp_rank=dp_rank, block=block,
+        )  # fmt: skip
+        self.config.cache_config.num_gpu_blocks = num_blocks
         self._ahead = ahead
         self._outputs: deque[tuple[Any, ModelRunnerOutput]] = deque()
         self._memory = RunnerMemory(drafts)
@@ -350,21 +316,6 @@ def prefill(engine: Engine, ids: Sequence[int], **kwargs: Any) -> dict[str, Any]
     params = engine.answers[request_id].params
     assert params is not None, "P handed nothing over"
     return params
-
-
-def _speculative(model: ModelConfig, drafts: int) -> SpeculativeConfig:
-    return SpeculativeConfig(
-        method="ngram",
-        num_speculative_tokens=drafts,
-        prompt_lookup_max=4,
-        target_model_config=model,
-        target_parallel_config=ParallelConfig(),
-    )
-
-
-def model_config(folder: Path) -> ModelConfig:
-    """The tiny local model's configuration; no weights are read."""
-    return ModelConfig(model=str(folder), tokenizer=str(folder), dtype="float32", max_model_len=512, seed=0)
 
 
 def mover_of(engine: Engine, rank: int = 0) -> Any:

@@ -23,6 +23,9 @@ from kvferry.connector.errors import ConfigError
 pytestmark = pytest.mark.vllm
 Pair = tuple[Engine, Engine]
 AHEAD = pytest.mark.parametrize("ahead", [0, 1], ids=["in-step", "a-step-ahead"])
+"""With async scheduling, vLLM's default on GPUs, or without."""
+FEW_BLOCKS = 1 + 18
+"""Of 16 tokens each, one of which vLLM keeps to itself."""
 
 
 def hand_over(p: Engine, d: Engine, ids: list[int], **kwargs: Any) -> str:
@@ -38,6 +41,25 @@ def tokens_after(ids: list[int], count: int) -> list[int]:
     for _ in range(count):
         known.append(next_token(known))
     return known[len(ids) :]
+
+
+def hand_all_over(p: Engine, d: Engine, prompts: list[list[int]], on_p: int, on_d: int) -> list[tuple[str, str]]:
+    """All at once on P, each passed on to D when P is done with it, so many tokens decoded on either; their ids."""
+    names = [p.add(ids, PREFILL, max_tokens=on_p) for ids in prompts]
+    passed: dict[str, str] = {}
+
+    def over() -> bool:
+        for name, ids in zip(names, prompts, strict=True):
+            if name not in passed and p.answers[name].finish is not None:
+                passed[name] = d.add(ids, p.answers[name].params, max_tokens=on_d)
+        return len(passed) == len(names) and all(d.answers[name].finish is not None for name in passed.values())
+
+    run([p, d], over)
+    for name, ids in zip(names, prompts, strict=True):
+        assert p.answers[name].tokens == tokens_after(ids, on_p)
+        assert d.answers[passed[name]].tokens == tokens_after(ids, on_d)
+        assert d.origins[passed[name]].theirs == len(ids) - 1 and d.loads[passed[name]] == 1
+    return [(name, passed[name]) for name in names]
 
 
 class Preempted:
@@ -110,7 +132,7 @@ def test_a_prefix_hit_on_p(pair: Pair) -> None:
 # --- chunked prefill --------------------------------------------------------------------------------------------
 
 
-@AHEAD
+@pytest.mark.parametrize("ahead", [0, 1, 2])
 def test_nothing_is_handed_over_before_the_last_chunk(yard: Yard, ahead: int) -> None:
     p, d = yard.pair(max_batched=64, ahead=ahead)
     ids = prompt(300)
@@ -161,40 +183,21 @@ def test_preempted_on_p(yard: Yard, ahead: int, chunks: int, fill: bool) -> None
 @AHEAD
 def test_out_of_blocks_on_p_while_it_decodes(yard: Yard, ahead: int) -> None:
     """vLLM preempts by itself; what is handed over are the blocks that the prompt has in the end."""
-    p, d = yard.pair(num_blocks=31, ahead=ahead)
+    p, d = yard.engine(0, ahead=ahead, num_blocks=FEW_BLOCKS), yard.engine(1, ahead=ahead)
     preempted = Preempted(p)
-    prompts = [prompt(100, n) for n in range(4)]
-    on_p = [p.add(ids, PREFILL, max_tokens=40) for ids in prompts]
-    on_d: dict[str, str] = {}
-
-    def pass_on() -> bool:
-        for name, ids in zip(on_p, prompts, strict=True):
-            if name not in on_d and p.answers[name].finish is not None:
-                on_d[name] = d.add(ids, p.answers[name].params, max_tokens=5)
-        return len(on_d) == len(on_p) and all(d.answers[name].finish is not None for name in on_d.values())
-
-    run([p, d], pass_on)
+    hand_all_over(p, d, [prompt(60, n) for n in range(4)], on_p=40, on_d=5)
     assert preempted.times.total() > 0
-    for name, ids in zip(on_p, prompts, strict=True):
-        assert p.answers[name].tokens == tokens_after(ids, 40)
-        assert d.answers[on_d[name]].tokens == tokens_after(ids, 5)
-        assert d.origins[on_d[name]].theirs == 99
     settle(p, d)
 
 
 @AHEAD
 def test_out_of_blocks_on_d_while_it_decodes(yard: Yard, ahead: int) -> None:
     """A loaded prompt that is preempted is prefilled by D: the lease is over, and nothing is loaded twice."""
-    p, d = yard.engine(0, ahead=ahead, num_blocks=61), yard.engine(1, ahead=ahead, num_blocks=31)
+    p, d = yard.engine(0, ahead=ahead), yard.engine(1, ahead=ahead, num_blocks=FEW_BLOCKS)
     preempted = Preempted(d)
-    prompts = [prompt(100, n) for n in range(4)]
-    params = [prefill(p, ids) for ids in prompts]
-    on_d = [d.add(ids, told, max_tokens=40) for ids, told in zip(prompts, params, strict=True)]
-    run([p, d], lambda: all(d.answers[name].finish is not None for name in on_d))
+    for _, name in hand_all_over(p, d, [prompt(60, n) for n in range(4)], on_p=1, on_d=40):
+        assert d.answers[name].external == 60
     assert preempted.times.total() > 0
-    for name, ids in zip(on_d, prompts, strict=True):
-        assert d.answers[name].tokens == tokens_after(ids, 40)
-        assert d.loads[name] == 1 and d.answers[name].external == 100
     assert not d.workers[0].failed
     settle(p, d)
 
@@ -204,12 +207,12 @@ def test_out_of_blocks_on_d_while_it_decodes(yard: Yard, ahead: int) -> None:
 
 @AHEAD
 def test_the_urgent_request_is_loaded_first(yard: Yard, ahead: int) -> None:
-    p, d = yard.pair(scheduling="priority", ahead=ahead, num_blocks=61)
-    d = yard.engine(1, scheduling="priority", ahead=ahead, num_blocks=31)
+    p = yard.engine(0, ahead=ahead)
+    d = yard.engine(1, scheduling="priority", ahead=ahead, num_blocks=FEW_BLOCKS)
     order: list[str] = []
     real = d.connector._scheduler.after_alloc
     d.connector._scheduler.after_alloc = lambda request, *args: (order.append(request.request_id), real(request, *args))
-    prompts = [prompt(200, n) for n in range(4)]
+    prompts = [prompt(150, n) for n in range(4)]  # D has room for one of them
     names = [
         d.add(ids, prefill(p, ids), max_tokens=4, priority=priority)
         for ids, priority in zip(prompts, (5, 9, 7, 0), strict=True)
@@ -223,19 +226,19 @@ def test_the_urgent_request_is_loaded_first(yard: Yard, ahead: int) -> None:
 @AHEAD
 def test_an_urgent_request_takes_the_blocks_of_another_on_d(yard: Yard, ahead: int) -> None:
     """The one that is preempted was loaded; it goes on later, prefilled by D where its blocks are gone."""
-    p = yard.engine(0, scheduling="priority", ahead=ahead, num_blocks=61)
-    d = yard.engine(1, scheduling="priority", ahead=ahead, num_blocks=31)
+    p = yard.engine(0, scheduling="priority", ahead=ahead)
+    d = yard.engine(1, scheduling="priority", ahead=ahead, num_blocks=FEW_BLOCKS)
     preempted = Preempted(d)
-    patient = d.add(prompt(200), prefill(p, prompt(200)), max_tokens=80, priority=5)
+    patient = d.add(prompt(110), prefill(p, prompt(110)), max_tokens=60, priority=5)
     run([p, d], lambda: len(d.answers[patient].tokens) >= 3)
-    urgent = d.add(prompt(210, 1), prefill(p, prompt(210, 1)), max_tokens=60, priority=0)
+    urgent = d.add(prompt(120, 1), prefill(p, prompt(120, 1)), max_tokens=40, priority=0)
     run([p, d], lambda: d.answers[urgent].finish is not None)
     assert preempted.times[patient] and not preempted.times[urgent]
     assert d.answers[patient].finish is None
-    assert d.origins[urgent].theirs == 209
+    assert d.origins[urgent].theirs == 119
     run([p, d], lambda: d.answers[patient].finish is not None)
-    assert d.answers[patient].tokens == tokens_after(prompt(200), 80)
-    assert d.answers[urgent].tokens == tokens_after(prompt(210, 1), 60)
+    assert d.answers[patient].tokens == tokens_after(prompt(110), 60)
+    assert d.answers[urgent].tokens == tokens_after(prompt(120, 1), 40)
     assert d.loads[patient] == d.loads[urgent] == 1
     settle(p, d)
 
@@ -243,19 +246,19 @@ def test_an_urgent_request_takes_the_blocks_of_another_on_d(yard: Yard, ahead: i
 @AHEAD
 def test_an_urgent_request_takes_the_blocks_of_another_on_p(yard: Yard, ahead: int) -> None:
     """The patient one was prefilled already and decodes: what D gets of it was computed after that."""
-    p = yard.engine(0, scheduling="priority", ahead=ahead, num_blocks=31)
-    d = yard.engine(1, scheduling="priority", ahead=ahead, num_blocks=61)
+    p = yard.engine(0, scheduling="priority", ahead=ahead, num_blocks=FEW_BLOCKS)
+    d = yard.engine(1, scheduling="priority", ahead=ahead)
     preempted = Preempted(p)
-    patient = p.add(prompt(230), PREFILL, max_tokens=40, priority=5)
+    patient = p.add(prompt(130), PREFILL, max_tokens=40, priority=5)
     run([p], lambda: len(p.answers[patient].tokens) >= 3)
-    urgent = p.add(prompt(200, 1), PREFILL, max_tokens=30, priority=0)
+    urgent = p.add(prompt(120, 1), PREFILL, max_tokens=30, priority=0)
     run([p], lambda: p.answers[urgent].finish is not None)
     assert preempted.times[patient] and p.answers[patient].finish is None
-    first = d.add(prompt(200, 1), p.answers[urgent].params)
+    first = d.add(prompt(120, 1), p.answers[urgent].params)
     run([p, d], lambda: p.answers[patient].finish is not None)
-    second = d.add(prompt(230), p.answers[patient].params)
+    second = d.add(prompt(130), p.answers[patient].params)
     run([p, d], lambda: d.answers[first].finish is not None and d.answers[second].finish is not None)
-    assert (d.origins[first].theirs, d.origins[second].theirs) == (199, 229)
+    assert (d.origins[first].theirs, d.origins[second].theirs) == (119, 129)
     settle(p, d)
 
 
@@ -285,27 +288,11 @@ def test_drafts_on_both_sides(yard: Yard, monkeypatch: pytest.MonkeyPatch, ahead
 
 @AHEAD
 def test_drafts_and_preemption(yard: Yard, ahead: int) -> None:
-    p = yard.engine(0, drafts=3, ahead=ahead, num_blocks=31)
-    d = yard.engine(1, drafts=3, ahead=ahead, num_blocks=31)
+    p = yard.engine(0, drafts=3, ahead=ahead, num_blocks=FEW_BLOCKS)
+    d = yard.engine(1, drafts=3, ahead=ahead, num_blocks=FEW_BLOCKS)
     on_both = Preempted(p), Preempted(d)
-    prompts = [prompt(100, n) for n in range(4)]
-    on_p = [p.add(ids, PREFILL, max_tokens=40) for ids in prompts]
-    on_d: dict[str, str] = {}
-
-    def pass_on() -> bool:
-        ready = [name for name in on_p if p.answers[name].finish is not None]
-        if len(ready) == len(on_p) and not on_d:
-            on_d.update(
-                (name, d.add(ids, p.answers[name].params, max_tokens=50))
-                for name, ids in zip(on_p, prompts, strict=True)
-            )
-        return bool(on_d) and all(d.answers[name].finish is not None for name in on_d.values())
-
-    run([p, d], pass_on)
+    hand_all_over(p, d, [prompt(60, n) for n in range(4)], on_p=40, on_d=40)
     assert all(preempted.times.total() for preempted in on_both)
-    for name, ids in zip(on_p, prompts, strict=True):
-        assert p.answers[name].tokens == tokens_after(ids, 40)
-        assert d.answers[on_d[name]].tokens == tokens_after(ids, 50)
     settle(p, d)
 
 

@@ -130,7 +130,7 @@ def test_walk(yard: Yard, lines: Lines, monkeypatch: pytest.MonkeyPatch, seed: i
     extra["plane"] = ("auto", "shm", "zmq")[seed // 4]
     common: dict[str, Any] = {
         "runner": runner,
-        "ahead": seed // 3 % 2,
+        "ahead": seed // 3 % 3,
         "max_batched": rng.choice((64, 256)),
         "extra": extra,
     }

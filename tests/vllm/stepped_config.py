@@ -1,0 +1,81 @@
+"""vLLM's configuration of an engine that is stepped by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVTransferConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+    VllmConfig,
+)
+
+
+def model_config(folder: Path) -> ModelConfig:
+    """The tiny local model's configuration; no weights are read."""
+    return ModelConfig(model=str(folder), tokenizer=str(folder), dtype="float32", max_model_len=512, seed=0)
+
+
+def engine_config(
+    model: ModelConfig,
+    *,
+    role: str,
+    policy: str,
+    extra: dict[str, Any],
+    tp: int,
+    max_batched: int,
+    connector: str,
+    module: str | None,
+    ahead: bool,
+    drafts: int,
+    scheduling: str,
+    dp_rank: int | None,
+    block: int,
+) -> VllmConfig:
+    """``policy`` is that of failed loads, ``scheduling`` the scheduler's, ``block`` a block's tokens; ``Engine`` says
+    what the rest means."""
+    config = VllmConfig(
+        model_config=model,
+        cache_config=CacheConfig(block_size=block, enable_prefix_caching=True),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=8,
+            max_num_batched_tokens=max_batched,
+            max_model_len=512,
+            is_encoder_decoder=False,
+            enable_chunked_prefill=True,
+            policy=scheduling,  # type: ignore[arg-type]
+        ),
+        speculative_config=_speculative(model, drafts) if drafts else None,
+        parallel_config=ParallelConfig(tensor_parallel_size=tp, distributed_executor_backend="mp"),
+        device_config=DeviceConfig(device="cpu"),
+        kv_transfer_config=KVTransferConfig(
+            kv_connector=connector,
+            kv_connector_module_path=module,
+            kv_role=role,  # type: ignore[arg-type]
+            kv_load_failure_policy=policy,  # type: ignore[arg-type]
+            kv_connector_extra_config=extra,
+        ),
+    )
+    config.scheduler_config.async_scheduling = ahead  # vLLM forces it off on the CPU
+    if dp_rank is not None:  # as EngineCoreProc.run_engine_core does
+        transfer = config.kv_transfer_config
+        assert transfer is not None
+        transfer.engine_id = f"{transfer.engine_id}_dp{dp_rank}"
+        config.parallel_config.data_parallel_index = dp_rank
+    return config
+
+
+def _speculative(model: ModelConfig, drafts: int) -> SpeculativeConfig:
+    return SpeculativeConfig(
+        method="ngram",
+        num_speculative_tokens=drafts,
+        prompt_lookup_max=4,
+        target_model_config=model,
+        target_parallel_config=ParallelConfig(),
+    )
