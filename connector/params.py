@@ -145,6 +145,9 @@ def parse(params: Mapping[str, Any] | None) -> HandedOver | None:
         raise ProtocolError(
             f"kv_transfer_params names {len(named)} ranks, expected {wire.pp_size} x {wire.tp_size} (pp x tp)"
         )
+    if any(wire.tp_size % split.size for split in wire.splits):
+        sizes = ", ".join(str(split.size) for split in wire.splits)
+        raise ProtocolError(f"kv_transfer_params says that {sizes} of {wire.tp_size} ranks share tokens out in turn")
     peer = PeerEngine(wire.engine_id, wire.tp_size, wire.pp_size, wire.lease_seconds, ranks, wire.host_id, wire.splits)
     return HandedOver(bytes.fromhex(wire.token), wire.num_tokens, wire.prompt, peer, tuple(wire.kept))
 
