@@ -65,6 +65,8 @@ class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=
 
     def count(self, num_tokens: int) -> int:
         """How many of the first ``num_tokens`` the rank holds, which is also its own number for the next one."""
+        if self.size == 1:
+            return num_tokens
         rounds, rest = divmod(num_tokens, self.interleave * self.size)
         return rounds * self.interleave + min(max(rest - self.rank * self.interleave, 0), self.interleave)
 
@@ -147,6 +149,8 @@ def _common(ours: Share, theirs: Share, start: int, stop: int) -> Places:
 
 def num_common(ours: Share, theirs: Share, start: int, stop: int) -> int:
     """How many tokens of ``[start, stop)`` both ranks hold."""
+    if theirs.size == 1 or ours == theirs:
+        return max(0, ours.count(stop) - ours.count(start))
     return common(ours, theirs, start, stop).num_tokens
 
 

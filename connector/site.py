@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from kvferry.connector.config import Settings
-from kvferry.connector.context import Share, blocks, common
+from kvferry.connector.context import Blocks, Share, blocks, common
 from kvferry.connector.errors import GeometryError, IncompatiblePeerError
 from kvferry.connector.geometry import GroupGeometry, PageLayout, RankGeometry
 from kvferry.connector.metrics import HandoverStats
@@ -98,7 +98,7 @@ class Caches:
         """Whether ``part`` lies in pieces long enough that a socket moves them as fast as packed bytes."""
         view = self.views[part.group]
         dense = view.token_stride == view.content_bytes
-        tokens = min(part.block_size, part.num_tokens) if dense else 1
+        tokens = min(part.blocks.size, part.num_tokens) if dense else 1
         return self.device.type == "cpu" and tokens * view.content_bytes >= MIN_PIECE_BYTES
 
     def pieces(self, part: Part) -> Pieces:
@@ -125,9 +125,7 @@ class Caches:
             num_heads=span.num_heads,
             token=table.token,
             num_tokens=places.num_tokens,
-            block_ids=table.ids,
-            block_size=table.size,
-            block_stride=table.stride,
+            blocks=table,
         )
 
     def cut(self, whole: Part, span: Span, chunk_bytes: int, source: GroupGeometry) -> Iterator[Part]:
@@ -146,9 +144,7 @@ class Caches:
                 num_heads=whole.num_heads,
                 token=whole.token + chunk.token,
                 num_tokens=chunk.num_tokens,
-                block_ids=whole.block_ids,
-                block_size=whole.block_size,
-                block_stride=whole.block_stride,
+                blocks=whole.blocks,
             )
 
     def _copy(self, wire: Pages, pages: Pages, part: Part, *, pack: bool) -> None:
@@ -170,9 +166,9 @@ class Caches:
         view = self.views[part.group]
         return Pages(
             bases=np.asarray(view.bases[part.layer : part.layer + part.num_layers], dtype=np.int64),
-            block_ids=part.block_ids,
-            block_size=part.block_size,
-            block_stride=part.block_stride,
+            block_ids=part.blocks.ids,
+            block_size=part.blocks.size,
+            block_stride=part.blocks.stride,
             head_stride=view.head_stride,
             token_stride=view.token_stride,
             head=part.head,
@@ -183,7 +179,7 @@ class Caches:
 @dataclass(frozen=True, slots=True)
 class Part:
     """A box of one region in this rank's own numbering, with the blocks that its tokens lie in: kernel blocks, or
-    pieces of them where not all of their tokens are meant (``context.Blocks``)."""
+    pieces of them where not all of their tokens are meant. ``token`` counts in these blocks."""
 
     group: int
     layer: int
@@ -192,9 +188,7 @@ class Part:
     num_heads: int
     token: int
     num_tokens: int
-    block_ids: Ids
-    block_size: int
-    block_stride: int
+    blocks: Blocks
 
 
 @dataclass
