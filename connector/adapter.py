@@ -65,7 +65,7 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
             self._scheduler = SchedulerHalf(
                 settings,
                 str(transfer.engine_id),
-                compat.block_tables(kv_cache_config),
+                compat.block_tables(vllm_config, kv_cache_config),
                 tp_size=parallel.tensor_parallel_size,
                 pp_size=parallel.pipeline_parallel_size,
                 produces=transfer.is_kv_producer,

@@ -91,7 +91,9 @@ class Claims:
     def expected(self, peer: PeerEngine, p_rank: int) -> tuple[int, ...]:
         """The D ranks, of every pipeline stage, that release at P's rank ``p_rank``."""
         ours = self._geometry
-        return expected_consumers(p_rank, ours.tp_size, ours.pp_size, peer.tp_size, ours.head_counts)
+        return expected_consumers(
+            p_rank, ours.tp_size, ours.pp_size, peer.tp_size, ours.head_counts, ours.splits, peer.splits
+        )
 
     def _addresses(self, peer: PeerEngine) -> list[RankAddress]:
         return [address for address in peer.ranks if self.rank in self.expected(peer, address.tp_rank)]

@@ -10,6 +10,7 @@ import ctypes
 import json
 import os
 import platform
+from copy import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.request import RequestStatus
 
+from kvferry.connector.context import UNSPLIT, Split
 from kvferry.connector.engine import BlockTable, LayerGroup, RankInfo, RequestView
 from kvferry.connector.errors import ConfigError
 from kvferry.connector.geometry import GroupKind
@@ -91,6 +93,7 @@ __all__ = [
     "rank_info",
     "register_connector",
     "request_view",
+    "splits",
     "transfer_group_ids",
 ]
 
@@ -121,9 +124,23 @@ def check_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Non
         ConfigError: names the option and what to do.
     """
     parallel = vllm_config.parallel_config
-    for option in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, option, 1) > 1:
-            raise ConfigError(f"{option} {getattr(parallel, option)} is not carried yet, expected 1")
+    if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
+        raise ConfigError(
+            f"prefill_context_parallel_size {parallel.prefill_context_parallel_size} is not carried yet, expected 1"
+        )
+    if parallel.decode_context_parallel_size > 1:
+        if not hasattr(vllm_config, "adjust_dcp_kv_cache_interleave_size"):
+            raise ConfigError(
+                f"decode_context_parallel_size {parallel.decode_context_parallel_size} is not carried from or to "
+                f"vLLM {vllm.__version__}, expected 1; or run vLLM 0.32"
+            )
+        for table, split in zip(transfer_group_ids(kv_cache_config), splits(vllm_config, kv_cache_config), strict=True):
+            block_size = kv_cache_config.kv_cache_groups[table].kv_cache_spec.block_size
+            if block_size % split.interleave:
+                raise ConfigError(
+                    f"cp_kv_cache_interleave_size {split.interleave} does not divide the blocks of KV cache group "
+                    f"{table}, {block_size} tokens; expected a divisor"
+                )
     groups = len(kv_cache_config.kv_cache_groups)
     if groups > 1 and not HAS_TRANSFER_RESULTS:
         raise ConfigError(
@@ -143,17 +160,35 @@ def transfer_group_ids(kv_cache_config: KVCacheConfig) -> tuple[int, ...]:
     return tuple(range(len(kv_cache_config.kv_cache_groups))) if ids is None else tuple(ids)
 
 
-def block_tables(kv_cache_config: KVCacheConfig) -> tuple[BlockTable, ...]:
+def splits(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[Split, ...]:
+    """How ranks share out the tokens of each transferable KV cache group, under decode context parallelism.
+
+    Every n-th ``cp_kv_cache_interleave_size`` tokens are a rank's (``_compute_slot_mappings_kernel``). vLLM's workers
+    change that setting when they begin, and its scheduler does not hear of it, so the same is done to a copy here.
+    """
+    groups = [kv_cache_config.kv_cache_groups[index] for index in transfer_group_ids(kv_cache_config)]
+    size = vllm_config.parallel_config.decode_context_parallel_size
+    if size == 1:
+        return UNSPLIT * len(groups)
+    config = copy(vllm_config)
+    config.parallel_config = copy(vllm_config.parallel_config)
+    config.adjust_dcp_kv_cache_interleave_size(kv_cache_config)
+    split = Split(size, config.parallel_config.cp_kv_cache_interleave_size)
+    return tuple(split if group.kv_cache_spec.dcp_sharded else UNSPLIT[0] for group in groups)
+
+
+def block_tables(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[BlockTable, ...]:
     """The block tables of vLLM's transferable KV cache groups.
 
     Raises:
         ConfigError: a kind of cache that is not known; names it.
     """
     tables = []
-    for index in transfer_group_ids(kv_cache_config):
+    for index, split in zip(transfer_group_ids(kv_cache_config), splits(vllm_config, kv_cache_config), strict=True):
         spec = _first(kv_cache_config.kv_cache_groups[index].kv_cache_spec)
         kind, window = _kind(spec)
-        tables.append(BlockTable(kind, spec.block_size, window, getattr(spec, "extra_retained_tokens", 0)))
+        extra = getattr(spec, "extra_retained_tokens", 0)
+        tables.append(BlockTable(kind, spec.block_size * split.size, window, extra, split))
     return tuple(tables)
 
 
@@ -164,6 +199,7 @@ def layer_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tup
         ConfigError: a kind of cache that is not known; names it.
     """
     groups = []
+    shared = splits(vllm_config, kv_cache_config)
     for table, index in enumerate(transfer_group_ids(kv_cache_config)):
         group = kv_cache_config.kv_cache_groups[index]
         inner = getattr(group.kv_cache_spec, "kv_cache_specs", None)  # layers of one type whose sizes differ
@@ -174,7 +210,8 @@ def layer_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tup
             kind, window = _kind(spec)
             heads = _total_heads(vllm_config, spec)
             tokens = 1 if kind == "state" else spec.block_size
-            groups.append(LayerGroup(kind, tuple(names), tokens, heads, window, _packing(spec), table))
+            packing = _packing(spec)
+            groups.append(LayerGroup(kind, tuple(names), tokens, heads, window, packing, table, shared[table]))
     return tuple(groups)
 
 

@@ -155,7 +155,9 @@ class Consumer:
 
     def _addresses(self, peer: PeerEngine) -> Iterator[RankAddress]:
         ours = self._site.caches.geometry
-        p_ranks = readers(ours.tp_rank, ours.tp_size, peer.tp_size, ours.head_counts)
+        p_ranks = readers(ours.tp_rank, ours.tp_size, peer.tp_size, ours.head_counts, ours.splits, peer.splits)
+        if not p_ranks:
+            raise KVFerryError(f"none of P's {peer.tp_size} tensor-parallel ranks holds tokens of ours")
         by_rank = {(rank.pp_rank, rank.tp_rank): rank for rank in peer.ranks}
         for pp_rank in range(peer.pp_size):
             for p_rank in p_ranks:

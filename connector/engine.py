@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvferry.connector.context import UNSPLIT, Split
 from kvferry.connector.geometry import GroupKind
 
 
@@ -15,13 +16,15 @@ class BlockTable:
 
     ``window`` counts the tokens of a sliding window or of a local chunk, outside of which the engine gives blocks back
     and puts the null block, number 0, in their place; ``extra`` those that it keeps beyond a sliding window. Of kind
-    ``state``, block n holds the state after the last computed token of the n-th ``block_size`` tokens.
+    ``state``, block n holds the state after the last computed token of the n-th ``block_size`` tokens. ``split`` says
+    how ranks share its tokens out; ``block_size`` counts what a block stands for on all of them together.
     """
 
     kind: GroupKind
     block_size: int
     window: int = 0
     extra: int = 0
+    split: Split = UNSPLIT[0]
 
     @property
     def whole(self) -> bool:
@@ -40,7 +43,10 @@ class BlockTable:
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers of one kind and head count under one block table, number ``table``; see ``GroupGeometry``."""
+    """Layers of one kind and head count under one block table, number ``table``; see ``GroupGeometry``.
+
+    ``block_size`` counts the tokens of a block on one rank, of those that ``split`` gives it.
+    """
 
     kind: GroupKind
     layers: tuple[str, ...]
@@ -49,6 +55,7 @@ class LayerGroup:
     window: int = 0
     packing: str = ""
     table: int = 0
+    split: Split = UNSPLIT[0]
 
 
 @dataclass(frozen=True, slots=True)

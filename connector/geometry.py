@@ -11,6 +11,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from kvferry.connector.context import UNSPLIT, WHOLE, Share, Split
+
 PRINTABLE = r"\A[^\x00-\x1f\x7f-\x9f\u2028\u2029]*\Z"
 """No line ends and no control characters: what peers send ends up in log lines."""
 Name = Annotated[str, Meta(min_length=1, max_length=256, pattern=PRINTABLE)]
@@ -31,6 +33,9 @@ class GroupGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     ``content_bytes`` is C; ``window`` counts the tokens of a sliding window or of a local chunk, 0 for none.
     A region of kind ``state`` holds one state per block, which counts as one token.
 
+    ``share`` says which tokens of a prompt the rank holds, all but for context parallelism. Then ``block_size`` and all
+    that is said of memory counts the rank's own tokens, as if there were no others.
+
     ``packing`` names an order of its own in which a backend keeps the tokens of one (kernel block, head), as vLLM's CPU
     attention does, or the sections of a state; empty where tokens lie one after the other. Where it is not, tokens have
     no bytes of their own: only whole tiles of ``tile_tokens`` tokens can be carried, between ranks that pack alike.
@@ -48,13 +53,14 @@ class GroupGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     window: Count = 0
     packing: PackingName = ""
     tile_tokens: Size = 1
+    share: Share = WHOLE
 
 
 class RankGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One rank's place in its engine, and its regions; a pipeline stage may hold none.
 
     ``head_counts`` are the ``total_heads`` of all regions of the engine, ascending, also of other stages': every rank
-    of an engine must come to the same ranks that read and release.
+    of an engine must come to the same ranks that read and release. So with ``splits``, how they share tokens out.
     Decoding bounds each number; whether they fit together is for ``plan.check_geometry``, whose refusal is answered.
     """
 
@@ -63,6 +69,7 @@ class RankGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     pp_rank: Count
     pp_size: Size
     head_counts: Annotated[tuple[Size, ...], Meta(min_length=1, max_length=64)]
+    splits: Annotated[tuple[Split, ...], Meta(min_length=1, max_length=4)] = UNSPLIT
     groups: Annotated[tuple[GroupGeometry, ...], Meta(max_length=64)]
 
 

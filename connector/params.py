@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
+from kvferry.connector.context import UNSPLIT, Split
 from kvferry.connector.errors import ProtocolError
 from kvferry.connector.geometry import GroupKind
 from kvferry.connector.stepplan import PeerEngine, RankAddress
@@ -48,6 +49,7 @@ class _Wire(msgspec.Struct, frozen=True):
     ranks: Annotated[list[_Rank], Meta(min_length=1, max_length=4096)]
     host_id: Annotated[str, Meta(max_length=64, pattern="^[0-9a-f]*$")] = ""
     kept: Annotated[list[_Kept], Meta(max_length=64)] = []
+    splits: Annotated[tuple[Split, ...], Meta(min_length=1, max_length=4)] = UNSPLIT
 
 
 class HandedOver(msgspec.Struct, frozen=True):
@@ -85,6 +87,7 @@ def hand_over(handed: HandedOver) -> dict[str, Any]:
         "remote_port": first.port,
         "tp_size": peer.tp_size,
         "pp_size": peer.pp_size,
+        "dcp_size": max(split.size for split in peer.splits),
         "remote_num_tokens": handed.num_tokens,
         "kvferry": {
             "v": PARAMS_VERSION,
@@ -97,6 +100,7 @@ def hand_over(handed: HandedOver) -> dict[str, Any]:
             "pp_size": peer.pp_size,
             "host_id": peer.host_id,
             "kept": [list(item) for item in handed.kept],
+            "splits": [[split.size, split.interleave] for split in peer.splits],
             "ranks": [[r.pp_rank, r.tp_rank, r.host, r.port, r.incarnation.hex()] for r in peer.ranks],
         },
     }
@@ -141,7 +145,10 @@ def parse(params: Mapping[str, Any] | None) -> HandedOver | None:
         raise ProtocolError(
             f"kv_transfer_params names {len(named)} ranks, expected {wire.pp_size} x {wire.tp_size} (pp x tp)"
         )
-    peer = PeerEngine(wire.engine_id, wire.tp_size, wire.pp_size, wire.lease_seconds, ranks, wire.host_id)
+    if any(wire.tp_size % split.size for split in wire.splits):
+        sizes = ", ".join(str(split.size) for split in wire.splits)
+        raise ProtocolError(f"kv_transfer_params says that {sizes} of {wire.tp_size} ranks share tokens out in turn")
+    peer = PeerEngine(wire.engine_id, wire.tp_size, wire.pp_size, wire.lease_seconds, ranks, wire.host_id, wire.splits)
     return HandedOver(bytes.fromhex(wire.token), wire.num_tokens, wire.prompt, peer, tuple(wire.kept))
 
 

@@ -1,8 +1,9 @@
 """What one rank reads from another, as spans, and how a span is cut into messages. Pure. Axes ``[L, B, H, N, C]``.
 
 A span is a box in (layer, head, token) space of one of P's regions (``protocol.Span``, P's numbering). Blocks do
-not appear: tokens count from the start of the prompt on both sides, and each side finds them through its own block
-table. A chunk is one message, a box inside a span, on the wire contiguous ``[layers][heads][tokens][C]``.
+not appear: tokens count from the start of the prompt on both sides, and each side finds those that both hold
+(``context.Share``) through its own block table. A chunk is one message, a box inside a span, on the wire contiguous
+``[layers][heads][tokens][C]``.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from itertools import chain, repeat
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from kvferry.connector import topology
+from kvferry.connector.context import WHOLE, Share, Split, common, num_common
 from kvferry.connector.errors import GeometryError, IncompatiblePeerError
 from kvferry.connector.geometry import GroupGeometry, RankGeometry
 from kvferry.connector.protocol import Span
@@ -27,17 +30,19 @@ MAX_CHUNKS = 1 << 20
 class PlannedSpan(NamedTuple):
     """A span to read, and where it goes: region ``group``, first ``layer`` and first ``head`` in D's own numbering.
 
-    Layer and head counts and tokens are the span's.
+    Layer and head counts and tokens are the span's, but for those outside P's ``share``.
     """
 
     span: Span
     group: int
     layer: int
     head: int
+    share: Share = WHOLE
 
 
 class Chunk(NamedTuple):
-    """A part of a span: offsets ``layer`` and ``token`` count from the span's first ones; all of its heads."""
+    """A part of a span: offsets ``layer`` and ``token`` count from the span's first ones, tokens among those that both
+    sides hold; all of its heads."""
 
     layer: int
     num_layers: int
@@ -85,7 +90,8 @@ def check_geometry(geometry: RankGeometry) -> None:
     """That a geometry is one that a rank can have.
 
     Raises:
-        GeometryError: ranks outside sizes, heads other than the rank's interval, or a layer listed twice.
+        GeometryError: ranks outside sizes, heads other than the rank's interval, a share of tokens that is not the
+            rank's, or a layer listed twice.
     """
     for axis in ("tp", "pp"):
         rank, size = getattr(geometry, f"{axis}_rank"), getattr(geometry, f"{axis}_size")
@@ -107,7 +113,25 @@ def check_geometry(geometry: RankGeometry) -> None:
                 f"{group.head_start}..{group.head_start + group.num_heads}, "
                 f"expected {expected[0]}..{sum(expected)} of {heads}"
             )
+        _check_share(group, geometry)
     _layer_index(geometry)
+
+
+def _check_share(group: GroupGeometry, geometry: RankGeometry) -> None:
+    share = group.share
+    who = f"layer {group.layers[0]!r}: rank {share.rank} of {share.size} that share tokens out, {share.interleave} each"
+    if share.split not in geometry.splits or share != share.split.share(geometry.tp_rank):
+        raise GeometryError(f"{who}, is not tp_rank {geometry.tp_rank} of an engine with {geometry.splits}")
+    if share.whole:
+        return
+    if group.kind not in ("full", "mla") or group.packing:
+        raise GeometryError(f"{who}: caches of kind {group.kind}{group.packing and ', packed,'} are not carried so")
+    if group.block_size % share.interleave:
+        raise GeometryError(f"{who}: that does not divide a block of {group.block_size}")
+    if geometry.tp_size // group.total_heads < share.size:
+        raise GeometryError(
+            f"{who}: of {geometry.tp_size} tensor-parallel ranks, fewer hold each of {group.total_heads} heads"
+        )
 
 
 def plan_reads(local: RankGeometry, remote: RankGeometry, tokens: Sequence[tuple[int, int]]) -> tuple[PlannedSpan, ...]:
@@ -128,20 +152,26 @@ def plan_reads(local: RankGeometry, remote: RankGeometry, tokens: Sequence[tuple
     """
     assert len(tokens) == len(local.groups)
     held = _layer_index(remote)
-    from_it: dict[int, HeadRead | None] = {}
+    from_it: dict[tuple[int, Split, Split], HeadRead | None] = {}
     planned: list[PlannedSpan] = []
     for index, (group, (start, stop)) in enumerate(zip(local.groups, tokens, strict=True)):
-        if group.total_heads not in from_it:
-            reads = topology.sources(local.tp_rank, local.tp_size, remote.tp_size, group.total_heads)
-            from_it[group.total_heads] = next((read for read in reads if read.p_rank == remote.tp_rank), None)
-        heads = from_it[group.total_heads]
-        if stop <= start or heads is None:
+        if stop <= start:
             continue
         for layer, theirs, first, count in _runs(group, held):
+            share = remote.groups[theirs].share
+            key = group.total_heads, group.share.split, share.split
+            if key not in from_it:
+                reads = topology.sources(local.tp_rank, local.tp_size, remote.tp_size, key[0], False, *key[1:])
+                from_it[key] = next((read for read in reads if read.p_rank == remote.tp_rank), None)
+            heads = from_it[key]
+            if heads is None or not num_common(group.share, share, start, stop):
+                continue
             ours, head = _head_box(group, remote.groups[theirs], heads)
             token = start // group.tile_tokens * group.tile_tokens
-            span = Span(theirs, first, count, head, heads.num_heads, token, whole_tiles(stop, group) - token)
-            planned.append(PlannedSpan(span, index, layer, ours))
+            span = Span(
+                theirs, first, count, head, heads.num_heads, token, whole_tiles(stop, group) - token, group.share
+            )
+            planned.append(PlannedSpan(span, index, layer, ours, share))
     return tuple(planned)
 
 
@@ -162,7 +192,9 @@ def plan_sources(
     any_remote = next(iter(remotes.values()), None)
     if any_remote is None:
         raise GeometryError("no P rank is known, expected at least one")
-    p_ranks = topology.readers(local.tp_rank, local.tp_size, any_remote.tp_size, local.head_counts)
+    p_ranks = topology.readers(
+        local.tp_rank, local.tp_size, any_remote.tp_size, local.head_counts, local.splits, any_remote.splits
+    )
     plans: dict[tuple[int, int], tuple[PlannedSpan, ...]] = {}
     for stage in range(any_remote.pp_size):
         for p_rank in p_ranks:
@@ -183,11 +215,17 @@ def check_complete(local: RankGeometry, planned: Iterable[PlannedSpan], tokens: 
         IncompatiblePeerError: names the first layer that no P rank holds, or that more than one stage holds.
     """
     counts = [np.zeros((len(group.layers), group.num_heads), dtype=np.int64) for group in local.groups]
+    shared: dict[int, list[PlannedSpan]] = {}
     for item in planned:
+        if not item.share.whole:
+            shared.setdefault(item.group, []).append(item)
+            continue
         layers = slice(item.layer, item.layer + item.span.num_layers)
         counts[item.group][layers, item.head : item.head + item.span.num_heads] += 1
+    for index, items in shared.items():
+        counts[index] += _times(local.groups[index], items, tokens[index])
     for group, count, (start, stop) in zip(local.groups, counts, tokens, strict=True):
-        if stop <= start or bool((count == 1).all()):
+        if stop <= start or not group.share.count(stop) - group.share.count(start) or bool((count == 1).all()):
             continue
         fewest: list[int] = count.min(axis=1).tolist()
         missing = [layer for layer, times in zip(group.layers, fewest, strict=True) if not times]
@@ -195,6 +233,31 @@ def check_complete(local: RankGeometry, planned: Iterable[PlannedSpan], tokens: 
             _refuse_missing(missing, len(group.layers) - len(missing), consumer=True)
         layer = group.layers[int(np.argmax((count > 1).any(axis=1)))]
         raise IncompatiblePeerError("layers", f"{layer!r} needed once", f"{layer!r} on more than one stage")
+
+
+def _times(group: GroupGeometry, items: Sequence[PlannedSpan], tokens: tuple[int, int]) -> npt.NDArray[np.int64]:
+    """How often each (layer, head) of a region comes in all of its tokens, from ranks that share them out.
+
+    Raises:
+        IncompatiblePeerError: some tokens come oftener than others.
+    """
+    splits = {item.share.split for item in items}
+    found = np.zeros((len(group.layers), group.num_heads), dtype=np.int64)
+    for split in splits:  # stages that are shared out in different ways hold different layers
+        shares = [n for n in range(split.size) if num_common(group.share, split.share(n), *tokens)]
+        count = np.zeros((split.size, *found.shape), dtype=np.int64)
+        for item in items:
+            if item.share.split == split:
+                layers = slice(item.layer, item.layer + item.span.num_layers)
+                count[item.share.rank, layers, item.head : item.head + item.span.num_heads] += 1
+        if (count[shares] != count[shares[0]]).any():
+            layer, head = np.argwhere((count[shares] != count[shares[0]]).any(axis=0))[0].tolist()
+            there = [n for n in shares if count[n, layer, head]]
+            raise IncompatiblePeerError(
+                f"tokens of layer {group.layers[layer]!r}", f"those of shares {shares} needed", f"shares {there}"
+            )
+        found += count[shares[0]]
+    return found
 
 
 def check_span(span: Span, geometry: RankGeometry, num_tokens: int) -> None:
@@ -206,6 +269,7 @@ def check_span(span: Span, geometry: RankGeometry, num_tokens: int) -> None:
     if span.group >= len(geometry.groups):
         raise GeometryError(f"span of group {span.group}, there are {len(geometry.groups)}")
     group = geometry.groups[span.group]
+    span.share.check()
     for axis, first, count, bound in (
         ("layers", span.layer, span.num_layers, len(group.layers)),
         ("heads", span.head, span.num_heads, group.num_heads),
@@ -218,6 +282,11 @@ def check_span(span: Span, geometry: RankGeometry, num_tokens: int) -> None:
             f"span of tokens {span.token}..{span.token + span.num_tokens} cuts through tiles of {group.tile_tokens} "
             f"tokens, which group {span.group} packs ({group.packing})"
         )
+
+
+def span_tokens(span: Span, share: Share) -> int:
+    """Tokens of a span that both sides hold. ``share`` is P's."""
+    return num_common(share, span.share, span.token, span.token + span.num_tokens)
 
 
 def whole_tiles(num_tokens: int, group: GroupGeometry) -> int:
@@ -234,16 +303,19 @@ def check_spans(spans: Sequence[Span], geometry: RankGeometry, num_tokens: int) 
     asked: dict[int, int] = {}
     for span in spans:
         check_span(span, geometry, num_tokens)
-        asked[span.group] = asked.get(span.group, 0) + span.num_layers * span.num_heads * span.num_tokens
+        held = span_tokens(span, geometry.groups[span.group].share)
+        if not held:
+            raise GeometryError(f"span of tokens {span.token}..{span.token + span.num_tokens}, of which we hold none")
+        asked[span.group] = asked.get(span.group, 0) + span.num_layers * span.num_heads * held
     for index, elements in asked.items():
         group = geometry.groups[index]
-        bound = len(group.layers) * group.num_heads * whole_tiles(num_tokens, group)
+        bound = len(group.layers) * group.num_heads * group.share.count(whole_tiles(num_tokens, group))
         if elements > bound:
             raise GeometryError(f"spans of group {index} ask for {elements} (layer, head, token) elements of {bound}")
 
 
-def chunks(span: Span, content_bytes: int, chunk_bytes: int, token_align: int = 1) -> list[Chunk]:
-    """A span cut into messages of at most ``chunk_bytes``; the same on both sides.
+def chunks(span: Span, content_bytes: int, chunk_bytes: int, token_align: int = 1, share: Share = WHOLE) -> list[Chunk]:
+    """A span cut into messages of at most ``chunk_bytes``; the same on both sides. ``share`` is P's.
 
     As many whole layers with all tokens as fit; where one layer does not fit, runs of its tokens, with cuts at
     multiples of ``token_align`` (counted from the start of the prompt, as blocks are) wherever one is within reach.
@@ -251,8 +323,13 @@ def chunks(span: Span, content_bytes: int, chunk_bytes: int, token_align: int = 
     Raises:
         GeometryError: one token of the span does not fit into ``chunk_bytes``, or more than ``MAX_CHUNKS`` result.
     """
+    first, num_tokens = span.token, span.num_tokens
+    if not (share.whole and span.share.whole):
+        places = common(share, span.share, span.token, span.token + span.num_tokens)
+        first, num_tokens = int(places.starts[0]), places.num_tokens
+        token_align = token_align if places.dense else 1
     token_bytes = span.num_heads * content_bytes
-    layer_bytes = token_bytes * span.num_tokens
+    layer_bytes = token_bytes * num_tokens
     most = chunk_bytes // token_bytes
     if most < 1:
         raise GeometryError(
@@ -264,16 +341,15 @@ def chunks(span: Span, content_bytes: int, chunk_bytes: int, token_align: int = 
         if -(-span.num_layers // step) > MAX_CHUNKS:
             raise GeometryError(f"span of {span.num_layers} layers makes more than {MAX_CHUNKS} messages")
         return [
-            Chunk(layer, min(step, span.num_layers - layer), 0, span.num_tokens)
-            for layer in range(0, span.num_layers, step)
+            Chunk(layer, min(step, span.num_layers - layer), 0, num_tokens) for layer in range(0, span.num_layers, step)
         ]
     # Alignment shortens a run by less than half on average.
-    if span.num_layers * -(-2 * span.num_tokens // most) > MAX_CHUNKS:
+    if span.num_layers * -(-2 * num_tokens // most) > MAX_CHUNKS:
         raise GeometryError(
-            f"span of {span.num_layers} layers x {span.num_tokens} tokens makes more than {MAX_CHUNKS} messages "
+            f"span of {span.num_layers} layers x {num_tokens} tokens makes more than {MAX_CHUNKS} messages "
             f"of {chunk_bytes} bytes"
         )
-    runs = _token_runs(span.token, span.num_tokens, most, max(1, token_align))
+    runs = _token_runs(first, num_tokens, most, max(1, token_align))
     # Ten thousand chunks for a long prompt: zip and tuple.__new__ take half the time of calling Chunk.
     layers = chain.from_iterable(repeat(layer, len(runs)) for layer in range(span.num_layers))
     starts, counts = ([run[side] for run in runs] * span.num_layers for side in (0, 1))

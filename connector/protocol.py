@@ -33,6 +33,7 @@ from typing import Annotated, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
+from kvferry.connector.context import WHOLE, Share
 from kvferry.connector.errors import ProtocolError
 from kvferry.connector.geometry import PRINTABLE, Count, Name, PageLayout, RankGeometry, Size
 
@@ -103,7 +104,11 @@ class Attached(_Message, frozen=True):
 
 
 class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """A box of one of P's regions, in P's own numbering: layers, heads, tokens, each (first, count)."""
+    """A box of one of P's regions, in P's own numbering: layers, heads, tokens, each (first, count).
+
+    Tokens count in the prompt. Meant are those that P holds and that are in ``share``, which is D's: where the ranks of
+    either side share tokens out, fewer than ``num_tokens``.
+    """
 
     group: Count
     layer: Count
@@ -112,6 +117,7 @@ class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=T
     num_heads: Size
     token: Count
     num_tokens: Size
+    share: Share = WHOLE
 
 
 class Ask(_Message, frozen=True):

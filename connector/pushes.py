@@ -82,14 +82,12 @@ class Pushes:
         """The chunks of a read, in the order of the wire. Raises GeometryError where one does not fit into a slot."""
         if ask.chunk_bytes > slot_bytes:
             raise GeometryError(f"chunk_bytes {ask.chunk_bytes} is more than the {slot_bytes} of a slot")
-        groups = self._caches.geometry.groups
-        return [
-            part
-            for span in ask.spans
-            for part in self._caches.cut(
-                span, span.group, span.layer, span.head, ids[span.group], ask.chunk_bytes, groups[span.group].block_size
-            )
-        ]
+        parts: list[Part] = []
+        for span in ask.spans:
+            ours = self._caches.geometry.groups[span.group]
+            whole = self._caches.part(span, span.group, span.layer, span.head, ids[span.group], ours.share)
+            parts.extend(self._caches.cut(whole, span, ask.chunk_bytes, ours))
+        return parts
 
     def start(self, push: Push) -> None:
         """Send it, in turn with the others."""

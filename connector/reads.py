@@ -109,8 +109,7 @@ class Reads:
             return
         groups = read.link.theirs.groups
         for item in planned:
-            ids, align = read.job.ids[item.group], groups[item.span.group].block_size
-            cut = self._caches.cut(item.span, item.group, item.layer, item.head, ids, read.link.slot_bytes, align)
+            cut = self._caches.cut(self._part(read, item), item.span, read.link.slot_bytes, groups[item.span.group])
             read.parts.extend(cut)
         for chunk, part in enumerate(read.parts):
             read.tags.add(read.tag(chunk))
@@ -133,20 +132,14 @@ class Reads:
         span, layout = planned.span, read.link.pages[planned.span.group]
         if span.group >= len(grant.block_ids):
             raise GeometryError(f"P grants blocks of {len(grant.block_ids)} groups, group {span.group} was asked for")
-        theirs = pages_of(layout, unpack_ids(grant.block_ids[span.group]), span)
-        ours = self._caches.pages(
-            Part(
-                group=planned.group,
-                layer=planned.layer,
-                num_layers=span.num_layers,
-                head=planned.head,
-                num_heads=span.num_heads,
-                token=span.token,
-                num_tokens=span.num_tokens,
-                kernel_ids=read.job.ids[planned.group],
-            )
-        )
-        return runs(ours, theirs, span.num_heads, span.num_tokens, self._caches.views[planned.group].content_bytes)
+        theirs = pages_of(layout, unpack_ids(grant.block_ids[span.group]), span, planned.share)
+        part = self._part(read, planned)
+        content = self._caches.views[planned.group].content_bytes
+        return runs(self._caches.pages(part), theirs, part.num_heads, part.num_tokens, content)
+
+    def _part(self, read: Read, item: PlannedSpan) -> Part:
+        ids = read.job.ids[item.group]
+        return self._caches.part(item.span, item.group, item.layer, item.head, ids, item.share)
 
     def stop(self, read: Read) -> None:
         """Unpack nothing more, let no channel write the pages. Both happen on this very thread, so nothing does from

@@ -55,6 +55,7 @@ def rank_geometry(info: RankInfo, groups: Sequence[LayerGroup], found: Sequence[
         pp_rank=info.pp_rank,
         pp_size=info.pp_size,
         head_counts=tuple(sorted({group.total_heads for group in groups})),
+        splits=tuple(sorted({group.split for group in groups})),
         groups=tuple(region.geometry for region in found),
     )
 
@@ -94,4 +95,5 @@ def _geometry(group: LayerGroup, view: CacheView, info: RankInfo) -> GroupGeomet
         window=group.window,
         packing=group.packing,
         tile_tokens=view.block_size if group.packing else 1,
+        share=group.split.share(info.tp_rank),
     )

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.connector.context import WHOLE, Share, blocks, common
 from kvferry.connector.errors import GeometryError
 from kvferry.connector.geometry import PageLayout, RankGeometry
 from kvferry.connector.protocol import Span
@@ -107,8 +108,8 @@ def check_layouts(layouts: Sequence[PageLayout], geometry: RankGeometry) -> None
             )
 
 
-def pages_of(layout: PageLayout, block_ids: Int64s, span: Span) -> Pages:
-    """A peer's pages as one side of a copy of ``span``.
+def pages_of(layout: PageLayout, block_ids: Int64s, span: Span, share: Share = WHOLE) -> Pages:
+    """A peer's pages as one side of a copy of ``span``. ``share``: which tokens the peer holds.
 
     Raises:
         GeometryError: block ids or layers outside its caches, or too few blocks for the span.
@@ -119,18 +120,20 @@ def pages_of(layout: PageLayout, block_ids: Int64s, span: Span) -> Pages:
         raise GeometryError(f"the peer granted block ids outside 0..{layout.num_pages - 1}")
     split = np.arange(layout.blocks_per_page, dtype=np.int64)
     kernel_ids = (block_ids[:, None] * layout.blocks_per_page + split).reshape(-1)
-    if len(kernel_ids) * layout.block_size < span.token + span.num_tokens:
+    needed = share.count(span.token + span.num_tokens)
+    if len(kernel_ids) * layout.block_size < needed:
         raise GeometryError(
-            f"the peer granted blocks of {len(kernel_ids) * layout.block_size} tokens, "
-            f"{span.token + span.num_tokens} are needed"
+            f"the peer granted blocks of {len(kernel_ids) * layout.block_size} tokens, {needed} are needed"
         )
+    places = common(share, span.share, span.token, span.token + span.num_tokens)
+    table = blocks(places, kernel_ids, layout.block_size, layout.block_stride, layout.token_stride)
     return Pages(
         bases=np.asarray(layout.bases[span.layer : span.layer + span.num_layers], dtype=np.int64),
-        block_ids=kernel_ids,
-        block_size=layout.block_size,
-        block_stride=layout.block_stride,
+        block_ids=table.ids,
+        block_size=table.size,
+        block_stride=table.stride,
         head_stride=layout.head_stride,
         token_stride=layout.token_stride,
         head=span.head,
-        token=span.token,
+        token=table.token,
     )

@@ -85,7 +85,10 @@ class SchedulerHalf:
         """Where this engine's ranks listen, once they do."""
         tp_size, pp_size = self._sizes
         ordered = tuple(sorted(ranks, key=lambda rank: (rank.pp_rank, rank.tp_rank)))
-        self._us = PeerEngine(self._engine_id, tp_size, pp_size, self._settings.lease_seconds, ordered, self._host_id)
+        splits = tuple(sorted({table.split for table in self._tables}))
+        self._us = PeerEngine(
+            self._engine_id, tp_size, pp_size, self._settings.lease_seconds, ordered, self._host_id, splits
+        )
 
     # --- D ------------------------------------------------------------------------------------------------------
 

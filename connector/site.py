@@ -14,8 +14,9 @@ import numpy.typing as npt
 import torch
 
 from kvferry.connector.config import Settings
+from kvferry.connector.context import Blocks, Share, blocks, common
 from kvferry.connector.errors import GeometryError, IncompatiblePeerError
-from kvferry.connector.geometry import PageLayout, RankGeometry
+from kvferry.connector.geometry import GroupGeometry, PageLayout, RankGeometry
 from kvferry.connector.metrics import HandoverStats
 from kvferry.connector.plan import chunks
 from kvferry.connector.protocol import Span
@@ -49,12 +50,13 @@ class Caches:
         return kernel_block_ids(self.views[group], block_ids)
 
     def check_held(self, group: int, kernel_ids: Ids, start: int, stop: int) -> None:
-        """That a region's blocks cover tokens ``[start, stop)``, and that the engine has given none of them back.
+        """That a region's blocks cover our share of tokens ``[start, stop)``, and that the engine gave none back.
 
         Raises:
             GeometryError: they do not, or the null block stands for one.
         """
         view, geometry = self.views[group], self.geometry.groups[group]
+        start, stop = geometry.share.count(start), geometry.share.count(stop)
         covered = len(kernel_ids) * view.block_size
         if stop > covered:
             raise GeometryError(f"tokens up to {stop} asked for, blocks hold {covered}")
@@ -96,7 +98,7 @@ class Caches:
         """Whether ``part`` lies in pieces long enough that a socket moves them as fast as packed bytes."""
         view = self.views[part.group]
         dense = view.token_stride == view.content_bytes
-        tokens = min(view.block_size, part.num_tokens) if dense else 1
+        tokens = min(part.blocks.size, part.num_tokens) if dense else 1
         return self.device.type == "cpu" and tokens * view.content_bytes >= MIN_PIECE_BYTES
 
     def pieces(self, part: Part) -> Pieces:
@@ -109,24 +111,40 @@ class Caches:
         content = self.views[part.group].content_bytes
         return part.num_layers * part.num_heads * part.num_tokens * content
 
-    def cut(
-        self, span: Span, group: int, layer: int, head: int, kernel_ids: Ids, chunk_bytes: int, align: int
-    ) -> Iterator[Part]:
-        """The chunks of ``span`` in wire order, in this rank's numbering. ``align``: P's block size, on both sides.
+    def part(self, span: Span, group: int, layer: int, head: int, kernel_ids: Ids, share: Share) -> Part:
+        """All of ``span``, in this rank's numbering. ``share``: P's, on both sides."""
+        view, ours = self.views[group], self.geometry.groups[group].share
+        other = share if ours == span.share else span.share
+        places = common(ours, other, span.token, span.token + span.num_tokens)
+        table = blocks(places, kernel_ids, view.block_size, view.block_stride, view.token_stride)
+        return Part(
+            group=group,
+            layer=layer,
+            num_layers=span.num_layers,
+            head=head,
+            num_heads=span.num_heads,
+            token=table.token,
+            num_tokens=places.num_tokens,
+            blocks=table,
+        )
+
+    def cut(self, whole: Part, span: Span, chunk_bytes: int, source: GroupGeometry) -> Iterator[Part]:
+        """The chunks of ``span``, which ``whole`` is all of, in wire order. ``source``: P's region, on both sides.
 
         Raises:
             GeometryError: a chunk of one block or token does not fit into ``chunk_bytes``.
         """
-        for chunk in chunks(span, self.views[group].content_bytes, chunk_bytes, align):
+        content = self.views[whole.group].content_bytes
+        for chunk in chunks(span, content, chunk_bytes, source.block_size, source.share):
             yield Part(
-                group=group,
-                layer=layer + chunk.layer,
+                group=whole.group,
+                layer=whole.layer + chunk.layer,
                 num_layers=chunk.num_layers,
-                head=head,
-                num_heads=span.num_heads,
-                token=span.token + chunk.token,
+                head=whole.head,
+                num_heads=whole.num_heads,
+                token=whole.token + chunk.token,
                 num_tokens=chunk.num_tokens,
-                kernel_ids=kernel_ids,
+                blocks=whole.blocks,
             )
 
     def _copy(self, wire: Pages, pages: Pages, part: Part, *, pack: bool) -> None:
@@ -148,9 +166,9 @@ class Caches:
         view = self.views[part.group]
         return Pages(
             bases=np.asarray(view.bases[part.layer : part.layer + part.num_layers], dtype=np.int64),
-            block_ids=part.kernel_ids,
-            block_size=view.block_size,
-            block_stride=view.block_stride,
+            block_ids=part.blocks.ids,
+            block_size=part.blocks.size,
+            block_stride=part.blocks.stride,
             head_stride=view.head_stride,
             token_stride=view.token_stride,
             head=part.head,
@@ -160,7 +178,8 @@ class Caches:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A box of one region in this rank's own numbering, with the block table that maps its tokens."""
+    """A box of one region in this rank's own numbering, with the blocks that its tokens lie in: kernel blocks, or
+    pieces of them where not all of their tokens are meant. ``token`` counts in these blocks."""
 
     group: int
     layer: int
@@ -169,7 +188,7 @@ class Part:
     num_heads: int
     token: int
     num_tokens: int
-    kernel_ids: Ids
+    blocks: Blocks
 
 
 @dataclass

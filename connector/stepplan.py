@@ -8,6 +8,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.connector.context import UNSPLIT, Split
+
 
 class RankAddress(msgspec.Struct, frozen=True):
     """Where one rank of an engine listens, and which life of it is meant."""
@@ -23,7 +25,7 @@ class PeerEngine(msgspec.Struct, frozen=True):
     """A P engine as D knows it from ``kv_transfer_params``.
 
     ``lease_seconds`` is the term that one renewal gives; ``host_id`` tells whether its loopback is ours, empty where
-    that is unknown.
+    that is unknown; ``splits`` are the ways in which its ranks share out tokens, one or more block tables each.
     """
 
     engine_id: str
@@ -32,6 +34,7 @@ class PeerEngine(msgspec.Struct, frozen=True):
     lease_seconds: float
     ranks: tuple[RankAddress, ...]
     host_id: str = ""
+    splits: tuple[Split, ...] = UNSPLIT
 
 
 class LeaseGrant(msgspec.Struct, frozen=True):

@@ -2,16 +2,19 @@
 
 D is the consumer (local side of a read), P the producer (remote side). A rank holds an interval of global KV heads;
 what D's rank takes from P's rank is the intersection of the two. MLA has one latent "head" that every rank holds.
+Under context parallelism the ranks that hold a head share its tokens out (``context.Split``).
 Pipeline stages do not appear here: every stage has the same tensor-parallel structure, and layers are matched by name
 (``plan.py``), so each function applies to one stage at a time.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+from kvferry.connector.context import UNSPLIT, Split
 from kvferry.connector.errors import GeometryError, RatioError
 
 MAX_RANKS = 4096
@@ -78,11 +81,20 @@ def overlaps(d_rank: int, d_size: int, p_size: int, total_heads: int, is_mla: bo
 
 
 @lru_cache(maxsize=1024)
-def sources(d_rank: int, d_size: int, p_size: int, total_heads: int, is_mla: bool = False) -> tuple[HeadRead, ...]:
+def sources(
+    d_rank: int,
+    d_size: int,
+    p_size: int,
+    total_heads: int,
+    is_mla: bool = False,
+    d_split: Split = UNSPLIT[0],
+    p_split: Split = UNSPLIT[0],
+) -> tuple[HeadRead, ...]:
     """What D's rank reads from whom: each of its heads exactly once, in order of heads.
 
     Where P replicates a head, the D ranks that hold it spread evenly over P's replicas; the choice depends on the
-    arguments only, so both sides come to the same one.
+    arguments only, so both sides come to the same one. Where P's ranks share out the tokens of a head, each head comes
+    once from every share that has tokens of D's and that a rank holds.
 
     Raises:
         GeometryError: a rank or size out of range.
@@ -92,11 +104,15 @@ def sources(d_rank: int, d_size: int, p_size: int, total_heads: int, is_mla: boo
     _check(0, p_size, total_heads)
     reads: list[HeadRead] = []
     for head in range(start, start + count):
-        p_rank = _replica(head, d_rank, d_size, p_size, total_heads)
-        if reads and reads[-1].p_rank == p_rank:
-            reads[-1] = reads[-1]._replace(num_heads=reads[-1].num_heads + 1)
+        if d_split.size == p_split.size == 1:
+            p_ranks = [_replica(head, d_rank, d_size, p_size, total_heads)]
         else:
-            reads.append(HeadRead(p_rank, head, 1))
+            p_ranks = _sharers(head, d_rank, d_size, p_size, total_heads, d_split, p_split)
+        for p_rank in p_ranks:
+            if reads and reads[-1].p_rank == p_rank:
+                reads[-1] = reads[-1]._replace(num_heads=reads[-1].num_heads + 1)
+            else:
+                reads.append(HeadRead(p_rank, head, 1))
     return tuple(reads)
 
 
@@ -106,17 +122,64 @@ def _replica(head: int, d_rank: int, d_size: int, p_size: int, total_heads: int)
     return first_replica + (d_rank - first_reader) * num_replicas // num_readers
 
 
-def readers(d_rank: int, d_size: int, p_size: int, head_counts: tuple[int, ...]) -> tuple[int, ...]:
-    """The P ranks that D's rank reads from, ascending: those of each head count's ``sources``.
+def _sharers(
+    head: int, d_rank: int, d_size: int, p_size: int, total_heads: int, d_split: Split, p_split: Split
+) -> list[int]:
+    """Of each of P's shares of a head that has tokens of D's rank, one replica."""
+    first_reader, num_readers = _holders(head, d_size, total_heads)
+    first_replica, num_replicas = _holders(head, p_size, total_heads)
+    found = []
+    for share, meeting in enumerate(_meeting(d_split, p_split)):
+        first = first_replica + (share - first_replica) % p_split.size
+        replicas = range(first, first_replica + num_replicas, p_split.size)
+        if d_rank % d_split.size not in meeting or not replicas:
+            continue
+        before, place, beyond = (
+            rank // d_split.size * len(meeting) + bisect_left(meeting, rank % d_split.size)
+            for rank in (first_reader, d_rank, first_reader + num_readers)
+        )
+        found.append(replicas[(place - before) * len(replicas) // (beyond - before)])
+    return found
+
+
+@lru_cache(maxsize=256)
+def _meeting(d_split: Split, p_split: Split) -> tuple[tuple[int, ...], ...]:
+    """For each of P's shares, D's shares that have tokens in common with it."""
+    return tuple(
+        tuple(d for d in range(d_split.size) if d_split.share(d).meets(p_split.share(p))) for p in range(p_split.size)
+    )
+
+
+def readers(
+    d_rank: int,
+    d_size: int,
+    p_size: int,
+    head_counts: tuple[int, ...],
+    d_splits: tuple[Split, ...] = UNSPLIT,
+    p_splits: tuple[Split, ...] = UNSPLIT,
+) -> tuple[int, ...]:
+    """The P ranks that D's rank reads from, ascending: those of the ``sources`` of each head count and split.
 
     Raises:
         GeometryError: a rank or size out of range.
     """
-    found = {read.p_rank for heads in head_counts for read in sources(d_rank, d_size, p_size, heads)}
+    found = {
+        read.p_rank
+        for heads in head_counts
+        for d_split in d_splits
+        for p_split in p_splits
+        for read in sources(d_rank, d_size, p_size, heads, False, d_split, p_split)
+    }
     return tuple(sorted(found))
 
 
-def release_map(d_size: int, p_size: int, head_counts: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+def release_map(
+    d_size: int,
+    p_size: int,
+    head_counts: tuple[int, ...],
+    d_splits: tuple[Split, ...] = UNSPLIT,
+    p_splits: tuple[Split, ...] = UNSPLIT,
+) -> tuple[tuple[int, ...], ...]:
     """For each P rank, D's ranks that must release a lease there: never none.
 
     All of P's readers are in its entry; a P rank that nobody reads (a replica) gets one D rank, these evenly spread.
@@ -125,11 +188,13 @@ def release_map(d_size: int, p_size: int, head_counts: tuple[int, ...]) -> tuple
         d_size: D's tensor-parallel size.
         p_size: P's.
         head_counts: global KV heads of each kind of layer that the model has, 1 for MLA.
+        d_splits: how D's ranks share out the tokens of its block tables.
+        p_splits: how P's do.
 
     Raises:
         GeometryError: a size out of range.
     """
-    return _release_maps(d_size, p_size, head_counts)[0]
+    return _release_maps(d_size, p_size, head_counts, d_splits, p_splits)[0]
 
 
 def releases_of(d_rank: int, d_size: int, p_size: int, head_counts: tuple[int, ...]) -> tuple[int, ...]:
@@ -139,19 +204,23 @@ def releases_of(d_rank: int, d_size: int, p_size: int, head_counts: tuple[int, .
         GeometryError: a rank or size out of range.
     """
     _check(d_rank, d_size, 1)
-    return _release_maps(d_size, p_size, head_counts)[1][d_rank]
+    return _release_maps(d_size, p_size, head_counts, UNSPLIT, UNSPLIT)[1][d_rank]
 
 
 @lru_cache(maxsize=256)
 def _release_maps(
-    d_size: int, p_size: int, head_counts: tuple[int, ...]
+    d_size: int,
+    p_size: int,
+    head_counts: tuple[int, ...],
+    d_splits: tuple[Split, ...],
+    p_splits: tuple[Split, ...],
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
     """(D ranks by P rank, P ranks by D rank)."""
     _check(0, p_size, 1)
     _check(0, d_size, 1)
     by_p: list[list[int]] = [[] for _ in range(p_size)]
     for d_rank in range(d_size):
-        for p_rank in readers(d_rank, d_size, p_size, head_counts):
+        for p_rank in readers(d_rank, d_size, p_size, head_counts, d_splits, p_splits):
             by_p[p_rank].append(d_rank)
     for p_rank, found in enumerate(by_p):
         if not found:
@@ -164,7 +233,13 @@ def _release_maps(
 
 
 def expected_consumers(
-    p_rank: int, d_size: int, d_pp_size: int, p_size: int, head_counts: tuple[int, ...]
+    p_rank: int,
+    d_size: int,
+    d_pp_size: int,
+    p_size: int,
+    head_counts: tuple[int, ...],
+    d_splits: tuple[Split, ...] = UNSPLIT,
+    p_splits: tuple[Split, ...] = UNSPLIT,
 ) -> tuple[int, ...]:
     """D's ranks that must release at a P rank, over all of D's pipeline stages, as ``pp_rank * d_size + tp_rank``.
 
@@ -176,7 +251,7 @@ def expected_consumers(
     if not 1 <= d_pp_size <= MAX_RANKS:
         raise GeometryError(f"pipeline-parallel size {d_pp_size} is outside 1..{MAX_RANKS}")
     _check(p_rank, p_size, 1)
-    stage = release_map(d_size, p_size, head_counts)[p_rank]
+    stage = release_map(d_size, p_size, head_counts, d_splits, p_splits)[p_rank]
     return tuple(pp * d_size + tp for pp in range(d_pp_size) for tp in stage)
 
 

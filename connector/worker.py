@@ -17,6 +17,7 @@ from kvferry.connector.config import Settings
 from kvferry.connector.engine import LayerGroup, RankInfo
 from kvferry.connector.errors import GeometryError, PlaneUnavailableError
 from kvferry.connector.mover import Mover
+from kvferry.connector.plan import check_geometry
 from kvferry.connector.protocol import MAX_MESSAGE_BYTES
 from kvferry.connector.regions import rank_geometry, regions
 from kvferry.connector.site import Caches, Site
@@ -155,6 +156,7 @@ class WorkerHalf:
                 )
         self._tables = tuple(region.table for region in found)
         geometry = rank_geometry(self._info, self._groups, found)
+        check_geometry(geometry)  # what no peer would accept is said at start-up
         return Caches(geometry, tuple(region.view for region in found), torch.device("cpu"), keep=dict(kv_caches))
 
 

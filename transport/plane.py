@@ -20,10 +20,11 @@ A loop that sleeps only when that is safe::
 from __future__ import annotations
 
 import os
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -227,6 +228,10 @@ class Plane(ABC):
 
 
 _S = TypeVar("_S", bound=msgspec.Struct)
+_decoders: dict[type[msgspec.Struct], msgspec.msgpack.Decoder[Any]] = {}
+_decoders_lock = threading.Lock()
+"""msgspec looks into a struct at its first use, and crashes (0.22) where two threads do so at once, as those of ranks
+that share a process do."""
 
 
 def decode_payload(payload: bytes, kind: type[_S], what: str) -> _S:
@@ -238,9 +243,17 @@ def decode_payload(payload: bytes, kind: type[_S], what: str) -> _S:
     if len(payload) > MAX_PAYLOAD_BYTES:
         raise ProtocolError(f"{what}: {len(payload)} bytes, limit {MAX_PAYLOAD_BYTES}")
     try:
-        return msgspec.msgpack.decode(payload, type=kind)
+        decoded: _S = _decoder(kind).decode(payload)
+        return decoded
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
         raise ProtocolError(f"{what}: malformed: {error}") from None
+
+
+def _decoder(kind: type[msgspec.Struct]) -> msgspec.msgpack.Decoder[Any]:
+    with _decoders_lock:
+        if kind not in _decoders:
+            _decoders[kind] = msgspec.msgpack.Decoder(kind)
+        return _decoders[kind]
 
 
 def preferred_planes() -> tuple[str, ...]:

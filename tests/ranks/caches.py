@@ -17,12 +17,12 @@ GUARD = 64
 """Elements before, between and after the block tables' regions."""
 
 
-def numbers(layers: list[int], heads: range, tokens: range, pairing: Pairing) -> torch.Tensor:
+def numbers(layers: list[int], heads: range, tokens: list[int], pairing: Pairing) -> torch.Tensor:
     """[T, L, H, C] int32: each element's global (layer, head, token, channel) as one number."""
     content = pairing.model.content
     layer = torch.tensor(layers)[None, :, None, None]
     head = torch.tensor(list(heads))[None, None, :, None]
-    token = torch.tensor(list(tokens))[:, None, None, None]
+    token = torch.tensor(tokens)[:, None, None, None]
     channel = torch.arange(content)
     found = channel + content * (token + MAX_TOKENS * (head + pairing.heads * layer))
     assert int(found.max()) < 1 << 31
@@ -56,6 +56,7 @@ class RankCaches:
 
     def __init__(self, pairing: Pairing, side: str, rank: Rank) -> None:
         self.pairing, self.form = pairing, pairing.form(side)
+        self.held = self.form.held(rank[1], pairing.tokens)
         self.blocks = [torch.tensor(ids) for ids in pairing.tables(side)]
         fill = {"p": P_FILL, "d": D_FILL}[side]
         groups = pairing.groups(side, rank)
@@ -86,8 +87,12 @@ class RankCaches:
                 named[layer_name(layer)] = cache[:, 0] if flat else cache
         return named
 
-    def _write(self, buffer: torch.Tensor, tokens: range) -> None:
-        at = torch.tensor(list(tokens))
+    def _write(self, buffer: torch.Tensor, start: int) -> None:
+        """The prompt's numbers from token ``start`` on, of the rank's own tokens, one after the other in its blocks."""
+        tokens = [token for token in self.held if token >= start]
+        if not tokens:
+            return
+        at = torch.arange(len(self.held) - len(tokens), len(self.held))
         for number, table in enumerate(self.tables):
             if not table.layers:
                 continue
@@ -98,12 +103,12 @@ class RankCaches:
 
     def fill(self) -> None:
         """P: the prompt's numbers into its blocks."""
-        self._write(self.buffer, range(self.pairing.tokens))
+        self._write(self.buffer, 0)
 
     def wrong(self) -> str:
         """D: how the whole buffer differs from what a hand-over must have made of it; empty where it does not."""
         expected = torch.full_like(self.buffer, D_FILL)
-        self._write(expected, range(self.pairing.start, self.pairing.tokens))
+        self._write(expected, self.pairing.start)
         differs = (self.buffer != expected).nonzero().reshape(-1)
         if not len(differs):
             return ""
@@ -128,7 +133,7 @@ class RankCaches:
     @property
     def nbytes(self) -> int:
         """Bytes that a hand-over must bring here, each once."""
-        tokens = self.pairing.tokens - self.pairing.start
+        tokens = sum(token >= self.pairing.start for token in self.held)
         return sum(4 * tokens * math.prod((len(t.layers), len(t.heads), t.cache.shape[-1])) for t in self.tables)
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 from pairing import Pairing, Rank
 
+from kvferry.connector.context import Split
 from kvferry.connector.stepplan import PeerEngine, RankAddress
 
 PROCESSES = 6
@@ -112,7 +113,8 @@ class Fleet:
             addresses += [msgspec.msgpack.decode(address, type=RankAddress) for address in told]
         for host in d_hosts:
             host.answer(120)
-        peer = PeerEngine(f"engine-p{number}", pairing.p.tp, pairing.p.pp, 300.0, tuple(addresses))
+        splits = (Split(pairing.p.dcp, pairing.p.interleave),)
+        peer = PeerEngine(f"engine-p{number}", pairing.p.tp, pairing.p.pp, 300.0, tuple(addresses), splits=splits)
         encoded = base64.b64encode(msgspec.msgpack.encode(peer)).decode()
         every(p_hosts, "grant", token=token, fault=fault)
         every(d_hosts, "load", token=token, peer=encoded)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +12,8 @@ from pairing import Pairing, Rank
 
 Taken = tuple[str, int, int]
 """(kind, layer, head), global."""
+Read = tuple[Rank, Taken, list[int]]
+"""(P rank, what, tokens) of something that a D rank asked for."""
 
 
 def check(fleet: Fleet, pairing: Pairing) -> Seen:
@@ -51,48 +54,56 @@ def judge(pairing: Pairing, seen: Seen) -> list[str]:
     return complaints
 
 
-def _taken(pairing: Pairing, found: dict[str, Any]) -> Iterator[tuple[Rank, Taken, range]]:
-    """(P rank, what, tokens) of everything that a D rank asked for."""
+def _taken(pairing: Pairing, found: dict[str, Any]) -> Iterator[Read]:
+    """Everything that a D rank asked for: of a span's tokens those that are in its share, and that P holds."""
     for source, spans in found["asks"]:
         held = [group for group in pairing.groups("p", tuple(source)) if group[1]]
-        for group, layer, num_layers, head, num_heads, token, num_tokens in spans:
+        for group, layer, num_layers, head, num_heads, token, num_tokens, (size, number, turn) in spans:
             kind, layers, heads = held[group]
+            there = pairing.p.held(source[1], token + num_tokens)
+            tokens = [t for t in there if t >= token and t // turn % size == number]
             for n in layers[layer : layer + num_layers]:
                 for h in heads[head : head + num_heads]:
-                    yield tuple(source), (kind, n, h), range(token, token + num_tokens)
+                    yield tuple(source), (kind, n, h), tokens
 
 
-def _asked(pairing: Pairing, rank: Rank, taken: list[tuple[Rank, Taken, range]]) -> Iterator[str]:
-    """Each head that a reader needs crosses once, and no other."""
-    tokens = range(pairing.start, pairing.tokens)
-    needed = [(kind, n, h) for kind, layers, heads in pairing.groups("d", rank) for n in layers for h in heads]
-    times = Counter(what for _, what, _ in taken)
-    for what in needed:
-        if times.pop(what, 0) != 1:
+def _asked(pairing: Pairing, rank: Rank, taken: list[Read]) -> Iterator[str]:
+    """Each token of each head that a reader needs crosses once, and no other."""
+    wanted = [token for token in pairing.d.held(rank[1], pairing.tokens) if token >= pairing.start]
+    asked: dict[Taken, list[int]] = {}
+    for _, what, tokens in taken:
+        asked.setdefault(what, []).extend(tokens)
+    for what in [(kind, n, h) for kind, layers, heads in pairing.groups("d", rank) for n in layers for h in heads]:
+        tokens = sorted(asked.pop(what, []))
+        if len(set(tokens)) < len(tokens) or (wanted and not tokens):
             yield f"asked not once for {what}"
-    if times:
-        yield f"asked for {sorted(times)}, which it does not hold"
-    if any(asked != tokens for _, _, asked in taken):
-        yield f"asked for other tokens than {tokens}"
+        elif tokens != wanted:
+            yield f"asked for other tokens of {what} than {wanted}"
+    if asked:
+        yield f"asked for {sorted(asked)}, which it does not hold"
 
 
-def _spread(pairing: Pairing, taken: dict[Rank, list[tuple[Rank, Taken, range]]]) -> Iterator[str]:
-    """The readers of a head spread evenly over the ranks that hold it."""
-    readers: dict[Taken, Counter[Rank]] = {}
+def _spread(pairing: Pairing, taken: dict[Rank, list[Read]]) -> Iterator[str]:
+    """The readers of a head spread evenly over the ranks that hold it, or a share of its tokens."""
+    p, d = pairing.p, pairing.d
+    if pairing.tokens - pairing.start < 2 * math.lcm(p.dcp * p.interleave, d.dcp * d.interleave) and p.dcp * d.dcp > 1:
+        return  # who reads is chosen for all prompts alike, and some have nothing to read of so short a one
+    readers: dict[tuple[Taken, int], Counter[Rank]] = {}
     for rank in pairing.p.ranks():
         for kind, layers, heads in pairing.groups("p", rank):
             for what in ((kind, n, h) for n in layers for h in heads):
-                readers.setdefault(what, Counter())[rank] = 0
+                readers.setdefault((what, rank[1] % p.dcp), Counter())[rank] = 0
     for asked in taken.values():
         for source, what, _ in asked:
-            readers[what][source] += 1
+            readers[what, source[1] % p.dcp][source] += 1
     for what, counts in readers.items():
         if max(counts.values()) - min(counts.values()) > 1:
             yield f"readers of {what} are not spread over its replicas: {dict(counts)}"
 
 
-def _freed(pairing: Pairing, seen: Seen, taken: dict[Rank, list[tuple[Rank, Taken, range]]]) -> Iterator[str]:
-    """P frees when all that read there, at any of its stages, have released at every stage; unread ranks free too."""
+def _freed(pairing: Pairing, seen: Seen, taken: dict[Rank, list[Read]]) -> Iterator[str]:
+    """P frees when all that read there, at any of its stages, have released at every stage; unread ranks free too.
+    Beside readers, ranks may release that would read of a longer prompt."""
     readers: dict[int, set[int]] = {tp: set() for tp in range(pairing.p.tp)}
     for rank, asked in taken.items():
         for source, _, _ in asked:
@@ -104,7 +115,15 @@ def _freed(pairing: Pairing, seen: Seen, taken: dict[Rank, list[tuple[Rank, Take
             continue
         votes = found["released_when_freed"]
         by_tp = {number % pairing.d.tp for number in votes}
-        right = by_tp == readers[rank[1]] if readers[rank[1]] else len(by_tp) == 1
+        reading = readers[rank[1]]
+        waiting = {tp for tp in by_tp - reading if not _common(pairing, rank[1], tp)}
+        right = reading <= by_tp <= reading | waiting if reading or waiting else len(by_tp) == 1
         wanted = sorted(pp * pairing.d.tp + tp for pp in range(pairing.d.pp) for tp in by_tp)
         if not right or sorted(votes) != wanted:
             yield f"{who}: freed after D's ranks {votes} released, its readers are tp {sorted(readers[rank[1]])}"
+
+
+def _common(pairing: Pairing, p_rank: int, d_rank: int) -> set[int]:
+    """Tokens to carry that both hold."""
+    both = set(pairing.p.held(p_rank, pairing.tokens)) & set(pairing.d.held(d_rank, pairing.tokens))
+    return {token for token in both if token >= pairing.start}

@@ -39,7 +39,16 @@ BLOCKS = {
     "64 in kernel blocks of 32": Form(block=64, kernel=32),
     "16, padded pages": Form(block=16, kernel=16, pad=24),
 }
-TABLES = ("parallel", "layout", "block")
+CONTEXT = {
+    "TP 1": Form(),
+    "TP 4": Form(tp=4),
+    "TP 2, DCP 2": Form(tp=2, dcp=2),
+    "TP 4, DCP 2": Form(tp=4, dcp=2),
+    "TP 4, DCP 4": Form(tp=4, dcp=4),
+    "TP 6, DCP 3": Form(tp=6, dcp=3),
+    "TP 2, PP 2, DCP 2": Form(tp=2, pp=2, dcp=2),
+}
+TABLES = ("parallel", "layout", "block", "context")
 
 
 @dataclass(frozen=True)
@@ -54,7 +63,7 @@ class Cell:
 
 def cells() -> list[Cell]:
     """All of them, always the same."""
-    found = [*_parallel(), *_layouts(), *_blocks()]
+    found = [*_parallel(), *_layouts(), *_blocks(), *_context()]
     return [replace(cell, pairing=replace(cell.pairing, plane=PLANES[n % 4])) for n, cell in enumerate(found)]
 
 
@@ -99,3 +108,31 @@ def _blocks() -> Iterator[Cell]:
                 tokens=2 * size + 77, start=(0, size, size // 2 - 3)[(row + column) % 3], seed=7 * row + column,
             )  # fmt: skip
             yield Cell("block", p, d, pairing)
+
+
+def _context() -> Iterator[Cell]:
+    """Ranks that share tokens out: by blocks and by other numbers, the same on both sides and not, of MLA and heads."""
+    for row, p in CONTEXT.items():
+        for column, d in CONTEXT.items():
+            for name in ("MLA", "heads", "mixed"):
+                rng = random.Random(f"{row} {column} {name} context")
+                model = Model({"MLA": "mla", "heads": "full", "mixed": "mixed"}[name], 3, _heads(p, d), 16)
+                p_block, d_block = rng.choice([16, 32, 48]), rng.choice([16, 32, 48])
+                turn = rng.choice([1, 8, 16])
+                p_turn, d_turn = {"MLA": (16, 16), "heads": (turn, turn), "mixed": (p_block, rng.choice([1, 4, 16]))}[
+                    name
+                ]
+                yield Cell("context", row, column, Pairing(
+                    model,
+                    replace(p, layout=rng.choice(LAYOUTS), block=p_block, kernel=p_block,
+                            interleave=p_turn if p.dcp > 1 else 1),
+                    replace(d, layout=rng.choice(LAYOUTS), block=d_block, kernel=d_block,
+                            interleave=d_turn if d.dcp > 1 else 1),
+                    tokens=rng.choice([33, 77, 150, 210]), start=rng.choice([0, 0, d_block * d.dcp, 13]) % 33,
+                    seed=rng.randrange(99),
+                ))  # fmt: skip
+
+
+def _heads(p: Form, d: Form) -> int:
+    """As many as ranks that share tokens out leave room for."""
+    return min((form.tp // form.dcp for form in (p, d) if form.dcp > 1), default=1)

@@ -6,21 +6,22 @@ A pairing has a name that says all of it, so that any can be repeated by one com
 
 model (kind, layers, KV heads, elements per head and token), P, D (tensor and pipeline ranks, layout of vLLM 0.32 over
 ``[L,B,H,N,C]``, tokens of a manager and of a kernel block, elements of padding), prompt tokens and those that D has
-already, data plane, seed of the block tables.
+already, data plane, seed of the block tables. Where ranks share tokens out, ``.dcp2i16`` after ``pp1``: two ranks in
+turn, 16 tokens each.
 """
 
 from __future__ import annotations
 
 import random
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 KINDS = ("full", "mla", "mixed")
 MAX_TOKENS = 4096
 ELEMENT_BYTES = 4
 
-_FORM = r"tp(\d+)\.pp(\d+)\.([A-Z]{5})\.b(\d+)k(\d+)\.pad(\d+)"
+_FORM = r"tp(\d+)\.pp(\d+)(?:\.dcp(\d+)i(\d+))?\.([A-Z]{5})\.b(\d+)k(\d+)\.pad(\d+)"
 _NAME = re.compile(rf"([a-z]+)\.l(\d+)\.h(\d+)\.c(\d+)-{_FORM}-{_FORM}-t(\d+)\.s(\d+)-([a-z]+)-seed(\d+)")
 
 Rank = tuple[int, int]
@@ -57,6 +58,8 @@ class Form:
     block: int = 16
     kernel: int = 16
     pad: int = 0
+    dcp: int = 1
+    interleave: int = 1
 
     def ranks(self) -> list[Rank]:
         return [(pp, tp) for pp in range(self.pp) for tp in range(self.tp)]
@@ -75,8 +78,19 @@ class Form:
         first = tp_rank * heads // self.tp
         return range(first, max(first + 1, (tp_rank + 1) * heads // self.tp))
 
+    def held(self, tp_rank: int, tokens: int) -> list[int]:
+        """Those of the first ``tokens`` that a rank holds, under context parallelism: ranks that hold the same heads
+        take turns. Their blocks have the same numbers, and each stands for ``dcp`` times its tokens."""
+        return [t for t in range(tokens) if t // self.interleave % self.dcp == tp_rank % self.dcp]
+
+    @property
+    def span(self) -> int:
+        """Tokens of the prompt that a manager block stands for."""
+        return self.block * self.dcp
+
     def __str__(self) -> str:
-        return f"tp{self.tp}.pp{self.pp}.{self.layout}.b{self.block}k{self.kernel}.pad{self.pad}"
+        context = f".dcp{self.dcp}i{self.interleave}" if self.dcp > 1 else ""
+        return f"tp{self.tp}.pp{self.pp}{context}.{self.layout}.b{self.block}k{self.kernel}.pad{self.pad}"
 
 
 @dataclass(frozen=True)
@@ -123,13 +137,13 @@ class Pairing:
 
     def pages(self, side: str) -> int:
         """Manager blocks of a cache: some more than the prompt takes."""
-        return -(-self.tokens // self.form(side).block) + 3
+        return -(-self.tokens // self.form(side).span) + 3
 
     def tables(self, side: str) -> list[list[int]]:
         """The prompt's manager blocks, scattered, by block table."""
         chosen = random.Random(f"{self.seed} {side}")
         pages = self.pages(side)
-        return [chosen.sample(range(pages), -(-self.tokens // self.form(side).block)) for _ in self.model.groups()]
+        return [chosen.sample(range(pages), -(-self.tokens // self.form(side).span)) for _ in self.model.groups()]
 
     def __str__(self) -> str:
         return f"{self.model}-{self.p}-{self.d}-t{self.tokens}.s{self.start}-{self.plane}-seed{self.seed}"
@@ -147,6 +161,14 @@ def check_form(form: Form, model: Model) -> None:
         raise ValueError(f"{form} is no form")
     if form.kernel != form.block and not splits(form, model):
         raise ValueError(f"{form}: pages of this layout do not split into kernel blocks")
+    if form.dcp not in shares(form, model) or form.block % form.interleave or form.dcp == 1 < form.interleave:
+        raise ValueError(f"{form}: its ranks do not share tokens out so, no such form")
+
+
+def shares(form: Form, model: Model) -> list[int]:
+    """The ranks that vLLM could have sharing tokens out: neighbours, no more than hold the same heads."""
+    replicas = form.tp if model.kind == "mla" else form.tp // model.heads
+    return [size for size in range(1, form.tp + 1) if form.tp % size == 0 and size <= max(1, replicas)]
 
 
 def parse(name: str) -> Pairing:
@@ -157,9 +179,10 @@ def parse(name: str) -> Pairing:
     kind, *rest = found.groups()
     layers, heads, content = map(int, rest[:3])
     forms = []
-    for tp, pp, layout, block, kernel, pad in (rest[3:9], rest[9:15]):
-        forms.append(Form(int(tp), int(pp), layout, int(block), int(kernel), int(pad)))
-    tokens, start, plane, seed = rest[15:]
+    for tp, pp, dcp, turn, layout, block, kernel, pad in (rest[3:11], rest[11:19]):
+        form = Form(int(tp), int(pp), layout, int(block), int(kernel), int(pad), int(dcp or 1), int(turn or 1))
+        forms.append(form)
+    tokens, start, plane, seed = rest[19:]
     return Pairing(Model(kind, layers, heads, content), *forms, int(tokens), int(start), plane, int(seed))
 
 
@@ -172,7 +195,15 @@ def draw(rng: random.Random, planes: tuple[str, ...]) -> Pairing:
     tokens = rng.choice([rng.randint(1, 40), rng.randint(41, 260), rng.choice([16, 48, 64, 96, 192])])
     whole = rng.randrange(0, tokens, d.block)  # vLLM counts whole blocks as already there, and a fork any token
     start = rng.choice([0, 0, whole, rng.randrange(tokens)])
-    return Pairing(model, p, d, tokens, start, rng.choice(planes), rng.randrange(1 << 16))
+    plane, seed = rng.choice(planes), rng.randrange(1 << 16)
+    p, d = _draw_shares(rng, p, model), _draw_shares(rng, d, model)
+    return Pairing(model, p, d, tokens, start, plane, seed)
+
+
+def _draw_shares(rng: random.Random, form: Form, model: Model) -> Form:
+    dcp = rng.choice(shares(form, model))
+    turns = [size for size in (1, 8, 16, 32, form.block) if form.block % size == 0]
+    return replace(form, dcp=dcp, interleave=rng.choice(turns)) if dcp > 1 else form
 
 
 def _draw_form(rng: random.Random, model: Model) -> Form:

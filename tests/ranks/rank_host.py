@@ -18,6 +18,7 @@ from pairing import Pairing, Rank, parse
 
 from kvferry.connector import protocol
 from kvferry.connector.config import Settings
+from kvferry.connector.context import Split
 from kvferry.connector.engine import LayerGroup, RankInfo
 from kvferry.connector.reads import Read
 from kvferry.connector.stepplan import LeaseGrant, Load, PeerEngine, StepPlan, Watch, pack_ids
@@ -45,7 +46,7 @@ class HostedRank:
         groups = [
             LayerGroup(
                 table.kind, tuple(map(layer_name, table.layers)), form.block,
-                1 if table.kind == "mla" else model.heads, table=number,
+                1 if table.kind == "mla" else model.heads, table=number, split=Split(form.dcp, form.interleave),
             )
             for number, table in enumerate(self.caches.tables)
         ]  # fmt: skip
@@ -66,7 +67,7 @@ class HostedRank:
 
         def asked(read: Read) -> None:
             address = read.link.address
-            spans = [list(msgspec.structs.astuple(item.span)) for item in read.planned]
+            spans = [msgspec.to_builtins(item.span) for item in read.planned]
             self.asks.append(((address.pp_rank, address.tp_rank), spans))
             ask(read)
 

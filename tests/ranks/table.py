@@ -8,16 +8,18 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from matrix import BLOCKS, PARALLEL, TABLES, Cell, cells
+from matrix import BLOCKS, CONTEXT, PARALLEL, TABLES, Cell, cells
 from pairing import LAYOUTS
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "matrix.json"
-FORMS = {"parallel": tuple(PARALLEL), "layout": LAYOUTS, "block": tuple(BLOCKS)}
+FORMS = {"parallel": tuple(PARALLEL), "layout": LAYOUTS, "block": tuple(BLOCKS), "context": tuple(CONTEXT)}
 TITLES = {
     "parallel": "Ranks: each cell is a hand-over with heads split between the ranks, one with replicated heads, one "
     "with MLA, and, with pipeline stages, one with MLA layers beside others",
     "layout": "Layouts of vLLM 0.32",
     "block": "Tokens of a block",
+    "context": "Decode context parallelism: each cell is a hand-over with MLA, one with heads, one with both, tokens "
+    "shared out alike on both sides and not",
 }
 
 

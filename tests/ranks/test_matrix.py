@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from fleet import PROCESSES, Fleet
 from judge import check
-from matrix import BLOCKS, PARALLEL, TABLES, cells
+from matrix import BLOCKS, CONTEXT, PARALLEL, TABLES, cells
 from pairing import LAYOUTS, Form, Model, Pairing
 from table import save
 
@@ -33,7 +33,7 @@ def test_cell(fleet: Fleet, outcomes: dict[str, str], cell) -> None:
 
 def test_the_matrix_has_every_form_on_both_sides() -> None:
     assert len({str(cell.pairing) for cell in CELLS}) == len(CELLS)
-    for table, forms in zip(TABLES, (PARALLEL, LAYOUTS, BLOCKS), strict=True):
+    for table, forms in zip(TABLES, (PARALLEL, LAYOUTS, BLOCKS, CONTEXT), strict=True):
         there = {(cell.row, cell.column) for cell in CELLS if cell.table == table}
         assert there == {(row, column) for row in forms for column in forms}
 

@@ -31,6 +31,7 @@ def test_the_draw_reaches_every_corner() -> None:
         forms = [pairing.form(side) for pairing in pairings]
         assert {form.layout for form in forms} == set(LAYOUTS)
         assert {form.tp for form in forms} >= {1, 2, 3, 4, 6, 8} and {form.pp for form in forms} == {1, 2, 3}
+        assert {form.dcp for form in forms} >= {1, 2, 3, 4, 8} and len({form.interleave for form in forms}) > 3
         assert any(form.kernel < form.block for form in forms) and any(form.pad for form in forms)
         assert any(pairing.model.kind == "full" and pairing.form(side).tp > pairing.heads for pairing in pairings)
         assert any(
@@ -47,7 +48,18 @@ def test_what_is_no_name_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "form", [{"layout": "BLHNC", "kernel": 8}, {"pad": 3, "kernel": 8}, {"kernel": 5}, {"layout": "LBCHN"}, {"pp": 0}]
+    "form",
+    [
+        {"tp": 4, "dcp": 3},
+        {"tp": 4, "dcp": 2},
+        {"dcp": 2},
+        {"interleave": 2},
+        {"layout": "BLHNC", "kernel": 8},
+        {"pad": 3, "kernel": 8},
+        {"kernel": 5},
+        {"layout": "LBCHN"},
+        {"pp": 0},
+    ],
 )
 def test_forms_that_no_engine_has_are_refused(form: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=r"form|split"):

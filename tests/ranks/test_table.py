@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from matrix import BLOCKS, PARALLEL, cells
+from matrix import BLOCKS, CONTEXT, PARALLEL, cells
 from pairing import LAYOUTS
 from table import load, render
 
@@ -14,7 +14,9 @@ def test_the_tables_are_of_this_matrix() -> None:
     outcomes = load()
     assert set(outcomes) == {str(cell.pairing) for cell in CELLS}, "run all of tests/ranks/test_matrix.py again"
     shown = render(outcomes)
-    assert "✗" not in shown and shown.count("✓") == sum(len(forms) ** 2 for forms in (PARALLEL, LAYOUTS, BLOCKS))
+    assert "✗" not in shown and shown.count("✓") == sum(
+        len(forms) ** 2 for forms in (PARALLEL, LAYOUTS, BLOCKS, CONTEXT)
+    )
     outcomes[str(CELLS[0].pairing)] = "failed"
     assert "✗" in render(outcomes)
     del outcomes[str(CELLS[-1].pairing)]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
+from kvferry.connector.context import Split
 from kvferry.connector.errors import ProtocolError
 from kvferry.connector.params import HandedOver, check_reachable, hand_over, parse, prompt_digest, wants_prefill
 from kvferry.connector.stepplan import PeerEngine, RankAddress
@@ -21,6 +23,15 @@ def handed(host: str = "127.0.0.1", tp_size: int = 2) -> HandedOver:
 
 def test_there_and_back_through_json() -> None:
     assert parse(json.loads(json.dumps(hand_over(handed())))) == handed()
+
+
+def test_how_ranks_share_tokens_out_travels_too() -> None:
+    plain = handed()
+    peer = msgspec.structs.replace(plain.peer, splits=(Split(1), Split(2, 16)))
+    shared = msgspec.structs.replace(plain, peer=peer)
+    params = json.loads(json.dumps(hand_over(shared)))
+    assert parse(params) == shared and params["dcp_size"] == 2
+    assert hand_over(plain)["dcp_size"] == 1
 
 
 def test_nixls_own_keys_are_all_there() -> None:
@@ -58,6 +69,10 @@ def broken(**changes: Any) -> dict[str, Any]:
         (broken(num_tokens="77"), "num_tokens"),
         (broken(lease_seconds=-1), "lease_seconds"),
         (broken(ranks=[]), "ranks"),
+        (broken(splits=[]), "splits"),
+        (broken(splits=[[5000, 1]]), "splits"),
+        (broken(splits=[[2, 0]]), "splits"),
+        (broken(splits=[[1, 1], [3, 1]]), "1, 3 of 2 ranks share tokens out"),
         (broken(tp_size=3), "names 2 ranks, expected 1 x 3"),
         (broken(ranks=[[0, 0, "h", 70000, "00" * 16]]), "ranks"),
         (broken(engine_id="a\nb"), "engine_id"),

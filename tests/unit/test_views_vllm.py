@@ -186,7 +186,9 @@ def test_a_stage_keeps_the_place_of_groups_that_it_has_no_layer_of() -> None:
 def engine_of(heads: int, tp: int = 1, **config: int) -> Any:
     """As much of a VllmConfig as tells how many heads there are."""
     model = SimpleNamespace(get_total_num_kv_heads=lambda: heads, hf_text_config=SimpleNamespace(**config))
-    return SimpleNamespace(model_config=model, parallel_config=SimpleNamespace(tensor_parallel_size=tp))
+    return SimpleNamespace(
+        model_config=model, parallel_config=SimpleNamespace(tensor_parallel_size=tp, decode_context_parallel_size=1)
+    )
 
 
 def test_layers_of_one_table_that_differ_are_regions_of_their_own() -> None:
@@ -234,7 +236,7 @@ def test_a_kind_of_cache_that_is_not_known_is_refused_by_name() -> None:
 
     spec = GivesBlocksBackByItsOwnRules(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.float16)
     config = kvi.KVCacheConfig(PAGES, kv_cache_tensors=[], kv_cache_groups=[kvi.KVCacheGroupSpec(["a"], spec)])
-    for ask in (lambda: block_tables(config), lambda: layer_groups(engine_of(2), config)):
+    for ask in (lambda: block_tables(engine_of(2), config), lambda: layer_groups(engine_of(2), config)):
         with pytest.raises(ConfigError, match=r"^[^\n]*GivesBlocksBackByItsOwnRules[^\n]*$"):
             ask()
 

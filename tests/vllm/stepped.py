@@ -93,23 +93,29 @@ class Engine:
         dp_rank: int | None = None,
         block: int = BLOCK,
         window: int | None = None,
+        dcp: int = 1,
+        interleave: int = 1,
     ) -> None:
         """``ahead``: steps that are scheduled and run before the output of the first is looked at, as with async
         scheduling, vLLM's default on GPUs. ``drafts``: tokens of speculative decoding. ``dp_rank``: of an engine with
         several data-parallel ranks, each of which has a scheduler of its own. ``window``: the last layer attends to as
-        many tokens only, and has a block table of its own."""
+        many tokens only, and has a block table of its own. ``dcp``: tensor-parallel ranks that hold the same heads and
+        share tokens out, ``interleave`` each in turn."""
+        self.dcp, self.interleave = dcp, interleave
         self.origin, self.tp, self.runner, self.num_blocks = origin, tp, runner, num_blocks
         self.block, self.window = block, window
         self.layers = [f"model.layers.{n}.self_attn.attn" for n in range(LAYERS)]
         self.config = engine_config(
             model, role=role, policy=policy, extra=extra or {}, tp=tp, max_batched=max_batched, connector=connector,
             module=module, ahead=bool(ahead), drafts=drafts, scheduling=scheduling, dp_rank=dp_rank, block=block,
+            dcp=dcp, interleave=interleave,
         )  # fmt: skip
         self.config.cache_config.num_gpu_blocks = num_blocks
         self._ahead = ahead
         self._outputs: deque[tuple[Any, ModelRunnerOutput]] = deque()
         self._memory = RunnerMemory(drafts)
-        form = {"block_size": block, "num_kv_heads": HEADS // tp, "head_size": HEAD_SIZE, "dtype": torch.float32}
+        heads = max(1, HEADS // tp)
+        form = {"block_size": block, "num_kv_heads": heads, "head_size": HEAD_SIZE, "dtype": torch.float32}
         groups = [KVCacheGroupSpec(self.layers, spec or FullAttentionSpec(**form))]
         if window is not None:
             windowed = SlidingWindowSpec(sliding_window=window, **form)
@@ -118,10 +124,10 @@ class Engine:
         self.table_of = [0] * (LAYERS - 1) + [len(groups) - 1]
         self.kv_config = KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
         init_none_hash(sha256)
-        self._hasher = get_request_block_hasher(block, sha256)
+        self._hasher = get_request_block_hasher(block * dcp, sha256)
         structured = StructuredOutputManager(self.config)
         kind = AsyncScheduler if ahead else Scheduler
-        self.scheduler = kind(self.config, self.kv_config, structured, block_size=block, log_stats=True)
+        self.scheduler = kind(self.config, self.kv_config, structured, block_size=block * dcp, log_stats=True)
         if ahead:  # with async scheduling the drafts are a model's, which writes KV ahead
             self.scheduler.num_lookahead_tokens = drafts
         self.connector: Any = self.scheduler.connector
@@ -249,15 +255,15 @@ class Engine:
     def _forward(self, worker: Worker, turns: dict[str, Turn]) -> None:
         """Check all KV that the step reads, then write what it computes."""
         for request_id, turn in turns.items():
-            tables = self.scheduler.kv_cache_manager.get_block_ids(request_id)
-            found = worker.kv(tables, 0, turn.start)
-            differs = (found >> 1) != (labels(worker.heads, 0, turn.ids[: turn.start], 0) >> 1)
+            tables, held = self.scheduler.kv_cache_manager.get_block_ids(request_id), worker.held(turn.start)
+            found = worker.kv(tables, 0, len(held))
+            differs = (found >> 1) != (labels(worker.heads, 0, turn.ids[: turn.start], 0)[:, :, held] >> 1)
             if self.window is not None:
                 differs[-1, :, : max(0, turn.start - self.window + 1)] = False
             wrong = differs.any(dim=3).any(dim=1).any(dim=0).nonzero().flatten().tolist()
-            assert not wrong, f"{request_id}: wrong KV at positions {wrong} of {turn.start}"
+            assert not wrong, f"{request_id}: wrong KV at positions {[held[n] for n in wrong]} of {turn.start}"
             ours = int(((found[0] & 1) == self.origin).all(dim=2).all(dim=0).sum())
-            self.origins.setdefault(request_id, Origins(ours, turn.start - ours))
+            self.origins.setdefault(request_id, Origins(ours, len(held) - ours))
             worker.write(tables, turn.start, turn.ids[turn.start :])
 
     # --- state --------------------------------------------------------------------------------------------------

@@ -37,6 +37,8 @@ def engine_config(
     scheduling: str,
     dp_rank: int | None,
     block: int,
+    dcp: int,
+    interleave: int,
 ) -> VllmConfig:
     """``policy`` is that of failed loads, ``scheduling`` the scheduler's, ``block`` a block's tokens; ``Engine`` says
     what the rest means."""
@@ -52,7 +54,12 @@ def engine_config(
             policy=scheduling,  # type: ignore[arg-type]
         ),
         speculative_config=_speculative(model, drafts) if drafts else None,
-        parallel_config=ParallelConfig(tensor_parallel_size=tp, distributed_executor_backend="mp"),
+        parallel_config=ParallelConfig(
+            tensor_parallel_size=tp,
+            decode_context_parallel_size=dcp,
+            cp_kv_cache_interleave_size=interleave,
+            distributed_executor_backend="mp",
+        ),
         device_config=DeviceConfig(device="cpu"),
         kv_transfer_config=KVTransferConfig(
             kv_connector=connector,

@@ -40,6 +40,8 @@ class Owner(Protocol):
     origin: int
     runner: str
     tp: int
+    dcp: int
+    interleave: int
 
 
 class Worker:
@@ -47,8 +49,8 @@ class Worker:
 
     def __init__(self, engine: Owner, rank: int) -> None:
         self.engine, self.rank = engine, rank
-        count = HEADS // engine.tp
-        self.heads = range(rank * count, (rank + 1) * count)
+        count, first = max(1, HEADS // engine.tp), rank * HEADS // engine.tp
+        self.heads = range(first, first + count)
         shape = (engine.num_blocks, count, engine.block, CONTENT)
         self.caches = {name: torch.full(shape, -1.0) for name in engine.layers}
         with _rank(rank):
@@ -149,7 +151,7 @@ class Worker:
         return output
 
     def kv(self, tables: Sequence[Sequence[int]], start: int, stop: int) -> torch.Tensor:
-        """[L,H,T,C] int32: the labels of tokens [start, stop), by plain indexing."""
+        """[L,H,T,C] int32: the labels of the rank's own tokens [start, stop), by plain indexing."""
         found = []
         for number, name in enumerate(self.engine.layers):
             ids = torch.tensor(list(tables[self.engine.table_of[number]]))
@@ -163,10 +165,16 @@ class Worker:
         for number, name in enumerate(self.engine.layers):
             cache = self.caches[name].view(torch.int32)
             block_ids = tables[self.engine.table_of[number]]
-            for offset in range(len(ids)):
-                block, slot = divmod(start + offset, self.engine.block)
-                assert block_ids[block], f"token {start + offset} of layer {number} goes to the null block"
-                cache[block_ids[block], :, slot] = values[number, :, offset]
+            for place, token in enumerate(self.held(start + len(ids))):
+                block, slot = divmod(place, self.engine.block)
+                if token >= start:
+                    assert block_ids[block], f"token {token} of layer {number} goes to the null block"
+                    cache[block_ids[block], :, slot] = values[number, :, token - start]
+
+    def held(self, stop: int) -> list[int]:
+        """The tokens before ``stop`` that this rank keeps, which are all but for context parallelism."""
+        engine = self.engine
+        return [token for token in range(stop) if token // engine.interleave % engine.dcp == self.rank % engine.dcp]
 
 
 @contextmanager

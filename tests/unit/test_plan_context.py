@@ -1,0 +1,246 @@
+"""Plans between ranks that share tokens out, against an oracle that gives every element a label of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from kvferry.connector.context import UNSPLIT, Share, Split, common
+from kvferry.connector.errors import GeometryError, IncompatiblePeerError
+from kvferry.connector.geometry import GroupGeometry, RankGeometry
+from kvferry.connector.plan import (
+    PlannedSpan,
+    check_complete,
+    check_geometry,
+    check_spans,
+    chunk_nbytes,
+    chunks,
+    compatible,
+    plan_reads,
+    plan_sources,
+)
+from kvferry.connector.topology import head_interval, readers, release_map, sources
+
+CONTENT = 8
+PLAIN = UNSPLIT[0]
+Form = tuple[int, Split, Split]
+"""Tensor-parallel size, how tokens of the layers with heads are shared out, and how those of MLA layers are."""
+
+
+def rank(form: Form, tp_rank: int, heads: int) -> RankGeometry:
+    """Two layers with heads, and one of MLA beside them."""
+    tp_size, *splits = form
+    groups = []
+    for kind, layers, total, split in (
+        ("full", ("layers.0", "layers.2"), heads, splits[0]),
+        ("mla", ("layers.1",), 1, splits[1]),
+    ):
+        start, count = head_interval(tp_rank, tp_size, total)
+        groups.append(
+            GroupGeometry(
+                kind=kind,
+                layers=layers,
+                block_size=16,
+                head_start=start,
+                num_heads=count,
+                total_heads=total,
+                content_bytes=CONTENT,
+                dtype="bfloat16",
+                share=split.share(tp_rank),
+            )
+        )
+    return RankGeometry(
+        tp_rank=tp_rank, tp_size=tp_size, pp_rank=0, pp_size=1, head_counts=tuple(sorted({1, heads})),
+        splits=tuple(sorted(set(splits))), groups=tuple(groups),
+    )  # fmt: skip
+
+
+def held(geometry: RankGeometry, tokens: int) -> list[np.ndarray]:
+    """Labels of all elements of a rank, ``[L, H, T]`` per region, T in the rank's own numbering."""
+    found = []
+    for group in geometry.groups:
+        share = group.share
+        own = np.array([t for t in range(tokens) if t // share.interleave % share.size == share.rank], dtype=np.int64)
+        layers = np.array([int(name.split(".")[1]) for name in group.layers])
+        heads = group.head_start + np.arange(group.num_heads)
+        found.append(((layers[:, None] * 100 + heads) * 10000)[:, :, None] + own)
+    return found
+
+
+def carry(items: Sequence[PlannedSpan], p: RankGeometry, d: RankGeometry, tokens: int, into, times, room: int) -> None:
+    """Chunk by chunk, as the two sides would."""
+    theirs = held(p, tokens)
+    for item in items:
+        s, stop = item.span, item.span.token + item.span.num_tokens
+        p_share, d_share = p.groups[s.group].share, d.groups[item.group].share
+        assert item.share == p_share and s.share == d_share
+        at = [
+            np.concatenate([np.arange(a, b) for a, b in zip(places.starts, places.stops, strict=True)])
+            for places in (common(p_share, s.share, s.token, stop), common(d_share, item.share, s.token, stop))
+        ]
+        for c in chunks(s, CONTENT, room, 16, p_share):
+            assert chunk_nbytes(c, s, CONTENT) <= room
+            there, here = (side[c.token : c.token + c.num_tokens] for side in at)
+            assert len(there) == len(here) == c.num_tokens
+            box = theirs[s.group][s.layer + c.layer :][: c.num_layers, s.head : s.head + s.num_heads][:, :, there]
+            place = (
+                slice(item.layer + c.layer, item.layer + c.layer + c.num_layers),
+                slice(item.head, item.head + s.num_heads),
+                here,
+            )
+            into[item.group][place] = box
+            times[item.group][place] += 1
+
+
+@st.composite
+def forms(draw: st.DrawFn, heads: int) -> Form:
+    """As vLLM would have it: as many shares of a head as ranks hold it at most, a divisor of the ranks."""
+    tp_size = draw(st.integers(1, 12))
+    splits = []
+    for total in (heads, 1):
+        sizes = [size for size in range(1, tp_size // total + 1) if tp_size % size == 0] or [1]
+        size = draw(st.sampled_from(sizes))
+        splits.append(Split(size, draw(st.sampled_from([1, 2, 4, 8, 16])) if size > 1 else 1))
+    return tp_size, *splits
+
+
+def check(heads: int, p: Form, d: Form, start: int, stop: int, room: int) -> None:
+    remotes = {(0, r): rank(p, r, heads) for r in range(p[0])}
+    for d_rank in range(d[0]):
+        local = rank(d, d_rank, heads)
+        check_geometry(local)
+        names = readers(d_rank, d[0], p[0], local.head_counts, local.splits, remotes[0, 0].splits)
+        plans = plan_sources(
+            local, {place: it for place, it in remotes.items() if place[1] in names}, [(start, stop)] * 2
+        )
+        mine = held(local, stop)
+        into, times = [np.full_like(m, -1) for m in mine], [np.zeros_like(m) for m in mine]
+        for place, items in plans.items():
+            remote = remotes[place]
+            compatible(local, remote)
+            compatible(remote, local, consumer=False)
+            check_spans([item.span for item in items], remote, stop)
+            carry(items, remote, local, stop, into, times, room)
+        for oracle, got, count in zip(mine, into, times, strict=True):
+            wanted = oracle % 10000 >= start
+            assert (count == wanted).all()
+            assert (got[wanted] == oracle[wanted]).all()
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from([1, 2, 3, 4]), st.data())
+def test_every_token_arrives_once(heads: int, data: st.DataObject) -> None:
+    p, d = data.draw(forms(heads)), data.draw(forms(heads))
+    start = data.draw(st.integers(0, 60))
+    check(heads, p, d, start, start + data.draw(st.integers(1, 80)), data.draw(st.integers(heads * CONTENT, 2000)))
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize(
+    ("p", "d"),
+    [
+        ((4, Split(2, 16), Split(2, 16)), (1, PLAIN, PLAIN)),
+        ((1, PLAIN, PLAIN), (4, Split(2, 16), Split(2, 16))),
+        ((4, Split(2, 16), Split(4, 16)), (8, Split(4, 16), Split(8, 16))),
+        ((4, Split(2, 1), Split(2, 1)), (4, Split(2, 16), Split(4, 2))),
+        ((4, PLAIN, Split(2, 16)), (4, Split(2, 16), PLAIN)),
+    ],
+)
+def test_pairs_that_users_run(heads: int, p: Form, d: Form) -> None:
+    check(heads, p, d, 0, 100, 512)
+    check(heads, p, d, 33, 70, 4096)
+    check(heads, p, d, 0, 3, 4096)
+
+
+split = st.builds(Split, st.sampled_from([1, 2, 3, 4]), st.sampled_from([1, 4, 16]))
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.sampled_from([1, 2, 3]), split, split)
+@example(1, 2, 1, Split(4, 1), Split(4, 16))
+def test_readers_of_a_share_spread_and_all_release(
+    d_times: int, p_times: int, heads: int, d_split: Split, p_split: Split
+) -> None:
+    d_size, p_size = d_times * d_split.size * heads, p_times * p_split.size * heads
+    load: dict[tuple[int, int], list[int]] = {}
+    for d_rank in range(d_size):
+        for read in sources(d_rank, d_size, p_size, heads, False, d_split, p_split):
+            assert d_split.share(d_rank).meets(p_split.share(read.p_rank))
+            load.setdefault((read.first_head, read.p_rank % p_split.size), []).append(read.p_rank)
+    for (head, share), read_at in load.items():
+        start = [r for r in range(p_size) if head_interval(r, p_size, heads)[0] == head and r % p_split.size == share]
+        counts = [read_at.count(r) for r in start]
+        assert sum(counts) == len(read_at) and max(counts) - min(counts) <= 1
+    releases = release_map(d_size, p_size, (heads,), (d_split,), (p_split,))
+    for p_rank, ranks in enumerate(releases):
+        reading = {d for d in range(d_size) if p_rank in readers(d, d_size, p_size, (heads,), (d_split,), (p_split,))}
+        assert set(ranks) == reading or (not reading and len(ranks) == 1)
+
+
+def test_a_share_that_does_not_come_is_named() -> None:
+    local = rank((1, PLAIN, PLAIN), 0, 1)
+    plans = [plan_reads(local, rank((2, Split(2, 16), Split(2, 16)), r, 1), [(0, 40)] * 2) for r in range(2)]
+    items = [item for spans in plans for item in spans]
+    check_complete(local, items, [(0, 40)] * 2)
+    for left_out in items:
+        with pytest.raises(IncompatiblePeerError, match=r"tokens of layer 'layers\.\d' differs"):
+            check_complete(local, [item for item in items if item is not left_out], [(0, 40)] * 2)
+    with pytest.raises(IncompatiblePeerError, match="on more than one stage"):
+        check_complete(local, items * 2, [(0, 40)] * 2)
+    with pytest.raises(IncompatiblePeerError, match=r"'layers\.0' and 1 more needed"):
+        check_complete(local, [item for item in items if item.group], [(0, 40)] * 2)
+    check_complete(local, plans[0], [(0, 16)] * 2), "all of so short a prompt is in the first share"
+
+
+GOOD = rank((4, Split(2, 16), Split(4, 16)), 3, 2)
+
+
+@pytest.mark.parametrize(
+    ("region", "share", "message"),
+    [
+        (0, Share(2, 0, 16), "rank 0 of 2 .* is not tp_rank 3"),
+        (0, Share(2, 1, 8), "is not tp_rank 3 of an engine with"),
+        (0, Share(4, 3, 16), r"4 tensor-parallel ranks, fewer hold each of 2 heads"),
+        (1, Share(2, 3, 16), "rank 3 of 2"),
+    ],
+)
+def test_a_share_that_the_rank_cannot_have_is_refused(region: int, share: Share, message: str) -> None:
+    check_geometry(GOOD)
+    groups = list(GOOD.groups)
+    groups[region] = msgspec.structs.replace(groups[region], share=share)
+    with pytest.raises(GeometryError, match=message):
+        check_geometry(msgspec.structs.replace(GOOD, groups=tuple(groups)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kind": "sliding_window", "window": 64}, "caches of kind sliding_window are not carried so"),
+        ({"packing": "cpu x86_64 vec"}, "packed, are not carried so"),
+        ({"block_size": 24}, "does not divide a block of 24"),
+    ],
+)
+def test_caches_that_cannot_be_shared_out_are_refused(changes: dict[str, object], message: str) -> None:
+    groups = (msgspec.structs.replace(GOOD.groups[0], **changes), GOOD.groups[1])
+    with pytest.raises(GeometryError, match=message):
+        check_geometry(msgspec.structs.replace(GOOD, groups=groups))
+
+
+def test_asking_for_what_the_rank_does_not_hold_is_refused() -> None:
+    remote = rank((2, Split(2, 16), Split(2, 16)), 1, 1)
+    (span, *_) = [item.span for item in plan_reads(rank((1, PLAIN, PLAIN), 0, 1), remote, [(0, 64)] * 2)]
+    check_spans([span], remote, 64)
+    for changes, message in (
+        ({"num_tokens": 16}, "of which we hold none"),
+        ({"share": Share(2, 0, 16)}, "of which we hold none"),
+        ({"share": Share(2, 2, 16)}, "rank 2 of 2"),
+        ({"num_tokens": 65}, r"tokens 0\.\.65 is outside 0\.\.64"),
+    ):
+        with pytest.raises(GeometryError, match=message):
+            check_spans([msgspec.structs.replace(span, **changes)], remote, 64)
+    with pytest.raises(GeometryError, match=r"ask for 128 .* of 64"):
+        check_spans([span, span], remote, 64)

@@ -1,0 +1,121 @@
+"""Decode context parallelism under vLLM's real schedulers: what its configuration, its block tables and its prefix
+cache make of it, with the adapter between them. No CPU attention can run it, so the forward and its order of tokens
+are those of a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from labelled import BLOCK, CONTENT, HEADS, LAYERS, prompt
+from model import ModelSpec, build_model
+from stepped import PREFILL, Engine, model_config, prefill, run, settle
+from yard import Yard
+
+from kvferry.connector import compat
+from kvferry.connector.context import Split
+from kvferry.connector.errors import ConfigError
+
+pytestmark = pytest.mark.vllm
+if not hasattr(compat, "splits") or not compat.HAS_TRANSFER_RESULTS:
+    pytest.skip("this vLLM shares tokens out by other rules", allow_module_level=True)
+
+ROOM: dict[str, Any] = {"slot_bytes": 64 << 10, "staging_bytes": 1 << 20}
+PLAIN = {"tp": 1}
+TWO = {"tp": 4, "dcp": 2, "interleave": BLOCK}
+"""Four ranks, two of which hold each of the two heads."""
+TWO_BY_ONE = {"tp": 4, "dcp": 2, "interleave": 1}
+FOUR = {"tp": 8, "dcp": 4, "interleave": 8}
+
+
+@pytest.fixture(scope="module")
+def grouped(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A model with query heads enough for eight tensor-parallel ranks."""
+    spec = ModelSpec(
+        layers=LAYERS, hidden=64, heads=8, kv_heads=HEADS, head_dim=CONTENT // 2, intermediate=32,
+        vocabulary=300, max_tokens=1024,
+    )  # fmt: skip
+    return model_config(build_model(tmp_path_factory.mktemp("model") / "grouped", spec))
+
+
+@pytest.fixture
+def context(grouped: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Yard]:
+    monkeypatch.setattr(compat, "_packing", lambda spec: "")
+    yard = Yard(grouped)
+    yield yard
+    for engine in yard.engines:
+        engine.close()
+
+
+def hand_over(p: Engine, d: Engine, ids: list[int]) -> str:
+    request_id = d.add(ids, prefill(p, ids), max_tokens=4)
+    run([p, d], lambda: d.answers[request_id].finish is not None)
+    return request_id
+
+
+@pytest.mark.parametrize(
+    ("p_form", "d_form"),
+    [
+        (TWO, PLAIN),
+        (PLAIN, TWO),
+        (TWO_BY_ONE, {"tp": 2}),
+        (TWO, TWO),
+        (TWO, TWO_BY_ONE),
+        (TWO, FOUR),
+        (FOUR, TWO_BY_ONE),
+    ],
+    ids=str,
+)
+def test_any_form_to_any_form(context: Yard, p_form: dict[str, int], d_form: dict[str, int]) -> None:
+    p, d = context.engine(0, extra=ROOM, **p_form), context.engine(1, extra=ROOM, **d_form)
+    for tokens in (70, 3, 2 * BLOCK * 4):
+        request_id = hand_over(p, d, prompt(tokens, tokens))
+        assert d.answers[request_id].external == tokens
+        assert d.computed[request_id] == 4, "the last prompt token, and what is decoded"
+    settle(p, d)
+    assert not any(w.failed for w in d.workers)
+
+
+def test_a_prefix_hit_is_whole_blocks_of_all_ranks(context: Yard) -> None:
+    p, d = context.engine(0, extra=ROOM, **PLAIN), context.engine(1, extra=ROOM, **TWO)
+    ids = prompt(100)
+    local = d.add(ids[:70])
+    run([d], lambda: d.answers[local].finish is not None)
+    request_id = hand_over(p, d, ids)
+    assert d.answers[request_id].external == 100 - 2 * (2 * BLOCK)
+    again = hand_over(p, d, ids)
+    assert d.answers[again].external == 100 - 3 * (2 * BLOCK)
+    settle(p, d)
+
+
+def test_what_vllm_tells_of_it(context: Yard) -> None:
+    engine = context.engine(0, extra=ROOM, **TWO)
+    assert compat.splits(engine.config, engine.kv_config) == (Split(2, BLOCK),)
+    (table,) = compat.block_tables(engine.config, engine.kv_config)
+    (group,) = compat.layer_groups(engine.config, engine.kv_config)
+    assert (table.block_size, group.block_size, group.total_heads) == (2 * BLOCK, BLOCK, HEADS)
+    parallel = engine.config.parallel_config
+    parallel.dcp_kv_cache_interleave_size = 4  # the old name, which vLLM's workers put in place of the new one
+    assert compat.splits(engine.config, engine.kv_config) == (Split(2, 4),)
+    assert parallel.cp_kv_cache_interleave_size == BLOCK, "vLLM's own is left as it is"
+    params = engine.add(prompt(40), PREFILL)
+    run([engine], lambda: engine.answers[params].finish is not None)
+    told = engine.answers[params].params
+    assert told is not None and told["dcp_size"] == 2
+
+
+def test_what_cannot_be_carried_is_refused_at_start(context: Yard, grouped: Any) -> None:
+    engine = context.engine(0, extra=ROOM, **TWO)
+    config, caches = engine.config, engine.kv_config
+    parallel = config.parallel_config
+    for name, value, text in (
+        ("cp_kv_cache_interleave_size", 3, "cp_kv_cache_interleave_size 3 does not divide"),
+        ("prefill_context_parallel_size", 2, "prefill_context_parallel_size 2 is not carried yet"),
+    ):
+        before = getattr(parallel, name)
+        setattr(parallel, name, value)
+        with pytest.raises(ConfigError, match=text):
+            compat.check_config(config, caches)
+        setattr(parallel, name, before)
+    compat.check_config(config, caches)
