@@ -72,6 +72,8 @@ def compatible(local: RankGeometry, remote: RankGeometry, *, consumer: bool = Tr
         for layer in group.layers:
             where = held.get((group.part, layer))
             if where is None:
+                if any(layer in theirs.layers for theirs in has.groups):
+                    _refuse_parts(layer, *((needs, has) if consumer else (has, needs)))
                 missing.append(layer)
             elif where[0] not in checked:
                 checked.add(where[0])
@@ -348,13 +350,26 @@ def _same_form(layer: str, ours: GroupGeometry, theirs: GroupGeometry) -> None:
     name = f"layer {layer!r}" + (f" ({ours.part})" if ours.part else "")
     if ours.kind != theirs.kind and {ours.kind, theirs.kind} & {"mla", "state"}:
         raise IncompatiblePeerError(f"kind of {name}", ours.kind, theirs.kind)
-    fields = ["total_heads", "content_bytes", "dtype", "packing", "tile_tokens"]
+    fields = ["total_heads", "content_bytes", "dtype", "packing", "tile_tokens", "rows"]
     if ours.kind == theirs.kind:
         fields.append("window")
     for field in fields:
         mine, other = getattr(ours, field), getattr(theirs, field)
         if mine != other:
             raise IncompatiblePeerError(f"{field} of {name}", mine, other)
+
+
+def _refuse_parts(layer: str, ours: RankGeometry, theirs: RankGeometry) -> None:
+    """One side's packed blocks are divided into parts and the other's are not, or are otherwise."""
+    mine, other = (
+        ", ".join(
+            f"{group.part or 'whole'} ({group.packing or 'not packed'})"
+            for group in side.groups
+            if layer in group.layers
+        )
+        for side in (ours, theirs)
+    )
+    raise IncompatiblePeerError(f"packing of layer {layer!r}", mine, other)
 
 
 def _refuse_missing(missing: Sequence[str], held: int, consumer: bool) -> None:

@@ -146,7 +146,7 @@ class Reads:
                 kernel_ids=read.job.ids[planned.group],
             )
         )
-        return runs(ours, theirs, span.num_heads, span.num_tokens, self._caches.views[planned.group].content_bytes)
+        return runs(ours, theirs, span.num_heads, span.num_tokens, self._caches.views[planned.group].row_bytes)
 
     def stop(self, read: Read) -> None:
         """Unpack nothing more, let no channel write the pages. Both happen on this very thread, so nothing does from

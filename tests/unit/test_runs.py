@@ -103,3 +103,9 @@ def test_a_peers_manager_blocks_are_kernel_blocks() -> None:
     pages = pages_of(PageLayout((7, 8), 9, 2, 8, 100, 50, 5), np.array([3, 1]), SPAN)
     assert pages.block_ids.tolist() == [6, 7, 2, 3]
     assert pages.bases.tolist() == [7, 8]
+
+
+def test_rows_of_a_peers_layers_are_layers_of_the_copy() -> None:
+    layout = PageLayout((1000, 9000), 9, 2, 8, 2000, 500, 5, rows=3, row_stride=40)
+    pages = pages_of(layout, np.array([3, 1], dtype=np.int64), SPAN)
+    assert pages.bases.tolist() == [1000, 1040, 1080, 9000, 9040, 9080]
