@@ -1,7 +1,8 @@
 """From the caches that an engine registers to regions: layers that lie in memory alike, under one block table.
 
 A region is what plans, packing and the handshake deal with. A layer group gives one, or more where its layers differ in
-form, and two, keys and values, where its backend packs blocks in an order that can be divided (``packing``). Layers that use another one's cache are left out: their bytes are that layer's.
+form, and two of each, keys and values, where its backend packs blocks in an order that can be divided (``packing``).
+Layers that use another one's cache are left out: their bytes are that layer's.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from kvferry.connector.geometry import GroupGeometry, RankGeometry
 from kvferry.connector.packing import PackedPart, split
 from kvferry.connector.topology import head_interval
 from kvferry.connector.view import CacheView, TensorLike, view_of
-
 
 Places = Callable[[str], NDArray[np.int64] | None]
 """Where the backend of a layer puts each element inside a (block, head), ``packing.split``; None if not known."""

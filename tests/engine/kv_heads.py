@@ -13,10 +13,8 @@ class KVHeads(KVBytes):
     def _kvb_record(self, when: str, request_id: str, seen: Any, tokens: int) -> None:
         super()._kvb_record(when, request_id, seen, tokens)
         heads = {}
-        for name, (group, page_tokens, cache, owners) in self._kvb_layers().items():
-            rows = rows_of(cache, seen.blocks[group], page_tokens, tokens, owners)
-            if owners is not None:
-                rows = rows.transpose(0, 1)  # [b,H,N,C] -> [H,b,N,C]
+        for name, (group, page_tokens, cache, places) in self._kvb_layers().items():
+            rows = rows_of(cache, seen.blocks[group], page_tokens, tokens, places)
             first = self.rank * rows.shape[0]  # type: ignore[attr-defined]
             for number, head in enumerate(rows):
                 heads[f"{name}#{first + number}"] = digest(head)
