@@ -3,7 +3,8 @@
 vLLM's attention on the CPU stores the KV of one (kernel block, head) as its kernels read it, by instruction set and
 dtype: all keys, then all values, keys transposed or both in pairs. Such a block seems indivisible. But where every run
 of a few tokens, a *tile*, lies in memory like every other, a tile can move to a block of another size, and keys and
-values are each a strided view like any cache: part ``k`` and part ``v``.
+values are each a strided view like any cache: part ``k`` and part ``v``. The whole cache stays a choice beside them:
+between blocks of one size its bytes lie together, while those of a part may lie in thousands of short rows.
 
 Nothing here knows an instruction set. The order is read off from where the backend's own writer puts each element
 (``places``); two ranks understand each other when their tiles have the same order, whichever code wrote them.
@@ -14,11 +15,13 @@ Legend: N tokens in a kernel block, D channels of a key or value; elements, not 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvferry.connector.geometry import GroupGeometry, RankGeometry
 from kvferry.connector.view import CacheView
 
 PARTS = ("k", "v")
@@ -35,7 +38,7 @@ class PackedPart:
 
 
 def split(view: CacheView, places: NDArray[np.int64]) -> tuple[PackedPart, ...]:
-    """The keys and the values of a cache that packs blocks, each in tiles as small as its order allows.
+    """A cache that packs blocks, whole, and its keys and its values in tiles as small as its order allows.
 
     A part whose tokens have bytes of their own, with channels in order, is not packed at all: ``packing`` is empty,
     though a token's bytes may lie in rows. At worst the tile of a part is the whole block.
@@ -45,14 +48,15 @@ def split(view: CacheView, places: NDArray[np.int64]) -> tuple[PackedPart, ...]:
         places: [2, N, D], where channel d of the key (0) or value (1) of token t lies in its (block, head).
 
     Returns:
-        ``k`` and ``v``; nothing where the order cannot be divided like this, and blocks must stay whole.
+        the whole, ``k`` and ``v``; nothing where the order is not one that can be divided like this.
     """
     kinds, tokens, channels = places.shape
     half = tokens * channels
     item_bytes, rest = divmod(view.content_bytes, kinds * channels)
     if kinds != len(PARTS) or rest or tokens != view.block_size or view.token_stride != view.content_bytes:
         return ()
-    parts = []
+    name = f"blocks of {tokens} tokens x {channels} channels, order {_digest(places)}"
+    parts = [PackedPart("", view, name, tokens)]
     for kind, part in enumerate(PARTS):
         own = places[kind] - kind * half
         if not np.array_equal(np.sort(own, axis=None), np.arange(half)):
@@ -124,5 +128,43 @@ def _name(order: NDArray[np.int64]) -> str:
     tile_tokens, channels = order.shape
     if tile_tokens == 1 and np.array_equal(order[0], np.arange(channels)):
         return ""
-    digest = hashlib.sha256(order.astype("<i4").tobytes()).hexdigest()[:16]
-    return f"tiles of {tile_tokens} tokens x {channels} channels, order {digest}"
+    return f"tiles of {tile_tokens} tokens x {channels} channels, order {_digest(order)}"
+
+
+def _digest(order: NDArray[np.int64]) -> str:
+    return hashlib.sha256(order.astype("<i4").tobytes()).hexdigest()[:16]
+
+
+def alternatives(geometry: RankGeometry) -> dict[int, list[int]]:
+    """The regions that are whole caches and there in parts too: their numbers, and those of the parts."""
+    parts: dict[tuple[str, ...], list[int]] = {}
+    for number, group in enumerate(geometry.groups):
+        if group.part:
+            parts.setdefault(group.layers, []).append(number)
+    return {
+        number: parts[group.layers]
+        for number, group in enumerate(geometry.groups)
+        if not group.part and group.layers in parts
+    }
+
+
+def passed_over(needs: RankGeometry, has: RankGeometry) -> set[int]:
+    """D's regions that are not read from a P rank: parts where P's blocks can be taken whole, and else the whole.
+
+    Args:
+        needs: D's rank.
+        has: P's.
+    """
+    over: set[int] = set()
+    for whole, parts in alternatives(needs).items():
+        layers = set(needs.groups[whole].layers)
+        theirs = [group for group in has.groups if not layers.isdisjoint(group.layers)]
+        over.update(parts if _as_a_whole(needs.groups[whole], theirs) else [whole])
+    return over
+
+
+def _as_a_whole(ours: GroupGeometry, theirs: Sequence[GroupGeometry]) -> bool:
+    """Also where the peer has nothing but whole caches: then it is refused by what differs."""
+    wholes = [group for group in theirs if not group.part]
+    alike = all((group.packing, group.tile_tokens) == (ours.packing, ours.tile_tokens) for group in wholes)
+    return (bool(wholes) and alike) or not any(group.part for group in theirs)

@@ -17,6 +17,7 @@ import numpy as np
 from kvferry.connector import topology
 from kvferry.connector.errors import GeometryError, IncompatiblePeerError
 from kvferry.connector.geometry import GroupGeometry, RankGeometry
+from kvferry.connector.packing import alternatives, passed_over
 from kvferry.connector.protocol import Span
 from kvferry.connector.topology import MAX_RANKS, HeadRead
 
@@ -67,7 +68,10 @@ def compatible(local: RankGeometry, remote: RankGeometry, *, consumer: bool = Tr
     needs, has = (local, remote) if consumer else (remote, local)
     held = _layer_index(has)
     missing = []
-    for group in needs.groups:
+    over = passed_over(needs, has)
+    for number, group in enumerate(needs.groups):
+        if number in over:
+            continue
         checked: set[int] = set()
         for layer in group.layers:
             where = held.get((group.part, layer))
@@ -80,7 +84,7 @@ def compatible(local: RankGeometry, remote: RankGeometry, *, consumer: bool = Tr
                 theirs = has.groups[where[0]]
                 _same_form(layer, *((group, theirs) if consumer else (theirs, group)))
     if has.pp_size == 1 and missing:
-        _refuse_missing(missing, sum(len(group.layers) for group in has.groups), consumer)
+        _refuse_missing(missing, len({layer for group in has.groups for layer in group.layers}), consumer)
 
 
 def check_geometry(geometry: RankGeometry) -> None:
@@ -114,6 +118,7 @@ def check_geometry(geometry: RankGeometry) -> None:
 
 def plan_reads(local: RankGeometry, remote: RankGeometry, tokens: Sequence[tuple[int, int]]) -> tuple[PlannedSpan, ...]:
     """What D's rank reads from one P rank: of each of its regions the heads that ``topology.sources`` gives this rank.
+    A packed cache is read whole or in parts (``packing.passed_over``).
 
     Args:
         local: D's rank.
@@ -129,7 +134,7 @@ def plan_reads(local: RankGeometry, remote: RankGeometry, tokens: Sequence[tuple
         GeometryError: a layer listed twice.
     """
     assert len(tokens) == len(local.groups)
-    held = _layer_index(remote)
+    held, over = _layer_index(remote), passed_over(local, remote)
     from_it: dict[int, HeadRead | None] = {}
     planned: list[PlannedSpan] = []
     for index, (group, (start, stop)) in enumerate(zip(local.groups, tokens, strict=True)):
@@ -137,7 +142,7 @@ def plan_reads(local: RankGeometry, remote: RankGeometry, tokens: Sequence[tuple
             reads = topology.sources(local.tp_rank, local.tp_size, remote.tp_size, group.total_heads)
             from_it[group.total_heads] = next((read for read in reads if read.p_rank == remote.tp_rank), None)
         heads = from_it[group.total_heads]
-        if stop <= start or heads is None:
+        if stop <= start or heads is None or index in over:
             continue
         for layer, theirs, first, count in _runs(group, held):
             ours, head = _head_box(group, remote.groups[theirs], heads)
@@ -188,6 +193,10 @@ def check_complete(local: RankGeometry, planned: Iterable[PlannedSpan], tokens: 
     for item in planned:
         layers = slice(item.layer, item.layer + item.span.num_layers)
         counts[item.group][layers, item.head : item.head + item.span.num_heads] += 1
+    for whole, parts in alternatives(local).items():  # one stage may give it whole, another one in parts
+        for part in parts:
+            counts[part] += counts[whole]
+        counts[whole] = counts[parts[0]]
     for group, count, (start, stop) in zip(local.groups, counts, tokens, strict=True):
         if stop <= start or bool((count == 1).all()):
             continue

@@ -1,7 +1,8 @@
 """From the caches that an engine registers to regions: layers that lie in memory alike, under one block table.
 
 A region is what plans, packing and the handshake deal with. A layer group gives one, or more where its layers differ in
-form, and two of each, keys and values, where its backend packs blocks in an order that can be divided (``packing``).
+form, and beside each its keys and its values, where its backend packs blocks in an order that can be divided
+(``packing``).
 Layers that use another one's cache are left out: their bytes are that layer's.
 """
 

@@ -14,8 +14,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.connector.geometry import RankGeometry
+from kvferry.connector.errors import IncompatiblePeerError
+from kvferry.connector.geometry import GroupGeometry, RankGeometry
 from kvferry.connector.packing import PackedPart, split
+from kvferry.connector.plan import compatible, plan_sources
 from kvferry.connector.site import Caches, Part
 from kvferry.connector.view import CacheView
 
@@ -50,7 +52,7 @@ class Packed:
             head_stride=self.tokens * content * ITEM, token_stride=content * ITEM, blocks_per_page=1, dtype="int32",
             device="cpu",
         )  # fmt: skip
-        self.parts = split(self.whole, order)
+        self.parts = split(self.whole, order)[1:]
 
     def element(self, ids: list[int], kind: int, token: int) -> tuple[int, np.ndarray]:
         return ids[token // self.tokens], self.order[kind, token % self.tokens]
@@ -175,6 +177,74 @@ def test_names_tell_orders_in_a_tile_apart() -> None:
     assert len(names) == 3 and all(name.startswith("tiles of 4 tokens x 8 channels, order ") for name in names)
 
 
+def test_whole_blocks_are_named_by_their_size_and_order() -> None:
+    orders = (places(8, 8, 4, 2, (0, 2, 1, 3)), places(16, 8, 4, 2, (0, 2, 1, 3)), places(8, 8, 2, 2, (2, 0, 1, 3)))
+    wholes = [split(Packed(both(order, order)).whole, both(order, order))[0] for order in orders]
+    assert [(whole.part, whole.tile_tokens) for whole in wholes] == [("", 8), ("", 16), ("", 8)]
+    assert len({whole.packing for whole in wholes}) == 3
+    assert wholes[0].packing.startswith("blocks of 8 tokens x 8 channels, order ")
+
+
+def of_layers(*layers: str, block_size: int = 16, order: str = "o", divided: bool = True) -> list[GroupGeometry]:
+    """The regions of a packed cache: whole, and in parts."""
+    form = {
+        "kind": "full", "layers": layers, "block_size": block_size, "head_start": 0, "num_heads": 1, "total_heads": 1,
+        "dtype": "int32",
+    }  # fmt: skip
+    whole = GroupGeometry(content_bytes=64, packing=f"{block_size}{order}", tile_tokens=block_size, **form)
+    parts = [GroupGeometry(part=part, content_bytes=32, packing=order, tile_tokens=4, **form) for part in "kv"]
+    return [whole, *parts] if divided else [whole]
+
+
+def rank(groups: list[GroupGeometry], pp_rank: int = 0, pp_size: int = 1) -> RankGeometry:
+    return RankGeometry(tp_rank=0, tp_size=1, pp_rank=pp_rank, pp_size=pp_size, head_counts=(1,), groups=tuple(groups))
+
+
+def read(d: RankGeometry, *ps: RankGeometry, tokens: int = 20) -> list[tuple[str, int, int]]:
+    """(part, layer in it, tokens) of all that D reads."""
+    for p in ps:
+        compatible(d, p)
+        compatible(p, d, consumer=False)
+    plans = plan_sources(d, {(p.pp_rank, 0): p for p in ps}, [(0, tokens)] * len(d.groups))
+    return [(d.groups[item.group].part, item.layer, item.span.num_tokens) for plan in plans.values() for item in plan]
+
+
+def test_blocks_of_one_size_are_read_whole_and_others_in_parts() -> None:
+    d = rank(of_layers("a", "b"))
+    assert read(d, rank(of_layers("a", "b"))) == [("", 0, 32)]
+    assert read(d, rank(of_layers("b", "a"))) == [("", 0, 32), ("", 1, 32)]
+    assert read(d, rank(of_layers("a", "b", block_size=32))) == [("k", 0, 20), ("v", 0, 20)]
+    assert read(rank(of_layers("a", "b", divided=False)), rank(of_layers("a", "b"))) == [("", 0, 32)]
+    assert read(d, rank(of_layers("a", "b", divided=False))) == [("", 0, 32)]
+
+
+def test_stages_may_be_read_differently() -> None:
+    d = rank([*of_layers("a", "b"), *of_layers("c")])
+    stages = [
+        rank([*of_layers("a"), *of_layers("c", block_size=8)], 0, 2),
+        rank(of_layers("b", block_size=32), 1, 2),
+    ]
+    assert read(d, *stages) == [("", 0, 32), ("k", 0, 20), ("v", 0, 20), ("k", 1, 20), ("v", 1, 20)]
+    with pytest.raises(IncompatiblePeerError, match=r"'b' needed"):
+        read(d, stages[0], rank(of_layers("d", block_size=32), 1, 2))
+    with pytest.raises(IncompatiblePeerError, match=r"'a' on more than one stage"):
+        read(d, stages[0], rank([*of_layers("b", "a", block_size=32)], 1, 2))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "message"),
+    [
+        (of_layers("a", block_size=32, divided=False), "packing of layer 'a' differs, ours is 16o, the peer's is 32o"),
+        (of_layers("a", order="x"), r"packing of layer 'a' \(k\) differs, ours is o, the peer's is x"),
+        (of_layers("a", block_size=32, order="x"), r"packing of layer 'a' \(k\) differs, ours is o, the peer's is x"),
+        (of_layers("a", block_size=32)[:2], r"packing of layer 'a' differs, ours is whole \(16o\), k \(o\), v \(o\)"),
+    ],
+)
+def test_what_fits_neither_way_is_refused_by_name(theirs: list[GroupGeometry], message: str) -> None:
+    with pytest.raises(IncompatiblePeerError, match=message):
+        compatible(rank(of_layers("a")), rank(theirs))
+
+
 def test_what_is_not_understood_stays_whole() -> None:
     plain = places(8, 4, 1, 1, BY_TOKEN)
     good = both(plain, plain)
@@ -187,4 +257,4 @@ def test_what_is_not_understood_stays_whole() -> None:
         assert split(Packed(good).whole, order) == ()
     apart = replace(Packed(good).whole, token_stride=HEADS * 8 * ITEM, head_stride=8 * ITEM)
     assert split(apart, good) == (), "NHD: a block's tokens of one head do not lie together"
-    assert len(split(Packed(good).whole, good)) == 2
+    assert [part.part for part in split(Packed(good).whole, good)] == ["", "k", "v"]

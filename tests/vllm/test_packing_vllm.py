@@ -59,7 +59,7 @@ class Side:
         self.caches = {name: torch.empty(shape, dtype=stored) for name in LAYERS}
         for cache in self.caches.values():
             cache.view(torch.uint8).fill_(UNTOUCHED)
-        self.parts = split(view_of(self.caches, block_size), self.places())
+        self.whole, *self.parts = split(view_of(self.caches, block_size), self.places())
 
     def places(self) -> np.ndarray:
         """As the adapter asks for them, of an attention layer of this engine."""
@@ -174,7 +174,7 @@ def test_a_tile_cut_in_two_is_noticed() -> None:
     p, d = (Side(("bf16", "auto"), None, 64, size, (0,)) for size in (64, 32))
     if p.isa != "amx":
         pytest.skip(f"vLLM takes {p.isa} here, which has no tiles")
-    p.parts, d.parts = (tuple(replace(part, tile_tokens=1) for part in side.parts) for side in (p, d))
+    p.parts, d.parts = (list(replace(part, tile_tokens=1) for part in side.parts) for side in (p, d))
     assert differ(p, d, 70) > 0
 
 
@@ -182,6 +182,7 @@ def test_instruction_sets_that_pack_otherwise_are_told_apart() -> None:
     best, plain = (Side(("bf16", "auto"), isa, 64, 32, (0,)) for isa in (None, "vec"))
     if best.isa != "amx":
         pytest.skip(f"vLLM takes {best.isa} here")
+    assert best.whole.packing != plain.whole.packing
     for mine, other in zip(best.parts, plain.parts, strict=True):
         assert mine.packing != other.packing and mine.tile_tokens != other.tile_tokens
 
