@@ -178,7 +178,7 @@ def layer_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tup
             kind, window = _kind(spec)
             heads = _total_heads(vllm_config, spec)
             tokens = 1 if kind == "state" else spec.block_size
-            groups.append(LayerGroup(kind, tuple(names), tokens, heads, window, _packing(spec), table))
+            groups.append(LayerGroup(kind, tuple(names), tokens, heads, window, _packing(vllm_config, spec), table))
     return tuple(groups)
 
 
@@ -208,7 +208,7 @@ def _total_heads(vllm_config: VllmConfig, spec: KVCacheSpec) -> int:
     return fitting.pop() if len(fitting) == 1 else held * ranks
 
 
-def _packing(spec: KVCacheSpec) -> str:
+def _packing(vllm_config: VllmConfig, spec: KVCacheSpec) -> str:
     """The order that a backend keeps tokens in inside a block, where that is not one after the other.
 
     vLLM's CPU attention stores keys transposed or in pairs, by instruction set; the shape of its cache does not tell.
@@ -224,7 +224,8 @@ def _packing(spec: KVCacheSpec) -> str:
     try:
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-        isa = _get_attn_isa(spec.dtype, spec.block_size, head_size)
+        # Of the model's dtype, also where the cache is fp8.
+        isa = _get_attn_isa(vllm_config.model_config.dtype, spec.block_size, head_size)
     except (ImportError, AttributeError, TypeError):  # another vLLM: packed all the same, the order has no name
         isa = "unknown"
     return f"cpu {platform.machine()} {isa}"
