@@ -111,12 +111,13 @@ def _order_in_tiles(places: NDArray[np.int64], tile_tokens: int) -> _Order | Non
     width = len(taken) // rows
     if (np.diff(edges) != width).any() or len(taken) % rows or (row_strides != row_strides[:1]).any():
         return None
-    if taken[0] or width % tile_tokens or (tile_tokens > 1 and step != width):
+    if taken[0] or width % tile_tokens:
         return None
+    assert step == width, "equal tiles that fill a block, the first one first, follow each other in every row"
     order = np.searchsorted(taken, first)  # [tile_tokens, D], the place in a tile that lies together
     return _Order(
         tile_tokens=tile_tokens,
-        token_stride=step // tile_tokens,
+        token_stride=width // tile_tokens,
         rows=rows,
         row_stride=int(row_strides[0]) if rows > 1 else 0,
         name=_name(order),

@@ -23,10 +23,14 @@ DIVISION = 8
 
 
 def divided(tokens: int, content: int) -> np.ndarray:
-    """[2, N, D]: keys in tiles of some tokens, the tokens of a tile innermost; values transposed over the block."""
+    """[2, N, D]: keys in tiles of some tokens, the tokens of a tile innermost; values in halves, each of all tokens.
+
+    Those of the larger blocks are long enough to be sent from where they lie.
+    """
     channels = content // 2
     keys = np.arange(tokens * channels).reshape(-1, channels, DIVISION).swapaxes(1, 2).reshape(tokens, channels)
-    values = tokens * channels + np.arange(tokens * channels).reshape(channels, tokens).T
+    halves = np.arange(tokens * channels).reshape(2, tokens, channels // 2)
+    values = tokens * channels + halves.swapaxes(0, 1).reshape(tokens, channels)
     return np.stack([keys, values])
 
 
