@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -177,7 +178,8 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         compat.permit_amx()
-        self._working.register(kv_caches, compat.num_blocks(self._config))
+        places = partial(compat.token_places, self._vllm_config)
+        self._working.register(kv_caches, compat.num_blocks(self._config), places)
 
     def get_handshake_metadata(self) -> KVFerryHandshake | None:
         address = self._working.address

@@ -14,7 +14,10 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
 import vllm
+from numpy.typing import NDArray
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -94,6 +97,7 @@ __all__ = [
     "register_connector",
     "request_view",
     "splits",
+    "token_places",
     "transfer_group_ids",
 ]
 
@@ -210,7 +214,7 @@ def layer_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tup
             kind, window = _kind(spec)
             heads = _total_heads(vllm_config, spec)
             tokens = 1 if kind == "state" else spec.block_size
-            packing = _packing(spec)
+            packing = _packing(vllm_config, spec)
             groups.append(LayerGroup(kind, tuple(names), tokens, heads, window, packing, table, shared[table]))
     return tuple(groups)
 
@@ -241,7 +245,7 @@ def _total_heads(vllm_config: VllmConfig, spec: KVCacheSpec) -> int:
     return fitting.pop() if len(fitting) == 1 else held * ranks
 
 
-def _packing(spec: KVCacheSpec) -> str:
+def _packing(vllm_config: VllmConfig, spec: KVCacheSpec) -> str:
     """The order that a backend keeps tokens in inside a block, where that is not one after the other.
 
     vLLM's CPU attention stores keys transposed or in pairs, by instruction set; the shape of its cache does not tell.
@@ -257,10 +261,59 @@ def _packing(spec: KVCacheSpec) -> str:
     try:
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-        isa = _get_attn_isa(spec.dtype, spec.block_size, head_size)
+        # Of the model's dtype, also where the cache is fp8.
+        isa = _get_attn_isa(vllm_config.model_config.dtype, spec.block_size, head_size)
     except (ImportError, AttributeError, TypeError):  # another vLLM: packed all the same, the order has no name
         isa = "unknown"
     return f"cpu {platform.machine()} {isa}"
+
+
+def token_places(vllm_config: VllmConfig, layer: str) -> NDArray[np.int64] | None:
+    """Where vLLM's CPU attention puts each element inside a (block, head) of a layer's cache: ``packing.split``.
+
+    Its own writer is asked, with the instruction set and cache dtype that the layer uses: it writes a block in which
+    every element carries its number, one digit to the base of 8 at a time, for those are exact in every dtype.
+
+    Returns:
+        [2, N, D] for keys and values, N tokens of a kernel block; None where another backend wrote the cache, or its
+        writer is not as it is known, so that nothing can be said of its order.
+    """
+    if not current_platform.is_cpu():
+        return None
+    try:
+        from vllm import _custom_ops
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+
+        attention = vllm_config.compilation_config.static_forward_context[layer]
+        cache, isa, impl = attention.kv_cache, attention.isa, attention.impl
+        if not isinstance(impl, CPUAttentionBackendImpl):
+            return None
+        write, cache_dtype = _custom_ops.cpu_attn_reshape_and_cache, impl.kv_cache_dtype
+        _, _, tokens, content = cache.shape
+    except (ImportError, AttributeError, KeyError, ValueError):  # another vLLM
+        return None
+    channels = content // 2
+    numbers = torch.arange(2 * tokens * channels).view(2, tokens, 1, channels)
+    found = torch.zeros(2 * tokens * channels, dtype=torch.int64)
+    scratch = torch.zeros(1, 1, 2 * tokens, channels, dtype=cache.dtype)
+    keys, values = scratch.chunk(2, dim=2)
+    slots = torch.arange(tokens)
+    shift = 0
+    while 8**shift < numbers.numel():
+        digits = (numbers >> 3 * shift & 7).to(vllm_config.model_config.dtype)
+        write(digits[0], digits[1], keys, values, slots, isa, k_scale=1.0, v_scale=1.0, kv_cache_dtype=cache_dtype)
+        found |= _numbers(scratch.flatten(), cache_dtype) << 3 * shift
+        shift += 1
+    places = torch.full_like(found, -1)
+    places[found.clamp(0, len(found) - 1)] = torch.arange(len(found))
+    return places.view(2, tokens, channels).numpy()
+
+
+def _numbers(cache: torch.Tensor, cache_dtype: str) -> torch.Tensor:
+    """What a cache holds; vLLM keeps fp8 as bytes."""
+    if cache.dtype == torch.uint8:
+        cache = cache.view(torch.float8_e5m2 if cache_dtype == "fp8_e5m2" else torch.float8_e4m3fn)
+    return cache.to(torch.float32).to(torch.int64)
 
 
 def _kind(spec: KVCacheSpec) -> tuple[GroupKind, int]:

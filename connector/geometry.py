@@ -39,6 +39,8 @@ class GroupGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     ``packing`` names an order of its own in which a backend keeps the tokens of one (kernel block, head), as vLLM's CPU
     attention does, or the sections of a state; empty where tokens lie one after the other. Where it is not, tokens have
     no bytes of their own: only whole tiles of ``tile_tokens`` tokens can be carried, between ranks that pack alike.
+
+    ``rows``: how many pieces a token's content is cut into in memory (``CacheView.rows``); the wire keeps them apart.
     """
 
     kind: GroupKind
@@ -54,6 +56,7 @@ class GroupGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     packing: PackingName = ""
     tile_tokens: Size = 1
     share: Share = WHOLE
+    rows: Size = 1
 
 
 class RankGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -90,3 +93,5 @@ class PageLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_
     block_stride: Stride
     head_stride: Stride
     token_stride: Stride
+    rows: Size = 1
+    row_stride: Stride = 0

@@ -20,6 +20,7 @@ from kvferry.connector import topology
 from kvferry.connector.context import WHOLE, Share, Split, common, num_common
 from kvferry.connector.errors import GeometryError, IncompatiblePeerError
 from kvferry.connector.geometry import GroupGeometry, RankGeometry
+from kvferry.connector.packing import alternatives, passed_over
 from kvferry.connector.protocol import Span
 from kvferry.connector.topology import MAX_RANKS, HeadRead
 
@@ -72,18 +73,23 @@ def compatible(local: RankGeometry, remote: RankGeometry, *, consumer: bool = Tr
     needs, has = (local, remote) if consumer else (remote, local)
     held = _layer_index(has)
     missing = []
-    for group in needs.groups:
+    over = passed_over(needs, has)
+    for number, group in enumerate(needs.groups):
+        if number in over:
+            continue
         checked: set[int] = set()
         for layer in group.layers:
             where = held.get((group.part, layer))
             if where is None:
+                if any(layer in theirs.layers for theirs in has.groups):
+                    _refuse_parts(layer, *((needs, has) if consumer else (has, needs)))
                 missing.append(layer)
             elif where[0] not in checked:
                 checked.add(where[0])
                 theirs = has.groups[where[0]]
                 _same_form(layer, *((group, theirs) if consumer else (theirs, group)))
     if has.pp_size == 1 and missing:
-        _refuse_missing(missing, sum(len(group.layers) for group in has.groups), consumer)
+        _refuse_missing(missing, len({layer for group in has.groups for layer in group.layers}), consumer)
 
 
 def check_geometry(geometry: RankGeometry) -> None:
@@ -136,6 +142,7 @@ def _check_share(group: GroupGeometry, geometry: RankGeometry) -> None:
 
 def plan_reads(local: RankGeometry, remote: RankGeometry, tokens: Sequence[tuple[int, int]]) -> tuple[PlannedSpan, ...]:
     """What D's rank reads from one P rank: of each of its regions the heads that ``topology.sources`` gives this rank.
+    A packed cache is read whole or in parts (``packing.passed_over``).
 
     Args:
         local: D's rank.
@@ -151,11 +158,11 @@ def plan_reads(local: RankGeometry, remote: RankGeometry, tokens: Sequence[tuple
         GeometryError: a layer listed twice.
     """
     assert len(tokens) == len(local.groups)
-    held = _layer_index(remote)
+    held, over = _layer_index(remote), passed_over(local, remote)
     from_it: dict[tuple[int, Split, Split], HeadRead | None] = {}
     planned: list[PlannedSpan] = []
     for index, (group, (start, stop)) in enumerate(zip(local.groups, tokens, strict=True)):
-        if stop <= start:
+        if stop <= start or index in over:
             continue
         for layer, theirs, first, count in _runs(group, held):
             share = remote.groups[theirs].share
@@ -224,6 +231,10 @@ def check_complete(local: RankGeometry, planned: Iterable[PlannedSpan], tokens: 
         counts[item.group][layers, item.head : item.head + item.span.num_heads] += 1
     for index, items in shared.items():
         counts[index] += _times(local.groups[index], items, tokens[index])
+    for whole, parts in alternatives(local).items():  # one stage may give it whole, another one in parts
+        for part in parts:
+            counts[part] += counts[whole]
+        counts[whole] = counts[parts[0]]
     for group, count, (start, stop) in zip(local.groups, counts, tokens, strict=True):
         if stop <= start or not group.share.count(stop) - group.share.count(start) or bool((count == 1).all()):
             continue
@@ -424,13 +435,26 @@ def _same_form(layer: str, ours: GroupGeometry, theirs: GroupGeometry) -> None:
     name = f"layer {layer!r}" + (f" ({ours.part})" if ours.part else "")
     if ours.kind != theirs.kind and {ours.kind, theirs.kind} & {"mla", "state"}:
         raise IncompatiblePeerError(f"kind of {name}", ours.kind, theirs.kind)
-    fields = ["total_heads", "content_bytes", "dtype", "packing", "tile_tokens"]
+    fields = ["total_heads", "content_bytes", "dtype", "packing", "tile_tokens", "rows"]
     if ours.kind == theirs.kind:
         fields.append("window")
     for field in fields:
         mine, other = getattr(ours, field), getattr(theirs, field)
         if mine != other:
             raise IncompatiblePeerError(f"{field} of {name}", mine, other)
+
+
+def _refuse_parts(layer: str, ours: RankGeometry, theirs: RankGeometry) -> None:
+    """One side's packed blocks are divided into parts and the other's are not, or are otherwise."""
+    mine, other = (
+        ", ".join(
+            f"{group.part or 'whole'} ({group.packing or 'not packed'})"
+            for group in side.groups
+            if layer in group.layers
+        )
+        for side in (ours, theirs)
+    )
+    raise IncompatiblePeerError(f"packing of layer {layer!r}", mine, other)
 
 
 def _refuse_missing(missing: Sequence[str], held: int, consumer: bool) -> None:

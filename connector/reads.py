@@ -134,8 +134,8 @@ class Reads:
             raise GeometryError(f"P grants blocks of {len(grant.block_ids)} groups, group {span.group} was asked for")
         theirs = pages_of(layout, unpack_ids(grant.block_ids[span.group]), span, planned.share)
         part = self._part(read, planned)
-        content = self._caches.views[planned.group].content_bytes
-        return runs(self._caches.pages(part), theirs, part.num_heads, part.num_tokens, content)
+        row_bytes = self._caches.views[planned.group].row_bytes
+        return runs(self._caches.pages(part), theirs, part.num_heads, part.num_tokens, row_bytes)
 
     def _part(self, read: Read, item: PlannedSpan) -> Part:
         ids = read.job.ids[item.group]

@@ -1,19 +1,28 @@
 """From the caches that an engine registers to regions: layers that lie in memory alike, under one block table.
 
 A region is what plans, packing and the handshake deal with. A layer group gives one, or more where its layers differ in
-form. Layers that use another one's cache are left out: their bytes are that layer's.
+form, and beside each its keys and its values, where its backend packs blocks in an order that can be divided
+(``packing``).
+Layers that use another one's cache are left out: their bytes are that layer's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvferry.connector.engine import LayerGroup, RankInfo
 from kvferry.connector.errors import GeometryError
 from kvferry.connector.geometry import GroupGeometry, RankGeometry
+from kvferry.connector.packing import PackedPart, split
 from kvferry.connector.topology import head_interval
 from kvferry.connector.view import CacheView, TensorLike, view_of
+
+Places = Callable[[str], NDArray[np.int64] | None]
+"""Where the backend of a layer puts each element inside a (block, head), ``packing.split``; None if not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +35,11 @@ class Region:
 
 
 def regions(
-    groups: Sequence[LayerGroup], kv_caches: Mapping[str, TensorLike], info: RankInfo, num_blocks: int | None = None
+    groups: Sequence[LayerGroup],
+    kv_caches: Mapping[str, TensorLike],
+    info: RankInfo,
+    num_blocks: int | None = None,
+    places: Places | None = None,
 ) -> list[Region]:
     """The regions of one rank, in order of ``groups``. A group of which a pipeline stage has no layers gives none.
 
@@ -35,6 +48,7 @@ def regions(
         kv_caches: by layer name, ``[B, H, N, C]`` or ``[B, N, C]``.
         info: the rank's place.
         num_blocks: manager blocks, where known.
+        places: asked for a layer of each group that is packed.
 
     Raises:
         GeometryError: a cache that is missing, or of a form that is not carried; names the layer.
@@ -43,7 +57,8 @@ def regions(
     for group in groups:
         for tensors in _alike(group, kv_caches):
             view = view_of(tensors, group.block_size, num_blocks)
-            found.append(Region(group.table, _geometry(group, view, info), view))
+            for part in _parts(group, view, places):
+                found.append(Region(group.table, _geometry(group, part, info), part.view))
     return found
 
 
@@ -76,7 +91,15 @@ def _alike(group: LayerGroup, kv_caches: Mapping[str, TensorLike]) -> list[dict[
     return list(by_form.values())
 
 
-def _geometry(group: LayerGroup, view: CacheView, info: RankInfo) -> GroupGeometry:
+def _parts(group: LayerGroup, view: CacheView, places: Places | None) -> tuple[PackedPart, ...]:
+    """Where the order of packed blocks is not known they stay whole, and pass to blocks of the same size only."""
+    order = places(view.layers[0]) if group.packing and places is not None else None
+    parts = () if order is None else split(view, order)
+    return parts or (PackedPart("", view, group.packing, view.block_size if group.packing else 1),)
+
+
+def _geometry(group: LayerGroup, part: PackedPart, info: RankInfo) -> GroupGeometry:
+    view = part.view
     start, count = head_interval(info.tp_rank, info.tp_size, group.total_heads)
     if view.num_heads != count:
         raise GeometryError(
@@ -93,7 +116,9 @@ def _geometry(group: LayerGroup, view: CacheView, info: RankInfo) -> GroupGeomet
         content_bytes=view.content_bytes,
         dtype=view.dtype,
         window=group.window,
-        packing=group.packing,
-        tile_tokens=view.block_size if group.packing else 1,
+        part=part.part,
+        packing=part.packing,
+        tile_tokens=part.tile_tokens,
+        rows=view.rows,
         share=group.split.share(info.tp_rank),
     )

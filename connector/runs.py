@@ -12,6 +12,7 @@ from kvferry.connector.context import WHOLE, Share, blocks, common
 from kvferry.connector.errors import GeometryError
 from kvferry.connector.geometry import PageLayout, RankGeometry
 from kvferry.connector.protocol import Span
+from kvferry.connector.view import row_bases
 from kvferry.kernels.paged_copy import Pages, wire_pages
 from kvferry.transport.plane import Pieces
 
@@ -101,15 +102,16 @@ def check_layouts(layouts: Sequence[PageLayout], geometry: RankGeometry) -> None
         raise GeometryError(f"the peer describes {len(layouts)} groups of pages, it has {len(geometry.groups)}")
     for index, (layout, group) in enumerate(zip(layouts, geometry.groups, strict=True)):
         tokens = layout.blocks_per_page * layout.block_size
-        if tokens != group.block_size or len(layout.bases) != len(group.layers):
+        if tokens != group.block_size or len(layout.bases) != len(group.layers) or layout.rows != group.rows:
             raise GeometryError(
-                f"group {index}: the peer describes pages of {tokens} tokens in {len(layout.bases)} layers, "
-                f"it told {group.block_size} in {len(group.layers)}"
+                f"group {index}: the peer describes pages of {tokens} tokens in {len(layout.bases)} layers of "
+                f"{layout.rows} rows, it told {group.block_size} in {len(group.layers)} of {group.rows}"
             )
 
 
 def pages_of(layout: PageLayout, block_ids: Int64s, span: Span, share: Share = WHOLE) -> Pages:
-    """A peer's pages as one side of a copy of ``span``. ``share``: which tokens the peer holds.
+    """A peer's pages as one side of a copy of ``span``, in which each row of a layer is a layer. ``share``: which
+    tokens the peer holds.
 
     Raises:
         GeometryError: block ids or layers outside its caches, or too few blocks for the span.
@@ -128,7 +130,7 @@ def pages_of(layout: PageLayout, block_ids: Int64s, span: Span, share: Share = W
     places = common(share, span.share, span.token, span.token + span.num_tokens)
     table = blocks(places, kernel_ids, layout.block_size, layout.block_stride, layout.token_stride)
     return Pages(
-        bases=np.asarray(layout.bases[span.layer : span.layer + span.num_layers], dtype=np.int64),
+        bases=row_bases(layout.bases[span.layer : span.layer + span.num_layers], layout.rows, layout.row_stride),
         block_ids=table.ids,
         block_size=table.size,
         block_stride=table.stride,

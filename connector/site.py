@@ -21,7 +21,7 @@ from kvferry.connector.metrics import HandoverStats
 from kvferry.connector.plan import chunks
 from kvferry.connector.protocol import Span
 from kvferry.connector.runs import wire_ordered
-from kvferry.connector.view import CacheView, kernel_block_ids
+from kvferry.connector.view import CacheView, kernel_block_ids, row_bases
 from kvferry.kernels.paged_copy import Pages, copy_pages, wire_pages
 from kvferry.transport.gate import CurveKeys
 from kvferry.transport.plane import Pieces, Plane
@@ -82,12 +82,14 @@ class Caches:
                 block_stride=view.block_stride,
                 head_stride=view.head_stride,
                 token_stride=view.token_stride,
+                rows=view.rows,
+                row_stride=view.row_stride,
             )
             for view in self.views
         )
 
     def pack(self, address: int, part: Part) -> None:
-        """Copy ``part`` of the pages to staging memory, in wire order ``[L][H][T][C]``."""
+        """Copy ``part`` of the pages to staging memory in wire order, ``[L][R][H][T][C / R]``; R is ``view.rows``."""
         self._copy(self._wire(address, part), self.pages(part), part, pack=True)
 
     def unpack(self, address: int, part: Part) -> None:
@@ -97,14 +99,14 @@ class Caches:
     def in_pieces(self, part: Part) -> bool:
         """Whether ``part`` lies in pieces long enough that a socket moves them as fast as packed bytes."""
         view = self.views[part.group]
-        dense = view.token_stride == view.content_bytes
+        dense = view.token_stride == view.row_bytes
         tokens = min(part.blocks.size, part.num_tokens) if dense else 1
-        return self.device.type == "cpu" and tokens * view.content_bytes >= MIN_PIECE_BYTES
+        return self.device.type == "cpu" and tokens * view.row_bytes >= MIN_PIECE_BYTES
 
     def pieces(self, part: Part) -> Pieces:
         """Where ``part`` lies, in wire order."""
-        content = self.views[part.group].content_bytes
-        return wire_ordered(self.pages(part), part.num_heads, part.num_tokens, content)
+        row_bytes = self.views[part.group].row_bytes
+        return wire_ordered(self.pages(part), part.num_heads, part.num_tokens, row_bytes)
 
     def nbytes(self, part: Part) -> int:
         """Bytes of ``part`` on the wire."""
@@ -153,19 +155,19 @@ class Caches:
             pages if pack else wire,
             num_heads=part.num_heads,
             num_tokens=part.num_tokens,
-            content_bytes=self.views[part.group].content_bytes,
+            content_bytes=self.views[part.group].row_bytes,
             device=self.device,
         )
 
     def _wire(self, address: int, part: Part) -> Pages:
-        content = self.views[part.group].content_bytes
-        return wire_pages(address, part.num_layers, part.num_heads, part.num_tokens, content)
+        view = self.views[part.group]
+        return wire_pages(address, part.num_layers * view.rows, part.num_heads, part.num_tokens, view.row_bytes)
 
     def pages(self, part: Part) -> Pages:
-        """``part`` as one side of a copy."""
+        """``part`` as one side of a copy, in which each row of a layer is a layer."""
         view = self.views[part.group]
         return Pages(
-            bases=np.asarray(view.bases[part.layer : part.layer + part.num_layers], dtype=np.int64),
+            bases=row_bases(view.bases[part.layer : part.layer + part.num_layers], view.rows, view.row_stride),
             block_ids=part.blocks.ids,
             block_size=part.blocks.size,
             block_stride=part.blocks.stride,

@@ -38,6 +38,9 @@ class CacheView:
 
     Byte c of (layer, block, head, token) lies at
     ``bases[layer] + block * block_stride + head * head_stride + token * token_stride + c``.
+
+    Where a token's content does not lie together it is cut into ``rows`` pieces of equal length, ``row_bytes``,
+    ``row_stride`` apart: byte c is byte ``c % row_bytes`` of row ``c // row_bytes``.
     """
 
     layers: tuple[str, ...]
@@ -56,6 +59,13 @@ class CacheView:
     """Kernel blocks per manager block."""
     dtype: str
     device: str
+    rows: int = 1
+    row_stride: int = 0
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a (head, token) that lie together."""
+        return self.content_bytes // self.rows
 
     @property
     def layout(self) -> str:
@@ -160,6 +170,12 @@ def kernel_block_ids(view: CacheView, block_ids: Sequence[int] | NDArray[np.inte
         return ids
     split = np.arange(view.blocks_per_page, dtype=np.int64)
     return (ids[:, None] * view.blocks_per_page + split).reshape(-1)
+
+
+def row_bases(bases: Sequence[int], rows: int, row_stride: int) -> NDArray[np.int64]:
+    """The address of every row of every layer, ``len(bases) * rows``, the rows of a layer together."""
+    first = np.asarray(bases, dtype=np.int64)
+    return first if rows == 1 else (first[:, None] + row_stride * np.arange(rows, dtype=np.int64)).reshape(-1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from kvferry.connector.errors import GeometryError, PlaneUnavailableError
 from kvferry.connector.mover import Mover
 from kvferry.connector.plan import check_geometry
 from kvferry.connector.protocol import MAX_MESSAGE_BYTES
-from kvferry.connector.regions import rank_geometry, regions
+from kvferry.connector.regions import Places, rank_geometry, regions
 from kvferry.connector.site import Caches, Site
 from kvferry.connector.stepplan import RankAddress, StepPlan, by_region
 from kvferry.transport.control import Listener
@@ -59,19 +59,22 @@ class WorkerHalf:
 
     # --- start and end ------------------------------------------------------------------------------------------
 
-    def register(self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int | None = None) -> None:
+    def register(
+        self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int | None = None, places: Places | None = None
+    ) -> None:
         """Take the caches that the engine allocated, and start to serve.
 
         Args:
             kv_caches: by layer name, ``[B, H, N, C]`` or ``[B, N, C]``.
             num_blocks: manager blocks, where known.
+            places: the order inside packed blocks, as ``regions`` takes it.
 
         Raises:
             GeometryError: caches of a form that is not carried.
             ConfigError: the control port cannot be bound.
             PlaneUnavailableError: the data plane that the settings name cannot be had.
         """
-        caches = self._caches(kv_caches, num_blocks)
+        caches = self._caches(kv_caches, num_blocks, places)
         settings, info = self._settings, self._info
         curve = None
         if settings.curve_public_key is not None and settings.curve_secret_key is not None:
@@ -147,8 +150,8 @@ class WorkerHalf:
 
     # --- caches -------------------------------------------------------------------------------------------------
 
-    def _caches(self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int | None) -> Caches:
-        found = regions(self._groups, kv_caches, self._info, num_blocks)
+    def _caches(self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int | None, places: Places | None) -> Caches:
+        found = regions(self._groups, kv_caches, self._info, num_blocks, places)
         for region in found:
             if region.view.device != "cpu":
                 raise GeometryError(

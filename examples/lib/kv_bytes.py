@@ -12,7 +12,8 @@ A record is made of the KV of all prompt tokens but the last (which D computes i
 - ``computed``: after the step that ran the prompt's last tokens, where those were not there (P, or D on its own).
 
 Both say how many tokens were digested: a comparison of anything but all of them is none. Both carry the digest of the
-prompt's token ids, by which the two sides are matched. Axes: [B,H,N,C] per layer.
+prompt's token ids, by which the two sides are matched. Tokens are digested one after the other, whatever the block size
+and however a block is packed inside. Axes: [B,H,N,C] per layer.
 """
 
 from __future__ import annotations
@@ -38,13 +39,12 @@ def prompt_digest(token_ids: list[int]) -> str:
 
 
 def rows_of(
-    cache: torch.Tensor, block_ids: list[int], page_tokens: int, tokens: int, owners: torch.Tensor | None = None
+    cache: torch.Tensor, block_ids: list[int], page_tokens: int, tokens: int, places: torch.Tensor | None = None
 ) -> torch.Tensor:
     """KV of the first ``tokens`` tokens, from a cache [B,H,N,C] or, for MLA, [B,N,C].
 
     ``block_ids`` are the manager's, of ``page_tokens`` tokens; B may count smaller kernel blocks. The answer is
-    [H,T,C]. Where a block is packed inside, ``owners`` [H,N,C] says which token each element belongs to; then it is
-    whole blocks [b,H,N,C] with the elements of later tokens set to zero.
+    [H,T,C]. Where a block is packed inside, ``places`` [N,C] says where each element of a token lies.
     """
     if cache.ndim == 3:
         cache = cache.unsqueeze(1)
@@ -53,32 +53,40 @@ def rows_of(
     count = -(-tokens // block_tokens)
     ids = [block_ids[i // per_page] * per_page + i % per_page for i in range(count)]
     picked = cache[torch.tensor(ids, device=cache.device)]  # a copy, [b,H,N,C]
-    if owners is not None:
-        if count:
-            picked[-1][owners >= tokens - (count - 1) * block_tokens] = 0
-        return picked
+    if places is not None:
+        picked = picked.flatten(-2)[..., places]
     heads = picked.permute(1, 0, 2, 3).reshape(picked.shape[1], -1, picked.shape[3])
     return heads[:, :tokens].contiguous()
 
 
-def owners_of(layer: Any, cache: torch.Tensor) -> torch.Tensor | None:
-    """Which token each element of a block belongs to, [H,N,C]; None where that is simply the N axis.
+def places_of(layer: Any, cache: torch.Tensor) -> torch.Tensor | None:
+    """Where each element of a token lies inside a (block, head), [N,C], key before value; None for the plain order.
 
-    vLLM's CPU attention keeps K transposed or in pairs inside a block, by instruction set: found by writing one token
-    at a time into a scratch block with the backend's own writer.
+    vLLM's CPU attention keeps K transposed or in pairs inside a block, by instruction set: found by writing one token,
+    and then one channel of all tokens, at a time into a scratch block with the backend's own writer.
     """
     if cache.device.type != "cpu" or cache.ndim != 4:
         return None
-    heads, block_tokens, content = cache.shape[1:]
-    owners = torch.full((heads, block_tokens, content), -1)
-    key, value = (torch.ones(1, heads, width, dtype=cache.dtype) for width in (content // 2, content - content // 2))
+    block_tokens, content = cache.shape[2:]
+    elements = torch.eye(content, dtype=cache.dtype)
+    of_token, of_element = (torch.full((block_tokens * content,), -1) for _ in range(2))
     for token in range(block_tokens):
-        scratch = torch.zeros(1, heads, block_tokens, content, dtype=cache.dtype)
-        layer.impl.do_kv_cache_update(layer, key, value, scratch, torch.tensor([token]))
-        owners[scratch[0] != 0] = token
-    if (owners < 0).any():
-        raise RuntimeError("the attention backend left elements of a block untouched: its packing is not understood")
-    return owners
+        of_token[_written(layer, cache, torch.ones(1, content, dtype=cache.dtype), token)] = token
+    for element in range(content):
+        of_element[_written(layer, cache, elements[element].expand(block_tokens, -1), 0)] = element
+    places = torch.argsort(of_token * content + of_element)
+    if not torch.equal((of_token * content + of_element)[places], torch.arange(block_tokens * content)):
+        raise RuntimeError("the attention backend puts two elements in one place: its packing is not understood")
+    return places.view(block_tokens, content)
+
+
+def _written(layer: Any, cache: torch.Tensor, values: torch.Tensor, first: int) -> torch.Tensor:
+    """Which elements of an empty (block, head) are not zero after ``values`` [T,C] were written from token ``first``
+    on."""
+    scratch = torch.zeros(1, 1, *cache.shape[2:], dtype=cache.dtype)
+    key, value = values[:, None].tensor_split(2, dim=-1)
+    layer.impl.do_kv_cache_update(layer, key, value, scratch, torch.arange(first, first + len(values)))
+    return scratch.flatten() != 0
 
 
 def digest(rows: torch.Tensor) -> str:
@@ -146,7 +154,7 @@ class KVBytes:
         return {}
 
     def _kvb_layers(self) -> dict[str, tuple[int, int, torch.Tensor, torch.Tensor | None]]:
-        """Group, page size in tokens, cache and owners of every layer that has one; looked up once."""
+        """Group, page size in tokens, cache and places of every layer that has one; looked up once."""
         if "_kvb_table" in self.__dict__:
             return self._kvb_table
         runner: Any = self.model_runner  # type: ignore[attr-defined]
@@ -156,7 +164,7 @@ class KVBytes:
             for name in group.layer_names:
                 cache = context[name].kv_cache
                 cache = cache[0] if isinstance(cache, list | tuple) else cache
-                layers[name] = (index, group.kv_cache_spec.block_size, cache, owners_of(context[name], cache))
+                layers[name] = (index, group.kv_cache_spec.block_size, cache, places_of(context[name], cache))
         self._kvb_table = layers
         return layers
 
@@ -197,11 +205,11 @@ class KVBytes:
     def _kvb_record(self, when: str, request_id: str, seen: _Seen, tokens: int) -> None:
         started = time.perf_counter()
         layers = {}
-        for name, (group, page_tokens, cache, owners) in self._kvb_layers().items():
+        for name, (group, page_tokens, cache, places) in self._kvb_layers().items():
             if when == "loaded" and self._kvb_corrupt and tokens:
                 self._kvb_corrupt -= 1
                 _flip(cache, seen.blocks[group][0], page_tokens)
-            layers[name] = digest(rows_of(cache, seen.blocks[group], page_tokens, tokens, owners))
+            layers[name] = digest(rows_of(cache, seen.blocks[group], page_tokens, tokens, places))
         self._kvb_records.append(
             {
                 "when": when,

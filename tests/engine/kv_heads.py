@@ -31,10 +31,8 @@ class KVHeads(KVBytes):
         super()._kvb_record(when, request_id, seen, tokens)
         in_stage = self._kvb_rank % self.vllm_config.parallel_config.tensor_parallel_size  # type: ignore[attr-defined]
         heads = {}
-        for name, (group, page_tokens, cache, owners) in self._kvb_layers().items():
-            rows = rows_of(cache, seen.blocks[group], page_tokens, tokens, owners)
-            if owners is not None:
-                rows = rows.transpose(0, 1)  # [b,H,N,C] -> [H,b,N,C]
+        for name, (group, page_tokens, cache, places) in self._kvb_layers().items():
+            rows = rows_of(cache, seen.blocks[group], page_tokens, tokens, places)
             first = in_stage * rows.shape[0]
             for number, head in enumerate(rows):
                 heads[f"{name}#{first + number}"] = digest(head)

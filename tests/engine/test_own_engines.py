@@ -87,6 +87,23 @@ def test_over_every_plane(yard: Yard, model: Path, plane: str) -> None:
     eventually(prefill.healthy, "P serves on")
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_between_blocks_of_32_and_of_64_tokens(yard: Yard, model: Path, dtype: str) -> None:
+    """Both directions. vLLM packs a block's tokens in an order of its own: keys transposed, or in tiles for AMX."""
+    fleet = yard.fleet
+    small = yard.prefill if dtype == "float32" else fleet.engine(f"32-{dtype}", model, dtype=dtype)
+    large = fleet.engine(f"64-{dtype}", model, dtype=dtype, block_size=64)
+    fleet.wait_ready(START_SECONDS, [small, large])
+    for p, d in ((small, large), (large, small)):
+        pair = Pair(fleet, p, d)
+        for tokens in (2, 33, 64, 70, 500):
+            pair.check(prompt(tokens, tokens + (p is large)))
+        fleet.stop(pair.router)
+    for server in (small, large):
+        if server is not yard.prefill:
+            fleet.stop(server)
+
+
 def test_settings_that_cannot_be_end_the_engine_in_one_line(fleet: Fleet, model: Path) -> None:
     engine = fleet.engine("misspelt", model, extra={"slot_byte": 1 << 20})
     with pytest.raises(EngineError, match="ended with code"):

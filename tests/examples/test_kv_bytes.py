@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from kv_bytes import KVBytes, compare, digest, owners_of, prompt_digest, rows_of
+from kv_bytes import KVBytes, compare, digest, places_of, prompt_digest, rows_of
 
 PAGE = 32
 LAYERS = ("model.layers.0.attn", "model.layers.1.attn")
@@ -31,19 +32,42 @@ class _Packed:
     def do_kv_cache_update(self, layer: Any, key: Any, value: Any, cache: torch.Tensor, slots: torch.Tensor) -> None:
         heads, tokens, content = cache.shape[1:]
         transposed = cache.view(-1, heads, content, tokens)
-        transposed[0, :, :, int(slots[0])] = torch.cat([key[0], value[0]], dim=-1)
+        for row, slot in enumerate(slots.tolist()):
+            transposed[slot // tokens, :, :, slot % tokens] = torch.cat([key[row], value[row]], dim=-1)
+
+
+PACKED = SimpleNamespace(impl=_Packed())
 
 
 def test_packed_blocks_are_compared_up_to_the_last_token() -> None:
     cache = torch.rand(6, 2, 4, 6)
-    owners = owners_of(SimpleNamespace(impl=_Packed()), cache)
-    assert owners is not None and owners[0].flatten()[:6].tolist() == [0, 1, 2, 3, 0, 1]
-    before = digest(rows_of(cache, [2, 5], 4, 6, owners))
+    places = places_of(PACKED, cache)
+    assert places is not None and places.flatten()[:8].tolist() == [0, 4, 8, 12, 16, 20, 1, 5]
+    before = digest(rows_of(cache, [2, 5], 4, 6, places))
     flat = cache.view(6, 2, 6, 4)
     flat[5, :, :, 2:] = 0  # tokens 6 and 7: not of the prompt
-    assert digest(rows_of(cache, [2, 5], 4, 6, owners)) == before
+    assert digest(rows_of(cache, [2, 5], 4, 6, places)) == before
     flat[5, 1, 3, 1] += 1  # token 5
-    assert digest(rows_of(cache, [2, 5], 4, 6, owners)) != before
+    assert digest(rows_of(cache, [2, 5], 4, 6, places)) != before
+
+
+def test_packed_blocks_of_any_size_have_the_same_rows() -> None:
+    values = torch.rand(7, 2, 6)
+    found = []
+    for block_tokens in (4, 8):
+        cache = torch.zeros(3, 2, block_tokens, 6)
+        _Packed().do_kv_cache_update(PACKED, *values.tensor_split(2, dim=-1), cache, block_tokens + torch.arange(7))
+        found.append(rows_of(cache, [1, 2], block_tokens, 7, places_of(PACKED, cache)))
+    assert all(torch.equal(rows, values.transpose(0, 1)) for rows in found)
+
+
+def test_a_backend_that_loses_elements_is_told() -> None:
+    class Loses(_Packed):
+        def do_kv_cache_update(self, layer: Any, key: Any, value: Any, *where: torch.Tensor) -> None:
+            super().do_kv_cache_update(layer, key, torch.zeros_like(value), *where)
+
+    with pytest.raises(RuntimeError, match="not understood"):
+        places_of(SimpleNamespace(impl=Loses()), torch.zeros(1, 2, 4, 6))
 
 
 class _Worker(KVBytes):
@@ -124,7 +148,7 @@ def test_what_cannot_be_compared_is_no_success(change: str) -> None:
 
 @pytest.mark.vllm
 def test_packing_of_vllm_on_the_cpu_is_found() -> None:
-    """vLLM's own writer of the cache: every element of a block is one token's, and keys are not in token order."""
+    """vLLM's own writer of the cache: keys are transposed or in pairs, and what it writes is read back."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
@@ -134,7 +158,14 @@ def test_packing_of_vllm_on_the_cpu_is_found() -> None:
 
     impl = object.__new__(CPUAttentionBackendImpl)
     impl.attn_type, impl.kv_cache_dtype = "decoder", "auto"
-    isa = _get_attn_isa(torch.float32, 32, 64)
-    layer = SimpleNamespace(impl=impl, isa=isa, _k_scale_float=1.0, _v_scale_float=1.0)
-    owners = owners_of(layer, torch.zeros(1, 2, 32, 128))
-    assert owners is not None and torch.equal(owners.flatten().bincount(), torch.full((32,), 2 * 128))
+    for dtype, block_tokens in itertools.product((torch.float32, torch.bfloat16, torch.float16), (32, 64)):
+        isa = _get_attn_isa(dtype, block_tokens, 64)
+        layer = SimpleNamespace(impl=impl, isa=isa, _k_scale_float=1.0, _v_scale_float=1.0)
+        cache = torch.zeros(4, 2, block_tokens, 128, dtype=dtype)
+        places = places_of(layer, cache)
+        assert places is not None and places[0, :64].tolist() != list(range(64))
+        key, value = torch.rand(2, 70, 2, 64).to(dtype)
+        slots = torch.arange(70) + block_tokens
+        impl.do_kv_cache_update(layer, key, value, cache, slots)
+        rows = rows_of(cache, [1, 2, 3], block_tokens, 70, places)
+        assert torch.equal(rows, torch.cat([key, value], dim=-1).transpose(0, 1))

@@ -11,6 +11,7 @@ import torch
 from kvferry.connector.config import Settings
 from kvferry.connector.engine import LayerGroup, RankInfo
 from kvferry.connector.link import LinkState
+from kvferry.connector.regions import Places
 from kvferry.connector.stepplan import LeaseGrant, Load, PeerEngine, RankAddress, StepPlan, Watch, pack_ids
 from kvferry.connector.topology import head_interval
 from kvferry.connector.worker import Results, WorkerHalf
@@ -43,6 +44,7 @@ class Rank:
         settings: Settings | None = None,
         model: dict[str, str] | None = None,
         packing: str = "",
+        places: Places | None = None,
     ) -> None:
         self.block_size, self.content = block_size, content
         first, count = head_interval(tp_rank, tp_size, total_heads)
@@ -65,7 +67,7 @@ class Rank:
         self.worker = WorkerHalf(
             self.settings, info, [LayerGroup("full", tuple(self.layers), block_size, total_heads, 0, packing)]
         )
-        self.worker.register(self.caches)
+        self.worker.register(self.caches, places=places)
         self.sent: set[str] = set()
         self.received: set[str] = set()
         self.failed: set[str] = set()

@@ -1,8 +1,12 @@
-"""Caches whose backend packs the tokens of a block in an order of its own: whole tiles are carried, or nothing is."""
+"""Caches whose backend packs the tokens of a block in an order of its own: whole tiles are carried, or nothing is.
+
+Where the order is known, keys and values are divided into small tiles, and blocks of other sizes take them.
+"""
 
 from __future__ import annotations
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from ranks import Rank, grant, load_plan, peer, wait
@@ -14,6 +18,42 @@ from kvferry.connector.plan import check_span, check_spans, compatible, plan_rea
 from kvferry.connector.protocol import Span
 
 PACKED = "transposed"
+DIVISION = 8
+"""Tokens in a tile of keys, below."""
+
+
+def divided(tokens: int, content: int) -> np.ndarray:
+    """[2, N, D]: keys in tiles of some tokens, the tokens of a tile innermost; values in halves, each of all tokens.
+
+    Those of the larger blocks are long enough to be sent from where they lie.
+    """
+    channels = content // 2
+    keys = np.arange(tokens * channels).reshape(-1, channels, DIVISION).swapaxes(1, 2).reshape(tokens, channels)
+    halves = np.arange(tokens * channels).reshape(2, tokens, channels // 2)
+    values = tokens * channels + halves.swapaxes(0, 1).reshape(tokens, channels)
+    return np.stack([keys, values])
+
+
+def elements(rank: Rank) -> torch.Tensor:
+    """[N, C]: where each element of a token lies in its (block, head), as ``divided`` packs them."""
+    keys, values = torch.from_numpy(divided(rank.block_size, rank.content))
+    return torch.cat([keys, values], dim=1)
+
+
+def fill_divided(rank: Rank, blocks: list[int], tokens: int) -> None:
+    wanted, places = rank.wanted(tokens), elements(rank)
+    for number, name in enumerate(rank.layers):
+        flat = rank.caches[name].view(len(rank.caches[name]), len(rank.heads), -1)
+        for token in range(tokens):
+            flat[blocks[token // rank.block_size], :, places[token % rank.block_size]] = wanted[number, :, token]
+
+
+def read_divided(rank: Rank, blocks: list[int], tokens: int) -> torch.Tensor:
+    """[L, H, T, C] of a prompt."""
+    stacked = torch.stack([rank.caches[name] for name in rank.layers])[:, torch.tensor(blocks)]
+    found = stacked.flatten(-2)[..., elements(rank)]  # [L, n, H, N, C]
+    flat = found.permute(0, 2, 1, 3, 4).reshape(len(rank.layers), len(rank.heads), -1, rank.content)
+    return flat[:, :, :tokens]
 
 
 def fill_transposed(rank: Rank, blocks: list[int], tokens: int) -> None:
@@ -47,6 +87,32 @@ def test_all_tokens_arrive_whatever_the_order_inside_a_block(stage: Stage, token
     assert torch.equal(read_transposed(d, ours, tokens), d.wanted(tokens))
 
 
+@pytest.mark.parametrize("plane", ["cma", "shm", "tcp", "zmq"])
+@pytest.mark.parametrize(("sizes", "heads"), [((16, 32), 2), ((32, 16), 1), ((32, 48), 2), ((16, 16), 2)], ids=str)
+def test_blocks_of_other_sizes_take_divided_ones(stage: Stage, sizes: tuple[int, int], heads: int, plane: str) -> None:
+    """From one rank to each of two, so that heads are sliced too; P's last block is partial, and D's another."""
+    settings = Settings(slot_bytes=64 << 10, staging_bytes=16 << 20, plane=plane)
+    common = {"packing": PACKED, "settings": settings, "content": 64}
+    p = stage.rank(block_size=sizes[0], places=lambda layer: divided(sizes[0], 64), **common)
+    ds = [
+        stage.rank(
+            block_size=sizes[1], places=lambda layer: divided(sizes[1], 64), engine_id="engine-d",
+            tp_rank=number, tp_size=heads, **common,
+        )
+        for number in range(heads)
+    ]  # fmt: skip
+    assert [group.part for group in p.worker.site.caches.geometry.groups] == ["", "k", "v"]
+    tokens = 77
+    blocks, ours = [3, 9, 1, 30, 7][: -(-tokens // sizes[0])], [2, 4, 31, 0, 5][: -(-tokens // sizes[1])]
+    fill_divided(p, blocks, tokens)
+    token = grant([p], "req-p", blocks, tokens)
+    for d in ds:
+        d.worker.post(load_plan("req-d", token, peer([p]), ours, 0, tokens))
+    assert wait(lambda: all(d.received == {"req-d"} for d in ds) and p.sent == {"req-p"}, [p, *ds])
+    for d in ds:
+        assert not d.failed and torch.equal(read_divided(d, ours, tokens), d.wanted(tokens))
+
+
 def test_without_the_name_of_the_packing_the_same_bytes_are_wrong(stage: Stage) -> None:
     """What the guard is for: token slices of packed tiles are not the tokens."""
     p, d = stage.rank(), stage.rank(engine_id="engine-d")
@@ -59,7 +125,12 @@ def test_without_the_name_of_the_packing_the_same_bytes_are_wrong(stage: Stage) 
 
 @pytest.mark.parametrize(
     ("form", "field"),
-    [({"block_size": 32}, "tile_tokens"), ({"packing": "pairs"}, "packing"), ({"packing": ""}, "packing")],
+    [
+        ({"block_size": 32}, "tile_tokens"),
+        ({"packing": "pairs"}, "packing"),
+        ({"packing": ""}, "packing"),
+        ({"places": lambda layer: divided(16, 16)}, "packing"),
+    ],
 )
 def test_ranks_that_pack_otherwise_refuse_each_other(stage: Stage, form: dict[str, object], field: str) -> None:
     p = stage.rank(packing=PACKED)

@@ -233,7 +233,11 @@ OURS = MODEL.rank((0, 2), (0, 1), 16)
         (edit(OURS, 1, window=128), r"window of layer 'layers\.1' differs, ours is 64, the peer's is 128"),
         (edit(OURS, 1, kind="state"), "kind of layer .* ours is sliding_window, the peer's is state"),
         (edit(OURS, 0, kind="mla"), "kind of layer .* ours is full, the peer's is mla"),
-        (edit(OURS, 0, part="k"), r"layers differs, ours is 'layers\.0' and 1 more needed"),
+        (edit(OURS, 0, rows=2), r"rows of layer 'layers\.0' differs, ours is 1, the peer's is 2"),
+        (
+            edit(OURS, 0, part="k", packing="pairs"),
+            r"packing of layer 'layers\.0' differs, ours is whole \(not packed\), the peer's is k \(pairs\)",
+        ),
         (edit(OURS, 0, layers=("layers.0", "other")), r"layers differs, ours is 'layers\.2' needed"),
     ],
 )

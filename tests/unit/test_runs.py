@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.connector.errors import GeometryError
-from kvferry.connector.geometry import PageLayout
+from kvferry.connector.geometry import GroupGeometry, PageLayout, RankGeometry
 from kvferry.connector.protocol import Span
-from kvferry.connector.runs import Runs, joined, pages_of, runs, taken
+from kvferry.connector.runs import Runs, check_layouts, joined, pages_of, runs, taken
 from kvferry.kernels.paged_copy import Pages
 
 CONTENT = 6
@@ -103,3 +103,29 @@ def test_a_peers_manager_blocks_are_kernel_blocks() -> None:
     pages = pages_of(PageLayout((7, 8), 9, 2, 8, 100, 50, 5), np.array([3, 1]), SPAN)
     assert pages.block_ids.tolist() == [6, 7, 2, 3]
     assert pages.bases.tolist() == [7, 8]
+
+
+@pytest.mark.parametrize(
+    ("layouts", "named"),
+    [
+        ([], "0 groups of pages, it has 1"),
+        ([PageLayout((7, 8), 9, 2, 16, 100, 50, 5, rows=2, row_stride=40)], "pages of 32 tokens in 2 layers"),
+        ([PageLayout((7,), 9, 2, 8, 100, 50, 5, rows=2, row_stride=40)], "in 1 layers"),
+        ([PageLayout((7, 8), 9, 2, 8, 100, 50, 5, rows=3, row_stride=40)], "of 3 rows, it told 16 in 2 of 2"),
+    ],
+)
+def test_a_peers_pages_are_those_of_its_geometry(layouts: list[PageLayout], named: str) -> None:
+    group = GroupGeometry(
+        kind="full", layers=("a", "b"), block_size=16, head_start=0, num_heads=1, total_heads=1, content_bytes=8,
+        dtype="int32", rows=2,
+    )  # fmt: skip
+    geometry = RankGeometry(tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, head_counts=(1,), groups=(group,))
+    check_layouts([PageLayout((7, 8), 9, 2, 8, 100, 50, 5, rows=2, row_stride=40)], geometry)
+    with pytest.raises(GeometryError, match=named):
+        check_layouts(layouts, geometry)
+
+
+def test_rows_of_a_peers_layers_are_layers_of_the_copy() -> None:
+    layout = PageLayout((1000, 9000), 9, 2, 8, 2000, 500, 5, rows=3, row_stride=40)
+    pages = pages_of(layout, np.array([3, 1], dtype=np.int64), SPAN)
+    assert pages.bases.tolist() == [1000, 1040, 1080, 9000, 9040, 9080]
