@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from labelled import BLOCK, CONTENT, HEADS, LAYERS, prompt
 from model import ModelSpec, build_model
-from stepped import PREFILL, Engine, model_config, prefill, run, settle
+from stepped import PREFILL, Engine, prefill, run, settle
+from stepped_config import model_config
 from yard import Yard
 
 from kvferry.connector import compat
