@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from kvferry.connector.config import Settings
+from kvferry.connector.context import UNSPLIT, Split
 from kvferry.connector.engine import LayerGroup, RankInfo
 from kvferry.connector.link import LinkState
 from kvferry.connector.stepplan import LeaseGrant, Load, PeerEngine, RankAddress, StepPlan, Watch, pack_ids
@@ -23,6 +24,9 @@ def labels(layers: Sequence[int], heads: Sequence[int], tokens: int, content: in
     token = torch.arange(tokens, dtype=torch.int64)[None, None, :, None]
     element = torch.arange(content, dtype=torch.int64)[None, None, None, :]
     return (element + content * (token + 4099 * (head + 67 * layer))).to(torch.int32)
+
+
+WHOLE_SPLIT = UNSPLIT[0]
 
 
 class Rank:
@@ -43,6 +47,7 @@ class Rank:
         settings: Settings | None = None,
         model: dict[str, str] | None = None,
         packing: str = "",
+        split: Split = WHOLE_SPLIT,
     ) -> None:
         self.block_size, self.content = block_size, content
         first, count = head_interval(tp_rank, tp_size, total_heads)
@@ -63,7 +68,9 @@ class Rank:
             model=model or {"architectures": "Labelled"},
         )  # fmt: skip
         self.worker = WorkerHalf(
-            self.settings, info, [LayerGroup("full", tuple(self.layers), block_size, total_heads, 0, packing)]
+            self.settings,
+            info,
+            [LayerGroup("full", tuple(self.layers), block_size, total_heads, 0, packing, split=split)],
         )
         self.worker.register(self.caches)
         self.sent: set[str] = set()
