@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from labelled import BLOCK, CONTENT, HEADS, LAYERS, prompt
 from model import ModelSpec, build_model
-from stepped import PREFILL, Engine, model_config, prefill, run, settle
+from stepped import PREFILL, Engine, prefill, run, settle
+from stepped_config import model_config
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 from yard import Yard
 
