@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from kvferry.connector.config import Settings
+from kvferry.connector.context import UNSPLIT, Split
 from kvferry.connector.engine import LayerGroup, RankInfo
 from kvferry.connector.link import LinkState
 from kvferry.connector.regions import Places
@@ -24,6 +25,9 @@ def labels(layers: Sequence[int], heads: Sequence[int], tokens: int, content: in
     token = torch.arange(tokens, dtype=torch.int64)[None, None, :, None]
     element = torch.arange(content, dtype=torch.int64)[None, None, None, :]
     return (element + content * (token + 4099 * (head + 67 * layer))).to(torch.int32)
+
+
+WHOLE_SPLIT = UNSPLIT[0]
 
 
 class Rank:
@@ -45,6 +49,7 @@ class Rank:
         model: dict[str, str] | None = None,
         packing: str = "",
         places: Places | None = None,
+        split: Split = WHOLE_SPLIT,
     ) -> None:
         self.block_size, self.content = block_size, content
         first, count = head_interval(tp_rank, tp_size, total_heads)
@@ -65,7 +70,9 @@ class Rank:
             model=model or {"architectures": "Labelled"},
         )  # fmt: skip
         self.worker = WorkerHalf(
-            self.settings, info, [LayerGroup("full", tuple(self.layers), block_size, total_heads, 0, packing)]
+            self.settings,
+            info,
+            [LayerGroup("full", tuple(self.layers), block_size, total_heads, 0, packing, split=split)],
         )
         self.worker.register(self.caches, places=places)
         self.sent: set[str] = set()

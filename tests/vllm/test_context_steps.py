@@ -5,6 +5,7 @@ are those of a GPU."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from labelled import BLOCK, CONTENT, HEADS, LAYERS, prompt
 from model import ModelSpec, build_model
 from stepped import PREFILL, Engine, prefill, run, settle
 from stepped_config import model_config
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 from yard import Yard
 
 from kvferry.connector import compat
@@ -41,8 +43,7 @@ def grouped(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.fixture
-def context(grouped: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Yard]:
-    monkeypatch.setattr(compat, "_packing", lambda spec: "")
+def context(grouped: Any) -> Iterator[Yard]:
     yard = Yard(grouped)
     yield yard
     for engine in yard.engines:
@@ -104,6 +105,17 @@ def test_what_vllm_tells_of_it(context: Yard) -> None:
     run([engine], lambda: engine.answers[params].finish is not None)
     told = engine.answers[params].params
     assert told is not None and told["dcp_size"] == 2
+
+
+def test_a_replicated_cache_beside_shared_ones(context: Yard) -> None:
+    """As vLLM keeps that of a drafter, and states."""
+    engine = context.engine(0, extra=ROOM, **TWO)
+    (shared,) = engine.kv_config.kv_cache_groups
+    drafter = KVCacheGroupSpec(["drafter"], replace(shared.kv_cache_spec, dcp_sharded=False))
+    both = replace(engine.kv_config, kv_cache_groups=[shared, drafter])
+    assert compat.splits(engine.config, both) == (Split(2, BLOCK), Split())
+    assert [table.block_size for table in compat.block_tables(engine.config, both)] == [2 * BLOCK, BLOCK]
+    assert [group.split.size for group in compat.layer_groups(engine.config, both)] == [2, 1]
 
 
 def test_what_cannot_be_carried_is_refused_at_start(context: Yard, grouped: Any) -> None:
