@@ -53,6 +53,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     transfer_timeout_seconds: Annotated[
         _Seconds, _doc("how long a hand-over may go without progress before it counts as failed")
     ] = 30.0
+    convert_dtype: Annotated[
+        bool, _doc("on D: KV of another dtype, or with other fp8 scales, is converted instead of refused")
+    ] = False
     curve_public_key: Annotated[
         str | None,
         _doc(

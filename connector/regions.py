@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kvferry.connector.engine import LayerGroup, RankInfo
+from kvferry.connector.dtypes import canonical
+from kvferry.connector.engine import LayerGroup, Numbers, RankInfo
 from kvferry.connector.errors import GeometryError
 from kvferry.connector.geometry import GroupGeometry, RankGeometry
 from kvferry.connector.topology import head_interval
@@ -83,6 +84,7 @@ def _geometry(group: LayerGroup, view: CacheView, info: RankInfo) -> GroupGeomet
             f"layer {view.layers[0]!r}: the cache holds {view.num_heads} heads, "
             f"rank {info.tp_rank} of {info.tp_size} has {count} of the model's {group.total_heads}"
         )
+    numbers = group.numbers or Numbers(view.dtype)
     return GroupGeometry(
         kind=group.kind,
         layers=view.layers,
@@ -91,7 +93,9 @@ def _geometry(group: LayerGroup, view: CacheView, info: RankInfo) -> GroupGeomet
         num_heads=count,
         total_heads=group.total_heads,
         content_bytes=view.content_bytes,
-        dtype=view.dtype,
+        dtype=canonical(numbers.dtype),
+        keys=numbers.keys,
+        scales=tuple(numbers.scales.get(layer, (1.0, 1.0)) for layer in view.layers) if numbers.scales else (),
         window=group.window,
         packing=group.packing,
         tile_tokens=view.block_size if group.packing else 1,
