@@ -63,7 +63,7 @@ SCALE_ERROR = 2.0**-23
 
 
 def canonical(dtype: str) -> str:
-    """torch's name of a dtype, by whatever name: ``torch.float16``, ``half``, ``fp8``; an unknown one stays as it is."""
+    """torch's name of a dtype, by whatever name: ``torch.float16``, ``half``, ``fp8``; an unknown one stays."""
     name = dtype.removeprefix("torch.")
     return ALIASES.get(name, name)
 

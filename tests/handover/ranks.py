@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from kvferry.connector.config import Settings
-from kvferry.connector.engine import LayerGroup, RankInfo
+from kvferry.connector.engine import LayerGroup, Numbers, RankInfo
 from kvferry.connector.link import LinkState
 from kvferry.connector.stepplan import LeaseGrant, Load, PeerEngine, RankAddress, StepPlan, Watch, pack_ids
 from kvferry.connector.topology import head_interval
@@ -43,6 +43,7 @@ class Rank:
         settings: Settings | None = None,
         model: dict[str, str] | None = None,
         packing: str = "",
+        numbers: Numbers | None = None,
     ) -> None:
         self.block_size, self.content = block_size, content
         first, count = head_interval(tp_rank, tp_size, total_heads)
@@ -63,7 +64,9 @@ class Rank:
             model=model or {"architectures": "Labelled"},
         )  # fmt: skip
         self.worker = WorkerHalf(
-            self.settings, info, [LayerGroup("full", tuple(self.layers), block_size, total_heads, 0, packing)]
+            self.settings,
+            info,
+            [LayerGroup("full", tuple(self.layers), block_size, total_heads, 0, packing, 0, numbers)],
         )
         self.worker.register(self.caches)
         self.sent: set[str] = set()
