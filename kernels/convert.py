@@ -2,10 +2,12 @@
 
 L layers, B blocks, H KV heads, N tokens in a block, C elements per (head, token), of which the first ``keys`` belong to
 K and the rest to V. An element that is stored as x means x times its layer's scale of K or of V. What is written is
-``x * src_scale / dst_scale`` in float32, rounded once to the nearest number of the new dtype, ties to even. Both steps
-are those of vLLM: its attention multiplies what it loads from an fp8 cache by the scale, its cache write divides by it
-(``scaled_convert`` of its CUDA kernels, ``reshape_and_cache``). As there, what is too large becomes the largest finite
-number, infinity too; NaN stays NaN.
+``x * src_scale / dst_scale`` in float32, rounded once to the nearest number of the new dtype, ties to even.
+
+These are the steps of vLLM on a GPU: its attention multiplies what it loads from an fp8 cache by the scale, its cache
+write divides by it and rounds (``scaled_convert``: ``__nv_cvt_float_to_fp8``, ``__NV_SATFINITE``). As there, what is
+too large becomes the largest finite number, infinity too, and NaN stays NaN; no inf in float16 either. vLLM's cache
+write on a CPU (0.32) also saturates, but cuts numbers off instead of rounding them, and makes NaN the largest number.
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ def test_dtype_to_dtype(fleet: Fleet, p: str, d: str) -> None:
 @pytest.mark.parametrize(("p", "d"), [("bfloat16", "float8_e4m3fn"), ("float8_e4m3fn", "bfloat16")])
 def test_every_staged_plane(fleet: Fleet, plane: str, p: str, d: str) -> None:
     """Long runs too, which planes would move in place if they were not converted."""
-    model = Model("full", 2, 2, 512)
-    check(fleet, Pairing(model, Form(dtype=p), Form(dtype=d), plane=plane, seed=7))
+    model = Model("full", 4, 2, 512)
+    check(fleet, Pairing(model, Form(dtype=p), Form(dtype=d), plane=plane, seed=8))
 
 
 @pytest.mark.ucx
