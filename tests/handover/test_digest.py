@@ -46,7 +46,7 @@ def outcome(stage: Stage, theirs: dict[str, str], ours: dict[str, str]) -> tuple
     p, d = stage.rank(model=theirs), stage.rank(engine_id="engine-d", model=ours)
     token = grant([p], "req-p", THEIRS, TOKENS)
     d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
-    assert wait(lambda: d.received == {"req-d"}, [p, d], 8)
+    assert wait(lambda: d.received == {"req-d"}, [p, d])
     return p, d
 
 

@@ -23,7 +23,7 @@ def fp8(dtype: str = "fp8", **scales: tuple[float, float]) -> Numbers:
 def hand_over(p: Rank, d: Rank) -> None:
     token = grant([p], "req-p", THEIRS, TOKENS)
     d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
-    assert wait(lambda: d.received == {"req-d"}, [p, d], 8)
+    assert wait(lambda: d.received == {"req-d"}, [p, d])
 
 
 @pytest.mark.parametrize(
