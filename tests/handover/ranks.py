@@ -66,7 +66,7 @@ class Rank:
         self.worker = WorkerHalf(
             self.settings,
             info,
-            [LayerGroup("full", tuple(self.layers), block_size, total_heads, 0, packing, 0, numbers)],
+            [LayerGroup("full", tuple(self.layers), block_size, total_heads, 0, packing, numbers=numbers)],
         )
         self.worker.register(self.caches)
         self.sent: set[str] = set()
