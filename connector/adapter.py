@@ -81,7 +81,7 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
                 )
         else:
             groups = compat.layer_groups(vllm_config, kv_cache_config)
-            self._worker = WorkerHalf(settings, compat.rank_info(vllm_config), groups)
+            self._worker = WorkerHalf(settings, compat.rank_info(vllm_config, settings.model_tag), groups)
 
     @staticmethod
     def stepping_alone(parallel: Any) -> bool:

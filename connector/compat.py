@@ -7,7 +7,6 @@ needed is missing.
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import platform
 from copy import copy
@@ -41,10 +40,12 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.request import RequestStatus
 
+from kvferry.connector import facts
 from kvferry.connector.context import UNSPLIT, Split
 from kvferry.connector.engine import BlockTable, LayerGroup, RankInfo, RequestView
 from kvferry.connector.errors import ConfigError
 from kvferry.connector.geometry import GroupKind
+from kvferry.connector.numbers import group_numbers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -145,6 +146,12 @@ def check_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Non
                     f"cp_kv_cache_interleave_size {split.interleave} does not divide the blocks of KV cache group "
                     f"{table}, {block_size} tokens; expected a divisor"
                 )
+    cache = vllm_config.cache_config
+    if getattr(cache, "calculate_kv_scales", False) and "fp8" in str(cache.cache_dtype):  # gone in 0.32
+        raise ConfigError(
+            f"calculate_kv_scales gives every engine scales of its own making (kv_cache_dtype {cache.cache_dtype}); "
+            "use a checkpoint that has scales, or leave it out"
+        )
     groups = len(kv_cache_config.kv_cache_groups)
     if groups > 1 and not HAS_TRANSFER_RESULTS:
         raise ConfigError(
@@ -200,10 +207,12 @@ def layer_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tup
     """The layers of vLLM's transferable KV cache groups, those of one specification together.
 
     Raises:
-        ConfigError: a kind of cache that is not known; names it.
+        ConfigError: a kind of cache that is not known, or fp8 scales that are not carried; names it.
     """
     groups = []
     shared = splits(vllm_config, kv_cache_config)
+    layers = vllm_config.compilation_config.static_forward_context
+    cache_dtype = str(vllm_config.cache_config.cache_dtype)
     for table, index in enumerate(transfer_group_ids(kv_cache_config)):
         group = kv_cache_config.kv_cache_groups[index]
         inner = getattr(group.kv_cache_spec, "kv_cache_specs", None)  # layers of one type whose sizes differ
@@ -215,7 +224,10 @@ def layer_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tup
             heads = _total_heads(vllm_config, spec)
             tokens = 1 if kind == "state" else spec.block_size
             packing = _packing(vllm_config, spec)
-            groups.append(LayerGroup(kind, tuple(names), tokens, heads, window, packing, table, shared[table]))
+            numbers = group_numbers(spec, names, layers, cache_dtype, fnuz=current_platform.is_fp8_fnuz())
+            groups.append(
+                LayerGroup(kind, tuple(names), tokens, heads, window, packing, table, shared[table], numbers=numbers)
+            )
     return tuple(groups)
 
 
@@ -332,8 +344,8 @@ def _kind(spec: KVCacheSpec) -> tuple[GroupKind, int]:
     raise ConfigError(f"KV caches of kind {name} are not carried; run this model without KVFerry")
 
 
-def rank_info(vllm_config: VllmConfig) -> RankInfo:
-    """This worker's place, from vLLM's own process groups."""
+def rank_info(vllm_config: VllmConfig, model_tag: str | None = None) -> RankInfo:
+    """This worker's place, from vLLM's own process groups. ``model_tag``: that of the settings."""
     parallel = vllm_config.parallel_config
     return RankInfo(
         engine_id=str(vllm_config.kv_transfer_config.engine_id),
@@ -341,37 +353,21 @@ def rank_info(vllm_config: VllmConfig) -> RankInfo:
         tp_size=parallel.tensor_parallel_size,
         pp_rank=get_pp_group().rank_in_group,
         pp_size=parallel.pipeline_parallel_size,
-        model=model_facts(vllm_config),
+        model=model_facts(vllm_config, model_tag),
         dp_rank=getattr(parallel, "data_parallel_index", 0),
     )
 
 
-def model_facts(vllm_config: VllmConfig) -> dict[str, str]:
-    """What must be the same on P and D for a KV cache to mean the same, by name.
-
-    Not the vLLM version, the attention backend or any parallel size: those may differ.
-    """
+def model_facts(vllm_config: VllmConfig, tag: str | None = None) -> dict[str, str]:
+    """``facts.model_facts`` of vLLM's configuration. ``tag``: ``model_tag`` of the settings."""
     model = vllm_config.model_config
-    config = model.hf_text_config
-    facts: dict[str, object] = {
-        "architectures": ",".join(getattr(model.hf_config, "architectures", None) or []),
-        "quantization": model.quantization,
-        "kv_cache_dtype": _kv_dtype(vllm_config),
-    }
-    for name in ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "sliding_window"):
-        facts[name] = getattr(config, name, None)
-    facts["head_size"] = model.get_head_size()
-    rope = getattr(config, "rope_parameters", None) or {
-        "rope_theta": getattr(config, "rope_theta", None),
-        "rope_scaling": getattr(config, "rope_scaling", None),
-    }
-    facts["rope"] = json.dumps(rope, sort_keys=True, default=str)
-    return {name: str(value)[:1024] for name, value in facts.items()}
-
-
-def _kv_dtype(vllm_config: VllmConfig) -> str:
-    dtype = vllm_config.cache_config.cache_dtype
-    return str(vllm_config.model_config.dtype).removeprefix("torch.") if dtype == "auto" else str(dtype)
+    return facts.model_facts(
+        model.hf_config,
+        model.hf_text_config,
+        quantization=model.quantization,
+        max_model_len=model.max_model_len,
+        tag=tag,
+    )
 
 
 def request_view(request: Request) -> RequestView:

@@ -15,11 +15,13 @@ import msgspec
 from msgspec import Meta
 
 from kvferry.connector.errors import ConfigError, did_you_mean
+from kvferry.connector.geometry import PRINTABLE
 
 PlaneName = Literal["auto", "cma", "shm", "tcp", "ucx", "zmq"]
 
 _MIB = 1 << 20
 _Port = Annotated[int, Meta(ge=0, le=65535)]
+_Line = Annotated[str, Meta(min_length=1, max_length=256, pattern=PRINTABLE)]
 _Seconds = Annotated[float, Meta(gt=0, le=7 * 86400)]
 
 
@@ -53,6 +55,13 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     transfer_timeout_seconds: Annotated[
         _Seconds, _doc("how long a hand-over may go without progress before it counts as failed")
     ] = 30.0
+    convert_dtype: Annotated[
+        bool, _doc("on D: KV of another dtype, or with other fp8 scales, is converted instead of refused")
+    ] = False
+    model_tag: Annotated[
+        _Line | None,
+        _doc("a name for the weights, the same on P and D; the configuration of a fine-tune is that of its base model"),
+    ] = None
     curve_public_key: Annotated[
         str | None,
         _doc(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvferry.connector.context import UNSPLIT, Split
@@ -42,10 +42,20 @@ class BlockTable:
 
 
 @dataclass(frozen=True, slots=True)
+class Numbers:
+    """What the elements of a layer group's caches stand for; see ``GroupGeometry``. ``scales`` of K and V by layer."""
+
+    dtype: str
+    keys: int | None = None
+    scales: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class LayerGroup:
     """Layers of one kind and head count under one block table, number ``table``; see ``GroupGeometry``.
 
-    ``block_size`` counts the tokens of a block on one rank, of those that ``split`` gives it.
+    ``block_size`` counts the tokens of a block on one rank, of those that ``split`` gives it. Without ``numbers`` the
+    elements are what their tensors say.
     """
 
     kind: GroupKind
@@ -56,6 +66,7 @@ class LayerGroup:
     packing: str = ""
     table: int = 0
     split: Split = UNSPLIT[0]
+    numbers: Numbers | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,10 @@ class GroupGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     no bytes of their own: only whole tiles of ``tile_tokens`` tokens can be carried, between ranks that pack alike.
 
     ``rows``: how many pieces a token's content is cut into in memory (``CacheView.rows``); the wire keeps them apart.
+
+    ``dtype`` says what elements are, by torch's name where it has one. ``keys`` of each (head, token)'s elements are K,
+    those after them V; ``None`` where that is not known. ``scales`` of K and V stand for each layer; none where all
+    are 1.
     """
 
     kind: GroupKind
@@ -52,6 +56,8 @@ class GroupGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     total_heads: Size
     content_bytes: Size
     dtype: Name
+    keys: Count | None = None
+    scales: Annotated[tuple[tuple[float, float], ...], Meta(max_length=4096)] = ()
     window: Count = 0
     packing: PackingName = ""
     tile_tokens: Size = 1

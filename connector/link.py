@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from kvferry.connector.dtypes import converted_pairs
 from kvferry.connector.errors import (
     GeometryError,
     IncompatiblePeerError,
@@ -70,6 +71,7 @@ class Link:
         self.plane: Plane | None = None
         self.slot_bytes = 0
         self.pages: tuple[PageLayout, ...] = ()
+        self.converted: frozenset[tuple[int, int]] = frozenset()  # regions, ours and theirs, whose numbers differ
         self._offers: dict[str, bytes] = {}
         self._refused: list[str] = []
         self.geometry: RankGeometry | None = None
@@ -106,6 +108,7 @@ class Link:
                 incarnation=site.incarnation,
                 geometry=site.caches.geometry,
                 model=dict(site.model),
+                converts=site.settings.convert_dtype,
             )
         )
 
@@ -203,8 +206,13 @@ class Link:
         if welcome.incarnation != self.address.incarnation:
             raise KVFerryError("P was restarted since it made this hand-over; its KV cache is gone")
         check_model(self._site.model, welcome.model)
-        compatible(self._site.caches.geometry, welcome.geometry)
+        ours = self._site.caches.geometry
+        compatible(ours, welcome.geometry, convert=self._site.settings.convert_dtype)
         self.geometry = welcome.geometry
+        self.converted = converted_pairs(ours, welcome.geometry)
+        if self.converted:
+            pairs = {f"{welcome.geometry.groups[j].dtype} to {ours.groups[i].dtype}" for i, j in self.converted}
+            logger.info("kvferry: KV of %s is converted, %s", self.name, ", ".join(sorted(pairs)))
         self._offers = {offer.name: offer.payload for offer in welcome.planes}
         self.state = LinkState.ATTACHING
         self._attach()
@@ -228,6 +236,9 @@ class Link:
             if plane.name not in self._offers:
                 if not any(line.startswith(f"{plane.name}: ") for line in passed_over):
                     passed_over.append(f"{plane.name}: P does not offer it")
+                continue
+            if plane.peer_reads and self.converted:
+                passed_over.append(f"{plane.name}: it copies bytes, and dtypes differ")
                 continue
             try:
                 channel, payload = plane.connect(self._offers[plane.name], self.connection.address)

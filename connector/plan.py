@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from kvferry.connector import topology
 from kvferry.connector.context import WHOLE, Share, Split, common, num_common
+from kvferry.connector.dtypes import check_numbers, check_same, common_layers
 from kvferry.connector.errors import GeometryError, IncompatiblePeerError
 from kvferry.connector.geometry import GroupGeometry, RankGeometry
 from kvferry.connector.packing import alternatives, passed_over
@@ -54,7 +55,7 @@ class Chunk(NamedTuple):
 _new_chunk: Callable[[tuple[int, int, int, int]], Chunk] = partial(tuple.__new__, Chunk)
 
 
-def compatible(local: RankGeometry, remote: RankGeometry, *, consumer: bool = True) -> None:
+def compatible(local: RankGeometry, remote: RankGeometry, *, consumer: bool = True, convert: bool = False) -> None:
     """Whether KV can pass between two ranks at all; layouts, block sizes and parallel sizes may differ.
 
     The order inside packed tiles, and with it their size, must agree (``GroupGeometry.packing``).
@@ -63,6 +64,7 @@ def compatible(local: RankGeometry, remote: RankGeometry, *, consumer: bool = Tr
         local: ours.
         remote: the peer's.
         consumer: whether we are D; P calls it with ``False``.
+        convert: whether D converts numbers.
 
     Raises:
         IncompatiblePeerError: names the field and both values.
@@ -87,7 +89,7 @@ def compatible(local: RankGeometry, remote: RankGeometry, *, consumer: bool = Tr
             elif where[0] not in checked:
                 checked.add(where[0])
                 theirs = has.groups[where[0]]
-                _same_form(layer, *((group, theirs) if consumer else (theirs, group)))
+                _same_form(layer, *((group, theirs) if consumer else (theirs, group)), convert)
     if has.pp_size == 1 and missing:
         _refuse_missing(missing, len({layer for group in has.groups for layer in group.layers}), consumer)
 
@@ -97,7 +99,7 @@ def check_geometry(geometry: RankGeometry) -> None:
 
     Raises:
         GeometryError: ranks outside sizes, heads other than the rank's interval, a share of tokens that is not the
-            rank's, or a layer listed twice.
+            rank's, a layer listed twice, or scales that are none.
     """
     for axis in ("tp", "pp"):
         rank, size = getattr(geometry, f"{axis}_rank"), getattr(geometry, f"{axis}_size")
@@ -120,6 +122,7 @@ def check_geometry(geometry: RankGeometry) -> None:
                 f"expected {expected[0]}..{sum(expected)} of {heads}"
             )
         _check_share(group, geometry)
+        check_numbers(group)
     _layer_index(geometry)
 
 
@@ -430,18 +433,19 @@ def _head_box(ours: GroupGeometry, theirs: GroupGeometry, heads: HeadRead) -> tu
     return low - ours.head_start, low - theirs.head_start
 
 
-def _same_form(layer: str, ours: GroupGeometry, theirs: GroupGeometry) -> None:
+def _same_form(layer: str, ours: GroupGeometry, theirs: GroupGeometry, convert: bool) -> None:
     """Blocks outside a window may be kept by one side and not by the other; what a block holds is the same."""
     name = f"layer {layer!r}" + (f" ({ours.part})" if ours.part else "")
     if ours.kind != theirs.kind and {ours.kind, theirs.kind} & {"mla", "state"}:
         raise IncompatiblePeerError(f"kind of {name}", ours.kind, theirs.kind)
-    fields = ["total_heads", "content_bytes", "dtype", "packing", "tile_tokens", "rows"]
+    fields = ["total_heads", "packing", "tile_tokens", "rows"]
     if ours.kind == theirs.kind:
         fields.append("window")
     for field in fields:
         mine, other = getattr(ours, field), getattr(theirs, field)
         if mine != other:
             raise IncompatiblePeerError(f"{field} of {name}", mine, other)
+    check_same(name, ours, theirs, common_layers(ours, theirs), convert=convert)
 
 
 def _refuse_parts(layer: str, ours: RankGeometry, theirs: RankGeometry) -> None:

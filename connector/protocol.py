@@ -63,12 +63,13 @@ class PlaneOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Hello(_Message, frozen=True):
-    """D's first word. ``model`` holds the facts that must agree, by name."""
+    """D's first word. ``model`` holds the facts that must agree, by name; ``converts``: dtypes need not."""
 
     engine_id: Name
     incarnation: Incarnation
     geometry: RankGeometry
     model: Annotated[dict[Name, Text], Meta(max_length=64)]
+    converts: bool = False
 
 
 class Welcome(_Message, frozen=True):

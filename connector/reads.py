@@ -109,8 +109,10 @@ class Reads:
             return
         groups = read.link.theirs.groups
         for item in planned:
-            cut = self._caches.cut(self._part(read, item), item.span, read.link.slot_bytes, groups[item.span.group])
-            read.parts.extend(cut)
+            theirs = groups[item.span.group]
+            convert = (item.group, item.span.group) in read.link.converted
+            whole = self._part(read, item)
+            read.parts.extend(self._caches.cut(whole, item.span, read.link.slot_bytes, theirs, convert=convert))
         for chunk, part in enumerate(read.parts):
             read.tags.add(read.tag(chunk))
             in_place = channel.scatters and self._caches.in_pieces(part)

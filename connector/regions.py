@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.connector.engine import LayerGroup, RankInfo
+from kvferry.connector.dtypes import canonical
+from kvferry.connector.engine import LayerGroup, Numbers, RankInfo
 from kvferry.connector.errors import GeometryError
 from kvferry.connector.geometry import GroupGeometry, RankGeometry
 from kvferry.connector.packing import PackedPart, split
@@ -106,6 +107,7 @@ def _geometry(group: LayerGroup, part: PackedPart, info: RankInfo) -> GroupGeome
             f"layer {view.layers[0]!r}: the cache holds {view.num_heads} heads, "
             f"rank {info.tp_rank} of {info.tp_size} has {count} of the model's {group.total_heads}"
         )
+    numbers = group.numbers or Numbers(view.dtype)
     return GroupGeometry(
         kind=group.kind,
         layers=view.layers,
@@ -114,7 +116,9 @@ def _geometry(group: LayerGroup, part: PackedPart, info: RankInfo) -> GroupGeome
         num_heads=count,
         total_heads=group.total_heads,
         content_bytes=view.content_bytes,
-        dtype=view.dtype,
+        dtype=canonical(numbers.dtype),
+        keys=numbers.keys,
+        scales=tuple(numbers.scales.get(layer, (1.0, 1.0)) for layer in view.layers) if numbers.scales else (),
         window=group.window,
         part=part.part,
         packing=part.packing,

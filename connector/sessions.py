@@ -50,7 +50,7 @@ class Sessions:
         """Why that D cannot be served, if so: another model, another geometry."""
         try:
             check_model(self._site.model, hello.model)
-            compatible(self._site.caches.geometry, hello.geometry, consumer=False)
+            compatible(self._site.caches.geometry, hello.geometry, consumer=False, convert=hello.converts)
         except (IncompatiblePeerError, GeometryError) as error:
             logger.warning("kvferry: refused D %s: %s", hello.engine_id[:8], error)
             if isinstance(error, IncompatiblePeerError):

@@ -21,7 +21,9 @@ from kvferry.connector.metrics import HandoverStats
 from kvferry.connector.plan import chunks
 from kvferry.connector.protocol import Span
 from kvferry.connector.runs import wire_ordered
+from kvferry.connector.source import Source
 from kvferry.connector.view import CacheView, kernel_block_ids, row_bases
+from kvferry.kernels.convert import unpack_converted
 from kvferry.kernels.paged_copy import Pages, copy_pages, wire_pages
 from kvferry.transport.gate import CurveKeys
 from kvferry.transport.plane import Pieces, Plane
@@ -93,11 +95,20 @@ class Caches:
         self._copy(self._wire(address, part), self.pages(part), part, pack=True)
 
     def unpack(self, address: int, part: Part) -> None:
-        """Copy wire bytes at ``address`` to ``part`` of the pages."""
-        self._copy(self._wire(address, part), self.pages(part), part, pack=False)
+        """Copy wire bytes at ``address`` to ``part`` of the pages, converted where they are another dtype's."""
+        if part.source is None:
+            self._copy(self._wire(address, part), self.pages(part), part, pack=False)
+            return
+        conversion = part.source.conversion(self.geometry.groups[part.group], part.layer, part.num_layers)
+        unpack_converted(
+            self.pages(part), address, conversion, num_heads=part.num_heads, num_tokens=part.num_tokens,
+            device=self.device,
+        )  # fmt: skip
 
     def in_pieces(self, part: Part) -> bool:
         """Whether ``part`` lies in pieces long enough that a socket moves them as fast as packed bytes."""
+        if part.source is not None:
+            return False
         view = self.views[part.group]
         dense = view.token_stride == view.row_bytes
         tokens = min(part.blocks.size, part.num_tokens) if dense else 1
@@ -110,7 +121,7 @@ class Caches:
 
     def nbytes(self, part: Part) -> int:
         """Bytes of ``part`` on the wire."""
-        content = self.views[part.group].content_bytes
+        content = part.source.group.content_bytes if part.source else self.views[part.group].content_bytes
         return part.num_layers * part.num_heads * part.num_tokens * content
 
     def part(self, span: Span, group: int, layer: int, head: int, kernel_ids: Ids, share: Share) -> Part:
@@ -130,14 +141,16 @@ class Caches:
             blocks=table,
         )
 
-    def cut(self, whole: Part, span: Span, chunk_bytes: int, source: GroupGeometry) -> Iterator[Part]:
-        """The chunks of ``span``, which ``whole`` is all of, in wire order. ``source``: P's region, on both sides.
+    def cut(
+        self, whole: Part, span: Span, chunk_bytes: int, source: GroupGeometry, *, convert: bool = False
+    ) -> Iterator[Part]:
+        """The chunks of ``span``, which ``whole`` is all of, in wire order. ``source``: P's region, on both sides;
+        ``convert``: D converts its numbers.
 
         Raises:
             GeometryError: a chunk of one block or token does not fit into ``chunk_bytes``.
         """
-        content = self.views[whole.group].content_bytes
-        for chunk in chunks(span, content, chunk_bytes, source.block_size, source.share):
+        for chunk in chunks(span, source.content_bytes, chunk_bytes, source.block_size, source.share):
             yield Part(
                 group=whole.group,
                 layer=whole.layer + chunk.layer,
@@ -147,6 +160,7 @@ class Caches:
                 token=whole.token + chunk.token,
                 num_tokens=chunk.num_tokens,
                 blocks=whole.blocks,
+                source=Source(source, span.layer + chunk.layer) if convert else None,
             )
 
     def _copy(self, wire: Pages, pages: Pages, part: Part, *, pack: bool) -> None:
@@ -181,7 +195,8 @@ class Caches:
 @dataclass(frozen=True, slots=True)
 class Part:
     """A box of one region in this rank's own numbering, with the blocks that its tokens lie in: kernel blocks, or
-    pieces of them where not all of their tokens are meant. ``token`` counts in these blocks."""
+    pieces of them where not all of their tokens are meant. ``token`` counts in these blocks. ``source``: whose numbers
+    they are on the wire, where they are converted."""
 
     group: int
     layer: int
@@ -191,6 +206,7 @@ class Part:
     token: int
     num_tokens: int
     blocks: Blocks
+    source: Source | None = None
 
 
 @dataclass

@@ -10,7 +10,7 @@ import torch
 
 from kvferry.connector.config import Settings
 from kvferry.connector.context import UNSPLIT, Split
-from kvferry.connector.engine import LayerGroup, RankInfo
+from kvferry.connector.engine import LayerGroup, Numbers, RankInfo
 from kvferry.connector.link import LinkState
 from kvferry.connector.regions import Places
 from kvferry.connector.stepplan import LeaseGrant, Load, PeerEngine, RankAddress, StepPlan, Watch, pack_ids
@@ -50,6 +50,7 @@ class Rank:
         packing: str = "",
         places: Places | None = None,
         split: Split = WHOLE_SPLIT,
+        numbers: Numbers | None = None,
     ) -> None:
         self.block_size, self.content = block_size, content
         first, count = head_interval(tp_rank, tp_size, total_heads)
@@ -72,7 +73,11 @@ class Rank:
         self.worker = WorkerHalf(
             self.settings,
             info,
-            [LayerGroup("full", tuple(self.layers), block_size, total_heads, 0, packing, split=split)],
+            [
+                LayerGroup(
+                    "full", tuple(self.layers), block_size, total_heads, packing=packing, split=split, numbers=numbers
+                )
+            ],
         )
         self.worker.register(self.caches, places=places)
         self.sent: set[str] = set()

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 
 import torch
-from pairing import MAX_TOKENS, Form, Pairing, Rank
+from pairing import ITEM_SIZES, MAX_TOKENS, Form, Pairing, Rank
 
 P_FILL, D_FILL = -2, -1
 """What elements hold that belong to no prompt."""
@@ -27,6 +27,34 @@ def numbers(layers: list[int], heads: range, tokens: list[int], pairing: Pairing
     found = channel + content * (token + MAX_TOKENS * (head + pairing.heads * layer))
     assert int(found.max()) < 1 << 31
     return found.to(torch.int32)
+
+
+def stored(found: torch.Tensor, table: Table, pairing: Pairing, side: str) -> torch.Tensor:
+    """``numbers`` as the elements of a side's caches.
+
+    Integers stand for themselves. A float stands for a number drawn by its element's number, few of them too large for
+    most dtypes. P's is that over P's scale, rounded; D's is what P's means, over D's scale, rounded again.
+    """
+    if pairing.p.dtype == "int32":
+        return found
+    drawn = (found.to(torch.int64) * 2654435761 % (1 << 32)).double() / (1 << 29) - 4
+    drawn[found % 97 == 0] *= 1e6
+    of, to = (_scales(table, pairing, pairing.form(which)) for which in ("p", "d"))
+    at_p = _rounded(drawn.float() / of, pairing.p.dtype)
+    return at_p if side == "p" or not pairing.converts else _rounded(at_p.float() * of / to, pairing.d.dtype)
+
+
+def _scales(table: Table, pairing: Pairing, form: Form) -> torch.Tensor:
+    """[1, L, 1, C] float32."""
+    is_key = torch.arange(pairing.model.content) < pairing.keys(table.kind)
+    pairs = torch.tensor([form.scales(layer) for layer in table.layers], dtype=torch.float32).reshape(-1, 2)
+    return torch.where(is_key, pairs[:, :1], pairs[:, 1:])[None, :, None, :]
+
+
+def _rounded(found: torch.Tensor, dtype: str) -> torch.Tensor:
+    """To the nearest number, the largest one at most."""
+    largest = torch.finfo(getattr(torch, dtype)).max
+    return found.clamp(-largest, largest).to(getattr(torch, dtype))
 
 
 def strides(form: Form, sizes: dict[str, int]) -> dict[str, int]:
@@ -69,7 +97,7 @@ class RankCaches:
             placed.append(([sizes[a] for a in "LBHNC"], [steps[a] for a in "LBHNC"], end))
             outermost = self.form.layout[0]
             end += sizes[outermost] * steps[outermost] + GUARD
-        self.buffer = torch.full((end,), fill, dtype=torch.int32)
+        self.buffer = torch.full((end,), fill, dtype=getattr(torch, self.form.dtype))
         self._placed = placed
         self.tables = [Table(*group, self._view(self.buffer, n)) for n, group in enumerate(groups)]
 
@@ -84,10 +112,11 @@ class RankCaches:
             flat = table.kind == "mla" and self.pairing.seed % 2
             for place, layer in enumerate(table.layers):
                 cache = table.cache[place]
-                named[layer_name(layer)] = cache[:, 0] if flat else cache
+                fp8 = self.form.dtype.startswith("float8")  # which vLLM hands out as bytes
+                named[layer_name(layer)] = (cache[:, 0] if flat else cache).view(torch.uint8 if fp8 else cache.dtype)
         return named
 
-    def _write(self, buffer: torch.Tensor, start: int) -> None:
+    def _write(self, buffer: torch.Tensor, start: int, side: str) -> None:
         """The prompt's numbers from token ``start`` on, of the rank's own tokens, one after the other in its blocks."""
         tokens = [token for token in self.held if token >= start]
         if not tokens:
@@ -98,24 +127,26 @@ class RankCaches:
                 continue
             page = self.blocks[number][at // self.form.block]
             block = page * (self.form.block // self.form.kernel) + at % self.form.block // self.form.kernel
-            values = numbers(table.layers, table.heads, tokens, self.pairing)
+            values = stored(numbers(table.layers, table.heads, tokens, self.pairing), table, self.pairing, side)
             self._view(buffer, number)[:, block, :, at % self.form.kernel] = values
 
     def fill(self) -> None:
         """P: the prompt's numbers into its blocks."""
-        self._write(self.buffer, 0)
+        self._write(self.buffer, 0, "p")
 
     def wrong(self) -> str:
         """D: how the whole buffer differs from what a hand-over must have made of it; empty where it does not."""
         expected = torch.full_like(self.buffer, D_FILL)
-        self._write(expected, self.pairing.start)
-        differs = (self.buffer != expected).nonzero().reshape(-1)
+        self._write(expected, self.pairing.start, "d")
+        size = ITEM_SIZES[self.form.dtype]
+        bits = [buffer.view(torch.uint8).reshape(-1, size) for buffer in (self.buffer, expected)]
+        differs = (bits[0] != bits[1]).any(1).nonzero().reshape(-1)
         if not len(differs):
             return ""
         first = int(differs[0])
         return (
             f"{len(differs)} of {len(expected)} elements differ, the first {self._where(first)}: "
-            f"{int(self.buffer[first])}, expected {int(expected[first])}"
+            f"{self.buffer[first].item()}, expected {expected[first].item()}"
         )
 
     def _where(self, element: int) -> str:
@@ -132,9 +163,9 @@ class RankCaches:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that a hand-over must bring here, each once."""
-        tokens = sum(token >= self.pairing.start for token in self.held)
-        return sum(4 * tokens * math.prod((len(t.layers), len(t.heads), t.cache.shape[-1])) for t in self.tables)
+        """Bytes that a hand-over must bring here, each once, as P has them."""
+        tokens, size = sum(token >= self.pairing.start for token in self.held), ITEM_SIZES[self.pairing.p.dtype]
+        return sum(size * tokens * math.prod((len(t.layers), len(t.heads), t.cache.shape[-1])) for t in self.tables)
 
 
 def layer_name(layer: int) -> str:

@@ -5,9 +5,9 @@ A pairing has a name that says all of it, so that any can be repeated by one com
     full.l6.h8.c16-tp2.pp1.LBHNC.b64k16.pad0-tp4.pp2.BLNHC.b16k16.pad24-t77.s16-tcp-seed3
 
 model (kind, layers, KV heads, elements per head and token), P, D (tensor and pipeline ranks, layout of vLLM 0.32 over
-``[L,B,H,N,C]``, tokens of a manager and of a kernel block, elements of padding), prompt tokens and those that D has
-already, data plane, seed of the block tables. Where ranks share tokens out, ``.dcp2i16`` after ``pp1``: two ranks in
-turn, 16 tokens each.
+``[L,B,H,N,C]``, tokens of a manager and of a kernel block, elements of padding, dtype where it is not int32), prompt
+tokens and those that D has already, data plane, seed of the block tables. Where ranks share tokens out, ``.dcp2i16``
+after ``pp1``: two ranks in turn, 16 tokens each.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from dataclasses import dataclass, replace
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 KINDS = ("full", "mla", "mixed")
 MAX_TOKENS = 4096
-ELEMENT_BYTES = 4
+ITEM_SIZES = {"int32": 4, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
+FLOATS = tuple(ITEM_SIZES)[1:]
 
-_FORM = r"tp(\d+)\.pp(\d+)(?:\.dcp(\d+)i(\d+))?\.([A-Z]{5})\.b(\d+)k(\d+)\.pad(\d+)"
+_FORM = r"tp(\d+)\.pp(\d+)(?:\.dcp(\d+)i(\d+))?\.([A-Z]{5})\.b(\d+)k(\d+)\.pad(\d+)(?:\.(\w+))?"
 _NAME = re.compile(rf"([a-z]+)\.l(\d+)\.h(\d+)\.c(\d+)-{_FORM}-{_FORM}-t(\d+)\.s(\d+)-([a-z]+)-seed(\d+)")
 
 Rank = tuple[int, int]
@@ -60,6 +61,7 @@ class Form:
     pad: int = 0
     dcp: int = 1
     interleave: int = 1
+    dtype: str = "int32"
 
     def ranks(self) -> list[Rank]:
         return [(pp, tp) for pp in range(self.pp) for tp in range(self.tp)]
@@ -90,7 +92,13 @@ class Form:
 
     def __str__(self) -> str:
         context = f".dcp{self.dcp}i{self.interleave}" if self.dcp > 1 else ""
-        return f"tp{self.tp}.pp{self.pp}{context}.{self.layout}.b{self.block}k{self.kernel}.pad{self.pad}"
+        dtype = "" if self.dtype == "int32" else f".{self.dtype}"
+        return f"tp{self.tp}.pp{self.pp}{context}.{self.layout}.b{self.block}k{self.kernel}.pad{self.pad}{dtype}"
+
+    def scales(self, layer: int) -> tuple[float, float]:
+        """Of K and V; engines of one fp8 dtype have the same."""
+        rng = random.Random(f"{self.dtype} {layer}")
+        return (rng.uniform(0.01, 0.1), rng.uniform(0.2, 2.0)) if self.dtype.startswith("float8") else (1.0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -108,7 +116,8 @@ class Pairing:
     def __post_init__(self) -> None:
         for form in (self.p, self.d):
             check_form(form, self.model)
-        if not 0 <= self.start < self.tokens <= MAX_TOKENS or self.model.kind not in KINDS:
+        numbered = (self.p.dtype == "int32") == (self.d.dtype == "int32")
+        if not 0 <= self.start < self.tokens <= MAX_TOKENS or self.model.kind not in KINDS or not numbered:
             raise ValueError(f"{self} is no pairing")
 
     def form(self, side: str) -> Form:
@@ -135,6 +144,14 @@ class Pairing:
     def heads(self) -> int:
         return self.model.heads
 
+    @property
+    def converts(self) -> bool:
+        return self.p.dtype != self.d.dtype
+
+    def keys(self, kind: str) -> int:
+        """Elements that belong to K; the others to V."""
+        return self.model.content if kind == "mla" else self.model.content * 2 // 3
+
     def pages(self, side: str) -> int:
         """Manager blocks of a cache: some more than the prompt takes."""
         return -(-self.tokens // self.form(side).span) + 3
@@ -157,7 +174,8 @@ def splits(form: Form, model: Model) -> bool:
 
 def check_form(form: Form, model: Model) -> None:
     """Raises ValueError for a form that no engine has."""
-    if form.layout not in LAYOUTS or form.block % form.kernel or min(form.tp, form.pp, form.kernel) < 1:
+    known = form.layout in LAYOUTS and form.dtype in ITEM_SIZES
+    if not known or form.block % form.kernel or min(form.tp, form.pp, form.kernel) < 1:
         raise ValueError(f"{form} is no form")
     if form.kernel != form.block and not splits(form, model):
         raise ValueError(f"{form}: pages of this layout do not split into kernel blocks")
@@ -179,10 +197,10 @@ def parse(name: str) -> Pairing:
     kind, *rest = found.groups()
     layers, heads, content = map(int, rest[:3])
     forms = []
-    for tp, pp, dcp, turn, layout, block, kernel, pad in (rest[3:11], rest[11:19]):
+    for tp, pp, dcp, turn, layout, block, kernel, pad, dtype in (rest[3:12], rest[12:21]):
         form = Form(int(tp), int(pp), layout, int(block), int(kernel), int(pad), int(dcp or 1), int(turn or 1))
-        forms.append(form)
-    tokens, start, plane, seed = rest[19:]
+        forms.append(replace(form, dtype=dtype or "int32"))
+    tokens, start, plane, seed = rest[21:]
     return Pairing(Model(kind, layers, heads, content), *forms, int(tokens), int(start), plane, int(seed))
 
 
@@ -197,6 +215,10 @@ def draw(rng: random.Random, planes: tuple[str, ...]) -> Pairing:
     start = rng.choice([0, 0, whole, rng.randrange(tokens)])
     plane, seed = rng.choice(planes), rng.randrange(1 << 16)
     p, d = _draw_shares(rng, p, model), _draw_shares(rng, d, model)
+    if rng.random() < 0.2:
+        p, d = (replace(form, dtype=rng.choice(FLOATS)) for form in (p, d))
+        if p.dtype != d.dtype and plane == "cma":  # copies bytes
+            plane = "shm"
     return Pairing(model, p, d, tokens, start, plane, seed)
 
 

@@ -13,13 +13,13 @@ from typing import Any
 
 import msgspec
 import torch
-from caches import RankCaches, layer_name
+from caches import RankCaches, Table, layer_name
 from pairing import Pairing, Rank, parse
 
 from kvferry.connector import protocol
 from kvferry.connector.config import Settings
 from kvferry.connector.context import Split
-from kvferry.connector.engine import LayerGroup, RankInfo
+from kvferry.connector.engine import LayerGroup, Numbers, RankInfo
 from kvferry.connector.reads import Read
 from kvferry.connector.stepplan import LeaseGrant, Load, PeerEngine, StepPlan, Watch, pack_ids
 from kvferry.connector.worker import WorkerHalf
@@ -38,6 +38,7 @@ class HostedRank:
         settings = Settings(
             plane=pairing.plane, slot_bytes=SLOT_BYTES, staging_bytes=16 << 20, lease_seconds=300.0,
             handshake_timeout_seconds=120.0, transfer_timeout_seconds=120.0, ask_hold_seconds=120.0,
+            convert_dtype=side == "d" and pairing.converts,
         )  # fmt: skip
         info = RankInfo(
             engine_id=engine_id, tp_rank=rank[1], tp_size=form.tp, pp_rank=rank[0], pp_size=form.pp,
@@ -47,6 +48,7 @@ class HostedRank:
             LayerGroup(
                 table.kind, tuple(map(layer_name, table.layers)), form.block,
                 1 if table.kind == "mla" else model.heads, table=number, split=Split(form.dcp, form.interleave),
+                numbers=self._numbers(table),
             )
             for number, table in enumerate(self.caches.tables)
         ]  # fmt: skip
@@ -58,6 +60,15 @@ class HostedRank:
         self.why_freed = ""
         self.done = self.failed = False
         self._listen_in()
+
+    def _numbers(self, table: Table) -> Numbers | None:
+        """As vLLM tells of them: bytes say nothing."""
+        form = self.pairing.form(self.side)
+        if form.dtype == "int32":
+            return None
+        scaled = form.dtype.startswith("float8")
+        scales = {layer_name(layer): form.scales(layer) for layer in table.layers} if scaled else {}
+        return Numbers(form.dtype, self.pairing.keys(table.kind), scales)
 
     def _listen_in(self) -> None:
         """Note what D asks for and what P is released by; everything goes its way."""

@@ -187,7 +187,10 @@ def engine_of(heads: int, tp: int = 1, **config: int) -> Any:
     """As much of a VllmConfig as tells how many heads there are."""
     model = SimpleNamespace(get_total_num_kv_heads=lambda: heads, hf_text_config=SimpleNamespace(**config))
     return SimpleNamespace(
-        model_config=model, parallel_config=SimpleNamespace(tensor_parallel_size=tp, decode_context_parallel_size=1)
+        model_config=model,
+        parallel_config=SimpleNamespace(tensor_parallel_size=tp, decode_context_parallel_size=1),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        compilation_config=SimpleNamespace(static_forward_context={}),
     )
 
 

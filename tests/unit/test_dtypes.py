@@ -1,0 +1,187 @@
+"""Dtypes: their names, when two ranks' numbers agree, and the error bound that the README promises."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from kvferry.connector.dtypes import (
+    ALIASES,
+    CONVERTIBLE,
+    canonical,
+    check_numbers,
+    check_same,
+    common_layers,
+    converted_pairs,
+    error_bound,
+    error_table,
+)
+from kvferry.connector.errors import GeometryError, IncompatiblePeerError
+from kvferry.connector.geometry import GroupGeometry, RankGeometry
+from kvferry.connector.source import Source
+from kvferry.kernels.convert import FORMATS, Conversion, unpack_converted
+from kvferry.kernels.paged_copy import wire_pages
+
+GROUP = GroupGeometry(
+    kind="full", layers=("a", "b"), block_size=16, head_start=0, num_heads=2, total_heads=2, content_bytes=64,
+    dtype="bfloat16", keys=16,
+)  # fmt: skip
+
+
+def edit(**changes: Any) -> GroupGeometry:
+    return msgspec.structs.replace(GROUP, **changes)
+
+
+FP8 = {"dtype": "float8_e4m3fn", "content_bytes": 32, "scales": ((0.5, 0.25), (2.0, 1.0))}
+OTHER_SCALES = {**FP8, "scales": ((0.5, 0.25), (2.0, 1.5))}
+
+
+def compare(ours: dict[str, Any], theirs: dict[str, Any], convert: bool) -> None:
+    a, b = edit(**ours), edit(**theirs)
+    check_same("layer 'a'", a, b, common_layers(a, b), convert=convert)
+
+
+@pytest.mark.parametrize("convert", [False, True])
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ({}, {}),
+        ({}, {"keys": None}),  # nobody needs to know
+        (FP8, FP8),
+        (FP8, {**FP8, "layers": ("b", "a"), "scales": FP8["scales"][::-1]}),
+        (FP8, {**FP8, "layers": ("b",), "scales": FP8["scales"][1:]}),
+        ({"scales": ((1.0, 1.0), (1.0, 1.0))}, {}),
+        ({"dtype": "int8"}, {"dtype": "int8"}),
+        ({"dtype": "nvfp4"}, {"dtype": "nvfp4"}),
+        ({**FP8, "packing": "tiles"}, {**FP8, "packing": "tiles"}),
+    ],
+)
+def test_numbers_that_agree_are_copied(ours: dict[str, Any], theirs: dict[str, Any], convert: bool) -> None:
+    compare(ours, theirs, convert)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ({}, {"dtype": "float16"}),
+        ({}, {"dtype": "float32", "content_bytes": 128}),
+        ({}, FP8),
+        (FP8, {}),
+        (FP8, OTHER_SCALES),
+        (FP8, {**FP8, "dtype": "float8_e5m2"}),
+        ({"keys": None}, {"dtype": "float16", "keys": None}),
+    ],
+)
+def test_numbers_that_do_not_agree_are_converted_where_that_is_on(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    compare(ours, theirs, convert=True)
+    with pytest.raises(IncompatiblePeerError, match=r"convert_dtype is off"):
+        compare(ours, theirs, convert=False)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "convert", "message"),
+    [
+        ({}, FP8, False, r"dtype of layer 'a' \(.* off\) differs, ours is bfloat16, the peer's is float8_e4m3fn"),
+        (FP8, OTHER_SCALES, False, r"scales of K and V of layer 'b' .* ours is 2 and 1, the peer's is 2 and 1.5"),
+        (FP8, {**FP8, "scales": ()}, False, r"scales of K and V of layer 'a' .* ours is 0.5 and 0.25, .* is 1 and 1"),
+        ({}, {"content_bytes": 32}, True, "content_bytes of layer 'a' differs, ours is 64, the peer's is 32"),
+        ({}, {**FP8, "content_bytes": 64}, True, "elements per head and token of .*, ours is 32, the peer's is 64"),
+        ({}, {**FP8, "keys": 20}, True, "elements of K in layer 'a' differs, ours is 16, the peer's is 20"),
+        ({}, {**FP8, "keys": None}, True, "elements of K in layer 'a' differs, ours is 16, the peer's is unknown"),
+        ({"keys": None}, {**FP8, "keys": None}, True, r"dtype .* \(where K ends is not known\)"),
+        ({}, {"dtype": "int8", "content_bytes": 32}, True, r"dtype of layer 'a' \(int8 is not converted\) differs"),
+        ({"packing": "amx"}, {**FP8, "packing": "amx"}, True, r"dtype .* \(blocks whose tokens are packed are not conv"),
+        ({"kind": "state"}, {"kind": "state", "dtype": "float16"}, True, r"\(states are not converted\)"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_by_name(
+    ours: dict[str, Any], theirs: dict[str, Any], convert: bool, message: str
+) -> None:
+    with pytest.raises(IncompatiblePeerError, match=rf"^[^\n]*{message}[^\n]*$"):
+        compare(ours, theirs, convert)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"scales": ((1.0, 1.0),)}, "layer 'a': 1 pairs of scales for 2 layers"),
+        ({"scales": ((1.0, 1.0), (0.0, 1.0))}, "layer 'b': scales 0 and 1, expected positive numbers"),
+        ({"scales": ((1.0, math.nan), (1.0, 1.0))}, "layer 'a': scales 1 and nan"),
+        ({"scales": ((math.inf, 1.0), (1.0, 1.0))}, "layer 'a': scales inf and 1"),
+        ({"content_bytes": 63}, "63 bytes of content are no number of bfloat16"),
+    ],
+)
+def test_what_a_peer_tells_must_make_sense(changes: dict[str, Any], message: str) -> None:
+    check_numbers(GROUP)
+    with pytest.raises(GeometryError, match=message):
+        check_numbers(edit(**changes))
+
+
+def rank(*groups: GroupGeometry) -> RankGeometry:
+    return RankGeometry(tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, head_counts=(2,), groups=groups)
+
+
+def test_only_regions_whose_numbers_differ_are_converted() -> None:
+    ours = rank(edit(layers=("a",)), edit(layers=("b",), **{**FP8, "scales": ((2.0, 1.0),)}), edit(layers=("c",)))
+    theirs = rank(edit(layers=("x",), dtype="float16"), edit(**FP8), edit(layers=("c",)))
+    assert converted_pairs(ours, theirs) == {(0, 1)}
+    other = msgspec.structs.replace(theirs, groups=(edit(**OTHER_SCALES), edit(part="k", dtype="float16")))
+    assert converted_pairs(ours, other) == {(0, 0), (1, 0)}
+
+
+def test_a_source_takes_the_scales_of_its_own_layers() -> None:
+    theirs = edit(**{**FP8, "layers": ("z", "a", "b"), "scales": ((9.0, 9.0), *FP8["scales"])})
+    got = Source(theirs, 1).conversion(edit(layers=("q", "a", "b"), dtype="float16"), 1, 2)
+    assert (got.src, got.dst, got.content, got.keys) == ("float8_e4m3fn", "float16", 32, 16)
+    assert got.src_scales.tolist() == [[0.5, 0.25], [2.0, 1.0]] and got.dst_scales.tolist() == [[1.0, 1.0]] * 2
+
+
+def test_names() -> None:
+    assert canonical("torch.bfloat16") == "bfloat16" and canonical("fp8") == canonical("fp8_e4m3") == "float8_e4m3fn"
+    assert canonical("int8_per_token_head") == "int8_per_token_head"
+    assert set(ALIASES.values()) <= set(CONVERTIBLE)
+
+
+def test_dtypes_are_as_torch_describes_them() -> None:
+    assert set(CONVERTIBLE) == set(FORMATS)
+    for name, known in CONVERTIBLE.items():
+        info = torch.finfo(getattr(torch, name))
+        assert (known.itemsize, known.largest) == (info.bits // 8, info.max)
+        assert (known.smallest_normal, known.relative_error) == (info.smallest_normal, info.eps / 2)
+        assert known.smallest == info.smallest_normal * info.eps
+
+
+@pytest.mark.parametrize("dtype", CONVERTIBLE)
+@pytest.mark.parametrize("scale", [1.0, 0.037])
+def test_the_error_bound_holds_and_is_reached(dtype: str, scale: float) -> None:
+    rng = np.random.default_rng(0)
+    limit = min(CONVERTIBLE[dtype].largest * scale, 1e30)
+    sizes = np.exp(rng.uniform(np.log(1e-12), np.log(limit), 20000))
+    numbers = (sizes * rng.choice([-1, 1], len(sizes))).astype(np.float32)
+    numbers = numbers[np.abs(numbers) <= limit]
+    found = torch.empty(len(numbers), dtype=getattr(torch, dtype))
+    to = np.full((1, 2), scale, dtype=np.float32)
+    pages = wire_pages(found.data_ptr(), 1, 1, 1, found.nbytes)
+    conversion = Conversion("float32", dtype, len(numbers), 0, np.ones((1, 2), dtype=np.float32), to)
+    unpack_converted(pages, numbers.ctypes.data, conversion, num_heads=1, num_tokens=1, device=torch.device("cpu"))
+    errors = np.abs(found.double().numpy() * np.float64(to[0, 0]) - numbers.astype(np.float64))
+    bounds = np.array([error_bound(dtype, float(number), float(to[0, 0])) for number in numbers])
+    assert (errors <= bounds).all()
+    if dtype != "float32":  # whose numbers these are
+        assert (errors > 0.95 * bounds).any(), "a bound that nothing comes near promises too little"
+    assert error_bound(dtype, 2 * float(to[0, 0]) * CONVERTIBLE[dtype].largest, float(to[0, 0])) == math.inf
+
+
+def test_the_module_prints_the_table() -> None:
+    command = [sys.executable, "-m", "kvferry.connector.dtypes"]
+    run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert run.stdout.strip() == error_table()
+    assert "| `bfloat16` | 2^-8 | 2^-126 | 2^-134 | ±3.38953e+38 |" in run.stdout
+    assert "| `float8_e4m3fn` | 2^-4 | 2^-6 | 2^-10 | ±448 |" in run.stdout
