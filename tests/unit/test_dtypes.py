@@ -97,7 +97,7 @@ def test_numbers_that_do_not_agree_are_converted_where_that_is_on(ours: dict[str
         ({}, {**FP8, "keys": None}, True, "elements of K in layer 'a' differs, ours is 16, the peer's is unknown"),
         ({"keys": None}, {**FP8, "keys": None}, True, r"dtype .* \(where K ends is not known\)"),
         ({}, {"dtype": "int8", "content_bytes": 32}, True, r"dtype of layer 'a' \(int8 is not converted\) differs"),
-        ({"packing": "amx"}, {**FP8, "packing": "amx"}, True, r"dtype .* \(blocks whose tokens are packed are not conv"),
+        ({"packing": "amx"}, {**FP8, "packing": "amx"}, True, r"dtype .* \(blocks whose tokens are packed are not con"),
         ({"kind": "state"}, {"kind": "state", "dtype": "float16"}, True, r"\(states are not converted\)"),
     ],
 )
