@@ -123,6 +123,7 @@ def test_readme_has_the_settings_as_they_are() -> None:
     [
         ("measured", "benchmarks/summary.py"),
         ("matrix", "tests/ranks/table.py"),
+        ("dtypes", "-m kvferry.connector.dtypes"),
         ("binding", "-m kvferry.connector.binding_table"),
     ],
 )
