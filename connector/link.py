@@ -75,7 +75,13 @@ class Link:
         self._offers: dict[str, bytes] = {}
         self._refused: list[str] = []
         self.geometry: RankGeometry | None = None
-        self.connection = Connection(address.host, address.port, curve=site.curve, max_message_bytes=MAX_MESSAGE_BYTES)
+        self.connection = Connection(
+            address.host,
+            address.port,
+            curve=site.curve,
+            max_message_bytes=MAX_MESSAGE_BYTES,
+            connect_timeout=2 * site.settings.handshake_timeout_seconds,  # our own deadline comes first
+        )
 
     @property
     def name(self) -> str:

@@ -13,8 +13,8 @@ from kvferry.transport.wake import RateLimitedLog
 HEARTBEAT_SECONDS = 1.5
 """Between two heartbeats; without an answer for the time-out the connection ends. libzmq's own thread does both."""
 HEARTBEAT_TIMEOUT_SECONDS = 4.5
-CONNECT_TIMEOUT_SECONDS = 5.0
-HANDSHAKE_SECONDS = 5.0
+CONNECT_TIMEOUT_SECONDS = 10.0
+HANDSHAKE_SECONDS = 10.0
 FRAMES = 3
 """Frames of one message, the routing identity not counted."""
 MAX_PEERS = 2048

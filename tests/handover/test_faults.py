@@ -285,7 +285,6 @@ def test_a_silent_peer(stage: Stage) -> None:
 
 def test_a_dead_peer_does_not_hold_up_the_others(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(framing, "HANDSHAKE_SECONDS", 600.0)
-    monkeypatch.setitem(Connection.__init__.__kwdefaults__, "connect_timeout", 600.0)
     p, d = stage.rank(), stage.rank(settings=Settings(handshake_timeout_seconds=600.0), engine_id="engine-d")
     with socket.socket() as mute:
         mute.bind(("127.0.0.1", 0))
