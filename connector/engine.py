@@ -8,6 +8,7 @@ from typing import Any
 
 from kvferry.connector.context import UNSPLIT, Split
 from kvferry.connector.geometry import GroupKind
+from kvferry.connector.states import Section
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,8 @@ class LayerGroup:
     """Layers of one kind and head count under one block table, number ``table``; see ``GroupGeometry``.
 
     ``block_size`` counts the tokens of a block on one rank, of those that ``split`` gives it.
+    ``sections``: what each page consists of where it is a state; each has a head count of its own, which count then
+    instead of ``total_heads``.
     """
 
     kind: GroupKind
@@ -56,6 +59,12 @@ class LayerGroup:
     packing: str = ""
     table: int = 0
     split: Split = UNSPLIT[0]
+    sections: tuple[Section, ...] = ()
+
+    @property
+    def head_counts(self) -> frozenset[int]:
+        """Global heads of each of its regions."""
+        return frozenset(section.total_heads for section in self.sections) or frozenset({self.total_heads})
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,7 +77,7 @@ def compatible(local: RankGeometry, remote: RankGeometry, *, consumer: bool = Tr
         for layer in group.layers:
             where = held.get((group.part, layer))
             if where is None:
-                missing.append(layer)
+                missing.append(f"{layer} ({group.part})" if group.part else layer)
             elif where[0] not in checked:
                 checked.add(where[0])
                 theirs = has.groups[where[0]]
@@ -424,7 +424,8 @@ def _same_form(layer: str, ours: GroupGeometry, theirs: GroupGeometry) -> None:
     name = f"layer {layer!r}" + (f" ({ours.part})" if ours.part else "")
     if ours.kind != theirs.kind and {ours.kind, theirs.kind} & {"mla", "state"}:
         raise IncompatiblePeerError(f"kind of {name}", ours.kind, theirs.kind)
-    fields = ["total_heads", "content_bytes", "dtype", "packing", "tile_tokens"]
+    # What an operator sets comes before the sizes that follow from it.
+    fields = ["total_heads", "dtype", "packing", "content_bytes", "tile_tokens"]
     if ours.kind == theirs.kind:
         fields.append("window")
     for field in fields:
