@@ -77,7 +77,8 @@ def compatible(local: RankGeometry, remote: RankGeometry, *, consumer: bool = Tr
         for layer in group.layers:
             where = held.get((group.part, layer))
             if where is None:
-                missing.append(f"{layer} ({group.part})" if group.part else layer)
+                _same_parts(layer, *((needs, has) if consumer else (has, needs)))
+                missing.append(layer)
             elif where[0] not in checked:
                 checked.add(where[0])
                 theirs = has.groups[where[0]]
@@ -432,6 +433,15 @@ def _same_form(layer: str, ours: GroupGeometry, theirs: GroupGeometry) -> None:
         mine, other = getattr(ours, field), getattr(theirs, field)
         if mine != other:
             raise IncompatiblePeerError(f"{field} of {name}", mine, other)
+
+
+def _same_parts(layer: str, ours: RankGeometry, theirs: RankGeometry) -> None:
+    """That a layer, if both hold it, consists of the same parts on both sides."""
+    mine, other = (
+        [group.part or "one piece" for group in geometry.groups if layer in group.layers] for geometry in (ours, theirs)
+    )
+    if mine and other:
+        raise IncompatiblePeerError(f"parts of layer {layer!r}", ", ".join(mine), ", ".join(other))
 
 
 def _refuse_missing(missing: Sequence[str], held: int, consumer: bool) -> None:

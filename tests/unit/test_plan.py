@@ -233,7 +233,7 @@ OURS = MODEL.rank((0, 2), (0, 1), 16)
         (edit(OURS, 1, window=128), r"window of layer 'layers\.1' differs, ours is 64, the peer's is 128"),
         (edit(OURS, 1, kind="state"), "kind of layer .* ours is sliding_window, the peer's is state"),
         (edit(OURS, 0, kind="mla"), "kind of layer .* ours is full, the peer's is mla"),
-        (edit(OURS, 0, part="k"), r"layers differs, ours is 'layers\.0' and 1 more needed"),
+        (edit(OURS, 0, part="k"), r"parts of layer 'layers\.0' differs, ours is one piece, the peer's is k$"),
         (edit(OURS, 0, layers=("layers.0", "other")), r"layers differs, ours is 'layers\.2' needed"),
     ],
 )

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from vllm.config.mamba import MambaBackendEnum
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import _make_fused_conv1d_weight_loader
 from vllm.model_executor.layers.mamba.mamba_mixer2 import mamba_v2_sharded_weight_loader
@@ -20,7 +21,6 @@ from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import MambaSpec
 
-TAPS = 3
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 Bits = list[torch.Tensor]
 """The arrays of one state as integers: ``[channels, taps]`` of a convolution, ``[heads, …]`` of a recurrent state."""
@@ -28,34 +28,43 @@ Bits = list[torch.Tensor]
 
 @dataclass(frozen=True)
 class Family:
-    """``wide``, ``narrow``: (heads, head size) of x and of B and C, or of v and of q and k; all ranks together."""
+    """``wide``, ``narrow``: (heads, head size) of x and of B and C, or of v and of q and k; all ranks together.
+
+    ``inputs``: what a convolution keeps. ``replicated``: every rank holds all of it. ``ring``: with vLLM's replay ring.
+    """
 
     name: str
     backend: str
     wide: tuple[int, int]
     narrow: tuple[int, int] = (0, 0)
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32)
+    inputs: int = 3
+    replicated: bool = False
+    ring: bool = False
 
     def shapes(self, tp: int) -> tuple[tuple[int, ...], ...]:
         """A rank's, from vLLM's calculators."""
         (heads, size), (narrow, narrow_size) = self.wide, self.narrow
+        tp, kernel = 1 if self.replicated else tp, self.inputs + 1
         found: dict[str, Any] = {
-            "MAMBA1": lambda: Calculator.mamba1_state_shape(tp, heads * size, narrow_size, TAPS + 1),
-            "MAMBA2": lambda: Calculator.mamba2_state_shape(
-                tp, heads * size, narrow, heads, size, narrow_size, TAPS + 1
-            ),
-            "GDN_ATTN": lambda: Calculator.gated_delta_net_state_shape(tp, narrow, heads, narrow_size, size, TAPS + 1),
-            "SHORT_CONV": lambda: Calculator.short_conv_state_shape(tp, heads * size, TAPS + 1),
+            "MAMBA1": lambda: Calculator.mamba1_state_shape(tp, heads * size, narrow_size, kernel),
+            "MAMBA2": lambda: Calculator.mamba2_state_shape(tp, heads * size, narrow, heads, size, narrow_size, kernel),
+            "GDN_ATTN": lambda: Calculator.gated_delta_net_state_shape(tp, narrow, heads, narrow_size, size, kernel),
+            "SHORT_CONV": lambda: Calculator.short_conv_state_shape(tp, heads * size, kernel),
             "LINEAR": lambda: Calculator.linear_attention_state_shape(heads, tp, size),
         }
         if self.name == "kda":
-            return Calculator.kda_state_shape(tp, heads, size, conv_kernel_size=TAPS + 1)
-        return tuple(found[self.backend]())
+            return Calculator.kda_state_shape(tp, heads, size, conv_kernel_size=kernel)
+        shapes = tuple(found[self.backend]())
+        if self.ring:
+            return Calculator.append_replayssm_ring(shapes, narrow, tp, 4, MambaBackendEnum.TRITON)
+        return shapes
 
-    def spec(self, tp: int, **more: Any) -> MambaSpec:
+    def spec(self, tp: int) -> MambaSpec:
         shapes = self.shapes(tp)
         backend = MambaAttentionBackendEnum[self.backend]
-        return MambaSpec(64, shapes=shapes, dtypes=self.dtypes[: len(shapes)], mamba_type=backend, **more)
+        dtypes = (*self.dtypes, torch.bfloat16, torch.float32, torch.bfloat16)[: len(shapes)]
+        return MambaSpec(64, shapes=shapes, dtypes=dtypes, mamba_type=backend, tp_replicated=self.replicated)
 
     @property
     def groups(self) -> int:
@@ -75,12 +84,14 @@ class Family:
         found = []
         for shape, dtype in zip(self.shapes(1), self.dtypes, strict=False):
             is_conv = not found and self.backend != "LINEAR"
-            size = (sum(self._projections()), TAPS) if is_conv else shape
+            size = (sum(self._projections()), self.inputs) if is_conv else shape
             found.append(torch.randint(-(1 << 31), 1 << 31, size, generator=draw).to(BITS[dtype.itemsize]))
         return found
 
     def rank(self, whole: Bits, rank: int, tp: int) -> Bits:
         """What a rank holds of it, by the rules that its weights are loaded by."""
+        if self.replicated:
+            return whole
         found = []
         for number, array in enumerate(whole):
             if number == 0 and self.backend != "LINEAR":
@@ -95,10 +106,10 @@ class Family:
             extra = Calculator.extra_groups_for_head_shards(self.groups, tp)
             size = self.narrow[1]
             shared = ((self.groups + extra) * size, extra * size, extra > 0)
-            param = torch.zeros((parts[0] + 2 * shared[0]) // tp, TAPS, dtype=channels.dtype)
+            param = torch.zeros((parts[0] + 2 * shared[0]) // tp, self.inputs, dtype=channels.dtype)
             mamba_v2_sharded_weight_loader([(parts[0], 0, False), shared, shared], tp, rank)(param, channels)
             return param
-        param = torch.zeros(len(channels) // tp, TAPS, dtype=channels.dtype)
+        param = torch.zeros(len(channels) // tp, self.inputs, dtype=channels.dtype)
         if self.name == "kda":
             load = _make_fused_conv1d_weight_loader(parts, tp, rank)
             for shard, piece in enumerate(channels.split(parts)):
@@ -118,6 +129,7 @@ FAMILIES = {
         Family("kda", "GDN_ATTN", (4, 8), (4, 8), (torch.float32, torch.float32)),
         Family("mamba1", "MAMBA1", (1, 2048), (0, 5)),
         Family("short conv", "SHORT_CONV", (1, 24)),
+        Family("replicated", "SHORT_CONV", (1, 24), replicated=True),
         Family("linear", "LINEAR", (4, 6)),
     )
 }

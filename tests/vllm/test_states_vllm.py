@@ -8,6 +8,8 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,14 +20,16 @@ kvi = pytest.importorskip("vllm.v1.kv_cache_interface")
 if not hasattr(kvi, "KVCacheLayout"):
     pytest.skip("this vLLM registers states as lists", allow_module_level=True)
 
-from types import SimpleNamespace  # noqa: E402
-
 from sharded_states import FAMILIES, Family, states, write  # noqa: E402
 from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout  # noqa: E402
 
+from kvferry.connector import compat  # noqa: E402
 from kvferry.connector.compat import layer_groups  # noqa: E402
 from kvferry.connector.config import Settings  # noqa: E402
 from kvferry.connector.engine import RankInfo  # noqa: E402
+from kvferry.connector.errors import IncompatiblePeerError  # noqa: E402
+from kvferry.connector.geometry import RankGeometry  # noqa: E402
+from kvferry.connector.plan import compatible  # noqa: E402
 from kvferry.connector.stepplan import LeaseGrant, Load, PeerEngine, StepPlan, Watch, pack_ids  # noqa: E402
 from kvferry.connector.worker import WorkerHalf  # noqa: E402
 
@@ -59,9 +63,9 @@ def conv_order(name: str | None, monkeypatch: pytest.MonkeyPatch) -> Iterator[st
 class Rank:
     """One rank of a hybrid: two layers of states under one block table, one with KV heads under another."""
 
-    def __init__(self, family: Family, rank: int, tp: int, name: str, plane: str = "tcp", **more: Any) -> None:
+    def __init__(self, family: Family, rank: int, tp: int, name: str, plane: str = "tcp", told: bool = True) -> None:
         self.family, self.rank, self.tp = family, rank, tp
-        spec = family.spec(tp, **more)
+        spec = family.spec(tp)
         full = kvi.FullAttentionSpec(BLOCK, num_kv_heads=max(1, HEADS // tp), head_size=4, dtype=torch.float32)
         groups = [kvi.KVCacheGroupSpec(LAYERS, spec), kvi.KVCacheGroupSpec([ATTENTION], full)]
         config = kvi.KVCacheConfig(BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
@@ -70,7 +74,7 @@ class Rank:
         self.caches = self._views(self.memory, page)
         self.caches[ATTENTION] = torch.full((BLOCKS, max(1, HEADS // tp), BLOCK, 8), -1.0)
         self.page = page
-        self.groups = layer_groups(engine_of(tp, family.groups), config)
+        self.groups = layer_groups(engine_of(tp, family.groups if told else None), config)
         info = RankInfo(name, tp_rank=rank, tp_size=tp, pp_rank=0, pp_size=1, model={"architectures": "Hybrid"})
         settings = Settings(plane=plane, slot_bytes=64 << 10, staging_bytes=16 << 20)
         self.worker = WorkerHalf(settings, info, self.groups)
@@ -94,7 +98,7 @@ class Rank:
         return range(first, first + max(1, HEADS // self.tp))
 
 
-def engine_of(tp: int, groups: int) -> Any:
+def engine_of(tp: int, groups: int | None) -> Any:
     model = SimpleNamespace(get_total_num_kv_heads=lambda: HEADS, hf_text_config=SimpleNamespace(n_groups=groups))
     return SimpleNamespace(model_config=model, parallel_config=SimpleNamespace(tensor_parallel_size=tp))
 
@@ -164,15 +168,103 @@ def test_every_element_arrives(engines: Any, order: str, name: str, p_tp: int, d
 
 
 def test_the_oracle_is_vllms_sharding(order: str) -> None:
-    """All ranks together hold every element; only Mamba2's single group is copied."""
+    """All ranks together hold every element; only a single group, and what is replicated, is copied."""
     for family in FAMILIES.values():
         (whole,) = [family.whole(torch.Generator().manual_seed(7))]
         for tp in (1, 2, 4):
             held = [family.rank(whole, rank, tp) for rank in range(tp)]
-            copies = 2 * (tp - 1) * family.narrow[1] * 3 if family.name == "mamba2 of one group" else 0
+            copies = {"mamba2 of one group": 2 * family.narrow[1] * 3, "replicated": whole[0].numel()}
             sizes = [sum(rank[n].numel() for rank in held) for n in range(len(whole))]
-            assert sizes == [whole[0].numel() + copies, *(array.numel() for array in whole[1:])]
+            copied = (tp - 1) * copies.get(family.name, 0)
+            assert sizes == [whole[0].numel() + copied, *(array.numel() for array in whole[1:])]
             pages = torch.zeros(1, 1, 1, family.spec(tp).state_content_size_bytes, dtype=torch.int8)
             for rank in held:
                 write(family, tp, pages, 0, rank)  # vLLM's own views take them
             assert len(list(states(family, tp, pages))) == len(whole)
+
+
+def geometry(rank: Rank) -> RankGeometry:
+    assert rank.worker.site is not None
+    return rank.worker.site.caches.geometry
+
+
+LONGER = replace(FAMILIES["mamba2"], inputs=4)
+WIDER = replace(FAMILIES["mamba2"], dtypes=(torch.bfloat16, torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("p_family", "d_family", "says"),
+    [
+        (WIDER, FAMILIES["mamba2"], r"dtype of layer 'model\.layers\.0\.mixer' \(ssm\) .* float32, .* bfloat16"),
+        (LONGER, FAMILIES["mamba2"], r"packing .*\(conv\.x\) .* SD of 3 inputs cpu, .* SD of 4 inputs cpu$"),
+        (FAMILIES["mamba2 of one group"], FAMILIES["mamba2"], r"total_heads .*\(conv\.b\) .* 4, .* 1$"),
+        (
+            FAMILIES["gdn"],
+            FAMILIES["mamba2"],
+            r"parts of layer .* conv\.x, conv\.b, .* conv\.q, conv\.k, conv\.v, ssm$",
+        ),
+    ],
+    ids=["dtype", "speculative tokens", "groups", "family"],
+)
+def test_states_that_differ_are_refused_by_name(
+    engines: Any, default_order: str, p_family: Family, d_family: Family, says: str
+) -> None:
+    (p, *_), (d, *_) = engines(p_family, 2, "p"), engines(d_family, 4, "d")
+    with pytest.raises(IncompatiblePeerError, match=says) as error:
+        compatible(geometry(d), geometry(p))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("other", ["order", "platform"])
+def test_states_in_another_order_are_refused_by_name(
+    engines: Any, default_order: str, monkeypatch: pytest.MonkeyPatch, other: str
+) -> None:
+    """Nothing is written on D, and the load fails."""
+    family = FAMILIES["gdn"]
+    d = engines(family, 2, "d")
+    if other == "order":
+        monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "DS")
+        get_conv_state_layout.cache_clear()
+        says = "ours is SD of 3 inputs cpu, .* DS of 3 inputs cpu$"
+    else:
+        monkeypatch.setattr(compat, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+        says = "ours is SD of 3 inputs cpu, .* SD of 3 inputs$"
+    p = engines(family, 1, "p")
+    with pytest.raises(
+        IncompatiblePeerError, match=rf"packing of layer 'model\.layers\.0\.mixer' \(conv\.q\) .*{says}"
+    ):
+        compatible(geometry(d[0]), geometry(p[0]))
+    before = [rank.memory.clone() for rank in d]
+    assert hand_over(p, d, [[3], [4, 1, 2]], [[1], [2, 4, 3]]) == (2, 2)
+    assert all(torch.equal(rank.memory, was) for rank, was in zip(d, before, strict=True))
+
+
+UNKNOWN = [(replace(FAMILIES["mamba2"], ring=True), True), (FAMILIES["mamba2"], False)]
+"""A family, and whether the model's configuration tells how many groups it has."""
+
+
+@pytest.mark.parametrize(("family", "told"), UNKNOWN, ids=["replay ring", "number of groups"])
+def test_states_that_are_shared_in_unknown_ways_pass_between_equal_sizes(
+    engines: Any, default_order: str, family: Family, told: bool
+) -> None:
+    p, d = engines(family, 4, "p", told=told), engines(family, 4, "d", told=told)
+    assert {group.part for group in geometry(d[0]).groups} == {""}
+    for rank in p:
+        content = torch.randint(-128, 128, rank.caches[LAYERS[0]][3].shape, dtype=torch.int8)
+        for name in LAYERS:
+            rank.caches[name][3] = content
+    assert hand_over(p, d, [[3], [4, 1, 2]], [[1], [2, 4, 3]]) == (4, 0)
+    for ours, theirs in zip(d, p, strict=True):
+        for name in LAYERS:
+            assert torch.equal(ours.caches[name][1], theirs.caches[name][3])
+            assert (ours.caches[name][[0, 2, 3, 4]] == -1).all()
+
+
+@pytest.mark.parametrize(("p_tp", "d_tp"), [(4, 2), (2, 4), (1, 4)])
+@pytest.mark.parametrize(("family", "told"), UNKNOWN, ids=["replay ring", "number of groups"])
+def test_states_that_are_shared_in_unknown_ways_are_refused_between_others(
+    engines: Any, default_order: str, family: Family, told: bool, p_tp: int, d_tp: int
+) -> None:
+    (p, *_), (d, *_) = engines(family, p_tp, "p", told=told), engines(family, d_tp, "d", told=told)
+    with pytest.raises(IncompatiblePeerError, match=r"(total_heads|parts) of layer 'model\.layers\.0\.mixer'"):
+        compatible(geometry(d), geometry(p))
