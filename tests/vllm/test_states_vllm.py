@@ -100,7 +100,8 @@ class Rank:
 
 def engine_of(tp: int, groups: int | None) -> Any:
     model = SimpleNamespace(get_total_num_kv_heads=lambda: HEADS, hf_text_config=SimpleNamespace(n_groups=groups))
-    return SimpleNamespace(model_config=model, parallel_config=SimpleNamespace(tensor_parallel_size=tp))
+    parallel = SimpleNamespace(tensor_parallel_size=tp, decode_context_parallel_size=1)
+    return SimpleNamespace(model_config=model, parallel_config=parallel)
 
 
 @pytest.fixture
