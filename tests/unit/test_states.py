@@ -96,6 +96,7 @@ def test_groups_of_all_ranks(held: int, tp: int, told: set[int], total: int) -> 
         ("MAMBA2", [(3, 20), (2, 4, 6), (2, 5, 4), (2, 5), (1, 5, 6)], 1, {1}),  # a replay ring
         ("MAMBA1", [(3, 11), (11, 4)], 13, set()),  # thirteen ranks
         ("SHORT_CONV", [(3, 11)], 13, set()),
+        ("SHORT_CONV", [(3, 2048)], 11, set()),
         ("CUSTOM", [(3, 20), (2, 4, 6)], 1, {1}),
     ],
 )
