@@ -11,6 +11,7 @@ import os
 import platform
 from copy import copy
 from dataclasses import dataclass, field
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -46,6 +47,7 @@ from kvferry.connector.engine import BlockTable, LayerGroup, RankInfo, RequestVi
 from kvferry.connector.errors import ConfigError
 from kvferry.connector.geometry import GroupKind
 from kvferry.connector.numbers import group_numbers
+from kvferry.connector.states import Array, Section, sections, whole
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -222,11 +224,16 @@ def layer_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tup
         for spec, names in (alike or {_first(group.kv_cache_spec): []}).items():
             kind, window = _kind(spec)
             heads = _total_heads(vllm_config, spec)
-            tokens = 1 if kind == "state" else spec.block_size
+            if kind == "state":
+                parts = _sections(vllm_config, spec, heads)
+                groups.append(LayerGroup(kind, tuple(names), 1, heads, table=table, sections=parts))
+                continue
             packing = _packing(vllm_config, spec)
             numbers = group_numbers(spec, names, layers, cache_dtype, fnuz=current_platform.is_fp8_fnuz())
             groups.append(
-                LayerGroup(kind, tuple(names), tokens, heads, window, packing, table, shared[table], numbers=numbers)
+                LayerGroup(
+                    kind, tuple(names), spec.block_size, heads, window, packing, table, shared[table], numbers=numbers
+                )
             )
     return tuple(groups)
 
@@ -246,7 +253,7 @@ def _total_heads(vllm_config: VllmConfig, spec: KVCacheSpec) -> int:
     ranks = vllm_config.parallel_config.tensor_parallel_size
     if isinstance(spec, MLAAttentionSpec) or shards == 1:
         return 1
-    if isinstance(spec, MambaSpec):  # each rank's state is of one piece
+    if isinstance(spec, MambaSpec):  # of a state that is of one piece
         return 1 if getattr(spec, "tp_replicated", False) else ranks
     held = int(getattr(spec, "num_kv_heads", 1))
     model = vllm_config.model_config
@@ -257,16 +264,37 @@ def _total_heads(vllm_config: VllmConfig, spec: KVCacheSpec) -> int:
     return fitting.pop() if len(fitting) == 1 else held * ranks
 
 
+def _sections(vllm_config: VllmConfig, spec: MambaSpec, pieces: int) -> tuple[Section, ...]:
+    """Of a state, whose cache is raw bytes. Where every rank holds all of it, or it is not known how they share it, the
+    page as a whole, of which there are ``pieces`` different ones."""
+    arrays = [
+        Array(tuple(shape), str(dtype).removeprefix("torch."), dtype.itemsize)
+        for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
+    ]
+    conv_order = os.environ.get("VLLM_SSM_CONV_STATE_LAYOUT") or "SD"
+    order = " cpu" if current_platform.is_cpu() else ""  # vLLM's CPU kernels keep a head's state transposed
+    found: tuple[Section, ...] = ()
+    if not getattr(spec, "tp_replicated", False):
+        config = vllm_config.model_config.hf_text_config
+        groups = (getattr(config, name, None) for name in ("n_groups", "mamba_n_groups", "mamba_ngroups"))
+        found = sections(
+            getattr(spec.mamba_type, "name", ""),
+            arrays,
+            vllm_config.parallel_config.tensor_parallel_size,
+            dim_first=conv_order == "DS",
+            group_counts=frozenset(count for count in groups if isinstance(count, int)),
+            order=order,
+        )
+    content = sum(prod(array.shape) * array.item for array in arrays)
+    named = "+".join(f"{list(array.shape)} {array.dtype}" for array in arrays)
+    return found or (whole(content, pieces, f"{conv_order} {named}{order}"[:256]),)
+
+
 def _packing(vllm_config: VllmConfig, spec: KVCacheSpec) -> str:
     """The order that a backend keeps tokens in inside a block, where that is not one after the other.
 
     vLLM's CPU attention stores keys transposed or in pairs, by instruction set; the shape of its cache does not tell.
-    Nor does that of a state, which is raw bytes: its sections, one after the other, and on CPUs in an order of theirs.
     """
-    if isinstance(spec, MambaSpec):
-        sections = "+".join(f"{list(shape)} {str(d)[6:]}" for shape, d in zip(spec.shapes, spec.dtypes, strict=True))
-        order = os.environ.get("VLLM_SSM_CONV_STATE_LAYOUT") or "SD"
-        return f"{order} {sections}{' cpu' if current_platform.is_cpu() else ''}"[:256]
     if not current_platform.is_cpu():
         return ""
     head_size = getattr(spec, "head_size", None)

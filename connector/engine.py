@@ -8,6 +8,7 @@ from typing import Any
 
 from kvferry.connector.context import UNSPLIT, Split
 from kvferry.connector.geometry import GroupKind
+from kvferry.connector.states import Section
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,8 @@ class LayerGroup:
     """Layers of one kind and head count under one block table, number ``table``; see ``GroupGeometry``.
 
     ``block_size`` counts the tokens of a block on one rank, of those that ``split`` gives it. Without ``numbers`` the
-    elements are what their tensors say.
+    elements are what their tensors say. ``sections``: what each page consists of where it is a state; each has a head
+    count of its own, which count then instead of ``total_heads``.
     """
 
     kind: GroupKind
@@ -67,6 +69,12 @@ class LayerGroup:
     table: int = 0
     split: Split = UNSPLIT[0]
     numbers: Numbers | None = None
+    sections: tuple[Section, ...] = ()
+
+    @property
+    def head_counts(self) -> frozenset[int]:
+        """Global heads of each of its regions."""
+        return frozenset(section.total_heads for section in self.sections) or frozenset({self.total_heads})
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,9 @@ Size = Annotated[int, Meta(ge=1, le=1 << 31)]
 
 PackingName = Annotated[str, Meta(max_length=256, pattern=PRINTABLE)]
 
+MAX_REGIONS = 256
+"""Models that mix attention and states have many block tables, and each state several sections."""
+
 GroupKind = Literal["full", "mla", "sliding_window", "chunked_local", "state"]
 
 
@@ -31,7 +34,7 @@ class GroupGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     all of it. ``head_start``/``num_heads`` are the interval of the ``total_heads`` global KV heads that the rank holds;
     one head in all for MLA. ``block_size`` counts the tokens of a manager block (block ids are manager block ids);
     ``content_bytes`` is C; ``window`` counts the tokens of a sliding window or of a local chunk, 0 for none.
-    A region of kind ``state`` holds one state per block, which counts as one token.
+    A region of kind ``state`` holds one state per block, whose rows take the place of tokens.
 
     ``share`` says which tokens of a prompt the rank holds, all but for context parallelism. Then ``block_size`` and all
     that is said of memory counts the rank's own tokens, as if there were no others.
@@ -79,7 +82,7 @@ class RankGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     pp_size: Size
     head_counts: Annotated[tuple[Size, ...], Meta(min_length=1, max_length=64)]
     splits: Annotated[tuple[Split, ...], Meta(min_length=1, max_length=4)] = UNSPLIT
-    groups: Annotated[tuple[GroupGeometry, ...], Meta(max_length=64)]
+    groups: Annotated[tuple[GroupGeometry, ...], Meta(max_length=MAX_REGIONS)]
 
 
 Address = Annotated[int, Meta(ge=0, lt=1 << 62)]

@@ -438,6 +438,7 @@ def _same_form(layer: str, ours: GroupGeometry, theirs: GroupGeometry, convert: 
     name = f"layer {layer!r}" + (f" ({ours.part})" if ours.part else "")
     if ours.kind != theirs.kind and {ours.kind, theirs.kind} & {"mla", "state"}:
         raise IncompatiblePeerError(f"kind of {name}", ours.kind, theirs.kind)
+    # What an operator sets comes before the sizes that follow from it.
     fields = ["total_heads", "packing", "tile_tokens", "rows"]
     if ours.kind == theirs.kind:
         fields.append("window")

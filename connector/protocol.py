@@ -35,7 +35,7 @@ from msgspec import Meta
 
 from kvferry.connector.context import WHOLE, Share
 from kvferry.connector.errors import ProtocolError
-from kvferry.connector.geometry import PRINTABLE, Count, Name, PageLayout, RankGeometry, Size
+from kvferry.connector.geometry import MAX_REGIONS, PRINTABLE, Count, Name, PageLayout, RankGeometry, Size
 
 MAGIC = b"kvferry"
 PROTOCOL_VERSION = 1
@@ -101,7 +101,7 @@ class Attached(_Message, frozen=True):
     plane: Name
     slot_bytes: Size
     payload: PlanePayload = b""
-    pages: Annotated[tuple[PageLayout, ...], Meta(max_length=64)] = ()
+    pages: Annotated[tuple[PageLayout, ...], Meta(max_length=MAX_REGIONS)] = ()
 
 
 class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -150,7 +150,7 @@ class Grant(_Message, frozen=True):
     num_tokens: Count
     ready: Count
     chunks: Count
-    block_ids: Annotated[tuple[Annotated[bytes, Meta(max_length=4 << 20)], ...], Meta(max_length=64)] = ()
+    block_ids: Annotated[tuple[Annotated[bytes, Meta(max_length=4 << 20)], ...], Meta(max_length=MAX_REGIONS)] = ()
 
 
 DenyReason = Literal["expired", "unknown", "bounds", "detached", "failed"]

@@ -1,15 +1,15 @@
 """From the caches that an engine registers to regions: layers that lie in memory alike, under one block table.
 
 A region is what plans, packing and the handshake deal with. A layer group gives one, or more where its layers differ in
-form, and beside each its keys and its values, where its backend packs blocks in an order that can be divided
-(``packing``).
-Layers that use another one's cache are left out: their bytes are that layer's.
+form, and one for each section of a state. Beside a cache whose backend packs blocks in an order that can be divided
+there are its keys and its values (``packing``). Layers that use another one's cache are left out: their bytes are that
+layer's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ from kvferry.connector.engine import LayerGroup, Numbers, RankInfo
 from kvferry.connector.errors import GeometryError
 from kvferry.connector.geometry import GroupGeometry, RankGeometry
 from kvferry.connector.packing import PackedPart, split
+from kvferry.connector.states import Section
 from kvferry.connector.topology import head_interval
 from kvferry.connector.view import CacheView, TensorLike, view_of
 
@@ -58,8 +59,12 @@ def regions(
     for group in groups:
         for tensors in _alike(group, kv_caches):
             view = view_of(tensors, group.block_size, num_blocks)
-            for part in _parts(group, view, places):
-                found.append(Region(group.table, _geometry(group, part, info), part.view))
+            for section in group.sections:
+                part = _section_view(section, view)
+                found.append(Region(group.table, _section_geometry(section, part, info), part))
+            if not group.sections:
+                for packed in _parts(group, view, places):
+                    found.append(Region(group.table, _geometry(group, packed, info), packed.view))
     return found
 
 
@@ -70,7 +75,7 @@ def rank_geometry(info: RankInfo, groups: Sequence[LayerGroup], found: Sequence[
         tp_size=info.tp_size,
         pp_rank=info.pp_rank,
         pp_size=info.pp_size,
-        head_counts=tuple(sorted({group.total_heads for group in groups})),
+        head_counts=tuple(sorted({heads for group in groups for heads in group.head_counts})),
         splits=tuple(sorted({group.split for group in groups})),
         groups=tuple(region.geometry for region in found),
     )
@@ -100,14 +105,8 @@ def _parts(group: LayerGroup, view: CacheView, places: Places | None) -> tuple[P
 
 
 def _geometry(group: LayerGroup, part: PackedPart, info: RankInfo) -> GroupGeometry:
-    view = part.view
-    start, count = head_interval(info.tp_rank, info.tp_size, group.total_heads)
-    if view.num_heads != count:
-        raise GeometryError(
-            f"layer {view.layers[0]!r}: the cache holds {view.num_heads} heads, "
-            f"rank {info.tp_rank} of {info.tp_size} has {count} of the model's {group.total_heads}"
-        )
-    numbers = group.numbers or Numbers(view.dtype)
+    view, numbers = part.view, group.numbers or Numbers(part.view.dtype)
+    start, count = _held(view, info, group.total_heads)
     return GroupGeometry(
         kind=group.kind,
         layers=view.layers,
@@ -125,4 +124,50 @@ def _geometry(group: LayerGroup, part: PackedPart, info: RankInfo) -> GroupGeome
         tile_tokens=part.tile_tokens,
         rows=view.rows,
         share=group.split.share(info.tp_rank),
+    )
+
+
+def _held(view: CacheView, info: RankInfo, total_heads: int) -> tuple[int, int]:
+    start, count = head_interval(info.tp_rank, info.tp_size, total_heads)
+    if view.num_heads != count:
+        raise GeometryError(
+            f"layer {view.layers[0]!r}: the cache holds {view.num_heads} heads, "
+            f"rank {info.tp_rank} of {info.tp_size} has {count} of the model's {total_heads}"
+        )
+    return start, count
+
+
+def _section_view(section: Section, pages: CacheView) -> CacheView:
+    """A section of pages that are raw bytes, ``[B, 1, 1, C]``; its rows take the place of tokens."""
+    if (pages.num_heads, pages.block_size) != (1, 1) or pages.content_bytes < section.end:
+        raise GeometryError(
+            f"layer {pages.layers[0]!r}: pages of [{pages.num_heads}, {pages.block_size}, {pages.content_bytes}], "
+            f"its states need [1, 1, {section.end}] at least"
+        )
+    return replace(
+        pages,
+        bases=tuple(base + section.offset for base in pages.bases),
+        num_heads=section.heads,
+        block_size=section.rows,
+        content_bytes=section.content_bytes,
+        head_stride=section.head_stride,
+        token_stride=section.row_stride,
+        dtype=section.dtype,
+    )
+
+
+def _section_geometry(section: Section, view: CacheView, info: RankInfo) -> GroupGeometry:
+    start, count = _held(view, info, section.total_heads)
+    return GroupGeometry(
+        kind="state",
+        layers=view.layers,
+        part=section.name,
+        block_size=section.rows,
+        head_start=start,
+        num_heads=count,
+        total_heads=section.total_heads,
+        content_bytes=section.content_bytes,
+        dtype=section.dtype,
+        packing=section.packing,
+        tile_tokens=section.rows,
     )

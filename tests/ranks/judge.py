@@ -69,12 +69,11 @@ def _taken(pairing: Pairing, found: dict[str, Any]) -> Iterator[Read]:
 
 def _asked(pairing: Pairing, rank: Rank, taken: list[Read]) -> Iterator[str]:
     """Each token of each head that a reader needs crosses once, and no other."""
-    wanted = [token for token in pairing.d.held(rank[1], pairing.tokens) if token >= pairing.start]
     asked: dict[Taken, list[int]] = {}
     for _, what, tokens in taken:
         asked.setdefault(what, []).extend(tokens)
     for what in [(kind, n, h) for kind, layers, heads in pairing.groups("d", rank) for n in layers for h in heads]:
-        tokens = sorted(asked.pop(what, []))
+        tokens, wanted = sorted(asked.pop(what, [])), pairing.asked(what[0], rank)
         if len(set(tokens)) < len(tokens) or (wanted and not tokens):
             yield f"asked not once for {what}"
         elif tokens != wanted:

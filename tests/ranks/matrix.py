@@ -63,7 +63,7 @@ class Cell:
 
 def cells() -> list[Cell]:
     """All of them, always the same."""
-    found = [*_parallel(), *_layouts(), *_blocks(), *_context()]
+    found = [*_parallel(), *_layouts(), *_blocks(), *_context(), *_states()]
     return [replace(cell, pairing=replace(cell.pairing, plane=PLANES[n % 4])) for n, cell in enumerate(found)]
 
 
@@ -136,3 +136,15 @@ def _context() -> Iterator[Cell]:
 def _heads(p: Form, d: Form) -> int:
     """As many as ranks that share tokens out leave room for."""
     return min((form.tp // form.dcp for form in (p, d) if form.dcp > 1), default=1)
+
+
+def _states() -> Iterator[Cell]:
+    """Of the same ranks: 24 heads, which vLLM splits evenly between all of them."""
+    for row, p in PARALLEL.items():
+        for column, d in PARALLEL.items():
+            rng = random.Random(f"{row} {column} states")
+            forms = [replace(form, layout=rng.choice(LAYOUTS), pad=rng.choice([0, 24])) for form in (p, d)]
+            model = Model("state", 5, 24, rng.choice([4, 6, 16]))
+            yield Cell(
+                "parallel", row, column, Pairing(model, *forms, tokens=rng.choice([1, 77]), seed=rng.randrange(99))
+            )

@@ -12,15 +12,18 @@ after ``pp1``: two ranks in turn, 16 tokens each.
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from dataclasses import dataclass, replace
 
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
-KINDS = ("full", "mla", "mixed")
+KINDS = ("full", "mla", "mixed", "state")
 MAX_TOKENS = 4096
 ITEM_SIZES = {"int32": 4, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 FLOATS = tuple(ITEM_SIZES)[1:]
+INPUTS, STATE_SIZE = 3, 5
+"""Of states: what a convolution keeps, and the elements of B, of C, and of each channel of the recurrent state."""
 
 _FORM = r"tp(\d+)\.pp(\d+)(?:\.dcp(\d+)i(\d+))?\.([A-Z]{5})\.b(\d+)k(\d+)\.pad(\d+)(?:\.(\w+))?"
 _NAME = re.compile(rf"([a-z]+)\.l(\d+)\.h(\d+)\.c(\d+)-{_FORM}-{_FORM}-t(\d+)\.s(\d+)-([a-z]+)-seed(\d+)")
@@ -31,7 +34,7 @@ Rank = tuple[int, int]
 
 @dataclass(frozen=True)
 class Model:
-    """``kind``: all layers with heads, all MLA, or by turns (two block tables)."""
+    """``kind``: all layers with heads, all MLA, or by turns (two block tables), or with states (parts under one)."""
 
     kind: str = "full"
     layers: int = 4
@@ -43,6 +46,8 @@ class Model:
         every = list(range(self.layers))
         if self.kind == "mixed":
             return [("full", every[::2]), ("mla", every[1::2])]
+        if self.kind == "state":
+            return [(part, every) for part in ("x", "B", "C", "recurrent")]
         return [(self.kind, every)]
 
     def __str__(self) -> str:
@@ -119,6 +124,10 @@ class Pairing:
         numbered = (self.p.dtype == "int32") == (self.d.dtype == "int32")
         if not 0 <= self.start < self.tokens <= MAX_TOKENS or self.model.kind not in KINDS or not numbered:
             raise ValueError(f"{self} is no pairing")
+        if self.model.kind == "state" and self.p.dtype != "int32":
+            raise ValueError(f"{self}: the elements of states are numbers here")
+        if self.model.kind == "state" and (self.start or self.heads % self.p.tp or self.heads % self.d.tp):
+            raise ValueError(f"{self}: vLLM splits the heads of states evenly, and D has none of a state already")
 
     def form(self, side: str) -> Form:
         return {"p": self.p, "d": self.d}[side]
@@ -127,14 +136,18 @@ class Pairing:
         """(kind, layers, heads) that a rank holds, by block table; a stage may hold no layer of one."""
         form, stage = self.form(side), self.form(side).stage(rank[0], self.model.layers)
         return [
-            (kind, [n for n in layers if n in stage], range(1) if kind == "mla" else form.heads(rank[1], self.heads))
+            (
+                kind,
+                [n for n in layers if n in stage],
+                range(1) if kind in ("mla", "B", "C") else form.heads(rank[1], self.heads),
+            )
             for kind, layers in self.block_tables(side)
         ]
 
     def block_tables(self, side: str) -> list[tuple[str, list[int]]]:
         """(kind, layers) in the engine's order; some engines have another one than their peer."""
         found, rng = self.model.groups(), random.Random(f"{self.seed} order {side}")
-        if rng.random() < 0.25:
+        if self.model.kind != "state" and rng.random() < 0.25:
             for _, layers in found:
                 rng.shuffle(layers)
             rng.shuffle(found)
@@ -152,6 +165,18 @@ class Pairing:
         """Elements that belong to K; the others to V."""
         return self.model.content if kind == "mla" else self.model.content * 2 // 3
 
+    def asked(self, kind: str, rank: Rank) -> list[int]:
+        """Tokens that a rank of D needs; of a state, rows."""
+        if self.model.kind != "state":
+            return [token for token in self.d.held(rank[1], self.tokens) if token >= self.start]
+        content = self.model.content if kind in ("x", "recurrent") else STATE_SIZE
+        return list(range(content if kind == "recurrent" or self.dim_first else INPUTS))
+
+    @property
+    def dim_first(self) -> bool:
+        """Whether the rows of a convolution's channel lie together, or the channels of a row."""
+        return bool(self.seed % 2)
+
     def pages(self, side: str) -> int:
         """Manager blocks of a cache: some more than the prompt takes."""
         return -(-self.tokens // self.form(side).span) + 3
@@ -160,6 +185,8 @@ class Pairing:
         """The prompt's manager blocks, scattered, by block table."""
         chosen = random.Random(f"{self.seed} {side}")
         pages = self.pages(side)
+        if self.model.kind == "state":  # one block, and not the null block
+            return [[chosen.randrange(1, pages)]] * len(self.model.groups())
         return [chosen.sample(range(pages), -(-self.tokens // self.form(side).span)) for _ in self.model.groups()]
 
     def __str__(self) -> str:
@@ -185,6 +212,8 @@ def check_form(form: Form, model: Model) -> None:
 
 def shares(form: Form, model: Model) -> list[int]:
     """The ranks that vLLM could have sharing tokens out: neighbours, no more than hold the same heads."""
+    if model.kind == "state":
+        return [1]
     replicas = form.tp if model.kind == "mla" else form.tp // model.heads
     return [size for size in range(1, form.tp + 1) if form.tp % size == 0 and size <= max(1, replicas)]
 
@@ -206,16 +235,18 @@ def parse(name: str) -> Pairing:
 
 def draw(rng: random.Random, planes: tuple[str, ...]) -> Pairing:
     """A pairing at random, any form to any form."""
-    kind = rng.choices(KINDS, (6, 2, 2))[0]
+    kind = rng.choices(KINDS, (6, 2, 2, 2))[0]
     heads = rng.choice([1, 2, 3, 4, 6, 8, 12])
     model = Model(kind, rng.randint(1, 7), heads, rng.choice([3, 4, 10, 16, 32, 128]))
     p, d = _draw_form(rng, model), _draw_form(rng, model)
+    if kind == "state":
+        model = replace(model, heads=math.lcm(heads, p.tp, d.tp))
     tokens = rng.choice([rng.randint(1, 40), rng.randint(41, 260), rng.choice([16, 48, 64, 96, 192])])
     whole = rng.randrange(0, tokens, d.block)  # vLLM counts whole blocks as already there, and a fork any token
-    start = rng.choice([0, 0, whole, rng.randrange(tokens)])
+    start = rng.choice([0, 0, whole, rng.randrange(tokens)]) * (kind != "state")
     plane, seed = rng.choice(planes), rng.randrange(1 << 16)
     p, d = _draw_shares(rng, p, model), _draw_shares(rng, d, model)
-    if rng.random() < 0.2:
+    if kind != "state" and rng.random() < 0.2:
         p, d = (replace(form, dtype=rng.choice(FLOATS)) for form in (p, d))
         if p.dtype != d.dtype and plane == "cma":  # copies bytes
             plane = "shm"

@@ -14,13 +14,15 @@ from typing import Any
 import msgspec
 import torch
 from caches import RankCaches, Table, layer_name
-from pairing import Pairing, Rank, parse
+from pairing import INPUTS, ITEM_SIZES, STATE_SIZE, Pairing, Rank, parse
+from state_caches import StateCaches
 
 from kvferry.connector import protocol
 from kvferry.connector.config import Settings
 from kvferry.connector.context import Split
 from kvferry.connector.engine import LayerGroup, Numbers, RankInfo
 from kvferry.connector.reads import Read
+from kvferry.connector.states import Array, sections
 from kvferry.connector.stepplan import LeaseGrant, Load, PeerEngine, StepPlan, Watch, pack_ids
 from kvferry.connector.worker import WorkerHalf
 
@@ -33,7 +35,7 @@ class HostedRank:
 
     def __init__(self, pairing: Pairing, side: str, rank: Rank, engine_id: str) -> None:
         self.pairing, self.side, self.rank = pairing, side, rank
-        self.caches = RankCaches(pairing, side, rank)
+        self.caches = (StateCaches if pairing.model.kind == "state" else RankCaches)(pairing, side, rank)
         form, model = pairing.form(side), pairing.model
         settings = Settings(
             plane=pairing.plane, slot_bytes=SLOT_BYTES, staging_bytes=16 << 20, lease_seconds=300.0,
@@ -52,6 +54,8 @@ class HostedRank:
             )
             for number, table in enumerate(self.caches.tables)
         ]  # fmt: skip
+        if isinstance(self.caches, StateCaches):
+            groups = [_states(self.caches)]
         self.worker = WorkerHalf(settings, info, groups)
         self.worker.register(self.caches.registered(), pairing.pages(side))
         self.asks: list[tuple[Rank, list[list[int]]]] = []
@@ -96,14 +100,15 @@ class HostedRank:
 
     @property
     def tables(self) -> tuple[bytes, ...]:
-        return tuple(pack_ids(ids) for ids in self.pairing.tables(self.side))
+        ids = [pack_ids(ids) for ids in self.pairing.tables(self.side)]
+        return tuple(ids[:1] if self.pairing.model.kind == "state" else ids)
 
     def grant(self, token: bytes) -> None:
         self.caches.fill()
         self.worker.post(StepPlan(leases=(LeaseGrant("req-p", token, self.pairing.tokens, self.tables),)))
 
     def load(self, token: bytes, peer: PeerEngine) -> None:
-        span = self.pairing.start, self.pairing.tokens
+        span = (0, 1) if self.pairing.model.kind == "state" else (self.pairing.start, self.pairing.tokens)
         load = Load("req-d", token, peer, self.tables, (span,) * len(self.tables))
         self.worker.post(StepPlan(consumer=b"c" * 16, watches=(Watch("req-d", token, peer, False),), loads=(load,)))
 
@@ -131,6 +136,15 @@ class HostedRank:
             "released_when_freed": self.released_when_freed,
             "why_freed": self.why_freed,
         }
+
+
+def _states(caches: StateCaches) -> LayerGroup:
+    """The group that an engine tells of, from the shapes of a rank's arrays."""
+    form, heads, content = caches.form, len(caches.tables[0].heads), caches.pairing.model.content
+    conv = (caches.width, INPUTS) if caches.pairing.dim_first else (INPUTS, caches.width)
+    arrays = [Array(shape, "int32", ITEM_SIZES["int32"]) for shape in (conv, (heads, content, STATE_SIZE))]
+    found = sections("MAMBA2", arrays, form.tp, dim_first=caches.pairing.dim_first, group_counts=frozenset({1}))
+    return LayerGroup("state", tuple(map(layer_name, caches.layers)), 1, form.tp, sections=found)
 
 
 def plant(fault: str, rank: HostedRank) -> None:

@@ -15,7 +15,7 @@ RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "matr
 FORMS = {"parallel": tuple(PARALLEL), "layout": LAYOUTS, "block": tuple(BLOCKS), "context": tuple(CONTEXT)}
 TITLES = {
     "parallel": "Ranks: each cell is a hand-over with heads split between the ranks, one with replicated heads, one "
-    "with MLA, and, with pipeline stages, one with MLA layers beside others",
+    "with MLA, one with states, and, with pipeline stages, one with MLA layers beside others",
     "layout": "Layouts of vLLM 0.32",
     "block": "Tokens of a block",
     "context": "Decode context parallelism: each cell is a hand-over with MLA, one with heads, one with both, tokens "

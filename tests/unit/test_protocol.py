@@ -228,7 +228,7 @@ ASK, GRANT, HELLO, RENEW = REQUESTS[2], REPLIES[3], REQUESTS[0], REQUESTS[6]
         (ASK, {"chunk_bytes": 0}),
         (ASK, {"more": 1}),
         (GRANT, {"chunks": 1 << 33}),
-        (GRANT, {"block_ids": [b""] * 65}),
+        (GRANT, {"block_ids": [b""] * 257}),
         (GRANT, {"block_ids": [bytes((4 << 20) + 1)]}),
         (GRANT, {"block_ids": [[1, 2, 3]]}),
         (REPLIES[4], {"reason": "because"}),
@@ -243,7 +243,7 @@ ASK, GRANT, HELLO, RENEW = REQUESTS[2], REPLIES[3], REQUESTS[0], REQUESTS[6]
         (HELLO, {"model": {str(n): "" for n in range(65)}}),
         (HELLO, {"model": {"a": 1}}),
         (HELLO, {"geometry": {}}),
-        (HELLO, {"geometry": {**msgspec.to_builtins(GEOMETRY), "groups": [msgspec.to_builtins(GROUP)] * 65}}),
+        (HELLO, {"geometry": {**msgspec.to_builtins(GEOMETRY), "groups": [msgspec.to_builtins(GROUP)] * 257}}),
         (HELLO, {"geometry": {**msgspec.to_builtins(GEOMETRY), "tp_size": 0}}),
         (HELLO, {"geometry": {**msgspec.to_builtins(GEOMETRY), "groups": [{**msgspec.to_builtins(GROUP), "x": 1}]}}),
         (
