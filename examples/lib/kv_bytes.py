@@ -6,14 +6,17 @@ Plain torch indexing over the tensors that the attention layers hold; nothing of
     POST /collective_rpc {"method": "kv_watch"}                   once, after start-up (VLLM_SERVER_DEV_MODE=1)
     POST /collective_rpc {"method": "kv_records"}                 the records since the last call
 
-A record is made of the KV of all prompt tokens but the last (which D computes itself), per layer:
+A record is made of what computing a prompt's last token needs of those before it (D computes the last one itself), per
+layer: all their KV, with a sliding window or a local chunk the KV of those in it, and of a layer that keeps a state
+(Mamba, GDN, short convolutions) the state after them.
 
 - ``loaded``: in the step that first runs a request of which tokens are already there (D), before its forward;
 - ``computed``: after the step that ran the prompt's last tokens, where those were not there (P, or D on its own).
 
 Both say how many tokens were digested: a comparison of anything but all of them is none. Both carry the digest of the
-prompt's token ids, by which the two sides are matched. Tokens are digested one after the other, whatever the block size
-and however a block is packed inside. Axes: [B,H,N,C] per layer.
+ids of those tokens, by which the two sides are matched: P may have been given all of the prompt, or, because a state
+cannot be wound back, all but its last token. Tokens are digested one after the other, whatever the block size and
+however a block is packed inside. Axes: [B,H,N,C] per layer, [B,...] for states.
 """
 
 from __future__ import annotations
@@ -24,6 +27,51 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+
+@dataclass(frozen=True)
+class Cached:
+    """One layer's cache. ``kind``: what the computation of a token needs of the tokens before it.
+
+    ``all`` of them, those of a ``window`` of ``span`` tokens with itself, those of its ``chunk`` of ``span`` tokens, or
+    the ``state`` after them: then ``tensors`` are its parts, and a block holds one state; with ``aligned`` that after
+    its last token, else a request has but one block.
+    """
+
+    group: int
+    page_tokens: int
+    tensors: tuple[torch.Tensor, ...]
+    places: torch.Tensor | None = None
+    kind: str = "all"
+    span: int = 0
+    aligned: bool = False
+
+    def first_needed(self, token: int) -> int:
+        """The first token that the computation of this one attends to."""
+        if self.kind == "window":
+            return max(0, token - self.span + 1)
+        return token // self.span * self.span if self.kind == "chunk" else 0
+
+    def content(self, block_ids: list[int], tokens: int) -> torch.Tensor:
+        """What is to be digested, before the token number ``tokens`` is computed."""
+        if self.kind != "state":
+            first = self.first_needed(tokens)
+            return rows_of(self.tensors[0], block_ids, self.page_tokens, tokens, self.places, first)
+        block = block_ids[-(-tokens // self.page_tokens) - 1 if self.aligned else 0]
+        return torch.cat([part[block].contiguous().view(torch.uint8).flatten() for part in self.tensors])
+
+    def flip(self, block_ids: list[int], tokens: int) -> None:
+        """Flip the lowest bit of what is digested first, however blocks are packed."""
+        if self.kind == "state":
+            block = self.tensors[0][block_ids[-(-tokens // self.page_tokens) - 1 if self.aligned else 0]]
+            block[(0,) * block.ndim].unsqueeze(0).view(torch.uint8)[0] ^= 1
+            return
+        cache = self.tensors[0].unsqueeze(1) if self.tensors[0].ndim == 3 else self.tensors[0]
+        first, per_page = self.first_needed(tokens), self.page_tokens // cache.shape[2]
+        block = cache[block_ids[first // self.page_tokens] * per_page + first % self.page_tokens // cache.shape[2]]
+        inside = first % cache.shape[2]
+        place = (inside, 0) if self.places is None else divmod(int(self.places[inside, 0]), cache.shape[3])
+        block[0, *place].unsqueeze(0).view(torch.uint8)[0] ^= 1
 
 
 @dataclass
@@ -39,9 +87,14 @@ def prompt_digest(token_ids: list[int]) -> str:
 
 
 def rows_of(
-    cache: torch.Tensor, block_ids: list[int], page_tokens: int, tokens: int, places: torch.Tensor | None = None
+    cache: torch.Tensor,
+    block_ids: list[int],
+    page_tokens: int,
+    tokens: int,
+    places: torch.Tensor | None = None,
+    first: int = 0,
 ) -> torch.Tensor:
-    """KV of the first ``tokens`` tokens, from a cache [B,H,N,C] or, for MLA, [B,N,C].
+    """KV of the tokens from ``first`` up to ``tokens``, from a cache [B,H,N,C] or, for MLA, [B,N,C].
 
     ``block_ids`` are the manager's, of ``page_tokens`` tokens; B may count smaller kernel blocks. The answer is
     [H,T,C]. Where a block is packed inside, ``places`` [N,C] says where each element of a token lies.
@@ -50,13 +103,13 @@ def rows_of(
         cache = cache.unsqueeze(1)
     block_tokens = cache.shape[2]
     per_page = page_tokens // block_tokens
-    count = -(-tokens // block_tokens)
-    ids = [block_ids[i // per_page] * per_page + i % per_page for i in range(count)]
-    picked = cache[torch.tensor(ids, device=cache.device)]  # a copy, [b,H,N,C]
+    start, stop = first // block_tokens, -(-tokens // block_tokens)
+    ids = [block_ids[i // per_page] * per_page + i % per_page for i in range(start, stop)]
+    picked = cache[torch.tensor(ids, dtype=torch.long, device=cache.device)]  # a copy, [b,H,N,C]
     if places is not None:
         picked = picked.flatten(-2)[..., places]
-    heads = picked.permute(1, 0, 2, 3).reshape(picked.shape[1], -1, picked.shape[3])
-    return heads[:, :tokens].contiguous()
+    heads = picked.permute(1, 0, 2, 3).reshape(picked.shape[1], len(ids) * block_tokens, picked.shape[3])
+    return heads[:, first - start * block_tokens : tokens - start * block_tokens].contiguous()
 
 
 def places_of(layer: Any, cache: torch.Tensor) -> torch.Tensor | None:
@@ -102,7 +155,7 @@ def compare(loaded: list[dict[str, Any]], source: list[dict[str, Any]]) -> str |
     if len(got) != 1:
         return f"D has {len(got)} records of loaded prompts, expected 1"
     mine, wanted = got[0], got[0]["prompt_tokens"] - 1
-    theirs = [r for r in source if r["prompt"] == mine["prompt"] and r["tokens"] == wanted]
+    theirs = [r for r in source if r["covers"] == mine["covers"]]
     if mine["tokens"] != wanted:
         return f"D had {mine['tokens']} of {wanted} tokens before its first step"
     if not theirs:
@@ -136,7 +189,8 @@ class KVBytes:
 
             runner.execute_model = execute_model
         self._kvb_on = True
-        return {"layers": sorted(self._kvb_layers())}
+        layers = self._kvb_layers()
+        return {"layers": sorted(layers), "states": sorted(n for n in layers if layers[n].kind == "state")}
 
     def kv_unwatch(self) -> dict[str, Any]:
         """Stop to record: for timings, since a digest costs time in the step it is taken in."""
@@ -153,20 +207,19 @@ class KVBytes:
         self._kvb_corrupt = int(count)
         return {}
 
-    def _kvb_layers(self) -> dict[str, tuple[int, int, torch.Tensor, torch.Tensor | None]]:
-        """Group, page size in tokens, cache and places of every layer that has one; looked up once."""
+    def _kvb_layers(self) -> dict[str, Cached]:
+        """Every layer that has a cache of its own; looked up once."""
         if "_kvb_table" in self.__dict__:
             return self._kvb_table
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         context = self.vllm_config.compilation_config.static_forward_context  # type: ignore[attr-defined]
-        layers = {}
-        for index, group in enumerate(runner.kv_cache_config.kv_cache_groups):
-            for name in group.layer_names:
-                cache = context[name].kv_cache
-                cache = cache[0] if isinstance(cache, list | tuple) else cache
-                layers[name] = (index, group.kv_cache_spec.block_size, cache, places_of(context[name], cache))
-        self._kvb_table = layers
-        return layers
+        self._kvb_table = {
+            name: _cached(index, group.kv_cache_spec, name, context[name])
+            for index, group in enumerate(runner.kv_cache_config.kv_cache_groups)
+            for name in group.layer_names
+            if not getattr(context[name], "kv_sharing_target_layer_name", None)
+        }
+        return self._kvb_table
 
     def _kvb_before(self, step: Any) -> None:
         if not self._kvb_on:
@@ -178,7 +231,9 @@ class KVBytes:
             self._kvb_seen[new.req_id] = seen
             if seen.computed:
                 self._kvb_record("loaded", new.req_id, seen, min(seen.computed, len(seen.prompt) - 1))
-            if seen.computed >= len(seen.prompt) - 1:  # all there: what this engine adds is not compared
+            if (
+                seen.computed and seen.computed >= len(seen.prompt) - 1
+            ):  # all there: what this engine adds is not compared
                 del self._kvb_seen[new.req_id]
         cached = step.scheduled_cached_reqs
         for request_id, more, computed in zip(
@@ -200,16 +255,21 @@ class KVBytes:
         for request_id, count in step.num_scheduled_tokens.items():
             seen = self._kvb_seen.get(request_id)
             if seen is not None and seen.computed < len(seen.prompt) <= seen.computed + count:
-                self._kvb_record("computed", request_id, seen, len(seen.prompt) - 1)
+                kinds = {layer.kind for layer in self._kvb_layers().values()}
+                if "state" not in kinds and len(seen.prompt) > 1:  # a state before the last token is gone
+                    self._kvb_record("computed", request_id, seen, len(seen.prompt) - 1)
+                if kinds != {"all"}:
+                    self._kvb_record("computed", request_id, seen, len(seen.prompt))
 
     def _kvb_record(self, when: str, request_id: str, seen: _Seen, tokens: int) -> None:
         started = time.perf_counter()
         layers = {}
-        for name, (group, page_tokens, cache, places) in self._kvb_layers().items():
+        for name, layer in self._kvb_layers().items():
+            blocks = seen.blocks[layer.group]
             if when == "loaded" and self._kvb_corrupt and tokens:
                 self._kvb_corrupt -= 1
-                _flip(cache, seen.blocks[group][0], page_tokens)
-            layers[name] = digest(rows_of(cache, seen.blocks[group], page_tokens, tokens, places))
+                layer.flip(blocks, tokens)
+            layers[name] = digest(layer.content(blocks, tokens))
         self._kvb_records.append(
             {
                 "when": when,
@@ -217,13 +277,23 @@ class KVBytes:
                 "prompt": prompt_digest(seen.prompt),
                 "prompt_tokens": len(seen.prompt),
                 "tokens": tokens,
+                "covers": prompt_digest(seen.prompt[:tokens]),
                 "layers": layers,
                 "seconds": time.perf_counter() - started,
             }
         )
 
 
-def _flip(cache: torch.Tensor, page: int, page_tokens: int) -> None:
-    """Flip the lowest bit of the first byte of a page: of token 0, however blocks are packed."""
-    cache = cache.unsqueeze(1) if cache.ndim == 3 else cache
-    cache[page * (page_tokens // cache.shape[2]), 0, 0].view(torch.uint8)[0] ^= 1
+def _cached(group: int, spec: Any, name: str, layer: Any) -> Cached:
+    """What vLLM's specification of a layer's cache says, by what it has."""
+    spec = getattr(spec, "kv_cache_specs", {}).get(name, spec)  # layers of one group whose sizes differ
+    tensors = tuple(layer.kv_cache) if isinstance(layer.kv_cache, list | tuple) else (layer.kv_cache,)
+    if hasattr(spec, "mamba_cache_mode"):
+        return Cached(group, spec.block_size, tensors, kind="state", aligned=spec.mamba_cache_mode != "none")
+    places = None if "MLA" in type(spec).__name__ else places_of(layer, tensors[0])
+    kind, span = "all", 0
+    if "SlidingWindow" in type(spec).__name__:
+        kind, span = "window", spec.sliding_window
+    elif "ChunkedLocal" in type(spec).__name__:
+        kind, span = "chunk", spec.attention_chunk_size
+    return Cached(group, spec.block_size, tensors[:1], places, kind, span)

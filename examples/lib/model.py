@@ -78,13 +78,13 @@ def build_model(folder: Path, spec: ModelSpec | None = None) -> Path:
         return folder
     folder.mkdir(parents=True, exist_ok=True)
     stamp.unlink(missing_ok=True)
-    _write_tokenizer(folder, spec)
+    write_tokenizer(folder, spec)
     _write_weights(folder, spec)
     stamp.write_text(wanted)  # last: a folder without it is half-built
     return folder
 
 
-def _write_tokenizer(folder: Path, spec: ModelSpec) -> None:
+def write_tokenizer(folder: Path, spec: ModelSpec) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())

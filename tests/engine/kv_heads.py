@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kv_bytes import KVBytes, digest, rows_of
+from kv_bytes import KVBytes, digest
 
 
 class KVHeads(KVBytes):
@@ -31,8 +31,8 @@ class KVHeads(KVBytes):
         super()._kvb_record(when, request_id, seen, tokens)
         in_stage = self._kvb_rank % self.vllm_config.parallel_config.tensor_parallel_size  # type: ignore[attr-defined]
         heads = {}
-        for name, (group, page_tokens, cache, places) in self._kvb_layers().items():
-            rows = rows_of(cache, seen.blocks[group], page_tokens, tokens, places)
+        for name, layer in self._kvb_layers().items():
+            rows = layer.content(seen.blocks[layer.group], tokens)
             first = in_stage * rows.shape[0]
             for number, head in enumerate(rows):
                 heads[f"{name}#{first + number}"] = digest(head)

@@ -172,7 +172,8 @@ class Pair:
         answer = complete(self.router, ids, **options)
         eventually(lambda: (count(self.decode) - before).by_plane, "the hand-over is counted")
         grown = count(self.decode) - before
-        assert differ(records(self.decode), records(self.prefill), ids) is None
+        problem = differ(records(self.decode), records(self.prefill), ids)
+        assert problem is None, problem
         assert len(ids) - 1 <= grown.external <= len(ids), f"{grown.external} of {len(ids)} tokens counted as loaded"
         assert grown.failed == 0
         assert sum(grown.by_plane.values()) >= 1 and (plane is None or set(grown.by_plane) == {plane})

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from kv_bytes import KVBytes, compare, digest, places_of, prompt_digest, rows_of
+from kv_bytes import Cached, KVBytes, compare, digest, places_of, prompt_digest, rows_of
 
 PAGE = 32
 LAYERS = ("model.layers.0.attn", "model.layers.1.attn")
@@ -82,7 +82,7 @@ class _Worker(KVBytes):
             execute_model=lambda step: None, kv_cache_config=SimpleNamespace(kv_cache_groups=[group])
         )
         self.vllm_config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=context))
-        self._kvb_table = {name: (0, PAGE, cache, None) for name, cache in self.caches.items()}
+        self._kvb_table = {name: Cached(0, PAGE, (cache,)) for name, cache in self.caches.items()}
         self.kv_watch()
 
     def step(self, scheduled: dict[str, int], new: list[Any] = (), cached: Any = None) -> None:  # type: ignore[assignment]
@@ -140,7 +140,7 @@ def test_what_cannot_be_compared_is_no_success(change: str) -> None:
     if change == "nothing loaded":
         of_d = []
     elif change == "other prompt":
-        of_p[0]["prompt"] = "x"
+        of_p[0]["covers"] = "x"
     else:
         del of_p[0]["layers"][LAYERS[1]]
     assert compare(of_d, of_p) is not None
@@ -169,3 +169,53 @@ def test_packing_of_vllm_on_the_cpu_is_found() -> None:
         impl.do_kv_cache_update(layer, key, value, cache, slots)
         rows = rows_of(cache, [1, 2, 3], block_tokens, 70, places)
         assert torch.equal(rows, torch.cat([key, value], dim=-1).transpose(0, 1))
+
+
+def window_of(kind: str, span: int) -> Cached:
+    torch.manual_seed(3)
+    return Cached(0, PAGE, (torch.rand(8, 2, PAGE, 4),), None, kind, span)
+
+
+@pytest.mark.parametrize(("kind", "span", "first"), [("window", 40, 31), ("chunk", 64, 64), ("all", 0, 0)])
+def test_only_what_the_next_token_needs_is_compared(kind: str, span: int, first: int) -> None:
+    """Token 70 comes next; blocks of which nothing is needed may be the null block."""
+    cached, blocks = window_of(kind, span), [3, 1, 6]
+    rows = cached.content(blocks, 70)
+    assert rows.shape[1] == 70 - first
+    cache = cached.tensors[0]
+    for token in range(70):
+        before = digest(cached.content(blocks, 70))
+        cache[blocks[token // PAGE], 1, token % PAGE] += 1
+        assert (digest(cached.content(blocks, 70)) != before) == (token >= first)
+    assert (cached.content(blocks, 64).numel() == 0) == (kind == "chunk"), "the first token of a chunk needs none"
+    if first >= PAGE:
+        assert digest(cached.content([0, *blocks[1:]], 70)) == digest(cached.content(blocks, 70))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_packed_window_is_compared_from_its_first_token_on(packed: bool) -> None:
+    cache = torch.rand(6, 2, 4, 6)
+    places = places_of(PACKED, cache) if packed else None
+    cached = Cached(0, 4, (cache,), places, "window", 5)
+    before = digest(cached.content([2, 5, 1], 10))
+    if packed:
+        cache[5].view(2, 6, 4)[:, :, :2] = 0  # tokens 4 and 5: the window of token 10 begins at 6
+    else:
+        cache[5, :, :2] = 0
+    assert digest(cached.content([0, 5, 1], 10)) == before
+    cached.flip([0, 5, 1], 10)
+    assert digest(cached.content([0, 5, 1], 10)) != before
+
+
+@pytest.mark.parametrize(("aligned", "block"), [(True, 6), (False, 3)])
+def test_a_state_is_that_of_the_last_block(aligned: bool, block: int) -> None:
+    parts = torch.rand(8, 3, 5), torch.rand(8, 2, 4, 4).double()
+    cached = Cached(0, PAGE, parts, kind="state", aligned=aligned)
+    content = cached.content([3, 1, 6], 70)
+    assert content.numel() == 15 * 4 + 32 * 8
+    assert torch.equal(content[:60].view(torch.float32), parts[0][block].flatten())
+    parts[1][block, 1, 3, 3] += 1
+    changed = cached.content([3, 1, 6], 70)
+    assert not torch.equal(changed, content)
+    cached.flip([3, 1, 6], 70)
+    assert not torch.equal(cached.content([3, 1, 6], 70), changed)

@@ -1,0 +1,61 @@
+"""Hand-overs of model families whose caches take forms of their own: two real engines per family, every byte compared.
+
+Grouped-query attention is test_pair.py's.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from engines import Fleet
+from families import FAMILIES, WINDOW
+from kv_bytes import prompt_digest
+from served import START_SECONDS, Pair, complete, differ, prompt, records, tokens_of
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
+
+BLOCK = 32
+LENGTHS = (2, BLOCK, WINDOW + BLOCK - 1, 140, 1200)
+"""In the third, the first token of the last one's window ends a block: vLLM gives that block back once all tokens are
+computed, a token too early for a D that computes the last one again. The last is much longer than any window."""
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_family(fleet: Fleet, tmp_path: Path, name: str) -> None:
+    family = FAMILIES[name]
+    model = family.build(tmp_path / "model")
+    prefill, decode = (
+        fleet.engine(side, model, dtype=family.dtype, block_size=BLOCK, arguments=family.arguments)
+        for side in ("prefill", "decode")
+    )
+    fleet.wait_ready(START_SECONDS)
+    pair = Pair(fleet, prefill, decode)
+    watched = decode.rpc("kv_watch")[0]
+    assert (len(watched["layers"]), len(watched["states"])) == (family.layers, family.states)
+    for tokens in LENGTHS:
+        ids = prompt(tokens, tokens)
+        answer = pair.check(ids)
+        assert answer["usage"]["prompt_tokens"] == tokens
+        alone = complete(decode, ids, cache_salt=f"alone-{tokens}")
+        assert not family.exact or tokens_of(answer) == tokens_of(alone), f"{tokens} tokens"
+
+    if family.states:
+        _check_that_a_state_tells_one_token_more(pair, watched["states"])
+    ids = prompt(300, 2)
+    decode.rpc("kv_corrupt", str(family.layers))
+    complete(pair.router, ids)
+    of_d, of_p = records(decode), records(prefill)
+    assert f"KV bytes differ in {family.layers} of {family.layers} layers" in str(differ(of_d, of_p, ids))
+    pair.check(prompt(300, 3))
+
+
+def _check_that_a_state_tells_one_token_more(pair: Pair, states: list[str]) -> None:
+    """The state after the whole prompt, which D must not be given, is told from that after all but its last token."""
+    whole = prompt(100, 4)
+    complete(pair.router, whole)
+    handed = next(record for record in records(pair.decode) if record["prompt"] == prompt_digest(whole))
+    records(pair.prefill)
+    complete(pair.router, [*whole, 7])  # of which P leaves the last token to D
+    after = next(record for record in records(pair.prefill) if record["covers"] == prompt_digest(whole))
+    assert not [name for name in states if handed["layers"][name] == after["layers"][name]]

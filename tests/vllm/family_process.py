@@ -1,0 +1,153 @@
+"""A process in which vLLM builds tiny models and lays out their caches, and prompts go from one engine to another.
+
+A process of its own: vLLM's models want process groups, which the tests' process must not have. As on a GPU, caches are
+not packed: what vLLM cannot run on a CPU is what this is for.
+
+    python tests/vllm/family_process.py FOLDER FAULT FAMILY ...     one line of JSON for each; FAULT may be empty
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+for _folder in ("../../examples/lib", "../engine", "."):
+    sys.path.insert(0, str((Path(__file__).resolve().parent / _folder).resolve()))
+
+from families import ALL, WINDOW, Family  # noqa: E402
+from stepped_family import FamilyEngine  # noqa: E402
+from vllm.config import KVTransferConfig, VllmConfig, set_current_vllm_config  # noqa: E402
+from vllm.distributed import init_distributed_environment, initialize_model_parallel  # noqa: E402
+from vllm.engine.arg_utils import EngineArgs  # noqa: E402
+from vllm.model_executor.model_loader.utils import initialize_model  # noqa: E402
+from vllm.platforms import current_platform  # noqa: E402
+from vllm.utils.torch_utils import set_default_torch_dtype  # noqa: E402
+from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs  # noqa: E402
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner  # noqa: E402
+
+from kvferry.connector import compat, scheduler  # noqa: E402
+
+LENGTHS = (2, 33, WINDOW + 31, 2 * WINDOW, 129, 500)
+SHARED = 6 * WINDOW
+"""Whole blocks of every family."""
+PREFILL = {"do_remote_decode": True}
+SIDES = {"p": (32, "LBHNC"), "d": (64, "BLNHC")}
+"""Block size, where the model leaves it free, and layout. Each is P in its turn."""
+
+
+def config_of(folder: Path, side: str) -> VllmConfig:
+    block_size, layout = SIDES[side]
+    config = EngineArgs(
+        model=str(folder), skip_tokenizer_init=True, load_format="dummy", dtype="bfloat16", max_model_len=1024,
+        max_num_batched_tokens=256, max_num_seqs=8, block_size=block_size, enforce_eager=True, seed=0,
+        enable_prefix_caching=True, num_gpu_blocks_override=96,
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="KVFerryConnector", kv_connector_module_path="kvferry.connector.adapter", kv_role="kv_both",
+            kv_load_failure_policy="recompute", kv_connector_extra_config={"slot_bytes": 1 << 20},
+        ),
+    ).create_engine_config()  # fmt: skip
+    config.cache_config.kv_cache_layout = layout
+    return config
+
+
+def engine(folder: Path, side: str) -> FamilyEngine:
+    """vLLM builds the model, and every layer says what cache it needs."""
+    config = config_of(folder, side)
+    with set_current_vllm_config(config):
+        with set_default_torch_dtype(config.model_config.dtype):
+            initialize_model(config)
+        current_platform.update_block_size_for_backend(config)  # a state must fit into a block of attention
+        register_all_kvcache_specs(config)
+        runner: Any = SimpleNamespace(vllm_config=config, shared_kv_cache_layers={})
+        specs = GPUModelRunner.get_kv_cache_spec(runner)
+        return FamilyEngine(config, specs, int(side == "d"), runner.shared_kv_cache_layers)
+
+
+def start_groups(folder: Path) -> None:
+    """Process groups of one rank; vLLM makes that of experts only for a model that has any."""
+    ALL["qwen3-moe"].configuration().save_pretrained(folder)
+    with set_current_vllm_config(config_of(folder, "p")):
+        init_distributed_environment(1, 0, f"file://{folder.resolve()}/rendezvous", 0, "gloo")
+        initialize_model_parallel(1, 1)
+
+
+def run(p: FamilyEngine, d: FamilyEngine, until: Any, seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not until():
+        assert time.monotonic() < end, "not in time"
+        p.step(), d.step()
+        time.sleep(0.0005)
+
+
+def hand_over(p: FamilyEngine, d: FamilyEngine, tokens: int, shared: int = 0) -> dict[str, Any]:
+    """One prompt from P to D; what D found at its first forward. ``shared`` tokens are those of all that share any."""
+    name = f"{tokens}-{shared}-{p.origin}"
+    own = 2 * tokens + p.origin
+    ids = [(position * 37 + (own if position >= shared else 0)) % 280 + 2 for position in range(tokens)]
+    p.add(name, ids, PREFILL)
+    run(p, d, lambda: p.answers[name].finish is not None)
+    d.add(name, ids, p.answers[name].params, max_tokens=40)
+    run(p, d, lambda: d.answers[name].finish is not None)
+    run(p, d, lambda: p.idle and d.idle)
+    return {
+        "external": d.answers[name].external,
+        "generated": len(d.answers[name].tokens),
+        "found": d.theirs[name],
+        "wanted": sum(1 if cache.is_state else tokens - 1 - cache.first_needed(tokens - 1) for cache in d.rank.caches),
+        "given back": any(
+            theirs.first_kept(tokens - 1) > ours.first_kept(tokens - 1)
+            for theirs, ours in zip(p.rank.windowed(), d.rank.windowed(), strict=True)
+        ),
+    }
+
+
+@contextmanager
+def fault(name: str) -> Iterator[None]:
+    """Damage done on purpose: D's checks must notice it."""
+    half = scheduler.SchedulerHalf
+    with mock.patch.object(half, "_check_kept", lambda *_: None) if name else mock.MagicMock():
+        if name == "P computes the last token too":
+            with mock.patch.object(half, "left_to_d", lambda *_: 0):
+                yield
+        else:
+            yield
+
+
+def report(family: Family, folder: Path, planted: str) -> dict[str, Any]:
+    family.configuration().save_pretrained(folder)
+    p, d = engine(folder, "p"), engine(folder, "d")
+    try:
+        with fault(planted):
+            loads = [{tokens: hand_over(*sides, tokens) for tokens in LENGTHS} for sides in ((p, d), (d, p))]
+            first, again = hand_over(p, d, SHARED + 1, SHARED), hand_over(p, d, SHARED + 150, SHARED)
+    finally:
+        p.close(), d.close()
+    kinds = [type(group.kv_cache_spec).__name__ for group in d.kv_config.kv_cache_groups]
+    blocks = [[group.kv_cache_spec.block_size for group in side.kv_config.kv_cache_groups] for side in (p, d)]
+    return {"kinds": kinds, "blocks": blocks, "loads": loads, "again": [first, again], "failed": p.failed + d.failed}
+
+
+def main() -> None:
+    folder, planted, names = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
+    unpacked = SimpleNamespace(is_cpu=lambda: False)
+    no_triton = "vllm.model_executor.layers.mamba.gdn.olmo_gdn_linear_attn.set_triton_allocator"
+    with mock.patch.object(compat, "current_platform", unpacked), mock.patch(no_triton, lambda device: None):
+        start_groups(folder)
+        for name in names:
+            try:
+                answer = report(ALL[name], folder / name, planted)
+            except Exception as error:
+                answer = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+            print(json.dumps({"family": name, **answer}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

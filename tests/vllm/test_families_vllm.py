@@ -1,0 +1,88 @@
+"""Model families with the caches that vLLM itself sizes, groups and places, under its scheduler; no forward.
+
+vLLM builds each model in a process of its own, for two engines with other block sizes and layouts. Each is P in turn.
+Families that it runs on a CPU are also served, in tests/engine/test_families.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from families import ALL
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+PROCESS = Path(__file__).resolve().parent / "family_process.py"
+KINDS = {
+    "qwen3-moe": {"FullAttentionSpec"},
+    "deepseek": {"MLAAttentionSpec"},
+    "gemma3": {"SlidingWindowSpec", "FullAttentionSpec"},
+    "gemma3n": {"SlidingWindowSpec", "FullAttentionSpec"},
+    "qwen3-next": {"MambaSpec", "FullAttentionSpec"},
+    "falcon-h1": {"MambaSpec", "FullAttentionSpec"},
+    "llama-4": {"ChunkedLocalAttentionSpec", "FullAttentionSpec"},
+    "jamba": {"MambaSpec", "FullAttentionSpec"},
+    "olmo-hybrid": {"UniformTypeKVCacheSpecs"},  # states that vLLM does not pad to one size
+    "nemotron-h": {"MambaSpec", "FullAttentionSpec"},
+    "lfm2": {"MambaSpec", "FullAttentionSpec"},
+}
+
+
+def reports(folder: Path, families: list[str], fault: str = "") -> dict[str, dict[str, Any]]:
+    """What the process tells of each family."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    done = subprocess.run(
+        [sys.executable, str(PROCESS), str(folder), fault, *families],
+        env=environment, capture_output=True, text=True, timeout=500, check=False,
+    )  # fmt: skip
+    told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert [report["family"] for report in told] == families, done.stderr[-2000:]
+    return {report["family"]: report for report in told}
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    return reports(tmp_path_factory.mktemp("families"), list(ALL))
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_d_finds_all_that_it_reads_and_has_computed_none_of_it(told: dict[str, dict[str, Any]], family: str) -> None:
+    report = told[family]
+    assert "error" not in report, report["trace"]
+    assert set(report["kinds"]) == KINDS[family] and report["failed"] == 0
+    for tokens, load in [item for loads in report["loads"] for item in loads.items()]:
+        assert load["generated"] == 40
+        if load["given back"]:  # P has no longer what would fill a larger block of D
+            assert (load["external"], load["found"]) == (0, 0), f"{tokens} tokens"
+        else:
+            assert load["external"] in (int(tokens) - 1, int(tokens)), f"{tokens} tokens"
+            assert load["found"] == load["wanted"] > 0, f"{tokens} tokens"
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_a_prompt_that_begins_alike_loads_only_the_rest(told: dict[str, dict[str, Any]], family: str) -> None:
+    """D takes from its prefix cache what it loaded before; a state only as it was where a block ends."""
+    first, again = told[family]["again"]
+    assert not first["given back"] and not again["given back"]
+    assert again["external"] in (149, 150) and first["external"] in (384, 385)
+    assert (first["found"], again["found"]) == (first["wanted"], again["wanted"])
+
+
+def test_blocks_that_are_given_back_are_met_and_not(told: dict[str, dict[str, Any]]) -> None:
+    """So that both branches above are taken."""
+    for family in ("gemma3", "gemma3n"):
+        to_larger, to_smaller = ({load["given back"] for load in x.values()} for x in told[family]["loads"])
+        assert to_larger == {True, False} and to_smaller == {False}
+
+
+def test_a_state_that_has_seen_the_whole_prompt_is_noticed(tmp_path: Path) -> None:
+    """P computes the last prompt token too, and D's scheduler half is not held back from taking that for less."""
+    families = ["qwen3-next", "gemma3"]
+    told = reports(tmp_path, families, "P computes the last token too")
+    assert "wrong state after 1 tokens" in told["qwen3-next"]["error"]
+    assert told["gemma3"]["failed"] > 0, "a block that P has given back is no part of its lease"
