@@ -22,10 +22,10 @@ import numpy as np
 import torch
 import zmq
 
-from kvferry.connector.plan import Chunk, chunks
 from kvferry.connector.protocol import Span
 from kvferry.connector.reads import PEER_BYTES_PER_TURN
 from kvferry.connector.runs import Runs, runs, taken, wire_ordered
+from kvferry.connector.spans import Chunk, chunks
 from kvferry.kernels.paged_copy import Pages, copy_pages, wire_pages
 from kvferry.transport.plane import PeerChannel, Pieces, RecvChannel, SendChannel, make_plane
 

@@ -28,8 +28,10 @@ import report
 import torch
 
 from kvferry.connector import topology
+from kvferry.connector.agreement import compatible
 from kvferry.connector.geometry import GroupGeometry, RankGeometry
-from kvferry.connector.plan import check_spans, chunks, compatible, plan_sources
+from kvferry.connector.plan import plan_sources
+from kvferry.connector.spans import check_spans, chunks
 from kvferry.connector.topology import expected_consumers, head_interval, releases_of, sources
 from kvferry.connector.view import CacheView, kernel_block_ids, view_of
 

@@ -4,7 +4,7 @@ Read from configurations in the form of Hugging Face's, where one and the same m
 release to release; here it has one. In are the things that K and V depend on: what layers compute, rotary positions,
 quantised weights. Not in are the release, the attention backend, parallel sizes, paths, the longest prompt, the dtype
 that is computed in, what comes after the last layer. Dtype and scales of the cache itself, heads and windows stand in
-the geometry (``plan.compatible``).
+the geometry (``agreement.compatible``).
 
 Weights are not in it either: a fine-tune has its base model's configuration. ``model_tag`` in the settings tells them
 apart.

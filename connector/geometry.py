@@ -73,7 +73,7 @@ class RankGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     ``head_counts`` are the ``total_heads`` of all regions of the engine, ascending, also of other stages': every rank
     of an engine must come to the same ranks that read and release. So with ``splits``, how they share tokens out.
-    Decoding bounds each number; whether they fit together is for ``plan.check_geometry``, whose refusal is answered.
+    Decoding bounds each number; whether they fit together is for ``agreement.check_geometry``, whose refusal is told.
     """
 
     tp_rank: Count

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from kvferry.connector.agreement import compatible
 from kvferry.connector.dtypes import converted_pairs
 from kvferry.connector.errors import (
     GeometryError,
@@ -19,7 +20,6 @@ from kvferry.connector.errors import (
 from kvferry.connector.geometry import PageLayout, RankGeometry
 from kvferry.connector.handover import Reason
 from kvferry.connector.metrics import FailureKind
-from kvferry.connector.plan import compatible
 from kvferry.connector.protocol import (
     MAX_MESSAGE_BYTES,
     Attach,

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from kvferry.connector import protocol
 from kvferry.connector.errors import GeometryError, ProtocolError
-from kvferry.connector.plan import MAX_CHUNKS, check_spans
 from kvferry.connector.sessions import Session
 from kvferry.connector.site import Caches, Ids, Part
+from kvferry.connector.spans import MAX_CHUNKS, check_spans
 from kvferry.transport.plane import SendChannel
 
 logger = logging.getLogger("vllm.kvferry.pushes")

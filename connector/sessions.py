@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kvferry.connector import protocol
+from kvferry.connector.agreement import compatible
 from kvferry.connector.errors import GeometryError, IncompatiblePeerError, ProtocolError, TransportError
-from kvferry.connector.plan import compatible
 from kvferry.connector.site import Site, check_model
 from kvferry.transport.plane import SendChannel
 

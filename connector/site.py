@@ -18,10 +18,10 @@ from kvferry.connector.context import Blocks, Share, blocks, common
 from kvferry.connector.errors import GeometryError, IncompatiblePeerError
 from kvferry.connector.geometry import GroupGeometry, PageLayout, RankGeometry
 from kvferry.connector.metrics import HandoverStats
-from kvferry.connector.plan import chunks
 from kvferry.connector.protocol import Span
 from kvferry.connector.runs import wire_ordered
 from kvferry.connector.source import Source
+from kvferry.connector.spans import chunks
 from kvferry.connector.view import CacheView, kernel_block_ids, row_bases
 from kvferry.kernels.convert import unpack_converted
 from kvferry.kernels.paged_copy import Pages, copy_pages, wire_pages

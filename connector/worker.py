@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 
 import torch
 
+from kvferry.connector.agreement import check_geometry
 from kvferry.connector.config import Settings
 from kvferry.connector.engine import LayerGroup, RankInfo
 from kvferry.connector.errors import GeometryError, PlaneUnavailableError
 from kvferry.connector.mover import Mover
-from kvferry.connector.plan import check_geometry
 from kvferry.connector.protocol import MAX_MESSAGE_BYTES
 from kvferry.connector.regions import Places, rank_geometry, regions
 from kvferry.connector.site import Caches, Site

@@ -12,10 +12,12 @@ import torch
 from ranks import Rank, grant, load_plan, peer, wait
 from stage import Stage
 
+from kvferry.connector.agreement import compatible
 from kvferry.connector.config import Settings
 from kvferry.connector.errors import GeometryError, IncompatiblePeerError
-from kvferry.connector.plan import check_span, check_spans, compatible, plan_reads
+from kvferry.connector.plan import plan_reads
 from kvferry.connector.protocol import Span
+from kvferry.connector.spans import check_span, check_spans
 
 PACKED = "transposed"
 DIVISION = 8

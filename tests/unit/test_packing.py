@@ -14,11 +14,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.connector.agreement import compatible
 from kvferry.connector.context import Blocks
 from kvferry.connector.errors import IncompatiblePeerError
 from kvferry.connector.geometry import GroupGeometry, RankGeometry
 from kvferry.connector.packing import PackedPart, split
-from kvferry.connector.plan import compatible, plan_sources
+from kvferry.connector.plan import plan_sources
 from kvferry.connector.site import Caches, Part
 from kvferry.connector.view import CacheView
 

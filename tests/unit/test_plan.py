@@ -12,23 +12,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from kvferry.connector.agreement import check_geometry, compatible
 from kvferry.connector.errors import GeometryError, IncompatiblePeerError
 from kvferry.connector.geometry import GroupGeometry, RankGeometry
-from kvferry.connector.plan import (
-    MAX_CHUNKS,
-    Chunk,
-    PlannedSpan,
-    check_complete,
-    check_geometry,
-    check_span,
-    check_spans,
-    chunk_nbytes,
-    chunks,
-    compatible,
-    plan_reads,
-    plan_sources,
-)
+from kvferry.connector.plan import PlannedSpan, check_complete, plan_reads, plan_sources
 from kvferry.connector.protocol import Span
+from kvferry.connector.spans import MAX_CHUNKS, Chunk, check_span, check_spans, chunk_nbytes, chunks
 from kvferry.connector.topology import head_interval, sources
 
 CONTENT = 8

@@ -10,20 +10,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from kvferry.connector.agreement import check_geometry, compatible
 from kvferry.connector.context import UNSPLIT, Share, Split, common
 from kvferry.connector.errors import GeometryError, IncompatiblePeerError
 from kvferry.connector.geometry import GroupGeometry, RankGeometry
-from kvferry.connector.plan import (
-    PlannedSpan,
-    check_complete,
-    check_geometry,
-    check_spans,
-    chunk_nbytes,
-    chunks,
-    compatible,
-    plan_reads,
-    plan_sources,
-)
+from kvferry.connector.plan import PlannedSpan, check_complete, plan_reads, plan_sources
+from kvferry.connector.spans import check_spans, chunk_nbytes, chunks
 from kvferry.connector.topology import head_interval, readers, release_map, sources
 
 CONTENT = 8

@@ -24,12 +24,12 @@ from sharded_states import FAMILIES, Family, states, write  # noqa: E402
 from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout  # noqa: E402
 
 from kvferry.connector import compat  # noqa: E402
+from kvferry.connector.agreement import compatible  # noqa: E402
 from kvferry.connector.compat import layer_groups  # noqa: E402
 from kvferry.connector.config import Settings  # noqa: E402
 from kvferry.connector.engine import RankInfo  # noqa: E402
 from kvferry.connector.errors import IncompatiblePeerError  # noqa: E402
 from kvferry.connector.geometry import RankGeometry  # noqa: E402
-from kvferry.connector.plan import compatible  # noqa: E402
 from kvferry.connector.stepplan import LeaseGrant, Load, PeerEngine, StepPlan, Watch, pack_ids  # noqa: E402
 from kvferry.connector.worker import WorkerHalf  # noqa: E402
 

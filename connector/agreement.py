@@ -1,0 +1,158 @@
+"""Whether KV can pass between two ranks, judged by what they tell of themselves in the handshake. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvferry.connector import topology
+from kvferry.connector.dtypes import check_numbers, check_same, common_layers
+from kvferry.connector.errors import GeometryError, IncompatiblePeerError
+from kvferry.connector.geometry import GroupGeometry, RankGeometry
+from kvferry.connector.packing import passed_over
+from kvferry.connector.topology import MAX_RANKS
+
+LayerIndex = dict[tuple[str, str], tuple[int, int]]
+"""(region, place in it) by part and layer name."""
+
+
+def compatible(local: RankGeometry, remote: RankGeometry, *, consumer: bool = True, convert: bool = False) -> None:
+    """Whether KV can pass between two ranks at all; layouts, block sizes and parallel sizes may differ.
+
+    The order inside packed tiles, and with it their size, must agree (``GroupGeometry.packing``).
+
+    Args:
+        local: ours.
+        remote: the peer's.
+        consumer: whether we are D; P calls it with ``False``.
+        convert: whether D converts numbers.
+
+    Raises:
+        IncompatiblePeerError: names the field and both values.
+        GeometryError: a geometry contradicts itself.
+    """
+    for geometry in (local, remote):
+        check_geometry(geometry)
+    needs, has = (local, remote) if consumer else (remote, local)
+    held = layer_index(has)
+    missing = []
+    over = passed_over(needs, has)
+    for number, group in enumerate(needs.groups):
+        if number in over:
+            continue
+        checked: set[int] = set()
+        for layer in group.layers:
+            where = held.get((group.part, layer))
+            if where is None:
+                if any(layer in theirs.layers for theirs in has.groups):
+                    _refuse_parts(layer, *((needs, has) if consumer else (has, needs)))
+                missing.append(layer)
+            elif where[0] not in checked:
+                checked.add(where[0])
+                theirs = has.groups[where[0]]
+                _same_form(layer, *((group, theirs) if consumer else (theirs, group)), convert)
+    if has.pp_size == 1 and missing:
+        refuse_missing(missing, len({layer for group in has.groups for layer in group.layers}), consumer)
+
+
+def check_geometry(geometry: RankGeometry) -> None:
+    """That a geometry is one that a rank can have.
+
+    Raises:
+        GeometryError: ranks outside sizes, heads other than the rank's interval, a share of tokens that is not the
+            rank's, a layer listed twice, or scales that are none.
+    """
+    for axis in ("tp", "pp"):
+        rank, size = getattr(geometry, f"{axis}_rank"), getattr(geometry, f"{axis}_size")
+        if size > MAX_RANKS or rank >= size:
+            raise GeometryError(
+                f"{axis}_rank {rank} of {axis}_size {size}, expected a rank below the size, at most {MAX_RANKS}"
+            )
+    for group in geometry.groups:
+        heads = group.total_heads
+        if heads not in geometry.head_counts:
+            raise GeometryError(
+                f"layer {group.layers[0]!r}: {heads} heads in all, which is not one of the head counts "
+                f"{', '.join(map(str, geometry.head_counts))}"
+            )
+        expected = topology.head_interval(geometry.tp_rank, geometry.tp_size, heads)
+        if (group.head_start, group.num_heads) != expected:
+            raise GeometryError(
+                f"layer {group.layers[0]!r}: tp_rank {geometry.tp_rank} of {geometry.tp_size} holds heads "
+                f"{group.head_start}..{group.head_start + group.num_heads}, "
+                f"expected {expected[0]}..{sum(expected)} of {heads}"
+            )
+        _check_share(group, geometry)
+        check_numbers(group)
+    layer_index(geometry)
+
+
+def _check_share(group: GroupGeometry, geometry: RankGeometry) -> None:
+    share = group.share
+    who = f"layer {group.layers[0]!r}: rank {share.rank} of {share.size} that share tokens out, {share.interleave} each"
+    if share.split not in geometry.splits or share != share.split.share(geometry.tp_rank):
+        raise GeometryError(f"{who}, is not tp_rank {geometry.tp_rank} of an engine with {geometry.splits}")
+    if share.whole:
+        return
+    if group.kind not in ("full", "mla") or group.packing:
+        raise GeometryError(f"{who}: caches of kind {group.kind}{group.packing and ', packed,'} are not carried so")
+    if group.block_size % share.interleave:
+        raise GeometryError(f"{who}: that does not divide a block of {group.block_size}")
+    if geometry.tp_size // group.total_heads < share.size:
+        raise GeometryError(
+            f"{who}: of {geometry.tp_size} tensor-parallel ranks, fewer hold each of {group.total_heads} heads"
+        )
+
+
+def layer_index(geometry: RankGeometry) -> LayerIndex:
+    """Where each layer is.
+
+    Raises:
+        GeometryError: a layer listed twice.
+    """
+    index = {
+        (group.part, layer): (g, i) for g, group in enumerate(geometry.groups) for i, layer in enumerate(group.layers)
+    }
+    if len(index) != sum(len(group.layers) for group in geometry.groups):
+        seen: set[tuple[str, str]] = set()
+        for group in geometry.groups:
+            for layer in group.layers:
+                if (group.part, layer) in seen:
+                    raise GeometryError(f"layer {layer!r} is listed twice")
+                seen.add((group.part, layer))
+    return index
+
+
+def _same_form(layer: str, ours: GroupGeometry, theirs: GroupGeometry, convert: bool) -> None:
+    """Blocks outside a window may be kept by one side and not by the other; what a block holds is the same."""
+    name = f"layer {layer!r}" + (f" ({ours.part})" if ours.part else "")
+    if ours.kind != theirs.kind and {ours.kind, theirs.kind} & {"mla", "state"}:
+        raise IncompatiblePeerError(f"kind of {name}", ours.kind, theirs.kind)
+    # What an operator sets comes before the sizes that follow from it.
+    fields = ["total_heads", "packing", "tile_tokens", "rows"]
+    if ours.kind == theirs.kind:
+        fields.append("window")
+    for field in fields:
+        mine, other = getattr(ours, field), getattr(theirs, field)
+        if mine != other:
+            raise IncompatiblePeerError(f"{field} of {name}", mine, other)
+    check_same(name, ours, theirs, common_layers(ours, theirs), convert=convert)
+
+
+def _refuse_parts(layer: str, ours: RankGeometry, theirs: RankGeometry) -> None:
+    """One side's packed blocks are divided into parts and the other's are not, or are otherwise."""
+    mine, other = (
+        ", ".join(
+            f"{group.part or 'whole'} ({group.packing or 'not packed'})"
+            for group in side.groups
+            if layer in group.layers
+        )
+        for side in (ours, theirs)
+    )
+    raise IncompatiblePeerError(f"packing of layer {layer!r}", mine, other)
+
+
+def refuse_missing(missing: Sequence[str], held: int, consumer: bool) -> None:
+    """Raises IncompatiblePeerError: names the first of the layers that D needs and P, with ``held`` others, lacks."""
+    more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+    needed, lacking = f"{missing[0]!r}{more} needed", f"{held} layers without it"
+    raise IncompatiblePeerError("layers", *((needed, lacking) if consumer else (lacking, needed)))

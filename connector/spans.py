@@ -1,0 +1,146 @@
+"""Spans that a peer asks for: whether they may be served, and how they are cut into messages. Pure.
+
+A span is a box in (layer, head, token) space of one of P's regions (``protocol.Span``). A chunk is one message, a box
+inside a span, on the wire contiguous ``[layers][heads][tokens][C]``; both sides cut alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain, repeat
+from typing import NamedTuple
+
+from kvferry.connector.context import WHOLE, Share, common, num_common
+from kvferry.connector.errors import GeometryError
+from kvferry.connector.geometry import GroupGeometry, RankGeometry
+from kvferry.connector.protocol import Span
+
+MAX_CHUNKS = 1 << 20
+"""Bound on the messages that one span is cut into; a peer names the span and the size of a message."""
+
+
+class Chunk(NamedTuple):
+    """A part of a span: offsets ``layer`` and ``token`` count from the span's first ones, tokens among those that both
+    sides hold; all of its heads."""
+
+    layer: int
+    num_layers: int
+    token: int
+    num_tokens: int
+
+
+_new_chunk: Callable[[tuple[int, int, int, int]], Chunk] = partial(tuple.__new__, Chunk)
+
+
+def check_span(span: Span, geometry: RankGeometry, num_tokens: int) -> None:
+    """That a span that a peer sent lies inside our rank and inside a prompt of ``num_tokens``.
+
+    Raises:
+        GeometryError: names what is out of bounds.
+    """
+    if span.group >= len(geometry.groups):
+        raise GeometryError(f"span of group {span.group}, there are {len(geometry.groups)}")
+    group = geometry.groups[span.group]
+    span.share.check()
+    for axis, first, count, bound in (
+        ("layers", span.layer, span.num_layers, len(group.layers)),
+        ("heads", span.head, span.num_heads, group.num_heads),
+        ("tokens", span.token, span.num_tokens, whole_tiles(num_tokens, group)),
+    ):
+        if first < 0 or count < 1 or first + count > bound:
+            raise GeometryError(f"span of {axis} {first}..{first + count} is outside 0..{bound} of group {span.group}")
+    if span.token % group.tile_tokens or span.num_tokens % group.tile_tokens:
+        raise GeometryError(
+            f"span of tokens {span.token}..{span.token + span.num_tokens} cuts through tiles of {group.tile_tokens} "
+            f"tokens, which group {span.group} packs ({group.packing})"
+        )
+
+
+def span_tokens(span: Span, share: Share) -> int:
+    """Tokens of a span that both sides hold. ``share`` is P's."""
+    return num_common(share, span.share, span.token, span.token + span.num_tokens)
+
+
+def whole_tiles(num_tokens: int, group: GroupGeometry) -> int:
+    """Tokens of the tiles that hold the first ``num_tokens``; the same number where the group is not packed."""
+    return -(-num_tokens // group.tile_tokens) * group.tile_tokens
+
+
+def check_spans(spans: Sequence[Span], geometry: RankGeometry, num_tokens: int) -> None:
+    """``check_span`` for each, and that together they ask for no more than the rank holds of the prompt.
+
+    Raises:
+        GeometryError: names what is out of bounds.
+    """
+    asked: dict[int, int] = {}
+    for span in spans:
+        check_span(span, geometry, num_tokens)
+        held = span_tokens(span, geometry.groups[span.group].share)
+        if not held:
+            raise GeometryError(f"span of tokens {span.token}..{span.token + span.num_tokens}, of which we hold none")
+        asked[span.group] = asked.get(span.group, 0) + span.num_layers * span.num_heads * held
+    for index, elements in asked.items():
+        group = geometry.groups[index]
+        bound = len(group.layers) * group.num_heads * group.share.count(whole_tiles(num_tokens, group))
+        if elements > bound:
+            raise GeometryError(f"spans of group {index} ask for {elements} (layer, head, token) elements of {bound}")
+
+
+def chunks(span: Span, content_bytes: int, chunk_bytes: int, token_align: int = 1, share: Share = WHOLE) -> list[Chunk]:
+    """A span cut into messages of at most ``chunk_bytes``; the same on both sides. ``share`` is P's.
+
+    As many whole layers with all tokens as fit; where one layer does not fit, runs of its tokens, with cuts at
+    multiples of ``token_align`` (counted from the start of the prompt, as blocks are) wherever one is within reach.
+
+    Raises:
+        GeometryError: one token of the span does not fit into ``chunk_bytes``, or more than ``MAX_CHUNKS`` result.
+    """
+    first, num_tokens = span.token, span.num_tokens
+    if not (share.whole and span.share.whole):
+        places = common(share, span.share, span.token, span.token + span.num_tokens)
+        first, num_tokens = int(places.starts[0]), places.num_tokens
+        token_align = token_align if places.dense else 1
+    token_bytes = span.num_heads * content_bytes
+    layer_bytes = token_bytes * num_tokens
+    most = chunk_bytes // token_bytes
+    if most < 1:
+        raise GeometryError(
+            f"one token of {span.num_heads} heads x {content_bytes} bytes does not fit into a message of "
+            f"{chunk_bytes} bytes; raise slot_bytes to {token_bytes} or more"
+        )
+    if layer_bytes <= chunk_bytes:
+        step = chunk_bytes // layer_bytes
+        if -(-span.num_layers // step) > MAX_CHUNKS:
+            raise GeometryError(f"span of {span.num_layers} layers makes more than {MAX_CHUNKS} messages")
+        return [
+            Chunk(layer, min(step, span.num_layers - layer), 0, num_tokens) for layer in range(0, span.num_layers, step)
+        ]
+    # Alignment shortens a run by less than half on average.
+    if span.num_layers * -(-2 * num_tokens // most) > MAX_CHUNKS:
+        raise GeometryError(
+            f"span of {span.num_layers} layers x {num_tokens} tokens makes more than {MAX_CHUNKS} messages "
+            f"of {chunk_bytes} bytes"
+        )
+    runs = _token_runs(first, num_tokens, most, max(1, token_align))
+    # Ten thousand chunks for a long prompt: zip and tuple.__new__ take half the time of calling Chunk.
+    layers = chain.from_iterable(repeat(layer, len(runs)) for layer in range(span.num_layers))
+    starts, counts = ([run[side] for run in runs] * span.num_layers for side in (0, 1))
+    return list(map(_new_chunk, zip(layers, repeat(1), starts, counts, strict=False)))
+
+
+def chunk_nbytes(chunk: Chunk, span: Span, content_bytes: int) -> int:
+    """Bytes of a chunk on the wire."""
+    return chunk.num_layers * span.num_heads * chunk.num_tokens * content_bytes
+
+
+def _token_runs(first: int, total: int, most: int, align: int) -> list[tuple[int, int]]:
+    runs, token = [], 0
+    while token < total:
+        stop = min(token + most, total)
+        if stop < total:
+            aligned = (first + stop) // align * align - first
+            stop = aligned if aligned > token else stop
+        runs.append((token, stop - token))
+        token = stop
+    return runs
