@@ -145,3 +145,11 @@ def test_readme_links_lead_somewhere() -> None:
 
 def test_changelog_has_this_version() -> None:
     assert f"## [{PYPROJECT['project']['version']}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_every_module_is_on_the_map() -> None:
+    page = (ROOT / "connector" / "README.md").read_text()
+    named = set(re.findall(r"`(\w+)`", page))
+    modules = {path.stem for path in (ROOT / "connector").glob("*.py")}
+    assert modules and not modules - named, f"not in connector/README.md: {sorted(modules - named)}"
+    assert named - modules <= {"tests"}, f"no such module: {sorted(named - modules)}"
