@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from engines import Fleet
 from model import ModelSpec, build_model
-from served import START_SECONDS, Pair, eventually, no_block_held
+from served import LEASE_SECONDS, START_SECONDS, Pair, eventually, no_block_held
 
 
 @pytest.fixture(scope="session")
@@ -16,11 +16,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_model(tmp_path_factory.mktemp("served") / "model", ModelSpec(layers=4))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def running_pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     with Fleet(tmp_path_factory.mktemp("logs")) as fleet:
-        # No test waits so long: blocks become free because they are released, not because a lease is over.
-        extra = {"lease_seconds": 600.0}
+        extra = {"lease_seconds": LEASE_SECONDS}
         prefill, decode = (fleet.engine(name, model, extra=extra) for name in ("prefill", "decode"))
         fleet.wait_ready(START_SECONDS)
         pair = Pair(fleet, prefill, decode)

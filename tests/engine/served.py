@@ -23,6 +23,8 @@ from pd_router import PREFILL_TAG
 
 START_SECONDS = 400
 """An engine starts in 25 s on an idle machine; others may use it too."""
+LEASE_SECONDS = 60.0
+"""Long enough that a hand-over on a busy machine does not miss it."""
 HERE = Path(__file__).resolve().parent
 PER_HEAD = {
     "kv_bytes": False,
@@ -87,7 +89,8 @@ def usage(server: Server) -> float:
     return value
 
 
-def no_block_held(*servers: Server, seconds: float = 90.0) -> None:
+def no_block_held(*servers: Server, seconds: float = 2 * LEASE_SECONDS) -> None:
+    """``seconds``: by default long enough for a lease that nobody releases, of a client that left between the legs."""
     for server in servers:
         eventually(lambda server=server: usage(server) == 0, f"blocks of {server.name} are free", seconds)
 

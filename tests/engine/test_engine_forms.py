@@ -168,7 +168,7 @@ def test_beside_another_connector(yard: Yard, tmp_path: Path) -> None:
     before = count(multi)
     answer = complete(multi, ids, kv_transfer_params=prefill_leg(plain, ids), cache_salt="again")
     assert tokens_of(answer) == tokens_of(complete(plain, ids))
-    no_block_held(plain, seconds=10)
+    no_block_held(plain)
     assert count(multi).by_plane == before.by_plane
     assert "lease of" not in plain.log.read_text(errors="replace")
 

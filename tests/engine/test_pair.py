@@ -11,6 +11,7 @@ import pytest
 import zmq
 from engines import metric_sum
 from served import (
+    LEASE_SECONDS,
     Pair,
     complete,
     control_address,
@@ -115,7 +116,7 @@ def test_a_conversation_between_engines_with_and_without_a_hand_over(pair: Pair)
 def test_prompt_logprobs_are_computed_and_p_is_released(pair: Pair) -> None:
     answer = complete(pair.router, prompt(120, 8), prompt_logprobs=1)
     assert len(answer["choices"][0]["prompt_logprobs"]) == 120
-    no_block_held(pair.prefill)
+    no_block_held(pair.prefill, seconds=0.75 * LEASE_SECONDS)  # released, not expired
 
 
 @pytest.mark.parametrize(
