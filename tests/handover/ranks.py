@@ -176,9 +176,9 @@ def let_time_pass(rank: Rank, seconds: float) -> None:
 
 def renew_after(p: Rank, d: Rank, seconds: float) -> None:
     """It is ``seconds`` later for both, and D has renewed its leases on P meanwhile."""
-    assert p.worker._mover is not None
-    leases = p.worker._mover._producer._leases
-    assert wait(lambda: bool(leases))
+    assert p.worker._mover is not None and d.worker._mover is not None
+    leases, claims = p.worker._mover._producer._leases, d.worker._mover._consumer._claims
+    assert wait(lambda: bool(leases) and bool(claims)), "what is claimed later is renewed later"
     before = {token: held.state.deadline for token, held in list(leases.items())}
     let_time_pass(d, seconds)
     assert wait(lambda: all(leases[token].state.deadline > then for token, then in before.items()))

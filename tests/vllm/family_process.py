@@ -137,7 +137,7 @@ def report(family: Family, folder: Path, planted: str) -> dict[str, Any]:
 
 def main() -> None:
     folder, planted, names = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
-    unpacked = SimpleNamespace(is_cpu=lambda: False)
+    unpacked = SimpleNamespace(is_cpu=lambda: False, is_fp8_fnuz=lambda: False)
     no_triton = "vllm.model_executor.layers.mamba.gdn.olmo_gdn_linear_attn.set_triton_allocator"
     with mock.patch.object(compat, "current_platform", unpacked), mock.patch(no_triton, lambda device: None):
         start_groups(folder)

@@ -343,6 +343,7 @@ def renew_after(p: Engine, d: Engine, seconds: float) -> None:
     def deadlines() -> list[float]:
         return [held.state.deadline for held in list(mover_of(p)._producer._leases.values())]
 
+    eventually(lambda: bool(mover_of(d)._consumer._claims))  # what is claimed later is renewed later
     before = deadlines()
     assert before, "there is a lease to renew"
     let_time_pass(d, seconds)
