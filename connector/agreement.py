@@ -11,6 +11,8 @@ from kvferry.connector.geometry import GroupGeometry, RankGeometry
 from kvferry.connector.packing import passed_over
 from kvferry.connector.topology import MAX_RANKS
 
+MAX_BLOCK_TOKENS = 1 << 20
+"""Bound on a block; a peer names its own, and kernel blocks of one are counted out."""
 LayerIndex = dict[tuple[str, str], tuple[int, int]]
 """(region, place in it) by part and layer name."""
 
@@ -80,6 +82,10 @@ def check_geometry(geometry: RankGeometry) -> None:
                 f"layer {group.layers[0]!r}: tp_rank {geometry.tp_rank} of {geometry.tp_size} holds heads "
                 f"{group.head_start}..{group.head_start + group.num_heads}, "
                 f"expected {expected[0]}..{sum(expected)} of {heads}"
+            )
+        if group.block_size > MAX_BLOCK_TOKENS:
+            raise GeometryError(
+                f"layer {group.layers[0]!r}: blocks of {group.block_size} tokens, limit {MAX_BLOCK_TOKENS}"
             )
         _check_share(group, geometry)
         check_numbers(group)

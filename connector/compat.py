@@ -155,6 +155,14 @@ def check_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Non
             "use a checkpoint that has scales, or leave it out"
         )
     groups = len(kv_cache_config.kv_cache_groups)
+    if not HAS_TRANSFER_RESULTS:
+        for group in kv_cache_config.kv_cache_groups:
+            kind, _ = _kind(_first(group.kv_cache_spec))
+            if kind not in ("full", "mla"):
+                raise ConfigError(
+                    f"vLLM {vllm.__version__} computes on over blocks given back when a load of a {kind} cache fails; "
+                    "run vLLM 0.32, or this model without KVFerry"
+                )
     if groups > 1 and not HAS_TRANSFER_RESULTS:
         raise ConfigError(
             f"vLLM {vllm.__version__} dies when a load fails with {groups} KV cache groups; "
@@ -341,7 +349,10 @@ def token_places(vllm_config: VllmConfig, layer: str) -> NDArray[np.int64] | Non
     shift = 0
     while 8**shift < numbers.numel():
         digits = (numbers >> 3 * shift & 7).to(vllm_config.model_config.dtype)
-        write(digits[0], digits[1], keys, values, slots, isa, k_scale=1.0, v_scale=1.0, kv_cache_dtype=cache_dtype)
+        try:
+            write(digits[0], digits[1], keys, values, slots, isa, k_scale=1.0, v_scale=1.0, kv_cache_dtype=cache_dtype)
+        except (TypeError, RuntimeError):  # a writer that takes other arguments
+            return None
         found |= _numbers(scratch.flatten(), cache_dtype) << 3 * shift
         shift += 1
     places = torch.full_like(found, -1)
@@ -406,7 +417,8 @@ def request_view(request: Request) -> RequestView:
     return RequestView(
         request_id=request.request_id,
         params=request.kv_transfer_params,
-        prompt_token_ids=request.prompt_token_ids,
+        # Beside embeddings there are ids that stand for them, alike for all.
+        prompt_token_ids=None if getattr(request, "prompt_embeds", None) is not None else request.prompt_token_ids,
         num_prompt_tokens=request.num_prompt_tokens,
         num_computed_tokens=request.num_computed_tokens,
         extra=tuple(extra),
@@ -416,13 +428,15 @@ def request_view(request: Request) -> RequestView:
 
 
 def leave_to_d(request: Request, count: int) -> None:
-    """Take the last ``count`` tokens off a request that P has not begun. D has them from its client. Its block hashes
-    stay: vLLM uses those of computed blocks only."""
+    """Take the last ``count`` tokens off a request that P has not begun. D has them from its client."""
     assert request.prompt_token_ids is not None and request.num_computed_tokens == 0
-    del request.prompt_token_ids[-count:]
+    request.prompt_token_ids = request.prompt_token_ids[:-count]  # not in place: the list may be the caller's
     del request._all_token_ids[-count:]
     request.num_prompt_tokens -= count
     request.max_tokens = 1  # what it samples continues another prompt
+    # Else a block that the sampled token ends would go by the hash of one that the prompt's token ends.
+    request.block_hashes.clear()
+    request.update_block_hashes()
 
 
 def prefill_lookahead(vllm_config: VllmConfig) -> int:

@@ -308,6 +308,11 @@ class Consumer:
     def _grant(self, read: Read, grant: protocol.Grant, now: float) -> None:
         if read.stopped:
             return
+        wanted = read.job.load.prompt
+        if wanted and grant.prompt != wanted:
+            reason = Reason("denied", "P's lease is of another prompt than the request's parameters say")
+            self._step(read.job, handover.Failed(read.source, reason), now)
+            return
         try:
             self._reads.granted(read, grant)
         except GeometryError as error:

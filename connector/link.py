@@ -211,6 +211,7 @@ class Link:
     def _welcome(self, welcome: Welcome) -> None:
         if welcome.incarnation != self.address.incarnation:
             raise KVFerryError("P was restarted since it made this hand-over; its KV cache is gone")
+        self._check_addressed(welcome.geometry)
         check_model(self._site.model, welcome.model)
         ours = self._site.caches.geometry
         compatible(ours, welcome.geometry, convert=self._site.settings.convert_dtype)
@@ -222,6 +223,22 @@ class Link:
         self._offers = {offer.name: offer.payload for offer in welcome.planes}
         self.state = LinkState.ATTACHING
         self._attach()
+
+    def _check_addressed(self, theirs: RankGeometry) -> None:
+        """That P's rank is the one that the request's parameters named, of an engine of that form: who reads from whom
+        was found out from those."""
+        named = {
+            "tp_rank": self.address.tp_rank,
+            "pp_rank": self.address.pp_rank,
+            "tp_size": self.peer.tp_size,
+            "pp_size": self.peer.pp_size,
+            "splits": self.peer.splits,
+        }
+        for field, value in named.items():
+            if getattr(theirs, field) != value:
+                raise IncompatiblePeerError(
+                    f"P's {field}, as kv_transfer_params and P itself tell it", value, getattr(theirs, field)
+                )
 
     def _next_plane(self, why: str) -> None:
         """P has no room on the plane that was chosen, or it does not come about; take the next best."""

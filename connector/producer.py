@@ -210,7 +210,13 @@ class Producer:
         # Only who reads the pages by itself hears which they are.
         block_ids = held.grant.block_ids if session.peer_reads else ()
         grant = protocol.Grant(
-            read=ask.read, epoch=0, num_tokens=tokens, ready=tokens, chunks=len(parts), block_ids=block_ids
+            read=ask.read,
+            epoch=0,
+            num_tokens=tokens,
+            ready=tokens,
+            chunks=len(parts),
+            prompt=held.grant.prompt,
+            block_ids=block_ids,
         )
         self._reply(session.identity, grant)
         if parts:

@@ -141,6 +141,7 @@ class Ask(_Message, frozen=True):
 class Grant(_Message, frozen=True):
     """The read may proceed: of its tokens ``ready`` are there, and ``chunks`` messages will come for them.
 
+    ``prompt`` is the digest of what the lease covers (``params.prompt_digest``, which counts the tokens in).
     ``epoch`` changes when what was granted is no longer true (preemption of a running prompt).
     ``block_ids`` are packed little-endian int32, one run per region, for planes where D reads P's pages.
     """
@@ -150,6 +151,7 @@ class Grant(_Message, frozen=True):
     num_tokens: Count
     ready: Count
     chunks: Count
+    prompt: Annotated[str, Meta(max_length=64)] = ""
     block_ids: Annotated[tuple[Annotated[bytes, Meta(max_length=4 << 20)], ...], Meta(max_length=MAX_REGIONS)] = ()
 
 

@@ -74,6 +74,9 @@ class Pushes:
         """
         if ask.read in session.sent or self.of(lambda push: push.key == (session.identity, ask.read)):
             raise GeometryError(f"read {ask.read} was asked for before")
+        for span in ask.spans:
+            if span.share not in session.shares:  # each other one would cost a look at every token
+                raise GeometryError(f"span of the tokens of {span.share}, which is none of that rank's")
         check_spans(ask.spans, self._caches.geometry, num_tokens)
         for span in ask.spans:
             self._caches.check_held(span.group, ids[span.group], span.token, span.token + span.num_tokens)

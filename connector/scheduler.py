@@ -167,6 +167,7 @@ class SchedulerHalf:
                     (0, 1) if table.kind == "state" else (max(incoming.start, _first_held(table, ids)), stop)
                     for table, ids in tables
                 ),
+                prompt=incoming.handed.prompt,
             )
         )
 
@@ -265,8 +266,8 @@ class SchedulerHalf:
         token = secrets.token_bytes(16)
         tables = list(zip(self._tables, block_ids, strict=True))
         packed = tuple(pack_ids(_used(table, ids, tokens)) for table, ids in tables)
-        self._leases.append(LeaseGrant(request.request_id, token, tokens, packed))
         digest = prompt_digest(request.prompt_token_ids, request.extra)
+        self._leases.append(LeaseGrant(request.request_id, token, tokens, packed, digest))
         kept = tuple((table.kind, table.window, _first_held(table, ids)) for table, ids in tables if table.window)
         return True, hand_over(HandedOver(token, tokens, digest, self._us, kept))
 

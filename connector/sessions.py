@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from kvferry.connector import protocol
 from kvferry.connector.agreement import compatible
+from kvferry.connector.context import Share
 from kvferry.connector.errors import GeometryError, IncompatiblePeerError, ProtocolError, TransportError
 from kvferry.connector.site import Site, check_model
 from kvferry.transport.plane import SendChannel
@@ -20,10 +21,12 @@ SESSIONS = 4096
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """One rank of D. ``asked``: it has used its data plane. ``sent``: per ended read, how many chunks went out."""
+    """One rank of D. ``shares``: the tokens that it can hold, one for each way that its engine shares them out.
+    ``asked``: it has used its data plane. ``sent``: per ended read, how many chunks went out."""
 
     identity: bytes
-    hello: protocol.Hello
+    engine_id: str
+    shares: frozenset[Share]
     channel: SendChannel | None = None
     peer_reads: bool = False
     asked: bool = False
@@ -55,7 +58,7 @@ class Sessions:
             logger.warning("kvferry: refused D %s: %s", hello.engine_id[:8], error)
             if isinstance(error, IncompatiblePeerError):
                 ours, theirs = str(error.ours)[:1024], str(error.theirs)[:1024]
-                return protocol.Refused(field=error.field, ours=ours, theirs=theirs)
+                return protocol.Refused(field=error.field[:256], ours=ours, theirs=theirs)
             return protocol.Refused(field="geometry", ours="a valid geometry", theirs=str(error)[:1024])
         return None
 
@@ -70,7 +73,9 @@ class Sessions:
 
     def begin(self, identity: bytes, hello: protocol.Hello) -> protocol.Welcome:
         """A session that has passed ``check``."""
-        self._sessions[identity] = Session(identity, hello)
+        theirs = hello.geometry
+        shares = frozenset(split.share(theirs.tp_rank) for split in theirs.splits)
+        self._sessions[identity] = Session(identity, hello.engine_id, shares)
         site = self._site
         return protocol.Welcome(
             engine_id=site.engine_id,
@@ -93,10 +98,10 @@ class Sessions:
             session.channel, reply = plane.accept(attach.payload)
             session.peer_reads = plane.peer_reads
         except (TransportError, ProtocolError) as error:
-            logger.warning("kvferry: D %s could not attach: %s", session.hello.engine_id[:8], error)
+            logger.warning("kvferry: D %s could not attach: %s", session.engine_id[:8], error)
             names = ", ".join(offer.name for offer in self._offers)
             return protocol.Refused(field="data plane", ours=names, theirs=f"{attach.plane}: {error}"[:1024])
-        logger.info("kvferry: D %s attached over %s", session.hello.engine_id[:8], attach.plane)
+        logger.info("kvferry: D %s attached over %s", session.engine_id[:8], attach.plane)
         # Only who reads the pages by itself hears where they are.
         pages = self._site.caches.page_layouts() if session.peer_reads else ()
         slot_bytes = session.channel.slot_bytes
@@ -107,7 +112,7 @@ class Sessions:
         gone = [s for s in self._sessions.values() if s.channel is not None and s.channel.error is not None]
         for session in gone:
             assert session.channel is not None
-            logger.info("kvferry: D rank of %s is gone: %s", session.hello.engine_id[:8], session.channel.error)
+            logger.info("kvferry: D rank of %s is gone: %s", session.engine_id[:8], session.channel.error)
         return gone
 
     def end(self, session: Session) -> None:

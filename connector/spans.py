@@ -19,6 +19,9 @@ from kvferry.connector.protocol import Span
 MAX_CHUNKS = 1 << 20
 """Bound on the messages that one span is cut into; a peer names the span and the size of a message."""
 
+MAX_RANGES = 256
+"""Bound on the token ranges of one read; one for each kind of region would do."""
+
 
 class Chunk(NamedTuple):
     """A part of a span: offsets ``layer`` and ``token`` count from the span's first ones, tokens among those that both
@@ -74,6 +77,9 @@ def check_spans(spans: Sequence[Span], geometry: RankGeometry, num_tokens: int) 
         GeometryError: names what is out of bounds.
     """
     asked: dict[int, int] = {}
+    ranges = {(span.token, span.num_tokens) for span in spans}
+    if len(ranges) > MAX_RANGES:
+        raise GeometryError(f"spans of {len(ranges)} different ranges of tokens, limit {MAX_RANGES}")
     for span in spans:
         check_span(span, geometry, num_tokens)
         held = span_tokens(span, geometry.groups[span.group].share)

@@ -38,12 +38,14 @@ class PeerEngine(msgspec.Struct, frozen=True):
 
 
 class LeaseGrant(msgspec.Struct, frozen=True):
-    """P: a finished prompt whose blocks are held. ``block_ids`` per block table, packed by ``pack_ids``."""
+    """P: a finished prompt whose blocks are held. ``block_ids`` per block table, packed by ``pack_ids``; ``prompt`` is
+    its digest."""
 
     request_id: str
     token: bytes
     num_tokens: int
     block_ids: tuple[bytes, ...]
+    prompt: str = ""
 
 
 class Watch(msgspec.Struct, frozen=True):
@@ -59,13 +61,18 @@ class Watch(msgspec.Struct, frozen=True):
 
 
 class Load(msgspec.Struct, frozen=True):
-    """D: fetch tokens ``[start, stop)`` of every block table into its ``block_ids`` (packed by ``pack_ids``)."""
+    """D: fetch tokens ``[start, stop)`` of every block table into its ``block_ids`` (packed by ``pack_ids``).
+
+    ``prompt`` is the digest of the prompt that P must hold under this lease, empty where any will do: what D has heard
+    of the lease came from whoever sent the request.
+    """
 
     request_id: str
     token: bytes
     peer: PeerEngine
     block_ids: tuple[bytes, ...]
     tokens: tuple[tuple[int, int], ...]
+    prompt: str = ""
 
 
 class StepPlan(msgspec.Struct, frozen=True):

@@ -128,8 +128,11 @@ def _sharers(
     """Of each of P's shares of a head that has tokens of D's rank, one replica."""
     first_reader, num_readers = _holders(head, d_size, total_heads)
     first_replica, num_replicas = _holders(head, p_size, total_heads)
-    found = []
-    for share, meeting in enumerate(_meeting(d_split, p_split)):
+    found, meets = [], _meeting(d_split, p_split)
+    held = sorted(
+        {rank % p_split.size for rank in range(first_replica, first_replica + min(num_replicas, p_split.size))}
+    )
+    for share, meeting in ((share, meets[share]) for share in held):
         first = first_replica + (share - first_replica) % p_split.size
         replicas = range(first, first_replica + num_replicas, p_split.size)
         if d_rank % d_split.size not in meeting or not replicas:

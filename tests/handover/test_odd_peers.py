@@ -6,14 +6,19 @@ import time
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
+import msgspec
 import pytest
+import torch
 from ranks import Rank, grant, load_plan, no_failed_link, peer, wait
 from stage import Stage
 from test_aborts import PATIENT, Gate, another_works, halves
 
 from kvferry.connector import consumer, mover, producer, protocol, worker
 from kvferry.connector.config import Settings
-from kvferry.connector.stepplan import StepPlan
+from kvferry.connector.context import Share, Split
+from kvferry.connector.errors import GeometryError
+from kvferry.connector.spans import MAX_RANGES, check_spans
+from kvferry.connector.stepplan import LeaseGrant, StepPlan, pack_ids
 from kvferry.transport.control import Connection
 from kvferry.transport.shm_plane import ShmPlane
 
@@ -294,3 +299,57 @@ def test_the_wait_is_short(stage: Stage) -> None:
         d.worker.take_results()
         waits.append(time.monotonic() - begun)
     assert min(waits) < 0.025 and sum(waits) < 20, "the load itself takes until P gives the ask up"
+
+
+@pytest.mark.parametrize(
+    ("share", "words"), [(Share(512, 0, 1), "none of that rank's"), (Share(2, 1, 16), "none of that rank's")]
+)
+def test_a_d_asks_for_its_own_share_of_the_tokens(pair: tuple[Rank, Rank], raw: RawD, share: Share, words: str) -> None:
+    """Any other would be a look at every token of the prompt, and there are as many as numbers."""
+    token = grant(pair[:1], "req-p", THEIRS, TOKENS)
+    raw.attach(raw.greet())
+    raw.answer(protocol.Attached)
+    span = protocol.Span(0, 0, 1, 0, 4, 0, TOKENS, share)
+    raw.send(
+        protocol.Ask(
+            read=7, token=token, consumer=b"r" * 16, consumer_rank=0, expected=(0,), spans=(span,), chunk_bytes=64 << 10
+        )
+    )
+    assert words in raw.answer(protocol.Deny).detail
+    another_works(*pair)
+
+
+def test_the_token_ranges_of_an_ask_are_bounded(pair: tuple[Rank, Rank]) -> None:
+    geometry = pair[0].worker.site.caches.geometry
+    spans = [protocol.Span(0, 0, 1, 0, 1, 0, 1 + number) for number in range(MAX_RANGES + 1)]
+    with pytest.raises(GeometryError, match=f"spans of {MAX_RANGES + 1} different ranges of tokens"):
+        check_spans(spans, geometry, 1 << 20)
+    check_spans(spans[:2], geometry, 1 << 20)
+
+
+@pytest.mark.parametrize(("prompt", "loaded"), [("feed", True), ("beef", False)])
+def test_a_lease_of_another_prompt_is_not_loaded(stage: Stage, prompt: str, loaded: bool) -> None:
+    """What D has heard of the lease came from whoever sent the request; what P holds, P knows."""
+    p, d = stage.rank(), stage.rank(engine_id="engine-d")
+    p.fill(THEIRS, TOKENS)
+    lease = LeaseGrant("req-p", b"t" * 16, TOKENS, (pack_ids(THEIRS),), "feed")
+    p.worker.post(StepPlan(leases=(lease,)))
+    plan = load_plan("req-d", b"t" * 16, peer([p]), OURS, 0, TOKENS)
+    (load,) = plan.loads
+    d.worker.post(msgspec.structs.replace(plan, loads=(msgspec.structs.replace(load, prompt=prompt),)))
+    assert wait(lambda: d.received == {"req-d"}, [p, d])
+    assert d.failed == (set() if loaded else {"req-d"})
+    assert torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS)) == loaded
+    assert wait(lambda: p.sent == {"req-p"}, [p, d]), "released all the same"
+
+
+def test_p_is_the_one_that_the_parameters_named(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
+    """Who reads from whom was found out from the sizes there."""
+    p, d = stage.rank(), stage.rank(engine_id="engine-d")
+    p.fill(THEIRS, TOKENS)
+    token = grant([p], "req-p", THEIRS, TOKENS)
+    split = msgspec.structs.replace(peer([p]), splits=(Split(2, 16),))
+    with caplog.at_level("WARNING", "vllm.kvferry"):
+        d.worker.post(load_plan("req-d", token, split, OURS, 0, TOKENS))
+        assert wait(lambda: d.failed == {"req-d"}, [p, d])
+    assert any("splits, as kv_transfer_params and P itself tell it" in r.getMessage() for r in caplog.records)

@@ -257,6 +257,7 @@ def test_one_side_may_keep_what_has_left_the_window() -> None:
     ("geometry", "message"),
     [
         (edit(OURS, tp_rank=2), "tp_rank 2 of tp_size 2"),
+        (edit(OURS, 0, block_size=1 << 30), "blocks of 1073741824 tokens, limit 1048576"),
         (edit(OURS, pp_rank=1), "pp_rank 1 of pp_size 1"),
         (edit(OURS, tp_size=1 << 31), "tp_rank 0 of tp_size"),
         (edit(OURS, 0, head_start=4), r"holds heads 4\.\.8, expected 0\.\.4 of 8"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from labelled import prompt
 from stepped import Engine, prefill, run, settle
 from yard import Lines, Yard
@@ -51,6 +52,33 @@ def test_p_leaves_its_last_token_to_d_where_its_window_would_lose_a_block(yard: 
     assert p.scheduler.requests[request_id].num_prompt_tokens == 79, "what is not handed over is computed whole"
     request_id = p.add(prompt(79), {"do_remote_decode": True}, prompt_logprobs=1)
     assert p.scheduler.requests[request_id].num_prompt_tokens == 79, "D computes all of this one"
+
+
+def test_what_is_left_to_d_leaves_nothing_behind(yard: Yard) -> None:
+    """Neither in the caller's list nor in the hashes, by which a block with P's own next token would be found."""
+    p, _ = pair(yard)
+    ids = prompt(79)
+    theirs = [*ids]
+    request = p.scheduler.requests[p.add(theirs, {"do_remote_decode": True})]
+    kept = p.scheduler.requests[p.add(prompt(80), max_tokens=2)]
+    assert len(kept.block_hashes) == 5
+    assert theirs == ids and list(request.prompt_token_ids) == ids[:-1] == list(request.all_token_ids)
+    request.append_output_token_ids([ids[-1] + 1, 5])
+    whole = p.scheduler.requests[p.add([*ids, 5])]
+    assert len(request.block_hashes) == len(whole.block_hashes) == 5
+    assert request.block_hashes[:4] == whole.block_hashes[:4] and request.block_hashes[4] != whole.block_hashes[4]
+
+
+def test_a_prompt_with_embeddings_is_left_alone(yard: Yard) -> None:
+    """Beside them vLLM has ids that stand for them, alike for all, and of the same length."""
+    p, _ = pair(yard)
+    request = p.scheduler.requests[p.add(prompt(79))]
+    request.prompt_embeds = torch.zeros(79, 8)
+    request.kv_transfer_params = {"do_remote_decode": True}
+    p.connector.on_new_request(request)
+    assert request.num_prompt_tokens == len(request.prompt_token_ids) == 79
+    given, params = p.connector.request_finished_all_groups(request, ((1, 2, 3, 4, 5),) * 2)
+    assert (given, params) == (False, None)
 
 
 @pytest.mark.parametrize(("p_block", "d_block"), [(32, 16), (48, 16), (16, 32), (16, 48), (32, 48), (48, 32)])

@@ -110,6 +110,16 @@ def test_026_with_several_groups_is_refused(monkeypatch: pytest.MonkeyPatch, yar
         compat.check_config(engine.config, engine.kv_config)
 
 
+def test_026_with_a_window_is_refused(monkeypatch: pytest.MonkeyPatch, yard: Yard) -> None:
+    """Its failed loads are told by block, and it goes on from the first of them, over the null blocks before."""
+    engine = yard.engine(1, window=64)
+    engine.kv_config.kv_cache_groups = engine.kv_config.kv_cache_groups[1:]
+    compat.check_config(engine.config, engine.kv_config)
+    monkeypatch.setattr(compat, "HAS_TRANSFER_RESULTS", False)
+    with pytest.raises(ConfigError, match=r"load of a sliding_window cache fails; run vLLM 0.32"):
+        compat.check_config(engine.config, engine.kv_config)
+
+
 # --- beside other connectors ------------------------------------------------------------------------------------
 
 KVFERRY = {
