@@ -14,6 +14,8 @@ from labelled import prompt
 from stepped import Engine, prefill, run, settle
 from yard import Lines, Yard
 
+from kvferry.connector import compat
+
 WINDOW = 64
 
 
@@ -57,16 +59,15 @@ def test_p_leaves_its_last_token_to_d_where_its_window_would_lose_a_block(yard: 
 def test_what_is_left_to_d_leaves_nothing_behind(yard: Yard) -> None:
     """Neither in the caller's list nor in the hashes, by which a block with P's own next token would be found."""
     p, _ = pair(yard)
-    ids = prompt(79)
+    ids = prompt(80)
     theirs = [*ids]
-    request = p.scheduler.requests[p.add(theirs, {"do_remote_decode": True})]
-    kept = p.scheduler.requests[p.add(prompt(80), max_tokens=2)]
-    assert len(kept.block_hashes) == 5
-    assert theirs == ids and list(request.prompt_token_ids) == ids[:-1] == list(request.all_token_ids)
-    request.append_output_token_ids([ids[-1] + 1, 5])
-    whole = p.scheduler.requests[p.add([*ids, 5])]
+    request, whole = (p.scheduler.requests[p.add(given)] for given in (theirs, ids))
     assert len(request.block_hashes) == len(whole.block_hashes) == 5
-    assert request.block_hashes[:4] == whole.block_hashes[:4] and request.block_hashes[4] != whole.block_hashes[4]
+    compat.leave_to_d(request, 1)
+    assert theirs == ids and list(request.prompt_token_ids) == ids[:-1] == list(request.all_token_ids)
+    request.append_output_token_ids(ids[-1] + 1)
+    assert request.block_hashes[:4] == whole.block_hashes[:4] and len(request.block_hashes) == 5
+    assert request.block_hashes[4] != whole.block_hashes[4]
 
 
 def test_a_prompt_with_embeddings_is_left_alone(yard: Yard) -> None:
