@@ -195,7 +195,7 @@ def test_out_of_blocks_on_d_while_it_decodes(yard: Yard, ahead: int) -> None:
     """A loaded prompt that is preempted is prefilled by D: the lease is over, and nothing is loaded twice."""
     p, d = yard.engine(0, ahead=ahead), yard.engine(1, ahead=ahead, num_blocks=FEW_BLOCKS)
     preempted = Preempted(d)
-    for _, name in hand_all_over(p, d, [prompt(60, n) for n in range(4)], on_p=1, on_d=200):
+    for _, name in hand_all_over(p, d, [prompt(60, n) for n in range(4)], on_p=1, on_d=80):
         assert d.answers[name].external == 60
     assert preempted.times.total() > 0
     assert not d.workers[0].failed
