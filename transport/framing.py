@@ -12,7 +12,8 @@ from kvferry.transport.wake import RateLimitedLog
 
 HEARTBEAT_SECONDS = 1.5
 """Between two heartbeats; without an answer for the time-out the connection ends. libzmq's own thread does both."""
-HEARTBEAT_TIMEOUT_SECONDS = 4.5
+HEARTBEAT_TIMEOUT_SECONDS = 13.5
+"""Hosts have been seen to stand still for seven seconds; a peer that ends is noticed at once, by other means."""
 CONNECT_TIMEOUT_SECONDS = 10.0
 HANDSHAKE_SECONDS = 10.0
 FRAMES = 3
