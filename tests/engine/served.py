@@ -23,8 +23,8 @@ from pd_router import PREFILL_TAG
 
 START_SECONDS = 400
 """An engine starts in 25 s on an idle machine; others may use it too."""
-LEASE_SECONDS = 60.0
-"""Long enough that a hand-over on a busy machine does not miss it."""
+LEASE_SECONDS = 20.0
+"""Long enough that a hand-over on a busy machine does not miss it; tests of clients that leave wait for its end."""
 HERE = Path(__file__).resolve().parent
 PER_HEAD = {
     "kv_bytes": False,
