@@ -146,8 +146,11 @@ def test_layers_left_out_of_an_fp8_cache_have_a_dtype_of_their_own(folder: Path)
         found[name] = numbers.dtype
     assert list(found.values()) == ["float8_e4m3fn", "bfloat16"]
     layers = config.compilation_config.static_forward_context
-    with pytest.raises(ConfigError, match="have KV caches of dtypes auto, fp8"):
+    with pytest.raises(ConfigError, match="have KV caches of dtypes bfloat16, float8_e4m3fn"):
         group_numbers(spec, list(found), layers, "fp8")
+    layers = {"a": SimpleNamespace(kv_cache_dtype="auto"), "b": SimpleNamespace(kv_cache_dtype="bfloat16")}
+    same = group_numbers(spec, ["a", "b"], layers, "auto")
+    assert same is not None and same.dtype == "bfloat16", "by two names"
 
 
 def test_mla_and_packed_and_amd(folder: Path) -> None:
