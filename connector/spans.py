@@ -135,11 +135,6 @@ def chunks(span: Span, content_bytes: int, chunk_bytes: int, token_align: int = 
     return list(map(_new_chunk, zip(layers, repeat(1), starts, counts, strict=False)))
 
 
-def chunk_nbytes(chunk: Chunk, span: Span, content_bytes: int) -> int:
-    """Bytes of a chunk on the wire."""
-    return chunk.num_layers * span.num_heads * chunk.num_tokens * content_bytes
-
-
 def _token_runs(first: int, total: int, most: int, align: int) -> list[tuple[int, int]]:
     runs, token = [], 0
     while token < total:

@@ -17,7 +17,7 @@ from kvferry.connector.errors import GeometryError, IncompatiblePeerError
 from kvferry.connector.geometry import GroupGeometry, RankGeometry
 from kvferry.connector.plan import PlannedSpan, check_complete, plan_reads, plan_sources
 from kvferry.connector.protocol import Span
-from kvferry.connector.spans import MAX_CHUNKS, Chunk, check_span, check_spans, chunk_nbytes, chunks
+from kvferry.connector.spans import MAX_CHUNKS, Chunk, check_span, check_spans, chunks
 from kvferry.connector.topology import head_interval, sources
 
 CONTENT = 8
@@ -92,7 +92,7 @@ def carry(
     for item in spans:
         s = item.span
         for c in chunks(s, CONTENT, *cut):
-            assert chunk_nbytes(c, s, CONTENT) <= cut[0]
+            assert c.num_layers * s.num_heads * c.num_tokens * CONTENT <= cut[0]
             here = (
                 slice(item.layer + c.layer, item.layer + c.layer + c.num_layers),
                 slice(item.head, item.head + s.num_heads),
@@ -341,7 +341,7 @@ def test_chunks_partition_a_span(layers, heads, token, tokens, content, room, al
     for part in parts:
         assert part.num_layers >= 1 and part.num_tokens >= 1
         assert part.num_layers == 1 or part.num_tokens == tokens
-        assert chunk_nbytes(part, span, content) <= room
+        assert part.num_layers * span.num_heads * part.num_tokens * content <= room
         seen[part.layer : part.layer + part.num_layers, part.token : part.token + part.num_tokens] += 1
         end = token + part.token + part.num_tokens
         if part.token + part.num_tokens < tokens and end % align:  # only where no aligned cut was within reach

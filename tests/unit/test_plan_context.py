@@ -15,7 +15,7 @@ from kvferry.connector.context import UNSPLIT, Share, Split, common
 from kvferry.connector.errors import GeometryError, IncompatiblePeerError
 from kvferry.connector.geometry import GroupGeometry, RankGeometry
 from kvferry.connector.plan import PlannedSpan, check_complete, plan_reads, plan_sources
-from kvferry.connector.spans import check_spans, chunk_nbytes, chunks
+from kvferry.connector.spans import check_spans, chunks
 from kvferry.connector.topology import head_interval, readers, release_map, sources
 
 CONTENT = 8
@@ -76,7 +76,7 @@ def carry(items: Sequence[PlannedSpan], p: RankGeometry, d: RankGeometry, tokens
             for places in (common(p_share, s.share, s.token, stop), common(d_share, item.share, s.token, stop))
         ]
         for c in chunks(s, CONTENT, room, 16, p_share):
-            assert chunk_nbytes(c, s, CONTENT) <= room
+            assert c.num_layers * s.num_heads * c.num_tokens * CONTENT <= room
             there, here = (side[c.token : c.token + c.num_tokens] for side in at)
             assert len(there) == len(here) == c.num_tokens
             box = theirs[s.group][s.layer + c.layer :][: c.num_layers, s.head : s.head + s.num_heads][:, :, there]
