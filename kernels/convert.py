@@ -76,13 +76,20 @@ class Conversion:
 
 
 def unpack_converted(
-    pages: Pages, address: int, conversion: Conversion, *, num_heads: int, num_tokens: int, device: torch.device
+    pages: Pages,
+    address: int,
+    conversion: Conversion,
+    *,
+    num_heads: int,
+    num_tokens: int,
+    device: torch.device,
+    sms: int | None = None,
 ) -> None:
     """Convert contiguous wire elements ``[L, num_heads, num_tokens, C]`` at ``address`` into ``pages``, L =
     ``len(pages.bases)``.
 
     The caller guarantees what it guarantees for ``copy_pages``. On ``cpu`` it is done on return; on a GPU it is
-    enqueued on the current stream of ``device``.
+    enqueued on the current stream of ``device``, and takes ``sms`` of its SMs at most, or all.
     """
     assert len(conversion.src_scales) == len(conversion.dst_scales) == len(pages.bases)
     if num_heads == 0 or num_tokens == 0 or len(pages.bases) == 0:
@@ -94,4 +101,6 @@ def unpack_converted(
     else:
         from kvferry.kernels.convert_triton import unpack_converted_triton
 
-        unpack_converted_triton(pages, address, conversion, num_heads=num_heads, num_tokens=num_tokens, device=device)
+        unpack_converted_triton(
+            pages, address, conversion, num_heads=num_heads, num_tokens=num_tokens, device=device, sms=sms
+        )

@@ -15,7 +15,14 @@ import triton.language as tl
 
 from kvferry.kernels.convert import FORMATS, Conversion, FloatFormat
 from kvferry.kernels.paged_copy import Pages, wire_pages
-from kvferry.kernels.paged_copy_triton import NUM_WARPS, _default_programs, _row_addresses, alignment, table, tile_shape
+from kvferry.kernels.paged_copy_triton import (
+    _row_addresses,
+    alignment,
+    form_for,
+    num_programs,
+    table,
+    tile_shape,
+)
 
 _INTEGERS = {4: tl.int32, 2: tl.int16, 1: tl.int8}
 _MAX_TILES = (1 << 31) - 1
@@ -141,20 +148,21 @@ def unpack_converted_triton(
     num_heads: int,
     num_tokens: int,
     device: torch.device,
-    num_programs: int | None = None,
+    sms: int | None = None,
 ) -> None:
-    """``unpack_converted`` on a GPU: enqueued on the current stream of ``device``. ``num_programs`` as in
+    """``unpack_converted`` on a GPU: enqueued on the current stream of ``device``. ``sms`` as in
     ``copy_pages_triton``."""
+    form = form_for(sms)
     of, to = FORMATS[conversion.src], FORMATS[conversion.dst]
     content = conversion.content
     wire = wire_pages(address, len(pages.bases), num_heads, num_tokens, content * of.itemsize)
-    block_t, block_w = tile_shape(content, max(of.itemsize, to.itemsize))
+    block_t, block_w = tile_shape(content, max(of.itemsize, to.itemsize), form)
     tiles = len(pages.bases) * num_heads * -(-num_tokens // block_t) * -(-content // block_w)
     assert tiles <= _MAX_TILES and num_tokens + pages.block_size <= _MAX_TILES
     numbers = table(pages, wire, sizes=(num_heads, num_tokens, content, tiles))
     scales = np.concatenate([conversion.src_scales, conversion.dst_scales], axis=1, dtype=np.float32)
     host = np.concatenate([numbers, [conversion.keys], scales.view(np.int32).reshape(-1).astype(np.int64)])
-    grid = (min(tiles, num_programs or _default_programs(device)),)
+    grid = (min(tiles, num_programs(device, sms)),)
     constants = {
         **_constants("SRC", of, alignment(wire, num_heads, num_tokens, content * of.itemsize)),
         **_constants("DST", to, alignment(pages, num_heads, num_tokens, content * to.itemsize)),
@@ -169,7 +177,7 @@ def unpack_converted_triton(
         # Pinned, so that the upload neither waits for the stream nor is read after the buffer has gone.
         pinned = torch.empty(len(host), dtype=torch.int64, pin_memory=True)
         pinned.numpy()[:] = host
-        _convert_kernel[grid](pinned.to(device, non_blocking=True), len(numbers), **constants, num_warps=NUM_WARPS)
+        _convert_kernel[grid](pinned.to(device, non_blocking=True), len(numbers), **constants, num_warps=form.num_warps)
 
 
 def _constants(side: str, form: FloatFormat, align: int) -> dict[str, object]:

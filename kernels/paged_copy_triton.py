@@ -10,6 +10,7 @@ per width of the word, alignment and tile shape.
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,11 +20,24 @@ import triton.language as tl
 
 from kvferry.kernels.paged_copy import Pages
 
-TILE_BYTES = 32 << 10
-"""Bytes of a tile, 128 for each of 256 threads: 8 loads of 16 bytes in flight per thread."""
-NUM_WARPS = 8
-_PROGRAMS_PER_SM = 2
-"""Measured on an H100: one per SM already packs at 0.92 of a contiguous device copy, more gain nothing."""
+
+
+class Form(NamedTuple):
+    """How the work is laid out: bytes of a tile, most tokens in one, warps of a program, programs per SM."""
+
+    tile_bytes: int
+    tile_tokens: int
+    num_warps: int
+    programs_per_sm: int
+
+
+WIDE = Form(32 << 10, 128, 8, 2)
+"""All SMs: a tile is 128 bytes for each of 256 threads, 8 loads of 16 bytes in flight per thread. Measured on an H100:
+one program per SM already packs at 0.92 of a contiguous device copy, more gain nothing."""
+FEW = Form(64 << 10, 256, 32, 1)
+"""A few SMs, each with all the loads in flight that it can hold. Measured on two H200, pages of the peer read over
+NVLink, against one contiguous copy: 16 SMs reach 0.92 and 32 reach 0.94 (0.73 and 0.91 with programs of 8 warps);
+64 and more gain half a percent."""
 _MAX_TILES = (1 << 31) - 1
 
 _HEADER_INTS = 18
@@ -98,21 +112,22 @@ def copy_pages_triton(
     num_tokens: int,
     content_bytes: int,
     device: torch.device,
-    num_programs: int | None = None,
+    sms: int | None = None,
 ) -> None:
     """``copy_pages`` on a GPU: enqueued on the current stream of ``device``.
 
-    ``num_programs`` bounds the thread blocks of ``NUM_WARPS`` warps; None takes two per SM. Addresses have to be
-    accessible from ``device``: its own, a peer's that is mapped, or pinned host memory.
+    ``sms`` bounds the SMs that it may take; None takes all. Addresses have to be accessible from ``device``: its own, a
+    peer's that is mapped, or pinned host memory.
     """
+    form = form_for(sms)
     align = min(alignment(side, num_heads, num_tokens, content_bytes) for side in (dst, src))
     word = min(align, max(_DTYPES))
     words = content_bytes // word
-    block_t, block_w = tile_shape(words, word)
+    block_t, block_w = tile_shape(words, word, form)
     tiles = len(dst.bases) * num_heads * -(-num_tokens // block_t) * -(-words // block_w)
     assert tiles <= _MAX_TILES and num_tokens + dst.block_size + src.block_size <= _MAX_TILES
     host = table(dst, src, sizes=(num_heads, num_tokens, words, tiles))
-    grid = (min(tiles, num_programs or _default_programs(device)),)
+    grid = (min(tiles, num_programs(device, sms)),)
     constants = {"DTYPE": _DTYPES[word], "ALIGN": align, "WORDS_ALIGN": align // word}
     if device.type == "cpu":  # the interpreter
         _copy_kernel[grid](torch.from_numpy(host), **constants, BLOCK_T=block_t, BLOCK_W=block_w)
@@ -122,7 +137,12 @@ def copy_pages_triton(
         pinned = torch.empty(len(host), dtype=torch.int64, pin_memory=True)
         pinned.numpy()[:] = host
         numbers = pinned.to(device, non_blocking=True)
-        _copy_kernel[grid](numbers, **constants, BLOCK_T=block_t, BLOCK_W=block_w, num_warps=NUM_WARPS)
+        _copy_kernel[grid](numbers, **constants, BLOCK_T=block_t, BLOCK_W=block_w, num_warps=form.num_warps)
+
+
+def form_for(sms: int | None) -> Form:
+    """The form for so many SMs."""
+    return WIDE if sms is None else FEW
 
 
 def alignment(pages: Pages, num_heads: int, num_tokens: int, content_bytes: int) -> int:
@@ -135,18 +155,18 @@ def alignment(pages: Pages, num_heads: int, num_tokens: int, content_bytes: int)
     return bits & -bits
 
 
-def tile_shape(words: int, word: int) -> tuple[int, int]:
+def tile_shape(words: int, word: int, form: Form) -> tuple[int, int]:
     """Tokens and words of a tile, powers of two that depend on the content alone.
 
     As wide as leaves at most an eighth of the lanes idle, from 16 words to 1 KiB, and no wider than the content:
-    64 x 64 for 512 bytes of bf16 K and V, 128 x 32 for the 1152 of an MLA token.
+    64 x 64 for 512 bytes of bf16 K and V in the wide form, 128 x 32 for the 1152 of an MLA token.
     """
     block_w = 1024 // word
     while block_w > 16 and (-(-words // block_w) * block_w - words) * 8 > words:
         block_w //= 2
     while block_w >= 2 * words:
         block_w //= 2
-    return min(TILE_BYTES // (block_w * word), 128), block_w
+    return min(form.tile_bytes // (block_w * word), form.tile_tokens), block_w
 
 
 def table(dst: Pages, src: Pages, *, sizes: tuple[int, int, int, int]) -> npt.NDArray[np.int64]:
@@ -166,7 +186,9 @@ def table(dst: Pages, src: Pages, *, sizes: tuple[int, int, int, int]) -> npt.ND
 
 
 @functools.cache
-def _default_programs(device: torch.device) -> int:
-    if device.type == "cpu":
-        return 3
-    return _PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
+def num_programs(device: torch.device, sms: int | None = None) -> int:
+    """Thread blocks of a launch that may take ``sms`` SMs of ``device``."""
+    if device.type == "cpu":  # the interpreter
+        return sms or 3
+    there = int(torch.cuda.get_device_properties(device).multi_processor_count)
+    return form_for(sms).programs_per_sm * min(sms or there, there)

@@ -24,7 +24,7 @@ for number, name in enumerate(sys.argv[1:]):
     want = case.expected(arena, wire)
     unpack_converted_triton(
         arena.pages, wire.ctypes.data, case.conversion(), num_heads=case.heads, num_tokens=case.tokens,
-        device=torch.device("cpu"), num_programs=(None, 1, 5, 1000)[number % 4],
+        device=torch.device("cpu"), sms=(None, 1, 5, 1000)[number % 4],
     )
     print(name, case.differing(arena, want))
 """
@@ -34,6 +34,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from kvferry.kernels import convert_triton
+from kvferry.kernels.paged_copy_triton import WIDE
 from kvferry.kernels.convert import FORMATS
 
 def width(word):  # bytes that one instruction moves
@@ -51,7 +52,7 @@ for capability in (80, 90):
             signature={"table": "*i64", "scales": "i32"} | dict.fromkeys(constants, "constexpr"),
             constexprs=constants,
         )
-        options = {"num_warps": convert_triton.NUM_WARPS}
+        options = {"num_warps": WIDE.num_warps}
         ptx = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["ptx"]
         found = [re.findall(rf"{what}\\.global[.\\w]*", ptx) for what in ("ld", "st")]
         narrowest = [min(width(word) for word in words) for words in found]

@@ -11,7 +11,7 @@ from paged_copy_cases import CASES, expected
 from triton_process import python
 
 from kvferry.kernels.paged_copy import Pages, copy_pages
-from kvferry.kernels.paged_copy_triton import alignment, tile_shape
+from kvferry.kernels.paged_copy_triton import FEW, WIDE, alignment, tile_shape
 
 INTERPRETED = """
 import sys
@@ -27,11 +27,12 @@ for number, name in enumerate(sys.argv[1:]):
     size = {"num_heads": case.heads, "num_tokens": case.tokens, "content_bytes": case.content}
     (dst, src), (reference, same_src) = case.arenas(), case.arenas()
     want = expected(case, dst, src)
-    copy_pages_triton(dst.pages, src.pages, **size, device=cpu, num_programs=(None, 1, 5, 1000)[number % 4])
+    copy_pages_triton(dst.pages, src.pages, **size, device=cpu, sms=(None, 1, 5, 1000)[number % 4])
     copy_pages_reference(reference.pages, same_src.pages, **size)
     print(name, np.count_nonzero(dst.memory != want), np.count_nonzero(dst.memory != reference.memory))
 """
 COMPILED = """
+import itertools
 import re
 import triton
 import triton.language as tl
@@ -40,16 +41,18 @@ from triton.compiler import ASTSource
 from kvferry.kernels import paged_copy_triton
 
 names = ("DTYPE", "ALIGN", "WORDS_ALIGN", "BLOCK_T", "BLOCK_W")
-for dtype, word, align in ((tl.int64, 8, 16), (tl.int64, 8, 8), (tl.int32, 4, 4), (tl.int16, 2, 2), (tl.int8, 1, 1)):
-    block_t, block_w = paged_copy_triton.tile_shape(512 // word, word)
+WORDS = ((tl.int64, 8, 16), (tl.int64, 8, 8), (tl.int32, 4, 4), (tl.int16, 2, 2), (tl.int8, 1, 1))
+FORMS = {"wide": paged_copy_triton.WIDE, "few": paged_copy_triton.FEW}
+for (name, form), (dtype, word, align) in itertools.product(FORMS.items(), WORDS):
+    block_t, block_w = paged_copy_triton.tile_shape(512 // word, word, form)
     source = ASTSource(
         fn=paged_copy_triton._copy_kernel,
         signature={"table": "*i64"} | dict.fromkeys(names, "constexpr"),
         constexprs=dict(zip(names, (dtype, align, align // word, block_t, block_w))),
     )
     target = GPUTarget("cuda", 90, 32)
-    ptx = triton.compile(source, target=target, options={"num_warps": paged_copy_triton.NUM_WARPS}).asm["ptx"]
-    print(align, *sorted(set(re.findall(r"st\\.global[.\\w]*", ptx))))
+    ptx = triton.compile(source, target=target, options={"num_warps": form.num_warps}).asm["ptx"]
+    print(f"{name} {align}:", *sorted(set(re.findall(r"st\\.global[.\\w]*", ptx))))
 """
 
 
@@ -60,20 +63,22 @@ def test_bytes_in_the_interpreter_are_those_of_the_oracle_and_of_the_reference()
 
 def test_compiled_for_a_gpu_it_stores_as_wide_as_the_alignment_allows() -> None:
     """Runs the compiler only; without the hints on alignment the first would be scalar."""
-    assert dict(python(COMPILED, interpret=False)) == {
-        "16": "st.global.v2.b64",
-        "8": "st.global.b64",
-        "4": "st.global.b32",
-        "2": "st.global.b16",
-        "1": "st.global.b8",
-    }
+    stores = {16: "st.global.v2.b64", 8: "st.global.b64", 4: "st.global.b32", 2: "st.global.b16", 1: "st.global.b8"}
+    expected = [[form, f"{align}:", store] for form in ("wide", "few") for align, store in stores.items()]
+    assert python(COMPILED, interpret=False) == expected
 
 
 @pytest.mark.parametrize(
-    "words, word, shape", [(64, 8, (64, 64)), (144, 8, (128, 32)), (1, 8, (128, 1)), (13, 1, (128, 16))]
+    "words, word, wide, few",
+    [
+        (64, 8, (64, 64), (128, 64)),
+        (144, 8, (128, 32), (256, 32)),
+        (1, 8, (128, 1), (256, 1)),
+        (13, 1, (128, 16), (256, 16)),
+    ],
 )
-def test_tile_shape_wastes_few_lanes(words: int, word: int, shape: tuple[int, int]) -> None:
-    assert tile_shape(words, word) == shape
+def test_tile_shape_wastes_few_lanes(words: int, word: int, wide: tuple[int, int], few: tuple[int, int]) -> None:
+    assert (tile_shape(words, word, WIDE), tile_shape(words, word, FEW)) == (wide, few)
 
 
 @pytest.mark.parametrize(
