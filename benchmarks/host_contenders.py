@@ -27,7 +27,7 @@ from kvferry.connector.reads import PEER_BYTES_PER_TURN
 from kvferry.connector.runs import Runs, runs, taken, wire_ordered
 from kvferry.connector.spans import Chunk, chunks
 from kvferry.kernels.paged_copy import Pages, copy_pages, wire_pages
-from kvferry.transport.plane import PeerChannel, Pieces, RecvChannel, SendChannel, make_plane
+from kvferry.transport.plane import Pieces, ReadChannel, RecvChannel, SendChannel, make_plane
 
 CPU = torch.device("cpu")
 BLOCK_TOKENS = 16
@@ -304,7 +304,7 @@ class CmaTarget(CmaSource):
     def move(self, kib: int) -> float | None:
         start = time.perf_counter()
         cache, channel = self.caches[kib], self.channel
-        assert isinstance(channel, PeerChannel)
+        assert isinstance(channel, ReadChannel)
         ours, _ = cache.sides(Chunk(0, len(cache.bases), 0, cache.num_tokens), 0)
         bases, block_ids = self.tables[kib]
         theirs = replace(ours, bases=bases, block_ids=block_ids)

@@ -29,9 +29,11 @@ from typing import Any
 import empty_handover
 import report
 
-from kvferry.transport.plane import PLANE_NAMES
+from kvferry.transport.plane import preferred_planes
+from kvferry.transport.staging import HOST as HOST_MEMORY
 
 HERE = Path(__file__).resolve().parent
+PLANES = preferred_planes(HOST_MEMORY)
 SAME_HOST = ("cma", "shm", "tcp", "ucx", "zmq", "nixl")
 TCP = ("tcp", "ucx", "zmq", "nixl", "ucxx raw", "raw socket")
 BULK = ("ucxx raw", "raw socket", "memcpy")
@@ -155,7 +157,7 @@ def fastest(rates: dict[tuple[str, str, int], float], sizes: list[int]) -> dict[
     """Per link, the plane with the highest rate over all block sizes."""
     return {
         link: max(kinds, key=lambda kind: statistics.geometric_mean(rates[link, kind, kib] for kib in sizes))
-        for link, kinds in (("host", PLANE_NAMES), ("tcp", ("tcp", "ucx", "zmq")))
+        for link, kinds in (("host", PLANES), ("tcp", ("tcp", "ucx", "zmq")))
     }
 
 
@@ -174,7 +176,7 @@ def run(config: dict[str, Any], rounds: int) -> dict[str, Any]:
     ]
     names = fastest(rates, sizes)
     figures = {f"{link}_{kind}_gb_per_s".replace(" ", "_"): rates[link, kind, 0] for link, kind, k in rates if k == 0}
-    figures["empty_handover_ms_p50"] = empty_handover.measure(PLANE_NAMES[0], 300)["ms_p50"]
+    figures["empty_handover_ms_p50"] = empty_handover.measure(PLANES[0], 300)["ms_p50"]
     return {
         "ratios": summarise(rates, sizes),
         "figures": figures,

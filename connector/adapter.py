@@ -130,9 +130,9 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
         self._scheduling.after_alloc(compat.request_view(request), self._select(block_ids), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVFerryMetadata:
-        return KVFerryMetadata(
-            self._scheduling.take_plan(idle=self._alone and scheduler_output.total_num_scheduled_tokens == 0)
-        )
+        idle = self._alone and scheduler_output.total_num_scheduled_tokens == 0
+        computed = scheduler_output.num_scheduled_tokens.keys()
+        return KVFerryMetadata(self._scheduling.take_plan(idle=idle, computed=computed))
 
     def update_connector_output(self, connector_output: Any) -> None:
         self._scheduling.loads_finished(connector_output.finished_recving or ())

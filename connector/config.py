@@ -17,7 +17,7 @@ from msgspec import Meta
 from kvferry.connector.errors import ConfigError, did_you_mean
 from kvferry.connector.geometry import PRINTABLE
 
-PlaneName = Literal["auto", "cma", "shm", "tcp", "ucx", "zmq"]
+PlaneName = Literal["auto", "cma", "cuda_ipc", "shm", "tcp", "ucx", "zmq"]
 
 _MIB = 1 << 20
 _Port = Annotated[int, Meta(ge=0, le=65535)]
@@ -43,11 +43,15 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         "auto"
     )
     slot_bytes: Annotated[
-        int, Meta(ge=64 << 10, le=256 * _MIB), _doc("size of one staging slot, one message on the wire")
-    ] = 4 * _MIB
+        Annotated[int, Meta(ge=64 << 10, le=256 * _MIB)] | None,
+        _doc("size of one staging slot, one message on the wire; where unset 4 MiB in host memory, 32 MiB on GPUs"),
+    ] = None
     staging_bytes: Annotated[
         int, Meta(ge=_MIB, le=64 << 30), _doc("bound on the staging memory of one rank, each direction")
     ] = 256 * _MIB
+    copy_sms: Annotated[
+        int, Meta(ge=1, le=1024), _doc("GPU SMs that a copy may take, so that the engine's kernels go on beside it")
+    ] = 32
     lease_seconds: Annotated[_Seconds, _doc("how long P holds a prompt's blocks for a D that says nothing")] = 30.0
     lease_cap_seconds: Annotated[_Seconds, _doc("how long P holds them at most, however often D renews")] = 600.0
     ask_hold_seconds: Annotated[_Seconds, _doc("how long P keeps an ask that came before its lease")] = 10.0
@@ -165,7 +169,7 @@ def _check_together(settings: Settings) -> None:
     _check_host("side_channel_host", settings.side_channel_host)
     if settings.advertise_host is not None:
         _check_host("advertise_host", settings.advertise_host)
-    if settings.staging_bytes < 4 * settings.slot_bytes:
+    if settings.slot_bytes is not None and settings.staging_bytes < 4 * settings.slot_bytes:
         raise ConfigError(
             f"staging_bytes: {settings.staging_bytes} holds fewer than 4 slots of slot_bytes={settings.slot_bytes}; "
             f"give at least {4 * settings.slot_bytes} or smaller slots"

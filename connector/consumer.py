@@ -146,6 +146,7 @@ class Consumer:
         """Give every claim up and close the links; loads that still run are reported as failed."""
         for job in list(self._jobs.values()):
             self._step(job, handover.Cancel(Reason("cancelled", "the engine is shutting down")), now)
+        self._collect(now)  # of copies that have just ended
         self._claims.close_all()
         for link in self._links.values():
             link.close()
@@ -254,9 +255,10 @@ class Consumer:
     def _stop(self, job: Job, now: float) -> None:
         for read in job.reads:
             self._reads.stop(read)
-        if job.state.phase is handover.Phase.DRAINING:  # nothing of ours writes the pages once the reads are stopped
+        if job.state.phase is handover.Phase.DRAINING:
             for read in job.reads:
-                self._step(job, handover.Drained(read.source), now)
+                if not read.writing:  # of the others the end of the last copy tells
+                    self._step(job, handover.Drained(read.source), now)
 
     def _report(self, load: Load, now: float, reason: Reason | None, job: Job | None = None) -> None:
         self._finished.append(Finished(load.request_id, reason is None))
@@ -317,6 +319,9 @@ class Consumer:
             self._reads.granted(read, grant)
         except GeometryError as error:
             self._step(read.job, handover.Failed(read.source, Reason("data", str(error))), now)
+        except Exception as error:  # an error of the copy is this request's, not everybody's
+            logger.exception("kvferry: %s could not be read from P's pages", read.job.load.request_id)
+            self._step(read.job, handover.Failed(read.source, Reason("internal", repr(error))), now)
         else:
             self._step(read.job, handover.Granted(read.source), now)
 

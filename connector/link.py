@@ -33,11 +33,11 @@ from kvferry.connector.protocol import (
     decode_reply,
     encode,
 )
-from kvferry.connector.runs import check_layouts
+from kvferry.connector.runs import check_layouts, mapped
 from kvferry.connector.site import Site, check_model
 from kvferry.connector.stepplan import PeerEngine, RankAddress
 from kvferry.transport.control import Connection
-from kvferry.transport.plane import PeerChannel, Plane, RecvChannel
+from kvferry.transport.plane import DChannel, MappedChannel, Plane
 
 logger = logging.getLogger("vllm.kvferry.link")
 
@@ -67,13 +67,14 @@ class Link:
         self.failed_at = 0.0
         self.used = True  # something was sent since the owner last looked
         self.used_at = 0.0
-        self.channel: RecvChannel | PeerChannel | None = None
+        self.channel: DChannel | None = None
         self.plane: Plane | None = None
         self.slot_bytes = 0
         self.pages: tuple[PageLayout, ...] = ()
         self.converted: frozenset[tuple[int, int]] = frozenset()  # regions, ours and theirs, whose numbers differ
         self._offers: dict[str, bytes] = {}
         self._refused: list[str] = []
+        self._attached: Attached | None = None  # P's answer, where the plane is not ready yet
         self.geometry: RankGeometry | None = None
         self.connection = Connection(
             address.host,
@@ -140,6 +141,9 @@ class Link:
                     self._shake(reply)
                 else:
                     replies.append(reply)
+        if self._attached is not None:
+            with self._failing():
+                self._complete(self._attached)
         if self.channel is not None and self.channel.error is not None:
             if self.state is LinkState.ATTACHING:  # P closes what it refuses, and that is here before its answer
                 with self._failing():
@@ -204,9 +208,20 @@ class Link:
             self.slot_bytes, self.pages = reply.slot_bytes, reply.pages
             if self.plane.peer_reads:
                 check_layouts(self.pages, self.theirs)
-            self.state, self.deadline = LinkState.ATTACHED, float("inf")
+            self._complete(reply)
         else:
             raise ProtocolError(f"{type(reply).__name__} came while {self.state.value}")
+
+    def _complete(self, reply: Attached) -> None:
+        """P is ready; we are once its memory is mapped."""
+        channel = self.channel
+        if isinstance(channel, MappedChannel):
+            self._attached = reply
+            if not channel.ready:
+                return
+            self.pages = mapped(reply.pages, self.theirs, channel.ours)
+        self._attached = None
+        self.state, self.deadline = LinkState.ATTACHED, float("inf")
 
     def _welcome(self, welcome: Welcome) -> None:
         if welcome.incarnation != self.address.incarnation:
@@ -244,6 +259,7 @@ class Link:
         """P has no room on the plane that was chosen, or it does not come about; take the next best."""
         assert self.plane is not None
         self.detach()
+        self._attached = None
         self._refused.append(f"{self.plane.name}: {why.removeprefix(self.plane.name + ': ')}")
         del self._offers[self.plane.name]
         self._attach()
@@ -252,7 +268,7 @@ class Link:
         self.plane, self.channel, payload = self._choose()
         self.send(Attach(plane=self.plane.name, payload=payload))
 
-    def _choose(self) -> tuple[Plane, RecvChannel | PeerChannel, bytes]:
+    def _choose(self) -> tuple[Plane, DChannel, bytes]:
         """The first plane that both sides have and that connects; one line says which, and why not a better one."""
         passed_over = [f"{name}: {why}" for name, why in self._site.missing_planes.items()] + self._refused
         for plane in self._site.planes:
@@ -262,6 +278,10 @@ class Link:
                 continue
             if plane.peer_reads and self.converted:
                 passed_over.append(f"{plane.name}: it copies bytes, and dtypes differ")
+                continue
+            mapped_to_us = not any("cannot be mapped" in line for line in passed_over)
+            if len(self._site.planes) > 1 and (why := plane.drawback(self._offers[plane.name], mapped=mapped_to_us)):
+                passed_over.append(f"{plane.name}: {why}")
                 continue
             try:
                 channel, payload = plane.connect(self._offers[plane.name], self.connection.address)

@@ -12,17 +12,19 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import zip_longest
 from typing import TypeVar
 
 import zmq
 
 from kvferry.connector.consumer import Consumer, Finished
+from kvferry.connector.copies import Mark
 from kvferry.connector.producer import Producer
 from kvferry.connector.site import Site
-from kvferry.connector.stepplan import Load, StepPlan
+from kvferry.connector.stepplan import LeaseGrant, Load, StepPlan
 from kvferry.transport.control import Listener
 from kvferry.transport.plane import Plane
 from kvferry.transport.wake import Waker
@@ -31,6 +33,8 @@ logger = logging.getLogger("vllm.kvferry.mover")
 
 TICK_SECONDS = 0.02
 """How often deadlines are looked at while any is running."""
+COMPUTING_SECONDS = 1e-3
+"""How often to look whether the device has computed what a lease is of; nearly always it has by then."""
 IDLE_SECONDS = 1.0
 QUIET_SECONDS = 5.0
 """After an unexpected error was logged; what strikes every turn would fill the disk."""
@@ -55,7 +59,8 @@ class Mover:
         self._listener = listener
         self._clock = clock
         self._waker = Waker()
-        self._commands: deque[StepPlan] = deque()
+        self._commands: deque[tuple[StepPlan, Mark | None, Sequence[Mark | None]]] = deque()
+        self._computing: list[tuple[LeaseGrant, Mark | None]] = []
         self._finished: deque[Finished] = deque()
         self._freed: deque[str] = deque()
         self._news = threading.Event()
@@ -63,16 +68,18 @@ class Mover:
         self._consumer = Consumer(site)
         self._producer = Producer(site, listener)
         self._thread = threading.Thread(target=self._run, name="kvferry-mover", daemon=True)
+        site.caches.copies.on_done = self._waker.wake
 
     def start(self) -> None:
         """Start the thread. It asks the interpreter to switch threads sooner, see ``SWITCH_SECONDS``."""
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
         self._thread.start()
 
-    def post(self, plan: StepPlan) -> None:
-        """Hand a step's work over."""
+    def post(self, plan: StepPlan, mark: Mark | None = None, computed: Sequence[Mark | None] = ()) -> None:
+        """Hand a step's work over. ``mark``: what the device must have done before blocks are written; ``computed``:
+        for each lease, what it must have done before its blocks are read."""
         if not plan.empty:
-            self._commands.append(plan)
+            self._commands.append((plan, mark, computed))
             self._waker.wake()
 
     def wait(self, timeout: float) -> None:
@@ -159,10 +166,11 @@ class Mover:
         busy = False
         while self._commands:
             busy = True
-            plan = self._commands.popleft()
+            plan, mark, computed = self._commands.popleft()
             self._consumer.identify(plan.consumer)
-            for grant in plan.leases:
-                self._try(self._producer.grant, grant, now, partial(self._freed.append, grant.request_id))
+            self._computing += zip_longest(plan.leases, computed)
+            if mark is not None and plan.loads:
+                self._site.caches.copies.after(mark)
             for watch in plan.watches:
                 self._try(self._consumer.watch, watch, now)
             for load in plan.loads:
@@ -171,7 +179,16 @@ class Mover:
                 self._try(self._consumer.cancel, request_id, now)
             for request_id in plan.drops:
                 self._try(self._consumer.drop, request_id, now)
-        return busy
+        return self._grant(now) or busy
+
+    def _grant(self, now: float) -> bool:
+        """Grant the leases whose blocks the device has filled. An ask that comes first is held."""
+        ready = [grant for grant, computed in self._computing if computed is None or computed.passed]
+        if ready:
+            self._computing = [each for each in self._computing if each[0] not in ready]
+        for grant in ready:
+            self._try(self._producer.grant, grant, now, partial(self._freed.append, grant.request_id))
+        return bool(ready)
 
     def _try(
         self,
@@ -215,10 +232,12 @@ class Mover:
             for pollable, events in plane.pollables():
                 poller.register(pollable, events)
         live = self._consumer.live or self._producer.live
-        poller.poll(int((TICK_SECONDS if live else IDLE_SECONDS) * 1e3))
+        seconds = COMPUTING_SECONDS if self._computing else TICK_SECONDS if live else IDLE_SECONDS
+        poller.poll(int(seconds * 1e3))
         self._waker.drain()
 
     def _shut(self) -> None:
+        self._site.caches.copies.close()
         self._consumer.close(self._clock())
         self._producer.close()
         self._publish()

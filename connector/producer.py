@@ -100,7 +100,9 @@ class Producer:
         return bool(arrived)
 
     def pump(self, now: float) -> bool:
-        """Pack and send chunks of the reads in turn; whether any was sent."""
+        """Pack and send chunks of the reads in turn; whether any was."""
+        for push in self._pushes.drained():
+            self._step(push.token, lease.ReadEnded(push.key), now)
         packed = 0
         for _ in range(len(self._pushes)):  # one that cannot send now must not hold up the others
             if packed == PACKS_PER_TURN or not self._pushes:
@@ -283,8 +285,8 @@ class Producer:
             logger.warning("kvferry: lease of %s expired: %s", held.grant.request_id, why)
 
     def _end_push(self, push: Push, now: float) -> None:
-        self._pushes.end(push)
-        self._step(push.token, lease.ReadEnded(push.key), now)
+        if self._pushes.end(push):
+            self._step(push.token, lease.ReadEnded(push.key), now)
 
     def _end_session(self, session: Session, now: float) -> None:
         for push in self._pushes.of(lambda push: push.session is session):

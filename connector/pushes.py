@@ -8,14 +8,15 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvferry.connector import protocol
+from kvferry.connector.copies import Copy
 from kvferry.connector.errors import GeometryError, ProtocolError
 from kvferry.connector.sessions import Session
 from kvferry.connector.site import Caches, Ids, Part
 from kvferry.connector.spans import MAX_CHUNKS, check_spans
-from kvferry.transport.plane import SendChannel
+from kvferry.transport.plane import SendChannel, Slot
 
 logger = logging.getLogger("vllm.kvferry.pushes")
 
@@ -23,17 +24,34 @@ ENDED_READS = 4096
 """Reads remembered per session after their end, so that a number is not used twice."""
 
 
+@dataclass(slots=True)
+class Packing:
+    """A chunk on its way into its slot."""
+
+    copy: Copy
+    channel: SendChannel
+    slot: Slot
+    nbytes: int
+    tag: int
+
+
 @dataclass(slots=True, eq=False)
 class Push:
-    """A read on its way: ``done`` of its ``parts`` have been packed and sent. ``why``: what broke it, empty if
-    nothing did."""
+    """A read on its way: ``begun`` of its ``parts`` have been packed and sent, but for those in ``packing``. ``why``:
+    what broke it, empty if nothing did."""
 
     session: Session
     number: int
     token: bytes
     parts: list[Part]
-    done: int = 0
+    begun: int = 0
+    packing: deque[Packing] = field(default_factory=deque)
     why: str = ""
+
+    @property
+    def sent(self) -> int:
+        """How many of its chunks have been handed to the channel, the first ones."""
+        return self.begun - len(self.packing)
 
     @property
     def key(self) -> tuple[bytes, int]:
@@ -42,7 +60,7 @@ class Push:
     @property
     def over(self) -> bool:
         """Whether nothing more of it will be sent, nor read from pages."""
-        return bool(self.why) or (self.done == len(self.parts) and not self.reading)
+        return bool(self.why) or (self.sent == len(self.parts) and not self.reading)
 
     @property
     def reading(self) -> bool:
@@ -58,6 +76,7 @@ class Pushes:
     def __init__(self, caches: Caches) -> None:
         self._caches = caches
         self._pushes: deque[Push] = deque()
+        self._ended: list[Push] = []  # whose pages are still being packed from
 
     def __len__(self) -> int:
         return len(self._pushes)
@@ -97,59 +116,89 @@ class Pushes:
         self._pushes.append(push)
 
     def turn(self) -> tuple[Push, bool]:
-        """Pack and send the next chunk of the read whose turn it is; whether one was sent. A read that is ``over``
-        then waits for ``end``; without a free slot the next turn is another's."""
+        """Pack the next chunk of the read whose turn it is, and send what has been packed; whether anything was. A read
+        that is ``over`` then waits for ``end``; without a free slot the next turn is another's."""
         push = self._pushes[0]
         self._pushes.rotate(-1)
         try:
-            return push, self._send(push)
+            begun = self._begin(push)
+            return push, self._send(push) or begun
         except Exception as error:  # an error of the copy is this read's, not everybody's
             logger.exception("kvferry: a chunk could not be packed and sent")
             push.why = repr(error)
             return push, False
 
-    def _send(self, push: Push) -> bool:
+    def _begin(self, push: Push) -> bool:
         channel = push.session.channel
         if channel is None or channel.error is not None:
             push.why = "the data plane is gone"
             return False
-        if push.done == len(push.parts):  # the last of it is on its way
+        if push.begun == len(push.parts):  # the last of it is on its way
             return False
-        part, tag = push.parts[push.done], push.number << 32 | push.done
-        sent = self._send_in_place if channel.gathers and self._caches.in_pieces(part) else self._send_packed
-        if not sent(channel, part, tag):
-            return False
-        push.done += 1
-        return True
-
-    def _send_in_place(self, channel: SendChannel, part: Part, tag: int) -> bool:
-        if not channel.ready:
-            return False
-        channel.send_pieces(self._caches.pieces(part), tag)
-        return True
-
-    def _send_packed(self, channel: SendChannel, part: Part, tag: int) -> bool:
+        part, tag = push.parts[push.begun], push.number << 32 | push.begun
+        if channel.gathers and self._caches.in_pieces(part):
+            if push.packing or not channel.ready:
+                return False
+            channel.send_pieces(self._caches.pieces(part), tag)
+            push.begun += 1
+            return True
         slot = channel.acquire()
         if slot is None:
             return False
         try:
-            self._caches.pack(slot.address, part)
+            copy = self._caches.pack(slot.address, part)
         except Exception:
             channel.give_back(slot)
             raise
-        channel.send(slot, self._caches.nbytes(part), tag)
+        push.packing.append(Packing(copy, channel, slot, self._caches.nbytes(part), tag))
+        push.begun += 1
         return True
 
-    def end(self, push: Push) -> None:
-        """Its last access to the pages is over (packing, and reading by a socket, happen on this very thread)."""
+    @staticmethod
+    def _send(push: Push) -> bool:
+        """Hand what has been packed to the channel, in order."""
+        sent = False
+        while push.packing and push.packing[0].copy.done and not push.why:
+            packed = push.packing[0]
+            if packed.copy.error:
+                push.why = f"a chunk could not be packed: {packed.copy.error}"
+                break
+            push.packing.popleft()
+            packed.channel.send(packed.slot, packed.nbytes, packed.tag)
+            sent = True
+        return sent
+
+    def end(self, push: Push) -> bool:
+        """Send no more of it; whether its last access to the pages is over. If not, ``drained`` tells of it later.
+        Reading by a socket happens on this very thread."""
         self._pushes.remove(push)
         if push.reading:
             assert push.session.channel is not None
             push.session.channel.let_go()
         sent = push.session.sent
-        sent[push.number] = push.done
+        sent[push.number] = push.sent
         while len(sent) > ENDED_READS:
             sent.popitem(last=False)
+        if self._gave_back(push):
+            return True
+        self._ended.append(push)
+        return False
+
+    def drained(self) -> list[Push]:
+        """Reads that have ended before, whose last access to the pages is over since the last call."""
+        if not self._ended:
+            return []
+        drained = [push for push in self._ended if self._gave_back(push)]
+        self._ended = [push for push in self._ended if push not in drained]
+        return drained
+
+    @staticmethod
+    def _gave_back(push: Push) -> bool:
+        """Give slots back that nothing packs into any more; whether these are all."""
+        while push.packing and push.packing[0].copy.done:
+            packed = push.packing.popleft()
+            packed.channel.give_back(packed.slot)
+        return not push.packing
 
     def flush(self, session: Session, cancel: protocol.Cancel) -> int:
         """After a cancelled read has ended: how many of its chunks D may wait for. Receives that D has posted beyond

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvferry.connector import handover, protocol
+from kvferry.connector.copies import Copy
 from kvferry.connector.errors import GeometryError, TransportError
 from kvferry.connector.handover import Reason
 from kvferry.connector.link import Link, LinkState
@@ -19,7 +20,8 @@ from kvferry.connector.plan import PlannedSpan
 from kvferry.connector.runs import Runs, joined, pages_of, runs, taken
 from kvferry.connector.site import Caches, Ids, Part
 from kvferry.connector.stepplan import Load, unpack_ids
-from kvferry.transport.plane import PeerChannel, Received, RecvChannel
+from kvferry.kernels.paged_copy import Pages
+from kvferry.transport.plane import MappedChannel, ReadChannel, Received, RecvChannel
 
 logger = logging.getLogger("vllm.kvferry.reads")
 
@@ -45,8 +47,8 @@ class Job:
 class Read:
     """One hand-over's part from one P rank.
 
-    Where P pushes, ``parts`` are its chunks and ``tags`` those still to come. Where D reads by itself, ``runs`` are
-    what is left to read, known from the grant on.
+    Where P pushes, ``parts`` are its chunks and ``tags`` those still to come. Where a plane reads P's pages, ``runs``
+    are what is left to read, known from the grant on. ``writing``: copies into D's pages that have not ended.
     """
 
     number: int
@@ -57,6 +59,7 @@ class Read:
     parts: list[Part] = field(default_factory=list)
     runs: Runs | None = None
     tags: set[int] = field(default_factory=set)
+    writing: int = 0
     stopped: bool = False
     moved: bool = False
 
@@ -68,6 +71,16 @@ class Read:
 Happened = tuple[Read, handover.Event]
 
 
+@dataclass(slots=True)
+class Writing:
+    """A copy of ``nbytes`` into D's pages. ``message`` holds what it copies, where that came in one."""
+
+    read: Read
+    copy: Copy
+    nbytes: int
+    message: Received | None = None
+
+
 class Reads:
     """All reads of this rank, also those that were stopped and whose last chunks are still under way."""
 
@@ -76,6 +89,7 @@ class Reads:
         self._reads: dict[int, Read] = {}
         self._last = 0
         self._arrived: deque[tuple[Link, Received]] = deque()
+        self._writing: deque[Writing] = deque()
 
     def __bool__(self) -> bool:
         return bool(self._reads)
@@ -120,32 +134,43 @@ class Reads:
             channel.expect(read.tag(chunk), self._caches.nbytes(part), into)
 
     def granted(self, read: Read, grant: protocol.Grant) -> None:
-        """Check a grant, and find out where P's pages lie if it says so.
+        """Check a grant; if it says where P's pages lie, begin to read them.
 
         Raises:
             GeometryError: it does not fit what was asked for.
         """
         if grant.chunks != len(read.parts):
             raise GeometryError(f"P grants {grant.chunks} chunks, {len(read.parts)} were asked for")
-        if isinstance(read.link.channel, PeerChannel):
-            read.runs = joined([self._runs(read, item, grant) for item in read.planned])
+        channel = read.link.channel
+        if isinstance(channel, ReadChannel):
+            read.runs = joined([self._runs(planned, *self._sides(read, planned, grant)) for planned in read.planned])
+        elif isinstance(channel, MappedChannel):
+            sides = [self._sides(read, planned, grant) for planned in read.planned]
+            self._write(read, self._caches.fetch(sides), sum(self._caches.nbytes(part) for part, _ in sides))
 
-    def _runs(self, read: Read, planned: PlannedSpan, grant: protocol.Grant) -> Runs:
-        span, layout = planned.span, read.link.pages[planned.span.group]
+    def _sides(self, read: Read, planned: PlannedSpan, grant: protocol.Grant) -> tuple[Part, Pages]:
+        """A span in our pages and in P's."""
+        span = planned.span
         if span.group >= len(grant.block_ids):
             raise GeometryError(f"P grants blocks of {len(grant.block_ids)} groups, group {span.group} was asked for")
-        theirs = pages_of(layout, unpack_ids(grant.block_ids[span.group]), span, planned.share)
-        part = self._part(read, planned)
+        theirs = pages_of(read.link.pages[span.group], unpack_ids(grant.block_ids[span.group]), span, planned.share)
+        return self._part(read, planned), theirs
+
+    def _runs(self, planned: PlannedSpan, part: Part, theirs: Pages) -> Runs:
         row_bytes = self._caches.views[planned.group].row_bytes
         return runs(self._caches.pages(part), theirs, part.num_heads, part.num_tokens, row_bytes)
+
+    def _write(self, read: Read, copy: Copy, nbytes: int, message: Received | None = None) -> None:
+        read.writing += 1
+        self._writing.append(Writing(read, copy, nbytes, message))
 
     def _part(self, read: Read, item: PlannedSpan) -> Part:
         ids = read.job.ids[item.group]
         return self._caches.part(item.span, item.group, item.layer, item.head, ids, item.share)
 
     def stop(self, read: Read) -> None:
-        """Unpack nothing more, let no channel write the pages. Both happen on this very thread, so nothing does from
-        here on; what is under way ends in staging memory or nowhere, and P's ``Stopped`` says how much there is."""
+        """Start no more copies, let no channel write the pages. Copies under way go on: ``collect`` tells of the end
+        of the last. What else is under way ends in staging memory or nowhere, and P's ``Stopped`` says how much."""
         if read.stopped or read.moved:
             return
         read.stopped = True
@@ -174,10 +199,11 @@ class Reads:
                 self._arrived.extend((link, message) for message in link.channel.poll())
         for _ in range(min(UNPACKS_PER_TURN, len(self._arrived))):
             link, message = self._arrived.popleft()
-            try:
-                happened = self._unpack(link, message)
-            finally:
-                message.release()
+            happened = self._unpack(link, message)
+            if happened is not None:
+                yield happened
+        while self._writing and self._writing[0].copy.done:
+            happened = self._written(self._writing.popleft())
             if happened is not None:
                 yield happened
         peer = next((read for read in self._reads.values() if read.runs is not None and not read.stopped), None)
@@ -191,7 +217,7 @@ class Reads:
 
     def _read(self, read: Read) -> handover.Event:
         channel = read.link.channel
-        assert isinstance(channel, PeerChannel) and read.runs is not None
+        assert isinstance(channel, ReadChannel) and read.runs is not None
         now, read.runs = taken(read.runs, PEER_BYTES_PER_TURN)
         try:
             channel.read(now.to, now.of, now.nbytes)
@@ -206,28 +232,46 @@ class Reads:
         return handover.Moved(read.source)
 
     def _unpack(self, link: Link, message: Received) -> Happened | None:
+        """Begin to copy a message to where it belongs; it is released once that has ended, or here."""
         read = self.find(message.tag >> 32, link)
         if read is None or message.tag not in read.tags:
+            message.release()
             return None
         read.tags.discard(message.tag)
         if read.stopped:
             if not read.tags:
                 self.forget(read)
+            message.release()
             return None
         chunk = message.tag & 0xFFFFFFFF
         part = read.parts[chunk]
         wanted = self._caches.nbytes(part)
         if message.nbytes != wanted:
+            message.release()
             text = f"chunk {chunk} has {message.nbytes} bytes, expected {wanted}"
             return read, handover.Failed(read.source, Reason("data", text))
         try:
-            if not message.placed:
-                self._caches.unpack(message.address, part)
+            copy = Copy(done=True) if message.placed else self._caches.unpack(message.address, part)
         except Exception as error:  # an error of the copy is this request's, not everybody's
+            message.release()
             logger.exception("kvferry: a chunk of %s could not be unpacked", read.job.load.request_id)
             return read, handover.Failed(read.source, Reason("internal", repr(error)))
-        read.job.nbytes += wanted
-        if read.tags:
+        self._write(read, copy, wanted, message)
+        # From here on our pages are written: the hand-over must hear so even where the grant is still on its way.
+        return None if copy.done else (read, handover.Progress())
+
+    def _written(self, writing: Writing) -> Happened | None:
+        """A copy into our pages has ended."""
+        read = writing.read
+        read.writing -= 1
+        if writing.message is not None:
+            writing.message.release()
+        if read.stopped:
+            return None if read.writing else (read, handover.Drained(read.source))
+        if writing.copy.error:
+            return read, handover.Failed(read.source, Reason("internal", f"the copy failed: {writing.copy.error}"))
+        read.job.nbytes += writing.nbytes
+        if read.tags or read.writing:
             return read, handover.Progress()
         read.moved = True
         return read, handover.Moved(read.source)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from kvferry.connector.context import WHOLE, Share, blocks, common
 from kvferry.connector.errors import GeometryError
-from kvferry.connector.geometry import PageLayout, RankGeometry
+from kvferry.connector.geometry import GroupGeometry, PageLayout, RankGeometry
 from kvferry.connector.protocol import Span
 from kvferry.connector.view import row_bases
 from kvferry.kernels.paged_copy import Pages, wire_pages
@@ -107,6 +108,27 @@ def check_layouts(layouts: Sequence[PageLayout], geometry: RankGeometry) -> None
                 f"group {index}: the peer describes pages of {tokens} tokens in {len(layout.bases)} layers of "
                 f"{layout.rows} rows, it told {group.block_size} in {len(group.layers)} of {group.rows}"
             )
+
+
+def reach(layout: PageLayout, group: GroupGeometry) -> int:
+    """Bytes from the base of a layer to the end of its last page."""
+    steps = (
+        (layout.num_pages * layout.blocks_per_page, layout.block_stride),
+        (group.num_heads, layout.head_stride),
+        (layout.block_size, layout.token_stride),
+        (layout.rows, layout.row_stride),
+    )
+    return sum((count - 1) * stride for count, stride in steps) + group.content_bytes // layout.rows
+
+
+def mapped(
+    layouts: Sequence[PageLayout], geometry: RankGeometry, ours: Callable[[int, int], int]
+) -> tuple[PageLayout, ...]:
+    """A peer's pages where they are mapped here. ``ours``: our address of the peer's address and bytes."""
+    return tuple(
+        msgspec.structs.replace(layout, bases=tuple(ours(base, reach(layout, group)) for base in layout.bases))
+        for layout, group in zip(layouts, geometry.groups, strict=True)
+    )
 
 
 def pages_of(layout: PageLayout, block_ids: Int64s, span: Span, share: Share = WHOLE) -> Pages:

@@ -10,7 +10,7 @@ import enum
 import logging
 import re
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,6 +72,8 @@ class SchedulerHalf:
         self._consumer = secrets.token_bytes(16)
         self._us: PeerEngine | None = None
         self._incoming: dict[str, Incoming | None] = {}
+        self._step = 0
+        self._ran: dict[str, int] = {}  # requests that will be handed over, and the last step that computed them
         self._reset()
 
     def _reset(self) -> None:
@@ -94,6 +96,8 @@ class SchedulerHalf:
 
     def on_new_request(self, request: RequestView) -> None:
         """See whether P holds this request's KV; if so, renew its lease from now on, and release it if it is no use."""
+        if self._produces and wants_prefill(request.params):
+            self._ran.setdefault(request.request_id, 0)
         if request.request_id in self._incoming or not self._consumes:
             return
         try:
@@ -237,6 +241,7 @@ class SchedulerHalf:
         Returns:
             Whether the blocks stay held until ``finished_sending``, and the parameters for D.
         """
+        ran = self._ran.pop(request.request_id, self._step)
         incoming = self._incoming.pop(request.request_id, None)
         if incoming is not None and incoming.stage is Stage.OFFERED:
             self._drops.append(request.request_id)
@@ -244,9 +249,11 @@ class SchedulerHalf:
             self._cancels.append(request.request_id)
         if not (self._produces and completed and wants_prefill(request.params)):
             return False, None
-        return self._lease(request, block_ids)
+        return self._lease(request, block_ids, ran)
 
-    def _lease(self, request: RequestView, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
+    def _lease(
+        self, request: RequestView, block_ids: Sequence[Sequence[int]], ran: int
+    ) -> tuple[bool, dict[str, Any] | None]:
         tokens = request.num_prompt_tokens
         why = None
         if self._us is None:
@@ -267,14 +274,18 @@ class SchedulerHalf:
         tables = list(zip(self._tables, block_ids, strict=True))
         packed = tuple(pack_ids(_used(table, ids, tokens)) for table, ids in tables)
         digest = prompt_digest(request.prompt_token_ids, request.extra)
-        self._leases.append(LeaseGrant(request.request_id, token, tokens, packed, digest))
+        self._leases.append(LeaseGrant(request.request_id, token, tokens, packed, digest, ran))
         kept = tuple((table.kind, table.window, _first_held(table, ids)) for table, ids in tables if table.window)
         return True, hand_over(HandedOver(token, tokens, digest, self._us, kept))
 
     # --- every step ---------------------------------------------------------------------------------------------
 
-    def take_plan(self, *, idle: bool = False) -> StepPlan:
-        """What the workers are to do since the last step. ``idle``: the engine computes nothing in this one."""
+    def take_plan(self, *, idle: bool = False, computed: Collection[str] = ()) -> StepPlan:
+        """What the workers are to do since the last step. ``idle``: the engine computes nothing in this one;
+        ``computed``: the requests that it computes tokens of."""
+        self._step += 1
+        if self._ran:
+            self._ran |= dict.fromkeys(self._ran.keys() & computed, self._step)
         plan = StepPlan(
             consumer=self._consumer,
             leases=tuple(self._leases),
@@ -283,6 +294,7 @@ class SchedulerHalf:
             cancels=tuple(self._cancels),
             drops=tuple(self._drops),
             idle=idle,
+            step=self._step,
         )
         self._reset()
         return plan

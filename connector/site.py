@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -15,11 +16,12 @@ import torch
 
 from kvferry.connector.config import Settings
 from kvferry.connector.context import Blocks, Share, blocks, common
+from kvferry.connector.copies import Copies, Copy
 from kvferry.connector.errors import GeometryError, IncompatiblePeerError
 from kvferry.connector.geometry import GroupGeometry, PageLayout, RankGeometry
 from kvferry.connector.metrics import HandoverStats
 from kvferry.connector.protocol import Span
-from kvferry.connector.runs import wire_ordered
+from kvferry.connector.runs import reach, wire_ordered
 from kvferry.connector.source import Source
 from kvferry.connector.spans import chunks
 from kvferry.connector.view import CacheView, kernel_block_ids, row_bases
@@ -44,8 +46,12 @@ class Caches:
 
     geometry: RankGeometry
     views: tuple[CacheView, ...]
-    device: torch.device
+    copies: Copies
     keep: object = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.copies.device
 
     def kernel_ids(self, group: int, block_ids: Ids) -> Ids:
         """Manager block ids as kernel block ids. Raises GeometryError for an id out of range."""
@@ -90,20 +96,46 @@ class Caches:
             for view in self.views
         )
 
-    def pack(self, address: int, part: Part) -> None:
-        """Copy ``part`` of the pages to staging memory in wire order, ``[L][R][H][T][C / R]``; R is ``view.rows``."""
-        self._copy(self._wire(address, part), self.pages(part), part, pack=True)
+    def ranges(self) -> list[tuple[int, int]]:
+        """Address and bytes of every layer's pages."""
+        layouts = zip(self.page_layouts(), self.geometry.groups, strict=True)
+        return [(base, reach(layout, group)) for layout, group in layouts for base in layout.bases]
 
-    def unpack(self, address: int, part: Part) -> None:
+    def pack(self, address: int, part: Part) -> Copy:
+        """Copy ``part`` of the pages to staging memory in wire order, ``[L][R][H][T][C / R]``; R is ``view.rows``."""
+        return self.copies.start(partial(self._copy, self._wire(address, part), self.pages(part), part))
+
+    def unpack(self, address: int, part: Part) -> Copy:
         """Copy wire bytes at ``address`` to ``part`` of the pages, converted where they are another dtype's."""
         if part.source is None:
-            self._copy(self._wire(address, part), self.pages(part), part, pack=False)
-            return
+            return self.copies.start(partial(self._copy, self.pages(part), self._wire(address, part), part))
         conversion = part.source.conversion(self.geometry.groups[part.group], part.layer, part.num_layers)
-        unpack_converted(
-            self.pages(part), address, conversion, num_heads=part.num_heads, num_tokens=part.num_tokens,
-            device=self.device,
+        unpack = partial(
+            unpack_converted, self.pages(part), address, conversion, num_heads=part.num_heads,
+            num_tokens=part.num_tokens, device=self.device, sms=self.copies.sms,
         )  # fmt: skip
+        return self.copies.start(unpack)
+
+    def fetch(self, parts: Sequence[tuple[Part, Pages]]) -> Copy:
+        """Copy pages of a peer that are mapped here to parts of ours, each in one pass."""
+
+        def enqueue() -> None:
+            for part, theirs in parts:
+                self._copy(self.pages(part), theirs, part)
+
+        return self.copies.start(enqueue)
+
+    def warm_up(self) -> None:
+        """Compile the kernels that the copies need, by one that changes nothing. Blocks."""
+        if self.device.type == "cpu":
+            return
+        widest = max(view.num_heads * view.content_bytes for view in self.views)
+        scratch = torch.empty(2 * widest, dtype=torch.uint8, device=self.device)
+        for group, view in enumerate(self.views):
+            first = Blocks(np.zeros(1, dtype=np.int64), view.block_size, view.block_stride, 0)
+            tokens = min(2, view.block_size)  # with one alone its stride would not count for the alignment
+            self.pack(scratch.data_ptr(), Part(group, 0, 1, 0, view.num_heads, 0, tokens, first))
+        self.copies.settle()
 
     def in_pieces(self, part: Part) -> bool:
         """Whether ``part`` lies in pieces long enough that a socket moves them as fast as packed bytes."""
@@ -163,14 +195,15 @@ class Caches:
                 source=Source(source, span.layer + chunk.layer) if convert else None,
             )
 
-    def _copy(self, wire: Pages, pages: Pages, part: Part, *, pack: bool) -> None:
+    def _copy(self, to: Pages, of: Pages, part: Part) -> None:
         copy_pages(
-            wire if pack else pages,
-            pages if pack else wire,
+            to,
+            of,
             num_heads=part.num_heads,
             num_tokens=part.num_tokens,
             content_bytes=self.views[part.group].row_bytes,
             device=self.device,
+            sms=self.copies.sms,
         )
 
     def _wire(self, address: int, part: Part) -> Pages:

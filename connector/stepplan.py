@@ -39,13 +39,14 @@ class PeerEngine(msgspec.Struct, frozen=True):
 
 class LeaseGrant(msgspec.Struct, frozen=True):
     """P: a finished prompt whose blocks are held. ``block_ids`` per block table, packed by ``pack_ids``; ``prompt`` is
-    its digest."""
+    its digest; ``step`` the engine's last step that computed it."""
 
     request_id: str
     token: bytes
     num_tokens: int
     block_ids: tuple[bytes, ...]
     prompt: str = ""
+    step: int = 0
 
 
 class Watch(msgspec.Struct, frozen=True):
@@ -79,7 +80,8 @@ class StepPlan(msgspec.Struct, frozen=True):
     """One step's work.
 
     ``consumer`` names this life of this engine to P. ``cancels``: loads to give up; ``drops``: watches whose request
-    will load nothing. ``idle``: the engine computes nothing in this step, so a worker may wait for its loads.
+    will load nothing. ``idle``: the engine computes nothing in this step, so a worker may wait for its loads. ``step``:
+    the number of this one.
     """
 
     consumer: bytes = bytes(16)
@@ -89,6 +91,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     cancels: tuple[str, ...] = ()
     drops: tuple[str, ...] = ()
     idle: bool = False
+    step: int = 0
 
     @property
     def empty(self) -> bool:

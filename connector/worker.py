@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -15,6 +16,7 @@ import torch
 
 from kvferry.connector.agreement import check_geometry
 from kvferry.connector.config import Settings
+from kvferry.connector.copies import Mark, copies_on
 from kvferry.connector.engine import LayerGroup, RankInfo
 from kvferry.connector.errors import GeometryError, PlaneUnavailableError
 from kvferry.connector.mover import Mover
@@ -24,10 +26,13 @@ from kvferry.connector.site import Caches, Site
 from kvferry.connector.stepplan import RankAddress, StepPlan, by_region
 from kvferry.transport.control import Listener
 from kvferry.transport.gate import CurveKeys, configure_curve
-from kvferry.transport.plane import Plane, make_plane, preferred_planes
+from kvferry.transport.plane import Memory, Plane, best_slot_bytes, make_plane, preferred_planes
 
 logger = logging.getLogger("vllm.kvferry.worker")
 
+MARKS = 64
+"""Steps that a lease may lag behind the one that computed it; there are as many in flight as there are pipeline stages,
+and one more with asynchronous scheduling."""
 IDLE_WAIT_SECONDS = 2e-3
 """How long a step that computes nothing waits for a load to end. Without it the engine's thread would go round in
 Python meanwhile, and take interpreter and core from the mover. A new request waits as long at most."""
@@ -55,6 +60,7 @@ class WorkerHalf:
         self._address: RankAddress | None = None
         self._loading: set[str] = set()
         self._leased: set[str] = set()
+        self._marks: deque[tuple[int, Mark]] = deque(maxlen=MARKS)
         self._idle = False
 
     # --- start and end ------------------------------------------------------------------------------------------
@@ -83,19 +89,22 @@ class WorkerHalf:
         listener = Listener(settings.side_channel_host, port, curve=curve, max_message_bytes=MAX_MESSAGE_BYTES)
         site = Site(settings, info.engine_id, secrets.token_bytes(16), info.model, caches, curve)
         try:
-            site.planes, site.missing_planes = _planes(settings, curve)
+            site.planes, site.missing_planes = _planes(settings, curve, caches)
             self._mover = Mover(site, listener)
         except BaseException:
             listener.close()  # an open socket would keep the process from ending
+            caches.copies.close()
             raise
         self._site = site
         self._address = RankAddress(info.pp_rank, info.tp_rank, settings.told_host, listener.port, site.incarnation)
+        caches.warm_up()
         self._mover.start()
         logger.info(
             "kvferry: rank pp%d tp%d serves %d cache region(s) at %s, data planes %s%s",
             info.pp_rank, info.tp_rank, len(caches.views), listener.endpoint,
             ", ".join(plane.name for plane in site.planes),
-            "".join(f"; no {name}: {why}" for name, why in site.missing_planes.items()),
+            "".join(f"; no {name}: {why}" for name, why in site.missing_planes.items())
+            + "".join(f"; from others only over {p.name}: {p.withheld}" for p in site.planes if p.withheld),
         )  # fmt: skip
 
     @property
@@ -120,7 +129,16 @@ class WorkerHalf:
         self._loading.update(load.request_id for load in plan.loads)
         self._leased.update(lease.request_id for lease in plan.leases)
         self._idle = plan.idle
-        self._mover.post(by_region(plan, self._tables))
+        assert self._site is not None
+        mark = self._site.caches.copies.mark()
+        if mark is not None:
+            self._marks.append((plan.step, mark))
+        computed = [self._computed(lease.step) for lease in plan.leases]
+        self._mover.post(by_region(plan, self._tables), mark, computed)
+
+    def _computed(self, step: int) -> Mark | None:
+        """What the device has done once it has done a step: the first mark that was made after it."""
+        return next((mark for number, mark in self._marks if number > step), None)
 
     def take_results(self) -> Results:
         """What ended since the last call. An id that was not started here, or was told before, is left out: the
@@ -152,20 +170,24 @@ class WorkerHalf:
 
     def _caches(self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int | None, places: Places | None) -> Caches:
         found = regions(self._groups, kv_caches, self._info, num_blocks, places)
+        device = torch.device(found[0].view.device if found else "cpu")
         for region in found:
-            if region.view.device != "cpu":
+            if torch.device(region.view.device) != device:
                 raise GeometryError(
-                    f"layer {region.view.layers[0]!r}: caches on {region.view.device} are not carried yet, only cpu is"
+                    f"layer {region.view.layers[0]!r}: its cache lies on {region.view.device}, others on {device}; "
+                    "expected all on one device"
                 )
         self._tables = tuple(region.table for region in found)
         geometry = rank_geometry(self._info, self._groups, found)
         check_geometry(geometry)  # what no peer would accept is said at start-up
-        return Caches(geometry, tuple(region.view for region in found), torch.device("cpu"), keep=dict(kv_caches))
+        views = tuple(region.view for region in found)
+        return Caches(geometry, views, copies_on(device, self._settings.copy_sms), keep=dict(kv_caches))
 
 
-def _planes(settings: Settings, curve: CurveKeys | None) -> tuple[list[Plane], dict[str, str]]:
+def _planes(settings: Settings, curve: CurveKeys | None, caches: Caches) -> tuple[list[Plane], dict[str, str]]:
     """The planes in order of preference, and why the others cannot be had."""
-    names = preferred_planes() if settings.plane == "auto" else (settings.plane,)
+    memory = Memory(caches.device, caches.ranges(), caches.copies.settle)
+    names = preferred_planes(caches.device) if settings.plane == "auto" else (settings.plane,)
     planes: list[Plane] = []
     missing: dict[str, str] = {}
     for name in names:
@@ -173,11 +195,14 @@ def _planes(settings: Settings, curve: CurveKeys | None) -> tuple[list[Plane], d
             plane = make_plane(
                 name,
                 host=settings.side_channel_host,
-                slot_bytes=settings.slot_bytes,
+                slot_bytes=settings.slot_bytes or best_slot_bytes(name, caches.device),
                 staging_bytes=settings.staging_bytes,
                 configure_socket=lambda socket, server: configure_curve(socket, curve, server=server),
+                memory=memory,
             )
             plane.offer()  # what it listens on must be had now, not at the first handshake
+            if plane.withheld and settings.plane != "auto":
+                raise PlaneUnavailableError(plane.withheld)
         except PlaneUnavailableError as error:
             if settings.plane != "auto":
                 raise

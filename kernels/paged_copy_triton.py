@@ -21,7 +21,6 @@ import triton.language as tl
 from kvferry.kernels.paged_copy import Pages
 
 
-
 class Form(NamedTuple):
     """How the work is laid out: bytes of a tile, most tokens in one, warps of a program, programs per SM."""
 

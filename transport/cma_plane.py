@@ -12,7 +12,6 @@ import ctypes
 import errno
 import os
 import secrets
-import select
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
 from itertools import pairwise
@@ -25,8 +24,8 @@ import zmq
 from msgspec import Meta
 
 from kvferry.connector.errors import PlaneUnavailableError, TransportError
-from kvferry.transport.host import host_id
-from kvferry.transport.plane import PeerChannel, Plane, SendChannel, Slot, decode_payload
+from kvferry.transport.host import PeerProcess, host_id
+from kvferry.transport.plane import Plane, ReadChannel, SendChannel, Unpushed, decode_payload
 
 MAX_VECTORS = 1024
 """IOV_MAX of Linux."""
@@ -83,13 +82,12 @@ def _helpers() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(MAX_THREADS - 1, "kvferry-cma")
 
 
-class CmaReader(PeerChannel):
+class CmaReader(ReadChannel):
     """D's end. ``read`` copies on the caller's thread; the end of the process is noticed through a pidfd."""
 
     def __init__(self, pid: int) -> None:
-        self.error = None
         self._pid = pid
-        self.pidfd = os.pidfd_open(pid)
+        self.process = PeerProcess(pid)
 
     def read(self, to: Int64s, of: Int64s, nbytes: Int64s) -> None:
         ends = np.cumsum(nbytes)
@@ -117,40 +115,13 @@ class CmaReader(PeerChannel):
 
     def watch(self) -> bool:
         """Whether the process has just ended; sets ``error``."""
-        if self.error is not None or self.pidfd < 0:
-            return False
-        poll = select.poll()  # select() takes no descriptor from 1024 on
-        poll.register(self.pidfd, select.POLLIN)
-        if not poll.poll(0):
+        if self.error is not None or self.process.fd < 0 or not self.process.ended:
             return False
         self.error = TransportError("cma: the producer died")
         return True
 
     def close(self) -> None:
-        if self.pidfd >= 0:
-            os.close(self.pidfd)
-            self.pidfd = -1
-
-
-class _Read(SendChannel):
-    """P's end: nothing to send, D reads by itself."""
-
-    slot_bytes = 1
-
-    def acquire(self) -> Slot | None:
-        raise AssertionError("nothing is pushed over cma")
-
-    def send(self, slot: Slot, nbytes: int, tag: int) -> None:
-        raise AssertionError("nothing is pushed over cma")
-
-    def give_back(self, slot: Slot) -> None:
-        raise AssertionError("nothing is pushed over cma")
-
-    def flush(self, tags: object) -> None:
-        """Nothing was posted."""
-
-    def close(self) -> None:
-        """Nothing to give back."""
+        self.process.close()
 
 
 class CmaPlane(Plane):
@@ -192,13 +163,13 @@ class CmaPlane(Plane):
         return reader, b""
 
     def accept(self, payload: bytes) -> tuple[SendChannel, bytes]:
-        return _Read(), b""
+        return Unpushed(), b""
 
     def pollables(self) -> list[tuple[int | zmq.Socket[bytes], int]]:
-        return [(reader.pidfd, zmq.POLLIN) for reader in self._live()]
+        return [(reader.process.fd, zmq.POLLIN) for reader in self._live()]
 
     def _live(self) -> list[CmaReader]:
-        self._readers = [reader for reader in self._readers if reader.pidfd >= 0]
+        self._readers = [reader for reader in self._readers if reader.process.fd >= 0]
         return [reader for reader in self._readers if reader.error is None]
 
     def progress(self) -> bool:

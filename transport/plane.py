@@ -22,7 +22,7 @@ from __future__ import annotations
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -34,7 +34,7 @@ import zmq
 
 from kvferry.connector.errors import PlaneUnavailableError, ProtocolError, TransportError
 
-PLANE_NAMES = ("cma", "shm", "tcp", "ucx", "zmq")
+PLANE_NAMES = ("cma", "cuda_ipc", "shm", "tcp", "ucx", "zmq")
 MAX_PAYLOAD_BYTES = 64 << 10
 """Bound on what a plane puts into the handshake."""
 
@@ -163,8 +163,29 @@ class RecvChannel(_Channel):
         """An announced message will not come. If it does come all the same, its bytes are dropped."""
 
 
-class PeerChannel(_Channel):
-    """D's end where D reads P's pages by itself (``Plane.peer_reads``): no messages, no work on P."""
+class Unpushed(SendChannel):
+    """P's end where D reads P's pages by itself: nothing to send."""
+
+    slot_bytes = 1
+
+    def acquire(self) -> Slot | None:
+        raise AssertionError("nothing is pushed to a peer that reads")
+
+    def send(self, slot: Slot, nbytes: int, tag: int) -> None:
+        raise AssertionError("nothing is pushed to a peer that reads")
+
+    def give_back(self, slot: Slot) -> None:
+        raise AssertionError("nothing is pushed to a peer that reads")
+
+    def flush(self, tags: object) -> None:
+        """Nothing was posted."""
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+class ReadChannel(_Channel):
+    """D's end where the plane copies P's pages to D's by itself (``Plane.peer_reads``): no messages, no work on P."""
 
     @abstractmethod
     def read(self, to: Int64s, of: Int64s, nbytes: Int64s) -> None:
@@ -175,19 +196,40 @@ class PeerChannel(_Channel):
         """
 
 
+class MappedChannel(_Channel):
+    """D's end where P's memory is mapped, so that kernels of D read it (``Plane.peer_reads``): no messages, no work on
+    P. Closing it waits, elsewhere, for the copies that have been started."""
+
+    ready = False
+    """Whether the memory is mapped; ``error`` is set where it cannot be."""
+
+    @abstractmethod
+    def ours(self, address: int, nbytes: int) -> int:
+        """Where P's ``nbytes`` from ``address`` on lie for us. Only when ``ready``.
+
+        Raises:
+            TransportError: P has not given us all of them.
+        """
+
+
+DChannel = RecvChannel | ReadChannel | MappedChannel
+
+
 class Plane(ABC):
     """One data plane of one process."""
 
     name: ClassVar[str]
     peer_reads: ClassVar[bool] = False
-    """Whether D reads P's pages by itself: ``connect`` then gives a ``PeerChannel``."""
+    """Whether D reads P's pages by itself: ``connect`` then gives a ``ReadChannel`` or a ``MappedChannel``."""
+    withheld: str = ""
+    """Why this process can be D over the plane, but not P; empty where it can."""
 
     @abstractmethod
     def offer(self) -> bytes:
         """P: what a D needs to connect, at most ``MAX_PAYLOAD_BYTES``. The same for every D."""
 
     @abstractmethod
-    def connect(self, offer: bytes, host: str) -> tuple[RecvChannel | PeerChannel, bytes]:
+    def connect(self, offer: bytes, host: str) -> tuple[DChannel, bytes]:
         """D: a channel from the P of this offer, and the payload that P's ``accept`` takes. ``host``: the numeric
         address at which P's control port was reached; P's data ports are at the same.
 
@@ -195,6 +237,15 @@ class Plane(ABC):
             PlaneUnavailableError: that P cannot be reached by this plane from here, and why, in one line.
             ProtocolError: the offer is malformed.
         """
+
+    def drawback(self, offer: bytes, *, mapped: bool) -> str:
+        """D: why another plane will be faster from the P of this offer, empty where none is. ``mapped``: our GPU may
+        reach P's; else it was tried and cannot.
+
+        Raises:
+            ProtocolError: the offer is malformed.
+        """
+        return ""
 
     @abstractmethod
     def accept(self, payload: bytes) -> tuple[SendChannel, bytes]:
@@ -205,7 +256,7 @@ class Plane(ABC):
             TransportError: no channel can be had to that D.
         """
 
-    def finish(self, channel: RecvChannel | PeerChannel, reply: bytes) -> None:
+    def finish(self, channel: DChannel, reply: bytes) -> None:
         """D: complete ``channel`` with P's reply. Raises ProtocolError where it is malformed."""
         if reply:
             raise ProtocolError(f"plane {self.name}: Attached carries {len(reply)} bytes, expected none")
@@ -256,13 +307,35 @@ def _decoder(kind: type[msgspec.Struct]) -> msgspec.msgpack.Decoder[Any]:
         return _decoders[kind]
 
 
-def preferred_planes() -> tuple[str, ...]:
-    """``PLANE_NAMES``, the fastest first. Which of tcp and ucx that is depends on what UCX can use: the one of the PyPI
-    wheel has TCP only, and is slower there (benchmarks/host_planes.py); a system UCX on RDMA hardware is faster.
+@dataclass(frozen=True)
+class Memory:
+    """What the planes of a process carry: ``ranges``, address and bytes of each, on ``device`` (with its index).
+    ``settle`` blocks until the copies that were started there are done."""
+
+    device: torch.device
+    ranges: Sequence[tuple[int, int]] = ()
+    settle: Callable[[], None] = lambda: None
+
+
+HOST = Memory(torch.device("cpu"))
+
+
+def preferred_planes(device: torch.device) -> tuple[str, ...]:
+    """The planes for memory of ``device``, the fastest first. Which of tcp and ucx that is between hosts depends on
+    what UCX can use: the one of the PyPI wheel has TCP only, and is slower there (benchmarks/host_planes.py); a system
+    UCX on RDMA hardware is faster. On one host UCX moves GPU memory over NVLink (``Plane.drawback`` says where not).
     """
     from kvferry.transport.ucx_library import uses_rdma
 
-    return ("cma", "shm", "ucx", "tcp", "zmq") if uses_rdma(os.environ) else PLANE_NAMES
+    if device.type != "cpu":
+        return ("cuda_ipc", "ucx", "shm", "tcp", "zmq")
+    return ("cma", "shm", "ucx", "tcp", "zmq") if uses_rdma(os.environ) else ("cma", "shm", "tcp", "ucx", "zmq")
+
+
+def best_slot_bytes(name: str, device: torch.device) -> int:
+    """The size of a staging slot where the user names none. Over NVLink UCX moves messages of 4 / 16 / 32 / 64 MiB at
+    186 / 368 / 382 / 389 GB/s, and the more slots a hand-over has, the better its copies overlap."""
+    return 32 << 20 if name == "ucx" and device.type != "cpu" else 4 << 20
 
 
 def make_plane(
@@ -272,6 +345,7 @@ def make_plane(
     slot_bytes: int,
     staging_bytes: int,
     configure_socket: ConfigureSocket | None = None,
+    memory: Memory = HOST,
 ) -> Plane:
     """The data plane called ``name``.
 
@@ -281,14 +355,16 @@ def make_plane(
         slot_bytes: size of a staging slot, that is of the largest message.
         staging_bytes: bound on the staging memory, for each direction.
         configure_socket: called with every ZMQ socket before it binds or connects.
+        memory: what is to be carried.
 
     Raises:
         PlaneUnavailableError: the plane cannot be had on this machine, and why.
     """
+    on_gpu = memory.device.type != "cpu"
     if name == "ucx":
         from kvferry.transport.ucx_plane import UcxPlane
 
-        return UcxPlane(host, slot_bytes, staging_bytes)
+        return UcxPlane(host, slot_bytes, staging_bytes, memory.device)
     if name == "shm":
         from kvferry.transport.shm_plane import ShmPlane
 
@@ -304,5 +380,13 @@ def make_plane(
     if name == "cma":
         from kvferry.transport.cma_plane import CmaPlane
 
+        if on_gpu:
+            raise PlaneUnavailableError(f"it reads host memory, the caches lie on {memory.device}")
         return CmaPlane()
+    if name == "cuda_ipc":
+        if not on_gpu:
+            raise PlaneUnavailableError("it reads GPU memory, the caches lie in host memory")
+        from kvferry.transport.cuda_ipc_plane import CudaIpcPlane
+
+        return CudaIpcPlane(memory.device, memory.ranges, memory.settle)
     raise PlaneUnavailableError(f"plane {name!r} is unknown, expected one of {', '.join(PLANE_NAMES)}")

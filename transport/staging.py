@@ -6,6 +6,8 @@ import torch
 
 from kvferry.transport.plane import Slot
 
+HOST = torch.device("cpu")
+
 
 class SlotPool:
     """Slots of ``slot_bytes`` out of at most ``limit_bytes`` of memory, allocated when first needed.
@@ -14,10 +16,10 @@ class SlotPool:
     waited for, so it is never handed out again until ``revive``, and stays accounted against the limit.
     """
 
-    def __init__(self, slot_bytes: int, limit_bytes: int, device: torch.device | None = None) -> None:
+    def __init__(self, slot_bytes: int, limit_bytes: int, device: torch.device = HOST) -> None:
         self.slot_bytes = slot_bytes
         self.capacity = max(1, limit_bytes // slot_bytes)
-        self._device = device or torch.device("cpu")
+        self._device = device
         self._free: list[Slot] = []
         self._retired: set[int] = set()
         self._slots: list[Slot] = []
@@ -43,7 +45,7 @@ class SlotPool:
             return self._free.pop()
         if len(self._slots) >= self.capacity:
             return None
-        slot = Slot(torch.empty(self.slot_bytes, dtype=torch.uint8, device=self._device), len(self._slots))
+        slot = Slot(self._allocate(), len(self._slots))
         self._slots.append(slot)
         return slot
 
@@ -61,3 +63,10 @@ class SlotPool:
         """The request that held a retired slot has ended after all."""
         self._retired.remove(slot.index)
         self.put(slot)
+
+    def _allocate(self) -> torch.Tensor:
+        if self._device.type == "cuda":
+            from kvferry.transport.cuda_memory import allocate
+
+            return allocate(self.slot_bytes, self._device)
+        return torch.empty(self.slot_bytes, dtype=torch.uint8)

@@ -12,6 +12,7 @@ channel is received and dropped, so that P's sends complete and its slots come b
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import time
 import zlib
@@ -27,8 +28,10 @@ import zmq
 from msgspec import Meta
 
 from kvferry.connector.errors import ProtocolError, TransportError
+from kvferry.transport.host import host_id
 from kvferry.transport.plane import Plane, Received, RecvChannel, SendChannel, Slot, decode_payload
-from kvferry.transport.staging import SlotPool
+from kvferry.transport.staging import HOST, SlotPool
+from kvferry.transport.ucx_library import uses_rdma
 from kvferry.transport.ucx_worker import Announced, Link, Request, UcxWorker
 
 _WINDOW, _RECEIVES = 4, 2
@@ -36,6 +39,9 @@ _WINDOW, _RECEIVES = 4, 2
 same time, so that with many they end together, and neither side copies while the link works."""
 _MAX_PENDING = 4096
 """Messages that are announced and wait for their turn or for a slot."""
+_SPIN_SECONDS = 2e-3
+"""With GPU memory, how long the worker is polled after something has moved and while more is on its way: one slot takes
+0.1 ms over NVLink, and the end of a copy by the GPU wakes a sleeper late."""
 _CLOSE_SECONDS = 0.5
 """At most, for what is in flight when the plane closes."""
 
@@ -44,10 +50,12 @@ _Checksum = Annotated[int, Meta(ge=0, lt=1 << 32)]
 
 
 class _Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The checksum keeps a damaged address from UCX, which does not check what it parses."""
+    """The checksum keeps a damaged address from UCX, which does not check what it parses. ``host_id`` is empty for
+    slots in host memory."""
 
     address: _Address
     checksum: _Checksum
+    host_id: Annotated[str, Meta(max_length=64)] = ""
 
 
 class _Attach(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -175,7 +183,7 @@ class UcxPlane(Plane):
         host: the local address that peers reach; UCX uses its network device, see ``ucx_library.settings_for``.
         slot_bytes: size of a slot; peers with different sizes use the smaller one.
         staging_bytes: bound for P's slots, and for D's.
-        device: where the slots lie; host memory where ``None``.
+        device: where the slots lie.
 
     Raises:
         PlaneUnavailableError: UCXX or UCX cannot be had.
@@ -183,7 +191,9 @@ class UcxPlane(Plane):
 
     name: ClassVar[str] = "ucx"
 
-    def __init__(self, host: str, slot_bytes: int, staging_bytes: int, device: torch.device | None = None) -> None:
+    def __init__(self, host: str, slot_bytes: int, staging_bytes: int, device: torch.device = HOST) -> None:
+        self._on_gpu = device.type != "cpu"
+        self._moved_at = 0.0
         self._worker = UcxWorker(host)
         self._slot_bytes = slot_bytes
         self.send_pool = SlotPool(slot_bytes, staging_bytes, device)
@@ -203,7 +213,16 @@ class UcxPlane(Plane):
         return self.send_pool.retired + self._recv_pool.retired
 
     def offer(self) -> bytes:
-        return msgspec.msgpack.encode(_Offer(self._worker.address, zlib.crc32(self._worker.address)))
+        host = host_id() if self._on_gpu else ""
+        return msgspec.msgpack.encode(_Offer(self._worker.address, zlib.crc32(self._worker.address), host))
+
+    def drawback(self, offer: bytes, *, mapped: bool) -> str:
+        if not self._on_gpu or uses_rdma(os.environ):
+            return ""
+        theirs = decode_payload(offer, _Offer, "ucx offer")
+        if mapped and theirs.host_id and theirs.host_id == host_id():
+            return ""
+        return "it has no way of its own between these GPUs, and would go through the host by TCP"
 
     def connect(self, offer: bytes, host: str) -> tuple[RecvChannel, bytes]:
         theirs = decode_payload(offer, _Offer, "ucx offer")
@@ -239,12 +258,16 @@ class UcxPlane(Plane):
             channel.fail(f"ucx: the {channel.peer} closed the channel or died: {channel.link.reason}")
         if lost:
             self._worker.prune()
+        if moved:
+            self._moved_at = time.monotonic()
         return moved or bool(lost)
 
     def arm(self) -> bool:
         if self._closed:
             return True
         if self._starved and self._recv_pool.free:
+            return False
+        if self._on_gpu and self.transfers and time.monotonic() < self._moved_at + _SPIN_SECONDS:
             return False
         return self._worker.arm()
 

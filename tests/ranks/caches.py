@@ -82,7 +82,7 @@ class Table:
 class RankCaches:
     """All of one rank, in one buffer."""
 
-    def __init__(self, pairing: Pairing, side: str, rank: Rank) -> None:
+    def __init__(self, pairing: Pairing, side: str, rank: Rank, device: str = "cpu") -> None:
         self.pairing, self.form = pairing, pairing.form(side)
         self.held = self.form.held(rank[1], pairing.tokens)
         self.blocks = [torch.tensor(ids) for ids in pairing.tables(side)]
@@ -98,6 +98,7 @@ class RankCaches:
             outermost = self.form.layout[0]
             end += sizes[outermost] * steps[outermost] + GUARD
         self.buffer = torch.full((end,), fill, dtype=getattr(torch, self.form.dtype))
+        self.memory = self.buffer.to(device)  # the buffer itself on the host
         self._placed = placed
         self.tables = [Table(*group, self._view(self.buffer, n)) for n, group in enumerate(groups)]
 
@@ -108,10 +109,11 @@ class RankCaches:
     def registered(self) -> dict[str, torch.Tensor]:
         """By layer name, ``[B, H, N, C]``; MLA by turns also ``[B, N, C]``, which older releases hand out."""
         named = {}
-        for table in self.tables:
+        for number, table in enumerate(self.tables):
             flat = table.kind == "mla" and self.pairing.seed % 2
+            there = self._view(self.memory, number)
             for place, layer in enumerate(table.layers):
-                cache = table.cache[place]
+                cache = there[place]
                 fp8 = self.form.dtype.startswith("float8")  # which vLLM hands out as bytes
                 named[layer_name(layer)] = (cache[:, 0] if flat else cache).view(torch.uint8 if fp8 else cache.dtype)
         return named
@@ -133,6 +135,14 @@ class RankCaches:
     def fill(self) -> None:
         """P: the prompt's numbers into its blocks."""
         self._write(self.buffer, 0, "p")
+
+    def upload(self) -> None:
+        """What was changed on the host, to the device."""
+        self.memory.copy_(self.buffer)
+
+    def download(self) -> None:
+        """What was changed on the device, to the host."""
+        self.buffer.copy_(self.memory)
 
     def wrong(self) -> str:
         """D: how the whole buffer differs from what a hand-over must have made of it; empty where it does not."""

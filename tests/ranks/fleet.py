@@ -80,7 +80,9 @@ class HostProcess:
 class Fleet:
     """Processes that stay while pairings come and go."""
 
-    def __init__(self) -> None:
+    def __init__(self, gpus: int = 0) -> None:
+        """``gpus``: how many GPUs the caches lie on; in host memory where there are none."""
+        self.gpus = gpus
         self._hosts: list[HostProcess] = []
         self._count = itertools.count()
 
@@ -107,7 +109,8 @@ class Fleet:
         addresses: list[RankAddress] = []
         for side, hosts, parts in (("p", p_hosts, p_shares), ("d", d_hosts, d_shares)):
             for host, ranks in zip(hosts, parts, strict=True):
-                host.start("open", pairing=str(pairing), side=side, ranks=ranks, engine_id=f"engine-{side}{number}")
+                host.start("open", pairing=str(pairing), side=side, ranks=ranks,
+                           engine_id=f"engine-{side}{number}", gpus=self.gpus)  # fmt: skip
         for host in p_hosts:
             told = [base64.b64decode(address) for address in host.answer(120)]
             addresses += [msgspec.msgpack.decode(address, type=RankAddress) for address in told]

@@ -18,7 +18,8 @@ Read = tuple[Rank, Taken, list[int]]
 
 def check(fleet: Fleet, pairing: Pairing) -> Seen:
     """Run a pairing and judge it. Raises AssertionError, with the command that repeats it."""
-    again = f"{pairing}\n  again: python tests/ranks/sweep.py --pairing {pairing}"
+    gpus = f" --gpus {fleet.gpus}" if fleet.gpus else ""
+    again = f"{pairing}\n  again: python tests/ranks/sweep.py --pairing {pairing}{gpus}"
     try:
         seen = fleet.run(pairing)
     except RuntimeError as error:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pairing import LAYOUTS, Form, Model, Pairing
 
 PLANES = ("tcp", "shm", "zmq", "cma")
+GPU_PLANES = ("cuda_ipc", "shm", "tcp", "zmq")
 
 PARALLEL = {
     "TP 1": Form(),

@@ -26,7 +26,7 @@ INPUTS, STATE_SIZE = 3, 5
 """Of states: what a convolution keeps, and the elements of B, of C, and of each channel of the recurrent state."""
 
 _FORM = r"tp(\d+)\.pp(\d+)(?:\.dcp(\d+)i(\d+))?\.([A-Z]{5})\.b(\d+)k(\d+)\.pad(\d+)(?:\.(\w+))?"
-_NAME = re.compile(rf"([a-z]+)\.l(\d+)\.h(\d+)\.c(\d+)-{_FORM}-{_FORM}-t(\d+)\.s(\d+)-([a-z]+)-seed(\d+)")
+_NAME = re.compile(rf"([a-z]+)\.l(\d+)\.h(\d+)\.c(\d+)-{_FORM}-{_FORM}-t(\d+)\.s(\d+)-([a-z_]+)-seed(\d+)")
 
 Rank = tuple[int, int]
 """(pipeline rank, tensor-parallel rank)."""
@@ -248,7 +248,7 @@ def draw(rng: random.Random, planes: tuple[str, ...]) -> Pairing:
     p, d = _draw_shares(rng, p, model), _draw_shares(rng, d, model)
     if kind != "state" and rng.random() < 0.2:
         p, d = (replace(form, dtype=rng.choice(FLOATS)) for form in (p, d))
-        if p.dtype != d.dtype and plane == "cma":  # copies bytes
+        if p.dtype != d.dtype and plane in ("cma", "cuda_ipc"):  # they copy bytes
             plane = "shm"
     return Pairing(model, p, d, tokens, start, plane, seed)
 

@@ -33,9 +33,9 @@ SLOT_BYTES = 64 << 10
 class HostedRank:
     """One rank: its caches, its worker half, and what was seen of it."""
 
-    def __init__(self, pairing: Pairing, side: str, rank: Rank, engine_id: str) -> None:
+    def __init__(self, pairing: Pairing, side: str, rank: Rank, engine_id: str, device: str = "cpu") -> None:
         self.pairing, self.side, self.rank = pairing, side, rank
-        self.caches = (StateCaches if pairing.model.kind == "state" else RankCaches)(pairing, side, rank)
+        self.caches = (StateCaches if pairing.model.kind == "state" else RankCaches)(pairing, side, rank, device)
         form, model = pairing.form(side), pairing.model
         settings = Settings(
             plane=pairing.plane, slot_bytes=SLOT_BYTES, staging_bytes=16 << 20, lease_seconds=300.0,
@@ -104,7 +104,6 @@ class HostedRank:
         return tuple(ids[:1] if self.pairing.model.kind == "state" else ids)
 
     def grant(self, token: bytes) -> None:
-        self.caches.fill()
         self.worker.post(StepPlan(leases=(LeaseGrant("req-p", token, self.pairing.tokens, self.tables),)))
 
     def load(self, token: bytes, peer: PeerEngine) -> None:
@@ -169,16 +168,19 @@ class Host:
     def __init__(self) -> None:
         self.ranks: list[HostedRank] = []
 
-    def open(self, pairing: str, side: str, ranks: list[Rank], engine_id: str, **_: Any) -> list[str]:
-        """Addresses, each a ``RankAddress`` in MessagePack and base64."""
+    def open(self, pairing: str, side: str, ranks: list[Rank], engine_id: str, gpus: int = 0, **_: Any) -> list[str]:
+        """Addresses, each a ``RankAddress`` in MessagePack and base64. ``gpus``: how many the ranks share, if any."""
         for pp_rank, tp_rank in ranks:
-            self.ranks.append(HostedRank(parse(pairing), side, (pp_rank, tp_rank), engine_id))
+            device = f"cuda:{(pp_rank + tp_rank + (side == 'd')) % gpus}" if gpus else "cpu"
+            self.ranks.append(HostedRank(parse(pairing), side, (pp_rank, tp_rank), engine_id, device))
         return [base64.b64encode(msgspec.msgpack.encode(rank.worker.address)).decode() for rank in self.ranks]
 
     def grant(self, token: str, fault: str = "", **_: Any) -> None:
         for rank in self.ranks:
-            rank.grant(bytes.fromhex(token))
+            rank.caches.fill()
             plant(fault, rank)
+            rank.caches.upload()
+            rank.grant(bytes.fromhex(token))
 
     def load(self, token: str, peer: str, **_: Any) -> None:
         engine = msgspec.msgpack.decode(base64.b64decode(peer), type=PeerEngine)
@@ -194,6 +196,7 @@ class Host:
             time.sleep(0.0005)
         for rank in self.ranks:
             if rank.side == "d":
+                rank.caches.download()
                 plant(fault, rank)
         return [rank.seen() for rank in self.ranks]
 

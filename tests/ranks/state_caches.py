@@ -26,7 +26,7 @@ class Part:
 class StateCaches:
     """All of one rank, in one buffer."""
 
-    def __init__(self, pairing: Pairing, side: str, rank: Rank) -> None:
+    def __init__(self, pairing: Pairing, side: str, rank: Rank, device: str = "cpu") -> None:
         self.pairing, self.form = pairing, pairing.form(side)
         ((self.block,),) = {tuple(ids) for ids in pairing.tables(side)}
         self._regions = pairing.groups(side, rank)
@@ -39,6 +39,7 @@ class StateCaches:
             step, outer[0] * step]  # fmt: skip
         self._placed = [*outer, self.page], [*steps, 1], GUARD
         self.buffer = torch.full((2 * GUARD + outer[0] * outer[1] * step,), {"p": P_FILL, "d": D_FILL}[side]).int()
+        self.memory = self.buffer.to(device)  # the buffer itself on the host
         self.tables = self._parts(self.buffer)
 
     def _parts(self, buffer: torch.Tensor) -> list[Part]:
@@ -55,7 +56,7 @@ class StateCaches:
 
     def registered(self) -> dict[str, torch.Tensor]:
         """By layer name, ``[B, 1, 1, bytes]``."""
-        pages = self.buffer.as_strided(*self._placed)[:, :, None, None].view(torch.int8)
+        pages = self.memory.as_strided(*self._placed)[:, :, None, None].view(torch.int8)
         return {layer_name(layer): pages[place] for place, layer in enumerate(self.layers)}
 
     def _write(self, buffer: torch.Tensor) -> None:
@@ -71,6 +72,14 @@ class StateCaches:
     def fill(self) -> None:
         """P: the state's numbers into its block."""
         self._write(self.buffer)
+
+    def upload(self) -> None:
+        """What was changed on the host, to the device."""
+        self.memory.copy_(self.buffer)
+
+    def download(self) -> None:
+        """What was changed on the device, to the host."""
+        self.buffer.copy_(self.memory)
 
     def wrong(self) -> str:
         """D: how the whole buffer differs from what a hand-over must have made of it; empty where it does not."""

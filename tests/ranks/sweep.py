@@ -16,7 +16,7 @@ from importlib.util import find_spec
 
 from fleet import Fleet
 from judge import check
-from matrix import PLANES
+from matrix import GPU_PLANES, PLANES
 from pairing import Pairing, draw, parse
 
 
@@ -30,14 +30,17 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=500)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 16))
     parser.add_argument("--pairing", help="this one only, by its name")
+    parser.add_argument("--gpus", type=int, default=0, help="how many GPUs the caches lie on; 0: in host memory")
     options = parser.parse_args()
-    planes = (*PLANES, "ucx") if find_spec("ucxx") else PLANES
+    planes = GPU_PLANES if options.gpus else PLANES
+    if find_spec("ucxx"):
+        planes = (*planes, "ucx")
     if options.pairing:
         pairings = [parse(options.pairing)]
     else:
         pairings = drawn(options.seed, options.count, planes)
         print(f"seed {options.seed}: {options.count} pairings over {', '.join(planes)}", flush=True)
-    fleet, failed, begun = Fleet(), 0, time.monotonic()
+    fleet, failed, begun = Fleet(options.gpus), 0, time.monotonic()
     try:
         for number, pairing in enumerate(pairings, 1):
             try:

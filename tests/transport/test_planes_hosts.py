@@ -18,6 +18,7 @@ from kvferry.connector.errors import PlaneUnavailableError
 from kvferry.transport import ucx_library
 from kvferry.transport.gate import CurveKeys, configure_curve
 from kvferry.transport.plane import PLANE_NAMES, Plane, RecvChannel, SendChannel, make_plane, preferred_planes
+from kvferry.transport.staging import HOST
 
 SLOT, STAGING = 1 << 20, 16 << 20
 
@@ -75,8 +76,8 @@ def test_ucx_is_preferred_where_it_has_rdma(monkeypatch: pytest.MonkeyPatch) -> 
     for hardware, library, first in ((True, "true", "ucx"), (True, "false", "tcp"), (False, "true", "tcp")):
         monkeypatch.setattr(ucx_library, "_has_rdma", lambda hardware=hardware: hardware)
         monkeypatch.setenv("RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY", library)
-        names = preferred_planes()
-        assert sorted(names) == sorted(PLANE_NAMES)
+        names = preferred_planes(HOST)
+        assert sorted(names) == sorted(set(PLANE_NAMES) - {"cuda_ipc"})
         assert names[:2] == ("cma", "shm") and names[2] == first and names[-1] == "zmq"
 
 

@@ -49,9 +49,9 @@ def test_hosts_that_are_fine(host):
 BAD = [
     ({"palne": "ucx"}, {}, ["palne", "did you mean 'plane'", "slot_bytes"]),
     ({5: "ucx"}, {}, ["5", "plane"]),
-    ({"plane": "rdma"}, {}, ["plane", "'rdma'", "auto, cma, shm, tcp, ucx, zmq"]),
+    ({"plane": "rdma"}, {}, ["plane", "'rdma'", "auto, cma, cuda_ipc, shm, tcp, ucx, zmq"]),
     ({"plane": "ucx\n"}, {}, ["plane", "'ucx\\n'", "did you mean 'ucx'"]),
-    ({"plane": "x" * 5000}, {}, ["plane", "xxx ...", "auto, cma, shm, tcp, ucx, zmq"]),
+    ({"plane": "x" * 5000}, {}, ["plane", "xxx ...", "auto, cma, cuda_ipc, shm, tcp, ucx, zmq"]),
     ({"side_channel_port": 70000}, {}, ["side_channel_port", "70000", "65535"]),
     ({"side_channel_port": -1}, {}, ["side_channel_port", "-1", ">= 0"]),
     ({"side_channel_port": "5600"}, {}, ["side_channel_port", "'5600'", "int"]),
@@ -83,7 +83,7 @@ BAD = [
     ({"curve_public_key": PUBLIC, "curve_secret_key": 7777777}, {}, ["curve_secret_key", "***", "str"]),
     ({}, {"KVFERRY_SIDE_CHANNEL_PORT": "many"}, ["KVFERRY_SIDE_CHANNEL_PORT", "'many'", "int"]),
     ({}, {"KVFERRY_SIDE_CHANNEL_PORT": "²"}, ["KVFERRY_SIDE_CHANNEL_PORT", "'²'", "int"]),
-    ({}, {"KVFERRY_PLANE": "rdma"}, ["KVFERRY_PLANE", "'rdma'", "auto, cma, shm, tcp, ucx, zmq"]),
+    ({}, {"KVFERRY_PLANE": "rdma"}, ["KVFERRY_PLANE", "'rdma'", "auto, cma, cuda_ipc, shm, tcp, ucx, zmq"]),
 ]
 
 

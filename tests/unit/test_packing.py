@@ -10,12 +10,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.connector.agreement import compatible
 from kvferry.connector.context import Blocks
+from kvferry.connector.copies import HostCopies
 from kvferry.connector.errors import IncompatiblePeerError
 from kvferry.connector.geometry import GroupGeometry, RankGeometry
 from kvferry.connector.packing import PackedPart, split
@@ -85,7 +85,7 @@ def move(p: Packed, d: Packed, theirs: list[PackedPart], ours: list[PackedPart],
         count = -(-tokens // of.tile_tokens) * of.tile_tokens
         source, target = (
             (
-                Caches(geometry, (part.view,), torch.device("cpu")),
+                Caches(geometry, (part.view,), HostCopies()),
                 Part(0, 0, 1, head, HEADS - 1, 0, count, table_of(part, ids[side])),
             )
             for side, (part, head) in enumerate(((of, 1), (to, 0)))

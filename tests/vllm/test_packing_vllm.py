@@ -29,6 +29,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, _get_at
 
 from kvferry.connector import compat  # noqa: E402
 from kvferry.connector.context import Blocks  # noqa: E402
+from kvferry.connector.copies import HostCopies  # noqa: E402
 from kvferry.connector.geometry import RankGeometry  # noqa: E402
 from kvferry.connector.packing import PackedPart, split  # noqa: E402
 from kvferry.connector.runs import runs  # noqa: E402
@@ -94,7 +95,7 @@ class Side:
         ids = np.array(self.table(tokens), dtype=np.int64)
         table = Blocks(ids, part.view.block_size, part.view.block_stride, 0)
         where = Part(0, 0, len(LAYERS), self.heads.index(heads[0]), len(heads), 0, count, table)
-        return Caches(geometry, (part.view,), torch.device("cpu")), where
+        return Caches(geometry, (part.view,), HostCopies()), where
 
     def bytes(self) -> torch.Tensor:
         return torch.stack(list(self.caches.values())).view(torch.uint8)

@@ -1,0 +1,201 @@
+"""Copies that go on after they were started, as on a GPU: whose blocks are still touched is told to nobody.
+
+The copies are real and happen on a thread of their own, each as soon as the test lets it.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from ranks import grant, let_time_pass, load_plan, peer, wait
+from stage import Stage
+
+from kvferry.connector import worker
+from kvferry.connector.config import Settings
+from kvferry.connector.copies import Copies, Copy, Mark
+from kvferry.connector.stepplan import LeaseGrant, StepPlan, pack_ids
+
+PLANES = ["shm", "tcp", "zmq", pytest.param("ucx", marks=pytest.mark.ucx)]
+TOKENS, BLOCKS, OURS = 200, list(range(3, 16)), list(range(10, 23))
+
+
+class SlowCopies(Copies):
+    """Copies on another thread, each once ``gate`` is open. With ``error`` set they do nothing and say so."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Event()
+        self.gate.set()
+        self.error = ""
+        self.running = 0
+        self._queue: queue.SimpleQueue[tuple[Copy, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def start(self, enqueue: Callable[[], None]) -> Copy:
+        copy = Copy()
+        self.running += 1
+        self._queue.put((copy, enqueue))
+        return copy
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            copy, enqueue = item
+            self.gate.wait(60)
+            time.sleep(1e-3)
+            if not self.error:
+                enqueue()
+            copy.error = self.error
+            self.running -= 1
+            copy.done = True
+            self.on_done()
+
+    def mark(self) -> Mark | None:
+        return None
+
+    def after(self, mark: Mark) -> None:
+        raise AssertionError("there are no marks")
+
+    def settle(self) -> None:
+        while self.running:
+            time.sleep(1e-3)
+
+    def close(self) -> None:
+        self._queue.put(None)
+        self._thread.join(60)
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[SlowCopies]]:
+    """Those of each rank, in the order in which ranks are made."""
+    made: list[SlowCopies] = []
+
+    def make(device: torch.device, sms: int) -> SlowCopies:
+        made.append(SlowCopies())
+        return made[-1]
+
+    monkeypatch.setattr(worker, "copies_on", make)
+    yield made
+    for each in made:
+        each.gate.set()
+
+
+def small(plane: str, **more: float) -> Settings:
+    return Settings(plane=plane, slot_bytes=64 << 10, staging_bytes=1 << 20, **more)
+
+
+@pytest.mark.parametrize("plane", PLANES)
+def test_all_bytes_arrive(stage: Stage, copies: list[SlowCopies], plane: str) -> None:
+    p, d = stage.rank(settings=small(plane)), stage.rank(settings=small(plane), engine_id="engine-d")
+    p.fill(BLOCKS, TOKENS)
+    token = grant([p], "req-p", BLOCKS, TOKENS)
+    d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
+    assert wait(lambda: d.received == {"req-d"} and p.sent == {"req-p"}, [p, d])
+    assert not d.failed and d.plane == plane
+    assert torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS))
+
+
+@pytest.mark.parametrize("plane", ["shm", "zmq"])
+def test_a_cancelled_load_is_told_after_the_last_copy_into_its_blocks(
+    stage: Stage, copies: list[SlowCopies], plane: str
+) -> None:
+    p, d = stage.rank(settings=small(plane)), stage.rank(settings=small(plane), engine_id="engine-d")
+    p.fill(BLOCKS, TOKENS)
+    copies[1].gate.clear()
+    token = grant([p], "req-p", BLOCKS, TOKENS)
+    d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
+    assert wait(lambda: copies[1].running > 0, [p, d])
+    d.worker.post(StepPlan(cancels=("req-d",)))
+    assert not wait(lambda: bool(d.received), [p, d], seconds=0.5), "a copy may still write its blocks"
+    copies[1].gate.set()
+    assert wait(lambda: d.failed == {"req-d"}, [p, d])
+    assert copies[1].running == 0
+    before = d.read(OURS, TOKENS).clone()
+    assert not wait(lambda: not torch.equal(before, d.read(OURS, TOKENS)), [p, d], seconds=0.2)
+
+
+def test_a_lease_that_expires_is_told_after_the_last_copy_from_its_blocks(
+    stage: Stage, copies: list[SlowCopies]
+) -> None:
+    p, d = stage.rank(settings=small("shm")), stage.rank(settings=small("shm"), engine_id="engine-d")
+    p.fill(BLOCKS, TOKENS)
+    copies[0].gate.clear()
+    token = grant([p], "req-p", BLOCKS, TOKENS)
+    d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
+    assert wait(lambda: copies[0].running > 0, [p, d])
+    let_time_pass(p, 10_000)
+    assert wait(lambda: d.failed == {"req-d"}, [p, d]), "D hears of it at once"
+    assert not wait(lambda: bool(p.sent), [p, d], seconds=0.5), "a copy may still read its blocks"
+    copies[0].gate.set()
+    assert wait(lambda: p.sent == {"req-p"}, [p, d])
+    assert copies[0].running == 0
+
+
+def test_a_producer_that_dies_is_told_after_the_last_copy(stage: Stage, copies: list[SlowCopies]) -> None:
+    p, d = stage.rank(settings=small("shm")), stage.rank(settings=small("shm"), engine_id="engine-d")
+    p.fill(BLOCKS, TOKENS)
+    copies[1].gate.clear()
+    token = grant([p], "req-p", BLOCKS, TOKENS)
+    d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
+    assert wait(lambda: copies[1].running > 0, [p, d])
+    p.close()
+    assert not wait(lambda: bool(d.received), [d], seconds=0.5), "a copy may still write its blocks"
+    copies[1].gate.set()
+    assert wait(lambda: d.failed == {"req-d"}, [d])
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_copy_that_fails_fails_its_request(stage: Stage, copies: list[SlowCopies], side: int) -> None:
+    p, d = stage.rank(settings=small("shm")), stage.rank(settings=small("shm"), engine_id="engine-d")
+    p.fill(BLOCKS, TOKENS)
+    copies[side].error = "CUDA error: out of order"
+    token = grant([p], "req-p", BLOCKS, TOKENS)
+    d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
+    assert wait(lambda: d.failed == {"req-d"} and p.sent == {"req-p"}, [p, d])
+    copies[side].error = ""
+    token = grant([p], "req-p2", BLOCKS, TOKENS)
+    d.worker.post(load_plan("req-d2", token, peer([p]), OURS, 0, TOKENS))
+    assert wait(lambda: d.received == {"req-d", "req-d2"}, [p, d])
+    assert d.failed == {"req-d"} and torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS))
+
+
+def test_the_end_waits_for_copies(stage: Stage, copies: list[SlowCopies]) -> None:
+    p, d = stage.rank(settings=small("shm")), stage.rank(settings=small("shm"), engine_id="engine-d")
+    p.fill(BLOCKS, TOKENS)
+    copies[1].gate.clear()
+    token = grant([p], "req-p", BLOCKS, TOKENS)
+    d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
+    assert wait(lambda: copies[1].running > 0, [p, d])
+    threading.Timer(0.3, copies[1].gate.set).start()
+    d.close()
+    assert copies[1].running == 0
+    d.poll()
+    assert d.received == {"req-d"}
+
+
+class Late:
+    """A mark that passes when the test says so."""
+
+    passed = False
+
+
+def test_a_lease_is_granted_once_its_blocks_are_computed(stage: Stage) -> None:
+    p, d = stage.rank(), stage.rank(engine_id="engine-d")
+    p.fill(BLOCKS, TOKENS)
+    token, late = b"t" * 16, Late()
+    lease = LeaseGrant("req-p", token, TOKENS, (pack_ids(BLOCKS),))
+    assert p.worker._mover is not None
+    p.worker._leased.add("req-p")
+    p.worker._mover.post(StepPlan(leases=(lease,)), None, [late])
+    d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
+    assert not wait(lambda: bool(d.received), [p, d], seconds=0.5)
+    late.passed = True
+    assert wait(lambda: d.received == {"req-d"} and p.sent == {"req-p"}, [p, d])
+    assert not d.failed and torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS))

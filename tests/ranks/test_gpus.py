@@ -1,0 +1,64 @@
+"""Caches on GPUs: any form of P to any form of D, over every plane, between two GPUs and on one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from fleet import Fleet
+from judge import check, judge
+from matrix import GPU_PLANES
+from pairing import Form, Model, Pairing
+from sweep import drawn
+
+GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+SEED, COUNT = 21, 40
+
+pytestmark = [pytest.mark.multi_gpu, pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")]
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[Fleet]:
+    fleet = Fleet(GPUS)
+    yield fleet
+    fleet.close()
+
+
+@pytest.mark.parametrize("plane", [*GPU_PLANES, pytest.param("ucx", marks=pytest.mark.ucx)])
+@pytest.mark.parametrize(
+    ("p", "d"),
+    [
+        (Form(), Form(layout="LHBNC", block=64, kernel=64)),
+        (Form(tp=2), Form(tp=2, layout="BLHNC")),
+        (Form(tp=1), Form(tp=2, block=64, kernel=64)),
+        (Form(tp=2, block=64, kernel=64), Form(tp=1)),
+        (Form(pp=2), Form(tp=2)),
+        (Form(tp=3), Form(tp=2)),
+    ],
+    ids=str,
+)
+def test_forms(fleet: Fleet, plane: str, p: Form, d: Form) -> None:
+    """Ranks share GPUs where there are fewer of these; 12 attention heads have 6 KV heads, so that 3 to 2 comes out."""
+    check(fleet, Pairing(Model(heads=6), p, d, tokens=200, start=0, plane=plane, seed=7))
+
+
+@pytest.mark.parametrize("pairing", drawn(SEED, COUNT, GPU_PLANES), ids=str)
+def test_pairing(fleet: Fleet, pairing: Pairing) -> None:
+    check(fleet, pairing)
+
+
+@pytest.mark.parametrize("plane", GPU_PLANES)
+def test_one_gpu_for_both(plane: str) -> None:
+    fleet = Fleet(1)
+    try:
+        check(fleet, replace(drawn(SEED, 1, GPU_PLANES)[0], plane=plane))
+    finally:
+        fleet.close()
+
+
+@pytest.mark.parametrize("fault", ["wrong element on P", "stray element on D"])
+def test_planted_damage_is_noticed(fleet: Fleet, fault: str) -> None:
+    pairing = Pairing(Model(heads=4), Form(), Form(tp=2), plane="cuda_ipc")
+    assert any("1 of" in line and "differ" in line for line in judge(pairing, fleet.run(pairing, fault=fault)))
