@@ -6,18 +6,19 @@ Decisions are ``handover.step``'s; this file performs its effects and feeds it w
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from kvferry.connector import handover, protocol
 from kvferry.connector.claims import Claims
-from kvferry.connector.errors import GeometryError, KVFerryError
+from kvferry.connector.errors import GeometryError, KVFerryError, ProtocolError
 from kvferry.connector.handover import Reason
 from kvferry.connector.link import Link, LinkState
 from kvferry.connector.metrics import FailureKind
 from kvferry.connector.plan import check_complete, plan_reads
 from kvferry.connector.reads import Job, Read, Reads
 from kvferry.connector.site import Site
+from kvferry.connector.spans import check_spans
 from kvferry.connector.stepplan import Load, PeerEngine, RankAddress, Watch, unpack_ids
 from kvferry.connector.topology import readers
 
@@ -98,22 +99,20 @@ class Consumer:
 
     # --- the loop's calls ---------------------------------------------------------------------------------------
 
-    def serve(self, now: float) -> bool:
-        """Handle what arrived; whether anything did."""
-        busy = False
+    def serve(self, now: float, heard: Collection[object] | None = None) -> bool:
+        """Handle what arrived; whether there is more to do at once. ``heard``: the sockets at which something has
+        arrived; ``None`` is any, and then deadlines are looked at too."""
         for link in list(self._links.values()):
             try:
-                for reply in link.serve(now):
-                    busy = True
+                for reply in link.serve(now) if heard is None or link.stirred(heard) else ():
                     self._reply(link, reply, now)
             except Exception as error:  # whatever one peer brings about must not reach the others
                 logger.exception("kvferry: unexpected error with %s", link.name)
                 link.fail("internal", repr(error))
             if link.state is not link.seen:
-                busy = True
                 link.seen = link.state
                 self._link_changed(link, now)
-        return self._collect(now) or busy
+        return self._collect(now)
 
     def tick(self, now: float) -> None:
         """Deadlines, renewals, and links that have failed long enough or that nobody uses."""
@@ -227,10 +226,28 @@ class Consumer:
             self._step(job, handover.Failed(0, Reason("incompatible", str(error))), now)
             return
         for read, spans in zip(job.reads, planned, strict=True):
+            if read.stopped:  # another one has failed
+                break
             if spans:
-                self._ask(read)
+                if not self._find_posted(read, now):
+                    self._ask(read)
             else:  # a stage that holds none of our layers
                 self._all_moved(read, now)
+
+    def _find_posted(self, read: Read, now: float) -> bool:
+        """Whether P has posted the grant, so that nothing need be asked; reading then begins at once."""
+        board = read.link.board
+        note = None if board is None else board.find(read.job.load.token)
+        if note is None:
+            return False
+        try:
+            grant = protocol.decode_grant(note.text)
+            check_spans([item.span for item in read.planned], read.link.theirs, grant.num_tokens)
+        except (ProtocolError, GeometryError):
+            return False  # P says what is wrong
+        read.note = note
+        self._grant(read, grant, now)
+        return True
 
     def _ask(self, read: Read) -> None:
         load = read.job.load
@@ -247,7 +264,12 @@ class Consumer:
         )
 
     def _commit(self, read: Read, now: float) -> None:
-        if read.planned:
+        if read.note is not None:
+            expired = Reason("expired", "the lease ended before the read was committed")
+            stands = read.note.stands and read.link.state is not LinkState.FAILED
+            source = read.source
+            self._step(read.job, handover.Committed(source) if stands else handover.Failed(source, expired), now)
+        elif read.planned:
             read.link.send(protocol.Commit(read=read.number, token=read.job.load.token))
         else:
             self._step(read.job, handover.Committed(read.source), now)
@@ -326,11 +348,9 @@ class Consumer:
             self._step(read.job, handover.Granted(read.source), now)
 
     def _collect(self, now: float) -> bool:
-        busy = False
         for read, event in self._reads.collect(list(self._links.values())):
-            busy = True
             self._step(read.job, event, now)
-        return busy or self._reads.backlog
+        return self._reads.backlog
 
     def _all_moved(self, read: Read, now: float) -> None:
         read.moved = True

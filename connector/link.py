@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 from kvferry.connector.agreement import compatible
@@ -36,6 +36,7 @@ from kvferry.connector.protocol import (
 from kvferry.connector.runs import check_layouts, mapped
 from kvferry.connector.site import Site, check_model
 from kvferry.connector.stepplan import PeerEngine, RankAddress
+from kvferry.transport.board import BoardReader
 from kvferry.transport.control import Connection
 from kvferry.transport.plane import DChannel, MappedChannel, Plane
 
@@ -71,6 +72,7 @@ class Link:
         self.plane: Plane | None = None
         self.slot_bytes = 0
         self.pages: tuple[PageLayout, ...] = ()
+        self.board: BoardReader | None = None  # on which P's grants are posted
         self.converted: frozenset[tuple[int, int]] = frozenset()  # regions, ours and theirs, whose numbers differ
         self._offers: dict[str, bytes] = {}
         self._refused: list[str] = []
@@ -127,6 +129,13 @@ class Link:
         if not sent and self.state is not LinkState.FAILED:
             why = self.connection.reason or "its control connection takes no more messages"
             self.fail("peer_lost", why)
+
+    def stirred(self, heard: Collection[object]) -> bool:
+        """Whether there is anything to serve, if something has arrived at the sockets ``heard``."""
+        connection, channel = self.connection, self.channel
+        if self._attached is not None or (channel is not None and channel.error is not None):
+            return True
+        return connection.socket in heard or connection.monitor in heard
 
     def serve(self, now: float) -> list[Reply]:
         """Advance the handshake; the replies that are not part of it."""
@@ -208,6 +217,7 @@ class Link:
             self.slot_bytes, self.pages = reply.slot_bytes, reply.pages
             if self.plane.peer_reads:
                 check_layouts(self.pages, self.theirs)
+                self.board = None if reply.board is None else BoardReader(reply.board)
             self._complete(reply)
         else:
             raise ProtocolError(f"{type(reply).__name__} came while {self.state.value}")

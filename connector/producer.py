@@ -15,6 +15,7 @@ from kvferry.connector.pushes import Push, Pushes
 from kvferry.connector.sessions import Session, Sessions
 from kvferry.connector.site import Ids, Site
 from kvferry.connector.stepplan import LeaseGrant, unpack_ids
+from kvferry.transport.board import Board
 from kvferry.transport.control import Listener
 
 logger = logging.getLogger("vllm.kvferry.producer")
@@ -33,11 +34,12 @@ PACKS_PER_TURN = 2
 
 @dataclass(slots=True)
 class Held:
-    """A lease with the blocks it holds."""
+    """A lease with the blocks it holds. ``posted``: where on the board it says so."""
 
     grant: LeaseGrant
     ids: list[Ids]
     state: lease.Lease
+    posted: int | None = None
 
 
 @dataclass(slots=True)
@@ -57,7 +59,8 @@ class Producer:
         self._listener = listener
         self._leases: dict[bytes, Held] = {}
         self._ended: OrderedDict[bytes, None] = OrderedDict()
-        self._sessions = Sessions(site)
+        self._board = Board()
+        self._sessions = Sessions(site, self._board.place)
         self._pushes = Pushes(site.caches)
         self._waiting: list[HeldAsk] = []
         self._early: OrderedDict[bytes, list[lease.Released]] = OrderedDict()
@@ -70,7 +73,7 @@ class Producer:
         settings = self._site.settings
         ids = [self._site.caches.kernel_ids(g, unpack_ids(packed)) for g, packed in enumerate(grant.block_ids)]
         state = lease.grant(now, settings.lease_seconds, settings.lease_cap_seconds)
-        self._leases[grant.token] = Held(grant, ids, state)
+        self._leases[grant.token] = Held(grant, ids, state, self._post(grant))
         for vote in self._early.pop(grant.token, ()):
             self._step(grant.token, vote, now)
         early = [held for held in self._waiting if held.ask.token == grant.token]
@@ -79,6 +82,15 @@ class Producer:
             session = self._sessions.find(held.identity)
             if session is not None:
                 self._ask(session, held.ask, now)
+
+    def _post(self, grant: LeaseGrant) -> int | None:
+        """Put a grant up for whoever reads our pages by itself: it need not ask then, nor have its read committed. Not
+        where the engine may have given blocks back: each ask is checked against those."""
+        if not any(plane.peer_reads for plane in self._site.planes):
+            return None
+        if any(group.kind not in ("full", "mla") for group in self._site.caches.geometry.groups):
+            return None
+        return self._board.post(grant.token, protocol.encode_grant(_granted(grant, 0)))
 
     # --- the loop's calls ---------------------------------------------------------------------------------------
 
@@ -141,6 +153,7 @@ class Producer:
     def close(self) -> None:
         """Drop every session. Leases end with the process."""
         self._sessions.close()
+        self._board.close()
 
     # --- requests -----------------------------------------------------------------------------------------------
 
@@ -211,16 +224,7 @@ class Producer:
         self._step(ask.token, lease.Asked(ask.consumer, frozenset(ask.expected)), now)
         # Only who reads the pages by itself hears which they are.
         block_ids = held.grant.block_ids if session.peer_reads else ()
-        grant = protocol.Grant(
-            read=ask.read,
-            epoch=0,
-            num_tokens=tokens,
-            ready=tokens,
-            chunks=len(parts),
-            prompt=held.grant.prompt,
-            block_ids=block_ids,
-        )
-        self._reply(session.identity, grant)
+        self._reply(session.identity, _granted(held.grant, ask.read, len(parts), block_ids))
         if parts:
             push = Push(session, ask.read, ask.token, parts)
             self._step(ask.token, lease.ReadStarted(push.key), now)
@@ -263,6 +267,9 @@ class Producer:
         if held is None:
             return
         held.state, effects = lease.step(held.state, event, now)
+        if held.posted is not None and not lease.may_commit(held.state):
+            self._board.retract(held.posted)  # before the engine hears that the blocks are its own again
+            held.posted = None
         for effect in effects:
             match effect:
                 case lease.StopReads():
@@ -303,3 +310,18 @@ class Producer:
     def _drop(self, reason: str, detail: object) -> None:
         self._site.stats.dropped(reason)
         self._site.log.warning(reason, "kvferry: control message dropped (%s): %s", reason, detail)
+
+
+def _granted(
+    grant: LeaseGrant, read: int, chunks: int = 0, block_ids: tuple[bytes, ...] | None = None
+) -> protocol.Grant:
+    """What a reader is told of a lease; with all of its blocks where ``block_ids`` is None."""
+    return protocol.Grant(
+        read=read,
+        epoch=0,
+        num_tokens=grant.num_tokens,
+        ready=grant.num_tokens,
+        chunks=chunks,
+        prompt=grant.prompt,
+        block_ids=grant.block_ids if block_ids is None else block_ids,
+    )

@@ -36,6 +36,7 @@ from msgspec import Meta
 from kvferry.connector.context import WHOLE, Share
 from kvferry.connector.errors import ProtocolError
 from kvferry.connector.geometry import MAX_REGIONS, PRINTABLE, Count, Name, PageLayout, RankGeometry, Size
+from kvferry.transport.board import Place
 
 MAGIC = b"kvferry"
 PROTOCOL_VERSION = 1
@@ -96,11 +97,13 @@ class Attach(_Message, frozen=True):
 
 
 class Attached(_Message, frozen=True):
-    """The plane is P's too. ``pages``: per region, for planes where D reads P's pages."""
+    """The plane is P's too. For planes where D reads P's pages, ``pages`` per region and ``board``, on which P's grants
+    are posted."""
 
     plane: Name
     slot_bytes: Size
     payload: PlanePayload = b""
+    board: Place | None = None
     pages: Annotated[tuple[PageLayout, ...], Meta(max_length=MAX_REGIONS)] = ()
 
 
@@ -207,6 +210,7 @@ Request = Hello | Attach | Ask | Cancel | Commit | Release | Renew
 Reply = Welcome | Refused | Attached | Grant | Deny | Stopped | Committed
 Message = Request | Reply
 
+_grant_decoder: msgspec.msgpack.Decoder[Grant] = msgspec.msgpack.Decoder(Grant)
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
@@ -216,6 +220,16 @@ _VERSION_FRAME = PROTOCOL_VERSION.to_bytes(2, "big")
 def encode(message: Message) -> list[bytes]:
     """The frames of a message."""
     return [MAGIC, _VERSION_FRAME, _encoder.encode(message)]
+
+
+def encode_grant(grant: Grant) -> bytes:
+    """A grant to whoever reads it, as a note on a board."""
+    return _encoder.encode(grant)
+
+
+def decode_grant(note: bytes) -> Grant:
+    """The inverse. Raises ProtocolError."""
+    return _decode(_grant_decoder, [MAGIC, _VERSION_FRAME, note])
 
 
 def _body(frames: list[bytes]) -> bytes:

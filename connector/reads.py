@@ -21,6 +21,7 @@ from kvferry.connector.runs import Runs, joined, pages_of, runs, taken
 from kvferry.connector.site import Caches, Ids, Part
 from kvferry.connector.stepplan import Load, unpack_ids
 from kvferry.kernels.paged_copy import Pages
+from kvferry.transport.board import Note
 from kvferry.transport.plane import MappedChannel, ReadChannel, Received, RecvChannel
 
 logger = logging.getLogger("vllm.kvferry.reads")
@@ -48,7 +49,8 @@ class Read:
     """One hand-over's part from one P rank.
 
     Where P pushes, ``parts`` are its chunks and ``tags`` those still to come. Where a plane reads P's pages, ``runs``
-    are what is left to read, known from the grant on. ``writing``: copies into D's pages that have not ended.
+    are what is left to read, known from the grant on; ``note`` is the grant where it was found posted. ``writing``:
+    copies into D's pages that have not ended.
     """
 
     number: int
@@ -59,6 +61,7 @@ class Read:
     parts: list[Part] = field(default_factory=list)
     runs: Runs | None = None
     tags: set[int] = field(default_factory=set)
+    note: Note | None = None
     writing: int = 0
     stopped: bool = False
     moved: bool = False
@@ -212,8 +215,8 @@ class Reads:
 
     @property
     def backlog(self) -> bool:
-        """Whether messages wait to be unpacked."""
-        return bool(self._arrived)
+        """Whether messages wait to be unpacked, or pages to be read."""
+        return bool(self._arrived) or any(r.runs is not None and not r.stopped for r in self._reads.values())
 
     def _read(self, read: Read) -> handover.Event:
         channel = read.link.channel

@@ -12,6 +12,7 @@ from kvferry.connector.agreement import compatible
 from kvferry.connector.context import Share
 from kvferry.connector.errors import GeometryError, IncompatiblePeerError, ProtocolError, TransportError
 from kvferry.connector.site import Site, check_model
+from kvferry.transport.board import Place
 from kvferry.transport.plane import SendChannel
 
 logger = logging.getLogger("vllm.kvferry.sessions")
@@ -41,8 +42,9 @@ class Session:
 class Sessions:
     """All sessions of this rank, the oldest first."""
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: Site, board: Place) -> None:
         self._site = site
+        self._board = board
         self._sessions: OrderedDict[bytes, Session] = OrderedDict()
         self._offers = tuple(protocol.PlaneOffer(plane.name, plane.offer()) for plane in site.planes)
 
@@ -105,7 +107,8 @@ class Sessions:
         # Only who reads the pages by itself hears where they are.
         pages = self._site.caches.page_layouts() if session.peer_reads else ()
         slot_bytes = session.channel.slot_bytes
-        return protocol.Attached(plane=attach.plane, slot_bytes=slot_bytes, payload=reply, pages=pages)
+        board = self._board if session.peer_reads else None
+        return protocol.Attached(plane=attach.plane, slot_bytes=slot_bytes, payload=reply, board=board, pages=pages)
 
     def gone(self) -> list[Session]:
         """Sessions whose D is no longer there, by what its data plane says."""

@@ -172,6 +172,10 @@ class CmaPlane(Plane):
         self._readers = [reader for reader in self._readers if reader.process.fd >= 0]
         return [reader for reader in self._readers if reader.error is None]
 
+    @property
+    def active(self) -> bool:
+        return False
+
     def progress(self) -> bool:
         return any([reader.watch() for reader in self._live()])
 

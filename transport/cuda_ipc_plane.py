@@ -208,6 +208,10 @@ class CudaIpcPlane(Plane):
         self._channels = [channel for channel in self._channels if channel.process.fd >= 0]
         return [channel for channel in self._channels if channel.error is None]
 
+    @property
+    def active(self) -> bool:
+        return False
+
     def progress(self) -> bool:
         changed = self._waker.drain()
         return any([channel.watch() for channel in self._live()]) or changed

@@ -265,6 +265,11 @@ class Plane(ABC):
     def pollables(self) -> list[tuple[int | zmq.Socket[bytes], int]]:
         """File descriptors and sockets with their events, for ``zmq.Poller``. They change with the channels."""
 
+    @property
+    def active(self) -> bool:
+        """Whether something may have to be moved or watched although none of ``pollables`` says so."""
+        return True
+
     @abstractmethod
     def progress(self) -> bool:
         """Move what can be moved, without blocking; ``True`` if anything happened."""

@@ -327,6 +327,10 @@ class ShmPlane(Plane):
     def pollables(self) -> list[tuple[int | zmq.Socket[bytes], int]]:
         return [] if self._closed else [(self.sockets.fd, zmq.POLLIN)]
 
+    @property
+    def active(self) -> bool:
+        return bool(self._channels)
+
     def progress(self) -> bool:
         if self._closed:
             return False

@@ -245,6 +245,10 @@ class UcxPlane(Plane):
     def pollables(self) -> list[tuple[int | zmq.Socket[bytes], int]]:
         return [] if self._closed else [(self._worker.fd, zmq.POLLIN)]
 
+    @property
+    def active(self) -> bool:
+        return bool(self._channels or self.transfers or self._farewells or self._pending)
+
     def progress(self) -> bool:
         if self._closed:
             return False

@@ -357,6 +357,10 @@ class ZmqPlane(Plane):
                 sockets += [channel.socket, channel.monitor.socket]
         return [(socket, zmq.POLLIN) for socket in sockets]
 
+    @property
+    def active(self) -> bool:
+        return bool(self._senders or self._receivers)
+
     def progress(self) -> bool:
         moved = False
         if self._bound is not None:
