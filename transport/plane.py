@@ -43,6 +43,9 @@ ConfigureSocket = Callable[[zmq.Socket[bytes], bool], None]
 """Sets a ZMQ socket up before it binds (``True``) or connects (``False``): CURVE, where it is switched on."""
 
 
+CPU = torch.device("cpu")
+
+
 class Slot:
     """Staging memory of one message.
 
@@ -182,6 +185,11 @@ class Plane(ABC):
     peer_reads: ClassVar[bool] = False
     """Whether D reads P's pages by itself: ``connect`` then gives a ``PeerChannel``."""
 
+    @property
+    def staging_bytes(self) -> int:
+        """Staging memory that this plane has allocated by now, both directions together."""
+        return 0
+
     @abstractmethod
     def offer(self) -> bytes:
         """P: what a D needs to connect, at most ``MAX_PAYLOAD_BYTES``. The same for every D."""
@@ -272,6 +280,7 @@ def make_plane(
     slot_bytes: int,
     staging_bytes: int,
     configure_socket: ConfigureSocket | None = None,
+    device: torch.device = CPU,
 ) -> Plane:
     """The data plane called ``name``.
 
@@ -281,6 +290,8 @@ def make_plane(
         slot_bytes: size of a staging slot, that is of the largest message.
         staging_bytes: bound on the staging memory, for each direction.
         configure_socket: called with every ZMQ socket before it binds or connects.
+        device: where the caches are. For those of a GPU its kernels can use the slots: they are page-locked host
+            memory, with ``ucx`` memory of that GPU.
 
     Raises:
         PlaneUnavailableError: the plane cannot be had on this machine, and why.
@@ -288,21 +299,23 @@ def make_plane(
     if name == "ucx":
         from kvferry.transport.ucx_plane import UcxPlane
 
-        return UcxPlane(host, slot_bytes, staging_bytes)
+        return UcxPlane(host, slot_bytes, staging_bytes, None if device.type == "cpu" else device)
     if name == "shm":
         from kvferry.transport.shm_plane import ShmPlane
 
-        return ShmPlane(slot_bytes, staging_bytes)
+        return ShmPlane(slot_bytes, staging_bytes, device)
     if name == "zmq":
         from kvferry.transport.zmq_plane import ZmqPlane
 
-        return ZmqPlane(host, slot_bytes, staging_bytes, configure_socket)
+        return ZmqPlane(host, slot_bytes, staging_bytes, configure_socket, device)
     if name == "tcp":
         from kvferry.transport.tcp_plane import TcpPlane
 
-        return TcpPlane(host, slot_bytes, staging_bytes)
+        return TcpPlane(host, slot_bytes, staging_bytes, device)
     if name == "cma":
         from kvferry.transport.cma_plane import CmaPlane
 
+        if device.type != "cpu":
+            raise PlaneUnavailableError(f"cma: it reads host memory only, the caches are on {device}")
         return CmaPlane()
     raise PlaneUnavailableError(f"plane {name!r} is unknown, expected one of {', '.join(PLANE_NAMES)}")

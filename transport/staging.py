@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from kvferry.transport import pinned
 from kvferry.transport.plane import Slot
 
 
@@ -12,12 +13,18 @@ class SlotPool:
 
     A slot is free, in use, or retired: a retired one is in the hands of a request that can neither be cancelled nor
     waited for, so it is never handed out again until ``revive``, and stays accounted against the limit.
+
+    They lie on ``device``, in host memory where it is ``None``; ``page_locked``: in host memory that kernels can use.
     """
 
-    def __init__(self, slot_bytes: int, limit_bytes: int, device: torch.device | None = None) -> None:
+    def __init__(
+        self, slot_bytes: int, limit_bytes: int, device: torch.device | None = None, *, page_locked: bool = False
+    ) -> None:
+        assert device is None or not page_locked
         self.slot_bytes = slot_bytes
         self.capacity = max(1, limit_bytes // slot_bytes)
         self._device = device or torch.device("cpu")
+        self._page_locked = page_locked
         self._free: list[Slot] = []
         self._retired: set[int] = set()
         self._slots: list[Slot] = []
@@ -43,7 +50,7 @@ class SlotPool:
             return self._free.pop()
         if len(self._slots) >= self.capacity:
             return None
-        slot = Slot(torch.empty(self.slot_bytes, dtype=torch.uint8, device=self._device), len(self._slots))
+        slot = Slot(self._allocate(), len(self._slots))
         self._slots.append(slot)
         return slot
 
@@ -61,3 +68,15 @@ class SlotPool:
         """The request that held a retired slot has ended after all."""
         self._retired.remove(slot.index)
         self.put(slot)
+
+    def _allocate(self) -> torch.Tensor:
+        if self._page_locked:
+            return pinned.empty(self.slot_bytes)
+        if self._device.type != "cuda":
+            return torch.empty(self.slot_bytes, dtype=torch.uint8, device=self._device)
+        # Torch may hand out memory that kernels on the current stream still use, as work on that stream comes after
+        # them. A network card does not, so: a stream on which nothing is left to run.
+        with torch.cuda.stream(torch.cuda.Stream(self._device)):  # type: ignore[no-untyped-call]
+            memory = torch.empty(self.slot_bytes, dtype=torch.uint8, device=self._device)
+            torch.cuda.current_stream(self._device).synchronize()
+        return memory

@@ -202,6 +202,10 @@ class UcxPlane(Plane):
         """Slots of closed channels that UCX has not let go of."""
         return self.send_pool.retired + self._recv_pool.retired
 
+    @property
+    def staging_bytes(self) -> int:
+        return self.send_pool.allocated_bytes + self._recv_pool.allocated_bytes
+
     def offer(self) -> bytes:
         return msgspec.msgpack.encode(_Offer(self._worker.address, zlib.crc32(self._worker.address)))
 
