@@ -219,6 +219,37 @@ def test_slots_that_are_packed_at_the_same_time_are_all_sent(pair: Pair) -> None
     assert not sender.ready or sender.acquire() is not None
 
 
+@pytest.mark.parametrize("pair", [("tcp", 16), ("zmq", 16)], indirect=True, ids=["tcp", "zmq"])
+@pytest.mark.parametrize("first", ["P", "D"])
+def test_what_was_on_its_way_leaves_no_slot_behind(pair: Pair, first: str) -> None:
+    sender, receiver = pair.join()
+    pair.carry(sender, receiver, 0).release()
+    slots = [pair.acquired(sender) for _ in range(3)]
+    for tag, slot in enumerate(slots[:2], 1):
+        receiver.expect(tag, SLOT)
+        sender.send(slot, SLOT, tag)
+    pair.turn(lambda: bool(receiver._arrived))  # type: ignore[attr-defined]
+    (sender if first == "P" else receiver).close()
+    pair.turn(lambda: receiver.error is not None if first == "P" else sender.error is not None)
+    sender.close()
+    receiver.close()
+    sender.send(slots[2], SLOT, 3)
+    pair.turn(lambda: not pair.slots_out)
+
+
+@pytest.mark.parametrize("pair", [("tcp", 8)], indirect=True)
+@pytest.mark.parametrize("first", ["P", "D"])
+def test_slots_that_wait_for_a_full_socket_come_back(pair: Pair, first: str) -> None:
+    sender, receiver = pair.join()
+    sender.send(pair.acquired(sender), SLOT, 0)
+    while (slot := sender.acquire()) is not None:  # D takes nothing
+        sender.send(slot, SLOT, 0)
+    assert pair.slots_out == 3
+    (sender if first == "P" else receiver).close()
+    pair.turn(lambda: receiver.error is not None if first == "P" else sender.error is not None)
+    assert not pair.slots_out
+
+
 def test_cma_cannot_read_a_gpu() -> None:
     with pytest.raises(PlaneUnavailableError, match="reads host memory only"):
         make_plane("cma", host="127.0.0.1", slot_bytes=SLOT, staging_bytes=SLOT, device=GPU)
