@@ -27,7 +27,8 @@ from kvferry.connector.reads import PEER_BYTES_PER_TURN
 from kvferry.connector.runs import Runs, runs, taken, wire_ordered
 from kvferry.connector.spans import Chunk, chunks
 from kvferry.kernels.paged_copy import Pages, copy_pages, wire_pages
-from kvferry.transport.plane import Pieces, ReadChannel, RecvChannel, SendChannel, make_plane
+from kvferry.transport.plane import Pieces, ReadChannel, RecvChannel, SendChannel
+from kvferry.transport.planes import make_plane
 
 CPU = torch.device("cpu")
 BLOCK_TOKENS = 16

@@ -29,11 +29,11 @@ from typing import Any
 import empty_handover
 import report
 
-from kvferry.transport.plane import preferred_planes
-from kvferry.transport.staging import HOST as HOST_MEMORY
+from kvferry.transport.plane import CPU
+from kvferry.transport.planes import preferred_planes
 
 HERE = Path(__file__).resolve().parent
-PLANES = preferred_planes(HOST_MEMORY)
+PLANES = preferred_planes(CPU)
 SAME_HOST = ("cma", "shm", "tcp", "ucx", "zmq", "nixl")
 TCP = ("tcp", "ucx", "zmq", "nixl", "ucxx raw", "raw socket")
 BULK = ("ucxx raw", "raw socket", "memcpy")

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from kvferry.transport.staging import HOST
+from kvferry.transport.plane import CPU
 
 _CLOSE_SECONDS = 5.0
 """A GPU that does not end a copy for so long hangs."""
@@ -79,7 +79,7 @@ class Copies(ABC):
 class HostCopies(Copies):
     """Copies in host memory, done on return; the engine's own work there is too."""
 
-    device = HOST
+    device = CPU
 
     def start(self, enqueue: Callable[[], None]) -> Copy:
         enqueue()

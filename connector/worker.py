@@ -26,7 +26,8 @@ from kvferry.connector.site import Caches, Site
 from kvferry.connector.stepplan import RankAddress, StepPlan, by_region
 from kvferry.transport.control import Listener
 from kvferry.transport.gate import CurveKeys, configure_curve
-from kvferry.transport.plane import Memory, Plane, best_slot_bytes, make_plane, preferred_planes
+from kvferry.transport.plane import Plane
+from kvferry.transport.planes import Memory, best_slot_bytes, make_plane, preferred_planes
 
 logger = logging.getLogger("vllm.kvferry.worker")
 

@@ -6,44 +6,63 @@ import contextlib
 import fcntl
 import mmap
 import os
+import weakref
 from typing import Any
 
 import numpy as np
 import torch
 
 from kvferry.connector.errors import ProtocolError
+from kvferry.transport import pinned
+from kvferry.transport.plane import CPU
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class Arena:
-    """``num_slots`` slots of ``slot_bytes``, mapped; unmapped by ``close``, or with the last user of its memory."""
+    """``num_slots`` slots of ``slot_bytes``, mapped; unmapped by ``close``, or with the last user of its memory.
 
-    def __init__(self, mapping: mmap.mmap, slot_bytes: int, num_slots: int) -> None:
+    For caches of a GPU ``device`` its memory is page-locked from the mapping to just before the unmapping.
+    """
+
+    def __init__(
+        self, mapping: mmap.mmap, slot_bytes: int, num_slots: int, device: torch.device, *, read_only: bool
+    ) -> None:
         self.slot_bytes = slot_bytes
         self.num_slots = num_slots
         self._mapping: mmap.mmap | None = mapping
         self._bytes: np.ndarray[Any, np.dtype[np.uint8]] | None = np.frombuffer(mapping, dtype=np.uint8)
         self._address: int = self._bytes.ctypes.data
+        if device.type == "cuda":
+            pinned.register(self._address, len(mapping), device, read_only=read_only)
+            # Every tensor on the memory holds this array, which holds the mapping, whose own weak references end only
+            # after the unmapping.
+            weakref.finalize(self._bytes, pinned.unregister, self._address, device).atexit = False
 
     @classmethod
-    def create(cls, slot_bytes: int, num_slots: int) -> tuple[Arena, int]:
-        """A new arena and its file descriptor, which the caller closes."""
+    def create(cls, slot_bytes: int, num_slots: int, device: torch.device = CPU) -> tuple[Arena, int]:
+        """A new arena and its file descriptor, which the caller closes.
+
+        Raises:
+            TransportError: it cannot be page-locked.
+        """
         fd = os.memfd_create("kvferry", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, slot_bytes * num_slots)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-            return cls(mmap.mmap(fd, slot_bytes * num_slots), slot_bytes, num_slots), fd
+            mapping = mmap.mmap(fd, slot_bytes * num_slots)
+            return cls(mapping, slot_bytes, num_slots, device, read_only=False), fd
         except BaseException:
             os.close(fd)
             raise
 
     @classmethod
-    def attach(cls, fd: int, slot_bytes: int, num_slots: int) -> Arena:
+    def attach(cls, fd: int, slot_bytes: int, num_slots: int, device: torch.device = CPU) -> Arena:
         """The arena behind a peer's descriptor, read-only. Takes over ``fd``.
 
         Raises:
             ProtocolError: the descriptor is not what the peer said, or its file could shrink under us (SIGBUS).
+            TransportError: it cannot be page-locked.
         """
         try:
             try:
@@ -56,7 +75,8 @@ class Arena:
                     f"shm: the peer's memory is {size} bytes with seals {seals:#x}, "
                     f"expected {num_slots} sealed slots of {slot_bytes}"
                 )
-            return cls(mmap.mmap(fd, size, prot=mmap.PROT_READ), slot_bytes, num_slots)
+            mapping = mmap.mmap(fd, size, prot=mmap.PROT_READ)
+            return cls(mapping, slot_bytes, num_slots, device, read_only=True)
         finally:
             os.close(fd)
 

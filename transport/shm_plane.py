@@ -1,6 +1,7 @@
-"""The shared-memory data plane, for two processes of one host whose caches lie in host memory.
+"""The shared-memory data plane, for two processes of one host.
 
 P makes one arena of slots per channel, packs into a slot, and rings; D unpacks straight from the slot and rings back.
+Where the caches of either lie on a GPU, its kernels do that: there the arena is page-locked.
 The bell is a Unix socket in the abstract namespace: it needs no name in a file system, so SIGKILL leaves nothing
 behind; it exists only inside one network namespace, so that another container or host is told apart without guessing;
 it carries the arena's descriptor; and its end is the peer's end.
@@ -21,11 +22,12 @@ from functools import partial
 from typing import Annotated, ClassVar
 
 import msgspec
+import torch
 import zmq
 from msgspec import Meta
 
 from kvferry.connector.errors import PlaneUnavailableError, ProtocolError, TransportError
-from kvferry.transport.plane import Plane, Received, RecvChannel, SendChannel, Slot, decode_payload
+from kvferry.transport.plane import CPU, Plane, Received, RecvChannel, SendChannel, Slot, decode_payload
 from kvferry.transport.shm_arena import Arena
 from kvferry.transport.sockets import CHANNEL_BYTES, MAX_STRANGERS, SECRET_BYTES, Lobby, Sockets
 
@@ -84,7 +86,7 @@ class _Bell:
 
 
 class ShmSendChannel(SendChannel):
-    """P's end; its slots are the arena's."""
+    """P's end; its slots are the arena's, which stays mapped until the last acquired one is back."""
 
     def __init__(self, plane: ShmPlane, sock: socket.socket, arena: Arena) -> None:
         self.slot_bytes = arena.slot_bytes
@@ -93,19 +95,23 @@ class ShmSendChannel(SendChannel):
         self._bell = _Bell(sock, _FREED)
         self._slots = [Slot(arena.tensor(i), i) for i in range(arena.num_slots)]
         self._free = list(reversed(range(arena.num_slots)))
+        self._taken: set[int] = set()
         self._sent: set[int] = set()
         self._closed = False
 
     def acquire(self) -> Slot | None:
         if self._closed or self.error is not None or not self._free:
             return None
-        return self._slots[self._free.pop()]
+        index = self._free.pop()
+        self._taken.add(index)
+        return self._slots[index]
 
     def send(self, slot: Slot, nbytes: int, tag: int) -> None:
         assert 0 < nbytes <= slot.nbytes
         if self._closed or self.error is not None:
             self.give_back(slot)
             return
+        self._taken.remove(slot.index)
         self._sent.add(slot.index)
         try:
             self._bell.ring(_FILLED.pack(tag, slot.index, nbytes))
@@ -113,7 +119,10 @@ class ShmSendChannel(SendChannel):
             self._fail(TransportError(f"shm: the consumer is gone: {error}"))
 
     def give_back(self, slot: Slot) -> None:
+        self._taken.remove(slot.index)
         self._free.append(slot.index)
+        if self._closed:
+            self._unmap_if_done()
 
     def flush(self, tags: Iterable[int]) -> None:
         pass
@@ -121,9 +130,9 @@ class ShmSendChannel(SendChannel):
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            self._plane._drop(self, self._bell.sock, self._arena.slot_bytes * self._arena.num_slots)
-            self._slots.clear()  # a slot that is still being packed keeps the mapping alive
-            self._arena.close()
+            self._plane._drop(self, self._bell.sock)
+            self._slots.clear()
+            self._unmap_if_done()
 
     def on_readable(self) -> None:
         """The consumer freed slots, or went away."""
@@ -146,6 +155,11 @@ class ShmSendChannel(SendChannel):
             self._plane.sockets.mute(self._bell.sock)
             self._free.extend(self._sent)
             self._sent.clear()
+
+    def _unmap_if_done(self) -> None:
+        if not self._taken:  # nor does a kernel pack into one
+            self._arena.close()
+            self._plane._left_bytes += self._arena.slot_bytes * self._arena.num_slots
 
 
 class ShmRecvChannel(RecvChannel):
@@ -177,7 +191,7 @@ class ShmRecvChannel(RecvChannel):
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            self._plane._drop(self, self._sock, 0)
+            self._plane._drop(self, self._sock)
             for message in self.poll():  # nobody will see these any more
                 message.release()
             self._unmap_if_done()
@@ -190,7 +204,7 @@ class ShmRecvChannel(RecvChannel):
             records, gone = self._bell.heard()
             for tag, index, nbytes in records:
                 self._filled(tag, index, nbytes)
-        except ProtocolError as error:
+        except (ProtocolError, TransportError) as error:
             self._fail(TransportError(str(error)))
             return
         if gone:
@@ -214,7 +228,7 @@ class ShmRecvChannel(RecvChannel):
         if slot_bytes > self._plane._slot_bytes or not 0 < num_slots <= MAX_SLOTS:
             os.close(fds[0])
             raise ProtocolError(f"shm: the producer made {num_slots} slots of {slot_bytes} bytes, which is too large")
-        self._arena = Arena.attach(fds[0], slot_bytes, num_slots)
+        self._arena = Arena.attach(fds[0], slot_bytes, num_slots, self._plane._device)
         return True
 
     def _filled(self, tag: int, index: int, nbytes: int) -> None:
@@ -223,11 +237,11 @@ class ShmRecvChannel(RecvChannel):
         if index >= arena.num_slots or index in self._held or not 0 < nbytes <= arena.slot_bytes:
             raise ProtocolError(f"shm: the producer filled slot {index} with {nbytes} bytes, which cannot be")
         expected = self._expected.pop(tag, None)
+        if expected is not None and expected != nbytes:
+            raise ProtocolError(f"shm: message {tag:#x} has {nbytes} bytes, expected {expected}")
         self._held.add(index)
         if expected is None:  # forgotten, or never announced
             self._release(index)
-        elif expected != nbytes:
-            raise ProtocolError(f"shm: message {tag:#x} has {nbytes} bytes, expected {expected}")
         else:
             self._arrived.append(Received(tag, arena.address(index), nbytes, partial(self._release, index)))
 
@@ -256,14 +270,19 @@ class ShmPlane(Plane):
 
     name: ClassVar[str] = "shm"
 
-    def __init__(self, slot_bytes: int, staging_bytes: int) -> None:
+    def __init__(self, slot_bytes: int, staging_bytes: int, device: torch.device = CPU) -> None:
         self._slot_bytes = min(slot_bytes, BEST_SLOT_BYTES)
-        self._left_bytes = staging_bytes
+        self._limit_bytes = self._left_bytes = staging_bytes
+        self._device = device
         self.sockets = Sockets()
         self._lobby: Lobby | None = None
         self._offer: _Offer | None = None
         self._channels: set[ShmSendChannel | ShmRecvChannel] = set()
         self._closed = False
+
+    @property
+    def staging_bytes(self) -> int:
+        return self._limit_bytes - self._left_bytes  # D's are P's
 
     def offer(self) -> bytes:
         if self._offer is None:
@@ -309,7 +328,11 @@ class ShmPlane(Plane):
             raise TransportError(
                 f"shm: staging memory is used up by {len(self._channels)} channels; raise staging_bytes"
             )
-        arena, fd = Arena.create(slot_bytes, num_slots)
+        try:
+            arena, fd = Arena.create(slot_bytes, num_slots, self._device)
+        except TransportError:
+            self.sockets.drop(sock)
+            raise
         try:
             socket.send_fds(sock, [_GEOMETRY.pack(slot_bytes, num_slots)], [fd], socket.MSG_NOSIGNAL)
         except OSError as error:
@@ -356,10 +379,9 @@ class ShmPlane(Plane):
         _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         return bool(uid == os.getuid())
 
-    def _drop(self, channel: ShmSendChannel | ShmRecvChannel, sock: socket.socket, nbytes: int) -> None:
-        """A channel closes: its socket goes, and its memory is to be had again."""
+    def _drop(self, channel: ShmSendChannel | ShmRecvChannel, sock: socket.socket) -> None:
+        """A channel closes, and its socket goes."""
         self.sockets.drop(sock)
-        self._left_bytes += nbytes
         self._channels.discard(channel)
 
 

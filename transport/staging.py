@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from kvferry.transport.plane import Slot
-
-HOST = torch.device("cpu")
+from kvferry.transport import pinned
+from kvferry.transport.plane import CPU, Slot
 
 
 class SlotPool:
@@ -14,12 +13,18 @@ class SlotPool:
 
     A slot is free, in use, or retired: a retired one is in the hands of a request that can neither be cancelled nor
     waited for, so it is never handed out again until ``revive``, and stays accounted against the limit.
+
+    They lie on ``device``; ``page_locked``: in host memory that kernels of a GPU can use.
     """
 
-    def __init__(self, slot_bytes: int, limit_bytes: int, device: torch.device = HOST) -> None:
+    def __init__(
+        self, slot_bytes: int, limit_bytes: int, device: torch.device = CPU, *, page_locked: bool = False
+    ) -> None:
+        assert device == CPU or not page_locked
         self.slot_bytes = slot_bytes
         self.capacity = max(1, limit_bytes // slot_bytes)
         self._device = device
+        self._page_locked = page_locked
         self._free: list[Slot] = []
         self._retired: set[int] = set()
         self._slots: list[Slot] = []
@@ -65,6 +70,8 @@ class SlotPool:
         self.put(slot)
 
     def _allocate(self) -> torch.Tensor:
+        if self._page_locked:
+            return pinned.empty(self.slot_bytes)
         if self._device.type == "cuda":
             from kvferry.transport.cuda_memory import allocate
 

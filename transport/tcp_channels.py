@@ -7,6 +7,7 @@ import os
 import socket
 import struct
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -45,7 +46,10 @@ class _Message:
 
 
 class TcpSendChannel(SendChannel):
-    """P's end. One message at a time; there is nothing to send on before D's connection has come."""
+    """P's end. One message is on its way at a time; there is nothing to send on before D's connection has come.
+
+    ``_taken`` counts the slots that are being packed, ``_waiting`` holds those that were sent meanwhile.
+    """
 
     gathers: ClassVar[bool] = True
 
@@ -56,6 +60,8 @@ class TcpSendChannel(SendChannel):
         self.sock: socket.socket | None = None
         self._plane = plane
         self._message: _Message | None = None
+        self._taken = 0
+        self._waiting: deque[tuple[Slot, int, int]] = deque()
         self._header = np.zeros(HEADER.size, dtype=np.uint8)
         self._closed = False
 
@@ -74,20 +80,29 @@ class TcpSendChannel(SendChannel):
         self._plane.sockets.watch(sock, self.on_readable)
 
     def acquire(self) -> Slot | None:
-        return self._plane.send_pool.take() if self.ready else None
+        used = self._taken + len(self._waiting) + (self._message is not None)
+        if not self._open or used >= self._plane.window:
+            return None
+        slot = self._plane.send_pool.take()
+        self._taken += slot is not None
+        return slot
 
     def send(self, slot: Slot, nbytes: int, tag: int) -> None:
         assert 0 < nbytes <= slot.nbytes
-        if not self.ready:  # broke since ``acquire``
+        if not self._open:  # broke since ``acquire``
             self.give_back(slot)
             return
-        self._begin(tag, np.array([slot.address]), np.array([nbytes]), slot)
+        self._taken -= 1
+        self._waiting.append((slot, nbytes, tag))
+        self._go_on()
 
     def send_pieces(self, pieces: Pieces, tag: int) -> None:
         assert self.ready
         self._begin(tag, pieces.addresses, pieces.nbytes, None)
+        self._write()
 
     def give_back(self, slot: Slot) -> None:
+        self._taken -= 1
         self._plane.send_pool.put(slot)
 
     def let_go(self) -> None:
@@ -109,7 +124,7 @@ class TcpSendChannel(SendChannel):
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            self._forget_message()
+            self._forget_messages()
             if self.sock is not None:
                 self._plane.sockets.drop(self.sock)
             self._plane.drop(self)
@@ -118,7 +133,7 @@ class TcpSendChannel(SendChannel):
         """Set ``error``, once."""
         if self.error is None:
             self.error = TransportError(reason)
-            self._forget_message()
+            self._forget_messages()
             if self.sock is not None:
                 self._plane.sockets.mute(self.sock)
 
@@ -136,7 +151,18 @@ class TcpSendChannel(SendChannel):
 
     @property
     def ready(self) -> bool:
-        return self.sock is not None and self.error is None and not self._closed and self._message is None
+        return self._open and self._message is None and not self._waiting
+
+    @property
+    def _open(self) -> bool:
+        return self.sock is not None and self.error is None and not self._closed
+
+    def _go_on(self) -> None:
+        """Send what waits for as long as the socket takes it."""
+        while self._open and self._message is None and self._waiting:
+            slot, nbytes, tag = self._waiting.popleft()
+            self._begin(tag, np.array([slot.address]), np.array([nbytes]), slot)
+            self._write()
 
     def _begin(self, tag: int, addresses: Int64s, nbytes: Int64s, slot: Slot | None) -> None:
         self._header[:] = np.frombuffer(HEADER.pack(tag, int(nbytes.sum())), dtype=np.uint8)
@@ -144,7 +170,6 @@ class TcpSendChannel(SendChannel):
         self._message = _Message(
             tag, Vector(Pieces(pieces, np.concatenate([[HEADER.size], nbytes]))), slot, slot is None
         )
-        self._write()
 
     def _write(self) -> None:
         message, sock = self._message, self.sock
@@ -165,6 +190,7 @@ class TcpSendChannel(SendChannel):
 
     def _on_writable(self) -> None:
         self._write()
+        self._go_on()
         if self.error is None and not self._closed:
             self.on_readable()
 
@@ -172,6 +198,12 @@ class TcpSendChannel(SendChannel):
         message, self._message = self._message, None
         if message is not None and message.slot is not None:
             self._plane.send_pool.put(message.slot)
+
+    def _forget_messages(self) -> None:
+        self._forget_message()
+        for slot, _, _ in self._waiting:
+            self._plane.send_pool.put(slot)
+        self._waiting.clear()
 
 
 @dataclass(slots=True)

@@ -20,17 +20,20 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 import numpy as np
 import numpy.typing as npt
+import torch
 import zmq
 from msgspec import Meta
 
 from kvferry.connector.errors import PlaneUnavailableError, ProtocolError, TransportError
-from kvferry.transport.plane import Pieces, Plane, RecvChannel, SendChannel, decode_payload
+from kvferry.transport.plane import CPU, Pieces, Plane, RecvChannel, SendChannel, decode_payload
 from kvferry.transport.sockets import CHANNEL_BYTES, MAX_STRANGERS, SECRET_BYTES, Lobby, Sockets
 from kvferry.transport.staging import SlotPool
 from kvferry.transport.tcp_channels import TcpRecvChannel, TcpSendChannel
 from kvferry.transport.vectors import repeated
 
 _SCRATCH_BYTES = 256 << 10
+_GPU_WINDOW = 3
+"""Slots of one channel that a GPU packs, that wait, or that are on the link."""
 
 
 class _Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -44,21 +47,25 @@ class _Attach(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TcpPlane(Plane):
-    """One listening socket for all consumers, one connection per channel.
+    """One listening socket for all consumers, one connection per channel. For caches of a GPU, whose pages no socket
+    reads, every message goes through page-locked slots.
 
     Args:
         host: the local address that P's end binds to.
         slot_bytes: largest message; peers with different sizes use the smaller one.
         staging_bytes: bound for P's slots, and for D's, where runs are too short to do without.
+        device: where the caches are.
     """
 
     name: ClassVar[str] = "tcp"
 
-    def __init__(self, host: str, slot_bytes: int, staging_bytes: int) -> None:
+    def __init__(self, host: str, slot_bytes: int, staging_bytes: int, device: torch.device = CPU) -> None:
+        gpu = device.type == "cuda"
         self.slot_bytes = slot_bytes
+        self.window = _GPU_WINDOW if gpu else 1
         self.sockets = Sockets()
-        self.send_pool = SlotPool(slot_bytes, staging_bytes)
-        self.recv_pool = SlotPool(slot_bytes, staging_bytes)
+        self.send_pool = SlotPool(slot_bytes, staging_bytes, page_locked=gpu)
+        self.recv_pool = SlotPool(slot_bytes, staging_bytes, page_locked=gpu)
         self.channels: dict[TcpSendChannel | TcpRecvChannel, None] = {}
         self.zeros: npt.NDArray[np.uint8] = np.zeros(_SCRATCH_BYTES, dtype=np.uint8)
         self._waste: npt.NDArray[np.uint8] = np.empty(_SCRATCH_BYTES, dtype=np.uint8)
@@ -67,6 +74,10 @@ class TcpPlane(Plane):
         self._offer: _Offer | None = None
         self._awaited: dict[bytes, TcpSendChannel] = {}
         self._closed = False
+
+    @property
+    def staging_bytes(self) -> int:
+        return self.send_pool.allocated_bytes + self.recv_pool.allocated_bytes
 
     def offer(self) -> bytes:
         if self._offer is None:

@@ -29,8 +29,8 @@ from msgspec import Meta
 
 from kvferry.connector.errors import ProtocolError, TransportError
 from kvferry.transport.host import host_id
-from kvferry.transport.plane import Plane, Received, RecvChannel, SendChannel, Slot, decode_payload
-from kvferry.transport.staging import HOST, SlotPool
+from kvferry.transport.plane import CPU, Plane, Received, RecvChannel, SendChannel, Slot, decode_payload
+from kvferry.transport.staging import SlotPool
 from kvferry.transport.ucx_library import uses_rdma
 from kvferry.transport.ucx_worker import Announced, Link, Request, UcxWorker
 
@@ -191,7 +191,7 @@ class UcxPlane(Plane):
 
     name: ClassVar[str] = "ucx"
 
-    def __init__(self, host: str, slot_bytes: int, staging_bytes: int, device: torch.device = HOST) -> None:
+    def __init__(self, host: str, slot_bytes: int, staging_bytes: int, device: torch.device = CPU) -> None:
         self._on_gpu = device.type != "cpu"
         self._moved_at = 0.0
         self._worker = UcxWorker(host)
@@ -211,6 +211,10 @@ class UcxPlane(Plane):
     def retired_slots(self) -> int:
         """Slots of closed channels that UCX has not let go of."""
         return self.send_pool.retired + self._recv_pool.retired
+
+    @property
+    def staging_bytes(self) -> int:
+        return self.send_pool.allocated_bytes + self._recv_pool.allocated_bytes
 
     def offer(self) -> bytes:
         host = host_id() if self._on_gpu else ""

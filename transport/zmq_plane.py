@@ -1,8 +1,9 @@
 """The ZMQ data plane, for hosts without UCX: the staging protocol over multipart messages, without copies of ours.
 
 P binds one ROUTER; each channel of D connects one DEALER whose routing id is a secret that only P learns, through the
-handshake. ZMQ sends straight from P's slot, and D unpacks straight from the frame that ZMQ received into. What keeps
-the memory of both bounded is a window: D returns a credit for every message it is done with.
+handshake. ZMQ sends straight from P's slot, and D unpacks straight from the frame that ZMQ received into; a GPU cannot
+read frames, so for its kernels D copies each into a page-locked slot. What keeps the memory of both bounded is a
+window: D returns a credit for every message it is done with.
 
 Frames after the routing id: P to D ``[b"m" + tag + nbytes, bytes]``, ``[b"p"]`` (are you there) and ``[b"b"]`` (bye);
 D to P ``[b"h"]`` (hello) and ``[b"c" + tag]`` (credit). Numbers are little endian.
@@ -11,23 +12,35 @@ D to P ``[b"h"]`` (hello) and ``[b"c" + tag]`` (credit). Numbers are little endi
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import secrets
 import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable
 from functools import partial
 from typing import Annotated, Any, ClassVar
 
 import msgspec
 import numpy as np
+import torch
 import zmq
 from msgspec import Meta
 
 from kvferry.connector.errors import PlaneUnavailableError, ProtocolError, TransportError
 from kvferry.transport.framing import url
 from kvferry.transport.gate import Monitor, unwatch
-from kvferry.transport.plane import ConfigureSocket, Plane, Received, RecvChannel, SendChannel, Slot, decode_payload
+from kvferry.transport.plane import (
+    CPU,
+    ConfigureSocket,
+    Plane,
+    Received,
+    RecvChannel,
+    SendChannel,
+    Slot,
+    decode_payload,
+)
 from kvferry.transport.staging import SlotPool
 
 _HEADER = struct.Struct("<cQQ")
@@ -163,7 +176,7 @@ class ZmqSendChannel(SendChannel):
 
 
 class ZmqRecvChannel(RecvChannel):
-    """D's end."""
+    """D's end. ``_waiting``: messages that are here and wait for a page-locked slot."""
 
     def __init__(self, plane: ZmqPlane, host: str, port: int, window: int) -> None:
         self._plane = plane
@@ -171,6 +184,7 @@ class ZmqRecvChannel(RecvChannel):
         self.window = window
         self._expected: dict[int, int] = {}
         self._arrived: list[Received] = []
+        self._waiting: deque[tuple[int, zmq.Frame]] = deque()
         self._closed = False
         self._deadline: float | None = time.monotonic() + _CONNECT_SECONDS
         self._where = f"{host}:{port}"
@@ -204,14 +218,16 @@ class ZmqRecvChannel(RecvChannel):
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            self._arrived.clear()
+            self._waiting.clear()
+            for message in self.poll():  # nobody will see these any more
+                message.release()
             self._plane._receivers.discard(self)
             self._plane._window_left += self.window
             self._shut()
 
     def progress(self) -> bool:
         """Take in what the producer sent; ``True`` if that was anything."""
-        moved = False
+        moved = self._copy_waiting()
         for _ in range(2 * self.window):
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -231,6 +247,11 @@ class ZmqRecvChannel(RecvChannel):
             )
             self._fail(TransportError(f"zmq: the producer at {self._where} {reason}"))
         return moved
+
+    @property
+    def starved(self) -> bool:
+        """A message is here and waits for a slot."""
+        return bool(self._waiting) and self.error is None
 
     def extend(self, seconds: float) -> None:
         """Give the producer more time to answer."""
@@ -258,18 +279,45 @@ class ZmqRecvChannel(RecvChannel):
         frame = frames[1]
         if len(frame) != nbytes or not nbytes:
             raise ProtocolError(f"zmq: message {tag:#x} has {len(frame)} bytes and says {nbytes}")
-        expected = self._expected.pop(tag, None)
+        expected = self._expected.get(tag)
         if expected is None:  # forgotten, or never announced
             self._credit(tag)
         elif expected != nbytes:
             raise ProtocolError(f"zmq: message {tag:#x} has {nbytes} bytes, expected {expected}")
+        elif self._plane._recv_pool is not None:
+            if len(self._waiting) >= self.window:
+                raise ProtocolError(f"zmq: the producer sent more than {self.window} messages without credit")
+            self._waiting.append((tag, frame))
+            self._copy_waiting()
         else:
-            data = np.frombuffer(frame.buffer, dtype=np.uint8)
+            del self._expected[tag]
             held = [frame]  # the frame owns the bytes until it is released
-            self._arrived.append(Received(tag, data.ctypes.data, nbytes, partial(self._release, tag, held)))
+            self._arrived.append(Received(tag, _address(frame), nbytes, partial(self._release, tag, held)))
+
+    def _copy_waiting(self) -> bool:
+        """Copy messages into slots for as long as there are any; whether one moved on."""
+        before, pool = len(self._waiting), self._plane._recv_pool
+        while self._waiting and pool is not None:
+            tag, frame = self._waiting[0]
+            if tag not in self._expected:  # forgotten meanwhile
+                self._waiting.popleft()
+                self._credit(tag)
+                continue
+            slot = pool.take()
+            if slot is None:
+                break
+            self._waiting.popleft()
+            nbytes = self._expected.pop(tag)
+            ctypes.memmove(slot.address, _address(frame), nbytes)
+            self._arrived.append(Received(tag, slot.address, nbytes, partial(self._put, tag, slot, pool)))
+        return len(self._waiting) < before
 
     def _release(self, tag: int, held: list[zmq.Frame]) -> None:
         held.clear()
+        self._credit(tag)
+
+    def _put(self, tag: int, slot: Slot, pool: SlotPool) -> None:
+        pool.put(slot)
         self._credit(tag)
 
     def _credit(self, tag: int) -> None:
@@ -283,6 +331,7 @@ class ZmqRecvChannel(RecvChannel):
     def _fail(self, error: TransportError) -> None:
         if self.error is None:
             self.error = error
+            self._waiting.clear()
 
     def _shut(self) -> None:
         unwatch(self.socket)  # before its reader goes, or libzmq blocks
@@ -296,18 +345,28 @@ class ZmqPlane(Plane):
     Args:
         host: the local address that the ROUTER binds to.
         slot_bytes: size of a slot; peers with different sizes use the smaller one.
-        staging_bytes: bound for P's slots, and for the frames that D holds.
+        staging_bytes: bound for P's slots, and for the frames that D holds; for a GPU half of it is for D's slots.
         configure: called with every socket before it binds (``True``) or connects (``False``).
+        device: where the caches are.
     """
 
     name: ClassVar[str] = "zmq"
 
-    def __init__(self, host: str, slot_bytes: int, staging_bytes: int, configure: ConfigureSocket | None) -> None:
+    def __init__(
+        self,
+        host: str,
+        slot_bytes: int,
+        staging_bytes: int,
+        configure: ConfigureSocket | None,
+        device: torch.device = CPU,
+    ) -> None:
+        gpu = device.type == "cuda"
         self._host = host
         self._configure = configure
         self._slot_bytes = slot_bytes
-        self._pool = SlotPool(slot_bytes, staging_bytes)
-        self._window_left = max(1, staging_bytes // slot_bytes)
+        self._pool = SlotPool(slot_bytes, staging_bytes, page_locked=gpu)
+        self._recv_pool = SlotPool(slot_bytes, staging_bytes // 2, page_locked=True) if gpu else None
+        self._window_left = max(1, (staging_bytes // 2 if gpu else staging_bytes) // slot_bytes)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(1)
         self._bound: zmq.Socket[bytes] | None = None
         self._bound_monitor: Monitor | None = None
@@ -319,6 +378,10 @@ class ZmqPlane(Plane):
         self._next_ping = 0.0
         self._watch_until = 0.0
         self._closed = False
+
+    @property
+    def staging_bytes(self) -> int:
+        return self._pool.allocated_bytes + (self._recv_pool.allocated_bytes if self._recv_pool is not None else 0)
 
     def offer(self) -> bytes:
         if self._bound is None:
@@ -386,6 +449,8 @@ class ZmqPlane(Plane):
         return moved
 
     def arm(self) -> bool:
+        if self._recv_pool is not None and self._recv_pool.free and any(c.starved for c in self._receivers):
+            return False
         return time.monotonic() >= self._watch_until
 
     def close(self) -> None:
@@ -460,3 +525,8 @@ class ZmqPlane(Plane):
             return False
         self._pool.put(slot)
         return True
+
+
+def _address(frame: zmq.Frame) -> int:
+    """Of the first byte of a frame that is not empty."""
+    return int(np.frombuffer(frame.buffer, dtype=np.uint8).ctypes.data)

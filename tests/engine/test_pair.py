@@ -27,7 +27,7 @@ from served import (
     usage,
 )
 
-from kvferry.transport.plane import PLANE_NAMES
+from kvferry.transport.planes import PLANE_NAMES
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 

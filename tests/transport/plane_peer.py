@@ -21,7 +21,8 @@ import numpy as np
 import zmq
 
 from kvferry.connector.errors import KVFerryError
-from kvferry.transport.plane import Received, RecvChannel, SendChannel, Slot, make_plane
+from kvferry.transport.plane import Received, RecvChannel, SendChannel, Slot
+from kvferry.transport.planes import make_plane
 
 
 def pattern(tag: int, nbytes: int) -> np.ndarray:

@@ -20,7 +20,7 @@ import msgspec
 import pytest
 
 from kvferry.connector.errors import PlaneUnavailableError, ProtocolError
-from kvferry.transport.plane import make_plane
+from kvferry.transport.planes import make_plane
 
 SLOT = 1 << 20
 STAGING = 16 << 20

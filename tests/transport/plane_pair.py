@@ -1,0 +1,111 @@
+"""Two planes of one process, of which one sends to the other."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvferry.transport.plane import Plane, Received, RecvChannel, SendChannel, Slot
+from kvferry.transport.planes import Memory, make_plane
+from kvferry.transport.staging import SlotPool
+
+SLOT = 64 << 10
+
+
+def pattern(tag: int, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """What message ``tag`` holds: uint8 [nbytes]."""
+    return np.random.default_rng(tag).integers(0, 256, nbytes, dtype=np.uint8)
+
+
+def mapped(address: int) -> bool:
+    """Whether this process may touch that address."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        start, end = (int(number, 16) for number in line.split(" ", 1)[0].split("-"))
+        if start <= address < end:
+            return True
+    return False
+
+
+def intact(message: Received) -> bool:
+    """Whether its bytes are there, and right."""
+    if not mapped(message.address):
+        return False
+    data = np.frombuffer((ctypes.c_uint8 * message.nbytes).from_address(message.address), np.uint8)
+    return np.array_equal(data, pattern(message.tag, message.nbytes))
+
+
+class Pair:
+    """P and D on one plane, with ``slots`` slots of ``SLOT`` bytes each way; the caches on ``device``."""
+
+    def __init__(self, name: str, slots: int, device: torch.device) -> None:
+        def plane() -> Plane:
+            staging = slots * SLOT
+            return make_plane(name, host="127.0.0.1", slot_bytes=SLOT, staging_bytes=staging, memory=Memory(device))
+
+        self.p, self.d = plane(), plane()
+
+    def join(self) -> tuple[SendChannel, RecvChannel]:
+        receiver, payload = self.d.connect(self.p.offer(), "127.0.0.1")
+        assert isinstance(receiver, RecvChannel)
+        sender, reply = self.p.accept(payload)
+        self.d.finish(receiver, reply)
+        return sender, receiver
+
+    def turn(self, until: Callable[[], bool], seconds: float = 60) -> None:
+        """Serve both until the condition holds."""
+        end = time.monotonic() + seconds
+        while not until():
+            assert time.monotonic() < end, "it never came"
+            self.p.progress()
+            self.d.progress()
+
+    def acquired(self, sender: SendChannel) -> Slot:
+        slots: list[Slot] = []
+
+        def acquired() -> bool:
+            slot = sender.acquire()
+            slots.extend([slot] if slot is not None else [])
+            return bool(slots)
+
+        self.turn(acquired)
+        return slots[0]
+
+    def arrived(self, receiver: RecvChannel) -> Received:
+        messages: list[Received] = []
+
+        def arrived() -> bool:
+            messages.extend(receiver.poll())
+            return bool(messages)
+
+        self.turn(arrived)
+        (message,) = messages
+        return message
+
+    def send(self, sender: SendChannel, receiver: RecvChannel, tag: int, nbytes: int = SLOT) -> None:
+        receiver.expect(tag, nbytes)
+        slot = self.acquired(sender)
+        slot.tensor[:nbytes].numpy()[:] = pattern(tag, nbytes)
+        sender.send(slot, nbytes, tag)
+
+    def carry(self, sender: SendChannel, receiver: RecvChannel, tag: int) -> Received:
+        """A whole slot from one end to the other."""
+        self.send(sender, receiver, tag)
+        message = self.arrived(receiver)
+        assert (message.tag, message.nbytes) == (tag, SLOT) and intact(message)
+        return message
+
+    @property
+    def slots_out(self) -> int:
+        """Slots of either plane's pools that have not come back."""
+        pools = [x for plane in (self.p, self.d) for x in vars(plane).values() if isinstance(x, SlotPool)]
+        return sum(pool.capacity - pool.free for pool in pools)
+
+    def close(self) -> None:
+        self.p.close()
+        self.d.close()

@@ -1,0 +1,255 @@
+"""Staging for caches on a GPU: what is page-locked, and that it is unlocked before it is unmapped."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from plane_pair import SLOT, Pair, intact, mapped
+
+from kvferry.connector.errors import PlaneUnavailableError, TransportError
+from kvferry.transport import pinned
+from kvferry.transport.planes import Memory, make_plane
+from kvferry.transport.shm_arena import Arena
+
+GPU = torch.device("cuda", 0)
+
+
+class Locks:
+    """Stands in for CUDA: what is page-locked now, and ``(address, read_only)`` of all that ever was."""
+
+    def __init__(self) -> None:
+        self.now: dict[int, int] = {}
+        self.ever: list[tuple[int, bool]] = []
+        self.refuse: Callable[[bool], bool] = lambda read_only: False
+
+    def register(self, address: int, nbytes: int, device: torch.device, *, read_only: bool) -> None:
+        if self.refuse(read_only):
+            raise TransportError("cannot be page-locked")
+        assert device == GPU and address not in self.now and mapped(address) and mapped(address + nbytes - 1)
+        self.now[address] = nbytes
+        self.ever.append((address, read_only))
+
+    def unregister(self, address: int, device: torch.device) -> None:
+        nbytes = self.now.pop(address)
+        assert device == GPU and mapped(address) and mapped(address + nbytes - 1), "unmapped before"
+
+
+@pytest.fixture
+def locks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Locks]:
+    locks = Locks()
+    monkeypatch.setattr(pinned, "register", locks.register)
+    monkeypatch.setattr(pinned, "unregister", locks.unregister)
+    monkeypatch.setattr(pinned, "empty", lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
+    yield locks
+    gc.collect()
+    assert not locks.now
+    assert not any(mapped(address) for address, _ in locks.ever if address), "still mapped"
+
+
+@pytest.fixture
+def pair(request: pytest.FixtureRequest, locks: Locks) -> Iterator[Pair]:
+    pair = Pair(*getattr(request, "param", ("shm", 8)), GPU)
+    yield pair
+    pair.close()
+
+
+def test_both_ends_lock_the_arena_each_in_its_way(pair: Pair, locks: Locks) -> None:
+    sender, receiver = pair.join()
+    for tag in range(20):
+        pair.carry(sender, receiver, tag).release()
+    assert [read_only for _, read_only in locks.ever] == [False, True]
+    assert set(locks.now.values()) == {pair.p.staging_bytes}
+    receiver.close()
+    assert len(locks.now) == 1
+    sender.close()
+    assert not locks.now and pair.p.staging_bytes == 0
+
+
+def test_a_slot_that_is_being_packed_stays_locked(pair: Pair, locks: Locks) -> None:
+    sender, receiver = pair.join()
+    slot = pair.acquired(sender)
+    pair.close()
+    assert receiver.error is None or locks.now
+    (address,) = locks.now
+    assert slot.address >= address
+    sender.give_back(slot)
+    assert mapped(slot.address), "its tensor is still there"
+    del slot
+    assert not locks.now
+
+
+def test_a_slot_that_is_never_given_back_goes_with_its_last_tensor(pair: Pair, locks: Locks) -> None:
+    sender, _ = pair.join()
+    slot: Any = pair.acquired(sender)
+    view = slot.tensor[10:20]
+    pair.close()
+    del sender, slot, _
+    gc.collect()
+    assert len(locks.now) == 1
+    view.fill_(3)
+    del view
+    gc.collect()
+    assert not locks.now
+
+
+def test_a_message_that_is_being_unpacked_stays_locked(pair: Pair, locks: Locks) -> None:
+    sender, receiver = pair.join()
+    held = [pair.carry(sender, receiver, tag) for tag in range(2)]
+    pair.close()
+    for message in held:
+        assert len(locks.now) == 1 and intact(message)
+        message.release()
+    assert not locks.now
+
+
+def test_a_consumer_that_left_before_its_memory_came(pair: Pair, locks: Locks) -> None:
+    receiver, payload = pair.d.connect(pair.p.offer(), "127.0.0.1")
+    pair.p.progress()
+    receiver.close()
+    with pytest.raises(TransportError):
+        pair.p.accept(payload)
+    gc.collect()
+    assert not locks.now and pair.p.staging_bytes == 0
+
+
+@pytest.mark.parametrize("read_only", [False, True], ids=["P", "D"])
+def test_memory_that_cannot_be_locked_costs_the_channel(pair: Pair, locks: Locks, read_only: bool) -> None:
+    locks.refuse = lambda of: of is read_only
+    if read_only:
+        sender, receiver = pair.join()
+        pair.turn(lambda: receiver.error is not None)
+        assert "cannot be page-locked" in str(receiver.error)
+        receiver.close()
+        pair.turn(lambda: sender.error is not None)
+        sender.close()
+    else:
+        with pytest.raises(TransportError, match="cannot be page-locked"):
+            pair.join()
+    gc.collect()
+    assert not locks.now and pair.p.staging_bytes == 0
+    locks.refuse = lambda _: False
+    pair.carry(*pair.join(), tag=1).release()
+
+
+def test_an_arena_for_caches_of_the_host_is_not_locked(locks: Locks) -> None:
+    arena, fd = Arena.create(SLOT, 2)
+    Arena.attach(fd, SLOT, 2).close()
+    arena.close()
+    assert not locks.ever
+
+
+@pytest.mark.parametrize("pair", [("tcp", 8), ("zmq", 8)], indirect=True, ids=["tcp", "zmq"])
+def test_messages_pass_through_locked_slots(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[int, int]] = []
+
+    def empty(nbytes: int) -> torch.Tensor:
+        memory = torch.empty(nbytes, dtype=torch.uint8)
+        made.append((memory.data_ptr(), nbytes))
+        return memory
+
+    monkeypatch.setattr(pinned, "empty", empty)
+    sender, receiver = pair.join()
+    for tag in range(20):
+        message = pair.carry(sender, receiver, tag)
+        assert (message.address, SLOT) in made
+        message.release()
+    assert sum(nbytes for _, nbytes in made) == pair.p.staging_bytes + pair.d.staging_bytes <= 16 * SLOT
+
+
+@pytest.mark.parametrize("pair", [("zmq", 4)], indirect=True)
+def test_frames_wait_for_slots_that_are_held_elsewhere(pair: Pair) -> None:
+    held = []
+    for tag in range(2):  # D has two slots; closed channels leave their windows to others
+        sender, receiver = pair.join()
+        held.append(pair.carry(sender, receiver, tag))
+        receiver.close()
+        pair.turn(lambda s=sender: s.error is not None)  # type: ignore[misc]
+        sender.close()
+    sender, receiver = pair.join()
+    pair.send(sender, receiver, 7)
+    pair.turn(lambda: receiver.starved)  # type: ignore[attr-defined]
+    assert not receiver.poll() and pair.d.staging_bytes == 2 * SLOT
+    assert all(map(intact, held))
+    held[0].release()
+    assert not pair.d.arm(), "nothing on a socket will say that there is a slot now"
+    message = pair.arrived(receiver)
+    assert intact(message) and intact(held[1])
+    message.release()
+    held[1].release()
+    assert pair.d.staging_bytes == 2 * SLOT
+
+
+@pytest.mark.parametrize("pair", [("zmq", 2)], indirect=True)
+def test_a_frame_that_waits_can_be_forgotten(pair: Pair) -> None:
+    sender, receiver = pair.join()
+    message = pair.carry(sender, receiver, 1)
+    receiver.close()
+    pair.turn(lambda: sender.error is not None)
+    sender.close()
+    sender, receiver = pair.join()
+    pair.send(sender, receiver, 7)
+    pair.turn(lambda: receiver.starved)  # type: ignore[attr-defined]
+    receiver.forget(7)
+    message.release()
+    pair.carry(sender, receiver, 8).release()
+
+
+@pytest.mark.parametrize("pair", [("tcp", 8)], indirect=True)
+def test_slots_that_are_packed_at_the_same_time_are_all_sent(pair: Pair) -> None:
+    sender, receiver = pair.join()
+    slots = [pair.acquired(sender), pair.acquired(sender), pair.acquired(sender)]
+    assert sender.acquire() is None
+    for tag, slot in enumerate(slots):
+        slot.tensor.fill_(tag)
+        receiver.expect(tag, SLOT)
+    for tag in (1, 0, 2):  # whichever the kernel finished first
+        sender.send(slots[tag], SLOT, tag)
+    messages = []
+
+    def all_there() -> bool:
+        messages.extend(receiver.poll())
+        return len(messages) == 3
+
+    pair.turn(all_there)
+    assert [message.tag for message in messages] == [1, 0, 2]
+    assert not sender.ready or sender.acquire() is not None
+
+
+@pytest.mark.parametrize("pair", [("tcp", 16), ("zmq", 16)], indirect=True, ids=["tcp", "zmq"])
+@pytest.mark.parametrize("first", ["P", "D"])
+def test_what_was_on_its_way_leaves_no_slot_behind(pair: Pair, first: str) -> None:
+    sender, receiver = pair.join()
+    pair.carry(sender, receiver, 0).release()
+    slots = [pair.acquired(sender) for _ in range(3)]
+    for tag, slot in enumerate(slots[:2], 1):
+        receiver.expect(tag, SLOT)
+        sender.send(slot, SLOT, tag)
+    pair.turn(lambda: bool(receiver._arrived))  # type: ignore[attr-defined]
+    (sender if first == "P" else receiver).close()
+    pair.turn(lambda: receiver.error is not None if first == "P" else sender.error is not None)
+    sender.close()
+    receiver.close()
+    sender.send(slots[2], SLOT, 3)
+    pair.turn(lambda: not pair.slots_out)
+
+
+@pytest.mark.parametrize("pair", [("tcp", 8)], indirect=True)
+@pytest.mark.parametrize("first", ["P", "D"])
+def test_slots_that_wait_for_a_full_socket_come_back(pair: Pair, first: str) -> None:
+    sender, receiver = pair.join()
+    sender.send(pair.acquired(sender), SLOT, 0)
+    while (slot := sender.acquire()) is not None:  # D takes nothing
+        sender.send(slot, SLOT, 0)
+    assert pair.slots_out == 3
+    (sender if first == "P" else receiver).close()
+    pair.turn(lambda: receiver.error is not None if first == "P" else sender.error is not None)
+    assert not pair.slots_out
+
+
+def test_cma_cannot_read_a_gpu() -> None:
+    with pytest.raises(PlaneUnavailableError, match="reads host memory only"):
+        make_plane("cma", host="127.0.0.1", slot_bytes=SLOT, staging_bytes=SLOT, memory=Memory(GPU))

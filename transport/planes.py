@@ -1,0 +1,99 @@
+"""Which data planes there are, and how one is made."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvferry.connector.errors import PlaneUnavailableError
+from kvferry.transport.plane import CPU, ConfigureSocket, Plane
+
+PLANE_NAMES = ("cma", "cuda_ipc", "shm", "tcp", "ucx", "zmq")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What the planes of a process carry: ``ranges``, address and bytes of each, on ``device`` (with its index).
+    ``settle`` blocks until the copies that were started there are done."""
+
+    device: torch.device
+    ranges: Sequence[tuple[int, int]] = ()
+    settle: Callable[[], None] = lambda: None
+
+
+HOST = Memory(CPU)
+
+
+def preferred_planes(device: torch.device) -> tuple[str, ...]:
+    """The planes for memory of ``device``, the fastest first. Which of tcp and ucx that is between hosts depends on
+    what UCX can use: the one of the PyPI wheel has TCP only, and is slower there (benchmarks/host_planes.py); a system
+    UCX on RDMA hardware is faster. On one host UCX moves GPU memory over NVLink (``Plane.drawback`` says where not).
+    """
+    from kvferry.transport.ucx_library import uses_rdma
+
+    if device.type != "cpu":
+        return ("cuda_ipc", "ucx", "shm", "tcp", "zmq")
+    return ("cma", "shm", "ucx", "tcp", "zmq") if uses_rdma(os.environ) else ("cma", "shm", "tcp", "ucx", "zmq")
+
+
+def best_slot_bytes(name: str, device: torch.device) -> int:
+    """The size of a staging slot where the user names none. Over NVLink UCX moves messages of 4 / 16 / 32 / 64 MiB at
+    186 / 368 / 382 / 389 GB/s, and the more slots a hand-over has, the better its copies overlap."""
+    return 32 << 20 if name == "ucx" and device.type != "cpu" else 4 << 20
+
+
+def make_plane(
+    name: str,
+    *,
+    host: str,
+    slot_bytes: int,
+    staging_bytes: int,
+    configure_socket: ConfigureSocket | None = None,
+    memory: Memory = HOST,
+) -> Plane:
+    """The data plane called ``name``.
+
+    Args:
+        name: one of ``PLANE_NAMES``.
+        host: the local address to listen on; nothing listens on any other.
+        slot_bytes: size of a staging slot, that is of the largest message.
+        staging_bytes: bound on the staging memory, for each direction.
+        configure_socket: called with every ZMQ socket before it binds or connects.
+        memory: what is to be carried.
+
+    Raises:
+        PlaneUnavailableError: the plane cannot be had on this machine, and why.
+    """
+    on_gpu = memory.device.type != "cpu"
+    if name == "ucx":
+        from kvferry.transport.ucx_plane import UcxPlane
+
+        return UcxPlane(host, slot_bytes, staging_bytes, memory.device)
+    if name == "shm":
+        from kvferry.transport.shm_plane import ShmPlane
+
+        return ShmPlane(slot_bytes, staging_bytes, memory.device)
+    if name == "zmq":
+        from kvferry.transport.zmq_plane import ZmqPlane
+
+        return ZmqPlane(host, slot_bytes, staging_bytes, configure_socket, memory.device)
+    if name == "tcp":
+        from kvferry.transport.tcp_plane import TcpPlane
+
+        return TcpPlane(host, slot_bytes, staging_bytes, memory.device)
+    if name == "cma":
+        from kvferry.transport.cma_plane import CmaPlane
+
+        if on_gpu:
+            raise PlaneUnavailableError(f"it reads host memory, the caches lie on {memory.device}")
+        return CmaPlane()
+    if name == "cuda_ipc":
+        if not on_gpu:
+            raise PlaneUnavailableError("it reads GPU memory, the caches lie in host memory")
+        from kvferry.transport.cuda_ipc_plane import CudaIpcPlane
+
+        return CudaIpcPlane(memory.device, memory.ranges, memory.settle)
+    raise PlaneUnavailableError(f"plane {name!r} is unknown, expected one of {', '.join(PLANE_NAMES)}")
