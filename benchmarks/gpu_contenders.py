@@ -22,7 +22,8 @@ import msgspec
 import torch
 from gpu_caches import Cache
 from gpu_cases import Config, Form, Point, Side, num_blocks
-from gpu_rivals import End, LocalEnd, MappedEnd, NixlEnd, TorchEnd, UcxxRawEnd
+from gpu_ends import End
+from gpu_rivals import LocalEnd, MappedEnd, NixlEnd, TorchEnd, UcxxRawEnd
 
 from kvferry.connector.config import Settings
 from kvferry.connector.engine import LayerGroup, RankInfo
@@ -70,14 +71,7 @@ class PlaneEnd(End):
     def _worker(self, cache: Cache) -> WorkerHalf:
         form = cache.form
         layers = tuple(f"model.layers.{n}.attn" for n in range(form.layers))
-        info = RankInfo(
-            engine_id=f"engine-{self.side}",
-            tp_rank=0,
-            tp_size=1,
-            pp_rank=0,
-            pp_size=1,
-            model={"architectures": "Noise"},
-        )
+        info = RankInfo(f"engine-{self.side}", 0, 1, 0, 1, {"architectures": "Noise"})
         worker = WorkerHalf(self.settings, info, [LayerGroup(form.kind, layers, form.block, form.heads)])
         worker.register({name: cache.tensor(n) for n, name in enumerate(layers)}, cache.num_blocks)
         return worker
@@ -133,13 +127,13 @@ class PlaneSource(PlaneEnd):
 
     def settle(self) -> None:
         end = time.monotonic() + SETTLE_SECONDS
-        for form, leased in self.leased.items():
-            while leased:
-                leased -= self.workers[form].take_results().sent
+        for form in self.leased:
+            while self.leased[form]:
+                self.leased[form] -= self.workers[form].take_results().sent
                 if time.monotonic() > end:
-                    left, self.leased[form] = len(leased), set()
+                    left, self.leased[form] = len(self.leased[form]), set()
                     raise RuntimeError(f"{left} leases were not released within {SETTLE_SECONDS:g} s")
-                time.sleep(1e-3 if leased else 0)
+                time.sleep(5e-4)
 
 
 class PlaneTarget(PlaneEnd):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -95,10 +96,8 @@ class Process:
     def end(self) -> None:
         """Ask it to end; without it, what a library printed may be lost."""
         assert self.process.stdin is not None
-        try:
+        with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
-        except BrokenPipeError:
-            pass
 
     def close(self) -> None:
         """Wait for the end, or make it."""
@@ -180,12 +179,19 @@ def move(source: Process, target: Process, way: str, point: str, repeats: int, p
     target.tell("move", point=point, way=way, repeats=repeats, ticket=ticket, peer=peer)
     try:
         seconds: list[float] = target.answer()
-    finally:
-        if pushes:
-            source.answer()
-        elif not alone and source.alive:
-            source.ask("settle")
+    except ContenderError:
+        with contextlib.suppress(ContenderError):  # the first error tells more
+            _settle(source, alone, pushes)
+        raise
+    _settle(source, alone, pushes)
     return seconds
+
+
+def _settle(source: Process, alone: bool, told: bool) -> None:
+    if told:
+        source.answer()
+    elif not alone:
+        source.ask("settle")
 
 
 def verify(source: Process, target: Process, way: str, point: str, peer: str = "main") -> float:
