@@ -18,7 +18,7 @@ import msgspec
 from gpu_cases import Config, Point
 
 HERE = Path(__file__).resolve().parent
-OPEN_SECONDS, MOVE_SECONDS, END_SECONDS = 180.0, 60.0, 5.0
+OPEN_SECONDS, MOVE_SECONDS, END_SECONDS = 180.0, 30.0, 5.0
 PUSHES = ("ucxx_raw",)
 """Kinds whose source has to work while the target receives."""
 
@@ -148,6 +148,16 @@ class Pair:
         if self.source is self.target:
             return
         introduce(self.source, self.target)
+
+    @property
+    def alive(self) -> bool:
+        return all(end.alive for end in self.ends)
+
+    def kill(self) -> None:
+        for end in self.ends:
+            end.process.kill()
+            end.end()
+            end.close()
 
     def move(self, way: str, point: str, repeats: int = 1) -> list[float]:
         return move(self.source, self.target, way, point, repeats)

@@ -27,7 +27,9 @@ import statistics
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -45,6 +47,7 @@ FIXED_COST, GIL = (12, 25), (4, 10)
 """Times and hand-overs each, of the fixed cost and beside a busy thread."""
 NEW_PEERS = {"cuda": 3, "cpu": 1}
 MAX_MEMCPYS = 16 << 10
+MAX_RESTARTS = 2
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,8 @@ class Run:
         self.main = next(point for point in points if point.name == MAIN)
         self.options = options
         self.pairs: dict[str, Pair] = {}
+        self._makers: dict[str, Callable[[], Pair]] = {}
+        self._restarts: dict[str, int] = defaultdict(int)
         self.ready: set[str] = set()
         self.new_peers: dict[str, list[Process]] = {}
         self.seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
@@ -147,7 +152,8 @@ class Run:
                 self.new_peers[name] = [self._new_peer(settings) for _ in range(NEW_PEERS[device])]
             environ = {"UCX_PROTO_INFO": "y"} if settings.get("plane") == "ucx" else {}
             alone = contender.pair in ("torch", "local")
-            self.pairs[name] = Pair(contender.pair, device, points, settings, environ, alone)
+            self._makers[name] = partial(Pair, contender.pair, device, points, settings, environ, alone)
+            self.pairs[name] = self._makers[name]()
         log(f"{sum(len(pair.ends) for pair in self.pairs.values())} processes started")
         for name, pair in self.pairs.items():
             try:
@@ -170,6 +176,20 @@ class Run:
         process = Process(config, gpus()[0], {})
         process.tell("open")
         return process
+
+    def _revive(self, name: str) -> None:
+        """New processes where one has ended, so that one point does not cost a contender all others."""
+        pair = self.pairs[name]
+        if pair.alive or self._restarts[name] == MAX_RESTARTS:
+            return
+        self._restarts[name] += 1
+        pair.kill()
+        self.pairs[name] = self._makers[name]()
+        try:
+            self.pairs[name].join()
+            log(f"{name} is started anew")
+        except ContenderError as error:
+            log(f"{name} does not start anew: {error}")
 
     def close(self) -> None:
         """All at once, too."""
@@ -198,6 +218,7 @@ class Run:
         except ContenderError as error:
             self.errors[key] = str(error)
             log(f"{contender.name} fails at {point.name}: {error}")
+            self._revive(self._pair_of(contender))
 
     def verify(self) -> None:
         for contender in self.contenders:
