@@ -62,6 +62,7 @@ class Process:
         while b"\n" not in self._buffered:
             if not self._selector.select(max(0.0, deadline - time.monotonic())):
                 self.process.kill()
+                self.process.wait()
                 raise ContenderError(f"no answer within {seconds:g} s; {self.last_words()}")
             data = os.read(self.process.stdout.fileno(), 1 << 20)
             if not data:

@@ -28,17 +28,15 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import gpu_tables
 import report
 from gpu_cases import CORE, FIRST, FIRST_POINT, MAIN, MORE, ONE_BLOCK, SMALL, Config, Point, small
 from gpu_pairs import ContenderError, Pair, Process, gpus, introduce, move, transports, verify
-
-from kvferry.connector.config import PlaneName
+from gpu_ways import Contender, chosen
 
 MIN_ROUNDS = 5
 TURN_SECONDS, TURN_MOVES = 0.02, 8
@@ -46,58 +44,7 @@ TURN_SECONDS, TURN_MOVES = 0.02, 8
 FIXED_COST, GIL = (12, 25), (4, 10)
 """Times and hand-overs each, of the fixed cost and beside a busy thread."""
 NEW_PEERS = {"cuda": 3, "cpu": 1}
-MAX_MEMCPYS = 16 << 10
 MAX_RESTARTS = 2
-
-
-@dataclass(frozen=True)
-class Contender:
-    """A way to move, as the table calls it, and the pair of processes that knows it. ``settings``: of our planes."""
-
-    name: str
-    pair: str
-    settings: tuple[tuple[str, Any], ...] = ()
-    gpu_only: bool = False
-
-    def takes(self, point: Point, main: Point) -> bool:
-        """Whether it can be asked for this point, ``main`` being the one of 8k tokens."""
-        if self.pair == "local":
-            return point == main
-        if self.name == "cuda_ipc_16sm":
-            return (point.p, point.d) == (main.p, main.d)
-        if self.name == "memcpy_async":
-            return point.pieces <= MAX_MEMCPYS
-        if self.name == "torch":
-            return not point.tokens % point.p.block and not point.tokens % point.d.block
-        return True
-
-    def changes_form(self, point: Point) -> bool:
-        """Whether the bytes lie in D's form afterwards, where P's is another; ceilings know no form."""
-        return self.name not in ("nixl", "memcpy_async") or not point.changes
-
-
-def _plane(name: str, plane: str, **settings: Any) -> Contender:
-    return Contender(name, "plane", (("plane", plane), *settings.items()), gpu_only=plane == "cuda_ipc")
-
-
-PLANES = (
-    _plane("cuda_ipc", "cuda_ipc"),
-    _plane("cuda_ipc_16sm", "cuda_ipc", copy_sms=16),
-    *(_plane(name, name) for name in get_args(PlaneName) if name not in ("auto", "cuda_ipc")),
-)
-RIVALS = (
-    Contender("nixl", "nixl"),
-    Contender("nixl_best", "nixl"),
-    Contender("memcpy_async", "mapped", gpu_only=True),
-    Contender("torch", "torch"),
-    Contender("kernel", "mapped", gpu_only=True),
-    Contender("peer_copy", "mapped", gpu_only=True),
-    Contender("ucxx_raw", "ucxx_raw"),
-    Contender("device_copy", "local"),
-    Contender("pack", "local"),
-    Contender("unpack", "local"),
-)
-USUAL_PLANES = {"cuda": ("cuda_ipc", "cuda_ipc_16sm", "ucx"), "cpu": ("cma", "shm", "ucx")}
 MEASURED_PLANES = ("cuda_ipc", "cma", "ucx")
 """Of which fixed cost, first hand-over and cost beside a busy thread are taken. Figures without a plane's name are
 ``cuda_ipc``'s, on a CPU the first one's."""
@@ -341,18 +288,6 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, float]:
     return {name: rates[ours] / rates[than] for name, (ours, than) in pairs.items() if {ours, than} <= rates.keys()}
 
 
-def chosen(names: list[str] | None, device: str) -> list[Contender]:
-    """Contenders by name, all that the device has where none is named."""
-    known = {contender.name: contender for contender in (*PLANES, *RIVALS)}
-    if names is None:
-        usual = (*USUAL_PLANES[device], *(contender.name for contender in RIVALS))
-        return [known[name] for name in usual if device == "cuda" or not known[name].gpu_only]
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise SystemExit(f"--only: {', '.join(unknown)} unknown; known are {', '.join(known)}")
-    return [known[name] for name in names]
-
-
 def setting(text: str) -> tuple[str, Any]:
     """``NAME=VALUE`` of our planes' settings."""
     name, found, value = text.partition("=")
@@ -367,7 +302,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15, help=f"at most, {MIN_ROUNDS} at least")
     parser.add_argument("--budget", type=float, default=150, help="seconds after which no further round begins")
     parser.add_argument("--full", action="store_true", help="more points")
-    parser.add_argument("--points", type=lambda text: text.split(","), help="only these, by name")
+    parser.add_argument(
+        "--points", type=lambda text: text.split(","), help="only these and those that figures need, by name"
+    )
     parser.add_argument("--only", type=lambda text: text.split(","), help="only these contenders, by name")
     parser.add_argument("--set", type=setting, action="append", default=[], help="a setting of our planes, NAME=VALUE")
     parser.add_argument("--json", type=Path)
@@ -375,6 +312,11 @@ def main() -> None:
     options = parser.parse_args()
     points = (*CORE, *MORE) if options.full else CORE
     if options.points is not None:
+        unknown = set(options.points) - {point.name for point in points}
+        if unknown:
+            parser.error(
+                f"--points: {', '.join(sorted(unknown))} unknown; known are {', '.join(p.name for p in points)}"
+            )
         needed = {MAIN, ONE_BLOCK, SMALL, *options.points}
         points = tuple(point for point in points if point.name in needed)
     if options.device == "cpu":

@@ -104,7 +104,8 @@ def plot(result: Mapping[str, Any], order: Sequence[str], path: Path) -> None:
         line = sorted((row["bytes"] / 2**20, row["gb_per_s"]) for at, row in mine.items() if at.startswith("tokens_"))
         if not mine:
             continue
-        left.plot([x for x, _ in line], [y for _, y in line], "o-", color=colours[name], label=name)
+        label = name if all(row["changes_form"] for row in mine.values()) else f"{name} (form unchanged)"
+        left.plot([x for x, _ in line], [y for _, y in line], "o-", color=colours[name], label=label)
         at = [m + (n - len(names) / 2) * 0.8 / len(names) for m, point in enumerate(others) if point in mine]
         rates = [mine[point]["gb_per_s"] for point in others if point in mine]
         right.bar(at, rates, 0.8 / len(names), color=colours[name], align="edge")
