@@ -210,6 +210,7 @@ class Run:
             times.append(verify(source, pair.target, name, FIRST, f"new-{number}"))
             again = move(source, pair.target, name, FIRST, 3, f"new-{number}")
             self.figures[f"{name}_second_handover_ms"] = 1e3 * statistics.median(again)
+        for source in self.new_peers[name]:  # not before: D takes down what it had for a peer that is gone
             source.end()
             source.close()
         self.figures[f"{prefix}first_handover_ms"] = 1e3 * statistics.median(times)
