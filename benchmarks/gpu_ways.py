@@ -1,0 +1,74 @@
+"""The ways to move blocks that ``gpu_planes.py`` compares, by the names that its table has for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from gpu_cases import Point
+
+from kvferry.connector.config import PlaneName
+
+MAX_MEMCPYS = 16 << 10
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A way to move, as the table calls it, and the pair of processes that knows it. ``settings``: of our planes."""
+
+    name: str
+    pair: str
+    settings: tuple[tuple[str, Any], ...] = ()
+    gpu_only: bool = False
+
+    def takes(self, point: Point, main: Point) -> bool:
+        """Whether it can be asked for this point, ``main`` being the one of 8k tokens."""
+        if self.pair == "local":
+            return point == main
+        if self.name == "cuda_ipc_16sm":
+            return (point.p, point.d) == (main.p, main.d)
+        if self.name == "memcpy_async":
+            return point.pieces <= MAX_MEMCPYS
+        if self.name == "torch":
+            return not point.tokens % point.p.block and not point.tokens % point.d.block
+        return True
+
+    def changes_form(self, point: Point) -> bool:
+        """Whether the bytes lie in D's form afterwards, where P's is another; ceilings know no form."""
+        return self.name not in ("nixl", "memcpy_async") or not point.changes
+
+
+def _plane(name: str, plane: str, **settings: Any) -> Contender:
+    return Contender(name, "plane", (("plane", plane), *settings.items()), gpu_only=plane == "cuda_ipc")
+
+
+PLANES = (
+    _plane("cuda_ipc", "cuda_ipc"),
+    _plane("cuda_ipc_16sm", "cuda_ipc", copy_sms=16),
+    *(_plane(name, name) for name in get_args(PlaneName) if name not in ("auto", "cuda_ipc")),
+)
+RIVALS = (
+    Contender("nixl", "nixl"),
+    Contender("nixl_best", "nixl"),
+    Contender("memcpy_async", "mapped", gpu_only=True),
+    Contender("torch", "torch"),
+    Contender("kernel", "mapped", gpu_only=True),
+    Contender("peer_copy", "mapped", gpu_only=True),
+    Contender("ucxx_raw", "ucxx_raw"),
+    Contender("device_copy", "local"),
+    Contender("pack", "local"),
+    Contender("unpack", "local"),
+)
+USUAL_PLANES = {"cuda": ("cuda_ipc", "cuda_ipc_16sm", "ucx"), "cpu": ("cma", "shm", "ucx")}
+
+
+def chosen(names: list[str] | None, device: str) -> list[Contender]:
+    """Contenders by name, all that the device has where none is named."""
+    known = {contender.name: contender for contender in (*PLANES, *RIVALS)}
+    if names is None:
+        usual = (*USUAL_PLANES[device], *(contender.name for contender in RIVALS))
+        return [known[name] for name in usual if device == "cuda" or not known[name].gpu_only]
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise SystemExit(f"--only: {', '.join(unknown)} unknown; known are {', '.join(known)}")
+    return [known[name] for name in names]
