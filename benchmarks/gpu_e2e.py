@@ -34,6 +34,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -186,7 +187,8 @@ def measure(args: argparse.Namespace, setup: Setup) -> dict[str, Any]:
     with Fleet(args.folder / "logs") as fleet:
         pairs = [start(fleet, connector, model, setup, args) for connector in (OURS, THEIRS)]
         if not args.no_load:
-            import serve_load  # noqa: F401  # imports vLLM, while the engines do
+            with suppress(ImportError):  # said later
+                import serve_load  # noqa: F401  # imports vLLM, while the engines do
         fleet.wait_ready(args.start_seconds)
         for pair in pairs:
             pair.warm(args.lengths)
@@ -212,7 +214,13 @@ def measure(args: argparse.Namespace, setup: Setup) -> dict[str, Any]:
                 print(f"{state}, {pair.connector}: bytes equal; blocks in sequence on P, D: {said}", flush=True)
             limit = unused - max(pair.taken for pair in pairs) if state == "fresh" else sys.maxsize
             rounds[state] = alternate(pairs, state, args, limit)
-        load = [] if args.no_load else loaded_runs(fleet, pairs, model, args)
+        load: list[dict[str, Any]] = []
+        try:
+            load += [] if args.no_load else loaded_runs(fleet, pairs, model, args)
+        except EngineError:
+            raise
+        except (Exception, SystemExit) as error:  # what vLLM's tool says of itself or of its options: the rest stands
+            print(f"`vllm bench serve` did not run: {error!r}; {fleet.logs}/bench_serve.log")
         for pair in pairs:
             pair.check_failed()
         return result_of(pairs, rounds, load, setup)
@@ -289,9 +297,9 @@ def main() -> int:
         print(f"FAILED  {error}", file=sys.stderr)
         return 1
     print(f"{time.monotonic() - began:.0f} s in all")
+    report.write(args.json, result if args.cpu else result | {"gpus": gpu_names()})
     if args.plot:
         plot(result["rows"], args.plot)
-    report.write(args.json, result if args.cpu else result | {"gpus": gpu_names()})
     return 0
 
 
