@@ -176,6 +176,9 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
                 x, y = [row["tokens"] for row in points], [row[name] for row in points]
                 axis.plot(x, y, dashes, marker="o", color=colour, label=f"{connector}, {state} blocks")
         axis.set(xscale="log", yscale="log", xlabel="prompt tokens (128 KiB each)", ylabel="ms, median", title=title)
+        lengths = sorted({row["tokens"] for row in rows})
+        axis.set_xticks(lengths, [str(length) for length in lengths])
+        axis.minorticks_off()
         axis.grid(alpha=0.3, which="both")
     axes[0].legend(fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -183,6 +186,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def measure(args: argparse.Namespace, setup: Setup) -> dict[str, Any]:
+    began = time.monotonic()
     model = build_model(args.folder / "model", setup.spec, weights=False)
     with Fleet(args.folder / "logs") as fleet:
         pairs = [start(fleet, connector, model, setup, args) for connector in (OURS, THEIRS)]
@@ -212,6 +216,7 @@ def measure(args: argparse.Namespace, setup: Setup) -> dict[str, Any]:
                 pair.look(state, sorted(args.lengths)[len(args.lengths) // 2])
                 said = ", ".join(f"{share:.1%}" for share in pair.in_sequence[state])
                 print(f"{state}, {pair.connector}: bytes equal; blocks in sequence on P, D: {said}", flush=True)
+            print(f"{time.monotonic() - began:.0f} s: measuring on {state} block tables", flush=True)
             limit = unused - max(pair.taken for pair in pairs) if state == "fresh" else sys.maxsize
             rounds[state] = alternate(pairs, state, args, limit)
         load: list[dict[str, Any]] = []

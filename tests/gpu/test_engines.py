@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
 import torch
@@ -110,6 +111,11 @@ def yard(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         yield Yard(engines)
 
 
+def prompt_for(case: Case, tokens: int, what: str) -> list[int]:
+    """Of no other test and case, for engines serve several of them and keep what they have seen."""
+    return prompt(tokens, crc32(f"{case.name} {what} {tokens}".encode()))
+
+
 def hand_over(p: Server, d: Server, ids: list[int], plane: str) -> tuple[list[int], list[int]]:
     """Hand one prompt over: all bytes of all ranks equal, all tokens counted, over this plane, nothing left held.
 
@@ -133,7 +139,7 @@ def hand_over(p: Server, d: Server, ids: list[int], plane: str) -> tuple[list[in
 def test_bytes_counters_and_plane(yard: Yard, case: Case) -> None:
     p, d = yard.pair(case)
     for tokens in (2, 64, 65, 1500):
-        hand_over(p, d, prompt(tokens, tokens + len(case.name)), case.d.plane)
+        hand_over(p, d, prompt_for(case, tokens, "fresh"), case.d.plane)
     chosen = re.findall(r"kvferry: data plane to .+? is (\w+)", d.log.read_text(errors="replace"))
     assert chosen and set(chosen) == {case.d.plane}, "each pair of ranks has its line"
 
@@ -143,7 +149,7 @@ def test_scattered_block_tables(yard: Yard, case: Case) -> None:
     p, d = yard.pair(case)
     yard.scatter(case.p, case.d)
     for tokens in (700, 3000):
-        tables = hand_over(p, d, prompt(tokens, 7 * tokens + len(case.name)), case.d.plane)
+        tables = hand_over(p, d, prompt_for(case, tokens, "scattered"), case.d.plane)
         for form, table in zip((case.p, case.d), tables, strict=True):
             assert len(table) >= tokens // form.block
             assert in_sequence(table) < 0.5, f"{form.name}: {table}"
@@ -155,7 +161,7 @@ def test_scattered_block_tables(yard: Yard, case: Case) -> None:
 def test_sixteen_at_once(yard: Yard, case: Case) -> None:
     p, d = yard.pair(case)
     records(p), records(d)
-    prompts = [prompt(20 + 37 * n, 100 + n + len(case.name)) for n in range(16)]
+    prompts = [prompt_for(case, 20 + 37 * n, "at once") for n in range(16)]
     before = count(d)
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(lambda ids: complete(d, ids, kv_transfer_params=prefill_leg(p, ids)), prompts))
@@ -171,7 +177,7 @@ def test_sixteen_at_once(yard: Yard, case: Case) -> None:
 def test_planted_corruption_is_noticed(yard: Yard, case: Case) -> None:
     """One bit, flipped on D after the load and before its first decode step."""
     p, d = yard.pair(case)
-    ids = prompt(300, 2 + len(case.name))
+    ids = prompt_for(case, 300, "corrupt")
     records(p), records(d)
     d.rpc("kv_corrupt")
     complete(d, ids, kv_transfer_params=prefill_leg(p, ids))
