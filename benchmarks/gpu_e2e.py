@@ -81,7 +81,7 @@ CPU = Setup(
 
 def start(fleet: Fleet, connector: str, model: Path, setup: Setup, args: argparse.Namespace) -> Pair:
     extra = setup.nixl if connector == THEIRS else {"plane": args.plane}
-    longest = max(args.lengths) + 64
+    longest = max(512, max(args.lengths) + 64)
     engines = [
         fleet.engine(
             f"{connector}-{role}", model, connector=connector, extra=extra, dtype=setup.spec.dtype,
