@@ -33,16 +33,24 @@ from typing import Any
 
 LIB = Path(__file__).resolve().parent
 
-# Engines on the CPU: one thread each, no binding (two engines share the machine), small cache, no hub.
-CPU_ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+# One thread each (several engines share the machine), no hub.
+_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
     "VLLM_SERVER_DEV_MODE": "1",  # /collective_rpc and /reset_prefix_cache, for the byte check
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "TOKENIZERS_PARALLELISM": "false",
+}
+# Engines on the CPU: no binding of threads, small cache.
+CPU_ENVIRONMENT = {**_ENVIRONMENT, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+# Engines on GPUs: a sampler that needs no compiler on the machine, and nothing of NVLink multicast, which a virtual
+# machine that has a part of a host's GPUs may not use.
+GPU_ENVIRONMENT = {
+    **_ENVIRONMENT,
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+    "NCCL_NVLS_ENABLE": "0",
 }
 
 
@@ -68,15 +76,26 @@ def vllm_command() -> list[str]:
     raise EngineError("vLLM is not installed in this Python; run `make install`, or pip install vllm")
 
 
-def transfer_config(connector: str, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The ``--kv-transfer-config`` of one engine."""
+def python_path(*folders: Path) -> str:
+    """PYTHONPATH for a process that finds these folders, and what this process finds by its own, wherever it runs."""
+    inherited = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    return os.pathsep.join(os.path.abspath(path) for path in [*folders, *inherited])
+
+
+def transfer_config(connector: str, extra: Mapping[str, Any] | None = None, on_gpu: bool = False) -> dict[str, Any]:
+    """The ``--kv-transfer-config`` of one engine. KVFerry is named by its module where it runs out of a checkout."""
     config: dict[str, Any] = {
         "kv_connector": connector,
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
     }
-    if connector == "NixlConnector":
+    if connector == "NixlConnector" and not on_gpu:
         config["kv_buffer_device"] = "cpu"
+    if connector == "KVFerryConnector":
+        try:
+            version("kvferry")
+        except PackageNotFoundError:  # then vLLM has no entry point to find it by
+            config["kv_connector_module_path"] = "kvferry.connector.adapter"
     if extra:
         config["kv_connector_extra_config"] = dict(extra)
     return config
@@ -252,12 +271,15 @@ class Fleet:
         block_size: int = 32,
         kv_bytes: bool = True,
         netns: str | None = None,
+        gpus: Sequence[int] = (),
+        kv_cache_bytes: int = 2 << 30,
     ) -> Server:
         """Start a vLLM engine; it answers only after ``wait_ready``.
 
         ``dtype`` is the model's (vLLM would take bfloat16 for a float32 one); ``connector`` None starts one without
         a connector; ``extra`` is its ``kv_connector_extra_config``; ``kv_bytes`` loads the worker extension of
-        kv_bytes.py.
+        kv_bytes.py. ``gpus``: it sees these and no others, and each of its ranks has ``kv_cache_bytes`` for KV, so that
+        engines share a GPU; none: it runs on the CPU.
         """
         port = port or free_port()
         command = [*vllm_command(), "serve", str(model)]
@@ -265,12 +287,16 @@ class Fleet:
         command += ["--max-model-len", str(max_model_len), "--max-num-batched-tokens", str(max_model_len)]
         command += ["--dtype", dtype]
         command += ["--block-size", str(block_size), "--enforce-eager", "--max-num-seqs", "16"]
-        env = {**CPU_ENVIRONMENT, "VLLM_HOST_IP": host}
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(LIB), os.environ.get("PYTHONPATH", "")]))
+        env = {**(GPU_ENVIRONMENT if gpus else CPU_ENVIRONMENT), "VLLM_HOST_IP": host}
+        env["PYTHONPATH"] = python_path(LIB)
+        if gpus:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+            # the share is only what must be free at the start
+            command += ["--kv-cache-memory-bytes", str(kv_cache_bytes), "--gpu-memory-utilization", "0.05"]
         if kv_bytes:
             command += ["--worker-extension-cls", "kv_bytes.KVBytes"]
         if connector:
-            command += ["--kv-transfer-config", json.dumps(transfer_config(connector, extra))]
+            command += ["--kv-transfer-config", json.dumps(transfer_config(connector, extra, bool(gpus)))]
         if connector == "NixlConnector":
             env["VLLM_PLUGINS"] = ""  # nothing of ours in the process that is compared with
             env["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())

@@ -16,7 +16,8 @@ layer: all their KV, with a sliding window or a local chunk the KV of those in i
 Both say how many tokens were digested: a comparison of anything but all of them is none. Both carry the digest of the
 ids of those tokens, by which the two sides are matched: P may have been given all of the prompt, or, because a state
 cannot be wound back, all but its last token. Tokens are digested one after the other, whatever the block size and
-however a block is packed inside. Axes: [B,H,N,C] per layer, [B,...] for states.
+however a block is packed inside. ``blocks`` is the request's block table, per KV cache group. Axes: [B,H,N,C] per
+layer, [B,...] for states.
 """
 
 from __future__ import annotations
@@ -278,6 +279,7 @@ class KVBytes:
                 "prompt_tokens": len(seen.prompt),
                 "tokens": tokens,
                 "covers": prompt_digest(seen.prompt[:tokens]),
+                "blocks": [list(ids) for ids in seen.blocks],
                 "layers": layers,
                 "seconds": time.perf_counter() - started,
             }

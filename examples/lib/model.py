@@ -65,21 +65,23 @@ def prompt_of(tokenizer_folder: Path, tokens: int, seed: int) -> str:
     raise ValueError(f"no text of {tokens} tokens found; give at least 1")
 
 
-def build_model(folder: Path, spec: ModelSpec | None = None) -> Path:
+def build_model(folder: Path, spec: ModelSpec | None = None, weights: bool = True) -> Path:
     """Write the model into ``folder`` unless the same one is there already; returns the folder.
+
+    Without ``weights`` it is for ``--load-format dummy``.
 
     Raises:
         OSError: the folder cannot be written.
     """
     spec = spec or ModelSpec()
     stamp = folder / "kvferry_model.json"
-    wanted = json.dumps(asdict(spec), sort_keys=True)
+    wanted = json.dumps(asdict(spec) | {"weights": weights}, sort_keys=True)
     if stamp.exists() and stamp.read_text() == wanted:
         return folder
     folder.mkdir(parents=True, exist_ok=True)
     stamp.unlink(missing_ok=True)
     write_tokenizer(folder, spec)
-    _write_weights(folder, spec)
+    _write_model(folder, spec, weights)
     stamp.write_text(wanted)  # last: a folder without it is half-built
     return folder
 
@@ -109,7 +111,7 @@ def write_tokenizer(folder: Path, spec: ModelSpec) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
 
 
-def _write_weights(folder: Path, spec: ModelSpec) -> None:
+def _write_model(folder: Path, spec: ModelSpec, weights: bool) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
@@ -129,7 +131,12 @@ def _write_weights(folder: Path, spec: ModelSpec) -> None:
         bos_token_id=0,
         eos_token_id=1,
         tie_word_embeddings=False,
+        architectures=["LlamaForCausalLM"],
+        dtype=spec.dtype,
     )
+    if not weights:
+        config.save_pretrained(folder)
+        return
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec.seed)
         model = LlamaForCausalLM(config).to(getattr(torch, spec.dtype))

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engines import LIB, Fleet, Server, metric_sum
+from engines import LIB, Fleet, Server, metric_sum, python_path
 from kv_bytes import compare, prompt_digest
 from pd_router import PREFILL_TAG
 
@@ -29,7 +29,7 @@ HERE = Path(__file__).resolve().parent
 PER_HEAD = {
     "kv_bytes": False,
     "arguments": ["--worker-extension-cls", "kv_heads.KVHeads"],
-    "environment": {"PYTHONPATH": os.pathsep.join([str(LIB), str(HERE)])},
+    "environment": {"PYTHONPATH": python_path(LIB, HERE)},
 }
 """How to start an engine whose KV is digested per head: for comparisons between different numbers of ranks."""
 
