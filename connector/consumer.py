@@ -6,7 +6,7 @@ Decisions are ``handover.step``'s; this file performs its effects and feeds it w
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from kvferry.connector import handover, protocol
@@ -41,15 +41,16 @@ class Finished:
 class Consumer:
     """All hand-overs into this rank. Called from the mover's thread only."""
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: Site, finished: Callable[[Finished], None]) -> None:
+        """``finished`` is told of each load that ended, as soon as it has."""
         self._site = site
+        self._tell = finished
         self._timeouts = handover.Timeouts(
             site.settings.handshake_timeout_seconds, site.settings.transfer_timeout_seconds
         )
         self._links: dict[RankAddress, Link] = {}
         self._jobs: dict[str, Job] = {}
         self._reads = Reads(site.caches)
-        self._finished: list[Finished] = []
         self._claims = Claims(site.caches.geometry, self._link)
 
     # --- commands from the engine -------------------------------------------------------------------------------
@@ -126,11 +127,6 @@ class Consumer:
             if failed or now >= link.used_at + IDLE_LINK_SECONDS:
                 link.close()
                 del self._links[address]
-
-    def take_finished(self) -> list[Finished]:
-        """Loads that ended since the last call."""
-        finished, self._finished = self._finished, []
-        return finished
 
     @property
     def live(self) -> bool:
@@ -283,7 +279,7 @@ class Consumer:
                     self._step(job, handover.Drained(read.source), now)
 
     def _report(self, load: Load, now: float, reason: Reason | None, job: Job | None = None) -> None:
-        self._finished.append(Finished(load.request_id, reason is None))
+        self._tell(Finished(load.request_id, reason is None))
         tokens = max((stop - start for start, stop in load.tokens), default=0)
         if job is not None and reason is None:
             milliseconds = (now - job.started) * 1e3

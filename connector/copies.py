@@ -9,6 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable
 
 import torch
@@ -45,7 +46,8 @@ class Mark:
 
 
 class Copies(ABC):
-    """The copies of one rank, in the order in which they are started. ``sms``: GPU SMs that each may take at most."""
+    """The copies of one rank, in the order in which they are started, all by one thread. ``sms``: GPU SMs that each may
+    take at most."""
 
     device: torch.device
     sms: int | None = None
@@ -110,19 +112,24 @@ class GpuCopies(Copies):
         super().__init__()
         self.device, self.sms = device, sms
         self._stream = torch.cuda.Stream(device, priority=-1)
+        self._local = threading.local()
+        self._events: deque[torch.cuda.Event] = deque()  # that can be recorded anew
         self._started: queue.SimpleQueue[tuple[Copy, torch.cuda.Event] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._watch, name="kvferry-copies", daemon=True)
         self._thread.start()
 
     def start(self, enqueue: Callable[[], None]) -> Copy:
-        copy, event = Copy(), torch.cuda.Event()
-        with torch.cuda.stream(self._stream):
-            try:
-                enqueue()
-            except BaseException:
-                self._stream.synchronize()  # some of its kernels may have been launched
-                raise
-            event.record()
+        if not hasattr(self._local, "bound"):  # this thread's stream from now on
+            self._local.bound = True
+            torch.cuda.set_device(self.device)
+            torch.cuda.set_stream(self._stream)
+        copy, event = Copy(), self._events.pop() if self._events else torch.cuda.Event()
+        try:
+            enqueue()
+        except BaseException:
+            self._stream.synchronize()  # some of its kernels may have been launched
+            raise
+        event.record(self._stream)
         self._started.put((copy, event))
         return copy
 
@@ -148,6 +155,8 @@ class GpuCopies(Copies):
                 event.synchronize()  # spins outside the GIL: an event that blocks is seen 0.1 to 0.4 ms later
             except Exception as error:  # whatever the driver says, no copy of this process succeeds any more
                 copy.error = str(error).partition("\n")[0] or repr(error)
+            else:
+                self._events.append(event)
             copy.done = True
             self.on_done()
 

@@ -193,7 +193,8 @@ def _enter(state: Handover, phase: Phase, now: float) -> Handover:
 
 
 def _finish(state: Handover) -> Outcome:
-    return replace(state, phase=Phase.DONE, pending=frozenset()), (Release(), Report())
+    # The engine first: its request waits, P's blocks do not.
+    return replace(state, phase=Phase.DONE, pending=frozenset()), (Report(), Release())
 
 
 def _fail(state: Handover, reason: Reason) -> Outcome:

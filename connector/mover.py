@@ -22,6 +22,7 @@ import zmq
 
 from kvferry.connector.consumer import Consumer, Finished
 from kvferry.connector.copies import Mark
+from kvferry.connector.errors import GeometryError
 from kvferry.connector.producer import Producer
 from kvferry.connector.site import Site
 from kvferry.connector.stepplan import LeaseGrant, Load, StepPlan
@@ -66,16 +67,27 @@ class Mover:
         self._news = threading.Event()
         self._heard: set[object] | None = None  # sockets and planes at which something has arrived; None: any
         self._unarmed: set[Plane] = set()  # that have moved since they were last made to wake us
+        self._warm = threading.Event()
+        self._cold: Exception | None = None
         self._stopping = False
-        self._consumer = Consumer(site)
+        self._consumer = Consumer(site, self._report)
         self._producer = Producer(site, listener)
         self._thread = threading.Thread(target=self._run, name="kvferry-mover", daemon=True)
         site.caches.copies.on_done = self._waker.wake
 
     def start(self) -> None:
-        """Start the thread. It asks the interpreter to switch threads sooner, see ``SWITCH_SECONDS``."""
+        """Start the thread, and return once its kernels are compiled. It asks the interpreter to switch threads sooner,
+        see ``SWITCH_SECONDS``.
+
+        Raises:
+            GeometryError: kernels do not run on the device of the caches.
+        """
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
         self._thread.start()
+        self._warm.wait()
+        if self._cold is not None:
+            self.close()
+            raise GeometryError(f"copies on {self._site.caches.device} do not work: {self._cold!r}")
 
     def post(self, plan: StepPlan, mark: Mark | None = None, computed: Sequence[Mark | None] = ()) -> None:
         """Hand a step's work over. ``mark``: what the device must have done before blocks are written; ``computed``:
@@ -114,6 +126,11 @@ class Mover:
     def _run(self) -> None:
         next_tick = next_look = quiet_until = 0.0
         keep_time_exactly()
+        try:
+            self._site.caches.warm_up()
+        except Exception as error:
+            self._cold = error
+        self._warm.set()
         while not self._stopping:
             now = self._clock()
             try:
@@ -219,22 +236,27 @@ class Mover:
     def _fail_load(self, load: Load, now: float) -> None:
         """A load that broke while it was started: what did start is drained before it is reported."""
         if not self._consumer.cancel(load.request_id, now):
-            self._finished.append(Finished(load.request_id, False))
-            self._news.set()
+            self._report(Finished(load.request_id, False))
+
+    def _report(self, finished: Finished) -> None:
+        """A load has ended: the engine may know at once."""
+        self._finished.append(finished)
+        self._news.set()
 
     def _publish(self) -> None:
-        finished, freed = self._consumer.take_finished(), self._producer.take_freed()
-        self._finished.extend(finished)
+        freed = self._producer.take_freed()
         self._freed.extend(freed)
-        if finished or freed:
+        if freed:
             self._news.set()
 
     def _sleep(self) -> None:
+        awake = False
         for plane in list(self._unarmed):
-            if not plane.arm():
+            if plane.arm():
+                self._unarmed.remove(plane)
+            else:
                 self._hear(plane)
-                return
-            self._unarmed.remove(plane)
+                awake = True
         poller = zmq.Poller()
         poller.register(self._waker.fd, zmq.POLLIN)
         poller.register(self._listener.socket, zmq.POLLIN)
@@ -248,6 +270,7 @@ class Mover:
                 planes[pollable] = plane
         live = self._consumer.live or self._producer.live
         seconds = COMPUTING_SECONDS if self._computing else TICK_SECONDS if live else IDLE_SECONDS
+        seconds = 0.0 if awake else seconds
         for pollable, _ in poller.poll(int(seconds * 1e3)):
             self._hear(planes.get(pollable, pollable))
         self._waker.drain()

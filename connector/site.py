@@ -127,7 +127,7 @@ class Caches:
 
     def warm_up(self) -> None:
         """Compile the kernels that the copies need, by one that changes nothing. Blocks."""
-        if self.device.type == "cpu":
+        if self.device.type == "cpu" or not self.views:
             return
         widest = max(view.num_heads * view.content_bytes for view in self.views)
         scratch = torch.empty(2 * widest, dtype=torch.uint8, device=self.device)

@@ -26,7 +26,7 @@ from kvferry.connector.site import Caches, Site
 from kvferry.connector.stepplan import RankAddress, StepPlan, by_region
 from kvferry.transport.control import Listener
 from kvferry.transport.gate import CurveKeys, configure_curve
-from kvferry.transport.plane import Plane
+from kvferry.transport.plane import CPU, Plane
 from kvferry.transport.planes import Memory, best_slot_bytes, make_plane, preferred_planes
 
 logger = logging.getLogger("vllm.kvferry.worker")
@@ -77,7 +77,7 @@ class WorkerHalf:
             places: the order inside packed blocks, as ``regions`` takes it.
 
         Raises:
-            GeometryError: caches of a form that is not carried.
+            GeometryError: caches of a form that is not carried, or on a device on which kernels do not run.
             ConfigError: the control port cannot be bound.
             PlaneUnavailableError: the data plane that the settings name cannot be had.
         """
@@ -98,7 +98,6 @@ class WorkerHalf:
             raise
         self._site = site
         self._address = RankAddress(info.pp_rank, info.tp_rank, settings.told_host, listener.port, site.incarnation)
-        caches.warm_up()
         self._mover.start()
         logger.info(
             "kvferry: rank pp%d tp%d serves %d cache region(s) at %s, data planes %s%s",
@@ -171,7 +170,7 @@ class WorkerHalf:
 
     def _caches(self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int | None, places: Places | None) -> Caches:
         found = regions(self._groups, kv_caches, self._info, num_blocks, places)
-        device = torch.device(found[0].view.device if found else "cpu")
+        device = torch.device(found[0].view.device) if found else _device()
         for region in found:
             if torch.device(region.view.device) != device:
                 raise GeometryError(
@@ -183,6 +182,12 @@ class WorkerHalf:
         check_geometry(geometry)  # what no peer would accept is said at start-up
         views = tuple(region.view for region in found)
         return Caches(geometry, views, copies_on(device, self._settings.copy_sms), keep=dict(kv_caches))
+
+
+def _device() -> torch.device:
+    """Of a rank that holds no caches: a pipeline stage of other layers than those that are handed over."""
+    initialized = torch.cuda.is_available() and torch.cuda.is_initialized()
+    return torch.device("cuda", torch.cuda.current_device()) if initialized else CPU
 
 
 def _planes(settings: Settings, curve: CurveKeys | None, caches: Caches) -> tuple[list[Plane], dict[str, str]]:

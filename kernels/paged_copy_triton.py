@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kvferry.kernels.launch import Launcher, upload
 from kvferry.kernels.paged_copy import Pages
 
 
@@ -103,6 +104,9 @@ def _copy_kernel(
         tl.store(dst_row[:, None] + w[None, :], data, mask=mask)
 
 
+_launch = Launcher(_copy_kernel)
+
+
 def copy_pages_triton(
     dst: Pages,
     src: Pages,
@@ -126,17 +130,13 @@ def copy_pages_triton(
     tiles = len(dst.bases) * num_heads * -(-num_tokens // block_t) * -(-words // block_w)
     assert tiles <= _MAX_TILES and num_tokens + dst.block_size + src.block_size <= _MAX_TILES
     host = table(dst, src, sizes=(num_heads, num_tokens, words, tiles))
-    grid = (min(tiles, num_programs(device, sms)),)
-    constants = {"DTYPE": _DTYPES[word], "ALIGN": align, "WORDS_ALIGN": align // word}
+    programs = min(tiles, num_programs(device, sms))
+    constants = (_DTYPES[word], align, align // word, block_t, block_w)
     if device.type == "cpu":  # the interpreter
-        _copy_kernel[grid](torch.from_numpy(host), **constants, BLOCK_T=block_t, BLOCK_W=block_w)
+        _copy_kernel[(programs,)](torch.from_numpy(host), *constants)
         return
     with torch.cuda.device(device):
-        # Pinned, so that the upload neither waits for the stream nor is read after the buffer has gone.
-        pinned = torch.empty(len(host), dtype=torch.int64, pin_memory=True)
-        pinned.numpy()[:] = host
-        numbers = pinned.to(device, non_blocking=True)
-        _copy_kernel[grid](numbers, **constants, BLOCK_T=block_t, BLOCK_W=block_w, num_warps=form.num_warps)
+        _launch(programs, upload(host, device), form.num_warps, *constants)
 
 
 def form_for(sms: int | None) -> Form:

@@ -59,7 +59,7 @@ class _Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     secret: _Secret
     gpu: Annotated[str, Meta(max_length=128)]
     probe: _Allocation
-    allocations: Annotated[tuple[_Allocation, ...], Meta(min_length=1, max_length=_MAX_ALLOCATIONS)]
+    allocations: Annotated[tuple[_Allocation, ...], Meta(max_length=_MAX_ALLOCATIONS)]
 
 
 class IpcChannel(MappedChannel):

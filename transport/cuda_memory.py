@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from typing import Any
 
 import torch
@@ -88,7 +89,8 @@ def handle_of(base: int) -> bytes:
             "the KV cache lies in virtual memory of CUDA (expandable_segments of PYTORCH_CUDA_ALLOC_CONF, or vLLM's "
             "sleep mode), which has no IPC handle; switch that off"
         )
-    return bytes(_done("cuIpcGetMemHandle", driver.cuIpcGetMemHandle(base)).reserved)
+    handle = _done("cuIpcGetMemHandle", driver.cuIpcGetMemHandle(base))
+    return ctypes.string_at(handle.getPtr(), HANDLE_BYTES)
 
 
 def open_handle(handle: bytes) -> int:
@@ -99,7 +101,7 @@ def open_handle(handle: bytes) -> int:
     """
     driver = _driver()
     ours = driver.CUipcMemHandle()
-    ours.reserved = handle
+    ctypes.memmove(ours.getPtr(), handle, HANDLE_BYTES)
     lazily = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS.value
     return int(_done("cuIpcOpenMemHandle", driver.cuIpcOpenMemHandle(ours, lazily)))
 

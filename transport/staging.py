@@ -26,6 +26,7 @@ class SlotPool:
         self._device = device
         self._page_locked = page_locked
         self._free: list[Slot] = []
+        self._slab: torch.Tensor | None = None
         self._retired: set[int] = set()
         self._slots: list[Slot] = []
 
@@ -42,7 +43,7 @@ class SlotPool:
     @property
     def allocated_bytes(self) -> int:
         """Memory taken so far."""
-        return len(self._slots) * self.slot_bytes
+        return (len(self._slots) if self._slab is None else self.capacity) * self.slot_bytes
 
     def take(self) -> Slot | None:
         """A slot, the most recently used one first (its bytes may still be in the cache); ``None`` if all are taken."""
@@ -73,7 +74,14 @@ class SlotPool:
         if self._page_locked:
             return pinned.empty(self.slot_bytes)
         if self._device.type == "cuda":
+            self.prepare()
+            assert self._slab is not None
+            return self._slab[len(self._slots) * self.slot_bytes :][: self.slot_bytes]
+        return torch.empty(self.slot_bytes, dtype=torch.uint8)
+
+    def prepare(self) -> None:
+        """Allocate slots on a GPU, all in one piece: peers map it once, which takes them milliseconds."""
+        if self._device.type == "cuda" and self._slab is None:
             from kvferry.transport.cuda_memory import allocate
 
-            return allocate(self.slot_bytes, self._device)
-        return torch.empty(self.slot_bytes, dtype=torch.uint8)
+            self._slab = allocate(self.capacity * self.slot_bytes, self._device)

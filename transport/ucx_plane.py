@@ -34,9 +34,10 @@ from kvferry.transport.staging import SlotPool
 from kvferry.transport.ucx_library import uses_rdma
 from kvferry.transport.ucx_worker import Announced, Link, Request, UcxWorker
 
-_WINDOW, _RECEIVES = 4, 2
+_WINDOWS, _GPU_WINDOWS = (4, 2), (6, 3)
 """Messages of one channel that P has in flight, and that D receives at the same time. UCX moves all that it may at the
-same time, so that with many they end together, and neither side copies while the link works."""
+same time, so that with many they end together, and neither side copies while the link works. On a GPU copies are short,
+and what keeps a link waiting is the way of an announcement."""
 _MAX_PENDING = 4096
 """Messages that are announced and wait for their turn or for a slot."""
 _SPIN_SECONDS = 2e-3
@@ -93,10 +94,11 @@ class UcxSendChannel(SendChannel):
         self._plane = plane
 
     def acquire(self) -> Slot | None:
-        if self.closed or self.error is not None or self.in_flight >= _WINDOW:
+        if self.closed or self.error is not None or self.in_flight >= self._plane.window:
             return None
         slot = self._plane.send_pool.take()
         self.in_flight += slot is not None
+        self._plane.stir()
         return slot
 
     def send(self, slot: Slot, nbytes: int, tag: int) -> None:
@@ -111,6 +113,7 @@ class UcxSendChannel(SendChannel):
             self.give_back(slot)
             return
         self._plane.transfers.append(_Transfer(request, slot, self, tag, nbytes))
+        self._plane.stir()
         self._plane.pulse()
 
     def give_back(self, slot: Slot) -> None:
@@ -149,6 +152,7 @@ class UcxRecvChannel(RecvChannel):
         if not self.closed:
             self.announced[tag] = nbytes
             self._plane.by_tag[tag] = self
+            self._plane.stir()
 
     def poll(self) -> list[Received]:
         arrived, self.arrived = self.arrived, []
@@ -193,6 +197,7 @@ class UcxPlane(Plane):
 
     def __init__(self, host: str, slot_bytes: int, staging_bytes: int, device: torch.device = CPU) -> None:
         self._on_gpu = device.type != "cpu"
+        self.window, self._receives = _GPU_WINDOWS if self._on_gpu else _WINDOWS
         self._moved_at = 0.0
         self._worker = UcxWorker(host)
         self._slot_bytes = slot_bytes
@@ -230,6 +235,7 @@ class UcxPlane(Plane):
 
     def connect(self, offer: bytes, host: str) -> tuple[RecvChannel, bytes]:
         theirs = decode_payload(offer, _Offer, "ucx offer")
+        self._recv_pool.prepare()
         link = self._link(theirs)
         farewell = secrets.token_bytes(8)
         channel = UcxRecvChannel(self, link, int.from_bytes(farewell, "little"))
@@ -239,6 +245,7 @@ class UcxPlane(Plane):
 
     def accept(self, payload: bytes) -> tuple[SendChannel, bytes]:
         attach = decode_payload(payload, _Attach, "ucx attach")
+        self.send_pool.prepare()
         farewell = int.from_bytes(attach.farewell, "little")
         if farewell in self._channels:
             raise ProtocolError("ucx attach: this channel exists already")
@@ -275,9 +282,16 @@ class UcxPlane(Plane):
             return True
         if self._starved and self._recv_pool.free:
             return False
-        if self._on_gpu and self.transfers and time.monotonic() < self._moved_at + _SPIN_SECONDS:
+        if self._on_gpu and self._expecting and time.monotonic() < self._moved_at + _SPIN_SECONDS:
             return False
         return self._worker.arm()
+
+    @property
+    def _expecting(self) -> bool:
+        """Whether messages are on their way, or about to be."""
+        if self.transfers or self.by_tag:
+            return True
+        return any(isinstance(channel, UcxSendChannel) and channel.in_flight for channel in self._channels.values())
 
     def close(self) -> None:
         if self._closed:
@@ -294,6 +308,10 @@ class UcxPlane(Plane):
         self._pending.clear()
         self.transfers.clear()  # these too keep the worker alive, and with that its connections
         self._farewells.clear()
+
+    def stir(self) -> None:
+        """Something is about to move."""
+        self._moved_at = time.monotonic()
 
     def pulse(self) -> None:
         """Keep the link busy between the copies of a batch, each of which takes as long as emptying its buffers."""
@@ -331,7 +349,7 @@ class UcxPlane(Plane):
         while self._pending and self._recv_pool.free:
             message = self._pending.popleft()
             channel = self.by_tag.get(message.tag)
-            if channel is not None and len(channel.receiving) >= _RECEIVES:
+            if channel is not None and len(channel.receiving) >= self._receives:
                 waiting.append(message)
             else:
                 self._take_in(message, channel)

@@ -202,7 +202,26 @@ def warm_up(p: RemoteRank, d: Rank, name: str = "warm") -> None:
     assert torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS))
 
 
-@pytest.mark.parametrize("plane", PLANES)
+def test_a_p_that_stops_is_read_all_the_same(stage: Stage) -> None:
+    """Over cma D needs P for nothing once the grant is posted: its pages are what they were."""
+    form, settings = wide(stage, "cma")
+    p = stage.process(**form)
+    d = stage.rank(settings=settings, content=512, layers=16, engine_id="engine-d")
+    p.fill(THEIRS, TOKENS)
+    warm_up(p, d)
+    token = secrets.token_bytes(16)
+    p.grant("req-p", THEIRS, TOKENS, token)
+    (link,) = halves(d)[1]._links.values()
+    assert link.board is not None and wait(lambda: link.board.find(token) is not None, [d])
+    p.signal(signal.SIGSTOP)
+    d.worker.post(load_plan("req-d", token, remote_peer([p]), OURS, 0, TOKENS))
+    assert wait(lambda: "req-d" in d.received, [d], SOON)
+    assert "req-d" not in d.failed and torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS))
+    p.signal(signal.SIGCONT)
+    assert wait(lambda: "req-p" in p.sent(), [d], SOON)
+
+
+@pytest.mark.parametrize("plane", PLANES[1:])  # over cma D need not wait for it
 def test_p_stops_and_goes_on(stage: Stage, plane: str) -> None:
     form, settings = wide(stage, plane)
     p = stage.process(**form)

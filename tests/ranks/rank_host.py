@@ -79,12 +79,21 @@ class HostedRank:
         mover = self.worker._mover
         assert mover is not None
         ask, release, free = mover._consumer._ask, mover._producer._release, mover._producer._free
+        find_posted = mover._consumer._find_posted
 
-        def asked(read: Read) -> None:
+        def note(read: Read) -> None:
             address = read.link.address
             spans = [msgspec.to_builtins(item.span) for item in read.planned]
             self.asks.append(((address.pp_rank, address.tp_rank), spans))
+
+        def asked(read: Read) -> None:
+            note(read)
             ask(read)
+
+        def found(read: Read, now: float) -> bool:
+            if posted := find_posted(read, now):
+                note(read)
+            return posted
 
         def released(message: protocol.Release, now: float) -> None:
             self.released.append(message.consumer_rank)
@@ -95,6 +104,7 @@ class HostedRank:
             free(token, held, reason)
 
         mover._consumer._ask = asked  # type: ignore[method-assign]
+        mover._consumer._find_posted = found  # type: ignore[method-assign]
         mover._producer._release = released  # type: ignore[method-assign]
         mover._producer._free = freed  # type: ignore[method-assign]
 

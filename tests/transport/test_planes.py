@@ -394,7 +394,7 @@ def test_malformed_payloads_are_refused(peers: Peers) -> None:
 
 
 def test_unknown_plane_is_refused() -> None:
-    with pytest.raises(PlaneUnavailableError, match="expected one of cma, shm, tcp, ucx, zmq"):
+    with pytest.raises(PlaneUnavailableError, match="expected one of cma, cuda_ipc, shm, tcp, ucx, zmq"):
         make_plane("rdma", host="127.0.0.1", slot_bytes=SLOT, staging_bytes=STAGING)
 
 
