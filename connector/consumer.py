@@ -279,19 +279,23 @@ class Consumer:
                     self._step(job, handover.Drained(read.source), now)
 
     def _report(self, load: Load, now: float, reason: Reason | None, job: Job | None = None) -> None:
-        self._tell(Finished(load.request_id, reason is None))
+        """Count it, tell the engine, and only then write it down: its request waits."""
         tokens = max((stop - start for start, stop in load.tokens), default=0)
         if job is not None and reason is None:
             milliseconds = (now - job.started) * 1e3
             planes = sorted({read.link.plane.name for read in job.reads if read.link.plane is not None})
             plane = "+".join(planes) or "none"
             self._site.stats.finished(nbytes=job.nbytes, milliseconds=milliseconds, plane=plane, tokens=tokens)
+            self._tell(Finished(load.request_id, True))
             logger.info(
                 "kvferry: hand-over of %s done: %d tokens, %d bytes in %.2f ms over %s from %s",
                 load.request_id, tokens, job.nbytes, milliseconds, plane, load.peer.engine_id[:8],
             )  # fmt: skip
-        elif reason is not None:
+            return
+        if reason is not None:
             self._site.stats.failed(reason.kind)
+        self._tell(Finished(load.request_id, reason is None))
+        if reason is not None:
             logger.warning("kvferry: hand-over of %s failed, %d tokens not loaded: %s", load.request_id, tokens, reason)
 
     # --- replies and data ---------------------------------------------------------------------------------------

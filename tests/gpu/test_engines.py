@@ -152,7 +152,7 @@ def test_scattered_block_tables(yard: Yard, case: Case) -> None:
         tables = hand_over(p, d, prompt_for(case, tokens, "scattered"), case.d.plane)
         for form, table in zip((case.p, case.d), tables, strict=True):
             assert len(table) >= tokens // form.block
-            assert in_sequence(table) < 0.5, f"{form.name}: {table}"
+            assert in_sequence(table) < 0.7, f"{form.name}: {table}"
 
 
 @pytest.mark.parametrize(

@@ -149,6 +149,7 @@ def test_asks_that_wait_for_their_lease_are_bounded(
 def test_a_d_that_p_has_forgotten_greets_again(stage: Stage) -> None:
     p = stage.rank(settings=Settings(plane="shm"), engine_id="engine-p")  # over cma it would need P for nothing
     d = stage.rank(settings=Settings(plane="shm"), engine_id="engine-d")
+    p.fill(THEIRS, TOKENS)
     another_works(p, d)
     sessions = halves(p)[0]._sessions
     for session in list(sessions._sessions.values()):  # what the bound on their number does

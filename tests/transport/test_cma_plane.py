@@ -69,7 +69,7 @@ def test_descriptors_beyond_those_of_select(child: tuple[subprocess.Popen[str], 
     try:
         held += [os.dup(0) for _ in range(1100)]
         reader, _ = plane.connect(offer, "127.0.0.1")
-        assert reader.pidfd > 1024
+        assert reader.process.fd > 1024
         process.kill()
         process.wait(60)
         assert plane.progress()

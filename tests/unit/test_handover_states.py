@@ -23,7 +23,7 @@ def test_table_is_total_over_live_phases() -> None:
 def test_nothing_to_fetch_reports_at_once() -> None:
     state, effects = h.begin(0, TIMEOUTS, 0)
     assert state.phase is h.Phase.DONE
-    assert effects == (h.Release(), h.Report())
+    assert effects == (h.Report(), h.Release())
 
 
 def run(state: h.Handover, *events: h.Event, now: float = 1) -> tuple[h.Handover, list[h.Effect]]:
@@ -46,7 +46,7 @@ COMMITTING = (*MOVING, h.Moved(0), h.Moved(1))
 def test_the_good_way() -> None:
     state, effects = run(begun(), *COMMITTING, h.Committed(1), h.Committed(0))
     assert state.phase is h.Phase.DONE
-    assert effects == [h.Ask(), h.Commit(), h.Release(), h.Report()]
+    assert effects == [h.Ask(), h.Commit(), h.Report(), h.Release()]
 
 
 @pytest.mark.parametrize("before", [(), READY, COMMITTING], ids=["handshaking", "ready", "committing"])
@@ -84,7 +84,7 @@ def test_data_may_overtake_the_grant() -> None:
     state, effects = run(begun(), *READY, h.Progress(), h.Moved(0), h.Granted(0), h.Moved(1), h.Granted(1))
     assert (state.phase, effects) == (h.Phase.COMMITTING, [h.Ask(), h.Commit()])
     state, effects = run(begun(1), h.PeerReady(0), h.Moved(0), h.Granted(0), h.Committed(0))
-    assert effects == [h.Ask(), h.Commit(), h.Release(), h.Report()]
+    assert effects == [h.Ask(), h.Commit(), h.Report(), h.Release()]
 
 
 def test_progress_moves_the_deadline_and_time_is_no_proof_of_drained() -> None:
