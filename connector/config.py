@@ -44,11 +44,17 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     )
     slot_bytes: Annotated[
         Annotated[int, Meta(ge=64 << 10, le=256 * _MIB)] | None,
-        _doc("size of one staging slot, one message on the wire; where unset 4 MiB in host memory, 32 MiB on GPUs"),
+        _doc(
+            "size of one staging slot, one message on the wire; where unset 4 MiB in host memory, a quarter of the staging memory on GPUs"
+        ),
     ] = None
     staging_bytes: Annotated[
-        int, Meta(ge=_MIB, le=64 << 30), _doc("bound on the staging memory of one rank, each direction")
-    ] = 256 * _MIB
+        Annotated[int, Meta(ge=_MIB, le=64 << 30)] | None,
+        _doc(
+            "bound on the staging memory of one rank, each direction; "
+            "where unset 256 MiB in host memory, 512 MiB on GPUs, or 4 slots"
+        ),
+    ] = None
     copy_sms: Annotated[
         int, Meta(ge=1, le=1024), _doc("GPU SMs that a copy may take, so that the engine's kernels go on beside it")
     ] = 32
@@ -169,10 +175,11 @@ def _check_together(settings: Settings) -> None:
     _check_host("side_channel_host", settings.side_channel_host)
     if settings.advertise_host is not None:
         _check_host("advertise_host", settings.advertise_host)
-    if settings.slot_bytes is not None and settings.staging_bytes < 4 * settings.slot_bytes:
+    slot_bytes = settings.slot_bytes or 4 * _MIB
+    if settings.staging_bytes is not None and settings.staging_bytes < 4 * slot_bytes:
         raise ConfigError(
-            f"staging_bytes: {settings.staging_bytes} holds fewer than 4 slots of slot_bytes={settings.slot_bytes}; "
-            f"give at least {4 * settings.slot_bytes} or smaller slots"
+            f"staging_bytes: {settings.staging_bytes} holds fewer than 4 slots of slot_bytes={slot_bytes}; "
+            f"give at least {4 * slot_bytes} or smaller slots"
         )
     if settings.lease_cap_seconds < settings.lease_seconds:
         raise ConfigError(

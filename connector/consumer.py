@@ -255,7 +255,7 @@ class Consumer:
                 consumer_rank=self._claims.rank,
                 expected=self._claims.expected(load.peer, read.link.address.tp_rank),
                 spans=tuple(item.span for item in read.planned),
-                chunk_bytes=read.link.slot_bytes,
+                chunk_bytes=read.chunk_bytes,
             )
         )
 

@@ -28,6 +28,9 @@ logger = logging.getLogger("vllm.kvferry.reads")
 
 UNPACKS_PER_TURN = 4
 """Messages unpacked before control messages are looked at again."""
+CHUNKS, MIN_CHUNK_BYTES = 8, 32 << 20
+"""Large slots are not filled by a hand-over that has fewer bytes than so many chunks: its first ones are unpacked while
+the last ones are packed. Smaller chunks than that cost more than they overlap."""
 PEER_BYTES_PER_TURN = 16 << 20
 """The same for a read of P's pages: a few milliseconds, and few steps of Python however much there is."""
 
@@ -48,7 +51,7 @@ class Job:
 class Read:
     """One hand-over's part from one P rank.
 
-    Where P pushes, ``parts`` are its chunks and ``tags`` those still to come. Where a plane reads P's pages, ``runs``
+    Where P pushes, ``parts`` are its chunks, of ``chunk_bytes`` at most, and ``tags`` those still to come. Where a plane reads P's pages, ``runs``
     are what is left to read, known from the grant on; ``note`` is the grant where it was found posted. ``writing``:
     copies into D's pages that have not ended.
     """
@@ -61,6 +64,7 @@ class Read:
     parts: list[Part] = field(default_factory=list)
     runs: Runs | None = None
     tags: set[int] = field(default_factory=set)
+    chunk_bytes: int = 1
     note: Note | None = None
     writing: int = 0
     stopped: bool = False
@@ -125,11 +129,13 @@ class Reads:
         if not isinstance(channel, RecvChannel):
             return
         groups = read.link.theirs.groups
-        for item in planned:
+        wholes = [self._part(read, item) for item in planned]
+        total = sum(map(self._caches.nbytes, wholes))
+        read.chunk_bytes = min(read.link.slot_bytes, max(MIN_CHUNK_BYTES, -(-total // CHUNKS)))
+        for item, whole in zip(planned, wholes, strict=True):
             theirs = groups[item.span.group]
             convert = (item.group, item.span.group) in read.link.converted
-            whole = self._part(read, item)
-            read.parts.extend(self._caches.cut(whole, item.span, read.link.slot_bytes, theirs, convert=convert))
+            read.parts.extend(self._caches.cut(whole, item.span, read.chunk_bytes, theirs, convert=convert))
         for chunk, part in enumerate(read.parts):
             read.tags.add(read.tag(chunk))
             in_place = channel.scatters and self._caches.in_pieces(part)

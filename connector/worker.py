@@ -27,7 +27,7 @@ from kvferry.connector.stepplan import RankAddress, StepPlan, by_region
 from kvferry.transport.control import Listener
 from kvferry.transport.gate import CurveKeys, configure_curve
 from kvferry.transport.plane import CPU, Plane
-from kvferry.transport.planes import Memory, best_slot_bytes, make_plane, preferred_planes
+from kvferry.transport.planes import Memory, best_slot_bytes, best_staging_bytes, make_plane, preferred_planes
 
 logger = logging.getLogger("vllm.kvferry.worker")
 
@@ -194,6 +194,7 @@ def _planes(settings: Settings, curve: CurveKeys | None, caches: Caches) -> tupl
     """The planes in order of preference, and why the others cannot be had."""
     memory = Memory(caches.device, caches.ranges(), caches.copies.settle)
     names = preferred_planes(caches.device) if settings.plane == "auto" else (settings.plane,)
+    staging_bytes = settings.staging_bytes or max(best_staging_bytes(caches.device), 4 * (settings.slot_bytes or 0))
     planes: list[Plane] = []
     missing: dict[str, str] = {}
     for name in names:
@@ -201,8 +202,8 @@ def _planes(settings: Settings, curve: CurveKeys | None, caches: Caches) -> tupl
             plane = make_plane(
                 name,
                 host=settings.side_channel_host,
-                slot_bytes=settings.slot_bytes or best_slot_bytes(name, caches.device),
-                staging_bytes=settings.staging_bytes,
+                slot_bytes=settings.slot_bytes or best_slot_bytes(name, caches.device, staging_bytes),
+                staging_bytes=staging_bytes,
                 configure_socket=lambda socket, server: configure_curve(socket, curve, server=server),
                 memory=memory,
             )

@@ -39,10 +39,18 @@ def preferred_planes(device: torch.device) -> tuple[str, ...]:
     return ("cma", "shm", "ucx", "tcp", "zmq") if uses_rdma(os.environ) else ("cma", "shm", "tcp", "ucx", "zmq")
 
 
-def best_slot_bytes(name: str, device: torch.device) -> int:
-    """The size of a staging slot where the user names none. Over NVLink UCX moves messages of 4 / 16 / 32 / 64 MiB at
-    186 / 368 / 382 / 389 GB/s, and the more slots a hand-over has, the better its copies overlap."""
-    return 32 << 20 if name == "ucx" and device.type != "cpu" else 4 << 20
+def best_staging_bytes(device: torch.device) -> int:
+    """The bound on the staging memory where the user names none."""
+    return (256 if device.type == "cpu" else 512) << 20
+
+
+def best_slot_bytes(name: str, device: torch.device, staging_bytes: int) -> int:
+    """The size of a staging slot where the user names none.
+
+    What a message costs beside its bytes, on P and on D, is as long as NVLink takes for 64 MiB, so on GPUs slots are as
+    large as leaves four of them; a small hand-over is cut finer (``reads.Reads``).
+    """
+    return staging_bytes // 4 if name == "ucx" and device.type != "cpu" else min(4 << 20, staging_bytes // 4)
 
 
 def make_plane(
