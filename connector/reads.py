@@ -51,9 +51,9 @@ class Job:
 class Read:
     """One hand-over's part from one P rank.
 
-    Where P pushes, ``parts`` are its chunks, of ``chunk_bytes`` at most, and ``tags`` those still to come. Where a plane reads P's pages, ``runs``
-    are what is left to read, known from the grant on; ``note`` is the grant where it was found posted. ``writing``:
-    copies into D's pages that have not ended.
+    Where P pushes, ``parts`` are its chunks, of ``chunk_bytes`` at most, and ``tags`` those still to come. Where a
+    plane reads P's pages, ``runs`` are what is left to read, known from the grant on; ``note`` is the grant where it
+    was found posted. ``writing``: copies into D's pages that have not ended.
     """
 
     number: int

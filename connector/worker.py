@@ -34,9 +34,9 @@ logger = logging.getLogger("vllm.kvferry.worker")
 MARKS = 64
 """Steps that a lease may lag behind the one that computed it; there are as many in flight as there are pipeline stages,
 and one more with asynchronous scheduling."""
-IDLE_WAIT_SECONDS = 2e-3
-"""How long a step that computes nothing waits for a load to end. Without it the engine's thread would go round in
-Python meanwhile, and take interpreter and core from the mover. A new request waits as long at most."""
+IDLE_WAIT_SECONDS = 5e-3
+"""How long a step that computes nothing waits for a load to end: 1 GiB comes in less. Without it the engine's thread
+would go round in Python meanwhile, and take interpreter and core from the mover. A new request waits as long at most."""
 
 
 @dataclass(slots=True)
