@@ -36,7 +36,7 @@ MARKS = 64
 and one more with asynchronous scheduling."""
 IDLE_WAIT_SECONDS = 5e-3
 """How long a step that computes nothing waits for a load to end: 1 GiB comes in less. Without it the engine's thread
-would go round in Python meanwhile, and take interpreter and core from the mover. A new request waits as long at most."""
+would go round in Python meanwhile, and take interpreter and core from the mover. A new request may wait as long."""
 
 
 @dataclass(slots=True)
