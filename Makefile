@@ -7,16 +7,18 @@ PYTEST := $(BIN)/pytest
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-engines sweep lint bench clean
+.PHONY: help install demo test test-engines test-gpu sweep lint bench bench-gpu clean
 
 help:
 	@echo "make install       everything into $(VENV): torch and vLLM for the CPU, UCX, NIXL to compare with, tools"
 	@echo "make demo          hand KV caches from one vLLM server to another and check every byte"
 	@echo "make test          the tests, without those that start engines of their own"
 	@echo "make test-engines  those"
+	@echo "make test-gpu      those for two and more GPUs, by the interpreter GPU_PYTHON=... that has vLLM for GPUs"
 	@echo "make sweep         500 hand-overs between random forms of P and D (SEED=... repeats one run)"
 	@echo "make lint          ruff and mypy --strict"
 	@echo "make bench         the benchmarks; tables here, JSON in .bench/ (RESULTS=...)"
+	@echo "make bench-gpu     the benchmarks for two GPUs, by that interpreter; plots beside the JSON"
 	@echo "make clean         remove what these made"
 
 install: $(STAMP)
@@ -43,6 +45,12 @@ test: install
 test-engines: install
 	$(PYTEST) -m engines
 
+# No environment of ours: vLLM for GPUs is the user's. The sources here go before what is installed there.
+GPU_PYTHON ?= python3
+ON_GPUS = PYTHONPATH="$(CURDIR)/.typing$(if $(PYTHONPATH),:$(PYTHONPATH))" $(GPU_PYTHON)
+test-gpu:
+	$(ON_GPUS) -m pytest -m multi_gpu tests/gpu tests/ranks
+
 sweep: install
 	$(BIN)/python tests/ranks/sweep.py --count 500 $(if $(SEED),--seed $(SEED))
 
@@ -56,6 +64,11 @@ BENCHMARKS := planning paged_copy layout_change kv_postprocess empty_handover ho
 bench: install
 	@set -e; for name in $(BENCHMARKS); do echo "== $$name"; \
 	  $(BIN)/python benchmarks/$$name.py --json $(RESULTS)/$$name.json; done
+
+GPU_BENCHMARKS := gpu_planes interference gpu_e2e
+bench-gpu:
+	@set -e; for name in $(GPU_BENCHMARKS); do echo "== $$name"; \
+	  $(ON_GPUS) benchmarks/$$name.py --json $(RESULTS)/$$name.json --plot $(RESULTS)/$$name.png; done
 
 clean:
 	rm -rf $(VENV) .demo .bench build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -45,11 +45,11 @@ import report
 from engine_pair import Pair, once, sources
 from engines import EngineError, Fleet
 from fragment import block_count, scatter
+from gpu_tables import verdict
 from model import ModelSpec, build_model
 
 OURS, THEIRS = "KVFerryConnector", "NixlConnector"
 STATES = ("fresh", "scattered")
-TARGETS = {"fresh": 0.5, "scattered": 0.08}
 LANE = re.compile(r"\b(?:cuda_ipc|cuda_copy|cma|sysv|posix|tcp|rc_mlx5|rc_verbs)/\w+")
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -259,9 +259,10 @@ def result_of(
         print(line)
     lanes = {pair.connector: sorted(set(LANE.findall(pair.said()))) for pair in pairs}
     print(f"hand-overs of KVFerry by plane: {dict(planes)}; lanes that UCX names: {lanes}")
-    for state, target in TARGETS.items():
+    for state in STATES:
         name = f"handover_vs_nixl_{state}"
-        print(f"{name} {ratios[name]}  ({lengths[-1]} tokens, medians of {rounds[state]} rounds; target {target})")
+        where = f"{lengths[-1]} tokens, medians of {rounds[state]} rounds"
+        print(f"{name} {ratios[name]}  ({where})  {verdict(name, ratios[name])}")
     how = {"planes": dict(planes), "ucx_lanes": lanes}
     return {"ratios": ratios, "figures": figures, "rows": rows + load, **how}
 

@@ -2,27 +2,18 @@
 
     python benchmarks/summary.py
 
-``make bench RESULTS=benchmarks/results`` measures them anew.
+``make bench RESULTS=benchmarks/results`` measures them anew, ``make bench-gpu`` with the same those of GPUs.
 """
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
-from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).resolve().parent / "results"
+import gpu_summary
+from tables import load, table
+
 NAMES = {"nixl": "NIXL", "ucxx raw": "one contiguous UCXX message", "raw socket": "a raw socket", "memcpy": "memcpy"}
-
-
-def load(name: str) -> dict[str, Any]:
-    result: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
-    return result
-
-
-def table(head: list[str], rows: list[list[str]]) -> str:
-    return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])
 
 
 def machine(result: dict[str, Any]) -> str:
@@ -65,19 +56,22 @@ def host_planes(result: dict[str, Any]) -> str:
 
 def render() -> str:
     """The whole section."""
+    return "\n\n".join(["### On GPUs", *gpu_summary.parts(), "### On a CPU", *parts()])
+
+
+def parts() -> list[str]:
+    """Paragraphs and tables of the CPU."""
     planes, pairs = load("host_planes"), load("e2e_vs_nixl")
     empty = planes["figures"]["empty_handover_ms_p50"]
-    return "\n\n".join(
-        [
-            f"On {machine(planes)}.",
-            "Two vLLM engines, milliseconds that a hand-over adds to D's time to first token, medians with quartiles "
-            "(`benchmarks/e2e_vs_nixl.py`):",
-            end_to_end(pairs),
-            "GB/s of scattered blocks, between two processes (`benchmarks/host_planes.py`):",
-            host_planes(planes),
-            f"A hand-over with next to no data: {empty:.2f} ms.",
-        ]
-    )
+    return [
+        f"On {machine(planes)}.",
+        "Two vLLM engines, milliseconds that a hand-over adds to D's time to first token, medians with quartiles "
+        "(`benchmarks/e2e_vs_nixl.py`):",
+        end_to_end(pairs),
+        "GB/s of scattered blocks, between two processes (`benchmarks/host_planes.py`):",
+        host_planes(planes),
+        f"A hand-over with next to no data: {empty:.2f} ms.",
+    ]
 
 
 if __name__ == "__main__":

@@ -41,10 +41,11 @@ class Finished:
 class Consumer:
     """All hand-overs into this rank. Called from the mover's thread only."""
 
-    def __init__(self, site: Site, finished: Callable[[Finished], None]) -> None:
-        """``finished`` is told of each load that ended, as soon as it has."""
+    def __init__(self, site: Site, finished: Callable[[Finished], None], clock: Callable[[], float]) -> None:
+        """``finished`` is told of each load that ended, as soon as it has. ``clock``: seconds, for what a hand-over
+        took; ``now`` of a turn is that of its beginning."""
         self._site = site
-        self._tell = finished
+        self._tell, self._clock = finished, clock
         self._timeouts = handover.Timeouts(
             site.settings.handshake_timeout_seconds, site.settings.transfer_timeout_seconds
         )
@@ -84,11 +85,11 @@ class Consumer:
                     self._site.caches.check_held(region, ids[region], start, stop)
             addresses = list(self._addresses(load.peer))
         except KVFerryError as error:
-            self._report(load, now, Reason("incompatible", str(error)))
+            self._report(load, Reason("incompatible", str(error)))
             self._claims.close(load.request_id, now)
             return
         state, effects = handover.begin(len(addresses), self._timeouts, now)
-        job = Job(load, state, now, ids)
+        job = Job(load, state, self._clock(), ids)
         self._jobs[load.request_id] = job
         for number, address in enumerate(addresses):
             link = self._link(load.peer, address)
@@ -209,7 +210,7 @@ class Consumer:
                     for read in job.reads:
                         if read.moved or not read.tags:
                             self._reads.forget(read)  # the others wait for P's Stopped
-                    self._report(job.load, now, reason, job)
+                    self._report(job.load, reason, job)
 
     def _plan_and_ask(self, job: Job, now: float) -> None:
         ours, tokens = self._site.caches.geometry, job.load.tokens
@@ -278,11 +279,11 @@ class Consumer:
                 if not read.writing:  # of the others the end of the last copy tells
                     self._step(job, handover.Drained(read.source), now)
 
-    def _report(self, load: Load, now: float, reason: Reason | None, job: Job | None = None) -> None:
+    def _report(self, load: Load, reason: Reason | None, job: Job | None = None) -> None:
         """Count it, tell the engine, and only then write it down: its request waits."""
         tokens = max((stop - start for start, stop in load.tokens), default=0)
         if job is not None and reason is None:
-            milliseconds = (now - job.started) * 1e3
+            milliseconds = (self._clock() - job.started) * 1e3
             planes = sorted({read.link.plane.name for read in job.reads if read.link.plane is not None})
             plane = "+".join(planes) or "none"
             self._site.stats.finished(nbytes=job.nbytes, milliseconds=milliseconds, plane=plane, tokens=tokens)

@@ -56,6 +56,10 @@ class PlaneUnavailableError(TransportError):
     """A data plane that was asked for cannot be had here, and why."""
 
 
+class PeerUnreachableError(PlaneUnavailableError):
+    """Our GPU does not reach P's memory, by whatever plane."""
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """`` (did you mean 'x'?)`` for a misspelt name, or the empty string."""
     close = difflib.get_close_matches(name, list(known), n=1)

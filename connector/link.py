@@ -13,6 +13,7 @@ from kvferry.connector.errors import (
     GeometryError,
     IncompatiblePeerError,
     KVFerryError,
+    PeerUnreachableError,
     PlaneUnavailableError,
     ProtocolError,
     TransportError,
@@ -76,6 +77,7 @@ class Link:
         self.converted: frozenset[tuple[int, int]] = frozenset()  # regions, ours and theirs, whose numbers differ
         self._offers: dict[str, bytes] = {}
         self._refused: list[str] = []
+        self._reached = True  # P's GPU by ours, as far as was tried
         self._attached: Attached | None = None  # P's answer, where the plane is not ready yet
         self.geometry: RankGeometry | None = None
         self.connection = Connection(
@@ -269,6 +271,7 @@ class Link:
         """P has no room on the plane that was chosen, or it does not come about; take the next best."""
         assert self.plane is not None
         self.detach()
+        self._reached &= not isinstance(self.channel, MappedChannel)
         self._attached = None
         self._refused.append(f"{self.plane.name}: {why.removeprefix(self.plane.name + ': ')}")
         del self._offers[self.plane.name]
@@ -289,13 +292,13 @@ class Link:
             if plane.peer_reads and self.converted:
                 passed_over.append(f"{plane.name}: it copies bytes, and dtypes differ")
                 continue
-            mapped_to_us = not any("cannot be mapped" in line for line in passed_over)
-            if len(self._site.planes) > 1 and (why := plane.drawback(self._offers[plane.name], mapped=mapped_to_us)):
+            if len(self._site.planes) > 1 and (why := plane.drawback(self._offers[plane.name], reached=self._reached)):
                 passed_over.append(f"{plane.name}: {why}")
                 continue
             try:
                 channel, payload = plane.connect(self._offers[plane.name], self.connection.address)
             except PlaneUnavailableError as error:
+                self._reached &= not isinstance(error, PeerUnreachableError)
                 passed_over.append(f"{plane.name}: {error}")
                 continue
             because = f" ({'; '.join(passed_over)})" if passed_over else ""

@@ -70,7 +70,7 @@ class Mover:
         self._warm = threading.Event()
         self._cold: Exception | None = None
         self._stopping = False
-        self._consumer = Consumer(site, self._report)
+        self._consumer = Consumer(site, self._report, clock)
         self._producer = Producer(site, listener)
         self._thread = threading.Thread(target=self._run, name="kvferry-mover", daemon=True)
         site.caches.copies.on_done = self._waker.wake

@@ -23,6 +23,7 @@ import numpy as np
 from msgspec import Meta
 
 from kvferry.connector.errors import PlaneUnavailableError
+from kvferry.transport.host import open_peer_file
 
 SLOTS = 512
 SLOT_BYTES = 16 << 10
@@ -110,7 +111,7 @@ class BoardReader:
 
     def __init__(self, place: Place) -> None:
         try:
-            fd = os.open(f"/proc/{place.pid}/fd/{place.fd}", os.O_RDONLY | os.O_CLOEXEC)
+            fd = open_peer_file(place.pid, place.fd)
         except OSError as error:
             raise PlaneUnavailableError(f"P's board cannot be read: {error.strerror}") from None
         try:

@@ -5,7 +5,8 @@ lie in a file without a name, which D opens through ``/proc``, and the kernel le
 (the same user; see ptrace(2), PTRACE_MODE_READ). The offer says which process and file, with a secret, so that another
 process of that number is told apart.
 
-P can neither see nor stop a read of its pages, so a read proves nothing about its blocks: the commit does.
+P can neither see nor stop a read of its pages, so a read proves nothing about its blocks: that P's grant still stands
+after it does.
 Mapping takes milliseconds and unmapping has to wait for the copies under way, so both happen on a thread of their own.
 """
 
@@ -22,9 +23,9 @@ import torch
 import zmq
 from msgspec import Meta
 
-from kvferry.connector.errors import PlaneUnavailableError, ProtocolError, TransportError
+from kvferry.connector.errors import PeerUnreachableError, PlaneUnavailableError, ProtocolError, TransportError
 from kvferry.transport import cuda_memory
-from kvferry.transport.host import PeerProcess, host_id
+from kvferry.transport.host import PeerProcess, host_id, open_peer_file
 from kvferry.transport.plane import MAX_PAYLOAD_BYTES, MappedChannel, Plane, SendChannel, Unpushed, decode_payload
 from kvferry.transport.wake import Waker
 
@@ -175,7 +176,7 @@ class CudaIpcPlane(Plane):
     def connect(self, offer: bytes, host: str) -> tuple[IpcChannel, bytes]:
         theirs = decode_payload(offer, _Offer, "cuda_ipc offer")
         if not theirs.host_id or theirs.host_id != host_id():
-            raise PlaneUnavailableError("P is on another host or in another network namespace")
+            raise PeerUnreachableError("P is on another host or in another network namespace")
         if theirs.why:
             raise PlaneUnavailableError(f"P's memory cannot be mapped: {theirs.why}")
         if theirs.pid == os.getpid():
@@ -185,7 +186,7 @@ class CudaIpcPlane(Plane):
             cuda_memory.check_peer(self.device, memory.gpu)
             process = PeerProcess(theirs.pid)
         except (TransportError, OSError) as error:
-            raise PlaneUnavailableError(str(error)) from None
+            raise PeerUnreachableError(str(error)) from None
         channel = IpcChannel(self, process, memory)
         self._channels.append(channel)
         return channel, b""
@@ -235,16 +236,19 @@ def _memory_of(offer: _Offer) -> _Memory:
     """What P says of its memory, to those who may look into it.
 
     Raises:
-        PlaneUnavailableError: we may not, or that process is another.
+        PeerUnreachableError: we may not, or that process is another.
     """
     try:
-        with open(f"/proc/{offer.pid}/fd/{offer.fd}", "rb") as file:
-            content = file.read(MAX_PAYLOAD_BYTES + 1)
+        fd = open_peer_file(offer.pid, offer.fd)
+        try:
+            content = os.pread(fd, MAX_PAYLOAD_BYTES + 1, 0)
+        finally:
+            os.close(fd)
         memory = decode_payload(content, _Memory, "cuda_ipc memory")
     except PermissionError:
-        raise PlaneUnavailableError("P runs as another user, or may not be traced") from None
+        raise PeerUnreachableError("P runs as another user, or may not be traced") from None
     except (OSError, ProtocolError):
         memory = None
     if memory is None or not secrets.compare_digest(memory.secret, offer.secret):
-        raise PlaneUnavailableError("P runs in another process namespace")
+        raise PeerUnreachableError("P runs in another process namespace")
     return memory

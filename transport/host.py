@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import select
+import stat
 from functools import cache
 from pathlib import Path
 
@@ -21,6 +23,20 @@ def host_id() -> str:
     except OSError:
         return ""
     return hashlib.blake2b(f"{boot} {namespace}".encode(), digest_size=8).hexdigest()
+
+
+def open_peer_file(pid: int, fd: int) -> int:
+    """A descriptor of what another process of this host has open as ``fd``, for reading; the caller closes it. The
+    kernel lets in only who may look into that process's memory (proc(5), ``/proc/pid/fd``).
+
+    Raises:
+        OSError: we may not, or there is none; or it is no regular file, reading which might block.
+    """
+    ours = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(ours).st_mode):
+        os.close(ours)
+        raise OSError(errno.EINVAL, "not a regular file")
+    return ours
 
 
 class PeerProcess:

@@ -244,9 +244,9 @@ class Plane(ABC):
             ProtocolError: the offer is malformed.
         """
 
-    def drawback(self, offer: bytes, *, mapped: bool) -> str:
-        """D: why another plane will be faster from the P of this offer, empty where none is. ``mapped``: our GPU may
-        reach P's; else it was tried and cannot.
+    def drawback(self, offer: bytes, *, reached: bool) -> str:
+        """D: why another plane will be faster from the P of this offer, empty where none is. ``reached``: our GPU may
+        reach P's; else it was tried and does not.
 
         Raises:
             ProtocolError: the offer is malformed.

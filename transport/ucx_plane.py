@@ -225,11 +225,11 @@ class UcxPlane(Plane):
         host = host_id() if self._on_gpu else ""
         return msgspec.msgpack.encode(_Offer(self._worker.address, zlib.crc32(self._worker.address), host))
 
-    def drawback(self, offer: bytes, *, mapped: bool) -> str:
+    def drawback(self, offer: bytes, *, reached: bool) -> str:
         if not self._on_gpu or uses_rdma(os.environ):
             return ""
         theirs = decode_payload(offer, _Offer, "ucx offer")
-        if mapped and theirs.host_id and theirs.host_id == host_id():
+        if reached and theirs.host_id and theirs.host_id == host_id():
             return ""
         return "it has no way of its own between these GPUs, and would go through the host by TCP"
 

@@ -1,0 +1,125 @@
+"""The part of ``summary.py`` that is about GPUs, out of what ``make bench-gpu`` wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gpu_tables import E2E_TARGETS, INTERFERENCE_TARGETS, TARGETS, reached
+from tables import RESULTS, load, table
+
+Rows = Mapping[tuple[str, str], Mapping[str, Any]]
+
+POINTS = {
+    "tokens_128": "128 tokens",
+    "tokens_1024": "1024 tokens",
+    "tokens_8192": "8192 tokens",
+    "tokens_32768": "32768 tokens",
+    "llama_70b_tp4": "8192 tokens, a rank of Llama-70B at TP4",
+    "mla": "8192 tokens, MLA of 61 layers",
+    "pieces_8k": "8192 tokens, same form, pieces of 8 KiB",
+    "pieces_32k": "8192 tokens, same form, pieces of 32 KiB",
+    "at_once_16": "16 times 1024 tokens at once",
+}
+CONTENDERS = {
+    "cuda_ipc": "`cuda_ipc`",
+    "ucx": "`ucx`",
+    "nixl": "NIXL",
+    "torch": "torch",
+    "kernel": "bare kernel",
+    "nixl_best": "NIXL, one piece",
+    "ucxx_raw": "UCXX, one piece",
+    "peer_copy": "peer copy, one piece",
+}
+PACKAGES = ("torch", "triton", "ucxx-cu13", "libucx-cu13", "nixl-cu13")
+CONNECTORS = ("KVFerryConnector", "NixlConnector")
+
+
+def machine(planes: Mapping[str, Any], engines: Mapping[str, Any]) -> str:
+    versions = planes["versions"]
+    packages = ", ".join(f"{name} {versions[name]}" for name in PACKAGES)
+    chosen = {line.rsplit(", ", 1)[1] for lines in planes["ucx_transports"].values() for line in lines if "GPU" in line}
+    return (
+        f"{versions['gpus']}, driver {versions['driver']}, {versions['cpus']} cores ({versions['cpu']}), "
+        f"Python {versions['python']}, {packages}, vllm {engines['versions']['vllm']}; "
+        f"UCX moves GPU memory by its {', '.join(sorted(chosen)) or 'host transports'}"
+    )
+
+
+def rates(result: Mapping[str, Any]) -> str:
+    """GB/s by point and contender; ``*`` where the change of form is still to be made."""
+    rows = {(row["point"], row["contender"]): row for row in result["rows"]}
+    lines = []
+    for point, label in POINTS.items():
+        found = [rows[point, contender] for contender in CONTENDERS if (point, contender) in rows]
+        if found:
+            cells = [_rate(rows, point, contender) for contender in CONTENDERS]
+            lines.append([label, f"{found[0]['bytes'] / 2**20:.0f}", *cells])
+    return table(["hand-over", "MiB", *CONTENDERS.values()], lines)
+
+
+def _rate(rows: Rows, point: str, contender: str) -> str:
+    row = rows.get((point, contender))
+    if row is None:
+        return ""
+    if "error" in row:
+        return "failed"
+    return f"{row['gb_per_s']:.{0 if row['gb_per_s'] >= 100 else 1}f}{'' if row['changes_form'] else '*'}"
+
+
+def end_to_end(result: Mapping[str, Any]) -> str:
+    """Hand-over time per prompt length and state of the block tables, both connectors."""
+    found = {(row["state"], row["tokens"], row["connector"]): row for row in result["rows"] if row["state"] != "load"}
+    lines = []
+    for state, tokens in dict.fromkeys((state, tokens) for state, tokens, _ in found):
+        pair = [found[state, tokens, connector] for connector in CONNECTORS]
+        cells = [f"{row['handover_ms']:.1f} ({row['handover_p99_ms']:.1f})" for row in pair]
+        lines.append([state, str(tokens), f"{pair[0]['mib']:.0f}", *cells])
+    return table(["block tables", "prompt tokens", "MiB", *(f"{connector}, ms" for connector in CONNECTORS)], lines)
+
+
+def targets(*measured: tuple[Mapping[str, tuple[str, float]], Mapping[str, Any]]) -> str:
+    """What each benchmark is to reach, and whether its result does."""
+    lines = []
+    for limits, result in measured:
+        values = result["ratios"] | result["figures"]
+        for name, (sign, limit) in limits.items():
+            value = values.get(name)
+            said = (
+                ["not measured", ""]
+                if value is None
+                else [f"{value:.3g}", "yes" if reached((sign, limit), value) else "no"]
+            )
+            lines.append([f"`{name}`", f"{'≥' if sign == '>=' else '≤'} {limit:g}", *said])
+    return table(["ratio or figure", "target", "measured", "reached"], lines)
+
+
+def parts() -> list[str]:
+    """Paragraphs and tables."""
+    planes, engines = load("gpu_planes"), load("gpu_e2e")
+    measured = [(TARGETS, planes), (E2E_TARGETS, engines)]
+    if (RESULTS / "interference.json").exists():
+        measured.append((INTERFERENCE_TARGETS, load("interference")))
+    rounds = engines["figures"]["rounds_fresh"], engines["figures"]["rounds_scattered"]
+    first = [engines["figures"][f"first_handover_ms_{connector}"] for connector in CONNECTORS]
+    return [
+        f"On {machine(planes, engines)}.",
+        "GB/s from one GPU to the other, Llama-8B in scattered blocks of 16 tokens, on D of 64 and in another layout, "
+        f"medians of {planes['rounds']} rounds (`benchmarks/gpu_planes.py`). `cuda_ipc` and `ucx` are whole "
+        "hand-overs, from D's step to the report of its load; the bare kernel is the copy that `cuda_ipc` makes; what "
+        "is in one piece is as many contiguous bytes. At a `*`, block size and layout are still to be changed, and the "
+        "time for that is not counted:",
+        rates(planes),
+        "![GB/s by prompt length and form](benchmarks/results/gpu_planes.png)",
+        "Two vLLM engines on two GPUs, milliseconds that a hand-over adds to D's time to first token, medians with the "
+        f"99th percentile, of {rounds[0]} rounds on fresh block tables and {rounds[1]} on scattered ones "
+        "(`benchmarks/gpu_e2e.py`):",
+        end_to_end(engines),
+        f"The first one from a new peer, at the longest prompt: {first[0]:.0f} ms, with NixlConnector "
+        f"{first[1]:.0f} ms.",
+        "What this is to reach, and whether it does. Ratios named `_vs_` are of bandwidths, at 8192 tokens unless the "
+        "name says more, `handover_vs_nixl` of times at the longest prompt. `handover_ms` is a hand-over of one block, "
+        "`gil_ms` one of 64 MiB beside a thread of D's that never lets the GIL go, `first_handover_ms` the first one "
+        "from a new peer, all three between KVFerry's halves without engines:",
+        targets(*measured),
+    ]
