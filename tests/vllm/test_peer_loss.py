@@ -78,7 +78,7 @@ SILENCE = {
 
 @pytest.mark.parametrize("where", SILENCE)
 def test_p_goes_silent(yard: Yard, lines: Lines, where: str) -> None:
-    p, d = yard.pair(extra=SHORT)
+    p, d = yard.pair(extra={**SHORT, "plane": "shm"})
     params = prefill(p, IDS)
     p.step()
     hold = Hold(p, *SILENCE[where])
@@ -150,7 +150,7 @@ def test_the_lease_ends_while_d_reads(yard: Yard, plane: str) -> None:
 
 def test_the_lease_ends_before_the_commit(yard: Yard) -> None:
     """All bytes have come, but P may have given the blocks to another prompt since: none of them is used."""
-    p, d = yard.pair()
+    p, d = yard.pair(extra={"plane": "shm"})
     params = prefill(p, IDS)
     p.step()
     hold = Hold(p, protocol.Commit)

@@ -1,0 +1,128 @@
+"""Grants that P has posted: D reads without asking, and believes what it read only while the grant stands."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from ranks import Rank, grant, let_time_pass, load_plan, peer, wait
+from stage import Stage
+from test_aborts import halves
+
+from kvferry.connector.config import Settings
+from kvferry.connector.stepplan import LeaseGrant, StepPlan, pack_ids
+from kvferry.transport import board
+
+TOKENS, THEIRS, OURS = 100, [9, 2, 17, 5, 11, 3, 1], [4, 1, 8, 2, 6, 3, 7]
+Pair = tuple[Rank, Rank]
+
+
+@pytest.fixture
+def pair(stage: Stage) -> Pair:
+    """With a link between them, so that what comes next finds P's board."""
+    settings = Settings(plane="cma")
+    p, d = stage.rank(settings=settings), stage.rank(settings=settings, engine_id="engine-d")
+    p.fill(THEIRS, TOKENS)
+    token = grant([p], "first-p", THEIRS, TOKENS)
+    d.worker.post(load_plan("first-d", token, peer([p]), OURS, 0, TOKENS))
+    assert wait(lambda: "first-d" in d.received and "first-p" in p.sent, [p, d]) and not d.failed
+    return p, d
+
+
+def asked(p: Rank) -> Counter[str]:
+    """Counts what D says to P from now on, by kind."""
+    producer, counts = halves(p)[0], Counter[str]()
+    serve = producer._request
+
+    def counted(identity: bytes, request: Any, now: float) -> None:
+        counts[type(request).__name__] += 1
+        serve(identity, request, now)
+
+    producer._request = counted
+    return counts
+
+
+def posted(p: Rank, token: bytes) -> None:
+    assert wait(lambda: (held := halves(p)[0]._leases.get(token)) is not None and held.posted is not None)
+
+
+def test_nothing_is_asked_and_nothing_committed(pair: Pair) -> None:
+    p, d = pair
+    counts = asked(p)
+    token = grant([p], "req-p", THEIRS, TOKENS)
+    posted(p, token)
+    d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS, watch=False))
+    assert wait(lambda: "req-d" in d.received and "req-p" in p.sent, [p, d])
+    assert not d.failed and torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS))
+    assert set(counts) <= {"Release", "Renew"}, counts
+
+
+@pytest.mark.parametrize("when", ["while it reads", "before it reads"])
+def test_what_was_read_under_a_grant_that_fell_is_not_loaded(pair: Pair, when: str) -> None:
+    p, d = pair
+    token = grant([p], "req-p", THEIRS, TOKENS)
+    posted(p, token)
+    reads = halves(d)[1]._reads
+    collect, held = reads.collect, []
+
+    def shut(links: Any) -> Any:
+        held.append(links)
+        return iter(())
+
+    if when == "while it reads":
+        reads.collect = shut
+    else:
+        let_time_pass(p, 10_000)
+        assert wait(lambda: "req-p" in p.sent, [p])
+    d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
+    if when == "while it reads":
+        assert wait(lambda: any(read.note for read in reads._reads.values()), [d]), "it began to"
+        let_time_pass(p, 10_000)
+        assert wait(lambda: "req-p" in p.sent, [p])
+        for name in p.layers:
+            p.caches[name].fill_(-7)  # another prompt's
+        reads.collect = collect
+    assert wait(lambda: d.failed == {"req-d"}, [p, d])
+
+
+def test_a_lease_without_room_on_the_board_is_asked_for(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    p, d = pair
+    monkeypatch.setattr(board, "SLOT_BYTES", 64)
+    counts = asked(p)
+    token = grant([p], "req-p", THEIRS, TOKENS)
+    d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
+    assert wait(lambda: "req-d" in d.received and "req-p" in p.sent, [p, d])
+    assert not d.failed and counts["Ask"] == counts["Commit"] == 1
+
+
+def test_a_posted_grant_of_another_prompt_is_not_loaded(pair: Pair) -> None:
+    p, d = pair
+    token = b"t" * 16
+    p.worker.post(StepPlan(leases=(LeaseGrant("req-p", token, TOKENS, (pack_ids(THEIRS),), prompt="theirs"),)))
+    posted(p, token)
+    plan = load_plan("req-d", token, peer([p]), OURS, 0, TOKENS)
+    (load,) = plan.loads
+    other = type(load)(load.request_id, load.token, load.peer, load.block_ids, load.tokens, prompt="ours")
+    d.worker.post(StepPlan(consumer=plan.consumer, watches=plan.watches, loads=(other,)))
+    assert wait(lambda: d.failed == {"req-d"}, [p, d])
+
+
+def test_more_tokens_than_the_grant_has_are_asked_for_and_denied(pair: Pair) -> None:
+    p, d = pair
+    counts = asked(p)
+    token = grant([p], "req-p", THEIRS[:6], 90)
+    posted(p, token)
+    d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
+    assert wait(lambda: d.failed == {"req-d"}, [p, d])
+    assert counts["Ask"] == 1
+
+
+def test_no_lease_is_left_on_the_board(pair: Pair) -> None:
+    p, d = pair
+    for number in range(20):
+        token = grant([p], f"p{number}", THEIRS, TOKENS)
+        d.worker.post(load_plan(f"d{number}", token, peer([p]), OURS, 0, TOKENS))
+        assert wait(lambda n=number: f"d{n}" in d.received and f"p{n}" in p.sent, [p, d])
+    assert not d.failed and not halves(p)[0]._board._taken
