@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from math import prod
@@ -236,7 +237,7 @@ def layer_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tup
                 parts = _sections(vllm_config, spec, heads)
                 groups.append(LayerGroup(kind, tuple(names), 1, heads, table=table, sections=parts))
                 continue
-            packing = _packing(vllm_config, spec)
+            packing = _packing(vllm_config, spec, [layers.get(name) for name in names])
             numbers = group_numbers(spec, names, layers, cache_dtype, fnuz=current_platform.is_fp8_fnuz())
             groups.append(
                 LayerGroup(
@@ -298,13 +299,15 @@ def _sections(vllm_config: VllmConfig, spec: MambaSpec, pieces: int) -> tuple[Se
     return found or (whole(content, pieces, f"{conv_order} {named}{order}"[:256]),)
 
 
-def _packing(vllm_config: VllmConfig, spec: KVCacheSpec) -> str:
+def _packing(vllm_config: VllmConfig, spec: KVCacheSpec, layers: Sequence[object]) -> str:
     """The order that a backend keeps tokens in inside a block, where that is not one after the other.
 
     vLLM's CPU attention stores keys transposed or in pairs, by instruction set; the shape of its cache does not tell.
+    On a GPU the indexer of sparse MLA keeps the scales of a block's keys behind all of them
+    (``indexer_k_quant_and_cache``).
     """
     if not current_platform.is_cpu():
-        return ""
+        return "indexer" if any("Indexer" in type(layer).__name__ for layer in layers) else ""
     head_size = getattr(spec, "head_size", None)
     try:
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa

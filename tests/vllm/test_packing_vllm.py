@@ -195,3 +195,10 @@ def test_another_backend_has_no_order_that_we_know() -> None:
     for context in ({"a": layer}, {"a": SimpleNamespace()}, {}):
         config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=context))
         assert compat.token_places(config, "a") is None
+
+
+@pytest.mark.parametrize(("layer", "packing"), [("DeepseekV32IndexerCache", "indexer"), ("MLAAttention", "")])
+def test_an_indexer_on_a_gpu_packs_its_blocks(layer: str, packing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    spec = SimpleNamespace(block_size=64, head_size=132)
+    assert compat._packing(SimpleNamespace(), spec, [type(layer, (), {})()]) == packing
