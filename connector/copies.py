@@ -1,7 +1,8 @@
 """Copies on a rank's device, and when they have ended.
 
 On the host a copy is done on return. On a GPU it is enqueued on a stream of its own; one thread waits for its end in a
-call that holds no GIL, so that the mover neither polls the GPU nor stands still for it.
+call that holds no GIL, so that the mover neither polls the GPU nor stands still for it. For one that takes less than
+that thread takes to wake, the mover does stand still.
 """
 
 from __future__ import annotations
@@ -57,9 +58,9 @@ class Copies(ABC):
         """Called from any thread whenever a copy has ended that was not done on return."""
 
     @abstractmethod
-    def start(self, enqueue: Callable[[], None]) -> Copy:
+    def start(self, enqueue: Callable[[], None], *, brief: bool = False) -> Copy:
         """``enqueue`` calls kernels; the copy is done when all that they do is. What it raises passes through, and
-        then nothing of it is under way."""
+        then nothing of it is under way. ``brief``: it takes less than a thread takes to wake."""
 
     @abstractmethod
     def mark(self) -> Mark | None:
@@ -83,7 +84,7 @@ class HostCopies(Copies):
 
     device = CPU
 
-    def start(self, enqueue: Callable[[], None]) -> Copy:
+    def start(self, enqueue: Callable[[], None], *, brief: bool = False) -> Copy:
         enqueue()
         return Copy(done=True)
 
@@ -113,12 +114,14 @@ class GpuCopies(Copies):
         self.device, self.sms = device, sms
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._local = threading.local()
+        self._behind: Mark | None = None
+        self._last: Copy | None = None
         self._events: deque[torch.cuda.Event] = deque()  # that can be recorded anew
         self._started: queue.SimpleQueue[tuple[Copy, torch.cuda.Event] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._watch, name="kvferry-copies", daemon=True)
         self._thread.start()
 
-    def start(self, enqueue: Callable[[], None]) -> Copy:
+    def start(self, enqueue: Callable[[], None], *, brief: bool = False) -> Copy:
         if not hasattr(self._local, "bound"):  # this thread's stream from now on
             self._local.bound = True
             torch.cuda.set_device(self.device)
@@ -130,8 +133,26 @@ class GpuCopies(Copies):
             self._stream.synchronize()  # some of its kernels may have been launched
             raise
         event.record(self._stream)
-        self._started.put((copy, event))
+        if brief and self._idle:
+            self._await(copy, event)
+        else:
+            self._last = copy
+            self._started.put((copy, event))
         return copy
+
+    @property
+    def _idle(self) -> bool:
+        """Whether nothing is before the next copy."""
+        return (self._last is None or self._last.done) and (self._behind is None or self._behind.passed)
+
+    def _await(self, copy: Copy, event: torch.cuda.Event) -> None:
+        try:
+            event.synchronize()  # spins outside the GIL: an event that blocks is seen 0.1 to 0.4 ms later
+        except Exception as error:  # whatever the driver says, no copy of this process succeeds any more
+            copy.error = str(error).partition("\n")[0] or repr(error)
+        else:
+            self._events.append(event)
+        copy.done = True
 
     def mark(self) -> Mark:
         event = torch.cuda.Event()
@@ -139,6 +160,7 @@ class GpuCopies(Copies):
         return Mark(event)
 
     def after(self, mark: Mark) -> None:
+        self._behind = mark
         self._stream.wait_event(mark.event)
 
     def settle(self) -> None:
@@ -150,14 +172,7 @@ class GpuCopies(Copies):
 
     def _watch(self) -> None:
         while (started := self._started.get()) is not None:
-            copy, event = started
-            try:
-                event.synchronize()  # spins outside the GIL: an event that blocks is seen 0.1 to 0.4 ms later
-            except Exception as error:  # whatever the driver says, no copy of this process succeeds any more
-                copy.error = str(error).partition("\n")[0] or repr(error)
-            else:
-                self._events.append(event)
-            copy.done = True
+            self._await(*started)
             self.on_done()
 
 

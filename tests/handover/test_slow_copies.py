@@ -39,7 +39,7 @@ class SlowCopies(Copies):
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def start(self, enqueue: Callable[[], None]) -> Copy:
+    def start(self, enqueue: Callable[[], None], *, brief: bool = False) -> Copy:
         copy = Copy()
         self.running += 1
         self._queue.put((copy, enqueue))
