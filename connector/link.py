@@ -37,7 +37,7 @@ from kvferry.connector.protocol import (
 from kvferry.connector.runs import check_layouts, mapped
 from kvferry.connector.site import Site, check_model
 from kvferry.connector.stepplan import PeerEngine, RankAddress
-from kvferry.transport.board import BoardReader
+from kvferry.transport.board import BoardReader, Place
 from kvferry.transport.control import Connection
 from kvferry.transport.plane import DChannel, MappedChannel, Plane
 
@@ -219,10 +219,18 @@ class Link:
             self.slot_bytes, self.pages = reply.slot_bytes, reply.pages
             if self.plane.peer_reads:
                 check_layouts(self.pages, self.theirs)
-                self.board = None if reply.board is None else BoardReader(reply.board)
+                self.board = None if reply.board is None else self._open(reply.board)
             self._complete(reply)
         else:
             raise ProtocolError(f"{type(reply).__name__} came while {self.state.value}")
+
+    def _open(self, place: Place) -> BoardReader | None:
+        """P's board. Without it everything is asked for."""
+        try:
+            return BoardReader(place)
+        except (PlaneUnavailableError, OSError) as error:
+            logger.info("kvferry: grants of %s are asked for: %s", self.name, error)
+            return None
 
     def _complete(self, reply: Attached) -> None:
         """P is ready; we are once its memory is mapped."""

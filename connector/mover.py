@@ -34,6 +34,8 @@ logger = logging.getLogger("vllm.kvferry.mover")
 
 TICK_SECONDS = 0.02
 """How often deadlines are looked at while any is running."""
+BUSY_SECONDS = 1e-3
+"""How often control messages are looked at while data keeps the thread from asking the poller for them."""
 COMPUTING_SECONDS = 1e-3
 """How often to look whether the device has computed what a lease is of; nearly always it has by then."""
 IDLE_SECONDS = 1.0
@@ -141,6 +143,8 @@ class Mover:
                 if now >= next_tick:
                     next_tick = now + TICK_SECONDS
                     self._tick(now)
+                if busy:
+                    next_look = min(next_look, now + BUSY_SECONDS)
                 took = self._clock() - now
                 if took > SLOW_TURN_SECONDS:
                     text = f"kvferry: the transfer thread was held up for {took:.1f} s; is the host overloaded?"
@@ -280,14 +284,21 @@ class Mover:
             self._heard.add(what)
 
     def _shut(self) -> None:
-        self._site.caches.copies.close()
-        self._consumer.close(self._clock())
-        self._producer.close()
-        self._publish()
-        for plane in self._site.planes:
-            plane.close()
-        self._listener.close()
-        self._waker.close()
+        """The engine gets its blocks back after this, whatever fails here: so nobody may believe in them any more."""
+        for act in (
+            self._producer.withdraw,
+            self._site.caches.copies.close,
+            lambda: self._consumer.close(self._clock()),
+            self._producer.close,
+            self._publish,
+            *(plane.close for plane in self._site.planes),
+            self._listener.close,
+            self._waker.close,
+        ):
+            try:
+                act()
+            except Exception:
+                logger.exception("kvferry: unexpected error while the transfer thread ends")
 
 
 def _drain(queue: deque[Finished] | deque[str]) -> list:  # type: ignore[type-arg]

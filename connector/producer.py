@@ -80,8 +80,12 @@ class Producer:
         self._waiting = [held for held in self._waiting if held.ask.token != grant.token]
         for held in early:
             session = self._sessions.find(held.identity)
-            if session is not None:
-                self._ask(session, held.ask, now)
+            try:
+                if session is not None:
+                    self._ask(session, held.ask, now)
+            except Exception as error:  # the lease stands: an error here must not have its blocks freed
+                logger.exception("kvferry: unexpected error with an ask that was held")
+                self._deny(held, held.ask.read, "failed", repr(error))
 
     def _post(self, grant: LeaseGrant) -> int | None:
         """Put a grant up for whoever reads our pages by itself: it need not ask then, nor have its read committed. Not
@@ -150,14 +154,19 @@ class Producer:
         """Whether any deadline is running."""
         return bool(self._leases or self._waiting)
 
+    def withdraw(self) -> None:
+        """From here on no reader takes what it has read for true. Idempotent."""
+        self._board.close()
+
     def close(self) -> None:
         """Drop every session. Leases end with the process."""
+        self.withdraw()
         self._sessions.close()
-        self._board.close()
 
     # --- requests -----------------------------------------------------------------------------------------------
 
     def _request(self, identity: bytes, request: protocol.Request, now: float) -> None:
+        self._sessions.find(identity)
         match request:
             case protocol.Hello():
                 self._hello(identity, request, now)

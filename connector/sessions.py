@@ -40,7 +40,7 @@ class Session:
 
 
 class Sessions:
-    """All sessions of this rank, the oldest first."""
+    """All sessions of this rank, that of the longest silent D first."""
 
     def __init__(self, site: Site, board: Place) -> None:
         self._site = site
@@ -49,7 +49,11 @@ class Sessions:
         self._offers = tuple(protocol.PlaneOffer(plane.name, plane.offer()) for plane in site.planes)
 
     def find(self, identity: bytes) -> Session | None:
-        return self._sessions.get(identity)
+        """The session of a D rank that says something: from now on the last to be displaced."""
+        session = self._sessions.get(identity)
+        if session is not None:
+            self._sessions.move_to_end(identity)
+        return session
 
     def check(self, hello: protocol.Hello) -> protocol.Refused | None:
         """Why that D cannot be served, if so: another model, another geometry."""

@@ -27,7 +27,7 @@ import torch
 import zmq
 from msgspec import Meta
 
-from kvferry.connector.errors import ProtocolError, TransportError
+from kvferry.connector.errors import PlaneUnavailableError, ProtocolError, TransportError
 from kvferry.transport.host import host_id
 from kvferry.transport.plane import CPU, Plane, Received, RecvChannel, SendChannel, Slot, decode_payload
 from kvferry.transport.staging import SlotPool
@@ -97,8 +97,9 @@ class UcxSendChannel(SendChannel):
         if self.closed or self.error is not None or self.in_flight >= self._plane.window:
             return None
         slot = self._plane.send_pool.take()
-        self.in_flight += slot is not None
-        self._plane.stir()
+        if slot is not None:  # else nothing moves, and the mover may sleep
+            self.in_flight += 1
+            self._plane.stir()
         return slot
 
     def send(self, slot: Slot, nbytes: int, tag: int) -> None:
@@ -197,7 +198,9 @@ class UcxPlane(Plane):
 
     def __init__(self, host: str, slot_bytes: int, staging_bytes: int, device: torch.device = CPU) -> None:
         self._on_gpu = device.type != "cpu"
-        self.window, self._receives = _GPU_WINDOWS if self._on_gpu else _WINDOWS
+        # A peer that stops must not hold every slot.
+        most = max(1, staging_bytes // slot_bytes - 1)
+        self.window, self._receives = (min(n, most) for n in (_GPU_WINDOWS if self._on_gpu else _WINDOWS))
         self._moved_at = 0.0
         self._worker = UcxWorker(host)
         self._slot_bytes = slot_bytes
@@ -235,7 +238,10 @@ class UcxPlane(Plane):
 
     def connect(self, offer: bytes, host: str) -> tuple[RecvChannel, bytes]:
         theirs = decode_payload(offer, _Offer, "ucx offer")
-        self._recv_pool.prepare()
+        try:
+            self._recv_pool.prepare()
+        except TransportError as error:
+            raise PlaneUnavailableError(f"no staging memory can be had: {error}") from None
         link = self._link(theirs)
         farewell = secrets.token_bytes(8)
         channel = UcxRecvChannel(self, link, int.from_bytes(farewell, "little"))

@@ -303,7 +303,12 @@ class ZmqRecvChannel(RecvChannel):
                 self._waiting.popleft()
                 self._credit(tag)
                 continue
-            slot = pool.take()
+            try:
+                slot = pool.take()
+            except Exception as error:  # no page-locked memory: this channel's failure, not everybody's
+                self._fail(TransportError(f"zmq: no staging slot can be had: {error}"))
+                self._waiting.clear()
+                break
             if slot is None:
                 break
             self._waiting.popleft()

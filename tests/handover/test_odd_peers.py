@@ -187,7 +187,7 @@ def test_a_load_that_breaks_while_it_starts_is_reported(
 
 
 def test_a_link_that_nobody_uses_gives_its_staging_back(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = Settings(plane="shm")
+    settings = Settings(plane="shm", staging_bytes=256 << 20)
     p, d = stage.rank(settings=settings), stage.rank(settings=settings, engine_id="engine-d")
     p.fill(THEIRS, TOKENS)
     another_works(p, d)

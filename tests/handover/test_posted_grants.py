@@ -11,6 +11,7 @@ from ranks import Rank, grant, let_time_pass, load_plan, peer, wait
 from stage import Stage
 from test_aborts import halves
 
+from kvferry.connector import link
 from kvferry.connector.config import Settings
 from kvferry.connector.stepplan import LeaseGrant, StepPlan, pack_ids
 from kvferry.transport import board
@@ -126,3 +127,37 @@ def test_no_lease_is_left_on_the_board(pair: Pair) -> None:
         d.worker.post(load_plan(f"d{number}", token, peer([p]), OURS, 0, TOKENS))
         assert wait(lambda n=number: f"d{n}" in d.received and f"p{n}" in p.sent, [p, d])
     assert not d.failed and not halves(p)[0]._board._taken
+
+
+def test_without_the_board_it_asks(pair: Pair, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    p, _ = pair
+
+    def refused(place: board.Place) -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(link, "BoardReader", refused)
+    d = stage.rank(settings=Settings(plane="cma"), engine_id="engine-e")
+    counts = asked(p)
+    token = grant([p], "req-p", THEIRS, TOKENS)
+    d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
+    assert wait(lambda: "req-d" in d.received and "req-p" in p.sent, [p, d])
+    assert not d.failed and counts["Ask"] == counts["Commit"] == 1
+
+
+def test_a_mover_that_ends_leaves_no_note(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even where its end goes wrong: the engine is then told that all its blocks are its own."""
+    p, d = pair
+    token = grant([p], "req-p", THEIRS, TOKENS)
+    posted(p, token)
+    (theirs,) = halves(d)[1]._links.values()
+    note = theirs.board.find(token)
+    assert note is not None and note.stands
+
+    def breaks(now: float) -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(halves(p)[1], "close", breaks)
+    p.close()
+    assert not note.stands
+    p.poll()
+    assert "req-p" in p.sent

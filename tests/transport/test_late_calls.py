@@ -6,12 +6,13 @@ Staging memory is so small that an arena which does not come back is missed by t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from plane_pair import SLOT, Pair, intact, mapped
 
-from kvferry.transport.plane import SendChannel, Slot
+from kvferry.transport.plane import CPU, SendChannel, Slot
 
 PLANES = [pytest.param("shm"), pytest.param("tcp"), pytest.param("zmq"), pytest.param("ucx", marks=pytest.mark.ucx)]
 
@@ -125,3 +126,21 @@ def test_a_message_that_nobody_took_leaves_its_slot(pair: Pair) -> None:
     pair.turn(lambda: sender.error is not None)
     sender.close()
     works(pair)
+
+
+@pytest.mark.ucx
+def test_a_peer_that_takes_nothing_leaves_a_slot_and_lets_the_plane_sleep() -> None:
+    """With GPU memory the worker is polled while something moves: one that waits for slots does not move."""
+    pair = Pair("ucx", 4, CPU)
+    try:
+        plane: Any = pair.p
+        plane._on_gpu = True
+        sender, _ = pair.join()
+        taken = [slot for _ in range(4) if (slot := sender.acquire()) is not None]
+        assert len(taken) == 3 and plane.send_pool.free == 1, "for the others"
+        plane._moved_at = 0.0
+        assert sender.acquire() is None and plane._moved_at == 0.0
+        for slot in taken:
+            sender.give_back(slot)
+    finally:
+        pair.close()
