@@ -182,7 +182,7 @@ def _rank(rank: int) -> Iterator[None]:
     """There are no process groups here; the ranks are told by hand. And no CPU attention, which packs its blocks."""
     with (
         mock.patch.object(compat, "get_tensor_model_parallel_rank", lambda: rank),
-        mock.patch.object(compat, "_packing", lambda config, spec: ""),
+        mock.patch.object(compat, "_packing", lambda config, spec, layers: ""),
         mock.patch.object(compat, "get_pp_group", lambda: SimpleNamespace(rank_in_group=0)),
     ):
         yield
