@@ -214,9 +214,14 @@ class Mover:
 
     def _grant(self, now: float) -> bool:
         """Grant the leases whose blocks the device has filled. An ask that comes first is held."""
-        ready = [grant for grant, computed in self._computing if computed is None or computed.passed]
-        if ready:
-            self._computing = [each for each in self._computing if each[0] not in ready]
+        ready: list[LeaseGrant] = []
+        left: list[tuple[LeaseGrant, Mark | None]] = []
+        for grant, computed in self._computing:
+            if computed is None or computed.passed:
+                ready.append(grant)
+            else:
+                left.append((grant, computed))
+        self._computing = left
         for grant in ready:
             self._try(self._producer.grant, grant, now, partial(self._freed.append, grant.request_id))
         return bool(ready)

@@ -166,7 +166,7 @@ class Producer:
     # --- requests -----------------------------------------------------------------------------------------------
 
     def _request(self, identity: bytes, request: protocol.Request, now: float) -> None:
-        self._sessions.find(identity)
+        session = self._sessions.find(identity)
         match request:
             case protocol.Hello():
                 self._hello(identity, request, now)
@@ -176,7 +176,6 @@ class Producer:
             case protocol.Release():
                 self._release(request, now)
             case _:
-                session = self._sessions.find(identity)
                 if session is None:
                     self._strange(identity, request)
                     return

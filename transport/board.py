@@ -75,9 +75,10 @@ class Board:
         return at
 
     def retract(self, at: int) -> None:
-        """Take a note down: from here on no reader is told that it stands."""
-        self._counters[at // 8] += 1
-        self._taken.remove(at)
+        """Take a note down: from here on no reader is told that it stands. Idempotent."""
+        if at in self._taken:  # a second step of the counter would put it up again
+            self._counters[at // 8] += 1
+            self._taken.remove(at)
 
     def close(self) -> None:
         """All notes are retracted. Idempotent."""

@@ -92,6 +92,16 @@ def test_notes_fall_when_the_board_closes() -> None:
     assert note is not None and not note.stands
 
 
+def test_a_note_that_is_retracted_twice_stays_down() -> None:
+    writer, one = Board(), key()
+    at = writer.post(one, b"text")
+    reader = BoardReader(writer.place)
+    assert at is not None and reader.find(one) is not None
+    writer.retract(at)
+    writer.retract(at)
+    assert reader.find(one) is None
+
+
 @pytest.mark.parametrize("change", ["secret", "fd", "pid"])
 def test_another_board_is_refused(change: str) -> None:
     writer = Board()
