@@ -9,6 +9,9 @@ only. From a checkout without an installation, ``.typing`` stands for it:
     python benchmarks/gpu_e2e.py --json .bench/gpu_e2e.json --plot .bench/gpu_e2e.png
     python benchmarks/gpu_e2e.py --cpu --lengths 97 385 --no-load        # the same on the CPU, to try it out
 
+Both connectors are told to fail requests whose load fails, vLLM's default; so D takes a hand-over of KVFerry inside its
+step where it computes nothing else. With ``--policy recompute`` it goes on beside the steps, as NIXL's does either way.
+
 The model is a Llama of 128 KiB of KV per token, narrow beside that, with made-up weights. Hand-over time is D's time to
 the first token of a prompt that P holds, less the time that the same D takes for the same prompt out of its own prefix
 cache. Both compute one token (lengths are a multiple of the block plus one). P has answered before the clock starts;
@@ -85,7 +88,7 @@ def start(fleet: Fleet, connector: str, model: Path, setup: Setup, args: argpars
     engines = [
         fleet.engine(
             f"{connector}-{role}", model, connector=connector, extra=extra, dtype=setup.spec.dtype,
-            block_size=setup.block, max_model_len=longest, gpus=gpus, kv_cache_bytes=args.kv_gib << 30,
+            block_size=setup.block, max_model_len=longest, gpus=gpus, kv_cache_bytes=args.kv_gib << 30, policy=args.policy,
             arguments=["--load-format", "dummy", "--max-num-seqs", str(setup.beside), "--disable-uvicorn-access-log"],
             environment={"UCX_PROTO_INFO": "y", **({} if gpus else {"VLLM_CPU_KVCACHE_SPACE": str(args.kv_gib)})},
         )
@@ -228,11 +231,11 @@ def measure(args: argparse.Namespace, setup: Setup) -> dict[str, Any]:
             print(f"`vllm bench serve` did not run: {error!r}; {fleet.logs}/bench_serve.log")
         for pair in pairs:
             pair.check_failed()
-        return result_of(pairs, rounds, load, setup)
+        return result_of(pairs, rounds, load, setup, args.policy)
 
 
 def result_of(
-    pairs: Sequence[Pair], rounds: dict[str, int], load: list[dict[str, Any]], setup: Setup
+    pairs: Sequence[Pair], rounds: dict[str, int], load: list[dict[str, Any]], setup: Setup, policy: str
 ) -> dict[str, Any]:
     """Ratios, figures, rows, and what KVFerry and UCX moved data over."""
     lengths = sorted({tokens for _, tokens in pairs[0].samples})
@@ -263,7 +266,7 @@ def result_of(
         name = f"handover_vs_nixl_{state}"
         where = f"{lengths[-1]} tokens, medians of {rounds[state]} rounds"
         print(f"{name} {ratios[name]}  ({where})  {verdict(name, ratios[name])}")
-    how = {"planes": dict(planes), "ucx_lanes": lanes}
+    how = {"policy": policy, "planes": dict(planes), "ucx_lanes": lanes}
     return {"ratios": ratios, "figures": figures, "rows": rows + load, **how}
 
 
@@ -277,6 +280,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path, help="a PNG; needs matplotlib")
     parser.add_argument("--plane", default="auto", help="KVFerry's data plane")
+    parser.add_argument("--policy", choices=("fail", "recompute"), default="fail", help="kv_load_failure_policy")
     parser.add_argument("--lengths", type=int, nargs="+", metavar="TOKENS", help="a multiple of the block, plus 1")
     parser.add_argument("--rounds", type=int, default=5, help="per state, at least")
     parser.add_argument("--repeats", type=int, default=2, help="per prompt length, connector and round")

@@ -17,6 +17,7 @@ import torch
 from kvferry.connector import compat
 from kvferry.connector.config import load_settings
 from kvferry.connector.metrics_vllm import KVFerryPromMetrics, KVFerryStats
+from kvferry.connector.pace import Pace, Source
 from kvferry.connector.scheduler import SchedulerHalf
 from kvferry.connector.stepplan import RankAddress, StepPlan, unpack_ids
 from kvferry.connector.worker import WorkerHalf
@@ -43,6 +44,16 @@ class KVFerryHandshake(compat.KVConnectorHandshakeMetadata):  # type: ignore[mis
     address: RankAddress
 
 
+@dataclass
+class KVFerryPaces(compat.KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """How long workers' hand-overs took, on its way to the scheduler."""
+
+    paces: dict[Source, Pace]
+
+    def aggregate(self, other: KVFerryPaces) -> KVFerryPaces:
+        return KVFerryPaces(self.paces | other.paces)
+
+
 class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: ignore[misc]
     """The plug-in. One instance in the scheduler's process, one in each worker's."""
 
@@ -63,6 +74,7 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
         if role == compat.KVConnectorRole.SCHEDULER:
             parallel = vllm_config.parallel_config
             self._alone = self.stepping_alone(parallel)
+            fails = compat.loads_fail_requests(vllm_config)
             self._scheduler = SchedulerHalf(
                 settings,
                 str(transfer.engine_id),
@@ -73,13 +85,17 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
                 consumes=transfer.is_kv_consumer,
                 host_id=host_id(),
                 lookahead=compat.prefill_lookahead(vllm_config),
+                # Where a load fails in the step that computes with it, vLLM can only fail the request: recomputing, it
+                # would go on with what the next step, scheduled by then, made of it. It must find it by its blocks too.
+                step_loads=self._alone and fails and len(kv_cache_config.kv_cache_groups) == 1,
             )
-            if transfer.is_kv_consumer and compat.loads_fail_requests(vllm_config):
+            if transfer.is_kv_consumer and fails:
                 logger.warning(
                     "kvferry: kv_load_failure_policy is 'fail', so a failed hand-over fails its request; "
                     'set "kv_load_failure_policy": "recompute" to have it prefilled locally instead'
                 )
         else:
+            self._block_size = compat.block_tables(vllm_config, kv_cache_config)[0].block_size
             groups = compat.layer_groups(vllm_config, kv_cache_config)
             self._worker = WorkerHalf(settings, compat.rank_info(vllm_config, settings.model_tag), groups)
 
@@ -135,7 +151,9 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
         return KVFerryMetadata(self._scheduling.take_plan(idle=idle, computed=computed))
 
     def update_connector_output(self, connector_output: Any) -> None:
-        self._scheduling.loads_finished(connector_output.finished_recving or ())
+        told = connector_output.kv_connector_worker_meta
+        paces = told.paces if isinstance(told, KVFerryPaces) else None
+        self._scheduling.loads_finished(connector_output.finished_recving or (), paces)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
@@ -188,12 +206,18 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)
         plan = connector_metadata.plan
-        if not compat.HAS_TRANSFER_RESULTS:
-            for load in plan.loads:
+        for load in plan.loads:
+            if load.now or not compat.HAS_TRANSFER_RESULTS:
                 # Not the blocks of a local prefix hit before them: those are good, and other requests use them too.
-                first = load.tokens[0][0] // self._config.kv_cache_groups[self._groups[0]].kv_cache_spec.block_size
+                first = load.tokens[0][0] // self._block_size
                 self._failed_blocks[load.request_id] = set(unpack_ids(load.block_ids[0])[first:].tolist())
         self._working.post(plan)
+        failed = self._working.finish_now()
+        for load in plan.loads:
+            if load.now:
+                blocks = self._failed_blocks.pop(load.request_id)
+                if load.request_id in failed:
+                    self._invalid |= blocks
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> compat.KVConnectorTransferResults:
         results = self._working.take_results()
@@ -211,6 +235,10 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
     def get_block_ids_with_load_errors(self) -> set[int]:
         invalid, self._invalid = self._invalid, set()
         return invalid
+
+    def build_connector_worker_meta(self) -> KVFerryPaces | None:
+        paces = self._working.take_paces()
+        return KVFerryPaces(paces) if paces else None
 
     def get_kv_connector_stats(self) -> KVFerryStats | None:
         if self._worker is None or self._worker.site is None:

@@ -59,6 +59,13 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     copy_sms: Annotated[
         int, Meta(ge=1, le=1024), _doc("GPU SMs that a copy may take, so that the engine's kernels go on beside it")
     ] = 32
+    step_load_seconds: Annotated[
+        Annotated[float, Meta(ge=0, le=1)],
+        _doc(
+            "an engine that computes nothing else waits inside its step for a hand-over that it expects to take no "
+            "longer; 0: never. Only with kv_load_failure_policy fail"
+        ),
+    ] = 0.02
     lease_seconds: Annotated[_Seconds, _doc("how long P holds a prompt's blocks for a D that says nothing")] = 30.0
     lease_cap_seconds: Annotated[_Seconds, _doc("how long P holds them at most, however often D renews")] = 600.0
     ask_hold_seconds: Annotated[_Seconds, _doc("how long P keeps an ask that came before its lease")] = 10.0

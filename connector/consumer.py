@@ -15,6 +15,7 @@ from kvferry.connector.errors import GeometryError, KVFerryError, ProtocolError
 from kvferry.connector.handover import Reason
 from kvferry.connector.link import Link, LinkState
 from kvferry.connector.metrics import FailureKind
+from kvferry.connector.pace import NEVER, Pace
 from kvferry.connector.plan import check_complete, plan_reads
 from kvferry.connector.reads import Job, Read, Reads
 from kvferry.connector.site import Site
@@ -32,10 +33,12 @@ IDLE_LINK_SECONDS = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """What the engine is told of a load, once."""
+    """What the engine is told of a load from the engine ``engine_id``, once."""
 
     request_id: str
     ok: bool
+    engine_id: str
+    pace: Pace = NEVER
 
 
 class Consumer:
@@ -283,11 +286,14 @@ class Consumer:
         """Count it, tell the engine, and only then write it down: its request waits."""
         tokens = max((stop - start for start, stop in load.tokens), default=0)
         if job is not None and reason is None:
-            milliseconds = (self._clock() - job.started) * 1e3
+            seconds = self._clock() - job.started
+            milliseconds = seconds * 1e3
             planes = sorted({read.link.plane.name for read in job.reads if read.link.plane is not None})
             plane = "+".join(planes) or "none"
             self._site.stats.finished(nbytes=job.nbytes, milliseconds=milliseconds, plane=plane, tokens=tokens)
-            self._tell(Finished(load.request_id, True))
+            by_us = all(read.note is not None for read in job.reads if read.planned)
+            pace = Pace(seconds, max(1, tokens)) if by_us else NEVER
+            self._tell(Finished(load.request_id, True, load.peer.engine_id, pace))
             logger.info(
                 "kvferry: hand-over of %s done: %d tokens, %d bytes in %.2f ms over %s from %s",
                 load.request_id, tokens, job.nbytes, milliseconds, plane, load.peer.engine_id[:8],
@@ -295,7 +301,7 @@ class Consumer:
             return
         if reason is not None:
             self._site.stats.failed(reason.kind)
-        self._tell(Finished(load.request_id, reason is None))
+        self._tell(Finished(load.request_id, reason is None, load.peer.engine_id))
         if reason is not None:
             logger.warning("kvferry: hand-over of %s failed, %d tokens not loaded: %s", load.request_id, tokens, reason)
 

@@ -245,7 +245,7 @@ class Mover:
     def _fail_load(self, load: Load, now: float) -> None:
         """A load that broke while it was started: what did start is drained before it is reported."""
         if not self._consumer.cancel(load.request_id, now):
-            self._report(Finished(load.request_id, False))
+            self._report(Finished(load.request_id, False, load.peer.engine_id))
 
     def _report(self, finished: Finished) -> None:
         """A load has ended: the engine may know at once."""

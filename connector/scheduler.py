@@ -2,6 +2,9 @@
 
 On D a request is *offered* until vLLM has decided, then *loading* or *settled*, once for good: vLLM asks again after a
 failed load and after preemption, and the same answer would loop for ever.
+
+Most hand-overs go on beside the engine's steps: vLLM schedules the request again once it hears that it has ended, two
+steps later. An engine that computes nothing else gains by waiting for it inside the step that computes with it.
 """
 
 from __future__ import annotations
@@ -10,13 +13,15 @@ import enum
 import logging
 import re
 import secrets
-from collections.abc import Collection, Iterable, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvferry.connector.config import Settings
 from kvferry.connector.engine import BlockTable, RequestView
 from kvferry.connector.errors import ProtocolError
+from kvferry.connector.pace import Pace, Paces, Source
 from kvferry.connector.params import HandedOver, check_reachable, hand_over, parse, prompt_digest, wants_prefill
 from kvferry.connector.stepplan import LeaseGrant, Load, PeerEngine, RankAddress, StepPlan, Watch, pack_ids
 
@@ -36,11 +41,13 @@ class Stage(enum.Enum):
 
 @dataclass(slots=True)
 class Incoming:
-    """A request on D that may load. ``start``: the first token that the engine does not have, as last asked."""
+    """A request on D that may load. ``start``: the first token that the engine does not have, as last asked; ``now``:
+    the step that it is scheduled in computes with it."""
 
     handed: HandedOver
     stage: Stage = Stage.OFFERED
     start: int = 0
+    now: bool = False
 
 
 class SchedulerHalf:
@@ -58,8 +65,14 @@ class SchedulerHalf:
         consumes: bool,
         host_id: str = "",
         lookahead: int = 0,
+        step_loads: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``lookahead``: prompt tokens at the end that D must compute itself, for what it drafts with."""
+        """
+        Args:
+            lookahead: prompt tokens at the end that D must compute itself, for what it drafts with.
+            step_loads: the engine copes with loads that end in the step that computes with them, also where they fail.
+        """
         self._settings = settings
         self._engine_id = engine_id
         self._tables = tuple(tables)
@@ -73,6 +86,10 @@ class SchedulerHalf:
         self._us: PeerEngine | None = None
         self._incoming: dict[str, Incoming | None] = {}
         self._step = 0
+        self._clock = clock
+        self._paces = Paces(tp_size)
+        self._step_seconds = settings.step_load_seconds if step_loads and consumes else 0.0
+        self._computing: set[str] = set()  # requests of the last step that have not ended
         self._ran: dict[str, int] = {}  # requests that will be handed over, and the last step that computed them
         self._reset()
 
@@ -136,7 +153,7 @@ class SchedulerHalf:
         incoming = self._incoming.get(request.request_id)
         if incoming is None or incoming.stage is not Stage.OFFERED:
             return 0, False
-        incoming.start = num_local
+        incoming.start, incoming.now = num_local, False
         prompt = request.num_prompt_tokens
         stop = min(incoming.handed.num_tokens, prompt - max(self._lookahead, 0 if self._whole else 1))
         if min(stop, prompt - 1) <= num_local:
@@ -147,7 +164,18 @@ class SchedulerHalf:
             self._refuse(request, error)
             self._drops.append(request.request_id)
             return 0, False
+        if self._in_step(incoming, stop - num_local):
+            incoming.now = True
+            return min(stop, prompt - 1) - num_local, False  # vLLM schedules it at once, with a token to compute
         return stop - num_local, True
+
+    def _in_step(self, incoming: Incoming, tokens: int) -> bool:
+        """Whether the engine has nothing else to do until a load has ended, and that is soon."""
+        if not self._step_seconds or self._computing or self._loads:
+            return False
+        if any(other is not None and other.stage is Stage.LOADING for other in self._incoming.values()):
+            return False  # it would wait its turn
+        return self._paces.seconds(incoming.handed.peer.engine_id, tokens, self._clock()) <= self._step_seconds
 
     def after_alloc(self, request: RequestView, block_ids: Sequence[Sequence[int]], num_external: int) -> None:
         """vLLM has decided: load ``num_external`` tokens into these blocks, or nothing."""
@@ -158,7 +186,7 @@ class SchedulerHalf:
             incoming.stage = Stage.SETTLED
             self._drops.append(request.request_id)
             return
-        incoming.stage = Stage.LOADING
+        incoming.stage = Stage.SETTLED if incoming.now else Stage.LOADING
         stop = incoming.start + num_external
         tables = list(zip(self._tables, block_ids, strict=True))
         self._loads.append(
@@ -172,11 +200,14 @@ class SchedulerHalf:
                     for table, ids in tables
                 ),
                 prompt=incoming.handed.prompt,
+                now=incoming.now,
             )
         )
 
-    def loads_finished(self, request_ids: Iterable[str]) -> None:
-        """These loads were reported, well or ill."""
+    def loads_finished(self, request_ids: Iterable[str], paces: Mapping[Source, Pace] | None = None) -> None:
+        """These loads were reported, well or ill. ``paces``: what ranks told of those that ended well."""
+        if paces:
+            self._paces.told(paces, self._clock())
         for request_id in request_ids:
             incoming = self._incoming.get(request_id)
             if incoming is not None:
@@ -241,6 +272,7 @@ class SchedulerHalf:
         Returns:
             Whether the blocks stay held until ``finished_sending``, and the parameters for D.
         """
+        self._computing.discard(request.request_id)
         ran = self._ran.pop(request.request_id, self._step)
         incoming = self._incoming.pop(request.request_id, None)
         if incoming is not None and incoming.stage is Stage.OFFERED:
@@ -284,6 +316,8 @@ class SchedulerHalf:
         """What the workers are to do since the last step. ``idle``: the engine computes nothing in this one;
         ``computed``: the requests that it computes tokens of."""
         self._step += 1
+        if self._step_seconds:
+            self._computing = set(computed)
         if self._ran:
             self._ran |= dict.fromkeys(self._ran.keys() & computed, self._step)
         plan = StepPlan(

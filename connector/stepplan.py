@@ -65,7 +65,7 @@ class Load(msgspec.Struct, frozen=True):
     """D: fetch tokens ``[start, stop)`` of every block table into its ``block_ids`` (packed by ``pack_ids``).
 
     ``prompt`` is the digest of the prompt that P must hold under this lease, empty where any will do: what D has heard
-    of the lease came from whoever sent the request.
+    of the lease came from whoever sent the request. ``now``: the engine computes with it in this very step.
     """
 
     request_id: str
@@ -74,6 +74,7 @@ class Load(msgspec.Struct, frozen=True):
     block_ids: tuple[bytes, ...]
     tokens: tuple[tuple[int, int], ...]
     prompt: str = ""
+    now: bool = False
 
 
 class StepPlan(msgspec.Struct, frozen=True):

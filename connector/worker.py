@@ -1,13 +1,14 @@
 """The worker half: one rank's caches, its mover, and the ledger of what the engine was told. No vLLM.
 
-The engine's thread calls in here. Nothing blocks but ``register`` at start-up, ``close`` at the end, and a moment's
-wait in a step that computes nothing while loads are under way.
+The engine's thread calls in here. Nothing blocks but ``register`` at start-up, ``close`` at the end, ``finish_now`` for
+loads that the engine computes with in the same step, and a moment's wait in a step that computes nothing.
 """
 
 from __future__ import annotations
 
 import logging
 import secrets
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,10 +17,12 @@ import torch
 
 from kvferry.connector.agreement import check_geometry
 from kvferry.connector.config import Settings
+from kvferry.connector.consumer import Finished
 from kvferry.connector.copies import Mark, copies_on
 from kvferry.connector.engine import LayerGroup, RankInfo
 from kvferry.connector.errors import GeometryError, PlaneUnavailableError
 from kvferry.connector.mover import Mover
+from kvferry.connector.pace import Pace, Source
 from kvferry.connector.protocol import MAX_MESSAGE_BYTES
 from kvferry.connector.regions import Places, rank_geometry, regions
 from kvferry.connector.site import Caches, Site
@@ -37,6 +40,9 @@ and one more with asynchronous scheduling."""
 IDLE_WAIT_SECONDS = 5e-3
 """How long a step that computes nothing waits for a load to end: 1 GiB comes in less. Without it the engine's thread
 would go round in Python meanwhile, and take interpreter and core from the mover. A new request may wait as long."""
+GIVE_UP_SECONDS = 5.0
+"""How long a step waits for a load that it computes with; then it fails. Far more than was expected: P may take a moment
+to grant the lease, and that must not cost the request."""
 
 
 @dataclass(slots=True)
@@ -59,7 +65,11 @@ class WorkerHalf:
         self._mover: Mover | None = None
         self._site: Site | None = None
         self._address: RankAddress | None = None
+        self._consumer = bytes(16)
         self._loading: set[str] = set()
+        self._now: set[str] = set()  # of those, what the step under way computes with
+        self._ended: list[Finished] = []  # taken from the mover, not told yet
+        self._paces: dict[Source, Pace] = {}
         self._leased: set[str] = set()
         self._marks: deque[tuple[int, Mark]] = deque(maxlen=MARKS)
         self._idle = False
@@ -127,8 +137,9 @@ class WorkerHalf:
         """Start a step's work; must come before the engine runs the step."""
         assert self._mover is not None, "caches are registered before the first step"
         self._loading.update(load.request_id for load in plan.loads)
+        self._now.update(load.request_id for load in plan.loads if load.now)
         self._leased.update(lease.request_id for lease in plan.leases)
-        self._idle = plan.idle
+        self._consumer, self._idle = plan.consumer, plan.idle
         assert self._site is not None
         mark = self._site.caches.copies.mark()
         if mark is not None:
@@ -139,6 +150,46 @@ class WorkerHalf:
     def _computed(self, step: int) -> Mark | None:
         """What the device has done once it has done a step: the first mark that was made after it."""
         return next((mark for number, mark in self._marks if number > step), None)
+
+    def finish_now(self) -> set[str]:
+        """Block until the loads have ended that this step computes with; which of them failed. ``take_results`` says
+        nothing of them. Must come before the engine computes."""
+        failed: set[str] = set()
+        if not self._now:
+            return failed
+        assert self._mover is not None
+        give_up: float | None = time.monotonic() + GIVE_UP_SECONDS
+        while self._now and self._mover.alive:
+            self._mover.wait(0.2)
+            self._collect()
+            for finished in [finished for finished in self._ended if finished.request_id in self._now]:
+                self._ended.remove(finished)
+                self._now.remove(finished.request_id)
+                self._loading.discard(finished.request_id)
+                if not finished.ok:
+                    failed.add(finished.request_id)
+            if give_up is not None and time.monotonic() >= give_up:  # then it ends as soon as nothing writes its blocks
+                self._mover.post(StepPlan(consumer=self._consumer, cancels=tuple(self._now)))
+                give_up = None
+        if self._now:
+            logger.error("kvferry: the transfer thread has ended; %d loads fail", len(self._now))
+        failed |= self._now
+        self._loading -= self._now
+        self._now = set()
+        return failed
+
+    def take_paces(self) -> dict[Source, Pace]:
+        """How long hand-overs took that ended since the last call, the last one from each engine."""
+        self._collect()
+        paces, self._paces = self._paces, {}
+        return paces
+
+    def _collect(self) -> None:
+        if self._mover is None:
+            return
+        for finished in self._mover.take_finished():
+            self._ended.append(finished)
+            self._paces[finished.engine_id, self._info.tp_rank] = finished.pace
 
     def take_results(self) -> Results:
         """What ended since the last call. An id that was not started here, or was told before, is left out: the
@@ -152,7 +203,9 @@ class WorkerHalf:
             if request_id in self._leased:
                 self._leased.remove(request_id)
                 results.sent.add(request_id)
-        for finished in self._mover.take_finished():
+        self._collect()
+        ended, self._ended = self._ended, []
+        for finished in ended:
             if finished.request_id in self._loading:
                 self._loading.remove(finished.request_id)
                 results.received.add(finished.request_id)

@@ -82,12 +82,15 @@ def python_path(*folders: Path) -> str:
     return os.pathsep.join(os.path.abspath(path) for path in [*folders, *inherited])
 
 
-def transfer_config(connector: str, extra: Mapping[str, Any] | None = None, on_gpu: bool = False) -> dict[str, Any]:
-    """The ``--kv-transfer-config`` of one engine. KVFerry is named by its module where it runs out of a checkout."""
+def transfer_config(
+    connector: str, extra: Mapping[str, Any] | None = None, on_gpu: bool = False, policy: str = "recompute"
+) -> dict[str, Any]:
+    """The ``--kv-transfer-config`` of one engine; ``policy`` is that of failed loads. KVFerry is named by its module
+    where it runs out of a checkout."""
     config: dict[str, Any] = {
         "kv_connector": connector,
         "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
+        "kv_load_failure_policy": policy,
     }
     if connector == "NixlConnector" and not on_gpu:
         config["kv_buffer_device"] = "cpu"
@@ -273,12 +276,13 @@ class Fleet:
         netns: str | None = None,
         gpus: Sequence[int] = (),
         kv_cache_bytes: int = 2 << 30,
+        policy: str = "recompute",
     ) -> Server:
         """Start a vLLM engine; it answers only after ``wait_ready``.
 
         ``dtype`` is the model's (vLLM would take bfloat16 for a float32 one); ``connector`` None starts one without
-        a connector; ``extra`` is its ``kv_connector_extra_config``; ``kv_bytes`` loads the worker extension of
-        kv_bytes.py. ``gpus``: it sees these and no others, and each of its ranks has ``kv_cache_bytes`` for KV, so that
+        a connector; ``extra`` is its ``kv_connector_extra_config``, ``policy`` that of failed loads; ``kv_bytes``
+        loads the worker extension of kv_bytes.py. ``gpus``: it sees these and no others, and each of its ranks has ``kv_cache_bytes`` for KV, so that
         engines share a GPU; none: it runs on the CPU.
         """
         port = port or free_port()
@@ -296,7 +300,7 @@ class Fleet:
         if kv_bytes:
             command += ["--worker-extension-cls", "kv_bytes.KVBytes"]
         if connector:
-            command += ["--kv-transfer-config", json.dumps(transfer_config(connector, extra, bool(gpus)))]
+            command += ["--kv-transfer-config", json.dumps(transfer_config(connector, extra, bool(gpus), policy))]
         if connector == "NixlConnector":
             env["VLLM_PLUGINS"] = ""  # nothing of ours in the process that is compared with
             env["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())

@@ -147,6 +147,7 @@ class Worker:
         output.finished_sending, output.finished_recving = kv.get_finished(step.finished_req_ids)
         output.invalid_block_ids = kv.get_block_ids_with_load_errors()
         output.kv_connector_stats = kv.get_kv_connector_stats()
+        output.kv_connector_worker_meta = kv.build_connector_worker_meta()
         kv.clear_connector_metadata()
         return output
 

@@ -266,7 +266,7 @@ def test_what_vllm_does_not_know_never_reaches_it(pair: Pair) -> None:
     p, d = pair
     request_id = hand_over(p, d, prompt(40))
     settle(p, d)
-    for finished in (Finished("unknown", True), Finished(request_id, True), Finished(request_id, False)):
-        mover_of(d)._finished.append(finished)
+    for told in (("unknown", True), (request_id, True), (request_id, False)):
+        mover_of(d)._finished.append(Finished(*told, "P"))
     mover_of(p)._freed.extend(["unknown", *p.leases])
     settle(p, d)

@@ -1,0 +1,38 @@
+"""What is expected of a hand-over, from the last ones."""
+
+from __future__ import annotations
+
+import math
+
+from kvferry.connector.pace import FRESH_SECONDS, NEVER, Pace, Paces
+
+
+def test_as_long_as_the_last_one_and_longer_for_more_tokens() -> None:
+    paces = Paces(1)
+    assert math.isinf(paces.seconds("P", 10, 0.0))
+    paces.told({("P", 0): Pace(0.004, 1000)}, 0.0)
+    assert paces.seconds("P", 1000, 1.0) == 0.004
+    assert paces.seconds("P", 10, 1.0) == 0.004, "it has a cost that does not depend on tokens"
+    assert math.isclose(paces.seconds("P", 5000, 1.0), 0.02)
+    assert math.isinf(paces.seconds("Q", 10, 1.0))
+    paces.told({("P", 0): Pace(0.002, 10)}, 2.0)
+    assert paces.seconds("P", 10, 2.0) == 0.002, "the last one counts"
+
+
+def test_the_slowest_rank_counts_and_all_must_have_told() -> None:
+    paces = Paces(2)
+    paces.told({("P", 0): Pace(0.004, 1000)}, 0.0)
+    assert math.isinf(paces.seconds("P", 1000, 0.0))
+    paces.told({("P", 1): Pace(0.009, 1000)}, 0.0)
+    assert paces.seconds("P", 1000, 0.0) == 0.009
+    paces.told({("P", 1): NEVER}, 0.0)
+    assert math.isinf(paces.seconds("P", 1, 0.0))
+
+
+def test_it_is_forgotten_in_time() -> None:
+    paces = Paces(1)
+    paces.told({("P", 0): Pace(0.004, 1000)}, 0.0)
+    assert math.isfinite(paces.seconds("P", 1, FRESH_SECONDS))
+    assert math.isinf(paces.seconds("P", 1, FRESH_SECONDS + 1))
+    paces.told({("Q", 0): Pace(0.004, 1000)}, FRESH_SECONDS + 1)
+    assert set(paces._told) == {("Q", 0)}

@@ -1,0 +1,234 @@
+"""Loads inside the step that computes with them: when, that no step computes with what is not there, and the end of
+those that fail."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from hold import Hold
+from labelled import BLOCK, prompt
+from stepped import Engine, eventually, mover_of, prefill, run, settle
+from stepped_rank import RUNNERS
+from yard import Lines, Yard
+
+from kvferry.connector import worker
+
+pytestmark = pytest.mark.vllm
+IN_STEP = {"plane": "cma", "step_load_seconds": 1.0}
+"""One second is more than a hand-over takes here, on a loaded machine as well."""
+
+
+def pair_of(yard: Yard, extra: dict[str, Any] | None = None, **kwargs: Any) -> tuple[Engine, Engine]:
+    return yard.pair(**({"policy": "fail"} | kwargs), extra=IN_STEP | (extra or {}))
+
+
+def add(p: Engine, d: Engine, ids: list[int], **kwargs: Any) -> str:
+    """A request of D whose prompt P holds, with a lease that is granted."""
+    before = p.leases.total()
+    params = prefill(p, ids)
+    run([p], lambda: p.leases.total() > before)
+    eventually(lambda: all(mover_of(p, rank)._producer._leases for rank in range(p.tp)))
+    return d.add(ids, params, **kwargs)
+
+
+def to_the_end(d: Engine, request_id: str) -> str | None:
+    run([d], lambda: d.answers[request_id].finish is not None)
+    return d.answers[request_id].finish
+
+
+def meet(p: Engine, d: Engine) -> None:
+    """The first hand-over, by which D learns how long one takes."""
+    request_id = add(p, d, prompt(60, 1))
+    to_the_end(d, request_id)
+    assert d.loads[request_id] == 1 and not d.step_loads, "of what is not known nothing is expected"
+    settle(p, d)
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_the_second_one_is_computed_with_at_once(
+    yard: Yard, monkeypatch: pytest.MonkeyPatch, runner: str, ahead: int
+) -> None:
+    if runner == "v026":
+        monkeypatch.setattr("kvferry.connector.compat.HAS_TRANSFER_RESULTS", False)
+    p, d = pair_of(yard, runner=runner, ahead=ahead)
+    meet(p, d)
+    for number, tokens in enumerate((2, BLOCK, BLOCK + 1, 250, 400)):
+        request_id = add(p, d, prompt(tokens, 10 + number), max_tokens=20)
+        d.step()
+        assert d.computed[request_id] == 1, "the first step computes, and nothing but the last prompt token"
+        assert to_the_end(d, request_id) == "length"
+        assert (d.origins[request_id].ours, d.origins[request_id].theirs) == (0, tokens - 1)
+        assert d.answers[request_id].external == tokens - 1
+        assert len(d.answers[request_id].tokens) == 20
+        assert d.step_loads[request_id] == 1 and not d.loads[request_id]
+        settle(p, d)
+    assert not d.workers[0].failed and len(d.workers[0].received) == 1
+
+
+def test_beside_a_prefix_hit(yard: Yard) -> None:
+    p, d = pair_of(yard)
+    meet(p, d)
+    ids = prompt(100)
+    to_the_end(d, d.add(ids[:50]))
+    request_id = add(p, d, ids)
+    to_the_end(d, request_id)
+    hit = 3 * BLOCK
+    assert (d.origins[request_id].ours, d.origins[request_id].theirs) == (hit, 99 - hit)
+    assert d.step_loads[request_id] == 1
+    settle(p, d)
+    again = d.add(ids)
+    to_the_end(d, again)
+    assert d.computed[again] == 100 - 6 * BLOCK, "what was loaded is found in the prefix cache"
+
+
+def test_by_every_rank(yard: Yard) -> None:
+    p, d = pair_of(yard, tp=2)
+    meet(p, d)
+    request_id = add(p, d, prompt(300))
+    assert to_the_end(d, request_id) == "length"
+    assert d.step_loads[request_id] == 1 and d.origins[request_id].theirs == 299
+    settle(p, d)
+
+
+AWAY: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "prompts are recomputed where loads fail": ({}, {"policy": "recompute"}),
+    "switched off": ({"step_load_seconds": 0.0}, {}),
+    "expected to take longer": ({"step_load_seconds": 1e-6}, {}),
+    "P has a part in it": ({"plane": "shm"}, {}),
+    "two block tables": ({}, {"window": 64}),
+}
+
+
+@pytest.mark.parametrize("why", AWAY)
+def test_beside_the_steps_where(yard: Yard, why: str) -> None:
+    extra, kwargs = AWAY[why]
+    p, d = pair_of(yard, extra, **kwargs)
+    for number in range(2):
+        request_id = add(p, d, prompt(100, number))
+        run([p, d], lambda name=request_id: d.answers[name].finish is not None)
+        assert d.loads[request_id] == 1
+        settle(p, d)
+    assert not d.step_loads
+
+
+def test_an_engine_that_computes_is_not_held_up(yard: Yard) -> None:
+    p, d = pair_of(yard)
+    meet(p, d)
+    running = d.add(prompt(50, 3), max_tokens=30)
+    d.step()
+    request_id = add(p, d, prompt(200, 4))
+    to_the_end(d, request_id)
+    assert d.loads[request_id] == 1 and not d.step_loads
+    to_the_end(d, running)
+    one, two = (add(p, d, prompt(200, seed)) for seed in (5, 6))
+    to_the_end(d, one)
+    to_the_end(d, two)
+    assert d.step_loads[one] == 1 and d.loads[two] == 1, "one of two that come at once"
+    settle(p, d)
+
+
+def test_what_was_learnt_long_ago_counts_no_more(yard: Yard) -> None:
+    p, d = pair_of(yard)
+    meet(p, d)
+    d.connector._scheduler._clock = lambda: time.monotonic() + 61
+    request_id = add(p, d, prompt(200, 4))
+    to_the_end(d, request_id)
+    assert d.loads[request_id] == 1
+    settle(p, d)
+
+
+def fails(d: Engine, request_id: str, ids: list[int]) -> None:
+    """It ends with an error, and nobody computes with what did not come."""
+    assert to_the_end(d, request_id) == "error"
+    assert d.step_loads[request_id] == 1
+    assert not d.answers[request_id].tokens, "no token of a forward over what is not there"
+    settle(d)
+    again = d.add(ids)
+    assert to_the_end(d, again) == "length"
+    assert d.computed[again] == len(ids), "no block of it is found in the prefix cache"
+    settle(d)
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_p_is_gone(yard: Yard, lines: Lines, monkeypatch: pytest.MonkeyPatch, runner: str, ahead: int) -> None:
+    if runner == "v026":
+        monkeypatch.setattr("kvferry.connector.compat.HAS_TRANSFER_RESULTS", False)
+    p, d = pair_of(yard, runner=runner, ahead=ahead)
+    meet(p, d)
+    ids = prompt(300, 9)
+    request_id = add(p, d, ids, max_tokens=9)
+    p.close()
+    fails(d, request_id, ids)
+    assert len(lines("hand-over of", request_id, "failed")) == 1
+
+
+def test_another_one_that_found_its_blocks_ends_with_it(yard: Yard) -> None:
+    """It was scheduled before the scheduler heard of the failure, and computed with the same blocks."""
+    p, d = pair_of(yard, ahead=1)
+    meet(p, d)
+    ids = prompt(300, 9)
+    request_id = add(p, d, ids, max_tokens=9)
+    p.close()
+    d.step()
+    other = d.add([*ids, 7], max_tokens=9)
+    d.step()
+    assert 0 < d.computed[other] < len(ids), "it found them"
+    fails(d, request_id, ids)
+    assert d.answers[other].finish == "error" and not d.answers[other].tokens
+
+
+def test_the_lease_is_over(yard: Yard, lines: Lines) -> None:
+    p, d = pair_of(yard, {"lease_seconds": 0.5})
+    meet(p, d)
+    ids = prompt(300, 9)
+    params = prefill(p, ids)
+    run([p], lambda: p.idle)  # D has not heard of it
+    fails(d, d.add(ids, params), ids)
+    after = add(p, d, prompt(200, 11))
+    to_the_end(d, after)
+    assert d.loads[after] == 1, "after a failure nothing is expected"
+    settle(p, d)
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_on_one_rank_of_two(yard: Yard, monkeypatch: pytest.MonkeyPatch, ahead: int) -> None:
+    p, d = pair_of(yard, tp=2, ahead=ahead)
+    meet(p, d)
+    ids = prompt(300, 9)
+    request_id = add(p, d, ids)
+    mover = mover_of(d, 1)
+
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(mover._consumer._reads, "granted", broken)
+    assert to_the_end(d, request_id) == "error"
+    monkeypatch.undo()
+    settle(p, d)
+    again = d.add(ids)
+    to_the_end(d, again)
+    assert d.computed[again] == len(ids)
+
+
+def test_one_that_does_not_end_is_given_up(yard: Yard, monkeypatch: pytest.MonkeyPatch) -> None:
+    p, d = pair_of(yard)
+    meet(p, d)
+    ids = prompt(400, 9)
+    monkeypatch.setattr(worker, "GIVE_UP_SECONDS", 0.5)
+    hold = Hold(p, reader=d, chunks=1)
+    request_id = add(p, d, ids)
+    fails(d, request_id, ids)
+    hold.open()
+    settle(p, d)
+
+
+def test_the_transfer_thread_has_ended(yard: Yard) -> None:
+    p, d = pair_of(yard)
+    meet(p, d)
+    request_id = add(p, d, prompt(100, 2))
+    mover_of(d).close()
+    assert to_the_end(d, request_id) == "error"
