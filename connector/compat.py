@@ -43,7 +43,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.request import RequestStatus
 
-from kvferry.connector import facts
+from kvferry.connector import block_order, facts
 from kvferry.connector.context import UNSPLIT, Split
 from kvferry.connector.engine import BlockTable, LayerGroup, RankInfo, RequestView
 from kvferry.connector.errors import ConfigError
@@ -324,8 +324,7 @@ def _packing(vllm_config: VllmConfig, spec: KVCacheSpec, layers: Sequence[object
 def token_places(vllm_config: VllmConfig, layer: str) -> NDArray[np.int64] | None:
     """Where vLLM's CPU attention puts each element inside a (block, head) of a layer's cache: ``packing.split``.
 
-    Its own writer is asked, with the instruction set and cache dtype that the layer uses: it writes a block in which
-    every element carries its number, one digit to the base of 8 at a time, for those are exact in every dtype.
+    Its own writer is asked, with the instruction set and cache dtype that the layer uses.
 
     Returns:
         [2, N, D] for keys and values, N tokens of a kernel block; None where another backend wrote the cache, or its
@@ -341,35 +340,19 @@ def token_places(vllm_config: VllmConfig, layer: str) -> NDArray[np.int64] | Non
         cache, isa, impl = attention.kv_cache, attention.isa, attention.impl
         if not isinstance(impl, CPUAttentionBackendImpl):
             return None
-        write, cache_dtype = _custom_ops.cpu_attn_reshape_and_cache, impl.kv_cache_dtype
+        writer, cache_dtype = _custom_ops.cpu_attn_reshape_and_cache, impl.kv_cache_dtype
         _, _, tokens, content = cache.shape
     except (ImportError, AttributeError, KeyError, ValueError):  # another vLLM
         return None
-    channels = content // 2
-    numbers = torch.arange(2 * tokens * channels).view(2, tokens, 1, channels)
-    found = torch.zeros(2 * tokens * channels, dtype=torch.int64)
-    scratch = torch.zeros(1, 1, 2 * tokens, channels, dtype=cache.dtype)
-    keys, values = scratch.chunk(2, dim=2)
-    slots = torch.arange(tokens)
-    shift = 0
-    while 8**shift < numbers.numel():
-        digits = (numbers >> 3 * shift & 7).to(vllm_config.model_config.dtype)
-        try:
-            write(digits[0], digits[1], keys, values, slots, isa, k_scale=1.0, v_scale=1.0, kv_cache_dtype=cache_dtype)
-        except (TypeError, RuntimeError):  # a writer that takes other arguments
-            return None
-        found |= _numbers(scratch.flatten(), cache_dtype) << 3 * shift
-        shift += 1
-    places = torch.full_like(found, -1)
-    places[found.clamp(0, len(found) - 1)] = torch.arange(len(found))
-    return places.view(2, tokens, channels).numpy()
+    held = cache.dtype
+    if held == torch.uint8:
+        held = torch.float8_e5m2 if cache_dtype == "fp8_e5m2" else torch.float8_e4m3fn
 
+    def write(*tensors: torch.Tensor) -> None:
+        writer(*tensors, isa, k_scale=1.0, v_scale=1.0, kv_cache_dtype=cache_dtype)
 
-def _numbers(cache: torch.Tensor, cache_dtype: str) -> torch.Tensor:
-    """What a cache holds; vLLM keeps fp8 as bytes."""
-    if cache.dtype == torch.uint8:
-        cache = cache.view(torch.float8_e5m2 if cache_dtype == "fp8_e5m2" else torch.float8_e4m3fn)
-    return cache.to(torch.float32).to(torch.int64)
+    given = vllm_config.model_config.dtype
+    return block_order.places(write, tokens, content // 2, given=given, stored=cache.dtype, held=held)
 
 
 def _kind(spec: KVCacheSpec) -> tuple[GroupKind, int]:

@@ -1,4 +1,4 @@
-"""The two ends of a TCP channel: one stream of messages, each behind ``HEADER``."""
+"""The two ends of a TCP channel: one stream of messages, one after the other."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import struct
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from kvferry.connector.errors import TransportError
-from kvferry.transport.plane import Int64s, Pieces, Received, RecvChannel, SendChannel, Slot
+from kvferry.transport.plane import Pieces, Received, RecvChannel, SendChannel, Slot
 from kvferry.transport.sockets import ENDED, READABLE, WRITABLE
+from kvferry.transport.tcp_messages import HEADER, Arriving, Expected, Outgoing
 from kvferry.transport.vectors import Vector, repeated
 
 if TYPE_CHECKING:
@@ -25,24 +25,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.kvferry.tcp")
 
-HEADER = struct.Struct("<QQ")
-"""Tag, bytes that follow."""
 CONNECT_SECONDS = 10.0
 _BYTES_PER_TURN = 32 << 20
 """Moved on one channel before the others have their turn."""
 _SILENCE_SECONDS = 30
 """A host that acknowledges nothing for that long, or a D that takes nothing, is gone; so is a P that stops in the
 middle of a message."""
-
-
-@dataclass(slots=True)
-class _Message:
-    """What is on its way. ``slot`` is given back afterwards; ``paged``: it is read from pages."""
-
-    tag: int
-    vector: Vector
-    slot: Slot | None
-    paged: bool
 
 
 class TcpSendChannel(SendChannel):
@@ -59,10 +47,9 @@ class TcpSendChannel(SendChannel):
         self.deadline = time.monotonic() + CONNECT_SECONDS
         self.sock: socket.socket | None = None
         self._plane = plane
-        self._message: _Message | None = None
+        self._message: Outgoing | None = None
         self._taken = 0
         self._waiting: deque[tuple[Slot, int, int]] = deque()
-        self._header = np.zeros(HEADER.size, dtype=np.uint8)
         self._closed = False
 
     @property
@@ -98,7 +85,7 @@ class TcpSendChannel(SendChannel):
 
     def send_pieces(self, pieces: Pieces, tag: int) -> None:
         assert self.ready
-        self._begin(tag, pieces.addresses, pieces.nbytes, None)
+        self._message = Outgoing(tag, pieces, None)
         self._write()
 
     def give_back(self, slot: Slot) -> None:
@@ -107,16 +94,8 @@ class TcpSendChannel(SendChannel):
 
     def let_go(self) -> None:
         message = self._message
-        if message is None or not message.paged:
-            return
-        message.paged = False
-        unsent = message.vector.left  # the stream goes on; D was told, or is not going to commit
-        head = max(0, HEADER.size - message.vector.done)
-        rest = repeated(self._plane.zeros, unsent - head)
-        if head:
-            of_head = Pieces(np.array([self._header.ctypes.data + HEADER.size - head]), np.array([head]))
-            rest = Pieces(*(np.concatenate(both) for both in zip(of_head, rest, strict=True)))
-        message.vector = Vector(rest)
+        if message is not None and message.paged:  # the stream goes on; D was told, or is not going to commit
+            message.let_go(partial(repeated, self._plane.zeros))
 
     def flush(self, tags: Iterable[int]) -> None:
         pass  # D receives only what was sent
@@ -161,15 +140,8 @@ class TcpSendChannel(SendChannel):
         """Send what waits for as long as the socket takes it."""
         while self._open and self._message is None and self._waiting:
             slot, nbytes, tag = self._waiting.popleft()
-            self._begin(tag, np.array([slot.address]), np.array([nbytes]), slot)
+            self._message = Outgoing(tag, Pieces(np.array([slot.address]), np.array([nbytes])), slot)
             self._write()
-
-    def _begin(self, tag: int, addresses: Int64s, nbytes: Int64s, slot: Slot | None) -> None:
-        self._header[:] = np.frombuffer(HEADER.pack(tag, int(nbytes.sum())), dtype=np.uint8)
-        pieces = np.concatenate([[self._header.ctypes.data], addresses])
-        self._message = _Message(
-            tag, Vector(Pieces(pieces, np.concatenate([[HEADER.size], nbytes]))), slot, slot is None
-        )
 
     def _write(self) -> None:
         message, sock = self._message, self.sock
@@ -206,25 +178,6 @@ class TcpSendChannel(SendChannel):
         self._waiting.clear()
 
 
-@dataclass(slots=True)
-class _Expected:
-    """A message that was announced; ``into`` says where its bytes belong, None for a slot."""
-
-    nbytes: int
-    into: Callable[[], Pieces] | None
-
-
-@dataclass(slots=True)
-class _Arriving:
-    """A message whose bytes come in. ``slot`` where it goes to one; ``told``: the bytes that are reported, 0 for a
-    message that had no place, None where nothing is."""
-
-    tag: int
-    vector: Vector
-    slot: Slot | None
-    told: int | None
-
-
 class TcpRecvChannel(RecvChannel):
     """D's end."""
 
@@ -237,16 +190,15 @@ class TcpRecvChannel(RecvChannel):
         self.deadline = time.monotonic() + CONNECT_SECONDS
         self._header = np.zeros(HEADER.size, dtype=np.uint8)
         self._head = self._new_head()
-        self._expected: dict[int, _Expected] = {}
-        self._arriving: _Arriving | None = None
+        self._expected: dict[int, Expected] = {}
+        self._arriving: Arriving | None = None
         self._arrived: list[Received] = []
-        self._held: list[Slot] = []
         self._heard = 0.0
         self._closed = False
         plane.sockets.watch(sock, self.on_connected, WRITABLE)
 
     def expect(self, tag: int, nbytes: int, into: Callable[[], Pieces] | None = None) -> None:
-        self._expected[tag] = _Expected(nbytes, into)
+        self._expected[tag] = Expected(nbytes, into)
 
     def poll(self) -> list[Received]:
         arrived, self._arrived = self._arrived, []
@@ -375,7 +327,7 @@ class TcpRecvChannel(RecvChannel):
                 return False
             pieces = Pieces(np.array([slot.address]), np.array([nbytes]))
         self._expected.pop(tag, None)
-        self._arriving = _Arriving(tag, Vector(pieces), slot, told)
+        self._arriving = Arriving(tag, Vector(pieces), slot, told)
         return True
 
     def _on_end(self) -> None:

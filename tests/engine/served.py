@@ -12,6 +12,7 @@ import signal
 import time
 import urllib.request
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,6 +154,40 @@ def differ(of_d: list[dict[str, Any]], of_p: list[dict[str, Any]], ids: Sequence
     """What is wrong with the one load of this prompt on D; None where all its bytes are those of P."""
     name = prompt_digest(list(ids))
     return compare([record for record in of_d if record["prompt"] == name], of_p)
+
+
+def corrupted(p: Server, d: Server, ids: Sequence[int], *where: str) -> str:
+    """What the comparison says of a hand-over of which one bit is flipped on D, after the load and before its first
+    decode step. ``where``: what the engine's ``kv_corrupt`` is told."""
+    records(p), records(d)
+    d.rpc("kv_corrupt", *where)
+    complete(d, ids, kv_transfer_params=prefill_leg(p, ids))
+    said = str(differ(records(d), records(p), ids))
+    no_block_held(p, d)
+    return said
+
+
+def at_once(
+    p: Server, d: Server, prompts: Sequence[Sequence[int]], ask: Callable[[Sequence[int]], dict[str, Any]]
+) -> tuple[list[dict[str, Any]], Count]:
+    """Hand all of them over at the same time: all bytes equal, all tokens counted.
+
+    Args:
+        ask: sends one prompt; its answer.
+
+    Returns:
+        the answers, and what D counted.
+    """
+    records(p), records(d)
+    before, tokens = count(d), sum(map(len, prompts))
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        answers = list(pool.map(ask, prompts))
+    of_d, of_p = records(d), records(p)
+    assert [differ(of_d, of_p, ids) for ids in prompts] == [None] * len(prompts)
+    eventually(lambda: sum((count(d) - before).by_plane.values()) == len(prompts), "all are counted")
+    grown = count(d) - before
+    assert grown.failed == 0 and tokens - len(prompts) <= grown.external <= tokens
+    return answers, grown
 
 
 class Pair:

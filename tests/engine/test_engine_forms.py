@@ -18,6 +18,7 @@ from served import (
     PER_HEAD,
     START_SECONDS,
     complete,
+    corrupted,
     count,
     counted,
     differ,
@@ -78,25 +79,13 @@ def yard(running: Yard) -> Iterator[Yard]:
             running.fleet.stop(engine)
 
 
-def corrupt_on(d: Server, p: Server, rank: int) -> str:
-    """What the comparison says when one bit is flipped in what this rank of D loaded."""
-    ids = prompt(40, 900 + rank)
-    records(d), records(p)
-    d.rpc("kv_corrupt", "1", str(rank))
-    complete(d, ids, kv_transfer_params=prefill_leg(p, ids))
-    of_d, of_p = records(d), records(p)
-    assert len(of_d[0]["layers"]) == len(of_p[0]["layers"]) == LAYERS * HEADS
-    no_block_held(p, d)
-    return str(differ(of_d, of_p, ids))
-
-
 def test_two_ranks_and_one(yard: Yard) -> None:
     two = yard.beside("tp2", "--tensor-parallel-size", "2", "--max-num-batched-tokens", str(CHUNK))
     for p, d in ((two, yard.plain), (yard.plain, two)):
         for tokens in (20, 64, 2 * CHUNK + 33):
             loaded_prompt(p, d, prompt(tokens, tokens + (p is two)))
     for rank, head in ((0, 0), (1, HEADS // 2)):
-        said = corrupt_on(two, yard.plain, rank)
+        said = corrupted(yard.plain, two, prompt(40, 900 + rank), "1", str(rank))
         assert f"differ in 1 of {LAYERS * HEADS} layers" in said and said.endswith(f".attn#{head}"), said
 
 
@@ -111,7 +100,7 @@ def test_two_stages_and_one(yard: Yard) -> None:
             alone = tokens_of(complete(d, ids, cache_salt="alone"))
             assert [loaded_prompt(p, d, ids)] == alone
     for stage in range(2):
-        said = corrupt_on(two, yard.plain, stage)
+        said = corrupted(yard.plain, two, prompt(40, 900 + stage), "1", str(stage))
         assert f"differ in 1 of {LAYERS * HEADS} layers" in said and f"layers.{stage * LAYERS // 2}." in said, said
 
 

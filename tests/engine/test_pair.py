@@ -13,6 +13,7 @@ from engines import metric_sum
 from served import (
     LEASE_SECONDS,
     Pair,
+    at_once,
     complete,
     control_address,
     count,
@@ -68,15 +69,8 @@ def test_another_prompts_bytes_are_noticed(pair: Pair) -> None:
 def test_sixteen_at_once(pair: Pair) -> None:
     lengths = [20 + 37 * n for n in range(16)]
     prompts = [prompt(n, 100 + n) for n in lengths]
-    before = count(pair.decode)
-    with ThreadPoolExecutor(16) as pool:
-        answers = list(pool.map(lambda ids: complete(pair.router, ids), prompts))
+    answers, _ = at_once(pair.prefill, pair.decode, prompts, lambda ids: complete(pair.router, ids))
     assert [answer["usage"]["prompt_tokens"] for answer in answers] == lengths
-    of_d, of_p = records(pair.decode), records(pair.prefill)
-    assert [differ(of_d, of_p, ids) for ids in prompts] == [None] * 16
-    eventually(lambda: sum((count(pair.decode) - before).by_plane.values()) == 16, "all are counted")
-    grown = count(pair.decode) - before
-    assert grown.failed == 0 and sum(lengths) - 16 <= grown.external <= sum(lengths)
 
 
 def test_two_samples_of_one_prompt(pair: Pair) -> None:

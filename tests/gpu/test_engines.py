@@ -27,7 +27,9 @@ from served import (
     LEASE_SECONDS,
     PER_HEAD,
     START_SECONDS,
+    at_once,
     complete,
+    corrupted,
     count,
     counted,
     differ,
@@ -160,16 +162,9 @@ def test_scattered_block_tables(yard: Yard, case: Case) -> None:
 )
 def test_sixteen_at_once(yard: Yard, case: Case) -> None:
     p, d = yard.pair(case)
-    records(p), records(d)
     prompts = [prompt_for(case, 20 + 37 * n, "at once") for n in range(16)]
-    before = count(d)
-    with ThreadPoolExecutor(16) as pool:
-        list(pool.map(lambda ids: complete(d, ids, kv_transfer_params=prefill_leg(p, ids)), prompts))
-    eventually(lambda: sum((count(d) - before).by_plane.values()) == 16, "all are counted")
-    grown, tokens = count(d) - before, sum(map(len, prompts))
-    assert grown.failed == 0 and tokens - 16 <= grown.external <= tokens and set(grown.by_plane) == {case.d.plane}
-    of_d, of_p = records(d), records(p)
-    assert [differ(of_d, of_p, ids) for ids in prompts] == [None] * 16
+    _, grown = at_once(p, d, prompts, lambda ids: complete(d, ids, kv_transfer_params=prefill_leg(p, ids)))
+    assert set(grown.by_plane) == {case.d.plane}
     no_block_held(p, d)
 
 
@@ -177,10 +172,5 @@ def test_sixteen_at_once(yard: Yard, case: Case) -> None:
 def test_planted_corruption_is_noticed(yard: Yard, case: Case) -> None:
     """One bit, flipped on D after the load and before its first decode step."""
     p, d = yard.pair(case)
-    ids = prompt_for(case, 300, "corrupt")
-    records(p), records(d)
-    d.rpc("kv_corrupt")
-    complete(d, ids, kv_transfer_params=prefill_leg(p, ids))
-    said = str(differ(records(d), records(p), ids))
+    said = corrupted(p, d, prompt_for(case, 300, "corrupt"))
     assert f"KV bytes differ in 1 of {LAYERS * case.d.heads} layers" in said
-    no_block_held(p, d)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from plane_pair import SLOT, Pair
+from plane_pair import PLANES, SLOT, Pair
 
 from kvferry.connector.errors import TransportError
 from kvferry.kernels.paged_copy import Pages, copy_pages, wire_pages
@@ -19,8 +19,6 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 LAYERS, HEADS, TOKENS, CONTENT = 2, 4, 32, 256
 NBYTES = LAYERS * HEADS * TOKENS * CONTENT
 assert NBYTES == SLOT
-
-PLANES = [pytest.param("shm"), pytest.param("tcp"), pytest.param("zmq"), pytest.param("ucx", marks=pytest.mark.ucx)]
 
 
 @pytest.fixture

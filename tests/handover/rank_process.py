@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -59,9 +60,12 @@ class RemoteRank:
     def fill(self, block_ids: Sequence[int], tokens: int) -> None:
         self.call("fill", block_ids=list(block_ids), tokens=tokens)
 
-    def grant(self, request_id: str, block_ids: Sequence[int], tokens: int, token: bytes) -> None:
+    def grant(self, request_id: str, block_ids: Sequence[int], tokens: int) -> bytes:
+        """Lease a prompt; the token."""
+        token = secrets.token_bytes(16)
         encoded = base64.b64encode(token).decode()
         self.call("grant", request_id=request_id, block_ids=list(block_ids), tokens=tokens, token=encoded)
+        return token
 
     def sent(self) -> set[str]:
         """Requests whose lease has ended."""

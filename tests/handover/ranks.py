@@ -17,6 +17,9 @@ from kvferry.connector.stepplan import LeaseGrant, Load, PeerEngine, RankAddress
 from kvferry.connector.topology import head_interval
 from kvferry.connector.worker import Results, WorkerHalf
 
+SOON = 20.0
+"""Seconds: long on a loaded machine, shorter than what would end a hand-over whose settings say nothing."""
+
 
 def labels(layers: Sequence[int], heads: Sequence[int], tokens: int, content: int) -> torch.Tensor:
     """[L, H, T, C] int32, the labels of a whole prompt."""
@@ -164,6 +167,13 @@ def wait(condition: Callable[[], bool], ranks: Sequence[Rank] = (), seconds: flo
             return True
         time.sleep(0.0005)
     return False
+
+
+def reason_of(rank: Rank) -> str:
+    """The kind of the one failure that the rank counted."""
+    assert rank.worker.site is not None
+    (kind,) = rank.worker.site.stats.take()["failed"]
+    return str(kind)
 
 
 def let_time_pass(rank: Rank, seconds: float) -> None:

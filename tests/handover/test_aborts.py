@@ -8,10 +8,11 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
+from gates import PATIENT, Gate, halves
+from opening import OURS, THEIRS, TOKENS, another_works, begin
 from ranks import Rank, grant, load_plan, peer, wait
 from stage import Stage
 
@@ -19,36 +20,7 @@ from kvferry.connector.config import Settings
 from kvferry.connector.stepplan import LeaseGrant, StepPlan, Watch, pack_ids
 from kvferry.transport import tcp_channels
 
-TOKENS, THEIRS, OURS = 100, [9, 2, 17, 5, 11, 3, 1], [4, 1, 8, 2, 6, 3, 7]
-PATIENT = {
-    "handshake_timeout_seconds": 600.0, "transfer_timeout_seconds": 600.0, "ask_hold_seconds": 600.0,
-    "lease_seconds": 600.0,
-}  # fmt: skip
-"""Nothing ends because time is over, but because it was given up."""
 SMALL = Settings(slot_bytes=64 << 10, staging_bytes=1 << 20, **PATIENT)
-
-
-class Gate:
-    """Replaces ``owner.name`` by something that returns ``shut`` until ``open``."""
-
-    def __init__(self, owner: Any, name: str, shut: Callable[..., Any]) -> None:
-        self._owner, self._name, self._real = owner, name, getattr(owner, name)
-        self.calls = 0
-
-        def gate(*args: Any, **kwargs: Any) -> Any:
-            self.calls += 1
-            return shut(*args, **kwargs)
-
-        setattr(owner, name, gate)
-
-    def open(self) -> None:
-        setattr(self._owner, self._name, self._real)
-
-
-def halves(rank: Rank) -> tuple[Any, Any]:
-    """(producer, consumer) of a rank's mover."""
-    mover = rank.worker._mover
-    return mover._producer, mover._consumer
 
 
 @pytest.fixture
@@ -76,20 +48,6 @@ def give_up(p: Rank, d: Rank, held: Callable[[], bool], gate: Gate | None, *, ok
     another_works(p, d)
 
 
-def another_works(p: Rank, d: Rank) -> None:
-    token = grant([p], "again-p", THEIRS, TOKENS)
-    d.worker.post(load_plan("again-d", token, peer([p]), OURS, 0, TOKENS))
-    assert wait(lambda: "again-d" in d.received and "again-p" in p.sent, [p, d])
-    assert "again-d" not in d.failed
-    assert torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS))
-
-
-def start(p: Rank, d: Rank) -> bytes:
-    token = grant([p], "req-p", THEIRS, TOKENS)
-    d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
-    return token
-
-
 def test_before_it_was_scheduled(pair: tuple[Rank, Rank]) -> None:
     p, d = pair
     token = grant([p], "req-p", THEIRS, TOKENS)
@@ -104,7 +62,7 @@ def test_before_it_was_scheduled(pair: tuple[Rank, Rank]) -> None:
 def test_allocated_while_the_handshake_is_under_way(pair: tuple[Rank, Rank]) -> None:
     p, d = pair
     gate = Gate(halves(p)[0], "serve", lambda now: False)
-    start(p, d)
+    begin(p, d)
     give_up(p, d, lambda: gate.calls > 3, gate)
 
 
@@ -148,7 +106,7 @@ def test_while_p_packs_and_chunks_are_under_way(stage: Stage, plane: str, held: 
     else:
         real = producer.pump
         gate = Gate(producer, "pump", lambda now: gate.calls <= 2 and real(now))
-    start(p, d)
+    begin(p, d)
     give_up(p, d, lambda: gate.calls > 5 and bool(consumer._jobs), gate)
     assert wait(lambda: not consumer._reads and not producer._pushes, [p, d]), "reads that nobody waits for were kept"
 
@@ -169,7 +127,7 @@ def test_while_a_message_is_written_to_pages(stage: Stage, monkeypatch: pytest.M
         return real() if turns < 4 else False
 
     gate = Gate(plane, "progress", some_turns)
-    start(p, d)
+    begin(p, d)
     give_up(p, d, lambda: turns >= 4, gate)
 
 
@@ -179,7 +137,7 @@ def test_while_d_reads_by_itself(stage: Stage) -> None:
     p.fill(THEIRS, TOKENS)
     consumer = halves(d)[1]
     gate = Gate(consumer, "_collect", lambda now: False)
-    start(p, d)
+    begin(p, d)
     give_up(p, d, lambda: gate.calls > 5 and bool(consumer._jobs), gate)
     assert wait(lambda: not consumer._reads, [p, d])
 
@@ -188,11 +146,11 @@ def test_unpacked_while_committing(pair: tuple[Rank, Rank]) -> None:
     p, d = pair
     consumer = halves(d)[1]
     gate = Gate(consumer, "_commit", lambda read, now: None)
-    start(p, d)
+    begin(p, d)
     give_up(p, d, lambda: gate.calls > 0, gate)
 
 
 def test_after_it_was_reported(pair: tuple[Rank, Rank]) -> None:
     p, d = pair
-    start(p, d)
+    begin(p, d)
     give_up(p, d, lambda: d.received == {"req-d"} and p.sent == {"req-p"}, None, ok=True)

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from opening import OURS, THEIRS, TOKENS
 from ranks import Rank, grant, load_plan, peer, wait
 
 from kvferry.connector.config import Settings
@@ -14,7 +15,6 @@ from kvferry.connector.context import UNSPLIT, Split
 from kvferry.connector.errors import GeometryError
 from kvferry.connector.stepplan import PeerEngine
 
-TOKENS, THEIRS, OURS = 100, [9, 2, 17, 5, 11, 3, 1], [4, 1, 8, 2, 6, 3, 7]
 TWO = Split(2, 16)
 
 

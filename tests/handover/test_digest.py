@@ -9,12 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ranks import Rank, grant, load_plan, peer, wait
+from opening import begin
+from ranks import Rank, wait
 from stage import Stage
 
 from kvferry.connector.facts import model_facts
-
-TOKENS, THEIRS, OURS = 33, [9, 2, 17], [4, 1, 8]
 
 OLD: dict[str, Any] = {  # transformers 4
     "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 8,
@@ -44,8 +43,7 @@ def awq(**changes: Any) -> dict[str, Any]:
 
 def outcome(stage: Stage, theirs: dict[str, str], ours: dict[str, str]) -> tuple[Rank, Rank]:
     p, d = stage.rank(model=theirs), stage.rank(engine_id="engine-d", model=ours)
-    token = grant([p], "req-p", THEIRS, TOKENS)
-    d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
+    begin(p, d)
     assert wait(lambda: d.received == {"req-d"}, [p, d])
     return p, d
 

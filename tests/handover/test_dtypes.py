@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ranks import Rank, grant, load_plan, peer, wait
+from opening import OURS, THEIRS, TOKENS, begin
+from ranks import Rank, wait
 from stage import Stage
 
 from kvferry.connector.config import Settings
 from kvferry.connector.engine import Numbers
 
-TOKENS, THEIRS, OURS = 100, [9, 2, 17, 5, 11, 3, 1], [4, 1, 8, 2, 6, 3, 7]
 CONVERTS = Settings(convert_dtype=True)
 LAYERS = [f"model.layers.{n}.attn" for n in range(4)]
 
@@ -21,8 +21,7 @@ def fp8(dtype: str = "fp8", **scales: tuple[float, float]) -> Numbers:
 
 
 def hand_over(p: Rank, d: Rank) -> None:
-    token = grant([p], "req-p", THEIRS, TOKENS)
-    d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
+    begin(p, d)
     assert wait(lambda: d.received == {"req-d"}, [p, d])
 
 

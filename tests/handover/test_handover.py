@@ -7,13 +7,12 @@ import time
 
 import pytest
 import torch
+from opening import OURS, PLANES, THEIRS, begin
 from ranks import grant, load_plan, peer, wait
 from stage import Stage
 
 from kvferry.connector.config import Settings
 from kvferry.connector.stepplan import StepPlan, Watch
-
-PLANES = ["cma", "shm", "tcp", "zmq", pytest.param("ucx", marks=pytest.mark.ucx)]
 
 
 def small(plane: str) -> Settings:
@@ -28,8 +27,7 @@ def test_all_bytes_arrive_and_the_lease_ends(stage: Stage, plane: str, tokens: i
     blocks = random.Random(tokens).sample(range(32), -(-tokens // 16))
     ours = random.Random(tokens + 1).sample(range(32), -(-tokens // 16))
     p.fill(blocks, tokens)
-    token = grant([p], "req-p", blocks, tokens)
-    d.worker.post(load_plan("req-d", token, peer([p]), ours, 0, tokens))
+    begin(p, d, tokens=tokens, theirs=blocks, ours=ours)
     assert wait(lambda: d.received == {"req-d"} and p.sent == {"req-p"}, [p, d])
     assert not d.failed
     assert torch.equal(d.read(ours, tokens), d.wanted(tokens))
@@ -42,8 +40,7 @@ def test_the_comparison_fails_on_planted_corruption(stage: Stage) -> None:
     p, d = stage.rank(), stage.rank(engine_id="engine-d")
     p.fill([3, 4], 20)
     p.caches[p.layers[2]][4, 1, 3, 5] ^= 1 << 7
-    token = grant([p], "req-p", [3, 4], 20)
-    d.worker.post(load_plan("req-d", token, peer([p]), [8, 9], 0, 20))
+    begin(p, d, tokens=20, theirs=[3, 4], ours=[8, 9])
     assert wait(lambda: d.received == {"req-d"}, [p, d])
     differs = d.read([8, 9], 20) != d.wanted(20)
     assert differs.nonzero().tolist() == [[2, 1, 19, 5]]
@@ -69,10 +66,9 @@ def test_only_the_tokens_that_d_lacks_are_fetched(stage: Stage) -> None:
 )
 def test_block_size_and_layout_may_differ(stage: Stage, p_form: dict[str, object], d_form: dict[str, object]) -> None:
     p, d = stage.rank(**p_form), stage.rank(engine_id="engine-d", **d_form)
-    blocks, ours = [9, 2, 17, 5, 11, 3, 1][: -(-100 // p.block_size)], [4, 1, 8, 2, 6, 3, 7][: -(-100 // d.block_size)]
+    blocks, ours = THEIRS[: -(-100 // p.block_size)], OURS[: -(-100 // d.block_size)]
     p.fill(blocks, 100)
-    token = grant([p], "req-p", blocks, 100)
-    d.worker.post(load_plan("req-d", token, peer([p]), ours, 0, 100))
+    begin(p, d, tokens=100, theirs=blocks, ours=ours)
     assert wait(lambda: d.received == {"req-d"}, [p, d])
     assert torch.equal(d.read(ours, 100), d.wanted(100))
 
@@ -129,8 +125,7 @@ def test_an_idle_mover_sleeps(stage: Stage) -> None:
     """Idle CPU use of the transfer thread is under 1 %."""
     p, d = stage.rank(), stage.rank(engine_id="engine-d")
     p.fill([3], 10)
-    token = grant([p], "req-p", [3], 10)
-    d.worker.post(load_plan("req-d", token, peer([p]), [1], 0, 10))
+    begin(p, d, tokens=10, theirs=[3], ours=[1])
     assert wait(lambda: bool(p.sent), [p, d])
     time.sleep(0.5)
     clocks = [time.pthread_getcpuclockid(rank.worker._mover._thread.ident) for rank in (p, d)]

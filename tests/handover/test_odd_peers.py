@@ -9,9 +9,10 @@ from typing import Any, TypeVar
 import msgspec
 import pytest
 import torch
+from gates import PATIENT, Gate, halves
+from opening import OURS, THEIRS, TOKENS, another_works, begin
 from ranks import Rank, grant, load_plan, no_failed_link, peer, wait
 from stage import Stage
-from test_aborts import PATIENT, Gate, another_works, halves
 
 from kvferry.connector import consumer, mover, producer, protocol, worker
 from kvferry.connector.config import Settings
@@ -23,7 +24,6 @@ from kvferry.connector.stepplan import LeaseGrant, StepPlan, pack_ids
 from kvferry.transport.control import Connection
 from kvferry.transport.shm_plane import ShmPlane
 
-TOKENS, THEIRS, OURS = 100, [9, 2, 17, 5, 11, 3, 1], [4, 1, 8, 2, 6, 3, 7]
 ReplyT = TypeVar("ReplyT")
 
 
@@ -154,8 +154,7 @@ def test_a_d_that_p_has_forgotten_greets_again(stage: Stage) -> None:
     sessions = halves(p)[0]._sessions
     for session in list(sessions._sessions.values()):  # what the bound on their number does
         sessions._sessions.pop(session.identity)
-    token = grant([p], "req-p", THEIRS, TOKENS)
-    d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
+    begin(p, d)
     assert wait(lambda: d.failed == {"req-d"} and p.sent >= {"req-p"}, [p, d], 20)  # before the lease is over
     p.sent.clear()
     d.received.clear()

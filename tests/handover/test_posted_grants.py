@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from gates import halves
+from opening import OURS, THEIRS, TOKENS, begin
 from ranks import Rank, grant, let_time_pass, load_plan, peer, wait
 from stage import Stage
-from test_aborts import halves
 
 from kvferry.connector import link
 from kvferry.connector.config import Settings
 from kvferry.connector.stepplan import LeaseGrant, StepPlan, pack_ids
 from kvferry.transport import board
 
-TOKENS, THEIRS, OURS = 100, [9, 2, 17, 5, 11, 3, 1], [4, 1, 8, 2, 6, 3, 7]
 Pair = tuple[Rank, Rank]
 
 
@@ -26,8 +26,7 @@ def pair(stage: Stage) -> Pair:
     settings = Settings(plane="cma")
     p, d = stage.rank(settings=settings), stage.rank(settings=settings, engine_id="engine-d")
     p.fill(THEIRS, TOKENS)
-    token = grant([p], "first-p", THEIRS, TOKENS)
-    d.worker.post(load_plan("first-d", token, peer([p]), OURS, 0, TOKENS))
+    begin(p, d, "first")
     assert wait(lambda: "first-d" in d.received and "first-p" in p.sent, [p, d]) and not d.failed
     return p, d
 
@@ -92,8 +91,7 @@ def test_a_lease_without_room_on_the_board_is_asked_for(pair: Pair, monkeypatch:
     p, d = pair
     monkeypatch.setattr(board, "SLOT_BYTES", 64)
     counts = asked(p)
-    token = grant([p], "req-p", THEIRS, TOKENS)
-    d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
+    begin(p, d)
     assert wait(lambda: "req-d" in d.received and "req-p" in p.sent, [p, d])
     assert not d.failed and counts["Ask"] == counts["Commit"] == 1
 
@@ -138,8 +136,7 @@ def test_without_the_board_it_asks(pair: Pair, stage: Stage, monkeypatch: pytest
     monkeypatch.setattr(link, "BoardReader", refused)
     d = stage.rank(settings=Settings(plane="cma"), engine_id="engine-e")
     counts = asked(p)
-    token = grant([p], "req-p", THEIRS, TOKENS)
-    d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
+    begin(p, d)
     assert wait(lambda: "req-d" in d.received and "req-p" in p.sent, [p, d])
     assert not d.failed and counts["Ask"] == counts["Commit"] == 1
 

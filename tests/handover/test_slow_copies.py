@@ -9,10 +9,12 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
+import opening
 import pytest
 import torch
-from ranks import grant, let_time_pass, load_plan, peer, wait
+from ranks import Rank, let_time_pass, load_plan, peer, wait
 from stage import Stage
 
 from kvferry.connector import worker
@@ -21,7 +23,8 @@ from kvferry.connector.copies import Copies, Copy, Mark
 from kvferry.connector.stepplan import LeaseGrant, StepPlan, pack_ids
 
 PLANES = ["shm", "tcp", "zmq", pytest.param("ucx", marks=pytest.mark.ucx)]
-TOKENS, BLOCKS, OURS = 200, list(range(3, 16)), list(range(10, 23))
+TOKENS, THEIRS, OURS = 200, list(range(3, 16)), list(range(10, 23))
+begin = partial(opening.begin, tokens=TOKENS, theirs=THEIRS, ours=OURS)
 
 
 class SlowCopies(Copies):
@@ -87,16 +90,32 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[SlowCopies]]:
         each.gate.set()
 
 
-def small(plane: str, **more: float) -> Settings:
-    return Settings(plane=plane, slot_bytes=64 << 10, staging_bytes=1 << 20, **more)
+@pytest.fixture
+def plane() -> str:
+    """Where a test does not name one."""
+    return "shm"
+
+
+@pytest.fixture
+def pair(stage: Stage, copies: list[SlowCopies], plane: str) -> tuple[Rank, Rank]:
+    """P with a prompt, and D; slots so small that it takes several copies."""
+    settings = Settings(plane=plane, slot_bytes=64 << 10, staging_bytes=1 << 20)
+    p, d = stage.rank(settings=settings), stage.rank(settings=settings, engine_id="engine-d")
+    p.fill(THEIRS, TOKENS)
+    return p, d
+
+
+def begin_and_stop_at(slow: SlowCopies, p: Rank, d: Rank) -> None:
+    """A hand-over of which a copy of P or of D is under way, and goes on once its gate is open."""
+    slow.gate.clear()
+    begin(p, d)
+    assert wait(lambda: slow.running > 0, [p, d])
 
 
 @pytest.mark.parametrize("plane", PLANES)
-def test_all_bytes_arrive(stage: Stage, copies: list[SlowCopies], plane: str) -> None:
-    p, d = stage.rank(settings=small(plane)), stage.rank(settings=small(plane), engine_id="engine-d")
-    p.fill(BLOCKS, TOKENS)
-    token = grant([p], "req-p", BLOCKS, TOKENS)
-    d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
+def test_all_bytes_arrive(pair: tuple[Rank, Rank], plane: str) -> None:
+    p, d = pair
+    begin(p, d)
     assert wait(lambda: d.received == {"req-d"} and p.sent == {"req-p"}, [p, d])
     assert not d.failed and d.plane == plane
     assert torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS))
@@ -104,14 +123,10 @@ def test_all_bytes_arrive(stage: Stage, copies: list[SlowCopies], plane: str) ->
 
 @pytest.mark.parametrize("plane", ["shm", "zmq"])
 def test_a_cancelled_load_is_told_after_the_last_copy_into_its_blocks(
-    stage: Stage, copies: list[SlowCopies], plane: str
+    pair: tuple[Rank, Rank], copies: list[SlowCopies]
 ) -> None:
-    p, d = stage.rank(settings=small(plane)), stage.rank(settings=small(plane), engine_id="engine-d")
-    p.fill(BLOCKS, TOKENS)
-    copies[1].gate.clear()
-    token = grant([p], "req-p", BLOCKS, TOKENS)
-    d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
-    assert wait(lambda: copies[1].running > 0, [p, d])
+    p, d = pair
+    begin_and_stop_at(copies[1], p, d)
     d.worker.post(StepPlan(cancels=("req-d",)))
     assert not wait(lambda: bool(d.received), [p, d], seconds=0.5), "a copy may still write its blocks"
     copies[1].gate.set()
@@ -122,14 +137,10 @@ def test_a_cancelled_load_is_told_after_the_last_copy_into_its_blocks(
 
 
 def test_a_lease_that_expires_is_told_after_the_last_copy_from_its_blocks(
-    stage: Stage, copies: list[SlowCopies]
+    pair: tuple[Rank, Rank], copies: list[SlowCopies]
 ) -> None:
-    p, d = stage.rank(settings=small("shm")), stage.rank(settings=small("shm"), engine_id="engine-d")
-    p.fill(BLOCKS, TOKENS)
-    copies[0].gate.clear()
-    token = grant([p], "req-p", BLOCKS, TOKENS)
-    d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
-    assert wait(lambda: copies[0].running > 0, [p, d])
+    p, d = pair
+    begin_and_stop_at(copies[0], p, d)
     let_time_pass(p, 10_000)
     assert wait(lambda: d.failed == {"req-d"}, [p, d]), "D hears of it at once"
     assert not wait(lambda: bool(p.sent), [p, d], seconds=0.5), "a copy may still read its blocks"
@@ -138,13 +149,9 @@ def test_a_lease_that_expires_is_told_after_the_last_copy_from_its_blocks(
     assert copies[0].running == 0
 
 
-def test_a_producer_that_dies_is_told_after_the_last_copy(stage: Stage, copies: list[SlowCopies]) -> None:
-    p, d = stage.rank(settings=small("shm")), stage.rank(settings=small("shm"), engine_id="engine-d")
-    p.fill(BLOCKS, TOKENS)
-    copies[1].gate.clear()
-    token = grant([p], "req-p", BLOCKS, TOKENS)
-    d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
-    assert wait(lambda: copies[1].running > 0, [p, d])
+def test_a_producer_that_dies_is_told_after_the_last_copy(pair: tuple[Rank, Rank], copies: list[SlowCopies]) -> None:
+    p, d = pair
+    begin_and_stop_at(copies[1], p, d)
     p.close()
     assert not wait(lambda: bool(d.received), [d], seconds=0.5), "a copy may still write its blocks"
     copies[1].gate.set()
@@ -152,27 +159,20 @@ def test_a_producer_that_dies_is_told_after_the_last_copy(stage: Stage, copies: 
 
 
 @pytest.mark.parametrize("side", [0, 1])
-def test_a_copy_that_fails_fails_its_request(stage: Stage, copies: list[SlowCopies], side: int) -> None:
-    p, d = stage.rank(settings=small("shm")), stage.rank(settings=small("shm"), engine_id="engine-d")
-    p.fill(BLOCKS, TOKENS)
+def test_a_copy_that_fails_fails_its_request(pair: tuple[Rank, Rank], copies: list[SlowCopies], side: int) -> None:
+    p, d = pair
     copies[side].error = "CUDA error: out of order"
-    token = grant([p], "req-p", BLOCKS, TOKENS)
-    d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
+    begin(p, d)
     assert wait(lambda: d.failed == {"req-d"} and p.sent == {"req-p"}, [p, d])
     copies[side].error = ""
-    token = grant([p], "req-p2", BLOCKS, TOKENS)
-    d.worker.post(load_plan("req-d2", token, peer([p]), OURS, 0, TOKENS))
-    assert wait(lambda: d.received == {"req-d", "req-d2"}, [p, d])
+    begin(p, d, "again")
+    assert wait(lambda: d.received == {"req-d", "again-d"}, [p, d])
     assert d.failed == {"req-d"} and torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS))
 
 
-def test_the_end_waits_for_copies(stage: Stage, copies: list[SlowCopies]) -> None:
-    p, d = stage.rank(settings=small("shm")), stage.rank(settings=small("shm"), engine_id="engine-d")
-    p.fill(BLOCKS, TOKENS)
-    copies[1].gate.clear()
-    token = grant([p], "req-p", BLOCKS, TOKENS)
-    d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
-    assert wait(lambda: copies[1].running > 0, [p, d])
+def test_the_end_waits_for_copies(pair: tuple[Rank, Rank], copies: list[SlowCopies]) -> None:
+    p, d = pair
+    begin_and_stop_at(copies[1], p, d)
     threading.Timer(0.3, copies[1].gate.set).start()
     d.close()
     assert copies[1].running == 0
@@ -188,9 +188,9 @@ class Late:
 
 def test_a_lease_is_granted_once_its_blocks_are_computed(stage: Stage) -> None:
     p, d = stage.rank(), stage.rank(engine_id="engine-d")
-    p.fill(BLOCKS, TOKENS)
+    p.fill(THEIRS, TOKENS)
     token, late = b"t" * 16, Late()
-    lease = LeaseGrant("req-p", token, TOKENS, (pack_ids(BLOCKS),))
+    lease = LeaseGrant("req-p", token, TOKENS, (pack_ids(THEIRS),))
     assert p.worker._mover is not None
     p.worker._leased.add("req-p")
     p.worker._mover.post(StepPlan(leases=(lease,)), None, [late])

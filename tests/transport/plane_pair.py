@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from kvferry.transport.plane import Plane, Received, RecvChannel, SendChannel, Slot
@@ -16,6 +17,8 @@ from kvferry.transport.planes import Memory, make_plane
 from kvferry.transport.staging import SlotPool
 
 SLOT = 64 << 10
+PLANES = ["shm", "tcp", "zmq", pytest.param("ucx", marks=pytest.mark.ucx)]
+"""Those that carry messages."""
 
 
 def pattern(tag: int, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -99,6 +102,11 @@ class Pair:
         message = self.arrived(receiver)
         assert (message.tag, message.nbytes) == (tag, SLOT) and intact(message)
         return message
+
+    def follow(self, channel: SendChannel | RecvChannel) -> None:
+        """Close this end once it has heard that the other is gone."""
+        self.turn(lambda: channel.error is not None)
+        channel.close()
 
     @property
     def slots_out(self) -> int:

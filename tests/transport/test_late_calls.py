@@ -6,15 +6,13 @@ Staging memory is so small that an arena which does not come back is missed by t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
-import torch
-from plane_pair import SLOT, Pair, intact, mapped
+from plane_pair import PLANES, SLOT, Pair, intact, mapped
 
 from kvferry.transport.plane import CPU, SendChannel, Slot
-
-PLANES = [pytest.param("shm"), pytest.param("tcp"), pytest.param("zmq"), pytest.param("ucx", marks=pytest.mark.ucx)]
 
 
 def send(channel: SendChannel, slot: Slot) -> None:
@@ -31,7 +29,7 @@ Return = Callable[[SendChannel, Slot], None]
 
 @pytest.fixture(params=PLANES)
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    pair = Pair(request.param, 2, torch.device("cpu"))
+    pair = Pair(request.param, 2, CPU)
     yield pair
     pair.close()
 
@@ -43,8 +41,7 @@ def works(pair: Pair) -> None:
     for tag in range(4):
         pair.carry(sender, receiver, tag).release()
     receiver.close()
-    pair.turn(lambda: sender.error is not None)
-    sender.close()
+    pair.follow(sender)
 
 
 @pytest.mark.parametrize("give", RETURNS)
@@ -58,8 +55,7 @@ def test_an_acquired_slot_outlives_its_channel(pair: Pair, give: Return) -> None
     give(sender, slot)
     assert sender.acquire() is None
     del slot
-    pair.turn(lambda: receiver.error is not None)
-    receiver.close()
+    pair.follow(receiver)
     works(pair)
 
 
@@ -90,8 +86,7 @@ def test_a_message_outlives_its_channel(pair: Pair) -> None:
     sender, receiver = pair.join()
     message = pair.carry(sender, receiver, 5)
     receiver.close()
-    pair.turn(lambda: sender.error is not None)
-    sender.close()
+    pair.follow(sender)
     assert intact(message)
     message.release()
     works(pair)
@@ -123,16 +118,14 @@ def test_a_message_that_nobody_took_leaves_its_slot(pair: Pair) -> None:
     pair.send(sender, receiver, 5)
     pair.turn(lambda: bool(receiver._arrived if hasattr(receiver, "_arrived") else receiver.arrived))  # type: ignore[attr-defined]
     receiver.close()
-    pair.turn(lambda: sender.error is not None)
-    sender.close()
+    pair.follow(sender)
     works(pair)
 
 
 @pytest.mark.ucx
 def test_a_peer_that_takes_nothing_leaves_a_slot_and_lets_the_plane_sleep() -> None:
     """With GPU memory the worker is polled while something moves: one that waits for slots does not move."""
-    pair = Pair("ucx", 4, CPU)
-    try:
+    with closing(Pair("ucx", 4, CPU)) as pair:
         plane: Any = pair.p
         plane._on_gpu = True
         sender, _ = pair.join()
@@ -142,5 +135,3 @@ def test_a_peer_that_takes_nothing_leaves_a_slot_and_lets_the_plane_sleep() -> N
         assert sender.acquire() is None and plane._moved_at == 0.0
         for slot in taken:
             sender.give_back(slot)
-    finally:
-        pair.close()

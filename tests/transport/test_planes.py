@@ -3,103 +3,17 @@
 from __future__ import annotations
 
 import base64
-import contextlib
-import json
-import os
 import random
-import select
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
 
 import msgspec
 import pytest
+from plane_pair import PLANES
+from plane_process import SLOT, STAGING, Peers, all_good, announce, join
 
 from kvferry.connector.errors import PlaneUnavailableError, ProtocolError
 from kvferry.transport.planes import make_plane
-
-SLOT = 1 << 20
-STAGING = 16 << 20
-PLANES = [pytest.param("shm"), pytest.param("tcp"), pytest.param("zmq"), pytest.param("ucx", marks=pytest.mark.ucx)]
-
-
-class Peer:
-    """A child process that serves a plane."""
-
-    def __init__(self, plane: str, staging: int = STAGING, command: tuple[str, ...] = ()) -> None:
-        script = Path(__file__).with_name("plane_peer.py")
-        self.process = subprocess.Popen(
-            [*command, sys.executable, str(script), plane, str(SLOT), str(staging)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
-        self._answer()
-
-    def __call__(self, do: str, **arguments: Any) -> Any:
-        answer = self.raw(do, **arguments)
-        assert "error" not in answer, answer["error"]
-        return answer["ok"]
-
-    def raw(self, do: str, **arguments: Any) -> Any:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
-        self.process.stdin.flush()
-        return self._answer()
-
-    def _answer(self) -> Any:
-        assert self.process.stdout is not None
-        ready, _, _ = select.select([self.process.stdout], [], [], 120)
-        assert ready, "the peer does not answer"
-        line = self.process.stdout.readline()
-        assert line, f"the peer died with status {self.process.wait()}"
-        return json.loads(line)
-
-    def until(self, condition: Callable[[dict[str, Any]], bool], seconds: float = 90) -> dict[str, Any]:
-        deadline = time.monotonic() + seconds
-        while True:
-            status = self("status")
-            if condition(status):
-                return status
-            assert time.monotonic() < deadline, f"not reached within {seconds} s: {status}"
-            time.sleep(0.01)
-
-    def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self.process.send_signal(signal.SIGKILL)
-        self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    pipe.close()
-
-
-class Peers:
-    """Peers of one plane. Those that a test left alive serve the next one, as starting a process takes seconds."""
-
-    def __init__(self, plane: str) -> None:
-        self.plane = plane
-        self.idle: list[Peer] = []
-        self.used: list[Peer] = []
-
-    def start(self, fresh: bool = False) -> Peer:
-        peer = self.idle.pop() if self.idle and not fresh else Peer(self.plane)
-        self.used.append(peer)
-        return peer
-
-    def collect(self, failed: bool) -> None:
-        for peer in self.used:
-            if failed or peer.process.poll() is not None:
-                peer.kill()
-            else:
-                peer("reset")
-                self.idle.append(peer)
-        self.used.clear()
-
 
 _peers: dict[str, Peers] = {}
 
@@ -119,20 +33,6 @@ def end_peers() -> Iterator[None]:
         for peer in shared.idle:
             peer.kill()
     _peers.clear()
-
-
-def join(p: Peer, d: Peer, id: str = "a") -> None:
-    payload = d("connect", id=id, offer=p("offer"))
-    d("finish", id=id, reply=p("accept", id=id, payload=payload))
-
-
-def announce(p: Peer, d: Peer, messages: list[tuple[int, int]], id: str = "a") -> None:
-    d("expect", id=id, messages=messages)
-    p("send", id=id, messages=messages)
-
-
-def all_good(tags: list[int], id: str = "a") -> Callable[[dict[str, Any]], bool]:
-    return lambda status: sorted(status["good"][id]) == sorted(tags) and not status["bad"]
 
 
 def test_every_size_arrives_in_order_and_intact(peers: Peers) -> None:

@@ -1,0 +1,135 @@
+"""Peers that do not fit, and requests that cannot be: each is refused by name, and the others are served."""
+
+from __future__ import annotations
+
+import pytest
+from opening import OURS, THEIRS, TOKENS, another_works, begin
+from ranks import SOON, grant, load_plan, peer, reason_of, wait
+from stage import Stage
+
+from kvferry.connector import protocol
+from kvferry.connector.config import Settings
+from kvferry.connector.errors import TransportError
+from kvferry.transport.control import Connection
+
+
+@pytest.mark.parametrize(
+    ("theirs", "named"),
+    [
+        ({"model": {"architectures": "Other"}}, "architectures"),
+        ({"total_heads": 8}, "total_heads"),
+        ({"content": 32}, "content_bytes"),
+        ({"layers": 3}, "layers"),
+    ],
+)
+def test_another_model_or_geometry_is_refused_by_name(
+    stage: Stage, theirs: dict[str, object], named: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    p, d = stage.rank(**theirs), stage.rank(engine_id="engine-d")
+    p.fill(THEIRS, TOKENS)
+    token = grant([p], "req-p", THEIRS, TOKENS)
+    with caplog.at_level("WARNING", "vllm.kvferry"):
+        d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
+        assert wait(lambda: d.failed == {"req-d"}, [p, d], SOON)
+    lines = [record.getMessage() for record in caplog.records if record.name == "vllm.kvferry.link"]
+    assert len(lines) == 1
+    assert named in lines[0]
+    assert "\n" not in lines[0]
+
+
+def test_another_protocol_version_is_refused_by_name(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    p = stage.rank()
+    connection = Connection(p.address.host, p.address.port, curve=None, max_message_bytes=1 << 20)
+    connection.send([protocol.MAGIC, (9).to_bytes(2, "big"), b"whatever version 9 says"])
+    answers: list[list[bytes]] = []
+    assert wait(lambda: bool(answers.extend(connection.receive()) or answers), [p])
+    refused = protocol.decode_reply(answers[0])
+    connection.close()
+    assert refused == protocol.Refused(field="protocol version", ours="1", theirs="9")
+
+
+def test_no_plane_in_common(stage: Stage) -> None:
+    p, d = stage.rank(settings=Settings(plane="shm")), stage.rank(settings=Settings(plane="zmq"), engine_id="engine-d")
+    p.fill(THEIRS, TOKENS)
+    begin(p, d)
+    assert wait(lambda: d.failed == {"req-d"}, [p, d], SOON)
+    assert reason_of(d) == "plane"
+    assert wait(lambda: p.sent == {"req-p"}, [p, d], SOON)
+
+
+def test_a_plane_that_p_has_no_room_on_is_passed_over(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    p, d = stage.rank(), stage.rank(engine_id="engine-d")
+    p.fill(THEIRS, TOKENS)
+
+    def full(payload: bytes) -> None:
+        raise TransportError("staging memory is used up")
+
+    for name in ("cma", "shm"):
+        monkeypatch.setattr(p.worker.site.plane(name), "accept", full)
+    another_works(p, d)
+    assert d.plane not in ("cma", "shm")
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [b"GET / HTTP/1.1"],
+        [protocol.MAGIC, b"\0\1", b"\x80\x04\x95pickle"],
+        [protocol.MAGIC, b"\0\1", b"\xdf\xff\xff\xff\xff"],
+        protocol.encode(protocol.Commit(read=1, token=bytes(16))),
+        protocol.encode(protocol.Release(token=bytes(16), consumer=bytes(16), consumer_rank=0, expected=(0,))),
+        protocol.encode(protocol.Renew(tokens=(bytes(16),) * 1000)),
+    ],
+    ids=["http", "pickle", "huge claim", "before hello", "unknown release", "unknown renew"],
+)
+def test_garbage_is_counted_and_p_serves_on(stage: Stage, frames: list[bytes]) -> None:
+    p, d = stage.rank(), stage.rank(engine_id="engine-d")
+    connection = Connection(p.address.host, p.address.port, curve=None, max_message_bytes=1 << 20)
+    for _ in range(50):
+        connection.send(frames)
+    p.fill(THEIRS, TOKENS)
+    another_works(p, d)
+    connection.close()
+
+
+def test_blocks_out_of_range_fail_the_one_request(stage: Stage) -> None:
+    p, d = stage.rank(), stage.rank(engine_id="engine-d")
+    p.fill(THEIRS, TOKENS)
+    token = grant([p], "req-p", THEIRS, TOKENS)
+    d.worker.post(load_plan("req-d", token, peer([p]), [999] * 7, 0, TOKENS))
+    assert wait(lambda: d.failed == {"req-d"} and p.sent == {"req-p"}, [p, d], SOON)
+    another_works(p, d)
+
+
+def test_a_read_beyond_the_prompt_is_denied(stage: Stage) -> None:
+    p, d = stage.rank(), stage.rank(engine_id="engine-d")
+    p.fill(THEIRS, TOKENS)
+    token = grant([p], "req-p", THEIRS, 50)
+    d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
+    assert wait(lambda: d.failed == {"req-d"}, [p, d], SOON)
+    assert all((d.caches[name] == -1).all() for name in d.layers)
+    another_works(p, d)
+
+
+def test_an_error_of_the_copy_is_one_requests_failure(stage: Stage) -> None:
+    settings = Settings(plane="shm")
+    p, d = stage.rank(settings=settings), stage.rank(settings=settings, engine_id="engine-d")
+    p.fill(THEIRS, TOKENS)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("planted")
+
+    for site, kind in ((d.worker.site, "internal"), (p.worker.site, "denied")):
+        copies = object.__getattribute__(site, "caches")
+        real = type(copies)._copy
+        token = grant([p], f"{kind}-p", THEIRS, TOKENS)
+        type(copies)._copy = lambda self, *a, real=real, copies=copies, **k: (
+            fail() if self is copies else real(self, *a, **k)
+        )
+        try:
+            d.worker.post(load_plan(f"{kind}-d", token, peer([p]), OURS, 0, TOKENS))
+            assert wait(lambda kind=kind: f"{kind}-d" in d.failed and f"{kind}-p" in p.sent, [p, d], SOON)
+        finally:
+            type(copies)._copy = real
+        assert reason_of(d) == kind
+    another_works(p, d)

@@ -1,0 +1,84 @@
+"""A model in which every (layer, head, token) element has a label of its own, and what ranks of it hold."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from kvferry.connector.geometry import GroupGeometry, RankGeometry
+from kvferry.connector.topology import head_interval
+
+CONTENT = 8
+
+
+@dataclass(frozen=True)
+class Model:
+    """Layers by kind; layer i is named ``layers.i``."""
+
+    kinds: tuple[str, ...]
+    heads: int
+    is_mla: bool
+
+    def label(self, layer: str, head: int, token: int | np.ndarray) -> int | np.ndarray:
+        return (int(layer.split(".")[1]) * self.heads + head) * 1000 + token
+
+    def stage(self, pp_rank: int, pp_size: int, shuffle: random.Random | None = None) -> dict[str, list[str]]:
+        """Layers of a pipeline stage by kind."""
+        total = len(self.kinds)
+        groups: dict[str, list[str]] = {}
+        for layer in range(pp_rank * total // pp_size, (pp_rank + 1) * total // pp_size):
+            groups.setdefault(self.kinds[layer], []).append(f"layers.{layer}")
+        if shuffle:
+            for layers in groups.values():
+                shuffle.shuffle(layers)
+            groups = dict(shuffle.sample(sorted(groups.items()), len(groups)))
+        return groups
+
+    def rank(self, tp: tuple[int, int], pp: tuple[int, int], block: int, shuffle: random.Random | None = None):
+        groups = []
+        for kind, layers in self.stage(*pp, shuffle).items():
+            total = 1 if self.is_mla or kind == "mla" else self.heads
+            start, count = head_interval(*tp, total)
+            groups.append(
+                GroupGeometry(
+                    kind=kind,
+                    layers=tuple(layers),
+                    block_size=block,
+                    head_start=start,
+                    num_heads=count,
+                    total_heads=total,
+                    content_bytes=CONTENT,
+                    dtype="bfloat16",
+                    window=64 if kind == "sliding_window" else 0,
+                )
+            )
+        return RankGeometry(
+            tp_rank=tp[0], tp_size=tp[1], pp_rank=pp[0], pp_size=pp[1],
+            head_counts=tuple(sorted({1, self.heads})), groups=tuple(groups),
+        )  # fmt: skip
+
+    def cache(self, geometry: RankGeometry, tokens: int) -> list[np.ndarray]:
+        """Labels that a rank holds, ``[L, H, T]`` per group."""
+        caches = []
+        for group in geometry.groups:
+            cache = np.empty((len(group.layers), group.num_heads, tokens), dtype=np.int64)
+            for place, layer in enumerate(group.layers):
+                for head in range(group.num_heads):
+                    cache[place, head] = self.label(layer, group.head_start + head, np.arange(tokens))
+            caches.append(cache)
+        return caches
+
+
+def edit(geometry: RankGeometry, group: int | None = None, **changes: object) -> RankGeometry:
+    if group is None:
+        return msgspec.structs.replace(geometry, **changes)
+    groups = list(geometry.groups)
+    groups[group] = msgspec.structs.replace(groups[group], **changes)
+    return msgspec.structs.replace(geometry, groups=tuple(groups))
+
+
+MODEL = Model(("full", "sliding_window", "full"), 8, False)
+OURS = MODEL.rank((0, 2), (0, 1), 16)

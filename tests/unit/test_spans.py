@@ -1,0 +1,88 @@
+"""Spans that a peer asks for, within bounds; and how they are cut into messages."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from labelled_model import OURS
+
+from kvferry.connector.errors import GeometryError
+from kvferry.connector.protocol import Span
+from kvferry.connector.spans import MAX_CHUNKS, Chunk, check_span, check_spans, chunks
+
+GOOD = Span(0, 0, 2, 0, 4, 10, 90)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"group": 2}, "span of group 2, there are 2"),
+        ({"layer": 1}, r"layers 1\.\.3 is outside 0\.\.2"),
+        ({"num_layers": 1 << 31}, "layers"),
+        ({"head": 1}, r"heads 1\.\.5 is outside 0\.\.4"),
+        ({"token": 11}, r"tokens 11\.\.101 is outside 0\.\.100"),
+        ({"num_tokens": 0}, "tokens"),
+        ({"layer": -1}, r"layers -1\.\.1"),
+    ],
+)
+def test_a_span_out_of_bounds_is_refused(changes: dict[str, int], message: str) -> None:
+    check_span(GOOD, OURS, 100)
+    with pytest.raises(GeometryError, match=message):
+        check_span(msgspec.structs.replace(GOOD, **changes), OURS, 100)
+
+
+def test_asking_for_the_same_box_again_and_again_is_refused() -> None:
+    check_spans([GOOD, Span(0, 0, 2, 0, 4, 0, 10)], OURS, 100)
+    with pytest.raises(GeometryError, match=r"ask for 1440 .* of 800"):
+        check_spans([GOOD, GOOD], OURS, 100)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.integers(1, 9), st.integers(1, 5), st.integers(0, 70), st.integers(1, 200),
+    st.integers(1, 40), st.integers(1, 6000), st.integers(1, 48),
+)  # fmt: skip
+def test_chunks_partition_a_span(layers, heads, token, tokens, content, room, align) -> None:
+    span = Span(0, 3, layers, 1, heads, token, tokens)
+    room = max(room, heads * content)
+    parts = chunks(span, content, room, align)
+    seen = np.zeros((layers, tokens), dtype=int)
+    for part in parts:
+        assert part.num_layers >= 1 and part.num_tokens >= 1
+        assert part.num_layers == 1 or part.num_tokens == tokens
+        assert part.num_layers * span.num_heads * part.num_tokens * content <= room
+        seen[part.layer : part.layer + part.num_layers, part.token : part.token + part.num_tokens] += 1
+        end = token + part.token + part.num_tokens
+        if part.token + part.num_tokens < tokens and end % align:  # only where no aligned cut was within reach
+            assert end - part.num_tokens >= end // align * align
+    assert (seen == 1).all()
+    assert parts == sorted(parts)
+    whole = room // (heads * content * tokens)
+    assert (
+        len(parts) == -(-layers // whole)
+        if whole
+        else len(parts) <= layers * (2 * tokens * heads * content // room + 2)
+    )
+
+
+def test_chunks_are_as_large_as_fit() -> None:
+    span = Span(0, 0, 10, 0, 2, 8, 64)
+    assert chunks(span, 8, 4 * 1024) == [Chunk(0, 4, 0, 64), Chunk(4, 4, 0, 64), Chunk(8, 2, 0, 64)]
+    assert chunks(span, 8, 512, 16)[:4] == [
+        Chunk(0, 1, 0, 24),
+        Chunk(0, 1, 24, 32),
+        Chunk(0, 1, 56, 8),
+        Chunk(1, 1, 0, 24),
+    ]
+
+
+def test_chunks_that_cannot_be_are_refused() -> None:
+    with pytest.raises(GeometryError, match=r"2 heads x 8 bytes .* of 15 bytes; raise slot_bytes to 16"):
+        chunks(Span(0, 0, 1, 0, 2, 0, 4), 8, 15)
+    with pytest.raises(GeometryError, match=f"more than {MAX_CHUNKS} messages"):
+        chunks(Span(0, 0, 1000, 0, 1, 0, 1 << 30), 1, 64)
+    with pytest.raises(GeometryError, match=f"more than {MAX_CHUNKS} messages"):
+        chunks(Span(0, 0, 1 << 30, 0, 1, 0, 1), 1, 1)

@@ -1,0 +1,65 @@
+"""What is on its way over a TCP channel: ``HEADER``, and behind it bytes that lie in pieces of memory."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvferry.transport.plane import Pieces, Slot
+from kvferry.transport.vectors import Vector
+
+HEADER = struct.Struct("<QQ")
+"""Tag, bytes that follow."""
+
+
+class Outgoing:
+    """A message that P sends. ``slot`` is given back afterwards; ``paged``: it is read from pages.
+
+    Args:
+        pieces: its bytes, which stay in place until it was sent or ``let_go``.
+        slot: where they are, unless they are in pages.
+    """
+
+    __slots__ = ("_header", "paged", "slot", "tag", "vector")
+
+    def __init__(self, tag: int, pieces: Pieces, slot: Slot | None) -> None:
+        self.tag, self.slot, self.paged = tag, slot, slot is None
+        self._header = np.frombuffer(HEADER.pack(tag, int(pieces.nbytes.sum())), dtype=np.uint8)
+        self.vector = Vector(_together(self._of_header(HEADER.size), pieces))
+
+    def let_go(self, instead: Callable[[int], Pieces]) -> None:
+        """Read no page any more: what is unsent of it comes from ``instead``, which is told how many bytes that is."""
+        self.paged = False
+        head = max(0, HEADER.size - self.vector.done)
+        rest = instead(self.vector.left - head)
+        self.vector = Vector(_together(self._of_header(head), rest) if head else rest)
+
+    def _of_header(self, nbytes: int) -> Pieces:
+        """The last bytes of the header."""
+        return Pieces(np.array([self._header.ctypes.data + HEADER.size - nbytes]), np.array([nbytes]))
+
+
+@dataclass(slots=True)
+class Expected:
+    """A message that was announced to D; ``into`` says where its bytes belong, None for a slot."""
+
+    nbytes: int
+    into: Callable[[], Pieces] | None
+
+
+@dataclass(slots=True)
+class Arriving:
+    """A message whose bytes come in. ``slot`` where it goes to one; ``told``: the bytes that are reported, 0 for a
+    message that had no place, None where nothing is."""
+
+    tag: int
+    vector: Vector
+    slot: Slot | None
+    told: int | None
+
+
+def _together(first: Pieces, then: Pieces) -> Pieces:
+    return Pieces(*(np.concatenate(both) for both in zip(first, then, strict=True)))
