@@ -88,7 +88,8 @@ def start(fleet: Fleet, connector: str, model: Path, setup: Setup, args: argpars
     engines = [
         fleet.engine(
             f"{connector}-{role}", model, connector=connector, extra=extra, dtype=setup.spec.dtype,
-            block_size=setup.block, max_model_len=longest, gpus=gpus, kv_cache_bytes=args.kv_gib << 30, policy=args.policy,
+            block_size=setup.block, max_model_len=longest, gpus=gpus, kv_cache_bytes=args.kv_gib << 30,
+            policy=args.policy,
             arguments=["--load-format", "dummy", "--max-num-seqs", str(setup.beside), "--disable-uvicorn-access-log"],
             environment={"UCX_PROTO_INFO": "y", **({} if gpus else {"VLLM_CPU_KVCACHE_SPACE": str(args.kv_gib)})},
         )

@@ -238,7 +238,8 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
 
     def build_connector_worker_meta(self) -> KVFerryPaces | None:
         paces = self._working.take_paces()
-        return KVFerryPaces(paces) if paces else None
+        # Below MultiConnector its configuration counts, of which we see nothing: then no load is taken inside a step.
+        return KVFerryPaces(paces) if paces and compat.speaks_for_engine(self) else None
 
     def get_kv_connector_stats(self) -> KVFerryStats | None:
         if self._worker is None or self._worker.site is None:

@@ -34,6 +34,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     PromMetric,
     PromMetricT,
 )
+from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
@@ -102,6 +103,7 @@ __all__ = [
     "rank_info",
     "register_connector",
     "request_view",
+    "speaks_for_engine",
     "splits",
     "token_places",
     "transfer_group_ids",
@@ -171,6 +173,11 @@ def check_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Non
             f"vLLM {vllm.__version__} dies when a load fails with {groups} KV cache groups; "
             "start it with --disable-hybrid-kv-cache-manager"
         )
+
+
+def speaks_for_engine(connector: KVConnectorBase_V1) -> bool:
+    """On a worker: whether the engine's connector is this one, and not MultiConnector, with this one below."""
+    return has_kv_transfer_group() and get_kv_transfer_group() is connector
 
 
 def loads_fail_requests(vllm_config: VllmConfig) -> bool:

@@ -295,8 +295,9 @@ class Consumer:
             pace = Pace(seconds, max(1, tokens)) if by_us else NEVER
             self._tell(Finished(load.request_id, True, load.peer.engine_id, pace))
             logger.info(
-                "kvferry: hand-over of %s done: %d tokens, %d bytes in %.2f ms over %s from %s",
+                "kvferry: hand-over of %s done: %d tokens, %d bytes in %.2f ms over %s from %s%s",
                 load.request_id, tokens, job.nbytes, milliseconds, plane, load.peer.engine_id[:8],
+                ", inside the step" if load.now else "",
             )  # fmt: skip
             return
         if reason is not None:

@@ -41,8 +41,8 @@ IDLE_WAIT_SECONDS = 5e-3
 """How long a step that computes nothing waits for a load to end: 1 GiB comes in less. Without it the engine's thread
 would go round in Python meanwhile, and take interpreter and core from the mover. A new request may wait as long."""
 GIVE_UP_SECONDS = 5.0
-"""How long a step waits for a load that it computes with; then it fails. Far more than was expected: P may take a moment
-to grant the lease, and that must not cost the request."""
+"""How long a step waits for a load that it computes with; then it fails. Far more than was expected: P may take a
+moment to grant the lease, and that must not cost the request."""
 
 
 @dataclass(slots=True)

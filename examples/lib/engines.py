@@ -282,8 +282,8 @@ class Fleet:
 
         ``dtype`` is the model's (vLLM would take bfloat16 for a float32 one); ``connector`` None starts one without
         a connector; ``extra`` is its ``kv_connector_extra_config``, ``policy`` that of failed loads; ``kv_bytes``
-        loads the worker extension of kv_bytes.py. ``gpus``: it sees these and no others, and each of its ranks has ``kv_cache_bytes`` for KV, so that
-        engines share a GPU; none: it runs on the CPU.
+        loads the worker extension of kv_bytes.py. ``gpus``: it sees these and no others, and each of its ranks has
+        ``kv_cache_bytes`` for KV, so that engines share a GPU; none: it runs on the CPU.
         """
         port = port or free_port()
         command = [*vllm_command(), "serve", str(model)]

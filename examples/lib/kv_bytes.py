@@ -10,7 +10,8 @@ A record is made of what computing a prompt's last token needs of those before i
 layer: all their KV, with a sliding window or a local chunk the KV of those in it, and of a layer that keeps a state
 (Mamba, GDN, short convolutions) the state after them.
 
-- ``loaded``: in the step that first runs a request of which tokens are already there (D), before its forward;
+- ``loaded``: in the step that first runs a request of which tokens are already there (D). Before its forward where a
+  layer keeps a state, which that changes; else after it, for a connector may load in the very step;
 - ``computed``: after the step that ran the prompt's last tokens, where those were not there (P, or D on its own).
 
 Both say how many tokens were digested: a comparison of anything but all of them is none. Both carry the digest of the
@@ -177,6 +178,7 @@ class KVBytes:
         if "_kvb_seen" not in self.__dict__:
             self._kvb_seen: dict[str, _Seen] = {}
             self._kvb_records: list[dict[str, Any]] = []
+            self._kvb_due: list[tuple[str, _Seen]] = []  # loaded, to be recorded after this step's forward
             self._kvb_corrupt = 0
             self._kvb_on = True
             runner: Any = self.model_runner  # type: ignore[attr-defined]
@@ -227,11 +229,16 @@ class KVBytes:
             return
         for request_id in step.finished_req_ids:
             self._kvb_seen.pop(request_id, None)
+        kinds = {layer.kind for layer in self._kvb_layers().values()}
         for new in step.scheduled_new_reqs:
             seen = _Seen(list(new.prompt_token_ids), new.num_computed_tokens, [list(ids) for ids in new.block_ids])
             self._kvb_seen[new.req_id] = seen
             if seen.computed:
-                self._kvb_record("loaded", new.req_id, seen, min(seen.computed, len(seen.prompt) - 1))
+                self._kvb_flip(seen)
+                if "state" in kinds:
+                    self._kvb_record_loaded(new.req_id, seen)
+                else:
+                    self._kvb_due.append((new.req_id, seen))
             if (
                 seen.computed and seen.computed >= len(seen.prompt) - 1
             ):  # all there: what this engine adds is not compared
@@ -253,6 +260,8 @@ class KVBytes:
     def _kvb_after(self, step: Any) -> None:
         if not self._kvb_on:
             return
+        while self._kvb_due:
+            self._kvb_record_loaded(*self._kvb_due.pop(0))
         for request_id, count in step.num_scheduled_tokens.items():
             seen = self._kvb_seen.get(request_id)
             if seen is not None and seen.computed < len(seen.prompt) <= seen.computed + count:
@@ -262,14 +271,20 @@ class KVBytes:
                 if kinds != {"all"}:
                     self._kvb_record("computed", request_id, seen, len(seen.prompt))
 
+    def _kvb_flip(self, seen: _Seen) -> None:
+        for layer in self._kvb_layers().values():
+            if self._kvb_corrupt:
+                self._kvb_corrupt -= 1
+                layer.flip(seen.blocks[layer.group], min(seen.computed, len(seen.prompt) - 1))
+
+    def _kvb_record_loaded(self, request_id: str, seen: _Seen) -> None:
+        self._kvb_record("loaded", request_id, seen, min(seen.computed, len(seen.prompt) - 1))
+
     def _kvb_record(self, when: str, request_id: str, seen: _Seen, tokens: int) -> None:
         started = time.perf_counter()
         layers = {}
         for name, layer in self._kvb_layers().items():
             blocks = seen.blocks[layer.group]
-            if when == "loaded" and self._kvb_corrupt and tokens:
-                self._kvb_corrupt -= 1
-                layer.flip(blocks, tokens)
             layers[name] = digest(layer.content(blocks, tokens))
         self._kvb_records.append(
             {

@@ -168,12 +168,17 @@ def corrupted(p: Server, d: Server, ids: Sequence[int], *where: str) -> str:
 
 
 def at_once(
-    p: Server, d: Server, prompts: Sequence[Sequence[int]], ask: Callable[[Sequence[int]], dict[str, Any]]
+    p: Server,
+    d: Server,
+    prompts: Sequence[Sequence[int]],
+    ask: Callable[[Sequence[int]], dict[str, Any]],
+    ranks: int = 1,
 ) -> tuple[list[dict[str, Any]], Count]:
     """Hand all of them over at the same time: all bytes equal, all tokens counted.
 
     Args:
         ask: sends one prompt; its answer.
+        ranks: of D, each of which counts.
 
     Returns:
         the answers, and what D counted.
@@ -184,7 +189,7 @@ def at_once(
         answers = list(pool.map(ask, prompts))
     of_d, of_p = records(d), records(p)
     assert [differ(of_d, of_p, ids) for ids in prompts] == [None] * len(prompts)
-    eventually(lambda: sum((count(d) - before).by_plane.values()) == len(prompts), "all are counted")
+    eventually(lambda: sum((count(d) - before).by_plane.values()) == ranks * len(prompts), "all are counted")
     grown = count(d) - before
     assert grown.failed == 0 and tokens - len(prompts) <= grown.external <= tokens
     return answers, grown

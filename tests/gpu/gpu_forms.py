@@ -12,7 +12,8 @@ PLANES = ("cuda_ipc", "ucx")
 
 @dataclass(frozen=True)
 class Form:
-    """One engine. ``beside``: a D on the first GPU, as every P's first rank is. ``heads``: KV heads of its model."""
+    """One engine. ``beside``: a D on the first GPU, as every P's first rank is. ``heads``: KV heads of its model.
+    ``policy``: of failed loads; with "fail" a D that is idle loads inside its step."""
 
     role: Literal["P", "D"]
     tensor: int = 1
@@ -23,6 +24,7 @@ class Form:
     layout: str = "NHD"
     beside: bool = False
     heads: int = 8
+    policy: str = "recompute"
 
     @property
     def ranks(self) -> int:
@@ -32,7 +34,7 @@ class Form:
     def name(self) -> str:
         place = "-beside" if self.beside else ""
         how = f"{self.attention.partition('_')[0].lower()}-{self.block}{self.layout}-{self.plane}"
-        return f"{self.role}-tp{self.tensor}pp{self.pipeline}-{how}-{self.heads}heads{place}"
+        return f"{self.role}-tp{self.tensor}pp{self.pipeline}-{how}-{self.heads}heads-{self.policy}{place}"
 
     @property
     def blocks(self) -> int:
@@ -73,6 +75,8 @@ def cases() -> Iterator[Case]:
     for plane, d in alone.items():
         yield Case(f"tp1-tp1-flash-{plane}", flash, d)
         yield Case(f"tp1-tp1-triton-{plane}", triton, d)
+    yield Case("tp1-tp1-in-step", flash, Form("D", plane="cuda_ipc", attention=TRITON, block=32, policy="fail"))
+    yield Case("tp2-tp2-in-step", Form("P", tensor=2), Form("D", tensor=2, plane="cuda_ipc", block=32, policy="fail"))
     for plane, attention in zip(PLANES, (TRITON, FLASH), strict=True):
         beside = Form("D", plane=plane, attention=attention, block=32, beside=True)
         yield Case(f"same-gpu-{plane}", flash, beside)

@@ -94,7 +94,7 @@ def start(fleet: Fleet, form: Form, models: Path) -> Server:
     return fleet.engine(
         form.name, build_model(models / f"{form.heads}-heads", spec), dtype=spec.dtype, block_size=form.block,
         extra={"plane": form.plane, "lease_seconds": LEASE_SECONDS}, gpus=form.gpus(THERE), kv_bytes=False,
-        arguments=arguments, environment={**PER_HEAD["environment"], "VLLM_KV_CACHE_LAYOUT": form.layout},
+        policy=form.policy, arguments=arguments, environment={**PER_HEAD["environment"], "VLLM_KV_CACHE_LAYOUT": form.layout},
     )  # fmt: skip
 
 
@@ -144,6 +144,8 @@ def test_bytes_counters_and_plane(yard: Yard, case: Case) -> None:
         hand_over(p, d, prompt_for(case, tokens, "fresh"), case.d.plane)
     chosen = re.findall(r"kvferry: data plane to .+? is (\w+)", d.log.read_text(errors="replace"))
     assert chosen and set(chosen) == {case.d.plane}, "each pair of ranks has its line"
+    in_step = d.log.read_text(errors="replace").count("inside the step")
+    assert bool(in_step) == (case.d.policy == "fail")
 
 
 @pytest.mark.parametrize("case", params())
@@ -163,7 +165,8 @@ def test_scattered_block_tables(yard: Yard, case: Case) -> None:
 def test_sixteen_at_once(yard: Yard, case: Case) -> None:
     p, d = yard.pair(case)
     prompts = [prompt_for(case, 20 + 37 * n, "at once") for n in range(16)]
-    _, grown = at_once(p, d, prompts, lambda ids: complete(d, ids, kv_transfer_params=prefill_leg(p, ids)))
+    ranks = case.d.tensor * case.d.pipeline
+    _, grown = at_once(p, d, prompts, lambda ids: complete(d, ids, kv_transfer_params=prefill_leg(p, ids)), ranks)
     assert set(grown.by_plane) == {case.d.plane}
     no_block_held(p, d)
 

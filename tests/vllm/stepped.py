@@ -267,7 +267,7 @@ class Engine:
             if self.window is not None:
                 differs[-1, :, : max(0, turn.start - self.window + 1)] = False
             wrong = differs.any(dim=3).any(dim=1).any(dim=0).nonzero().flatten().tolist()
-            self._lost |= getattr(worker.connector, "_invalid", set())
+            self._lost |= worker.lost
             if self._lost & set(tables[0]):  # a rank has said so; what vLLM makes of it is seen in the answers
                 wrong = []
             assert not wrong, f"{request_id}: wrong KV at positions {[held[n] for n in wrong]} of {turn.start}"

@@ -172,6 +172,11 @@ class Worker:
                     assert block_ids[block], f"token {token} of layer {number} goes to the null block"
                     cache[block_ids[block], :, slot] = values[number, :, token - start]
 
+    @property
+    def lost(self) -> set[int]:
+        """Blocks that a load inside the step under way failed to fill, which it will say after the forward."""
+        return getattr(self.connector, "_invalid", set())
+
     def held(self, stop: int) -> list[int]:
         """The tokens before ``stop`` that this rank keeps, which are all but for context parallelism."""
         engine = self.engine

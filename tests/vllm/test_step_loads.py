@@ -114,6 +114,21 @@ def test_beside_the_steps_where(yard: Yard, why: str) -> None:
     assert not d.step_loads
 
 
+def test_below_multi_connector(yard: Yard) -> None:
+    """Its policy counts, and a child sees its own alone."""
+    child = {"kv_connector": "KVFerryConnector", "kv_connector_module_path": "kvferry.connector.adapter",
+             "kv_role": "kv_both", "kv_load_failure_policy": "fail", "kv_connector_extra_config": IN_STEP}  # fmt: skip
+    extra = {"connectors": [child]}
+    p = yard.engine(0, connector="MultiConnector", module=None, extra=extra)
+    d = yard.engine(1, connector="MultiConnector", module=None, extra=extra)
+    for number in range(2):
+        request_id = d.add(prompt(100, number), prefill(p, prompt(100, number)))
+        run([p, d], lambda name=request_id: d.answers[name].finish is not None)
+        assert d.loads[request_id] == 1
+        settle(p, d)
+    assert not d.step_loads
+
+
 def test_an_engine_that_computes_is_not_held_up(yard: Yard) -> None:
     p, d = pair_of(yard)
     meet(p, d)
