@@ -94,7 +94,8 @@ def start(fleet: Fleet, form: Form, models: Path) -> Server:
     return fleet.engine(
         form.name, build_model(models / f"{form.heads}-heads", spec), dtype=spec.dtype, block_size=form.block,
         extra={"plane": form.plane, "lease_seconds": LEASE_SECONDS}, gpus=form.gpus(THERE), kv_bytes=False,
-        policy=form.policy, arguments=arguments, environment={**PER_HEAD["environment"], "VLLM_KV_CACHE_LAYOUT": form.layout},
+        policy=form.policy, arguments=arguments,
+        environment={**PER_HEAD["environment"], "VLLM_KV_CACHE_LAYOUT": form.layout},
     )  # fmt: skip
 
 
