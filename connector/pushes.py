@@ -146,7 +146,7 @@ class Pushes:
         if slot is None:
             return False
         try:
-            copy = self._caches.pack(slot.address, part)
+            copy = self._caches.pack(slot.address, part, slot.tensor.device)
         except Exception:
             channel.give_back(slot)
             raise

@@ -260,7 +260,7 @@ class Reads:
             text = f"chunk {chunk} has {message.nbytes} bytes, expected {wanted}"
             return read, handover.Failed(read.source, Reason("data", text))
         try:
-            copy = Copy(done=True) if message.placed else self._caches.unpack(message.address, part)
+            copy = Copy(done=True) if message.placed else self._caches.unpack(message.address, part, message.device)
         except Exception as error:  # an error of the copy is this request's, not everybody's
             message.release()
             logger.exception("kvferry: a chunk of %s could not be unpacked", read.job.load.request_id)

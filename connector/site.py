@@ -28,7 +28,7 @@ from kvferry.connector.view import CacheView, kernel_block_ids, row_bases
 from kvferry.kernels.convert import unpack_converted
 from kvferry.kernels.paged_copy import Pages, copy_pages, wire_pages
 from kvferry.transport.gate import CurveKeys
-from kvferry.transport.plane import Pieces, Plane
+from kvferry.transport.plane import CPU, Pieces, Plane
 from kvferry.transport.wake import RateLimitedLog
 
 Ids = npt.NDArray[np.int64]
@@ -37,8 +37,9 @@ MIN_PIECE_BYTES = 2048
 """Shorter pieces of pages are packed into a slot before they are sent, and unpacked from one."""
 
 
-BRIEF_BYTES = 128 << 20
-"""What a GPU reads from another in 0.4 ms; waking another thread, and then the mover, takes nearly as long."""
+BRIEF_BYTES, BRIEF_LOCAL_BYTES = 128 << 20, 32 << 20
+"""What a GPU reads from another in 0.4 ms, and what it packs or unpacks in 0.05; waking another thread, and then the
+mover, takes as long."""
 
 
 @dataclass(frozen=True)
@@ -105,20 +106,28 @@ class Caches:
         layouts = zip(self.page_layouts(), self.geometry.groups, strict=True)
         return [(base, reach(layout, group)) for layout, group in layouts for base in layout.bases]
 
-    def pack(self, address: int, part: Part) -> Copy:
-        """Copy ``part`` of the pages to staging memory in wire order, ``[L][R][H][T][C / R]``; R is ``view.rows``."""
-        return self.copies.start(partial(self._copy, self._wire(address, part), self.pages(part), part))
+    def pack(self, address: int, part: Part, staging: torch.device = CPU) -> Copy:
+        """Copy ``part`` of the pages to staging memory in wire order, ``[L][R][H][T][C / R]``; R is ``view.rows``.
+        ``staging``: where that lies."""
+        pack = partial(self._copy, self._wire(address, part), self.pages(part), part)
+        return self.copies.start(pack, brief=self._brief(part, staging))
 
-    def unpack(self, address: int, part: Part) -> Copy:
+    def unpack(self, address: int, part: Part, staging: torch.device = CPU) -> Copy:
         """Copy wire bytes at ``address`` to ``part`` of the pages, converted where they are another dtype's."""
+        brief = self._brief(part, staging)
         if part.source is None:
-            return self.copies.start(partial(self._copy, self.pages(part), self._wire(address, part), part))
+            unpack = partial(self._copy, self.pages(part), self._wire(address, part), part)
+            return self.copies.start(unpack, brief=brief)
         conversion = part.source.conversion(self.geometry.groups[part.group], part.layer, part.num_layers)
         unpack = partial(
             unpack_converted, self.pages(part), address, conversion, num_heads=part.num_heads,
             num_tokens=part.num_tokens, device=self.device, sms=self.copies.sms,
         )  # fmt: skip
-        return self.copies.start(unpack)
+        return self.copies.start(unpack, brief=brief)
+
+    def _brief(self, part: Part, staging: torch.device) -> bool:
+        """Whether a copy between pages and staging memory is over as soon as another thread were awake."""
+        return staging == self.device and self.nbytes(part) <= BRIEF_LOCAL_BYTES
 
     def fetch(self, parts: Sequence[tuple[Part, Pages]]) -> Copy:
         """Copy pages of a peer that are mapped here to parts of ours, each in one pass."""

@@ -19,6 +19,10 @@ from kvferry.connector.protocol import Span
 MAX_CHUNKS = 1 << 20
 """Bound on the messages that one span is cut into; a peer names the span and the size of a message."""
 
+TAPER_BYTES = 32 << 20
+"""Where messages are larger, the first and the last of a span are halved until one of them is not: nothing moves while
+the first one is packed, nor while the last one is unpacked."""
+
 MAX_RANGES = 256
 """Bound on the token ranges of one read; one for each kind of region would do."""
 
@@ -98,6 +102,7 @@ def chunks(span: Span, content_bytes: int, chunk_bytes: int, token_align: int = 
 
     As many whole layers with all tokens as fit; where one layer does not fit, runs of its tokens, with cuts at
     multiples of ``token_align`` (counted from the start of the prompt, as blocks are) wherever one is within reach.
+    At both ends they are smaller, see ``TAPER_BYTES``.
 
     Raises:
         GeometryError: one token of the span does not fit into ``chunk_bytes``, or more than ``MAX_CHUNKS`` result.
@@ -119,9 +124,9 @@ def chunks(span: Span, content_bytes: int, chunk_bytes: int, token_align: int = 
         step = chunk_bytes // layer_bytes
         if -(-span.num_layers // step) > MAX_CHUNKS:
             raise GeometryError(f"span of {span.num_layers} layers makes more than {MAX_CHUNKS} messages")
-        return [
-            Chunk(layer, min(step, span.num_layers - layer), 0, num_tokens) for layer in range(0, span.num_layers, step)
-        ]
+        layers = range(0, span.num_layers, step)
+        whole = [Chunk(layer, min(step, span.num_layers - layer), 0, num_tokens) for layer in layers]
+        return _tapered(whole, token_bytes, first, max(1, token_align))
     # Alignment shortens a run by less than half on average.
     if span.num_layers * -(-2 * num_tokens // most) > MAX_CHUNKS:
         raise GeometryError(
@@ -130,9 +135,35 @@ def chunks(span: Span, content_bytes: int, chunk_bytes: int, token_align: int = 
         )
     runs = _token_runs(first, num_tokens, most, max(1, token_align))
     # Ten thousand chunks for a long prompt: zip and tuple.__new__ take half the time of calling Chunk.
-    layers = chain.from_iterable(repeat(layer, len(runs)) for layer in range(span.num_layers))
+    numbers = chain.from_iterable(repeat(layer, len(runs)) for layer in range(span.num_layers))
     starts, counts = ([run[side] for run in runs] * span.num_layers for side in (0, 1))
-    return list(map(_new_chunk, zip(layers, repeat(1), starts, counts, strict=False)))
+    cut = list(map(_new_chunk, zip(numbers, repeat(1), starts, counts, strict=False)))
+    return _tapered(cut, token_bytes, first, max(1, token_align))
+
+
+def _tapered(cut: list[Chunk], token_bytes: int, first: int, align: int) -> list[Chunk]:
+    """With the first and the last of them in halves, the smallest outermost; ``first`` is the number of token 0."""
+
+    def halves(chunk: Chunk) -> tuple[Chunk, Chunk] | None:
+        layer, layers, token, tokens = chunk
+        if layers * tokens * token_bytes <= TAPER_BYTES:
+            return None
+        if layers > 1:
+            half = layers // 2
+            return Chunk(layer, half, token, tokens), Chunk(layer + half, layers - half, token, tokens)
+        half = (first + token + tokens // 2) // align * align - first - token
+        if not 0 < half < tokens:
+            return None
+        return Chunk(layer, 1, token, half), Chunk(layer, 1, token + half, tokens - half)
+
+    begin, end = [cut[0]], [cut[-1]]
+    while (two := halves(begin[0])) is not None:
+        begin[:1] = two
+    if len(cut) == 1:
+        return begin
+    while (two := halves(end[-1])) is not None:
+        end[-1:] = two
+    return begin + cut[1:-1] + end
 
 
 def _token_runs(first: int, total: int, most: int, align: int) -> list[tuple[int, int]]:

@@ -70,7 +70,7 @@ class Pieces(NamedTuple):
 class Received:
     """A message that is there. Its bytes stay valid until ``release()``, which may be called once.
 
-    ``placed``: they lie where ``expect`` was told to put them, and ``address`` means nothing.
+    ``placed``: they lie where ``expect`` was told to put them, and ``address`` means nothing. ``device``: whose memory.
     """
 
     tag: int
@@ -78,6 +78,7 @@ class Received:
     nbytes: int
     release: Callable[[], None]
     placed: bool = False
+    device: torch.device = CPU
 
 
 class _Channel(ABC):

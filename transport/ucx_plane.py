@@ -410,7 +410,9 @@ class UcxPlane(Plane):
             (self._recv_pool.revive if transfer.retired else self._recv_pool.put)(slot)
         else:
             release = partial(self._release, slot)
-            channel.arrived.append(Received(transfer.tag, slot.address, transfer.nbytes, release))
+            channel.arrived.append(
+                Received(transfer.tag, slot.address, transfer.nbytes, release, device=slot.tensor.device)
+            )
         if isinstance(channel, UcxRecvChannel):
             channel.receiving.discard(transfer.tag)
         if channel is not None and not ok:

@@ -11,7 +11,7 @@ from labelled_model import OURS
 
 from kvferry.connector.errors import GeometryError
 from kvferry.connector.protocol import Span
-from kvferry.connector.spans import MAX_CHUNKS, Chunk, check_span, check_spans, chunks
+from kvferry.connector.spans import MAX_CHUNKS, TAPER_BYTES, Chunk, check_span, check_spans, chunks
 
 GOOD = Span(0, 0, 2, 0, 4, 10, 90)
 
@@ -86,3 +86,28 @@ def test_chunks_that_cannot_be_are_refused() -> None:
         chunks(Span(0, 0, 1000, 0, 1, 0, 1 << 30), 1, 64)
     with pytest.raises(GeometryError, match=f"more than {MAX_CHUNKS} messages"):
         chunks(Span(0, 0, 1 << 30, 0, 1, 0, 1), 1, 1)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 8), st.integers(0, 70), st.integers(1, 40000), st.integers(1, 256))
+def test_large_messages_are_smaller_at_both_ends(layers, heads, token, tokens, mib) -> None:
+    span = Span(0, 0, layers, 0, heads, token, tokens)
+    parts = chunks(span, 512, mib << 20, 16)
+    sizes = [part.num_layers * part.num_tokens * heads * 512 for part in parts]
+    assert sum(sizes) == layers * tokens * heads * 512
+    order = [(part.layer, part.token) for part in parts]
+    assert order == sorted(order), "in the order of the wire"
+    block = 16 * heads * 512
+    one_layer = tokens * heads * 512
+    for size in (sizes[0], sizes[-1]):
+        assert size <= TAPER_BYTES or size - block < one_layer, "halved, by layers and then by blocks"
+    assert len(parts) <= len(chunks(span, 512, mib << 20, 16)) <= -(-sum(sizes) // (mib << 20)) * 4 + 2 * 9 + layers
+
+
+def test_eight_large_messages_with_ends_of_32_mib() -> None:
+    mib = 1 << 20
+    eight_k, whole = Span(0, 0, 32, 0, 8, 0, 8192), Span(0, 0, 32, 0, 8, 0, 32768)
+    sizes = [part.num_layers * 32 for part in chunks(eight_k, 512, 128 * mib, 16)]
+    assert sizes == [32, 32, 64, *[128] * 6, 64, 32, 32]
+    tokens = [part.num_tokens for part in chunks(whole, 512, 128 * mib, 16)]
+    assert tokens == [8192, 8192, 16384, *[32768] * 30, 16384, 8192, 8192]
