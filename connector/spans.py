@@ -156,14 +156,11 @@ def _tapered(cut: list[Chunk], token_bytes: int, first: int, align: int) -> list
             return None
         return Chunk(layer, 1, token, half), Chunk(layer, 1, token + half, tokens - half)
 
-    begin, end = [cut[0]], [cut[-1]]
-    while (two := halves(begin[0])) is not None:
-        begin[:1] = two
-    if len(cut) == 1:
-        return begin
-    while (two := halves(end[-1])) is not None:
-        end[-1:] = two
-    return begin + cut[1:-1] + end
+    while (two := halves(cut[0])) is not None:
+        cut[:1] = two
+    while (two := halves(cut[-1])) is not None:
+        cut[-1:] = two
+    return cut
 
 
 def _token_runs(first: int, total: int, most: int, align: int) -> list[tuple[int, int]]:
