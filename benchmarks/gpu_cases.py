@@ -106,7 +106,7 @@ def cache_bytes(forms: dict[Form, int]) -> int:
 
 LLAMA = Form()
 LLAMA_D = replace(LLAMA, block=64, order="HND")
-MAIN = "tokens_8192"
+MAIN, LONG = "tokens_8192", "tokens_32768"
 ONE_BLOCK, SMALL, FIRST = "tokens_16", "tokens_512", "first"
 
 

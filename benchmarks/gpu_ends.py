@@ -78,7 +78,7 @@ class ArenaEnd(End):
         it = self.points[point]
         if way in BULK:
             return digest(self.arena[: it.nbytes])
-        form, blocks = (it.d, "d") if side == "d" and way == "kernel" else (it.p, "p")
+        form, blocks = (it.d, "d") if side == "d" and way.startswith("kernel") else (it.p, "p")
         cache = self.cache(form, blocks)  # type: ignore[arg-type]
         return cache.digest(it.tables(side, form, cache.num_blocks), it.tokens)
 

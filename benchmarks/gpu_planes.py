@@ -11,11 +11,14 @@ contender moves each point once and the bytes on D are compared with P's.
 D's step to the report of its load, so with ask, grant, copy and commit.
 ``nixl``, ``memcpy_async``: P's blocks, layer by layer; neither can change block size or layout (* in the table).
 ``nixl_best``: as many contiguous bytes in descriptors of 64 MiB. ``torch``: gather, peer copy, permute and scatter.
-``kernel``: the bare copy kernel over P's mapped pages, from launch to completion seen. ``peer_copy``: one contiguous
-copy of as many bytes. ``ucxx_raw``: tagged messages of 32 MiB. ``device_copy``, ``pack``, ``unpack``: on one GPU.
+``kernel``: the copy that ``cuda_ipc`` makes over P's mapped pages, with the SMs that it takes by default or as many as
+its name says, from launch to completion seen. ``peer_copy``: one contiguous copy of as many bytes. ``ucxx_raw``: tagged
+messages of 32 MiB. ``device_copy``, ``pack``, ``unpack``: on one GPU.
 
-Ratios are of bandwidths, at 8k tokens (1 GiB) unless their name says more; ``cuda_ipc_64mib_vs_peer_copy`` is the
-kernel's at 64 MiB over a peer copy's of 1 GiB. ``handover_ms``: a hand-over of one block of 16 tokens. ``gil_ms``: 64
+Ratios are of bandwidths, at 8k tokens (1 GiB) unless their name says more. Those of ``cuda_ipc`` to ceilings are of its
+copy, launch to completion seen, as a transfer of NIXL's is from its posting to its end; with ``handover`` in the name
+they are of the whole hand-over, as ``ucx``'s are and those to NIXL's scattered pieces. At 64 MiB the ceiling is that of
+1 GiB. ``handover_ms``: a hand-over of one block of 16 tokens. ``gil_ms``: 64
 MiB beside a thread in D's process that never lets the GIL go. ``first_handover_ms``: from a P process that D, which has
 served others, has not met before.
 """
@@ -34,7 +37,7 @@ from typing import Any
 
 import gpu_tables
 import report
-from gpu_cases import CORE, FIRST, FIRST_POINT, MAIN, MORE, ONE_BLOCK, SMALL, Config, Point, small
+from gpu_cases import CORE, FIRST, FIRST_POINT, LONG, MAIN, MORE, ONE_BLOCK, SMALL, Config, Point, small
 from gpu_pairs import ContenderError, Pair, Process, gpus, introduce, move, transports, verify
 from gpu_ways import Contender, chosen
 
@@ -270,18 +273,30 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, float]:
     """The ratios that the project holds itself to, those whose both sides were measured."""
     rates = {(row["contender"], row["point"]): row["gb_per_s"] for row in rows if "error" not in row}
     pairs = {
-        "cuda_ipc_vs_peer_copy": (("cuda_ipc", MAIN), ("peer_copy", MAIN)),
-        "cuda_ipc_16sm_vs_peer_copy": (("cuda_ipc_16sm", MAIN), ("peer_copy", MAIN)),
+        "cuda_ipc_vs_peer_copy": (("kernel", MAIN), ("peer_copy", MAIN)),
+        "cuda_ipc_16sm_vs_peer_copy": (("kernel_16sm", MAIN), ("peer_copy", MAIN)),
+        "cuda_ipc_32sm_vs_peer_copy": (("kernel_32sm", MAIN), ("peer_copy", MAIN)),
         "cuda_ipc_64mib_vs_peer_copy": (("kernel", SMALL), ("peer_copy", MAIN)),
         "cuda_ipc_64mib_vs_peer_copy_of_64mib": (("kernel", SMALL), ("peer_copy", SMALL)),
+        "cuda_ipc_handover_vs_peer_copy": (("cuda_ipc", MAIN), ("peer_copy", MAIN)),
         "ucx_vs_peer_copy": (("ucx", MAIN), ("peer_copy", MAIN)),
         "ucx_vs_raw_ucxx": (("ucx", MAIN), ("ucxx_raw", MAIN)),
         "cuda_ipc_vs_nixl_8k": (("cuda_ipc", "pieces_8k"), ("nixl", "pieces_8k")),
         "cuda_ipc_vs_nixl_32k": (("cuda_ipc", "pieces_32k"), ("nixl", "pieces_32k")),
-        "cuda_ipc_vs_nixl_best": (("cuda_ipc", MAIN), ("nixl_best", MAIN)),
+        "cuda_ipc_vs_nixl_best": (("kernel", MAIN), ("nixl_best", MAIN)),
+        "cuda_ipc_handover_vs_nixl_best": (("cuda_ipc", MAIN), ("nixl_best", MAIN)),
         "pack_vs_device_copy": (("pack", MAIN), ("device_copy", MAIN)),
         "unpack_vs_device_copy": (("unpack", MAIN), ("device_copy", MAIN)),
     }
+    for ours, ceiling in (
+        ("kernel", "peer_copy"),
+        ("cuda_ipc", "peer_copy"),
+        ("ucx", "peer_copy"),
+        ("ucx", "ucxx_raw"),
+    ):
+        of = {"kernel": "cuda_ipc", "cuda_ipc": "cuda_ipc_handover"}.get(ours, ours)
+        to = {"ucxx_raw": "raw_ucxx"}.get(ceiling, ceiling)
+        pairs[f"{of}_vs_{to}_at_32k_tokens"] = ((ours, LONG), (ceiling, LONG))
     return {name: rates[ours] / rates[than] for name, (ours, than) in pairs.items() if {ours, than} <= rates.keys()}
 
 

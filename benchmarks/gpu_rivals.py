@@ -20,6 +20,7 @@ from gpu_cases import Config, Form, Point, Side, cache_bytes, num_blocks
 from gpu_ends import ArenaEnd, End
 from timing import timed
 
+from kvferry.connector.config import Settings
 from kvferry.kernels.paged_copy import copy_pages, wire_pages
 
 LARGE_DESCRIPTOR = 64 << 20
@@ -120,7 +121,11 @@ class MappedEnd(ArenaEnd):
 
     def move(self, point: str, way: str, repeats: int, ticket: Any = None, peer: str = "main") -> list[float]:
         it = self.points[point]
-        go = {"kernel": self._kernel, "memcpy_async": self._memcpys, "peer_copy": self._copy}[way](it)
+        sms = {"kernel": Settings().copy_sms, "kernel_16sm": 16, "kernel_32sm": 32}
+        if way in sms:
+            go = self._kernel(it, sms[way])
+        else:
+            go = self._memcpys(it) if way == "memcpy_async" else self._copy(it)
         stream = torch.cuda.current_stream()
 
         def launch_to_end() -> None:
@@ -129,7 +134,7 @@ class MappedEnd(ArenaEnd):
 
         return self._timed(launch_to_end, repeats)
 
-    def _kernel(self, point: Point) -> Callable[[], None]:
+    def _kernel(self, point: Point, sms: int) -> Callable[[], None]:
         ours, theirs = self.cache(point.d, "d"), self.cache(point.p, "p")
         bases = theirs.bases - self.arena.data_ptr() + self.base
         to = [ours.pages(ids) for ids in point.tables("d", point.d, ours.num_blocks)]
@@ -144,6 +149,7 @@ class MappedEnd(ArenaEnd):
                     num_tokens=point.tokens,
                     content_bytes=point.p.content,
                     device=self.device,
+                    sms=sms,
                 )
 
         return go

@@ -26,11 +26,12 @@ CONTENDERS = {
     "ucx": "`ucx`",
     "nixl": "NIXL",
     "torch": "torch",
-    "kernel": "bare kernel",
+    "kernel": "copy of `cuda_ipc`",
     "nixl_best": "NIXL, one piece",
     "ucxx_raw": "UCXX, one piece",
     "peer_copy": "peer copy, one piece",
 }
+LONG = "_at_32k_tokens"
 PACKAGES = ("torch", "triton", "ucxx-cu13", "libucx-cu13", "nixl-cu13")
 CONNECTORS = ("KVFerryConnector", "NixlConnector")
 
@@ -102,13 +103,17 @@ def parts() -> list[str]:
         measured.append((INTERFERENCE_TARGETS, load("interference")))
     rounds = engines["figures"]["rounds_fresh"], engines["figures"]["rounds_scattered"]
     first = [engines["figures"][f"first_handover_ms_{connector}"] for connector in CONNECTORS]
+    handover, longer, ucx = (
+        planes["ratios"][f"{name}_vs_peer_copy{at}"]
+        for name, at in (("cuda_ipc_handover", ""), ("cuda_ipc_handover", LONG), ("ucx", LONG))
+    )
     return [
         f"On {machine(planes, engines)}.",
         "GB/s from one GPU to the other, Llama-8B in scattered blocks of 16 tokens, on D of 64 and in another layout, "
         f"medians of {planes['rounds']} rounds (`benchmarks/gpu_planes.py`). `cuda_ipc` and `ucx` are whole "
-        "hand-overs, from D's step to the report of its load; the bare kernel is the copy that `cuda_ipc` makes; what "
-        "is in one piece is as many contiguous bytes. At a `*`, block size and layout are still to be changed, and the "
-        "time for that is not counted:",
+        "hand-overs, from D's step to the report of its load; the copy of `cuda_ipc` alone is from its launch to its "
+        "end; what is in one piece is as many contiguous bytes. At a `*`, block size and layout are still to be "
+        "changed, and the time for that is not counted:",
         rates(planes),
         "![GB/s by prompt length and form](benchmarks/results/gpu_planes.png)",
         "Two vLLM engines on two GPUs, milliseconds that a hand-over adds to D's time to first token, medians with the "
@@ -118,7 +123,10 @@ def parts() -> list[str]:
         f"The first one from a new peer, at the longest prompt: {first[0]:.0f} ms, with NixlConnector "
         f"{first[1]:.0f} ms.",
         "What this is to reach, and whether it does. Ratios named `_vs_` are of bandwidths, at 8192 tokens unless the "
-        "name says more, `handover_vs_nixl` of times at the longest prompt. `handover_ms` is a hand-over of one block, "
+        "name says more, those of `cuda_ipc` to a peer copy and to NIXL at its best of its copy alone, "
+        "`handover_vs_nixl` of times at the longest prompt. Whole hand-overs over `cuda_ipc` reach "
+        f"{handover:.2f} of the peer copy at 8192 tokens and {longer:.2f} at 32768, over `ucx` {ucx:.2f} at 32768. "
+        "`handover_ms` is a hand-over of one block, "
         "`gil_ms` one of 64 MiB beside a thread of D's that never lets the GIL go, `first_handover_ms` the first one "
         "from a new peer, all three between KVFerry's halves without engines:",
         targets(*measured),

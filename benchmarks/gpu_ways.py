@@ -25,7 +25,7 @@ class Contender:
         """Whether it can be asked for this point, ``main`` being the one of 8k tokens."""
         if self.pair == "local":
             return point == main
-        if self.name == "cuda_ipc_16sm":
+        if self.name in ("cuda_ipc_16sm", "kernel_16sm", "kernel_32sm"):
             return (point.p, point.d) == (main.p, main.d)
         if self.name == "memcpy_async":
             return point.pieces <= MAX_MEMCPYS
@@ -53,6 +53,8 @@ RIVALS = (
     Contender("memcpy_async", "mapped", gpu_only=True),
     Contender("torch", "torch"),
     Contender("kernel", "mapped", gpu_only=True),
+    Contender("kernel_16sm", "mapped", gpu_only=True),
+    Contender("kernel_32sm", "mapped", gpu_only=True),
     Contender("peer_copy", "mapped", gpu_only=True),
     Contender("ucxx_raw", "ucxx_raw"),
     Contender("device_copy", "local"),

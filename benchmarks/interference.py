@@ -6,9 +6,10 @@
 P and D are processes of their own (``decode_engine.py``), P on the first GPU of ``--devices``, D on the second. Both
 decode all the time: 64 sequences of 2048 tokens on the layers of Llama-3-8B in bf16, without CUDA graphs. Hand-overs of
 8192 tokens, 1 GiB between scattered blocks of 16 tokens, arrive not at all, ``--rate`` times a second, or one after the
-other; each round takes these three, and then in the opposite order. Slow-down is of the median time of a step, from
-wall-clock times of the engine's thread; of the mean, which the few steps beside a rare hand-over move, it stands
-beside. With ``--device cpu`` the model is a toy, no SMs are counted, and the figures say nothing.
+other; each round takes these three, and then in the opposite order. ``decode_slowdown_percent`` is of the mean time of
+a step, from wall-clock times of the engine's thread, which the steps beside a hand-over move; of the median it stands
+beside. Eight a second bring what 64 such sequences need that are answered in 200 steps of 10 ms each: 32 prompts a
+second of 256 MiB. With ``--device cpu`` the model is a toy, no SMs are counted, and the figures say nothing.
 """
 
 from __future__ import annotations
@@ -216,8 +217,8 @@ def main() -> None:
     parser.add_argument("--settings", type=json.loads, default={}, help="more settings of both sides, in JSON")
     parser.add_argument("--sms", help=f"{','.join(map(str, SMS))} on GPUs; the default cap is always among them")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=0.25, help="of each of the six segments of a round")
-    parser.add_argument("--rate", type=float, default=4.0, help="hand-overs a second, of those that arrive at a rate")
+    parser.add_argument("--seconds", type=float, default=0.5, help="of each of the six segments of a round")
+    parser.add_argument("--rate", type=float, default=8.0, help="hand-overs a second, of those that arrive at a rate")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
@@ -239,11 +240,11 @@ def main() -> None:
     of = {(row["sms"], row["side"], row["arriving"]): row for row in rows}
     busy, rare = of[default, "D", "back_to_back"], of[default, "D", "rate"]
     figures = {
-        "decode_slowdown_percent": rare["slowdown_percent"],
-        "decode_slowdown_percent_mean": rare["slowdown_percent_mean"],
-        "decode_slowdown_percent_back_to_back": busy["slowdown_percent"],
-        "decode_slowdown_percent_on_p": of[default, "P", "rate"]["slowdown_percent"],
-        "decode_slowdown_percent_on_p_back_to_back": of[default, "P", "back_to_back"]["slowdown_percent"],
+        "decode_slowdown_percent": rare["slowdown_percent_mean"],
+        "decode_slowdown_percent_median": rare["slowdown_percent"],
+        "decode_slowdown_percent_back_to_back": busy["slowdown_percent_mean"],
+        "decode_slowdown_percent_on_p": of[default, "P", "rate"]["slowdown_percent_mean"],
+        "decode_slowdown_percent_on_p_back_to_back": of[default, "P", "back_to_back"]["slowdown_percent_mean"],
         "handover_gb_per_s_at_a_rate": rare["gb_per_s_of_one"],
         "handover_gb_per_s_back_to_back": busy["gb_per_s_moved"],
     }

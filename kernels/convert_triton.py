@@ -162,7 +162,7 @@ def unpack_converted_triton(
     numbers = table(pages, wire, sizes=(num_heads, num_tokens, content, tiles))
     scales = np.concatenate([conversion.src_scales, conversion.dst_scales], axis=1, dtype=np.float32)
     host = np.concatenate([numbers, [conversion.keys], scales.view(np.int32).reshape(-1).astype(np.int64)])
-    grid = (min(tiles, num_programs(device, sms)),)
+    grid = (num_programs(tiles, device, sms),)
     constants = {
         **_constants("SRC", of, alignment(wire, num_heads, num_tokens, content * of.itemsize)),
         **_constants("DST", to, alignment(pages, num_heads, num_tokens, content * to.itemsize)),

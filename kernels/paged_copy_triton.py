@@ -1,7 +1,7 @@
 """The copy of ``paged_copy`` as one Triton kernel: pack, unpack, page to page. Axes ``[L, B, H, N, C]``.
 
-A tile is tokens by content words of one (layer, head). Programs are persistent: each takes every n-th tile, so that
-the number of SMs in use is the caller's choice. All that depends on the peer or the request (addresses, block ids,
+A tile is tokens by content words of one (layer, head). There is a program for each, or as many as the SMs that the
+caller allows, and then each takes every n-th tile. All that depends on the peer or the request (addresses, block ids,
 strides, sizes) comes in one int64 table in device memory, so no peer makes the kernel compile again; it is compiled
 per width of the word, alignment and tile shape.
 """
@@ -23,21 +23,20 @@ from kvferry.kernels.paged_copy import Pages
 
 
 class Form(NamedTuple):
-    """How the work is laid out: bytes of a tile, most tokens in one, warps of a program, programs per SM."""
+    """How the work is laid out: bytes of a tile, most tokens in one, warps of a program."""
 
     tile_bytes: int
     tile_tokens: int
     num_warps: int
-    programs_per_sm: int
 
 
-WIDE = Form(32 << 10, 128, 8, 2)
-"""All SMs: a tile is 128 bytes for each of 256 threads, 8 loads of 16 bytes in flight per thread. Measured on an H100:
-one program per SM already packs at 0.92 of a contiguous device copy, more gain nothing."""
-FEW = Form(64 << 10, 256, 32, 1)
-"""A few SMs, each with all the loads in flight that it can hold. Measured on two H200, pages of the peer read over
-NVLink, against one contiguous copy: 16 SMs reach 0.92 and 32 reach 0.94 (0.73 and 0.91 with programs of 8 warps);
-64 and more gain half a percent."""
+WIDE = Form(16 << 10, 128, 4)
+"""All SMs: a tile is 128 bytes for each thread, 8 loads of 16 bytes in flight. On H200 a program per tile packs 0.03
+faster, of a contiguous device copy, than programs that stay."""
+FEW = Form(64 << 10, 256, 32)
+"""A few SMs, each filled by one program: smaller ones would spread over as many SMs as there are of them, and keep the
+engine's large blocks from all of these. On H200 a program brings 20 GB/s, so that 20 of them fill NVLink
+(``kernel_*sm`` of ``benchmarks/gpu_planes.py``)."""
 _MAX_TILES = (1 << 31) - 1
 
 _HEADER_INTS = 18
@@ -130,7 +129,7 @@ def copy_pages_triton(
     tiles = len(dst.bases) * num_heads * -(-num_tokens // block_t) * -(-words // block_w)
     assert tiles <= _MAX_TILES and num_tokens + dst.block_size + src.block_size <= _MAX_TILES
     host = table(dst, src, sizes=(num_heads, num_tokens, words, tiles))
-    programs = min(tiles, num_programs(device, sms))
+    programs = num_programs(tiles, device, sms)
     constants = (_DTYPES[word], align, align // word, block_t, block_w)
     if device.type == "cpu":  # the interpreter
         _copy_kernel[(programs,)](torch.from_numpy(host), *constants)
@@ -158,7 +157,7 @@ def tile_shape(words: int, word: int, form: Form) -> tuple[int, int]:
     """Tokens and words of a tile, powers of two that depend on the content alone.
 
     As wide as leaves at most an eighth of the lanes idle, from 16 words to 1 KiB, and no wider than the content:
-    64 x 64 for 512 bytes of bf16 K and V in the wide form, 128 x 32 for the 1152 of an MLA token.
+    32 x 64 for 512 bytes of bf16 K and V in the wide form, 64 x 32 for the 1152 of an MLA token.
     """
     block_w = 1024 // word
     while block_w > 16 and (-(-words // block_w) * block_w - words) * 8 > words:
@@ -184,10 +183,13 @@ def table(dst: Pages, src: Pages, *, sizes: tuple[int, int, int, int]) -> npt.ND
     return np.concatenate([np.array(numbers, dtype=np.int64), *arrays])
 
 
-@functools.cache
-def num_programs(device: torch.device, sms: int | None = None) -> int:
-    """Thread blocks of a launch that may take ``sms`` SMs of ``device``."""
+def num_programs(tiles: int, device: torch.device, sms: int | None = None) -> int:
+    """Programs of a launch over so many tiles that may take ``sms`` SMs of ``device``."""
     if device.type == "cpu":  # the interpreter
-        return sms or 3
-    there = int(torch.cuda.get_device_properties(device).multi_processor_count)
-    return form_for(sms).programs_per_sm * min(sms or there, there)
+        return min(tiles, sms or 3)
+    return tiles if sms is None else min(tiles, sms, _num_sms(device))
+
+
+@functools.cache
+def _num_sms(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -71,8 +71,8 @@ def test_compiled_for_a_gpu_it_stores_as_wide_as_the_alignment_allows() -> None:
 @pytest.mark.parametrize(
     "words, word, wide, few",
     [
-        (64, 8, (64, 64), (128, 64)),
-        (144, 8, (128, 32), (256, 32)),
+        (64, 8, (32, 64), (128, 64)),
+        (144, 8, (64, 32), (256, 32)),
         (1, 8, (128, 1), (256, 1)),
         (13, 1, (128, 16), (256, 16)),
     ],
