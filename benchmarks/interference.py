@@ -8,7 +8,7 @@ decode all the time: 64 sequences of 2048 tokens on the layers of Llama-3-8B in 
 8192 tokens, 1 GiB between scattered blocks of 16 tokens, arrive not at all, ``--rate`` times a second, or one after the
 other; each round takes these three, and then in the opposite order. ``decode_slowdown_percent`` is of the mean time of
 a step, from wall-clock times of the engine's thread, which the steps beside a hand-over move; of the median it stands
-beside. Eight a second bring what 64 such sequences need that are answered in 200 steps of 10 ms each: 32 prompts a
+beside. Four a second bring what 64 such sequences need that are answered in 400 steps of 10 ms each: 16 prompts a
 second of 256 MiB. With ``--device cpu`` the model is a toy, no SMs are counted, and the figures say nothing.
 """
 
@@ -218,7 +218,7 @@ def main() -> None:
     parser.add_argument("--sms", help=f"{','.join(map(str, SMS))} on GPUs; the default cap is always among them")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=0.5, help="of each of the six segments of a round")
-    parser.add_argument("--rate", type=float, default=8.0, help="hand-overs a second, of those that arrive at a rate")
+    parser.add_argument("--rate", type=float, default=4.0, help="hand-overs a second, of those that arrive at a rate")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
