@@ -7,12 +7,12 @@ P is a process on one GPU, D one on the other, for each contender. In every roun
 or, where that is short, a few times; the order turns around from round to round (ABBA). Before it is timed, each
 contender moves each point once and the bytes on D are compared with P's.
 
-``cuda_ipc``, ``cuda_ipc_16sm``, ``ucx``: hand-overs between worker halves as an engine has them; from the posting of
-D's step to the report of its load, so with ask, grant, copy and commit.
+``cuda_ipc``, ``ucx``: hand-overs between worker halves as an idle engine has them; from the posting of D's step to the
+report of its load, so with ask, grant, copy and commit.
 ``nixl``, ``memcpy_async``: P's blocks, layer by layer; neither can change block size or layout (* in the table).
 ``nixl_best``: as many contiguous bytes in descriptors of 64 MiB. ``torch``: gather, peer copy, permute and scatter.
-``kernel``: the copy that ``cuda_ipc`` makes over P's mapped pages, with the SMs that it takes by default or as many as
-its name says, from launch to completion seen. ``peer_copy``: one contiguous copy of as many bytes. ``ucxx_raw``: tagged
+``kernel``: the copy that ``cuda_ipc`` makes over P's mapped pages, from launch to completion seen, for an engine that is
+idle, or with the SMs that its name says. ``peer_copy``: one contiguous copy of as many bytes. ``ucxx_raw``: tagged
 messages of 32 MiB. ``device_copy``, ``pack``, ``unpack``: on one GPU.
 
 Ratios are of bandwidths, at 8k tokens (1 GiB) unless their name says more. Those of ``cuda_ipc`` to ceilings are of its
@@ -275,6 +275,7 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, float]:
     pairs = {
         "cuda_ipc_vs_peer_copy": (("kernel", MAIN), ("peer_copy", MAIN)),
         "cuda_ipc_16sm_vs_peer_copy": (("kernel_16sm", MAIN), ("peer_copy", MAIN)),
+        "cuda_ipc_20sm_vs_peer_copy": (("kernel_20sm", MAIN), ("peer_copy", MAIN)),
         "cuda_ipc_32sm_vs_peer_copy": (("kernel_32sm", MAIN), ("peer_copy", MAIN)),
         "cuda_ipc_64mib_vs_peer_copy": (("kernel", SMALL), ("peer_copy", MAIN)),
         "cuda_ipc_64mib_vs_peer_copy_of_64mib": (("kernel", SMALL), ("peer_copy", SMALL)),

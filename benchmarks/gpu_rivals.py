@@ -20,7 +20,6 @@ from gpu_cases import Config, Form, Point, Side, cache_bytes, num_blocks
 from gpu_ends import ArenaEnd, End
 from timing import timed
 
-from kvferry.connector.config import Settings
 from kvferry.kernels.paged_copy import copy_pages, wire_pages
 
 LARGE_DESCRIPTOR = 64 << 20
@@ -121,9 +120,8 @@ class MappedEnd(ArenaEnd):
 
     def move(self, point: str, way: str, repeats: int, ticket: Any = None, peer: str = "main") -> list[float]:
         it = self.points[point]
-        sms = {"kernel": Settings().copy_sms, "kernel_16sm": 16, "kernel_32sm": 32}
-        if way in sms:
-            go = self._kernel(it, sms[way])
+        if way.startswith("kernel"):
+            go = self._kernel(it, int(way[7:-2]) if way != "kernel" else None)
         else:
             go = self._memcpys(it) if way == "memcpy_async" else self._copy(it)
         stream = torch.cuda.current_stream()
@@ -134,7 +132,7 @@ class MappedEnd(ArenaEnd):
 
         return self._timed(launch_to_end, repeats)
 
-    def _kernel(self, point: Point, sms: int) -> Callable[[], None]:
+    def _kernel(self, point: Point, sms: int | None) -> Callable[[], None]:
         ours, theirs = self.cache(point.d, "d"), self.cache(point.p, "p")
         bases = theirs.bases - self.arena.data_ptr() + self.base
         to = [ours.pages(ids) for ids in point.tables("d", point.d, ours.num_blocks)]
@@ -150,6 +148,7 @@ class MappedEnd(ArenaEnd):
                     content_bytes=point.p.content,
                     device=self.device,
                     sms=sms,
+                    over_link=True,
                 )
 
         return go

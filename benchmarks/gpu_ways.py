@@ -7,9 +7,11 @@ from typing import Any, get_args
 
 from gpu_cases import Point
 
-from kvferry.connector.config import PlaneName
+from kvferry.connector.config import PlaneName, Settings
 
 MAX_MEMCPYS = 16 << 10
+KERNEL_SMS = (16, Settings().copy_sms, 32)
+"""Caps under which the copy is measured, beside the one of an idle engine."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class Contender:
         """Whether it can be asked for this point, ``main`` being the one of 8k tokens."""
         if self.pair == "local":
             return point == main
-        if self.name in ("cuda_ipc_16sm", "kernel_16sm", "kernel_32sm"):
+        if self.name.endswith("sm"):
             return (point.p, point.d) == (main.p, main.d)
         if self.name == "memcpy_async":
             return point.pieces <= MAX_MEMCPYS
@@ -44,7 +46,6 @@ def _plane(name: str, plane: str, **settings: Any) -> Contender:
 
 PLANES = (
     _plane("cuda_ipc", "cuda_ipc"),
-    _plane("cuda_ipc_16sm", "cuda_ipc", copy_sms=16),
     *(_plane(name, name) for name in get_args(PlaneName) if name not in ("auto", "cuda_ipc")),
 )
 RIVALS = (
@@ -53,15 +54,14 @@ RIVALS = (
     Contender("memcpy_async", "mapped", gpu_only=True),
     Contender("torch", "torch"),
     Contender("kernel", "mapped", gpu_only=True),
-    Contender("kernel_16sm", "mapped", gpu_only=True),
-    Contender("kernel_32sm", "mapped", gpu_only=True),
+    *(Contender(f"kernel_{sms}sm", "mapped", gpu_only=True) for sms in KERNEL_SMS),
     Contender("peer_copy", "mapped", gpu_only=True),
     Contender("ucxx_raw", "ucxx_raw"),
     Contender("device_copy", "local"),
     Contender("pack", "local"),
     Contender("unpack", "local"),
 )
-USUAL_PLANES = {"cuda": ("cuda_ipc", "cuda_ipc_16sm", "ucx"), "cpu": ("cma", "shm", "ucx")}
+USUAL_PLANES = {"cuda": ("cuda_ipc", "ucx"), "cpu": ("cma", "shm", "ucx")}
 
 
 def chosen(names: list[str] | None, device: str) -> list[Contender]:

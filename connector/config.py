@@ -56,9 +56,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             "where unset 256 MiB in host memory, 512 MiB on GPUs, or 4 slots"
         ),
     ] = None
-    copy_sms: Annotated[
-        int, Meta(ge=1, le=1024), _doc("GPU SMs that a copy may take, so that the engine's kernels go on beside it")
-    ] = 20
+    copy_sms: Annotated[int, Meta(ge=1, le=1024), _doc("GPU SMs that a copy may take while the engine computes")] = 20
     step_load_seconds: Annotated[
         Annotated[float, Meta(ge=0, le=1)],
         _doc(

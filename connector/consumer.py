@@ -78,8 +78,8 @@ class Consumer:
             self._step(job, handover.Cancel(), now)
         return job is not None
 
-    def load(self, load: Load, now: float) -> None:
-        """Start a hand-over."""
+    def load(self, load: Load, now: float, *, idle: bool = False) -> None:
+        """Start a hand-over. ``idle``: the engine computes nothing in the step that it is of."""
         self._claims.open(load.token, load.peer, load.request_id, now)
         try:
             ids = [self._site.caches.kernel_ids(g, unpack_ids(ids)) for g, ids in enumerate(load.block_ids)]
@@ -92,7 +92,7 @@ class Consumer:
             self._claims.close(load.request_id, now)
             return
         state, effects = handover.begin(len(addresses), self._timeouts, now)
-        job = Job(load, state, self._clock(), ids)
+        job = Job(load, state, self._clock(), ids, idle or load.now)
         self._jobs[load.request_id] = job
         for number, address in enumerate(addresses):
             link = self._link(load.peer, address)

@@ -204,8 +204,9 @@ class Mover:
                 self._site.caches.copies.after(mark)
             for watch in plan.watches:
                 self._try(self._consumer.watch, watch, now)
+            begin = partial(self._consumer.load, idle=plan.idle)
             for load in plan.loads:
-                self._try(self._consumer.load, load, now, partial(self._fail_load, load, now))
+                self._try(begin, load, now, partial(self._fail_load, load, now))
             for request_id in plan.cancels:
                 self._try(self._consumer.cancel, request_id, now)
             for request_id in plan.drops:

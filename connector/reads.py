@@ -37,12 +37,14 @@ PEER_BYTES_PER_TURN = 16 << 20
 
 @dataclass(slots=True)
 class Job:
-    """One request's hand-over on this rank. ``ids``: kernel block ids per region."""
+    """One request's hand-over on this rank. ``ids``: kernel block ids per region; ``idle``: the engine computed nothing
+    when it began."""
 
     load: Load
     state: handover.Handover
     started: float
     ids: list[Ids]
+    idle: bool = False
     reads: list[Read] = field(default_factory=list)
     nbytes: int = 0
 
@@ -155,7 +157,8 @@ class Reads:
             read.runs = joined([self._runs(planned, *self._sides(read, planned, grant)) for planned in read.planned])
         elif isinstance(channel, MappedChannel):
             sides = [self._sides(read, planned, grant) for planned in read.planned]
-            self._write(read, self._caches.fetch(sides), sum(self._caches.nbytes(part) for part, _ in sides))
+            fetched = self._caches.fetch(sides, idle=read.job.idle)
+            self._write(read, fetched, sum(self._caches.nbytes(part) for part, _ in sides))
 
     def _sides(self, read: Read, planned: PlannedSpan, grant: protocol.Grant) -> tuple[Part, Pages]:
         """A span in our pages and in P's."""

@@ -109,14 +109,14 @@ class Caches:
     def pack(self, address: int, part: Part, staging: torch.device = CPU) -> Copy:
         """Copy ``part`` of the pages to staging memory in wire order, ``[L][R][H][T][C / R]``; R is ``view.rows``.
         ``staging``: where that lies."""
-        pack = partial(self._copy, self._wire(address, part), self.pages(part), part)
+        pack = partial(self._copy_local, self._wire(address, part), self.pages(part), part)
         return self.copies.start(pack, brief=self._brief(part, staging))
 
     def unpack(self, address: int, part: Part, staging: torch.device = CPU) -> Copy:
         """Copy wire bytes at ``address`` to ``part`` of the pages, converted where they are another dtype's."""
         brief = self._brief(part, staging)
         if part.source is None:
-            unpack = partial(self._copy, self.pages(part), self._wire(address, part), part)
+            unpack = partial(self._copy_local, self.pages(part), self._wire(address, part), part)
             return self.copies.start(unpack, brief=brief)
         conversion = part.source.conversion(self.geometry.groups[part.group], part.layer, part.num_layers)
         unpack = partial(
@@ -129,12 +129,13 @@ class Caches:
         """Whether a copy between pages and staging memory is over as soon as another thread were awake."""
         return staging == self.device and self.nbytes(part) <= BRIEF_LOCAL_BYTES
 
-    def fetch(self, parts: Sequence[tuple[Part, Pages]]) -> Copy:
-        """Copy pages of a peer that are mapped here to parts of ours, each in one pass."""
+    def fetch(self, parts: Sequence[tuple[Part, Pages]], *, idle: bool = False) -> Copy:
+        """Copy pages of a peer that are mapped here to parts of ours, each in one pass. ``idle``: the engine computes
+        nothing meanwhile, and needs no SMs."""
 
         def enqueue() -> None:
             for part, theirs in parts:
-                self._copy(self.pages(part), theirs, part)
+                self._copy(self.pages(part), theirs, part, sms=None if idle else self.copies.sms, over_link=True)
 
         brief = sum(self.nbytes(part) for part, _ in parts) <= BRIEF_BYTES
         return self.copies.start(enqueue, brief=brief)
@@ -148,7 +149,11 @@ class Caches:
         for group, view in enumerate(self.views):
             first = Blocks(np.zeros(1, dtype=np.int64), view.block_size, view.block_stride, 0)
             tokens = min(2, view.block_size)  # with one alone its stride would not count for the alignment
-            self.pack(scratch.data_ptr(), Part(group, 0, 1, 0, view.num_heads, 0, tokens, first))
+            part = Part(group, 0, 1, 0, view.num_heads, 0, tokens, first)
+            wire = self._wire(scratch.data_ptr(), part)
+            for over_link in (False, True):
+                sms = None if over_link else self.copies.sms
+                self.copies.start(partial(self._copy, wire, self.pages(part), part, sms=sms, over_link=over_link))
         self.copies.settle()
 
     def in_pieces(self, part: Part) -> bool:
@@ -209,7 +214,10 @@ class Caches:
                 source=Source(source, span.layer + chunk.layer) if convert else None,
             )
 
-    def _copy(self, to: Pages, of: Pages, part: Part) -> None:
+    def _copy_local(self, to: Pages, of: Pages, part: Part) -> None:
+        self._copy(to, of, part, sms=self.copies.sms)
+
+    def _copy(self, to: Pages, of: Pages, part: Part, *, sms: int | None, over_link: bool = False) -> None:
         copy_pages(
             to,
             of,
@@ -217,7 +225,8 @@ class Caches:
             num_tokens=part.num_tokens,
             content_bytes=self.views[part.group].row_bytes,
             device=self.device,
-            sms=self.copies.sms,
+            sms=sms,
+            over_link=over_link,
         )
 
     def _wire(self, address: int, part: Part) -> Pages:

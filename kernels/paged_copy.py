@@ -60,12 +60,14 @@ def copy_pages(
     content_bytes: int,
     device: torch.device,
     sms: int | None = None,
+    over_link: bool = False,
 ) -> None:
     """Copy ``[L, num_heads, num_tokens, content_bytes]`` from ``src`` to ``dst``, L = ``len(bases)`` of both.
 
     pack is ``copy_pages(wire, pages)``, unpack ``copy_pages(pages, wire)``. The caller guarantees that every address
     that the arguments span is mapped, and that the two sides do not overlap. On ``cpu`` the copy is done on return;
     on a GPU it is enqueued on the current stream of ``device``, and takes ``sms`` of its SMs at most, or all.
+    ``over_link``: one side is another GPU's, so that the link between them bounds what is worth taking.
     """
     assert len(dst.bases) == len(src.bases), (len(dst.bases), len(src.bases))
     if num_heads == 0 or num_tokens == 0 or len(src.bases) == 0:
@@ -78,5 +80,12 @@ def copy_pages(
         from kvferry.kernels.paged_copy_triton import copy_pages_triton
 
         copy_pages_triton(
-            dst, src, num_heads=num_heads, num_tokens=num_tokens, content_bytes=content_bytes, device=device, sms=sms
+            dst,
+            src,
+            num_heads=num_heads,
+            num_tokens=num_tokens,
+            content_bytes=content_bytes,
+            device=device,
+            sms=sms,
+            over_link=over_link,
         )

@@ -37,6 +37,9 @@ FEW = Form(64 << 10, 256, 32)
 """A few SMs, each filled by one program: smaller ones would spread over as many SMs as there are of them, and keep the
 engine's large blocks from all of these. On H200 a program brings 20 GB/s, so that 20 of them fill NVLink
 (``kernel_*sm`` of ``benchmarks/gpu_planes.py``)."""
+LINK, LINK_PROGRAMS = Form(32 << 10, 256, 8), 96
+"""Pages of a peer with no regard to the engine's kernels. On H200 it reads over NVLink at 0.94 of one contiguous copy,
+as with 64 or 128 programs; ``FEW`` does at 0.92, and a program per tile at less (``kernel*`` of that benchmark)."""
 _MAX_TILES = (1 << 31) - 1
 
 _HEADER_INTS = 18
@@ -115,13 +118,14 @@ def copy_pages_triton(
     content_bytes: int,
     device: torch.device,
     sms: int | None = None,
+    over_link: bool = False,
 ) -> None:
     """``copy_pages`` on a GPU: enqueued on the current stream of ``device``.
 
     ``sms`` bounds the SMs that it may take; None takes all. Addresses have to be accessible from ``device``: its own, a
     peer's that is mapped, or pinned host memory.
     """
-    form = form_for(sms)
+    form = LINK if sms is None and over_link else form_for(sms)
     align = min(alignment(side, num_heads, num_tokens, content_bytes) for side in (dst, src))
     word = min(align, max(_DTYPES))
     words = content_bytes // word
@@ -129,7 +133,7 @@ def copy_pages_triton(
     tiles = len(dst.bases) * num_heads * -(-num_tokens // block_t) * -(-words // block_w)
     assert tiles <= _MAX_TILES and num_tokens + dst.block_size + src.block_size <= _MAX_TILES
     host = table(dst, src, sizes=(num_heads, num_tokens, words, tiles))
-    programs = num_programs(tiles, device, sms)
+    programs = min(tiles, LINK_PROGRAMS) if form is LINK else num_programs(tiles, device, sms)
     constants = (_DTYPES[word], align, align // word, block_t, block_w)
     if device.type == "cpu":  # the interpreter
         _copy_kernel[(programs,)](torch.from_numpy(host), *constants)
