@@ -40,13 +40,10 @@ class Contender:
         return self.name not in ("nixl", "memcpy_async") or not point.changes
 
 
-def _plane(name: str, plane: str, **settings: Any) -> Contender:
-    return Contender(name, "plane", (("plane", plane), *settings.items()), gpu_only=plane == "cuda_ipc")
-
-
-PLANES = (
-    _plane("cuda_ipc", "cuda_ipc"),
-    *(_plane(name, name) for name in get_args(PlaneName) if name not in ("auto", "cuda_ipc")),
+PLANES = tuple(
+    Contender(name, "plane", (("plane", name),), gpu_only=name == "cuda_ipc")
+    for name in get_args(PlaneName)
+    if name != "auto"
 )
 RIVALS = (
     Contender("nixl", "nixl"),
