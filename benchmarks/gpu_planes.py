@@ -12,8 +12,8 @@ report of its load, so with ask, grant, copy and commit.
 ``nixl``, ``memcpy_async``: P's blocks, layer by layer; neither can change block size or layout (* in the table).
 ``nixl_best``: as many contiguous bytes in descriptors of 64 MiB. ``torch``: gather, peer copy, permute and scatter.
 ``kernel``: the copy that ``cuda_ipc`` makes over P's mapped pages, from launch to completion seen, for an idle engine
-or with the SMs that its name says. ``peer_copy``: one contiguous copy of as many bytes. ``ucxx_raw``: tagged messages of
-32 MiB. ``device_copy``, ``pack``, ``unpack``: on one GPU.
+or with the SMs that its name says. ``peer_copy``: one contiguous copy of as many bytes. ``ucxx_raw``: tagged messages
+of 32 MiB. ``device_copy``, ``pack``, ``unpack``: on one GPU.
 
 Ratios are of bandwidths, at 8k tokens (1 GiB) unless their name says more. Those of ``cuda_ipc`` to ceilings are of its
 copy, launch to completion seen, as a transfer of NIXL's is from its posting to its end; with ``handover`` in the name
