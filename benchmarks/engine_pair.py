@@ -123,6 +123,7 @@ def once(prefill: Server, decode: Server, prompt: list[int]) -> Sample:
     params = prefill_leg(prefill, request)
     prefilled = time.perf_counter() - began
     loaded = stream(decode.url, request | {"kv_transfer_params": params})
+    time.sleep(prefilled)  # D's processes have slept as long as before the hand-over, and wake as late
     local = stream(decode.url, request)
     deadline = time.monotonic() + 5
     while (grown := sources(decode) - before).total() < 2 * len(prompt) and time.monotonic() < deadline:
