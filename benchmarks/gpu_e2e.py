@@ -223,21 +223,28 @@ def measure(args: argparse.Namespace, setup: Setup) -> dict[str, Any]:
             print(f"{time.monotonic() - began:.0f} s: measuring on {state} block tables", flush=True)
             limit = unused - max(pair.taken for pair in pairs) if state == "fresh" else sys.maxsize
             rounds[state] = alternate(pairs, state, args, limit)
-        load: list[dict[str, Any]] = []
+        for pair in pairs:
+            pair.check_failed()
+        result = result_of(pairs, rounds, setup, args.policy)
+        save(args, result)  # the load takes as long again, and may not end
         try:
-            load += [] if args.no_load else loaded_runs(fleet, pairs, model, args)
+            result["rows"] += [] if args.no_load else loaded_runs(fleet, pairs, model, args)
         except EngineError:
             raise
         except (Exception, SystemExit) as error:  # what vLLM's tool says of itself or of its options: the rest stands
             print(f"`vllm bench serve` did not run: {error!r}; {fleet.logs}/bench_serve.log")
         for pair in pairs:
             pair.check_failed()
-        return result_of(pairs, rounds, load, setup, args.policy)
+        return result
 
 
-def result_of(
-    pairs: Sequence[Pair], rounds: dict[str, int], load: list[dict[str, Any]], setup: Setup, policy: str
-) -> dict[str, Any]:
+def save(args: argparse.Namespace, result: dict[str, Any]) -> None:
+    report.write(args.json, result if args.cpu else result | {"gpus": gpu_names()})
+    if args.plot:
+        plot([row for row in result["rows"] if row["state"] in STATES], args.plot)
+
+
+def result_of(pairs: Sequence[Pair], rounds: dict[str, int], setup: Setup, policy: str) -> dict[str, Any]:
     """Ratios, figures, rows, and what KVFerry and UCX moved data over."""
     lengths = sorted({tokens for _, tokens in pairs[0].samples})
     rows = [row_of(pair, state, n, setup.spec) for state in STATES for n in lengths for pair in pairs]
@@ -268,7 +275,7 @@ def result_of(
         where = f"{lengths[-1]} tokens, medians of {rounds[state]} rounds"
         print(f"{name} {ratios[name]}  ({where})  {verdict(name, ratios[name])}")
     how = {"policy": policy, "planes": dict(planes), "ucx_lanes": lanes}
-    return {"ratios": ratios, "figures": figures, "rows": rows + load, **how}
+    return {"ratios": ratios, "figures": figures, "rows": rows, **how}
 
 
 def gpu_names() -> list[str]:
@@ -308,9 +315,7 @@ def main() -> int:
         print(f"FAILED  {error}", file=sys.stderr)
         return 1
     print(f"{time.monotonic() - began:.0f} s in all")
-    report.write(args.json, result if args.cpu else result | {"gpus": gpu_names()})
-    if args.plot:
-        plot(result["rows"], args.plot)
+    save(args, result)
     return 0
 
 
