@@ -14,8 +14,9 @@ step where it computes nothing else. With ``--policy recompute`` it goes on besi
 
 The model is a Llama of 128 KiB of KV per token, narrow beside that, with made-up weights. Hand-over time is D's time to
 the first token of a prompt that P holds, less the time that the same D takes for the same prompt out of its own prefix
-cache, after a pause as long as P's prefill. Both compute one token (lengths are a multiple of the block plus one). P has answered before the clock starts;
-how long it took is in ``total``, the time to the first token as a client of the pair sees it.
+cache, after a pause as long as P's prefill. Both compute one token (lengths are a multiple of the block plus one). P
+has answered before the clock starts; how long it took is in ``total``, the time to the first token as a client of the
+pair sees it.
 
 Every prompt is new. ``fresh``: the engines take blocks that were never used, in the order of memory. ``scattered``:
 after traffic of many short prompts that decoded side by side; how many blocks of a table lie right behind the one

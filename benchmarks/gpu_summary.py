@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gpu_tables import E2E_TARGETS, INTERFERENCE_TARGETS, TARGETS, reached
-from tables import RESULTS, load, table
+from tables import load, table
 
 Rows = Mapping[tuple[str, str], Mapping[str, Any]]
 
@@ -79,6 +79,46 @@ def end_to_end(result: Mapping[str, Any]) -> str:
     return table(["block tables", "prompt tokens", "MiB", *(f"{connector}, ms" for connector in CONNECTORS)], lines)
 
 
+def under_load(result: Mapping[str, Any]) -> list[str]:
+    """What clients of either pair saw beside others, where that was measured."""
+    rows = [row for row in result["rows"] if row["state"] == "load"]
+    if not rows:
+        return []
+    first = rows[0]
+    lines = [
+        [row["connector"], *(f"{row[name]:.4g}" for name in ("ttft_p50", "ttft_p99", "tpot_p50", "per_second"))]
+        for row in rows
+    ]
+    return [
+        f"Under load: vLLM's `bench serve` through a router, {first['requests']} prompts of {first['tokens']} tokens "
+        f"with {first['output']} to answer, {first['beside']} at a time, in the order of the runs:",
+        table(["connector", "TTFT ms", "p99", "per token ms", "requests/s"], lines),
+    ]
+
+
+def slow_down(result: Mapping[str, Any]) -> list[str]:
+    """What hand-overs cost a decode loop, by the SMs that they may take."""
+    found = {(row["sms"], row["side"], row["arriving"]): row for row in result["rows"]}
+    lines = []
+    for sms in sorted({sms for sms, _, _ in found}):
+        cells = [
+            f"{found[sms, side, arriving]['slowdown_percent_mean']:.1f}"
+            for side in "DP"
+            for arriving in ("rate", "back_to_back")
+        ]
+        moved = found[sms, "D", "back_to_back"]["gb_per_s_moved"]
+        lines.append([f"{sms}{' (default)' if sms == result['setup']['default_sms'] else ''}", *cells, f"{moved:.0f}"])
+    rate = result["setup"]["rate"]
+    heads = ["SMs", f"D, {rate:g} a second, %", "D, one after the other, %"]
+    heads += [f"P, {rate:g} a second, %", "P, one after the other, %", "moved then, GB/s"]
+    return [
+        "Slow-down of the mean step of a decode loop (64 sequences of 2048 tokens, Llama-8B's layers) while hand-overs "
+        "of 1 GiB arrive over `cuda_ipc`, by the SMs that a copy may take (`benchmarks/interference.py`):",
+        table(heads, lines),
+        "![slow-down and rates by SMs](benchmarks/results/interference.png)",
+    ]
+
+
 def targets(*measured: tuple[Mapping[str, tuple[str, float]], Mapping[str, Any]]) -> str:
     """What each benchmark is to reach, and whether its result does."""
     lines = []
@@ -99,8 +139,8 @@ def parts() -> list[str]:
     """Paragraphs and tables."""
     planes, engines = load("gpu_planes"), load("gpu_e2e")
     measured = [(TARGETS, planes), (E2E_TARGETS, engines)]
-    if (RESULTS / "interference.json").exists():
-        measured.append((INTERFERENCE_TARGETS, load("interference")))
+    beside = load("interference")
+    measured.append((INTERFERENCE_TARGETS, beside))
     rounds = engines["figures"]["rounds_fresh"], engines["figures"]["rounds_scattered"]
     first = [engines["figures"][f"first_handover_ms_{connector}"] for connector in CONNECTORS]
     handover, longer, ucx = (
@@ -120,8 +160,11 @@ def parts() -> list[str]:
         f"99th percentile, of {rounds[0]} rounds on fresh block tables and {rounds[1]} on scattered ones "
         "(`benchmarks/gpu_e2e.py`):",
         end_to_end(engines),
+        "![hand-over time and D's time to first token by prompt length](benchmarks/results/gpu_e2e.png)",
+        *under_load(engines),
         f"The first one from a new peer, at the longest prompt: {first[0]:.0f} ms, with NixlConnector "
         f"{first[1]:.0f} ms.",
+        *slow_down(beside),
         "What this is to reach, and whether it does. Ratios named `_vs_` are of bandwidths, at 8192 tokens unless the "
         "name says more, those of `cuda_ipc` to a peer copy and to NIXL at its best of its copy alone, "
         "`handover_vs_nixl` of times at the longest prompt. Whole hand-overs over `cuda_ipc` reach "
