@@ -158,8 +158,8 @@ def parts() -> list[str]:
         "![GB/s by prompt length and form](benchmarks/results/gpu_planes.png)",
         "Two vLLM engines on two GPUs, milliseconds that a hand-over adds to D's time to first token, medians with the "
         f"99th percentile, of {rounds[0]} rounds on fresh block tables and {rounds[1]} on scattered ones, both with "
-        f"`kv_load_failure_policy` {engines['policy']} (`benchmarks/gpu_e2e.py`). That time varies by some milliseconds "
-        "from request to request, so that small differences say little:",
+        f"`kv_load_failure_policy` {engines['policy']} (`benchmarks/gpu_e2e.py`). That time varies by some "
+        "milliseconds from request to request, so that small differences say little:",
         end_to_end(engines),
         "![hand-over time and D's time to first token by prompt length](benchmarks/results/gpu_e2e.png)",
         *under_load(engines),
