@@ -17,8 +17,6 @@ import secrets
 import time
 import zlib
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, ClassVar
 
@@ -31,6 +29,7 @@ from kvferry.connector.errors import PlaneUnavailableError, ProtocolError, Trans
 from kvferry.transport.host import host_id
 from kvferry.transport.plane import CPU, Plane, Received, RecvChannel, SendChannel, Slot, decode_payload
 from kvferry.transport.staging import SlotPool
+from kvferry.transport.ucx_channels import Transfer, UcxRecvChannel, UcxSendChannel
 from kvferry.transport.ucx_library import uses_rdma
 from kvferry.transport.ucx_worker import Announced, Link, Request, UcxWorker
 
@@ -68,119 +67,6 @@ class _Attach(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     farewell: Annotated[bytes, Meta(min_length=8, max_length=8)]
 
 
-@dataclass(slots=True)
-class _Transfer:
-    """A message in the hands of UCX, with the slot it occupies; ``channel`` is None for one to be dropped."""
-
-    request: Request
-    slot: Slot
-    channel: UcxSendChannel | UcxRecvChannel | None
-    tag: int
-    nbytes: int
-    retired: bool = False
-
-
-class UcxSendChannel(SendChannel):
-    """P's end."""
-
-    peer: ClassVar[str] = "consumer"
-
-    def __init__(self, plane: UcxPlane, link: Link, slot_bytes: int, farewell: int) -> None:
-        self.slot_bytes = slot_bytes
-        self.farewell = farewell
-        self.link = link
-        self.closed = False
-        self.in_flight = 0
-        self._plane = plane
-
-    def acquire(self) -> Slot | None:
-        if self.closed or self.error is not None or self.in_flight >= self._plane.window:
-            return None
-        slot = self._plane.send_pool.take()
-        if slot is not None:  # else nothing moves, and the mover may sleep
-            self.in_flight += 1
-            self._plane.stir()
-        return slot
-
-    def send(self, slot: Slot, nbytes: int, tag: int) -> None:
-        assert 0 < nbytes <= slot.nbytes
-        if self.closed or self.error is not None:
-            self.give_back(slot)
-            return
-        try:
-            request = self.link.send(slot.tensor[:nbytes], tag)
-        except TransportError as error:
-            self.fail(str(error))
-            self.give_back(slot)
-            return
-        self._plane.transfers.append(_Transfer(request, slot, self, tag, nbytes))
-        self._plane.stir()
-        self._plane.pulse()
-
-    def give_back(self, slot: Slot) -> None:
-        self.in_flight -= 1
-        self._plane.send_pool.put(slot)
-
-    def flush(self, tags: Iterable[int]) -> None:
-        pass  # D receives only what was sent
-
-    def close(self) -> None:
-        if not self.closed:
-            self.closed = True
-            self._plane.hang_up(self)
-
-    def fail(self, reason: str) -> None:
-        """Set ``error``, once."""
-        if self.error is None:
-            self.error = TransportError(reason)
-
-
-class UcxRecvChannel(RecvChannel):
-    """D's end."""
-
-    peer: ClassVar[str] = "producer"
-
-    def __init__(self, plane: UcxPlane, link: Link, farewell: int) -> None:
-        self.farewell = farewell
-        self.link = link
-        self.closed = False
-        self.announced: dict[int, int] = {}
-        self.receiving: set[int] = set()
-        self.arrived: list[Received] = []
-        self._plane = plane
-
-    def expect(self, tag: int, nbytes: int, into: object = None) -> None:
-        if not self.closed:
-            self.announced[tag] = nbytes
-            self._plane.by_tag[tag] = self
-            self._plane.stir()
-
-    def poll(self) -> list[Received]:
-        arrived, self.arrived = self.arrived, []
-        return arrived
-
-    def posted(self) -> set[int]:
-        return set(self.receiving)
-
-    def forget(self, tag: int) -> None:
-        if self.announced.pop(tag, None) is not None:
-            self._plane.by_tag.pop(tag, None)
-
-    def close(self) -> None:
-        if not self.closed:
-            self.closed = True
-            for tag in list(self.announced):
-                self.forget(tag)
-            for message in self.poll():  # nobody will see these any more
-                message.release()
-            self._plane.hang_up(self)
-
-    def fail(self, reason: str) -> None:
-        """Set ``error``, once."""
-        if self.error is None:
-            self.error = TransportError(reason)
-
-
 class UcxPlane(Plane):
     """The UCX data plane of one process.
 
@@ -206,7 +92,7 @@ class UcxPlane(Plane):
         self._slot_bytes = slot_bytes
         self.send_pool = SlotPool(slot_bytes, staging_bytes, device)
         self.by_tag: dict[int, UcxRecvChannel] = {}
-        self.transfers: list[_Transfer] = []
+        self.transfers: list[Transfer] = []
         self._recv_pool = SlotPool(slot_bytes, staging_bytes, device)
         self._channels: dict[int, UcxSendChannel | UcxRecvChannel] = {}
         self._farewell = torch.zeros(1, dtype=torch.uint8)
@@ -387,7 +273,7 @@ class UcxPlane(Plane):
             return
         if channel is not None:
             channel.receiving.add(message.tag)
-        self.transfers.append(_Transfer(request, slot, channel, message.tag, message.nbytes))
+        self.transfers.append(Transfer(request, slot, channel, message.tag, message.nbytes))
 
     def _reap(self) -> bool:
         """Finish the transfers that UCX is done with."""
@@ -401,7 +287,7 @@ class UcxPlane(Plane):
         self.transfers = waiting
         return moved
 
-    def _finish(self, transfer: _Transfer) -> None:
+    def _finish(self, transfer: Transfer) -> None:
         ok, channel, slot = transfer.request.ok, transfer.channel, transfer.slot
         if isinstance(channel, UcxSendChannel):
             channel.in_flight -= 1
