@@ -98,10 +98,11 @@ class Mover:
             self._commands.append((plan, mark, computed))
             self._waker.wake()
 
-    def wait(self, timeout: float) -> None:
-        """Block for up to ``timeout`` seconds, less where a load has ended or a lease was freed and was not taken."""
+    def wait(self, timeout: float, *, leases: bool = True) -> None:
+        """Block for up to ``timeout`` seconds, less where a load has ended and was not taken, nor, with ``leases``, a
+        lease that was freed."""
         self._news.clear()
-        if not (self._finished or self._freed):  # looked at after the clear, so that nothing is missed
+        if not (self._finished or (leases and self._freed)):  # looked at after the clear, so that nothing is missed
             self._news.wait(timeout)
 
     def take_finished(self) -> list[Finished]:

@@ -40,6 +40,8 @@ and one more with asynchronous scheduling."""
 IDLE_WAIT_SECONDS = 5e-3
 """How long a step that computes nothing waits for a load to end: 1 GiB comes in less. Without it the engine's thread
 would go round in Python meanwhile, and take interpreter and core from the mover. A new request may wait as long."""
+LOOK_SECONDS = 0.2
+"""How often a step that waits for a load looks whether the transfer thread is still there."""
 GIVE_UP_SECONDS = 5.0
 """How long a step waits for a load that it computes with; then it fails. Far more than was expected: P may take a
 moment to grant the lease, and that must not cost the request."""
@@ -160,7 +162,7 @@ class WorkerHalf:
         assert self._mover is not None
         give_up: float | None = time.monotonic() + GIVE_UP_SECONDS
         while self._now and self._mover.alive:
-            self._mover.wait(0.2)
+            self._mover.wait(LOOK_SECONDS, leases=False)
             self._collect()
             for finished in [finished for finished in self._ended if finished.request_id in self._now]:
                 self._ended.remove(finished)
@@ -197,7 +199,7 @@ class WorkerHalf:
         results = Results()
         if self._mover is None:
             return results
-        if self._idle and self._loading:
+        if self._idle and self._loading and not self._ended:
             self._mover.wait(IDLE_WAIT_SECONDS)
         for request_id in self._mover.take_freed():
             if request_id in self._leased:

@@ -14,7 +14,7 @@ from opening import OURS, THEIRS, TOKENS, another_works, begin
 from ranks import Rank, grant, load_plan, no_failed_link, peer, wait
 from stage import Stage
 
-from kvferry.connector import consumer, mover, producer, protocol, worker
+from kvferry.connector import consumer, mover, producer, protocol
 from kvferry.connector.config import Settings
 from kvferry.connector.context import Share, Split
 from kvferry.connector.errors import GeometryError
@@ -266,41 +266,6 @@ def test_a_plane_that_breaks_does_not_stop_the_others(pair: tuple[Rank, Rank], m
     another_works(p, d)
     stats = d.worker.site.stats
     assert wait(lambda: (stats.take() or no_figures())["failed"].get("internal", 0) > 0, [p, d]), "it is looked at"
-
-
-# --- the engine's thread --------------------------------------------------------------------------------------------
-
-
-def idle(plan: StepPlan) -> StepPlan:
-    return StepPlan(plan.consumer, plan.leases, plan.watches, plan.loads, plan.cancels, plan.drops, idle=True)
-
-
-def test_a_step_that_computes_nothing_waits_for_a_load(
-    pair: tuple[Rank, Rank], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    p, d = pair
-    another_works(p, d)
-    monkeypatch.setattr(worker, "IDLE_WAIT_SECONDS", 60.0)
-    token = grant([p], "req-p", THEIRS, TOKENS)
-    begun = time.monotonic()
-    d.worker.post(idle(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS)))
-    assert d.worker.take_results().received == {"req-d"}, "one call is enough"
-    assert time.monotonic() - begun < 30, "and it returns when the load has ended"
-    begun = time.monotonic()
-    d.worker.post(StepPlan(idle=True))
-    assert not d.worker.take_results().received
-    assert time.monotonic() - begun < 30, "with nothing under way it does not wait"
-
-
-def test_the_wait_is_short(stage: Stage) -> None:
-    p, d = stage.rank(settings=Settings(**PATIENT)), stage.rank(settings=Settings(**PATIENT), engine_id="engine-d")
-    d.worker.post(idle(load_plan("req-d", bytes(16), peer([p]), OURS, 0, TOKENS)))
-    waits = []
-    for _ in range(20):
-        begun = time.monotonic()
-        d.worker.take_results()
-        waits.append(time.monotonic() - begun)
-    assert min(waits) < 0.025 and sum(waits) < 20, "the load itself takes until P gives the ask up"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,91 @@
+"""What the engine's thread waits for, and for how long."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+
+import msgspec
+import pytest
+from gates import PATIENT
+from opening import OURS, THEIRS, TOKENS, another_works
+from ranks import Rank, grant, load_plan, peer, wait
+from stage import Stage
+
+from kvferry.connector import worker
+from kvferry.connector.config import Settings
+from kvferry.connector.stepplan import LeaseGrant, StepPlan, pack_ids
+
+
+@pytest.fixture
+def pair(stage: Stage) -> tuple[Rank, Rank]:
+    p, d = stage.rank(), stage.rank(engine_id="engine-d")
+    p.fill(THEIRS, TOKENS)
+    return p, d
+
+
+def idle(plan: StepPlan) -> StepPlan:
+    return StepPlan(plan.consumer, plan.leases, plan.watches, plan.loads, plan.cancels, plan.drops, idle=True)
+
+
+def test_a_step_that_computes_nothing_waits_for_a_load(
+    pair: tuple[Rank, Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p, d = pair
+    another_works(p, d)
+    monkeypatch.setattr(worker, "IDLE_WAIT_SECONDS", 60.0)
+    token = grant([p], "req-p", THEIRS, TOKENS)
+    begun = time.monotonic()
+    d.worker.post(idle(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS)))
+    assert d.worker.take_results().received == {"req-d"}, "one call is enough"
+    assert time.monotonic() - begun < 30, "and it returns when the load has ended"
+    begun = time.monotonic()
+    d.worker.post(StepPlan(idle=True))
+    assert not d.worker.take_results().received
+    assert time.monotonic() - begun < 30, "with nothing under way it does not wait"
+
+
+def test_what_was_collected_before_is_told_at_once(pair: tuple[Rank, Rank], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load that ended between a step's results and its paces is not waited for."""
+    p, d = pair
+    another_works(p, d)
+    monkeypatch.setattr(worker, "IDLE_WAIT_SECONDS", 60.0)
+    token = grant([p], "req-p", THEIRS, TOKENS)
+    d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
+    assert wait(lambda: bool(d.worker._mover and d.worker._mover._finished))
+    assert d.worker.take_paces().keys() == {("engine-p", 0)}
+    begun = time.monotonic()
+    d.worker.post(StepPlan(idle=True))
+    assert d.worker.take_results().received == {"req-d"}
+    assert time.monotonic() - begun < 30
+
+
+def test_a_step_that_waits_for_its_load_sleeps(pair: tuple[Rank, Rank], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also beside a lease that was freed, which the engine takes only after its step."""
+    p, d = pair
+    another_works(p, d)
+    mover = d.worker._mover
+    assert mover is not None
+    waits, real = [], mover.wait
+    monkeypatch.setattr(mover, "wait", lambda *args, **kwargs: (waits.append(1), real(*args, **kwargs)))
+    mover._freed.append("a lease of ours")
+    token = secrets.token_bytes(16)
+    plan = load_plan("req-d", token, peer([p]), OURS, 0, TOKENS)
+    lease = StepPlan(leases=(LeaseGrant("req-p", token, TOKENS, (pack_ids(THEIRS),)),))
+    threading.Timer(0.5, lambda: p.worker.post(lease)).start()
+    d.worker.post(msgspec.structs.replace(plan, loads=(msgspec.structs.replace(plan.loads[0], now=True),)))
+    assert d.worker.finish_now() == set()
+    assert len(waits) < 20
+    assert not d.worker.take_results().received, "the engine knows"
+
+
+def test_the_wait_is_short(stage: Stage) -> None:
+    p, d = stage.rank(settings=Settings(**PATIENT)), stage.rank(settings=Settings(**PATIENT), engine_id="engine-d")
+    d.worker.post(idle(load_plan("req-d", bytes(16), peer([p]), OURS, 0, TOKENS)))
+    waits = []
+    for _ in range(20):
+        begun = time.monotonic()
+        d.worker.take_results()
+        waits.append(time.monotonic() - begun)
+    assert min(waits) < 0.025 and sum(waits) < 20, "the load itself takes until P gives the ask up"
