@@ -46,12 +46,14 @@ class KVFerryHandshake(compat.KVConnectorHandshakeMetadata):  # type: ignore[mis
 
 @dataclass
 class KVFerryPaces(compat.KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """How long workers' hand-overs took, on its way to the scheduler."""
+    """How long workers' hand-overs took, on its way to the scheduler. ``lost``: one that its step computed with has
+    failed."""
 
     paces: dict[Source, Pace]
+    lost: bool = False
 
     def aggregate(self, other: KVFerryPaces) -> KVFerryPaces:
-        return KVFerryPaces(self.paces | other.paces)
+        return KVFerryPaces(self.paces | other.paces, self.lost or other.lost)
 
 
 class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: ignore[misc]
@@ -71,6 +73,8 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
         self._worker: WorkerHalf | None = None
         self._failed_blocks: dict[str, set[int]] = {}
         self._invalid: set[int] = set()
+        self._lost = False
+        self._pool: Any = None
         if role == compat.KVConnectorRole.SCHEDULER:
             parallel = vllm_config.parallel_config
             self._alone = self.stepping_alone(parallel)
@@ -85,8 +89,8 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
                 consumes=transfer.is_kv_consumer,
                 host_id=host_id(),
                 lookahead=compat.prefill_lookahead(vllm_config),
-                # Where a load fails in the step that computes with it, vLLM can only fail the request: recomputing, it
-                # would go on with what the next step, scheduled by then, made of it. It must find it by its blocks too.
+                # Where a load fails in the step that computes with it, the request must fail: recomputing, vLLM would
+                # go on with what the next step, scheduled by then, made of it. It must find it by its blocks, too.
                 step_loads=self._alone and fails and len(kv_cache_config.kv_cache_groups) == 1,
             )
             if transfer.is_kv_consumer and fails:
@@ -95,7 +99,8 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
                     'set "kv_load_failure_policy": "recompute" to have it prefilled locally instead'
                 )
         else:
-            self._block_size = compat.block_tables(vllm_config, kv_cache_config)[0].block_size
+            tables = compat.block_tables(vllm_config, kv_cache_config)
+            self._block_size = tables[0].block_size if tables else 1
             groups = compat.layer_groups(vllm_config, kv_cache_config)
             self._worker = WorkerHalf(settings, compat.rank_info(vllm_config, settings.model_tag), groups)
 
@@ -152,8 +157,16 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
 
     def update_connector_output(self, connector_output: Any) -> None:
         told = connector_output.kv_connector_worker_meta
-        paces = told.paces if isinstance(told, KVFerryPaces) else None
-        self._scheduling.loads_finished(connector_output.finished_recving or (), paces)
+        ours = told if isinstance(told, KVFerryPaces) else None
+        if ours is not None and ours.lost:
+            # Its blocks have been in the prefix cache since the step was scheduled. vLLM fails the requests that it
+            # finds running on them; of one that was aborted meanwhile it forgets nothing, nor what was made from it.
+            self._pool.evict_blocks(set(range(self._pool.num_gpu_blocks)))
+        self._scheduling.loads_finished(connector_output.finished_recving or (), ours.paces if ours else None)
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self._pool = gpu_block_pool
+        self._scheduling.free_blocks = gpu_block_pool.get_num_free_blocks
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
@@ -213,6 +226,7 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
                 self._failed_blocks[load.request_id] = set(unpack_ids(load.block_ids[0])[first:].tolist())
         self._working.post(plan)
         failed = self._working.finish_now()
+        self._lost |= bool(failed)
         for load in plan.loads:
             if load.now:
                 blocks = self._failed_blocks.pop(load.request_id)
@@ -237,9 +251,10 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
         return invalid
 
     def build_connector_worker_meta(self) -> KVFerryPaces | None:
-        paces = self._working.take_paces()
+        paces, lost = self._working.take_paces(), self._lost
+        self._lost = False
         # Below MultiConnector its configuration counts, of which we see nothing: then no load is taken inside a step.
-        return KVFerryPaces(paces) if paces and compat.speaks_for_engine(self) else None
+        return KVFerryPaces(paces, lost) if (paces or lost) and compat.speaks_for_engine(self) else None
 
     def get_kv_connector_stats(self) -> KVFerryStats | None:
         if self._worker is None or self._worker.site is None:

@@ -23,7 +23,7 @@ D asks, P answers. One hand-over from one P rank to one D rank is a *read*, numb
 Streaming during prefill needs no new message: a Grant names the tokens that are ready, and more Grants of the same
 read, with the same epoch, may follow.
 
-Version history: 1, the first.
+Version history: 1, the first; 2, grants posted on a board, large messages smaller at both ends of a span.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from kvferry.connector.geometry import MAX_REGIONS, PRINTABLE, Count, Name, Page
 from kvferry.transport.board import Place
 
 MAGIC = b"kvferry"
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_MESSAGE_BYTES = 8 << 20
 """Bound on one control message; 8192 layer names or 2 million block ids fit."""
 

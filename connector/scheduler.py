@@ -4,7 +4,7 @@ On D a request is *offered* until vLLM has decided, then *loading* or *settled*,
 failed load and after preemption, and the same answer would loop for ever.
 
 Most hand-overs go on beside the engine's steps: vLLM schedules the request again once it hears that it has ended, two
-steps later. An engine that computes nothing else gains by waiting for it inside the step that computes with it.
+steps later. An engine that has no other request gains by waiting for it inside the step that computes with it.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ from kvferry.connector.stepplan import LeaseGrant, Load, PeerEngine, RankAddress
 
 logger = logging.getLogger("vllm.kvferry.scheduler")
 
+SPARE_BLOCKS = 16
+"""Free blocks beside those of a request that is loaded inside a step: with fewer, vLLM 0.26 may preempt it in the next
+step, before it hears how the load went, and then deliver what was computed with a failed one."""
 NULL_BLOCK = 0
 """What vLLM puts in a block table in place of a block that it gave back."""
 _CHILD = re.compile(r"^\d+_.")
@@ -89,7 +92,9 @@ class SchedulerHalf:
         self._clock = clock
         self._paces = Paces(tp_size)
         self._step_seconds = settings.step_load_seconds if step_loads and consumes else 0.0
-        self._computing: set[str] = set()  # requests of the last step that have not ended
+        self.free_blocks: Callable[[], int] = lambda: 0
+        """Of the engine's block pool, where that is known."""
+        self._alive: set[str] = set()  # all requests of the engine
         self._ran: dict[str, int] = {}  # requests that will be handed over, and the last step that computed them
         self._reset()
 
@@ -113,6 +118,7 @@ class SchedulerHalf:
 
     def on_new_request(self, request: RequestView) -> None:
         """See whether P holds this request's KV; if so, renew its lease from now on, and release it if it is no use."""
+        self._alive.add(request.request_id)
         if self._produces and wants_prefill(request.params):
             self._ran.setdefault(request.request_id, 0)
         if request.request_id in self._incoming or not self._consumes:
@@ -164,17 +170,17 @@ class SchedulerHalf:
             self._refuse(request, error)
             self._drops.append(request.request_id)
             return 0, False
-        if self._in_step(incoming, stop - num_local):
+        if self._in_step(incoming, prompt, stop - num_local):
             incoming.now = True
             return min(stop, prompt - 1) - num_local, False  # vLLM schedules it at once, with a token to compute
         return stop - num_local, True
 
-    def _in_step(self, incoming: Incoming, tokens: int) -> bool:
-        """Whether the engine has nothing else to do until a load has ended, and that is soon."""
-        if not self._step_seconds or self._computing or self._loads:
+    def _in_step(self, incoming: Incoming, prompt: int, tokens: int) -> bool:
+        """Whether the engine has nothing else to do until a load of ``tokens`` has ended, and that is soon."""
+        if not self._step_seconds or len(self._alive) > 1 or not self._whole:
+            return False  # a state is copied to where the step works on it before we hear of the step
+        if self.free_blocks() < sum(-(-prompt // table.block_size) for table in self._tables) + SPARE_BLOCKS:
             return False
-        if any(other is not None and other.stage is Stage.LOADING for other in self._incoming.values()):
-            return False  # it would wait its turn
         return self._paces.seconds(incoming.handed.peer.engine_id, tokens, self._clock()) <= self._step_seconds
 
     def after_alloc(self, request: RequestView, block_ids: Sequence[Sequence[int]], num_external: int) -> None:
@@ -272,7 +278,7 @@ class SchedulerHalf:
         Returns:
             Whether the blocks stay held until ``finished_sending``, and the parameters for D.
         """
-        self._computing.discard(request.request_id)
+        self._alive.discard(request.request_id)
         ran = self._ran.pop(request.request_id, self._step)
         incoming = self._incoming.pop(request.request_id, None)
         if incoming is not None and incoming.stage is Stage.OFFERED:
@@ -316,8 +322,6 @@ class SchedulerHalf:
         """What the workers are to do since the last step. ``idle``: the engine computes nothing in this one;
         ``computed``: the requests that it computes tokens of."""
         self._step += 1
-        if self._step_seconds:
-            self._computing = set(computed)
         if self._ran:
             self._ran |= dict.fromkeys(self._ran.keys() & computed, self._step)
         plan = StepPlan(

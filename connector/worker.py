@@ -42,9 +42,9 @@ IDLE_WAIT_SECONDS = 5e-3
 would go round in Python meanwhile, and take interpreter and core from the mover. A new request may wait as long."""
 LOOK_SECONDS = 0.2
 """How often a step that waits for a load looks whether the transfer thread is still there."""
-GIVE_UP_SECONDS = 5.0
-"""How long a step waits for a load that it computes with; then it fails. Far more than was expected: P may take a
-moment to grant the lease, and that must not cost the request."""
+GIVE_UP_SECONDS = 1.0
+"""How much longer than P holds an ask a step waits for a load that it computes with: as long as one beside the steps
+would have had to be granted. It is far more than was expected."""
 
 
 @dataclass(slots=True)
@@ -160,7 +160,8 @@ class WorkerHalf:
         if not self._now:
             return failed
         assert self._mover is not None
-        give_up: float | None = time.monotonic() + GIVE_UP_SECONDS
+        started = time.monotonic()
+        give_up = self._settings.ask_hold_seconds + GIVE_UP_SECONDS
         while self._now and self._mover.alive:
             self._mover.wait(LOOK_SECONDS, leases=False)
             self._collect()
@@ -170,9 +171,11 @@ class WorkerHalf:
                 self._loading.discard(finished.request_id)
                 if not finished.ok:
                     failed.add(finished.request_id)
-            if give_up is not None and time.monotonic() >= give_up:  # then it ends as soon as nothing writes its blocks
+            waited = time.monotonic() - started
+            if self._now and waited >= give_up:  # then it ends as soon as nothing writes its blocks any more
+                logger.error("kvferry: the engine has waited %.0f s for %s to be loaded", waited, ", ".join(self._now))
                 self._mover.post(StepPlan(consumer=self._consumer, cancels=tuple(self._now)))
-                give_up = None
+                give_up = 2 * waited
         if self._now:
             logger.error("kvferry: the transfer thread has ended; %d loads fail", len(self._now))
         failed |= self._now

@@ -114,6 +114,8 @@ class Engine:
         self._ahead = ahead
         self._outputs: deque[tuple[Any, ModelRunnerOutput]] = deque()
         self._memory = RunnerMemory(drafts)
+        self.before_update: Callable[[Any], None] | None = None
+        """Called with a step between its forward and the look at its output, where EngineCore takes aborts."""
         self._lost: set[int] = set()  # blocks that loads inside steps failed to fill, until the scheduler hears of it
         heads = max(1, HEADS // tp)
         form = {"block_size": block, "num_kv_heads": heads, "head_size": HEAD_SIZE, "dtype": torch.float32}
@@ -231,6 +233,8 @@ class Engine:
             self.scheduler.update_draft_token_ids(self._memory.drafted(turns))
 
     def _update(self, step: Any, merged: ModelRunnerOutput) -> None:
+        if self.before_update is not None:
+            self.before_update(step)
         if merged.kv_connector_output is not None:
             self._lost -= merged.kv_connector_output.invalid_block_ids
         if merged.kv_connector_output is not None and merged.kv_connector_output.kv_connector_stats:
