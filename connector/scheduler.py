@@ -211,7 +211,7 @@ class SchedulerHalf:
         )
 
     def loads_finished(self, request_ids: Iterable[str], paces: Mapping[Source, Pace] | None = None) -> None:
-        """These loads were reported, well or ill. ``paces``: what ranks told of those that ended well."""
+        """These loads were reported, well or ill. ``paces``: what ranks told, also of loads inside a step."""
         if paces:
             self._paces.told(paces, self._clock())
         for request_id in request_ids:
