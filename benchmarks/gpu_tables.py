@@ -113,7 +113,7 @@ def plot(result: Mapping[str, Any], order: Sequence[str], path: Path) -> None:
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(17, 6.5), width_ratios=(1, 1.6))
     names = [name for name in order if name not in ("device_copy", "pack", "unpack")]
     others = list(dict.fromkeys(row["point"] for row in rows if not row["point"].startswith("tokens_")))
-    colours = {name: f"C{n}" if n < 10 else "black" for n, name in enumerate(names)}
+    colours = {name: pyplot.get_cmap("tab20")(n) for n, name in enumerate(names)}
     for n, name in enumerate(names):
         mine = {row["point"]: row for row in rows if row["contender"] == name}
         line = sorted((row["bytes"] / 2**20, row["gb_per_s"]) for at, row in mine.items() if at.startswith("tokens_"))
@@ -131,7 +131,7 @@ def plot(result: Mapping[str, Any], order: Sequence[str], path: Path) -> None:
     for axes in (left, right):
         axes.grid(alpha=0.3)
     if left.lines:
-        left.legend(fontsize="small")
+        left.legend(fontsize="small", framealpha=0.6)
     gpus = result["versions"]["gpus"]
     figure.suptitle(f"Blocks from one GPU to the other, medians of {result['rounds']} rounds ({gpus})")
     figure.tight_layout()
