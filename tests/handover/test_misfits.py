@@ -45,7 +45,7 @@ def test_another_protocol_version_is_refused_by_name(stage: Stage, monkeypatch: 
     assert wait(lambda: bool(answers.extend(connection.receive()) or answers), [p])
     refused = protocol.decode_reply(answers[0])
     connection.close()
-    assert refused == protocol.Refused(field="protocol version", ours="1", theirs="9")
+    assert refused == protocol.Refused(field="protocol version", ours=str(protocol.PROTOCOL_VERSION), theirs="9")
 
 
 def test_no_plane_in_common(stage: Stage) -> None:
