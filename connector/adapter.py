@@ -19,7 +19,7 @@ from kvferry.connector.config import load_settings
 from kvferry.connector.metrics_vllm import KVFerryPromMetrics, KVFerryStats
 from kvferry.connector.pace import Pace, Source
 from kvferry.connector.scheduler import SchedulerHalf
-from kvferry.connector.stepplan import RankAddress, StepPlan, unpack_ids
+from kvferry.connector.stepplan import Load, RankAddress, StepPlan, unpack_ids
 from kvferry.connector.worker import WorkerHalf
 from kvferry.transport.host import host_id
 
@@ -219,19 +219,18 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)
         plan = connector_metadata.plan
-        for load in plan.loads:
-            if load.now or not compat.HAS_TRANSFER_RESULTS:
-                # Not the blocks of a local prefix hit before them: those are good, and other requests use them too.
-                first = load.tokens[0][0] // self._block_size
-                self._failed_blocks[load.request_id] = set(unpack_ids(load.block_ids[0])[first:].tolist())
-        self._working.post(plan)
+        self._working.post(plan)  # before anything else: it is what the request waits for
+        if not compat.HAS_TRANSFER_RESULTS:
+            self._failed_blocks |= {load.request_id: self._filled(load) for load in plan.loads if not load.now}
         failed = self._working.finish_now()
         self._lost |= bool(failed)
         for load in plan.loads:
-            if load.now:
-                blocks = self._failed_blocks.pop(load.request_id)
-                if load.request_id in failed:
-                    self._invalid |= blocks
+            if load.request_id in failed:
+                self._invalid |= self._filled(load)
+
+    def _filled(self, load: Load) -> set[int]:
+        """The blocks that a load fills; not those of a local prefix hit before them, which others use too."""
+        return set(unpack_ids(load.block_ids[0])[load.tokens[0][0] // self._block_size :].tolist())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> compat.KVConnectorTransferResults:
         results = self._working.take_results()

@@ -38,8 +38,8 @@ MIN_PIECE_BYTES = 2048
 
 
 BRIEF_BYTES, BRIEF_LOCAL_BYTES = 128 << 20, 32 << 20
-"""What a GPU reads from another in 0.4 ms, and what it packs or unpacks in 0.05; waking another thread, and then the
-mover, takes as long."""
+"""What a GPU reads from another in 0.4 ms, and what it packs or unpacks in less; waking another thread, and then the
+mover, takes nearly as long."""
 
 
 @dataclass(frozen=True)

@@ -31,15 +31,15 @@ class Form(NamedTuple):
 
 
 WIDE = Form(16 << 10, 128, 4)
-"""All SMs: a tile is 128 bytes for each thread, 8 loads of 16 bytes in flight. On H200 a program per tile packs 0.03
-faster, of a contiguous device copy, than programs that stay."""
+"""All SMs: a tile is 128 bytes for each thread, 8 loads of 16 bytes in flight, and a program of its own
+(``pack``, ``unpack`` of ``benchmarks/gpu_planes.py``)."""
 FEW = Form(64 << 10, 256, 32)
 """A few SMs, each filled by one program: smaller ones would spread over as many SMs as there are of them, and keep the
-engine's large blocks from all of these. On H200 a program brings 20 GB/s, so that 20 of them fill NVLink
-(``kernel_*sm`` of ``benchmarks/gpu_planes.py``)."""
+engine's large blocks from all of these. On H200 20 of them read over NVLink as fast as 32 do, 16 do not
+(``kernel_*sm`` of that benchmark)."""
 LINK, LINK_PROGRAMS = Form(32 << 10, 256, 8), 96
-"""Pages of a peer with no regard to the engine's kernels. On H200 it reads over NVLink at 0.94 of one contiguous copy,
-as with 64 or 128 programs; ``FEW`` does at 0.92, and a program per tile at less (``kernel*`` of that benchmark)."""
+"""Pages of a peer with no regard to the engine's kernels. On H200 it reads 16 to 128 MiB over NVLink a twentieth faster
+than ``FEW``, and 1 GiB as fast (``kernel`` of that benchmark)."""
 _MAX_TILES = (1 << 31) - 1
 
 _HEADER_INTS = 18

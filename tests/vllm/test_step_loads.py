@@ -27,6 +27,13 @@ IN_STEP = {"plane": "cma", "step_load_seconds": 1.0}
 """One second is more than a hand-over takes here, on a loaded machine as well."""
 
 
+@pytest.fixture(params=RUNNERS)
+def runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "v026":
+        monkeypatch.setattr("kvferry.connector.compat.HAS_TRANSFER_RESULTS", False)
+    return str(request.param)
+
+
 def pair_of(yard: Yard, extra: dict[str, Any] | None = None, **kwargs: Any) -> tuple[Engine, Engine]:
     return yard.pair(**({"policy": "fail", "num_blocks": 61} | kwargs), extra=IN_STEP | (extra or {}))
 
@@ -54,12 +61,7 @@ def meet(p: Engine, d: Engine) -> None:
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-@pytest.mark.parametrize("runner", RUNNERS)
-def test_the_second_one_is_computed_with_at_once(
-    yard: Yard, monkeypatch: pytest.MonkeyPatch, runner: str, ahead: int
-) -> None:
-    if runner == "v026":
-        monkeypatch.setattr("kvferry.connector.compat.HAS_TRANSFER_RESULTS", False)
+def test_the_second_one_is_computed_with_at_once(yard: Yard, runner: str, ahead: int) -> None:
     p, d = pair_of(yard, runner=runner, ahead=ahead)
     meet(p, d)
     for number, tokens in enumerate((2, BLOCK, BLOCK + 1, 250, 400)):
@@ -202,6 +204,15 @@ def test_what_was_learnt_long_ago_counts_no_more(yard: Yard) -> None:
     settle(p, d)
 
 
+def orphan(p: Engine, d: Engine) -> tuple[list[int], str]:
+    """A prompt, and D's request of it that would be loaded inside its step, but for P, which is gone."""
+    meet(p, d)
+    ids = prompt(300, 9)
+    request_id = add(p, d, ids, max_tokens=9)
+    p.close()
+    return ids, request_id
+
+
 def fails(d: Engine, request_id: str, ids: list[int]) -> None:
     """It ends with an error, and nobody computes with what did not come."""
     assert to_the_end(d, request_id) == "error"
@@ -215,15 +226,9 @@ def fails(d: Engine, request_id: str, ids: list[int]) -> None:
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-@pytest.mark.parametrize("runner", RUNNERS)
-def test_p_is_gone(yard: Yard, lines: Lines, monkeypatch: pytest.MonkeyPatch, runner: str, ahead: int) -> None:
-    if runner == "v026":
-        monkeypatch.setattr("kvferry.connector.compat.HAS_TRANSFER_RESULTS", False)
+def test_p_is_gone(yard: Yard, lines: Lines, runner: str, ahead: int) -> None:
     p, d = pair_of(yard, runner=runner, ahead=ahead)
-    meet(p, d)
-    ids = prompt(300, 9)
-    request_id = add(p, d, ids, max_tokens=9)
-    p.close()
+    ids, request_id = orphan(p, d)
     fails(d, request_id, ids)
     assert len(lines("hand-over of", request_id, "failed")) == 1
 
@@ -231,10 +236,7 @@ def test_p_is_gone(yard: Yard, lines: Lines, monkeypatch: pytest.MonkeyPatch, ru
 def test_another_one_that_found_its_blocks_ends_with_it(yard: Yard) -> None:
     """It was scheduled before the scheduler heard of the failure, and computed with the same blocks."""
     p, d = pair_of(yard, ahead=1)
-    meet(p, d)
-    ids = prompt(300, 9)
-    request_id = add(p, d, ids, max_tokens=9)
-    p.close()
+    ids, request_id = orphan(p, d)
     d.step()
     other = d.add([*ids, 7], max_tokens=9)
     d.step()
@@ -244,16 +246,10 @@ def test_another_one_that_found_its_blocks_ends_with_it(yard: Yard) -> None:
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-@pytest.mark.parametrize("runner", RUNNERS)
-def test_the_client_has_left_meanwhile(yard: Yard, monkeypatch: pytest.MonkeyPatch, runner: str, ahead: int) -> None:
+def test_the_client_has_left_meanwhile(yard: Yard, runner: str, ahead: int) -> None:
     """vLLM takes an abort between the step and its output; it then finds nobody on the blocks that were not filled."""
-    if runner == "v026":
-        monkeypatch.setattr("kvferry.connector.compat.HAS_TRANSFER_RESULTS", False)
     p, d = pair_of(yard, runner=runner, ahead=ahead)
-    meet(p, d)
-    ids = prompt(300, 9)
-    request_id = add(p, d, ids, max_tokens=9)
-    p.close()
+    ids, request_id = orphan(p, d)
     d.before_update = lambda step: d.abort(request_id)
     for _ in range(3):
         d.step()
