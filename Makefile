@@ -49,7 +49,8 @@ test-engines: install
 GPU_PYTHON ?= python3
 ON_GPUS = PYTHONPATH="$(CURDIR)/.typing$(if $(PYTHONPATH),:$(PYTHONPATH))" $(GPU_PYTHON)
 test-gpu:
-	$(ON_GPUS) -m pytest -m multi_gpu tests/gpu tests/ranks
+	$(ON_GPUS) -m pytest tests/gpu tests/ranks/test_gpus.py
+	$(ON_GPUS) -m pytest tests/kernels -k on_a_gpu
 
 sweep: install
 	$(BIN)/python tests/ranks/sweep.py --count 500 $(if $(SEED),--seed $(SEED))

@@ -1,12 +1,13 @@
 """Copies on a rank's device, and when they have ended.
 
 On the host a copy is done on return. On a GPU it is enqueued on a stream of its own; one thread waits for its end in a
-call that holds no GIL, so that the mover neither polls the GPU nor stands still for it. For one that takes less than
-that thread takes to wake, the mover does stand still.
+call that holds no GIL, so that the mover neither polls the GPU nor stands still for it. Where that would take longer
+than the copy, or where the mover has nothing else to do, it does stand still.
 """
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 from abc import ABC, abstractmethod
@@ -15,8 +16,13 @@ from collections.abc import Callable
 
 import torch
 
+from kvferry.kernels import cuda_calls
+from kvferry.kernels.launch import current_stream
 from kvferry.transport.plane import CPU
 
+PATIENCE_SECONDS = 4e-3
+"""How long the mover waits itself for the only copy under way while the engine is idle: 1 GiB over NVLink takes 3 ms,
+and waking two threads one after the other 0.2 ms."""
 _CLOSE_SECONDS = 5.0
 """A GPU that does not end a copy for so long hangs."""
 
@@ -32,35 +38,28 @@ class Copy:
         self.error = ""
 
 
-class Mark:
-    """A place in what the engine gives its device to do."""
-
-    __slots__ = ("event",)
-
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self.event = event
-
-    @property
-    def passed(self) -> bool:
-        """Whether the device has done all before it."""
-        return bool(self.event.query())
+Mark = cuda_calls.Event
+"""A place in what the engine gives its device to do."""
 
 
 class Copies(ABC):
-    """The copies of one rank, in the order in which they are started, all by one thread. ``sms``: GPU SMs that each may
-    take at most."""
+    """The copies of one rank, in the order in which they are started, all by one thread. ``sms``: GPU SMs that one may
+    take at most that is started now; ``None`` is all."""
 
     device: torch.device
     sms: int | None = None
+    idle: bool = False
+    """Whether the engine computes nothing, and needs no SMs. Written by its thread."""
 
     def __init__(self) -> None:
         self.on_done: Callable[[], None] = lambda: None
         """Called from any thread whenever a copy has ended that was not done on return."""
 
     @abstractmethod
-    def start(self, enqueue: Callable[[], None], *, brief: bool = False) -> Copy:
+    def start(self, enqueue: Callable[[], None], *, brief: bool = False, alone: bool = False) -> Copy:
         """``enqueue`` calls kernels; the copy is done when all that they do is. What it raises passes through, and
-        then nothing of it is under way. ``brief``: it takes less than a thread takes to wake."""
+        then nothing of it is under way. ``alone``: nothing else is under way that could go on meanwhile. ``brief``: it
+        takes less than a thread takes to wake."""
 
     @abstractmethod
     def mark(self) -> Mark | None:
@@ -84,7 +83,7 @@ class HostCopies(Copies):
 
     device = CPU
 
-    def start(self, enqueue: Callable[[], None], *, brief: bool = False) -> Copy:
+    def start(self, enqueue: Callable[[], None], *, brief: bool = False, alone: bool = False) -> Copy:
         enqueue()
         return Copy(done=True)
 
@@ -106,62 +105,77 @@ class GpuCopies(Copies):
 
     Args:
         device: with its index.
-        sms: SMs that a copy may take, so that the engine's kernels go on beside it.
+        sms: SMs that a copy may take while the engine computes, so that its kernels go on beside it.
     """
 
     def __init__(self, device: torch.device, sms: int) -> None:
         super().__init__()
-        self.device, self.sms = device, sms
+        self.device, self._sms = device, sms
         self._stream = torch.cuda.Stream(device, priority=-1)
+        self._handle = self._stream.cuda_stream
         self._local = threading.local()
         self._behind: Mark | None = None
         self._last: Copy | None = None
-        self._events: deque[torch.cuda.Event] = deque()  # that can be recorded anew
-        self._started: queue.SimpleQueue[tuple[Copy, torch.cuda.Event] | None] = queue.SimpleQueue()
+        self._events: deque[cuda_calls.Event] = deque()  # that can be recorded anew
+        self._started: queue.SimpleQueue[tuple[Copy, cuda_calls.Event] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._watch, name="kvferry-copies", daemon=True)
         self._thread.start()
 
-    def start(self, enqueue: Callable[[], None], *, brief: bool = False) -> Copy:
-        if not hasattr(self._local, "bound"):  # this thread's stream from now on
-            self._local.bound = True
-            torch.cuda.set_device(self.device)
-            torch.cuda.set_stream(self._stream)
-        copy, event = Copy(), self._events.pop() if self._events else torch.cuda.Event()
+    @property
+    def sms(self) -> int | None:  # type: ignore[override]
+        return None if self.idle else self._sms
+
+    def start(self, enqueue: Callable[[], None], *, brief: bool = False, alone: bool = False) -> Copy:
+        self._bind()
+        copy, event = Copy(), self._events.pop() if self._events else cuda_calls.Event()
         try:
             enqueue()
         except BaseException:
             self._stream.synchronize()  # some of its kernels may have been launched
             raise
-        event.record(self._stream)
-        if brief and self._idle:
-            self._await(copy, event)
-        else:
+        event.record(self._handle)
+        seconds = 0.0 if not alone else math.inf if brief else PATIENCE_SECONDS if self.idle else 0.0
+        if not (seconds and self._unhindered and self._await(copy, event, seconds)):
             self._last = copy
             self._started.put((copy, event))
         return copy
 
+    def _bind(self) -> None:
+        """Give the calling thread the device, its context and the stream. ``set_device`` alone leaves the context to
+        PyTorch's first call that needs one, and the driver's own calls do not wait for that."""
+        if not hasattr(self._local, "bound"):
+            torch.cuda.set_device(self.device)
+            torch.cuda.set_stream(self._stream)
+            self._stream.query()
+            self._local.bound = True
+
     @property
-    def _idle(self) -> bool:
+    def _unhindered(self) -> bool:
         """Whether nothing is before the next copy."""
         return (self._last is None or self._last.done) and (self._behind is None or self._behind.passed)
 
-    def _await(self, copy: Copy, event: torch.cuda.Event) -> None:
+    def _await(self, copy: Copy, event: cuda_calls.Event, seconds: float = math.inf) -> bool:
+        """Whether it has ended by then."""
         try:
-            event.synchronize()  # spins outside the GIL: an event that blocks is seen 0.1 to 0.4 ms later
+            if not event.wait(seconds):  # spins outside the GIL: an event that blocks is seen 0.1 to 0.4 ms later
+                return False
         except Exception as error:  # whatever the driver says, no copy of this process succeeds any more
-            copy.error = str(error).partition("\n")[0] or repr(error)
+            copy.error = str(error)
         else:
             self._events.append(event)
         copy.done = True
+        return True
 
     def mark(self) -> Mark:
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self.device))
-        return Mark(event)
+        with torch.cuda.device(self.device):
+            event = Mark()
+            event.record(current_stream(self.device))
+        return event
 
     def after(self, mark: Mark) -> None:
+        self._bind()  # a rank without caches has started no copy before
         self._behind = mark
-        self._stream.wait_event(mark.event)
+        mark.hold(self._handle)
 
     def settle(self) -> None:
         self._stream.synchronize()
@@ -171,6 +185,7 @@ class GpuCopies(Copies):
         self._thread.join(_CLOSE_SECONDS)
 
     def _watch(self) -> None:
+        self._bind()
         while (started := self._started.get()) is not None:
             self._await(*started)
             self.on_done()

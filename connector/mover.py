@@ -67,6 +67,7 @@ class Mover:
         self._finished: deque[Finished] = deque()
         self._freed: deque[str] = deque()
         self._news = threading.Event()
+        self._woken = False  # and what for is not seen to yet
         self._heard: set[object] | None = None  # sockets and planes at which something has arrived; None: any
         self._unarmed: set[Plane] = set()  # that have moved since they were last made to wake us
         self._warm = threading.Event()
@@ -205,7 +206,7 @@ class Mover:
                 self._site.caches.copies.after(mark)
             for watch in plan.watches:
                 self._try(self._consumer.watch, watch, now)
-            begin = partial(self._consumer.load, idle=plan.idle)
+            begin = partial(self._consumer.load, alone=len(plan.loads) == 1 and not self._commands)
             for load in plan.loads:
                 self._try(begin, load, now, partial(self._fail_load, load, now))
             for request_id in plan.cancels:
@@ -261,6 +262,10 @@ class Mover:
             self._news.set()
 
     def _sleep(self) -> None:
+        if self._woken:  # only now: the turn that we were woken for is not to wait for this
+            self._woken = False
+            self._waker.drain()
+            return  # what somebody has left since that turn is looked at before we sleep
         awake = False
         for plane in list(self._unarmed):
             if plane.arm():
@@ -284,7 +289,7 @@ class Mover:
         seconds = 0.0 if awake else seconds
         for pollable, _ in poller.poll(int(seconds * 1e3)):
             self._hear(planes.get(pollable, pollable))
-        self._waker.drain()
+            self._woken |= pollable == self._waker.fd
 
     def _hear(self, what: object) -> None:
         if self._heard is not None:

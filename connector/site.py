@@ -9,6 +9,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -31,15 +32,20 @@ from kvferry.transport.gate import CurveKeys
 from kvferry.transport.plane import CPU, Pieces, Plane
 from kvferry.transport.wake import RateLimitedLog
 
+if TYPE_CHECKING:
+    from kvferry.kernels.paged_copy_triton import PagesThere
+
 Ids = npt.NDArray[np.int64]
 
 MIN_PIECE_BYTES = 2048
 """Shorter pieces of pages are packed into a slot before they are sent, and unpacked from one."""
 
 
+MIN_SHARING = 4
+"""Parts of one span from which on their common tables are worth a place of their own on the GPU."""
 BRIEF_BYTES, BRIEF_LOCAL_BYTES = 128 << 20, 32 << 20
-"""What a GPU reads from another in 0.4 ms, and what it packs or unpacks in less; waking another thread, and then the
-mover, takes nearly as long."""
+"""What a GPU reads from another in 0.4 ms, or packs and unpacks in less where it has nothing else to do, and what it
+packs or unpacks on a few SMs; waking another thread, and then the mover, takes nearly as long."""
 
 
 @dataclass(frozen=True)
@@ -106,39 +112,40 @@ class Caches:
         layouts = zip(self.page_layouts(), self.geometry.groups, strict=True)
         return [(base, reach(layout, group)) for layout, group in layouts for base in layout.bases]
 
-    def pack(self, address: int, part: Part, staging: torch.device = CPU) -> Copy:
+    def pack(self, address: int, part: Part, staging: torch.device = CPU, *, alone: bool = False) -> Copy:
         """Copy ``part`` of the pages to staging memory in wire order, ``[L][R][H][T][C / R]``; R is ``view.rows``.
-        ``staging``: where that lies."""
-        pack = partial(self._copy_local, self._wire(address, part), self.pages(part), part)
-        return self.copies.start(pack, brief=self._brief(part, staging))
+        ``staging``: where that lies. ``alone`` as in ``Copies.start``."""
+        pack = partial(self._copy_wire, address, part, to_wire=True)
+        brief = self._brief(part, staging)
+        return self.copies.start(pack, brief=brief, alone=alone and brief)  # or others could be sent meanwhile
 
-    def unpack(self, address: int, part: Part, staging: torch.device = CPU) -> Copy:
+    def unpack(self, address: int, part: Part, staging: torch.device = CPU, *, alone: bool = False) -> Copy:
         """Copy wire bytes at ``address`` to ``part`` of the pages, converted where they are another dtype's."""
         brief = self._brief(part, staging)
         if part.source is None:
-            unpack = partial(self._copy_local, self.pages(part), self._wire(address, part), part)
-            return self.copies.start(unpack, brief=brief)
+            unpack = partial(self._copy_wire, address, part, to_wire=False)
+            return self.copies.start(unpack, brief=brief, alone=alone and brief)
         conversion = part.source.conversion(self.geometry.groups[part.group], part.layer, part.num_layers)
         unpack = partial(
             unpack_converted, self.pages(part), address, conversion, num_heads=part.num_heads,
             num_tokens=part.num_tokens, device=self.device, sms=self.copies.sms,
         )  # fmt: skip
-        return self.copies.start(unpack, brief=brief)
+        return self.copies.start(unpack, brief=brief, alone=alone and brief)
 
     def _brief(self, part: Part, staging: torch.device) -> bool:
         """Whether a copy between pages and staging memory is over as soon as another thread were awake."""
-        return staging == self.device and self.nbytes(part) <= BRIEF_LOCAL_BYTES
+        limit = BRIEF_BYTES if self.copies.idle else BRIEF_LOCAL_BYTES
+        return staging == self.device and self.nbytes(part) <= limit
 
-    def fetch(self, parts: Sequence[tuple[Part, Pages]], *, idle: bool = False) -> Copy:
-        """Copy pages of a peer that are mapped here to parts of ours, each in one pass. ``idle``: the engine computes
-        nothing meanwhile, and needs no SMs."""
+    def fetch(self, parts: Sequence[tuple[Part, Pages]], *, alone: bool = False) -> Copy:
+        """Copy pages of a peer that are mapped here to parts of ours, each in one pass."""
 
         def enqueue() -> None:
             for part, theirs in parts:
-                self._copy(self.pages(part), theirs, part, sms=None if idle else self.copies.sms, over_link=True)
+                self._copy(self.pages(part), theirs, part, over_link=True)
 
         brief = sum(self.nbytes(part) for part, _ in parts) <= BRIEF_BYTES
-        return self.copies.start(enqueue, brief=brief)
+        return self.copies.start(enqueue, brief=brief, alone=alone)
 
     def warm_up(self) -> None:
         """Compile the kernels that the copies need, by one that changes nothing. Blocks."""
@@ -151,10 +158,10 @@ class Caches:
             tokens = min(2, view.block_size)  # with one alone its stride would not count for the alignment
             part = Part(group, 0, 1, 0, view.num_heads, 0, tokens, first)
             wire = self._wire(scratch.data_ptr(), part)
-            for over_link in (False, True):
-                sms = None if over_link else self.copies.sms
-                self.copies.start(partial(self._copy, wire, self.pages(part), part, sms=sms, over_link=over_link))
+            for self.copies.idle, over_link in ((False, False), (True, False), (True, True)):
+                self.copies.start(partial(self._copy, wire, self.pages(part), part, over_link=over_link))
         self.copies.settle()
+        self.copies.idle = False
 
     def in_pieces(self, part: Part) -> bool:
         """Whether ``part`` lies in pieces long enough that a socket moves them as fast as packed bytes."""
@@ -201,7 +208,9 @@ class Caches:
         Raises:
             GeometryError: a chunk of one block or token does not fit into ``chunk_bytes``.
         """
-        for chunk in chunks(span, source.content_bytes, chunk_bytes, source.block_size, source.share):
+        cut = chunks(span, source.content_bytes, chunk_bytes, source.block_size, source.share)
+        shared = Whole(whole) if len(cut) >= MIN_SHARING and self.device.type == "cuda" else None
+        for chunk in cut:
             yield Part(
                 group=whole.group,
                 layer=whole.layer + chunk.layer,
@@ -212,12 +221,40 @@ class Caches:
                 num_tokens=chunk.num_tokens,
                 blocks=whole.blocks,
                 source=Source(source, span.layer + chunk.layer) if convert else None,
+                whole=shared,
             )
 
-    def _copy_local(self, to: Pages, of: Pages, part: Part) -> None:
-        self._copy(to, of, part, sms=self.copies.sms)
+    def _copy_wire(self, address: int, part: Part, *, to_wire: bool) -> None:
+        """Copy between ``part`` of the pages and wire order."""
+        if part.whole is None:
+            wire, pages = self._wire(address, part), self.pages(part)
+            self._copy(*((wire, pages) if to_wire else (pages, wire)), part)
+            return
+        whole, rows = part.whole.part, self.views[part.group].rows
+        if part.whole.there is None:
+            part.whole.there = self._there(whole)
+        part.whole.there.copy(
+            address,
+            to_wire=to_wire,
+            layer=(part.layer - whole.layer) * rows,
+            num_layers=part.num_layers * rows,
+            token=part.token - whole.token,
+            num_tokens=part.num_tokens,
+            sms=self.copies.sms,
+        )
 
-    def _copy(self, to: Pages, of: Pages, part: Part, *, sms: int | None, over_link: bool = False) -> None:
+    def _there(self, whole: Part) -> PagesThere:
+        from kvferry.kernels.paged_copy_triton import PagesThere
+
+        return PagesThere(
+            self.pages(whole),
+            num_heads=whole.num_heads,
+            num_tokens=whole.num_tokens,
+            content_bytes=self.views[whole.group].row_bytes,
+            device=self.device,
+        )
+
+    def _copy(self, to: Pages, of: Pages, part: Part, *, over_link: bool = False) -> None:
         copy_pages(
             to,
             of,
@@ -225,7 +262,7 @@ class Caches:
             num_tokens=part.num_tokens,
             content_bytes=self.views[part.group].row_bytes,
             device=self.device,
-            sms=sms,
+            sms=self.copies.sms,
             over_link=over_link,
         )
 
@@ -252,7 +289,7 @@ class Caches:
 class Part:
     """A box of one region in this rank's own numbering, with the blocks that its tokens lie in: kernel blocks, or
     pieces of them where not all of their tokens are meant. ``token`` counts in these blocks. ``source``: whose numbers
-    they are on the wire, where they are converted."""
+    they are on the wire, where they are converted. ``whole``: what it was cut from, where that is worth knowing."""
 
     group: int
     layer: int
@@ -263,6 +300,15 @@ class Part:
     num_tokens: int
     blocks: Blocks
     source: Source | None = None
+    whole: Whole | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Whole:
+    """What parts were cut from. ``there``: its pages as the GPU knows them, from the first copy of a part on."""
+
+    part: Part
+    there: PagesThere | None = None
 
 
 @dataclass

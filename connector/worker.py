@@ -143,7 +143,9 @@ class WorkerHalf:
         self._leased.update(lease.request_id for lease in plan.leases)
         self._consumer, self._idle = plan.consumer, plan.idle
         assert self._site is not None
-        mark = self._site.caches.copies.mark()
+        copies = self._site.caches.copies
+        copies.idle = plan.idle or bool(self._now)
+        mark = copies.mark()
         if mark is not None:
             self._marks.append((plan.step, mark))
         computed = [self._computed(lease.step) for lease in plan.leases]
@@ -181,6 +183,8 @@ class WorkerHalf:
         failed |= self._now
         self._loading -= self._now
         self._now = set()
+        if self._site is not None:
+            self._site.caches.copies.idle = self._idle
         return failed
 
     def take_paces(self) -> dict[Source, Pace]:

@@ -14,8 +14,10 @@ import triton
 import triton.language as tl
 
 from kvferry.kernels.convert import FORMATS, Conversion, FloatFormat
+from kvferry.kernels.launch import Launcher
 from kvferry.kernels.paged_copy import Pages, wire_pages
 from kvferry.kernels.paged_copy_triton import (
+    NUMBERS,
     _row_addresses,
     alignment,
     form_for,
@@ -67,43 +69,56 @@ def _encode(number, MANTISSA: tl.constexpr, BIAS: tl.constexpr, SIZE: tl.constex
     return found | (((word >> 31) & 1) << (8 * SIZE - 1))
 
 
-@triton.jit(do_not_specialize=["scales"])
+@triton.jit(do_not_specialize=[*NUMBERS, "keys", "scales"])
 def _convert_kernel(
     table,
-    scales,
+    heads: tl.int32,
+    tokens: tl.int32,
+    vectors: tl.int32,
+    tiles: tl.int32,
+    dst_base: tl.int64,
+    dst_layer: tl.int64,
+    dst_bases: tl.int32,
+    dst_ids: tl.int32,
+    dst_size: tl.int32,
+    dst_block: tl.int64,
+    dst_head: tl.int64,
+    dst_token: tl.int64,
+    dst_first: tl.int32,
+    src_base: tl.int64,
+    src_layer: tl.int64,
+    src_bases: tl.int32,
+    src_ids: tl.int32,
+    src_size: tl.int32,
+    src_block: tl.int64,
+    src_head: tl.int64,
+    src_token: tl.int64,
+    src_first: tl.int32,
+    keys: tl.int32,
+    scales: tl.int32,
     SRC: tl.constexpr,
     SRC_MANTISSA: tl.constexpr,
     SRC_BIAS: tl.constexpr,
     SRC_SIZE: tl.constexpr,
     SRC_MAX_BITS: tl.constexpr,
+    SRC_ALIGN: tl.constexpr,
     SRC_INFINITY: tl.constexpr,
     DST: tl.constexpr,
     DST_MANTISSA: tl.constexpr,
     DST_BIAS: tl.constexpr,
     DST_SIZE: tl.constexpr,
     DST_MAX_BITS: tl.constexpr,
+    DST_ALIGN: tl.constexpr,
     DST_MAXIMUM: tl.constexpr,
     DST_NAN_BITS: tl.constexpr,
-    SRC_ALIGN: tl.constexpr,
-    DST_ALIGN: tl.constexpr,
     CONTENT_ALIGN: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """``table`` as in ``paged_copy_triton``; from ``scales`` on it goes on with the number of key elements and, by
-    layer, the float32 bits of the scales of K and V, source then destination."""
-    heads = tl.load(table).to(tl.int32)
-    tokens = tl.load(table + 1).to(tl.int32)
-    content = tl.multiple_of(tl.load(table + 2).to(tl.int32), CONTENT_ALIGN)  # or the mask would make words narrow
-    tiles = tl.load(table + 3).to(tl.int32)
-    dst_bases, dst_ids = tl.load(table + 4), tl.load(table + 5)
-    dst_size, dst_first = tl.load(table + 6).to(tl.int32), tl.load(table + 10).to(tl.int32)
-    dst_block, dst_head, dst_token = tl.load(table + 7), tl.load(table + 8), tl.load(table + 9)
-    src_bases, src_ids = tl.load(table + 11), tl.load(table + 12)
-    src_size, src_first = tl.load(table + 13).to(tl.int32), tl.load(table + 17).to(tl.int32)
-    src_block, src_head, src_token = tl.load(table + 14), tl.load(table + 15), tl.load(table + 16)
-    keys = tl.load(table + scales).to(tl.int32)
-
+    """``table`` and numbers as in ``paged_copy_triton``, a row is ``vectors`` of CONTENT_ALIGN elements, the first
+    ``keys`` of them of keys. From ``scales`` on the table goes on with the float32 bits of the scales of K and V by
+    layer, source then destination."""
+    content = vectors * CONTENT_ALIGN  # or the mask would make words narrow
     tiles_t, tiles_w = tl.cdiv(tokens, BLOCK_T), tl.cdiv(content, BLOCK_W)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         w = (tile % tiles_w) * BLOCK_W + tl.arange(0, BLOCK_W)
@@ -114,18 +129,20 @@ def _convert_kernel(
 
         mask_t = t < tokens
         src_row = _row_addresses(
-            table, src_bases, src_ids, src_size, src_block, src_head, src_token, src_first, layer, head, t, mask_t
-        )
+            table, src_base, src_layer, src_bases, src_ids, src_size, src_block, src_head, src_token, src_first, layer,
+            head, t, mask_t,
+        )  # fmt: skip
         dst_row = _row_addresses(
-            table, dst_bases, dst_ids, dst_size, dst_block, dst_head, dst_token, dst_first, layer, head, t, mask_t
-        )
+            table, dst_base, dst_layer, dst_bases, dst_ids, dst_size, dst_block, dst_head, dst_token, dst_first, layer,
+            head, t, mask_t,
+        )  # fmt: skip
         src_row = tl.multiple_of(tl.multiple_of(src_row, SRC_ALIGN).to(tl.pointer_type(SRC)), SRC_ALIGN)
         dst_row = tl.multiple_of(tl.multiple_of(dst_row, DST_ALIGN).to(tl.pointer_type(DST)), DST_ALIGN)
         mask = mask_t[:, None] & (w < content)[None, :]
         bits = tl.load(src_row[:, None] + w[None, :], mask=mask, other=0).to(tl.int32)
         number = _decode(bits, SRC_MANTISSA, SRC_BIAS, SRC_SIZE, SRC_MAX_BITS, SRC_INFINITY)
 
-        four = table + scales + 1 + 4 * layer
+        four = table + scales + 4 * layer
         k_of, v_of = _scale(four), _scale(four + 1)
         k_to, v_to = _scale(four + 2), _scale(four + 3)
         is_key = w < keys
@@ -138,6 +155,9 @@ def _convert_kernel(
 @triton.jit
 def _scale(entry):
     return tl.load(entry).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+_launch = Launcher(_convert_kernel)
 
 
 def unpack_converted_triton(
@@ -159,40 +179,31 @@ def unpack_converted_triton(
     block_t, block_w = tile_shape(content, max(of.itemsize, to.itemsize), form)
     tiles = len(pages.bases) * num_heads * -(-num_tokens // block_t) * -(-content // block_w)
     assert tiles <= _MAX_TILES and num_tokens + pages.block_size <= _MAX_TILES
-    numbers = table(pages, wire, sizes=(num_heads, num_tokens, content, tiles))
+    arrays, places = table(pages, wire, num_tokens)
     scales = np.concatenate([conversion.src_scales, conversion.dst_scales], axis=1, dtype=np.float32)
-    host = np.concatenate([numbers, [conversion.keys], scales.view(np.int32).reshape(-1).astype(np.int64)])
-    grid = (num_programs(tiles, device, sms),)
-    constants = {
-        **_constants("SRC", of, alignment(wire, num_heads, num_tokens, content * of.itemsize)),
-        **_constants("DST", to, alignment(pages, num_heads, num_tokens, content * to.itemsize)),
-        "CONTENT_ALIGN": min(content & -content, 16),
-        "BLOCK_T": block_t,
-        "BLOCK_W": block_w,
-    }
-    if device.type == "cpu":  # the interpreter
-        _convert_kernel[grid](torch.from_numpy(host), len(numbers), **constants)
-        return
-    with torch.cuda.device(device):
-        # Pinned, so that the upload neither waits for the stream nor is read after the buffer has gone.
-        pinned = torch.empty(len(host), dtype=torch.int64, pin_memory=True)
-        pinned.numpy()[:] = host
-        _convert_kernel[grid](pinned.to(device, non_blocking=True), len(numbers), **constants, num_warps=form.num_warps)
+    host = np.concatenate([arrays, scales.view(np.int32).reshape(-1).astype(np.int64)])
+    content_align = min(content & -content, 16)
+    numbers = (num_heads, num_tokens, content // content_align, tiles, *places, conversion.keys, len(arrays))
+    programs = num_programs(tiles, device, sms)
+    constants = (
+        *_source(of, alignment(wire, num_heads, num_tokens, content * of.itemsize)),
+        *_destination(to, alignment(pages, num_heads, num_tokens, content * to.itemsize)),
+        content_align,
+        block_t,
+        block_w,
+    )
+    _launch(programs, form.num_warps, host, device, numbers, constants)
 
 
-def _constants(side: str, form: FloatFormat, align: int) -> dict[str, object]:
-    """What the kernel is compiled for, of one side."""
-    found: dict[str, object] = {
-        side: _INTEGERS[form.itemsize],
-        f"{side}_MANTISSA": form.mantissa,
-        f"{side}_BIAS": form.bias,
-        f"{side}_SIZE": form.itemsize,
-        f"{side}_MAX_BITS": form.max_bits,
-        f"{side}_ALIGN": align,
-    }
-    if side == "SRC":
-        found["SRC_INFINITY"] = form.has_infinity
-    else:
-        found["DST_MAXIMUM"] = int(np.float32(form.maximum).view(np.int32))
-        found["DST_NAN_BITS"] = form.nan_bits
-    return found
+def _source(form: FloatFormat, align: int) -> tuple[object, ...]:
+    """What the kernel is compiled for, of the side that it reads, in its order."""
+    return (*_both(form, align), form.has_infinity)
+
+
+def _destination(form: FloatFormat, align: int) -> tuple[object, ...]:
+    """Of the side that it writes."""
+    return (*_both(form, align), int(np.float32(form.maximum).view(np.int32)), form.nan_bits)
+
+
+def _both(form: FloatFormat, align: int) -> tuple[object, ...]:
+    return _INTEGERS[form.itemsize], form.mantissa, form.bias, form.itemsize, form.max_bits, align

@@ -1,14 +1,16 @@
 """The copy of ``paged_copy`` as one Triton kernel: pack, unpack, page to page. Axes ``[L, B, H, N, C]``.
 
 A tile is tokens by content words of one (layer, head). There is a program for each, or as many as the SMs that the
-caller allows, and then each takes every n-th tile. All that depends on the peer or the request (addresses, block ids,
-strides, sizes) comes in one int64 table in device memory, so no peer makes the kernel compile again; it is compiled
-per width of the word, alignment and tile shape.
+caller allows, and then each takes every n-th tile. Whatever depends on the peer or the request is a number that the
+kernel is not specialised on, or lies in one int64 table in device memory (addresses, block ids), so no peer makes it
+compile again; it is compiled per width of the word, alignment and tile shape. Each program begins by waiting for the
+table, and many of them live for one tile: what is no array does not come with it.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import NamedTuple
 
@@ -18,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvferry.kernels.launch import Launcher, upload
+from kvferry.kernels.launch import Launcher, upload_to_stay
 from kvferry.kernels.paged_copy import Pages
 
 
@@ -35,33 +37,79 @@ WIDE = Form(16 << 10, 128, 4)
 (``pack``, ``unpack`` of ``benchmarks/gpu_planes.py``)."""
 FEW = Form(64 << 10, 256, 32)
 """A few SMs, each filled by one program: smaller ones would spread over as many SMs as there are of them, and keep the
-engine's large blocks from all of these. On H200 20 of them read over NVLink as fast as 32 do, 16 do not
-(``kernel_*sm`` of that benchmark)."""
-LINK, LINK_PROGRAMS = Form(32 << 10, 256, 8), 96
-"""Pages of a peer with no regard to the engine's kernels. On H200 it reads 16 to 128 MiB over NVLink a twentieth faster
-than ``FEW``, and 1 GiB as fast (``kernel`` of that benchmark)."""
+engine's large blocks from all of these. On H200 20 of them read over NVLink within a hundredth of what 32 do, 16 within
+a fortieth (``kernel_*sm`` of that benchmark)."""
+LINK, LINK_PROGRAMS = Form(32 << 10, 256, 8), 128
+"""Pages of a peer with no regard to the engine's kernels. On H200 it reads over NVLink as fast as ``FEW`` on 32 SMs
+(``kernel`` of that benchmark)."""
 _MAX_TILES = (1 << 31) - 1
 
-_HEADER_INTS = 18
-"""The table begins with heads, tokens, words, tiles; then for dst, and for src: where in the table its layers'
-addresses and its block ids begin, block size, block, head and token stride in bytes, first token."""
 _DTYPES = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 
 
+NUMBERS = (
+    "heads", "tokens", "vectors", "tiles",
+    "dst_base", "dst_layer", "dst_bases", "dst_ids", "dst_size", "dst_block", "dst_head", "dst_token", "dst_first",
+    "src_base", "src_layer", "src_bases", "src_ids", "src_size", "src_block", "src_head", "src_token", "src_first",
+)  # fmt: skip
+"""What a kernel over two sides is told besides its table: what it copies, then dst, then src, as ``Side``."""
+
+
+class Side(NamedTuple):
+    """One side's numbers. ``base`` and ``layer_stride`` in bytes are added to the address that the table has for a
+    layer; ``bases`` and ``ids`` are where in the table these and the block ids begin; ``first``: of the first of these
+    blocks, the first token. The others as in ``Pages``."""
+
+    base: int
+    layer_stride: int
+    bases: int
+    ids: int
+    block_size: int
+    block_stride: int
+    head_stride: int
+    token_stride: int
+    first: int
+
+
 @triton.jit
-def _row_addresses(table, bases, block_ids, size, block_stride, head_stride, token_stride, first, layer, head, t, mask):
+def _row_addresses(
+    table, base, layer_stride, bases, block_ids, size, block_stride, head_stride, token_stride, first, layer, head, t,
+    mask,
+):  # fmt: skip
     """Byte addresses of tokens ``t`` of one (layer, head), int64 like ``t``."""
     token = first + t
     block = token // size
     within = (token - block * size).to(tl.int64)
     block_id = tl.load(table + block_ids + block, mask=mask, other=0)
-    base = tl.load(table + bases + layer) + head.to(tl.int64) * head_stride
-    return base + block_id * block_stride + within * token_stride
+    place = base + layer.to(tl.int64) * layer_stride + tl.load(table + bases + layer) + head.to(tl.int64) * head_stride
+    return place + block_id * block_stride + within * token_stride
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NUMBERS)
 def _copy_kernel(
     table,
+    heads: tl.int32,
+    tokens: tl.int32,
+    vectors: tl.int32,
+    tiles: tl.int32,
+    dst_base: tl.int64,
+    dst_layer: tl.int64,
+    dst_bases: tl.int32,
+    dst_ids: tl.int32,
+    dst_size: tl.int32,
+    dst_block: tl.int64,
+    dst_head: tl.int64,
+    dst_token: tl.int64,
+    dst_first: tl.int32,
+    src_base: tl.int64,
+    src_layer: tl.int64,
+    src_bases: tl.int32,
+    src_ids: tl.int32,
+    src_size: tl.int32,
+    src_block: tl.int64,
+    src_head: tl.int64,
+    src_token: tl.int64,
+    src_first: tl.int32,
     DTYPE: tl.constexpr,
     ALIGN: tl.constexpr,
     WORDS_ALIGN: tl.constexpr,
@@ -70,19 +118,10 @@ def _copy_kernel(
 ):
     """Copies tiles ``program_id, program_id + num_programs, ...``.
 
-    Rows begin at multiples of ALIGN bytes and hold a multiple of WORDS_ALIGN words.
+    ``table``: addresses of layers, and block ids. Rows begin at multiples of ALIGN bytes and hold ``vectors`` of
+    WORDS_ALIGN words.
     """
-    heads = tl.load(table).to(tl.int32)
-    tokens = tl.load(table + 1).to(tl.int32)
-    words = tl.multiple_of(tl.load(table + 2).to(tl.int32), WORDS_ALIGN)
-    tiles = tl.load(table + 3).to(tl.int32)
-    dst_bases, dst_ids = tl.load(table + 4), tl.load(table + 5)
-    dst_size, dst_first = tl.load(table + 6).to(tl.int32), tl.load(table + 10).to(tl.int32)
-    dst_block, dst_head, dst_token = tl.load(table + 7), tl.load(table + 8), tl.load(table + 9)
-    src_bases, src_ids = tl.load(table + 11), tl.load(table + 12)
-    src_size, src_first = tl.load(table + 13).to(tl.int32), tl.load(table + 17).to(tl.int32)
-    src_block, src_head, src_token = tl.load(table + 14), tl.load(table + 15), tl.load(table + 16)
-
+    words = vectors * WORDS_ALIGN  # so that the compiler knows
     tiles_t, tiles_w = tl.cdiv(tokens, BLOCK_T), tl.cdiv(words, BLOCK_W)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         w = (tile % tiles_w) * BLOCK_W + tl.arange(0, BLOCK_W)
@@ -93,11 +132,13 @@ def _copy_kernel(
 
         mask_t = t < tokens
         src_row = _row_addresses(
-            table, src_bases, src_ids, src_size, src_block, src_head, src_token, src_first, layer, head, t, mask_t
-        )
+            table, src_base, src_layer, src_bases, src_ids, src_size, src_block, src_head, src_token, src_first, layer,
+            head, t, mask_t,
+        )  # fmt: skip
         dst_row = _row_addresses(
-            table, dst_bases, dst_ids, dst_size, dst_block, dst_head, dst_token, dst_first, layer, head, t, mask_t
-        )
+            table, dst_base, dst_layer, dst_bases, dst_ids, dst_size, dst_block, dst_head, dst_token, dst_first, layer,
+            head, t, mask_t,
+        )  # fmt: skip
         # Numbers out of a table carry no alignment; without the hints loads and stores become scalar.
         src_row = tl.multiple_of(tl.multiple_of(src_row, ALIGN).to(tl.pointer_type(DTYPE)), ALIGN)
         dst_row = tl.multiple_of(tl.multiple_of(dst_row, ALIGN).to(tl.pointer_type(DTYPE)), ALIGN)
@@ -125,21 +166,70 @@ def copy_pages_triton(
     ``sms`` bounds the SMs that it may take; None takes all. Addresses have to be accessible from ``device``: its own, a
     peer's that is mapped, or pinned host memory.
     """
-    form = LINK if sms is None and over_link else form_for(sms)
     align = min(alignment(side, num_heads, num_tokens, content_bytes) for side in (dst, src))
+    host, sides = table(dst, src, num_tokens)
+    sizes = len(dst.bases), num_heads, num_tokens, content_bytes
+    _enqueue(host, sides, sizes, align, device, sms, LINK if sms is None and over_link else form_for(sms))
+
+
+class PagesThere:
+    """Pages whose arrays lie in memory of ``device`` already, for many copies between parts of them and the wire."""
+
+    def __init__(self, pages: Pages, *, num_heads: int, num_tokens: int, content_bytes: int, device: torch.device):
+        """``num_tokens``, from that of ``pages`` on: those of all parts together."""
+        self.device, self._pages = device, pages
+        self._heads, self._content = num_heads, content_bytes
+        self._align = alignment(pages, num_heads, num_tokens, content_bytes)
+        self._bases = len(pages.bases)
+        heads = pages.head * pages.head_stride
+        last = (pages.token + num_tokens - 1) // pages.block_size + 1
+        # The wire has one block, number 0, and its layers follow each other: it needs zeros.
+        arrays = pages.bases + heads, pages.block_ids[:last], np.zeros(self._bases, dtype=np.int64)
+        self._wire = self._bases + last
+        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+            self._table = upload_to_stay(np.concatenate(arrays), device)
+
+    def copy(
+        self, address: int, *, to_wire: bool, layer: int, num_layers: int, token: int, num_tokens: int, sms: int | None
+    ) -> None:
+        """Copy ``num_layers`` from ``layer`` on and ``num_tokens`` from ``token`` on, both counted from the first ones
+        of these pages, to or from the wire order at ``address``; enqueued as by ``copy_pages_triton``."""
+        pages = self._pages
+        block, first = divmod(pages.token + token, pages.block_size)
+        head_stride = num_tokens * self._content
+        layer_stride = self._heads * head_stride
+        ours = Side(
+            0, 0, layer, self._bases + block, pages.block_size, pages.block_stride, pages.head_stride,
+            pages.token_stride, first,
+        )  # fmt: skip
+        wire = Side(
+            address, layer_stride, self._wire, self._wire, num_tokens, layer_stride, head_stride, self._content, 0
+        )
+        sizes = num_layers, self._heads, num_tokens, self._content
+        sides = (*wire, *ours) if to_wire else (*ours, *wire)
+        align = min(self._align, address & -address)
+        _enqueue(self._table, sides, sizes, align, self.device, sms, form_for(sms))
+
+
+def _enqueue(
+    arrays: npt.NDArray[np.int64] | torch.Tensor,
+    sides: tuple[int, ...],
+    sizes: tuple[int, int, int, int],
+    align: int,
+    device: torch.device,
+    sms: int | None,
+    form: Form,
+) -> None:
+    """Launch the kernel. ``sides``: dst's numbers, then src's; ``sizes``: layers, heads, tokens, content bytes."""
+    layers, heads, tokens, content = sizes
     word = min(align, max(_DTYPES))
-    words = content_bytes // word
+    words = content // word
     block_t, block_w = tile_shape(words, word, form)
-    tiles = len(dst.bases) * num_heads * -(-num_tokens // block_t) * -(-words // block_w)
-    assert tiles <= _MAX_TILES and num_tokens + dst.block_size + src.block_size <= _MAX_TILES
-    host = table(dst, src, sizes=(num_heads, num_tokens, words, tiles))
+    tiles = layers * heads * -(-tokens // block_t) * -(-words // block_w)
+    assert tiles <= _MAX_TILES and tokens + sides[4] + sides[13] <= _MAX_TILES
     programs = min(tiles, LINK_PROGRAMS) if form is LINK else num_programs(tiles, device, sms)
-    constants = (_DTYPES[word], align, align // word, block_t, block_w)
-    if device.type == "cpu":  # the interpreter
-        _copy_kernel[(programs,)](torch.from_numpy(host), *constants)
-        return
-    with torch.cuda.device(device):
-        _launch(programs, upload(host, device), form.num_warps, *constants)
+    numbers = (heads, tokens, content // align, tiles, *sides)
+    _launch(programs, form.num_warps, arrays, device, numbers, (_DTYPES[word], align, align // word, block_t, block_w))
 
 
 def form_for(sms: int | None) -> Form:
@@ -171,20 +261,21 @@ def tile_shape(words: int, word: int, form: Form) -> tuple[int, int]:
     return min(form.tile_bytes // (block_w * word), form.tile_tokens), block_w
 
 
-def table(dst: Pages, src: Pages, *, sizes: tuple[int, int, int, int]) -> npt.NDArray[np.int64]:
-    """All numbers that the kernel reads: heads, tokens, words and tiles, two headers, then the arrays."""
-    tokens = sizes[1]
-    numbers = list(sizes)
+def table(dst: Pages, src: Pages, num_tokens: int) -> tuple[npt.NDArray[np.int64], tuple[int, ...]]:
+    """The arrays that the kernel reads, one after the other, and the numbers of both sides."""
     arrays: list[npt.NDArray[np.int64]] = []
-    at = _HEADER_INTS
+    sides: list[int] = []
+    at = 0
     for pages in (dst, src):
         first, token = divmod(pages.token, pages.block_size)
-        block_ids = pages.block_ids[first : (pages.token + tokens - 1) // pages.block_size + 1]
+        block_ids = pages.block_ids[first : (pages.token + num_tokens - 1) // pages.block_size + 1]
         arrays += [pages.bases + pages.head * pages.head_stride, block_ids]
-        numbers += [at, at + len(pages.bases), pages.block_size]
-        numbers += [pages.block_stride, pages.head_stride, pages.token_stride, token]
+        sides += Side(
+            0, 0, at, at + len(pages.bases), pages.block_size, pages.block_stride, pages.head_stride,
+            pages.token_stride, token,
+        )  # fmt: skip
         at += len(pages.bases) + len(block_ids)
-    return np.concatenate([np.array(numbers, dtype=np.int64), *arrays])
+    return np.concatenate(arrays), tuple(sides)
 
 
 def num_programs(tiles: int, device: torch.device, sms: int | None = None) -> int:

@@ -1,6 +1,6 @@
 """``zero_blocks`` as one Triton kernel over absolute addresses.
 
-A tile is up to 16 KiB of one (block, segment). All numbers come in one int64 table in device memory, so the kernel
+A tile is up to 16 KiB of one (block, segment). Arrays come in one int64 table in device memory, so the kernel
 compiles once per width of the word and tile.
 """
 
@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kvferry.kernels.launch import Launcher
 from kvferry.kernels.zero_blocks import Segments
 
 TILE_BYTES = 16 << 10
@@ -21,24 +22,34 @@ _MAX_TILES = (1 << 31) - 1
 _DTYPES = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 
 
-@triton.jit
-def _zero_kernel(table, DTYPE: tl.constexpr, ALIGN: tl.constexpr, WORDS_ALIGN: tl.constexpr, BLOCK_W: tl.constexpr):
-    """One tile. ``table``: segments S, tiles of the largest segment, S addresses, S strides, S words, block ids.
+@triton.jit(do_not_specialize=["segments", "tiles"])
+def _zero_kernel(
+    table,
+    segments: tl.int32,
+    tiles: tl.int32,
+    DTYPE: tl.constexpr,
+    ALIGN: tl.constexpr,
+    WORDS_ALIGN: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    """One tile. ``table``: of each segment the address, of each the stride, of each the words, then block ids;
+    ``tiles``: of the largest segment.
 
     Every row begins at a multiple of ALIGN bytes and holds a multiple of WORDS_ALIGN words.
     """
-    segments = tl.load(table).to(tl.int32)
-    tiles = tl.load(table + 1).to(tl.int32)
     tile = tl.program_id(0) % tiles
     rest = tl.program_id(0) // tiles
     segment, block = rest % segments, rest // segments
-    words = tl.multiple_of(tl.load(table + 2 + 2 * segments + segment).to(tl.int32), WORDS_ALIGN)
+    words = tl.multiple_of(tl.load(table + 2 * segments + segment).to(tl.int32), WORDS_ALIGN)
     w = tile * BLOCK_W + tl.arange(0, BLOCK_W)
-    block_id = tl.load(table + 2 + 3 * segments + block)
-    row = tl.load(table + 2 + segment) + block_id * tl.load(table + 2 + segments + segment)
+    block_id = tl.load(table + 3 * segments + block)
+    row = tl.load(table + segment) + block_id * tl.load(table + segments + segment)
     # Numbers out of a table carry no alignment; without the hints stores become scalar.
     row = tl.multiple_of(tl.multiple_of(row, ALIGN).to(tl.pointer_type(DTYPE)), ALIGN)
     tl.store(row + w, tl.zeros([BLOCK_W], dtype=DTYPE), mask=w < words)
+
+
+_launch = Launcher(_zero_kernel)
 
 
 def zero_blocks_triton(segments: Segments, block_ids: npt.NDArray[np.int64], *, device: torch.device) -> None:
@@ -50,17 +61,10 @@ def zero_blocks_triton(segments: Segments, block_ids: npt.NDArray[np.int64], *, 
     tiles = -(-int(segments.sizes.max()) // (block_w * word))
     programs = tiles * len(segments.addresses) * len(block_ids)
     assert programs <= _MAX_TILES and tiles * block_w <= _MAX_TILES
-    header = np.array([len(segments.addresses), tiles], dtype=np.int64)
-    host = np.concatenate([header, segments.addresses, segments.strides, segments.sizes // word, block_ids])
-    constants = {"DTYPE": _DTYPES[word], "ALIGN": align, "WORDS_ALIGN": align // word, "BLOCK_W": block_w}
-    if device.type == "cpu":  # the interpreter
-        _zero_kernel[(programs,)](torch.from_numpy(host), **constants)
-        return
-    with torch.cuda.device(device):
-        # Pinned, so that the upload neither waits for the stream nor is read after the buffer has gone.
-        pinned = torch.empty(len(host), dtype=torch.int64, pin_memory=True)
-        pinned.numpy()[:] = host
-        _zero_kernel[(programs,)](pinned.to(device, non_blocking=True), **constants, num_warps=NUM_WARPS)
+    numbers = len(segments.addresses), tiles
+    host = np.concatenate([segments.addresses, segments.strides, segments.sizes // word, block_ids])
+    constants = _DTYPES[word], align, align // word, block_w
+    _launch(programs, NUM_WARPS, host, device, numbers, constants)
 
 
 def alignment(segments: Segments) -> int:

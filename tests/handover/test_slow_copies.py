@@ -6,15 +6,17 @@ The copies are real and happen on a thread of their own, each as soon as the tes
 from __future__ import annotations
 
 import queue
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
+import msgspec
 import opening
 import pytest
 import torch
-from ranks import Rank, let_time_pass, load_plan, peer, wait
+from ranks import Rank, grant, let_time_pass, load_plan, peer, wait
 from stage import Stage
 
 from kvferry.connector import worker
@@ -38,12 +40,14 @@ class SlowCopies(Copies):
         self.gate.set()
         self.error = ""
         self.running = 0
+        self.alone: list[bool] = []  # of each copy
         self._queue: queue.SimpleQueue[tuple[Copy, Callable[[], None]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def start(self, enqueue: Callable[[], None], *, brief: bool = False) -> Copy:
+    def start(self, enqueue: Callable[[], None], *, brief: bool = False, alone: bool = False) -> Copy:
         copy = Copy()
+        self.alone.append(alone)
         self.running += 1
         self._queue.put((copy, enqueue))
         return copy
@@ -199,3 +203,36 @@ def test_a_lease_is_granted_once_its_blocks_are_computed(stage: Stage) -> None:
     late.passed = True
     assert wait(lambda: d.received == {"req-d"} and p.sent == {"req-p"}, [p, d])
     assert not d.failed and torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS))
+
+
+def test_the_mover_may_wait_for_copies_of_the_only_load_alone(
+    pair: tuple[Rank, Rank], copies: list[SlowCopies]
+) -> None:
+    """Those of several go on side by side: D stands still for none of them."""
+    p, d = pair
+    begin(p, d)
+    assert wait(lambda: d.received == {"req-d"} and p.sent == {"req-p"}, [p, d])
+    assert all(each.alone and all(each.alone) for each in copies)
+    copies[1].alone.clear()
+    tables = {f"{n}": (secrets.token_bytes(16), ours) for n, ours in enumerate([OURS, [*range(1, 10), *range(23, 27)]])}
+    leases = (LeaseGrant(f"p{n}", token, TOKENS, (pack_ids(THEIRS),)) for n, (token, _) in tables.items())
+    p.worker.post(StepPlan(leases=tuple(leases)))
+    plans = [load_plan(f"d{n}", token, peer([p]), ours, 0, TOKENS) for n, (token, ours) in tables.items()]
+    d.worker.post(StepPlan(plans[0].consumer, loads=(*plans[0].loads, *plans[1].loads)))
+    assert wait(lambda: d.received >= {"d0", "d1"} and p.sent >= {"p0", "p1"}, [p, d]) and not d.failed
+    assert copies[1].alone and not any(copies[1].alone)
+
+
+def test_copies_hear_whether_the_engine_computes(pair: tuple[Rank, Rank], copies: list[SlowCopies]) -> None:
+    """In a step that is idle, and while a step waits for what it computes with."""
+    p, d = pair
+    begin(p, d, "first")  # so that the next one finds its link
+    assert wait(lambda: d.received == {"first-d"} and p.sent == {"first-p"}, [p, d]) and not copies[1].idle
+    d.worker.post(StepPlan(idle=True))
+    assert copies[1].idle
+    plan = load_plan("req-d", grant([p], "req-p", THEIRS, TOKENS), peer([p]), OURS, 0, TOKENS)
+    copies[1].gate.clear()
+    d.worker.post(StepPlan(plan.consumer, loads=(msgspec.structs.replace(plan.loads[0], now=True),)))
+    assert copies[1].idle
+    copies[1].gate.set()
+    assert d.worker.finish_now() == set() and not copies[1].idle, "from here on it computes"

@@ -30,12 +30,9 @@ for number, name in enumerate(sys.argv[1:]):
 """
 COMPILED = """
 import re
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from kvferry.kernels import convert_triton
+from compiled import ptx
+from kvferry.kernels.convert_triton import FORMATS, _convert_kernel, _destination, _source
 from kvferry.kernels.paged_copy_triton import WIDE
-from kvferry.kernels.convert import FORMATS
 
 def width(word):  # bytes that one instruction moves
     *_, many, one = word.split(".")
@@ -43,20 +40,11 @@ def width(word):  # bytes that one instruction moves
 
 for capability in (80, 90):
     for of, to in (("bfloat16", "float8_e4m3fn"), ("float8_e4m3fn", "float16"), ("float32", "bfloat16")):
-        constants = {
-            **convert_triton._constants("SRC", FORMATS[of], 16), **convert_triton._constants("DST", FORMATS[to], 16),
-            "CONTENT_ALIGN": 16, "BLOCK_T": 64, "BLOCK_W": 128,
-        }
-        source = ASTSource(
-            fn=convert_triton._convert_kernel,
-            signature={"table": "*i64", "scales": "i32"} | dict.fromkeys(constants, "constexpr"),
-            constexprs=constants,
-        )
-        options = {"num_warps": WIDE.num_warps}
-        ptx = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["ptx"]
-        found = [re.findall(rf"{what}\\.global[.\\w]*", ptx) for what in ("ld", "st")]
+        constants = *_source(FORMATS[of], 16), *_destination(FORMATS[to], 16), 16, 64, 128
+        code = ptx(_convert_kernel, constants, WIDE.num_warps, capability)
+        found = [re.findall(rf"{what}\\.global[.\\w]*", code) for what in ("ld", "st")]
         narrowest = [min(width(word) for word in words) for words in found]
-        print(capability, of, to, *narrowest, "ftz" in ptx)
+        print(capability, of, to, *narrowest, "ftz" in code)
 """
 
 

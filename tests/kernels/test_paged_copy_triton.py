@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from paged_copy_cases import CASES, expected
+from paged_parts import differing
 from triton_process import python
 
 from kvferry.kernels.paged_copy import Pages, copy_pages
@@ -31,34 +32,42 @@ for number, name in enumerate(sys.argv[1:]):
     copy_pages_reference(reference.pages, same_src.pages, **size)
     print(name, np.count_nonzero(dst.memory != want), np.count_nonzero(dst.memory != reference.memory))
 """
+IN_PARTS = """
+import numpy as np
+import torch
+from paged_parts import differing
+
+for number in range(4):
+    print(number, *differing(number, torch.device("cpu")))
+"""
 COMPILED = """
 import itertools
 import re
-import triton
 import triton.language as tl
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from kvferry.kernels import paged_copy_triton
+from compiled import ptx
+from kvferry.kernels.paged_copy_triton import FEW, WIDE, _copy_kernel, tile_shape
 
-names = ("DTYPE", "ALIGN", "WORDS_ALIGN", "BLOCK_T", "BLOCK_W")
 WORDS = ((tl.int64, 8, 16), (tl.int64, 8, 8), (tl.int32, 4, 4), (tl.int16, 2, 2), (tl.int8, 1, 1))
-FORMS = {"wide": paged_copy_triton.WIDE, "few": paged_copy_triton.FEW}
-for (name, form), (dtype, word, align) in itertools.product(FORMS.items(), WORDS):
-    block_t, block_w = paged_copy_triton.tile_shape(512 // word, word, form)
-    source = ASTSource(
-        fn=paged_copy_triton._copy_kernel,
-        signature={"table": "*i64"} | dict.fromkeys(names, "constexpr"),
-        constexprs=dict(zip(names, (dtype, align, align // word, block_t, block_w))),
-    )
-    target = GPUTarget("cuda", 90, 32)
-    ptx = triton.compile(source, target=target, options={"num_warps": form.num_warps}).asm["ptx"]
-    print(f"{name} {align}:", *sorted(set(re.findall(r"st\\.global[.\\w]*", ptx))))
+for (name, form), (dtype, word, align) in itertools.product({"wide": WIDE, "few": FEW}.items(), WORDS):
+    constants = dtype, align, align // word, *tile_shape(512 // word, word, form)
+    code = ptx(_copy_kernel, constants, form.num_warps)
+    print(f"{name} {align}:", *sorted(set(re.findall(r"st\\.global[.\\w]*", code))))
 """
 
 
 def test_bytes_in_the_interpreter_are_those_of_the_oracle_and_of_the_reference() -> None:
     lines = python(INTERPRETED, *CASES, interpret=True)
     assert lines == [[name, "0", "0"] for name in CASES]
+
+
+def test_parts_of_pages_that_are_there_pass_to_the_wire_and_back() -> None:
+    assert python(IN_PARTS, interpret=True) == [[str(number), "0", "0"] for number in range(4)]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("number", range(4))
+def test_parts_of_pages_on_a_gpu(number: int) -> None:
+    assert differing(number, torch.device("cuda", 0)) == (0, 0)
 
 
 def test_compiled_for_a_gpu_it_stores_as_wide_as_the_alignment_allows() -> None:

@@ -5,20 +5,15 @@ Triton decides at import whether it interprets, so each runs in a process of its
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
+from triton_process import python
 from zero_blocks_cases import CASES, Arena, expected
 
 from kvferry.kernels.zero_blocks import Segments, zero_blocks
 from kvferry.kernels.zero_blocks_triton import alignment, tile_words
 
-HERE = Path(__file__).parent
 INTERPRETED = """
 import sys
 import numpy as np
@@ -35,35 +30,14 @@ for name in sys.argv[1:]:
 """
 COMPILED = """
 import re
-import triton
 import triton.language as tl
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from kvferry.kernels import zero_blocks_triton
+from compiled import ptx
+from kvferry.kernels.zero_blocks_triton import NUM_WARPS, _zero_kernel, tile_words
 
-names = ("DTYPE", "ALIGN", "WORDS_ALIGN", "BLOCK_W")
 for dtype, word, align in ((tl.int64, 8, 16), (tl.int64, 8, 8), (tl.int32, 4, 4), (tl.int16, 2, 2), (tl.int8, 1, 1)):
-    source = ASTSource(
-        fn=zero_blocks_triton._zero_kernel,
-        signature={"table": "*i64"} | dict.fromkeys(names, "constexpr"),
-        constexprs=dict(zip(names, (dtype, align, align // word, zero_blocks_triton.tile_words(1 << 20, word)))),
-    )
-    target = GPUTarget("cuda", 90, 32)
-    ptx = triton.compile(source, target=target, options={"num_warps": zero_blocks_triton.NUM_WARPS}).asm["ptx"]
-    print(align, *sorted(set(re.findall(r"st\\.global[.\\w]*", ptx))))
+    code = ptx(_zero_kernel, (dtype, align, align // word, tile_words(1 << 20, word)), NUM_WARPS)
+    print(align, *sorted(set(re.findall(r"st\\.global[.\\w]*", code))))
 """
-
-
-def python(script: str, *arguments: str, interpret: bool) -> list[list[str]]:
-    """Words of each line that the script prints."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
-    if interpret:
-        environment["TRITON_INTERPRET"] = "1"
-    command = [sys.executable, "-c", script, *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [line.split() for line in done.stdout.splitlines()]
 
 
 @pytest.mark.parametrize("name", CASES)

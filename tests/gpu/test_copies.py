@@ -1,0 +1,99 @@
+"""Copies on a GPU: which ones their caller waits for, and what they wait for themselves."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from kvferry.connector.copies import PATIENCE_SECONDS, GpuCopies
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+LONG = 1_000_000_000
+"""Cycles; half a second on any GPU."""
+
+
+@pytest.fixture
+def copies() -> Iterator[GpuCopies]:
+    copies = GpuCopies(torch.device("cuda", 0), 7)
+    copies.start(lambda: torch.cuda._sleep(1))  # what the first one costs is not timed
+    copies.settle()
+    yield copies
+    copies.close()
+
+
+def busy(cycles: int = LONG) -> None:
+    torch.cuda._sleep(cycles)
+
+
+def test_a_brief_one_has_ended_on_return_where_nothing_else_could_go_on(copies: GpuCopies) -> None:
+    assert copies.start(lambda: busy(LONG // 10), brief=True, alone=True).done
+    assert not copies.start(lambda: busy(LONG // 10), brief=True).done
+
+
+def test_the_end_of_one_that_was_not_waited_for_is_told(copies: GpuCopies) -> None:
+    told, started = threading.Event(), threading.Event()
+    copies.on_done = lambda: told.set() if started.is_set() else None  # not of the fixture's
+    copies.settle()
+    time.sleep(0.1)
+    started.set()
+    copy = copies.start(busy)
+    assert not copy.done
+    assert told.wait(60) and copy.done and not copy.error
+
+
+def test_an_idle_engine_s_is_waited_for_with_patience(copies: GpuCopies) -> None:
+    assert not copies.start(lambda: busy(LONG // 1000), alone=True).done, "the engine computes"
+    copies.settle()
+    time.sleep(0.1)
+    copies.idle = True
+    assert copies.start(lambda: busy(LONG // 1000), alone=True).done
+    begun = time.monotonic()
+    copy = copies.start(busy, alone=True)
+    assert not copy.done and PATIENCE_SECONDS <= time.monotonic() - begun < 0.2
+    copies.settle()
+
+
+def test_none_is_waited_for_behind_what_the_engine_does(copies: GpuCopies) -> None:
+    """And it does not begin before that is over."""
+    flag = torch.zeros(1, device=copies.device)
+    busy()
+    flag.fill_(1)
+    copies.after(copies.mark())
+    found = torch.empty(1, device=copies.device)
+    copy = copies.start(lambda: found.copy_(flag), brief=True, alone=True)
+    assert not copy.done
+    copies.settle()
+    assert found.item() == 1
+
+
+def test_the_engine_s_sms_are_its_own_while_it_computes(copies: GpuCopies) -> None:
+    assert copies.sms == 7
+    copies.idle = True
+    assert copies.sms is None
+
+
+@pytest.mark.parametrize("first", ["after", "start"])
+def test_a_thread_that_has_asked_nothing_of_the_gpu_yet(first: str) -> None:
+    copies = GpuCopies(torch.device("cuda", 0), 20)
+    mark = copies.mark()
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            if first == "after":
+                copies.after(mark)
+            else:
+                copies.start(lambda: None)
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(60)
+    copies.close()
+    assert not errors and not thread.is_alive()
