@@ -22,6 +22,7 @@ from kvferry.connector.site import Site
 from kvferry.connector.spans import check_spans
 from kvferry.connector.stepplan import Load, PeerEngine, RankAddress, Watch, unpack_ids
 from kvferry.connector.topology import readers
+from kvferry.transport.plane import MappedChannel, ReadChannel
 
 logger = logging.getLogger("vllm.kvferry.consumer")
 
@@ -78,8 +79,8 @@ class Consumer:
             self._step(job, handover.Cancel(), now)
         return job is not None
 
-    def load(self, load: Load, now: float, *, idle: bool = False) -> None:
-        """Start a hand-over. ``idle``: the engine computes nothing in the step that it is of."""
+    def load(self, load: Load, now: float, *, alone: bool = False) -> None:
+        """Start a hand-over. ``alone``: no other one is about to begin."""
         self._claims.open(load.token, load.peer, load.request_id, now)
         try:
             ids = [self._site.caches.kernel_ids(g, unpack_ids(ids)) for g, ids in enumerate(load.block_ids)]
@@ -92,7 +93,7 @@ class Consumer:
             self._claims.close(load.request_id, now)
             return
         state, effects = handover.begin(len(addresses), self._timeouts, now)
-        job = Job(load, state, self._clock(), ids, idle or load.now)
+        job = Job(load, state, self._clock(), ids, alone)
         self._jobs[load.request_id] = job
         for number, address in enumerate(addresses):
             link = self._link(load.peer, address)
@@ -221,7 +222,7 @@ class Consumer:
             planned = [plan_reads(ours, read.link.theirs, tokens) for read in job.reads]
             check_complete(ours, [span for spans in planned for span in spans], tokens)
             for read, spans in zip(job.reads, planned, strict=True):
-                self._reads.announce(read, spans)
+                self._reads.plan(read, spans)
         except KVFerryError as error:
             self._step(job, handover.Failed(0, Reason("incompatible", str(error))), now)
             return
@@ -230,7 +231,7 @@ class Consumer:
                 break
             if spans:
                 if not self._find_posted(read, now):
-                    self._ask(read)
+                    self._ask(read, now)
             else:  # a stage that holds none of our layers
                 self._all_moved(read, now)
 
@@ -249,7 +250,7 @@ class Consumer:
         self._grant(read, grant, now)
         return True
 
-    def _ask(self, read: Read) -> None:
+    def _ask(self, read: Read, now: float) -> None:
         load = read.job.load
         read.link.send(
             protocol.Ask(
@@ -262,16 +263,22 @@ class Consumer:
                 chunk_bytes=read.chunk_bytes,
             )
         )
+        try:
+            self._reads.expect(read)
+        except GeometryError as error:
+            self._step(read.job, handover.Failed(read.source, Reason("incompatible", str(error))), now)
 
     def _commit(self, read: Read, now: float) -> None:
+        """See that what was read is what the lease is of. What P has pushed it has read itself, and it sends nothing of
+        a lease that has ended; of which prompt it is, the grant says, which may come after the last chunk."""
         if read.note is not None:
             expired = Reason("expired", "the lease ended before the read was committed")
             stands = read.note.stands and read.link.state is not LinkState.FAILED
             source = read.source
             self._step(read.job, handover.Committed(source) if stands else handover.Failed(source, expired), now)
-        elif read.planned:
+        elif isinstance(read.link.channel, ReadChannel | MappedChannel) and read.planned:
             read.link.send(protocol.Commit(read=read.number, token=read.job.load.token))
-        else:
+        elif read.granted or not read.planned:
             self._step(read.job, handover.Committed(read.source), now)
 
     def _stop(self, job: Job, now: float) -> None:
@@ -353,7 +360,10 @@ class Consumer:
             logger.exception("kvferry: %s could not be read from P's pages", read.job.load.request_id)
             self._step(read.job, handover.Failed(read.source, Reason("internal", repr(error))), now)
         else:
+            read.granted = True
             self._step(read.job, handover.Granted(read.source), now)
+            if read.moved:  # its chunks were here before
+                self._commit(read, now)
 
     def _collect(self, now: float) -> bool:
         for read, event in self._reads.collect(list(self._links.values())):

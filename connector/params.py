@@ -7,11 +7,11 @@ under the one key ``kvferry``. Block ids do not travel here: they stay with P un
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
-import numpy as np
 from msgspec import Meta
 
 from kvferry.connector.context import UNSPLIT, Split
@@ -67,7 +67,8 @@ class HandedOver(msgspec.Struct, frozen=True):
 
 def prompt_digest(token_ids: Sequence[int], extra: Sequence[str] = ()) -> str:
     """Names a prompt: its tokens, and what else its KV depends on (LoRA adapter, multi-modal inputs)."""
-    digest = hashlib.blake2b(np.asarray(token_ids, dtype="<i4").tobytes(), digest_size=16)
+    # A third of what numpy takes for a list: D's request waits for this.
+    digest = hashlib.blake2b(struct.pack(f"<{len(token_ids)}i", *token_ids), digest_size=16)
     for item in extra:
         digest.update(b"\0" + item.encode())
     return digest.hexdigest()

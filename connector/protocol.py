@@ -14,7 +14,7 @@ D asks, P answers. One hand-over from one P rank to one D rank is a *read*, numb
     Ask(read, token, spans)         ──▶ held if the lease is not there yet
                                     ◀── Grant(read, ready, chunks) | Deny
                                     ◀══ chunks on the data plane
-    Commit(read)                    ──▶
+    Commit(read)                    ──▶                               (where D reads P's pages by itself)
                                     ◀── Committed(ok)
     Release(token)                  ──▶
     Cancel(read)                    ──▶                               (any time after Ask)
@@ -23,7 +23,8 @@ D asks, P answers. One hand-over from one P rank to one D rank is a *read*, numb
 Streaming during prefill needs no new message: a Grant names the tokens that are ready, and more Grants of the same
 read, with the same epoch, may follow.
 
-Version history: 1, the first; 2, grants posted on a board, large messages smaller at both ends of a span.
+Version history: 1, the first; 2, grants posted on a board, large messages smaller at both ends of a span; 3, a last
+byte behind each message over TCP.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from kvferry.connector.geometry import MAX_REGIONS, PRINTABLE, Count, Name, Page
 from kvferry.transport.board import Place
 
 MAGIC = b"kvferry"
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_MESSAGE_BYTES = 8 << 20
 """Bound on one control message; 8192 layer names or 2 million block ids fit."""
 
@@ -182,7 +183,7 @@ class Stopped(_Message, frozen=True):
 
 
 class Commit(_Message, frozen=True):
-    """Is all I read under this token still true?"""
+    """Is all I read from your pages under this token still true?"""
 
     read: Read
     token: Token

@@ -146,7 +146,7 @@ class Pushes:
         if slot is None:
             return False
         try:
-            copy = self._caches.pack(slot.address, part, slot.tensor.device)
+            copy = self._caches.pack(slot.address, part, slot.tensor.device, alone=len(self._pushes) == 1)
         except Exception:
             channel.give_back(slot)
             raise

@@ -37,14 +37,14 @@ PEER_BYTES_PER_TURN = 16 << 20
 
 @dataclass(slots=True)
 class Job:
-    """One request's hand-over on this rank. ``ids``: kernel block ids per region; ``idle``: the engine computed nothing
-    when it began."""
+    """One request's hand-over on this rank. ``ids``: kernel block ids per region; ``alone``: no other one began with
+    it."""
 
     load: Load
     state: handover.Handover
     started: float
     ids: list[Ids]
-    idle: bool = False
+    alone: bool = False
     reads: list[Read] = field(default_factory=list)
     nbytes: int = 0
 
@@ -53,9 +53,10 @@ class Job:
 class Read:
     """One hand-over's part from one P rank.
 
-    Where P pushes, ``parts`` are its chunks, of ``chunk_bytes`` at most, and ``tags`` those still to come. Where a
-    plane reads P's pages, ``runs`` are what is left to read, known from the grant on; ``note`` is the grant where it
-    was found posted. ``writing``: copies into D's pages that have not ended.
+    Where P pushes, ``wholes`` are the spans asked for, ``parts`` the chunks that they are cut into, of ``chunk_bytes``
+    at most, and ``tags`` those still to come. Where a plane reads P's pages, ``runs`` are what is left to read, known
+    from the grant on; ``note`` is the grant where it was found posted. ``granted``: P's grant is here, and is what was
+    asked for. ``writing``: copies into D's pages that have not ended.
     """
 
     number: int
@@ -63,11 +64,13 @@ class Read:
     source: int
     link: Link
     planned: tuple[PlannedSpan, ...] = ()
+    wholes: list[Part] = field(default_factory=list)
     parts: list[Part] = field(default_factory=list)
     runs: Runs | None = None
     tags: set[int] = field(default_factory=set)
     chunk_bytes: int = 1
     note: Note | None = None
+    granted: bool = False
     writing: int = 0
     stopped: bool = False
     moved: bool = False
@@ -123,18 +126,26 @@ class Reads:
         """Nothing of it will come any more."""
         self._reads.pop(read.number, None)
 
-    def announce(self, read: Read, planned: tuple[PlannedSpan, ...]) -> None:
-        """What is going to be asked for. Where P pushes, its chunks are expected from now on: the first may overtake
-        the grant, which comes by another socket."""
+    def plan(self, read: Read, planned: tuple[PlannedSpan, ...]) -> None:
+        """What is going to be asked for."""
         read.planned = planned
+        if isinstance(read.link.channel, RecvChannel):
+            read.wholes = [self._part(read, item) for item in planned]
+            total = sum(map(self._caches.nbytes, read.wholes))
+            read.chunk_bytes = min(read.link.slot_bytes, max(MIN_CHUNK_BYTES, -(-total // CHUNKS)))
+
+    def expect(self, read: Read) -> None:
+        """Where P pushes: expect what has just been asked for. Not before, because cutting takes as long as the ask
+        takes to P; not later, because the first chunk may overtake the grant, which comes by another socket.
+
+        Raises:
+            GeometryError: a chunk of one token does not fit into a slot.
+        """
         channel = read.link.channel
         if not isinstance(channel, RecvChannel):
             return
         groups = read.link.theirs.groups
-        wholes = [self._part(read, item) for item in planned]
-        total = sum(map(self._caches.nbytes, wholes))
-        read.chunk_bytes = min(read.link.slot_bytes, max(MIN_CHUNK_BYTES, -(-total // CHUNKS)))
-        for item, whole in zip(planned, wholes, strict=True):
+        for item, whole in zip(read.planned, read.wholes, strict=True):
             theirs = groups[item.span.group]
             convert = (item.group, item.span.group) in read.link.converted
             read.parts.extend(self._caches.cut(whole, item.span, read.chunk_bytes, theirs, convert=convert))
@@ -157,7 +168,7 @@ class Reads:
             read.runs = joined([self._runs(planned, *self._sides(read, planned, grant)) for planned in read.planned])
         elif isinstance(channel, MappedChannel):
             sides = [self._sides(read, planned, grant) for planned in read.planned]
-            fetched = self._caches.fetch(sides, idle=read.job.idle)
+            fetched = self._caches.fetch(sides, alone=self._alone(read))
             self._write(read, fetched, sum(self._caches.nbytes(part) for part, _ in sides))
 
     def _sides(self, read: Read, planned: PlannedSpan, grant: protocol.Grant) -> tuple[Part, Pages]:
@@ -167,6 +178,10 @@ class Reads:
             raise GeometryError(f"P grants blocks of {len(grant.block_ids)} groups, group {span.group} was asked for")
         theirs = pages_of(read.link.pages[span.group], unpack_ids(grant.block_ids[span.group]), span, planned.share)
         return self._part(read, planned), theirs
+
+    def _alone(self, read: Read) -> bool:
+        """Whether it is the only one."""
+        return read.job.alone and len(self._reads) == 1
 
     def _runs(self, planned: PlannedSpan, part: Part, theirs: Pages) -> Runs:
         row_bytes = self._caches.views[planned.group].row_bytes
@@ -263,7 +278,10 @@ class Reads:
             text = f"chunk {chunk} has {message.nbytes} bytes, expected {wanted}"
             return read, handover.Failed(read.source, Reason("data", text))
         try:
-            copy = Copy(done=True) if message.placed else self._caches.unpack(message.address, part, message.device)
+            if message.placed:
+                copy = Copy(done=True)
+            else:
+                copy = self._caches.unpack(message.address, part, message.device, alone=self._alone(read))
         except Exception as error:  # an error of the copy is this request's, not everybody's
             message.release()
             logger.exception("kvferry: a chunk of %s could not be unpacked", read.job.load.request_id)

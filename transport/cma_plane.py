@@ -117,7 +117,7 @@ class CmaReader(ReadChannel):
         """Whether the process has just ended; sets ``error``."""
         if self.error is not None or self.process.fd < 0 or not self.process.ended:
             return False
-        self.error = TransportError("cma: the producer died")
+        self.fail("cma: the producer died")
         return True
 
     def close(self) -> None:

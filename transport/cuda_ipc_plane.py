@@ -85,7 +85,7 @@ class IpcChannel(MappedChannel):
         """Whether the process has just ended; sets ``error``."""
         if self.error is not None or self.process.fd < 0 or not self.process.ended:
             return False
-        self.error = TransportError("cuda_ipc: the producer died")
+        self.fail("cuda_ipc: the producer died")
         return True
 
     def close(self) -> None:

@@ -85,6 +85,15 @@ class _Channel(ABC):
     error: TransportError | None = None
     """Set once the peer is gone or broke the protocol, and never unset; what is in flight then never arrives."""
 
+    def fail(self, reason: str) -> None:
+        """Set ``error``, once."""
+        if self.error is None:
+            self.error = TransportError(reason)
+            self._give_up()
+
+    def _give_up(self) -> None:  # noqa: B027 (not every channel has something to let go of)
+        """``error`` has just been set: let go of what waits for the peer."""
+
     @abstractmethod
     def close(self) -> None:
         """Give everything back. Idempotent, does not block; the peer sees its ``error``."""

@@ -27,6 +27,7 @@ import zmq
 from msgspec import Meta
 
 from kvferry.connector.errors import PlaneUnavailableError, ProtocolError, TransportError
+from kvferry.transport.expecting import ExpectingChannel
 from kvferry.transport.plane import CPU, Plane, Received, RecvChannel, SendChannel, Slot, decode_payload
 from kvferry.transport.shm_arena import Arena
 from kvferry.transport.sockets import CHANNEL_BYTES, MAX_STRANGERS, SECRET_BYTES, Lobby, Sockets
@@ -116,7 +117,7 @@ class ShmSendChannel(SendChannel):
         try:
             self._bell.ring(_FILLED.pack(tag, slot.index, nbytes))
         except OSError as error:
-            self._fail(TransportError(f"shm: the consumer is gone: {error}"))
+            self.fail(f"shm: the consumer is gone: {error}")
 
     def give_back(self, slot: Slot) -> None:
         self._taken.remove(slot.index)
@@ -144,17 +145,15 @@ class ShmSendChannel(SendChannel):
                 self._sent.remove(index)
                 self._free.append(index)
         except ProtocolError as error:
-            self._fail(TransportError(str(error)))
+            self.fail(str(error))
             return
         if gone:
-            self._fail(TransportError("shm: the consumer closed the channel or died"))
+            self.fail("shm: the consumer closed the channel or died")
 
-    def _fail(self, error: TransportError) -> None:
-        if self.error is None:
-            self.error = error
-            self._plane.sockets.mute(self._bell.sock)
-            self._free.extend(self._sent)
-            self._sent.clear()
+    def _give_up(self) -> None:
+        self._plane.sockets.mute(self._bell.sock)
+        self._free.extend(self._sent)
+        self._sent.clear()
 
     def _unmap_if_done(self) -> None:
         if not self._taken:  # nor does a kernel pack into one
@@ -162,38 +161,23 @@ class ShmSendChannel(SendChannel):
             self._plane._left_bytes += self._arena.slot_bytes * self._arena.num_slots
 
 
-class ShmRecvChannel(RecvChannel):
+class ShmRecvChannel(ExpectingChannel):
     """D's end; messages are read where P packed them."""
 
     def __init__(self, plane: ShmPlane, sock: socket.socket) -> None:
+        super().__init__()
         self._plane = plane
         self._sock = sock
         self._bell = _Bell(sock, _FILLED)
         self._arena: Arena | None = None
-        self._expected: dict[int, int] = {}
-        self._arrived: list[Received] = []
         self._held: set[int] = set()
         self._closed = False
-
-    def expect(self, tag: int, nbytes: int, into: object = None) -> None:
-        self._expected[tag] = nbytes
-
-    def poll(self) -> list[Received]:
-        arrived, self._arrived = self._arrived, []
-        return arrived
-
-    def posted(self) -> set[int]:
-        return set()
-
-    def forget(self, tag: int) -> None:
-        self._expected.pop(tag, None)
 
     def close(self) -> None:
         if not self._closed:
             self._closed = True
             self._plane._drop(self, self._sock)
-            for message in self.poll():  # nobody will see these any more
-                message.release()
+            self.release_arrived()
             self._unmap_if_done()
 
     def on_readable(self) -> None:
@@ -205,10 +189,10 @@ class ShmRecvChannel(RecvChannel):
             for tag, index, nbytes in records:
                 self._filled(tag, index, nbytes)
         except (ProtocolError, TransportError) as error:
-            self._fail(TransportError(str(error)))
+            self.fail(str(error))
             return
         if gone:
-            self._fail(TransportError("shm: the producer closed the channel or died"))
+            self.fail("shm: the producer closed the channel or died")
 
     def _take_arena(self) -> bool:
         try:
@@ -218,7 +202,7 @@ class ShmRecvChannel(RecvChannel):
         except OSError:
             data, fds, flags = b"", [], 0
         if not data and not fds:
-            self._fail(TransportError("shm: the producer refused the channel or died"))
+            self.fail("shm: the producer refused the channel or died")
             return False
         if len(fds) != 1 or len(data) != _GEOMETRY.size or flags & socket.MSG_CTRUNC:
             for fd in fds:
@@ -236,14 +220,14 @@ class ShmRecvChannel(RecvChannel):
         assert arena is not None
         if index >= arena.num_slots or index in self._held or not 0 < nbytes <= arena.slot_bytes:
             raise ProtocolError(f"shm: the producer filled slot {index} with {nbytes} bytes, which cannot be")
-        expected = self._expected.pop(tag, None)
-        if expected is not None and expected != nbytes:
-            raise ProtocolError(f"shm: message {tag:#x} has {nbytes} bytes, expected {expected}")
+        expected = self.expected.pop(tag, None)
+        if expected is not None and expected.nbytes != nbytes:
+            raise ProtocolError(f"shm: message {tag:#x} has {nbytes} bytes, expected {expected.nbytes}")
         self._held.add(index)
         if expected is None:  # forgotten, or never announced
             self._release(index)
         else:
-            self._arrived.append(Received(tag, arena.address(index), nbytes, partial(self._release, index)))
+            self.arrived.append(Received(tag, arena.address(index), nbytes, partial(self._release, index)))
 
     def _release(self, index: int) -> None:
         self._held.remove(index)
@@ -253,12 +237,10 @@ class ShmRecvChannel(RecvChannel):
             try:
                 self._bell.ring(_FREED.pack(index))
             except OSError as error:
-                self._fail(TransportError(f"shm: the producer is gone: {error}"))
+                self.fail(f"shm: the producer is gone: {error}")
 
-    def _fail(self, error: TransportError) -> None:
-        if self.error is None:
-            self.error = error
-            self._plane.sockets.mute(self._sock)
+    def _give_up(self) -> None:
+        self._plane.sockets.mute(self._sock)
 
     def _unmap_if_done(self) -> None:
         if self._arena is not None and not self._held:

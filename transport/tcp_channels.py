@@ -8,16 +8,16 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from kvferry.connector.errors import TransportError
-from kvferry.transport.plane import Pieces, Received, RecvChannel, SendChannel, Slot
+from kvferry.transport.expecting import ExpectingChannel
+from kvferry.transport.plane import Pieces, Received, SendChannel, Slot
 from kvferry.transport.sockets import ENDED, READABLE, WRITABLE
-from kvferry.transport.tcp_messages import HEADER, Arriving, Expected, Outgoing
+from kvferry.transport.tcp_messages import HEADER, Arriving, Outgoing, byte, together
 from kvferry.transport.vectors import Vector, repeated
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class TcpSendChannel(SendChannel):
 
     def let_go(self) -> None:
         message = self._message
-        if message is not None and message.paged:  # the stream goes on; D was told, or is not going to commit
+        if message is not None and message.paged:  # the stream goes on, and says so
             message.let_go(partial(repeated, self._plane.zeros))
 
     def flush(self, tags: Iterable[int]) -> None:
@@ -108,13 +108,10 @@ class TcpSendChannel(SendChannel):
                 self._plane.sockets.drop(self.sock)
             self._plane.drop(self)
 
-    def fail(self, reason: str) -> None:
-        """Set ``error``, once."""
-        if self.error is None:
-            self.error = TransportError(reason)
-            self._forget_messages()
-            if self.sock is not None:
-                self._plane.sockets.mute(self.sock)
+    def _give_up(self) -> None:
+        self._forget_messages()
+        if self.sock is not None:
+            self._plane.sockets.mute(self.sock)
 
     def on_readable(self) -> None:
         """D has nothing to say: it left."""
@@ -178,64 +175,50 @@ class TcpSendChannel(SendChannel):
         self._waiting.clear()
 
 
-class TcpRecvChannel(RecvChannel):
+class TcpRecvChannel(ExpectingChannel):
     """D's end."""
 
     scatters: ClassVar[bool] = True
 
     def __init__(self, plane: TcpPlane, sock: socket.socket, hello: bytes) -> None:
+        super().__init__()
         self._plane = plane
         self._sock = sock
         self._hello = hello
         self.deadline = time.monotonic() + CONNECT_SECONDS
         self._header = np.zeros(HEADER.size, dtype=np.uint8)
+        self._whole = np.zeros(1, dtype=np.uint8)  # what came behind the last message
         self._head = self._new_head()
-        self._expected: dict[int, Expected] = {}
         self._arriving: Arriving | None = None
-        self._arrived: list[Received] = []
         self._heard = 0.0
         self._closed = False
         plane.sockets.watch(sock, self.on_connected, WRITABLE)
 
-    def expect(self, tag: int, nbytes: int, into: Callable[[], Pieces] | None = None) -> None:
-        self._expected[tag] = Expected(nbytes, into)
-
-    def poll(self) -> list[Received]:
-        arrived, self._arrived = self._arrived, []
-        return arrived
-
-    def posted(self) -> set[int]:
-        return set()
-
     def forget(self, tag: int) -> None:
         self.let_go(tag)
-        self._expected.pop(tag, None)
+        super().forget(tag)
         if self._arriving is not None and self._arriving.tag == tag:
             self._arriving.told = None
 
     def let_go(self, tag: int) -> None:
-        expected = self._expected.get(tag)
+        expected = self.expected.get(tag)
         if expected is not None:
             expected.into = partial(self._plane.nowhere, expected.nbytes)
         arriving = self._arriving
-        if arriving is not None and arriving.tag == tag and arriving.slot is None and arriving.vector.left:
-            arriving.vector = Vector(self._plane.nowhere(arriving.vector.left))
+        if arriving is not None and arriving.tag == tag and arriving.slot is None and arriving.vector.left > 1:
+            arriving.vector = Vector(together(self._plane.nowhere(arriving.vector.left - 1), byte(self._whole)))
 
     def close(self) -> None:
         if not self._closed:
             self._closed = True
             self._plane.sockets.drop(self._sock)
-            for message in self.poll():  # nobody will see these any more
-                message.release()
+            self.release_arrived()
             self._drop_arriving()
             self._plane.drop(self)
 
-    def fail(self, reason: str) -> None:
-        """Set ``error``, once."""
-        if self.error is None:
-            self.error = TransportError(reason)
-            self._plane.sockets.mute(self._sock)
-            self._drop_arriving()
+    def _give_up(self) -> None:
+        self._plane.sockets.mute(self._sock)
+        self._drop_arriving()
 
     @property
     def starved(self) -> bool:
@@ -306,7 +289,7 @@ class TcpRecvChannel(RecvChannel):
     def _begin(self) -> bool:
         """A header is here: see where its message goes; False where there is no slot for it now."""
         tag, nbytes = HEADER.unpack(self._header.tobytes())
-        expected = self._expected.get(tag)
+        expected = self.expected.get(tag)
         if not 0 < nbytes <= self._plane.slot_bytes or (expected is not None and expected.nbytes != nbytes):
             wanted = f"expected {expected.nbytes}" if expected else f"limit {self._plane.slot_bytes}"
             self.fail(f"tcp: message {tag:#x} has {nbytes} bytes, {wanted}")
@@ -326,8 +309,8 @@ class TcpRecvChannel(RecvChannel):
                 self._plane.sockets.watch(self._sock, self._on_end, ENDED)
                 return False
             pieces = Pieces(np.array([slot.address]), np.array([nbytes]))
-        self._expected.pop(tag, None)
-        self._arriving = Arriving(tag, Vector(pieces), slot, told)
+        self.expected.pop(tag, None)
+        self._arriving = Arriving(tag, Vector(together(pieces, byte(self._whole))), slot, told)
         return True
 
     def _on_end(self) -> None:
@@ -340,11 +323,13 @@ class TcpRecvChannel(RecvChannel):
         if arriving.told is None:
             if arriving.slot is not None:
                 self._plane.recv_pool.put(arriving.slot)
-        elif arriving.slot is None:
-            self._arrived.append(Received(arriving.tag, 0, arriving.told, _nothing, placed=True))
+            return
+        nbytes = arriving.told if self._whole[0] else 0
+        if arriving.slot is None:
+            self.arrived.append(Received(arriving.tag, 0, nbytes, _nothing, placed=True))
         else:
             release = partial(self._plane.recv_pool.put, arriving.slot)
-            self._arrived.append(Received(arriving.tag, arriving.slot.address, arriving.told, release))
+            self.arrived.append(Received(arriving.tag, arriving.slot.address, nbytes, release))
 
     def _drop_arriving(self) -> None:
         arriving, self._arriving = self._arriving, None

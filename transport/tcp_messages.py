@@ -1,4 +1,4 @@
-"""What is on its way over a TCP channel: ``HEADER``, and behind it bytes that lie in pieces of memory."""
+"""What is on its way over a TCP channel: ``HEADER``, bytes that lie in pieces of memory, and a last byte, ``WHOLE``."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from kvferry.transport.plane import Pieces, Slot
 from kvferry.transport.vectors import Vector
 
 HEADER = struct.Struct("<QQ")
-"""Tag, bytes that follow."""
+"""Tag, bytes that follow, without the last one."""
+WHOLE: npt.NDArray[np.uint8] = np.ones(1, dtype=np.uint8)
+"""Behind a message: all of it is what it was to be. Zero where P let go of its pages before they were sent: what it
+says of that comes by another socket, and may come later."""
 
 
 class Outgoing:
@@ -28,26 +32,19 @@ class Outgoing:
     def __init__(self, tag: int, pieces: Pieces, slot: Slot | None) -> None:
         self.tag, self.slot, self.paged = tag, slot, slot is None
         self._header = np.frombuffer(HEADER.pack(tag, int(pieces.nbytes.sum())), dtype=np.uint8)
-        self.vector = Vector(_together(self._of_header(HEADER.size), pieces))
+        self.vector = Vector(together(self._of_header(HEADER.size), pieces, byte(WHOLE)))
 
     def let_go(self, instead: Callable[[int], Pieces]) -> None:
-        """Read no page any more: what is unsent of it comes from ``instead``, which is told how many bytes that is."""
+        """Read no page any more: what is unsent of it comes from ``instead``, which is told how many bytes that is and
+        has zeros, as the last one then is to be."""
         self.paged = False
         head = max(0, HEADER.size - self.vector.done)
         rest = instead(self.vector.left - head)
-        self.vector = Vector(_together(self._of_header(head), rest) if head else rest)
+        self.vector = Vector(together(self._of_header(head), rest) if head else rest)
 
     def _of_header(self, nbytes: int) -> Pieces:
         """The last bytes of the header."""
         return Pieces(np.array([self._header.ctypes.data + HEADER.size - nbytes]), np.array([nbytes]))
-
-
-@dataclass(slots=True)
-class Expected:
-    """A message that was announced to D; ``into`` says where its bytes belong, None for a slot."""
-
-    nbytes: int
-    into: Callable[[], Pieces] | None
 
 
 @dataclass(slots=True)
@@ -61,5 +58,11 @@ class Arriving:
     told: int | None
 
 
-def _together(first: Pieces, then: Pieces) -> Pieces:
-    return Pieces(*(np.concatenate(both) for both in zip(first, then, strict=True)))
+def together(*parts: Pieces) -> Pieces:
+    """One after the other."""
+    return Pieces(*(np.concatenate(each) for each in zip(*parts, strict=True)))
+
+
+def byte(of: npt.NDArray[np.uint8]) -> Pieces:
+    """The one byte of an array."""
+    return Pieces(np.array([of.ctypes.data]), np.array([1]))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from kvferry.connector.errors import TransportError
-from kvferry.transport.plane import Received, RecvChannel, SendChannel, Slot
+from kvferry.transport.expecting import ExpectingChannel
+from kvferry.transport.plane import Pieces, SendChannel, Slot
 from kvferry.transport.ucx_worker import Link, Request
 
 if TYPE_CHECKING:
@@ -75,53 +76,37 @@ class UcxSendChannel(SendChannel):
             self.closed = True
             self._plane.hang_up(self)
 
-    def fail(self, reason: str) -> None:
-        """Set ``error``, once."""
-        if self.error is None:
-            self.error = TransportError(reason)
 
-
-class UcxRecvChannel(RecvChannel):
+class UcxRecvChannel(ExpectingChannel):
     """D's end."""
 
     peer: ClassVar[str] = "producer"
 
     def __init__(self, plane: UcxPlane, link: Link, farewell: int) -> None:
+        super().__init__()
         self.farewell = farewell
         self.link = link
         self.closed = False
-        self.announced: dict[int, int] = {}
         self.receiving: set[int] = set()
-        self.arrived: list[Received] = []
         self._plane = plane
 
-    def expect(self, tag: int, nbytes: int, into: object = None) -> None:
+    def expect(self, tag: int, nbytes: int, into: Callable[[], Pieces] | None = None) -> None:
         if not self.closed:
-            self.announced[tag] = nbytes
+            super().expect(tag, nbytes, into)
             self._plane.by_tag[tag] = self
             self._plane.stir()
-
-    def poll(self) -> list[Received]:
-        arrived, self.arrived = self.arrived, []
-        return arrived
 
     def posted(self) -> set[int]:
         return set(self.receiving)
 
     def forget(self, tag: int) -> None:
-        if self.announced.pop(tag, None) is not None:
+        if self.expected.pop(tag, None) is not None:
             self._plane.by_tag.pop(tag, None)
 
     def close(self) -> None:
         if not self.closed:
             self.closed = True
-            for tag in list(self.announced):
+            for tag in list(self.expected):
                 self.forget(tag)
-            for message in self.poll():  # nobody will see these any more
-                message.release()
+            self.release_arrived()
             self._plane.hang_up(self)
-
-    def fail(self, reason: str) -> None:
-        """Set ``error``, once."""
-        if self.error is None:
-            self.error = TransportError(reason)

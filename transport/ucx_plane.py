@@ -255,7 +255,7 @@ class UcxPlane(Plane):
         if leaver is not None:
             leaver.fail(f"ucx: the {leaver.peer} closed the channel")
         if channel is not None:
-            expected = channel.announced[message.tag]
+            expected = channel.expected[message.tag].nbytes
             channel.forget(message.tag)
             if expected != message.nbytes:
                 channel.fail(f"ucx: message {message.tag:#x} has {message.nbytes} bytes, expected {expected}")

@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import zmq
 
-from kvferry.connector.errors import PlaneUnavailableError, ProtocolError, TransportError
+from kvferry.connector.errors import PlaneUnavailableError, ProtocolError
+from kvferry.transport.expecting import ExpectingChannel
 from kvferry.transport.framing import url
 from kvferry.transport.gate import Monitor, unwatch
-from kvferry.transport.plane import Received, RecvChannel, SendChannel, Slot
+from kvferry.transport.plane import Received, SendChannel, Slot
 from kvferry.transport.staging import SlotPool
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ class ZmqSendChannel(SendChannel):
             self._plane.router().send_multipart(head, zmq.SNDMORE | zmq.NOBLOCK)
             tracker = self._plane.router().send(data, zmq.NOBLOCK, copy=False, track=True)
         except zmq.ZMQError as error:
-            self._fail(TransportError(f"zmq: the consumer is gone: {error}"))
+            self.fail(f"zmq: the consumer is gone: {error}")
             self.give_back(slot)
             return
         self._sent[tag] = (slot, tracker)
@@ -93,7 +94,7 @@ class ZmqSendChannel(SendChannel):
             with contextlib.suppress(zmq.ZMQError):
                 self._plane.router().send_multipart([self.id, b"b"], zmq.NOBLOCK)
             self._plane.drop(self)
-            self._let_go()
+            self._give_up()
 
     def on_message(self, frame: bytes) -> None:
         """A hello or a credit."""
@@ -105,7 +106,7 @@ class ZmqSendChannel(SendChannel):
             if sent is not None:  # it is all there, so nothing reads the slot any more
                 self.give_back(sent[0])
                 return
-        self._fail(TransportError(f"zmq: the consumer sent {frame[:16]!r}, expected the credit of a message"))
+        self.fail(f"zmq: the consumer sent {frame[:16]!r}, expected the credit of a message")
 
     def extend(self, seconds: float) -> None:
         """Give the consumer more time to connect."""
@@ -122,31 +123,25 @@ class ZmqSendChannel(SendChannel):
             pass
         except zmq.ZMQError as error:
             if self._connected:
-                self._fail(TransportError(f"zmq: the consumer closed the channel or died: {error}"))
+                self.fail(f"zmq: the consumer closed the channel or died: {error}")
             elif now > self._deadline:
-                self._fail(TransportError(f"zmq: the consumer did not connect within {CONNECT_SECONDS:g} s"))
+                self.fail(f"zmq: the consumer did not connect within {CONNECT_SECONDS:g} s")
 
-    def _fail(self, error: TransportError) -> None:
-        if self.error is None:
-            self.error = error
-            self._let_go()
-
-    def _let_go(self) -> None:
+    def _give_up(self) -> None:
         for sent in self._sent.values():
             self._taken -= 1
             self._plane.put_later(*sent)
         self._sent.clear()
 
 
-class ZmqRecvChannel(RecvChannel):
+class ZmqRecvChannel(ExpectingChannel):
     """D's end. ``_waiting``: messages that are here and wait for a page-locked slot."""
 
     def __init__(self, plane: ZmqPlane, host: str, port: int, window: int) -> None:
+        super().__init__()
         self._plane = plane
         self.id = b"k" + secrets.token_bytes(CHANNEL_BYTES - 1)  # ZMQ keeps ids that start with 0 to itself
         self.window = window
-        self._expected: dict[int, int] = {}
-        self._arrived: list[Received] = []
         self._waiting: deque[tuple[int, zmq.Frame]] = deque()
         self._closed = False
         self._deadline: float | None = time.monotonic() + CONNECT_SECONDS
@@ -165,25 +160,11 @@ class ZmqRecvChannel(RecvChannel):
             self._shut()
             raise PlaneUnavailableError(f"zmq: the producer at {self._where} cannot be reached: {error}") from None
 
-    def expect(self, tag: int, nbytes: int, into: object = None) -> None:
-        self._expected[tag] = nbytes
-
-    def poll(self) -> list[Received]:
-        arrived, self._arrived = self._arrived, []
-        return arrived
-
-    def posted(self) -> set[int]:
-        return set()
-
-    def forget(self, tag: int) -> None:
-        self._expected.pop(tag, None)
-
     def close(self) -> None:
         if not self._closed:
             self._closed = True
             self._waiting.clear()
-            for message in self.poll():  # nobody will see these any more
-                message.release()
+            self.release_arrived()
             self._plane.drop(self)
             self._shut()
 
@@ -199,7 +180,7 @@ class ZmqRecvChannel(RecvChannel):
             try:
                 self._on_message(frames)
             except ProtocolError as error:
-                self._fail(TransportError(str(error)))
+                self.fail(str(error))
             if self.error is not None:
                 return True
         for event, _ in self.monitor.read():
@@ -207,7 +188,7 @@ class ZmqRecvChannel(RecvChannel):
             reason = (
                 "closed the channel or died" if event == zmq.EVENT_DISCONNECTED else "cannot be reached, or refused"
             )
-            self._fail(TransportError(f"zmq: the producer at {self._where} {reason}"))
+            self.fail(f"zmq: the producer at {self._where} {reason}")
         return moved
 
     @property
@@ -223,9 +204,7 @@ class ZmqRecvChannel(RecvChannel):
     def check(self, now: float) -> None:
         """Fail where the producer has never answered."""
         if self._deadline is not None and now > self._deadline:
-            self._fail(
-                TransportError(f"zmq: the producer at {self._where} did not answer within {CONNECT_SECONDS:g} s")
-            )
+            self.fail(f"zmq: the producer at {self._where} did not answer within {CONNECT_SECONDS:g} s")
 
     def _on_message(self, frames: list[zmq.Frame]) -> None:
         self._deadline = None
@@ -233,7 +212,7 @@ class ZmqRecvChannel(RecvChannel):
         if len(frames) == 1 and head == b"p":
             return
         if len(frames) == 1 and head == b"b":
-            self._fail(TransportError(f"zmq: the producer at {self._where} closed the channel"))
+            self.fail(f"zmq: the producer at {self._where} closed the channel")
             return
         if len(frames) != 2 or len(head) != _HEADER.size or head[:1] != b"m":
             raise ProtocolError(f"zmq: the producer sent {len(frames)} frames, the first is {head[:16]!r}")
@@ -241,42 +220,42 @@ class ZmqRecvChannel(RecvChannel):
         frame = frames[1]
         if len(frame) != nbytes or not nbytes:
             raise ProtocolError(f"zmq: message {tag:#x} has {len(frame)} bytes and says {nbytes}")
-        expected = self._expected.get(tag)
+        expected = self.expected.get(tag)
         if expected is None:  # forgotten, or never announced
             self._credit(tag)
-        elif expected != nbytes:
-            raise ProtocolError(f"zmq: message {tag:#x} has {nbytes} bytes, expected {expected}")
+        elif expected.nbytes != nbytes:
+            raise ProtocolError(f"zmq: message {tag:#x} has {nbytes} bytes, expected {expected.nbytes}")
         elif self._plane.recv_pool is not None:
             if len(self._waiting) >= self.window:
                 raise ProtocolError(f"zmq: the producer sent more than {self.window} messages without credit")
             self._waiting.append((tag, frame))
             self._copy_waiting()
         else:
-            del self._expected[tag]
+            del self.expected[tag]
             held = [frame]  # the frame owns the bytes until it is released
-            self._arrived.append(Received(tag, _address(frame), nbytes, partial(self._release, tag, held)))
+            self.arrived.append(Received(tag, _address(frame), nbytes, partial(self._release, tag, held)))
 
     def _copy_waiting(self) -> bool:
         """Copy messages into slots for as long as there are any; whether one moved on."""
         before, pool = len(self._waiting), self._plane.recv_pool
         while self._waiting and pool is not None:
             tag, frame = self._waiting[0]
-            if tag not in self._expected:  # forgotten meanwhile
+            if tag not in self.expected:  # forgotten meanwhile
                 self._waiting.popleft()
                 self._credit(tag)
                 continue
             try:
                 slot = pool.take()
             except Exception as error:  # no page-locked memory: this channel's failure, not everybody's
-                self._fail(TransportError(f"zmq: no staging slot can be had: {error}"))
+                self.fail(f"zmq: no staging slot can be had: {error}")
                 self._waiting.clear()
                 break
             if slot is None:
                 break
             self._waiting.popleft()
-            nbytes = self._expected.pop(tag)
+            nbytes = self.expected.pop(tag).nbytes
             ctypes.memmove(slot.address, _address(frame), nbytes)
-            self._arrived.append(Received(tag, slot.address, nbytes, partial(self._put, tag, slot, pool)))
+            self.arrived.append(Received(tag, slot.address, nbytes, partial(self._put, tag, slot, pool)))
         return len(self._waiting) < before
 
     def _release(self, tag: int, held: list[zmq.Frame]) -> None:
@@ -293,12 +272,10 @@ class ZmqRecvChannel(RecvChannel):
         try:
             self.socket.send(_CREDIT.pack(b"c", tag), zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            self._fail(TransportError(f"zmq: the producer at {self._where} is gone: {error}"))
+            self.fail(f"zmq: the producer at {self._where} is gone: {error}")
 
-    def _fail(self, error: TransportError) -> None:
-        if self.error is None:
-            self.error = error
-            self._waiting.clear()
+    def _give_up(self) -> None:
+        self._waiting.clear()
 
     def _shut(self) -> None:
         unwatch(self.socket)  # before its reader goes, or libzmq blocks

@@ -49,8 +49,8 @@ def test_renewal_keeps_a_lease_until_the_cap(stage: Stage) -> None:
 
 def test_the_commit_is_a_fence(stage: Stage) -> None:
     """All bytes were read, but the lease ended before the commit: P may have reused the blocks, nothing is loaded."""
-    p = stage.rank(settings=Settings(lease_cap_seconds=30))
-    d = stage.rank(engine_id="engine-d")
+    p = stage.rank(settings=Settings(plane="cma", lease_cap_seconds=30))
+    d = stage.rank(settings=Settings(plane="cma"), engine_id="engine-d")
     p.fill(THEIRS, TOKENS)
     token = grant([p], "req-p", THEIRS, TOKENS)
     gate = Gate(halves(d)[1], "_commit", lambda read, now: None)

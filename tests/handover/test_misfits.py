@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
+from gates import halves
 from opening import OURS, THEIRS, TOKENS, another_works, begin
 from ranks import SOON, grant, load_plan, peer, reason_of, wait
 from stage import Stage
 
 from kvferry.connector import protocol
 from kvferry.connector.config import Settings
-from kvferry.connector.errors import TransportError
+from kvferry.connector.errors import GeometryError, TransportError
+from kvferry.connector.site import Caches, Part
 from kvferry.transport.control import Connection
 
 
@@ -98,6 +103,42 @@ def test_blocks_out_of_range_fail_the_one_request(stage: Stage) -> None:
     token = grant([p], "req-p", THEIRS, TOKENS)
     d.worker.post(load_plan("req-d", token, peer([p]), [999] * 7, 0, TOKENS))
     assert wait(lambda: d.failed == {"req-d"} and p.sent == {"req-p"}, [p, d], SOON)
+    another_works(p, d)
+
+
+@pytest.mark.parametrize("plane", ["shm", "tcp", "zmq", pytest.param("ucx", marks=pytest.mark.ucx)])
+def test_a_token_that_no_message_holds(stage: Stage, plane: str) -> None:
+    """D finds out after it has asked: it says what to do, and neither side keeps anything of the read."""
+    settings = Settings(plane=plane, slot_bytes=16 << 10, staging_bytes=1 << 20)
+    p, d = (stage.rank(engine_id=name, settings=settings, content=2048) for name in ("engine-p", "engine-d"))
+    p.fill(THEIRS, TOKENS)
+    begin(p, d)
+    assert wait(lambda: d.failed == {"req-d"} and p.sent == {"req-p"}, [p, d], SOON)
+    assert reason_of(d) == "incompatible"
+    assert wait(lambda: not halves(d)[1]._reads and not halves(p)[0]._pushes, [p, d], SOON)
+
+
+@pytest.mark.parametrize("plane", ["shm", "tcp", "zmq", pytest.param("ucx", marks=pytest.mark.ucx)])
+def test_a_read_that_d_cannot_cut(stage: Stage, monkeypatch: pytest.MonkeyPatch, plane: str) -> None:
+    """By then it has been asked for, and P sends: what comes is dropped, and nothing is waited for."""
+    settings = Settings(plane=plane, slot_bytes=64 << 10, staging_bytes=1 << 20)
+    p, d = (stage.rank(engine_id=name, settings=settings, content=128) for name in ("engine-p", "engine-d"))
+    p.fill(THEIRS, TOKENS)
+    cut = Caches.cut
+
+    def cut_once(caches: Caches, *args: Any, **kwargs: Any) -> Iterator[Part]:
+        parts = cut(caches, *args, **kwargs)
+        if d.worker.site is not None and caches is d.worker.site.caches:
+            yield next(parts)
+            raise GeometryError("it is cut no further")
+        yield from parts
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Caches, "cut", cut_once)
+        begin(p, d)
+        assert wait(lambda: d.failed == {"req-d"} and p.sent == {"req-p"}, [p, d], SOON)
+        assert wait(lambda: not halves(d)[1]._reads and not halves(p)[0]._pushes, [p, d], SOON)
+    assert reason_of(d) == "incompatible"
     another_works(p, d)
 
 

@@ -86,9 +86,9 @@ class HostedRank:
             spans = [msgspec.to_builtins(item.span) for item in read.planned]
             self.asks.append(((address.pp_rank, address.tp_rank), spans))
 
-        def asked(read: Read) -> None:
+        def asked(read: Read, now: float) -> None:
             note(read)
-            ask(read)
+            ask(read, now)
 
         def found(read: Read, now: float) -> bool:
             if posted := find_posted(read, now):

@@ -116,7 +116,7 @@ def test_a_message_outlives_the_plane(pair: Pair) -> None:
 def test_a_message_that_nobody_took_leaves_its_slot(pair: Pair) -> None:
     sender, receiver = pair.join()
     pair.send(sender, receiver, 5)
-    pair.turn(lambda: bool(receiver._arrived if hasattr(receiver, "_arrived") else receiver.arrived))  # type: ignore[attr-defined]
+    pair.turn(lambda: bool(receiver.arrived))  # type: ignore[attr-defined]
     receiver.close()
     pair.follow(sender)
     works(pair)

@@ -228,7 +228,7 @@ def test_what_was_on_its_way_leaves_no_slot_behind(pair: Pair, first: str) -> No
     for tag, slot in enumerate(slots[:2], 1):
         receiver.expect(tag, SLOT)
         sender.send(slot, SLOT, tag)
-    pair.turn(lambda: bool(receiver._arrived))  # type: ignore[attr-defined]
+    pair.turn(lambda: bool(receiver.arrived))  # type: ignore[attr-defined]
     (sender if first == "P" else receiver).close()
     pair.turn(lambda: receiver.error is not None if first == "P" else sender.error is not None)
     sender.close()

@@ -12,6 +12,11 @@ from kvferry.connector import producer, reads
 from kvferry.connector.handover import Phase
 
 
+def no_board(place: object) -> None:
+    """In the place of ``link.BoardReader``: who reads P's pages by itself then asks for them, and has it committed."""
+    raise OSError(24, "Too many open files")
+
+
 class Hold:
     """P parks messages of these ``kinds`` and sends no more than ``chunks`` chunks, until ``open``.
 

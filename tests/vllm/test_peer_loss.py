@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 
 import pytest
-from hold import Hold, in_phase
+from hold import Hold, in_phase, no_board
 from labelled import BLOCK, prompt
 from stepped import PREFILL, Engine, eventually, let_time_pass, mover_of, prefill, renew_after, run, settle
 from stepped_rank import RUNNERS
 from yard import Lines, Yard
 
-from kvferry.connector import protocol
+from kvferry.connector import link, protocol
 from kvferry.connector.handover import Phase
 from kvferry.connector.mover import QUIET_SECONDS
 
@@ -70,18 +70,20 @@ def test_p_goes_in_mid_transfer(yard: Yard, policy: str, plane: str) -> None:
 
 
 SILENCE = {
-    "at the handshake": (protocol.Hello,),
-    "at the ask": (protocol.Ask,),
-    "at the commit": (protocol.Commit,),
+    "at the handshake": (protocol.Hello, "shm"),
+    "at the ask": (protocol.Ask, "shm"),
+    "at the commit": (protocol.Commit, "cma"),
 }
 
 
 @pytest.mark.parametrize("where", SILENCE)
-def test_p_goes_silent(yard: Yard, lines: Lines, where: str) -> None:
-    p, d = yard.pair(extra={**SHORT, "plane": "shm"})
+def test_p_goes_silent(yard: Yard, lines: Lines, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    monkeypatch.setattr(link, "BoardReader", no_board)
+    silent_on, plane = SILENCE[where]
+    p, d = yard.pair(extra={**SHORT, "plane": plane})
     params = prefill(p, IDS)
     p.step()
-    hold = Hold(p, *SILENCE[where])
+    hold = Hold(p, silent_on)
     request_id = d.add(IDS, params)
     ended(d, request_id, "recompute")
     assert len(lines("hand-over of", request_id, "failed")) == 1
@@ -148,9 +150,10 @@ def test_the_lease_ends_while_d_reads(yard: Yard, plane: str) -> None:
     settle(p, d)
 
 
-def test_the_lease_ends_before_the_commit(yard: Yard) -> None:
+def test_the_lease_ends_before_the_commit(yard: Yard, monkeypatch: pytest.MonkeyPatch) -> None:
     """All bytes have come, but P may have given the blocks to another prompt since: none of them is used."""
-    p, d = yard.pair(extra={"plane": "shm"})
+    monkeypatch.setattr(link, "BoardReader", no_board)
+    p, d = yard.pair(extra={"plane": "cma"})
     params = prefill(p, IDS)
     p.step()
     hold = Hold(p, protocol.Commit)
