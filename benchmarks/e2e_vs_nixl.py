@@ -31,10 +31,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples" / "lib"))
 
 import report
-from engines import EngineError, Fleet, Server, metric_sum
+from engines import Fleet
 from model import ModelSpec, build_model, prompt_of
 from pd_client import stream
 from pd_router import PREFILL_TAG
+from server import EngineError, Server, metric_sum
 
 OURS, THEIRS = "KVFerryConnector", "NixlConnector"
 LENGTHS = (257, 513, 1025, 2049, 4001)

@@ -9,7 +9,6 @@ thread uses, as a share of one core.
 from __future__ import annotations
 
 import argparse
-import secrets
 import statistics
 import sys
 import time
@@ -39,8 +38,8 @@ def measure(plane: str, rounds: int, idle_seconds: float = 3.0) -> dict[str, Any
     try:
         times = []
         for number in range(rounds + 1):
-            token, name = secrets.token_bytes(16), f"r{number}"
-            p.grant(name, [number % 64], 1, token)
+            name = f"r{number}"
+            token = p.grant(name, [number % 64], 1)
             begun = time.perf_counter()
             d.worker.post(load_plan(name, token, remote_peer([p]), [63 - number % 64], 0, 1))
             while name not in d.received:

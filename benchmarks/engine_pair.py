@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from engines import EngineError, Server, metric_sum
 from fragment import in_sequence
 from kv_bytes import compare
 from pd_client import METRICS, stream
 from pd_router import PREFILL_TAG
+from server import EngineError, Server, metric_sum
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,7 @@ class PlaneSource(PlaneEnd):
         ]
         all_of_them = tuple(lease for some in leases for lease in some)
         self.leased[it.p].update(lease.request_id for lease in all_of_them)
-        self.workers[it.p].post(StepPlan(leases=all_of_them))
+        self.workers[it.p].post(StepPlan(leases=all_of_them, idle=True))
         return [[lease.token.hex() for lease in some] for some in leases]
 
     def settle(self) -> None:

@@ -47,10 +47,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples" / "li
 
 import report
 from engine_pair import Pair, once, sources
-from engines import EngineError, Fleet
+from engines import Fleet
 from fragment import block_count, scatter
 from gpu_tables import verdict
 from model import ModelSpec, build_model
+from server import EngineError
 
 OURS, THEIRS = "KVFerryConnector", "NixlConnector"
 STATES = ("fresh", "scattered")
@@ -169,7 +170,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     import matplotlib as mpl
 
     mpl.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
     for axis, name, title in zip(
@@ -184,6 +185,8 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         lengths = sorted({row["tokens"] for row in rows})
         axis.set_xticks(lengths, [str(length) for length in lengths])
         axis.minorticks_off()
+        axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
         axis.grid(alpha=0.3, which="both")
     axes[0].legend(fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)

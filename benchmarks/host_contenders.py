@@ -14,12 +14,13 @@ import time
 import zlib
 from dataclasses import replace
 from functools import partial
+from io import FileIO
 from typing import Any
 
 import numpy as np
 import torch
 import zmq
-from host_ends import Cache, Config, Contender, sleep_on_stdin, stopped
+from host_ends import Cache, Config, Contender, ReadSource, stopped
 from host_rivals import Memcpy, NixlSource, NixlTarget, SocketRaw, UcxxRaw
 
 from kvferry.connector.reads import PEER_BYTES_PER_TURN
@@ -29,12 +30,19 @@ from kvferry.transport.plane import ReadChannel, RecvChannel, SendChannel
 from kvferry.transport.planes import make_plane
 
 
-class PlaneSource:
+class PlaneEnd:
+    """Either end over one of our data planes."""
+
     def __init__(self, name: str, config: Config, caches: dict[int, Cache]) -> None:
         self.plane = make_plane(
             name, host="127.0.0.1", slot_bytes=config.slot_bytes, staging_bytes=config.staging_bytes
         )
         self.caches = caches
+
+
+class PlaneSource(PlaneEnd):
+    def __init__(self, name: str, config: Config, caches: dict[int, Cache]) -> None:
+        super().__init__(name, config, caches)
         self.channel: SendChannel | None = None
         self.tag = 0
 
@@ -68,12 +76,9 @@ class PlaneSource:
                 return None
 
 
-class PlaneTarget:
+class PlaneTarget(PlaneEnd):
     def __init__(self, name: str, config: Config, caches: dict[int, Cache]) -> None:
-        self.plane = make_plane(
-            name, host="127.0.0.1", slot_bytes=config.slot_bytes, staging_bytes=config.staging_bytes
-        )
-        self.caches = caches
+        super().__init__(name, config, caches)
         self.channel: RecvChannel | None = None
         self.slot_bytes = 0
         self.tag = 0
@@ -124,24 +129,11 @@ def sleep(plane: Any) -> bool:
     return any(what == 0 for what, _ in poller.poll(1000))
 
 
-class CmaSource:
-    """D reads from here by itself."""
-
-    def __init__(self, role: str, config: Config, caches: dict[int, Cache]) -> None:
-        self.plane = make_plane(
-            "cma", host="127.0.0.1", slot_bytes=config.slot_bytes, staging_bytes=config.staging_bytes
-        )
-        self.caches = caches
-
+class CmaSource(ReadSource, PlaneEnd):
     def exchange(self, blob: bytes | None) -> bytes | None:
         tables = {str(kib): [c.bases.tolist(), c.block_ids.tolist()] for kib, c in self.caches.items()}
         offer = base64.b64encode(self.plane.offer()).decode()
         return json.dumps({"offer": offer, "tables": tables}).encode()
-
-    def move(self, kib: int) -> float | None:
-        while not sleep_on_stdin():
-            pass
-        return None
 
 
 class CmaTarget(CmaSource):
@@ -172,7 +164,7 @@ def contender(kind: str, role: str, config: Config, caches: dict[int, Cache]) ->
     if kind in ("shm", "tcp", "ucx", "zmq"):
         return (PlaneSource if role == "source" else PlaneTarget)(kind, config, caches)
     if kind == "cma":
-        return (CmaSource if role == "source" else CmaTarget)(role, config, caches)
+        return (CmaSource if role == "source" else CmaTarget)(kind, config, caches)
     if kind == "nixl":
         return (NixlSource if role == "source" else NixlTarget)(role, config, caches)
     return {"ucxx raw": UcxxRaw, "raw socket": SocketRaw, "memcpy": Memcpy}[kind](role, config, caches)
@@ -190,14 +182,8 @@ def main() -> None:
     memory = torch.from_numpy(np.random.default_rng(seed).integers(0, 256, config.mib << 21, dtype=np.uint8))
     caches = {} if bulk else {kib: Cache(config, kib, memory, 1000 * seed + kib) for kib in config.kib}
     it = contender(kind, role, config, caches)
-    buffered = b""
-    while True:
-        while b"\n" not in buffered:
-            data = os.read(0, 1 << 20)
-            if not data:
-                return
-            buffered += data
-        line, buffered = buffered.split(b"\n", 1)
+    orders = FileIO(0)  # takes one line and no more: a source that waits for the next must find it on stdin
+    for line in iter(orders.readline, b""):
         command = json.loads(line)
         answer: Any = None
         if command["do"] == "exchange":

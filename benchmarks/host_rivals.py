@@ -11,12 +11,12 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
-from host_ends import Cache, Config, sleep_on_stdin, stopped
+from host_ends import Cache, Config, ReadSource, stopped
 
 RAW_MESSAGE, RAW_WINDOW = 4 << 20, 4
 
 
-class NixlSource:
+class NixlSource(ReadSource):
     """NIXL reads from here; its progress thread serves."""
 
     def __init__(self, role: str, config: Config, caches: dict[int, Cache]) -> None:
@@ -31,11 +31,6 @@ class NixlSource:
         tables = {str(kib): table for kib, table in self.tables.items()}
         metadata = base64.b64encode(self.agent.get_agent_metadata()).decode()
         return json.dumps({"metadata": metadata, "tables": tables}).encode()
-
-    def move(self, kib: int) -> float | None:
-        while not sleep_on_stdin():
-            pass
-        return None
 
 
 class NixlTarget(NixlSource):

@@ -22,10 +22,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent / "lib"))
 
 import httpx
-from engines import EngineError, Fleet
+from engines import Fleet
 from kv_bytes import compare
 from model import ModelSpec, build_model, prompt_of
 from pd_client import METRICS, loads, settled, stream
+from server import EngineError
 
 LENGTHS = (20, 100, 500, 1000, 2000)
 FOLDER = Path(__file__).resolve().parent.parent / ".demo"

@@ -15,21 +15,19 @@ from __future__ import annotations
 import json
 import os
 import random
-import re
 import signal
 import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
+
+from server import EngineError, Server
 
 LIB = Path(__file__).resolve().parent
 
@@ -52,10 +50,6 @@ GPU_ENVIRONMENT = {
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
     "NCCL_NVLS_ENABLE": "0",
 }
-
-
-class EngineError(RuntimeError):
-    """A process did not start, or ended; the message has the end of its log."""
 
 
 def free_port(host: str = "127.0.0.1") -> int:
@@ -102,106 +96,6 @@ def transfer_config(
     if extra:
         config["kv_connector_extra_config"] = dict(extra)
     return config
-
-
-@dataclass
-class Server:
-    """One process under a warden. ``host`` and ``port`` are those of its HTTP server."""
-
-    name: str
-    process: subprocess.Popen[bytes]
-    pipe: int
-    log: Path
-    host: str
-    port: int
-    started: float = field(default_factory=time.monotonic)
-    ready_seconds: float | None = None
-    is_engine: bool = False
-
-    @property
-    def url(self) -> str:
-        return f"http://{self.host}:{self.port}"
-
-    @property
-    def alive(self) -> bool:
-        return self.process.poll() is None
-
-    def log_tail(self, lines: int = 25) -> str:
-        """The end of the log; before it the first line that names an error, which vLLM buries under later ones."""
-        text = (self.log.read_text(errors="replace") if self.log.exists() else "").splitlines()
-        cause = next((line for line in text if _CAUSE.search(line)), None)
-        tail = text[-lines:]
-        return "\n".join(tail if cause is None or cause in tail else [f"first error: {cause}", "...", *tail])
-
-    def healthy(self) -> bool:
-        try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=2) as response:
-                return bool(response.status == 200)
-        except (OSError, urllib.error.URLError):
-            return False
-
-    def post(
-        self, path: str, body: Mapping[str, Any] | None = None, timeout: float = 60, headers: Mapping[str, str] = {}
-    ) -> Any:
-        """POST JSON, with these headers besides; the decoded answer.
-
-        Raises:
-            EngineError: an HTTP error, with the body, or no answer.
-        """
-        data = json.dumps(body or {}).encode()
-        headers = {"Content-Type": "application/json", **headers}
-        request = urllib.request.Request(f"{self.url}{path}", data, headers)
-        try:
-            with urllib.request.urlopen(request, timeout=timeout) as response:
-                text = response.read()
-        except urllib.error.HTTPError as error:
-            raise EngineError(f"{self.name}{path}: HTTP {error.code}: {error.read()[:500]!r}") from None
-        except OSError as error:
-            raise EngineError(f"{self.name}{path}: {error}\n{self.log_tail()}") from None
-        return json.loads(text) if text else None
-
-    def warm_up(self) -> None:
-        """One prompt of some tokens, computed here: the first forward pays for scratch memory.
-
-        Without KVFerry it must also not be a single token: vLLM's AMX attention (bfloat16) would run before anybody
-        asked the kernel for AMX, and a D that only ever loads prompts die of SIGILL.
-        """
-        self.post("/v1/completions", {"model": "model", "prompt": list(range(2, 66)), "max_tokens": 2}, timeout=120)
-
-    def rpc(self, method: str, *args: str) -> Any:
-        """Call a method of the worker extension on every worker; the list of answers."""
-        return self.post("/collective_rpc", {"method": method, "args": list(args)})["results"]
-
-    def metrics(self) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-        """The Prometheus samples: (name, sorted labels) -> value."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=120) as response:
-            return parse_metrics(response.read().decode())
-
-
-_CAUSE = re.compile(r"\b\w*(Error|Exception): \S")
-_SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)$")
-_LABEL = re.compile(r'([A-Za-z_]\w*)="((?:[^"\\]|\\.)*)"')
-
-
-def parse_metrics(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    """Prometheus text format -> {(name, sorted labels): value}."""
-    samples = {}
-    for line in text.splitlines():
-        match = _SAMPLE.match(line)
-        if match and not line.startswith("#"):
-            name, labels, value = match.groups()
-            samples[name, tuple(sorted(_LABEL.findall(labels or "")))] = float(value)
-    return samples
-
-
-def metric_sum(
-    samples: Mapping[tuple[str, tuple[tuple[str, str], ...]], float], name: str, **labels: str
-) -> float | None:
-    """Sum of the samples of that name that have these labels; None where there is none of that name."""
-    found = [
-        value for (sample, have), value in samples.items() if sample == name and labels.items() <= dict(have).items()
-    ]
-    return sum(found) if found else None
 
 
 class Fleet:
@@ -357,7 +251,7 @@ class Fleet:
                 )
             if now - told >= 5:
                 told = now
-                self._say("\n".join(f"  {s.name}: starting, {now - s.started:.0f} s ({_stage(s)})" for s in waiting))
+                self._say("\n".join(f"  {s.name}: starting, {now - s.started:.0f} s ({s.stage()})" for s in waiting))
             if waiting:
                 time.sleep(0.2)
 
@@ -385,24 +279,6 @@ def _end(servers: Sequence[Server], grace: float) -> None:
             with suppress(ProcessLookupError):
                 os.killpg(server.process.pid, signal.SIGKILL)
             server.process.wait()
-
-
-_STAGES = (
-    ("Application startup complete", "answering soon"),
-    ("Starting vLLM server", "starting HTTP"),
-    ("init engine", "engine initialised"),
-    ("GPU KV cache size", "KV cache allocated"),
-    ("CPU KV cache size", "KV cache allocated"),
-    ("Loading weights took", "weights loaded"),
-    ("Starting to load model", "loading the model"),
-    ("Initializing a V1 LLM engine", "engine process started"),
-    ("non-default args", "reading the configuration"),
-)
-
-
-def _stage(server: Server) -> str:
-    text = server.log.read_text(errors="replace") if server.log.exists() else ""
-    return next((said for marker, said in _STAGES if marker in text), "importing vLLM")
 
 
 def _exit_on_signal(number: int, frame: FrameType | None) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
-from engines import EngineError, Server, metric_sum
+from server import EngineError, Server, metric_sum
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "lib"))
 
 import httpx
-from engines import CPU_ENVIRONMENT, LIB, EngineError, Fleet, Server, vllm_command
+from engines import CPU_ENVIRONMENT, LIB, Fleet, vllm_command
 from kv_bytes import compare
 from model import build_model, prompt_of
 from pd_client import METRICS, loads, settled, stream
+from server import EngineError, Server
 
 HERE = Path(__file__).resolve().parent
 _CLONE_NEWNET = 0x40000000

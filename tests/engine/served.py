@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engines import LIB, Fleet, Server, metric_sum, python_path
+from engines import LIB, Fleet, python_path
 from kv_bytes import compare, prompt_digest
 from pd_router import PREFILL_TAG
+from server import Server, metric_sum
 
 START_SECONDS = 400
 """An engine starts in 25 s on an idle machine; others may use it too."""

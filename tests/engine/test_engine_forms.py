@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import Fleet, Server, free_port, metric_sum
+from engines import Fleet, free_port
 from served import (
     PER_HEAD,
     START_SECONDS,
@@ -29,6 +29,7 @@ from served import (
     records,
     tokens_of,
 )
+from server import Server, metric_sum
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 CHUNK = 256

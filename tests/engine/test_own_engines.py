@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from engines import EngineError, Fleet, Server
+from engines import Fleet
 from served import (
     START_SECONDS,
     Pair,
@@ -21,6 +21,7 @@ from served import (
     records,
     tokens_of,
 )
+from server import EngineError, Server
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import zmq
-from engines import metric_sum
 from served import (
     LEASE_SECONDS,
     Pair,
@@ -27,6 +26,7 @@ from served import (
     tokens_of,
     usage,
 )
+from server import metric_sum
 
 from kvferry.transport.planes import PLANE_NAMES
 

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import engines
 import pytest
-from engines import EngineError, Fleet, metric_sum, parse_metrics
+from engines import Fleet
+from server import EngineError, metric_sum, parse_metrics
 
 # An "engine" as bad as vLLM's: it ignores SIGTERM, has a child that does too, and one that left the session.
 STUBBORN = """

@@ -12,6 +12,7 @@ from typing import Any
 import engines
 import pytest
 from fragment import block_count, in_sequence
+from server import EngineError, parse_metrics
 
 
 @pytest.fixture
@@ -65,7 +66,7 @@ def test_share_of_blocks_in_sequence(table: list[int], share: float) -> None:
 
 
 def test_size_of_the_block_pool() -> None:
-    samples = engines.parse_metrics('vllm:cache_config_info{block_size="16",num_gpu_blocks="12288"} 1.0\n')
+    samples = parse_metrics('vllm:cache_config_info{block_size="16",num_gpu_blocks="12288"} 1.0\n')
     assert block_count(SimpleNamespace(metrics=lambda: samples)) == 12288  # type: ignore[arg-type]
-    with pytest.raises(engines.EngineError, match="one: no vllm:cache_config_info"):
+    with pytest.raises(EngineError, match="one: no vllm:cache_config_info"):
         block_count(SimpleNamespace(name="one", metrics=dict))  # type: ignore[arg-type]

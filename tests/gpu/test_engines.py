@@ -18,7 +18,7 @@ from zlib import crc32
 
 import pytest
 import torch
-from engines import Fleet, Server
+from engines import Fleet
 from fragment import in_sequence, scatter
 from gpu_forms import Case, Form, cases
 from kv_bytes import prompt_digest
@@ -39,6 +39,7 @@ from served import (
     prompt,
     records,
 )
+from server import Server
 
 THERE = torch.cuda.device_count()
 pytestmark = [
