@@ -102,6 +102,8 @@ class Consumer:
         self._perform(job, effects, now)
         for read in job.reads:
             self._follow(read, now)
+        for read, event in self._reads.written():  # what was copied meanwhile: the engine waits for it
+            self._step(read.job, event, now)
 
     # --- the loop's calls ---------------------------------------------------------------------------------------
 

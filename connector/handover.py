@@ -20,7 +20,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+
+import msgspec
+from msgspec.structs import replace
 
 from kvferry.connector.metrics import FailureKind
 
@@ -35,8 +37,7 @@ class Phase(enum.Enum):
     FAILED = "failed"
 
 
-@dataclass(frozen=True, slots=True)
-class Reason:
+class Reason(msgspec.Struct, frozen=True):
     """Why a hand-over failed: a kind to count, and one line for the log."""
 
     kind: FailureKind
@@ -49,16 +50,14 @@ class Reason:
 LIVE = (Phase.HANDSHAKING, Phase.READY, Phase.MOVING, Phase.COMMITTING, Phase.DRAINING)
 
 
-@dataclass(frozen=True, slots=True)
-class Timeouts:
+class Timeouts(msgspec.Struct, frozen=True):
     """Seconds a phase may last without an event that moves it on."""
 
     handshake: float
     transfer: float
 
 
-@dataclass(frozen=True, slots=True)
-class Handover:
+class Handover(msgspec.Struct, frozen=True):
     """State. ``pending``: sources that have not passed the phase; ``deadline``: local monotonic seconds."""
 
     phase: Phase
@@ -72,59 +71,50 @@ class Handover:
 # --- events -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class PeerReady:
+class PeerReady(msgspec.Struct, frozen=True):
     """The handshake with a source is complete, a data plane is attached."""
 
     source: int
 
 
-@dataclass(frozen=True, slots=True)
-class Granted:
+class Granted(msgspec.Struct, frozen=True):
     source: int
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(msgspec.Struct, frozen=True):
     """Bytes arrived; the deadline starts anew."""
 
 
-@dataclass(frozen=True, slots=True)
-class Moved:
+class Moved(msgspec.Struct, frozen=True):
     """All that a source owed lies in D's pages, and nothing more will be written from it."""
 
     source: int
 
 
-@dataclass(frozen=True, slots=True)
-class Committed:
+class Committed(msgspec.Struct, frozen=True):
     source: int
 
 
-@dataclass(frozen=True, slots=True)
-class Drained:
+class Drained(msgspec.Struct, frozen=True):
     """Nothing that was started for a source can write D's pages any more."""
 
     source: int
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
+class Failed(msgspec.Struct, frozen=True):
     """A source refused, expired, broke or went away."""
 
     source: int
     reason: Reason
 
 
-@dataclass(frozen=True, slots=True)
-class Cancel:
+class Cancel(msgspec.Struct, frozen=True):
     """D's engine gave the request up."""
 
     reason: Reason = Reason("cancelled", "the engine gave the request up")
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(msgspec.Struct, frozen=True):
     """Time passed."""
 
 
@@ -133,28 +123,23 @@ Event = PeerReady | Granted | Progress | Moved | Committed | Drained | Failed | 
 # --- effects ----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
+class Ask(msgspec.Struct, frozen=True):
     """Ask every source for its part."""
 
 
-@dataclass(frozen=True, slots=True)
-class Commit:
+class Commit(msgspec.Struct, frozen=True):
     """Ask every source whether what was read is still true."""
 
 
-@dataclass(frozen=True, slots=True)
-class Stop:
+class Stop(msgspec.Struct, frozen=True):
     """End what was started at every source; answer with ``Drained`` per source where the phase is DRAINING."""
 
 
-@dataclass(frozen=True, slots=True)
-class Release:
+class Release(msgspec.Struct, frozen=True):
     """This request needs the lease no longer."""
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
+class Report(msgspec.Struct, frozen=True):
     """Tell the engine, once. ``reason`` says why it failed, ``None`` where it did not."""
 
     reason: Reason | None = None

@@ -17,8 +17,10 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+
+import msgspec
+from msgspec.structs import replace
 
 
 class Phase(enum.Enum):
@@ -34,8 +36,7 @@ Consumer = bytes
 """One life of one D engine."""
 
 
-@dataclass(frozen=True, slots=True)
-class Lease:
+class Lease(msgspec.Struct, frozen=True):
     """State. Times are local monotonic seconds; ``term`` the seconds one renewal gives, never past ``cap``.
 
     ``votes``: per consumer, the ranks that have not released yet. ``reads``: own reads that are running.
@@ -45,7 +46,7 @@ class Lease:
     deadline: float
     term: float
     cap: float
-    votes: Mapping[Consumer, frozenset[int]] = field(default_factory=lambda: MappingProxyType({}))
+    votes: Mapping[Consumer, frozenset[int]] = msgspec.field(default_factory=lambda: MappingProxyType({}))
     reads: frozenset[object] = frozenset()
     freed: bool = False
     reason: str = ""
@@ -54,40 +55,34 @@ class Lease:
 # --- events -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
+class Asked(msgspec.Struct, frozen=True):
     """A consumer's rank wants to read; ``expected`` are the consumer's ranks that will release here."""
 
     consumer: Consumer
     expected: frozenset[int]
 
 
-@dataclass(frozen=True, slots=True)
-class ReadStarted:
+class ReadStarted(msgspec.Struct, frozen=True):
     key: object
 
 
-@dataclass(frozen=True, slots=True)
-class ReadEnded:
+class ReadEnded(msgspec.Struct, frozen=True):
     """The own read's last access to P's pages is over."""
 
     key: object
 
 
-@dataclass(frozen=True, slots=True)
-class Renewed:
+class Renewed(msgspec.Struct, frozen=True):
     """Somebody still wants it, or a read made progress."""
 
 
-@dataclass(frozen=True, slots=True)
-class Released:
+class Released(msgspec.Struct, frozen=True):
     consumer: Consumer
     rank: int
     expected: frozenset[int]
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(msgspec.Struct, frozen=True):
     """Time passed."""
 
 
@@ -96,13 +91,11 @@ Event = Asked | ReadStarted | ReadEnded | Renewed | Released | Tick
 # --- effects ----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class StopReads:
+class StopReads(msgspec.Struct, frozen=True):
     """End the own reads; answer each with ``ReadEnded``."""
 
 
-@dataclass(frozen=True, slots=True)
-class Freed:
+class Freed(msgspec.Struct, frozen=True):
     """Tell the engine, once, that nothing reads the blocks any more. ``reason``: released, expired or cap."""
 
     reason: str

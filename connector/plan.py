@@ -8,6 +8,7 @@ not appear: tokens count from the start of the prompt on both sides, and each si
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -55,27 +56,18 @@ def plan_reads(local: RankGeometry, remote: RankGeometry, tokens: Sequence[tuple
         GeometryError: a layer listed twice.
     """
     assert len(tokens) == len(local.groups)
-    held, over = layer_index(remote), passed_over(local, remote)
-    from_it: dict[tuple[int, Split, Split], HeadRead | None] = {}
     planned: list[PlannedSpan] = []
-    for index, (group, (start, stop)) in enumerate(zip(local.groups, tokens, strict=True)):
-        if stop <= start or index in over:
+    for route in _routes(local, remote):
+        start, stop = tokens[route.group]
+        group, theirs = local.groups[route.group], remote.groups[route.theirs]
+        if stop <= start or not num_common(group.share, theirs.share, start, stop):
             continue
-        for layer, theirs, first, count in _runs(group, held):
-            share = remote.groups[theirs].share
-            key = group.total_heads, group.share.split, share.split
-            if key not in from_it:
-                reads = topology.sources(local.tp_rank, local.tp_size, remote.tp_size, key[0], False, *key[1:])
-                from_it[key] = next((read for read in reads if read.p_rank == remote.tp_rank), None)
-            heads = from_it[key]
-            if heads is None or not num_common(group.share, share, start, stop):
-                continue
-            ours, head = _head_box(group, remote.groups[theirs], heads)
-            token = start // group.tile_tokens * group.tile_tokens
-            span = Span(
-                theirs, first, count, head, heads.num_heads, token, whole_tiles(stop, group) - token, group.share
-            )
-            planned.append(PlannedSpan(span, index, layer, ours, share))
+        ours, head = _head_box(group, theirs, route.heads)
+        token = start // group.tile_tokens * group.tile_tokens
+        num_tokens = whole_tiles(stop, group) - token
+        num_layers, num_heads = route.num_layers, route.heads.num_heads
+        span = Span(route.theirs, route.first, num_layers, head, num_heads, token, num_tokens, group.share)
+        planned.append(PlannedSpan(span, route.group, route.layer, ours, theirs.share))
     return tuple(planned)
 
 
@@ -166,6 +158,40 @@ def _times(group: GroupGeometry, items: Sequence[PlannedSpan], tokens: tuple[int
             )
         found += count[shares[0]]
     return found
+
+
+class _Route(NamedTuple):
+    """What a region here and one of P's have in common, of any prompt: some heads of ``num_layers`` layers, from
+    number ``layer`` of ``group`` on, and from ``first`` of ``theirs``."""
+
+    group: int
+    layer: int
+    theirs: int
+    first: int
+    num_layers: int
+    heads: HeadRead
+
+
+@lru_cache(maxsize=256)
+def _routes(local: RankGeometry, remote: RankGeometry) -> tuple[_Route, ...]:
+    """The same for every hand-over between two ranks, and more work than all that depends on the prompt.
+
+    Raises:
+        GeometryError: a layer listed twice.
+    """
+    held, over = layer_index(remote), passed_over(local, remote)
+    from_it: dict[tuple[int, Split, Split], HeadRead | None] = {}
+    routes: list[_Route] = []
+    for index, group in enumerate(local.groups):
+        for layer, theirs, first, count in () if index in over else _runs(group, held):
+            key = group.total_heads, group.share.split, remote.groups[theirs].share.split
+            if key not in from_it:
+                reads = topology.sources(local.tp_rank, local.tp_size, remote.tp_size, key[0], False, *key[1:])
+                from_it[key] = next((read for read in reads if read.p_rank == remote.tp_rank), None)
+            heads = from_it[key]
+            if heads is not None:
+                routes.append(_Route(index, layer, theirs, first, count, heads))
+    return tuple(routes)
 
 
 def _runs(ours: GroupGeometry, held: LayerIndex) -> list[tuple[int, int, int, int]]:

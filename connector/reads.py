@@ -229,13 +229,17 @@ class Reads:
             happened = self._unpack(link, message)
             if happened is not None:
                 yield happened
+        yield from self.written()
+        peer = next((read for read in self._reads.values() if read.runs is not None and not read.stopped), None)
+        if peer is not None:
+            yield peer, self._read(peer)
+
+    def written(self) -> Iterator[Happened]:
+        """What it means for the hand-overs that copies into our pages have ended."""
         while self._writing and self._writing[0].copy.done:
             happened = self._written(self._writing.popleft())
             if happened is not None:
                 yield happened
-        peer = next((read for read in self._reads.values() if read.runs is not None and not read.stopped), None)
-        if peer is not None:
-            yield peer, self._read(peer)
 
     @property
     def backlog(self) -> bool:

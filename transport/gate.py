@@ -20,6 +20,7 @@ import zmq
 from zmq.utils import z85
 
 from kvferry.connector.errors import ConfigError, TransportError
+from kvferry.transport import framing
 from kvferry.transport.flood import Backlog, cut
 from kvferry.transport.wake import RateLimitedLog
 
@@ -93,11 +94,7 @@ class Monitor:
     def read(self) -> list[tuple[int, int]]:
         """All events that are there now."""
         events = []
-        while not self.socket.closed:
-            try:
-                frames = self.socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.ZMQError:  # EAGAIN, or the context ends
-                break
+        while (frames := framing.read(self.socket, 1)) is not None:
             events.append(_EVENT.unpack(frames[0]))
         return events
 

@@ -82,10 +82,12 @@ class Listener:
         """
         messages = []
         for _ in range(framing.BATCH):
+            if not framing.waiting(self.socket):
+                break
             try:
                 first = self.socket.recv(zmq.NOBLOCK, copy=False)
                 identity, *frames = framing.rest(self.socket, [first.bytes], framing.FRAMES + 1)
-            except zmq.ZMQError:  # EAGAIN, or closed
+            except zmq.ZMQError:  # closed
                 break
             self._guarded.backlog.served.add(framing.source(first))
             if identity[:1] != b"\0" or len(identity) != 5:  # chosen by the peer; ours libzmq makes up

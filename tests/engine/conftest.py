@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 from engines import Fleet
 from model import ModelSpec, build_model
 from served import LEASE_SECONDS, START_SECONDS, Pair, eventually, no_block_held
+
+TELLING = re.compile(r"kvferry: |WARNING|ERROR|Traceback")
+SHOWN_LINES = 40
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Function) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Beside a failure what the engines wrote: why a load failed stands in their logs alone."""
+    report = yield
+    if report.failed:
+        owners = [getattr(value, "fleet", value) for value in item.funcargs.values()]
+        for server in [server for owner in owners if isinstance(owner, Fleet) for server in owner.servers]:
+            lines = [line for line in server.log.read_text(errors="replace").splitlines() if TELLING.search(line)]
+            report.sections.append((f"log of {server.name}", "\n".join(lines[-SHOWN_LINES:])))
+    return report
 
 
 @pytest.fixture(scope="session")
