@@ -157,6 +157,7 @@ class Connection:
     def _connect(self, address: str) -> None:
         self.address = address
         self.socket.ipv6 = ":" in address
+        framing.keep_watch(self.socket, framing.silence(address))
         try:
             self.socket.connect(framing.url(address, self.port))
         except zmq.ZMQError as error:

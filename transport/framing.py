@@ -8,12 +8,16 @@ from collections import Counter
 
 import zmq
 
+from kvferry.transport.host import is_ours
 from kvferry.transport.wake import RateLimitedLog
 
-HEARTBEAT_SECONDS = 1.5
-"""Between two heartbeats; without an answer for the time-out the connection ends. libzmq's own thread does both."""
-HEARTBEAT_TIMEOUT_SECONDS = 13.5
-"""Hosts have been seen to stand still for seven seconds; a peer that ends is noticed at once, by other means."""
+SILENCE_SECONDS = 15.0
+"""How long a peer on another host may say nothing. Hosts have been seen to stand still for seven seconds."""
+SILENCE_HERE_SECONDS = 300.0
+"""The same on this host, whose kernel tells at once of a process that has ended. Where workers spin on all cores,
+libzmq's threads have been seen to wait 48 seconds for one (Linux 6.18, ``sched_yield``)."""
+HEARTBEATS = 10
+"""In that time; libzmq's own thread sends and answers them."""
 CONNECT_TIMEOUT_SECONDS = 10.0
 HANDSHAKE_SECONDS = 10.0
 FRAMES = 3
@@ -30,16 +34,26 @@ _log = RateLimitedLog(logging.getLogger("vllm.kvferry.transport"))
 
 
 def tune(socket: zmq.Socket[bytes], max_message_bytes: int) -> None:
-    """Bound what libzmq holds, and how long it believes in a peer that says nothing."""
+    """Bound what libzmq holds."""
     socket.linger = 0
     socket.sndhwm, socket.rcvhwm = SEND_QUEUE, RECEIVE_QUEUE
     socket.maxmsgsize = max_message_bytes
     socket.handshake_ivl = int(HANDSHAKE_SECONDS * 1e3)
-    socket.heartbeat_ivl = int(HEARTBEAT_SECONDS * 1e3)
-    socket.heartbeat_timeout = int(HEARTBEAT_TIMEOUT_SECONDS * 1e3)
     socket.tcp_keepalive, socket.tcp_keepalive_idle = 1, 10
     socket.tcp_keepalive_intvl, socket.tcp_keepalive_cnt = 5, 3
-    socket.tcp_maxrt = int((HEARTBEAT_SECONDS + HEARTBEAT_TIMEOUT_SECONDS) * 1e3)
+    socket.tcp_maxrt = int(SILENCE_SECONDS * 1e3)
+
+
+def silence(address: str) -> float:
+    """Seconds that a peer at ``address`` may say nothing."""
+    return SILENCE_HERE_SECONDS if is_ours(address) else SILENCE_SECONDS
+
+
+def keep_watch(socket: zmq.Socket[bytes], seconds: float) -> None:
+    """End connections on which nothing is heard for ``seconds``. Before bind or connect."""
+    milliseconds = int(seconds * 1e3)
+    socket.heartbeat_ivl = milliseconds // HEARTBEATS
+    socket.heartbeat_timeout = milliseconds - milliseconds // HEARTBEATS
 
 
 def url(address: str, port: int | str) -> str:

@@ -6,6 +6,7 @@ import errno
 import hashlib
 import os
 import select
+import socket
 import stat
 from functools import cache
 from pathlib import Path
@@ -23,6 +24,16 @@ def host_id() -> str:
     except OSError:
         return ""
     return hashlib.blake2b(f"{boot} {namespace}".encode(), digest_size=8).hexdigest()
+
+
+def is_ours(address: str) -> bool:
+    """Whether a numeric address is one of this host's: what connects to it stays in this kernel."""
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return False
+    return True
 
 
 def open_peer_file(pid: int, fd: int) -> int:

@@ -51,6 +51,8 @@ class Listener:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         framing.tune(self.socket, max_message_bytes)
+        # Some peers are on this host. That another host is gone TCP tells, and D itself watches a P there more closely.
+        framing.keep_watch(self.socket, framing.SILENCE_HERE_SECONDS)
         self.socket.router_mandatory = True
         self.socket.ipv6 = ":" in address
         try:

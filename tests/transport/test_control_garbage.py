@@ -24,9 +24,8 @@ MESSAGE = [b"kvferry", b"\0\1", b"body"]
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """Bad handshakes end soon, and no connection ends for want of a heartbeat."""
+    """Bad handshakes end soon."""
     monkeypatch.setattr(framing, "HANDSHAKE_SECONDS", 2.0)
-    monkeypatch.setattr(framing, "HEARTBEAT_SECONDS", 600.0)
 
 
 @pytest.fixture
