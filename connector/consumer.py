@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+
+import msgspec
 
 from kvferry.connector import handover, protocol
 from kvferry.connector.claims import Claims
@@ -32,8 +33,7 @@ IDLE_LINK_SECONDS = 120.0
 """A link that nothing used for that long is closed, so that its staging memory serves other peers."""
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(msgspec.Struct, frozen=True):
     """What the engine is told of a load from the engine ``engine_id``, once."""
 
     request_id: str
@@ -102,10 +102,13 @@ class Consumer:
         self._perform(job, effects, now)
         for read in job.reads:
             self._follow(read, now)
-        for read, event in self._reads.written():  # what was copied meanwhile: the engine waits for it
-            self._step(read.job, event, now)
 
     # --- the loop's calls ---------------------------------------------------------------------------------------
+
+    def written(self, now: float) -> None:
+        """See to copies into our pages that have ended: those that were waited for while they were begun."""
+        for read, event in self._reads.written():
+            self._step(read.job, event, now)
 
     def serve(self, now: float, heard: Collection[object] | None = None) -> bool:
         """Handle what arrived; whether there is more to do at once. ``heard``: the sockets at which something has
@@ -331,9 +334,9 @@ class Consumer:
                 reason = Reason(
                     kind, f"P denied the read, {reply.reason}" + (f": {reply.detail}" if reply.detail else "")
                 )
-                self._step(read.job, handover.Failed(read.source, reason), now)
                 if reply.reason == "detached":  # P has forgotten us: the next hand-over makes a new link
                     link.fail("peer_lost", f"P has no handshake of ours: {reply.detail}")
+                self._step(read.job, handover.Failed(read.source, reason), now)
             case protocol.Committed():
                 event = (
                     handover.Committed(read.source)

@@ -116,10 +116,15 @@ class Blocks(NamedTuple):
 
 def common(ours: Share, theirs: Share, start: int, stop: int) -> Places:
     """The tokens of ``[start, stop)`` that both ranks hold, as places in ours. Ascending, as on the other side."""
-    if theirs.whole or ours == theirs:
+    if _all_in_common(ours, theirs):
         first, last = ours.count(start), max(ours.count(start), ours.count(stop))
         return Places(last - first, np.array([first]), np.array([last]))
     return _common(ours, theirs, start, stop)
+
+
+def _all_in_common(ours: Share, theirs: Share) -> bool:
+    """Whether the other rank holds all that we do."""
+    return theirs.size == 1 or ours == theirs
 
 
 @lru_cache(maxsize=128)
@@ -149,7 +154,7 @@ def _common(ours: Share, theirs: Share, start: int, stop: int) -> Places:
 
 def num_common(ours: Share, theirs: Share, start: int, stop: int) -> int:
     """How many tokens of ``[start, stop)`` both ranks hold."""
-    if theirs.size == 1 or ours == theirs:
+    if _all_in_common(ours, theirs):
         return max(0, ours.count(stop) - ours.count(start))
     return common(ours, theirs, start, stop).num_tokens
 
@@ -178,3 +183,22 @@ def blocks(places: Places, ids: Int64s, block_size: int, block_stride: int, toke
     stride = math.gcd(block_stride, size * token_stride)
     small = ids[block] * (block_stride // stride) + within * (size * token_stride // stride)
     return Blocks(small, size, stride, int(places.starts[0]) % size)
+
+
+def common_blocks(
+    ours: Share,
+    theirs: Share,
+    start: int,
+    stop: int,
+    ids: Int64s,
+    block_size: int,
+    block_stride: int,
+    token_stride: int,
+) -> tuple[int, Blocks]:
+    """How many tokens of ``[start, stop)`` both ranks hold, and our blocks that they lie in: ``blocks`` of ``common``,
+    of which nothing is made up where that is all of ours."""
+    if _all_in_common(ours, theirs):
+        first = ours.count(start)
+        return max(0, ours.count(stop) - first), Blocks(ids, block_size, block_stride, first)
+    places = common(ours, theirs, start, stop)
+    return places.num_tokens, blocks(places, ids, block_size, block_stride, token_stride)

@@ -196,9 +196,8 @@ class Mover:
         self._publish()
 
     def _obey(self, now: float) -> bool:
-        busy = False
-        while self._commands:
-            busy = True
+        busy = bool(self._commands)
+        for _ in range(len(self._commands)):
             plan, mark, computed = self._commands.popleft()
             self._consumer.identify(plan.consumer)
             self._computing += zip_longest(plan.leases, computed)
@@ -209,6 +208,7 @@ class Mover:
             begin = partial(self._consumer.load, alone=len(plan.loads) == 1 and not self._commands)
             for load in plan.loads:
                 self._try(begin, load, now, partial(self._fail_load, load, now))
+            self._consumer.written(now)  # before anything else: the engine waits for it
             for request_id in plan.cancels:
                 self._try(self._consumer.cancel, request_id, now)
             for request_id in plan.drops:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+import msgspec
 
 FRESH_SECONDS = 60.0
 """Half of what an unused link is kept for: after that a hand-over may begin with a handshake, over another plane."""
@@ -12,8 +13,7 @@ Source = tuple[str, int]
 """The engine that was read from, by its id, and the tensor-parallel rank that read."""
 
 
-@dataclass(frozen=True, slots=True)
-class Pace:
+class Pace(msgspec.Struct, frozen=True):
     """One rank's part of a hand-over: ``tokens`` in ``seconds``. Infinite where it failed, and where P had a part in
     it: what P leaves undone makes the next one wait without end."""
 

@@ -110,22 +110,54 @@ def check_complete(local: RankGeometry, planned: Iterable[PlannedSpan], tokens: 
     Raises:
         IncompatiblePeerError: names the first layer that no P rank holds, or that more than one stage holds.
     """
-    counts = [np.zeros((len(group.layers), group.num_heads), dtype=np.int64) for group in local.groups]
+    boxes: list[_Box] = []
     shared: dict[int, list[PlannedSpan]] = {}
     for item in planned:
-        if not item.share.whole:
+        if item.share.whole:
+            boxes.append((item.group, item.layer, item.span.num_layers, item.head, item.span.num_heads))
+        else:
             shared.setdefault(item.group, []).append(item)
-            continue
-        layers = slice(item.layer, item.layer + item.span.num_layers)
-        counts[item.group][layers, item.head : item.head + item.span.num_heads] += 1
-    for index, items in shared.items():
-        counts[index] += _times(local.groups[index], items, tokens[index])
+    wanted = tuple(
+        stop > start and group.share.count(stop) > group.share.count(start)
+        for group, (start, stop) in zip(local.groups, tokens, strict=True)
+    )
+    times = {index: _times(local.groups[index], items, tokens[index]) for index, items in shared.items()}
+    if times:
+        _check_once(local, _counts(local, boxes, times), wanted)
+    else:
+        _check_boxes(local, tuple(boxes), wanted)
+
+
+_Box = tuple[int, int, int, int, int]
+"""A region, its first layer and how many, its first head and how many."""
+
+
+@lru_cache(maxsize=32)
+def _check_boxes(local: RankGeometry, boxes: tuple[_Box, ...], wanted: tuple[bool, ...]) -> None:
+    """``check_complete`` where each rank of P holds all tokens: then the same for all prompts."""
+    _check_once(local, _counts(local, boxes, {}), wanted)
+
+
+def _counts(
+    local: RankGeometry, boxes: Iterable[_Box], times: Mapping[int, npt.NDArray[np.int64]]
+) -> list[npt.NDArray[np.int64]]:
+    """How often each (layer, head) comes, per region: in ``boxes``, and as ``times`` says besides."""
+    counts = [np.zeros((len(group.layers), group.num_heads), dtype=np.int64) for group in local.groups]
+    for group, layer, num_layers, head, num_heads in boxes:
+        counts[group][layer : layer + num_layers, head : head + num_heads] += 1
+    for index, more in times.items():
+        counts[index] += more
     for whole, parts in alternatives(local).items():  # one stage may give it whole, another one in parts
         for part in parts:
             counts[part] += counts[whole]
         counts[whole] = counts[parts[0]]
-    for group, count, (start, stop) in zip(local.groups, counts, tokens, strict=True):
-        if stop <= start or not group.share.count(stop) - group.share.count(start) or bool((count == 1).all()):
+    return counts
+
+
+def _check_once(local: RankGeometry, counts: Iterable[npt.NDArray[np.int64]], wanted: Iterable[bool]) -> None:
+    """Raises IncompatiblePeerError as ``check_complete`` does."""
+    for group, count, needed in zip(local.groups, counts, wanted, strict=True):
+        if not needed or bool((count == 1).all()):
             continue
         fewest: list[int] = count.min(axis=1).tolist()
         missing = [layer for layer, times in zip(group.layers, fewest, strict=True) if not times]
@@ -172,7 +204,7 @@ class _Route(NamedTuple):
     heads: HeadRead
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=32)
 def _routes(local: RankGeometry, remote: RankGeometry) -> tuple[_Route, ...]:
     """The same for every hand-over between two ranks, and more work than all that depends on the prompt.
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+
+import msgspec
 
 from kvferry.connector import protocol
 from kvferry.connector.copies import Copy
@@ -24,8 +25,7 @@ ENDED_READS = 4096
 """Reads remembered per session after their end, so that a number is not used twice."""
 
 
-@dataclass(slots=True)
-class Packing:
+class Packing(msgspec.Struct):
     """A chunk on its way into its slot."""
 
     copy: Copy
@@ -35,8 +35,7 @@ class Packing:
     tag: int
 
 
-@dataclass(slots=True, eq=False)
-class Push:
+class Push(msgspec.Struct, eq=False):
     """A read on its way: ``begun`` of its ``parts`` have been packed and sent, but for those in ``packing``. ``why``:
     what broke it, empty if nothing did."""
 
@@ -45,7 +44,7 @@ class Push:
     token: bytes
     parts: list[Part]
     begun: int = 0
-    packing: deque[Packing] = field(default_factory=deque)
+    packing: deque[Packing] = msgspec.field(default_factory=deque)
     why: str = ""
 
     @property

@@ -8,8 +8,9 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from functools import partial
+
+import msgspec
 
 from kvferry.connector import handover, protocol
 from kvferry.connector.copies import Copy
@@ -35,8 +36,7 @@ PEER_BYTES_PER_TURN = 16 << 20
 """The same for a read of P's pages: a few milliseconds, and few steps of Python however much there is."""
 
 
-@dataclass(slots=True)
-class Job:
+class Job(msgspec.Struct):
     """One request's hand-over on this rank. ``ids``: kernel block ids per region; ``alone``: no other one began with
     it."""
 
@@ -45,12 +45,11 @@ class Job:
     started: float
     ids: list[Ids]
     alone: bool = False
-    reads: list[Read] = field(default_factory=list)
+    reads: list[Read] = msgspec.field(default_factory=list)
     nbytes: int = 0
 
 
-@dataclass(slots=True, eq=False)
-class Read:
+class Read(msgspec.Struct, eq=False):
     """One hand-over's part from one P rank.
 
     Where P pushes, ``wholes`` are the spans asked for, ``parts`` the chunks that they are cut into, of ``chunk_bytes``
@@ -64,10 +63,10 @@ class Read:
     source: int
     link: Link
     planned: tuple[PlannedSpan, ...] = ()
-    wholes: list[Part] = field(default_factory=list)
-    parts: list[Part] = field(default_factory=list)
+    wholes: list[Part] = msgspec.field(default_factory=list)
+    parts: list[Part] = msgspec.field(default_factory=list)
     runs: Runs | None = None
-    tags: set[int] = field(default_factory=set)
+    tags: set[int] = msgspec.field(default_factory=set)
     chunk_bytes: int = 1
     note: Note | None = None
     granted: bool = False
@@ -83,8 +82,7 @@ class Read:
 Happened = tuple[Read, handover.Event]
 
 
-@dataclass(slots=True)
-class Writing:
+class Writing(msgspec.Struct):
     """A copy of ``nbytes`` into D's pages. ``message`` holds what it copies, where that came in one."""
 
     read: Read

@@ -9,11 +9,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.connector.context import WHOLE, Share, blocks, common
+from kvferry.connector.context import WHOLE, Share, common_blocks
 from kvferry.connector.errors import GeometryError
 from kvferry.connector.geometry import GroupGeometry, PageLayout, RankGeometry
 from kvferry.connector.protocol import Span
-from kvferry.connector.view import row_bases
+from kvferry.connector.view import first_outside, row_bases, split_pages
 from kvferry.kernels.paged_copy import Pages, wire_pages
 from kvferry.transport.plane import Pieces
 
@@ -140,17 +140,18 @@ def pages_of(layout: PageLayout, block_ids: Int64s, span: Span, share: Share = W
     """
     if span.layer + span.num_layers > len(layout.bases):
         raise GeometryError(f"the peer describes {len(layout.bases)} layers, {span.layer + span.num_layers} are needed")
-    if len(block_ids) and not 0 <= int(block_ids.min()) <= int(block_ids.max()) < layout.num_pages:
+    if first_outside(block_ids, layout.num_pages) is not None:
         raise GeometryError(f"the peer granted block ids outside 0..{layout.num_pages - 1}")
-    split = np.arange(layout.blocks_per_page, dtype=np.int64)
-    kernel_ids = (block_ids[:, None] * layout.blocks_per_page + split).reshape(-1)
+    kernel_ids = split_pages(block_ids, layout.blocks_per_page)
     needed = share.count(span.token + span.num_tokens)
     if len(kernel_ids) * layout.block_size < needed:
         raise GeometryError(
             f"the peer granted blocks of {len(kernel_ids) * layout.block_size} tokens, {needed} are needed"
         )
-    places = common(share, span.share, span.token, span.token + span.num_tokens)
-    table = blocks(places, kernel_ids, layout.block_size, layout.block_stride, layout.token_stride)
+    _, table = common_blocks(
+        share, span.share, span.token, span.token + span.num_tokens, kernel_ids, layout.block_size,
+        layout.block_stride, layout.token_stride,
+    )  # fmt: skip
     return Pages(
         bases=row_bases(layout.bases[span.layer : span.layer + span.num_layers], layout.rows, layout.row_stride),
         block_ids=table.ids,

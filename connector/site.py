@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from kvferry.connector.config import Settings
-from kvferry.connector.context import Blocks, Share, blocks, common
+from kvferry.connector.context import Blocks, Share, common_blocks
 from kvferry.connector.copies import Copies, Copy
 from kvferry.connector.errors import GeometryError, IncompatiblePeerError
 from kvferry.connector.geometry import GroupGeometry, PageLayout, RankGeometry
@@ -186,8 +187,10 @@ class Caches:
         """All of ``span``, in this rank's numbering. ``share``: P's, on both sides."""
         view, ours = self.views[group], self.geometry.groups[group].share
         other = share if ours == span.share else span.share
-        places = common(ours, other, span.token, span.token + span.num_tokens)
-        table = blocks(places, kernel_ids, view.block_size, view.block_stride, view.token_stride)
+        num_tokens, table = common_blocks(
+            ours, other, span.token, span.token + span.num_tokens, kernel_ids, view.block_size, view.block_stride,
+            view.token_stride,
+        )  # fmt: skip
         return Part(
             group=group,
             layer=layer,
@@ -195,7 +198,7 @@ class Caches:
             head=head,
             num_heads=span.num_heads,
             token=table.token,
-            num_tokens=places.num_tokens,
+            num_tokens=num_tokens,
             blocks=table,
         )
 
@@ -285,8 +288,7 @@ class Caches:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(msgspec.Struct, frozen=True):
     """A box of one region in this rank's own numbering, with the blocks that its tokens lie in: kernel blocks, or
     pieces of them where not all of their tokens are meant. ``token`` counts in these blocks. ``source``: whose numbers
     they are on the wire, where they are converted. ``whole``: what it was cut from, where that is worth knowing."""
@@ -303,8 +305,7 @@ class Part:
     whole: Whole | None = None
 
 
-@dataclass(slots=True, eq=False)
-class Whole:
+class Whole(msgspec.Struct, eq=False):
     """What parts were cut from. ``there``: its pages as the GPU knows them, from the first copy of a part on."""
 
     part: Part

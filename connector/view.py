@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -153,10 +154,26 @@ def check_block_ids(view: CacheView, block_ids: Sequence[int] | NDArray[np.integ
     ids = np.asarray(block_ids, dtype=np.int64)
     if ids.ndim != 1:
         raise GeometryError(f"block ids have {ids.ndim} dimensions, expected a flat list")
-    if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= view.num_pages):
-        bad = ids[(ids < 0) | (ids >= view.num_pages)]
-        raise GeometryError(f"block id {int(bad[0])} is outside 0..{view.num_pages - 1} of this cache")
+    bad = first_outside(ids, view.num_pages)
+    if bad is not None:
+        raise GeometryError(f"block id {bad} is outside 0..{view.num_pages - 1} of this cache")
     return ids
+
+
+def first_outside(ids: NDArray[np.int64], bound: int) -> int | None:
+    """The first of ``ids`` that is not in ``0..bound``, bound excluded."""
+    unsigned = ids.view(np.uint64)  # in which those below 0 are above
+    if not len(ids) or int(np.maximum.reduce(unsigned)) < bound:
+        return None
+    return int(ids[unsigned >= bound][0])
+
+
+def split_pages(ids: NDArray[np.int64], blocks_per_page: int) -> NDArray[np.int64]:
+    """Manager block ids as kernel block ids."""
+    if blocks_per_page == 1:
+        return ids
+    split = np.arange(blocks_per_page, dtype=np.int64)
+    return (ids[:, None] * blocks_per_page + split).reshape(-1)
 
 
 def kernel_block_ids(view: CacheView, block_ids: Sequence[int] | NDArray[np.integer]) -> NDArray[np.int64]:
@@ -165,17 +182,17 @@ def kernel_block_ids(view: CacheView, block_ids: Sequence[int] | NDArray[np.inte
     Raises:
         GeometryError: an id out of range; names it.
     """
-    ids = check_block_ids(view, block_ids)
-    if view.blocks_per_page == 1:
-        return ids
-    split = np.arange(view.blocks_per_page, dtype=np.int64)
-    return (ids[:, None] * view.blocks_per_page + split).reshape(-1)
+    return split_pages(check_block_ids(view, block_ids), view.blocks_per_page)
 
 
-def row_bases(bases: Sequence[int], rows: int, row_stride: int) -> NDArray[np.int64]:
-    """The address of every row of every layer, ``len(bases) * rows``, the rows of a layer together."""
+@lru_cache(maxsize=256)
+def row_bases(bases: tuple[int, ...], rows: int, row_stride: int) -> NDArray[np.int64]:
+    """The address of every row of every layer, ``len(bases) * rows``, the rows of a layer together. Not to be written:
+    the same for every hand-over of these layers."""
     first = np.asarray(bases, dtype=np.int64)
-    return first if rows == 1 else (first[:, None] + row_stride * np.arange(rows, dtype=np.int64)).reshape(-1)
+    found = first if rows == 1 else (first[:, None] + row_stride * np.arange(rows, dtype=np.int64)).reshape(-1)
+    found.setflags(write=False)
+    return found
 
 
 @dataclass(frozen=True, slots=True)

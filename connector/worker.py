@@ -169,7 +169,7 @@ class WorkerHalf:
             self._collect()
             for finished in [finished for finished in self._ended if finished.request_id in self._now]:
                 self._ended.remove(finished)
-                self._now.remove(finished.request_id)
+                self._now.discard(finished.request_id)
                 self._loading.discard(finished.request_id)
                 if not finished.ok:
                     failed.add(finished.request_id)

@@ -269,7 +269,8 @@ def table(dst: Pages, src: Pages, num_tokens: int) -> tuple[npt.NDArray[np.int64
     for pages in (dst, src):
         first, token = divmod(pages.token, pages.block_size)
         block_ids = pages.block_ids[first : (pages.token + num_tokens - 1) // pages.block_size + 1]
-        arrays += [pages.bases + pages.head * pages.head_stride, block_ids]
+        heads = pages.head * pages.head_stride
+        arrays += [pages.bases + heads if heads else pages.bases, block_ids]
         sides += Side(
             0, 0, at, at + len(pages.bases), pages.block_size, pages.block_stride, pages.head_stride,
             pages.token_stride, token,

@@ -157,7 +157,9 @@ class Connection:
     def _connect(self, address: str) -> None:
         self.address = address
         self.socket.ipv6 = ":" in address
-        framing.keep_watch(self.socket, framing.silence(address))
+        seconds = framing.silence(address)
+        framing.keep_watch(self.socket, seconds)
+        self.socket.tcp_maxrt = int(seconds * 1e3)  # TCP counts a peer that does not read as one that does not answer
         try:
             self.socket.connect(framing.url(address, self.port))
         except zmq.ZMQError as error:

@@ -30,6 +30,8 @@ SEND_QUEUE, RECEIVE_QUEUE = 1024, 64
 """Messages that libzmq holds per connection; beyond, send() says False and the sender's TCP waits."""
 BATCH = 512
 """Messages of one receive() call: a flood must not keep the serving thread from its other work."""
+_READABLE = int(zmq.POLLIN)
+"""As an enumeration's member it would be combined in Python."""
 _log = RateLimitedLog(logging.getLogger("vllm.kvferry.transport"))
 
 
@@ -64,7 +66,7 @@ def url(address: str, port: int | str) -> str:
 def waiting(socket: zmq.Socket[bytes]) -> bool:
     """Whether a message is there. To receive in vain costs three times as much, for that raises."""
     try:
-        return bool(int(socket.get(zmq.EVENTS)) & zmq.POLLIN)
+        return bool(int(socket.get(zmq.EVENTS)) & _READABLE)
     except zmq.ZMQError:  # the socket or the context is closed
         return False
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import ipaddress
 import os
 import select
 import socket
@@ -27,9 +28,15 @@ def host_id() -> str:
 
 
 def is_ours(address: str) -> bool:
-    """Whether a numeric address is one of this host's: what connects to it stays in this kernel."""
+    """Whether a numeric address is one of this host's: what connects to it stays in this kernel. Of hosts that let
+    programs bind any address (``ip_nonlocal_bind``), only the loopback ones are known."""
+    if ipaddress.ip_address(address).is_loopback:
+        return True
+    version = 6 if ":" in address else 4
     try:
-        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        if Path(f"/proc/sys/net/ipv{version}/ip_nonlocal_bind").read_text().strip() != "0":
+            return False
+        with socket.socket(socket.AF_INET6 if version == 6 else socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.bind((address, 0))
     except OSError:
         return False

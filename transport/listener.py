@@ -51,7 +51,7 @@ class Listener:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         framing.tune(self.socket, max_message_bytes)
-        # Some peers are on this host. That another host is gone TCP tells, and D itself watches a P there more closely.
+        # Some peers are on this host. That another host is gone TCP tells; nothing here waits for a D that only hangs.
         framing.keep_watch(self.socket, framing.SILENCE_HERE_SECONDS)
         self.socket.router_mandatory = True
         self.socket.ipv6 = ":" in address
@@ -89,7 +89,7 @@ class Listener:
             try:
                 first = self.socket.recv(zmq.NOBLOCK, copy=False)
                 identity, *frames = framing.rest(self.socket, [first.bytes], framing.FRAMES + 1)
-            except zmq.ZMQError:  # closed
+            except zmq.ZMQError:  # the socket or the context is closed
                 break
             self._guarded.backlog.served.add(framing.source(first))
             if identity[:1] != b"\0" or len(identity) != 5:  # chosen by the peer; ours libzmq makes up

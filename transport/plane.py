@@ -22,7 +22,6 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import msgspec
@@ -66,8 +65,7 @@ class Pieces(NamedTuple):
     nbytes: Int64s
 
 
-@dataclass(frozen=True, slots=True)
-class Received:
+class Received(msgspec.Struct, frozen=True):
     """A message that is there. Its bytes stay valid until ``release()``, which may be called once.
 
     ``placed``: they lie where ``expect`` was told to put them, and ``address`` means nothing. ``device``: whose memory.

@@ -20,8 +20,8 @@ import numpy as np
 import zmq
 
 from kvferry.connector.errors import PlaneUnavailableError, ProtocolError
-from kvferry.transport import framing
 from kvferry.transport.expecting import ExpectingChannel
+from kvferry.transport.framing import url
 from kvferry.transport.gate import Monitor, unwatch
 from kvferry.transport.plane import Received, SendChannel, Slot
 from kvferry.transport.staging import SlotPool
@@ -153,9 +153,8 @@ class ZmqRecvChannel(ExpectingChannel):
         self.socket.reconnect_ivl = -1  # the producer listens already; a connection that is lost stays lost
         self.monitor = Monitor(self.socket, _LOST)
         self.socket.ipv6 = ":" in host
-        framing.keep_watch(self.socket, framing.silence(host))
         try:
-            self.socket.connect(framing.url(host, port))
+            self.socket.connect(url(host, port))
             self.socket.send(b"h", zmq.NOBLOCK)
         except zmq.ZMQError as error:
             self._shut()

@@ -18,7 +18,6 @@ import zmq
 from msgspec import Meta
 
 from kvferry.connector.errors import PlaneUnavailableError, ProtocolError, TransportError
-from kvferry.transport import framing
 from kvferry.transport.gate import Monitor, unwatch
 from kvferry.transport.plane import CPU, ConfigureSocket, Plane, RecvChannel, SendChannel, Slot, decode_payload
 from kvferry.transport.staging import SlotPool
@@ -26,6 +25,8 @@ from kvferry.transport.zmq_channels import CHANNEL_BYTES, CONNECT_SECONDS, ZmqRe
 
 _WINDOW = 8
 """Messages of one channel between P's pack and D's unpack; fewer where D's staging memory is short."""
+_HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 5000, 20000
+"""For hosts that fall silent; long, because a starved host is not a dead one, and the control plane asks oftener."""
 _PING_SECONDS = 1.0
 _WATCH_SECONDS = 0.005
 _DEATH_SECONDS = 0.1
@@ -193,10 +194,11 @@ class ZmqPlane(Plane):
         return self._bound
 
     def socket(self, kind: int, *, server: bool) -> zmq.Socket[bytes]:
-        """A socket that does not linger, and that ``configure`` has seen."""
+        """A socket that does not linger, that hears of a silent host, and that ``configure`` has seen."""
         socket = self._context.socket(kind)
         socket.linger = 0
         socket.ipv6 = ":" in self._host
+        socket.heartbeat_ivl, socket.heartbeat_timeout = _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS
         socket.handshake_ivl = int(CONNECT_SECONDS * 1e3)
         if self._configure is not None:
             self._configure(socket, server)
@@ -206,7 +208,6 @@ class ZmqPlane(Plane):
         socket = self.socket(zmq.ROUTER, server=True)
         socket.router_mandatory = 1
         socket.maxmsgsize = _MAX_REQUEST_BYTES
-        framing.keep_watch(socket, framing.SILENCE_HERE_SECONDS)
         host = f"[{self._host}]" if ":" in self._host else self._host
         try:
             socket.bind(f"tcp://{host}:*")

@@ -55,14 +55,14 @@ class Server:
 
     def log_tail(self, lines: int = 25) -> str:
         """The end of the log; before it the first line that names an error, which vLLM buries under later ones."""
-        text = self._log_text().splitlines()
+        text = self.log_text().splitlines()
         cause = next((line for line in text if _CAUSE.search(line)), None)
         tail = text[-lines:]
         return "\n".join(tail if cause is None or cause in tail else [f"first error: {cause}", "...", *tail])
 
     def stage(self) -> str:
         """How far vLLM says in the log that its start has come."""
-        text = self._log_text()
+        text = self.log_text()
         return next((said for marker, said in _STAGES if marker in text), "importing vLLM")
 
     def healthy(self) -> bool:
@@ -109,7 +109,8 @@ class Server:
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=120) as response:
             return parse_metrics(response.read().decode())
 
-    def _log_text(self) -> str:
+    def log_text(self) -> str:
+        """All that it wrote so far."""
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
 

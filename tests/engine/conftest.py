@@ -21,8 +21,9 @@ def pytest_runtest_makereport(item: pytest.Function) -> Generator[None, pytest.T
     report = yield
     if report.failed:
         owners = [getattr(value, "fleet", value) for value in item.funcargs.values()]
-        for server in [server for owner in owners if isinstance(owner, Fleet) for server in owner.servers]:
-            lines = [line for line in server.log.read_text(errors="replace").splitlines() if TELLING.search(line)]
+        fleets = {id(owner): owner for owner in owners if isinstance(owner, Fleet)}
+        for server in [server for fleet in fleets.values() for server in fleet.servers]:
+            lines = [line for line in server.log_text().splitlines() if TELLING.search(line)]
             report.sections.append((f"log of {server.name}", "\n".join(lines[-SHOWN_LINES:])))
     return report
 

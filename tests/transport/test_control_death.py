@@ -44,8 +44,13 @@ def answers(connection, seconds=60.0):
 
 @pytest.fixture
 def far(monkeypatch):
-    """What is connected to is taken for another host, and a listener is as impatient."""
+    """What is connected to is taken for another host."""
     monkeypatch.setattr(framing, "is_ours", lambda address: False)
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """A listener waits no longer than D for another host: its own patience takes minutes."""
     monkeypatch.setattr(framing, "SILENCE_HERE_SECONDS", SILENCE)
 
 
@@ -120,7 +125,7 @@ def test_a_stopped_p_is_lost_within_seconds(far, spawn, connect):
     assert answers(connect(connection.port))
 
 
-def test_a_stopped_d_is_lost_within_seconds_and_learns_of_it(far, spawn, listener):
+def test_a_stopped_d_is_lost_within_seconds_and_learns_of_it(impatient, spawn, listener):
     child = spawn("connect", listener.port)
     identity = until(listener.receive)[0][0]
     child.send_signal(signal.SIGSTOP)
@@ -198,7 +203,7 @@ class Cable:
             end.close()
 
 
-def test_a_partition_is_noticed_at_both_ends_and_heals(far, listener, connect):
+def test_a_partition_is_noticed_at_both_ends_and_heals(far, impatient, listener, connect):
     cable = Cable(listener.port)
     try:
         connection = connect(cable.port)

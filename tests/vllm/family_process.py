@@ -55,6 +55,7 @@ def config_of(folder: Path, side: str) -> VllmConfig:
         ),
     ).create_engine_config()  # fmt: skip
     config.cache_config.kv_cache_layout = layout
+    config.cache_config.enable_prefix_caching = True  # vLLM turns it off for MLA on a CPU without AMX
     return config
 
 
