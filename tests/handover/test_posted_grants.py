@@ -14,6 +14,7 @@ from stage import Stage
 
 from kvferry.connector import link
 from kvferry.connector.config import Settings
+from kvferry.connector.copies import Copy
 from kvferry.connector.stepplan import LeaseGrant, StepPlan, pack_ids
 from kvferry.transport import board
 
@@ -158,3 +159,38 @@ def test_a_mover_that_ends_leaves_no_note(pair: Pair, monkeypatch: pytest.Monkey
     assert not note.stands
     p.poll()
     assert "req-p" in p.sent
+
+
+def test_a_load_that_was_waited_for_is_reported_once(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where something breaks after its report: the engine dies of a second one. The copy is waited for, as on a
+    GPU, so that the hand-over ends in the turn that it began in."""
+    p, d = pair
+    consumer, told = halves(d)[1], []
+    reads = consumer._reads
+    granted, tell, close = reads.granted, consumer._tell, consumer._claims.close
+
+    def copied(read: Any, note: Any) -> None:
+        granted(read, note)
+        run, read.runs = read.runs, None
+        read.link.channel.read(run.to, run.of, run.nbytes)
+        reads._write(read, Copy(done=True), int(run.nbytes.sum()))
+
+    def broken(request_id: str, now: float) -> None:
+        close(request_id, now)
+        raise OSError(24, "Too many open files")
+
+    def noted(finished: Any) -> None:
+        told.append((finished.request_id, finished.ok))
+        tell(finished)
+
+    for owner, name, value in (
+        (reads, "granted", copied), (consumer, "_tell", noted), (consumer._claims, "close", broken),
+        (d.worker._mover, "_report", noted),
+    ):  # fmt: skip
+        monkeypatch.setattr(owner, name, value)
+    token = grant([p], "req-p", THEIRS, TOKENS)
+    posted(p, token)
+    d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS, watch=False))
+    assert wait(lambda: "req-d" in d.received, [p, d])
+    assert not wait(lambda: len(told) > 1, [p, d], 0.2)
+    assert told == [("req-d", True)] and torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS))
