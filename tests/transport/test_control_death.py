@@ -135,23 +135,19 @@ def test_a_stopped_d_is_lost_within_seconds_and_learns_of_it(impatient, spawn, l
     assert "gone" in child.communicate(timeout=60)[0]
 
 
-@pytest.mark.parametrize("stopped", ["p", "d"])
-def test_a_process_of_this_host_may_stand_still(stopped, spawn, listener, connect):
-    """Its end would be told by the kernel; where many threads want few cores, libzmq's may wait for one very long."""
-    if stopped == "p":
-        child = spawn("listen")
-        connection = connect(int(child.stdout.readline()))
-        assert answers(connection)
-    else:
-        child = spawn("connect", listener.port)
-        identity = until(listener.receive)[0][0]
-    child.send_signal(signal.SIGSTOP)
+def test_processes_of_this_host_may_stand_still(spawn, listener, connect):
+    """Their end would be told by the kernel; where many threads want few cores, libzmq's may wait for one very long."""
+    p, d = spawn("listen"), spawn("connect", listener.port)
+    connection = connect(int(p.stdout.readline()))
+    assert answers(connection)
+    identity = until(listener.receive)[0][0]
+    for child in (p, d):
+        child.send_signal(signal.SIGSTOP)
     time.sleep(SILENCE + 3)
-    child.send_signal(signal.SIGCONT)
-    if stopped == "p":
-        assert answers(connection) and state(connection) == (True, False)
-    else:
-        assert listener.send(identity, MESSAGE) and until(lambda: any(who == identity for who, _ in listener.receive()))
+    for child in (p, d):
+        child.send_signal(signal.SIGCONT)
+    assert answers(connection) and state(connection) == (True, False)
+    assert listener.send(identity, MESSAGE) and until(lambda: any(who == identity for who, _ in listener.receive()))
 
 
 def test_a_busy_python_is_not_a_dead_peer(far, listener, connect):
