@@ -14,8 +14,8 @@ from kvferry.transport.wake import RateLimitedLog
 SILENCE_SECONDS = 15.0
 """How long a peer on another host may say nothing. Hosts have been seen to stand still for seven seconds."""
 SILENCE_HERE_SECONDS = 300.0
-"""The same on this host, whose kernel tells at once of a process that has ended. Where workers spin on all cores,
-libzmq's threads have been seen to wait 48 seconds for one (Linux 6.18, ``sched_yield``)."""
+"""The same on this host, whose kernel tells at once of a process that has ended. Where others spin on all cores
+with ``sched_yield``, as vLLM's workers do, a thread has been seen to wait 48 seconds for one (Linux 6.18)."""
 HEARTBEATS = 10
 """In that time; libzmq's own thread sends and answers them."""
 CONNECT_TIMEOUT_SECONDS = 10.0
@@ -64,7 +64,7 @@ def url(address: str, port: int | str) -> str:
 
 
 def waiting(socket: zmq.Socket[bytes]) -> bool:
-    """Whether a message is there. To receive in vain costs three times as much, for that raises."""
+    """Whether a message is there. To receive in vain costs two to three times as much, for that raises."""
     try:
         return bool(int(socket.get(zmq.EVENTS)) & _READABLE)
     except zmq.ZMQError:  # the socket or the context is closed

@@ -1,0 +1,36 @@
+"""Which addresses are this host's own."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from kvferry.transport.host import is_ours
+
+ELSEWHERE = "198.51.100.7"  # for documentation (RFC 5737): no host has it
+
+
+def test_our_addresses_and_others() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((ELSEWHERE, 9))  # sends nothing, but takes the address that leads there
+            ours = {"127.0.0.1", probe.getsockname()[0]}
+        except OSError:  # a host without a network
+            ours = {"127.0.0.1"}
+    assert all(is_ours(address) for address in [*ours, "127.0.0.2", "::1"])
+    assert not is_ours(ELSEWHERE) and not is_ours("2001:db8::7")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root for a network of its own")
+def test_where_any_address_can_be_bound_only_loopback_is_known() -> None:
+    """As with a load balancer that takes addresses over."""
+    program = f"from kvferry.transport.host import is_ours; print(is_ours({ELSEWHERE!r}), is_ours('127.0.0.1'))"
+    allow = 'echo 1 > /proc/sys/net/ipv4/ip_nonlocal_bind && exec "$0" -c "$1"'
+    found = subprocess.run(
+        ["unshare", "-n", "sh", "-c", allow, sys.executable, program], capture_output=True, text=True, check=True
+    )
+    assert found.stdout.split() == ["False", "True"]
