@@ -24,7 +24,7 @@ Streaming during prefill needs no new message: a Grant names the tokens that are
 read, with the same epoch, may follow.
 
 Version history: 1, the first; 2, grants posted on a board, large messages smaller at both ends of a span; 3, a last
-byte behind each message over TCP.
+byte behind each message over TCP; 4, one small message at either end of a span.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from kvferry.connector.geometry import MAX_REGIONS, PRINTABLE, Count, Name, Page
 from kvferry.transport.board import Place
 
 MAGIC = b"kvferry"
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAX_MESSAGE_BYTES = 8 << 20
 """Bound on one control message; 8192 layer names or 2 million block ids fit."""
 

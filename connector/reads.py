@@ -29,7 +29,7 @@ logger = logging.getLogger("vllm.kvferry.reads")
 
 UNPACKS_PER_TURN = 4
 """Messages unpacked before control messages are looked at again."""
-CHUNKS, MIN_CHUNK_BYTES = 8, 32 << 20
+CHUNKS, MIN_CHUNK_BYTES = 4, 64 << 20
 """Large slots are not filled by a hand-over that has fewer bytes than so many chunks: its first ones are unpacked while
 the last ones are packed. Smaller chunks than that cost more than they overlap."""
 PEER_BYTES_PER_TURN = 16 << 20

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from kvferry.kernels.convert import FORMATS, Conversion, FloatFormat
-from kvferry.kernels.launch import Launcher
+from kvferry.kernels.launch import Launcher, Table
 from kvferry.kernels.paged_copy import Pages, wire_pages
 from kvferry.kernels.paged_copy_triton import (
     NUMBERS,
@@ -22,7 +22,7 @@ from kvferry.kernels.paged_copy_triton import (
     alignment,
     form_for,
     num_programs,
-    table,
+    sides,
     tile_shape,
 )
 
@@ -157,7 +157,7 @@ def _scale(entry):
     return tl.load(entry).to(tl.int32).to(tl.float32, bitcast=True)
 
 
-_launch = Launcher(_convert_kernel)
+_kernel = Launcher(_convert_kernel)
 
 
 def unpack_converted_triton(
@@ -179,11 +179,11 @@ def unpack_converted_triton(
     block_t, block_w = tile_shape(content, max(of.itemsize, to.itemsize), form)
     tiles = len(pages.bases) * num_heads * -(-num_tokens // block_t) * -(-content // block_w)
     assert tiles <= _MAX_TILES and num_tokens + pages.block_size <= _MAX_TILES
-    arrays, places = table(pages, wire, num_tokens)
+    arrays, length, places = sides(pages, wire, num_tokens)
     scales = np.concatenate([conversion.src_scales, conversion.dst_scales], axis=1, dtype=np.float32)
-    host = np.concatenate([arrays, scales.view(np.int32).reshape(-1).astype(np.int64)])
+    table = Table(*arrays, scales.view(np.int32).reshape(-1).astype(np.int64))
     content_align = min(content & -content, 16)
-    numbers = (num_heads, num_tokens, content // content_align, tiles, *places, conversion.keys, len(arrays))
+    numbers = (num_heads, num_tokens, content // content_align, tiles, *places, conversion.keys, length)
     programs = num_programs(tiles, device, sms)
     constants = (
         *_source(of, alignment(wire, num_heads, num_tokens, content * of.itemsize)),
@@ -192,7 +192,7 @@ def unpack_converted_triton(
         block_t,
         block_w,
     )
-    _launch(programs, form.num_warps, host, device, numbers, constants)
+    _kernel.variant(form.num_warps, constants)(programs, table, device, numbers)
 
 
 def _source(form: FloatFormat, align: int) -> tuple[object, ...]:

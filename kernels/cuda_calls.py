@@ -31,6 +31,7 @@ def _library(*, keeps_gil: bool) -> Any:
         ("cuEventRecord", (c_void_p, c_void_p)),
         ("cuEventSynchronize", (c_void_p,)),
         ("cuGetErrorName", (c_int, c_void_p)),
+        ("cuLaunchKernel", (c_void_p, *(c_uint,) * 7, c_void_p, c_void_p, c_void_p)),
         ("cuMemcpyHtoDAsync_v2", (c_uint64, c_void_p, c_size_t, c_void_p)),
         ("cuStreamWaitEvent", (c_void_p, c_void_p, c_uint)),
     ):
@@ -93,3 +94,10 @@ class Event:
 def upload(to: int, of: int, nbytes: int, stream: int) -> None:
     """Copy from page-locked host memory, which must stay as it is until ``stream`` comes to it."""
     _done("cuMemcpyHtoDAsync", _library(keeps_gil=True).cuMemcpyHtoDAsync_v2(to, of, nbytes, stream))
+
+
+def launch(function: int, programs: int, threads: int, shared: int, stream: int, arguments: Any) -> None:
+    """Run a kernel in ``programs`` blocks of so many threads, with ``shared`` bytes of shared memory. ``arguments``:
+    an array of pointers to them, which are read before the call returns."""
+    call = _library(keeps_gil=True).cuLaunchKernel
+    _done("cuLaunchKernel", call(function, programs, 1, 1, threads, 1, 1, shared, stream, arguments, None))

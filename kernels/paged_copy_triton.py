@@ -10,7 +10,6 @@ table, and many of them live for one tile: what is no array does not come with i
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 from __future__ import annotations
 
-import contextlib
 import functools
 from typing import NamedTuple
 
@@ -20,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvferry.kernels.launch import Launcher, upload_to_stay
+from kvferry.kernels.launch import Launcher, Table, Variant
 from kvferry.kernels.paged_copy import Pages
 
 
@@ -52,23 +51,10 @@ NUMBERS = (
     "dst_base", "dst_layer", "dst_bases", "dst_ids", "dst_size", "dst_block", "dst_head", "dst_token", "dst_first",
     "src_base", "src_layer", "src_bases", "src_ids", "src_size", "src_block", "src_head", "src_token", "src_first",
 )  # fmt: skip
-"""What a kernel over two sides is told besides its table: what it copies, then dst, then src, as ``Side``."""
-
-
-class Side(NamedTuple):
-    """One side's numbers. ``base`` and ``layer_stride`` in bytes are added to the address that the table has for a
-    layer; ``bases`` and ``ids`` are where in the table these and the block ids begin; ``first``: of the first of these
-    blocks, the first token. The others as in ``Pages``."""
-
-    base: int
-    layer_stride: int
-    bases: int
-    ids: int
-    block_size: int
-    block_stride: int
-    head_stride: int
-    token_stride: int
-    first: int
+"""What a kernel over two sides is told besides its table: what it copies, then dst, then src. Of a side, ``base`` and
+``layer`` times that of the layer are added in bytes to the address that the table has for it; ``bases`` and ``ids`` are
+where in the table these and the block ids begin; ``first``: of the first of these blocks, the first token. The others
+as in ``Pages``."""
 
 
 @triton.jit
@@ -147,7 +133,7 @@ def _copy_kernel(
         tl.store(dst_row[:, None] + w[None, :], data, mask=mask)
 
 
-_launch = Launcher(_copy_kernel)
+_kernel = Launcher(_copy_kernel)
 
 
 def copy_pages_triton(
@@ -166,14 +152,17 @@ def copy_pages_triton(
     ``sms`` bounds the SMs that it may take; None takes all. Addresses have to be accessible from ``device``: its own, a
     peer's that is mapped, or pinned host memory.
     """
-    align = min(alignment(side, num_heads, num_tokens, content_bytes) for side in (dst, src))
-    host, sides = table(dst, src, num_tokens)
+    align = min(
+        alignment(dst, num_heads, num_tokens, content_bytes), alignment(src, num_heads, num_tokens, content_bytes)
+    )
+    arrays, _, numbers = sides(dst, src, num_tokens)
     sizes = len(dst.bases), num_heads, num_tokens, content_bytes
-    _enqueue(host, sides, sizes, align, device, sms, LINK if sms is None and over_link else form_for(sms))
+    _enqueue(Table(*arrays), numbers, sizes, align, device, sms, LINK if sms is None and over_link else form_for(sms))
 
 
 class PagesThere:
-    """Pages whose arrays lie in memory of ``device`` already, for many copies between parts of them and the wire."""
+    """Pages for many copies between parts of them and the wire, of which the arrays are uploaded once, or a few times
+    where that takes long."""
 
     def __init__(self, pages: Pages, *, num_heads: int, num_tokens: int, content_bytes: int, device: torch.device):
         """``num_tokens``, from that of ``pages`` on: those of all parts together."""
@@ -181,13 +170,11 @@ class PagesThere:
         self._heads, self._content = num_heads, content_bytes
         self._align = alignment(pages, num_heads, num_tokens, content_bytes)
         self._bases = len(pages.bases)
-        heads = pages.head * pages.head_stride
+        self._head = pages.head * pages.head_stride
         last = (pages.token + num_tokens - 1) // pages.block_size + 1
         # The wire has one block, number 0, and its layers follow each other: it needs zeros.
-        arrays = pages.bases + heads, pages.block_ids[:last], np.zeros(self._bases, dtype=np.int64)
         self._wire = self._bases + last
-        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-            self._table = upload_to_stay(np.concatenate(arrays), device)
+        self._table = Table(pages.bases, pages.block_ids[:last], np.zeros(self._bases, dtype=np.int64))
 
     def copy(
         self, address: int, *, to_wire: bool, layer: int, num_layers: int, token: int, num_tokens: int, sms: int | None
@@ -198,21 +185,19 @@ class PagesThere:
         block, first = divmod(pages.token + token, pages.block_size)
         head_stride = num_tokens * self._content
         layer_stride = self._heads * head_stride
-        ours = Side(
-            0, 0, layer, self._bases + block, pages.block_size, pages.block_stride, pages.head_stride,
+        ours = (
+            self._head, 0, layer, self._bases + block, pages.block_size, pages.block_stride, pages.head_stride,
             pages.token_stride, first,
         )  # fmt: skip
-        wire = Side(
-            address, layer_stride, self._wire, self._wire, num_tokens, layer_stride, head_stride, self._content, 0
-        )
+        wire = address, layer_stride, self._wire, self._wire, num_tokens, layer_stride, head_stride, self._content, 0
         sizes = num_layers, self._heads, num_tokens, self._content
-        sides = (*wire, *ours) if to_wire else (*ours, *wire)
         align = min(self._align, address & -address)
-        _enqueue(self._table, sides, sizes, align, self.device, sms, form_for(sms))
+        numbers = (*wire, *ours) if to_wire else (*ours, *wire)
+        _enqueue(self._table, numbers, sizes, align, self.device, sms, form_for(sms))
 
 
 def _enqueue(
-    arrays: npt.NDArray[np.int64] | torch.Tensor,
+    table: Table,
     sides: tuple[int, ...],
     sizes: tuple[int, int, int, int],
     align: int,
@@ -222,14 +207,21 @@ def _enqueue(
 ) -> None:
     """Launch the kernel. ``sides``: dst's numbers, then src's; ``sizes``: layers, heads, tokens, content bytes."""
     layers, heads, tokens, content = sizes
+    variant, block_t, tiles_w = _variant(content, align, form)
+    tiles = layers * heads * -(-tokens // block_t) * tiles_w
+    assert tiles <= _MAX_TILES and tokens + sides[4] + sides[13] <= _MAX_TILES
+    programs = min(tiles, LINK_PROGRAMS) if form is LINK else num_programs(tiles, device, sms)
+    variant(programs, table, device, (heads, tokens, content // align, tiles, *sides))
+
+
+@functools.lru_cache(maxsize=256)
+def _variant(content: int, align: int, form: Form) -> tuple[Variant, int, int]:
+    """The kernel for rows of so many bytes, tokens of a tile, and tiles of a row."""
     word = min(align, max(_DTYPES))
     words = content // word
     block_t, block_w = tile_shape(words, word, form)
-    tiles = layers * heads * -(-tokens // block_t) * -(-words // block_w)
-    assert tiles <= _MAX_TILES and tokens + sides[4] + sides[13] <= _MAX_TILES
-    programs = min(tiles, LINK_PROGRAMS) if form is LINK else num_programs(tiles, device, sms)
-    numbers = (heads, tokens, content // align, tiles, *sides)
-    _launch(programs, form.num_warps, arrays, device, numbers, (_DTYPES[word], align, align // word, block_t, block_w))
+    constants = _DTYPES[word], align, align // word, block_t, block_w
+    return _kernel.variant(form.num_warps, constants), block_t, -(-words // block_w)
 
 
 def form_for(sms: int | None) -> Form:
@@ -239,12 +231,18 @@ def form_for(sms: int | None) -> Form:
 
 def alignment(pages: Pages, num_heads: int, num_tokens: int, content_bytes: int) -> int:
     """The greatest power of two, 16 at most, that divides the address and the length of every row."""
-    bits = int(np.bitwise_or.reduce(pages.bases)) | pages.block_stride | content_bytes | 16
+    bits = _set_bits(pages.bases.tobytes()) | pages.block_stride | content_bytes | 16
     if num_heads > 1 or pages.head:
         bits |= pages.head_stride
     if num_tokens > 1 or pages.token:
         bits |= pages.token_stride
     return bits & -bits
+
+
+@functools.lru_cache(maxsize=256)
+def _set_bits(bases: bytes) -> int:
+    """Bits that any of these has, int64 each; a process copies from and to the same ones all the time."""
+    return int(np.bitwise_or.reduce(np.frombuffer(bases, dtype=np.int64)))
 
 
 def tile_shape(words: int, word: int, form: Form) -> tuple[int, int]:
@@ -261,22 +259,21 @@ def tile_shape(words: int, word: int, form: Form) -> tuple[int, int]:
     return min(form.tile_bytes // (block_w * word), form.tile_tokens), block_w
 
 
-def table(dst: Pages, src: Pages, num_tokens: int) -> tuple[npt.NDArray[np.int64], tuple[int, ...]]:
-    """The arrays that the kernel reads, one after the other, and the numbers of both sides."""
-    arrays: list[npt.NDArray[np.int64]] = []
-    sides: list[int] = []
-    at = 0
-    for pages in (dst, src):
-        first, token = divmod(pages.token, pages.block_size)
-        block_ids = pages.block_ids[first : (pages.token + num_tokens - 1) // pages.block_size + 1]
-        heads = pages.head * pages.head_stride
-        arrays += [pages.bases + heads if heads else pages.bases, block_ids]
-        sides += Side(
-            0, 0, at, at + len(pages.bases), pages.block_size, pages.block_stride, pages.head_stride,
-            pages.token_stride, token,
-        )  # fmt: skip
-        at += len(pages.bases) + len(block_ids)
-    return np.concatenate(arrays), tuple(sides)
+def sides(dst: Pages, src: Pages, num_tokens: int) -> tuple[tuple[npt.NDArray[np.int64], ...], int, tuple[int, ...]]:
+    """The arrays that a kernel over two sides finds one after the other, their length together, and the numbers of both
+    sides in the order of ``NUMBERS``."""
+    to, to_first = divmod(dst.token, dst.block_size)
+    to_ids = dst.block_ids[to : (dst.token + num_tokens - 1) // dst.block_size + 1]
+    of, of_first = divmod(src.token, src.block_size)
+    of_ids = src.block_ids[of : (src.token + num_tokens - 1) // src.block_size + 1]
+    of_at = len(dst.bases) + len(to_ids)
+    numbers = (
+        dst.head * dst.head_stride, 0, 0, len(dst.bases),
+        dst.block_size, dst.block_stride, dst.head_stride, dst.token_stride, to_first,
+        src.head * src.head_stride, 0, of_at, of_at + len(src.bases),
+        src.block_size, src.block_stride, src.head_stride, src.token_stride, of_first,
+    )  # fmt: skip
+    return (dst.bases, to_ids, src.bases, of_ids), of_at + len(src.bases) + len(of_ids), numbers
 
 
 def num_programs(tiles: int, device: torch.device, sms: int | None = None) -> int:

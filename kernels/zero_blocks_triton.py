@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvferry.kernels.launch import Launcher
+from kvferry.kernels.launch import Launcher, Table
 from kvferry.kernels.zero_blocks import Segments
 
 TILE_BYTES = 16 << 10
@@ -49,7 +49,7 @@ def _zero_kernel(
     tl.store(row + w, tl.zeros([BLOCK_W], dtype=DTYPE), mask=w < words)
 
 
-_launch = Launcher(_zero_kernel)
+_kernel = Launcher(_zero_kernel)
 
 
 def zero_blocks_triton(segments: Segments, block_ids: npt.NDArray[np.int64], *, device: torch.device) -> None:
@@ -62,9 +62,9 @@ def zero_blocks_triton(segments: Segments, block_ids: npt.NDArray[np.int64], *, 
     programs = tiles * len(segments.addresses) * len(block_ids)
     assert programs <= _MAX_TILES and tiles * block_w <= _MAX_TILES
     numbers = len(segments.addresses), tiles
-    host = np.concatenate([segments.addresses, segments.strides, segments.sizes // word, block_ids])
-    constants = _DTYPES[word], align, align // word, block_w
-    _launch(programs, NUM_WARPS, host, device, numbers, constants)
+    table = Table(segments.addresses, segments.strides, segments.sizes // word, block_ids)
+    variant = _kernel.variant(NUM_WARPS, (_DTYPES[word], align, align // word, block_w))
+    variant(programs, table, device, numbers)
 
 
 def alignment(segments: Segments) -> int:

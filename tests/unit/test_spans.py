@@ -11,7 +11,7 @@ from labelled_model import OURS
 
 from kvferry.connector.errors import GeometryError
 from kvferry.connector.protocol import Span
-from kvferry.connector.spans import MAX_CHUNKS, TAPER_BYTES, Chunk, check_span, check_spans, chunks
+from kvferry.connector.spans import MAX_CHUNKS, TAPER_BYTES, TAPERED, Chunk, check_span, check_spans, chunks
 
 GOOD = Span(0, 0, 2, 0, 4, 10, 90)
 
@@ -97,17 +97,18 @@ def test_large_messages_are_smaller_at_both_ends(layers, heads, token, tokens, m
     assert sum(sizes) == layers * tokens * heads * 512
     order = [(part.layer, part.token) for part in parts]
     assert order == sorted(order), "in the order of the wire"
-    block = 16 * heads * 512
-    one_layer = tokens * heads * 512
+    block, one_layer = 16 * heads * 512, tokens * heads * 512
     for size in (sizes[0], sizes[-1]):
-        assert size <= TAPER_BYTES or size - block < one_layer, "halved, by layers and then by blocks"
-    assert len(parts) <= -(-sum(sizes) // (mib << 20)) * 4 + 2 * 9 + layers
+        assert size < TAPERED * TAPER_BYTES or size - block < one_layer, "parted by layers, and then by blocks"
+    assert len(parts) <= -(-sum(sizes) // (mib << 20)) * 4 + 2 + layers
 
 
-def test_eight_large_messages_with_ends_of_32_mib() -> None:
+def test_large_messages_with_ends_of_32_mib() -> None:
     mib = 1 << 20
     eight_k, whole = Span(0, 0, 32, 0, 8, 0, 8192), Span(0, 0, 32, 0, 8, 0, 32768)
     sizes = [part.num_layers * 32 for part in chunks(eight_k, 512, 128 * mib, 16)]
-    assert sizes == [32, 32, 64, *[128] * 6, 64, 32, 32]
+    assert sizes == [32, 96, *[128] * 6, 96, 32]
+    assert [part.num_layers * 32 for part in chunks(eight_k, 512, 64 * mib, 16)] == [64] * 16
+    assert [part.num_layers * 32 for part in chunks(eight_k, 512, 1024 * mib, 16)] == [32, 960, 32]
     tokens = [part.num_tokens for part in chunks(whole, 512, 128 * mib, 16)]
-    assert tokens == [8192, 8192, 16384, *[32768] * 30, 16384, 8192, 8192]
+    assert tokens == [8192, 24576, *[32768] * 30, 24576, 8192]
