@@ -227,7 +227,7 @@ class Consumer:
             planned = [plan_reads(ours, read.link.theirs, tokens) for read in job.reads]
             check_complete(ours, [span for spans in planned for span in spans], tokens)
             for read, spans in zip(job.reads, planned, strict=True):
-                self._reads.plan(read, spans)
+                read.planned = spans
         except KVFerryError as error:
             self._step(job, handover.Failed(0, Reason("incompatible", str(error))), now)
             return
@@ -265,7 +265,7 @@ class Consumer:
                 consumer_rank=self._claims.rank,
                 expected=self._claims.expected(load.peer, read.link.address.tp_rank),
                 spans=tuple(item.span for item in read.planned),
-                chunk_bytes=read.chunk_bytes,
+                chunk_bytes=read.link.slot_bytes,
             )
         )
         try:

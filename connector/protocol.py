@@ -24,7 +24,7 @@ Streaming during prefill needs no new message: a Grant names the tokens that are
 read, with the same epoch, may follow.
 
 Version history: 1, the first; 2, grants posted on a board, large messages smaller at both ends of a span; 3, a last
-byte behind each message over TCP; 4, one small message at either end of a span.
+byte behind each message over TCP; 4, one small message at the end of a span.
 """
 
 from __future__ import annotations

@@ -29,9 +29,6 @@ logger = logging.getLogger("vllm.kvferry.reads")
 
 UNPACKS_PER_TURN = 4
 """Messages unpacked before control messages are looked at again."""
-CHUNKS, MIN_CHUNK_BYTES = 4, 64 << 20
-"""Large slots are not filled by a hand-over that has fewer bytes than so many chunks: its first ones are unpacked while
-the last ones are packed. Smaller chunks than that cost more than they overlap."""
 PEER_BYTES_PER_TURN = 16 << 20
 """The same for a read of P's pages: a few milliseconds, and few steps of Python however much there is."""
 
@@ -52,10 +49,10 @@ class Job(msgspec.Struct):
 class Read(msgspec.Struct, eq=False):
     """One hand-over's part from one P rank.
 
-    Where P pushes, ``wholes`` are the spans asked for, ``parts`` the chunks that they are cut into, of ``chunk_bytes``
-    at most, and ``tags`` those still to come. Where a plane reads P's pages, ``runs`` are what is left to read, known
-    from the grant on; ``note`` is the grant where it was found posted. ``granted``: P's grant is here, and is what was
-    asked for. ``writing``: copies into D's pages that have not ended.
+    ``planned``: what is asked for. Where P pushes, ``parts`` are the chunks that it is cut into, and ``tags`` those
+    still to come. Where a plane reads P's pages, ``runs`` are what is left to read, known from the grant on; ``note``
+    is the grant where it was found posted. ``granted``: P's grant is here, and is what was asked for. ``writing``:
+    copies into D's pages that have not ended.
     """
 
     number: int
@@ -63,11 +60,9 @@ class Read(msgspec.Struct, eq=False):
     source: int
     link: Link
     planned: tuple[PlannedSpan, ...] = ()
-    wholes: list[Part] = msgspec.field(default_factory=list)
     parts: list[Part] = msgspec.field(default_factory=list)
     runs: Runs | None = None
     tags: set[int] = msgspec.field(default_factory=set)
-    chunk_bytes: int = 1
     note: Note | None = None
     granted: bool = False
     writing: int = 0
@@ -124,14 +119,6 @@ class Reads:
         """Nothing of it will come any more."""
         self._reads.pop(read.number, None)
 
-    def plan(self, read: Read, planned: tuple[PlannedSpan, ...]) -> None:
-        """What is going to be asked for."""
-        read.planned = planned
-        if isinstance(read.link.channel, RecvChannel):
-            read.wholes = [self._part(read, item) for item in planned]
-            total = sum(map(self._caches.nbytes, read.wholes))
-            read.chunk_bytes = min(read.link.slot_bytes, max(MIN_CHUNK_BYTES, -(-total // CHUNKS)))
-
     def expect(self, read: Read) -> None:
         """Where P pushes: expect what has just been asked for. Not before, because cutting takes as long as the ask
         takes to P; not later, because the first chunk may overtake the grant, which comes by another socket.
@@ -143,10 +130,10 @@ class Reads:
         if not isinstance(channel, RecvChannel):
             return
         groups = read.link.theirs.groups
-        for item, whole in zip(read.planned, read.wholes, strict=True):
-            theirs = groups[item.span.group]
+        for item in read.planned:
+            theirs, whole = groups[item.span.group], self._part(read, item)
             convert = (item.group, item.span.group) in read.link.converted
-            read.parts.extend(self._caches.cut(whole, item.span, read.chunk_bytes, theirs, convert=convert))
+            read.parts.extend(self._caches.cut(whole, item.span, read.link.slot_bytes, theirs, convert=convert))
         for chunk, part in enumerate(read.parts):
             read.tags.add(read.tag(chunk))
             in_place = channel.scatters and self._caches.in_pieces(part)

@@ -20,9 +20,10 @@ MAX_CHUNKS = 1 << 20
 """Bound on the messages that one span is cut into; a peer names the span and the size of a message."""
 
 TAPER_BYTES, TAPERED = 32 << 20, 3
-"""Where the first or the last message of a span would be at least ``TAPERED`` times as large, so many bytes of it are a
-message of their own: nothing moves while the first one is packed, nor while the last one is unpacked. Each message
-costs both sides 0.2 ms of steps, in which NVLink moves 75 MB."""
+"""Where the last of several messages of a span would be at least ``TAPERED`` times as large, so many bytes of it are a
+message of their own: nothing moves while the last one is unpacked. Nor does anything while the first one is packed, but
+after a small one the link would wait for the second: each costs both sides 0.2 ms of steps, in which NVLink moves 75
+MB."""
 
 MAX_RANGES = 256
 """Bound on the token ranges of one read; one for each kind of region would do."""
@@ -103,7 +104,7 @@ def chunks(span: Span, content_bytes: int, chunk_bytes: int, token_align: int = 
 
     As many whole layers with all tokens as fit; where one layer does not fit, runs of its tokens, with cuts at
     multiples of ``token_align`` (counted from the start of the prompt, as blocks are) wherever one is within reach.
-    At both ends they are smaller, see ``TAPER_BYTES``.
+    The last one is smaller, see ``TAPER_BYTES``.
 
     Raises:
         GeometryError: one token of the span does not fit into ``chunk_bytes``, or more than ``MAX_CHUNKS`` result.
@@ -143,25 +144,18 @@ def chunks(span: Span, content_bytes: int, chunk_bytes: int, token_align: int = 
 
 
 def _tapered(cut: list[Chunk], token_bytes: int, first: int, align: int) -> list[Chunk]:
-    """With a small message taken from the first and from the last of them; ``first`` is the number of token 0."""
-
-    def parted(chunk: Chunk, *, before: bool) -> list[Chunk]:
-        layer, layers, token, tokens = chunk
-        layer_bytes = tokens * token_bytes
-        if layers * layer_bytes < TAPERED * TAPER_BYTES:
-            return [chunk]
-        if layers > 1:
-            few = max(1, TAPER_BYTES // layer_bytes)
-            few = few if before else layers - few
-            return [Chunk(layer, few, token, tokens), Chunk(layer + few, layers - few, token, tokens)]
-        few = TAPER_BYTES // token_bytes if before else tokens - TAPER_BYTES // token_bytes
-        few = (first + token + few) // align * align - first - token
-        if not 0 < few < tokens:
-            return [chunk]
-        return [Chunk(layer, 1, token, few), Chunk(layer, 1, token + few, tokens - few)]
-
-    cut[:1] = parted(cut[0], before=True)
-    cut[-1:] = parted(cut[-1], before=False)
+    """With a small message taken from the last one; ``first`` is the number of token 0."""
+    layer, layers, token, tokens = cut[-1]
+    layer_bytes = tokens * token_bytes
+    if len(cut) == 1 or layers * layer_bytes < TAPERED * TAPER_BYTES:
+        return cut
+    if layers > 1:
+        kept = layers - max(1, TAPER_BYTES // layer_bytes)
+        cut[-1:] = Chunk(layer, kept, token, tokens), Chunk(layer + kept, layers - kept, token, tokens)
+    else:
+        kept = (first + token + tokens - TAPER_BYTES // token_bytes) // align * align - first - token
+        if 0 < kept < tokens:
+            cut[-1:] = Chunk(layer, 1, token, kept), Chunk(layer, 1, token + kept, tokens - kept)
     return cut
 
 

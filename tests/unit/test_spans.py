@@ -90,7 +90,7 @@ def test_chunks_that_cannot_be_are_refused() -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 8), st.integers(0, 70), st.integers(1, 40000), st.integers(1, 256))
-def test_large_messages_are_smaller_at_both_ends(layers, heads, token, tokens, mib) -> None:
+def test_the_last_of_large_messages_is_smaller(layers, heads, token, tokens, mib) -> None:
     span = Span(0, 0, layers, 0, heads, token, tokens)
     parts = chunks(span, 512, mib << 20, 16)
     sizes = [part.num_layers * part.num_tokens * heads * 512 for part in parts]
@@ -98,17 +98,18 @@ def test_large_messages_are_smaller_at_both_ends(layers, heads, token, tokens, m
     order = [(part.layer, part.token) for part in parts]
     assert order == sorted(order), "in the order of the wire"
     block, one_layer = 16 * heads * 512, tokens * heads * 512
-    for size in (sizes[0], sizes[-1]):
-        assert size < TAPERED * TAPER_BYTES or size - block < one_layer, "parted by layers, and then by blocks"
-    assert len(parts) <= -(-sum(sizes) // (mib << 20)) * 4 + 2 + layers
+    if len(parts) > 1:
+        last = sizes[-1]
+        assert last < TAPERED * TAPER_BYTES or last - block < one_layer, "parted by layers, and then by blocks"
+    assert len(parts) <= -(-sum(sizes) // (mib << 20)) * 2 + 1 + layers
 
 
-def test_large_messages_with_ends_of_32_mib() -> None:
+def test_large_messages_with_an_end_of_32_mib() -> None:
     mib = 1 << 20
     eight_k, whole = Span(0, 0, 32, 0, 8, 0, 8192), Span(0, 0, 32, 0, 8, 0, 32768)
     sizes = [part.num_layers * 32 for part in chunks(eight_k, 512, 128 * mib, 16)]
-    assert sizes == [32, 96, *[128] * 6, 96, 32]
+    assert sizes == [*[128] * 7, 96, 32]
     assert [part.num_layers * 32 for part in chunks(eight_k, 512, 64 * mib, 16)] == [64] * 16
-    assert [part.num_layers * 32 for part in chunks(eight_k, 512, 1024 * mib, 16)] == [32, 960, 32]
+    assert [part.num_layers * 32 for part in chunks(eight_k, 512, 1024 * mib, 16)] == [1024]
     tokens = [part.num_tokens for part in chunks(whole, 512, 128 * mib, 16)]
-    assert tokens == [8192, 24576, *[32768] * 30, 24576, 8192]
+    assert tokens == [*[32768] * 31, 24576, 8192]
