@@ -10,7 +10,7 @@ import torch
 from gpu_caches import Cache, digest, noise
 from gpu_cases import Config, Form, Ids, Point, Side, cache_bytes, num_blocks
 
-BULK = ("nixl_best", "peer_copy", "ucxx_raw")
+BULK = ("nixl_best", "peer_copy", "peer_copy_in_a_row", "ucxx_raw")
 """Ways that move contiguous bytes, from the start of one arena to that of the other."""
 
 

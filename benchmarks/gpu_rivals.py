@@ -18,9 +18,10 @@ import torch
 from gpu_caches import Cache, Digest, digest, noise
 from gpu_cases import Config, Form, Point, Side, cache_bytes, num_blocks
 from gpu_ends import ArenaEnd, End
+from gpu_ways import IN_A_ROW
 from timing import timed
 
-from kvferry.kernels.paged_copy import copy_pages, wire_pages
+from kvferry.kernels.paged_copy import Pages, copy_pages, wire_pages
 
 LARGE_DESCRIPTOR = 64 << 20
 RAW_MESSAGE, RAW_WINDOW = 32 << 20, 4
@@ -28,6 +29,16 @@ HANDLE_BYTES = 64
 """Of a cudaIpcMemHandle_t."""
 REPEATED = 4
 """Moves on one GPU between two events, so that the launches of all but the first hide behind the move before."""
+
+
+def repeated(go: Callable[[], object]) -> Callable[[], None]:
+    """``REPEATED`` times."""
+
+    def several() -> None:
+        for _ in range(REPEATED):
+            go()
+
+    return several
 
 
 class NixlEnd(ArenaEnd):
@@ -119,11 +130,14 @@ class MappedEnd(ArenaEnd):
         return None
 
     def move(self, point: str, way: str, repeats: int, ticket: Any = None, peer: str = "main") -> list[float]:
-        it = self.points[point]
+        it, in_a_row = self.points[point], way.endswith(IN_A_ROW)
+        way = way.removesuffix(IN_A_ROW)
         if way.startswith("kernel"):
             go = self._kernel(it, int(way[7:-2]) if way != "kernel" else None)
         else:
             go = self._memcpys(it) if way == "memcpy_async" else self._copy(it)
+        if in_a_row:
+            return [timed(repeated(go), self.device) / REPEATED for _ in range(repeats)]
         stream = torch.cuda.current_stream()
 
         def launch_to_end() -> None:
@@ -319,19 +333,44 @@ class LocalEnd(End):
         return cache.digest(self.point.tables(side, cache.form, cache.num_blocks), self.point.tokens)
 
     def move(self, point: str, way: str, repeats: int, ticket: Any = None, peer: str = "main") -> list[float]:
-        it, form = self.point, self.point.p
-        wire = wire_pages(self.wire.data_ptr(), form.layers, form.heads, it.tokens, form.content)
-        (of,) = it.tables("p", it.p, self.p.num_blocks)
-        (to,) = it.tables("d", it.d, self.d.num_blocks)
-        sizes: dict[str, Any] = {"num_heads": form.heads, "num_tokens": it.tokens, "content_bytes": form.content}
-        go: Callable[[], object] = {
-            "device_copy": lambda: self.other.copy_(self.wire),
-            "pack": lambda: copy_pages(wire, self.p.pages(of), device=self.device, **sizes),
-            "unpack": lambda: copy_pages(self.d.pages(to), wire, device=self.device, **sizes),
-        }[way]
-
-        def several() -> None:
-            for _ in range(REPEATED):
-                go()
+        if way == "device_copy":
+            several = repeated(lambda: self.other.copy_(self.wire))
+        elif self.device.type == "cpu":
+            several = repeated(self._by_reference(way == "pack"))
+        else:
+            several = self._by_kernel(way == "pack")
 
         return [timed(several, self.device) / REPEATED for _ in range(repeats)]
+
+    def _pages(self, packs: bool) -> Pages:
+        cache, side = (self.p, "p") if packs else (self.d, "d")
+        (ids,) = self.point.tables(side, cache.form, cache.num_blocks)  # type: ignore[arg-type]
+        return cache.pages(ids)
+
+    @property
+    def _sizes(self) -> dict[str, Any]:
+        form = self.point.p
+        return {
+            "num_heads": form.heads, "num_tokens": self.point.tokens, "content_bytes": form.content,
+            "device": self.device,
+        }  # fmt: skip
+
+    def _by_reference(self, packs: bool) -> Callable[[], object]:
+        pages, form = self._pages(packs), self.point.p
+        wire = wire_pages(self.wire.data_ptr(), form.layers, form.heads, self.point.tokens, form.content)
+        sides = (wire, pages) if packs else (pages, wire)
+        return lambda: copy_pages(*sides, **self._sizes)
+
+    def _by_kernel(self, packs: bool) -> Callable[[], None]:
+        """As a hand-over has it, whose messages share their tables on the GPU."""
+        from kvferry.kernels.paged_copy_triton import PagesThere
+
+        def several() -> None:
+            there = PagesThere(self._pages(packs), **self._sizes)
+            for _ in range(REPEATED):
+                there.copy(
+                    self.wire.data_ptr(), to_wire=packs, layer=0, num_layers=self.point.p.layers, token=0,
+                    num_tokens=self.point.tokens, sms=None,
+                )  # fmt: skip
+
+        return several

@@ -65,6 +65,7 @@ class Producer:
         self._waiting: list[HeldAsk] = []
         self._early: OrderedDict[bytes, list[lease.Released]] = OrderedDict()
         self._freed: list[str] = []
+        self._owed: list[tuple[Session, protocol.Grant]] = []
 
     # --- commands from the engine -------------------------------------------------------------------------------
 
@@ -131,6 +132,9 @@ class Producer:
                 self._deny(push.session, push.number, "failed", push.why)
             if push.over:
                 self._end_push(push, now)
+        owed, self._owed = self._owed, []
+        for session, grant in owed:
+            self._reply(session.identity, grant)
         return packed > 0
 
     def tick(self, now: float) -> None:
@@ -230,9 +234,10 @@ class Producer:
             self._deny(session, ask.read, "bounds", str(error))
             return
         self._step(ask.token, lease.Asked(ask.consumer, frozenset(ask.expected)), now)
-        # Only who reads the pages by itself hears which they are.
-        block_ids = held.grant.block_ids if session.peer_reads else ()
-        self._reply(session.identity, _granted(held.grant, ask.read, len(parts), block_ids))
+        if session.peer_reads:  # only who reads the pages by itself hears which they are
+            self._reply(session.identity, _granted(held.grant, ask.read, 0, held.grant.block_ids))
+        else:  # after the first chunks of this turn, which take longer
+            self._owed.append((session, _granted(held.grant, ask.read, len(parts), ())))
         if parts:
             push = Push(session, ask.read, ask.token, parts)
             self._step(ask.token, lease.ReadStarted(push.key), now)

@@ -42,8 +42,6 @@ MIN_PIECE_BYTES = 2048
 """Shorter pieces of pages are packed into a slot before they are sent, and unpacked from one."""
 
 
-MIN_SHARING = 4
-"""Parts of one span from which on their common tables are worth a place of their own on the GPU."""
 BRIEF_BYTES, BRIEF_LOCAL_BYTES = 128 << 20, 32 << 20
 """What a GPU reads from another in 0.4 ms, or packs and unpacks in less where it has nothing else to do, and what it
 packs or unpacks on a few SMs; waking another thread, and then the mover, takes nearly as long."""
@@ -212,7 +210,7 @@ class Caches:
             GeometryError: a chunk of one block or token does not fit into ``chunk_bytes``.
         """
         cut = chunks(span, source.content_bytes, chunk_bytes, source.block_size, source.share)
-        shared = Whole(whole) if len(cut) >= MIN_SHARING and self.device.type == "cuda" else None
+        shared = Whole(whole)
         for chunk in cut:
             yield Part(
                 group=whole.group,
@@ -229,14 +227,15 @@ class Caches:
 
     def _copy_wire(self, address: int, part: Part, *, to_wire: bool) -> None:
         """Copy between ``part`` of the pages and wire order."""
-        if part.whole is None:
+        if self.device.type == "cpu":
             wire, pages = self._wire(address, part), self.pages(part)
             self._copy(*((wire, pages) if to_wire else (pages, wire)), part)
             return
-        whole, rows = part.whole.part, self.views[part.group].rows
-        if part.whole.there is None:
-            part.whole.there = self._there(whole)
-        part.whole.there.copy(
+        shared = part.whole or Whole(part)
+        whole, rows = shared.part, self.views[part.group].rows
+        if shared.there is None:
+            shared.there = self._there(whole)
+        shared.there.copy(
             address,
             to_wire=to_wire,
             layer=(part.layer - whole.layer) * rows,
@@ -291,7 +290,7 @@ class Caches:
 class Part(msgspec.Struct, frozen=True):
     """A box of one region in this rank's own numbering, with the blocks that its tokens lie in: kernel blocks, or
     pieces of them where not all of their tokens are meant. ``token`` counts in these blocks. ``source``: whose numbers
-    they are on the wire, where they are converted. ``whole``: what it was cut from, where that is worth knowing."""
+    they are on the wire, where they are converted. ``whole``: what it was cut from."""
 
     group: int
     layer: int

@@ -42,6 +42,7 @@ _MAX_PENDING = 4096
 _SPIN_SECONDS = 2e-3
 """With GPU memory, how long the worker is polled after something has moved and while more is on its way: one slot takes
 0.1 ms over NVLink, and the end of a copy by the GPU wakes a sleeper late."""
+_FAREWELL_BYTES = 1
 _CLOSE_SECONDS = 0.5
 """At most, for what is in flight when the plane closes."""
 
@@ -95,8 +96,7 @@ class UcxPlane(Plane):
         self.transfers: list[Transfer] = []
         self._recv_pool = SlotPool(slot_bytes, staging_bytes, device)
         self._channels: dict[int, UcxSendChannel | UcxRecvChannel] = {}
-        self._farewell = torch.zeros(1, dtype=torch.uint8)
-        self._farewells: list[Request] = []
+        self._farewells: list[tuple[Request, torch.Tensor]] = []
         self._pending: deque[Announced] = deque()
         self._starved = False
         self._closed = False
@@ -159,7 +159,7 @@ class UcxPlane(Plane):
         moved = bool(self.transfers) and self._reap()
         moved |= self._receive()
         if self._farewells:
-            self._farewells = [request for request in self._farewells if not request.completed]
+            self._farewells = [farewell for farewell in self._farewells if not farewell[0].completed]
         lost = [channel for channel in self._channels.values() if channel.error is None and not channel.link.alive]
         for channel in lost:
             channel.fail(f"ucx: the {channel.peer} closed the channel or died: {channel.link.reason}")
@@ -223,7 +223,8 @@ class UcxPlane(Plane):
                 transfer.retired = True
                 (self.send_pool if isinstance(channel, UcxSendChannel) else self._recv_pool).retire(transfer.slot)
         with contextlib.suppress(TransportError):
-            self._farewells.append(channel.link.send(self._farewell, channel.farewell))
+            farewell = torch.zeros(_FAREWELL_BYTES, dtype=torch.uint8)
+            self._farewells.append((channel.link.send(farewell, channel.farewell), farewell))
 
     def _link(self, hail: _Offer | _Attach) -> Link:
         if zlib.crc32(hail.address) != hail.checksum:
@@ -233,7 +234,12 @@ class UcxPlane(Plane):
     def _receive(self) -> bool:
         """Learn what has been announced, and begin to receive it as far as there are slots."""
         while len(self._pending) < _MAX_PENDING and (message := self._worker.probe()) is not None:
-            self._pending.append(message)
+            leaver = self._channels.get(message.tag)
+            if leaver is not None and message.nbytes == _FAREWELL_BYTES:
+                leaver.fail(f"ucx: the {leaver.peer} closed the channel")
+                self._drop(message)
+            else:
+                self._pending.append(message)
         if not self._pending:
             return False
         before = len(self._pending)
@@ -250,10 +256,13 @@ class UcxPlane(Plane):
         self._pending = waiting
         return len(waiting) < before
 
+    def _drop(self, farewell: Announced) -> None:
+        """It needs no slot: on a GPU a P that never receives anything else would allocate all of them for it."""
+        nowhere = torch.empty(_FAREWELL_BYTES, dtype=torch.uint8)
+        with contextlib.suppress(TransportError):
+            self._farewells.append((self._worker.receive(farewell, nowhere), nowhere))
+
     def _take_in(self, message: Announced, channel: UcxRecvChannel | None) -> None:
-        leaver = self._channels.get(message.tag)
-        if leaver is not None:
-            leaver.fail(f"ucx: the {leaver.peer} closed the channel")
         if channel is not None:
             expected = channel.expected[message.tag].nbytes
             channel.forget(message.tag)
