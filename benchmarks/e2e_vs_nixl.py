@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples" / "li
 
 import report
 from engines import Fleet
+from fragment import empty_cache
 from model import ModelSpec, build_model, prompt_of
 from pd_client import stream
 from pd_router import PREFILL_TAG
@@ -72,15 +72,6 @@ class Samples:
         raise EngineError(f"{decode.name}: {TRIES} hand-overs one after the other failed\n{decode.log_tail()}")
 
 
-def reset(engine: Server) -> None:
-    """Empty the prefix cache; it refuses while blocks are still held."""
-    deadline = time.monotonic() + 60
-    while not engine.post("/reset_prefix_cache")["success"]:
-        if time.monotonic() > deadline:
-            raise EngineError(f"{engine.name}: blocks are still held 60 s after the last request")
-        time.sleep(0.05)
-
-
 def loaded_tokens(engine: Server) -> float:
     return metric_sum(engine.metrics(), "vllm:prompt_tokens_by_source_total", source="external_kv_transfer") or 0
 
@@ -88,7 +79,7 @@ def loaded_tokens(engine: Server) -> float:
 def once(prefill: Server, decode: Server, prompt: str, tokens: int) -> tuple[float, float]:
     """Milliseconds to D's first token: loaded from P, and from its own prefix cache."""
     body = {"model": "model", "prompt": prompt, "temperature": 0, "max_tokens": 1}
-    reset(decode)
+    empty_cache(decode)
     params = prefill.post("/v1/completions", body | {"kv_transfer_params": PREFILL_TAG}, timeout=300)
     before = loaded_tokens(decode)
     loaded = stream(decode.url, body | {"kv_transfer_params": params["kv_transfer_params"]})

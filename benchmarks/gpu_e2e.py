@@ -20,7 +20,9 @@ pair sees it.
 
 Every prompt is new. ``fresh``: the engines take blocks that were never used, in the order of memory. ``scattered``:
 after traffic of many short prompts that decoded side by side; how many blocks of a table lie right behind the one
-before is printed, and one hand-over per state is compared byte for byte. Every hand-over is checked against vLLM's
+before is printed, and one hand-over per state is compared byte for byte. ``emptied``: as scattered, but vLLM was told
+to forget what the blocks hold; else it evicts each one that D is given, which is in D's time to the first token and not
+in that of the local hit. Every hand-over is checked against vLLM's
 counter of tokens loaded from outside: a prompt that D computed ends the run as an error. Rounds alternate, A B B A,
 between the connectors; there are at least ``--rounds``, and as many more as ``--seconds`` per state and the unused
 blocks allow.
@@ -48,13 +50,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples" / "li
 import report
 from engine_pair import Pair, once, sources
 from engines import Fleet
-from fragment import block_count, scatter
+from fragment import block_count, empty_cache, scatter
 from gpu_tables import verdict
 from model import ModelSpec, build_model
 from server import EngineError
 
 OURS, THEIRS = "KVFerryConnector", "NixlConnector"
-STATES = ("fresh", "scattered")
+STATES = ("fresh", "scattered", "emptied")
 LANE = re.compile(r"\b(?:cuda_ipc|cuda_copy|cma|sysv|posix|tcp|rc_mlx5|rc_verbs)/\w+")
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -177,7 +179,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         axes, ("handover_ms", "ttft_ms"), ("hand-over", "D's time to first token"), strict=True
     ):
         for connector, colour in ((OURS, "tab:blue"), (THEIRS, "tab:orange")):
-            for state, dashes in zip(STATES, ("-", "--"), strict=True):
+            for state, dashes in zip(STATES, ("-", "--", ":"), strict=True):
                 points = [row for row in rows if (row["connector"], row["state"]) == (connector, state)]
                 x, y = [row["tokens"] for row in points], [row[name] for row in points]
                 axis.plot(x, y, dashes, marker="o", color=colour, label=f"{connector}, {state} blocks")
@@ -220,12 +222,21 @@ def measure(args: argparse.Namespace, setup: Setup) -> dict[str, Any]:
                         for engine in pair.engines
                     ]
                     [job.result() for job in jobs]
+            if state == "emptied":
+                try:
+                    for engine in (engine for pair in pairs for engine in pair.engines):
+                        empty_cache(engine)
+                except EngineError as error:
+                    print(f"not measured on {state} caches: {error}", flush=True)
+                    continue
+            before = max(pair.taken for pair in pairs)
             for pair in pairs:
                 pair.look(state, sorted(args.lengths)[len(args.lengths) // 2])
                 said = ", ".join(f"{share:.1%}" for share in pair.in_sequence[state])
                 print(f"{state}, {pair.connector}: bytes equal; blocks in sequence on P, D: {said}", flush=True)
             print(f"{time.monotonic() - began:.0f} s: measuring on {state} block tables", flush=True)
-            limit = unused - max(pair.taken for pair in pairs) if state == "fresh" else sys.maxsize
+            taken = max(pair.taken for pair in pairs)
+            limit = {"fresh": unused - taken, "emptied": unused - (taken - before)}.get(state, sys.maxsize)
             rounds[state] = alternate(pairs, state, args, limit)
         for pair in pairs:
             pair.check_failed()
@@ -251,10 +262,10 @@ def save(args: argparse.Namespace, result: dict[str, Any]) -> None:
 def result_of(pairs: Sequence[Pair], rounds: dict[str, int], setup: Setup, policy: str) -> dict[str, Any]:
     """Ratios, figures, rows, and what KVFerry and UCX moved data over."""
     lengths = sorted({tokens for _, tokens in pairs[0].samples})
-    rows = [row_of(pair, state, n, setup.spec) for state in STATES for n in lengths for pair in pairs]
+    rows = [row_of(pair, state, n, setup.spec) for state in rounds for n in lengths for pair in pairs]
     found = {(row["state"], row["tokens"], row["connector"]): row for row in rows}
     ratios, figures = {}, {}
-    for state in STATES:
+    for state in rounds:
         ours, theirs = (found[state, lengths[-1], pair.connector]["handover_ms"] for pair in pairs)
         ratios[f"handover_vs_nixl_{state}"] = round(ours / theirs, 4)
         figures |= {f"rounds_{state}": rounds[state]}
@@ -274,7 +285,7 @@ def result_of(pairs: Sequence[Pair], rounds: dict[str, int], setup: Setup, polic
         print(line)
     lanes = {pair.connector: sorted(set(LANE.findall(pair.said()))) for pair in pairs}
     print(f"hand-overs of KVFerry by plane: {dict(planes)}; lanes that UCX names: {lanes}")
-    for state in STATES:
+    for state in rounds:
         name = f"handover_vs_nixl_{state}"
         where = f"{lengths[-1]} tokens, medians of {rounds[state]} rounds"
         print(f"{name} {ratios[name]}  ({where})  {verdict(name, ratios[name])}")

@@ -8,6 +8,7 @@ blocks gives every later request a scattered block table.
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -51,3 +52,17 @@ def scatter(engine: Server, block_tokens: int, beside: int, vocabulary: int, tur
         while left > 0:
             list(pool.map(lambda body: engine.post("/v1/completions", body, timeout=120), map(batch, OUTPUTS)))
             left -= beside * (2 + sum(OUTPUTS) / len(OUTPUTS))
+
+
+def empty_cache(engine: Server) -> None:
+    """Have all blocks forget what they hold, so that none has to be evicted; their order stays. vLLM refuses while any
+    is held.
+
+    Raises:
+        EngineError: blocks are still held after a minute.
+    """
+    deadline = time.monotonic() + 60
+    while not engine.post("/reset_prefix_cache")["success"]:
+        if time.monotonic() > deadline:
+            raise EngineError(f"{engine.name}: blocks are still held 60 s after the last request")
+        time.sleep(0.05)

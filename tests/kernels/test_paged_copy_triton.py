@@ -11,6 +11,7 @@ from paged_copy_cases import CASES, expected
 from paged_parts import differing
 from triton_process import python
 
+from kvferry.kernels.launch import Table, _lane
 from kvferry.kernels.paged_copy import Pages, copy_pages
 from kvferry.kernels.paged_copy_triton import FEW, WIDE, alignment, tile_shape
 
@@ -125,3 +126,17 @@ def test_bytes_on_a_gpu_are_those_of_the_oracle(name: str) -> None:
         sides.append(replace(arena.pages, bases=arena.pages.bases - start + memory.data_ptr()))
     copy_pages(*sides, num_heads=case.heads, num_tokens=case.tokens, content_bytes=case.content, device=device)
     np.testing.assert_array_equal(memories[0].cpu().numpy(), want)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_table_whose_place_on_a_gpu_was_given_away_is_uploaded_again() -> None:
+    device = torch.device("cuda", 0)
+    lane, numbers = _lane(device), np.arange(100, dtype=np.int64)
+    table = Table(numbers[:60], numbers[60:])
+    place, _ = table.on(lane)
+    assert place[:100].tolist() == numbers.tolist()
+    assert table.on(lane)[0] is place, "not again while it is there"
+    for other in range(40):
+        Table(np.full(100, -other, dtype=np.int64)).on(lane)
+    assert place[:100].tolist() != numbers.tolist()
+    assert table.on(lane)[0][:100].tolist() == numbers.tolist()

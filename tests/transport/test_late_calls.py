@@ -135,3 +135,19 @@ def test_a_peer_that_takes_nothing_leaves_a_slot_and_lets_the_plane_sleep() -> N
         assert sender.acquire() is None and plane._moved_at == 0.0
         for slot in taken:
             sender.give_back(slot)
+
+
+@pytest.mark.ucx
+def test_a_farewell_needs_no_slot() -> None:
+    """On a GPU the first slot costs all of them, and a P receives nothing else."""
+    pair = Pair("ucx", 2, CPU)
+    try:
+        sender, receiver = pair.join()
+        pair.carry(sender, receiver, 1).release()
+        before = pair.p.staging_bytes
+        receiver.close()
+        pair.follow(sender)
+        assert pair.p.staging_bytes == before
+        pair.turn(lambda: not pair.p.active and not pair.d.active)
+    finally:
+        pair.close()
