@@ -265,10 +265,10 @@ def result_of(pairs: Sequence[Pair], rounds: dict[str, int], setup: Setup, polic
     rows = [row_of(pair, state, n, setup.spec) for state in rounds for n in lengths for pair in pairs]
     found = {(row["state"], row["tokens"], row["connector"]): row for row in rows}
     ratios, figures = {}, {}
-    for state in rounds:
+    for state, count in rounds.items():
         ours, theirs = (found[state, lengths[-1], pair.connector]["handover_ms"] for pair in pairs)
         ratios[f"handover_vs_nixl_{state}"] = round(ours / theirs, 4)
-        figures |= {f"rounds_{state}": rounds[state]}
+        figures |= {f"rounds_{state}": count}
     for row in rows:
         name = f"{row['connector']}_{row['state']}_{row['tokens']}"
         figures |= {f"{key}_{name}": row[key] for key in ("handover_ms", "handover_p99_ms", "ttft_ms")}
@@ -285,9 +285,9 @@ def result_of(pairs: Sequence[Pair], rounds: dict[str, int], setup: Setup, polic
         print(line)
     lanes = {pair.connector: sorted(set(LANE.findall(pair.said()))) for pair in pairs}
     print(f"hand-overs of KVFerry by plane: {dict(planes)}; lanes that UCX names: {lanes}")
-    for state in rounds:
+    for state, count in rounds.items():
         name = f"handover_vs_nixl_{state}"
-        where = f"{lengths[-1]} tokens, medians of {rounds[state]} rounds"
+        where = f"{lengths[-1]} tokens, medians of {count} rounds"
         print(f"{name} {ratios[name]}  ({where})  {verdict(name, ratios[name])}")
     how = {"policy": policy, "planes": dict(planes), "ucx_lanes": lanes}
     return {"ratios": ratios, "figures": figures, "rows": rows, **how}
