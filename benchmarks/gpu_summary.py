@@ -113,7 +113,8 @@ def slow_down(result: Mapping[str, Any]) -> list[str]:
     heads += [f"P, {rate:g} a second, %", "P, one after the other, %", "moved then, GB/s"]
     return [
         "Slow-down of the mean step of a decode loop (64 sequences of 2048 tokens, Llama-8B's layers) while hand-overs "
-        "of 1 GiB arrive over `cuda_ipc`, by the SMs that a copy may take (`benchmarks/interference.py`):",
+        "of 1 GiB arrive over `cuda_ipc`, by the SMs that a copy may take (`benchmarks/interference.py`, a run of its "
+        f"own on {result['versions']['gpus']}, {result['versions']['cpus']} cores):",
         table(heads, lines),
         "![slow-down and rates by SMs](benchmarks/results/interference.png)",
     ]
@@ -143,6 +144,7 @@ def parts() -> list[str]:
     measured.append((INTERFERENCE_TARGETS, beside))
     rounds = engines["figures"]["rounds_fresh"], engines["figures"]["rounds_scattered"]
     first = [engines["figures"][f"first_handover_ms_{connector}"] for connector in CONNECTORS]
+    copy, in_a_row = (planes["ratios"][f"cuda_ipc_vs_peer_copy{at}"] for at in (LONG, "_in_a_row"))
     handover, longer, ucx = (
         planes["ratios"][f"{name}_vs_peer_copy{at}"]
         for name, at in (("cuda_ipc_handover", ""), ("cuda_ipc_handover", LONG), ("ucx", LONG))
@@ -158,8 +160,9 @@ def parts() -> list[str]:
         "![GB/s by prompt length and form](benchmarks/results/gpu_planes.png)",
         "Two vLLM engines on two GPUs, milliseconds that a hand-over adds to D's time to first token, medians with the "
         f"99th percentile, of {rounds[0]} rounds on fresh block tables and {rounds[1]} on scattered ones, both with "
-        f"`kv_load_failure_policy` {engines['policy']} (`benchmarks/gpu_e2e.py`). That time varies by some "
-        "milliseconds from request to request, so that small differences say little:",
+        f"`kv_load_failure_policy` {engines['policy']} (`benchmarks/gpu_e2e.py`). `emptied`: scattered as well, of "
+        "blocks that hold nothing, so that vLLM evicts none. The time to first token varies by some milliseconds from "
+        "request to request, so that small differences say little:",
         end_to_end(engines),
         "![hand-over time and D's time to first token by prompt length](benchmarks/results/gpu_e2e.png)",
         *under_load(engines),
@@ -170,6 +173,8 @@ def parts() -> list[str]:
         "name says more, those of `cuda_ipc` to a peer copy and to NIXL at its best of its copy alone, "
         "`handover_vs_nixl` of times at the longest prompt. Whole hand-overs over `cuda_ipc` reach "
         f"{handover:.2f} of the peer copy at 8192 tokens and {longer:.2f} at 32768, over `ucx` {ucx:.2f} at 32768. "
+        f"The copy of `cuda_ipc` reaches {copy:.3f} at 32768 tokens; at 8192, where four follow each other, so without "
+        f"the steps before and after, {in_a_row:.3f}. "
         "`handover_ms` is a hand-over of one block, "
         "`gil_ms` one of 64 MiB beside a thread of D's that never lets the GIL go, `first_handover_ms` the first one "
         "from a new peer, all three between KVFerry's halves without engines:",

@@ -111,7 +111,7 @@ def plot(result: Mapping[str, Any], order: Sequence[str], path: Path) -> None:
 
     rows = [row for row in result["rows"] if "error" not in row]
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(17, 6.5), width_ratios=(1, 1.6))
-    names = [name for name in order if name not in ("device_copy", "pack", "unpack")]
+    names = [name for name in order if name not in ("device_copy", "pack", "unpack") and "in_a_row" not in name]
     others = list(dict.fromkeys(row["point"] for row in rows if not row["point"].startswith("tokens_")))
     colours = {name: pyplot.get_cmap("tab20")(n) for n, name in enumerate(names)}
     for n, name in enumerate(names):
