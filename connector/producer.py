@@ -6,7 +6,7 @@ Decisions are ``lease.step``'s; this file performs its effects and feeds it what
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from dataclasses import dataclass
 
 from kvferry.connector import lease, protocol
@@ -65,7 +65,7 @@ class Producer:
         self._waiting: list[HeldAsk] = []
         self._early: OrderedDict[bytes, list[lease.Released]] = OrderedDict()
         self._freed: list[str] = []
-        self._owed: list[tuple[Session, protocol.Grant]] = []
+        self._owed: deque[tuple[Session, protocol.Grant]] = deque()
 
     # --- commands from the engine -------------------------------------------------------------------------------
 
@@ -132,9 +132,10 @@ class Producer:
                 self._deny(push.session, push.number, "failed", push.why)
             if push.over:
                 self._end_push(push, now)
-        owed, self._owed = self._owed, []
-        for session, grant in owed:
-            self._reply(session.identity, grant)
+        while self._owed:
+            session, grant = self._owed.popleft()
+            if self._sessions.find(session.identity) is session:
+                self._reply(session.identity, grant)
         return packed > 0
 
     def tick(self, now: float) -> None:

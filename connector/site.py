@@ -28,6 +28,7 @@ from kvferry.connector.source import Source
 from kvferry.connector.spans import chunks
 from kvferry.connector.view import CacheView, kernel_block_ids, row_bases
 from kvferry.kernels.convert import unpack_converted
+from kvferry.kernels.launch import prepare
 from kvferry.kernels.paged_copy import Pages, copy_pages, wire_pages
 from kvferry.transport.gate import CurveKeys
 from kvferry.transport.plane import CPU, Pieces, Plane
@@ -150,6 +151,7 @@ class Caches:
         """Compile the kernels that the copies need, by one that changes nothing. Blocks."""
         if self.device.type == "cpu" or not self.views:
             return
+        self.copies.start(partial(prepare, self.device))
         widest = max(view.num_heads * view.content_bytes for view in self.views)
         scratch = torch.empty(2 * widest, dtype=torch.uint8, device=self.device)
         for group, view in enumerate(self.views):

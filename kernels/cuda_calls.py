@@ -98,6 +98,7 @@ def upload(to: int, of: int, nbytes: int, stream: int) -> None:
 
 def launch(function: int, programs: int, threads: int, shared: int, stream: int, arguments: Any) -> None:
     """Run a kernel in ``programs`` blocks of so many threads, with ``shared`` bytes of shared memory. ``arguments``:
-    an array of pointers to them, which are read before the call returns."""
+    an array of pointers to them, which are read before the call returns. Some 1000 may wait on a stream; the next one
+    blocks."""
     call = _library(keeps_gil=True).cuLaunchKernel
     _done("cuLaunchKernel", call(function, programs, 1, 1, threads, 1, 1, shared, stream, arguments, None))

@@ -33,7 +33,7 @@ _SCRATCH = 2
 
 class Table:
     """Arrays that kernels find one after the other. On a device they lie in a place that others get in their turn, and
-    then they are uploaded again. They must not change."""
+    then they are uploaded again. They must not change. Of one thread."""
 
     __slots__ = ("_arrays", "_lane", "_number", "_place", "_size")
 
@@ -57,8 +57,9 @@ class Table:
         else:
             ring = lane.ring(_SIZES[size])
             if self._place is None or self._lane is not lane or ring.count - self._number >= _SLOTS:
-                self._number = ring.count
+                number = ring.count
                 self._place = ring.upload(self._arrays, self._size)
+                self._number = number
         self._lane = lane
         return self._place
 
@@ -86,9 +87,9 @@ class _Ring:
             self._halves[half].wait()
         np.concatenate(arrays, out=numbers[:size])
         cuda_calls.upload(there[1], pinned, 8 * size, self._stream)
+        self.count += 1
         if place == _SLOTS // 2 - 1:
             self._halves[half].record(self._stream)
-        self.count += 1
         return there
 
 
@@ -133,19 +134,28 @@ def _lane(device: torch.device) -> _Lane:
     return lane
 
 
+def prepare(device: torch.device) -> None:
+    """Allocate what this thread's launches on its current stream need, which takes milliseconds."""
+    if device.type == "cuda":
+        lane = _lane(device)
+        for size in _SIZES:
+            lane.ring(size)
+
+
 def current_stream(device: torch.device) -> int:
     """Its handle: where Triton launches on that device."""
     return int(torch._C._cuda_getCurrentRawStream(device.index))
 
 
 class _Compiled:
-    """A kernel as it lies on a device. ``plain``: it takes nothing but its arguments."""
+    """A kernel as it lies on a device. ``plain``: it takes nothing but its arguments, by all that this Triton says."""
 
     def __init__(self, kernel: Any, numbers: int) -> None:
         self.kernel, about = kernel, kernel.metadata
-        extra = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl", "gsan")
+        extra = [getattr(about, name, True) for name in ("global_scratch_size", "profile_scratch_size")]
+        extra += [getattr(about, name, 0) for name in ("launch_cooperative_grid", "launch_pdl", "instrumentation_mode")]
         few = 1 + numbers + _SCRATCH <= _ARGUMENTS
-        self.plain = few and about.num_ctas == 1 and not any(getattr(about, name, 0) for name in extra)
+        self.plain = few and about.num_ctas == 1 and not any(extra)
         self.function, self.shared, self.threads = kernel.function, about.shared, 32 * about.num_warps
         self.scratch = (0,) * _SCRATCH
         self.arguments = struct.Struct(f"={1 + numbers + _SCRATCH}q")

@@ -234,12 +234,13 @@ class UcxPlane(Plane):
     def _receive(self) -> bool:
         """Learn what has been announced, and begin to receive it as far as there are slots."""
         while len(self._pending) < _MAX_PENDING and (message := self._worker.probe()) is not None:
-            leaver = self._channels.get(message.tag)
-            if leaver is not None and message.nbytes == _FAREWELL_BYTES:
-                leaver.fail(f"ucx: the {leaver.peer} closed the channel")
-                self._drop(message)
-            else:
+            if message.nbytes > _FAREWELL_BYTES or message.tag in self.by_tag:
                 self._pending.append(message)
+                continue
+            leaver = self._channels.get(message.tag)  # None where we have closed it, too
+            if leaver is not None:
+                leaver.fail(f"ucx: the {leaver.peer} closed the channel")
+            self._drop(message)
         if not self._pending:
             return False
         before = len(self._pending)
@@ -257,7 +258,7 @@ class UcxPlane(Plane):
         return len(waiting) < before
 
     def _drop(self, farewell: Announced) -> None:
-        """It needs no slot: on a GPU a P that never receives anything else would allocate all of them for it."""
+        """It needs no slot: on a GPU a P that receives nothing else would allocate all of them for it."""
         nowhere = torch.empty(_FAREWELL_BYTES, dtype=torch.uint8)
         with contextlib.suppress(TransportError):
             self._farewells.append((self._worker.receive(farewell, nowhere), nowhere))
@@ -271,12 +272,14 @@ class UcxPlane(Plane):
                 channel = None
         if message.nbytes > self._slot_bytes:
             return  # not ours and too large to take in and drop; its sender waits for ever
-        slot = self._recv_pool.take()
-        assert slot is not None
+        slot: Slot | None = None
         try:
+            slot = self._recv_pool.take()
+            assert slot is not None
             request = self._worker.receive(message, slot.tensor)
         except TransportError as error:
-            self._recv_pool.put(slot)
+            if slot is not None:
+                self._recv_pool.put(slot)
             if channel is not None:
                 channel.fail(str(error))
             return

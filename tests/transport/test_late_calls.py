@@ -138,16 +138,15 @@ def test_a_peer_that_takes_nothing_leaves_a_slot_and_lets_the_plane_sleep() -> N
 
 
 @pytest.mark.ucx
-def test_a_farewell_needs_no_slot() -> None:
+@pytest.mark.parametrize("first", ["producer", "consumer"])
+def test_a_farewell_needs_no_slot(first: str) -> None:
     """On a GPU the first slot costs all of them, and a P receives nothing else."""
-    pair = Pair("ucx", 2, CPU)
-    try:
+    with closing(Pair("ucx", 2, CPU)) as pair:
         sender, receiver = pair.join()
         pair.carry(sender, receiver, 1).release()
         before = pair.p.staging_bytes
-        receiver.close()
-        pair.follow(sender)
-        assert pair.p.staging_bytes == before
+        leaver, other = (sender, receiver) if first == "producer" else (receiver, sender)
+        leaver.close()
+        pair.follow(other)
         pair.turn(lambda: not pair.p.active and not pair.d.active)
-    finally:
-        pair.close()
+        assert pair.p.staging_bytes == before
