@@ -6,7 +6,7 @@ Decisions are ``lease.step``'s; this file performs its effects and feeds it what
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from dataclasses import dataclass
 
 from kvferry.connector import lease, protocol
@@ -65,7 +65,6 @@ class Producer:
         self._waiting: list[HeldAsk] = []
         self._early: OrderedDict[bytes, list[lease.Released]] = OrderedDict()
         self._freed: list[str] = []
-        self._owed: deque[tuple[Session, protocol.Grant]] = deque()
 
     # --- commands from the engine -------------------------------------------------------------------------------
 
@@ -132,10 +131,6 @@ class Producer:
                 self._deny(push.session, push.number, "failed", push.why)
             if push.over:
                 self._end_push(push, now)
-        while self._owed:
-            session, grant = self._owed.popleft()
-            if self._sessions.find(session.identity) is session:
-                self._reply(session.identity, grant)
         return packed > 0
 
     def tick(self, now: float) -> None:
@@ -235,10 +230,9 @@ class Producer:
             self._deny(session, ask.read, "bounds", str(error))
             return
         self._step(ask.token, lease.Asked(ask.consumer, frozenset(ask.expected)), now)
-        if session.peer_reads:  # only who reads the pages by itself hears which they are
-            self._reply(session.identity, _granted(held.grant, ask.read, 0, held.grant.block_ids))
-        else:  # after the first chunks of this turn, which take longer
-            self._owed.append((session, _granted(held.grant, ask.read, len(parts), ())))
+        # Only who reads the pages by itself hears which they are.
+        block_ids = held.grant.block_ids if session.peer_reads else ()
+        self._reply(session.identity, _granted(held.grant, ask.read, len(parts), block_ids))
         if parts:
             push = Push(session, ask.read, ask.token, parts)
             self._step(ask.token, lease.ReadStarted(push.key), now)

@@ -20,8 +20,6 @@ D asks, P answers. One hand-over from one P rank to one D rank is a *read*, numb
     Cancel(read)                    ──▶                               (any time after Ask)
                                     ◀── Stopped(read, sent)
 
-A Grant of chunks goes after the first of them; where the read ends before, a Deny or a Stopped may precede it.
-
 Streaming during prefill needs no new message: a Grant names the tokens that are ready, and more Grants of the same
 read, with the same epoch, may follow.
 
