@@ -22,10 +22,11 @@ Every prompt is new. ``fresh``: the engines take blocks that were never used, in
 after traffic of many short prompts that decoded side by side; how many blocks of a table lie right behind the one
 before is printed, and one hand-over per state is compared byte for byte. ``emptied``: as scattered, but vLLM was told
 to forget what the blocks hold; else it evicts each one that D is given, which is in D's time to the first token and not
-in that of the local hit. Every hand-over is checked against vLLM's
-counter of tokens loaded from outside: a prompt that D computed ends the run as an error. Rounds alternate, A B B A,
-between the connectors; there are at least ``--rounds``, and as many more as ``--seconds`` per state and the unused
-blocks allow.
+in that of the local hit.
+
+Every hand-over is checked against vLLM's counter of tokens loaded from outside: a prompt that D computed ends the run
+as an error. Rounds alternate, A B B A, between the connectors; there are at least ``--rounds``, and as many more as
+``--seconds`` per state and the unused blocks allow.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ RAW_MESSAGE, RAW_WINDOW = 32 << 20, 4
 HANDLE_BYTES = 64
 """Of a cudaIpcMemHandle_t."""
 REPEATED = 4
-"""Moves on one GPU between two events, so that the launches of all but the first hide behind the move before."""
+"""Moves between two events; each launch hides behind the move before, that of the first behind the head start."""
 
 
 def repeated(go: Callable[[], object]) -> Callable[[], None]:

@@ -41,8 +41,6 @@ Ids = npt.NDArray[np.int64]
 
 MIN_PIECE_BYTES = 2048
 """Shorter pieces of pages are packed into a slot before they are sent, and unpacked from one."""
-
-
 BRIEF_BYTES, BRIEF_LOCAL_BYTES = 128 << 20, 32 << 20
 """What a GPU reads from another in 0.4 ms, or packs and unpacks in less where it has nothing else to do, and what it
 packs or unpacks on a few SMs; waking another thread, and then the mover, takes nearly as long."""
@@ -148,7 +146,7 @@ class Caches:
         return self.copies.start(enqueue, brief=brief, alone=alone)
 
     def warm_up(self) -> None:
-        """Compile the kernels that the copies need, by one that changes nothing. Blocks."""
+        """Allocate what launches need, and compile the kernels of the copies by one that changes nothing. Blocks."""
         if self.device.type == "cpu" or not self.views:
             return
         self.copies.start(partial(prepare, self.device))

@@ -43,6 +43,7 @@ _SPIN_SECONDS = 2e-3
 """With GPU memory, how long the worker is polled after something has moved and while more is on its way: one slot takes
 0.1 ms over NVLink, and the end of a copy by the GPU wakes a sleeper late."""
 _FAREWELL_BYTES = 1
+"""Of the message that says that a channel is closed."""
 _CLOSE_SECONDS = 0.5
 """At most, for what is in flight when the plane closes."""
 
