@@ -11,7 +11,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,6 +22,9 @@ from gpu_ways import IN_A_ROW
 from timing import timed
 
 from kvferry.kernels.paged_copy import Pages, copy_pages, wire_pages
+
+if TYPE_CHECKING:
+    from kvferry.transport.ucx_worker import Memory
 
 LARGE_DESCRIPTOR = 64 << 20
 RAW_MESSAGE, RAW_WINDOW = 32 << 20, 4
@@ -194,7 +197,7 @@ class UcxxRawEnd(ArenaEnd):
 
         self.worker = UcxWorker("127.0.0.1")
         self.told = False
-        self.todo: list[torch.Tensor] = []
+        self.todo: list[Memory] = []
 
     def exchange(self, blob: str | None, peer: str = "main") -> str | None:
         if blob is not None:
@@ -205,20 +208,24 @@ class UcxxRawEnd(ArenaEnd):
         return base64.b64encode(self.worker.address).decode()
 
     def serve(self, point: str, way: str, repeats: int) -> Any:
-        self.todo = list(self.arena[: self.points[point].nbytes].split(RAW_MESSAGE)) * repeats
+        self.todo = self._messages(point) * repeats
+
+    def _messages(self, point: str) -> list[Memory]:
+        """Made before the time is taken."""
+        return [self.worker.memory(piece) for piece in self.arena[: self.points[point].nbytes].split(RAW_MESSAGE)]
 
     def settle(self) -> None:
         for _ in self._moved(iter(self.todo), self._send):
             pass
 
-    def _send(self, message: torch.Tensor) -> Any:
+    def _send(self, message: Memory) -> Any:
         return self.link.send(message, 1)
 
-    def _receive(self, message: torch.Tensor) -> Any:
+    def _receive(self, message: Memory) -> Any:
         announced = self.worker.probe()
         return None if announced is None else self.worker.receive(announced, message)
 
-    def _moved(self, messages: Iterator[torch.Tensor], start: Callable[[torch.Tensor], Any]) -> Iterator[None]:
+    def _moved(self, messages: Iterator[Memory], start: Callable[[Memory], Any]) -> Iterator[None]:
         """Moves all; stops after each turn of progress."""
         flying: list[Any] = []
         message = next(messages, None)
@@ -235,7 +242,7 @@ class UcxxRawEnd(ArenaEnd):
             yield
 
     def move(self, point: str, way: str, repeats: int, ticket: Any = None, peer: str = "main") -> list[float]:
-        messages = self.arena[: self.points[point].nbytes].split(RAW_MESSAGE)
+        messages = self._messages(point)
 
         def receive_all() -> None:
             for _ in self._moved(iter(messages), self._receive):

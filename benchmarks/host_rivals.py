@@ -7,7 +7,6 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -73,7 +72,8 @@ class UcxxRaw:
         self.source = role == "source"
         self.worker = UcxWorker("127.0.0.1")
         self.nbytes = config.mib << 20
-        self.memory = torch.ones(self.nbytes, dtype=torch.uint8)
+        memory = torch.ones(self.nbytes, dtype=torch.uint8)
+        self.pieces = [self.worker.memory(piece) for piece in memory.split(RAW_MESSAGE)]
         self.told = False
 
     def exchange(self, blob: bytes | None) -> bytes | None:
@@ -84,13 +84,10 @@ class UcxxRaw:
         self.told = True
         return self.worker.address
 
-    def _pieces(self) -> Iterator[torch.Tensor]:
-        return iter(self.memory.split(RAW_MESSAGE))
-
     def move(self, kib: int) -> float | None:
         start = time.perf_counter()
-        pieces, flying, piece = self._pieces(), [], None
-        piece = next(pieces)
+        pieces, flying = iter(self.pieces), []
+        piece = next(pieces, None)
         while piece is not None or flying:
             while piece is not None and len(flying) < RAW_WINDOW:
                 if self.source:

@@ -142,6 +142,11 @@ def prepare(device: torch.device) -> None:
             lane.ring(size)
 
 
+def is_current(device: torch.device) -> bool:
+    """Whether this thread uses that GPU. To say so again costs more than to ask, and lets the GIL go."""
+    return bool(torch._C._cuda_getDevice() == device.index)
+
+
 def current_stream(device: torch.device) -> int:
     """Its handle: where Triton launches on that device."""
     return int(torch._C._cuda_getCurrentRawStream(device.index))
@@ -172,7 +177,7 @@ class Variant:
         """Launch ``programs`` programs on the current stream of ``device``; on ``cpu``, in the interpreter."""
         if device.type == "cpu":
             self._kernel[(programs,)](table.on_host(), *numbers, *self._constants)
-        elif torch._C._cuda_getDevice() == device.index:
+        elif is_current(device):
             self._launch(programs, table, device, numbers)
         else:
             with torch.cuda.device(device):

@@ -55,7 +55,7 @@ class UcxSendChannel(SendChannel):
             self.give_back(slot)
             return
         try:
-            request = self.link.send(slot.tensor[:nbytes], tag)
+            request = self.link.send(self._plane.memory(slot, nbytes), tag)
         except TransportError as error:
             self.fail(str(error))
             self.give_back(slot)

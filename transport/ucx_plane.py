@@ -31,7 +31,7 @@ from kvferry.transport.plane import CPU, Plane, Received, RecvChannel, SendChann
 from kvferry.transport.staging import SlotPool
 from kvferry.transport.ucx_channels import Transfer, UcxRecvChannel, UcxSendChannel
 from kvferry.transport.ucx_library import uses_rdma
-from kvferry.transport.ucx_worker import Announced, Link, Request, UcxWorker
+from kvferry.transport.ucx_worker import Announced, Link, Memory, Request, UcxWorker
 
 _WINDOWS, _GPU_WINDOWS = (4, 2), (6, 3)
 """Messages of one channel that P has in flight, and that D receives at the same time. UCX moves all that it may at the
@@ -96,8 +96,9 @@ class UcxPlane(Plane):
         self.by_tag: dict[int, UcxRecvChannel] = {}
         self.transfers: list[Transfer] = []
         self._recv_pool = SlotPool(slot_bytes, staging_bytes, device)
+        self._memories: dict[int, Memory] = {}  # by address
         self._channels: dict[int, UcxSendChannel | UcxRecvChannel] = {}
-        self._farewells: list[tuple[Request, torch.Tensor]] = []
+        self._farewells: list[tuple[Request, Memory]] = []
         self._pending: deque[Announced] = deque()
         self._starved = False
         self._closed = False
@@ -212,6 +213,15 @@ class UcxPlane(Plane):
             self._worker.progress()
             self._receive()
 
+    def memory(self, slot: Slot, nbytes: int) -> Memory:
+        """The first ``nbytes`` of a slot."""
+        if nbytes < slot.nbytes:
+            return self._worker.memory(slot.tensor[:nbytes])
+        memory = self._memories.get(slot.address)
+        if memory is None:
+            memory = self._memories[slot.address] = self._worker.memory(slot.tensor)
+        return memory
+
     def _release(self, slot: Slot) -> None:
         self._recv_pool.put(slot)
         self.pulse()
@@ -224,7 +234,7 @@ class UcxPlane(Plane):
                 transfer.retired = True
                 (self.send_pool if isinstance(channel, UcxSendChannel) else self._recv_pool).retire(transfer.slot)
         with contextlib.suppress(TransportError):
-            farewell = torch.zeros(_FAREWELL_BYTES, dtype=torch.uint8)
+            farewell = self._worker.memory(torch.zeros(_FAREWELL_BYTES, dtype=torch.uint8))
             self._farewells.append((channel.link.send(farewell, channel.farewell), farewell))
 
     def _link(self, hail: _Offer | _Attach) -> Link:
@@ -260,7 +270,7 @@ class UcxPlane(Plane):
 
     def _drop(self, farewell: Announced) -> None:
         """It needs no slot: on a GPU a P that receives nothing else would allocate all of them for it."""
-        nowhere = torch.empty(_FAREWELL_BYTES, dtype=torch.uint8)
+        nowhere = self._worker.memory(torch.empty(_FAREWELL_BYTES, dtype=torch.uint8))
         with contextlib.suppress(TransportError):
             self._farewells.append((self._worker.receive(farewell, nowhere), nowhere))
 
@@ -277,7 +287,7 @@ class UcxPlane(Plane):
         try:
             slot = self._recv_pool.take()
             assert slot is not None
-            request = self._worker.receive(message, slot.tensor)
+            request = self._worker.receive(message, self.memory(slot, slot.nbytes))
         except TransportError as error:
             if slot is not None:
                 self._recv_pool.put(slot)

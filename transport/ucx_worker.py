@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,6 +15,13 @@ _DONE = 0
 """UCS_OK."""
 _CLOSE_ROUNDS = 100
 """Of progress that closing gives the endpoints; what is left ends with the worker."""
+
+
+class Memory(NamedTuple):
+    """Memory as UCXX takes it; to look it up in a tensor takes as long as to send it. Keeps it alive."""
+
+    array: Any
+    nbytes: int
 
 
 class Request:
@@ -58,8 +65,8 @@ class Link:
             return str(error)
         return "closed"
 
-    def send(self, data: torch.Tensor, tag: int) -> Request:
-        """Send all of ``data`` (uint8, contiguous), which must live until the request is completed.
+    def send(self, data: Memory, tag: int) -> Request:
+        """Send all of ``data``, which must live until the request is completed.
 
         Raises:
             TransportError: the peer is gone.
@@ -67,7 +74,7 @@ class Link:
         if not self.alive:
             raise TransportError(f"ucx: the link is down: {self.reason}")
         try:
-            return Request(self._endpoint.tag_send(self._worker._array(data), self._worker._ucx.UCXXTag(tag)))
+            return Request(self._endpoint.tag_send(data.array, self._worker._ucx.UCXXTag(tag)))
         except Exception as error:  # UCXX has a dozen exception types, all of them mean this
             raise TransportError(f"ucx: sending failed: {error}") from None
 
@@ -163,15 +170,19 @@ class UcxWorker:
         probe = self._worker.tag_probe(self._any_tag, self._any_mask, True)
         return Announced(probe) if probe.matched else None
 
-    def receive(self, message: Announced, into: torch.Tensor) -> Request:
-        """Receive into ``into`` (uint8, contiguous, at least ``message.nbytes``).
+    def memory(self, data: torch.Tensor) -> Memory:
+        """``data`` (uint8, contiguous) as UCXX takes it."""
+        return Memory(self._make_array(data if data.is_cuda else data.numpy()), data.numel())
+
+    def receive(self, message: Announced, into: Memory) -> Request:
+        """Receive into ``into``, at least ``message.nbytes``.
 
         Raises:
             TransportError: UCX refused.
         """
-        assert into.numel() >= message.nbytes
+        assert into.nbytes >= message.nbytes
         try:
-            return Request(self._worker.tag_recv_with_handle(self._array(into), message.probe))
+            return Request(self._worker.tag_recv_with_handle(into.array, message.probe))
         except Exception as error:  # UCXX has a dozen exception types, all of them mean this
             raise TransportError(f"ucx: receiving failed: {error}") from None
 
@@ -185,6 +196,3 @@ class UcxWorker:
                 break
         self._links.clear()
         del self._worker, self._context
-
-    def _array(self, data: torch.Tensor) -> Any:
-        return self._make_array(data if data.is_cuda else data.numpy())
