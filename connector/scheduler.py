@@ -245,7 +245,10 @@ class SchedulerHalf:
             raise ProtocolError(f"P prefilled {handed.num_tokens} prompt tokens, this request has {ours}")
         if request.prompt_token_ids is None:
             raise ProtocolError("its prompt is given as embeddings, which cannot be told apart from P's")
-        if prompt_digest(request.prompt_token_ids[: handed.num_tokens], request.extra) != handed.prompt:
+        prefilled = request.prompt_token_ids
+        if handed.num_tokens < ours:
+            prefilled = prefilled[: handed.num_tokens]
+        if prompt_digest(prefilled, request.extra) != handed.prompt:
             raise ProtocolError("P prefilled another prompt (tokens, LoRA adapter or multi-modal inputs differ)")
 
     # --- P, and the end of every request ------------------------------------------------------------------------
