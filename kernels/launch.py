@@ -27,7 +27,7 @@ _SIZES = (128, 512, 2048, 8192)
 """Numbers that a buffer takes; larger tables get buffers of their own."""
 _ARGUMENTS = 40
 """Of a kernel, at most."""
-_SCRATCH = 2
+_NO_SCRATCH = (0, 0)
 """Arguments that Triton adds at the end of a kernel's: addresses of memory, null for kernels that need none."""
 
 
@@ -117,7 +117,7 @@ class _Lane:
 
     def launch(self, kernel: _Compiled, programs: int, table: int, numbers: tuple[int, ...]) -> None:
         # Each in 8 bytes, of which a kernel reads the lower 4 where it declares that.
-        kernel.arguments.pack_into(self._arguments, 0, table, *numbers, *kernel.scratch)
+        kernel.arguments.pack_into(self._arguments, 0, table, *numbers, *_NO_SCRATCH)
         cuda_calls.launch(kernel.function, programs, kernel.threads, kernel.shared, self.stream, self._pointers)
 
 
@@ -159,11 +159,10 @@ class _Compiled:
         self.kernel, about = kernel, kernel.metadata
         extra = [getattr(about, name, True) for name in ("global_scratch_size", "profile_scratch_size")]
         extra += [getattr(about, name, 0) for name in ("launch_cooperative_grid", "launch_pdl", "instrumentation_mode")]
-        few = 1 + numbers + _SCRATCH <= _ARGUMENTS
-        self.plain = few and about.num_ctas == 1 and not any(extra)
+        arguments = 1 + numbers + len(_NO_SCRATCH)
+        self.plain = arguments <= _ARGUMENTS and about.num_ctas == 1 and not any(extra)
         self.function, self.shared, self.threads = kernel.function, about.shared, 32 * about.num_warps
-        self.scratch = (0,) * _SCRATCH
-        self.arguments = struct.Struct(f"={1 + numbers + _SCRATCH}q")
+        self.arguments = struct.Struct(f"={arguments}q")
 
 
 class Variant:
