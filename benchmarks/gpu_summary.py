@@ -92,8 +92,8 @@ def under_load(result: Mapping[str, Any]) -> list[str]:
     return [
         f"Under load: vLLM's `bench serve` through a router, {first['requests']} prompts of {first['tokens']} tokens "
         f"with {first['output']} to answer, {first['beside']} at a time, in the order of the runs. "
-        "A step of these engines takes as long as the Python of its host: the time per token of one connector differs "
-        "more from run to run than the connectors do:",
+        "They last seconds, and a step of these engines takes as long as the Python of its host: a look at whole "
+        "services, too short to compare the time per token:",
         table(["connector", "TTFT ms", "p99", "per token ms", "requests/s"], lines),
     ]
 

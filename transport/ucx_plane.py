@@ -270,8 +270,8 @@ class UcxPlane(Plane):
 
     def _drop(self, farewell: Announced) -> None:
         """It needs no slot: on a GPU a P that receives nothing else would allocate all of them for it."""
-        nowhere = self._worker.memory(torch.empty(_FAREWELL_BYTES, dtype=torch.uint8))
         with contextlib.suppress(TransportError):
+            nowhere = self._worker.memory(torch.empty(_FAREWELL_BYTES, dtype=torch.uint8))
             self._farewells.append((self._worker.receive(farewell, nowhere), nowhere))
 
     def _take_in(self, message: Announced, channel: UcxRecvChannel | None) -> None:

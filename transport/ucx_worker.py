@@ -171,8 +171,15 @@ class UcxWorker:
         return Announced(probe) if probe.matched else None
 
     def memory(self, data: torch.Tensor) -> Memory:
-        """``data`` (uint8, contiguous) as UCXX takes it."""
-        return Memory(self._make_array(data if data.is_cuda else data.numpy()), data.numel())
+        """``data`` (uint8, contiguous) as UCXX takes it.
+
+        Raises:
+            TransportError: UCXX refused.
+        """
+        try:
+            return Memory(self._make_array(data if data.is_cuda else data.numpy()), data.numel())
+        except Exception as error:  # whatever there is, the slot that this is of must come back
+            raise TransportError(f"ucx: memory cannot be used: {error!r}") from None
 
     def receive(self, message: Announced, into: Memory) -> Request:
         """Receive into ``into``, at least ``message.nbytes``.

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kvferry.connector.copies import PATIENCE_SECONDS, GpuCopies
+from kvferry.connector.copies import PATIENCE_SECONDS, Copy, GpuCopies
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -17,13 +17,18 @@ LONG = 1_000_000_000
 """Cycles; half a second on any GPU."""
 
 
+def wait_for(copy: Copy) -> None:
+    """Until it is done, which is said later than the stream has ended it."""
+    deadline = time.monotonic() + 10
+    while not copy.done and time.monotonic() < deadline:
+        time.sleep(1e-3)
+    assert copy.done
+
+
 @pytest.fixture
 def copies() -> Iterator[GpuCopies]:
     copies = GpuCopies(torch.device("cuda", 0), 7)
-    first = copies.start(lambda: torch.cuda._sleep(1))  # what the first one costs is not timed
-    deadline = time.monotonic() + 10
-    while not first.done and time.monotonic() < deadline:  # which its thread says later than the stream
-        time.sleep(1e-3)
+    wait_for(copies.start(lambda: torch.cuda._sleep(1)))  # what the first one costs is not timed
     yield copies
     copies.close()
 
@@ -40,8 +45,6 @@ def test_a_brief_one_has_ended_on_return_where_nothing_else_could_go_on(copies: 
 def test_the_end_of_one_that_was_not_waited_for_is_told(copies: GpuCopies) -> None:
     told, started = threading.Event(), threading.Event()
     copies.on_done = lambda: told.set() if started.is_set() else None  # not of the fixture's
-    copies.settle()
-    time.sleep(0.1)
     started.set()
     copy = copies.start(busy)
     assert not copy.done
@@ -49,9 +52,9 @@ def test_the_end_of_one_that_was_not_waited_for_is_told(copies: GpuCopies) -> No
 
 
 def test_an_idle_engine_s_is_waited_for_with_patience(copies: GpuCopies) -> None:
-    assert not copies.start(lambda: busy(LONG // 1000), alone=True).done, "the engine computes"
-    copies.settle()
-    time.sleep(0.1)
+    beside = copies.start(lambda: busy(LONG // 1000), alone=True)
+    assert not beside.done, "the engine computes"
+    wait_for(beside)
     copies.idle = True
     assert copies.start(lambda: busy(LONG // 1000), alone=True).done
     begun = time.monotonic()
@@ -62,10 +65,11 @@ def test_an_idle_engine_s_is_waited_for_with_patience(copies: GpuCopies) -> None
 
 def test_none_is_waited_for_behind_what_the_engine_does(copies: GpuCopies) -> None:
     """And it does not begin before that is over."""
-    flag = torch.zeros(1, device=copies.device)
-    busy()
-    flag.fill_(1)
-    copies.after(copies.mark())
+    with torch.cuda.stream(torch.cuda.default_stream()):  # this thread is the mover, too, and on its stream
+        flag = torch.zeros(1, device=copies.device)
+        busy()
+        flag.fill_(1)
+        copies.after(copies.mark())
     found = torch.empty(1, device=copies.device)
     copy = copies.start(lambda: found.copy_(flag), brief=True, alone=True)
     assert not copy.done

@@ -125,6 +125,20 @@ def test_all_bytes_arrive(pair: tuple[Rank, Rank], plane: str) -> None:
     assert torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS))
 
 
+def test_d_hears_that_its_read_is_granted_before_anything_is_packed(
+    pair: tuple[Rank, Rank], copies: list[SlowCopies]
+) -> None:
+    """P may be held up there for long, and a D that hears nothing does not know whether P has its request."""
+    p, d = pair
+    begin_and_stop_at(copies[0], p, d)
+    assert d.worker._mover is not None
+    reads = d.worker._mover._consumer._reads._reads
+    assert wait(lambda: [read.granted for read in reads.values()] == [True], [p, d])
+    assert copies[0].running
+    copies[0].gate.set()
+    assert wait(lambda: d.received == {"req-d"} and p.sent == {"req-p"}, [p, d])
+
+
 @pytest.mark.parametrize("plane", ["shm", "zmq"])
 def test_a_cancelled_load_is_told_after_the_last_copy_into_its_blocks(
     pair: tuple[Rank, Rank], copies: list[SlowCopies]

@@ -1,0 +1,65 @@
+"""UCXX refuses some memory: that is one channel's error, and its slot comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+from plane_pair import SLOT, Pair
+
+from kvferry.transport.plane import CPU
+from kvferry.transport.ucx_plane import UcxPlane
+
+pytestmark = pytest.mark.ucx
+SLOTS = 8
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    with closing(Pair("ucx", SLOTS, CPU)) as pair:
+        yield pair
+
+
+def refuse(plane: object, monkeypatch: pytest.MonkeyPatch, *numbers: int) -> None:
+    """Have UCXX refuse the memory that it is shown in these turns, counted from 1."""
+    assert isinstance(plane, UcxPlane)
+    make, turns = plane._worker._make_array, iter(range(1, 1000))
+
+    def refusing(memory: Any) -> Any:
+        if next(turns) in numbers:
+            raise MemoryError("refused")
+        return make(memory)
+
+    monkeypatch.setattr(plane._worker, "_make_array", refusing)
+
+
+@pytest.mark.parametrize("nbytes", [SLOT, SLOT // 2])
+def test_a_slot_that_cannot_be_sent_comes_back(pair: Pair, monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
+    sender, receiver = pair.join()
+    refuse(pair.p, monkeypatch, 1)
+    sender.send(pair.acquired(sender), nbytes, 1)
+    assert "refused" in str(sender.error)
+    sender.close()
+    pair.follow(receiver)
+    pair.turn(lambda: not pair.slots_out)
+    sender, receiver = pair.join()
+    pair.carry(sender, receiver, 2).release()
+
+
+def test_a_message_that_cannot_be_received_takes_no_other_with_it(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also none of those that wait for their turn in the same round."""
+    monkeypatch.setattr(pair.d, "_receives", 1)
+    (sender, receiver), (other_sender, other_receiver) = pair.join(), pair.join()
+    for tag in (1, 2, 3):
+        pair.send(sender, receiver, tag)
+    pair.send(other_sender, other_receiver, 9)
+    refuse(pair.d, monkeypatch, 2)
+    arrived = []
+    for _ in range(3):
+        message = pair.arrived(receiver)
+        arrived.append(message.tag)
+        message.release()
+    assert arrived == [1, 2, 3] and receiver.error is None
+    assert "refused" in str(other_receiver.error) and not other_receiver.poll()
