@@ -45,7 +45,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     slot_bytes: Annotated[
         Annotated[int, Meta(ge=64 << 10, le=256 * _MIB)] | None,
         _doc(
-            "size of one staging slot, one message on the wire; "
+            "size of one staging slot, one message on the wire, 64 KiB to 256 MiB; "
             "where unset 4 MiB in host memory, a quarter of the staging memory on GPUs"
         ),
     ] = None
