@@ -71,8 +71,7 @@ class UcxxRaw:
 
         self.source = role == "source"
         self.worker = UcxWorker("127.0.0.1")
-        self.nbytes = config.mib << 20
-        memory = torch.ones(self.nbytes, dtype=torch.uint8)
+        memory = torch.ones(config.mib << 20, dtype=torch.uint8)
         self.pieces = [self.worker.memory(piece) for piece in memory.split(RAW_MESSAGE)]
         self.told = False
 

@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
-import msgspec
+import msgspec.inspect
 from msgspec import Meta
 
 from kvferry.connector.errors import ConfigError, did_you_mean
@@ -45,7 +45,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     slot_bytes: Annotated[
         Annotated[int, Meta(ge=64 << 10, le=256 * _MIB)] | None,
         _doc(
-            "size of one staging slot, one message on the wire, 64 KiB to 256 MiB; "
+            "size of one staging slot, one message on the wire; "
             "where unset 4 MiB in host memory, a quarter of the staging memory on GPUs"
         ),
     ] = None
@@ -204,14 +204,31 @@ def _check_together(settings: Settings) -> None:
 def settings_table() -> str:
     """The settings as a Markdown table, for the README."""
     hints = get_type_hints(Settings, include_extras=True)
-    rows = ["| setting | default | environment | meaning |", "|---|---|---|---|"]
+    rows = ["| setting | default | from, to | environment | meaning |", "|---|---|---|---|---|"]
     for field in msgspec.structs.fields(Settings):
         metas = getattr(hints[field.name], "__metadata__", ())
         text = next(m.description for m in metas if m.description)
         default = "unset" if field.default is None else f"`{field.default}`"
         variable = f"`{ENVIRONMENT[field.name]}`" if field.name in ENVIRONMENT else ""
-        rows.append(f"| `{field.name}` | {default} | {variable} | {text} |")
+        rows.append(f"| `{field.name}` | {default} | {_bounds(field.type)} | {variable} | {text} |")
     return "\n".join(rows)
+
+
+def _bounds(kind: Any) -> str:
+    """The least and the largest number of a type; empty for what is no number."""
+    left: list[msgspec.inspect.Type] = [msgspec.inspect.type_info(kind)]
+    while left:
+        match left.pop():
+            case msgspec.inspect.Metadata(type=inner):
+                left.append(inner)
+            case msgspec.inspect.UnionType(types=types):
+                left.extend(types)
+            case (
+                msgspec.inspect.IntType(ge=least, gt=over, le=most)
+                | msgspec.inspect.FloatType(ge=least, gt=over, le=most)
+            ):
+                return f"over {over} to {most}" if least is None else f"{least} to {most}"
+    return ""
 
 
 if __name__ == "__main__":

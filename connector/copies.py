@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 
 from kvferry.kernels import cuda_calls
-from kvferry.kernels.launch import current_stream, is_current
+from kvferry.kernels.launch import current_stream, using
 from kvferry.transport.plane import CPU
 
 PATIENCE_SECONDS = 4e-3
@@ -167,14 +167,9 @@ class GpuCopies(Copies):
         return True
 
     def mark(self) -> Mark:
-        if is_current(self.device):
-            return self._marked()
-        with torch.cuda.device(self.device):
-            return self._marked()
-
-    def _marked(self) -> Mark:
-        mark = Mark()
-        mark.record(current_stream(self.device))
+        with using(self.device):
+            mark = Mark()
+            mark.record(current_stream(self.device))
         return mark
 
     def after(self, mark: Mark) -> None:

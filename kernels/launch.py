@@ -12,6 +12,7 @@ import ctypes
 import struct
 import threading
 from bisect import bisect_left
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ _ARGUMENTS = 40
 """Of a kernel, at most."""
 _NO_SCRATCH = (0, 0)
 """Arguments that Triton adds at the end of a kernel's: addresses of memory, null for kernels that need none."""
+_AS_IT_IS = nullcontext()
 
 
 class Table:
@@ -142,9 +144,9 @@ def prepare(device: torch.device) -> None:
             lane.ring(size)
 
 
-def is_current(device: torch.device) -> bool:
-    """Whether this thread uses that GPU. To say so again costs more than to ask, and lets the GIL go."""
-    return bool(torch._C._cuda_getDevice() == device.index)
+def using(device: torch.device) -> AbstractContextManager[object]:
+    """This thread uses that GPU inside. Where it does anyway, to say so costs more than to ask, and lets the GIL go."""
+    return _AS_IT_IS if torch._C._cuda_getDevice() == device.index else torch.cuda.device(device)
 
 
 def current_stream(device: torch.device) -> int:
@@ -176,11 +178,9 @@ class Variant:
         """Launch ``programs`` programs on the current stream of ``device``; on ``cpu``, in the interpreter."""
         if device.type == "cpu":
             self._kernel[(programs,)](table.on_host(), *numbers, *self._constants)
-        elif is_current(device):
+            return
+        with using(device):
             self._launch(programs, table, device, numbers)
-        else:
-            with torch.cuda.device(device):
-                self._launch(programs, table, device, numbers)
 
     def _launch(self, programs: int, table: Table, device: torch.device, numbers: tuple[int, ...]) -> None:
         lane = _lane(device)

@@ -6,9 +6,7 @@ base addresses and strides. The contiguous wire is a side like any other, so N l
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -34,15 +32,6 @@ class Pages:
     token_stride: int
     head: int = 0
     token: int = 0
-
-
-@cache
-def _copy_pages_triton() -> Callable[..., None]:
-    """Not before it is needed, for a rank without a GPU needs no Triton; once, for a look at imports takes as long as
-    the numbers of a copy."""
-    from kvferry.kernels.paged_copy_triton import copy_pages_triton
-
-    return copy_pages_triton
 
 
 _ONE_BLOCK = np.zeros(1, dtype=np.int64)
@@ -88,7 +77,9 @@ def copy_pages(
 
         copy_pages_reference(dst, src, num_heads=num_heads, num_tokens=num_tokens, content_bytes=content_bytes)
     else:
-        _copy_pages_triton()(
+        from kvferry.kernels.paged_copy_triton import copy_pages_triton
+
+        copy_pages_triton(
             dst,
             src,
             num_heads=num_heads,

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import os
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from kvferry.connector.errors import PlaneUnavailableError, TransportError
 from kvferry.transport.ucx_library import load_ucxx, settings_for
 
+Memory = Any
+"""UCXX's ``Array``: memory as it takes it, looked up in a tensor once. Keeps that alive; ``nbytes``."""
 _DONE = 0
 """UCS_OK."""
 _CLOSE_ROUNDS = 100
 """Of progress that closing gives the endpoints; what is left ends with the worker."""
-
-
-class Memory(NamedTuple):
-    """Memory as UCXX takes it; to look it up in a tensor takes as long as to send it. Keeps it alive."""
-
-    array: Any
-    nbytes: int
 
 
 class Request:
@@ -74,7 +69,7 @@ class Link:
         if not self.alive:
             raise TransportError(f"ucx: the link is down: {self.reason}")
         try:
-            return Request(self._endpoint.tag_send(data.array, self._worker._ucx.UCXXTag(tag)))
+            return Request(self._endpoint.tag_send(data, self._worker._ucx.UCXXTag(tag)))
         except Exception as error:  # UCXX has a dozen exception types, all of them mean this
             raise TransportError(f"ucx: sending failed: {error}") from None
 
@@ -177,7 +172,7 @@ class UcxWorker:
             TransportError: UCXX refused.
         """
         try:
-            return Memory(self._make_array(data if data.is_cuda else data.numpy()), data.numel())
+            return self._make_array(data if data.is_cuda else data.numpy())
         except Exception as error:  # whatever there is, the slot that this is of must come back
             raise TransportError(f"ucx: memory cannot be used: {error!r}") from None
 
@@ -189,7 +184,7 @@ class UcxWorker:
         """
         assert into.nbytes >= message.nbytes
         try:
-            return Request(self._worker.tag_recv_with_handle(into.array, message.probe))
+            return Request(self._worker.tag_recv_with_handle(into, message.probe))
         except Exception as error:  # UCXX has a dozen exception types, all of them mean this
             raise TransportError(f"ucx: receiving failed: {error}") from None
 

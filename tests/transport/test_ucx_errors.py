@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
+from itertools import count
 from typing import Any
 
 import pytest
@@ -22,13 +23,13 @@ def pair() -> Iterator[Pair]:
         yield pair
 
 
-def refuse(plane: object, monkeypatch: pytest.MonkeyPatch, *numbers: int) -> None:
-    """Have UCXX refuse the memory that it is shown in these turns, counted from 1."""
+def refuse(plane: object, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Have UCXX refuse one of the memories that it is shown, counted from 1."""
     assert isinstance(plane, UcxPlane)
-    make, turns = plane._worker._make_array, iter(range(1, 1000))
+    make, turns = plane._worker._make_array, count(1)
 
     def refusing(memory: Any) -> Any:
-        if next(turns) in numbers:
+        if next(turns) == number:
             raise MemoryError("refused")
         return make(memory)
 

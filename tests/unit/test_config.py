@@ -109,9 +109,22 @@ def test_every_setting_is_documented_in_the_table():
     rows = table.splitlines()
     assert len(rows) == 2 + len(msgspec.structs.fields(Settings))
     for row, field in zip(rows[2:], msgspec.structs.fields(Settings), strict=True):
-        assert row.startswith(f"| `{field.name}` |") and row.count("|") == 5
-        assert len(row.split("|")[4].strip()) > 10, f"{field.name} says nothing"
+        assert row.startswith(f"| `{field.name}` |") and row.count("|") == 6
+        assert len(row.split("|")[5].strip()) > 10, f"{field.name} says nothing"
     assert all(f"`{variable}`" in table for variable in ENVIRONMENT.values())
+
+
+def test_the_table_says_how_large_a_number_may_be():
+    bounds = {row.split("|")[1].strip(" `"): row.split("|")[3].strip() for row in settings_table().splitlines()[2:]}
+    assert bounds["slot_bytes"] == "65536 to 268435456" and bounds["lease_seconds"] == "over 0 to 604800"
+    numbers = {field.name for field in msgspec.structs.fields(Settings) if isinstance(field.default, int | float)}
+    numbers = numbers - {"convert_dtype"} | {"slot_bytes", "staging_bytes"}
+    assert {name for name, text in bounds.items() if text} == numbers
+    for name in numbers:
+        least, most = bounds[name].removeprefix("over ").split(" to ")
+        for beyond in (float(least) - 1, float(most) + 1):
+            with pytest.raises(ConfigError, match=name):
+                load_settings({name: beyond}, {})
 
 
 def test_the_module_prints_the_table():
