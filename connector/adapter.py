@@ -73,6 +73,7 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
         self._worker: WorkerHalf | None = None
         self._failed_blocks: dict[str, set[int]] = {}
         self._invalid: set[int] = set()
+        self._now: list[Load] = []  # that the step under way computes with
         self._lost = False
         self._pool: Any = None
         if role == compat.KVConnectorRole.SCHEDULER:
@@ -222,9 +223,16 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
         self._working.post(plan)  # before anything else: it is what the request waits for
         if not compat.HAS_TRANSFER_RESULTS:
             self._failed_blocks |= {load.request_id: self._filled(load) for load in plan.loads if not load.now}
+        self._now += [load for load in plan.loads if load.now]
+        self._working.begin_now()
+
+    def _finish_now(self) -> None:
+        """See whether what the step computed with has come. vLLM asks for results after it has given its device the
+        step's work, and before it believes in any of its tokens."""
+        loads, self._now = self._now, []
         failed = self._working.finish_now()
         self._lost |= bool(failed)
-        for load in plan.loads:
+        for load in loads:
             if load.request_id in failed:
                 self._invalid |= self._filled(load)
 
@@ -233,11 +241,13 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
         return set(unpack_ids(load.block_ids[0])[load.tokens[0][0] // self._block_size :].tolist())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> compat.KVConnectorTransferResults:
+        self._finish_now()
         results = self._working.take_results()
         return compat.KVConnectorTransferResults(results.sent, results.received, results.failed)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """0.26: failures are told by block id, in the same step."""
+        self._finish_now()
         results = self._working.take_results()
         for request_id in results.received:
             blocks = self._failed_blocks.pop(request_id, set())

@@ -12,6 +12,7 @@ import msgspec
 
 from kvferry.connector import handover, protocol
 from kvferry.connector.claims import Claims
+from kvferry.connector.copies import Mark
 from kvferry.connector.errors import GeometryError, KVFerryError, ProtocolError
 from kvferry.connector.handover import Reason
 from kvferry.connector.link import Link, LinkState
@@ -45,11 +46,18 @@ class Finished(msgspec.Struct, frozen=True):
 class Consumer:
     """All hand-overs into this rank. Called from the mover's thread only."""
 
-    def __init__(self, site: Site, finished: Callable[[Finished], None], clock: Callable[[], float]) -> None:
-        """``finished`` is told of each load that ended, as soon as it has. ``clock``: seconds, for what a hand-over
-        took; ``now`` of a turn is that of its beginning."""
+    def __init__(
+        self,
+        site: Site,
+        begun: Callable[[str, Mark], None],
+        finished: Callable[[Finished], None],
+        clock: Callable[[], float],
+    ) -> None:
+        """``begun`` is told of each load that a step computes with, once all its copies are under way: they have ended
+        where the mark has passed. ``finished`` is told of each load that ended, as soon as it has. ``clock``: seconds,
+        for what a hand-over took; ``now`` of a turn is that of its beginning."""
         self._site = site
-        self._tell, self._clock = finished, clock
+        self._tell_begun, self._tell, self._clock = begun, finished, clock
         self._timeouts = handover.Timeouts(
             site.settings.handshake_timeout_seconds, site.settings.transfer_timeout_seconds
         )
@@ -369,10 +377,22 @@ class Consumer:
             self._step(read.job, handover.Granted(read.source), now)
             if read.moved:  # its chunks were here before
                 self._commit(read, now)
+            self._begun(read.job)
+
+    def _begun(self, job: Job) -> None:
+        """Where a step waits for it: its device can wait for the copies themselves, once there are no more to come."""
+        if not job.load.now or job.begun or job.state.phase is not handover.Phase.MOVING:
+            return
+        if all(read.begun for read in job.reads):
+            job.begun = True
+            mark = self._site.caches.copies.started()
+            if mark is not None:
+                self._tell_begun(job.load.request_id, mark)
 
     def _collect(self, now: float) -> bool:
         for read, event in self._reads.collect(list(self._links.values())):
             self._step(read.job, event, now)
+            self._begun(read.job)
         return self._reads.backlog
 
     def _all_moved(self, read: Read, now: float) -> None:

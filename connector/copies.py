@@ -2,7 +2,8 @@
 
 On the host a copy is done on return. On a GPU it is enqueued on a stream of its own; one thread waits for its end in a
 call that holds no GIL, so that the mover neither polls the GPU nor stands still for it. Where that would take longer
-than the copy, or where the mover has nothing else to do, it does stand still.
+than the copy, or where the mover has nothing else to do, it does stand still. Where the engine computes with a
+copy, its stream waits for it.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Copy:
 
 
 Mark = cuda_calls.Event
-"""A place in what the engine gives its device to do."""
+"""A place in what the engine gives its device to do, or in the copies."""
 
 
 class Copies(ABC):
@@ -70,6 +71,14 @@ class Copies(ABC):
         """What is started from now on waits for it."""
 
     @abstractmethod
+    def started(self) -> Mark | None:
+        """All copies so far; ``None`` where they have ended."""
+
+    @abstractmethod
+    def hold_engine(self, mark: Mark) -> None:
+        """What the engine's thread, which calls this, gives its device from now on waits for it."""
+
+    @abstractmethod
     def settle(self) -> None:
         """Block until all copies have ended that were started before."""
 
@@ -91,6 +100,12 @@ class HostCopies(Copies):
         return None
 
     def after(self, mark: Mark) -> None:
+        """It has passed."""
+
+    def started(self) -> Mark | None:
+        return None
+
+    def hold_engine(self, mark: Mark) -> None:
         """It has passed."""
 
     def settle(self) -> None:
@@ -176,6 +191,15 @@ class GpuCopies(Copies):
         self._bind()  # a rank without caches has started no copy before
         self._behind = mark
         mark.hold(self._handle)
+
+    def started(self) -> Mark:
+        mark = Mark()
+        mark.record(self._handle)
+        return mark
+
+    def hold_engine(self, mark: Mark) -> None:
+        with using(self.device):
+            mark.hold(current_stream(self.device))
 
     def settle(self) -> None:
         self._stream.synchronize()

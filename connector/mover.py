@@ -54,7 +54,7 @@ _Item = TypeVar("_Item")
 class Mover:
     """One rank's transfer thread.
 
-    ``post`` may be called from any thread; ``take_finished`` and ``take_freed`` from one.
+    ``post`` may be called from any thread; ``wait`` and ``take_*`` from one.
     """
 
     def __init__(self, site: Site, listener: Listener, clock: Callable[[], float] = time.monotonic) -> None:
@@ -64,6 +64,7 @@ class Mover:
         self._waker = Waker()
         self._commands: deque[tuple[StepPlan, Mark | None, Sequence[Mark | None]]] = deque()
         self._computing: list[tuple[LeaseGrant, Mark | None]] = []
+        self._begun: deque[tuple[str, Mark]] = deque()
         self._finished: deque[Finished] = deque()
         self._freed: deque[str] = deque()
         self._news = threading.Event()
@@ -73,7 +74,7 @@ class Mover:
         self._warm = threading.Event()
         self._cold: Exception | None = None
         self._stopping = False
-        self._consumer = Consumer(site, self._report, clock)
+        self._consumer = Consumer(site, self._report_begun, self._report, clock)
         self._producer = Producer(site, listener)
         self._thread = threading.Thread(target=self._run, name="kvferry-mover", daemon=True)
         site.caches.copies.on_done = self._waker.wake
@@ -99,12 +100,16 @@ class Mover:
             self._commands.append((plan, mark, computed))
             self._waker.wake()
 
-    def wait(self, timeout: float, *, leases: bool = True) -> None:
-        """Block for up to ``timeout`` seconds, less where a load has ended and was not taken, nor, with ``leases``, a
-        lease that was freed."""
+    def wait(self, timeout: float, *, inside: bool = False) -> None:
+        """Block for up to ``timeout`` seconds, less where a load has ended and was not taken, nor a lease that was
+        freed. ``inside`` a step it is loads that have ended or begun."""
         self._news.clear()
-        if not (self._finished or (leases and self._freed)):  # looked at after the clear, so that nothing is missed
+        if not (self._finished or (self._begun if inside else self._freed)):  # after the clear: nothing is missed
             self._news.wait(timeout)
+
+    def take_begun(self) -> list[tuple[str, Mark]]:
+        """Loads that a step computes with of which all copies are under way; each is returned once."""
+        return _drain(self._begun)
 
     def take_finished(self) -> list[Finished]:
         """Loads that ended; each is returned once."""
@@ -255,6 +260,10 @@ class Mover:
         self._finished.append(finished)
         self._news.set()
 
+    def _report_begun(self, request_id: str, mark: Mark) -> None:
+        self._begun.append((request_id, mark))
+        self._news.set()
+
     def _publish(self) -> None:
         freed = self._producer.take_freed()
         self._freed.extend(freed)
@@ -313,7 +322,7 @@ class Mover:
                 logger.exception("kvferry: unexpected error while the transfer thread ends")
 
 
-def _drain(queue: deque[Finished] | deque[str]) -> list:  # type: ignore[type-arg]
+def _drain(queue: deque[_Item]) -> list[_Item]:
     items = []
     while queue:
         items.append(queue.popleft())

@@ -35,13 +35,14 @@ PEER_BYTES_PER_TURN = 16 << 20
 
 class Job(msgspec.Struct):
     """One request's hand-over on this rank. ``ids``: kernel block ids per region; ``alone``: no other one began with
-    it."""
+    it; ``begun``: the step that waits for it knows that all its copies are under way."""
 
     load: Load
     state: handover.Handover
     started: float
     ids: list[Ids]
     alone: bool = False
+    begun: bool = False
     reads: list[Read] = msgspec.field(default_factory=list)
     nbytes: int = 0
 
@@ -72,6 +73,11 @@ class Read(msgspec.Struct, eq=False):
     def tag(self, chunk: int) -> int:
         """A chunk's tag on the data plane, unique in this process."""
         return self.number << 32 | chunk
+
+    @property
+    def begun(self) -> bool:
+        """Whether all copies into our pages are under way or have ended."""
+        return self.moved or (self.granted and self.runs is None and not self.tags and self.writing > 0)
 
 
 Happened = tuple[Read, handover.Event]
@@ -165,8 +171,8 @@ class Reads:
         return self._part(read, planned), theirs
 
     def _alone(self, read: Read) -> bool:
-        """Whether it is the only one."""
-        return read.job.alone and len(self._reads) == 1
+        """Whether it is the only one, and the engine is not about to compute meanwhile."""
+        return read.job.alone and len(self._reads) == 1 and not read.job.load.now
 
     def _runs(self, planned: PlannedSpan, part: Part, theirs: Pages) -> Runs:
         row_bytes = self._caches.views[planned.group].row_bytes

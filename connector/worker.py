@@ -1,7 +1,8 @@
 """The worker half: one rank's caches, its mover, and the ledger of what the engine was told. No vLLM.
 
-The engine's thread calls in here. Nothing blocks but ``register`` at start-up, ``close`` at the end, ``finish_now`` for
-loads that the engine computes with in the same step, and a moment's wait in a step that computes nothing.
+The engine's thread calls in here. Nothing blocks but ``register`` at start-up, ``close`` at the end, ``begin_now`` and
+``finish_now`` for loads that the engine computes with in the same step, and a moment's wait in a step that computes
+nothing.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -70,6 +71,8 @@ class WorkerHalf:
         self._consumer = bytes(16)
         self._loading: set[str] = set()
         self._now: set[str] = set()  # of those, what the step under way computes with
+        self._held: set[str] = set()  # of those, what its device waits for
+        self._failed_now: set[str] = set()
         self._ended: list[Finished] = []  # taken from the mover, not told yet
         self._paces: dict[Source, Pace] = {}
         self._leased: set[str] = set()
@@ -136,7 +139,7 @@ class WorkerHalf:
     # --- every step ---------------------------------------------------------------------------------------------
 
     def post(self, plan: StepPlan) -> None:
-        """Start a step's work; must come before the engine runs the step."""
+        """Start a step's work; must come before the engine runs the step. ``begin_now`` and ``finish_now`` follow."""
         assert self._mover is not None, "caches are registered before the first step"
         self._loading.update(load.request_id for load in plan.loads)
         self._now.update(load.request_id for load in plan.loads if load.now)
@@ -155,37 +158,62 @@ class WorkerHalf:
         """What the device has done once it has done a step: the first mark that was made after it."""
         return next((mark for number, mark in self._marks if number > step), None)
 
+    def begin_now(self) -> None:
+        """Block until the engine may give its device this step's work: until the loads have ended that it computes
+        with, or their copies are under way and the device waits for them. Must come before the engine computes."""
+        if not self._now:
+            return
+        self._see_to_now(lambda: self._now <= self._held)
+        if self._site is not None:
+            self._site.caches.copies.idle = self._idle
+
     def finish_now(self) -> set[str]:
         """Block until the loads have ended that this step computes with; which of them failed. ``take_results`` says
-        nothing of them. Must come before the engine computes."""
-        failed: set[str] = set()
-        if not self._now:
-            return failed
-        assert self._mover is not None
+        nothing of them. Must come before the engine believes what it has computed."""
+        if self._now:
+            self._see_to_now(lambda: not self._now)
+        failed, self._failed_now = self._failed_now, set()
+        return failed
+
+    def _see_to_now(self, done: Callable[[], bool]) -> None:
+        assert self._mover is not None and self._site is not None
         started = time.monotonic()
         give_up = self._settings.ask_hold_seconds + GIVE_UP_SECONDS
-        while self._now and self._mover.alive:
-            self._mover.wait(LOOK_SECONDS, leases=False)
-            self._collect()
-            for finished in [finished for finished in self._ended if finished.request_id in self._now]:
-                self._ended.remove(finished)
-                self._now.discard(finished.request_id)
-                self._loading.discard(finished.request_id)
-                if not finished.ok:
-                    failed.add(finished.request_id)
+        while True:
+            alive = self._mover.alive
+            self._look_at_now()
+            if done():
+                return
+            if not alive:
+                break
             waited = time.monotonic() - started
-            if self._now and waited >= give_up:  # then it ends as soon as nothing writes its blocks any more
+            if waited >= give_up:  # then it ends as soon as nothing writes its blocks any more
                 logger.error("kvferry: the engine has waited %.0f s for %s to be loaded", waited, ", ".join(self._now))
                 self._mover.post(StepPlan(consumer=self._consumer, cancels=tuple(self._now)))
                 give_up = 2 * waited
-        if self._now:
-            logger.error("kvferry: the transfer thread has ended; %d loads fail", len(self._now))
-        failed |= self._now
-        self._loading -= self._now
-        self._now = set()
-        if self._site is not None:
-            self._site.caches.copies.idle = self._idle
-        return failed
+            self._mover.wait(LOOK_SECONDS, inside=True)
+        logger.error("kvferry: the transfer thread has ended; %d loads fail", len(self._now))
+        for request_id in set(self._now):
+            self._end_now(request_id, ok=False)
+
+    def _look_at_now(self) -> None:
+        """What has become of them. First which have ended: a load that has will not begin any more."""
+        assert self._mover is not None and self._site is not None
+        self._collect()
+        for finished in [finished for finished in self._ended if finished.request_id in self._now]:
+            self._ended.remove(finished)
+            self._end_now(finished.request_id, ok=finished.ok)
+        for request_id, mark in self._mover.take_begun():
+            if request_id in self._now:
+                self._site.caches.copies.hold_engine(mark)
+                self._held.add(request_id)
+
+    def _end_now(self, request_id: str, *, ok: bool) -> None:
+        self._now.discard(request_id)
+        self._held.discard(request_id)
+        self._loading.discard(request_id)
+        if not ok:
+            self._failed_now.add(request_id)
 
     def take_paces(self) -> dict[Source, Pace]:
         """How long hand-overs took that ended since the last call, the last one from each engine."""

@@ -77,6 +77,32 @@ def test_none_is_waited_for_behind_what_the_engine_does(copies: GpuCopies) -> No
     assert found.item() == 1
 
 
+@pytest.mark.parametrize("current", [0, 1])
+def test_the_engine_waits_on_its_gpu_for_what_was_started(copies: GpuCopies, current: int) -> None:
+    """Its thread goes on meanwhile, whichever GPU is current there."""
+    if torch.cuda.device_count() <= current:
+        pytest.skip("needs another GPU")
+    flag, found = torch.zeros(1, device=copies.device), torch.empty(1, device=copies.device)
+    torch.cuda.synchronize(copies.device)
+
+    def fill() -> None:
+        busy()
+        flag.fill_(1)
+
+    copy = copies.start(fill)
+    mark = copies.started()
+    engine = torch.cuda.Stream(copies.device)
+    with torch.cuda.stream(engine):
+        begun = time.monotonic()
+        with torch.cuda.device(current):
+            copies.hold_engine(mark)
+        found.copy_(flag)
+        assert time.monotonic() - begun < 0.2 and not copy.done
+    engine.synchronize()
+    assert found.item() == 1
+    wait_for(copy)
+
+
 def test_the_engine_s_sms_are_its_own_while_it_computes(copies: GpuCopies) -> None:
     assert copies.sms == 7
     copies.idle = True

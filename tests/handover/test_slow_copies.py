@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import cast
 
 import msgspec
 import opening
@@ -29,6 +30,13 @@ TOKENS, THEIRS, OURS = 200, list(range(3, 16)), list(range(10, 23))
 begin = partial(opening.begin, tokens=TOKENS, theirs=THEIRS, ours=OURS)
 
 
+class Place:
+    """Where a device would wait until all copies before it have ended."""
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+
+
 class SlowCopies(Copies):
     """Copies on another thread, each once ``gate`` is open. With ``error`` set they do nothing and say so."""
 
@@ -41,7 +49,8 @@ class SlowCopies(Copies):
         self.error = ""
         self.running = 0
         self.alone: list[bool] = []  # of each copy
-        self._queue: queue.SimpleQueue[tuple[Copy, Callable[[], None]] | None] = queue.SimpleQueue()
+        self.held: list[Place] = []  # what the engine's device waits for
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -49,26 +58,37 @@ class SlowCopies(Copies):
         copy = Copy()
         self.alone.append(alone)
         self.running += 1
-        self._queue.put((copy, enqueue))
+        self._queue.put(partial(self._copy, copy, enqueue))
         return copy
 
     def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
-            copy, enqueue = item
-            self.gate.wait(60)
-            time.sleep(1e-3)
-            if not self.error:
-                enqueue()
-            copy.error = self.error
-            self.running -= 1
-            copy.done = True
-            self.on_done()
+        while (act := self._queue.get()) is not None:
+            act()
+
+    def _copy(self, copy: Copy, enqueue: Callable[[], None]) -> None:
+        self.gate.wait(60)
+        time.sleep(1e-3)
+        if not self.error:
+            enqueue()
+        copy.error = self.error
+        self.running -= 1
+        copy.done = True
+        self.on_done()
 
     def mark(self) -> Mark | None:
         return None
 
     def after(self, mark: Mark) -> None:
         raise AssertionError("there are no marks")
+
+    def started(self) -> Mark:
+        place = Place()
+        self._queue.put(place.reached.set)
+        return cast("Mark", place)
+
+    def hold_engine(self, mark: Mark) -> None:
+        assert isinstance(mark, Place)
+        self.held.append(mark)
 
     def settle(self) -> None:
         while self.running:
@@ -246,7 +266,58 @@ def test_copies_hear_whether_the_engine_computes(pair: tuple[Rank, Rank], copies
     assert copies[1].idle
     plan = load_plan("req-d", grant([p], "req-p", THEIRS, TOKENS), peer([p]), OURS, 0, TOKENS)
     copies[1].gate.clear()
-    d.worker.post(StepPlan(plan.consumer, loads=(msgspec.structs.replace(plan.loads[0], now=True),)))
+    d.worker.post(inside(plan))
     assert copies[1].idle
+    d.worker.begin_now()
+    assert not copies[1].idle, "from here on it computes"
     copies[1].gate.set()
-    assert d.worker.finish_now() == set() and not copies[1].idle, "from here on it computes"
+    assert d.worker.finish_now() == set()
+
+
+def inside(plan: StepPlan) -> StepPlan:
+    """The step computes with its load."""
+    return StepPlan(plan.consumer, loads=(msgspec.structs.replace(plan.loads[0], now=True),))
+
+
+@pytest.mark.parametrize("plane", PLANES)
+def test_a_step_goes_on_as_soon_as_its_device_waits_for_the_last_copy(
+    pair: tuple[Rank, Rank], copies: list[SlowCopies]
+) -> None:
+    p, d = pair
+    copies[1].gate.clear()
+    d.worker.post(inside(load_plan("req-d", grant([p], "req-p", THEIRS, TOKENS), peer([p]), OURS, 0, TOKENS)))
+    d.worker.begin_now()
+    assert copies[1].running > 1
+    (place,) = copies[1].held
+    threading.Timer(0.2, copies[1].gate.set).start()
+    assert place.reached.wait(60)
+    assert torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS)), "what it computes with"
+    assert d.worker.finish_now() == set()
+    assert wait(lambda: p.sent == {"req-p"}, [p, d]) and not d.received, "the engine knows"
+
+
+def test_a_step_hears_of_a_copy_that_failed_before_its_tokens_count(
+    pair: tuple[Rank, Rank], copies: list[SlowCopies]
+) -> None:
+    p, d = pair
+    copies[1].gate.clear()
+    copies[1].error = "CUDA error: out of order"
+    d.worker.post(inside(load_plan("req-d", grant([p], "req-p", THEIRS, TOKENS), peer([p]), OURS, 0, TOKENS)))
+    d.worker.begin_now()
+    assert copies[1].held and copies[1].running
+    threading.Timer(0.2, copies[1].gate.set).start()
+    assert d.worker.finish_now() == {"req-d"}
+    assert copies[1].running == 0, "nothing writes its blocks any more"
+    assert wait(lambda: p.sent == {"req-p"}, [p, d]) and not d.received
+
+
+def test_a_step_does_not_begin_with_a_load_that_was_refused(pair: tuple[Rank, Rank], copies: list[SlowCopies]) -> None:
+    """Nothing of it is under way, so nothing is waited for."""
+    p, d = pair
+    begin(p, d, "first")
+    assert wait(lambda: d.received == {"first-d"} and p.sent == {"first-p"}, [p, d])
+    p.close()
+    d.worker.post(inside(load_plan("req-d", bytes(16), peer([p]), OURS, 0, TOKENS)))
+    d.worker.begin_now()
+    assert not copies[1].held
+    assert d.worker.finish_now() == {"req-d"} and d.worker.finish_now() == set()

@@ -86,8 +86,8 @@ class Fleet:
         self._hosts: list[HostProcess] = []
         self._count = itertools.count()
 
-    def run(self, pairing: Pairing, *, fault: str = "", seconds: float = 120.0) -> Seen:
-        """One hand-over. ``fault``: see ``rank_host.plant``.
+    def run(self, pairing: Pairing, *, inside: bool = False, fault: str = "", seconds: float = 120.0) -> Seen:
+        """One hand-over. ``inside``: a step of D computes with it. ``fault``: see ``rank_host.plant``.
 
         Raises:
             RuntimeError: ranks that did not start, or a process that ended or hangs; the processes are started anew.
@@ -97,12 +97,12 @@ class Fleet:
             for host in self._hosts:
                 host.answer(120)
         try:
-            return self._run(pairing, fault, seconds)
+            return self._run(pairing, inside, fault, seconds)
         except BaseException:
             self.close()
             raise
 
-    def _run(self, pairing: Pairing, fault: str, seconds: float) -> Seen:
+    def _run(self, pairing: Pairing, inside: bool, fault: str, seconds: float) -> Seen:
         p_shares, d_shares = shares(pairing.p.ranks(), pairing.d.ranks())
         number, token = next(self._count), secrets.token_hex(16)
         p_hosts, d_hosts = self._hosts[: len(p_shares)], self._hosts[len(p_shares) :][: len(d_shares)]
@@ -120,7 +120,7 @@ class Fleet:
         peer = PeerEngine(f"engine-p{number}", pairing.p.tp, pairing.p.pp, 300.0, tuple(addresses), splits=splits)
         encoded = base64.b64encode(msgspec.msgpack.encode(peer)).decode()
         every(p_hosts, "grant", token=token, fault=fault)
-        every(d_hosts, "load", token=token, peer=encoded)
+        every(d_hosts, "load", token=token, peer=encoded, inside=inside, fault=fault)
         seen = every([*d_hosts, *p_hosts], "finish", wait=seconds + 30, seconds=seconds, fault=fault)
         every(d_hosts, "close")
         every(p_hosts, "close")

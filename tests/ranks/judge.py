@@ -16,12 +16,13 @@ Read = tuple[Rank, Taken, list[int]]
 """(P rank, what, tokens) of something that a D rank asked for."""
 
 
-def check(fleet: Fleet, pairing: Pairing) -> Seen:
-    """Run a pairing and judge it. Raises AssertionError, with the command that repeats it."""
+def check(fleet: Fleet, pairing: Pairing, *, inside: bool = False) -> Seen:
+    """Run a pairing and judge it; ``inside`` as in ``Fleet.run``. Raises AssertionError, with the command that repeats
+    it."""
     gpus = f" --gpus {fleet.gpus}" if fleet.gpus else ""
     again = f"{pairing}\n  again: python tests/ranks/sweep.py --pairing {pairing}{gpus}"
     try:
-        seen = fleet.run(pairing)
+        seen = fleet.run(pairing, inside=inside)
     except RuntimeError as error:
         raise AssertionError(f"{again}\n  {error}") from error
     complaints = judge(pairing, seen)

@@ -8,6 +8,7 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from state_caches import StateCaches
 from kvferry.connector import protocol
 from kvferry.connector.config import Settings
 from kvferry.connector.context import Split
+from kvferry.connector.copies import Copy
 from kvferry.connector.engine import LayerGroup, Numbers, RankInfo
 from kvferry.connector.reads import Read
 from kvferry.connector.states import Array, sections
@@ -28,6 +30,8 @@ from kvferry.connector.worker import WorkerHalf
 
 SLOT_BYTES = 64 << 10
 """So small that a hand-over takes several messages."""
+LATE = 100_000_000
+"""Cycles by which a GPU's copies come later where a step computes with them: some 50 ms, far more than its launch."""
 
 
 class HostedRank:
@@ -63,6 +67,7 @@ class HostedRank:
         self.released_when_freed: list[int] | None = None
         self.why_freed = ""
         self.done = self.failed = False
+        self.computed = False  # a step has read the caches
         self._listen_in()
 
     def _numbers(self, table: Table) -> Numbers | None:
@@ -116,10 +121,35 @@ class HostedRank:
     def grant(self, token: bytes) -> None:
         self.worker.post(StepPlan(leases=(LeaseGrant("req-p", token, self.pairing.tokens, self.tables),)))
 
-    def load(self, token: bytes, peer: PeerEngine) -> None:
+    def load(self, token: bytes, peer: PeerEngine, *, inside: bool = False) -> None:
+        """``inside``: the step computes with it."""
         span = (0, 1) if self.pairing.model.kind == "state" else (self.pairing.start, self.pairing.tokens)
-        load = Load("req-d", token, peer, self.tables, (span,) * len(self.tables))
+        load = Load("req-d", token, peer, self.tables, (span,) * len(self.tables), now=inside)
+        if inside and self.caches.memory.is_cuda:
+            self._come_late()
         self.worker.post(StepPlan(consumer=b"c" * 16, watches=(Watch("req-d", token, peer, False),), loads=(load,)))
+
+    def _come_late(self) -> None:
+        """Its copies; what is launched after them does not by itself."""
+        assert self.worker.site is not None
+        copies = self.worker.site.caches.copies
+        start = copies.start
+
+        def late(enqueue: Callable[[], None], **how: bool) -> Copy:
+            def act() -> None:
+                torch.cuda._sleep(LATE)
+                enqueue()
+
+            return start(act, **how)
+
+        copies.start = late  # type: ignore[method-assign,assignment]
+
+    def compute(self) -> None:
+        """A step that computes with its load: its device reads the caches when the engine would."""
+        self.worker.begin_now()
+        self.caches.download()
+        self.failed = bool(self.worker.finish_now())
+        self.done = self.computed = True
 
     def poll(self) -> None:
         results = self.worker.take_results()
@@ -170,6 +200,9 @@ def plant(fault: str, rank: HostedRank) -> None:
         caches.buffer[-1] = 7
     elif fault == "asks twice" and rank.side == "d":
         rank.asks *= 2
+    elif fault == "device does not wait" and rank.side == "d":
+        assert rank.worker.site is not None
+        rank.worker.site.caches.copies.hold_engine = lambda mark: None  # type: ignore[method-assign]
 
 
 class Host:
@@ -192,10 +225,13 @@ class Host:
             rank.caches.upload()
             rank.grant(bytes.fromhex(token))
 
-    def load(self, token: str, peer: str, **_: Any) -> None:
+    def load(self, token: str, peer: str, inside: bool = False, fault: str = "", **_: Any) -> None:
         engine = msgspec.msgpack.decode(base64.b64decode(peer), type=PeerEngine)
         for rank in self.ranks:
-            rank.load(bytes.fromhex(token), engine)
+            rank.load(bytes.fromhex(token), engine, inside=inside)
+        for rank in self.ranks if inside else ():
+            plant(fault, rank)
+            rank.compute()
 
     def finish(self, seconds: float, fault: str = "", **_: Any) -> list[dict[str, Any]]:
         """Step like an engine until every rank has reported, or the time is over."""
@@ -205,7 +241,7 @@ class Host:
                 rank.poll()
             time.sleep(0.0005)
         for rank in self.ranks:
-            if rank.side == "d":
+            if rank.side == "d" and not rank.computed:
                 rank.caches.download()
                 plant(fault, rank)
         return [rank.seen() for rank in self.ranks]

@@ -62,3 +62,16 @@ def test_one_gpu_for_both(plane: str) -> None:
 def test_planted_damage_is_noticed(fleet: Fleet, fault: str) -> None:
     pairing = Pairing(Model(heads=4), Form(), Form(tp=2), plane="cuda_ipc")
     assert any("1 of" in line and "differ" in line for line in judge(pairing, fleet.run(pairing, fault=fault)))
+
+
+@pytest.mark.parametrize("plane", GPU_PLANES)
+@pytest.mark.parametrize("p", [Form(), Form(tp=2)], ids=str)
+def test_what_a_step_computes_with(fleet: Fleet, plane: str, p: Form) -> None:
+    """Its device waits for copies that are late, while its thread goes on."""
+    check(fleet, Pairing(Model(), p, Form(layout="BLHNC"), tokens=200, plane=plane, seed=7), inside=True)
+
+
+def test_a_device_that_does_not_wait_is_noticed(fleet: Fleet) -> None:
+    pairing = Pairing(Model(), Form(), Form(), tokens=200, plane="cuda_ipc", seed=7)
+    complaints = judge(pairing, fleet.run(pairing, inside=True, fault="device does not wait"))
+    assert any("elements differ" in line for line in complaints)

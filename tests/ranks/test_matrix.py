@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from fleet import PROCESSES, Fleet
 from judge import check
-from matrix import BLOCKS, CONTEXT, PARALLEL, TABLES, cells
+from matrix import BLOCKS, CONTEXT, PARALLEL, PLANES, TABLES, cells
 from pairing import LAYOUTS, Form, Model, Pairing
 from table import save
 
@@ -45,6 +45,12 @@ def test_a_process_for_every_rank(fleet: Fleet, p_tp: int, d_tp: int) -> None:
     seen = check(fleet, pairing)
     pids = [found["pid"] for found in (*seen.p.values(), *seen.d.values())]
     assert len(set(pids)) == p_tp + d_tp
+
+
+@pytest.mark.parametrize("plane", PLANES)
+def test_a_step_that_computes_with_its_load(fleet: Fleet, plane: str) -> None:
+    pairing = Pairing(Model(), Form(tp=3), Form(tp=2, layout="BLHNC"), tokens=200, start=33, plane=plane)
+    check(fleet, pairing, inside=True)
 
 
 @pytest.mark.parametrize(("p_pp", "d_pp"), [(3, 1), (1, 3), (3, 2), (2, 3)])
