@@ -24,9 +24,11 @@ from gpu_caches import Cache
 from gpu_cases import Config, Form, Point, Side, num_blocks
 from gpu_ends import End
 from gpu_rivals import LocalEnd, MappedEnd, NixlEnd, TorchEnd, UcxxRawEnd
+from gpu_ways import MOVING
 
 from kvferry.connector.config import Settings
 from kvferry.connector.engine import LayerGroup, RankInfo
+from kvferry.connector.pushes import Push
 from kvferry.connector.stepplan import LeaseGrant, Load, PeerEngine, RankAddress, StepPlan, Watch, pack_ids
 from kvferry.connector.worker import WorkerHalf
 
@@ -108,6 +110,21 @@ class PlaneSource(PlaneEnd):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.leased: dict[Form, set[str]] = {form: set() for form in self.workers}
+        self.starts: list[float] = []
+        for worker in self.workers.values():
+            self._note_starts(worker)
+
+    def _note_starts(self, worker: WorkerHalf) -> None:
+        """When P begins with the data of a read that it was asked for."""
+        assert worker._mover is not None
+        pushes = worker._mover._producer._pushes
+        start = pushes.start
+
+        def noted(push: Push) -> None:
+            self.starts.append(time.perf_counter())
+            start(push)
+
+        pushes.start = noted  # type: ignore[method-assign]
 
     def exchange(self, blob: str | None, peer: str = "main") -> str | None:
         addresses = {_key(form): worker.address for form, worker in self.workers.items()}
@@ -120,12 +137,14 @@ class PlaneSource(PlaneEnd):
             [LeaseGrant(self.name(), secrets.token_bytes(16), it.tokens, (ids,)) for ids in self.tables[point]]
             for _ in range(repeats)
         ]
+        self.starts.clear()
         all_of_them = tuple(lease for some in leases for lease in some)
         self.leased[it.p].update(lease.request_id for lease in all_of_them)
         self.workers[it.p].post(StepPlan(leases=all_of_them, idle=True))
         return [[lease.token.hex() for lease in some] for some in leases]
 
-    def settle(self) -> None:
+    def settle(self) -> list[float]:
+        """When it began with each hand-over whose data it was asked for."""
         end = time.monotonic() + SETTLE_SECONDS
         for form in self.leased:
             while self.leased[form]:
@@ -134,6 +153,7 @@ class PlaneSource(PlaneEnd):
                     left, self.leased[form] = len(self.leased[form]), set()
                     raise RuntimeError(f"{left} leases were not released within {SETTLE_SECONDS:g} s")
                 time.sleep(5e-4)
+        return self.starts
 
 
 class PlaneTarget(PlaneEnd):
@@ -164,22 +184,22 @@ class PlaneTarget(PlaneEnd):
                 loads=tuple(Load(name, token, engine, (ids,), ((0, it.tokens),)) for name, token, ids in named),
                 idle=True,
             )
-            found.append(self._load(worker, plan, set(names)))
+            started = time.perf_counter()
+            self._load(worker, plan, set(names))
+            ended = time.perf_counter()
+            found.append(ended if way.endswith(MOVING) else ended - started)
         self._check_plane(worker)
         return found
 
-    def _load(self, worker: WorkerHalf, plan: StepPlan, waiting: set[str]) -> float:
+    def _load(self, worker: WorkerHalf, plan: StepPlan, waiting: set[str]) -> None:
         failed: set[str] = set()
-        started = time.perf_counter()
         worker.post(plan)
         while waiting:
             results = worker.take_results()
             waiting -= results.received
             failed |= results.failed
-        took = time.perf_counter() - started
         if failed:
             raise RuntimeError(f"{len(failed)} of {len(plan.loads)} hand-overs failed")
-        return took
 
     def _check_plane(self, worker: WorkerHalf) -> None:
         assert worker.site is not None

@@ -42,10 +42,10 @@ class End:
         """The source is made ready; its answer goes to ``move`` as ``ticket``."""
 
     def move(self, point: str, way: str, repeats: int, ticket: Any = None, peer: str = "main") -> list[float]:
-        """Seconds of each of ``repeats`` transfers."""
+        """Seconds of each of ``repeats`` transfers; when each ended, where the way is one that begins on P."""
         raise NotImplementedError
 
-    def settle(self) -> None:
+    def settle(self) -> Any:
         """The source does its part, or waits until it is over."""
 
     def close(self) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 from gpu_cases import Config, Point
+from gpu_ways import MOVING
 
 HERE = Path(__file__).resolve().parent
 OPEN_SECONDS, MOVE_SECONDS, END_SECONDS = 180.0, 30.0, 5.0
@@ -177,7 +178,7 @@ def introduce(source: Process, target: Process, peer: str = "main") -> None:
 
 
 def move(source: Process, target: Process, way: str, point: str, repeats: int, peer: str = "main") -> list[float]:
-    """Seconds of each of ``repeats`` transfers, taken on D."""
+    """Seconds of each of ``repeats`` transfers, taken on D; of those that begin on P, by the clock that both read."""
     alone = source is target
     ticket = None if alone else source.ask("serve", point=point, way=way, repeats=repeats)
     pushes = not alone and source.config.kind in PUSHES
@@ -190,15 +191,16 @@ def move(source: Process, target: Process, way: str, point: str, repeats: int, p
         with contextlib.suppress(ContenderError):  # the first error tells more
             _settle(source, alone, pushes)
         raise
-    _settle(source, alone, pushes)
+    starts = _settle(source, alone, pushes)
+    if way.endswith(MOVING):
+        return [end - start for start, end in zip(starts, seconds, strict=True)]
     return seconds
 
 
-def _settle(source: Process, alone: bool, told: bool) -> None:
+def _settle(source: Process, alone: bool, told: bool) -> Any:
     if told:
-        source.answer()
-    elif not alone:
-        source.ask("settle")
+        return source.answer()
+    return None if alone else source.ask("settle")
 
 
 def verify(source: Process, target: Process, way: str, point: str, peer: str = "main") -> float:

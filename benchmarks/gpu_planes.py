@@ -9,7 +9,8 @@ not counted where moves take less than 50 ms: caches and GPUs were another proce
 each contender moves each point once and the bytes on D are compared with P's.
 
 ``cuda_ipc``, ``ucx``: hand-overs between worker halves as an idle engine has them; from the posting of D's step to the
-report of its load, so with ask, grant, copy and commit.
+report of its load, so with ask, grant, copy and commit. ``ucx_moving``: the same from P's first step for the data on,
+so what the plane itself takes: without D's way to its ask, and the ask's to P.
 ``nixl``, ``memcpy_async``: P's blocks, layer by layer; neither can change block size or layout (* in the table).
 ``nixl_best``: as many contiguous bytes in descriptors of 64 MiB. ``torch``: gather, peer copy, permute and scatter.
 ``kernel``: the copy that ``cuda_ipc`` makes over P's mapped pages, from launch to completion seen, for an idle engine
@@ -86,7 +87,7 @@ class Run:
     # --- processes ----------------------------------------------------------------------------------------------
 
     def _pair_of(self, contender: Contender) -> str:
-        return contender.name if contender.pair == "plane" else contender.pair
+        return str(dict(contender.settings)["plane"]) if contender.pair == "plane" else contender.pair
 
     def _takes(self, contender: Contender, point: Point) -> bool:
         return contender.takes(point, self.main)
@@ -291,6 +292,8 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, float]:
         "cuda_ipc_handover_vs_peer_copy": (("cuda_ipc", MAIN), ("peer_copy", MAIN)),
         "ucx_vs_peer_copy": (("ucx", MAIN), ("peer_copy", MAIN)),
         "ucx_vs_raw_ucxx": (("ucx", MAIN), ("ucxx_raw", MAIN)),
+        "ucx_moving_vs_peer_copy": (("ucx_moving", MAIN), ("peer_copy", MAIN)),
+        "ucx_moving_vs_raw_ucxx": (("ucx_moving", MAIN), ("ucxx_raw", MAIN)),
         "cuda_ipc_vs_nixl_8k": (("cuda_ipc", "pieces_8k"), ("nixl", "pieces_8k")),
         "cuda_ipc_vs_nixl_32k": (("cuda_ipc", "pieces_32k"), ("nixl", "pieces_32k")),
         "cuda_ipc_vs_nixl_best": (("kernel", MAIN), ("nixl_best", MAIN)),
@@ -303,6 +306,8 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, float]:
         ("cuda_ipc", "peer_copy"),
         ("ucx", "peer_copy"),
         ("ucx", "ucxx_raw"),
+        ("ucx_moving", "peer_copy"),
+        ("ucx_moving", "ucxx_raw"),
     ):
         of = {"kernel": "cuda_ipc", "cuda_ipc": "cuda_ipc_handover"}.get(ours, ours)
         to = {"ucxx_raw": "raw_ucxx"}.get(ceiling, ceiling)

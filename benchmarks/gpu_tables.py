@@ -27,6 +27,8 @@ TARGETS: dict[str, tuple[str, float]] = {
     "ucx_gil_ms": ("<=", 3),
 }
 """On 2 x H200 over NVLink."""
+HIDDEN = ("device_copy", "pack", "unpack", "ucx_moving")
+"""Not in the plot: of one GPU, or parts of what is."""
 E2E_TARGETS: dict[str, tuple[str, float]] = {
     "handover_vs_nixl_fresh": ("<=", 0.5),
     "handover_vs_nixl_scattered": ("<=", 0.08),
@@ -111,7 +113,7 @@ def plot(result: Mapping[str, Any], order: Sequence[str], path: Path) -> None:
 
     rows = [row for row in result["rows"] if "error" not in row]
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(17, 6.5), width_ratios=(1, 1.6))
-    names = [name for name in order if name not in ("device_copy", "pack", "unpack") and "in_a_row" not in name]
+    names = [name for name in order if name not in HIDDEN and "in_a_row" not in name]
     others = list(dict.fromkeys(row["point"] for row in rows if not row["point"].startswith("tokens_")))
     colours = {name: pyplot.get_cmap("tab20")(n) for n, name in enumerate(names)}
     for n, name in enumerate(names):

@@ -12,6 +12,8 @@ from kvferry.connector.config import PlaneName, Settings
 MAX_MEMCPYS = 16 << 10
 KERNEL_SMS = (16, Settings().copy_sms, 32)
 """Caps under which the copy is measured, beside the one of an idle engine."""
+MOVING = "_moving"
+"""End of a way's name: a hand-over over a plane by which P pushes, from P's first step for its data on."""
 IN_A_ROW = "_in_a_row"
 """End of a way's name: several without a pause, so that the steps before a launch are in none of their time."""
 
@@ -31,7 +33,7 @@ class Contender:
             return point == main
         if self.name.endswith("sm"):
             return (point.p, point.d) == (main.p, main.d)
-        if self.name.endswith(IN_A_ROW):
+        if self.name.endswith((IN_A_ROW, MOVING)):
             return (point.p, point.d) == (main.p, main.d) and point.tokens >= main.tokens
         if self.name == "memcpy_async":
             return point.pieces <= MAX_MEMCPYS
@@ -49,6 +51,7 @@ PLANES = tuple(
     for name in get_args(PlaneName)
     if name != "auto"
 )
+UCX_MOVING = Contender(f"ucx{MOVING}", "plane", (("plane", "ucx"),))
 RIVALS = (
     Contender("nixl", "nixl"),
     Contender("nixl_best", "nixl"),
@@ -68,9 +71,9 @@ USUAL_PLANES = {"cuda": ("cuda_ipc", "ucx"), "cpu": ("cma", "shm", "ucx")}
 
 def chosen(names: list[str] | None, device: str) -> list[Contender]:
     """Contenders by name, all that the device has where none is named."""
-    known = {contender.name: contender for contender in (*PLANES, *RIVALS)}
+    known = {contender.name: contender for contender in (*PLANES, UCX_MOVING, *RIVALS)}
     if names is None:
-        usual = (*USUAL_PLANES[device], *(contender.name for contender in RIVALS))
+        usual = (*USUAL_PLANES[device], UCX_MOVING.name, *(contender.name for contender in RIVALS))
         return [known[name] for name in usual if device == "cuda" or not known[name].gpu_only]
     unknown = [name for name in names if name not in known]
     if unknown:
