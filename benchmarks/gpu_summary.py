@@ -147,10 +147,14 @@ def parts() -> list[str]:
     rounds = engines["figures"]["rounds_fresh"], engines["figures"]["rounds_scattered"]
     first = [engines["figures"][f"first_handover_ms_{connector}"] for connector in CONNECTORS]
     copy, in_a_row = (planes["ratios"][f"cuda_ipc_vs_peer_copy{at}"] for at in (LONG, "_in_a_row"))
-    handover, longer, ucx = (
+    handover, longer, ucx, moving, moving_longer = (
         planes["ratios"][f"{name}_vs_peer_copy{at}"]
-        for name, at in (("cuda_ipc_handover", ""), ("cuda_ipc_handover", LONG), ("ucx", LONG))
-    )
+        for name, at in (
+            ("cuda_ipc_handover", ""), ("cuda_ipc_handover", LONG), ("ucx", LONG), ("ucx_moving", ""),
+            ("ucx_moving", LONG),
+        )
+    )  # fmt: skip
+    raw = planes["ratios"][f"ucx_moving_vs_raw_ucxx{LONG}"]
     return [
         f"On {machine(planes, engines)}.",
         "GB/s from one GPU to the other, Llama-8B in scattered blocks of 16 tokens, on D of 64 and in another layout, "
@@ -175,6 +179,8 @@ def parts() -> list[str]:
         "name says more, those of `cuda_ipc` to a peer copy and to NIXL at its best of its copy alone, "
         "`handover_vs_nixl` of times at the longest prompt. Whole hand-overs over `cuda_ipc` reach "
         f"{handover:.2f} of the peer copy at 8192 tokens and {longer:.2f} at 32768, over `ucx` {ucx:.2f} at 32768. "
+        f"From P's first step for the data on, `ucx` reaches {moving:.2f} and {moving_longer:.2f}, the latter being "
+        f"{raw:.2f} of raw UCXX. "
         f"The copy of `cuda_ipc` reaches {copy:.3f} at 32768 tokens; at 8192, where four follow each other, so without "
         f"the steps before and after, {in_a_row:.3f}. "
         "`handover_ms` is a hand-over of one block, "

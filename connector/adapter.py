@@ -223,12 +223,12 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
         self._working.post(plan)  # before anything else: it is what the request waits for
         if not compat.HAS_TRANSFER_RESULTS:
             self._failed_blocks |= {load.request_id: self._filled(load) for load in plan.loads if not load.now}
-        self._now += [load for load in plan.loads if load.now]
+        self._now = [load for load in plan.loads if load.now]
         self._working.begin_now()
 
     def _finish_now(self) -> None:
-        """See whether what the step computed with has come. vLLM asks for results after it has given its device the
-        step's work, and before it believes in any of its tokens."""
+        """See whether what the step computes with has come. vLLM asks for results after it has given its device the
+        forward, and before it tells of any token."""
         loads, self._now = self._now, []
         failed = self._working.finish_now()
         self._lost |= bool(failed)

@@ -12,7 +12,6 @@ import msgspec
 
 from kvferry.connector import handover, protocol
 from kvferry.connector.claims import Claims
-from kvferry.connector.copies import Mark
 from kvferry.connector.errors import GeometryError, KVFerryError, ProtocolError
 from kvferry.connector.handover import Reason
 from kvferry.connector.link import Link, LinkState
@@ -49,13 +48,13 @@ class Consumer:
     def __init__(
         self,
         site: Site,
-        begun: Callable[[str, Mark], None],
+        begun: Callable[[Load], None],
         finished: Callable[[Finished], None],
         clock: Callable[[], float],
     ) -> None:
-        """``begun`` is told of each load that a step computes with, once all its copies are under way: they have ended
-        where the mark has passed. ``finished`` is told of each load that ended, as soon as it has. ``clock``: seconds,
-        for what a hand-over took; ``now`` of a turn is that of its beginning."""
+        """``begun`` is told of each load that a step computes with, once all its copies are under way, where they do
+        not end at once. ``finished`` is told of each load that ended, as soon as it has. ``clock``: seconds, for what a
+        hand-over took; ``now`` of a turn is that of its beginning."""
         self._site = site
         self._tell_begun, self._tell, self._clock = begun, finished, clock
         self._timeouts = handover.Timeouts(
@@ -209,6 +208,16 @@ class Consumer:
     def _step(self, job: Job, event: handover.Event, now: float) -> None:
         job.state, effects = handover.step(job.state, event, now)
         self._perform(job, effects, now)
+        if job.load.now:
+            self._look_whether_begun(job)
+
+    def _look_whether_begun(self, job: Job) -> None:
+        """The device of the step that waits for it can wait for the copies themselves, once there are no more to
+        come."""
+        moving = job.state.phase is handover.Phase.MOVING
+        if moving and not job.begun and all(read.begun for read in job.reads):
+            job.begun = True
+            self._tell_begun(job.load)
 
     def _perform(self, job: Job, effects: tuple[handover.Effect, ...], now: float) -> None:
         for effect in effects:
@@ -377,22 +386,10 @@ class Consumer:
             self._step(read.job, handover.Granted(read.source), now)
             if read.moved:  # its chunks were here before
                 self._commit(read, now)
-            self._begun(read.job)
-
-    def _begun(self, job: Job) -> None:
-        """Where a step waits for it: its device can wait for the copies themselves, once there are no more to come."""
-        if not job.load.now or job.begun or job.state.phase is not handover.Phase.MOVING:
-            return
-        if all(read.begun for read in job.reads):
-            job.begun = True
-            mark = self._site.caches.copies.started()
-            if mark is not None:
-                self._tell_begun(job.load.request_id, mark)
 
     def _collect(self, now: float) -> bool:
         for read, event in self._reads.collect(list(self._links.values())):
             self._step(read.job, event, now)
-            self._begun(read.job)
         return self._reads.backlog
 
     def _all_moved(self, read: Read, now: float) -> None:

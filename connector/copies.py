@@ -40,7 +40,7 @@ class Copy:
 
 
 Mark = cuda_calls.Event
-"""A place in what the engine gives its device to do, or in the copies."""
+"""A place in what the engine gives its device to do."""
 
 
 class Copies(ABC):
@@ -50,7 +50,8 @@ class Copies(ABC):
     device: torch.device
     sms: int | None = None
     idle: bool = False
-    """Whether the engine computes nothing, and needs no SMs. Written by its thread."""
+    """Whether no forward runs beside what is started now, so that it may have all SMs. Written by the engine's
+    thread."""
 
     def __init__(self) -> None:
         self.on_done: Callable[[], None] = lambda: None
@@ -71,12 +72,9 @@ class Copies(ABC):
         """What is started from now on waits for it."""
 
     @abstractmethod
-    def started(self) -> Mark | None:
-        """All copies so far; ``None`` where they have ended."""
-
-    @abstractmethod
-    def hold_engine(self, mark: Mark) -> None:
-        """What the engine's thread, which calls this, gives its device from now on waits for it."""
+    def hold_engine(self) -> None:
+        """What the engine's thread, which calls this, gives its device from now on waits for all that was started
+        before."""
 
     @abstractmethod
     def settle(self) -> None:
@@ -102,11 +100,8 @@ class HostCopies(Copies):
     def after(self, mark: Mark) -> None:
         """It has passed."""
 
-    def started(self) -> Mark | None:
-        return None
-
-    def hold_engine(self, mark: Mark) -> None:
-        """It has passed."""
+    def hold_engine(self) -> None:
+        """They have ended."""
 
     def settle(self) -> None:
         """They have ended."""
@@ -192,13 +187,10 @@ class GpuCopies(Copies):
         self._behind = mark
         mark.hold(self._handle)
 
-    def started(self) -> Mark:
-        mark = Mark()
-        mark.record(self._handle)
-        return mark
-
-    def hold_engine(self, mark: Mark) -> None:
+    def hold_engine(self) -> None:
         with using(self.device):
+            mark = Mark()
+            mark.record(self._handle)
             mark.hold(current_stream(self.device))
 
     def settle(self) -> None:

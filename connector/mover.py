@@ -1,8 +1,8 @@
 """The mover: the one thread of a rank that does I/O. Everything else posts work to it and collects results.
 
-The engine's thread calls ``post`` and ``take_*``, which never block, and ``wait`` where it has nothing else to do. The
-mover's loop polls the control sockets and the data planes while there is traffic and sleeps in one ``poll`` call,
-without the GIL, while there is none.
+The engine's thread calls ``post`` and ``take_*``, which never block, and ``wait`` where it has nothing else to do, or
+nothing to do it with. The mover's loop polls the control sockets and the data planes while there is traffic and sleeps
+in one ``poll`` call, without the GIL, while there is none.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Mover:
         self._waker = Waker()
         self._commands: deque[tuple[StepPlan, Mark | None, Sequence[Mark | None]]] = deque()
         self._computing: list[tuple[LeaseGrant, Mark | None]] = []
-        self._begun: deque[tuple[str, Mark]] = deque()
+        self._begun: deque[Load] = deque()
         self._finished: deque[Finished] = deque()
         self._freed: deque[str] = deque()
         self._news = threading.Event()
@@ -101,14 +101,15 @@ class Mover:
             self._waker.wake()
 
     def wait(self, timeout: float, *, inside: bool = False) -> None:
-        """Block for up to ``timeout`` seconds, less where a load has ended and was not taken, nor a lease that was
-        freed. ``inside`` a step it is loads that have ended or begun."""
+        """Block for up to ``timeout`` seconds; returns early if there is something to take: a load that ended or a
+        lease that was freed, ``inside`` a step a load that ended or began."""
         self._news.clear()
         if not (self._finished or (self._begun if inside else self._freed)):  # after the clear: nothing is missed
             self._news.wait(timeout)
 
-    def take_begun(self) -> list[tuple[str, Mark]]:
-        """Loads that a step computes with of which all copies are under way; each is returned once."""
+    def take_begun(self) -> list[Load]:
+        """Loads that a step computes with, as they were posted, of which all copies are under way; each is returned
+        once."""
         return _drain(self._begun)
 
     def take_finished(self) -> list[Finished]:
@@ -260,8 +261,8 @@ class Mover:
         self._finished.append(finished)
         self._news.set()
 
-    def _report_begun(self, request_id: str, mark: Mark) -> None:
-        self._begun.append((request_id, mark))
+    def _report_begun(self, load: Load) -> None:
+        self._begun.append(load)
         self._news.set()
 
     def _publish(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import msgspec
@@ -25,25 +26,34 @@ NEVER = Pace(float("inf"), 1)
 
 
 class Paces:
-    """The last hand-overs from each engine, as the ``ranks`` ranks of this one told."""
+    """The last hand-overs from each engine, by length, as the ``ranks`` ranks of this one told."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = range(ranks)
-        self._told: dict[Source, tuple[Pace, float]] = {}
+        self._told: dict[Source, dict[int, tuple[Pace, float]]] = {}  # the last of each order of magnitude
 
     def told(self, paces: Mapping[Source, Pace], now: float) -> None:
         """What ranks told at ``now`` seconds."""
-        for source, (_, at) in list(self._told.items()):
-            if now > at + FRESH_SECONDS:
+        for source, pace in paces.items():
+            if math.isinf(pace.seconds):  # whatever was before
+                self._told[source] = {}
+            self._told.setdefault(source, {})[pace.tokens.bit_length()] = pace, now
+        for source, known in list(self._told.items()):
+            fresh = {length: (pace, at) for length, (pace, at) in known.items() if now <= at + FRESH_SECONDS}
+            if fresh:
+                self._told[source] = fresh
+            else:
                 del self._told[source]
-        self._told |= {source: (pace, now) for source, pace in paces.items()}
 
     def seconds(self, engine_id: str, tokens: int, now: float) -> float:
-        """At most how long ``tokens`` from an engine should take; infinite where that is not known."""
+        """At most how long ``tokens`` from an engine should take; infinite where that is not known.
+
+        Each that is known is a bound: part of what it took is the same for any length, the rest grows with that.
+        """
         longest = 0.0
         for rank in self._ranks:
-            pace, at = self._told.get((engine_id, rank), (None, 0.0))
-            if pace is None or now > at + FRESH_SECONDS:
-                return float("inf")
-            longest = max(longest, pace.seconds * max(1.0, tokens / pace.tokens))
+            known = self._told.get((engine_id, rank), {}).values()
+            fresh = [pace for pace, at in known if now <= at + FRESH_SECONDS]
+            bounds = [pace.seconds * max(1.0, tokens / pace.tokens) for pace in fresh]
+            longest = max(longest, min(bounds, default=float("inf")))
         return longest

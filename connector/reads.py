@@ -77,7 +77,7 @@ class Read(msgspec.Struct, eq=False):
     @property
     def begun(self) -> bool:
         """Whether all copies into our pages are under way or have ended."""
-        return self.moved or (self.granted and self.runs is None and not self.tags and self.writing > 0)
+        return self.moved or (self.writing > 0 and not self.tags)
 
 
 Happened = tuple[Read, handover.Event]

@@ -19,7 +19,7 @@ import torch
 from kvferry.connector.agreement import check_geometry
 from kvferry.connector.config import Settings
 from kvferry.connector.consumer import Finished
-from kvferry.connector.copies import Mark, copies_on
+from kvferry.connector.copies import Copies, Mark, copies_on
 from kvferry.connector.engine import LayerGroup, RankInfo
 from kvferry.connector.errors import GeometryError, PlaneUnavailableError
 from kvferry.connector.mover import Mover
@@ -27,7 +27,7 @@ from kvferry.connector.pace import Pace, Source
 from kvferry.connector.protocol import MAX_MESSAGE_BYTES
 from kvferry.connector.regions import Places, rank_geometry, regions
 from kvferry.connector.site import Caches, Site
-from kvferry.connector.stepplan import RankAddress, StepPlan, by_region
+from kvferry.connector.stepplan import Load, RankAddress, StepPlan, by_region
 from kvferry.transport.control import Listener
 from kvferry.transport.gate import CurveKeys, configure_curve
 from kvferry.transport.plane import CPU, Plane
@@ -70,7 +70,7 @@ class WorkerHalf:
         self._address: RankAddress | None = None
         self._consumer = bytes(16)
         self._loading: set[str] = set()
-        self._now: set[str] = set()  # of those, what the step under way computes with
+        self._now: dict[str, Load] = {}  # of those, what the step under way computes with
         self._held: set[str] = set()  # of those, what its device waits for
         self._failed_now: set[str] = set()
         self._ended: list[Finished] = []  # taken from the mover, not told yet
@@ -142,48 +142,50 @@ class WorkerHalf:
         """Start a step's work; must come before the engine runs the step. ``begin_now`` and ``finish_now`` follow."""
         assert self._mover is not None, "caches are registered before the first step"
         self._loading.update(load.request_id for load in plan.loads)
-        self._now.update(load.request_id for load in plan.loads if load.now)
         self._leased.update(lease.request_id for lease in plan.leases)
         self._consumer, self._idle = plan.consumer, plan.idle
         assert self._site is not None
+        ours = by_region(plan, self._tables)
+        self._now |= {load.request_id: load for load in ours.loads if load.now}
         copies = self._site.caches.copies
         copies.idle = plan.idle or bool(self._now)
         mark = copies.mark()
         if mark is not None:
             self._marks.append((plan.step, mark))
         computed = [self._computed(lease.step) for lease in plan.leases]
-        self._mover.post(by_region(plan, self._tables), mark, computed)
+        self._mover.post(ours, mark, computed)
 
     def _computed(self, step: int) -> Mark | None:
         """What the device has done once it has done a step: the first mark that was made after it."""
         return next((mark for number, mark in self._marks if number > step), None)
 
     def begin_now(self) -> None:
-        """Block until the engine may give its device this step's work: until the loads have ended that it computes
-        with, or their copies are under way and the device waits for them. Must come before the engine computes."""
+        """Block until the engine may give its device this step's forward: until the loads have ended that it computes
+        with, or their copies are under way and the device waits for them. Must come before the forward. A device takes
+        some thousand kernels that wait; with more, their launch waits too."""
         if not self._now:
             return
-        self._see_to_now(lambda: self._now <= self._held)
-        if self._site is not None:
-            self._site.caches.copies.idle = self._idle
+        copies = self._see_to_now(lambda: self._now.keys() <= self._held)
+        copies.idle = self._idle
 
     def finish_now(self) -> set[str]:
         """Block until the loads have ended that this step computes with; which of them failed. ``take_results`` says
-        nothing of them. Must come before the engine believes what it has computed."""
+        nothing of them. Must come before the engine tells of what it has computed."""
         if self._now:
             self._see_to_now(lambda: not self._now)
         failed, self._failed_now = self._failed_now, set()
         return failed
 
-    def _see_to_now(self, done: Callable[[], bool]) -> None:
+    def _see_to_now(self, done: Callable[[], bool]) -> Copies:
         assert self._mover is not None and self._site is not None
+        copies = self._site.caches.copies
         started = time.monotonic()
         give_up = self._settings.ask_hold_seconds + GIVE_UP_SECONDS
         while True:
             alive = self._mover.alive
-            self._look_at_now()
+            self._look_at_now(copies)
             if done():
-                return
+                return copies
             if not alive:
                 break
             waited = time.monotonic() - started
@@ -193,23 +195,24 @@ class WorkerHalf:
                 give_up = 2 * waited
             self._mover.wait(LOOK_SECONDS, inside=True)
         logger.error("kvferry: the transfer thread has ended; %d loads fail", len(self._now))
-        for request_id in set(self._now):
+        for request_id in list(self._now):
             self._end_now(request_id, ok=False)
+        return copies
 
-    def _look_at_now(self) -> None:
-        """What has become of them. First which have ended: a load that has will not begin any more."""
-        assert self._mover is not None and self._site is not None
+    def _look_at_now(self, copies: Copies) -> None:
+        """What has become of them."""
+        assert self._mover is not None
         self._collect()
         for finished in [finished for finished in self._ended if finished.request_id in self._now]:
             self._ended.remove(finished)
             self._end_now(finished.request_id, ok=finished.ok)
-        for request_id, mark in self._mover.take_begun():
-            if request_id in self._now:
-                self._site.caches.copies.hold_engine(mark)
-                self._held.add(request_id)
+        for load in self._mover.take_begun():
+            if self._now.get(load.request_id) is load:
+                copies.hold_engine()
+                self._held.add(load.request_id)
 
     def _end_now(self, request_id: str, *, ok: bool) -> None:
-        self._now.discard(request_id)
+        del self._now[request_id]
         self._held.discard(request_id)
         self._loading.discard(request_id)
         if not ok:

@@ -14,26 +14,26 @@ HANDLE_BYTES = 64
 """CU_IPC_HANDLE_SIZE."""
 
 
-def _driver() -> Any:
-    """The bindings that PyTorch's CUDA builds depend on.
+def load() -> tuple[Any, Any]:
+    """The bindings that PyTorch's CUDA builds depend on, of the driver and of the runtime. The first call takes 0.1 s.
 
     Raises:
         PlaneUnavailableError: they are not installed.
     """
     try:
-        from cuda.bindings import driver
+        from cuda.bindings import driver, runtime
     except ImportError as error:
         raise PlaneUnavailableError(f"{error}; pip install cuda-bindings") from None
-    return driver
+    return driver, runtime
+
+
+def _driver() -> Any:
+    return load()[0]
 
 
 def use(device: torch.device) -> None:
     """Make ``device`` and its context this thread's; PyTorch leaves that to the first call that needs them."""
-    try:
-        from cuda.bindings import runtime
-    except ImportError as error:
-        raise PlaneUnavailableError(f"{error}; pip install cuda-bindings") from None
-    _done("cudaSetDevice", runtime.cudaSetDevice(device.index))
+    _done("cudaSetDevice", load()[1].cudaSetDevice(device.index))
 
 
 def _done(what: str, answer: tuple[Any, ...]) -> Any:

@@ -26,6 +26,7 @@ import zmq
 from msgspec import Meta
 
 from kvferry.connector.errors import PlaneUnavailableError, ProtocolError, TransportError
+from kvferry.transport import cuda_memory
 from kvferry.transport.host import host_id
 from kvferry.transport.plane import CPU, Plane, Received, RecvChannel, SendChannel, Slot, decode_payload
 from kvferry.transport.staging import SlotPool
@@ -79,13 +80,15 @@ class UcxPlane(Plane):
         device: where the slots lie.
 
     Raises:
-        PlaneUnavailableError: UCXX or UCX cannot be had.
+        PlaneUnavailableError: UCXX or UCX cannot be had, or on a GPU CUDA's bindings.
     """
 
     name: ClassVar[str] = "ucx"
 
     def __init__(self, host: str, slot_bytes: int, staging_bytes: int, device: torch.device = CPU) -> None:
         self._on_gpu = device.type != "cpu"
+        if self._on_gpu:
+            cuda_memory.load()  # here, and not while the first hand-over waits for its slots
         # A peer that stops must not hold every slot.
         most = max(1, staging_bytes // slot_bytes - 1)
         self.window, self._receives = (min(n, most) for n in (_GPU_WINDOWS if self._on_gpu else _WINDOWS))

@@ -1,16 +1,14 @@
-"""Copies that go on after they were started, as on a GPU: whose blocks are still touched is told to nobody.
-
-The copies are real and happen on a thread of their own, each as soon as the test lets it.
-"""
+"""Copies that go on after they were started, as on a GPU: whose blocks are still touched is told to nobody, and a step
+may compute with what its device waits for."""
 
 from __future__ import annotations
 
-import queue
 import secrets
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import cast
 
 import msgspec
@@ -18,97 +16,22 @@ import opening
 import pytest
 import torch
 from ranks import Rank, grant, let_time_pass, load_plan, peer, wait
+from slow import SlowCopies, install
 from stage import Stage
 
 from kvferry.connector import worker
 from kvferry.connector.config import Settings
-from kvferry.connector.copies import Copies, Copy, Mark
 from kvferry.connector.stepplan import LeaseGrant, StepPlan, pack_ids
+from kvferry.transport.board import Note
 
 PLANES = ["shm", "tcp", "zmq", pytest.param("ucx", marks=pytest.mark.ucx)]
 TOKENS, THEIRS, OURS = 200, list(range(3, 16)), list(range(10, 23))
 begin = partial(opening.begin, tokens=TOKENS, theirs=THEIRS, ours=OURS)
 
 
-class Place:
-    """Where a device would wait until all copies before it have ended."""
-
-    def __init__(self) -> None:
-        self.reached = threading.Event()
-
-
-class SlowCopies(Copies):
-    """Copies on another thread, each once ``gate`` is open. With ``error`` set they do nothing and say so."""
-
-    device = torch.device("cpu")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = threading.Event()
-        self.gate.set()
-        self.error = ""
-        self.running = 0
-        self.alone: list[bool] = []  # of each copy
-        self.held: list[Place] = []  # what the engine's device waits for
-        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def start(self, enqueue: Callable[[], None], *, brief: bool = False, alone: bool = False) -> Copy:
-        copy = Copy()
-        self.alone.append(alone)
-        self.running += 1
-        self._queue.put(partial(self._copy, copy, enqueue))
-        return copy
-
-    def _run(self) -> None:
-        while (act := self._queue.get()) is not None:
-            act()
-
-    def _copy(self, copy: Copy, enqueue: Callable[[], None]) -> None:
-        self.gate.wait(60)
-        time.sleep(1e-3)
-        if not self.error:
-            enqueue()
-        copy.error = self.error
-        self.running -= 1
-        copy.done = True
-        self.on_done()
-
-    def mark(self) -> Mark | None:
-        return None
-
-    def after(self, mark: Mark) -> None:
-        raise AssertionError("there are no marks")
-
-    def started(self) -> Mark:
-        place = Place()
-        self._queue.put(place.reached.set)
-        return cast("Mark", place)
-
-    def hold_engine(self, mark: Mark) -> None:
-        assert isinstance(mark, Place)
-        self.held.append(mark)
-
-    def settle(self) -> None:
-        while self.running:
-            time.sleep(1e-3)
-
-    def close(self) -> None:
-        self._queue.put(None)
-        self._thread.join(60)
-
-
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[SlowCopies]]:
-    """Those of each rank, in the order in which ranks are made."""
-    made: list[SlowCopies] = []
-
-    def make(device: torch.device, sms: int) -> SlowCopies:
-        made.append(SlowCopies())
-        return made[-1]
-
-    monkeypatch.setattr(worker, "copies_on", make)
+    made = install(monkeypatch)
     yield made
     for each in made:
         each.gate.set()
@@ -279,21 +202,50 @@ def inside(plan: StepPlan) -> StepPlan:
     return StepPlan(plan.consumer, loads=(msgspec.structs.replace(plan.loads[0], now=True),))
 
 
+def begin_inside(p: Rank, d: Rank, name: str = "req") -> StepPlan:
+    """A step of D computes with a prompt of P, and has begun."""
+    plan = inside(load_plan(f"{name}-d", grant([p], f"{name}-p", THEIRS, TOKENS), peer([p]), OURS, 0, TOKENS))
+    d.worker.post(plan)
+    d.worker.begin_now()
+    return plan
+
+
 @pytest.mark.parametrize("plane", PLANES)
 def test_a_step_goes_on_as_soon_as_its_device_waits_for_the_last_copy(
     pair: tuple[Rank, Rank], copies: list[SlowCopies]
 ) -> None:
     p, d = pair
     copies[1].gate.clear()
-    d.worker.post(inside(load_plan("req-d", grant([p], "req-p", THEIRS, TOKENS), peer([p]), OURS, 0, TOKENS)))
-    d.worker.begin_now()
-    assert copies[1].running > 1
-    (place,) = copies[1].held
+    begin_inside(p, d)
+    assert copies[1].running > 1 and not any(copies[1].alone), "the mover waits for none of them either"
+    (reached,) = copies[1].held
     threading.Timer(0.2, copies[1].gate.set).start()
-    assert place.reached.wait(60)
+    assert reached.wait(60)
     assert torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS)), "what it computes with"
     assert d.worker.finish_now() == set()
     assert wait(lambda: p.sent == {"req-p"}, [p, d]) and not d.received, "the engine knows"
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_device_waits_for_the_copies_from_all_ranks(stage: Stage, copies: list[SlowCopies], late: int) -> None:
+    """One of which is late to grant."""
+    settings = Settings(plane="shm", slot_bytes=64 << 10, staging_bytes=1 << 20)
+    p = [stage.rank(tp_rank=rank, tp_size=2, settings=settings) for rank in (0, 1)]
+    d = stage.rank(engine_id="engine-d", settings=settings)
+    for rank in p:
+        rank.fill(THEIRS, TOKENS)
+    token = grant([p[1 - late]], "req-p", THEIRS, TOKENS)
+    lease = LeaseGrant("req-p", token, TOKENS, (pack_ids(THEIRS),))
+    copies[2].gate.clear()
+    d.worker.post(inside(load_plan("req-d", token, peer(p), OURS, 0, TOKENS)))
+    assert wait(lambda: copies[2].running > 0, p)
+    threading.Timer(0.3, lambda: p[late].worker.post(StepPlan(leases=(lease,)))).start()
+    d.worker.begin_now()
+    copies[2].gate.set()
+    assert copies[2].held[0].wait(60)
+    assert torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS))
+    assert d.worker.finish_now() == set()
+    assert wait(lambda: all(rank.sent == {"req-p"} for rank in p), [*p, d])
 
 
 def test_a_step_hears_of_a_copy_that_failed_before_its_tokens_count(
@@ -302,13 +254,86 @@ def test_a_step_hears_of_a_copy_that_failed_before_its_tokens_count(
     p, d = pair
     copies[1].gate.clear()
     copies[1].error = "CUDA error: out of order"
-    d.worker.post(inside(load_plan("req-d", grant([p], "req-p", THEIRS, TOKENS), peer([p]), OURS, 0, TOKENS)))
-    d.worker.begin_now()
+    begin_inside(p, d)
     assert copies[1].held and copies[1].running
     threading.Timer(0.2, copies[1].gate.set).start()
     assert d.worker.finish_now() == {"req-d"}
     assert copies[1].running == 0, "nothing writes its blocks any more"
     assert wait(lambda: p.sent == {"req-p"}, [p, d]) and not d.received
+
+
+def test_a_step_hears_of_a_lease_that_ended_while_its_device_waited(
+    pair: tuple[Rank, Rank], copies: list[SlowCopies]
+) -> None:
+    """Where pages are read by D: P's word of it is the note that it takes back."""
+    p, d = pair
+    copies[1].gate.clear()
+    begin_inside(p, d)
+    assert d.worker._mover is not None
+    (read,) = d.worker._mover._consumer._reads._reads.values()
+    read.note = cast("Note", SimpleNamespace(stands=False))
+    copies[1].gate.set()
+    assert d.worker.finish_now() == {"req-d"}
+    assert wait(lambda: p.sent == {"req-p"}, [p, d]) and not d.received
+
+
+def test_a_load_that_does_not_end_while_the_device_waits_is_given_up(
+    pair: tuple[Rank, Rank], copies: list[SlowCopies], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p, d = pair
+    monkeypatch.setattr(worker, "GIVE_UP_SECONDS", 0.3 - d.settings.ask_hold_seconds)
+    copies[1].gate.clear()
+    begin_inside(p, d)
+    opened = threading.Timer(1.0, copies[1].gate.set)
+    opened.start()
+    assert d.worker.finish_now() == {"req-d"}
+    assert copies[1].gate.is_set(), "not before the last copy into its blocks"
+    assert copies[1].running == 0
+    assert wait(lambda: p.sent == {"req-p"}, [p, d]) and not d.received
+
+
+def test_the_transfer_thread_ends_while_the_device_waits(
+    pair: tuple[Rank, Rank], copies: list[SlowCopies], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p, d = pair
+    copies[1].gate.clear()
+    begin_inside(p, d)
+    mover = d.worker._mover
+    assert mover is not None
+    mover._finished = deque(maxlen=0)  # whatever it says in the end is lost
+    threading.Timer(0.2, copies[1].gate.set).start()
+    mover.close(60)
+    assert d.worker.finish_now() == {"req-d"}
+
+
+def test_what_is_told_of_another_load_of_that_name_counts_for_nothing(
+    pair: tuple[Rank, Rank], copies: list[SlowCopies]
+) -> None:
+    p, d = pair
+    old = begin_inside(p, d)
+    assert d.worker.finish_now() == set() and wait(lambda: p.sent == {"req-p"}, [p, d])
+    assert d.worker._mover is not None
+    d.worker._mover._begun.append(old.loads[0])
+    token = secrets.token_bytes(16)
+    lease = LeaseGrant("req-p2", token, TOKENS, (pack_ids(THEIRS),))
+    threading.Timer(0.3, lambda: p.worker.post(StepPlan(leases=(lease,)))).start()
+    copies[1].gate.clear()
+    d.worker.post(inside(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS)))
+    d.worker.begin_now()
+    assert copies[1].running, "this one's copies"
+    copies[1].gate.set()
+    assert d.worker.finish_now() == set()
+
+
+def test_of_copies_that_end_at_once_nobody_is_told(stage: Stage) -> None:
+    p, d = stage.rank(), stage.rank(engine_id="engine-d")
+    p.fill(THEIRS, TOKENS)
+    assert d.worker._mover is not None
+    told: list[object] = []
+    d.worker._mover._consumer._tell_begun = told.append
+    begin_inside(p, d)
+    assert d.worker.finish_now() == set() and torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS))
+    assert wait(lambda: p.sent == {"req-p"}, [p, d]) and not told
 
 
 def test_a_step_does_not_begin_with_a_load_that_was_refused(pair: tuple[Rank, Rank], copies: list[SlowCopies]) -> None:

@@ -1,15 +1,18 @@
-"""UCXX refuses some memory: that is one channel's error, and its slot comes back."""
+"""UCXX refuses some memory: that is one channel's error, and its slot comes back. What it lacks is said at once."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import closing
 from itertools import count
 from typing import Any
 
 import pytest
+import torch
 from plane_pair import SLOT, Pair
 
+from kvferry.connector.errors import PlaneUnavailableError
 from kvferry.transport.plane import CPU
 from kvferry.transport.ucx_plane import UcxPlane
 
@@ -64,3 +67,10 @@ def test_a_message_that_cannot_be_received_takes_no_other_with_it(pair: Pair, mo
         message.release()
     assert arrived == [1, 2, 3] and receiver.error is None
     assert "refused" in str(other_receiver.error) and not other_receiver.poll()
+
+
+def test_on_a_gpu_what_its_slots_need_is_there_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To import it takes longer than a first hand-over, and what is missing is known before one fails."""
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    with pytest.raises(PlaneUnavailableError, match="pip install cuda-bindings"):
+        UcxPlane("127.0.0.1", 1 << 20, 4 << 20, torch.device("cuda", 0))

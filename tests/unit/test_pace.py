@@ -15,8 +15,30 @@ def test_as_long_as_the_last_one_and_longer_for_more_tokens() -> None:
     assert paces.seconds("P", 10, 1.0) == 0.004, "it has a cost that does not depend on tokens"
     assert math.isclose(paces.seconds("P", 5000, 1.0), 0.02)
     assert math.isinf(paces.seconds("Q", 10, 1.0))
-    paces.told({("P", 0): Pace(0.002, 10)}, 2.0)
-    assert paces.seconds("P", 10, 2.0) == 0.002, "the last one counts"
+    paces.told({("P", 0): Pace(0.002, 1000)}, 2.0)
+    assert paces.seconds("P", 1000, 2.0) == 0.002, "the last one counts"
+
+
+def test_a_short_one_says_little_of_a_long_one() -> None:
+    """Most of what it took it would take for no token at all."""
+    paces = Paces(1)
+    paces.told({("P", 0): Pace(0.001, 10)}, 0.0)
+    assert math.isclose(paces.seconds("P", 8000, 0.0), 0.8)
+    paces.told({("P", 0): Pace(0.004, 8000)}, 1.0)
+    paces.told({("P", 0): Pace(0.001, 10)}, 2.0)
+    assert paces.seconds("P", 8000, 2.0) == 0.004
+    assert paces.seconds("P", 10, 2.0) == 0.001
+    paces.told({("P", 0): Pace(0.003, 12)}, 3.0)
+    assert paces.seconds("P", 10, 3.0) == 0.003, "the last one of its length"
+
+
+def test_after_a_failure_nothing_is_expected() -> None:
+    paces = Paces(1)
+    paces.told({("P", 0): Pace(0.004, 8000)}, 0.0)
+    paces.told({("P", 0): NEVER}, 1.0)
+    assert math.isinf(paces.seconds("P", 8000, 1.0))
+    paces.told({("P", 0): Pace(0.004, 1000)}, 2.0)
+    assert paces.seconds("P", 1000, 2.0) == 0.004
 
 
 def test_the_slowest_rank_counts_and_all_must_have_told() -> None:

@@ -116,7 +116,10 @@ class Engine:
         self._memory = RunnerMemory(drafts)
         self.before_update: Callable[[Any], None] | None = None
         """Called with a step between its forward and the look at its output, where EngineCore takes aborts."""
+        self.device: Callable[[], None] = lambda: None
+        """Called before a forward reads: what a device waits for while its thread goes on."""
         self._lost: set[int] = set()  # blocks that loads inside steps failed to fill, until the scheduler hears of it
+        self._wrong: list[tuple[set[int], str]] = []  # what the forward has read beside right KV, and in which blocks
         heads = max(1, HEADS // tp)
         form = {"block_size": block, "num_kv_heads": heads, "head_size": HEAD_SIZE, "dtype": torch.float32}
         groups = [KVCacheGroupSpec(self.layers, spec or FullAttentionSpec(**form))]
@@ -226,6 +229,11 @@ class Engine:
             [ModelRunnerOutput(list(turns), index, sampled, kv_connector_output=kv) for kv in carried]
         )
         assert merged is not None
+        if merged.kv_connector_output is not None:
+            self._lost |= merged.kv_connector_output.invalid_block_ids
+        for blocks, text in self._wrong:  # what vLLM makes of what it was told is seen in the answers
+            assert self._lost & blocks, text
+        self._wrong.clear()
         self._outputs.append((step, merged))
         while self._outputs and (len(self._outputs) > self._ahead or not step.total_num_scheduled_tokens):
             self._update(*self._outputs.popleft())
@@ -263,7 +271,8 @@ class Engine:
         return self._pipe[1].recv()
 
     def _forward(self, worker: Worker, turns: dict[str, Turn]) -> None:
-        """Check all KV that the step reads, then write what it computes."""
+        """Look at all KV that the step reads, then write what it computes."""
+        self.device()
         for request_id, turn in turns.items():
             tables, held = self.scheduler.kv_cache_manager.get_block_ids(request_id), worker.held(turn.start)
             found = worker.kv(tables, 0, len(held))
@@ -271,10 +280,9 @@ class Engine:
             if self.window is not None:
                 differs[-1, :, : max(0, turn.start - self.window + 1)] = False
             wrong = differs.any(dim=3).any(dim=1).any(dim=0).nonzero().flatten().tolist()
-            self._lost |= worker.lost
-            if self._lost & set(tables[0]):  # a rank has said so; what vLLM makes of it is seen in the answers
-                wrong = []
-            assert not wrong, f"{request_id}: wrong KV at positions {[held[n] for n in wrong]} of {turn.start}"
+            if wrong:
+                text = f"{request_id}: wrong KV at positions {[held[n] for n in wrong]} of {turn.start}"
+                self._wrong.append((set(tables[0]), text))
             ours = int(((found[0] & 1) == self.origin).all(dim=2).all(dim=0).sum())
             self.origins.setdefault(request_id, Origins(ours, len(held) - ours))
             worker.write(tables, turn.start, turn.ids[turn.start :])

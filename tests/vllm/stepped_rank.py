@@ -23,7 +23,6 @@ from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 from kvferry.connector import compat
-from kvferry.connector.adapter import KVFerryConnector
 
 RUNNERS = ("v1", "v2", "v026")
 """vLLM's two model runners of 0.32, and the calls that 0.26 makes."""
@@ -172,15 +171,6 @@ class Worker:
                 if token >= start:
                     assert block_ids[block], f"token {token} of layer {number} goes to the null block"
                     cache[block_ids[block], :, slot] = values[number, :, token - start]
-
-    @property
-    def lost(self) -> set[int]:
-        """Blocks that a load inside the step under way failed to fill, which it will say after the forward."""
-        connector = self.connector
-        if not isinstance(connector, KVFerryConnector):
-            return set()
-        failed = [load for load in connector._now if load.request_id in connector._working._failed_now]
-        return {block for load in failed for block in connector._filled(load)}
 
     def held(self, stop: int) -> list[int]:
         """The tokens before ``stop`` that this rank keeps, which are all but for context parallelism."""

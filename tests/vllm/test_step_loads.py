@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hold import Hold
 from labelled import BLOCK, prompt
+from slow import install
 from stepped import Engine, eventually, mover_of, prefill, run, settle
 from stepped_rank import RUNNERS
 from yard import Lines, Yard
@@ -17,7 +18,7 @@ from yard import Lines, Yard
 from kvferry.connector import worker
 from kvferry.connector.config import Settings
 from kvferry.connector.engine import BlockTable, RequestView
-from kvferry.connector.pace import Pace
+from kvferry.connector.pace import Pace, Paces
 from kvferry.connector.params import HandedOver
 from kvferry.connector.scheduler import Incoming, SchedulerHalf
 from kvferry.connector.stepplan import PeerEngine
@@ -346,6 +347,37 @@ def test_one_that_does_not_end_is_given_up(yard: Yard, monkeypatch: pytest.Monke
     request_id = add(p, d, ids)
     fails(d, request_id, ids)
     hold.open()
+    settle(p, d)
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("error", ["", "CUDA error: out of order"])
+def test_the_forward_is_launched_before_its_load_has_ended(
+    yard: Yard, monkeypatch: pytest.MonkeyPatch, runner: str, ahead: int, error: str
+) -> None:
+    """As on GPUs, where a device waits for the copies: their end is known after the forward, and told with its step."""
+    copies = install(monkeypatch)
+    monkeypatch.setattr(Paces, "seconds", lambda *_: 0.0)
+    p, d = pair_of(yard, {"plane": "shm"}, runner=runner, ahead=ahead)
+    slow, ids = copies[1], prompt(300, 9)
+    request_id = add(p, d, ids)
+    slow.gate.clear()
+    slow.error = error
+    launched = []
+
+    def device() -> None:
+        if not launched:
+            launched.append(slow.running)
+            slow.gate.set()
+            assert slow.held[0].wait(60)
+
+    d.device = device
+    if error:
+        fails(d, request_id, ids)
+    else:
+        assert to_the_end(d, request_id) == "length"
+        assert (d.origins[request_id].ours, d.origins[request_id].theirs) == (0, 299)
+    assert launched[0] > 0 and d.step_loads[request_id] == 1
     settle(p, d)
 
 

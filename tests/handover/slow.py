@@ -1,0 +1,85 @@
+"""Copies that go on after they were started, as on a GPU. They are real, and happen on a thread of their own, each as
+soon as the test lets it."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+
+from kvferry.connector import worker
+from kvferry.connector.copies import Copies, Copy, Mark
+
+
+class SlowCopies(Copies):
+    """Copies on another thread, each once ``gate`` is open. With ``error`` set they do nothing and say so."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Event()
+        self.gate.set()
+        self.error = ""
+        self.running = 0
+        self.alone: list[bool] = []  # of each copy
+        self.held: list[threading.Event] = []  # what the engine's device waits for
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def start(self, enqueue: Callable[[], None], *, brief: bool = False, alone: bool = False) -> Copy:
+        copy = Copy()
+        self.alone.append(alone)
+        self.running += 1
+        self._queue.put(partial(self._copy, copy, enqueue))
+        return copy
+
+    def _run(self) -> None:
+        while (act := self._queue.get()) is not None:
+            act()
+
+    def _copy(self, copy: Copy, enqueue: Callable[[], None]) -> None:
+        self.gate.wait(60)
+        time.sleep(1e-3)
+        if not self.error:
+            enqueue()
+        copy.error = self.error
+        self.running -= 1
+        copy.done = True
+        self.on_done()
+
+    def mark(self) -> Mark | None:
+        return None
+
+    def after(self, mark: Mark) -> None:
+        raise AssertionError("there are no marks")
+
+    def hold_engine(self) -> None:
+        self.held.append(threading.Event())
+        self._queue.put(self.held[-1].set)
+
+    def settle(self) -> None:
+        while self.running:
+            time.sleep(1e-3)
+
+    def close(self) -> None:
+        self._queue.put(None)
+        self._thread.join(60)
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> list[SlowCopies]:
+    """In place of each rank's own; those of each, in the order in which ranks are made."""
+    made: list[SlowCopies] = []
+
+    def make(device: torch.device, sms: int) -> SlowCopies:
+        made.append(SlowCopies())
+        return made[-1]
+
+    monkeypatch.setattr(worker, "copies_on", make)
+    return made
