@@ -90,12 +90,11 @@ def test_the_engine_waits_on_its_gpu_for_what_was_started(copies: GpuCopies, cur
         flag.fill_(1)
 
     copy = copies.start(fill)
-    mark = copies.started()
     engine = torch.cuda.Stream(copies.device)
     with torch.cuda.stream(engine):
         begun = time.monotonic()
         with torch.cuda.device(current):
-            copies.hold_engine(mark)
+            copies.hold_engine()
         found.copy_(flag)
         assert time.monotonic() - begun < 0.2 and not copy.done
     engine.synchronize()

@@ -202,7 +202,7 @@ def plant(fault: str, rank: HostedRank) -> None:
         rank.asks *= 2
     elif fault == "device does not wait" and rank.side == "d":
         assert rank.worker.site is not None
-        rank.worker.site.caches.copies.hold_engine = lambda mark: None  # type: ignore[method-assign]
+        rank.worker.site.caches.copies.hold_engine = lambda: None  # type: ignore[method-assign]
 
 
 class Host:
