@@ -185,7 +185,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
                 x, y = [row["tokens"] for row in points], [row[name] for row in points]
                 axis.plot(x, y, dashes, marker="o", color=colour, label=f"{connector}, {state} blocks")
         axis.set(xscale="log", yscale="log", xlabel="prompt tokens (128 KiB each)", ylabel="ms, median", title=title)
-        lengths = sorted({row["tokens"] for row in rows})
+        lengths = sorted({row["tokens"] for row in rows if row["state"] in STATES})
         axis.set_xticks(lengths, [str(length) for length in lengths])
         axis.minorticks_off()
         axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
