@@ -60,9 +60,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     step_load_seconds: Annotated[
         Annotated[float, Meta(ge=0, le=1)],
         _doc(
-            "an engine that has no other request waits inside its step for a hand-over that it expects to take no "
-            "longer (if P is late to grant it, for ask_hold_seconds at most); 0: never. Only with "
-            "kv_load_failure_policy fail"
+            "an engine that has no other request computes in one step with a hand-over that it expects to take no "
+            "longer, and waits for it, on GPUs the device alone (if P is late to grant it, for ask_hold_seconds at "
+            "most); 0: never. Only with kv_load_failure_policy fail"
         ),
     ] = 0.02
     lease_seconds: Annotated[_Seconds, _doc("how long P holds a prompt's blocks for a D that says nothing")] = 30.0

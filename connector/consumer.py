@@ -52,8 +52,8 @@ class Consumer:
         finished: Callable[[Finished], None],
         clock: Callable[[], float],
     ) -> None:
-        """``begun`` is told of each load that a step computes with, once all its copies are under way, where they do
-        not end at once. ``finished`` is told of each load that ended, as soon as it has. ``clock``: seconds, for what a
+        """``begun`` is told of each load that a step computes with, once all its copies are under way, unless they have
+        ended. ``finished`` is told of each load that ended, as soon as it has. ``clock``: seconds, for what a
         hand-over took; ``now`` of a turn is that of its beginning."""
         self._site = site
         self._tell_begun, self._tell, self._clock = begun, finished, clock
@@ -367,7 +367,7 @@ class Consumer:
                 self._reads.stopped(read, reply.sent)
 
     def _grant(self, read: Read, grant: protocol.Grant, now: float) -> None:
-        if read.stopped:
+        if read.stopped or read.granted:
             return
         wanted = read.job.load.prompt
         if wanted and grant.prompt != wanted:

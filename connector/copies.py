@@ -74,7 +74,7 @@ class Copies(ABC):
     @abstractmethod
     def hold_engine(self) -> None:
         """What the engine's thread, which calls this, gives its device from now on waits for all that was started
-        before."""
+        before. Some thousand kernels may wait; with more, their launch waits too."""
 
     @abstractmethod
     def settle(self) -> None:

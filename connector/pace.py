@@ -1,8 +1,7 @@
-"""How long a hand-over will take, from how long the last one from the same engine took. Pure."""
+"""How long a hand-over will take, from how long the last ones from the same engine took. Pure."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import msgspec
@@ -21,6 +20,10 @@ class Pace(msgspec.Struct, frozen=True):
     seconds: float
     tokens: int
 
+    def bound(self, tokens: int) -> float:
+        """Seconds that so many tokens take at most: a part is the same for any length, the rest grows with that."""
+        return self.seconds * max(1.0, tokens / self.tokens)
+
 
 NEVER = Pace(float("inf"), 1)
 
@@ -35,9 +38,11 @@ class Paces:
     def told(self, paces: Mapping[Source, Pace], now: float) -> None:
         """What ranks told at ``now`` seconds."""
         for source, pace in paces.items():
-            if math.isinf(pace.seconds):  # whatever was before
-                self._told[source] = {}
-            self._told.setdefault(source, {})[pace.tokens.bit_length()] = pace, now
+            known = self._told.setdefault(source, {})
+            for length, (before, _) in list(known.items()):
+                if before.bound(pace.tokens) < pace.seconds:  # it was faster then; or this one has failed
+                    del known[length]
+            known[pace.tokens.bit_length()] = pace, now
         for source, known in list(self._told.items()):
             fresh = {length: (pace, at) for length, (pace, at) in known.items() if now <= at + FRESH_SECONDS}
             if fresh:
@@ -46,14 +51,10 @@ class Paces:
                 del self._told[source]
 
     def seconds(self, engine_id: str, tokens: int, now: float) -> float:
-        """At most how long ``tokens`` from an engine should take; infinite where that is not known.
-
-        Each that is known is a bound: part of what it took is the same for any length, the rest grows with that.
-        """
+        """How long ``tokens`` from an engine should take at most; infinite where that is not known."""
         longest = 0.0
         for rank in self._ranks:
             known = self._told.get((engine_id, rank), {}).values()
             fresh = [pace for pace, at in known if now <= at + FRESH_SECONDS]
-            bounds = [pace.seconds * max(1.0, tokens / pace.tokens) for pace in fresh]
-            longest = max(longest, min(bounds, default=float("inf")))
+            longest = max(longest, min((pace.bound(tokens) for pace in fresh), default=float("inf")))
         return longest

@@ -76,7 +76,7 @@ class Read(msgspec.Struct, eq=False):
 
     @property
     def begun(self) -> bool:
-        """Whether all copies into our pages are under way or have ended."""
+        """Of one that is moving: whether all copies into our pages are under way or have ended."""
         return self.moved or (self.writing > 0 and not self.tags)
 
 
@@ -202,12 +202,15 @@ class Reads:
             read.link.send(protocol.Cancel(read=read.number, posted=highest + 1))
 
     def stopped(self, read: Read, sent: int) -> None:
-        """P has sent, or ended by empty messages, the first ``sent`` chunks; the others will never come."""
+        """P has sent, or ended by empty messages, the first ``sent`` chunks; the others will never come. It says so
+        when it is told to stop, and of a read that was not it is no word."""
+        if not read.stopped:
+            return
         for tag in [tag for tag in read.tags if tag & 0xFFFFFFFF >= sent]:
             read.tags.discard(tag)
             if isinstance(read.link.channel, RecvChannel):
                 read.link.channel.forget(tag)
-        if read.stopped and not read.tags:
+        if not read.tags:
             self.forget(read)
 
     def collect(self, links: Iterable[Link]) -> Iterator[Happened]:

@@ -23,7 +23,7 @@ from kvferry.connector.copies import Copies, Mark, copies_on
 from kvferry.connector.engine import LayerGroup, RankInfo
 from kvferry.connector.errors import GeometryError, PlaneUnavailableError
 from kvferry.connector.mover import Mover
-from kvferry.connector.pace import Pace, Source
+from kvferry.connector.pace import NEVER, Pace, Source
 from kvferry.connector.protocol import MAX_MESSAGE_BYTES
 from kvferry.connector.regions import Places, rank_geometry, regions
 from kvferry.connector.site import Caches, Site
@@ -73,6 +73,7 @@ class WorkerHalf:
         self._now: dict[str, Load] = {}  # of those, what the step under way computes with
         self._held: set[str] = set()  # of those, what its device waits for
         self._failed_now: set[str] = set()
+        self._posted_at = 0.0
         self._ended: list[Finished] = []  # taken from the mover, not told yet
         self._paces: dict[Source, Pace] = {}
         self._leased: set[str] = set()
@@ -147,6 +148,7 @@ class WorkerHalf:
         assert self._site is not None
         ours = by_region(plan, self._tables)
         self._now |= {load.request_id: load for load in ours.loads if load.now}
+        self._posted_at = time.monotonic()
         copies = self._site.caches.copies
         copies.idle = plan.idle or bool(self._now)
         mark = copies.mark()
@@ -161,8 +163,7 @@ class WorkerHalf:
 
     def begin_now(self) -> None:
         """Block until the engine may give its device this step's forward: until the loads have ended that it computes
-        with, or their copies are under way and the device waits for them. Must come before the forward. A device takes
-        some thousand kernels that wait; with more, their launch waits too."""
+        with, or their copies are under way and the device waits for them. Must come before the forward."""
         if not self._now:
             return
         copies = self._see_to_now(lambda: self._now.keys() <= self._held)
@@ -179,7 +180,6 @@ class WorkerHalf:
     def _see_to_now(self, done: Callable[[], bool]) -> Copies:
         assert self._mover is not None and self._site is not None
         copies = self._site.caches.copies
-        started = time.monotonic()
         give_up = self._settings.ask_hold_seconds + GIVE_UP_SECONDS
         while True:
             alive = self._mover.alive
@@ -188,7 +188,7 @@ class WorkerHalf:
                 return copies
             if not alive:
                 break
-            waited = time.monotonic() - started
+            waited = time.monotonic() - self._posted_at
             if waited >= give_up:  # then it ends as soon as nothing writes its blocks any more
                 logger.error("kvferry: the engine has waited %.0f s for %s to be loaded", waited, ", ".join(self._now))
                 self._mover.post(StepPlan(consumer=self._consumer, cancels=tuple(self._now)))
@@ -229,7 +229,9 @@ class WorkerHalf:
             return
         for finished in self._mover.take_finished():
             self._ended.append(finished)
-            self._paces[finished.engine_id, self._info.tp_rank] = finished.pace
+            source = finished.engine_id, self._info.tp_rank
+            if self._paces.get(source) != NEVER:  # what was fast once more says nothing of the one that was not
+                self._paces[source] = finished.pace
 
     def take_results(self) -> Results:
         """What ended since the last call. An id that was not started here, or was told before, is left out: the

@@ -15,6 +15,8 @@ from stage import Stage
 
 from kvferry.connector import worker
 from kvferry.connector.config import Settings
+from kvferry.connector.consumer import Finished
+from kvferry.connector.pace import NEVER, Pace
 from kvferry.connector.stepplan import LeaseGrant, StepPlan, pack_ids
 
 
@@ -90,3 +92,14 @@ def test_the_wait_is_short(stage: Stage) -> None:
         d.worker.take_results()
         waits.append(time.monotonic() - begun)
     assert min(waits) < 0.025 and sum(waits) < 20, "the load itself takes until P gives the ask up"
+
+
+def test_a_failure_is_told_of_an_engine_though_another_load_of_the_same_step_was_fast(pair: tuple[Rank, Rank]) -> None:
+    d = pair[1]
+    mover = d.worker._mover
+    assert mover is not None
+    for pace in (NEVER, Pace(0.001, 100)):
+        mover._finished.append(Finished("req", pace is not NEVER, "engine-p", pace))
+    assert d.worker.take_paces() == {("engine-p", 0): NEVER}
+    mover._finished.append(Finished("req", True, "engine-p", Pace(0.001, 100)))
+    assert d.worker.take_paces() == {("engine-p", 0): Pace(0.001, 100)}

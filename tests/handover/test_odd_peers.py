@@ -1,4 +1,5 @@
-"""A D that does what ours does not: greets twice, asks twice, hoards asks, was forgotten. P answers, and serves on."""
+"""A D that does what ours does not: greets twice, asks twice, hoards asks, was forgotten. P answers, and serves on.
+And a P that says what it was not asked."""
 
 from __future__ import annotations
 
@@ -183,6 +184,34 @@ def test_a_load_that_breaks_while_it_starts_is_reported(
     monkeypatch.undo()
     another_works(p, d)
     assert not half._jobs
+
+
+def test_a_p_that_says_that_it_has_stopped_what_nobody_has(stage: Stage) -> None:
+    """D would take the chunks that are still to come for none."""
+    settings = Settings(plane="shm")
+    p, d = stage.rank(settings=settings), stage.rank(settings=settings, engine_id="engine-d")
+    p.fill(THEIRS, TOKENS)
+    producer = halves(p)[0]
+    reply = producer._reply
+
+    def and_stopped(identity: bytes, message: object) -> None:
+        reply(identity, message)
+        if isinstance(message, protocol.Grant):
+            reply(identity, protocol.Stopped(read=message.read, sent=0))
+
+    producer._reply = and_stopped
+    another_works(p, d)
+
+
+def test_a_grant_that_comes_twice_counts_once(pair: tuple[Rank, Rank]) -> None:
+    """A second copy into D's pages would go on when the load has ended."""
+    p, d = pair
+    half = halves(d)[1]
+    grant, granted, calls = half._grant, half._reads.granted, []
+    half._grant = lambda *args: (grant(*args), grant(*args))
+    half._reads.granted = lambda *args: (calls.append(args), granted(*args))
+    another_works(p, d)
+    assert len(calls) == 1
 
 
 def test_a_link_that_nobody_uses_gives_its_staging_back(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:

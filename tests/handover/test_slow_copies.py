@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import secrets
 import threading
+import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import cast
@@ -202,6 +203,20 @@ def inside(plan: StepPlan) -> StepPlan:
     return StepPlan(plan.consumer, loads=(msgspec.structs.replace(plan.loads[0], now=True),))
 
 
+def once_it_waits(d: Rank, act: Callable[[], None]) -> None:
+    """Have this done when D's step waits for the first time."""
+    mover = d.worker._mover
+    assert mover is not None
+    wait_on = mover.wait
+
+    def act_and_wait(timeout: float, *, inside: bool = False) -> None:
+        mover.wait = wait_on  # type: ignore[method-assign]
+        act()
+        wait_on(timeout, inside=inside)
+
+    mover.wait = act_and_wait  # type: ignore[method-assign]
+
+
 def begin_inside(p: Rank, d: Rank, name: str = "req") -> StepPlan:
     """A step of D computes with a prompt of P, and has begun."""
     plan = inside(load_plan(f"{name}-d", grant([p], f"{name}-p", THEIRS, TOKENS), peer([p]), OURS, 0, TOKENS))
@@ -219,7 +234,8 @@ def test_a_step_goes_on_as_soon_as_its_device_waits_for_the_last_copy(
     begin_inside(p, d)
     assert copies[1].running > 1 and not any(copies[1].alone), "the mover waits for none of them either"
     (reached,) = copies[1].held
-    threading.Timer(0.2, copies[1].gate.set).start()
+    assert not reached.is_set()
+    copies[1].gate.set()
     assert reached.wait(60)
     assert torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS)), "what it computes with"
     assert d.worker.finish_now() == set()
@@ -239,7 +255,7 @@ def test_a_device_waits_for_the_copies_from_all_ranks(stage: Stage, copies: list
     copies[2].gate.clear()
     d.worker.post(inside(load_plan("req-d", token, peer(p), OURS, 0, TOKENS)))
     assert wait(lambda: copies[2].running > 0, p)
-    threading.Timer(0.3, lambda: p[late].worker.post(StepPlan(leases=(lease,)))).start()
+    once_it_waits(d, lambda: p[late].worker.post(StepPlan(leases=(lease,))))
     d.worker.begin_now()
     copies[2].gate.set()
     assert copies[2].held[0].wait(60)
@@ -281,14 +297,20 @@ def test_a_load_that_does_not_end_while_the_device_waits_is_given_up(
     pair: tuple[Rank, Rank], copies: list[SlowCopies], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     p, d = pair
-    monkeypatch.setattr(worker, "GIVE_UP_SECONDS", 0.3 - d.settings.ask_hold_seconds)
     copies[1].gate.clear()
     begin_inside(p, d)
-    opened = threading.Timer(1.0, copies[1].gate.set)
-    opened.start()
+    monkeypatch.setattr(worker, "GIVE_UP_SECONDS", 0.3 - d.settings.ask_hold_seconds)
+    assert d.worker._mover is not None
+    (read,) = d.worker._mover._consumer._reads._reads.values()
+
+    def open_late() -> None:
+        wait(lambda: read.stopped)
+        time.sleep(0.2)
+        copies[1].gate.set()
+
+    threading.Thread(target=open_late).start()
     assert d.worker.finish_now() == {"req-d"}
-    assert copies[1].gate.is_set(), "not before the last copy into its blocks"
-    assert copies[1].running == 0
+    assert copies[1].gate.is_set() and copies[1].running == 0, "not before the last copy into its blocks"
     assert wait(lambda: p.sent == {"req-p"}, [p, d]) and not d.received
 
 
@@ -316,7 +338,7 @@ def test_what_is_told_of_another_load_of_that_name_counts_for_nothing(
     d.worker._mover._begun.append(old.loads[0])
     token = secrets.token_bytes(16)
     lease = LeaseGrant("req-p2", token, TOKENS, (pack_ids(THEIRS),))
-    threading.Timer(0.3, lambda: p.worker.post(StepPlan(leases=(lease,)))).start()
+    once_it_waits(d, lambda: p.worker.post(StepPlan(leases=(lease,))))
     copies[1].gate.clear()
     d.worker.post(inside(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS)))
     d.worker.begin_now()

@@ -30,8 +30,8 @@ from kvferry.connector.worker import WorkerHalf
 
 SLOT_BYTES = 64 << 10
 """So small that a hand-over takes several messages."""
-LATE = 100_000_000
-"""Cycles by which a GPU's copies come later where a step computes with them: some 50 ms, far more than its launch."""
+LATE = 300_000_000
+"""Cycles by which a GPU's copies come later where a step computes with them: some 0.2 s, far more than its launch."""
 
 
 class HostedRank:

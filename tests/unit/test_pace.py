@@ -32,6 +32,14 @@ def test_a_short_one_says_little_of_a_long_one() -> None:
     assert paces.seconds("P", 10, 3.0) == 0.003, "the last one of its length"
 
 
+def test_what_was_faster_before_is_forgotten() -> None:
+    paces = Paces(1)
+    paces.told({("P", 0): Pace(0.004, 8000)}, 0.0)
+    paces.told({("P", 0): Pace(0.1, 1000)}, 1.0)
+    assert paces.seconds("P", 1000, 1.0) == 0.1
+    assert math.isclose(paces.seconds("P", 8000, 1.0), 0.8)
+
+
 def test_after_a_failure_nothing_is_expected() -> None:
     paces = Paces(1)
     paces.told({("P", 0): Pace(0.004, 8000)}, 0.0)
