@@ -1,8 +1,8 @@
 """The mover: the one thread of a rank that does I/O. Everything else posts work to it and collects results.
 
-The engine's thread calls ``post`` and ``take_*``, which never block, and ``wait`` where it has nothing else to do, or
-nothing to do it with. The mover's loop polls the control sockets and the data planes while there is traffic and sleeps
-in one ``poll`` call, without the GIL, while there is none.
+The engine's thread calls ``post`` and ``take_*``, which never block, and ``wait`` where it cannot go on. The mover's
+loop polls the control sockets and the data planes while there is traffic and sleeps in one ``poll`` call, without the
+GIL, while there is none.
 """
 
 from __future__ import annotations

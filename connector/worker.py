@@ -132,6 +132,11 @@ class WorkerHalf:
     def site(self) -> Site | None:
         return self._site
 
+    @property
+    def _copies(self) -> Copies:
+        assert self._site is not None, "caches are registered before the first step"
+        return self._site.caches.copies
+
     def close(self) -> None:
         """Stop serving. Idempotent."""
         if self._mover is not None:
@@ -145,13 +150,11 @@ class WorkerHalf:
         self._loading.update(load.request_id for load in plan.loads)
         self._leased.update(lease.request_id for lease in plan.leases)
         self._consumer, self._idle = plan.consumer, plan.idle
-        assert self._site is not None
         ours = by_region(plan, self._tables)
         self._now |= {load.request_id: load for load in ours.loads if load.now}
         self._posted_at = time.monotonic()
-        copies = self._site.caches.copies
-        copies.idle = plan.idle or bool(self._now)
-        mark = copies.mark()
+        self._copies.idle = plan.idle or bool(self._now)
+        mark = self._copies.mark()
         if mark is not None:
             self._marks.append((plan.step, mark))
         computed = [self._computed(lease.step) for lease in plan.leases]
@@ -166,8 +169,8 @@ class WorkerHalf:
         with, or their copies are under way and the device waits for them. Must come before the forward."""
         if not self._now:
             return
-        copies = self._see_to_now(lambda: self._now.keys() <= self._held)
-        copies.idle = self._idle
+        self._see_to_now(lambda: self._now.keys() <= self._held)
+        self._copies.idle = self._idle
 
     def finish_now(self) -> set[str]:
         """Block until the loads have ended that this step computes with; which of them failed. ``take_results`` says
@@ -177,15 +180,14 @@ class WorkerHalf:
         failed, self._failed_now = self._failed_now, set()
         return failed
 
-    def _see_to_now(self, done: Callable[[], bool]) -> Copies:
-        assert self._mover is not None and self._site is not None
-        copies = self._site.caches.copies
+    def _see_to_now(self, done: Callable[[], bool]) -> None:
+        assert self._mover is not None
         give_up = self._settings.ask_hold_seconds + GIVE_UP_SECONDS
         while True:
             alive = self._mover.alive
-            self._look_at_now(copies)
+            self._look_at_now()
             if done():
-                return copies
+                return
             if not alive:
                 break
             waited = time.monotonic() - self._posted_at
@@ -197,9 +199,8 @@ class WorkerHalf:
         logger.error("kvferry: the transfer thread has ended; %d loads fail", len(self._now))
         for request_id in list(self._now):
             self._end_now(request_id, ok=False)
-        return copies
 
-    def _look_at_now(self, copies: Copies) -> None:
+    def _look_at_now(self) -> None:
         """What has become of them."""
         assert self._mover is not None
         self._collect()
@@ -208,7 +209,7 @@ class WorkerHalf:
             self._end_now(finished.request_id, ok=finished.ok)
         for load in self._mover.take_begun():
             if self._now.get(load.request_id) is load:
-                copies.hold_engine()
+                self._copies.hold_engine()
                 self._held.add(load.request_id)
 
     def _end_now(self, request_id: str, *, ok: bool) -> None:

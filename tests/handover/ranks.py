@@ -149,10 +149,10 @@ def grant(ranks: Sequence[Rank], request_id: str, block_ids: Sequence[int], toke
 
 def load_plan(
     request_id: str, token: bytes, engine: PeerEngine, block_ids: Sequence[int], start: int, stop: int,
-    consumer: bytes = b"c" * 16, watch: bool = True,
+    consumer: bytes = b"c" * 16, watch: bool = True, now: bool = False,
 ) -> StepPlan:  # fmt: skip
-    """The plan that makes a D rank fetch tokens [start, stop)."""
-    load = Load(request_id, token, engine, (pack_ids(list(block_ids)),), ((start, stop),))
+    """The plan that makes a D rank fetch tokens [start, stop); ``now``: its step computes with them."""
+    load = Load(request_id, token, engine, (pack_ids(list(block_ids)),), ((start, stop),), now=now)
     watches = (Watch(request_id, token, engine, False),) if watch else ()
     return StepPlan(consumer=consumer, watches=watches, loads=(load,))
 

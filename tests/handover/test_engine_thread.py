@@ -6,7 +6,6 @@ import secrets
 import threading
 import time
 
-import msgspec
 import pytest
 from gates import PATIENT
 from opening import OURS, THEIRS, TOKENS, another_works
@@ -73,10 +72,9 @@ def test_a_step_that_waits_for_its_load_sleeps(pair: tuple[Rank, Rank], monkeypa
     monkeypatch.setattr(mover, "wait", lambda *args, **kwargs: (waits.append(1), real(*args, **kwargs)))
     mover._freed.append("a lease of ours")
     token = secrets.token_bytes(16)
-    plan = load_plan("req-d", token, peer([p]), OURS, 0, TOKENS)
     lease = StepPlan(leases=(LeaseGrant("req-p", token, TOKENS, (pack_ids(THEIRS),)),))
     threading.Timer(0.5, lambda: p.worker.post(lease)).start()
-    d.worker.post(msgspec.structs.replace(plan, loads=(msgspec.structs.replace(plan.loads[0], now=True),)))
+    d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS, now=True))
     d.worker.begin_now()
     assert len(waits) < 20
     assert d.worker.finish_now() == set()

@@ -10,12 +10,11 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
-from typing import cast
 
-import msgspec
 import opening
 import pytest
 import torch
+from gates import halves
 from ranks import Rank, grant, let_time_pass, load_plan, peer, wait
 from slow import SlowCopies, install
 from stage import Stage
@@ -23,7 +22,6 @@ from stage import Stage
 from kvferry.connector import worker
 from kvferry.connector.config import Settings
 from kvferry.connector.stepplan import LeaseGrant, StepPlan, pack_ids
-from kvferry.transport.board import Note
 
 PLANES = ["shm", "tcp", "zmq", pytest.param("ucx", marks=pytest.mark.ucx)]
 TOKENS, THEIRS, OURS = 200, list(range(3, 16)), list(range(10, 23))
@@ -75,8 +73,7 @@ def test_d_hears_that_its_read_is_granted_before_anything_is_packed(
     """P may be held up there for long, and a D that hears nothing does not know whether P has its request."""
     p, d = pair
     begin_and_stop_at(copies[0], p, d)
-    assert d.worker._mover is not None
-    reads = d.worker._mover._consumer._reads._reads
+    reads = halves(d)[1]._reads._reads
     assert wait(lambda: [read.granted for read in reads.values()] == [True], [p, d])
     assert copies[0].running
     copies[0].gate.set()
@@ -188,19 +185,14 @@ def test_copies_hear_whether_the_engine_computes(pair: tuple[Rank, Rank], copies
     assert wait(lambda: d.received == {"first-d"} and p.sent == {"first-p"}, [p, d]) and not copies[1].idle
     d.worker.post(StepPlan(idle=True))
     assert copies[1].idle
-    plan = load_plan("req-d", grant([p], "req-p", THEIRS, TOKENS), peer([p]), OURS, 0, TOKENS)
+    token = grant([p], "req-p", THEIRS, TOKENS)
     copies[1].gate.clear()
-    d.worker.post(inside(plan))
+    d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS, now=True))
     assert copies[1].idle
     d.worker.begin_now()
     assert not copies[1].idle, "from here on it computes"
     copies[1].gate.set()
     assert d.worker.finish_now() == set()
-
-
-def inside(plan: StepPlan) -> StepPlan:
-    """The step computes with its load."""
-    return StepPlan(plan.consumer, loads=(msgspec.structs.replace(plan.loads[0], now=True),))
 
 
 def once_it_waits(d: Rank, act: Callable[[], None]) -> None:
@@ -217,9 +209,9 @@ def once_it_waits(d: Rank, act: Callable[[], None]) -> None:
     mover.wait = act_and_wait  # type: ignore[method-assign]
 
 
-def begin_inside(p: Rank, d: Rank, name: str = "req") -> StepPlan:
+def begin_inside(p: Rank, d: Rank) -> StepPlan:
     """A step of D computes with a prompt of P, and has begun."""
-    plan = inside(load_plan(f"{name}-d", grant([p], f"{name}-p", THEIRS, TOKENS), peer([p]), OURS, 0, TOKENS))
+    plan = load_plan("req-d", grant([p], "req-p", THEIRS, TOKENS), peer([p]), OURS, 0, TOKENS, now=True)
     d.worker.post(plan)
     d.worker.begin_now()
     return plan
@@ -253,7 +245,7 @@ def test_a_device_waits_for_the_copies_from_all_ranks(stage: Stage, copies: list
     token = grant([p[1 - late]], "req-p", THEIRS, TOKENS)
     lease = LeaseGrant("req-p", token, TOKENS, (pack_ids(THEIRS),))
     copies[2].gate.clear()
-    d.worker.post(inside(load_plan("req-d", token, peer(p), OURS, 0, TOKENS)))
+    d.worker.post(load_plan("req-d", token, peer(p), OURS, 0, TOKENS, now=True))
     assert wait(lambda: copies[2].running > 0, p)
     once_it_waits(d, lambda: p[late].worker.post(StepPlan(leases=(lease,))))
     d.worker.begin_now()
@@ -285,9 +277,8 @@ def test_a_step_hears_of_a_lease_that_ended_while_its_device_waited(
     p, d = pair
     copies[1].gate.clear()
     begin_inside(p, d)
-    assert d.worker._mover is not None
-    (read,) = d.worker._mover._consumer._reads._reads.values()
-    read.note = cast("Note", SimpleNamespace(stands=False))
+    (read,) = halves(d)[1]._reads._reads.values()
+    read.note = SimpleNamespace(stands=False)
     copies[1].gate.set()
     assert d.worker.finish_now() == {"req-d"}
     assert wait(lambda: p.sent == {"req-p"}, [p, d]) and not d.received
@@ -300,8 +291,7 @@ def test_a_load_that_does_not_end_while_the_device_waits_is_given_up(
     copies[1].gate.clear()
     begin_inside(p, d)
     monkeypatch.setattr(worker, "GIVE_UP_SECONDS", 0.3 - d.settings.ask_hold_seconds)
-    assert d.worker._mover is not None
-    (read,) = d.worker._mover._consumer._reads._reads.values()
+    (read,) = halves(d)[1]._reads._reads.values()
 
     def open_late() -> None:
         wait(lambda: read.stopped)
@@ -340,7 +330,7 @@ def test_what_is_told_of_another_load_of_that_name_counts_for_nothing(
     lease = LeaseGrant("req-p2", token, TOKENS, (pack_ids(THEIRS),))
     once_it_waits(d, lambda: p.worker.post(StepPlan(leases=(lease,))))
     copies[1].gate.clear()
-    d.worker.post(inside(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS)))
+    d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS, now=True))
     d.worker.begin_now()
     assert copies[1].running, "this one's copies"
     copies[1].gate.set()
@@ -350,9 +340,8 @@ def test_what_is_told_of_another_load_of_that_name_counts_for_nothing(
 def test_of_copies_that_end_at_once_nobody_is_told(stage: Stage) -> None:
     p, d = stage.rank(), stage.rank(engine_id="engine-d")
     p.fill(THEIRS, TOKENS)
-    assert d.worker._mover is not None
     told: list[object] = []
-    d.worker._mover._consumer._tell_begun = told.append
+    halves(d)[1]._tell_begun = told.append
     begin_inside(p, d)
     assert d.worker.finish_now() == set() and torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS))
     assert wait(lambda: p.sent == {"req-p"}, [p, d]) and not told
@@ -364,7 +353,7 @@ def test_a_step_does_not_begin_with_a_load_that_was_refused(pair: tuple[Rank, Ra
     begin(p, d, "first")
     assert wait(lambda: d.received == {"first-d"} and p.sent == {"first-p"}, [p, d])
     p.close()
-    d.worker.post(inside(load_plan("req-d", bytes(16), peer([p]), OURS, 0, TOKENS)))
+    d.worker.post(load_plan("req-d", bytes(16), peer([p]), OURS, 0, TOKENS, now=True))
     d.worker.begin_now()
     assert not copies[1].held
     assert d.worker.finish_now() == {"req-d"} and d.worker.finish_now() == set()
