@@ -15,7 +15,7 @@ import opening
 import pytest
 import torch
 from gates import halves
-from ranks import Rank, grant, let_time_pass, load_plan, peer, wait
+from ranks import Rank, grant, let_time_pass, load_plan, peer, reason_of, wait
 from slow import SlowCopies, install
 from stage import Stage
 
@@ -301,6 +301,7 @@ def test_a_load_that_does_not_end_while_the_device_waits_is_given_up(
     threading.Thread(target=open_late).start()
     assert d.worker.finish_now() == {"req-d"}
     assert copies[1].gate.is_set() and copies[1].running == 0, "not before the last copy into its blocks"
+    assert reason_of(d) == "cancelled", "and not because the hand-over's own time was over"
     assert wait(lambda: p.sent == {"req-p"}, [p, d]) and not d.received
 
 
