@@ -54,7 +54,7 @@ class Consumer:
     ) -> None:
         """``begun`` is told of each load that a step computes with, once all its copies are under way, unless they have
         ended. ``finished`` is told of each load that ended, as soon as it has. ``clock``: seconds, for what a
-        hand-over took; ``now`` of a turn is that of its beginning."""
+        hand-over took; ``now`` is what deadlines go by, that of a turn's beginning."""
         self._site = site
         self._tell_begun, self._tell, self._clock = begun, finished, clock
         self._timeouts = handover.Timeouts(
@@ -144,6 +144,10 @@ class Consumer:
             if failed or now >= link.used_at + IDLE_LINK_SECONDS:
                 link.close()
                 del self._links[address]
+
+    def hurry(self) -> None:
+        """We were held up, and P's deadlines went on: renew at the next tick."""
+        self._claims.hurry()
 
     @property
     def live(self) -> bool:

@@ -58,7 +58,7 @@ class Timeouts(msgspec.Struct, frozen=True):
 
 
 class Handover(msgspec.Struct, frozen=True):
-    """State. ``pending``: sources that have not passed the phase; ``deadline``: local monotonic seconds."""
+    """State. ``pending``: sources that have not passed the phase; ``deadline``: local seconds, as ``now``."""
 
     phase: Phase
     sources: int

@@ -37,7 +37,7 @@ Consumer = bytes
 
 
 class Lease(msgspec.Struct, frozen=True):
-    """State. Times are local monotonic seconds; ``term`` the seconds one renewal gives, never past ``cap``.
+    """State. Times are local seconds, as ``now``; ``term`` the seconds one renewal gives, never past ``cap``.
 
     ``votes``: per consumer, the ranks that have not released yet. ``reads``: own reads that are running.
     """

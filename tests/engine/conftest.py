@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from engines import Fleet
 from model import ModelSpec, build_model
-from served import LEASE_SECONDS, START_SECONDS, Pair, eventually, no_block_held
+from served import START_SECONDS, Pair, PatientFleet, eventually, no_block_held
 
 TELLING = re.compile(r"kvferry: |WARNING|ERROR|Traceback")
 SHOWN_LINES = 40
@@ -35,9 +35,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def running_pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    with Fleet(tmp_path_factory.mktemp("logs")) as fleet:
-        extra = {"lease_seconds": LEASE_SECONDS}
-        prefill, decode = (fleet.engine(name, model, extra=extra) for name in ("prefill", "decode"))
+    with PatientFleet(tmp_path_factory.mktemp("logs")) as fleet:
+        prefill, decode = (fleet.engine(name, model) for name in ("prefill", "decode"))
         fleet.wait_ready(START_SECONDS)
         pair = Pair(fleet, prefill, decode)
         pair.check([7] * 40)  # the first hand-over pays for the handshake
@@ -58,5 +57,5 @@ def pair(running_pair: Pair) -> Iterator[Pair]:
 @pytest.fixture
 def fleet(tmp_path: Path) -> Iterator[Fleet]:
     """For engines of a test's own."""
-    with Fleet(tmp_path / "logs") as fleet:
+    with PatientFleet(tmp_path / "logs") as fleet:
         yield fleet

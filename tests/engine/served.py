@@ -11,7 +11,7 @@ import random
 import signal
 import time
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,6 +27,11 @@ START_SECONDS = 400
 """An engine starts in 25 s on an idle machine; others may use it too."""
 LEASE_SECONDS = 20.0
 """Long enough that a hand-over on a busy machine does not miss it; tests of clients that leave wait for its end."""
+PATIENT = {
+    "lease_seconds": LEASE_SECONDS, "handshake_timeout_seconds": 60.0, "transfer_timeout_seconds": 60.0,
+    "ask_hold_seconds": 60.0,
+}  # fmt: skip
+"""vLLM's workers spin on all cores of a small machine, and what answers has been seen to wait ten seconds for one."""
 HERE = Path(__file__).resolve().parent
 PER_HEAD = {
     "kv_bytes": False,
@@ -34,6 +39,23 @@ PER_HEAD = {
     "environment": {"PYTHONPATH": python_path(LIB, HERE)},
 }
 """How to start an engine whose KV is digested per head: for comparisons between different numbers of ranks."""
+
+
+class PatientFleet(Fleet):
+    """Engines that wait long for one another, where a test says nothing else."""
+
+    def engine(
+        self,
+        name: str,
+        model: Path,
+        *,
+        connector: str | None = "KVFerryConnector",
+        extra: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> Server:
+        if connector == "KVFerryConnector":
+            extra = {**PATIENT, **(extra or {})}
+        return super().engine(name, model, connector=connector, extra=extra, **options)
 
 
 def prompt(tokens: int, seed: int) -> list[int]:

@@ -17,6 +17,7 @@ from engines import Fleet, free_port
 from served import (
     PER_HEAD,
     START_SECONDS,
+    PatientFleet,
     complete,
     corrupted,
     count,
@@ -65,7 +66,7 @@ def ready(fleet: Fleet, *engines: Server) -> None:
 
 @pytest.fixture(scope="module")
 def running(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Yard]:
-    with Fleet(tmp_path_factory.mktemp("forms")) as fleet:
+    with PatientFleet(tmp_path_factory.mktemp("forms")) as fleet:
         plain = start(fleet, model, "plain", "--max-num-batched-tokens", str(CHUNK), "--scheduling-policy", "priority")
         ready(fleet, plain)
         yield Yard(fleet, model, plain)

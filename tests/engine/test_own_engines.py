@@ -11,6 +11,7 @@ from engines import Fleet
 from served import (
     START_SECONDS,
     Pair,
+    PatientFleet,
     complete,
     count,
     eventually,
@@ -36,7 +37,7 @@ class Yard:
 
 @pytest.fixture(scope="module")
 def yard(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Yard]:
-    with Fleet(tmp_path_factory.mktemp("own")) as fleet:
+    with PatientFleet(tmp_path_factory.mktemp("own")) as fleet:
         prefill = fleet.engine("prefill", model)
         fleet.wait_ready(START_SECONDS)
         yield Yard(fleet, prefill)
