@@ -16,6 +16,8 @@ SIBLING_SECONDS = 0.5
 RENEWALS_PER_TERM = 3
 """A renewal may be lost twice before the lease is."""
 SHORTEST_INTERVAL = 0.1
+RENEWED_AT_ONCE = 4096
+"""Tokens of one message; a message each would fill the connection's queue where all are due together."""
 
 
 @dataclass(slots=True)
@@ -74,13 +76,18 @@ class Claims:
 
     def tick(self, now: float) -> None:
         """Renew what is needed, release what waited for siblings in vain."""
+        due: dict[RankAddress, tuple[PeerEngine, list[bytes]]] = {}
         for token, claim in list(self._claims.items()):
             if now >= claim.release_at:
                 self._release(token, claim)
             elif now >= claim.renew_at:
                 claim.renew_at = now + _interval(claim.peer)
                 for address in self._addresses(claim.peer):
-                    self._link(claim.peer, address).send(protocol.Renew(tokens=(token,)))
+                    due.setdefault(address, (claim.peer, []))[1].append(token)
+        for address, (peer, tokens) in due.items():
+            for start in range(0, len(tokens), RENEWED_AT_ONCE):
+                part = tuple(tokens[start : start + RENEWED_AT_ONCE])
+                self._link(peer, address).send(protocol.Renew(tokens=part))
 
     def hurry(self) -> None:
         """Renew everything at the next tick."""

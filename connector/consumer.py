@@ -6,6 +6,7 @@ Decisions are ``handover.step``'s; this file performs its effects and feeds it w
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Collection, Iterator
 
 import msgspec
@@ -50,13 +51,12 @@ class Consumer:
         site: Site,
         begun: Callable[[Load], None],
         finished: Callable[[Finished], None],
-        clock: Callable[[], float],
     ) -> None:
         """``begun`` is told of each load that a step computes with, once all its copies are under way, unless they have
-        ended. ``finished`` is told of each load that ended, as soon as it has. ``clock``: seconds, for what a
-        hand-over took; ``now`` is what deadlines go by, that of a turn's beginning."""
+        ended. ``finished`` is told of each load that ended, as soon as it has. ``now`` of all methods is what deadlines
+        go by, see ``RunningClock``."""
         self._site = site
-        self._tell_begun, self._tell, self._clock = begun, finished, clock
+        self._tell_begun, self._tell = begun, finished
         self._timeouts = handover.Timeouts(
             site.settings.handshake_timeout_seconds, site.settings.transfer_timeout_seconds
         )
@@ -100,7 +100,7 @@ class Consumer:
             self._claims.close(load.request_id, now)
             return
         state, effects = handover.begin(len(addresses), self._timeouts, now)
-        job = Job(load, state, self._clock(), ids, alone)
+        job = Job(load, state, time.monotonic(), ids, alone)
         self._jobs[load.request_id] = job
         for number, address in enumerate(addresses):
             link = self._link(load.peer, address)
@@ -146,7 +146,7 @@ class Consumer:
                 del self._links[address]
 
     def hurry(self) -> None:
-        """We were held up, and P's deadlines went on: renew at the next tick."""
+        """We were held up while P's deadlines went on: renew at the next tick."""
         self._claims.hurry()
 
     @property
@@ -319,7 +319,7 @@ class Consumer:
         """Count it, tell the engine, and only then write it down: its request waits."""
         tokens = max((stop - start for start, stop in load.tokens), default=0)
         if job is not None and reason is None:
-            seconds = self._clock() - job.started
+            seconds = time.monotonic() - job.started
             milliseconds = seconds * 1e3
             planes = sorted({read.link.plane.name for read in job.reads if read.link.plane is not None})
             plane = "+".join(planes) or "none"

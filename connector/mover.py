@@ -28,7 +28,7 @@ from kvferry.connector.site import Site
 from kvferry.connector.stepplan import LeaseGrant, Load, StepPlan
 from kvferry.transport.control import Listener
 from kvferry.transport.plane import Plane
-from kvferry.transport.wake import Waker, keep_time_exactly
+from kvferry.transport.wake import RunningClock, Waker, keep_time_exactly
 
 logger = logging.getLogger("vllm.kvferry.mover")
 
@@ -44,10 +44,6 @@ QUIET_SECONDS = 5.0
 SWITCH_SECONDS = 2e-5
 """How long a thread that spins in Python, as vLLM's worker does between steps, may keep the interpreter from the mover.
 At Python's default of 5 ms a hand-over of 138 MB between two engines on two cores took 490 ms, at 0.1 ms 180 ms."""
-HELD_UP_SECONDS = 1.0
-"""A turn takes milliseconds, and sleep ends when it should. What either takes beyond this is worth a line, and no
-deadline counts it: in that time nobody was heard. A host that is paused, or on which others spin on all cores, has
-been seen to take ten seconds from a thread. What counts is bounded per turn, so every deadline passes in the end."""
 
 
 _Item = TypeVar("_Item")
@@ -59,12 +55,10 @@ class Mover:
     ``post`` may be called from any thread; ``wait`` and ``take_*`` from one.
     """
 
-    def __init__(self, site: Site, listener: Listener, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, site: Site, listener: Listener) -> None:
         self._site = site
         self._listener = listener
-        self._clock = clock
-        self._due = 0.0  # when this turn should end, by time.monotonic()
-        self._lost = 0.0  # seconds that no deadline counts
+        self._time = RunningClock()
         self._waker = Waker()
         self._commands: deque[tuple[StepPlan, Mark | None, Sequence[Mark | None]]] = deque()
         self._computing: list[tuple[LeaseGrant, Mark | None]] = []
@@ -78,7 +72,7 @@ class Mover:
         self._warm = threading.Event()
         self._cold: Exception | None = None
         self._stopping = False
-        self._consumer = Consumer(site, self._report_begun, self._report, clock)
+        self._consumer = Consumer(site, self._report_begun, self._report)
         self._producer = Producer(site, listener)
         self._thread = threading.Thread(target=self._run, name="kvferry-mover", daemon=True)
         site.caches.copies.on_done = self._waker.wake
@@ -138,19 +132,22 @@ class Mover:
     # --- the thread ---------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        next_tick = next_look = quiet_until = 0.0
         keep_time_exactly()
         try:
             self._site.caches.warm_up()
         except Exception as error:
             self._cold = error
         self._warm.set()
-        self._due = time.monotonic()
+        self._time.turn()  # to compile is not to be held up
+        try:
+            self._serve()
+        finally:
+            self._shut()
+
+    def _serve(self) -> None:
+        next_tick = next_look = quiet_until = 0.0
         while not self._stopping:
-            here = time.monotonic()
-            self._held_up(here - self._due)
-            self._due = here
-            now = self._now()
+            now = self._time.turn()
             try:
                 if now >= next_look:
                     next_look = now + TICK_SECONDS
@@ -161,6 +158,10 @@ class Mover:
                     self._tick(now)
                 if busy:
                     next_look = min(next_look, now + BUSY_SECONDS)
+                if self._time.late:
+                    late = f"{self._time.late:.1f}"
+                    text = f"kvferry: the transfer thread was held up for {late} s; is the host overloaded, or paused?"
+                    self._site.log.warning("held up", "%s", text)  # noqa: PLE1205 (not a logging.Logger)
                 if not busy:
                     self._sleep()
             except Exception:  # one bad turn must not end the thread that serves everybody
@@ -170,24 +171,12 @@ class Mover:
                 self._site.stats.failed("internal")
                 time.sleep(TICK_SECONDS)
                 with suppress(Exception):  # a fault that strikes every turn must not keep deadlines from passing
-                    self._tick(self._now())
-        self._shut()
-
-    def _now(self) -> float:
-        """What deadlines go by: seconds, less those for which this thread was held up."""
-        return self._clock() - self._lost
-
-    def _held_up(self, seconds: float) -> None:
-        """A turn, with the sleep after it, took so many seconds longer than it slept."""
-        if seconds <= HELD_UP_SECONDS:
-            return
-        self._lost += seconds - HELD_UP_SECONDS
-        self._consumer.hurry()
-        text = f"kvferry: the transfer thread was held up for {seconds:.1f} s; is the host overloaded?"
-        self._site.log.warning("held up", "%s", text)  # noqa: PLE1205 (not a logging.Logger)
+                    self._tick(now)
 
     def _turn(self, now: float) -> bool:
         busy = self._obey(now)
+        if self._time.late:
+            self._consumer.hurry()
         # First what has arrived: after a time without the processor it must count before any deadline does.
         heard, self._heard = self._heard, set()
         for plane in self._site.planes:
@@ -314,7 +303,7 @@ class Mover:
         live = self._consumer.live or self._producer.live
         seconds = COMPUTING_SECONDS if self._computing else TICK_SECONDS if live else IDLE_SECONDS
         seconds = 0.0 if awake else seconds
-        self._due += seconds
+        self._time.sleeps(seconds)
         for pollable, _ in poller.poll(int(seconds * 1e3)):
             self._hear(planes.get(pollable, pollable))
             self._woken |= pollable == self._waker.fd
@@ -328,7 +317,7 @@ class Mover:
         for act in (
             self._producer.withdraw,
             self._site.caches.copies.close,
-            lambda: self._consumer.close(self._now()),
+            lambda: self._consumer.close(self._time.turn()),
             self._producer.close,
             self._publish,
             *(plane.close for plane in self._site.planes),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import secrets
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +31,7 @@ from kvferry.transport.control import Listener
 from kvferry.transport.gate import CurveKeys, configure_curve
 from kvferry.transport.plane import CPU, Plane
 from kvferry.transport.planes import Memory, best_slot_bytes, best_staging_bytes, make_plane, preferred_planes
+from kvferry.transport.wake import RunningClock
 
 logger = logging.getLogger("vllm.kvferry.worker")
 
@@ -73,7 +73,7 @@ class WorkerHalf:
         self._now: dict[str, Load] = {}  # of those, what the step under way computes with
         self._held: set[str] = set()  # of those, what its device waits for
         self._failed_now: set[str] = set()
-        self._posted_at = 0.0
+        self._waiting = RunningClock()  # since the step's work was posted
         self._ended: list[Finished] = []  # taken from the mover, not told yet
         self._paces: dict[Source, Pace] = {}
         self._leased: set[str] = set()
@@ -152,7 +152,7 @@ class WorkerHalf:
         self._consumer, self._idle = plan.consumer, plan.idle
         ours = by_region(plan, self._tables)
         self._now |= {load.request_id: load for load in ours.loads if load.now}
-        self._posted_at = time.monotonic()
+        self._waiting = RunningClock()
         self._copies.idle = plan.idle or bool(self._now)
         mark = self._copies.mark()
         if mark is not None:
@@ -190,11 +190,12 @@ class WorkerHalf:
                 return
             if not alive:
                 break
-            waited = time.monotonic() - self._posted_at
+            waited = self._waiting.turn()
             if waited >= give_up:  # then it ends as soon as nothing writes its blocks any more
                 logger.error("kvferry: the engine has waited %.0f s for %s to be loaded", waited, ", ".join(self._now))
                 self._mover.post(StepPlan(consumer=self._consumer, cancels=tuple(self._now)))
                 give_up = 2 * waited
+            self._waiting.sleeps(LOOK_SECONDS)
             self._mover.wait(LOOK_SECONDS, inside=True)
         logger.error("kvferry: the transfer thread has ended; %d loads fail", len(self._now))
         for request_id in list(self._now):

@@ -1,4 +1,4 @@
-"""Small tools of a thread that polls: a way to wake it, and warnings that cannot flood the log."""
+"""Small tools of a thread that polls: a way to wake it, its time, and warnings that cannot flood the log."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ import time
 from collections.abc import Callable
 
 _PR_SET_TIMERSLACK = 29
+HELD_UP_SECONDS = 1.0
+"""A turn takes milliseconds; one that takes this long was held up. A paused host, or one on which others spin on all
+cores, has been seen to take ten seconds from a thread."""
 
 
 def keep_time_exactly() -> None:
@@ -52,6 +55,35 @@ class Waker:
             if not self._closed:
                 self._closed = True
                 os.close(self.fd)
+
+
+class RunningClock:
+    """Seconds since it was made, as the deadlines of a thread count them, turn by turn. Those for which it was held up
+    do not count: in them it heard nobody. Of each turn ``HELD_UP_SECONDS`` and what it meant to sleep do, so a
+    deadline passes in the end.
+
+    Attributes:
+        late: seconds that the last turn took beyond its sleep, 0 where it was not held up.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._began = clock()
+        self._now = self._asleep = 0.0
+        self.late = 0.0
+
+    def turn(self) -> float:
+        """Begin a turn: what time it is, never earlier than before."""
+        here = self._clock()
+        took, counted = here - self._began, self._asleep + HELD_UP_SECONDS
+        self.late = took - self._asleep if took > counted else 0.0
+        self._now += min(took, counted)
+        self._began, self._asleep = here, 0.0
+        return self._now
+
+    def sleeps(self, seconds: float) -> None:
+        """The turn is about to sleep for so long, or less."""
+        self._asleep += seconds
 
 
 class RateLimitedLog:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
+from clocks import put_forward
 
 from kvferry.connector.config import Settings
 from kvferry.connector.context import UNSPLIT, Split
@@ -180,8 +181,7 @@ def let_time_pass(rank: Rank, seconds: float) -> None:
     """For this rank's mover it is ``seconds`` later from now on: a lease ends at a chosen moment."""
     mover = rank.worker._mover
     assert mover is not None
-    mover._clock = lambda: time.monotonic() + seconds
-    mover._waker.wake()
+    put_forward(mover, seconds)
 
 
 def renew_after(p: Rank, d: Rank, seconds: float) -> None:

@@ -305,6 +305,21 @@ def test_a_load_that_does_not_end_while_the_device_waits_is_given_up(
     assert wait(lambda: p.sent == {"req-p"}, [p, d]) and not d.received
 
 
+def test_time_in_which_the_engine_stood_still_is_not_counted(pair: tuple[Rank, Rank], copies: list[SlowCopies]) -> None:
+    p, d = pair
+    copies[1].gate.clear()
+    begin_inside(p, d)
+    d.worker._waiting._clock = lambda: time.monotonic() + 600
+
+    def open_late() -> None:
+        time.sleep(0.5)
+        copies[1].gate.set()
+
+    threading.Thread(target=open_late).start()
+    assert d.worker.finish_now() == set()
+    assert wait(lambda: p.sent == {"req-p"}, [p, d])
+
+
 def test_the_transfer_thread_ends_while_the_device_waits(
     pair: tuple[Rank, Rank], copies: list[SlowCopies], monkeypatch: pytest.MonkeyPatch
 ) -> None:

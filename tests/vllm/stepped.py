@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from clocks import put_forward
 from labelled import BLOCK, HEAD_SIZE, HEADS, LAYERS, labels
 from stepped_config import engine_config
 from stepped_model import RunnerMemory, Turn
@@ -354,9 +355,7 @@ def mover_of(engine: Engine, rank: int = 0) -> Any:
 def let_time_pass(engine: Engine, seconds: float) -> None:
     """For its transfer threads it is ``seconds`` later from now on: a lease ends at a chosen moment."""
     for rank in range(engine.tp):
-        mover = mover_of(engine, rank)
-        mover._clock = lambda: time.monotonic() + seconds
-        mover._waker.wake()
+        put_forward(mover_of(engine, rank), seconds)
 
 
 def renew_after(p: Engine, d: Engine, seconds: float) -> None:

@@ -1,0 +1,31 @@
+"""The time of a rank's transfer thread, by which its deadlines go."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+
+class _Later:
+    """A clock that is ahead of another."""
+
+    def __init__(self, clock: Any, seconds: float) -> None:
+        self._clock, self._seconds = clock, seconds
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._clock, name)
+
+    def turn(self) -> float:
+        return float(self._clock.turn()) + self._seconds
+
+
+def put_forward(mover: Any, seconds: float) -> None:
+    """It is ``seconds`` later for the mover than it would be; a lease ends at a chosen moment."""
+    mover._time = _Later(mover._time._clock if isinstance(mover._time, _Later) else mover._time, seconds)
+    mover._waker.wake()
+
+
+def hold_up(mover: Any, seconds: float) -> None:
+    """The host lets the mover's thread stand still for so long, as far as its clock says."""
+    mover._time._clock = lambda: time.monotonic() + seconds
+    mover._waker.wake()
