@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -10,6 +11,8 @@ from kvferry.connector.geometry import RankGeometry
 from kvferry.connector.link import Link
 from kvferry.connector.stepplan import PeerEngine, RankAddress
 from kvferry.connector.topology import expected_consumers
+
+logger = logging.getLogger("vllm.kvferry.claims")
 
 SIBLING_SECONDS = 0.5
 """How long a release waits for more requests of the same prompt (``n > 1`` sends them one by one)."""
@@ -22,9 +25,11 @@ RENEWED_AT_ONCE = 4096
 
 @dataclass(slots=True)
 class Claim:
-    """One lease at one P engine. ``open``: requests that may still read under it."""
+    """One lease at one P engine. ``addresses``: P's ranks that hear from this one. ``open``: requests that may still
+    read under it."""
 
     peer: PeerEngine
+    addresses: tuple[RankAddress, ...]
     renew_at: float
     open: set[str] = field(default_factory=set)
     siblings: bool = False
@@ -51,10 +56,14 @@ class Claims:
         return bool(self._claims)
 
     def open(self, token: bytes, peer: PeerEngine, request_id: str, now: float, *, siblings: bool = False) -> None:
-        """``request_id`` may read under ``token``; renewals start when a third of the term has passed."""
+        """``request_id`` may read under ``token``; renewals start when a third of the term has passed.
+
+        Raises:
+            GeometryError: P names ranks that it cannot have.
+        """
         claim = self._claims.get(token)
         if claim is None:
-            claim = self._claims[token] = Claim(peer, now + _interval(peer))
+            claim = self._claims[token] = Claim(peer, self._addresses(peer), now + _interval(peer))
         claim.open.add(request_id)
         claim.siblings |= siblings
         claim.release_at = float("inf")
@@ -82,12 +91,15 @@ class Claims:
                 self._release(token, claim)
             elif now >= claim.renew_at:
                 claim.renew_at = now + _interval(claim.peer)
-                for address in self._addresses(claim.peer):
+                for address in claim.addresses:
                     due.setdefault(address, (claim.peer, []))[1].append(token)
         for address, (peer, tokens) in due.items():
-            for start in range(0, len(tokens), RENEWED_AT_ONCE):
-                part = tuple(tokens[start : start + RENEWED_AT_ONCE])
-                self._link(peer, address).send(protocol.Renew(tokens=part))
+            try:
+                for start in range(0, len(tokens), RENEWED_AT_ONCE):
+                    part = tuple(tokens[start : start + RENEWED_AT_ONCE])
+                    self._link(peer, address).send(protocol.Renew(tokens=part))
+            except Exception:  # no connection could be made to this one; the leases of others must not end for it
+                logger.exception("kvferry: leases at %s:%d are not renewed this time", address.host, address.port)
 
     def hurry(self) -> None:
         """Renew everything at the next tick."""
@@ -107,12 +119,12 @@ class Claims:
             p_rank, ours.tp_size, ours.pp_size, peer.tp_size, ours.head_counts, ours.splits, peer.splits
         )
 
-    def _addresses(self, peer: PeerEngine) -> list[RankAddress]:
-        return [address for address in peer.ranks if self.rank in self.expected(peer, address.tp_rank)]
+    def _addresses(self, peer: PeerEngine) -> tuple[RankAddress, ...]:
+        return tuple(address for address in peer.ranks if self.rank in self.expected(peer, address.tp_rank))
 
     def _release(self, token: bytes, claim: Claim) -> None:
         del self._claims[token]
-        for address in self._addresses(claim.peer):
+        for address in claim.addresses:
             self._link(claim.peer, address).send(
                 protocol.Release(
                     token=token,

@@ -88,8 +88,8 @@ class Consumer:
 
     def load(self, load: Load, now: float, *, alone: bool = False) -> None:
         """Start a hand-over. ``alone``: no other one is about to begin."""
-        self._claims.open(load.token, load.peer, load.request_id, now)
         try:
+            self._claims.open(load.token, load.peer, load.request_id, now)
             ids = [self._site.caches.kernel_ids(g, unpack_ids(ids)) for g, ids in enumerate(load.block_ids)]
             for region, (start, stop) in enumerate(load.tokens):
                 if stop > start:

@@ -174,9 +174,11 @@ class Mover:
                     self._tick(now)
 
     def _turn(self, now: float) -> bool:
-        busy = self._obey(now)
-        if self._time.late:
-            self._consumer.hurry()
+        try:
+            busy = self._obey(now)
+        finally:
+            if self._time.late:
+                self._consumer.hurry()
         # First what has arrived: after a time without the processor it must count before any deadline does.
         heard, self._heard = self._heard, set()
         for plane in self._site.planes:

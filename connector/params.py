@@ -146,6 +146,12 @@ def parse(params: Mapping[str, Any] | None) -> HandedOver | None:
         raise ProtocolError(
             f"kv_transfer_params names {len(named)} ranks, expected {wire.pp_size} x {wire.tp_size} (pp x tp)"
         )
+    strange = [name for name in named if name[0] >= wire.pp_size or name[1] >= wire.tp_size]
+    if strange:
+        pp, tp = min(strange)
+        raise ProtocolError(
+            f"kv_transfer_params names a rank pp{pp} tp{tp}, expected below pp{wire.pp_size} and tp{wire.tp_size}"
+        )
     if any(wire.tp_size % split.size for split in wire.splits):
         sizes = ", ".join(str(split.size) for split in wire.splits)
         raise ProtocolError(f"kv_transfer_params says that {sizes} of {wire.tp_size} ranks share tokens out in turn")

@@ -73,7 +73,7 @@ class WorkerHalf:
         self._now: dict[str, Load] = {}  # of those, what the step under way computes with
         self._held: set[str] = set()  # of those, what its device waits for
         self._failed_now: set[str] = set()
-        self._waiting = RunningClock()  # since the step's work was posted
+        self._waiting = RunningClock()  # since the step's work was posted, of its forward a second
         self._ended: list[Finished] = []  # taken from the mover, not told yet
         self._paces: dict[Source, Pace] = {}
         self._leased: set[str] = set()

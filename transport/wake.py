@@ -58,9 +58,9 @@ class Waker:
 
 
 class RunningClock:
-    """Seconds since it was made, as the deadlines of a thread count them, turn by turn. Those for which it was held up
-    do not count: in them it heard nobody. Of each turn ``HELD_UP_SECONDS`` and what it meant to sleep do, so a
-    deadline passes in the end.
+    """Seconds as the deadlines of a thread count them, from 0, turn by turn. Those for which it was held up do not
+    count: in them it heard nobody. Of each turn ``HELD_UP_SECONDS`` and what it meant to sleep do, so a deadline passes
+    in the end.
 
     Attributes:
         late: seconds that the last turn took beyond its sleep, 0 where it was not held up.

@@ -10,22 +10,26 @@ class _Later:
     """A clock that is ahead of another."""
 
     def __init__(self, clock: Any, seconds: float) -> None:
-        self._clock, self._seconds = clock, seconds
+        self._inner, self._seconds = clock, seconds
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._clock, name)
+        return getattr(self._inner, name)
 
     def turn(self) -> float:
-        return float(self._clock.turn()) + self._seconds
+        return float(self._inner.turn()) + self._seconds
+
+
+def _of(mover: Any) -> Any:
+    return mover._time._inner if isinstance(mover._time, _Later) else mover._time
 
 
 def put_forward(mover: Any, seconds: float) -> None:
     """It is ``seconds`` later for the mover than it would be; a lease ends at a chosen moment."""
-    mover._time = _Later(mover._time._clock if isinstance(mover._time, _Later) else mover._time, seconds)
+    mover._time = _Later(_of(mover), seconds)
     mover._waker.wake()
 
 
 def hold_up(mover: Any, seconds: float) -> None:
     """The host lets the mover's thread stand still for so long, as far as its clock says."""
-    mover._time._clock = lambda: time.monotonic() + seconds
+    _of(mover)._clock = lambda: time.monotonic() + seconds
     mover._waker.wake()

@@ -132,8 +132,8 @@ def test_an_idle_mover_sleeps(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> 
     time.sleep(0.5)
     clocks = [time.pthread_getcpuclockid(rank.worker._mover._thread.ident) for rank in (p, d)]
     before = [time.clock_gettime(clock) for clock in clocks]
-    then = p.worker._mover._time._now
+    began = p.worker._mover._time._now
     time.sleep(3)
-    assert p.worker._mover._time._now > then + 0.5, "of which a loaded machine may take two"
+    assert p.worker._mover._time._now > began + 0.5, "two seconds less, as a loaded machine may wake it late"
     for clock, then in zip(clocks, before, strict=True):
         assert time.clock_gettime(clock) - then < 0.01 * 3

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from clocks import hold_up, put_forward
 from gates import PATIENT, Gate, halves
+from msgspec.structs import replace
 from opening import OURS, THEIRS, TOKENS, begin
 from ranks import Rank, grant, load_plan, peer, wait
 from stage import Stage
 
 from kvferry.connector.config import Settings
-from kvferry.connector.stepplan import StepPlan, Watch
+from kvferry.connector.stepplan import PeerEngine, RankAddress, StepPlan, Watch
 from kvferry.transport import framing
+from kvferry.transport.wake import RateLimitedLog
 
 LIMIT, STOP = 120.0, 600.0
 """Seconds that something may take, and that its side stands still meanwhile."""
@@ -34,11 +38,18 @@ class Deaf:
         return False
 
 
-def goes_on(rank: Rank) -> Any:
-    """A condition: the rank's mover has looked at its deadlines."""
-    mover = rank.worker._mover
-    seen = Gate(mover, "_tick", mover._tick)
-    return lambda: seen.calls > 1
+def goes_on(rank: Rank) -> Callable[[], bool]:
+    """A condition: the rank's mover has looked at its deadlines some times more."""
+    mover: Any = rank.worker._mover
+    looked: list[float] = []
+    real = mover._tick
+
+    def tick(now: float) -> None:
+        real(now)
+        looked.append(now)
+
+    mover._tick = tick
+    return lambda: len(looked) > 3
 
 
 @pytest.mark.parametrize("of_what", ["handshake", "transfer"])
@@ -46,7 +57,7 @@ def test_d_is_held_up(stage: Stage, caplog: pytest.LogCaptureFixture, of_what: s
     """P answers only after D goes on, as where the host of both stood still."""
     p = stage.rank(settings=Settings(**PATIENT))
     settings = {**PATIENT, f"{of_what}_timeout_seconds": LIMIT}
-    d = stage.rank(settings=Settings(**settings, plane="tcp"), engine_id="engine-d")
+    d = stage.rank(settings=Settings(**settings, plane="tcp"), engine_id="engine-d")  # over which it has to ask
     p.fill(THEIRS, TOKENS)
     if of_what == "transfer":  # then the handshake is over
         begin(p, d, "first")
@@ -54,10 +65,12 @@ def test_d_is_held_up(stage: Stage, caplog: pytest.LogCaptureFixture, of_what: s
     deaf = Deaf(p)
     begin(p, d)
     assert wait(lambda: deaf.spoken_to, [p, d])
+    d.worker.site.log = RateLimitedLog(logging.getLogger("test.held_up"))
     with caplog.at_level(logging.WARNING):
         hold_up(d.worker._mover, STOP)
-        assert wait(goes_on(d), [p, d]) and not d.received - {"first-d"}
-    assert "the transfer thread was held up for 600." in caplog.text
+        assert wait(goes_on(d), [p, d])
+        assert wait(lambda: "the transfer thread was held up for 60" in caplog.text, [p, d])
+    assert not d.received - {"first-d"}
     deaf.open()
     assert wait(lambda: "req-d" in d.received, [p, d])
     assert not d.failed and torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS))
@@ -97,9 +110,39 @@ def test_d_renews_at_once_after_it_was_held_up(stage: Stage, when: str) -> None:
     else:
         d.worker.post(plan)
         assert wait(lambda: bool(halves(d)[1]._claims), [p, d])
-    assert leases[token].state.deadline == before
     hold_up(mover, STOP)
     assert wait(lambda: leases[token].state.deadline > before, [p, d])
+
+
+@pytest.mark.parametrize("bad_first", [False, True])
+def test_what_cannot_be_renewed_costs_no_other_lease(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, bad_first: bool
+) -> None:
+    p = stage.rank(settings=Settings(**PATIENT, lease_cap_seconds=1200.0))
+    d = stage.rank(engine_id="engine-d")
+    tokens = [grant([p], name, THEIRS, TOKENS) for name in ("good", "bad", "odd")]
+    leases, claims = halves(p)[0]._leases, halves(d)[1]._claims
+    assert wait(lambda: len(leases) == 3, [p])
+    before = leases[tokens[0]].state.deadline
+    good = peer([p])
+    bad = replace(good, ranks=(replace(good.ranks[0], host="127.0.0.2"),))  # nobody there
+    odd = replace(good, ranks=(replace(good.ranks[0], tp_rank=7),))  # of one
+    watches = [
+        Watch(f"{n}-d", token, who, False) for n, (token, who) in enumerate(zip(tokens, (good, bad, odd), strict=True))
+    ]
+    real = claims._link
+
+    def link(engine: PeerEngine, address: RankAddress) -> Any:
+        if address.host == "127.0.0.2":
+            raise OSError(errno.EMFILE, "planted")
+        return real(engine, address)
+
+    monkeypatch.setattr(claims, "_link", link)
+    d.worker.post(StepPlan(consumer=b"c" * 16, watches=tuple(watches[::-1] if bad_first else watches)))
+    assert wait(lambda: len(claims._claims) == 2, [p, d]), "what cannot be never comes in"
+    hold_up(d.worker._mover, STOP)
+    assert wait(lambda: leases[tokens[0]].state.deadline > before, [p, d])
+    monkeypatch.undo()
 
 
 def test_a_turn_that_breaks_after_it_was_held_up_ends_nothing(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,6 +73,10 @@ def broken(**changes: Any) -> dict[str, Any]:
         (broken(splits=[[5000, 1]]), "splits"),
         (broken(splits=[[2, 0]]), "splits"),
         (broken(splits=[[1, 1], [3, 1]]), "1, 3 of 2 ranks share tokens out"),
+        (
+            broken(ranks=[[0, 0, "h", 1, "00" * 16], [0, 2, "h", 1, "00" * 16]]),
+            "a rank pp0 tp2, expected below pp1 and tp2",
+        ),
         (broken(tp_size=3), "names 2 ranks, expected 1 x 3"),
         (broken(ranks=[[0, 0, "h", 70000, "00" * 16]]), "ranks"),
         (broken(engine_id="a\nb"), "engine_id"),
