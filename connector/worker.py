@@ -152,7 +152,8 @@ class WorkerHalf:
         self._consumer, self._idle = plan.consumer, plan.idle
         ours = by_region(plan, self._tables)
         self._now |= {load.request_id: load for load in ours.loads if load.now}
-        self._waiting = RunningClock()
+        if self._now:
+            self._waiting = RunningClock()
         self._copies.idle = plan.idle or bool(self._now)
         mark = self._copies.mark()
         if mark is not None:

@@ -11,7 +11,7 @@ import random
 import signal
 import time
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -44,18 +44,10 @@ PER_HEAD = {
 class PatientFleet(Fleet):
     """Engines that wait long for one another, where a test says nothing else."""
 
-    def engine(
-        self,
-        name: str,
-        model: Path,
-        *,
-        connector: str | None = "KVFerryConnector",
-        extra: Mapping[str, Any] | None = None,
-        **options: Any,
-    ) -> Server:
-        if connector == "KVFerryConnector":
-            extra = {**PATIENT, **(extra or {})}
-        return super().engine(name, model, connector=connector, extra=extra, **options)
+    def engine(self, name: str, model: Path, **options: Any) -> Server:
+        if "connector" not in options:  # settings of ours mean nothing to another
+            options["extra"] = {**PATIENT, **options.get("extra", {})}
+        return super().engine(name, model, **options)
 
 
 def prompt(tokens: int, seed: int) -> list[int]:
