@@ -25,9 +25,17 @@ import torch.nn.functional as F
 from paged_decode import paged_decode, paged_decode_reference
 
 from kvferry.connector.config import Settings
-from kvferry.connector.engine import LayerGroup, RankInfo
-from kvferry.connector.stepplan import LeaseGrant, Load, PeerEngine, RankAddress, StepPlan, Watch, pack_ids
-from kvferry.connector.worker import WorkerHalf
+from kvferry.connector.engine.worker import WorkerHalf
+from kvferry.connector.geometry.engine_types import LayerGroup, RankInfo
+from kvferry.connector.protocol.step_plan import (
+    KeepLease,
+    LeaseGrant,
+    Load,
+    PeerEngine,
+    RankAddress,
+    StepPlan,
+    pack_ids,
+)
 
 TARGETS = 6
 """Hand-overs that D may have under way at once, each into blocks of its own: back to back, one ends in every step at
@@ -237,13 +245,13 @@ class Side:
         self.running[name] = self.free.pop()
         ids = (pack_ids(self.targets[self.running[name]]),)
         load = Load(name, token, self.peer, ids, ((0, self.shape.handover),))
-        watch = Watch(name, token, self.peer, siblings=False)
-        return StepPlan(consumer=b"interference-d00", watches=(watch,), loads=(load,))
+        watch = KeepLease(name, token, self.peer, siblings=False)
+        return StepPlan(consumer=b"interference-d00", keeps=(watch,), loads=(load,))
 
     def _figures(self) -> dict[str, Any]:
         """Hand-overs that finished since the last call, by plane."""
-        assert self.worker is not None and self.worker.site is not None
-        figures = self.worker.site.stats.take()
+        assert self.worker is not None and self.worker.rank_context is not None
+        figures = self.worker.rank_context.stats.take()
         return dict(figures["finished"]) if figures is not None else {}
 
 

@@ -28,10 +28,18 @@ from gpu_rivals import LocalEnd, MappedEnd, NixlEnd, TorchEnd, UcxxRawEnd
 from gpu_ways import MOVING
 
 from kvferry.connector.config import Settings
-from kvferry.connector.engine import LayerGroup, RankInfo
-from kvferry.connector.pushes import Push
-from kvferry.connector.stepplan import LeaseGrant, Load, PeerEngine, RankAddress, StepPlan, Watch, pack_ids
-from kvferry.connector.worker import WorkerHalf
+from kvferry.connector.engine.worker import WorkerHalf
+from kvferry.connector.geometry.engine_types import LayerGroup, RankInfo
+from kvferry.connector.protocol.step_plan import (
+    KeepLease,
+    LeaseGrant,
+    Load,
+    PeerEngine,
+    RankAddress,
+    StepPlan,
+    pack_ids,
+)
+from kvferry.connector.transfer.sender import OutgoingRead
 
 SETTLE_SECONDS = 15.0
 """How long P may take to hear that its leases are over."""
@@ -117,11 +125,11 @@ class PlaneSource(PlaneEnd):
 
     def _note_starts(self, worker: WorkerHalf) -> None:
         """When P begins with the data of a read that it was asked for."""
-        assert worker._mover is not None
-        pushes = worker._mover._producer._pushes
+        assert worker._transfer_thread is not None
+        pushes = worker._transfer_thread._producer._pushes
         start = pushes.start
 
-        def noted(push: Push) -> None:
+        def noted(push: OutgoingRead) -> None:
             self.starts.append(time.perf_counter())
             start(push)
 
@@ -144,7 +152,7 @@ class PlaneSource(PlaneEnd):
         self.workers[it.p].post(StepPlan(leases=all_of_them, idle=True))
         return [[lease.token.hex() for lease in some] for some in leases]
 
-    def settle(self) -> list[float]:
+    def synchronize(self) -> list[float]:
         """When it began with each hand-over whose data it was asked for."""
         end = time.monotonic() + SETTLE_SECONDS
         for form in self.leased:
@@ -181,7 +189,7 @@ class PlaneTarget(PlaneEnd):
             named = list(zip(names, map(bytes.fromhex, tokens), self.tables[point], strict=True))
             plan = StepPlan(
                 consumer=self.consumers[it.d],
-                watches=tuple(Watch(name, token, engine, False) for name, token, _ in named),
+                keeps=tuple(KeepLease(name, token, engine, False) for name, token, _ in named),
                 loads=tuple(Load(name, token, engine, (ids,), ((0, it.tokens),)) for name, token, ids in named),
                 idle=True,
             )
@@ -203,8 +211,8 @@ class PlaneTarget(PlaneEnd):
             raise RuntimeError(f"{len(failed)} of {len(plan.loads)} hand-overs failed")
 
     def _check_plane(self, worker: WorkerHalf) -> None:
-        assert worker.site is not None
-        figures = worker.site.stats.take()
+        assert worker.rank_context is not None
+        figures = worker.rank_context.stats.take()
         used = set() if figures is None else set(figures["finished"])
         if used != {self.settings.plane}:
             raise RuntimeError(f"moved over {sorted(used)}, {self.settings.plane} was asked for")

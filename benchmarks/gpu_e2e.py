@@ -217,12 +217,12 @@ def measure(args: argparse.Namespace, setup: Setup) -> dict[str, Any]:
             unused = min(block_count(engine) for pair in pairs for engine in pair.engines) - 64
             if state == "scattered":
                 with ThreadPoolExecutor(4) as pool:
-                    jobs = [
+                    active_loads = [
                         pool.submit(scatter, engine, setup.block, setup.beside, setup.spec.vocabulary)
                         for pair in pairs
                         for engine in pair.engines
                     ]
-                    [job.result() for job in jobs]
+                    [job.result() for job in active_loads]
             if state == "emptied":
                 try:
                     for engine in (engine for pair in pairs for engine in pair.engines):

@@ -45,7 +45,7 @@ class End:
         """Seconds of each of ``repeats`` transfers; when each ended, where the way is one that begins on P."""
         raise NotImplementedError
 
-    def settle(self) -> Any:
+    def synchronize(self) -> Any:
         """The source does its part, or waits until it is over."""
 
     def close(self) -> None:

@@ -24,7 +24,7 @@ from timing import timed
 from kvferry.kernels.paged_copy import Pages, copy_pages, wire_pages
 
 if TYPE_CHECKING:
-    from kvferry.transport.ucx_worker import Memory
+    from kvferry.transport.planes.ucx_worker import UcxArray
 
 LARGE_DESCRIPTOR = 64 << 20
 RAW_MESSAGE, RAW_WINDOW = 32 << 20, 4
@@ -193,11 +193,11 @@ class UcxxRawEnd(ArenaEnd):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        from kvferry.transport.ucx_worker import UcxWorker
+        from kvferry.transport.planes.ucx_worker import UcxWorker
 
         self.worker = UcxWorker("127.0.0.1")
         self.told = False
-        self.todo: list[Memory] = []
+        self.todo: list[UcxArray] = []
 
     def exchange(self, blob: str | None, peer: str = "main") -> str | None:
         if blob is not None:
@@ -210,22 +210,22 @@ class UcxxRawEnd(ArenaEnd):
     def serve(self, point: str, way: str, repeats: int) -> Any:
         self.todo = self._messages(point) * repeats
 
-    def _messages(self, point: str) -> list[Memory]:
+    def _messages(self, point: str) -> list[UcxArray]:
         """Made before the time is taken."""
         return [self.worker.memory(piece) for piece in self.arena[: self.points[point].nbytes].split(RAW_MESSAGE)]
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         for _ in self._moved(iter(self.todo), self._send):
             pass
 
-    def _send(self, message: Memory) -> Any:
+    def _send(self, message: UcxArray) -> Any:
         return self.link.send(message, 1)
 
-    def _receive(self, message: Memory) -> Any:
+    def _receive(self, message: UcxArray) -> Any:
         announced = self.worker.probe()
         return None if announced is None else self.worker.receive(announced, message)
 
-    def _moved(self, messages: Iterator[Memory], start: Callable[[Memory], Any]) -> Iterator[None]:
+    def _moved(self, messages: Iterator[UcxArray], start: Callable[[UcxArray], Any]) -> Iterator[None]:
         """Moves all; stops after each turn of progress."""
         flying: list[Any] = []
         message = next(messages, None)

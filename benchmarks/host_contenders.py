@@ -23,11 +23,11 @@ import zmq
 from host_ends import Cache, Config, Contender, ReadSource, stopped
 from host_rivals import Memcpy, NixlSource, NixlTarget, SocketRaw, UcxxRaw
 
-from kvferry.connector.reads import PEER_BYTES_PER_TURN
-from kvferry.connector.runs import Runs, runs, taken
-from kvferry.connector.spans import Chunk
+from kvferry.connector.geometry.byte_ranges import ByteRanges, byte_ranges, split_ranges
+from kvferry.connector.geometry.spans import Chunk
+from kvferry.connector.transfer.receiver import PEER_BYTES_PER_TURN
 from kvferry.transport.plane import ReadChannel, RecvChannel, SendChannel
-from kvferry.transport.planes import make_plane
+from kvferry.transport.registry import make_plane
 
 
 class PlaneEnd:
@@ -153,9 +153,9 @@ class CmaTarget(CmaSource):
         ours, _ = cache.sides(Chunk(0, len(cache.bases), 0, cache.num_tokens), 0)
         bases, block_ids = self.tables[kib]
         theirs = replace(ours, bases=bases, block_ids=block_ids)
-        left: Runs | None = runs(ours, theirs, cache.num_heads, cache.num_tokens, cache.content_bytes)
+        left: ByteRanges | None = byte_ranges(ours, theirs, cache.num_heads, cache.num_tokens, cache.content_bytes)
         while left is not None:
-            now, left = taken(left, PEER_BYTES_PER_TURN)
+            now, left = split_ranges(left, PEER_BYTES_PER_TURN)
             channel.read(now.to, now.of, now.nbytes)
         return time.perf_counter() - start
 

@@ -12,9 +12,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from kvferry.connector.protocol import Span
-from kvferry.connector.runs import wire_ordered
-from kvferry.connector.spans import Chunk, chunks
+from kvferry.connector.geometry.byte_ranges import wire_ordered
+from kvferry.connector.geometry.spans import Chunk, Span, chunks
 from kvferry.kernels.paged_copy import Pages, copy_pages, wire_pages
 from kvferry.transport.plane import CPU, Pieces
 

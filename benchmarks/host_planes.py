@@ -30,7 +30,7 @@ import empty_handover
 import report
 
 from kvferry.transport.plane import CPU
-from kvferry.transport.planes import preferred_planes
+from kvferry.transport.registry import preferred_planes
 
 HERE = Path(__file__).resolve().parent
 PLANES = preferred_planes(CPU)

@@ -67,7 +67,7 @@ class UcxxRaw:
     """Raw UCXX bulk: tagged messages of 4 MiB, four in flight, contiguous, with the plane's own settings."""
 
     def __init__(self, role: str, config: Config, caches: dict[int, Cache]) -> None:
-        from kvferry.transport.ucx_worker import UcxWorker
+        from kvferry.transport.planes.ucx_worker import UcxWorker
 
         self.source = role == "source"
         self.worker = UcxWorker("127.0.0.1")

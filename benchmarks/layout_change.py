@@ -120,9 +120,9 @@ def measure(benches: list[Bench], rounds: int, device: torch.device) -> dict[tup
     source, target = (torch.full((benches[0].nbytes,), 7, dtype=torch.uint8, device=device) for _ in range(2))
     seconds: dict[tuple[str, str], list[float]] = {}
     for turn in range(rounds + 2):
-        jobs = [((b.change.name, move), go) for b in benches for move, go in b.moves.items()]
-        jobs.append((("copy", "direct"), lambda: target.copy_(source)))
-        for key, go in jobs:
+        active_loads = [((b.change.name, move), go) for b in benches for move, go in b.moves.items()]
+        active_loads.append((("copy", "direct"), lambda: target.copy_(source)))
+        for key, go in active_loads:
             taken = timed(go, device)
             if turn >= 2:  # the first two warm up
                 seconds.setdefault(key, []).append(taken)

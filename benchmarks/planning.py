@@ -27,13 +27,13 @@ import numpy as np
 import report
 import torch
 
-from kvferry.connector import topology
-from kvferry.connector.agreement import compatible
-from kvferry.connector.geometry import GroupGeometry, RankGeometry
-from kvferry.connector.plan import plan_sources
-from kvferry.connector.spans import check_spans, chunks
-from kvferry.connector.topology import expected_consumers, head_interval, releases_of, sources
-from kvferry.connector.view import CacheView, kernel_block_ids, view_of
+from kvferry.connector.geometry import topology
+from kvferry.connector.geometry.compatibility import compatible
+from kvferry.connector.geometry.rank_geometry import RankGeometry, RegionGeometry
+from kvferry.connector.geometry.read_plan import plan_sources
+from kvferry.connector.geometry.spans import check_spans, chunks
+from kvferry.connector.geometry.topology import expected_consumers, head_interval, releases_of, sources
+from kvferry.connector.geometry.view import CacheView, kernel_block_ids, view_of
 
 BLOCKS, LAYERS, HEADS, CONTENT, SLOT = 8192, 80, 8, 512, 4 << 20
 ROUNDS = 15
@@ -69,24 +69,24 @@ def rank(case: Case, tp: tuple[int, int], pp: tuple[int, int], block: int) -> Ra
     if case.shuffled and block == case.p_block and pp[1] == case.p_pp and tp[1] == case.p_tp:
         layers = layers[::-1]
     start, count = head_interval(*tp, HEADS)
-    group = GroupGeometry(
+    region = RegionGeometry(
         kind="full", layers=tuple(layers), block_size=block, head_start=start, num_heads=count,
         total_heads=HEADS, content_bytes=CONTENT, dtype="bfloat16",
     )  # fmt: skip
     return RankGeometry(
         tp_rank=tp[0], tp_size=tp[1], pp_rank=pp[0], pp_size=pp[1],
-        head_counts=(HEADS,), groups=(group,),
+        head_counts=(HEADS,), regions=(region,),
     )  # fmt: skip
 
 
 def view(geometry: RankGeometry, pages: int, kernel_block: int) -> CacheView:
     """A view of a cache that is described and never touched."""
-    (group,) = geometry.groups
-    ratio = group.block_size // kernel_block
+    (region,) = geometry.regions
+    ratio = region.block_size // kernel_block
     tensor = torch.empty(
-        (pages * ratio, group.num_heads, kernel_block, CONTENT // 2), dtype=torch.bfloat16, device="meta"
+        (pages * ratio, region.num_heads, kernel_block, CONTENT // 2), dtype=torch.bfloat16, device="meta"
     )
-    return view_of(dict.fromkeys(group.layers, tensor), group.block_size, pages)
+    return view_of(dict.fromkeys(region.layers, tensor), region.block_size, pages)
 
 
 class HandOver:
@@ -109,14 +109,14 @@ class HandOver:
         self.d_ids = rng.permutation(2 * d_pages)[:d_pages].tolist()
         self.p_ids = rng.permutation(2 * p_pages)[:p_pages].tolist()
         self.messages = 0
-        self.nbytes = LAYERS * self.local.groups[0].num_heads * self.tokens * CONTENT
+        self.nbytes = LAYERS * self.local.regions[0].num_heads * self.tokens * CONTENT
 
     def plan_d(self) -> None:
         """What D's rank computes."""
         self.plans = plan_sources(self.local, self.remotes, [(0, self.tokens)])
         kernel_block_ids(self.ours, self.d_ids)
         self.messages = sum(
-            len(chunks(item.span, CONTENT, SLOT, self.remotes[place].groups[0].block_size))
+            len(chunks(item.span, CONTENT, SLOT, self.remotes[place].regions[0].block_size))
             for place, planned in self.plans.items()
             for item in planned
         )
@@ -129,7 +129,7 @@ class HandOver:
         spans = [item.span for item in self.plans[place]]
         check_spans(spans, geometry, self.tokens)
         for span in spans:
-            chunks(span, CONTENT, SLOT, geometry.groups[0].block_size)
+            chunks(span, CONTENT, SLOT, geometry.regions[0].block_size)
 
     def plan(self) -> tuple[float, float]:
         """Milliseconds on D and on the slowest P rank."""
@@ -161,13 +161,13 @@ class Scale:
 
     def _rank(self, rank: int, size: int) -> RankGeometry:
         start, count = head_interval(rank, size, self.heads)
-        group = GroupGeometry(
+        region = RegionGeometry(
             kind="full", layers=tuple(f"model.layers.{i}.self_attn.attn" for i in range(LAYERS)), block_size=16,
             head_start=start, num_heads=count, total_heads=self.heads, content_bytes=CONTENT, dtype="bfloat16",
         )  # fmt: skip
         return RankGeometry(
             tp_rank=rank, tp_size=size, pp_rank=0, pp_size=1,
-            head_counts=(self.heads,), groups=(group,),
+            head_counts=(self.heads,), regions=(region,),
         )  # fmt: skip
 
     def plan(self) -> object:

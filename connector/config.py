@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 import msgspec.inspect
 from msgspec import Meta
 
-from kvferry.connector.errors import ConfigError, did_you_mean
-from kvferry.connector.geometry import PRINTABLE
+from kvferry.connector.geometry.rank_geometry import PRINTABLE
+from kvferry.transport.errors import ConfigError, did_you_mean
 
 PlaneName = Literal["auto", "cma", "cuda_ipc", "shm", "tcp", "ucx", "zmq"]
 
@@ -92,7 +92,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     ] = None
 
     @property
-    def told_host(self) -> str:
+    def advertised_host(self) -> str:
         """The address that goes into ``kv_transfer_params``."""
         return self.advertise_host or self.side_channel_host
 

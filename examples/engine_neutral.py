@@ -45,9 +45,9 @@ class Node:
         from paged_llama import CacheForm, Llama, PagedEngine
 
         from kvferry.connector.config import load_settings
-        from kvferry.connector.engine import BlockTable, LayerGroup, RankInfo
-        from kvferry.connector.scheduler import SchedulerHalf
-        from kvferry.connector.worker import WorkerHalf
+        from kvferry.connector.engine.scheduler import SchedulerHalf
+        from kvferry.connector.engine.worker import WorkerHalf
+        from kvferry.connector.geometry.engine_types import BlockTable, LayerGroup, RankInfo
         from kvferry.transport.host import host_id
 
         torch.set_num_threads(1)
@@ -75,7 +75,7 @@ class Node:
 
     @staticmethod
     def _view(request: str, tokens: list[int], params: dict[str, Any], computed: int) -> Any:
-        from kvferry.connector.engine import RequestView
+        from kvferry.connector.geometry.engine_types import RequestView
 
         return RequestView(request, params, tokens, len(tokens), computed)
 
@@ -123,7 +123,7 @@ class Node:
         made = self.engine.decode(tokens, blocks, count)
         self.scheduler.request_finished(view, (blocks,), completed=True)
         self.engine.free += blocks
-        plane = "+".join((self.worker.site.stats.take() or {"finished": ["none"]})["finished"])
+        plane = "+".join((self.worker.rank_context.stats.take() or {"finished": ["none"]})["finished"])
         return {"digests": digests, "tokens": made, "loaded": loaded, "plane": plane, "ms": milliseconds}
 
     def generate(self, tokens: list[int], count: int) -> dict[str, Any]:
@@ -243,7 +243,7 @@ def main() -> int:
     parser.add_argument("--role", choices=list(FORMS), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.role:
-        from kvferry.connector.errors import KVFerryError
+        from kvferry.transport.errors import KVFerryError
 
         try:
             serve(args.role, args.plane)

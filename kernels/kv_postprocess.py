@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kvferry.connector.errors import GeometryError
+from kvferry.transport.errors import GeometryError
 
 
 @dataclass(frozen=True, slots=True)

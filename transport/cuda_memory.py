@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kvferry.connector.errors import PlaneUnavailableError, TransportError
+from kvferry.transport.errors import PlaneUnavailableError, TransportError
 
 HANDLE_BYTES = 64
 """CU_IPC_HANDLE_SIZE."""

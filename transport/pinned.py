@@ -7,7 +7,7 @@ import logging
 
 import torch
 
-from kvferry.connector.errors import TransportError
+from kvferry.transport.errors import TransportError
 
 logger = logging.getLogger("vllm.kvferry.pinned")
 
@@ -32,7 +32,7 @@ def register(address: int, nbytes: int, device: torch.device, *, read_only: bool
         runtime = torch.cuda.cudart()
         status = int(runtime.cudaHostRegister(address, nbytes, _READ_ONLY if read_only else 0))
     if status:
-        _report_to_nobody(device)
+        _clear_sticky_error(device)
         raise TransportError(f"{nbytes} bytes of staging memory cannot be page-locked: CUDA error {status}")
 
 
@@ -42,11 +42,11 @@ def unregister(address: int, device: torch.device) -> None:
         runtime = torch.cuda.cudart()
         status = int(runtime.cudaHostUnregister(address))
     if status:
-        _report_to_nobody(device)
+        _clear_sticky_error(device)
         logger.warning("kvferry: staging memory stays page-locked: CUDA error %d", status)
 
 
-def _report_to_nobody(device: torch.device) -> None:
+def _clear_sticky_error(device: torch.device) -> None:
     """CUDA reports a failed call once more, to the next launch of this thread: make one that may fail."""
     with contextlib.suppress(RuntimeError):
         torch.ones(1, device=device)

@@ -22,6 +22,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import msgspec
@@ -30,7 +31,7 @@ import numpy.typing as npt
 import torch
 import zmq
 
-from kvferry.connector.errors import ProtocolError, TransportError
+from kvferry.transport.errors import ProtocolError, TransportError
 
 MAX_PAYLOAD_BYTES = 64 << 10
 """Bound on what a plane puts into the handshake."""
@@ -172,6 +173,40 @@ class RecvChannel(_Channel):
         """An announced message will not come. If it does come all the same, its bytes are dropped."""
 
 
+@dataclass(slots=True)
+class Expected:
+    """A message that was announced to D; ``into`` says where its bytes belong, None for a slot."""
+
+    nbytes: int
+    into: Callable[[], Pieces] | None
+
+
+class ExpectingChannel(RecvChannel):
+    """D's end, which knows by their tags the messages that are to come. ``arrived``: those that ``poll`` gives out."""
+
+    def __init__(self) -> None:
+        self.expected: dict[int, Expected] = {}
+        self.arrived: list[Received] = []
+
+    def expect(self, tag: int, nbytes: int, into: Callable[[], Pieces] | None = None) -> None:
+        self.expected[tag] = Expected(nbytes, into)
+
+    def poll(self) -> list[Received]:
+        arrived, self.arrived = self.arrived, []
+        return arrived
+
+    def posted(self) -> set[int]:
+        return set()  # whatever has not begun to arrive may be forgotten
+
+    def forget(self, tag: int) -> None:
+        self.expected.pop(tag, None)
+
+    def release_arrived(self) -> None:
+        """The channel closes: nobody will see these any more."""
+        for message in self.poll():
+            message.release()
+
+
 class Unpushed(SendChannel):
     """P's end where D reads P's pages by itself: nothing to send."""
 
@@ -230,7 +265,7 @@ class Plane(ABC):
     name: ClassVar[str]
     peer_reads: ClassVar[bool] = False
     """Whether D reads P's pages by itself: ``connect`` then gives a ``ReadChannel`` or a ``MappedChannel``."""
-    withheld: str = ""
+    cannot_serve: str = ""
     """Why this process can be D over the plane, but not P; empty where it can."""
 
     @property
@@ -252,7 +287,7 @@ class Plane(ABC):
             ProtocolError: the offer is malformed.
         """
 
-    def drawback(self, offer: bytes, *, reached: bool) -> str:
+    def slower_because(self, offer: bytes, *, reached: bool) -> str:
         """D: why another plane will be faster from the P of this offer, empty where none is. ``reached``: our GPU may
         reach P's; else it was tried and does not.
 

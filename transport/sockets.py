@@ -15,7 +15,7 @@ CHANNEL_BYTES = 16
 HELLO_SECONDS = 5.0
 """Who connects says hello at once."""
 WAIT_SECONDS = 30.0
-MAX_STRANGERS = 64
+MAX_UNAUTHENTICATED = 64
 """Connections that have not said hello. One more, and the oldest of them goes."""
 MAX_WAITING = 1024
 """Connections that nobody has come for."""
@@ -75,13 +75,13 @@ class Sockets:
 
 
 @dataclass(slots=True)
-class _Visitor:
+class _Pending:
     sock: socket.socket
     deadline: float
     said: bytes = b""
 
 
-class Lobby:
+class PendingConnections:
     """Takes connections in until somebody comes for them.
 
     A visitor says ``secret`` and the id of its channel, ``SECRET_BYTES + CHANNEL_BYTES`` in all, then nothing until it
@@ -109,8 +109,8 @@ class Lobby:
         self._secret = secret
         self._welcome = welcome
         self._arrived = arrived
-        self._strangers: dict[int, _Visitor] = {}
-        self._waiting: dict[bytes, _Visitor] = {}
+        self._strangers: dict[int, _Pending] = {}
+        self._waiting: dict[bytes, _Pending] = {}
         self._shut_until = 0.0
         sockets.watch(listener, self._admit)
 
@@ -151,13 +151,13 @@ class Lobby:
             if not self._welcome(sock) or len(self._waiting) >= MAX_WAITING:
                 sock.close()
                 continue
-            if len(self._strangers) >= MAX_STRANGERS:
+            if len(self._strangers) >= MAX_UNAUTHENTICATED:
                 self._sockets.drop(self._strangers.pop(next(iter(self._strangers))).sock)
-            visitor = self._strangers[sock.fileno()] = _Visitor(sock, time.monotonic() + HELLO_SECONDS)
-            self._sockets.watch(sock, lambda visitor=visitor: self._hear(visitor))  # type: ignore[misc]
-            self._hear(visitor)
+            visitor = self._strangers[sock.fileno()] = _Pending(sock, time.monotonic() + HELLO_SECONDS)
+            self._sockets.watch(sock, lambda visitor=visitor: self._mark_ready(visitor))  # type: ignore[misc]
+            self._mark_ready(visitor)
 
-    def _hear(self, visitor: _Visitor) -> None:
+    def _mark_ready(self, visitor: _Pending) -> None:
         try:
             said = visitor.sock.recv(SECRET_BYTES + CHANNEL_BYTES - len(visitor.said))
         except BlockingIOError:

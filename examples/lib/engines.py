@@ -92,7 +92,7 @@ def transfer_config(
         try:
             version("kvferry")
         except PackageNotFoundError:  # then vLLM has no entry point to find it by
-            config["kv_connector_module_path"] = "kvferry.connector.adapter"
+            config["kv_connector_module_path"] = "kvferry.connector.vllm.adapter"
     if extra:
         config["kv_connector_extra_config"] = dict(extra)
     return config

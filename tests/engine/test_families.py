@@ -54,8 +54,8 @@ def _check_that_a_state_tells_one_token_more(pair: Pair, states: list[str]) -> N
     """The state after the whole prompt, which D must not be given, is told from that after all but its last token."""
     whole = prompt(100, 4)
     complete(pair.router, whole)
-    handed = next(record for record in records(pair.decode) if record["prompt"] == prompt_digest(whole))
+    remote_prompt = next(record for record in records(pair.decode) if record["prompt"] == prompt_digest(whole))
     records(pair.prefill)
     complete(pair.router, [*whole, 7])  # of which P leaves the last token to D
     after = next(record for record in records(pair.prefill) if record["covers"] == prompt_digest(whole))
-    assert not [name for name in states if handed["layers"][name] == after["layers"][name]]
+    assert not [name for name in states if remote_prompt["layers"][name] == after["layers"][name]]

@@ -28,7 +28,7 @@ from served import (
 )
 from server import metric_sum
 
-from kvferry.transport.planes import PLANE_NAMES
+from kvferry.transport.registry import PLANE_NAMES
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 

@@ -47,8 +47,9 @@ def test_no_vllm_is_imported() -> None:
     script = (
         "import sys; sys.modules['vllm'] = None; sys.argv = ['x', '--help']; import runpy\n"
         f"sys.path.insert(0, {str(EXAMPLE.parent / 'lib')!r})\n"
-        "import paged_llama, kvferry.connector.worker, kvferry.connector.scheduler, kvferry.connector.request_data\n"
-        "import kvferry.connector.host_copy, kvferry.connector.binding_table\n"
+        "import paged_llama, kvferry.connector.engine.worker, kvferry.connector.engine.scheduler\n"
+        "import kvferry.connector.engine.aggregator\n"
+        "import kvferry.connector.binding.host_copy, kvferry.connector.binding.binding_table\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kvferry.connector.copies import PATIENCE_SECONDS, Copy, GpuCopies
+from kvferry.connector.transfer.copies import PATIENCE_SECONDS, Copy, GpuCopies
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -60,7 +60,7 @@ def test_an_idle_engine_s_is_waited_for_with_patience(copies: GpuCopies) -> None
     begun = time.monotonic()
     copy = copies.start(busy, alone=True)
     assert not copy.done and PATIENCE_SECONDS <= time.monotonic() - begun < 0.2
-    copies.settle()
+    copies.synchronize()
 
 
 def test_none_is_waited_for_behind_what_the_engine_does(copies: GpuCopies) -> None:
@@ -69,11 +69,11 @@ def test_none_is_waited_for_behind_what_the_engine_does(copies: GpuCopies) -> No
         flag = torch.zeros(1, device=copies.device)
         busy()
         flag.fill_(1)
-        copies.after(copies.mark())
+        copies.wait_event(copies.record_event())
     found = torch.empty(1, device=copies.device)
     copy = copies.start(lambda: found.copy_(flag), brief=True, alone=True)
     assert not copy.done
-    copies.settle()
+    copies.synchronize()
     assert found.item() == 1
 
 
@@ -93,7 +93,7 @@ def test_the_engine_waits_on_its_gpu_for_what_was_started(copies: GpuCopies, cur
     engine = torch.cuda.Stream(copies.device)
     with torch.cuda.stream(engine):
         with torch.cuda.device(current):
-            copies.hold_engine()
+            copies.make_engine_wait()
         found.copy_(flag)
         assert not copies._stream.query() and not copy.done
     engine.synchronize()
@@ -110,13 +110,13 @@ def test_the_engine_s_sms_are_its_own_while_it_computes(copies: GpuCopies) -> No
 @pytest.mark.parametrize("first", ["after", "start"])
 def test_a_thread_that_has_asked_nothing_of_the_gpu_yet(first: str) -> None:
     copies = GpuCopies(torch.device("cuda", 0), 20)
-    mark = copies.mark()
+    mark = copies.record_event()
     errors: list[Exception] = []
 
     def run() -> None:
         try:
             if first == "after":
-                copies.after(mark)
+                copies.wait_event(mark)
             else:
                 copies.start(lambda: None)
         except Exception as error:

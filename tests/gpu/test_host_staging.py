@@ -10,9 +10,9 @@ import pytest
 import torch
 from plane_pair import PLANES, SLOT, Pair
 
-from kvferry.connector.errors import TransportError
 from kvferry.kernels.paged_copy import Pages, copy_pages, wire_pages
 from kvferry.transport import pinned
+from kvferry.transport.errors import TransportError
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -33,5 +33,5 @@ class Gate:
 
 def halves(rank: Rank) -> tuple[Any, Any]:
     """(producer, consumer) of a rank's mover."""
-    mover = rank.worker._mover
+    mover = rank.worker._transfer_thread
     return mover._producer, mover._consumer

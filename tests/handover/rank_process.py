@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from kvferry.connector.stepplan import LeaseGrant, PeerEngine, RankAddress, StepPlan, pack_ids
+from kvferry.connector.protocol.step_plan import LeaseGrant, PeerEngine, RankAddress, StepPlan, pack_ids
 
 
 class RemoteRank:

@@ -10,13 +10,21 @@ import torch
 from clocks import put_forward
 
 from kvferry.connector.config import Settings
-from kvferry.connector.context import UNSPLIT, Split
-from kvferry.connector.engine import LayerGroup, Numbers, RankInfo
-from kvferry.connector.link import LinkState
-from kvferry.connector.regions import Places
-from kvferry.connector.stepplan import LeaseGrant, Load, PeerEngine, RankAddress, StepPlan, Watch, pack_ids
-from kvferry.connector.topology import head_interval
-from kvferry.connector.worker import Results, WorkerHalf
+from kvferry.connector.engine.worker import StepResults, WorkerHalf
+from kvferry.connector.geometry.engine_types import CacheDtype, LayerGroup, RankInfo
+from kvferry.connector.geometry.regions import ElementOrder
+from kvferry.connector.geometry.token_sharding import UNSHARDED, TokenSharding
+from kvferry.connector.geometry.topology import head_interval
+from kvferry.connector.protocol.step_plan import (
+    KeepLease,
+    LeaseGrant,
+    Load,
+    PeerEngine,
+    RankAddress,
+    StepPlan,
+    pack_ids,
+)
+from kvferry.connector.transfer.link import LinkState
 
 SOON = 20.0
 """Seconds: long on a loaded machine, shorter than what would end a hand-over whose settings say nothing."""
@@ -31,7 +39,7 @@ def labels(layers: Sequence[int], heads: Sequence[int], tokens: int, content: in
     return (element + content * (token + 4099 * (head + 67 * layer))).to(torch.int32)
 
 
-WHOLE_SPLIT = UNSPLIT[0]
+WHOLE_SPLIT = UNSHARDED[0]
 
 
 class Rank:
@@ -52,9 +60,9 @@ class Rank:
         settings: Settings | None = None,
         model: dict[str, str] | None = None,
         packing: str = "",
-        places: Places | None = None,
-        split: Split = WHOLE_SPLIT,
-        numbers: Numbers | None = None,
+        places: ElementOrder | None = None,
+        sharding: TokenSharding = WHOLE_SPLIT,
+        numbers: CacheDtype | None = None,
     ) -> None:
         self.block_size, self.content = block_size, content
         first, count = head_interval(tp_rank, tp_size, total_heads)
@@ -79,7 +87,13 @@ class Rank:
             info,
             [
                 LayerGroup(
-                    "full", tuple(self.layers), block_size, total_heads, packing=packing, split=split, numbers=numbers
+                    "full",
+                    tuple(self.layers),
+                    block_size,
+                    total_heads,
+                    packing=packing,
+                    sharding=sharding,
+                    numbers=numbers,
                 )
             ],
         )
@@ -87,7 +101,7 @@ class Rank:
         self.sent: set[str] = set()
         self.received: set[str] = set()
         self.failed: set[str] = set()
-        self.steps: list[Results] = []
+        self.steps: list[StepResults] = []
 
     @property
     def address(self) -> RankAddress:
@@ -97,8 +111,8 @@ class Rank:
     @property
     def plane(self) -> str:
         """The data planes of the hand-overs so far, from the rank's own figures."""
-        assert self.worker.site is not None
-        return "+".join(self.worker.site.stats.take()["finished"])
+        assert self.worker.rank_context is not None
+        return "+".join(self.worker.rank_context.stats.take()["finished"])
 
     def fill(self, block_ids: Sequence[int], tokens: int) -> None:
         """Write the labels of a prompt into these blocks."""
@@ -154,8 +168,8 @@ def load_plan(
 ) -> StepPlan:  # fmt: skip
     """The plan that makes a D rank fetch tokens [start, stop); ``now``: its step computes with them."""
     load = Load(request_id, token, engine, (pack_ids(list(block_ids)),), ((start, stop),), now=now)
-    watches = (Watch(request_id, token, engine, False),) if watch else ()
-    return StepPlan(consumer=consumer, watches=watches, loads=(load,))
+    keeps = (KeepLease(request_id, token, engine, False),) if watch else ()
+    return StepPlan(consumer=consumer, keeps=keeps, loads=(load,))
 
 
 def wait(condition: Callable[[], bool], ranks: Sequence[Rank] = (), seconds: float = 60.0) -> bool:
@@ -172,22 +186,22 @@ def wait(condition: Callable[[], bool], ranks: Sequence[Rank] = (), seconds: flo
 
 def reason_of(rank: Rank) -> str:
     """The kind of the one failure that the rank counted."""
-    assert rank.worker.site is not None
-    (kind,) = rank.worker.site.stats.take()["failed"]
+    assert rank.worker.rank_context is not None
+    (kind,) = rank.worker.rank_context.stats.take()["failed"]
     return str(kind)
 
 
 def let_time_pass(rank: Rank, seconds: float) -> None:
     """For this rank's mover it is ``seconds`` later from now on: a lease ends at a chosen moment."""
-    mover = rank.worker._mover
+    mover = rank.worker._transfer_thread
     assert mover is not None
     put_forward(mover, seconds)
 
 
 def renew_after(p: Rank, d: Rank, seconds: float) -> None:
     """It is ``seconds`` later for both, and D has renewed its leases on P meanwhile."""
-    assert p.worker._mover is not None and d.worker._mover is not None
-    leases, claims = p.worker._mover._producer._leases, d.worker._mover._consumer._claims
+    assert p.worker._transfer_thread is not None and d.worker._transfer_thread is not None
+    leases, claims = p.worker._transfer_thread._producer._leases, d.worker._transfer_thread._consumer._lease_keeper
     assert wait(lambda: bool(leases) and bool(claims)), "what is claimed later is renewed later"
     before = {token: held.state.deadline for token, held in list(leases.items())}
     let_time_pass(d, seconds)
@@ -197,6 +211,6 @@ def renew_after(p: Rank, d: Rank, seconds: float) -> None:
 
 def no_failed_link(d: Rank) -> bool:
     """Whether D would try anew: a failed link answers for a second."""
-    mover = d.worker._mover
+    mover = d.worker._transfer_thread
     assert mover is not None
     return all(link.state is not LinkState.FAILED for link in list(mover._consumer._links.values()))

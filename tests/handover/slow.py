@@ -12,8 +12,8 @@ from functools import partial
 import pytest
 import torch
 
-from kvferry.connector import worker
-from kvferry.connector.copies import Copies, Copy, Mark
+from kvferry.connector.engine import worker
+from kvferry.connector.transfer.copies import Copies, Copy, DeviceEvent
 
 
 class SlowCopies(Copies):
@@ -54,17 +54,17 @@ class SlowCopies(Copies):
         copy.done = True
         self.on_done()
 
-    def mark(self) -> Mark | None:
+    def record_event(self) -> DeviceEvent | None:
         return None
 
-    def after(self, mark: Mark) -> None:
+    def wait_event(self, mark: DeviceEvent) -> None:
         raise AssertionError("there are no marks")
 
-    def hold_engine(self) -> None:
+    def make_engine_wait(self) -> None:
         self.held.append(threading.Event())
         self._queue.put(self.held[-1].set)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         while self.running:
             time.sleep(1e-3)
 

@@ -17,8 +17,8 @@ from ranks import Rank, grant, load_plan, peer, wait
 from stage import Stage
 
 from kvferry.connector.config import Settings
-from kvferry.connector.stepplan import LeaseGrant, StepPlan, Watch, pack_ids
-from kvferry.transport import tcp_channels
+from kvferry.connector.protocol.step_plan import KeepLease, LeaseGrant, StepPlan, pack_ids
+from kvferry.transport.planes import tcp_channels
 
 SMALL = Settings(slot_bytes=64 << 10, staging_bytes=1 << 20, **PATIENT)
 
@@ -51,8 +51,8 @@ def give_up(p: Rank, d: Rank, held: Callable[[], bool], gate: Gate | None, *, ok
 def test_before_it_was_scheduled(pair: tuple[Rank, Rank]) -> None:
     p, d = pair
     token = grant([p], "req-p", THEIRS, TOKENS)
-    d.worker.post(StepPlan(consumer=b"c" * 16, watches=(Watch("req-d", token, peer([p]), False),)))
-    d.worker.post(StepPlan(consumer=b"c" * 16, drops=("req-d",)))
+    d.worker.post(StepPlan(consumer=b"c" * 16, keeps=(KeepLease("req-d", token, peer([p]), False),)))
+    d.worker.post(StepPlan(consumer=b"c" * 16, releases=("req-d",)))
     assert wait(lambda: p.sent == {"req-p"}, [p, d])
     d.poll()
     assert not d.received, "what was never started is never reported"
@@ -107,8 +107,10 @@ def test_while_p_packs_and_chunks_are_under_way(stage: Stage, plane: str, held: 
         real = producer.pump
         gate = Gate(producer, "pump", lambda now: gate.calls <= 2 and real(now))
     begin(p, d)
-    give_up(p, d, lambda: gate.calls > 5 and bool(consumer._jobs), gate)
-    assert wait(lambda: not consumer._reads and not producer._pushes, [p, d]), "reads that nobody waits for were kept"
+    give_up(p, d, lambda: gate.calls > 5 and bool(consumer._active_loads), gate)
+    assert wait(lambda: not consumer._receiver and not producer._sender, [p, d]), (
+        "reads that nobody waits for were kept"
+    )
 
 
 def test_while_a_message_is_written_to_pages(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +120,7 @@ def test_while_a_message_is_written_to_pages(stage: Stage, monkeypatch: pytest.M
     p = stage.rank(settings=settings, content=2048)
     d = stage.rank(settings=settings, content=2048, engine_id="engine-d")
     p.fill(THEIRS, TOKENS)
-    plane = d.worker.site.plane("tcp")
+    plane = d.worker.rank_context.plane("tcp")
     real, turns = plane.progress, 0
 
     def some_turns() -> bool:
@@ -138,8 +140,8 @@ def test_while_d_reads_by_itself(stage: Stage) -> None:
     consumer = halves(d)[1]
     gate = Gate(consumer, "_collect", lambda now: False)
     begin(p, d)
-    give_up(p, d, lambda: gate.calls > 5 and bool(consumer._jobs), gate)
-    assert wait(lambda: not consumer._reads, [p, d])
+    give_up(p, d, lambda: gate.calls > 5 and bool(consumer._active_loads), gate)
+    assert wait(lambda: not consumer._receiver, [p, d])
 
 
 def test_unpacked_while_committing(pair: tuple[Rank, Rank]) -> None:

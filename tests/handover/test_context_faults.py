@@ -11,17 +11,17 @@ from opening import OURS, THEIRS, TOKENS
 from ranks import Rank, grant, load_plan, peer, wait
 
 from kvferry.connector.config import Settings
-from kvferry.connector.context import UNSPLIT, Split
-from kvferry.connector.errors import GeometryError
-from kvferry.connector.stepplan import PeerEngine
+from kvferry.connector.geometry.token_sharding import UNSHARDED, TokenSharding
+from kvferry.connector.protocol.step_plan import PeerEngine
+from kvferry.transport.errors import GeometryError
 
-TWO = Split(2, 16)
+TWO = TokenSharding(2, 16)
 
 
 @pytest.fixture
 def producers() -> Iterator[list[Rank]]:
     ranks = [
-        Rank(engine_id="engine-p", tp_rank=n, tp_size=2, total_heads=1, split=TWO, settings=Settings(plane="shm"))
+        Rank(engine_id="engine-p", tp_rank=n, tp_size=2, total_heads=1, sharding=TWO, settings=Settings(plane="shm"))
         for n in range(2)
     ]
     yield ranks
@@ -39,19 +39,19 @@ def loads(name: str, d: Rank, p: list[Rank], engine: PeerEngine) -> bool:
 
 def test_p_said_that_all_its_ranks_hold_all_tokens(producers: list[Rank]) -> None:
     d = Rank(engine_id="engine-d", total_heads=1, settings=Settings(plane="shm"))
-    told = msgspec.structs.replace(peer(producers), splits=(TWO,))
+    told = msgspec.structs.replace(peer(producers), shardings=(TWO,))
     assert loads("told-right", d, producers, told)
-    assert not loads("told-wrong", d, producers, msgspec.structs.replace(told, splits=UNSPLIT))
+    assert not loads("told-wrong", d, producers, msgspec.structs.replace(told, shardings=UNSHARDED))
     d.close()
 
 
 def test_p_said_that_ranks_share_tokens_out_which_hold_other_heads() -> None:
     """A rank of D whose tokens then nobody has must not take that for nothing to load."""
     p = [Rank(engine_id="engine-p", tp_rank=n, tp_size=2, total_heads=2) for n in range(2)]
-    d = Rank(engine_id="engine-d", tp_rank=1, tp_size=4, total_heads=2, split=TWO)
+    d = Rank(engine_id="engine-d", tp_rank=1, tp_size=4, total_heads=2, sharding=TWO)
     told = peer(p)
     assert loads("told-right", d, p, told)
-    assert not loads("told-wrong", d, p, msgspec.structs.replace(told, splits=(TWO,)))
+    assert not loads("told-wrong", d, p, msgspec.structs.replace(told, shardings=(TWO,)))
     for rank in (*p, d):
         rank.close()
 
@@ -66,4 +66,4 @@ def test_p_said_that_ranks_share_tokens_out_which_hold_other_heads() -> None:
 )
 def test_what_no_peer_would_accept_is_refused_at_start(form: dict[str, Any], text: str) -> None:
     with pytest.raises(GeometryError, match=text):
-        Rank(**{"tp_size": 2, "total_heads": 1, "split": TWO, **form})
+        Rank(**{"tp_size": 2, "total_heads": 1, "sharding": TWO, **form})

@@ -13,7 +13,7 @@ from opening import begin
 from ranks import Rank, wait
 from stage import Stage
 
-from kvferry.connector.facts import model_facts
+from kvferry.connector.geometry.model_identity import model_identity
 
 OLD: dict[str, Any] = {  # transformers 4
     "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 8,
@@ -34,7 +34,7 @@ def facts(*changes: dict[str, Any]) -> dict[str, str]:
     config = {name: value for change in changes for name, value in change.items()}
     engine = {"quantization": None, "max_model_len": 2048, **config.pop("engine", {})}
     told = SimpleNamespace(**config)
-    return model_facts(told, told, **engine)
+    return model_identity(told, told, **engine)
 
 
 def awq(**changes: Any) -> dict[str, Any]:
@@ -162,7 +162,7 @@ def test_another_model_is_refused_by_name(
 
 def test_every_fact_there_is_fits_into_a_message(stage: Stage) -> None:
     """However long the values, whatever is in them."""
-    from kvferry.connector import facts as module
+    from kvferry.connector.geometry import model_identity as module
 
     every = {name: f"line\n\u2028 {name} " * 400 for name in module.PLAIN}
     every |= {

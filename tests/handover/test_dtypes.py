@@ -9,15 +9,15 @@ from ranks import Rank, wait
 from stage import Stage
 
 from kvferry.connector.config import Settings
-from kvferry.connector.engine import Numbers
+from kvferry.connector.geometry.engine_types import CacheDtype
 
 CONVERTS = Settings(convert_dtype=True)
 LAYERS = [f"model.layers.{n}.attn" for n in range(4)]
 
 
-def fp8(dtype: str = "fp8", **scales: tuple[float, float]) -> Numbers:
+def fp8(dtype: str = "fp8", **scales: tuple[float, float]) -> CacheDtype:
     """Caches of vLLM's: bytes, 64 to a head and token, the first 40 of them K."""
-    return Numbers(dtype, 40, {layer: scales.get(f"layer_{n}", (0.5, 0.125)) for n, layer in enumerate(LAYERS)})
+    return CacheDtype(dtype, 40, {layer: scales.get(f"layer_{n}", (0.5, 0.125)) for n, layer in enumerate(LAYERS)})
 
 
 def hand_over(p: Rank, d: Rank) -> None:
@@ -29,7 +29,8 @@ def hand_over(p: Rank, d: Rank) -> None:
     ("theirs", "ours", "settings", "named"),
     [
         (
-            {"content": 16, "numbers": Numbers("float16")}, {"content": 16, "numbers": Numbers("bfloat16")}, Settings(),
+            {"content": 16, "numbers": CacheDtype("float16")}, {"content": 16, "numbers": CacheDtype("bfloat16")},
+            Settings(),
             "dtype of layer 'model.layers.0.attn' (convert_dtype is off) differs, ours is bfloat16, the peer's is "
             "float16",
         ),

@@ -12,11 +12,11 @@ from opening import OURS, THEIRS, TOKENS, another_works
 from ranks import Rank, grant, load_plan, peer, wait
 from stage import Stage
 
-from kvferry.connector import worker
 from kvferry.connector.config import Settings
-from kvferry.connector.consumer import Finished
-from kvferry.connector.pace import NEVER, Pace
-from kvferry.connector.stepplan import LeaseGrant, StepPlan, pack_ids
+from kvferry.connector.engine import worker
+from kvferry.connector.protocol.step_plan import LeaseGrant, StepPlan, pack_ids
+from kvferry.connector.protocol.transfer_estimate import UNKNOWN, TransferEstimate
+from kvferry.connector.transfer.consumer import FinishedLoad
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def pair(stage: Stage) -> tuple[Rank, Rank]:
 
 
 def idle(plan: StepPlan) -> StepPlan:
-    return StepPlan(plan.consumer, plan.leases, plan.watches, plan.loads, plan.cancels, plan.drops, idle=True)
+    return StepPlan(plan.consumer, plan.leases, plan.keeps, plan.loads, plan.cancels, plan.releases, idle=True)
 
 
 def test_a_step_that_computes_nothing_waits_for_a_load(
@@ -54,8 +54,8 @@ def test_what_was_collected_before_is_told_at_once(pair: tuple[Rank, Rank], monk
     monkeypatch.setattr(worker, "IDLE_WAIT_SECONDS", 60.0)
     token = grant([p], "req-p", THEIRS, TOKENS)
     d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
-    assert wait(lambda: bool(d.worker._mover and d.worker._mover._finished))
-    assert d.worker.take_paces().keys() == {("engine-p", 0)}
+    assert wait(lambda: bool(d.worker._transfer_thread and d.worker._transfer_thread._finished))
+    assert d.worker.take_estimates().keys() == {("engine-p", 0)}
     begun = time.monotonic()
     d.worker.post(StepPlan(idle=True))
     assert d.worker.take_results().received == {"req-d"}
@@ -66,7 +66,7 @@ def test_a_step_that_waits_for_its_load_sleeps(pair: tuple[Rank, Rank], monkeypa
     """Also beside a lease that was freed, which the engine takes only after its step."""
     p, d = pair
     another_works(p, d)
-    mover = d.worker._mover
+    mover = d.worker._transfer_thread
     assert mover is not None
     waits, real = [], mover.wait
     monkeypatch.setattr(mover, "wait", lambda *args, **kwargs: (waits.append(1), real(*args, **kwargs)))
@@ -94,10 +94,10 @@ def test_the_wait_is_short(stage: Stage) -> None:
 
 def test_a_failure_is_told_of_an_engine_though_another_load_of_the_same_step_was_fast(pair: tuple[Rank, Rank]) -> None:
     d = pair[1]
-    mover = d.worker._mover
+    mover = d.worker._transfer_thread
     assert mover is not None
-    for pace in (NEVER, Pace(0.001, 100)):
-        mover._finished.append(Finished("req", pace is not NEVER, "engine-p", pace))
-    assert d.worker.take_paces() == {("engine-p", 0): NEVER}
-    mover._finished.append(Finished("req", True, "engine-p", Pace(0.001, 100)))
-    assert d.worker.take_paces() == {("engine-p", 0): Pace(0.001, 100)}
+    for estimate in (UNKNOWN, TransferEstimate(0.001, 100)):
+        mover._finished.append(FinishedLoad("req", estimate is not UNKNOWN, "engine-p", estimate))
+    assert d.worker.take_estimates() == {("engine-p", 0): UNKNOWN}
+    mover._finished.append(FinishedLoad("req", True, "engine-p", TransferEstimate(0.001, 100)))
+    assert d.worker.take_estimates() == {("engine-p", 0): TransferEstimate(0.001, 100)}

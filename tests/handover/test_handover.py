@@ -12,7 +12,7 @@ from ranks import grant, load_plan, peer, wait
 from stage import Stage
 
 from kvferry.connector.config import Settings
-from kvferry.connector.stepplan import StepPlan, Watch
+from kvferry.connector.protocol.step_plan import KeepLease, StepPlan
 from kvferry.transport import wake
 
 
@@ -114,7 +114,7 @@ def test_siblings_share_one_lease(stage: Stage) -> None:
     for n in range(3):
         plan = load_plan(f"{n}_req", token, engine, [10 + n], 0, 10, watch=False)
         d.worker.post(
-            StepPlan(consumer=plan.consumer, watches=(Watch(f"{n}_req", token, engine, True),), loads=plan.loads)
+            StepPlan(consumer=plan.consumer, keeps=(KeepLease(f"{n}_req", token, engine, True),), loads=plan.loads)
         )
         assert wait(lambda n=n: f"{n}_req" in d.received, [p, d])
     assert not d.failed
@@ -130,10 +130,10 @@ def test_an_idle_mover_sleeps(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> 
     begin(p, d, tokens=10, theirs=[3], ours=[1])
     assert wait(lambda: bool(p.sent), [p, d])
     time.sleep(0.5)
-    clocks = [time.pthread_getcpuclockid(rank.worker._mover._thread.ident) for rank in (p, d)]
+    clocks = [time.pthread_getcpuclockid(rank.worker._transfer_thread._thread.ident) for rank in (p, d)]
     before = [time.clock_gettime(clock) for clock in clocks]
-    began = p.worker._mover._time._now
+    began = p.worker._transfer_thread._time._now
     time.sleep(3)
-    assert p.worker._mover._time._now > began + 0.5, "two seconds less, as a loaded machine may wake it late"
+    assert p.worker._transfer_thread._time._now > began + 0.5, "two seconds less, as a loaded machine may wake it late"
     for clock, then in zip(clocks, before, strict=True):
         assert time.clock_gettime(clock) - then < 0.01 * 3

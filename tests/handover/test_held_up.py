@@ -17,8 +17,8 @@ from ranks import Rank, grant, load_plan, peer, wait
 from stage import Stage
 
 from kvferry.connector.config import Settings
-from kvferry.connector.stepplan import PeerEngine, RankAddress, StepPlan, Watch
-from kvferry.transport import framing
+from kvferry.connector.protocol.step_plan import KeepLease, PeerEngine, RankAddress, StepPlan
+from kvferry.transport.control import framing
 from kvferry.transport.wake import RateLimitedLog
 
 LIMIT, STOP = 120.0, 600.0
@@ -40,7 +40,7 @@ class Deaf:
 
 def goes_on(rank: Rank) -> Callable[[], bool]:
     """A condition: the rank's mover has looked at its deadlines some times more."""
-    mover: Any = rank.worker._mover
+    mover: Any = rank.worker._transfer_thread
     looked: list[float] = []
     real = mover._tick
 
@@ -65,9 +65,9 @@ def test_d_is_held_up(stage: Stage, caplog: pytest.LogCaptureFixture, of_what: s
     deaf = Deaf(p)
     begin(p, d)
     assert wait(lambda: deaf.spoken_to, [p, d])
-    d.worker.site.log = RateLimitedLog(logging.getLogger("test.held_up"))
+    d.worker.rank_context.log = RateLimitedLog(logging.getLogger("test.held_up"))
     with caplog.at_level(logging.WARNING):
-        hold_up(d.worker._mover, STOP)
+        hold_up(d.worker._transfer_thread, STOP)
         assert wait(goes_on(d), [p, d])
         assert wait(lambda: "the transfer thread was held up for 60" in caplog.text, [p, d])
     assert not d.received - {"first-d"}
@@ -82,14 +82,14 @@ def test_p_is_held_up(stage: Stage) -> None:
     p.fill(THEIRS, TOKENS)
     token = grant([p], "req-p", THEIRS, TOKENS)
     assert wait(lambda: bool(halves(p)[0]._leases), [p])
-    hold_up(p.worker._mover, STOP)
+    hold_up(p.worker._transfer_thread, STOP)
     assert wait(goes_on(p), [p]) and not p.sent
     d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
     assert wait(lambda: "req-d" in d.received and p.sent == {"req-p"}, [p, d])
     assert not d.failed and torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS))
     grant([p], "late-p", THEIRS, TOKENS)
     assert wait(lambda: bool(halves(p)[0]._leases), [p])
-    put_forward(p.worker._mover, STOP)
+    put_forward(p.worker._transfer_thread, STOP)
     assert wait(lambda: "late-p" in p.sent, [p]), "time in which it runs does count"
 
 
@@ -103,13 +103,13 @@ def test_d_renews_at_once_after_it_was_held_up(stage: Stage, when: str) -> None:
     leases = halves(p)[0]._leases
     assert wait(lambda: bool(leases), [p])
     before = leases[token].state.deadline
-    plan = StepPlan(consumer=b"c" * 16, watches=(Watch("req-d", token, peer([p]), False),))
-    mover = d.worker._mover
+    plan = StepPlan(consumer=b"c" * 16, keeps=(KeepLease("req-d", token, peer([p]), False),))
+    mover = d.worker._transfer_thread
     if when == "meanwhile":
         mover._commands.append((plan, None, ()))
     else:
         d.worker.post(plan)
-        assert wait(lambda: bool(halves(d)[1]._claims), [p, d])
+        assert wait(lambda: bool(halves(d)[1]._lease_keeper), [p, d])
     hold_up(mover, STOP)
     assert wait(lambda: leases[token].state.deadline > before, [p, d])
 
@@ -121,14 +121,15 @@ def test_what_cannot_be_renewed_costs_no_other_lease(
     p = stage.rank(settings=Settings(**PATIENT, lease_cap_seconds=1200.0))
     d = stage.rank(engine_id="engine-d")
     tokens = [grant([p], name, THEIRS, TOKENS) for name in ("good", "bad", "odd")]
-    leases, claims = halves(p)[0]._leases, halves(d)[1]._claims
+    leases, claims = halves(p)[0]._leases, halves(d)[1]._lease_keeper
     assert wait(lambda: len(leases) == 3, [p])
     before = leases[tokens[0]].state.deadline
     good = peer([p])
     bad = replace(good, ranks=(replace(good.ranks[0], host="127.0.0.2"),))  # nobody there
     odd = replace(good, ranks=(replace(good.ranks[0], tp_rank=7),))  # of one
-    watches = [
-        Watch(f"{n}-d", token, who, False) for n, (token, who) in enumerate(zip(tokens, (good, bad, odd), strict=True))
+    keeps = [
+        KeepLease(f"{n}-d", token, who, False)
+        for n, (token, who) in enumerate(zip(tokens, (good, bad, odd), strict=True))
     ]
     real = claims._link
 
@@ -138,9 +139,9 @@ def test_what_cannot_be_renewed_costs_no_other_lease(
         return real(engine, address)
 
     monkeypatch.setattr(claims, "_link", link)
-    d.worker.post(StepPlan(consumer=b"c" * 16, watches=tuple(watches[::-1] if bad_first else watches)))
-    assert wait(lambda: len(claims._claims) == 2, [p, d]), "what cannot be never comes in"
-    hold_up(d.worker._mover, STOP)
+    d.worker.post(StepPlan(consumer=b"c" * 16, keeps=tuple(keeps[::-1] if bad_first else keeps)))
+    assert wait(lambda: len(claims._kept) == 2, [p, d]), "what cannot be never comes in"
+    hold_up(d.worker._transfer_thread, STOP)
     assert wait(lambda: leases[tokens[0]].state.deadline > before, [p, d])
     monkeypatch.undo()
 
@@ -149,7 +150,7 @@ def test_a_turn_that_breaks_after_it_was_held_up_ends_nothing(stage: Stage, monk
     p = stage.rank(settings=Settings(lease_seconds=LIMIT))
     grant([p], "req-p", THEIRS, TOKENS)
     assert wait(lambda: bool(halves(p)[0]._leases), [p])
-    mover = p.worker._mover
+    mover = p.worker._transfer_thread
     real = mover._turn
 
     def breaks(now: float) -> bool:

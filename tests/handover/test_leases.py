@@ -11,7 +11,7 @@ from ranks import SOON, grant, let_time_pass, load_plan, peer, reason_of, renew_
 from stage import Stage
 
 from kvferry.connector.config import Settings
-from kvferry.connector.stepplan import StepPlan, Watch
+from kvferry.connector.protocol.step_plan import KeepLease, StepPlan
 
 
 def test_a_lease_that_nobody_wants_expires(stage: Stage) -> None:
@@ -39,7 +39,7 @@ def test_renewal_keeps_a_lease_until_the_cap(stage: Stage) -> None:
     d = stage.rank(engine_id="engine-d")
     p.fill(THEIRS, TOKENS)
     token = grant([p], "req-p", THEIRS, TOKENS)
-    d.worker.post(StepPlan(consumer=b"c" * 16, watches=(Watch("req-d", token, peer([p]), False),)))
+    d.worker.post(StepPlan(consumer=b"c" * 16, keeps=(KeepLease("req-d", token, peer([p]), False),)))
     for seconds in (500, 1000):
         renew_after(p, d, seconds)
         assert not wait(lambda: bool(p.sent), [p, d], 0.1), "D renews from the moment it has the request"
@@ -59,7 +59,7 @@ def test_the_commit_is_a_fence(stage: Stage) -> None:
     let_time_pass(p, 60)
     assert wait(lambda: p.sent == {"req-p"}, [p, d], SOON)
     gate.open()
-    (job,) = halves(d)[1]._jobs.values()
+    (job,) = halves(d)[1]._active_loads.values()
     for read in job.reads:
         halves(d)[1]._commit(read, time.monotonic())
     assert wait(lambda: d.failed == {"req-d"}, [p, d], SOON)
@@ -72,11 +72,11 @@ def test_pages_are_not_read_by_a_socket_once_their_lease_is_over(stage: Stage) -
     p, d = stage.rank(**form), stage.rank(engine_id="engine-d", **form)
     p.fill(THEIRS, TOKENS)
     token = grant([p], "req-p", THEIRS, TOKENS)
-    plane, pushes = d.worker.site.plane("tcp"), halves(p)[0]._pushes
+    plane, pushes = d.worker.rank_context.plane("tcp"), halves(p)[0]._sender
     real = plane.progress
-    stuck = Gate(plane, "progress", lambda: real() if not any(push.reading for push in pushes._pushes) else False)
+    stuck = Gate(plane, "progress", lambda: real() if not any(push.reading for push in pushes._outgoing) else False)
     d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
-    assert wait(lambda: any(push.reading for push in list(pushes._pushes)), [d], SOON), (
+    assert wait(lambda: any(push.reading for push in list(pushes._outgoing)), [d], SOON), (
         "it must be caught in the middle"
     )
     let_time_pass(p, 60)
@@ -94,8 +94,8 @@ def test_no_stale_load_in_a_race_with_reuse(stage: Stage) -> None:
     loaded, n, term = 0, 0, 0.02
     while n < 40 or not 5 < loaded < n - 5:  # the race means something only if it is lost at times and won at times
         n += 1
-        assert n < 400 and p.worker.site is not None
-        p.worker.site.settings = Settings(lease_seconds=term, lease_cap_seconds=term, slot_bytes=64 << 10)
+        assert n < 400 and p.worker.rank_context is not None
+        p.worker.rank_context.settings = Settings(lease_seconds=term, lease_cap_seconds=term, slot_bytes=64 << 10)
         p.fill(THEIRS, TOKENS)
         token = grant([p], f"p{n}", THEIRS, TOKENS)
         time.sleep(n % 8 * 0.004)

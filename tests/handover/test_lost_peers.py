@@ -18,8 +18,8 @@ from ranks import SOON, Rank, grant, let_time_pass, load_plan, no_failed_link, p
 from stage import Stage
 
 from kvferry.connector.config import Settings
-from kvferry.connector.stepplan import PeerEngine, RankAddress
-from kvferry.transport import framing
+from kvferry.connector.protocol.step_plan import PeerEngine, RankAddress
+from kvferry.transport.control import framing
 
 QUICK = {"transfer_timeout_seconds": 3.0, "handshake_timeout_seconds": 6.0, "lease_seconds": 4.0}
 WIDE = {"content": 512, "layers": 16}
@@ -119,10 +119,10 @@ def test_d_is_killed(stage: Stage, plane: str) -> None:
     gate = Gate(halves(p)[0], "pump", lambda now: False)
     token = grant([p], "req-p", THEIRS, TOKENS)
     d.load("req-d", token, peer([p]), OURS, TOKENS)
-    assert wait(lambda: bool(halves(p)[0]._pushes), [p])
+    assert wait(lambda: bool(halves(p)[0]._sender), [p])
     d.signal(signal.SIGKILL)
     gate.open()
-    assert wait(lambda: not halves(p)[0]._pushes, [p], SOON)
+    assert wait(lambda: not halves(p)[0]._sender, [p], SOON)
     let_time_pass(p, 1000)
     assert wait(lambda: p.sent == {"req-p"}, [p], SOON), "the lease ends without D"
     another_works(p, near(stage, plane, "other", lease_seconds=600.0))

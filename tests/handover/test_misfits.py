@@ -11,11 +11,11 @@ from opening import OURS, THEIRS, TOKENS, another_works, begin
 from ranks import SOON, grant, load_plan, peer, reason_of, wait
 from stage import Stage
 
-from kvferry.connector import protocol
 from kvferry.connector.config import Settings
-from kvferry.connector.errors import GeometryError, TransportError
-from kvferry.connector.site import Caches, Part
-from kvferry.transport.control import Connection
+from kvferry.connector.protocol import messages
+from kvferry.connector.transfer.caches import PageBox, RankCaches
+from kvferry.transport.control.connection import Connection
+from kvferry.transport.errors import GeometryError, TransportError
 
 
 @pytest.mark.parametrize(
@@ -45,12 +45,12 @@ def test_another_model_or_geometry_is_refused_by_name(
 def test_another_protocol_version_is_refused_by_name(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     p = stage.rank()
     connection = Connection(p.address.host, p.address.port, curve=None, max_message_bytes=1 << 20)
-    connection.send([protocol.MAGIC, (9).to_bytes(2, "big"), b"whatever version 9 says"])
+    connection.send([messages.MAGIC, (9).to_bytes(2, "big"), b"whatever version 9 says"])
     answers: list[list[bytes]] = []
     assert wait(lambda: bool(answers.extend(connection.receive()) or answers), [p])
-    refused = protocol.decode_reply(answers[0])
+    refused = messages.decode_reply(answers[0])
     connection.close()
-    assert refused == protocol.Refused(field="protocol version", ours=str(protocol.PROTOCOL_VERSION), theirs="9")
+    assert refused == messages.Refused(field="protocol version", ours=str(messages.PROTOCOL_VERSION), theirs="9")
 
 
 def test_no_plane_in_common(stage: Stage) -> None:
@@ -70,7 +70,7 @@ def test_a_plane_that_p_has_no_room_on_is_passed_over(stage: Stage, monkeypatch:
         raise TransportError("staging memory is used up")
 
     for name in ("cma", "shm"):
-        monkeypatch.setattr(p.worker.site.plane(name), "accept", full)
+        monkeypatch.setattr(p.worker.rank_context.plane(name), "accept", full)
     another_works(p, d)
     assert d.plane not in ("cma", "shm")
 
@@ -79,11 +79,11 @@ def test_a_plane_that_p_has_no_room_on_is_passed_over(stage: Stage, monkeypatch:
     "frames",
     [
         [b"GET / HTTP/1.1"],
-        [protocol.MAGIC, b"\0\1", b"\x80\x04\x95pickle"],
-        [protocol.MAGIC, b"\0\1", b"\xdf\xff\xff\xff\xff"],
-        protocol.encode(protocol.Commit(read=1, token=bytes(16))),
-        protocol.encode(protocol.Release(token=bytes(16), consumer=bytes(16), consumer_rank=0, expected=(0,))),
-        protocol.encode(protocol.Renew(tokens=(bytes(16),) * 1000)),
+        [messages.MAGIC, b"\0\1", b"\x80\x04\x95pickle"],
+        [messages.MAGIC, b"\0\1", b"\xdf\xff\xff\xff\xff"],
+        messages.encode(messages.Commit(read=1, token=bytes(16))),
+        messages.encode(messages.Release(token=bytes(16), consumer=bytes(16), consumer_rank=0, expected=(0,))),
+        messages.encode(messages.Renew(tokens=(bytes(16),) * 1000)),
     ],
     ids=["http", "pickle", "huge claim", "before hello", "unknown release", "unknown renew"],
 )
@@ -115,7 +115,7 @@ def test_a_token_that_no_message_holds(stage: Stage, plane: str) -> None:
     begin(p, d)
     assert wait(lambda: d.failed == {"req-d"} and p.sent == {"req-p"}, [p, d], SOON)
     assert reason_of(d) == "incompatible"
-    assert wait(lambda: not halves(d)[1]._reads and not halves(p)[0]._pushes, [p, d], SOON)
+    assert wait(lambda: not halves(d)[1]._receiver and not halves(p)[0]._sender, [p, d], SOON)
 
 
 @pytest.mark.parametrize("plane", ["shm", "tcp", "zmq", pytest.param("ucx", marks=pytest.mark.ucx)])
@@ -124,20 +124,20 @@ def test_a_read_that_d_cannot_cut(stage: Stage, monkeypatch: pytest.MonkeyPatch,
     settings = Settings(plane=plane, slot_bytes=64 << 10, staging_bytes=1 << 20)
     p, d = (stage.rank(engine_id=name, settings=settings, content=128) for name in ("engine-p", "engine-d"))
     p.fill(THEIRS, TOKENS)
-    cut = Caches.cut
+    cut = RankCaches.cut
 
-    def cut_once(caches: Caches, *args: Any, **kwargs: Any) -> Iterator[Part]:
+    def cut_once(caches: RankCaches, *args: Any, **kwargs: Any) -> Iterator[PageBox]:
         parts = cut(caches, *args, **kwargs)
-        if d.worker.site is not None and caches is d.worker.site.caches:
+        if d.worker.rank_context is not None and caches is d.worker.rank_context.caches:
             yield next(parts)
             raise GeometryError("it is cut no further")
         yield from parts
 
     with monkeypatch.context() as patch:
-        patch.setattr(Caches, "cut", cut_once)
+        patch.setattr(RankCaches, "cut", cut_once)
         begin(p, d)
         assert wait(lambda: d.failed == {"req-d"} and p.sent == {"req-p"}, [p, d], SOON)
-        assert wait(lambda: not halves(d)[1]._reads and not halves(p)[0]._pushes, [p, d], SOON)
+        assert wait(lambda: not halves(d)[1]._receiver and not halves(p)[0]._sender, [p, d], SOON)
     assert reason_of(d) == "incompatible"
     another_works(p, d)
 
@@ -160,8 +160,8 @@ def test_an_error_of_the_copy_is_one_requests_failure(stage: Stage) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("planted")
 
-    for site, kind in ((d.worker.site, "internal"), (p.worker.site, "denied")):
-        copies = object.__getattribute__(site, "caches")
+    for rank_context, kind in ((d.worker.rank_context, "internal"), (p.worker.rank_context, "denied")):
+        copies = object.__getattribute__(rank_context, "caches")
         real = type(copies)._copy
         token = grant([p], f"{kind}-p", THEIRS, TOKENS)
         type(copies)._copy = lambda self, *a, real=real, copies=copies, **k: (

@@ -15,15 +15,16 @@ from opening import OURS, THEIRS, TOKENS, another_works, begin
 from ranks import Rank, grant, load_plan, no_failed_link, peer, wait
 from stage import Stage
 
-from kvferry.connector import consumer, mover, producer, protocol
 from kvferry.connector.config import Settings
-from kvferry.connector.context import Share, Split
-from kvferry.connector.errors import GeometryError
-from kvferry.connector.metrics import no_figures
-from kvferry.connector.spans import MAX_RANGES, check_spans
-from kvferry.connector.stepplan import LeaseGrant, StepPlan, pack_ids
-from kvferry.transport.control import Connection
-from kvferry.transport.shm_plane import ShmPlane
+from kvferry.connector.geometry.spans import MAX_RANGES, check_spans
+from kvferry.connector.geometry.token_sharding import TokenShard, TokenSharding
+from kvferry.connector.protocol import messages
+from kvferry.connector.protocol.metrics import no_figures
+from kvferry.connector.protocol.step_plan import LeaseGrant, StepPlan, pack_ids
+from kvferry.connector.transfer import consumer, producer, transfer_thread
+from kvferry.transport.control.connection import Connection
+from kvferry.transport.errors import GeometryError
+from kvferry.transport.planes.shm import ShmPlane
 
 ReplyT = TypeVar("ReplyT")
 
@@ -37,14 +38,14 @@ class RawD:
         self._replies: list[Any] = []
         self.plane = ShmPlane(64 << 10, 1 << 20)
 
-    def send(self, message: protocol.Request) -> None:
-        self._connection.send(protocol.encode(message))
+    def send(self, message: messages.Request) -> None:
+        self._connection.send(messages.encode(message))
 
     def answer(self, kind: type[ReplyT]) -> ReplyT:
         """The next reply; it must be of that kind."""
 
         def arrived() -> bool:
-            self._replies.extend(protocol.decode_reply(frames) for frames in self._connection.receive())
+            self._replies.extend(messages.decode_reply(frames) for frames in self._connection.receive())
             return bool(self._replies)
 
         assert wait(arrived, [self._p]), f"no {kind.__name__} came"
@@ -52,29 +53,29 @@ class RawD:
         assert isinstance(reply, kind), reply
         return reply
 
-    def greet(self) -> protocol.Welcome:
-        site = self._like.worker.site
-        assert site is not None
+    def start_handshake(self) -> messages.Welcome:
+        rank_context = self._like.worker.rank_context
+        assert rank_context is not None
         self.send(
-            protocol.Hello(
-                engine_id=site.engine_id,
-                incarnation=site.incarnation,
-                geometry=site.caches.geometry,
-                model=dict(site.model),
+            messages.Hello(
+                engine_id=rank_context.engine_id,
+                incarnation=rank_context.incarnation,
+                geometry=rank_context.caches.geometry,
+                model=dict(rank_context.model),
             )
         )
-        return self.answer(protocol.Welcome)
+        return self.answer(messages.Welcome)
 
-    def attach(self, welcome: protocol.Welcome) -> None:
+    def attach(self, welcome: messages.Welcome) -> None:
         """Send an Attach; the answer is the caller's."""
         offers = {offer.name: offer.payload for offer in welcome.planes}
         _, payload = self.plane.connect(offers["shm"], "127.0.0.1")
-        self.send(protocol.Attach(plane="shm", payload=payload))
+        self.send(messages.Attach(plane="shm", payload=payload))
 
     def ask(self, read: int, token: bytes, spans: int = 1) -> None:
-        span = protocol.Span(0, 0, 1, 0, 4, 0, TOKENS)
+        span = messages.Span(0, 0, 1, 0, 4, 0, TOKENS)
         self.send(
-            protocol.Ask(
+            messages.Ask(
                 read=read, token=token, consumer=b"r" * 16, consumer_rank=0, expected=(0,), spans=(span,) * spans,
                 chunk_bytes=64 << 10,
             )
@@ -101,49 +102,49 @@ def raw(pair: tuple[Rank, Rank]) -> Iterator[RawD]:
 
 def test_a_second_attach_is_refused_once_the_first_was_used(pair: tuple[Rank, Rank], raw: RawD) -> None:
     token = grant(pair[:1], "req-p", THEIRS, TOKENS)
-    welcome = raw.greet()
+    welcome = raw.start_handshake()
     for _ in range(3):  # D could not use what it was given
         raw.attach(welcome)
-        raw.answer(protocol.Attached)
+        raw.answer(messages.Attached)
     raw.ask(7, token)
-    raw.answer(protocol.Grant)
+    raw.answer(messages.Grant)
     raw.attach(welcome)
-    assert "attached already" in raw.answer(protocol.Refused).theirs
+    assert "attached already" in raw.answer(messages.Refused).theirs
     another_works(*pair)
 
 
 def test_a_read_is_asked_for_once(pair: tuple[Rank, Rank], raw: RawD) -> None:
     token = grant(pair[:1], "req-p", THEIRS, TOKENS)
-    raw.attach(raw.greet())
-    raw.answer(protocol.Attached)
+    raw.attach(raw.start_handshake())
+    raw.answer(messages.Attached)
     for again in (False, True):
         raw.ask(7, token)
         if again:
-            assert "asked for before" in raw.answer(protocol.Deny).detail
+            assert "asked for before" in raw.answer(messages.Deny).detail
         else:
-            assert raw.answer(protocol.Grant).chunks > 0
+            assert raw.answer(messages.Grant).chunks > 0
     another_works(*pair)
 
 
 def test_a_read_that_has_ended_is_not_asked_for_again(pair: tuple[Rank, Rank], raw: RawD) -> None:
     token = grant(pair[:1], "req-p", THEIRS, TOKENS)
-    raw.attach(raw.greet())
-    raw.answer(protocol.Attached)
+    raw.attach(raw.start_handshake())
+    raw.answer(messages.Attached)
     raw.ask(7, token)
-    raw.answer(protocol.Grant)
-    assert wait(lambda: not halves(pair[0])[0]._pushes)
+    raw.answer(messages.Grant)
+    assert wait(lambda: not halves(pair[0])[0]._sender)
     raw.ask(7, token)
-    assert raw.answer(protocol.Deny).reason == "bounds"
+    assert raw.answer(messages.Deny).reason == "bounds"
 
 
 def test_asks_that_wait_for_their_lease_are_bounded(
     pair: tuple[Rank, Rank], raw: RawD, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    raw.attach(raw.greet())
-    raw.answer(protocol.Attached)
+    raw.attach(raw.start_handshake())
+    raw.answer(messages.Attached)
     for read in range(producer.HELD_SPANS // 8192):
         raw.ask(read, bytes([read]) * 16, spans=8192)
-    assert "too many asks" in raw.answer(protocol.Deny).detail
+    assert "too many asks" in raw.answer(messages.Deny).detail
     another_works(*pair)
 
 
@@ -183,7 +184,7 @@ def test_a_load_that_breaks_while_it_starts_is_reported(
     assert wait(lambda: d.failed == {"req-d"}, [p, d])
     monkeypatch.undo()
     another_works(p, d)
-    assert not half._jobs
+    assert not half._active_loads
 
 
 def test_a_p_that_says_that_it_has_stopped_what_nobody_has(stage: Stage) -> None:
@@ -196,8 +197,8 @@ def test_a_p_that_says_that_it_has_stopped_what_nobody_has(stage: Stage) -> None
 
     def and_stopped(identity: bytes, message: object) -> None:
         reply(identity, message)
-        if isinstance(message, protocol.Grant):
-            reply(identity, protocol.Stopped(read=message.read, sent=0))
+        if isinstance(message, messages.Grant):
+            reply(identity, messages.Stopped(read=message.read, sent=0))
 
     producer._reply = and_stopped
     another_works(p, d)
@@ -207,9 +208,9 @@ def test_a_grant_that_comes_twice_counts_once(pair: tuple[Rank, Rank]) -> None:
     """A second copy into D's pages would go on when the load has ended."""
     p, d = pair
     half = halves(d)[1]
-    grant, granted, calls = half._grant, half._reads.granted, []
+    grant, granted, calls = half._grant, half._receiver.granted, []
     half._grant = lambda *args: (grant(*args), grant(*args))
-    half._reads.granted = lambda *args: (calls.append(args), granted(*args))
+    half._receiver.granted = lambda *args: (calls.append(args), granted(*args))
     another_works(p, d)
     assert len(calls) == 1
 
@@ -219,7 +220,7 @@ def test_a_link_that_nobody_uses_gives_its_staging_back(stage: Stage, monkeypatc
     p, d = stage.rank(settings=settings), stage.rank(settings=settings, engine_id="engine-d")
     p.fill(THEIRS, TOKENS)
     another_works(p, d)
-    plane = p.worker.site.plane("shm")
+    plane = p.worker.rank_context.plane("shm")
     assert isinstance(plane, ShmPlane)
     in_use = plane._left_bytes
     assert in_use < settings.staging_bytes
@@ -238,7 +239,7 @@ def test_staging_that_is_used_up_leads_to_the_next_plane(stage: Stage) -> None:
     sessions._offers = tuple(offer for offer in sessions._offers if offer.name in ("shm", "zmq"))
 
     def slowly(identity: bytes, message: object) -> None:
-        if isinstance(message, protocol.Refused):
+        if isinstance(message, messages.Refused):
             late.append((time.monotonic() + 0.2, identity, message))
         else:
             reply(identity, message)
@@ -265,14 +266,14 @@ def test_a_d_that_does_not_read_does_not_hold_up_the_others(stage: Stage, monkey
     p, slow, d = stage.rank(**form), stage.rank(engine_id="slow", **form), stage.rank(engine_id="engine-d", **form)
     p.fill(THEIRS, TOKENS)
     token = grant([p], "req-p", THEIRS, TOKENS)
-    pushes = halves(p)[0]._pushes
-    plane = slow.worker.site.plane("tcp")
+    pushes = halves(p)[0]._sender
+    plane = slow.worker.rank_context.plane("tcp")
     real = plane.progress
-    stuck = Gate(plane, "progress", lambda: real() if not any(push.reading for push in pushes._pushes) else False)
+    stuck = Gate(plane, "progress", lambda: real() if not any(push.reading for push in pushes._outgoing) else False)
     for n in range(8):
         slow.worker.post(load_plan(f"s{n}", token, peer([p]), OURS, 0, TOKENS, consumer=b"s" * 16))
-    assert wait(lambda: len(pushes) == 8 and any(push.reading for push in list(pushes._pushes)), [slow])
-    monkeypatch.setattr(mover, "TICK_SECONDS", 3.0)
+    assert wait(lambda: len(pushes) == 8 and any(push.reading for push in list(pushes._outgoing)), [slow])
+    monkeypatch.setattr(transfer_thread, "TICK_SECONDS", 3.0)
     begun = time.monotonic()
     d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
     assert wait(lambda: d.received == {"req-d"}, [d]) and not d.failed
@@ -289,35 +290,37 @@ def test_a_plane_that_breaks_does_not_stop_the_others(pair: tuple[Rank, Rank], m
         raise RuntimeError("planted")
 
     for rank in pair:
-        assert rank.worker.site is not None
-        broken = rank.worker.site.plane("zmq")
+        assert rank.worker.rank_context is not None
+        broken = rank.worker.rank_context.plane("zmq")
         monkeypatch.setattr(broken, "progress", breaks)
     another_works(p, d)
-    stats = d.worker.site.stats
+    stats = d.worker.rank_context.stats
     assert wait(lambda: (stats.take() or no_figures())["failed"].get("internal", 0) > 0, [p, d]), "it is looked at"
 
 
 @pytest.mark.parametrize(
-    ("share", "words"), [(Share(512, 0, 1), "none of that rank's"), (Share(2, 1, 16), "none of that rank's")]
+    ("shard", "words"), [(TokenShard(512, 0, 1), "none of that rank's"), (TokenShard(2, 1, 16), "none of that rank's")]
 )
-def test_a_d_asks_for_its_own_share_of_the_tokens(pair: tuple[Rank, Rank], raw: RawD, share: Share, words: str) -> None:
+def test_a_d_asks_for_its_own_share_of_the_tokens(
+    pair: tuple[Rank, Rank], raw: RawD, shard: TokenShard, words: str
+) -> None:
     """Any other would be a look at every token of the prompt, and there are as many as numbers."""
     token = grant(pair[:1], "req-p", THEIRS, TOKENS)
-    raw.attach(raw.greet())
-    raw.answer(protocol.Attached)
-    span = protocol.Span(0, 0, 1, 0, 4, 0, TOKENS, share)
+    raw.attach(raw.start_handshake())
+    raw.answer(messages.Attached)
+    span = messages.Span(0, 0, 1, 0, 4, 0, TOKENS, shard)
     raw.send(
-        protocol.Ask(
+        messages.Ask(
             read=7, token=token, consumer=b"r" * 16, consumer_rank=0, expected=(0,), spans=(span,), chunk_bytes=64 << 10
         )
     )
-    assert words in raw.answer(protocol.Deny).detail
+    assert words in raw.answer(messages.Deny).detail
     another_works(*pair)
 
 
 def test_the_token_ranges_of_an_ask_are_bounded(pair: tuple[Rank, Rank]) -> None:
-    geometry = pair[0].worker.site.caches.geometry
-    spans = [protocol.Span(0, 0, 1, 0, 1, 0, 1 + number) for number in range(MAX_RANGES + 1)]
+    geometry = pair[0].worker.rank_context.caches.geometry
+    spans = [messages.Span(0, 0, 1, 0, 1, 0, 1 + number) for number in range(MAX_RANGES + 1)]
     with pytest.raises(GeometryError, match=f"spans of {MAX_RANGES + 1} different ranges of tokens"):
         check_spans(spans, geometry, 1 << 20)
     check_spans(spans[:2], geometry, 1 << 20)
@@ -344,8 +347,8 @@ def test_p_is_the_one_that_the_parameters_named(stage: Stage, caplog: pytest.Log
     p, d = stage.rank(), stage.rank(engine_id="engine-d")
     p.fill(THEIRS, TOKENS)
     token = grant([p], "req-p", THEIRS, TOKENS)
-    split = msgspec.structs.replace(peer([p]), splits=(Split(2, 16),))
+    sharding = msgspec.structs.replace(peer([p]), shardings=(TokenSharding(2, 16),))
     with caplog.at_level("WARNING", "vllm.kvferry"):
-        d.worker.post(load_plan("req-d", token, split, OURS, 0, TOKENS))
+        d.worker.post(load_plan("req-d", token, sharding, OURS, 0, TOKENS))
         assert wait(lambda: d.failed == {"req-d"}, [p, d])
-    assert any("splits, as kv_transfer_params and P itself tell it" in r.getMessage() for r in caplog.records)
+    assert any("shardings, as kv_transfer_params and P itself tell it" in r.getMessage() for r in caplog.records)

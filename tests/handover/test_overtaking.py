@@ -11,9 +11,9 @@ from opening import OURS, THEIRS, TOKENS
 from ranks import SOON, Rank, grant, let_time_pass, load_plan, peer, reason_of, wait
 from stage import Stage
 
-from kvferry.connector import protocol
 from kvferry.connector.config import Settings
-from kvferry.connector.stepplan import LeaseGrant, Load, StepPlan, pack_ids
+from kvferry.connector.protocol import messages
+from kvferry.connector.protocol.step_plan import LeaseGrant, Load, StepPlan, pack_ids
 
 
 class Late:
@@ -39,7 +39,7 @@ class Late:
 
 def all_here(d: Rank) -> bool:
     """Whether every chunk of D's hand-overs lies in its pages."""
-    return all(read.moved for job in list(halves(d)[1]._jobs.values()) for read in job.reads)
+    return all(read.moved for job in list(halves(d)[1]._active_loads.values()) for read in job.reads)
 
 
 def test_zeros_in_the_place_of_pages_that_p_may_not_read_any_more(stage: Stage) -> None:
@@ -49,15 +49,15 @@ def test_zeros_in_the_place_of_pages_that_p_may_not_read_any_more(stage: Stage) 
     p, d = stage.rank(**form), stage.rank(engine_id="engine-d", **form)
     p.fill(THEIRS, TOKENS)
     token = grant([p], "req-p", THEIRS, TOKENS)
-    plane, pushes = d.worker.site.plane("tcp"), halves(p)[0]._pushes
+    plane, pushes = d.worker.rank_context.plane("tcp"), halves(p)[0]._sender
     real = plane.progress
 
     def last() -> bool:
-        return any(push.reading and push.begun == len(push.parts) for push in list(pushes._pushes))
+        return any(push.reading and push.begun == len(push.boxes) for push in list(pushes._outgoing))
 
     # From P's first byte on D reads none: there is one message, which is more than sockets hold.
     stuck = Gate(plane, "progress", lambda: False if pushes else real())
-    late = Late(d, protocol.Deny)
+    late = Late(d, messages.Deny)
     d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
     assert wait(last, [d], SOON), "it must be caught in the middle of the last message"
     let_time_pass(p, 60)
@@ -78,14 +78,14 @@ def test_what_was_pushed_is_loaded_only_with_its_grant(stage: Stage, plane: str)
     p, d = stage.rank(settings=settings), stage.rank(settings=settings, engine_id="engine-d")
     p.fill(THEIRS, TOKENS)
     for wanted in ("a" * 32, "b" * 32):
-        token, late, name = secrets.token_bytes(16), Late(d, protocol.Grant), wanted[0]
+        token, late, name = secrets.token_bytes(16), Late(d, messages.Grant), wanted[0]
         p.worker.post(StepPlan(leases=(LeaseGrant(f"p{name}", token, TOKENS, (pack_ids(THEIRS),), "a" * 32),)))
         load = Load(f"d{name}", token, peer([p]), (pack_ids(OURS),), ((0, TOKENS),), wanted)
         d.worker.post(StepPlan(consumer=b"c" * 16, loads=(load,)))
         assert wait(lambda late=late: all_here(d) and bool(late.held), [p, d], SOON)  # type: ignore[misc]
         assert not wait(lambda name=name: f"d{name}" in d.received, [p, d], 0.1)  # type: ignore[misc]
         late.come()
-        d.worker._mover._waker.wake()
+        d.worker._transfer_thread._waker.wake()
         assert wait(lambda name=name: f"d{name}" in d.received, [p, d], SOON)  # type: ignore[misc]
     assert d.failed == {"db"}
     assert reason_of(d) == "denied"

@@ -12,12 +12,11 @@ import torch
 from ranks import Rank, grant, load_plan, peer, wait
 from stage import Stage
 
-from kvferry.connector.agreement import compatible
 from kvferry.connector.config import Settings
-from kvferry.connector.errors import GeometryError, IncompatiblePeerError
-from kvferry.connector.plan import plan_reads
-from kvferry.connector.protocol import Span
-from kvferry.connector.spans import check_span, check_spans
+from kvferry.connector.geometry.compatibility import compatible
+from kvferry.connector.geometry.read_plan import plan_reads
+from kvferry.connector.geometry.spans import Span, check_span, check_spans
+from kvferry.transport.errors import GeometryError, IncompatiblePeerError
 
 PACKED = "transposed"
 DIVISION = 8
@@ -103,7 +102,7 @@ def test_blocks_of_other_sizes_take_divided_ones(stage: Stage, sizes: tuple[int,
         )
         for number in range(heads)
     ]  # fmt: skip
-    assert [group.part for group in p.worker.site.caches.geometry.groups] == ["", "k", "v"]
+    assert [region.part for region in p.worker.rank_context.caches.geometry.regions] == ["", "k", "v"]
     tokens = 77
     blocks, ours = [3, 9, 1, 30, 7][: -(-tokens // sizes[0])], [2, 4, 31, 0, 5][: -(-tokens // sizes[1])]
     fill_divided(p, blocks, tokens)
@@ -142,13 +141,13 @@ def test_ranks_that_pack_otherwise_refuse_each_other(stage: Stage, form: dict[st
     d.worker.post(load_plan("req-d", token, peer([p]), [1, 2], 0, 20))
     assert wait(lambda: d.failed == {"req-d"}, [p, d])
     assert all((d.caches[name] == -1).all() for name in d.layers)
-    ours, theirs = (rank.worker.site.caches.geometry for rank in (d, p))
+    ours, theirs = (rank.worker.rank_context.caches.geometry for rank in (d, p))
     with pytest.raises(IncompatiblePeerError, match=f"{field} of layer"):
         compatible(ours, theirs)
 
 
 def test_spans_of_packed_groups_are_whole_tiles(stage: Stage) -> None:
-    geometry = stage.rank(packing=PACKED).worker.site.caches.geometry
+    geometry = stage.rank(packing=PACKED).worker.rank_context.caches.geometry
     (planned,) = plan_reads(geometry, geometry, [(17, 37)])
     assert (planned.span.token, planned.span.num_tokens) == (16, 32)
     check_spans([planned.span], geometry, 37)

@@ -12,11 +12,11 @@ from opening import OURS, THEIRS, TOKENS, begin
 from ranks import Rank, grant, let_time_pass, load_plan, peer, wait
 from stage import Stage
 
-from kvferry.connector import link
 from kvferry.connector.config import Settings
-from kvferry.connector.copies import Copy
-from kvferry.connector.stepplan import LeaseGrant, StepPlan, pack_ids
-from kvferry.transport import board
+from kvferry.connector.protocol.step_plan import LeaseGrant, StepPlan, pack_ids
+from kvferry.connector.transfer import link
+from kvferry.connector.transfer.copies import Copy
+from kvferry.transport import grant_board
 
 Pair = tuple[Rank, Rank]
 
@@ -65,7 +65,7 @@ def test_what_was_read_under_a_grant_that_fell_is_not_loaded(pair: Pair, when: s
     p, d = pair
     token = grant([p], "req-p", THEIRS, TOKENS)
     posted(p, token)
-    reads = halves(d)[1]._reads
+    reads = halves(d)[1]._receiver
     collect, held = reads.collect, []
 
     def shut(links: Any) -> Any:
@@ -90,7 +90,7 @@ def test_what_was_read_under_a_grant_that_fell_is_not_loaded(pair: Pair, when: s
 
 def test_a_lease_without_room_on_the_board_is_asked_for(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     p, d = pair
-    monkeypatch.setattr(board, "SLOT_BYTES", 64)
+    monkeypatch.setattr(grant_board, "SLOT_BYTES", 64)
     counts = asked(p)
     begin(p, d)
     assert wait(lambda: "req-d" in d.received and "req-p" in p.sent, [p, d])
@@ -105,7 +105,7 @@ def test_a_posted_grant_of_another_prompt_is_not_loaded(pair: Pair) -> None:
     plan = load_plan("req-d", token, peer([p]), OURS, 0, TOKENS)
     (load,) = plan.loads
     other = type(load)(load.request_id, load.token, load.peer, load.block_ids, load.tokens, prompt="ours")
-    d.worker.post(StepPlan(consumer=plan.consumer, watches=plan.watches, loads=(other,)))
+    d.worker.post(StepPlan(consumer=plan.consumer, keeps=plan.keeps, loads=(other,)))
     assert wait(lambda: d.failed == {"req-d"}, [p, d])
 
 
@@ -131,7 +131,7 @@ def test_no_lease_is_left_on_the_board(pair: Pair) -> None:
 def test_without_the_board_it_asks(pair: Pair, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     p, _ = pair
 
-    def refused(place: board.Place) -> None:
+    def refused(place: grant_board.BoardAddress) -> None:
         raise OSError(24, "Too many open files")
 
     monkeypatch.setattr(link, "BoardReader", refused)
@@ -149,14 +149,14 @@ def test_a_mover_that_ends_leaves_no_note(pair: Pair, monkeypatch: pytest.Monkey
     posted(p, token)
     (theirs,) = halves(d)[1]._links.values()
     note = theirs.board.find(token)
-    assert note is not None and note.stands
+    assert note is not None and note.is_current
 
     def breaks(now: float) -> None:
         raise RuntimeError("planted")
 
     monkeypatch.setattr(halves(p)[1], "close", breaks)
     p.close()
-    assert not note.stands
+    assert not note.is_current
     p.poll()
     assert "req-p" in p.sent
 
@@ -166,12 +166,12 @@ def test_a_load_that_was_waited_for_is_reported_once(pair: Pair, monkeypatch: py
     GPU, so that the hand-over ends in the turn that it began in."""
     p, d = pair
     consumer, told = halves(d)[1], []
-    reads = consumer._reads
-    granted, tell, close = reads.granted, consumer._tell, consumer._claims.close
+    reads = consumer._receiver
+    granted, tell, close = reads.granted, consumer._on_finished, consumer._lease_keeper.release
 
     def copied(read: Any, note: Any) -> None:
         granted(read, note)
-        run, read.runs = read.runs, None
+        run, read.byte_ranges = read.byte_ranges, None
         read.link.channel.read(run.to, run.of, run.nbytes)
         reads._write(read, Copy(done=True), int(run.nbytes.sum()))
 
@@ -184,8 +184,8 @@ def test_a_load_that_was_waited_for_is_reported_once(pair: Pair, monkeypatch: py
         tell(finished)
 
     for owner, name, value in (
-        (reads, "granted", copied), (consumer, "_tell", noted), (consumer._claims, "close", broken),
-        (d.worker._mover, "_report", noted),
+        (reads, "granted", copied), (consumer, "_on_finished", noted), (consumer._lease_keeper, "release", broken),
+        (d.worker._transfer_thread, "_report", noted),
     ):  # fmt: skip
         monkeypatch.setattr(owner, name, value)
     token = grant([p], "req-p", THEIRS, TOKENS)

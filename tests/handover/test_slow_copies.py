@@ -19,9 +19,9 @@ from ranks import Rank, grant, let_time_pass, load_plan, peer, reason_of, wait
 from slow import SlowCopies, install
 from stage import Stage
 
-from kvferry.connector import worker
 from kvferry.connector.config import Settings
-from kvferry.connector.stepplan import LeaseGrant, StepPlan, pack_ids
+from kvferry.connector.engine import worker
+from kvferry.connector.protocol.step_plan import LeaseGrant, StepPlan, pack_ids
 
 PLANES = ["shm", "tcp", "zmq", pytest.param("ucx", marks=pytest.mark.ucx)]
 TOKENS, THEIRS, OURS = 200, list(range(3, 16)), list(range(10, 23))
@@ -73,7 +73,7 @@ def test_d_hears_that_its_read_is_granted_before_anything_is_packed(
     """P may be held up there for long, and a D that hears nothing does not know whether P has its request."""
     p, d = pair
     begin_and_stop_at(copies[0], p, d)
-    reads = halves(d)[1]._reads._reads
+    reads = halves(d)[1]._receiver._reads
     assert wait(lambda: [read.granted for read in reads.values()] == [True], [p, d])
     assert copies[0].running
     copies[0].gate.set()
@@ -150,9 +150,9 @@ def test_a_lease_is_granted_once_its_blocks_are_computed(stage: Stage) -> None:
     p.fill(THEIRS, TOKENS)
     token, late = b"t" * 16, Late()
     lease = LeaseGrant("req-p", token, TOKENS, (pack_ids(THEIRS),))
-    assert p.worker._mover is not None
+    assert p.worker._transfer_thread is not None
     p.worker._leased.add("req-p")
-    p.worker._mover.post(StepPlan(leases=(lease,)), None, [late])
+    p.worker._transfer_thread.post(StepPlan(leases=(lease,)), None, [late])
     d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
     assert not wait(lambda: bool(d.received), [p, d], seconds=0.5)
     late.passed = True
@@ -197,7 +197,7 @@ def test_copies_hear_whether_the_engine_computes(pair: tuple[Rank, Rank], copies
 
 def once_it_waits(d: Rank, act: Callable[[], None]) -> None:
     """Have this done when D's step waits for the first time."""
-    mover = d.worker._mover
+    mover = d.worker._transfer_thread
     assert mover is not None
     wait_on = mover.wait
 
@@ -277,8 +277,8 @@ def test_a_step_hears_of_a_lease_that_ended_while_its_device_waited(
     p, d = pair
     copies[1].gate.clear()
     begin_inside(p, d)
-    (read,) = halves(d)[1]._reads._reads.values()
-    read.note = SimpleNamespace(stands=False)
+    (read,) = halves(d)[1]._receiver._reads.values()
+    read.note = SimpleNamespace(is_current=False)
     copies[1].gate.set()
     assert d.worker.finish_now() == {"req-d"}
     assert wait(lambda: p.sent == {"req-p"}, [p, d]) and not d.received
@@ -291,7 +291,7 @@ def test_a_load_that_does_not_end_while_the_device_waits_is_given_up(
     copies[1].gate.clear()
     begin_inside(p, d)
     monkeypatch.setattr(worker, "GIVE_UP_SECONDS", 0.3 - d.settings.ask_hold_seconds)
-    (read,) = halves(d)[1]._reads._reads.values()
+    (read,) = halves(d)[1]._receiver._reads.values()
 
     def open_late() -> None:
         wait(lambda: read.stopped)
@@ -326,7 +326,7 @@ def test_the_transfer_thread_ends_while_the_device_waits(
     p, d = pair
     copies[1].gate.clear()
     begin_inside(p, d)
-    mover = d.worker._mover
+    mover = d.worker._transfer_thread
     assert mover is not None
     mover._finished = deque(maxlen=0)  # whatever it says in the end is lost
     threading.Timer(0.2, copies[1].gate.set).start()
@@ -340,8 +340,8 @@ def test_what_is_told_of_another_load_of_that_name_counts_for_nothing(
     p, d = pair
     old = begin_inside(p, d)
     assert d.worker.finish_now() == set() and wait(lambda: p.sent == {"req-p"}, [p, d])
-    assert d.worker._mover is not None
-    d.worker._mover._begun.append(old.loads[0])
+    assert d.worker._transfer_thread is not None
+    d.worker._transfer_thread._begun.append(old.loads[0])
     token = secrets.token_bytes(16)
     lease = LeaseGrant("req-p2", token, TOKENS, (pack_ids(THEIRS),))
     once_it_waits(d, lambda: p.worker.post(StepPlan(leases=(lease,))))
@@ -357,7 +357,7 @@ def test_of_copies_that_end_at_once_nobody_is_told(stage: Stage) -> None:
     p, d = stage.rank(), stage.rank(engine_id="engine-d")
     p.fill(THEIRS, TOKENS)
     told: list[object] = []
-    halves(d)[1]._tell_begun = told.append
+    halves(d)[1]._on_begun = told.append
     begin_inside(p, d)
     assert d.worker.finish_now() == set() and torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS))
     assert wait(lambda: p.sent == {"req-p"}, [p, d]) and not told

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_postprocess_cases import BOTH, CASES, Arena, Case, fix_up
 
-from kvferry.connector.errors import GeometryError
-from kvferry.connector.topology import TpKVTopology
+from kvferry.connector.geometry.topology import TpKVTopology
 from kvferry.kernels import kv_postprocess, kv_postprocess_reference
 from kvferry.kernels.kv_postprocess import (
     kv_postprocess_blksize_and_layout_on_receive,
@@ -20,6 +19,7 @@ from kvferry.kernels.kv_postprocess import (
     kv_postprocess_layout_on_receive,
 )
 from kvferry.kernels.paged_copy import Pages, copy_pages
+from kvferry.transport.errors import GeometryError
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -19,8 +19,8 @@ from typing import Any
 import msgspec
 from pairing import Pairing, Rank
 
-from kvferry.connector.context import Split
-from kvferry.connector.stepplan import PeerEngine, RankAddress
+from kvferry.connector.geometry.token_sharding import TokenSharding
+from kvferry.connector.protocol.step_plan import PeerEngine, RankAddress
 
 PROCESSES = 6
 """Up to as many ranks have a process each; more share, those of one side with each other."""
@@ -103,7 +103,7 @@ class Fleet:
             raise
 
     def _run(self, pairing: Pairing, inside: bool, fault: str, seconds: float) -> Seen:
-        p_shares, d_shares = shares(pairing.p.ranks(), pairing.d.ranks())
+        p_shares, d_shares = shards(pairing.p.ranks(), pairing.d.ranks())
         number, token = next(self._count), secrets.token_hex(16)
         p_hosts, d_hosts = self._hosts[: len(p_shares)], self._hosts[len(p_shares) :][: len(d_shares)]
         addresses: list[RankAddress] = []
@@ -116,8 +116,8 @@ class Fleet:
             addresses += [msgspec.msgpack.decode(address, type=RankAddress) for address in told]
         for host in d_hosts:
             host.answer(120)
-        splits = (Split(pairing.p.dcp, pairing.p.interleave),)
-        peer = PeerEngine(f"engine-p{number}", pairing.p.tp, pairing.p.pp, 300.0, tuple(addresses), splits=splits)
+        shardings = (TokenSharding(pairing.p.dcp, pairing.p.interleave),)
+        peer = PeerEngine(f"engine-p{number}", pairing.p.tp, pairing.p.pp, 300.0, tuple(addresses), shardings=shardings)
         encoded = base64.b64encode(msgspec.msgpack.encode(peer)).decode()
         every(p_hosts, "grant", token=token, fault=fault)
         every(d_hosts, "load", token=token, peer=encoded, inside=inside, fault=fault)
@@ -141,7 +141,7 @@ def every(hosts: Sequence[HostProcess], command: str, *, wait: float = 120.0, **
     return [host.answer(wait) for host in hosts]
 
 
-def shares(p_ranks: list[Rank], d_ranks: list[Rank]) -> tuple[list[list[Rank]], list[list[Rank]]]:
+def shards(p_ranks: list[Rank], d_ranks: list[Rank]) -> tuple[list[list[Rank]], list[list[Rank]]]:
     """The ranks of each process, P's and D's: one each as long as there are enough processes."""
     total = len(p_ranks) + len(d_ranks)
     for_p = len(p_ranks) if total <= PROCESSES else max(1, min(PROCESSES - 1, PROCESSES * len(p_ranks) // total))

@@ -193,7 +193,7 @@ class Pairing:
         return f"{self.model}-{self.p}-{self.d}-t{self.tokens}.s{self.start}-{self.plane}-seed{self.seed}"
 
 
-def splits(form: Form, model: Model) -> bool:
+def shardings(form: Form, model: Model) -> bool:
     """Whether vLLM could split a page of this form into kernel blocks: only dense pages, one after the other."""
     one_head = model.kind == "mla" or (model.kind == "full" and form.tp >= model.heads)
     return form.pad == 0 and (form.layout in ("LBHNC", "LBNHC") or (form.layout == "LHBNC" and one_head))
@@ -204,13 +204,13 @@ def check_form(form: Form, model: Model) -> None:
     known = form.layout in LAYOUTS and form.dtype in ITEM_SIZES
     if not known or form.block % form.kernel or min(form.tp, form.pp, form.kernel) < 1:
         raise ValueError(f"{form} is no form")
-    if form.kernel != form.block and not splits(form, model):
+    if form.kernel != form.block and not shardings(form, model):
         raise ValueError(f"{form}: pages of this layout do not split into kernel blocks")
-    if form.dcp not in shares(form, model) or form.block % form.interleave or form.dcp == 1 < form.interleave:
+    if form.dcp not in shards(form, model) or form.block % form.interleave or form.dcp == 1 < form.interleave:
         raise ValueError(f"{form}: its ranks do not share tokens out so, no such form")
 
 
-def shares(form: Form, model: Model) -> list[int]:
+def shards(form: Form, model: Model) -> list[int]:
     """The ranks that vLLM could have sharing tokens out: neighbours, no more than hold the same heads."""
     if model.kind == "state":
         return [1]
@@ -254,7 +254,7 @@ def draw(rng: random.Random, planes: tuple[str, ...]) -> Pairing:
 
 
 def _draw_shares(rng: random.Random, form: Form, model: Model) -> Form:
-    dcp = rng.choice(shares(form, model))
+    dcp = rng.choice(shards(form, model))
     turns = [size for size in (1, 8, 16, 32, form.block) if form.block % size == 0]
     return replace(form, dcp=dcp, interleave=rng.choice(turns)) if dcp > 1 else form
 
@@ -263,7 +263,7 @@ def _draw_form(rng: random.Random, model: Model) -> Form:
     tp, pp = rng.choice([1, 1, 2, 2, 3, 4, 4, 6, 8]), rng.choice([1, 1, 1, 2, 3])
     block = rng.choice([1, 8, 16, 16, 32, 48, 64, 128])
     form = Form(tp, pp, rng.choice(LAYOUTS), block, block, rng.choice([0, 0, 1, 24]))
-    if not splits(form, model) or rng.random() < 0.3:
+    if not shardings(form, model) or rng.random() < 0.3:
         return form
     kernel = rng.choice([size for size in (1, 8, 16, 32, 48, 64, 128) if block % size == 0])
     return Form(tp, pp, form.layout, block, kernel)

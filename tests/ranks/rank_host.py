@@ -18,15 +18,15 @@ from caches import RankCaches, Table, layer_name
 from pairing import INPUTS, ITEM_SIZES, STATE_SIZE, Pairing, Rank, parse
 from state_caches import StateCaches
 
-from kvferry.connector import protocol
 from kvferry.connector.config import Settings
-from kvferry.connector.context import Split
-from kvferry.connector.copies import Copy
-from kvferry.connector.engine import LayerGroup, Numbers, RankInfo
-from kvferry.connector.reads import Read
-from kvferry.connector.states import Array, sections
-from kvferry.connector.stepplan import LeaseGrant, Load, PeerEngine, StepPlan, Watch, pack_ids
-from kvferry.connector.worker import WorkerHalf
+from kvferry.connector.engine.worker import WorkerHalf
+from kvferry.connector.geometry.engine_types import CacheDtype, LayerGroup, RankInfo
+from kvferry.connector.geometry.recurrent_state import StateArray, sections
+from kvferry.connector.geometry.token_sharding import TokenSharding
+from kvferry.connector.protocol import messages
+from kvferry.connector.protocol.step_plan import KeepLease, LeaseGrant, Load, PeerEngine, StepPlan, pack_ids
+from kvferry.connector.transfer.copies import Copy
+from kvferry.connector.transfer.receiver import SourceRead
 
 SLOT_BYTES = 64 << 10
 """So small that a hand-over takes several messages."""
@@ -53,7 +53,8 @@ class HostedRank:
         groups = [
             LayerGroup(
                 table.kind, tuple(map(layer_name, table.layers)), form.block,
-                1 if table.kind == "mla" else model.heads, table=number, split=Split(form.dcp, form.interleave),
+                1 if table.kind == "mla" else model.heads, table=number,
+                sharding=TokenSharding(form.dcp, form.interleave),
                 numbers=self._numbers(table),
             )
             for number, table in enumerate(self.caches.tables)
@@ -70,37 +71,37 @@ class HostedRank:
         self.computed = False  # a step has read the caches
         self._listen_in()
 
-    def _numbers(self, table: Table) -> Numbers | None:
+    def _numbers(self, table: Table) -> CacheDtype | None:
         """As vLLM tells of them: bytes say nothing."""
         form = self.pairing.form(self.side)
         if form.dtype == "int32":
             return None
         scaled = form.dtype.startswith("float8")
         scales = {layer_name(layer): form.scales(layer) for layer in table.layers} if scaled else {}
-        return Numbers(form.dtype, self.pairing.keys(table.kind), scales)
+        return CacheDtype(form.dtype, self.pairing.keys(table.kind), scales)
 
     def _listen_in(self) -> None:
         """Note what D asks for and what P is released by; everything goes its way."""
-        mover = self.worker._mover
+        mover = self.worker._transfer_thread
         assert mover is not None
         ask, release, free = mover._consumer._ask, mover._producer._release, mover._producer._free
-        find_posted = mover._consumer._find_posted
+        find_posted = mover._consumer._use_posted_grant
 
-        def note(read: Read) -> None:
+        def note(read: SourceRead) -> None:
             address = read.link.address
             spans = [msgspec.to_builtins(item.span) for item in read.planned]
             self.asks.append(((address.pp_rank, address.tp_rank), spans))
 
-        def asked(read: Read, now: float) -> None:
+        def asked(read: SourceRead, now: float) -> None:
             note(read)
             ask(read, now)
 
-        def found(read: Read, now: float) -> bool:
+        def found(read: SourceRead, now: float) -> bool:
             if posted := find_posted(read, now):
                 note(read)
             return posted
 
-        def released(message: protocol.Release, now: float) -> None:
+        def released(message: messages.Release, now: float) -> None:
             self.released.append(message.consumer_rank)
             release(message, now)
 
@@ -109,7 +110,7 @@ class HostedRank:
             free(token, held, reason)
 
         mover._consumer._ask = asked  # type: ignore[method-assign]
-        mover._consumer._find_posted = found  # type: ignore[method-assign]
+        mover._consumer._use_posted_grant = found  # type: ignore[method-assign]
         mover._producer._release = released  # type: ignore[method-assign]
         mover._producer._free = freed  # type: ignore[method-assign]
 
@@ -127,12 +128,12 @@ class HostedRank:
         load = Load("req-d", token, peer, self.tables, (span,) * len(self.tables), now=inside)
         if inside and self.caches.memory.is_cuda:
             self._come_late()
-        self.worker.post(StepPlan(consumer=b"c" * 16, watches=(Watch("req-d", token, peer, False),), loads=(load,)))
+        self.worker.post(StepPlan(consumer=b"c" * 16, keeps=(KeepLease("req-d", token, peer, False),), loads=(load,)))
 
     def _come_late(self) -> None:
         """Its copies; what is launched after them does not by itself."""
-        assert self.worker.site is not None
-        copies = self.worker.site.caches.copies
+        assert self.worker.rank_context is not None
+        copies = self.worker.rank_context.caches.copies
         start = copies.start
 
         def late(enqueue: Callable[[], None], **how: bool) -> Copy:
@@ -160,8 +161,8 @@ class HostedRank:
 
     def seen(self) -> dict[str, Any]:
         """What the judge is given of this rank."""
-        assert self.worker.site is not None
-        figures = self.worker.site.stats.take()
+        assert self.worker.rank_context is not None
+        figures = self.worker.rank_context.stats.take()
         finished = figures["finished"] if figures is not None else {}
         return {
             "rank": self.rank,
@@ -181,7 +182,7 @@ def _states(caches: StateCaches) -> LayerGroup:
     """The group that an engine tells of, from the shapes of a rank's arrays."""
     form, heads, content = caches.form, len(caches.tables[0].heads), caches.pairing.model.content
     conv = (caches.width, INPUTS) if caches.pairing.dim_first else (INPUTS, caches.width)
-    arrays = [Array(shape, "int32", ITEM_SIZES["int32"]) for shape in (conv, (heads, content, STATE_SIZE))]
+    arrays = [StateArray(shape, "int32", ITEM_SIZES["int32"]) for shape in (conv, (heads, content, STATE_SIZE))]
     found = sections("MAMBA2", arrays, form.tp, dim_first=caches.pairing.dim_first, group_counts=frozenset({1}))
     return LayerGroup("state", tuple(map(layer_name, caches.layers)), 1, form.tp, sections=found)
 
@@ -201,8 +202,8 @@ def plant(fault: str, rank: HostedRank) -> None:
     elif fault == "asks twice" and rank.side == "d":
         rank.asks *= 2
     elif fault == "device does not wait" and rank.side == "d":
-        assert rank.worker.site is not None
-        rank.worker.site.caches.copies.hold_engine = lambda: None  # type: ignore[method-assign]
+        assert rank.worker.rank_context is not None
+        rank.worker.rank_context.caches.copies.make_engine_wait = lambda: None  # type: ignore[method-assign]
 
 
 class Host:

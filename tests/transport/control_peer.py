@@ -11,7 +11,8 @@ import time
 
 import zmq
 
-from kvferry.transport.control import Connection, Listener
+from kvferry.transport.control.connection import Connection
+from kvferry.transport.control.listener import Listener
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kvferry.transport.plane import Plane, Received, RecvChannel, SendChannel, Slot
-from kvferry.transport.planes import Memory, make_plane
+from kvferry.transport.registry import PlaneMemory, make_plane
 from kvferry.transport.staging import SlotPool
 
 SLOT = 64 << 10
@@ -49,7 +49,9 @@ class Pair:
     def __init__(self, name: str, slots: int, device: torch.device) -> None:
         def plane() -> Plane:
             staging = slots * SLOT
-            return make_plane(name, host="127.0.0.1", slot_bytes=SLOT, staging_bytes=staging, memory=Memory(device))
+            return make_plane(
+                name, host="127.0.0.1", slot_bytes=SLOT, staging_bytes=staging, memory=PlaneMemory(device)
+            )
 
         self.p, self.d = plane(), plane()
 

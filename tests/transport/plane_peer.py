@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 import zmq
 
-from kvferry.connector.errors import KVFerryError
+from kvferry.transport.errors import KVFerryError
 from kvferry.transport.plane import Received, RecvChannel, SendChannel, Slot
-from kvferry.transport.planes import make_plane
+from kvferry.transport.registry import make_plane
 
 
 def pattern(tag: int, nbytes: int) -> np.ndarray:

@@ -13,9 +13,11 @@ import time
 import pytest
 import zmq
 
-from kvferry.connector.errors import ConfigError
-from kvferry.transport import framing
-from kvferry.transport.control import Connection, Listener, RateLimitedLog, Waker
+from kvferry.transport.control import framing
+from kvferry.transport.control.connection import Connection
+from kvferry.transport.control.listener import Listener
+from kvferry.transport.errors import ConfigError
+from kvferry.transport.wake import RateLimitedLog, Waker
 
 LIMIT = 1 << 20
 MESSAGE = [b"kvferry", b"\0\1", b"body"]

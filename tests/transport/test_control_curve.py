@@ -9,9 +9,11 @@ import time
 import pytest
 import zmq
 
-from kvferry.connector.errors import ConfigError, TransportError
-from kvferry.transport import framing
-from kvferry.transport.control import Connection, CurveKeys, Listener, configure_curve
+from kvferry.transport.control import framing
+from kvferry.transport.control.connection import Connection
+from kvferry.transport.control.listener import Listener
+from kvferry.transport.control.zap_auth import CurveKeys, configure_curve
+from kvferry.transport.errors import ConfigError, TransportError
 
 LIMIT = 1 << 20
 MESSAGE = [b"kvferry", b"\0\1", b"body, in plain sight"]

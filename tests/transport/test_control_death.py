@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 from engines import free_port
 
-from kvferry.transport import framing
-from kvferry.transport.control import Connection, Listener
+from kvferry.transport.control import framing
+from kvferry.transport.control.connection import Connection
+from kvferry.transport.control.listener import Listener
 
 LIMIT = 1 << 20
 MESSAGE = [b"kvferry", b"\0\1", b"body"]

@@ -15,8 +15,10 @@ import time
 import pytest
 import zmq
 
-from kvferry.transport import framing, gate
-from kvferry.transport.control import Connection, Listener, RateLimitedLog
+from kvferry.transport.control import framing, zap_auth
+from kvferry.transport.control.connection import Connection
+from kvferry.transport.control.listener import Listener
+from kvferry.transport.wake import RateLimitedLog
 
 LIMIT = 1 << 20
 MESSAGE = [b"kvferry", b"\0\1", b"body"]
@@ -135,7 +137,7 @@ def test_garbage_is_dropped_and_counted(listener, good, data, caplog):
 
 def test_the_log_is_limited_in_rate(listener, good, caplog, monkeypatch):
     """Its own clock stands: 50 connections may take longer than the time between two lines."""
-    monkeypatch.setattr(gate, "_log", RateLimitedLog(gate._log._logger, clock=lambda: 0.0))
+    monkeypatch.setattr(zap_auth, "_log", RateLimitedLog(zap_auth._log._logger, clock=lambda: 0.0))
     served(listener, good)
     with caplog.at_level(logging.WARNING):
         for _ in range(50):
@@ -278,7 +280,9 @@ def test_a_message_without_end_is_cut_and_memory_bounded(listener, good, monkeyp
                 sent += len(frame)
                 most = max(most, resident_mib())
                 if sent // len(frame) % 150 == 0:
-                    time.sleep(1.2 * gate.BACKLOG_SECONDS)  # 9 MB between two looks: the overshoot of one stays small
+                    time.sleep(
+                        1.2 * zap_auth.BACKLOG_SECONDS
+                    )  # 9 MB between two looks: the overshoot of one stays small
         assert time.monotonic() < deadline, f"{sent >> 20} MiB were taken in"
     assert most - before < 150
     assert until(lambda: listener.dropped["flood"] == 1)
@@ -290,7 +294,7 @@ def test_much_traffic_that_is_served_is_no_flood(listener, good, monkeypatch):
     block = [b"", b"", bytes(LIMIT // 2)]
     taken = 0
     begun = time.monotonic()
-    while time.monotonic() - begun < 4 * gate.BACKLOG_SECONDS or taken < 100:
+    while time.monotonic() - begun < 4 * zap_auth.BACKLOG_SECONDS or taken < 100:
         good.send(block)
         listener.socket.poll(60_000)  # one at a time is under way
         taken += len(listener.receive())

@@ -10,10 +10,10 @@ import pytest
 import torch
 from plane_pair import SLOT, Pair, intact, mapped
 
-from kvferry.connector.errors import PlaneUnavailableError, TransportError
 from kvferry.transport import pinned
-from kvferry.transport.planes import Memory, make_plane
-from kvferry.transport.shm_arena import Arena
+from kvferry.transport.errors import PlaneUnavailableError, TransportError
+from kvferry.transport.planes.shm_arena import Arena
+from kvferry.transport.registry import PlaneMemory, make_plane
 
 GPU = torch.device("cuda", 0)
 
@@ -252,4 +252,4 @@ def test_slots_that_wait_for_a_full_socket_come_back(pair: Pair, first: str) -> 
 
 def test_cma_cannot_read_a_gpu() -> None:
     with pytest.raises(PlaneUnavailableError, match="reads host memory"):
-        make_plane("cma", host="127.0.0.1", slot_bytes=SLOT, staging_bytes=SLOT, memory=Memory(GPU))
+        make_plane("cma", host="127.0.0.1", slot_bytes=SLOT, staging_bytes=SLOT, memory=PlaneMemory(GPU))

@@ -12,8 +12,8 @@ import pytest
 from plane_pair import PLANES
 from plane_process import SLOT, STAGING, Peers, all_good, announce, join
 
-from kvferry.connector.errors import PlaneUnavailableError, ProtocolError
-from kvferry.transport.planes import make_plane
+from kvferry.transport.errors import PlaneUnavailableError, ProtocolError
+from kvferry.transport.registry import make_plane
 
 _peers: dict[str, Peers] = {}
 

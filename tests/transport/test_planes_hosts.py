@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import zmq
 
-from kvferry.connector.errors import PlaneUnavailableError
-from kvferry.transport import ucx_library
-from kvferry.transport.gate import CurveKeys, configure_curve
+from kvferry.transport.control.zap_auth import CurveKeys, configure_curve
+from kvferry.transport.errors import PlaneUnavailableError
 from kvferry.transport.plane import CPU, Plane, RecvChannel, SendChannel
-from kvferry.transport.planes import PLANE_NAMES, make_plane, preferred_planes
+from kvferry.transport.planes import ucx_library
+from kvferry.transport.registry import PLANE_NAMES, make_plane, preferred_planes
 
 SLOT, STAGING = 1 << 20, 16 << 20
 
@@ -105,7 +105,7 @@ def listening_addresses(pid: int) -> set[str]:
 @pytest.mark.parametrize("name", ["zmq", "tcp", "shm", pytest.param("ucx", marks=pytest.mark.ucx)])
 def test_nothing_listens_beyond_the_host(name: str) -> None:
     script = (
-        "import sys; from kvferry.transport.planes import make_plane\n"
+        "import sys; from kvferry.transport.registry import make_plane\n"
         f"p = make_plane({name!r}, host='127.0.0.1', slot_bytes={SLOT}, staging_bytes={STAGING}); p.offer()\n"
         "print('up', flush=True); sys.stdin.read()"
     )
@@ -120,8 +120,8 @@ def test_nothing_listens_beyond_the_host(name: str) -> None:
 def test_ucx_missing_names_the_extra() -> None:
     script = (
         "import sys; sys.modules['ucxx'] = None\n"
-        "from kvferry.transport.planes import make_plane\n"
-        "from kvferry.connector.errors import PlaneUnavailableError\n"
+        "from kvferry.transport.registry import make_plane\n"
+        "from kvferry.transport.errors import PlaneUnavailableError\n"
         f"try: make_plane('ucx', host='127.0.0.1', slot_bytes={SLOT}, staging_bytes={STAGING})\n"
         "except PlaneUnavailableError as error: print(error)"
     )
@@ -138,8 +138,8 @@ def test_shm_knows_another_network_namespace() -> None:
     p = make_plane("shm", host="127.0.0.1", slot_bytes=SLOT, staging_bytes=STAGING)
     offer = base64.b64encode(p.offer()).decode()
     script = (
-        "import base64; from kvferry.transport.planes import make_plane\n"
-        "from kvferry.connector.errors import PlaneUnavailableError\n"
+        "import base64; from kvferry.transport.registry import make_plane\n"
+        "from kvferry.transport.errors import PlaneUnavailableError\n"
         f"d = make_plane('shm', host='127.0.0.1', slot_bytes={SLOT}, staging_bytes={STAGING})\n"
         f"try: d.connect(base64.b64decode({offer!r}), '127.0.0.1'); print('connected')\n"
         "except PlaneUnavailableError as error: print(error)"
@@ -159,7 +159,7 @@ def test_shm_lets_only_its_own_user_in() -> None:
     p = make_plane("shm", host="127.0.0.1", slot_bytes=SLOT, staging_bytes=STAGING)
     offer = base64.b64encode(p.offer()).decode()
     script = (
-        "import base64, os, sys; from kvferry.transport.planes import make_plane\n"
+        "import base64, os, sys; from kvferry.transport.registry import make_plane\n"
         "from kvferry.transport import shm_plane\n"
         "os.setuid(65534); lie = os.getuid\n"
         "shm_plane.os.getuid = lambda: 0\n"  # get past our own check, to meet that of the peer
@@ -217,8 +217,8 @@ def test_zmq_address_that_is_not_ours() -> None:
 @pytest.mark.ucx
 def test_ucx_tells_when_there_is_no_way() -> None:
     script = (
-        "import sys, base64; from kvferry.transport.planes import make_plane\n"
-        "from kvferry.connector.errors import PlaneUnavailableError\n"
+        "import sys, base64; from kvferry.transport.registry import make_plane\n"
+        "from kvferry.transport.errors import PlaneUnavailableError\n"
         "import os; os.environ['UCX_TLS'] = 'self' if sys.argv[1] == 'self' else 'tcp'\n"
         f"d = make_plane('ucx', host='127.0.0.1', slot_bytes={SLOT}, staging_bytes={STAGING})\n"
         "try: d.connect(base64.b64decode(sys.argv[2]), '127.0.0.1'); print('connected')\n"

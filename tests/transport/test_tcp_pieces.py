@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from kvferry.transport import tcp_channels
 from kvferry.transport.plane import Pieces, Received
-from kvferry.transport.sockets import MAX_STRANGERS
-from kvferry.transport.tcp_channels import TcpRecvChannel, TcpSendChannel
-from kvferry.transport.tcp_plane import TcpPlane
-from kvferry.transport.vectors import Vector
+from kvferry.transport.planes import tcp_channels
+from kvferry.transport.planes.tcp import TcpPlane
+from kvferry.transport.planes.tcp_channels import TcpRecvChannel, TcpSendChannel
+from kvferry.transport.planes.vectors import Vector
+from kvferry.transport.sockets import MAX_UNAUTHENTICATED
 
 SLOT = 4 << 20
 
@@ -251,7 +251,7 @@ def test_silent_strangers_do_not_keep_others_out(ends: Ends) -> None:
     silent: list[socket.socket] = []
     for count in range(10, 110, 10):  # not more at once than the listener queues
         silent += [socket.create_connection(("127.0.0.1", offer.port)) for _ in range(10)]
-        inside = min(count, MAX_STRANGERS)
+        inside = min(count, MAX_UNAUTHENTICATED)
         assert ends.until(lambda inside=inside: len(lobby._strangers) == inside)  # type: ignore[misc]
     receiver, payload = ends.d.connect(ends.p.offer(), "127.0.0.1")
     sender, _ = ends.p.accept(payload)

@@ -12,9 +12,9 @@ import pytest
 import torch
 from plane_pair import SLOT, Pair
 
-from kvferry.connector.errors import PlaneUnavailableError
+from kvferry.transport.errors import PlaneUnavailableError
 from kvferry.transport.plane import CPU
-from kvferry.transport.ucx_plane import UcxPlane
+from kvferry.transport.planes.ucx import UcxPlane
 
 pytestmark = pytest.mark.ucx
 SLOTS = 8

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from kvferry.connector.kv_spec import AttentionSpec
+from kvferry.connector.binding.kv_spec import AttentionSpec
 
 
 def spec(block: int = 16, heads: int = 3, size: int = 4, dtype: torch.dtype = torch.bfloat16, **more: Any) -> Any:

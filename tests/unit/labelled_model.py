@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from kvferry.connector.geometry import GroupGeometry, RankGeometry
-from kvferry.connector.topology import head_interval
+from kvferry.connector.geometry.rank_geometry import RankGeometry, RegionGeometry
+from kvferry.connector.geometry.topology import head_interval
 
 CONTENT = 8
 
@@ -28,22 +28,22 @@ class Model:
     def stage(self, pp_rank: int, pp_size: int, shuffle: random.Random | None = None) -> dict[str, list[str]]:
         """Layers of a pipeline stage by kind."""
         total = len(self.kinds)
-        groups: dict[str, list[str]] = {}
+        regions: dict[str, list[str]] = {}
         for layer in range(pp_rank * total // pp_size, (pp_rank + 1) * total // pp_size):
-            groups.setdefault(self.kinds[layer], []).append(f"layers.{layer}")
+            regions.setdefault(self.kinds[layer], []).append(f"layers.{layer}")
         if shuffle:
-            for layers in groups.values():
+            for layers in regions.values():
                 shuffle.shuffle(layers)
-            groups = dict(shuffle.sample(sorted(groups.items()), len(groups)))
-        return groups
+            regions = dict(shuffle.sample(sorted(regions.items()), len(regions)))
+        return regions
 
     def rank(self, tp: tuple[int, int], pp: tuple[int, int], block: int, shuffle: random.Random | None = None):
-        groups = []
+        regions = []
         for kind, layers in self.stage(*pp, shuffle).items():
             total = 1 if self.is_mla or kind == "mla" else self.heads
             start, count = head_interval(*tp, total)
-            groups.append(
-                GroupGeometry(
+            regions.append(
+                RegionGeometry(
                     kind=kind,
                     layers=tuple(layers),
                     block_size=block,
@@ -57,27 +57,27 @@ class Model:
             )
         return RankGeometry(
             tp_rank=tp[0], tp_size=tp[1], pp_rank=pp[0], pp_size=pp[1],
-            head_counts=tuple(sorted({1, self.heads})), groups=tuple(groups),
+            head_counts=tuple(sorted({1, self.heads})), regions=tuple(regions),
         )  # fmt: skip
 
     def cache(self, geometry: RankGeometry, tokens: int) -> list[np.ndarray]:
         """Labels that a rank holds, ``[L, H, T]`` per group."""
         caches = []
-        for group in geometry.groups:
-            cache = np.empty((len(group.layers), group.num_heads, tokens), dtype=np.int64)
-            for place, layer in enumerate(group.layers):
-                for head in range(group.num_heads):
-                    cache[place, head] = self.label(layer, group.head_start + head, np.arange(tokens))
+        for region in geometry.regions:
+            cache = np.empty((len(region.layers), region.num_heads, tokens), dtype=np.int64)
+            for place, layer in enumerate(region.layers):
+                for head in range(region.num_heads):
+                    cache[place, head] = self.label(layer, region.head_start + head, np.arange(tokens))
             caches.append(cache)
         return caches
 
 
-def edit(geometry: RankGeometry, group: int | None = None, **changes: object) -> RankGeometry:
-    if group is None:
+def edit(geometry: RankGeometry, region: int | None = None, **changes: object) -> RankGeometry:
+    if region is None:
         return msgspec.structs.replace(geometry, **changes)
-    groups = list(geometry.groups)
-    groups[group] = msgspec.structs.replace(groups[group], **changes)
-    return msgspec.structs.replace(geometry, groups=tuple(groups))
+    regions = list(geometry.regions)
+    regions[region] = msgspec.structs.replace(regions[region], **changes)
+    return msgspec.structs.replace(geometry, regions=tuple(regions))
 
 
 MODEL = Model(("full", "sliding_window", "full"), 8, False)

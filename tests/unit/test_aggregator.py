@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.connector.aggregator import ConnectorOutput, KVOutputAggregator
+from kvferry.connector.engine.aggregator import ConnectorOutput, KVOutputAggregator
 
 
 @dataclass

@@ -8,7 +8,7 @@ import pytest
 import torch
 from kv_layers import Layer, backend, spec
 
-from kvferry.connector.attention_group import (
+from kvferry.connector.binding.attention_group import (
     AttentionGroup,
     attention_groups,
     get_current_attn_backend,
@@ -17,8 +17,8 @@ from kvferry.connector.attention_group import (
     get_kv_connector_cache_layout,
     get_shared_kv_cache_layers,
 )
-from kvferry.connector.errors import GeometryError
-from kvferry.connector.kv_spec import KVCacheConfig, KVCacheGroupSpec, MultipleOf, UniformTypeKVCacheSpecs
+from kvferry.connector.binding.kv_spec import KVCacheConfig, KVCacheGroupSpec, MultipleOf, UniformTypeKVCacheSpecs
+from kvferry.transport.errors import GeometryError
 
 ANY = backend(MultipleOf(1), name="Any")
 

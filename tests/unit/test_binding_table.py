@@ -7,7 +7,7 @@ import inspect
 import subprocess
 import sys
 
-from kvferry.connector.binding_table import UTILITIES, markdown, resolve
+from kvferry.connector.binding.binding_table import UTILITIES, markdown, resolve
 
 RENAMED = {
     "vllm_config": {"layout", "source", "config", "connector", "num_blocks"},
@@ -38,7 +38,7 @@ def test_it_prints_as_markdown() -> None:
     lines = markdown().splitlines()
     assert len(lines) == len(UTILITIES) + 2 and all(line.count(" | ") == 4 for line in lines[:1] + lines[2:])
     done = subprocess.run(
-        [sys.executable, "-m", "kvferry.connector.binding_table"],
+        [sys.executable, "-m", "kvferry.connector.binding.binding_table"],
         capture_output=True,
         text=True,
         check=True,

@@ -9,16 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kv_layers import backend, spec
 
-from kvferry.connector.attention_group import AttentionGroup
-from kvferry.connector.block_sizes import prepare_kernel_block_sizes, select_common_block_size
-from kvferry.connector.errors import GeometryError
-from kvferry.connector.kv_spec import (
+from kvferry.connector.binding.attention_group import AttentionGroup
+from kvferry.connector.binding.block_sizes import prepare_kernel_block_sizes, select_common_block_size
+from kvferry.connector.binding.kv_spec import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
     MultipleOf,
     UniformTypeKVCacheSpecs,
 )
+from kvferry.transport.errors import GeometryError
 
 SIZES = st.one_of(
     st.sampled_from([4, 8, 12, 16, 24, 32, 64]), st.builds(MultipleOf, st.sampled_from([1, 4, 8, 16, 24]))

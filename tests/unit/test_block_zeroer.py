@@ -10,11 +10,11 @@ import pytest
 import torch
 from kv_layers import Layer, backend, spec
 
-from kvferry.connector.attention_group import attention_groups
-from kvferry.connector.block_zeroer import KVBlockZeroer
-from kvferry.connector.errors import GeometryError
-from kvferry.connector.kv_binding import init_kv_cache
-from kvferry.connector.kv_spec import KVCacheGroupSpec, KVCacheLayout, get_kv_cache_config_from_groups
+from kvferry.connector.binding.attention_group import attention_groups
+from kvferry.connector.binding.block_zeroer import KVBlockZeroer
+from kvferry.connector.binding.kv_binding import init_kv_cache
+from kvferry.connector.binding.kv_spec import KVCacheGroupSpec, KVCacheLayout, get_kv_cache_config_from_groups
+from kvferry.transport.errors import GeometryError
 
 CPU = torch.device("cpu")
 BLOCKS = 7

@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from kvferry.connector.config import ENVIRONMENT, Settings, load_settings, settings_table
-from kvferry.connector.errors import ConfigError
+from kvferry.transport.errors import ConfigError
 
 PUBLIC, SECRET = (key.decode() for key in zmq.curve_keypair())
 
@@ -36,14 +36,14 @@ def test_an_empty_variable_is_unset():
 
 
 def test_the_told_host():
-    assert load_settings({"side_channel_host": "10.0.0.1"}, {}).told_host == "10.0.0.1"
+    assert load_settings({"side_channel_host": "10.0.0.1"}, {}).advertised_host == "10.0.0.1"
     told = load_settings({"side_channel_host": "10.0.0.1", "advertise_host": "p.example"}, {})
-    assert told.told_host == "p.example"
+    assert told.advertised_host == "p.example"
 
 
 @pytest.mark.parametrize("host", ["10.0.0.1", "::1", "fe80::1%eth0", "node-7.example.org", "localhost"])
 def test_hosts_that_are_fine(host):
-    assert load_settings({"side_channel_host": host, "advertise_host": host}, {}).told_host == host
+    assert load_settings({"side_channel_host": host, "advertise_host": host}, {}).advertised_host == host
 
 
 BAD = [

@@ -12,30 +12,30 @@ import numpy as np
 import pytest
 import torch
 
-from kvferry.connector.dtypes import (
+from kvferry.connector.geometry.dtypes import (
     ALIASES,
     CONVERTIBLE,
+    WireElements,
     canonical,
-    check_numbers,
-    check_same,
+    check_elements,
+    check_same_elements,
     common_layers,
     converted_pairs,
     error_bound,
     error_table,
 )
-from kvferry.connector.errors import GeometryError, IncompatiblePeerError
-from kvferry.connector.geometry import GroupGeometry, RankGeometry
-from kvferry.connector.source import Source
+from kvferry.connector.geometry.rank_geometry import RankGeometry, RegionGeometry
 from kvferry.kernels.convert import FORMATS, Conversion, unpack_converted
 from kvferry.kernels.paged_copy import wire_pages
+from kvferry.transport.errors import GeometryError, IncompatiblePeerError
 
-GROUP = GroupGeometry(
+GROUP = RegionGeometry(
     kind="full", layers=("a", "b"), block_size=16, head_start=0, num_heads=2, total_heads=2, content_bytes=64,
     dtype="bfloat16", keys=16,
 )  # fmt: skip
 
 
-def edit(**changes: Any) -> GroupGeometry:
+def edit(**changes: Any) -> RegionGeometry:
     return msgspec.structs.replace(GROUP, **changes)
 
 
@@ -45,7 +45,7 @@ OTHER_SCALES = {**FP8, "scales": ((0.5, 0.25), (2.0, 1.5))}
 
 def compare(ours: dict[str, Any], theirs: dict[str, Any], convert: bool) -> None:
     a, b = edit(**ours), edit(**theirs)
-    check_same("layer 'a'", a, b, common_layers(a, b), convert=convert)
+    check_same_elements("layer 'a'", a, b, common_layers(a, b), convert=convert)
 
 
 @pytest.mark.parametrize("convert", [False, True])
@@ -119,26 +119,26 @@ def test_what_cannot_be_had_is_refused_by_name(
     ],
 )
 def test_what_a_peer_tells_must_make_sense(changes: dict[str, Any], message: str) -> None:
-    check_numbers(GROUP)
+    check_elements(GROUP)
     with pytest.raises(GeometryError, match=message):
-        check_numbers(edit(**changes))
+        check_elements(edit(**changes))
 
 
-def rank(*groups: GroupGeometry) -> RankGeometry:
-    return RankGeometry(tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, head_counts=(2,), groups=groups)
+def rank(*regions: RegionGeometry) -> RankGeometry:
+    return RankGeometry(tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, head_counts=(2,), regions=regions)
 
 
 def test_only_regions_whose_numbers_differ_are_converted() -> None:
     ours = rank(edit(layers=("a",)), edit(layers=("b",), **{**FP8, "scales": ((2.0, 1.0),)}), edit(layers=("c",)))
     theirs = rank(edit(layers=("x",), dtype="float16"), edit(**FP8), edit(layers=("c",)))
     assert converted_pairs(ours, theirs) == {(0, 1)}
-    other = msgspec.structs.replace(theirs, groups=(edit(**OTHER_SCALES), edit(part="k", dtype="float16")))
+    other = msgspec.structs.replace(theirs, regions=(edit(**OTHER_SCALES), edit(part="k", dtype="float16")))
     assert converted_pairs(ours, other) == {(0, 0), (1, 0)}
 
 
 def test_a_source_takes_the_scales_of_its_own_layers() -> None:
     theirs = edit(**{**FP8, "layers": ("z", "a", "b"), "scales": ((9.0, 9.0), *FP8["scales"])})
-    got = Source(theirs, 1).conversion(edit(layers=("q", "a", "b"), dtype="float16"), 1, 2)
+    got = WireElements(theirs, 1).conversion(edit(layers=("q", "a", "b"), dtype="float16"), 1, 2)
     assert (got.src, got.dst, got.content, got.keys) == ("float8_e4m3fn", "float16", 32, 16)
     assert got.src_scales.tolist() == [[0.5, 0.25], [2.0, 1.0]] and got.dst_scales.tolist() == [[1.0, 1.0]] * 2
 
@@ -180,7 +180,7 @@ def test_the_error_bound_holds_and_is_reached(dtype: str, scale: float) -> None:
 
 
 def test_the_module_prints_the_table() -> None:
-    command = [sys.executable, "-m", "kvferry.connector.dtypes"]
+    command = [sys.executable, "-m", "kvferry.connector.geometry.dtypes"]
     run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     assert run.stdout.strip() == error_table()
     assert "| `bfloat16` | 2^-8 | 2^-126 | 2^-134 | ±3.38953e+38 |" in run.stdout

@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from kvferry.connector.errors import GeometryError
-from kvferry.connector.host_copy import copy_kv_blocks
+from kvferry.connector.binding.host_copy import copy_kv_blocks
+from kvferry.transport.errors import GeometryError
 
 SHAPE = (9, 3, 16, 4)
 

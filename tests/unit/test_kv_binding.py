@@ -10,9 +10,8 @@ import pytest
 import torch
 from kv_layers import Binding, Layer, backend, spec
 
-from kvferry.connector.attention_group import AttentionGroup
-from kvferry.connector.errors import GeometryError
-from kvferry.connector.kv_binding import (
+from kvferry.connector.binding.attention_group import AttentionGroup
+from kvferry.connector.binding.kv_binding import (
     add_kv_sharing_layers_to_kv_cache_groups,
     allocate,
     bind_kv_cache,
@@ -21,14 +20,15 @@ from kvferry.connector.kv_binding import (
     initialize_kv_cache_for_kv_sharing,
     reshape,
 )
-from kvferry.connector.kv_spec import (
+from kvferry.connector.binding.kv_spec import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheLayout,
     KVCacheTensor,
     get_kv_cache_config_from_groups,
 )
-from kvferry.connector.view import view_of
+from kvferry.connector.geometry.view import view_of
+from kvferry.transport.errors import GeometryError
 
 LAYOUTS = list(KVCacheLayout)
 BLOCKS = 5

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kv_layers import spec
 
-from kvferry.connector.errors import GeometryError
-from kvferry.connector.kv_spec import (
+from kvferry.connector.binding.kv_spec import (
     KVCacheGroupSpec,
     KVCacheLayout,
     UniformTypeKVCacheSpecs,
@@ -22,6 +21,7 @@ from kvferry.connector.kv_spec import (
     layout_strides,
     stride_order_of,
 )
+from kvferry.transport.errors import GeometryError
 
 ORDERS = [layout.stride_order for layout in KVCacheLayout]
 

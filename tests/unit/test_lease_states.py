@@ -8,13 +8,13 @@ from typing import get_args
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.connector import lease as ls
+from kvferry.connector.protocol import lease as ls
 
 D1, D2 = b"d1", b"d2"
 
 
-def run(state: ls.Lease, *events: ls.Event, now: float = 1) -> tuple[ls.Lease, list[ls.Effect]]:
-    effects: list[ls.Effect] = []
+def run(state: ls.Lease, *events: ls.LeaseEvent, now: float = 1) -> tuple[ls.Lease, list[ls.LeaseEffect]]:
+    effects: list[ls.LeaseEffect] = []
     for event in events:
         state, new = ls.step(state, event, now)
         effects += new
@@ -30,7 +30,7 @@ def released(rank: int, *expected: int, consumer: bytes = D1) -> ls.Released:
 
 
 def test_table_is_total() -> None:
-    assert set(ls.TRANSITIONS) == set(product(ls.Phase, get_args(ls.Event)))
+    assert set(ls.TRANSITIONS) == set(product(ls.LeasePhase, get_args(ls.LeaseEvent)))
 
 
 def test_freed_when_one_consumers_full_set_has_released() -> None:
@@ -56,18 +56,18 @@ def test_release_of_a_rank_that_never_asked_counts() -> None:
 
 def test_renewal_extends_up_to_the_cap() -> None:
     state, _ = ls.step(granted(), ls.Renewed(), 20)
-    assert ls.step(state, ls.Tick(), 49)[1] == ()
-    assert ls.step(state, ls.Tick(), 50)[1] == (ls.Freed("expired"),)
+    assert ls.step(state, ls.LeaseTick(), 49)[1] == ()
+    assert ls.step(state, ls.LeaseTick(), 50)[1] == (ls.Freed("expired"),)
     for now in range(0, 100, 10):
         state, _ = ls.step(state, ls.Renewed(), now)
-    assert ls.step(state, ls.Tick(), 99.9)[1] == ()
-    assert ls.step(state, ls.Tick(), 100)[1] == (ls.Freed("cap"),)
+    assert ls.step(state, ls.LeaseTick(), 99.9)[1] == ()
+    assert ls.step(state, ls.LeaseTick(), 100)[1] == (ls.Freed("cap"),)
 
 
 def test_own_reads_finish_first() -> None:
     state, _ = run(granted(), ls.ReadStarted("a"), ls.ReadStarted("b"))
-    assert state.phase is ls.Phase.READING
-    state, effects = ls.step(state, ls.Tick(), 30)
+    assert state.phase is ls.LeasePhase.READING
+    state, effects = ls.step(state, ls.LeaseTick(), 30)
     assert effects == (ls.StopReads(),)
     assert not ls.may_commit(state)
     state, effects = run(state, ls.ReadEnded("a"))
@@ -81,12 +81,12 @@ events = st.one_of(
     st.builds(ls.ReadEnded, st.integers(0, 3)),
     st.just(ls.Renewed()),
     st.builds(ls.Released, st.sampled_from([D1, D2]), st.integers(0, 1), st.just(frozenset({0, 1}))),
-    st.just(ls.Tick()),
+    st.just(ls.LeaseTick()),
 )
 
 
 @given(st.lists(st.tuples(events, st.floats(0, 40)), max_size=60))
-def test_freed_once_and_never_under_a_read(script: list[tuple[ls.Event, float]]) -> None:
+def test_freed_once_and_never_under_a_read(script: list[tuple[ls.LeaseEvent, float]]) -> None:
     state, now, freed, reads, ended = granted(), 0.0, 0, set(), False
     for event, seconds in script:
         now += seconds

@@ -12,8 +12,8 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.connector import metrics
-from kvferry.connector.metrics import FAILURE_KINDS, Figures, HandoverStats
+from kvferry.connector.protocol import metrics
+from kvferry.connector.protocol.metrics import FAILURE_KINDS, Figures, HandoverStats
 
 counts = st.integers(1, 1 << 40)
 events = st.one_of(

@@ -13,15 +13,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.connector.agreement import compatible
-from kvferry.connector.context import Blocks
-from kvferry.connector.copies import HostCopies
-from kvferry.connector.errors import IncompatiblePeerError
-from kvferry.connector.geometry import GroupGeometry, RankGeometry
-from kvferry.connector.packing import PackedPart, split
-from kvferry.connector.plan import plan_sources
-from kvferry.connector.site import Caches, Part
-from kvferry.connector.view import CacheView
+from kvferry.connector.geometry.compatibility import compatible
+from kvferry.connector.geometry.packing import PackedPart, split_packed
+from kvferry.connector.geometry.rank_geometry import RankGeometry, RegionGeometry
+from kvferry.connector.geometry.read_plan import plan_sources
+from kvferry.connector.geometry.token_sharding import TokenBlocks
+from kvferry.connector.geometry.view import CacheView
+from kvferry.connector.transfer.caches import PageBox, RankCaches
+from kvferry.connector.transfer.copies import HostCopies
+from kvferry.transport.errors import IncompatiblePeerError
 
 ITEM = 4
 HEADS, BLOCKS = 3, 6
@@ -29,9 +29,9 @@ SEQUENCES = list(itertools.permutations(range(4)))
 BY_TOKEN, TRANSPOSED = (0, 1, 2, 3), (2, 3, 0, 1)
 
 
-def places(tokens: int, channels: int, tile: int, group: int, sequence: tuple[int, ...]) -> np.ndarray:
+def places(tokens: int, channels: int, tile: int, region: int, sequence: tuple[int, ...]) -> np.ndarray:
     """[N, D]: where each element lies, if the axes are stored in this sequence."""
-    sizes = (tokens // tile, tile, channels // group, group)
+    sizes = (tokens // tile, tile, channels // region, region)
     memory = np.arange(tokens * channels).reshape([sizes[axis] for axis in sequence])
     return memory.transpose(np.argsort(sequence)).reshape(tokens, channels)
 
@@ -54,7 +54,7 @@ class Packed:
             head_stride=self.tokens * content * ITEM, token_stride=content * ITEM, blocks_per_page=1, dtype="int32",
             device="cpu",
         )  # fmt: skip
-        self.parts = split(self.whole, order)[1:]
+        self.parts = split_packed(self.whole, order)[1:]
 
     def element(self, ids: list[int], kind: int, token: int) -> tuple[int, np.ndarray]:
         return ids[token // self.tokens], self.order[kind, token % self.tokens]
@@ -80,13 +80,13 @@ def label(kind: int, head: int, token: int, channels: int) -> np.ndarray:
 
 def move(p: Packed, d: Packed, theirs: list[PackedPart], ours: list[PackedPart], ids: list[list[int]], tokens: int):
     """Hand over all but P's first head, over the wire, in whole tiles."""
-    geometry = RankGeometry(tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, head_counts=(HEADS,), groups=())
+    geometry = RankGeometry(tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, head_counts=(HEADS,), regions=())
     for of, to in zip(theirs, ours, strict=True):
         count = -(-tokens // of.tile_tokens) * of.tile_tokens
         source, target = (
             (
-                Caches(geometry, (part.view,), HostCopies()),
-                Part(0, 0, 1, head, HEADS - 1, 0, count, table_of(part, ids[side])),
+                RankCaches(geometry, (part.view,), HostCopies()),
+                PageBox(0, 0, 1, head, HEADS - 1, 0, count, table_of(part, ids[side])),
             )
             for side, (part, head) in enumerate(((of, 1), (to, 0)))
         )
@@ -97,8 +97,8 @@ def move(p: Packed, d: Packed, theirs: list[PackedPart], ours: list[PackedPart],
         target[0].unpack(wire.ctypes.data, target[1])
 
 
-def table_of(part: PackedPart, ids: list[int]) -> Blocks:
-    return Blocks(np.array(ids, dtype=np.int64), part.view.block_size, part.view.block_stride, 0)
+def table_of(part: PackedPart, ids: list[int]) -> TokenBlocks:
+    return TokenBlocks(np.array(ids, dtype=np.int64), part.view.block_size, part.view.block_stride, 0)
 
 
 def agree(of: PackedPart, to: PackedPart) -> bool:
@@ -117,15 +117,15 @@ def handed_over(p: Packed, d: Packed, tokens: int) -> int:
     sequence=st.tuples(st.sampled_from(SEQUENCES), st.sampled_from(SEQUENCES)),
     other=st.sampled_from([None, *SEQUENCES]),
     tiles=st.tuples(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4])),
-    group=st.sampled_from([1, 2, 4]),
+    region=st.sampled_from([1, 2, 4]),
     sizes=st.tuples(st.sampled_from([4, 8, 12, 16]), st.sampled_from([4, 8, 12, 16])),
     tokens=st.integers(1, 20),
 )
-def test_what_agrees_by_name_arrives(sequence, other, tiles, group, sizes, tokens) -> None:
+def test_what_agrees_by_name_arrives(sequence, other, tiles, region, sizes, tokens) -> None:
     """P and D pack alike, but for their block sizes; or D in another sequence. Never are names equal and bytes not."""
     of_d = sequence if other is None else (other, sequence[1])
     p, d = (
-        Packed(both(*(places(size, 8, tile, group, part) for tile, part in zip(tiles, parts, strict=True))))
+        Packed(both(*(places(size, 8, tile, region, part) for tile, part in zip(tiles, parts, strict=True))))
         for size, parts in zip(sizes, (sequence, of_d), strict=True)
     )
     assert len(p.parts) == len(d.parts) == 2
@@ -136,7 +136,7 @@ def test_what_agrees_by_name_arrives(sequence, other, tiles, group, sizes, token
 
 
 @pytest.mark.parametrize(
-    ("sequence", "tile", "group", "tile_tokens", "rows"),
+    ("sequence", "tile", "region", "tile_tokens", "rows"),
     [
         (BY_TOKEN, 1, 1, 1, 1),
         (TRANSPOSED, 1, 1, 1, 8),
@@ -145,9 +145,9 @@ def test_what_agrees_by_name_arrives(sequence, other, tiles, group, sizes, token
         ((0, 2, 3, 1), 4, 1, 4, 1),
     ],
 )
-def test_tiles_are_as_small_as_the_order_allows(sequence, tile, group, tile_tokens, rows) -> None:
+def test_tiles_are_as_small_as_the_order_allows(sequence, tile, region, tile_tokens, rows) -> None:
     """Keys one after the other, keys transposed, tiles of keys in pairs, pairs of values, tiles transposed."""
-    packed = [Packed(both(*[places(size, 8, tile, group, sequence)] * 2)) for size in (8, 16)]
+    packed = [Packed(both(*[places(size, 8, tile, region, sequence)] * 2)) for size in (8, 16)]
     for part in (*packed[0].parts, *packed[1].parts):
         assert (part.tile_tokens, part.view.rows) == (tile_tokens, rows)
     assert [part.part for part in packed[0].parts] == ["k", "v"]
@@ -177,33 +177,35 @@ def test_an_order_that_depends_on_the_block_is_one_tile() -> None:
 
 def test_names_tell_orders_in_a_tile_apart() -> None:
     names = {
-        Packed(both(*[places(8, 8, 4, group, sequence)] * 2)).parts[0].packing
-        for group, sequence in ((2, (0, 2, 1, 3)), (4, (0, 2, 1, 3)), (2, (0, 3, 1, 2)))
+        Packed(both(*[places(8, 8, 4, region, sequence)] * 2)).parts[0].packing
+        for region, sequence in ((2, (0, 2, 1, 3)), (4, (0, 2, 1, 3)), (2, (0, 3, 1, 2)))
     }
     assert len(names) == 3 and all(name.startswith("tiles of 4 tokens x 8 channels, order ") for name in names)
 
 
 def test_whole_blocks_are_named_by_their_size_and_order() -> None:
     orders = (places(8, 8, 4, 2, (0, 2, 1, 3)), places(16, 8, 4, 2, (0, 2, 1, 3)), places(8, 8, 2, 2, (2, 0, 1, 3)))
-    wholes = [split(Packed(both(order, order)).whole, both(order, order))[0] for order in orders]
+    wholes = [split_packed(Packed(both(order, order)).whole, both(order, order))[0] for order in orders]
     assert [(whole.part, whole.tile_tokens) for whole in wholes] == [("", 8), ("", 16), ("", 8)]
     assert len({whole.packing for whole in wholes}) == 3
     assert wholes[0].packing.startswith("blocks of 8 tokens x 8 channels, order ")
 
 
-def of_layers(*layers: str, block_size: int = 16, order: str = "o", divided: bool = True) -> list[GroupGeometry]:
+def of_layers(*layers: str, block_size: int = 16, order: str = "o", divided: bool = True) -> list[RegionGeometry]:
     """The regions of a packed cache: whole, and in parts."""
     form = {
         "kind": "full", "layers": layers, "block_size": block_size, "head_start": 0, "num_heads": 1, "total_heads": 1,
         "dtype": "int32",
     }  # fmt: skip
-    whole = GroupGeometry(content_bytes=64, packing=f"{block_size}{order}", tile_tokens=block_size, **form)
-    parts = [GroupGeometry(part=part, content_bytes=32, packing=order, tile_tokens=4, **form) for part in "kv"]
+    whole = RegionGeometry(content_bytes=64, packing=f"{block_size}{order}", tile_tokens=block_size, **form)
+    parts = [RegionGeometry(part=part, content_bytes=32, packing=order, tile_tokens=4, **form) for part in "kv"]
     return [whole, *parts] if divided else [whole]
 
 
-def rank(groups: list[GroupGeometry], pp_rank: int = 0, pp_size: int = 1) -> RankGeometry:
-    return RankGeometry(tp_rank=0, tp_size=1, pp_rank=pp_rank, pp_size=pp_size, head_counts=(1,), groups=tuple(groups))
+def rank(regions: list[RegionGeometry], pp_rank: int = 0, pp_size: int = 1) -> RankGeometry:
+    return RankGeometry(
+        tp_rank=0, tp_size=1, pp_rank=pp_rank, pp_size=pp_size, head_counts=(1,), regions=tuple(regions)
+    )
 
 
 def read(d: RankGeometry, *ps: RankGeometry, tokens: int = 20) -> list[tuple[str, int, int]]:
@@ -211,8 +213,8 @@ def read(d: RankGeometry, *ps: RankGeometry, tokens: int = 20) -> list[tuple[str
     for p in ps:
         compatible(d, p)
         compatible(p, d, consumer=False)
-    plans = plan_sources(d, {(p.pp_rank, 0): p for p in ps}, [(0, tokens)] * len(d.groups))
-    return [(d.groups[item.group].part, item.layer, item.span.num_tokens) for plan in plans.values() for item in plan]
+    plans = plan_sources(d, {(p.pp_rank, 0): p for p in ps}, [(0, tokens)] * len(d.regions))
+    return [(d.regions[item.region].part, item.layer, item.span.num_tokens) for plan in plans.values() for item in plan]
 
 
 def test_blocks_of_one_size_are_read_whole_and_others_in_parts() -> None:
@@ -246,7 +248,7 @@ def test_stages_may_be_read_differently() -> None:
         (of_layers("a", block_size=32)[:2], r"packing of layer 'a' differs, ours is whole \(16o\), k \(o\), v \(o\)"),
     ],
 )
-def test_what_fits_neither_way_is_refused_by_name(theirs: list[GroupGeometry], message: str) -> None:
+def test_what_fits_neither_way_is_refused_by_name(theirs: list[RegionGeometry], message: str) -> None:
     with pytest.raises(IncompatiblePeerError, match=message):
         compatible(rank(of_layers("a")), rank(theirs))
 
@@ -260,7 +262,7 @@ def test_what_is_not_understood_stays_whole() -> None:
     unknown = good.copy()
     unknown[1, 7, 3] = -1
     for order in (interleaved, missing, unknown, good[::-1], good[:1], both(plain[:4], plain[:4])):
-        assert split(Packed(good).whole, order) == ()
+        assert split_packed(Packed(good).whole, order) == ()
     apart = replace(Packed(good).whole, token_stride=HEADS * 8 * ITEM, head_stride=8 * ITEM)
-    assert split(apart, good) == (), "NHD: a block's tokens of one head do not lie together"
-    assert [part.part for part in split(Packed(good).whole, good)] == ["", "k", "v"]
+    assert split_packed(apart, good) == (), "NHD: a block's tokens of one head do not lie together"
+    assert [part.part for part in split_packed(Packed(good).whole, good)] == ["", "k", "v"]

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvferry.connector.errors import ProtocolError
-from kvferry.connector.request_data import yield_req_data
+from kvferry.connector.engine.aggregator import yield_req_data
+from kvferry.transport.errors import ProtocolError
 
 
 def step(req_ids: list[str], blocks: list, resumed: set[str]) -> SimpleNamespace:

@@ -9,9 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from labelled_model import OURS
 
-from kvferry.connector.errors import GeometryError
-from kvferry.connector.protocol import Span
-from kvferry.connector.spans import MAX_CHUNKS, TAPER_BYTES, TAPERED, Chunk, check_span, check_spans, chunks
+from kvferry.connector.geometry.spans import (
+    MAX_CHUNKS,
+    TAPER_BYTES,
+    TAPERED,
+    Chunk,
+    Span,
+    check_span,
+    check_spans,
+    chunks,
+)
+from kvferry.transport.errors import GeometryError
 
 GOOD = Span(0, 0, 2, 0, 4, 10, 90)
 
@@ -19,7 +27,7 @@ GOOD = Span(0, 0, 2, 0, 4, 10, 90)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"group": 2}, "span of group 2, there are 2"),
+        ({"region": 2}, "span of region 2, there are 2 regions"),
         ({"layer": 1}, r"layers 1\.\.3 is outside 0\.\.2"),
         ({"num_layers": 1 << 31}, "layers"),
         ({"head": 1}, r"heads 1\.\.5 is outside 0\.\.4"),

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvferry.connector.errors import GeometryError, RatioError
-from kvferry.connector.topology import (
+from kvferry.connector.geometry.topology import (
     MAX_HEADS,
     MAX_RANKS,
     TpKVTopology,
@@ -22,6 +21,7 @@ from kvferry.connector.topology import (
     releases_of,
     sources,
 )
+from kvferry.transport.errors import GeometryError, RatioError
 
 sizes = st.integers(1, 9)
 heads = st.integers(1, 12)

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.connector.errors import GeometryError
-from kvferry.connector.view import CacheView, check_block_ids, kernel_block_ids, view_of
+from kvferry.connector.geometry.view import CacheView, check_block_ids, kernel_block_ids, view_of
+from kvferry.transport.errors import GeometryError
 
 DTYPES = [torch.bfloat16, torch.float32, torch.int8, torch.float8_e4m3fn]
 

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from kvferry.connector.engine import LayerGroup, RankInfo
-from kvferry.connector.errors import ConfigError, GeometryError
-from kvferry.connector.regions import rank_geometry, regions
-from kvferry.connector.view import CacheView, kernel_block_ids, view_of
+from kvferry.connector.geometry.engine_types import LayerGroup, RankInfo
+from kvferry.connector.geometry.regions import rank_geometry, regions
+from kvferry.connector.geometry.view import CacheView, kernel_block_ids, view_of
+from kvferry.transport.errors import ConfigError, GeometryError
 
 pytestmark = pytest.mark.vllm
 kvi = pytest.importorskip("vllm.v1.kv_cache_interface")
@@ -30,7 +30,7 @@ from vllm.v1.core.kv_cache_utils import (  # noqa: E402
 )
 from vllm.v1.worker.utils import allocate_kv_cache  # noqa: E402
 
-from kvferry.connector.compat import block_tables, layer_groups  # noqa: E402
+from kvferry.connector.vllm.compat import block_tables, layer_groups  # noqa: E402
 
 LAYOUTS = list(kvi.KVCacheLayout)
 PAGES = 5

@@ -14,7 +14,7 @@ from vllm.v1 import kv_cache_interface as kvi
 from vllm.v1.attention.backend import AttentionBackend, MultipleOf
 from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
 
-from kvferry.connector.errors import KVFerryError
+from kvferry.transport.errors import KVFerryError
 
 BLOCKS = 5
 LAYOUTS = list(kvi.KVCacheLayout)

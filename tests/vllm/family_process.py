@@ -33,7 +33,8 @@ from vllm.utils.torch_utils import set_default_torch_dtype  # noqa: E402
 from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs  # noqa: E402
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner  # noqa: E402
 
-from kvferry.connector import compat, scheduler  # noqa: E402
+from kvferry.connector.engine import scheduler  # noqa: E402
+from kvferry.connector.vllm import compat  # noqa: E402
 
 LENGTHS = (2, 33, WINDOW + 31, 2 * WINDOW, 129, 500)
 SHARED = 6 * WINDOW
@@ -50,7 +51,8 @@ def config_of(folder: Path, side: str) -> VllmConfig:
         max_num_batched_tokens=256, max_num_seqs=8, block_size=block_size, enforce_eager=True, seed=0,
         enable_prefix_caching=True, num_gpu_blocks_override=96,
         kv_transfer_config=KVTransferConfig(
-            kv_connector="KVFerryConnector", kv_connector_module_path="kvferry.connector.adapter", kv_role="kv_both",
+            kv_connector="KVFerryConnector", kv_connector_module_path="kvferry.connector.vllm.adapter",
+            kv_role="kv_both",
             kv_load_failure_policy="recompute", kv_connector_extra_config={"slot_bytes": 1 << 20},
         ),
     ).create_engine_config()  # fmt: skip
@@ -116,7 +118,7 @@ def fault(name: str) -> Iterator[None]:
     half = scheduler.SchedulerHalf
     with mock.patch.object(half, "_check_kept", lambda *_: None) if name else mock.MagicMock():
         if name == "P computes the last token too":
-            with mock.patch.object(half, "left_to_d", lambda *_: 0):
+            with mock.patch.object(half, "num_tokens_for_d", lambda *_: 0):
                 yield
         else:
             yield

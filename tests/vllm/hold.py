@@ -8,8 +8,8 @@ from unittest import mock
 
 from stepped import Engine, eventually, mover_of
 
-from kvferry.connector import producer, reads
-from kvferry.connector.handover import Phase
+from kvferry.connector.protocol.handover import HandoverPhase
+from kvferry.connector.transfer import producer, receiver
 
 
 def no_board(place: object) -> None:
@@ -24,24 +24,28 @@ class Hold:
     """
 
     def __init__(self, engine: Engine, *kinds: type, chunks: int | None = None, reader: Engine | None = None) -> None:
-        self._mover = mover_of(engine)
-        self._producer: Any = self._mover._producer
+        self._transfer_thread = mover_of(engine)
+        self._producer: Any = self._transfer_thread._producer
         self._kinds, self._left = kinds, chunks
         self._parked: list[tuple[bytes, Any]] = []
         self._request, self._pump = self._producer._request, self._producer.pump
         self._producer._request, self._producer.pump = self._hold_request, self._hold_pump
         self._open = False
         if reader is not None:
-            self._reads: Any = mover_of(reader)._consumer._reads
-            self._collect = self._reads.collect
-            self._reads.collect = self._hold_collect
+            self._receiver: Any = mover_of(reader)._consumer._receiver
+            self._collect = self._receiver.collect
+            self._receiver.collect = self._hold_collect
 
     def _hold_collect(self, links: Iterable[Any]) -> Iterator[Any]:
-        if self._open or self._left is None or not any(read.runs is not None for read in self._reads._reads.values()):
+        if (
+            self._open
+            or self._left is None
+            or not any(read.byte_ranges is not None for read in self._receiver._reads.values())
+        ):
             yield from self._collect(links)
         elif self._left > 0:
             self._left -= 1
-            with mock.patch.object(reads, "PEER_BYTES_PER_TURN", 16 << 10):
+            with mock.patch.object(receiver, "PEER_BYTES_PER_TURN", 16 << 10):
                 yield from list(self._collect(links))
 
     def _hold_request(self, identity: bytes, request: Any, now: float) -> None:
@@ -71,15 +75,17 @@ class Hold:
     def open(self) -> None:
         """Go on, with what was parked first."""
         self._open = True
-        self._mover._waker.wake()
+        self._transfer_thread._waker.wake()
 
 
 def job_of(engine: Engine, request_id: str) -> Any:
     """D's hand-over of a request, or None."""
-    return mover_of(engine)._consumer._jobs.get(request_id)
+    return mover_of(engine)._consumer._active_loads.get(request_id)
 
 
-def in_phase(engine: Engine, request_id: str, phase: Phase, also: Callable[[Any], bool] = lambda job: True) -> None:
+def in_phase(
+    engine: Engine, request_id: str, phase: HandoverPhase, also: Callable[[Any], bool] = lambda job: True
+) -> None:
     """Wait, without stepping, until D's hand-over is in this phase."""
 
     def reached() -> bool:

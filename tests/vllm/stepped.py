@@ -86,7 +86,7 @@ class Engine:
         num_blocks: int = 41,
         max_batched: int = 256,
         connector: str = "KVFerryConnector",
-        module: str | None = "kvferry.connector.adapter",
+        module: str | None = "kvferry.connector.vllm.adapter",
         spec: KVCacheSpec | None = None,
         ahead: int = 0,
         drafts: int = 0,
@@ -349,7 +349,7 @@ def prefill(engine: Engine, ids: Sequence[int], **kwargs: Any) -> dict[str, Any]
 
 def mover_of(engine: Engine, rank: int = 0) -> Any:
     """The transfer thread's object of one rank, to hold its hand in tests of faults."""
-    return engine.workers[rank].connector._worker._mover
+    return engine.workers[rank].connector._worker._transfer_thread
 
 
 def let_time_pass(engine: Engine, seconds: float) -> None:
@@ -364,7 +364,7 @@ def renew_after(p: Engine, d: Engine, seconds: float) -> None:
     def deadlines() -> list[float]:
         return [held.state.deadline for held in list(mover_of(p)._producer._leases.values())]
 
-    eventually(lambda: bool(mover_of(d)._consumer._claims))  # what is claimed later is renewed later
+    eventually(lambda: bool(mover_of(d)._consumer._lease_keeper))  # what is claimed later is renewed later
     before = deadlines()
     assert before, "there is a lease to renew"
     let_time_pass(d, seconds)

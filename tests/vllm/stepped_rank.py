@@ -22,7 +22,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
-from kvferry.connector import compat
+from kvferry.connector.vllm import compat
 
 RUNNERS = ("v1", "v2", "v026")
 """vLLM's two model runners of 0.32, and the calls that 0.26 makes."""

@@ -11,8 +11,10 @@ from stepped import PREFILL, Engine, eventually, mover_of, prefill, run, settle
 from vllm.v1.request import RequestStatus
 from yard import Lines, Yard
 
-from kvferry.connector import link, protocol, worker
-from kvferry.connector.handover import Phase
+from kvferry.connector.engine import worker
+from kvferry.connector.protocol import messages
+from kvferry.connector.protocol.handover import HandoverPhase
+from kvferry.connector.transfer import link
 
 pytestmark = pytest.mark.vllm
 IDS = prompt(400)
@@ -64,19 +66,19 @@ def test_while_its_ask_waits_for_the_lease(pair: Pair) -> None:
     request_id = d.add(IDS, prefill(p, IDS))  # P has not stepped since: its worker knows of no lease
     loading(d, request_id)
     eventually(lambda: bool(mover_of(p)._producer._waiting))
-    in_phase(d, request_id, Phase.READY)
+    in_phase(d, request_id, HandoverPhase.READY)
     d.abort(request_id)
     run([d], lambda: d.idle)
     settle(p, d)
 
 
-STAGES: dict[str, tuple[Callable[[Engine, Engine], Hold], Phase]] = {
-    "handshaking": (lambda p, d: Hold(p, protocol.Hello), Phase.HANDSHAKING),
-    "attaching": (lambda p, d: Hold(p, protocol.Attach), Phase.HANDSHAKING),
-    "asked": (lambda p, d: Hold(p, protocol.Ask), Phase.READY),
-    "granted": (lambda p, d: Hold(p, reader=d, chunks=0), Phase.MOVING),
-    "in flight": (lambda p, d: Hold(p, reader=d, chunks=1), Phase.MOVING),
-    "committing": (lambda p, d: Hold(p, protocol.Commit), Phase.COMMITTING),
+STAGES: dict[str, tuple[Callable[[Engine, Engine], Hold], HandoverPhase]] = {
+    "handshaking": (lambda p, d: Hold(p, messages.Hello), HandoverPhase.HANDSHAKING),
+    "attaching": (lambda p, d: Hold(p, messages.Attach), HandoverPhase.HANDSHAKING),
+    "asked": (lambda p, d: Hold(p, messages.Ask), HandoverPhase.READY),
+    "granted": (lambda p, d: Hold(p, reader=d, chunks=0), HandoverPhase.MOVING),
+    "in flight": (lambda p, d: Hold(p, reader=d, chunks=1), HandoverPhase.MOVING),
+    "committing": (lambda p, d: Hold(p, messages.Commit), HandoverPhase.COMMITTING),
 }
 
 

@@ -32,8 +32,8 @@ from vllm.v1.core.sched.output import CachedRequestData, NewRequestData  # noqa:
 from vllm.v1.worker import utils as theirs  # noqa: E402
 from vllm.v1.worker.gpu import attn_utils  # noqa: E402
 
-from kvferry.connector import attention_group, block_sizes, kv_spec  # noqa: E402
-from kvferry.connector.request_data import yield_req_data  # noqa: E402
+from kvferry.connector.binding import attention_group, block_sizes, kv_spec  # noqa: E402
+from kvferry.connector.engine.aggregator import yield_req_data  # noqa: E402
 
 
 def test_select_common_block_size() -> None:

@@ -26,7 +26,7 @@ AHEAD = pytest.mark.parametrize("ahead", [0, 1], ids=["in-step", "a-step-ahead"]
 def multi(yard: Yard, origin: int, store: Path, *, first: bool, **kwargs: Any) -> Engine:
     kvferry = {
         "kv_connector": "KVFerryConnector",
-        "kv_connector_module_path": "kvferry.connector.adapter",
+        "kv_connector_module_path": "kvferry.connector.vllm.adapter",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"slot_bytes": 64 << 10, "staging_bytes": 1 << 20},
     }

@@ -16,12 +16,12 @@ from stepped_config import model_config
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 from yard import Yard
 
-from kvferry.connector import compat
-from kvferry.connector.context import Split
-from kvferry.connector.errors import ConfigError
+from kvferry.connector.geometry.token_sharding import TokenSharding
+from kvferry.connector.vllm import compat
+from kvferry.transport.errors import ConfigError
 
 pytestmark = pytest.mark.vllm
-if not hasattr(compat, "splits") or not compat.HAS_TRANSFER_RESULTS:
+if not hasattr(compat, "shardings") or not compat.HAS_TRANSFER_RESULTS:
     pytest.skip("this vLLM shares tokens out by other rules", allow_module_level=True)
 
 ROOM: dict[str, Any] = {"slot_bytes": 64 << 10, "staging_bytes": 1 << 20}
@@ -93,13 +93,13 @@ def test_a_prefix_hit_is_whole_blocks_of_all_ranks(context: Yard) -> None:
 
 def test_what_vllm_tells_of_it(context: Yard) -> None:
     engine = context.engine(0, extra=ROOM, **TWO)
-    assert compat.splits(engine.config, engine.kv_config) == (Split(2, BLOCK),)
+    assert compat.shardings(engine.config, engine.kv_config) == (TokenSharding(2, BLOCK),)
     (table,) = compat.block_tables(engine.config, engine.kv_config)
     (group,) = compat.layer_groups(engine.config, engine.kv_config)
     assert (table.block_size, group.block_size, group.total_heads) == (2 * BLOCK, BLOCK, HEADS)
     parallel = engine.config.parallel_config
     parallel.dcp_kv_cache_interleave_size = 4  # the old name, which vLLM's workers put in place of the new one
-    assert compat.splits(engine.config, engine.kv_config) == (Split(2, 4),)
+    assert compat.shardings(engine.config, engine.kv_config) == (TokenSharding(2, 4),)
     assert parallel.cp_kv_cache_interleave_size == BLOCK, "vLLM's own is left as it is"
     params = engine.add(prompt(40), PREFILL)
     run([engine], lambda: engine.answers[params].finish is not None)
@@ -113,9 +113,9 @@ def test_a_replicated_cache_beside_shared_ones(context: Yard) -> None:
     (shared,) = engine.kv_config.kv_cache_groups
     drafter = KVCacheGroupSpec(["drafter"], replace(shared.kv_cache_spec, dcp_sharded=False))
     both = replace(engine.kv_config, kv_cache_groups=[shared, drafter])
-    assert compat.splits(engine.config, both) == (Split(2, BLOCK), Split())
+    assert compat.shardings(engine.config, both) == (TokenSharding(2, BLOCK), TokenSharding())
     assert [table.block_size for table in compat.block_tables(engine.config, both)] == [2 * BLOCK, BLOCK]
-    assert [group.split.size for group in compat.layer_groups(engine.config, both)] == [2, 1]
+    assert [group.sharding.size for group in compat.layer_groups(engine.config, both)] == [2, 1]
 
 
 def test_what_cannot_be_carried_is_refused_at_start(context: Yard, grouped: Any) -> None:

@@ -16,13 +16,13 @@ from vllm.config import CacheConfig, ModelConfig, VllmConfig, set_current_vllm_c
 from vllm.config.device import DeviceConfig
 from vllm.model_executor.layers.attention import Attention
 
-from kvferry.connector import compat
-from kvferry.connector.errors import ConfigError, IncompatiblePeerError
-from kvferry.connector.facts import model_facts
-from kvferry.connector.numbers import group_numbers
-from kvferry.connector.site import check_model
+from kvferry.connector.geometry.cache_dtype import layer_cache_dtype
+from kvferry.connector.geometry.model_identity import model_identity
+from kvferry.connector.transfer.rank_context import check_model
+from kvferry.connector.vllm import compat
 from kvferry.kernels.convert import Conversion, unpack_converted
 from kvferry.kernels.paged_copy import wire_pages
+from kvferry.transport.errors import ConfigError, IncompatiblePeerError
 
 pytestmark = pytest.mark.vllm
 SPEC = ModelSpec(
@@ -59,18 +59,18 @@ def engine(folder: Path, cache: dict[str, Any] | None = None, **options: Any) ->
     ids=str,
 )
 def test_what_may_differ(folder: Path, options: dict[str, Any]) -> None:
-    check_model(compat.model_facts(engine(folder)), compat.model_facts(engine(folder, **options)))
+    check_model(compat.model_identity(engine(folder)), compat.model_identity(engine(folder, **options)))
 
 
 def test_weights_elsewhere_and_another_release_that_writes_the_same_model_otherwise(
     folder: Path, tmp_path: Path
 ) -> None:
-    ours = compat.model_facts(engine(folder))
-    check_model(ours, compat.model_facts(engine(build_model(tmp_path / "elsewhere", SPEC))))
+    ours = compat.model_identity(engine(folder))
+    check_model(ours, compat.model_identity(engine(build_model(tmp_path / "elsewhere", SPEC))))
     config = engine(folder).model_config.hf_config.to_dict()
     rope = config.pop("rope_parameters")
     old = SimpleNamespace(**config, rope_theta=rope["rope_theta"], rope_scaling=None)  # transformers 4
-    check_model(ours, model_facts(old, old, quantization=None, max_model_len=512))
+    check_model(ours, model_identity(old, old, quantization=None, max_model_len=512))
 
 
 @pytest.mark.parametrize(
@@ -91,12 +91,14 @@ def test_what_must_not(folder: Path, overrides: dict[str, Any], name: str) -> No
     with pytest.raises(
         IncompatiblePeerError, match=rf"^peer refused: {name} differs, ours is .*, the peer's is [^\n]*$"
     ):
-        check_model(compat.model_facts(engine(folder)), compat.model_facts(engine(folder, hf_overrides=overrides)))
+        check_model(
+            compat.model_identity(engine(folder)), compat.model_identity(engine(folder, hf_overrides=overrides))
+        )
 
 
 def test_quantised_weights(folder: Path) -> None:
     ours, theirs = (
-        compat.model_facts(engine(folder, dtype="bfloat16", quantization=name)) for name in (None, "fp8_per_tensor")
+        compat.model_identity(engine(folder, dtype="bfloat16", quantization=name)) for name in (None, "fp8_per_tensor")
     )
     with pytest.raises(
         IncompatiblePeerError, match="quantization differs, ours is unset, the peer's is fp8_per_tensor"
@@ -130,7 +132,7 @@ def test_dtype_and_scales_of_real_layers(folder: Path, dtype: str, cache_dtype: 
     layers[names[1]]._k_scale_float, layers[names[1]]._v_scale_float = 0.5, 0.25  # as a checkpoint with scales
     spec = layers[names[0]].get_kv_cache_spec(config)
     told = config.compilation_config.static_forward_context
-    numbers = group_numbers(spec, names, told, config.cache_config.cache_dtype)
+    numbers = layer_cache_dtype(spec, names, told, config.cache_config.cache_dtype)
     assert numbers is not None and (numbers.dtype, numbers.keys) == (expected, 32)
     scaled = expected.startswith("float8")
     assert dict(numbers.scales) == ({names[0]: (1.0, 1.0), names[1]: (0.5, 0.25)} if scaled else {})
@@ -141,15 +143,15 @@ def test_layers_left_out_of_an_fp8_cache_have_a_dtype_of_their_own(folder: Path)
     found = {}
     for name in ("model.layers.0.attn", "model.layers.1.attn"):
         spec = attention(config, name).get_kv_cache_spec(config)
-        numbers = group_numbers(spec, [name], config.compilation_config.static_forward_context, "fp8")
+        numbers = layer_cache_dtype(spec, [name], config.compilation_config.static_forward_context, "fp8")
         assert numbers is not None
         found[name] = numbers.dtype
     assert list(found.values()) == ["float8_e4m3fn", "bfloat16"]
     layers = config.compilation_config.static_forward_context
     with pytest.raises(ConfigError, match="have KV caches of dtypes bfloat16, float8_e4m3fn"):
-        group_numbers(spec, list(found), layers, "fp8")
+        layer_cache_dtype(spec, list(found), layers, "fp8")
     layers = {"a": SimpleNamespace(kv_cache_dtype="auto"), "b": SimpleNamespace(kv_cache_dtype="bfloat16")}
-    same = group_numbers(spec, ["a", "b"], layers, "auto")
+    same = layer_cache_dtype(spec, ["a", "b"], layers, "auto")
     assert same is not None and same.dtype == "bfloat16", "by two names"
 
 
@@ -157,16 +159,16 @@ def test_mla_and_packed_and_amd(folder: Path) -> None:
     kvi = pytest.importorskip("vllm.v1.kv_cache_interface")
     layer = SimpleNamespace(kv_cache_dtype="fp8", _k_scale_float=0.5, _v_scale_float=9.0)
     spec = kvi.MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.uint8)
-    numbers = group_numbers(spec, ["a"], {"a": layer}, "fp8")
+    numbers = layer_cache_dtype(spec, ["a"], {"a": layer}, "fp8")
     assert numbers is not None and (numbers.keys, dict(numbers.scales)) == (576, {"a": (0.5, 0.5)})
-    amd = group_numbers(spec, ["a"], {"a": layer}, "fp8", fnuz=True)
+    amd = layer_cache_dtype(spec, ["a"], {"a": layer}, "fp8", fnuz=True)
     assert amd is not None and amd.dtype == "float8_e4m3fnuz", "other bytes for the same numbers"
     opaque = replace(spec, state_content_bytes=656)
-    inline = group_numbers(opaque, ["a"], {"a": SimpleNamespace(kv_cache_dtype="fp8_ds_mla")}, "fp8_ds_mla")
+    inline = layer_cache_dtype(opaque, ["a"], {"a": SimpleNamespace(kv_cache_dtype="fp8_ds_mla")}, "fp8_ds_mla")
     assert inline is not None and (inline.dtype, inline.keys, dict(inline.scales)) == ("fp8_ds_mla", None, {})
     layer._k_scale = torch.ones(8)
     with pytest.raises(ConfigError, match=r"^layer 'a': an fp8 KV cache with 8 scales, one per head, is not carried"):
-        group_numbers(spec, ["a"], {"a": layer}, "fp8")
+        layer_cache_dtype(spec, ["a"], {"a": layer}, "fp8")
 
 
 def test_scales_that_every_engine_makes_up_are_refused_by_name(folder: Path) -> None:

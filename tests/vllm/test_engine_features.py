@@ -18,7 +18,7 @@ from stepped_rank import RUNNERS
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from yard import Lines, Yard
 
-from kvferry.connector.errors import ConfigError
+from kvferry.transport.errors import ConfigError
 
 pytestmark = pytest.mark.vllm
 Pair = tuple[Engine, Engine]
@@ -270,7 +270,7 @@ def test_an_urgent_request_takes_the_blocks_of_another_on_p(yard: Yard, ahead: i
 def test_drafts_on_both_sides(yard: Yard, monkeypatch: pytest.MonkeyPatch, ahead: int, runner: str) -> None:
     """The KV of drafts that were wrong lies behind the prompt, in blocks of the lease and of the load."""
     if runner == "v026":
-        monkeypatch.setattr("kvferry.connector.compat.HAS_TRANSFER_RESULTS", False)
+        monkeypatch.setattr("kvferry.connector.vllm.compat.HAS_TRANSFER_RESULTS", False)
     p, d = yard.pair(drafts=3, ahead=ahead, runner=runner)
     for tokens, decoded in itertools.product((2, BLOCK - 1, BLOCK, 4 * BLOCK + 1, 250), (1, 6)):
         ids = prompt(tokens, tokens + decoded)

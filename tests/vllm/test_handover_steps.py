@@ -12,8 +12,8 @@ from stepped_rank import RUNNERS
 from vllm.config import ParallelConfig
 from yard import Yard
 
-from kvferry.connector import claims
-from kvferry.connector.consumer import Finished
+from kvferry.connector.transfer import lease_keeper
+from kvferry.connector.transfer.consumer import FinishedLoad
 
 pytestmark = pytest.mark.vllm
 Pair = tuple[Engine, Engine]
@@ -63,7 +63,7 @@ def test_a_step_is_idle_that_computes_nothing_and_holds_up_nobody(pair: Pair, ra
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_under_every_model_runner(yard: Yard, monkeypatch: pytest.MonkeyPatch, runner: str) -> None:
     if runner == "v026":
-        monkeypatch.setattr("kvferry.connector.compat.HAS_TRANSFER_RESULTS", False)
+        monkeypatch.setattr("kvferry.connector.vllm.compat.HAS_TRANSFER_RESULTS", False)
     p, d = yard.pair(runner=runner)
     for tokens in (7, 100):
         request_id = hand_over(p, d, prompt(tokens, tokens))
@@ -142,7 +142,7 @@ def test_three_samples_of_one_prompt_read_under_one_lease(
     pair: Pair, gap: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With ``n=3`` vLLM makes three requests with the same parameters; P may free after the last one only."""
-    monkeypatch.setattr(claims, "SIBLING_SECONDS", 4.0)  # between two of them a loaded machine may take a break
+    monkeypatch.setattr(lease_keeper, "SIBLING_SECONDS", 4.0)  # between two of them a loaded machine may take a break
     p, d = pair
     ids = prompt(100)
     params = prefill(p, ids)
@@ -267,6 +267,6 @@ def test_what_vllm_does_not_know_never_reaches_it(pair: Pair) -> None:
     request_id = hand_over(p, d, prompt(40))
     settle(p, d)
     for told in (("unknown", True), (request_id, True), (request_id, False)):
-        mover_of(d)._finished.append(Finished(*told, "P"))
+        mover_of(d)._finished.append(FinishedLoad(*told, "P"))
     mover_of(p)._freed.extend(["unknown", *p.leases])
     settle(p, d)

@@ -35,11 +35,11 @@ from vllm.model_executor.models.utils import extract_layer_index as theirs_extra
 from vllm.v1.worker import utils as theirs  # noqa: E402
 from vllm.v1.worker.gpu import attn_utils  # noqa: E402
 
-from kvferry.connector import attention_group, kv_binding, kv_spec  # noqa: E402
-from kvferry.connector.binding_table import HELD, UTILITIES  # noqa: E402
-from kvferry.connector.block_zeroer import KVBlockZeroer  # noqa: E402
-from kvferry.connector.errors import GeometryError  # noqa: E402
-from kvferry.connector.host_copy import copy_kv_blocks  # noqa: E402
+from kvferry.connector.binding import attention_group, kv_binding, kv_spec  # noqa: E402
+from kvferry.connector.binding.binding_table import HELD, UTILITIES  # noqa: E402
+from kvferry.connector.binding.block_zeroer import KVBlockZeroer  # noqa: E402
+from kvferry.connector.binding.host_copy import copy_kv_blocks  # noqa: E402
+from kvferry.transport.errors import GeometryError  # noqa: E402
 
 CPU = torch.device("cpu")
 

@@ -27,20 +27,20 @@ current_platform.import_kernels()
 from vllm._custom_ops import cpu_attn_reshape_and_cache  # noqa: E402
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, _get_attn_isa  # noqa: E402
 
-from kvferry.connector import compat  # noqa: E402
-from kvferry.connector.context import Blocks  # noqa: E402
-from kvferry.connector.copies import HostCopies  # noqa: E402
-from kvferry.connector.geometry import RankGeometry  # noqa: E402
-from kvferry.connector.packing import PackedPart, split  # noqa: E402
-from kvferry.connector.runs import runs  # noqa: E402
-from kvferry.connector.site import Caches, Part  # noqa: E402
-from kvferry.connector.view import view_of  # noqa: E402
+from kvferry.connector.geometry.byte_ranges import byte_ranges  # noqa: E402
+from kvferry.connector.geometry.packing import PackedPart, split_packed  # noqa: E402
+from kvferry.connector.geometry.rank_geometry import RankGeometry  # noqa: E402
+from kvferry.connector.geometry.token_sharding import TokenBlocks  # noqa: E402
+from kvferry.connector.geometry.view import view_of  # noqa: E402
+from kvferry.connector.transfer.caches import PageBox, RankCaches  # noqa: E402
+from kvferry.connector.transfer.copies import HostCopies  # noqa: E402
+from kvferry.connector.vllm import compat  # noqa: E402
 
 LAYERS, BLOCKS, UNTOUCHED = ("a", "b"), 7, 0xAB
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FORMS = [*((dtype, "auto") for dtype in DTYPES), ("bf16", "fp8_e4m3"), ("bf16", "fp8_e5m2"), ("fp16", "fp8")]
 SIZES = [("32", "64"), ("64", "32"), ("96", "128"), ("128", "32"), ("64", "96")]
-Box = tuple[Caches, Part]
+Box = tuple[RankCaches, PageBox]
 
 
 class Side:
@@ -61,7 +61,7 @@ class Side:
         self.caches = {name: torch.empty(shape, dtype=stored) for name in LAYERS}
         for cache in self.caches.values():
             cache.view(torch.uint8).fill_(UNTOUCHED)
-        self.whole, *self.parts = split(view_of(self.caches, block_size), self.places())
+        self.whole, *self.parts = split_packed(view_of(self.caches, block_size), self.places())
 
     def places(self) -> np.ndarray:
         """As the adapter asks for them, of an attention layer of this engine."""
@@ -72,7 +72,7 @@ class Side:
             model_config=SimpleNamespace(dtype=self.dtype),
             compilation_config=SimpleNamespace(static_forward_context={"a": attention}),
         )
-        places = compat.token_places(config, "a")
+        places = compat.element_order(config, "a")
         assert places is not None
         return places
 
@@ -91,11 +91,11 @@ class Side:
     def box(self, part: PackedPart, heads: Sequence[int], tokens: int) -> Box:
         """Some of the heads of a part, in whole tiles."""
         count = -(-tokens // part.tile_tokens) * part.tile_tokens
-        geometry = RankGeometry(tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, head_counts=(4,), groups=())
+        geometry = RankGeometry(tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, head_counts=(4,), regions=())
         ids = np.array(self.table(tokens), dtype=np.int64)
-        table = Blocks(ids, part.view.block_size, part.view.block_stride, 0)
-        where = Part(0, 0, len(LAYERS), self.heads.index(heads[0]), len(heads), 0, count, table)
-        return Caches(geometry, (part.view,), HostCopies()), where
+        table = TokenBlocks(ids, part.view.block_size, part.view.block_stride, 0)
+        where = PageBox(0, 0, len(LAYERS), self.heads.index(heads[0]), len(heads), 0, count, table)
+        return RankCaches(geometry, (part.view,), HostCopies()), where
 
     def bytes(self) -> torch.Tensor:
         return torch.stack(list(self.caches.values())).view(torch.uint8)
@@ -125,7 +125,9 @@ def over_the_wire(of: Box, to: Box) -> None:
 
 def page_to_page(of: Box, to: Box) -> None:
     """As D reads P's pages where it can map them."""
-    found = runs(to[0].pages(to[1]), of[0].pages(of[1]), to[1].num_heads, to[1].num_tokens, to[0].views[0].row_bytes)
+    found = byte_ranges(
+        to[0].pages(to[1]), of[0].pages(of[1]), to[1].num_heads, to[1].num_tokens, to[0].views[0].row_bytes
+    )
     for target, source, nbytes in zip(*(column.tolist() for column in found), strict=True):
         ctypes.memmove(target, source, nbytes)
 
@@ -194,7 +196,7 @@ def test_another_backend_has_no_order_that_we_know() -> None:
     layer = SimpleNamespace(kv_cache=torch.zeros(1, 1, 32, 64), isa="vec", impl=object())
     for context in ({"a": layer}, {"a": SimpleNamespace()}, {}):
         config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=context))
-        assert compat.token_places(config, "a") is None
+        assert compat.element_order(config, "a") is None
 
 
 @pytest.mark.parametrize(("layer", "packing"), [("DeepseekV32IndexerCache", "indexer"), ("MLAAttention", "")])

@@ -11,9 +11,10 @@ from stepped import PREFILL, Engine, eventually, let_time_pass, mover_of, prefil
 from stepped_rank import RUNNERS
 from yard import Lines, Yard
 
-from kvferry.connector import link, protocol
-from kvferry.connector.handover import Phase
-from kvferry.connector.mover import QUIET_SECONDS
+from kvferry.connector.protocol import messages
+from kvferry.connector.protocol.handover import HandoverPhase
+from kvferry.connector.transfer import link
+from kvferry.connector.transfer.transfer_thread import QUIET_SECONDS
 
 pytestmark = pytest.mark.vllm
 IDS = prompt(400)
@@ -45,7 +46,7 @@ def test_p_is_gone_before_d_asks(
     yard: Yard, lines: Lines, monkeypatch: pytest.MonkeyPatch, policy: str, runner: str
 ) -> None:
     if runner == "v026":
-        monkeypatch.setattr("kvferry.connector.compat.HAS_TRANSFER_RESULTS", False)
+        monkeypatch.setattr("kvferry.connector.vllm.compat.HAS_TRANSFER_RESULTS", False)
     p, d = yard.pair(policy=policy, runner=runner, extra=SHORT)
     params = prefill(p, IDS)
     p.close()
@@ -63,16 +64,16 @@ def test_p_goes_in_mid_transfer(yard: Yard, policy: str, plane: str) -> None:
     p.step()
     request_id = d.add(IDS, params)
     d.step()
-    in_phase(d, request_id, Phase.MOVING, lambda job: job.nbytes > 0)
+    in_phase(d, request_id, HandoverPhase.MOVING, lambda job: job.nbytes > 0)
     p.close()
     ended(d, request_id, policy)
     hold.open()
 
 
 SILENCE = {
-    "at the handshake": (protocol.Hello, "shm"),
-    "at the ask": (protocol.Ask, "shm"),
-    "at the commit": (protocol.Commit, "cma"),
+    "at the handshake": (messages.Hello, "shm"),
+    "at the ask": (messages.Ask, "shm"),
+    "at the commit": (messages.Commit, "cma"),
 }
 
 
@@ -140,7 +141,7 @@ def test_the_lease_ends_while_d_reads(yard: Yard, plane: str) -> None:
     hold = Hold(p, reader=d, chunks=1)
     request_id = d.add(IDS, params)
     d.step()
-    in_phase(d, request_id, Phase.MOVING, lambda job: job.nbytes > 0)
+    in_phase(d, request_id, HandoverPhase.MOVING, lambda job: job.nbytes > 0)
     let_time_pass(p, 1000)
     run([p], lambda: p.idle)
     other = p.add(prompt(500, 6), max_tokens=5)
@@ -156,10 +157,10 @@ def test_the_lease_ends_before_the_commit(yard: Yard, monkeypatch: pytest.Monkey
     p, d = yard.pair(extra={"plane": "cma"})
     params = prefill(p, IDS)
     p.step()
-    hold = Hold(p, protocol.Commit)
+    hold = Hold(p, messages.Commit)
     request_id = d.add(IDS, params)
     d.step()
-    in_phase(d, request_id, Phase.COMMITTING)
+    in_phase(d, request_id, HandoverPhase.COMMITTING)
     let_time_pass(p, 1000)
     run([p], lambda: p.idle)
     hold.open()
@@ -175,7 +176,7 @@ def test_d_goes_in_mid_transfer(yard: Yard, plane: str) -> None:
     hold = Hold(p, reader=d, chunks=1)
     request_id = d.add(IDS, params)
     d.step()
-    in_phase(d, request_id, Phase.MOVING, lambda job: job.nbytes > 0)
+    in_phase(d, request_id, HandoverPhase.MOVING, lambda job: job.nbytes > 0)
     d.close()
     hold.open()
     let_time_pass(p, 1000)
@@ -206,7 +207,7 @@ def test_p_is_restarted_on_the_same_port(yard: Yard, lines: Lines) -> None:
 def test_a_failed_load_leaves_a_shared_prefix_alone(yard: Yard, monkeypatch: pytest.MonkeyPatch, runner: str) -> None:
     """Another request runs on the blocks of the local prefix hit: they are good, and it must not be thrown back."""
     if runner == "v026":
-        monkeypatch.setattr("kvferry.connector.compat.HAS_TRANSFER_RESULTS", False)
+        monkeypatch.setattr("kvferry.connector.vllm.compat.HAS_TRANSFER_RESULTS", False)
     p, d = yard.pair(runner=runner, extra=SHORT)
     running = d.add(IDS[:100], max_tokens=100)
     d.step()
@@ -226,7 +227,7 @@ def test_a_failed_load_leaves_a_shared_prefix_alone(yard: Yard, monkeypatch: pyt
 def test_one_of_two_ranks_fails(yard: Yard, monkeypatch: pytest.MonkeyPatch, policy: str, runner: str) -> None:
     """The other rank's success counts for nothing, and the request is told of once."""
     if runner == "v026":
-        monkeypatch.setattr("kvferry.connector.compat.HAS_TRANSFER_RESULTS", False)
+        monkeypatch.setattr("kvferry.connector.vllm.compat.HAS_TRANSFER_RESULTS", False)
     p, d = yard.pair(runner=runner, tp=2, policy=policy)
     params = prefill(p, IDS)
     p.workers[1].connector.shutdown()
@@ -251,7 +252,7 @@ def test_a_dead_p_does_not_hold_up_another(yard: Yard) -> None:
     p, d = yard.pair()
     silent = yard.engine(0)
     dead = prefill(silent, IDS)
-    Hold(silent, protocol.Hello)
+    Hold(silent, messages.Hello)
     waiting = d.add(IDS, dead)
     d.step()
     ids = prompt(60, 4)
@@ -295,7 +296,7 @@ def test_shutting_down_with_leases_and_loads_open(yard: Yard, plane: str) -> Non
     Hold(p, reader=d, chunks=1)
     request_id = d.add(IDS, params)
     d.step()
-    in_phase(d, request_id, Phase.MOVING)
+    in_phase(d, request_id, HandoverPhase.MOVING)
     d.close()
     p.close()  # neither waits for more than its thread to end
     assert not mover_of(p).alive and not mover_of(d).alive

@@ -120,7 +120,7 @@ def test_walk(yard: Yard, lines: Lines, monkeypatch: pytest.MonkeyPatch, seed: i
     rng = random.Random(seed)
     runner = RUNNERS[seed % 3]
     if runner == "v026":
-        monkeypatch.setattr("kvferry.connector.compat.HAS_TRANSFER_RESULTS", False)
+        monkeypatch.setattr("kvferry.connector.vllm.compat.HAS_TRANSFER_RESULTS", False)
     extra: dict[str, object] = {
         "slot_bytes": 64 << 10,
         "staging_bytes": 1 << 20,

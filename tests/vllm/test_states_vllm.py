@@ -23,15 +23,15 @@ if not hasattr(kvi, "KVCacheLayout"):
 from sharded_states import FAMILIES, Family, states, write  # noqa: E402
 from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout  # noqa: E402
 
-from kvferry.connector import compat  # noqa: E402
-from kvferry.connector.agreement import compatible  # noqa: E402
-from kvferry.connector.compat import layer_groups  # noqa: E402
 from kvferry.connector.config import Settings  # noqa: E402
-from kvferry.connector.engine import RankInfo  # noqa: E402
-from kvferry.connector.errors import IncompatiblePeerError  # noqa: E402
-from kvferry.connector.geometry import RankGeometry  # noqa: E402
-from kvferry.connector.stepplan import LeaseGrant, Load, PeerEngine, StepPlan, Watch, pack_ids  # noqa: E402
-from kvferry.connector.worker import WorkerHalf  # noqa: E402
+from kvferry.connector.engine.worker import WorkerHalf  # noqa: E402
+from kvferry.connector.geometry.compatibility import compatible  # noqa: E402
+from kvferry.connector.geometry.engine_types import RankInfo  # noqa: E402
+from kvferry.connector.geometry.rank_geometry import RankGeometry  # noqa: E402
+from kvferry.connector.protocol.step_plan import KeepLease, LeaseGrant, Load, PeerEngine, StepPlan, pack_ids  # noqa: E402
+from kvferry.connector.vllm import compat  # noqa: E402
+from kvferry.connector.vllm.compat import layer_groups  # noqa: E402
+from kvferry.transport.errors import IncompatiblePeerError  # noqa: E402
 
 BLOCKS, PADDING = 5, 96
 LAYERS = ["model.layers.0.mixer", "model.layers.2.mixer"]
@@ -139,8 +139,8 @@ def hand_over(p: list[Rank], d: list[Rank], p_ids: list[list[int]], d_ids: list[
         rank.worker.post(StepPlan(leases=(lease,)))
     for rank in d:
         load = Load("req-d", token, peer, tuple(map(pack_ids, d_ids)), ((0, 1), (0, PROMPT)))
-        watch = Watch("req-d", token, peer, False)
-        rank.worker.post(StepPlan(consumer=b"c" * 16, watches=(watch,), loads=(load,)))
+        watch = KeepLease("req-d", token, peer, False)
+        rank.worker.post(StepPlan(consumer=b"c" * 16, keeps=(watch,), loads=(load,)))
     received = failed = sent = 0
     end = time.monotonic() + 60
     while (received < len(d) or (sent < len(p) and not failed)) and time.monotonic() < end:
@@ -191,8 +191,8 @@ def test_the_oracle_is_vllms_sharding(order: str) -> None:
 
 
 def geometry(rank: Rank) -> RankGeometry:
-    assert rank.worker.site is not None
-    return rank.worker.site.caches.geometry
+    assert rank.worker.rank_context is not None
+    return rank.worker.rank_context.caches.geometry
 
 
 LONGER = replace(FAMILIES["mamba2"], inputs=4)

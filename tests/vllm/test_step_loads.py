@@ -15,13 +15,13 @@ from stepped import Engine, eventually, mover_of, prefill, run, settle
 from stepped_rank import RUNNERS
 from yard import Lines, Yard
 
-from kvferry.connector import worker
 from kvferry.connector.config import Settings
-from kvferry.connector.engine import BlockTable, RequestView
-from kvferry.connector.pace import Pace, Paces
-from kvferry.connector.params import HandedOver
-from kvferry.connector.scheduler import Incoming, SchedulerHalf
-from kvferry.connector.stepplan import PeerEngine
+from kvferry.connector.engine import worker
+from kvferry.connector.engine.scheduler import IncomingRequest, SchedulerHalf
+from kvferry.connector.engine.transfer_params import RemotePrompt
+from kvferry.connector.geometry.engine_types import BlockTable, RequestView
+from kvferry.connector.protocol.step_plan import PeerEngine
+from kvferry.connector.protocol.transfer_estimate import TransferEstimate, TransferEstimates
 
 pytestmark = pytest.mark.vllm
 IN_STEP = {"plane": "cma", "step_load_seconds": 1.0}
@@ -32,7 +32,7 @@ AGES = 600.0
 @pytest.fixture(params=RUNNERS)
 def runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "v026":
-        monkeypatch.setattr("kvferry.connector.compat.HAS_TRANSFER_RESULTS", False)
+        monkeypatch.setattr("kvferry.connector.vllm.compat.HAS_TRANSFER_RESULTS", False)
     return str(request.param)
 
 
@@ -132,7 +132,7 @@ def test_beside_the_steps_where(yard: Yard, why: str) -> None:
 
 def test_below_multi_connector(yard: Yard) -> None:
     """Its policy counts, and a child sees its own alone."""
-    child = {"kv_connector": "KVFerryConnector", "kv_connector_module_path": "kvferry.connector.adapter",
+    child = {"kv_connector": "KVFerryConnector", "kv_connector_module_path": "kvferry.connector.vllm.adapter",
              "kv_role": "kv_both", "kv_load_failure_policy": "fail", "kv_connector_extra_config": IN_STEP}  # fmt: skip
     extra = {"connectors": [child]}
     p = yard.engine(0, connector="MultiConnector", module=None, extra=extra)
@@ -178,10 +178,10 @@ def test_not_into_a_state() -> None:
             Settings(), "d", [BlockTable(kind, 16)], tp_size=1, pp_size=1, produces=True, consumes=True, step_loads=True
         )
         half.free_blocks = lambda: 1000
-        half.loads_finished((), {("p", 0): Pace(0.001, 1000)})
+        half.loads_finished((), {("p", 0): TransferEstimate(0.001, 1000)})
         half._alive = {"r"}
-        handed = HandedOver(b"t" * 16, 64, "", PeerEngine("p", 1, 1, 30.0, ()))
-        half._incoming["r"] = Incoming(handed)
+        remote_prompt = RemotePrompt(b"t" * 16, 64, "", PeerEngine("p", 1, 1, 30.0, ()))
+        half._incoming["r"] = IncomingRequest(remote_prompt)
         assert half.num_new_matched_tokens(RequestView("r", None, list(range(65)), 65, 0), 0) == (64, not now)
 
 
@@ -335,7 +335,7 @@ def test_on_one_rank_of_two(yard: Yard, monkeypatch: pytest.MonkeyPatch, ahead: 
     def broken(*_: Any) -> Any:
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(mover._consumer._reads, "granted", broken)
+    monkeypatch.setattr(mover._consumer._receiver, "granted", broken)
     assert to_the_end(d, request_id) == "error"
     monkeypatch.undo()
     settle(p, d)
@@ -363,7 +363,7 @@ def test_the_forward_is_launched_before_its_load_has_ended(
 ) -> None:
     """As on GPUs, where a device waits for the copies: their end is known after the forward, and told with its step."""
     copies = install(monkeypatch)
-    monkeypatch.setattr(Paces, "seconds", lambda *_: 0.0)
+    monkeypatch.setattr(TransferEstimates, "seconds", lambda *_: 0.0)
     p, d = pair_of(yard, {"plane": "shm"}, runner=runner, ahead=ahead)
     slow, ids = copies[1], prompt(300, 9)
     request_id = add(p, d, ids)

@@ -14,7 +14,7 @@ from labelled import prompt
 from stepped import Engine, prefill, run, settle
 from yard import Lines, Yard
 
-from kvferry.connector import compat
+from kvferry.connector.vllm import compat
 
 WINDOW = 64
 
@@ -63,7 +63,7 @@ def test_what_is_left_to_d_leaves_nothing_behind(yard: Yard) -> None:
     theirs = [*ids]
     request, whole = (p.scheduler.requests[p.add(given)] for given in (theirs, ids))
     assert len(request.block_hashes) == len(whole.block_hashes) == 5
-    compat.leave_to_d(request, 1)
+    compat.truncate_prompt(request, 1)
     assert theirs == ids and list(request.prompt_token_ids) == ids[:-1] == list(request.all_token_ids)
     request.append_output_token_ids(ids[-1] + 1)
     assert request.block_hashes[:4] == whole.block_hashes[:4] and len(request.block_hashes) == 5

@@ -20,9 +20,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogg
 from vllm.plugins import load_plugins_by_group
 from yard import PATIENT, Lines, Yard
 
-from kvferry.connector import compat, plugin
-from kvferry.connector.adapter import KVFerryConnector
-from kvferry.connector.errors import ConfigError
+from kvferry.connector.vllm import compat, plugin
+from kvferry.connector.vllm.adapter import KVFerryConnector
+from kvferry.transport.errors import ConfigError
 
 pytestmark = pytest.mark.vllm
 API = Path(__file__).with_name("connector_api.json")
@@ -124,7 +124,7 @@ def test_026_with_a_window_is_refused(monkeypatch: pytest.MonkeyPatch, yard: Yar
 
 KVFERRY = {
     "kv_connector": "KVFerryConnector",
-    "kv_connector_module_path": "kvferry.connector.adapter",
+    "kv_connector_module_path": "kvferry.connector.vllm.adapter",
     "kv_role": "kv_both",
     "kv_connector_extra_config": {"slot_bytes": 64 << 10, "staging_bytes": 1 << 20, **PATIENT},
 }
@@ -214,7 +214,7 @@ def test_figures_reach_vllms_log_line_and_prometheus(yard: Yard) -> None:
     logged.log(lambda text, *args: said.append(text % args))
     assert len(said) == 1
     labels = {"model_name": "model", "engine": "0"}
-    plane = {**labels, "plane": d.workers[0].connector._worker.site.planes[0].name}
+    plane = {**labels, "plane": d.workers[0].connector._worker.rank_context.planes[0].name}
     assert registry.get_sample_value("vllm:kvferry_handover_time_seconds_count", plane) == 1
     nbytes = registry.get_sample_value("vllm:kvferry_bytes_transferred_sum", plane)
     assert nbytes is not None and nbytes >= 100 * 2 * HEADS * 2 * HEAD_SIZE * 4

@@ -1,0 +1,1 @@
+"""KV-binding utilities for engines other than vLLM, each with the behaviour of vLLM's function of that name."""

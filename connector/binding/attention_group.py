@@ -1,0 +1,239 @@
+"""Attention layers by what they need: their specs, their backends, and groups that agree in both.
+
+Axes ``[L, B, H, N, C]``. Duck-typed: a layer is anything with ``get_kv_cache_spec(config)`` and
+``get_attn_backend()``; one with ``kv_sharing_target_layer_name`` keeps no cache and uses that layer's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+
+from kvferry.connector.binding.block_sizes import select_common_block_size
+from kvferry.connector.binding.kv_spec import is_attention, layer_spec
+from kvferry.transport.errors import GeometryError, did_you_mean
+
+
+def layers_of(source: Any, layer_names: Iterable[str] | None = None) -> dict[str, Any]:
+    """The attention layers by name.
+
+    ``source`` is a mapping of layers, or a config as vLLM's, with ``compilation_config.static_forward_context``.
+    Entries that are no attention layers are left out, and so are names that are not there.
+    """
+    context = source if isinstance(source, Mapping) else source.compilation_config.static_forward_context
+    names = context.keys() if layer_names is None else layer_names
+    return {name: context[name] for name in names if hasattr(context.get(name), "get_kv_cache_spec")}
+
+
+def get_kv_cache_spec(source: Any, config: Any = None) -> dict[str, Any]:
+    """The spec of every layer that keeps a cache of its own, by name; its backend may have adjusted it.
+
+    A backend that takes exact block sizes only gets its blocks aligned to whole kernel blocks, where it did not say
+    otherwise.
+
+    Args:
+        source: the layers, see ``layers_of``.
+        config: what the layers are given; ``source`` itself where it is a config.
+    """
+    config = source if config is None and not isinstance(source, Mapping) else config
+    specs: dict[str, Any] = {}
+    for name, layer in layers_of(source).items():
+        if getattr(layer, "kv_sharing_target_layer_name", None):
+            continue
+        spec = layer.get_kv_cache_spec(config)
+        if spec is None:
+            continue
+        specs[name] = _customized(layer.get_attn_backend(), spec) if is_attention(spec) else spec
+    return specs
+
+
+def _customized(backend: Any, spec: Any) -> Any:
+    customize = getattr(backend, "customize_spec", None)
+    spec = spec if customize is None else customize(spec)
+    if getattr(spec, "block_stride_alignment", 0) is not None:
+        return spec
+    sizes = list(backend.get_supported_kernel_block_sizes(spec))
+    if not sizes or not all(isinstance(size, int) for size in sizes):
+        return spec
+    kernel = math.gcd(max(sizes), spec.block_size)
+    whole = kernel == spec.block_size
+    return replace(spec, block_stride_alignment=1 if whole else spec.copy_with_new_block_size(kernel).page_size_bytes)
+
+
+def get_shared_kv_cache_layers(source: Any) -> dict[str, str]:
+    """Layers that use another layer's cache, and that layer's name."""
+    layers = layers_of(source).items()
+    return {name: target for name, layer in layers if (target := getattr(layer, "kv_sharing_target_layer_name", None))}
+
+
+def get_current_attn_backends(source: Any, layer_names: Iterable[str] | None = None) -> list[type]:
+    """The distinct attention backends of these layers (all of them where ``None``), in order of their first layer.
+
+    Backends are told apart by module and qualified name: an engine may make the same class once per layer. Of those
+    the last one made is given, as vLLM does.
+
+    Raises:
+        GeometryError: none of the names is an attention layer. vLLM falls back to a platform's default backend here,
+            which is nothing that an engine-neutral library could know.
+    """
+    seen: dict[tuple[str, str], type] = {}
+    for layer in layers_of(source, layer_names).values():
+        backend = layer.get_attn_backend()
+        seen[_class_name(backend)] = backend
+    if not seen:
+        wanted = "any" if layer_names is None else ", ".join(map(repr, layer_names))
+        raise GeometryError(f"no attention layer among {wanted} layers, expected at least one")
+    return list(seen.values())
+
+
+def get_current_attn_backend(source: Any, layer_names: Iterable[str] | None = None) -> type:
+    """The first of ``get_current_attn_backends``."""
+    return get_current_attn_backends(source, layer_names)[0]
+
+
+def _class_name(backend: Any) -> tuple[str, str]:
+    ask = getattr(backend, "full_cls_name", None)
+    return tuple(ask()) if ask is not None else (backend.__module__, backend.__qualname__)
+
+
+def get_kv_connector_cache_layout(connector: Any = None, config: Any = None) -> str | None:
+    """The name of the KV cache layout that a connector asks the engine for; ``None`` for any.
+
+    Args:
+        connector: the connector's class, with ``get_required_kvcache_layout(config)``; ``None`` for no connector.
+        config: what the connector is given.
+    """
+    ask = getattr(connector, "get_required_kvcache_layout", None)
+    layout = None if ask is None else ask(config)
+    return None if layout is None else str(layout)
+
+
+@dataclass(eq=False)
+class AttentionGroup:
+    """Layers of one KV cache group that agree in backend and spec.
+
+    ``kernel_block_size`` is set where the backend needs smaller blocks than its group is split into. Kernel block j of
+    manager block b is then number ``b * kernel_block_stride + j``. While the stride is 0 it is the number of kernel
+    blocks in a manager block; binding a packed cache sets it.
+    """
+
+    backend: Any
+    layer_names: list[str]
+    kv_cache_spec: Any
+    kv_cache_group_id: int
+    kernel_block_size: int | None = None
+    kernel_block_stride: int = 0
+    metadata_builders: list[Any] = field(default_factory=list)
+
+    def create_metadata_builders(
+        self, config: Any, device: torch.device, kernel_block_size: int | None = None, num_metadata_builders: int = 1
+    ) -> None:
+        """Make the backend's builders, one per micro-batch, with the spec of a kernel block.
+
+        Raises:
+            GeometryError: the backend takes no block size that divides ``kernel_block_size``.
+        """
+        spec = self.kv_cache_spec
+        if kernel_block_size is not None:
+            if is_attention(spec):
+                kernel_block_size = select_common_block_size(kernel_block_size, [self.backend], [spec])
+                if kernel_block_size != spec.block_size:
+                    self.kernel_block_size = kernel_block_size
+            spec = spec.copy_with_new_block_size(kernel_block_size)
+        make = self.backend.get_builder_cls()
+        self.metadata_builders = [make(spec, self.layer_names, config, device) for _ in range(num_metadata_builders)]
+
+    def get_metadata_builder(self, ubatch_id: int = 0) -> Any:
+        """The builder of a micro-batch.
+
+        Raises:
+            GeometryError: there are fewer.
+        """
+        if not 0 <= ubatch_id < len(self.metadata_builders):
+            raise GeometryError(f"metadata builder {ubatch_id} of {len(self.metadata_builders)}, create them first")
+        return self.metadata_builders[ubatch_id]
+
+    @property
+    def _blocks_per_page(self) -> int:
+        return int(self.kv_cache_spec.block_size) // (self.kernel_block_size or int(self.kv_cache_spec.block_size))
+
+    def map_to_kernel_block_table(self, block_table: torch.Tensor) -> torch.Tensor:
+        """A table of manager block ids ``[rows, columns]`` as one of kernel block ids, in token order."""
+        if self.kernel_block_size is None:
+            return block_table
+        count = self._blocks_per_page
+        within = torch.arange(count, dtype=block_table.dtype, device=block_table.device)
+        return (block_table.unsqueeze(-1) * (self.kernel_block_stride or count) + within).flatten(1)
+
+    def map_kv_cache_to_kernel_blocks(self, kv_cache: torch.Tensor) -> torch.Tensor:
+        """A packed compressed cache ``[B, 1, N, C]`` of manager blocks as kernel blocks; sets the stride.
+
+        The view reaches over the other layers' pages in between, which no kernel block of this group numbers.
+
+        Raises:
+            GeometryError: a cache that is written token by token through manager blocks, or blocks that are no whole
+                number of kernel blocks apart.
+        """
+        if self.kernel_block_size is None:
+            return kv_cache
+        spec = self.kv_cache_spec
+        rows = int(spec.get_num_kernel_states(self.kernel_block_size))
+        if kv_cache.shape[-2] == rows:
+            return kv_cache
+        page_stride = rows * kv_cache.stride(-2)
+        if spec.tokens_per_state <= 1 or kv_cache.shape[1] != 1 or kv_cache.stride(0) % page_stride:
+            raise GeometryError(
+                f"blocks of {spec.block_size} tokens that lie beside other layers' cannot be split into kernel blocks "
+                f"of {self.kernel_block_size}; take blocks of that size, or a layout with L outermost"
+            )
+        self.kernel_block_stride = kv_cache.stride(0) // page_stride
+        blocks = (kv_cache.shape[0] - 1) * self.kernel_block_stride + kv_cache.shape[-2] // rows
+        shape = (blocks, *kv_cache.shape[1:-2], rows, kv_cache.shape[-1])
+        return kv_cache.as_strided(shape, (page_stride, *kv_cache.stride()[1:]))
+
+    def map_kv_cache_to_manager_blocks(self, kv_cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
+        """The inverse, for ``num_blocks`` manager blocks."""
+        if not self.kernel_block_stride:
+            raise GeometryError("the cache was not mapped to kernel blocks, there is nothing to undo")
+        rows = int(self.kv_cache_spec.get_num_kernel_states(self.kv_cache_spec.block_size))
+        shape = (num_blocks, *kv_cache.shape[1:-2], rows, kv_cache.shape[-1])
+        return kv_cache.as_strided(shape, (kv_cache.stride(0) * self.kernel_block_stride, *kv_cache.stride()[1:]))
+
+
+def attention_groups(kv_cache_config: Any, source: Any) -> list[list[AttentionGroup]]:
+    """The attention groups of each KV cache group: layers that agree in backend, spec and query heads.
+
+    Raises:
+        GeometryError: a layer of a group is not among the layers.
+    """
+    context = layers_of(source)
+    every: list[list[AttentionGroup]] = []
+    for number, group in enumerate(kv_cache_config.kv_cache_groups):
+        found: dict[tuple[tuple[str, str], Any, int], AttentionGroup] = {}
+        names = (
+            cast("Sequence[str]", group.layer_names) if getattr(group.kv_cache_spec, "has_layer_views", True) else ()
+        )
+        for name in names:
+            if name not in context:
+                raise GeometryError(
+                    f"layer {name!r} of group {number} is no attention layer{did_you_mean(name, context)}"
+                )
+            backend, spec = context[name].get_attn_backend(), _spec_of(group.kv_cache_spec, name, context)
+            key = (_class_name(backend), spec, int(getattr(context[name], "num_heads", 0)))
+            if key in found:
+                found[key].layer_names.append(name)
+            else:
+                found[key] = AttentionGroup(backend, [name], spec, number)
+        every.append(list(found.values()))
+    return every
+
+
+def _spec_of(group_spec: Any, name: str, context: Mapping[str, Any]) -> Any:
+    """A layer that shares a cache has that layer's spec."""
+    target = getattr(context[name], "kv_sharing_target_layer_name", None)
+    specs = getattr(group_spec, "kv_cache_specs", {})
+    return layer_spec(group_spec, target if target and name not in specs else name)

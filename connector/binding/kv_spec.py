@@ -1,0 +1,319 @@
+"""What one layer's KV cache looks like, and where layers lie in an allocation. Axes ``[L, B, H, N, C]``. Pure.
+
+L layers, B blocks, H KV heads (or slots that a backend packs them into), N states in a block (one per token, unless
+compressed), C content bytes of one (head, state), K and V together.
+
+For engines other than vLLM. The names and the fields are those of vLLM's ``kv_cache_interface``, and everything that
+takes a spec asks for attributes, never for a class, so vLLM's own objects pass too.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from typing import Any, Protocol
+
+import torch
+
+from kvferry.transport.errors import GeometryError, did_you_mean
+
+L, B, H, N, C = range(5)
+Shape = tuple[int, int, int, int, int]
+
+
+class KVCacheLayout(enum.Enum):
+    """The physical order of the five axes, outermost first: the layouts that vLLM 0.32 names. Value: stride order."""
+
+    LBHNC = (L, B, H, N, C)
+    LBNHC = (L, B, N, H, C)
+    LHBNC = (L, H, B, N, C)
+    BLHNC = (B, L, H, N, C)
+    BLNHC = (B, L, N, H, C)
+    BHLNC = (B, H, L, N, C)
+
+    @property
+    def stride_order(self) -> tuple[int, ...]:
+        return self.value
+
+
+@dataclass(frozen=True, slots=True)
+class MultipleOf:
+    """A kernel takes any block size that is a multiple of ``base`` tokens."""
+
+    base: int
+
+
+class CacheSpec(Protocol):
+    """What is asked of every spec. Attention specs have ``num_kv_heads`` and ``dtype`` besides."""
+
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def state_content_size_bytes(self) -> int: ...
+    @property
+    def page_size_bytes(self) -> int: ...
+    def get_num_kernel_states(self, kernel_block_size: int) -> int: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """One attention layer's cache.
+
+    ``block_size`` tokens of a manager block; ``head_size``/``head_size_v`` elements of a key and of a value (MLA has
+    no value: 0); ``page_size_padded`` bytes of a page with padding at its end; ``num_head_slots`` and
+    ``state_content_bytes`` H and C where a backend packs heads in its own way; ``tokens_per_state`` tokens that one
+    stored state stands for, a fraction where a token has several; ``block_stride_alignment`` bytes.
+    """
+
+    block_size: int
+    num_kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+    head_size_v: int | None = None
+    page_size_padded: int | None = None
+    num_head_slots: int | None = None
+    state_content_bytes: int | None = None
+    tokens_per_state: int | Fraction = 1
+    block_stride_alignment: int | None = None
+    encoder_only: bool = False
+
+    @property
+    def num_heads(self) -> int:
+        """H."""
+        return self.num_kv_heads if self.num_head_slots is None else self.num_head_slots
+
+    @property
+    def state_content_size_bytes(self) -> int:
+        """C."""
+        if self.state_content_bytes is not None:
+            return self.state_content_bytes
+        value = self.head_size if self.head_size_v is None else self.head_size_v
+        return (self.head_size + value) * self.dtype.itemsize
+
+    @property
+    def page_size_bytes(self) -> int:
+        """Bytes of one layer's part of a manager block, padding included.
+
+        Raises:
+            GeometryError: the padded size is less than the content.
+        """
+        states = self.get_num_kernel_states(self.block_size)
+        content = self.num_heads * states * self.state_content_size_bytes
+        if self.page_size_padded is None:
+            return content
+        if self.page_size_padded < content:
+            raise GeometryError(f"page_size_padded {self.page_size_padded} is less than the page's {content} bytes")
+        return self.page_size_padded
+
+    def get_num_kernel_states(self, kernel_block_size: int) -> int:
+        """N of a kernel block of that many tokens."""
+        return int(kernel_block_size // self.tokens_per_state)
+
+    def get_block_stride_alignment(self) -> int:
+        return self.block_stride_alignment or 1
+
+    def copy_with_new_block_size(self, block_size: int) -> AttentionSpec:
+        return replace(self, block_size=block_size)
+
+
+@dataclass(frozen=True)
+class UniformTypeKVCacheSpecs:
+    """The specs of a group whose layers share a block table but not one size, by layer name."""
+
+    block_size: int
+    kv_cache_specs: Mapping[str, CacheSpec]
+
+    @property
+    def page_size_bytes(self) -> int:
+        return sum(spec.page_size_bytes for spec in self.kv_cache_specs.values())
+
+
+@dataclass
+class KVCacheTensor:
+    """Where layers of one shape lie: the page of ``layers[l]`` for block b starts ``offset + l * layer_stride
+    + b * block_stride`` bytes into the allocation of ``size`` bytes, which all tensors of a config share."""
+
+    size: int
+    layers: list[str]
+    layer_stride: int
+    block_stride: int
+    offset: int = 0
+
+
+@dataclass
+class KVCacheGroupSpec:
+    """Layers that share one block table."""
+
+    layer_names: list[str]
+    kv_cache_spec: Any
+
+
+@dataclass
+class KVCacheConfig:
+    """Groups of layers, and their places in one allocation of ``num_blocks`` blocks. Groups may overlay each other:
+    a block belongs to one group at a time."""
+
+    num_blocks: int
+    kv_cache_tensors: list[KVCacheTensor] = field(default_factory=list)
+    kv_cache_groups: list[KVCacheGroupSpec] = field(default_factory=list)
+
+
+def is_attention(spec: object) -> bool:
+    """Whether the spec is an attention layer's, with a state per token; not so the state of a Mamba layer."""
+    return hasattr(spec, "num_kv_heads")
+
+
+def is_encoder_only(spec: object) -> bool:
+    """Whether the layer keeps no cache. vLLM's spec of that kind differs from others by its class alone."""
+    named = any(base.__name__ == "EncoderOnlyAttentionSpec" for base in type(spec).__mro__)
+    return named or bool(getattr(spec, "encoder_only", False))
+
+
+def layer_spec(group_spec: Any, layer_name: str) -> Any:
+    """The spec of one layer of a group."""
+    specs = getattr(group_spec, "kv_cache_specs", None)
+    if specs is None:
+        return group_spec
+    if layer_name not in specs:
+        raise GeometryError(f"layer {layer_name!r} has no spec in its group{did_you_mean(layer_name, specs)}")
+    return specs[layer_name]
+
+
+def stride_order_of(layout: Any) -> tuple[int, ...]:
+    """The stride order of a layout: the enum's member (ours, vLLM's), its name, or a permutation of the five axes.
+
+    Raises:
+        GeometryError: an unknown name, or no permutation.
+    """
+    if isinstance(layout, str):
+        known = KVCacheLayout.__members__
+        if layout not in known:
+            raise GeometryError(
+                f"layout {layout!r} is unknown{did_you_mean(layout, known)}; known are {', '.join(known)}"
+            )
+        return known[layout].stride_order
+    order = tuple(getattr(layout, "stride_order", layout))
+    if sorted(order) != [L, B, H, N, C]:
+        raise GeometryError(f"stride order {order} is no permutation of the axes 0..4 (L, B, H, N, C)")
+    return order
+
+
+def kernel_shape(spec: CacheSpec, num_blocks: int, num_layers: int, kernel_block_size: int | None = None) -> Shape:
+    """``[L, B, H, N, C]`` with C in bytes, B and N of kernel blocks.
+
+    Raises:
+        GeometryError: the kernel block does not divide the manager block.
+    """
+    tokens = spec.block_size if kernel_block_size is None else kernel_block_size
+    if tokens < 1 or spec.block_size % tokens:
+        raise GeometryError(f"kernel blocks of {tokens} tokens do not divide a manager block of {spec.block_size}")
+    blocks = num_blocks * (spec.block_size // tokens)
+    return num_layers, blocks, spec.num_heads, spec.get_num_kernel_states(tokens), spec.state_content_size_bytes
+
+
+def layout_strides(
+    shape: Shape,
+    stride_order: Sequence[int],
+    *,
+    page_bytes: int | None = None,
+    layer_stride: int | None = None,
+    block_stride: int | None = None,
+) -> Shape:
+    """Byte strides over ``[L, B, H, N, C]``, dense but for what is given.
+
+    Args:
+        shape: with C in bytes.
+        stride_order: the axes, outermost first.
+        page_bytes: size of a page with its padding; axes outside of a page must be L, B, or of size one.
+        layer_stride: stride of L, where placement decides it.
+        block_stride: stride of B, likewise.
+
+    Raises:
+        GeometryError: padding in a layout whose pages are not whole.
+    """
+    order = tuple(stride_order)
+    page_end = max(order.index(L), order.index(B)) + 1
+    if page_bytes is not None and math.prod(shape[axis] for axis in order[:page_end]) != shape[L] * shape[B]:
+        raise GeometryError(
+            f"pages padded to {page_bytes} bytes need L and B outside of all other axes, "
+            f"got stride order {order} with shape {list(shape)}"
+        )
+    given = {L: layer_stride, B: block_stride}
+    strides = [0] * 5
+    reach = 1
+    for place in reversed(range(5)):
+        axis = order[place]
+        if page_bytes is not None and place == page_end - 1:
+            reach = max(reach, page_bytes)
+        strides[axis] = given.get(axis) or reach
+        reach = strides[axis] * shape[axis]
+    return strides[0], strides[1], strides[2], strides[3], strides[4]
+
+
+def get_kv_cache_config_from_groups(
+    kv_cache_groups: Iterable[KVCacheGroupSpec], num_blocks: int, layout: Any
+) -> KVCacheConfig:
+    """Place the layers of every group in one allocation; each group starts at byte 0.
+
+    With B outermost a block holds the pages of all layers of a group side by side; else each layer has a region.
+
+    Raises:
+        GeometryError: pages of several sizes in a layout that cannot express them, or no blocks.
+    """
+    groups, order = list(kv_cache_groups), stride_order_of(layout)
+    if num_blocks < 1:
+        raise GeometryError(f"num_blocks {num_blocks}, expected at least 1")
+    by_layer = [{name: layer_spec(g.kv_cache_spec, name) for name in g.layer_names} for g in groups]
+    block_outermost = order[0] == B
+    _check_page_sizes({s.page_size_bytes for specs in by_layer for s in specs.values()}, order, len(groups))
+    strides = [[_padded_page(spec) for spec in specs.values()] for specs in by_layer]
+    block_bytes = max((sum(each) for each in strides), default=0)
+    if block_outermost:
+        pages = [[spec.page_size_bytes for spec in specs.values()] for specs in by_layer]
+        every = [_alignment(spec) for specs in by_layer for spec in specs.values()]
+        aligned = math.lcm(*every)
+        block_bytes = -(-max((sum(each) for each in pages), default=0) // aligned) * aligned
+    tensors: list[KVCacheTensor] = []
+    for specs in by_layer:
+        alike: defaultdict[Any, list[str]] = defaultdict(list)
+        for name, spec in specs.items():
+            alike[spec].append(name)
+        offset = 0
+        for spec, names in alike.items():
+            block_stride = block_bytes if block_outermost else None
+            if block_stride is None and _padded_page(spec) != spec.page_size_bytes:
+                if {order[0], order[1]} != {L, B}:
+                    raise GeometryError(f"stride order {order} cannot align pages, expected L and B outermost")
+                block_stride = _padded_page(spec)
+            shape = kernel_shape(spec, num_blocks, len(names))
+            padded = getattr(spec, "page_size_padded", None)
+            layer_stride, block_stride, *_ = layout_strides(shape, order, page_bytes=padded, block_stride=block_stride)
+            tensors.append(KVCacheTensor(block_bytes * num_blocks, names, layer_stride, block_stride, offset))
+            offset += len(names) * (spec.page_size_bytes if block_outermost else layer_stride)
+    return KVCacheConfig(num_blocks, tensors, groups)
+
+
+def _check_page_sizes(sizes: set[int], order: Sequence[int], num_groups: int) -> None:
+    if len(sizes) < 2:
+        return
+    if {order[0], order[1]} != {L, B} or (num_groups > 1 and order[0] == L):
+        raise GeometryError(
+            f"pages of several sizes ({', '.join(map(str, sorted(sizes)))} bytes) cannot be laid out in stride order "
+            f"{tuple(order)}; take BLHNC or BLNHC"
+        )
+
+
+def _alignment(spec: Any) -> int:
+    ask = getattr(spec, "get_block_stride_alignment", None)
+    return int(ask()) if ask is not None else 1
+
+
+def _padded_page(spec: Any) -> int:
+    aligned = _alignment(spec)
+    return -(-int(spec.page_size_bytes) // aligned) * aligned

@@ -1,0 +1,209 @@
+"""One engine's answer out of its workers' answers, generic over the engine's own types.
+
+Every worker (rank) returns an output with a ``kv_connector_output``. A request counts as finished only when every
+worker has reported it; the rest is merged. Nothing of an engine is imported: outputs are read by attribute, and the
+merged ``kv_connector_output`` is of the type that the engine itself uses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import typing
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol, Self, TypeVar
+
+from kvferry.transport.errors import ProtocolError
+
+_log = logging.getLogger("vllm.kvferry.aggregator")
+
+
+class FinishedCounting(Protocol):
+    """What ``from_connector`` asks of a connector."""
+
+    def get_finished_count(self) -> int | None:
+        """Workers that report each request; ``None`` for all of them."""
+
+
+class WorkerOutput(Protocol):
+    """One worker's output of one step."""
+
+    kv_connector_output: Any
+
+
+_Output = TypeVar("_Output", bound=WorkerOutput)
+
+
+@dataclasses.dataclass
+class ConnectorOutput:
+    """The ``kv_connector_output`` of engines that have no type of their own for it."""
+
+    finished_sending: set[str] | None = None
+    finished_recving: set[str] | None = None
+    kv_connector_stats: Any = None
+    kv_cache_events: Any = None
+    kv_connector_worker_meta: Any = None
+    invalid_block_ids: set[int] = dataclasses.field(default_factory=set)
+    failed_recving: set[str] = dataclasses.field(default_factory=set)
+    expected_finished_count: int = 0
+
+    def is_empty(self) -> bool:
+        """Whether there is nothing to tell the scheduler."""
+        return not any(
+            getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "expected_finished_count"
+        )
+
+
+class KVOutputAggregator:
+    """Merges the workers' outputs of each step; keeps count across steps."""
+
+    def __init__(self, expected_finished_count: int):
+        """Args: expected_finished_count: workers that report each request."""
+        self._expected = expected_finished_count
+        self._sending = _Tally()
+        self._recving = _Tally()
+        self._failed: set[str] = set()
+        self._held: list[tuple[int, Any]] = []
+        self._type: type[Any] | None = None
+
+    @classmethod
+    def from_connector(cls, connector: FinishedCounting, world_size: int) -> Self:
+        """An aggregator that expects what the connector says, or else every worker."""
+        return cls(connector.get_finished_count() or world_size)
+
+    def aggregate(self, outputs: Sequence[_Output | None], output_rank: int = 0) -> _Output | None:
+        """The output of worker ``output_rank`` with everybody's ``kv_connector_output`` merged into it.
+
+        Args:
+            outputs: one per worker, always in the same order; ``None`` for a worker that has nothing to say.
+            output_rank: whose output is returned; it is changed in place.
+
+        Returns:
+            ``None`` where that worker has no output; what the others reported is then kept for the next step.
+        """
+        reports = [(worker, output.kv_connector_output) for worker, output in enumerate(outputs) if output is not None]
+        reports = self._held + [(worker, report) for worker, report in reports if report is not None]
+        output = outputs[output_rank]
+        if output is None:
+            self._held = reports
+            return None
+        self._held = []
+        output.kv_connector_output = self._merge(reports, len(outputs), output)
+        return output
+
+    def _merge(self, reports: Sequence[tuple[int, Any]], world_size: int, output: WorkerOutput) -> Any:
+        sent: set[str] = set()
+        received: set[str] = set()
+        invalid: set[int] = set()
+        stats = events = meta = None
+        for worker, report in reports:
+            announced = getattr(report, "expected_finished_count", 0)
+            if announced > 0 and announced != self._expected:
+                _log.debug("workers that report a request: %d, was %d", announced, self._expected)
+                self._expected = announced
+            sent |= self._sending.count(worker, report.finished_sending, self._expected, world_size)
+            received |= self._recving.count(worker, report.finished_recving, self._expected, world_size)
+            invalid |= getattr(report, "invalid_block_ids", None) or set()
+            self._failed |= getattr(report, "failed_recving", None) or set()
+            stats = _merged(stats, getattr(report, "kv_connector_stats", None))
+            meta = _merged(meta, getattr(report, "kv_connector_worker_meta", None), mixed=True)
+            events = _merged(events, getattr(report, "kv_cache_events", None))
+        failed = self._failed & received
+        self._failed -= failed
+        values = {
+            "finished_sending": sent or None,
+            "finished_recving": received or None,
+            "kv_connector_stats": stats or None,
+            "kv_cache_events": events or None,
+            "kv_connector_worker_meta": meta or None,
+            "invalid_block_ids": invalid,
+            "failed_recving": failed,
+            "expected_finished_count": self._expected,
+        }
+        if self._type is None:
+            self._type = _report_type(reports, output)
+        known = {field.name for field in dataclasses.fields(self._type)}
+        return self._type(**{name: value for name, value in values.items() if name in known})
+
+
+class _Tally:
+    """Who has reported which request."""
+
+    def __init__(self) -> None:
+        self._pending: dict[str, tuple[int, list[int]]] = {}
+
+    def count(self, worker: int, requests: set[str] | None, expected: int, world_size: int) -> set[str]:
+        """Counts one worker's report; the requests that this completes.
+
+        How many reports a request needs is fixed by its first one. A worker that repeats itself counts once, unless
+        more reports are expected than there are workers.
+        """
+        done: set[str] = set()
+        for request in requests or ():
+            needed, workers = self._pending.setdefault(request, (expected, []))
+            if worker in workers and needed <= world_size:
+                _log.warning("worker %d reported request %s twice", worker, request)
+                continue
+            workers.append(worker)
+            if len(workers) == needed:
+                done.add(request)
+                del self._pending[request]
+        return done
+
+
+def _merged(total: Any, new: Any, mixed: bool = False) -> Any:
+    """Two of a connector's own containers as one; the first may be changed and returned.
+
+    ``mixed``: whether it is the container's own affair to merge with one of another type.
+    """
+    if total is None:
+        return new
+    if not new:
+        return total
+    if not mixed and not isinstance(total, type(new)):
+        _log.warning("dropped %s of one worker, others sent %s", type(new).__name__, type(total).__name__)
+        return total
+    if hasattr(total, "increment_workers"):  # events: a list to extend, and how many workers it speaks for
+        total.add_events(new.get_all_events())
+        total.increment_workers(1)
+        return total
+    return total.aggregate(new)
+
+
+def _report_type(reports: Sequence[tuple[int, Any]], output: WorkerOutput) -> type[Any]:
+    """The engine's type for a report: what its workers send, else what the output declares, else ours."""
+    candidates: list[Any] = [type(report) for _, report in reports]
+    try:
+        declared = typing.get_type_hints(type(output)).get("kv_connector_output")
+    except (NameError, TypeError):  # annotations that exist for type checkers only
+        declared = None
+    candidates += [declared, *typing.get_args(declared)]
+    for candidate in candidates:
+        if isinstance(candidate, type) and dataclasses.is_dataclass(candidate):
+            return candidate
+    return ConnectorOutput
+
+
+BlockGroups = tuple[list[int], ...]
+
+
+def yield_req_data(scheduler_output: Any) -> Iterator[tuple[str, BlockGroups | None, bool]]:
+    """Every scheduled request: its id, its new block ids per KV cache group, whether it resumes after a preemption.
+
+    New requests first. Of one that resumes, the block ids are all that it has; of another that runs on, those added in
+    this step, or ``None``.
+
+    Args:
+        scheduler_output: with ``scheduled_new_reqs`` (``req_id``, ``block_ids``) and ``scheduled_cached_reqs``
+            (``req_ids``, ``new_block_ids``, ``resumed_req_ids``), as vLLM's.
+
+    Raises:
+        ProtocolError: lists of the cached requests differ in length; before anything is yielded.
+    """
+    cached = scheduler_output.scheduled_cached_reqs
+    if len(cached.req_ids) != len(cached.new_block_ids):
+        raise ProtocolError(f"{len(cached.req_ids)} running requests with {len(cached.new_block_ids)} lists of blocks")
+    for request in scheduler_output.scheduled_new_reqs:
+        yield request.req_id, request.block_ids, False
+    for request_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
+        yield request_id, blocks, request_id in cached.resumed_req_ids

@@ -1,0 +1,177 @@
+"""``kv_transfer_params``: what P's answer tells D, through whatever router stands between. Pure.
+
+The outer keys are those of vLLM's NIXL connector, so that routers written for it work unchanged; our own data stands
+under the one key ``kvferry``. Block ids do not travel here: they stay with P until D asks under the lease's token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from kvferry.connector.geometry.rank_geometry import CacheKind
+from kvferry.connector.geometry.token_sharding import UNSHARDED, TokenSharding
+from kvferry.connector.protocol.step_plan import PeerEngine, RankAddress
+from kvferry.transport.errors import ProtocolError
+
+PARAMS_VERSION = 2
+MAX_PORT = 65535
+
+_Hex16 = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
+_PRINTABLE = r"^[^\x00-\x1f\x7f\ud800-\udfff]+\Z"
+"""These strings come from whoever sent the request and go into log lines: no line breaks, no half characters."""
+_Rank = tuple[
+    Annotated[int, Meta(ge=0, lt=4096)],
+    Annotated[int, Meta(ge=0, lt=4096)],
+    Annotated[str, Meta(max_length=255, pattern=_PRINTABLE)],
+    Annotated[int, Meta(ge=1, le=MAX_PORT)],
+    _Hex16,
+]
+
+
+_Kept = tuple[CacheKind, Annotated[int, Meta(ge=1, le=1 << 31)], Annotated[int, Meta(ge=0, le=1 << 31)]]
+
+
+class _Wire(msgspec.Struct, frozen=True):
+    v: int
+    token: _Hex16
+    engine_id: Annotated[str, Meta(max_length=256, pattern=_PRINTABLE)]
+    num_tokens: Annotated[int, Meta(ge=1, le=1 << 31)]
+    prompt: Annotated[str, Meta(max_length=64)]
+    lease_seconds: Annotated[float, Meta(gt=0, le=1e6)]
+    tp_size: Annotated[int, Meta(ge=1, le=4096)]
+    pp_size: Annotated[int, Meta(ge=1, le=4096)]
+    ranks: Annotated[list[_Rank], Meta(min_length=1, max_length=4096)]
+    host_id: Annotated[str, Meta(max_length=64, pattern="^[0-9a-f]*$")] = ""
+    kept: Annotated[list[_Kept], Meta(max_length=64)] = []
+    shardings: Annotated[tuple[TokenSharding, ...], Meta(min_length=1, max_length=4)] = UNSHARDED
+
+
+class RemotePrompt(msgspec.Struct, frozen=True):
+    """What D learns of a finished prompt: the lease's token, the prompt it covers, and where P's ranks are.
+
+    ``kept``: (kind, window, first token) of each of P's block tables that gave back what left its window.
+    """
+
+    token: bytes
+    num_tokens: int
+    prompt: str
+    peer: PeerEngine
+    kept: tuple[tuple[CacheKind, int, int], ...] = ()
+
+
+def prompt_digest(token_ids: Sequence[int], extra: Sequence[str] = ()) -> str:
+    """Names a prompt: its tokens, and what else its KV depends on (LoRA adapter, multi-modal inputs)."""
+    # A third of what numpy takes for a list: D's request waits for this.
+    digest = hashlib.blake2b(struct.pack(f"<{len(token_ids)}i", *token_ids), digest_size=16)
+    for item in extra:
+        digest.update(b"\0" + item.encode())
+    return digest.hexdigest()
+
+
+def to_transfer_params(remote_prompt: RemotePrompt) -> dict[str, Any]:
+    """P: the ``kv_transfer_params`` of a finished prefill."""
+    peer = remote_prompt.peer
+    first = peer.ranks[0]
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": peer.engine_id,
+        "remote_request_id": remote_prompt.token.hex(),
+        "remote_block_ids": [],
+        "remote_host": first.host,
+        "remote_port": first.port,
+        "tp_size": peer.tp_size,
+        "pp_size": peer.pp_size,
+        "dcp_size": max(sharding.size for sharding in peer.shardings),
+        "remote_num_tokens": remote_prompt.num_tokens,
+        "kvferry": {
+            "v": PARAMS_VERSION,
+            "token": remote_prompt.token.hex(),
+            "engine_id": peer.engine_id,
+            "num_tokens": remote_prompt.num_tokens,
+            "prompt": remote_prompt.prompt,
+            "lease_seconds": peer.lease_seconds,
+            "tp_size": peer.tp_size,
+            "pp_size": peer.pp_size,
+            "host_id": peer.host_id,
+            "kept": [list(item) for item in remote_prompt.kept],
+            "shardings": [[sharding.size, sharding.interleave] for sharding in peer.shardings],
+            "ranks": [[r.pp_rank, r.tp_rank, r.host, r.port, r.incarnation.hex()] for r in peer.ranks],
+        },
+    }
+
+
+def wants_prefill(params: Mapping[str, Any] | None) -> bool:
+    """P: whether the request's KV is to be handed over."""
+    return isinstance(params, Mapping) and bool(params.get("do_remote_decode"))
+
+
+def from_transfer_params(params: Mapping[str, Any] | None) -> RemotePrompt | None:
+    """D: what P handed over; ``None`` where nothing was asked for, which means: prefill locally.
+
+    Raises:
+        ProtocolError: parameters that are there and cannot be used, in one line.
+    """
+    if not isinstance(params, Mapping) or not params.get("do_remote_prefill"):
+        return None
+    raw = params.get("kvferry")
+    if raw is None:
+        if params.get("remote_engine_id") is None:
+            raise ProtocolError(
+                "kv_transfer_params asks for a remote prefill but names no P: the prefill leg handed nothing over, "
+                "or the router dropped its answer's kv_transfer_params"
+            )
+        raise ProtocolError(
+            "kv_transfer_params has no 'kvferry' entry: P runs another connector, or the router dropped it; "
+            "relay P's kv_transfer_params unchanged"
+        )
+    if isinstance(raw, Mapping) and raw.get("v") != PARAMS_VERSION:
+        raise ProtocolError(
+            f"kv_transfer_params version is {raw.get('v')!r}, expected {PARAMS_VERSION}; "
+            "run the same KVFerry release on both sides"
+        )
+    try:
+        wire = msgspec.convert(raw, _Wire)
+    except msgspec.ValidationError as error:
+        raise ProtocolError(f"kv_transfer_params['kvferry'] is malformed: {error}") from None
+    ranks = tuple(RankAddress(pp, tp, host, port, bytes.fromhex(life)) for pp, tp, host, port, life in wire.ranks)
+    named = {(rank.pp_rank, rank.tp_rank) for rank in ranks}
+    if len(named) != len(ranks) or len(ranks) != wire.tp_size * wire.pp_size:
+        raise ProtocolError(
+            f"kv_transfer_params names {len(named)} ranks, expected {wire.pp_size} x {wire.tp_size} (pp x tp)"
+        )
+    strange = [name for name in named if name[0] >= wire.pp_size or name[1] >= wire.tp_size]
+    if strange:
+        pp, tp = min(strange)
+        raise ProtocolError(
+            f"kv_transfer_params names a rank pp{pp} tp{tp}, expected below pp{wire.pp_size} and tp{wire.tp_size}"
+        )
+    if any(wire.tp_size % sharding.size for sharding in wire.shardings):
+        sizes = ", ".join(str(sharding.size) for sharding in wire.shardings)
+        raise ProtocolError(f"kv_transfer_params says that {sizes} of {wire.tp_size} ranks share tokens out in turn")
+    peer = PeerEngine(
+        wire.engine_id, wire.tp_size, wire.pp_size, wire.lease_seconds, ranks, wire.host_id, wire.shardings
+    )
+    return RemotePrompt(bytes.fromhex(wire.token), wire.num_tokens, wire.prompt, peer, tuple(wire.kept))
+
+
+def check_reachable(peer: PeerEngine, our_host_id: str) -> None:
+    """That P did not tell an address that means another machine here.
+
+    Raises:
+        ProtocolError: P told its loopback address, and it runs on another host.
+    """
+    if not (peer.host_id and our_host_id) or peer.host_id == our_host_id:
+        return
+    for rank in peer.ranks:
+        if rank.host in ("localhost", "::1") or rank.host.startswith("127."):
+            raise ProtocolError(
+                f"P runs on another host but told its loopback address {rank.host}; set side_channel_host "
+                "(KVFERRY_SIDE_CHANNEL_HOST) on P to the address that this host reaches"
+            )

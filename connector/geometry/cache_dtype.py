@@ -1,0 +1,57 @@
+"""What vLLM's attention layers say of the numbers in their caches: dtype, where K ends, static fp8 scales. No vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvferry.connector.geometry.dtypes import SCALED, canonical
+from kvferry.connector.geometry.engine_types import CacheDtype
+from kvferry.transport.errors import ConfigError
+
+
+def layer_cache_dtype(
+    spec: Any, names: Sequence[str], layers: Mapping[str, Any], cache_dtype: str, *, fnuz: bool = False
+) -> CacheDtype | None:
+    """The numbers of layers of one KV cache specification; ``None`` for states, which are no numbers of one kind.
+
+    The layers themselves are asked: some may be left out of the quantisation that the configuration names, and
+    checkpoints bring scales of their own. These are there once the model is loaded. Their tensors do not tell, for vLLM
+    hands fp8 caches out as bytes.
+
+    Args:
+        spec: vLLM's ``KVCacheSpec``.
+        names: of the layers.
+        layers: vLLM's attention layers, by name; one that is missing counts as one with ``cache_dtype`` and no scales.
+        cache_dtype: ``--kv-cache-dtype``.
+        fnuz: whether e4m3 is the other one, of AMD's MI300.
+
+    Raises:
+        ConfigError: scales that are not one per layer.
+    """
+    if not hasattr(spec, "head_size"):
+        return None
+    names_of = {str(getattr(layers.get(name), "kv_cache_dtype", cache_dtype)) for name in names} or {cache_dtype}
+    told = sorted({canonical(str(spec.dtype) if name == "auto" else name) for name in names_of})
+    if len(told) > 1:
+        raise ConfigError(f"layers {names[0]!r} and others of its group have KV caches of dtypes {', '.join(told)}")
+    dtype = told[0]
+    packed = getattr(spec, "state_content_bytes", None) or getattr(spec, "num_head_slots", None)
+    keys = None if packed else int(spec.head_size)
+    if dtype not in SCALED:
+        return CacheDtype(dtype, keys)
+    scales = {name: _scales(name, layers.get(name), alone=not getattr(spec, "head_size_v", 1)) for name in names}
+    return CacheDtype("float8_e4m3fnuz" if fnuz and dtype == "float8_e4m3fn" else dtype, keys, scales)
+
+
+def _scales(name: str, layer: Any, alone: bool) -> tuple[float, float]:
+    """Of K and V. ``alone``: MLA, which keeps one vector, and writes it with the scale of K."""
+    for half in ("_k_scale", "_v_scale"):
+        tensor = getattr(layer, half, None)
+        if tensor is not None and tensor.numel() > 1:
+            raise ConfigError(
+                f"layer {name!r}: an fp8 KV cache with {tensor.numel()} scales, one per head, is not carried; "
+                "use a checkpoint with one scale per layer"
+            )
+    k, v = (float(getattr(layer, half, 1.0)) for half in ("_k_scale_float", "_v_scale_float"))
+    return (k, k) if alone else (k, v)

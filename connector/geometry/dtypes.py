@@ -1,0 +1,216 @@
+"""What the numbers of a KV cache stand for, when two ranks' agree, and what converting them costs. Pure.
+
+An element that is stored as x means x times the scale of K or V of its layer; only fp8 has scales other than 1. Where
+dtype and scales agree, bytes are copied. Where they do not, a D that has ``convert_dtype`` on converts what arrives
+(``kernels.convert``). ``python -m kvferry.connector.geometry.dtypes`` prints the table of the README.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from kvferry.connector.geometry.rank_geometry import RankGeometry, RegionGeometry
+from kvferry.kernels.convert import Conversion
+from kvferry.transport.errors import GeometryError, IncompatiblePeerError
+
+ALIASES = {
+    "float": "float32",
+    "half": "float16",
+    "fp8": "float8_e4m3fn",
+    "fp8_e4m3": "float8_e4m3fn",
+    "fp8_inc": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
+}
+"""vLLM's names for a ``--kv-cache-dtype`` that torch calls otherwise."""
+
+
+class Precision(NamedTuple):
+    """Of a floating-point dtype. ``mantissa``: explicit bits; ``smallest``: the smallest positive number."""
+
+    itemsize: int
+    mantissa: int
+    largest: float
+    smallest_normal: float
+    smallest: float
+
+    @property
+    def relative_error(self) -> float:
+        """Bound on the relative error of rounding a number between the smallest normal and the largest one."""
+        return 2.0 ** -(self.mantissa + 1)
+
+    @property
+    def absolute_error(self) -> float:
+        """Bound on the error of rounding a number below the smallest normal one."""
+        return self.smallest / 2
+
+
+def _precision(itemsize: int, mantissa: int, largest: float, exponent: int) -> Precision:
+    return Precision(itemsize, mantissa, largest, 2.0**exponent, 2.0 ** (exponent - mantissa))
+
+
+CONVERTIBLE = {
+    "float32": _precision(4, 23, (2 - 2.0**-23) * 2.0**127, -126),
+    "bfloat16": _precision(2, 7, (2 - 2.0**-7) * 2.0**127, -126),
+    "float16": _precision(2, 10, 65504.0, -14),
+    "float8_e4m3fn": _precision(1, 3, 448.0, -6),
+    "float8_e5m2": _precision(1, 2, 57344.0, -14),
+}
+"""Dtypes that are converted, as ``torch.finfo`` describes them."""
+
+SCALED = ("float8_e4m3fn", "float8_e5m2")
+SCALE_ERROR = 2.0**-23
+"""Bound on the relative error of multiplying by one scale and dividing by another, each rounded to float32."""
+
+
+def canonical(dtype: str) -> str:
+    """torch's name of a dtype, by whatever name: ``torch.float16``, ``half``, ``fp8``; an unknown one stays."""
+    name = dtype.removeprefix("torch.")
+    return ALIASES.get(name, name)
+
+
+def error_bound(dtype: str, number: float, scale: float = 1.0) -> float:
+    """How far a converted number may be from ``number``; infinite beyond the largest one, which is what it becomes.
+
+    Args:
+        dtype: what it is converted to.
+        number: what the element means, scale included.
+        scale: the layer's scale on D.
+    """
+    to = CONVERTIBLE[dtype]
+    size = abs(number)
+    if size > to.largest * scale:
+        return math.inf
+    rounding = max(size * to.relative_error, to.absolute_error * scale)
+    return rounding * (1 + SCALE_ERROR) + size * SCALE_ERROR
+
+
+def scales(region: RegionGeometry, place: int) -> tuple[float, float]:
+    """Of K and V, of the layer at ``place``."""
+    return region.scales[place] if region.scales else (1.0, 1.0)
+
+
+def check_elements(region: RegionGeometry) -> None:
+    """That what a peer tells of its numbers makes sense.
+
+    Raises:
+        GeometryError: scales that are none, or not one pair for each layer; names the layer.
+    """
+    name = region.layers[0]
+    if len(region.scales) not in (0, len(region.layers)):
+        raise GeometryError(f"layer {name!r}: {len(region.scales)} pairs of scales for {len(region.layers)} layers")
+    for layer, pair in zip(region.layers, region.scales, strict=False):
+        if not all(math.isfinite(scale) and scale > 0 for scale in pair):
+            raise GeometryError(f"layer {layer!r}: scales {pair[0]:g} and {pair[1]:g}, expected positive numbers")
+    known = CONVERTIBLE.get(region.dtype)
+    if known is not None and region.content_bytes % known.itemsize:
+        raise GeometryError(f"layer {name!r}: {region.content_bytes} bytes of content are no number of {region.dtype}")
+
+
+def check_same_elements(
+    name: str, ours: RegionGeometry, theirs: RegionGeometry, places: list[tuple[int, int]], *, convert: bool
+) -> None:
+    """That the numbers of two regions are the same, or can be converted.
+
+    Args:
+        name: how a message calls them.
+        places: of each layer that they have in common, in ours and in theirs.
+        convert: whether D converts.
+
+    Raises:
+        IncompatiblePeerError: names the field and both values.
+    """
+    if ours.dtype == theirs.dtype:
+        if ours.content_bytes != theirs.content_bytes:
+            raise IncompatiblePeerError(f"content_bytes of {name}", ours.content_bytes, theirs.content_bytes)
+        differing = [(i, j) for i, j in places if scales(ours, i) != scales(theirs, j)]
+        if not differing:
+            return
+        i, j = differing[0]
+        what = f"scales of K and V of layer {ours.layers[i]!r}"
+        told = [" and ".join(f"{scale:.9g}" for scale in scales(*side)) for side in ((ours, i), (theirs, j))]
+    else:
+        what, told = f"dtype of {name}", [ours.dtype, theirs.dtype]
+    why = _not_converted(ours, theirs, places) if convert else "convert_dtype is off"
+    if why:
+        raise IncompatiblePeerError(f"{what} ({why})", *told)
+    sizes = [region.content_bytes // CONVERTIBLE[region.dtype].itemsize for region in (ours, theirs)]
+    if sizes[0] != sizes[1]:
+        raise IncompatiblePeerError(f"elements per head and token of {name}", *sizes)
+    if _scaled(ours, theirs, places) and ours.keys != theirs.keys:
+        told = ["unknown" if keys is None else str(keys) for keys in (ours.keys, theirs.keys)]
+        raise IncompatiblePeerError(f"elements of K in {name}", *told)
+
+
+def _not_converted(ours: RegionGeometry, theirs: RegionGeometry, places: list[tuple[int, int]]) -> str:
+    """Why these are not converted, if so."""
+    for region in (ours, theirs):
+        if region.kind == "state":
+            return "states are not converted"
+        if region.packing or region.part:
+            return "blocks whose tokens are packed are not converted"
+        if region.dtype not in CONVERTIBLE:
+            return f"{region.dtype} is not converted"
+    if _scaled(ours, theirs, places) and ours.keys is None and theirs.keys is None:
+        return "where K ends is not known"
+    return ""
+
+
+def _scaled(ours: RegionGeometry, theirs: RegionGeometry, places: list[tuple[int, int]]) -> bool:
+    return any({*scales(ours, i), *scales(theirs, j)} != {1.0} for i, j in places)
+
+
+def converted_pairs(local: RankGeometry, remote: RankGeometry) -> frozenset[tuple[int, int]]:
+    """The regions of D and P, by number, between which numbers are converted."""
+    found = set()
+    for i, ours in enumerate(local.regions):
+        for j, theirs in enumerate(remote.regions):
+            if ours.part != theirs.part:
+                continue
+            places = common_layers(ours, theirs)
+            differ = ours.dtype != theirs.dtype or any(scales(ours, a) != scales(theirs, b) for a, b in places)
+            if places and differ:
+                found.add((i, j))
+    return frozenset(found)
+
+
+def common_layers(ours: RegionGeometry, theirs: RegionGeometry) -> list[tuple[int, int]]:
+    """The places of the layers that both have, in ours and in theirs."""
+    there = {layer: place for place, layer in enumerate(theirs.layers)}
+    return [(place, there[layer]) for place, layer in enumerate(ours.layers) if layer in there]
+
+
+@dataclass(frozen=True, slots=True)
+class WireElements:
+    """``region`` is P's region, ``layer`` the part's first one there."""
+
+    region: RegionGeometry
+    layer: int
+
+    def conversion(self, ours: RegionGeometry, layer: int, num_layers: int) -> Conversion:
+        """To ours: ``num_layers`` from number ``layer`` on."""
+        content = ours.content_bytes // CONVERTIBLE[ours.dtype].itemsize
+        sides = ((self.region, self.layer), (ours, layer))
+        of, to = (
+            np.array([scales(region, first + n) for n in range(num_layers)], dtype=np.float32)
+            for region, first in sides
+        )
+        # Where K ends makes no difference to scales of 1, and is known elsewhere (``dtypes.check_same``).
+        return Conversion(self.region.dtype, ours.dtype, content, ours.keys or 0, of, to)
+
+
+def error_table() -> str:
+    """What one conversion costs, as a Markdown table, for the README."""
+    rows = ["| to | relative error | below | absolute error | beyond |", "|---|---|---|---|---|"]
+    for name, to in CONVERTIBLE.items():
+        relative, absolute = f"2^-{to.mantissa + 1}", f"2^{math.frexp(to.absolute_error)[1] - 1}"
+        below = f"2^{math.frexp(to.smallest_normal)[1] - 1}"
+        rows.append(f"| `{name}` | {relative} | {below} | {absolute} | ±{to.largest:g} |")
+    return "\n".join(rows)
+
+
+if __name__ == "__main__":
+    print(error_table())

@@ -1,0 +1,190 @@
+"""What must be the same of a model on P and D for its KV cache to mean the same, by name. Pure.
+
+Read from configurations in the form of Hugging Face's, where one and the same model is written in different ways from
+release to release; here it has one. In are the things that K and V depend on: what layers compute, rotary positions,
+quantised weights. Not in are the release, the attention backend, parallel sizes, paths, the longest prompt, the dtype
+that is computed in, what comes after the last layer. Dtype and scales of the cache itself, heads and windows stand in
+the geometry (``agreement.compatible``).
+
+Weights are not in it either: a fine-tune has its base model's configuration. ``model_tag`` in the settings tells them
+apart.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+MAX_TEXT = 900
+"""Longer values are told by their beginning and a digest."""
+
+PLAIN = (
+    "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size",
+    "hidden_act", "hidden_activation", "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "attention_bias",
+    "qkv_bias", "mlp_bias", "use_qk_norm", "qk_norm", "qk_layernorm", "query_pre_attn_scalar", "attn_logit_softcapping",
+    "attention_multiplier", "residual_multiplier", "embedding_multiplier", "attention_chunk_size",
+    "num_kv_shared_layers", "cross_layer_attention_sharing", "kv_lora_rank", "q_lora_rank", "qk_rope_head_dim",
+    "qk_nope_head_dim", "v_head_dim", "num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts",
+    "num_experts_per_tok", "moe_intermediate_size", "first_k_dense_replace", "routed_scaling_factor", "norm_topk_prob",
+    "no_rope_layers", "position_embedding_type", "alibi",
+)  # fmt: skip
+"""Facts that a configuration has under these names. Not there, ``None`` and ``False`` are the same."""
+
+LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+"""Kinds of rotary positions whose frequencies depend on the model's longest sequence."""
+_ORIGINAL_LENGTH_ROPE = ("llama3", "yarn", "longrope")
+_OLD_ROPE_TYPES = {"su": "longrope", "mrope": "default"}
+
+_QUANTIZATION = {
+    "bits": ("bits", "w_bit", "wbits"),
+    "group_size": ("group_size", "q_group_size"),
+    "weight_block_size": ("weight_block_size",),
+    "algorithm": ("quant_algo", "fmt", "format"),
+    "activations": ("activation_scheme",),
+    "symmetric": ("sym",),
+    "zero_point": ("zero_point",),
+    "act_order": ("desc_act",),
+    "layers_left_out": ("ignore", "ignored_layers", "modules_to_not_convert", "exclude_modules"),
+    "groups": ("config_groups",),
+}
+_METHODS = {"awq_marlin": "awq", "auto_awq": "awq", "gptq_marlin": "gptq", "auto_gptq": "gptq"}
+"""Kernels that vLLM names like methods; the weights are the same."""
+
+
+def model_identity(
+    hf_config: Any, text_config: Any, *, quantization: str | None, max_model_len: int, tag: str | None = None
+) -> dict[str, str]:
+    """The facts of a model; those that are not set are left out.
+
+    Args:
+        hf_config: the model's configuration.
+        text_config: that of its language model; often the same one.
+        quantization: of the weights, as the engine names it.
+        max_model_len: the longest sequence that the engine admits; matters to longrope alone.
+        tag: ``model_tag`` of the settings.
+    """
+    facts: dict[str, Any] = {
+        "architectures": ",".join(getattr(hf_config, "architectures", None) or ()),
+        "head_dim": _head_dim(text_config),
+        "sliding_window": _sliding_window(text_config),
+        "layer_types": _layer_types(text_config),
+        "rope": rope(text_config, max_model_len),
+        "model_tag": tag,
+    }
+    facts |= {name: getattr(text_config, name, None) for name in PLAIN}
+    facts |= _quantization(hf_config, text_config, quantization)
+    return {name: text(value) for name, value in facts.items() if not _unset(value)}
+
+
+def text(value: Any) -> str:
+    """A value as a line that is the same wherever the value is: 10000 is 10000.0."""
+    found = value if isinstance(value, str) else json.dumps(_plain(value), sort_keys=True)
+    found = found.encode("unicode_escape").decode()
+    if len(found) <= MAX_TEXT:
+        return found
+    return f"{found[:MAX_TEXT]}... sha256 {hashlib.sha256(found.encode()).hexdigest()[:16]}"
+
+
+def rope(config: Any, max_model_len: int) -> dict[str, Any] | None:
+    """Rotary positions: by layer type, or one for all. ``None``: the model has none.
+
+    Releases of transformers before 5 have ``rope_theta`` and ``rope_scaling``, Gemma 3 ``rope_local_base_freq`` for its
+    windowed layers; later ones have ``rope_parameters``, with an entry per layer type where layers differ.
+    """
+    told = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    nested = {name: inner for name, inner in told.items() if isinstance(inner, Mapping)}
+    local = getattr(config, "rope_local_base_freq", None)
+    if nested:
+        found = {name: _rope(config, inner, max_model_len) for name, inner in nested.items()}
+    elif local is not None:
+        found = {
+            "full_attention": _rope(config, told, max_model_len),
+            "sliding_attention": _rope(config, {"rope_theta": local}, max_model_len),
+        }
+    elif told or getattr(config, "rope_theta", None) is not None:
+        return _rope(config, told, max_model_len)
+    else:
+        return None
+    every = list(found.values())
+    return every[0] if all(one == every[0] for one in every) else found
+
+
+def _rope(config: Any, told: Mapping[str, Any], max_model_len: int) -> dict[str, Any]:
+    """One set of rotary parameters, without what is as it is by default."""
+    found = {name: value for name, value in told.items() if not _unset(value) and not isinstance(value, Mapping)}
+    kind = found.pop("rope_type", None) or found.get("type") or "default"
+    found.pop("type", None)
+    kind = _OLD_ROPE_TYPES.get(kind, kind)
+    found.setdefault("rope_theta", getattr(config, "rope_theta", None) or 10000.0)
+    found.setdefault("partial_rotary_factor", getattr(config, "partial_rotary_factor", None) or 1.0)
+    longest = getattr(config, "max_position_embeddings", None)
+    original = getattr(config, "original_max_position_embeddings", None)
+    if kind in _ORIGINAL_LENGTH_ROPE:
+        found["original_max_position_embeddings"] = original or found.get("original_max_position_embeddings") or longest
+    else:
+        found.pop("original_max_position_embeddings", None)
+    if kind in LENGTH_DEPENDENT_ROPE:
+        found["max_position_embeddings"] = longest
+    if kind == "longrope":  # vLLM takes one set of factors for all prompts
+        found["factors"] = "long" if max_model_len > (found["original_max_position_embeddings"] or 0) else "short"
+    if found["partial_rotary_factor"] == 1:
+        del found["partial_rotary_factor"]
+    return {"rope_type": kind, **found}
+
+
+def _head_dim(config: Any) -> int | None:
+    if getattr(config, "kv_lora_rank", None):  # MLA has head sizes of its own names, and head_dim means this or that
+        return None
+    hidden, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
+    return getattr(config, "head_dim", None) or (hidden // heads if hidden and heads else None)
+
+
+def _sliding_window(config: Any) -> Any:
+    return getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+
+
+def _layer_types(config: Any) -> str | None:
+    """Of the layers in order, runs of one type counted; ``None`` where all attend to everything."""
+    types = getattr(config, "layer_types", None) or ()
+    if set(types) <= {"full_attention"}:
+        return None
+    runs: list[tuple[str, int]] = []
+    for kind in types:
+        count = runs.pop()[1] if runs and runs[-1][0] == kind else 0
+        runs.append((kind, count + 1))
+    return " ".join(f"{count}x{kind}" for kind, count in runs)
+
+
+def _quantization(hf_config: Any, text_config: Any, engine: str | None) -> dict[str, Any]:
+    """Of the weights, in the checkpoint's own words where it has any: engines name methods after kernels, too."""
+    told = getattr(hf_config, "quantization_config", None) or getattr(text_config, "quantization_config", None) or {}
+    told = told.to_dict() if hasattr(told, "to_dict") else told
+    inner = told.get("quantization")
+    entries = {**told, **(inner if isinstance(inner, Mapping) else {})}
+    method = str(entries.get("quant_method") or engine or "").lower()
+    facts: dict[str, Any] = {"quantization": _METHODS.get(method, method)}
+    for name, keys in _QUANTIZATION.items():
+        facts[f"quantization {name}"] = next((entries[key] for key in keys if not _unset(entries.get(key))), None)
+    return facts
+
+
+def _unset(value: Any) -> bool:
+    return value is None or value is False or (isinstance(value, Sequence | Mapping) and not value)
+
+
+def _plain(value: Any) -> Any:
+    """For JSON: every number in one way, tuples and sets as lists."""
+    if isinstance(value, bool) or value is None:
+        return value
+    if isinstance(value, int | float):
+        number = float(f"{value:.12g}")
+        return int(number) if number.is_integer() else number
+    if isinstance(value, Mapping):
+        return {str(name): _plain(inner) for name, inner in value.items()}
+    if isinstance(value, set | frozenset):
+        return sorted(map(_plain, value))
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_plain(inner) for inner in value]
+    return str(value)

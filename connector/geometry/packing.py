@@ -1,0 +1,212 @@
+"""Caches whose backend keeps the tokens of a block in an order of its own, as parts that can be carried. Pure.
+
+vLLM's attention on the CPU stores the KV of one (kernel block, head) as its kernels read it, by instruction set and
+dtype: all keys, then all values, keys transposed or both in pairs. Such a block seems indivisible. But where every run
+of a few tokens, a *tile*, lies in memory like every other, a tile can move to a block of another size, and keys and
+values are each a strided view like any cache: part ``k`` and part ``v``. The whole cache stays a choice beside them:
+between blocks of one size its bytes lie together, while those of a part may lie in thousands of short rows.
+
+Nothing here knows an instruction set. The order is read off from where the backend's own writer puts each element
+(``places``); two ranks understand each other when their tiles have the same order, whichever code wrote them.
+
+Legend: N tokens in a kernel block, D channels of a key or value; elements, not bytes, unless a name says so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvferry.connector.geometry.rank_geometry import RankGeometry, RegionGeometry
+from kvferry.connector.geometry.view import CacheView
+
+PARTS = ("k", "v")
+
+
+@dataclass(frozen=True, slots=True)
+class PackedPart:
+    """The keys or the values of a packed cache, or all of it; the fields of ``RegionGeometry``."""
+
+    part: str
+    view: CacheView
+    packing: str
+    tile_tokens: int
+
+
+def split_packed(view: CacheView, places: NDArray[np.int64]) -> tuple[PackedPart, ...]:
+    """A cache that packs blocks, whole, and its keys and its values in tiles as small as its order allows.
+
+    A part whose tokens have bytes of their own, with channels in order, is not packed at all: ``packing`` is empty,
+    though a token's bytes may lie in rows. At worst the tile of a part is the whole block.
+
+    Args:
+        view: the cache, keys and values together.
+        places: [2, N, D], where channel d of the key (0) or value (1) of token t lies in its (block, head).
+
+    Returns:
+        the whole, ``k`` and ``v``; nothing where the order is not one that can be divided like this.
+    """
+    kinds, tokens, channels = places.shape
+    half = tokens * channels
+    item_bytes, rest = divmod(view.content_bytes, kinds * channels)
+    if kinds != len(PARTS) or rest or tokens != view.block_size or view.token_stride != view.content_bytes:
+        return ()
+    name = f"blocks of {tokens} tokens x {channels} channels, order {_digest(places)}"
+    parts = [PackedPart("", view, name, tokens)]
+    for kind, part in enumerate(PARTS):
+        own = places[kind] - kind * half
+        if not np.array_equal(np.sort(own, axis=None), np.arange(half)):
+            return ()
+        order = _order_of(own)
+        of_part = replace(
+            view,
+            bases=tuple(base + kind * half * item_bytes for base in view.bases),
+            content_bytes=channels * item_bytes,
+            token_stride=order.token_stride * item_bytes,
+            rows=order.rows,
+            row_stride=order.row_stride * item_bytes,
+        )
+        parts.append(PackedPart(part, of_part, order.name, order.tile_tokens))
+    return tuple(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """How the keys or the values of a block lie: per row, one tile after the other."""
+
+    tile_tokens: int
+    token_stride: int
+    rows: int
+    row_stride: int
+    name: str
+
+
+def _order_of(places: NDArray[np.int64]) -> _Order:
+    """The order with the smallest tile; ``places`` [N, D] holds each of 0..N*D once, so a tile of N always is one."""
+    tokens = len(places)
+    for tile_tokens in range(1, tokens):
+        order = _order_in_tiles(places, tile_tokens) if tokens % tile_tokens == 0 else None
+        if order is not None:
+            return order
+    order = _order_in_tiles(places, tokens)
+    assert order is not None
+    return order
+
+
+def _order_in_tiles(places: NDArray[np.int64], tile_tokens: int) -> _Order | None:
+    """The order in tiles of so many tokens, if the tiles are alike, equally far apart, and each in equal rows."""
+    channels = places.shape[1]
+    tiles = places.reshape(-1, tile_tokens, channels)
+    first, starts = tiles[0], tiles[:, 0, 0] - tiles[0, 0, 0]
+    step = int(starts[1]) if len(starts) > 1 else tile_tokens * channels
+    if not np.array_equal(tiles, first + step * np.arange(len(tiles))[:, None, None]):
+        return None
+    taken = np.sort(first, axis=None)
+    edges = np.flatnonzero(np.diff(taken, prepend=taken[0] - 2) != 1)  # where a row begins
+    rows, row_strides = len(edges), np.diff(taken[edges])
+    width = len(taken) // rows
+    if (np.diff(edges) != width).any() or len(taken) % rows or (row_strides != row_strides[:1]).any():
+        return None
+    if taken[0] or width % tile_tokens:
+        return None
+    assert step == width, "equal tiles that fill a block, the first one first, follow each other in every row"
+    order = np.searchsorted(taken, first)  # [tile_tokens, D], the place in a tile that lies together
+    return _Order(
+        tile_tokens=tile_tokens,
+        token_stride=width // tile_tokens,
+        rows=rows,
+        row_stride=int(row_strides[0]) if rows > 1 else 0,
+        name=_name(order),
+    )
+
+
+def _name(order: NDArray[np.int64]) -> str:
+    """What tells one order inside a tile from another; empty where it is a token's channels one after the other."""
+    tile_tokens, channels = order.shape
+    if tile_tokens == 1 and np.array_equal(order[0], np.arange(channels)):
+        return ""
+    return f"tiles of {tile_tokens} tokens x {channels} channels, order {_digest(order)}"
+
+
+def _digest(order: NDArray[np.int64]) -> str:
+    return hashlib.sha256(order.astype("<i4").tobytes()).hexdigest()[:16]
+
+
+def alternatives(geometry: RankGeometry) -> dict[int, list[int]]:
+    """The regions that are whole caches and there in parts too: their numbers, and those of the parts."""
+    parts: dict[tuple[str, ...], list[int]] = {}
+    for number, region in enumerate(geometry.regions):
+        if region.part:
+            parts.setdefault(region.layers, []).append(number)
+    return {
+        number: parts[region.layers]
+        for number, region in enumerate(geometry.regions)
+        if not region.part and region.layers in parts
+    }
+
+
+def excluded_regions(needs: RankGeometry, has: RankGeometry) -> set[int]:
+    """D's regions that are not read from a P rank: parts where P's blocks can be taken whole, and else the whole.
+
+    Args:
+        needs: D's rank.
+        has: P's.
+    """
+    over: set[int] = set()
+    for whole, parts in alternatives(needs).items():
+        layers = set(needs.regions[whole].layers)
+        theirs = [region for region in has.regions if not layers.isdisjoint(region.layers)]
+        over.update(parts if _as_a_whole(needs.regions[whole], theirs) else [whole])
+    return over
+
+
+def _as_a_whole(ours: RegionGeometry, theirs: Sequence[RegionGeometry]) -> bool:
+    """Also where the peer has nothing but whole caches: then it is refused by what differs."""
+    wholes = [region for region in theirs if not region.part]
+    alike = all((region.packing, region.tile_tokens) == (ours.packing, ours.tile_tokens) for region in wholes)
+    return (bool(wholes) and alike) or not any(region.part for region in theirs)
+
+
+Write = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""Writes keys [N, 1, D] and values [N, 1, D] into the key half and the value half of one cache [1, 1, 2N, D], tokens
+to slots [N]."""
+
+
+def element_order(
+    write: Write, tokens: int, channels: int, *, given: torch.dtype, stored: torch.dtype, held: torch.dtype
+) -> NDArray[np.int64] | None:
+    """Where ``write`` puts each element inside a (block, head): ``packing.split``.
+
+    It writes a block in which every element carries its number, one digit to the base of 8 at a time, for those are
+    exact in every dtype.
+
+    Args:
+        given: the dtype of keys and values.
+        stored: that of the cache as a tensor; vLLM keeps fp8 as bytes.
+        held: what the elements of the cache are.
+
+    Returns:
+        [2, N, D] for keys and values; None where the writer takes other arguments.
+    """
+    numbers = torch.arange(2 * tokens * channels).view(2, tokens, 1, channels)
+    found = torch.zeros(2 * tokens * channels, dtype=torch.int64)
+    scratch = torch.zeros(1, 1, 2 * tokens, channels, dtype=stored)
+    keys, values = scratch.chunk(2, dim=2)
+    slots = torch.arange(tokens)
+    shift = 0
+    while 8**shift < numbers.numel():
+        digits = (numbers >> 3 * shift & 7).to(given)
+        try:
+            write(digits[0], digits[1], keys, values, slots)
+        except (TypeError, RuntimeError):
+            return None
+        found |= scratch.flatten().view(held).to(torch.float32).to(torch.int64) << 3 * shift
+        shift += 1
+    order = torch.full_like(found, -1)
+    order[found.clamp(0, len(found) - 1)] = torch.arange(len(found))
+    return order.view(2, tokens, channels).numpy()

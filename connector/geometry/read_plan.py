@@ -1,0 +1,253 @@
+"""What one rank reads from another, as spans. Pure. Axes ``[L, B, H, N, C]``.
+
+A span is a box in (layer, head, token) space of one of P's regions (``protocol.Span``, P's numbering). Blocks do
+not appear: tokens count from the start of the prompt on both sides, and each side finds those that both hold
+(``context.TokenShard``) through its own block table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.connector.geometry import topology
+from kvferry.connector.geometry.compatibility import LayerIndex, layer_index, refuse_missing
+from kvferry.connector.geometry.packing import alternatives, excluded_regions
+from kvferry.connector.geometry.rank_geometry import RankGeometry, RegionGeometry
+from kvferry.connector.geometry.spans import Span, whole_tiles
+from kvferry.connector.geometry.token_sharding import ALL_TOKENS, TokenShard, TokenSharding, num_common_tokens
+from kvferry.connector.geometry.topology import HeadRead
+from kvferry.transport.errors import GeometryError, IncompatiblePeerError
+
+
+class PlannedSpan(NamedTuple):
+    """A span to read, and where it goes: region ``region``, first ``layer`` and first ``head`` in D's own numbering.
+
+    Layer and head counts and tokens are the span's, but for those outside P's ``shard``.
+    """
+
+    span: Span
+    region: int
+    layer: int
+    head: int
+    shard: TokenShard = ALL_TOKENS
+
+
+def plan_reads(local: RankGeometry, remote: RankGeometry, tokens: Sequence[tuple[int, int]]) -> tuple[PlannedSpan, ...]:
+    """What D's rank reads from one P rank: of each of its regions the heads that ``topology.sources`` gives this rank.
+    A packed cache is read whole or in parts (``packing.excluded_regions``).
+
+    Args:
+        local: D's rank.
+        remote: P's rank.
+        tokens: per local region, the tokens to read as (start, stop). A packed region is read in whole tiles.
+
+    Returns:
+        Spans that do not overlap; layers that this P rank does not hold are left out. Once the plans of all sources
+        are there, ``check_complete`` says whether anything is.
+
+    Raises:
+        IncompatiblePeerError: P's rank does not hold the heads.
+        GeometryError: a layer listed twice.
+    """
+    assert len(tokens) == len(local.regions)
+    planned: list[PlannedSpan] = []
+    for route in _routes(local, remote):
+        start, stop = tokens[route.region]
+        region, theirs = local.regions[route.region], remote.regions[route.theirs]
+        if stop <= start or not num_common_tokens(region.shard, theirs.shard, start, stop):
+            continue
+        ours, head = _head_box(region, theirs, route.heads)
+        token = start // region.tile_tokens * region.tile_tokens
+        num_tokens = whole_tiles(stop, region) - token
+        num_layers, num_heads = route.num_layers, route.heads.num_heads
+        span = Span(route.theirs, route.first, num_layers, head, num_heads, token, num_tokens, region.shard)
+        planned.append(PlannedSpan(span, route.region, route.layer, ours, theirs.shard))
+    return tuple(planned)
+
+
+def plan_sources(
+    local: RankGeometry, remotes: Mapping[tuple[int, int], RankGeometry], tokens: Sequence[tuple[int, int]]
+) -> dict[tuple[int, int], tuple[PlannedSpan, ...]]:
+    """All that D's rank reads, by (pipeline rank, tensor rank) of P; only P ranks that are read from appear.
+
+    Args:
+        local: D's rank.
+        remotes: P's ranks: for every stage at least those that ``topology.readers`` names.
+        tokens: as in ``plan_reads``.
+
+    Raises:
+        IncompatiblePeerError: layers that D needs and no stage of P holds, or heads that a P rank does not hold.
+        GeometryError: a stage, or a rank that must be read from, is missing from ``remotes``.
+    """
+    any_remote = next(iter(remotes.values()), None)
+    if any_remote is None:
+        raise GeometryError("no P rank is known, expected at least one")
+    p_ranks = topology.readers(
+        local.tp_rank, local.tp_size, any_remote.tp_size, local.head_counts, local.shardings, any_remote.shardings
+    )
+    plans: dict[tuple[int, int], tuple[PlannedSpan, ...]] = {}
+    for stage in range(any_remote.pp_size):
+        for p_rank in p_ranks:
+            remote = remotes.get((stage, p_rank))
+            if remote is None:
+                raise GeometryError(f"P rank (pp {stage}, tp {p_rank}) is not known, and must be read from")
+            spans = plan_reads(local, remote, tokens)
+            if spans:
+                plans[stage, p_rank] = spans
+    check_complete(local, [item for spans in plans.values() for item in spans], tokens)
+    return plans
+
+
+def check_complete(local: RankGeometry, planned: Iterable[PlannedSpan], tokens: Sequence[tuple[int, int]]) -> None:
+    """That plans, those of all sources together, bring every layer and head that D needs exactly once.
+
+    Raises:
+        IncompatiblePeerError: names the first layer that no P rank holds, or that more than one stage holds.
+    """
+    boxes: list[_Box] = []
+    shared: dict[int, list[PlannedSpan]] = {}
+    for item in planned:
+        if item.shard.whole:
+            boxes.append((item.region, item.layer, item.span.num_layers, item.head, item.span.num_heads))
+        else:
+            shared.setdefault(item.region, []).append(item)
+    wanted = tuple(
+        stop > start and region.shard.count(stop) > region.shard.count(start)
+        for region, (start, stop) in zip(local.regions, tokens, strict=True)
+    )
+    times = {index: _times(local.regions[index], items, tokens[index]) for index, items in shared.items()}
+    if times:
+        _check_once(local, _counts(local, boxes, times), wanted)
+    else:
+        _check_boxes(local, tuple(boxes), wanted)
+
+
+_Box = tuple[int, int, int, int, int]
+"""A region, its first layer and how many, its first head and how many."""
+
+
+@lru_cache(maxsize=32)
+def _check_boxes(local: RankGeometry, boxes: tuple[_Box, ...], wanted: tuple[bool, ...]) -> None:
+    """``check_complete`` where each rank of P holds all tokens: then the same for all prompts."""
+    _check_once(local, _counts(local, boxes, {}), wanted)
+
+
+def _counts(
+    local: RankGeometry, boxes: Iterable[_Box], times: Mapping[int, npt.NDArray[np.int64]]
+) -> list[npt.NDArray[np.int64]]:
+    """How often each (layer, head) comes, per region: in ``boxes``, and as ``times`` says besides."""
+    counts = [np.zeros((len(region.layers), region.num_heads), dtype=np.int64) for region in local.regions]
+    for region, layer, num_layers, head, num_heads in boxes:
+        counts[region][layer : layer + num_layers, head : head + num_heads] += 1
+    for index, more in times.items():
+        counts[index] += more
+    for whole, parts in alternatives(local).items():  # one stage may give it whole, another one in parts
+        for part in parts:
+            counts[part] += counts[whole]
+        counts[whole] = counts[parts[0]]
+    return counts
+
+
+def _check_once(local: RankGeometry, counts: Iterable[npt.NDArray[np.int64]], wanted: Iterable[bool]) -> None:
+    """Raises IncompatiblePeerError as ``check_complete`` does."""
+    for region, count, needed in zip(local.regions, counts, wanted, strict=True):
+        if not needed or bool((count == 1).all()):
+            continue
+        fewest: list[int] = count.min(axis=1).tolist()
+        missing = [layer for layer, times in zip(region.layers, fewest, strict=True) if not times]
+        if missing:
+            refuse_missing(missing, len(region.layers) - len(missing), consumer=True)
+        layer = region.layers[int(np.argmax((count > 1).any(axis=1)))]
+        raise IncompatiblePeerError("layers", f"{layer!r} needed once", f"{layer!r} on more than one stage")
+
+
+def _times(region: RegionGeometry, items: Sequence[PlannedSpan], tokens: tuple[int, int]) -> npt.NDArray[np.int64]:
+    """How often each (layer, head) of a region comes in all of its tokens, from ranks that share them out.
+
+    Raises:
+        IncompatiblePeerError: some tokens come oftener than others.
+    """
+    shardings = {item.shard.sharding for item in items}
+    found = np.zeros((len(region.layers), region.num_heads), dtype=np.int64)
+    for sharding in shardings:  # stages that are shared out in different ways hold different layers
+        shards = [n for n in range(sharding.size) if num_common_tokens(region.shard, sharding.shard(n), *tokens)]
+        count = np.zeros((sharding.size, *found.shape), dtype=np.int64)
+        for item in items:
+            if item.shard.sharding == sharding:
+                layers = slice(item.layer, item.layer + item.span.num_layers)
+                count[item.shard.rank, layers, item.head : item.head + item.span.num_heads] += 1
+        if (count[shards] != count[shards[0]]).any():
+            layer, head = np.argwhere((count[shards] != count[shards[0]]).any(axis=0))[0].tolist()
+            there = [n for n in shards if count[n, layer, head]]
+            raise IncompatiblePeerError(
+                f"tokens of layer {region.layers[layer]!r}", f"those of shares {shards} needed", f"shares {there}"
+            )
+        found += count[shards[0]]
+    return found
+
+
+class _Route(NamedTuple):
+    """What a region here and one of P's have in common, of any prompt: some heads of ``num_layers`` layers, from
+    number ``layer`` of ``region`` on, and from ``first`` of ``theirs``."""
+
+    region: int
+    layer: int
+    theirs: int
+    first: int
+    num_layers: int
+    heads: HeadRead
+
+
+@lru_cache(maxsize=32)
+def _routes(local: RankGeometry, remote: RankGeometry) -> tuple[_Route, ...]:
+    """The same for every hand-over between two ranks, and more work than all that depends on the prompt.
+
+    Raises:
+        GeometryError: a layer listed twice.
+    """
+    held, over = layer_index(remote), excluded_regions(local, remote)
+    from_it: dict[tuple[int, TokenSharding, TokenSharding], HeadRead | None] = {}
+    routes: list[_Route] = []
+    for index, region in enumerate(local.regions):
+        for layer, theirs, first, count in () if index in over else _runs(region, held):
+            key = region.total_heads, region.shard.sharding, remote.regions[theirs].shard.sharding
+            if key not in from_it:
+                reads = topology.sources(local.tp_rank, local.tp_size, remote.tp_size, key[0], False, *key[1:])
+                from_it[key] = next((read for read in reads if read.p_rank == remote.tp_rank), None)
+            heads = from_it[key]
+            if heads is not None:
+                routes.append(_Route(index, layer, theirs, first, count, heads))
+    return tuple(routes)
+
+
+def _runs(ours: RegionGeometry, held: LayerIndex) -> list[tuple[int, int, int, int]]:
+    """Layers consecutive on both sides, as (first here, region there, first there, count)."""
+    runs: list[tuple[int, int, int, int]] = []
+    for place, layer in enumerate(ours.layers):
+        where = held.get((ours.part, layer))
+        if where is None:
+            continue
+        if runs:
+            here, region, there, count = runs[-1]
+            if here + count == place and (region, there + count) == where:
+                runs[-1] = (here, region, there, count + 1)
+                continue
+        runs.append((place, *where, 1))
+    return runs
+
+
+def _head_box(ours: RegionGeometry, theirs: RegionGeometry, heads: HeadRead) -> tuple[int, int]:
+    """The first of ``heads`` in D's numbering and in P's."""
+    low, high = heads.first_head, heads.first_head + heads.num_heads
+    if low < theirs.head_start or high > theirs.head_start + theirs.num_heads:
+        raise IncompatiblePeerError(
+            f"heads of tp_rank {heads.p_rank}",
+            f"{low}..{high}",
+            f"{theirs.head_start}..{theirs.head_start + theirs.num_heads}",
+        )
+    return low - ours.head_start, low - theirs.head_start

@@ -1,0 +1,191 @@
+"""Spans that a peer asks for: whether they may be served, and how they are cut into messages. Pure.
+
+A span is a box in (layer, head, token) space of one of P's regions (``Span``). A chunk is one message, a box
+inside a span, on the wire contiguous ``[layers][heads][tokens][C]``; both sides cut alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain, repeat
+from typing import NamedTuple
+
+import msgspec
+
+from kvferry.connector.geometry.rank_geometry import Count, RankGeometry, RegionGeometry, Size
+from kvferry.connector.geometry.token_sharding import ALL_TOKENS, TokenShard, common_tokens, num_common_tokens
+from kvferry.transport.errors import GeometryError
+
+MAX_CHUNKS = 1 << 20
+"""Bound on the messages that one span is cut into; a peer names the span and the size of a message."""
+
+TAPER_BYTES, TAPERED = 32 << 20, 3
+"""Where the last of several messages of a span would be at least ``TAPERED`` times as large, so many bytes of it are a
+message of their own: nothing moves while the last one is unpacked. Nor does anything while the first one is packed, but
+after a small one the link would wait for the second: each costs both sides 0.2 ms of steps, in which NVLink moves 75
+MB."""
+
+MAX_RANGES = 256
+"""Bound on the token ranges of one read; one for each kind of region would do."""
+
+
+class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """A box of one of P's regions, in P's own numbering: layers, heads, tokens, each (first, count).
+
+    Tokens count in the prompt. Meant are those that P holds and that are in ``shard``, which is D's: where the ranks of
+    either side share tokens out, fewer than ``num_tokens``.
+    """
+
+    region: Count
+    layer: Count
+    num_layers: Size
+    head: Count
+    num_heads: Size
+    token: Count
+    num_tokens: Size
+    shard: TokenShard = ALL_TOKENS
+
+
+class Chunk(NamedTuple):
+    """A part of a span: offsets ``layer`` and ``token`` count from the span's first ones, tokens among those that both
+    sides hold; all of its heads."""
+
+    layer: int
+    num_layers: int
+    token: int
+    num_tokens: int
+
+
+_new_chunk: Callable[[tuple[int, int, int, int]], Chunk] = partial(tuple.__new__, Chunk)
+
+
+def check_span(span: Span, geometry: RankGeometry, num_tokens: int) -> None:
+    """That a span that a peer sent lies inside our rank and inside a prompt of ``num_tokens``.
+
+    Raises:
+        GeometryError: names what is out of bounds.
+    """
+    if span.region >= len(geometry.regions):
+        raise GeometryError(f"span of region {span.region}, there are {len(geometry.regions)} regions")
+    region = geometry.regions[span.region]
+    span.shard.check()
+    for axis, first, count, bound in (
+        ("layers", span.layer, span.num_layers, len(region.layers)),
+        ("heads", span.head, span.num_heads, region.num_heads),
+        ("tokens", span.token, span.num_tokens, whole_tiles(num_tokens, region)),
+    ):
+        if first < 0 or count < 1 or first + count > bound:
+            raise GeometryError(f"span of {axis} {first}..{first + count} is outside 0..{bound} of group {span.region}")
+    if span.token % region.tile_tokens or span.num_tokens % region.tile_tokens:
+        raise GeometryError(
+            f"span of tokens {span.token}..{span.token + span.num_tokens} cuts through tiles of {region.tile_tokens} "
+            f"tokens, which group {span.region} packs ({region.packing})"
+        )
+
+
+def span_tokens(span: Span, shard: TokenShard) -> int:
+    """Tokens of a span that both sides hold. ``shard`` is P's."""
+    return num_common_tokens(shard, span.shard, span.token, span.token + span.num_tokens)
+
+
+def whole_tiles(num_tokens: int, region: RegionGeometry) -> int:
+    """Tokens of the tiles that hold the first ``num_tokens``; the same number where the group is not packed."""
+    return -(-num_tokens // region.tile_tokens) * region.tile_tokens
+
+
+def check_spans(spans: Sequence[Span], geometry: RankGeometry, num_tokens: int) -> None:
+    """``check_span`` for each, and that together they ask for no more than the rank holds of the prompt.
+
+    Raises:
+        GeometryError: names what is out of bounds.
+    """
+    asked: dict[int, int] = {}
+    ranges = {(span.token, span.num_tokens) for span in spans}
+    if len(ranges) > MAX_RANGES:
+        raise GeometryError(f"spans of {len(ranges)} different ranges of tokens, limit {MAX_RANGES}")
+    for span in spans:
+        check_span(span, geometry, num_tokens)
+        held = span_tokens(span, geometry.regions[span.region].shard)
+        if not held:
+            raise GeometryError(f"span of tokens {span.token}..{span.token + span.num_tokens}, of which we hold none")
+        asked[span.region] = asked.get(span.region, 0) + span.num_layers * span.num_heads * held
+    for index, elements in asked.items():
+        region = geometry.regions[index]
+        bound = len(region.layers) * region.num_heads * region.shard.count(whole_tiles(num_tokens, region))
+        if elements > bound:
+            raise GeometryError(f"spans of group {index} ask for {elements} (layer, head, token) elements of {bound}")
+
+
+def chunks(
+    span: Span, content_bytes: int, chunk_bytes: int, token_align: int = 1, shard: TokenShard = ALL_TOKENS
+) -> list[Chunk]:
+    """A span cut into messages of at most ``chunk_bytes``; the same on both sides. ``shard`` is P's.
+
+    As many whole layers with all tokens as fit; where one layer does not fit, runs of its tokens, with cuts at
+    multiples of ``token_align`` (counted from the start of the prompt, as blocks are) wherever one is within reach.
+    The last one is smaller, see ``TAPER_BYTES``.
+
+    Raises:
+        GeometryError: one token of the span does not fit into ``chunk_bytes``, or more than ``MAX_CHUNKS`` result.
+    """
+    first, num_tokens = span.token, span.num_tokens
+    if not (shard.whole and span.shard.whole):
+        places = common_tokens(shard, span.shard, span.token, span.token + span.num_tokens)
+        first, num_tokens = int(places.starts[0]), places.num_tokens
+        token_align = token_align if places.dense else 1
+    token_bytes = span.num_heads * content_bytes
+    layer_bytes = token_bytes * num_tokens
+    most = chunk_bytes // token_bytes
+    if most < 1:
+        raise GeometryError(
+            f"one token of {span.num_heads} heads x {content_bytes} bytes does not fit into a message of "
+            f"{chunk_bytes} bytes; raise slot_bytes to {token_bytes} or more"
+        )
+    if layer_bytes <= chunk_bytes:
+        step = chunk_bytes // layer_bytes
+        if -(-span.num_layers // step) > MAX_CHUNKS:
+            raise GeometryError(f"span of {span.num_layers} layers makes more than {MAX_CHUNKS} messages")
+        layers = range(0, span.num_layers, step)
+        whole = [Chunk(layer, min(step, span.num_layers - layer), 0, num_tokens) for layer in layers]
+        return _tapered(whole, token_bytes, first, max(1, token_align))
+    # Alignment shortens a run by less than half on average.
+    if span.num_layers * -(-2 * num_tokens // most) > MAX_CHUNKS:
+        raise GeometryError(
+            f"span of {span.num_layers} layers x {num_tokens} tokens makes more than {MAX_CHUNKS} messages "
+            f"of {chunk_bytes} bytes"
+        )
+    runs = _token_runs(first, num_tokens, most, max(1, token_align))
+    # Ten thousand chunks for a long prompt: zip and tuple.__new__ take half the time of calling Chunk.
+    numbers = chain.from_iterable(repeat(layer, len(runs)) for layer in range(span.num_layers))
+    starts, counts = ([run[side] for run in runs] * span.num_layers for side in (0, 1))
+    cut = list(map(_new_chunk, zip(numbers, repeat(1), starts, counts, strict=False)))
+    return _tapered(cut, token_bytes, first, max(1, token_align))
+
+
+def _tapered(cut: list[Chunk], token_bytes: int, first: int, align: int) -> list[Chunk]:
+    """With a small message taken from the last one; ``first`` is the number of token 0."""
+    layer, layers, token, tokens = cut[-1]
+    layer_bytes = tokens * token_bytes
+    if len(cut) == 1 or layers * layer_bytes < TAPERED * TAPER_BYTES:
+        return cut
+    if layers > 1:
+        kept = layers - max(1, TAPER_BYTES // layer_bytes)
+        cut[-1:] = Chunk(layer, kept, token, tokens), Chunk(layer + kept, layers - kept, token, tokens)
+    else:
+        kept = (first + token + tokens - TAPER_BYTES // token_bytes) // align * align - first - token
+        if 0 < kept < tokens:
+            cut[-1:] = Chunk(layer, 1, token, kept), Chunk(layer, 1, token + kept, tokens - kept)
+    return cut
+
+
+def _token_runs(first: int, total: int, most: int, align: int) -> list[tuple[int, int]]:
+    runs, token = [], 0
+    while token < total:
+        stop = min(token + most, total)
+        if stop < total:
+            aligned = (first + stop) // align * align - first
+            stop = aligned if aligned > token else stop
+        runs.append((token, stop - token))
+        token = stop
+    return runs

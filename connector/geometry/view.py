@@ -1,0 +1,246 @@
+"""A KV cache as base addresses and strides. Axes ``[L, B, H, N, C]``; every stride is in bytes.
+
+L layers, B kernel blocks, H KV heads, N tokens in a kernel block, C content bytes per (head, token), K and V together.
+A manager block (page) is what block ids number; attention kernels may see it split into several kernel blocks.
+Derived from what a tensor says of itself: shape, strides, address. Padding, several layers in one allocation and
+layers interleaved inside a block all come down to bases and strides; no torch here, no vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.transport.errors import GeometryError
+
+
+class TensorLike(Protocol):
+    """What is asked of a cache tensor; ``torch.Tensor`` has it."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+    @property
+    def dtype(self) -> object: ...
+    @property
+    def device(self) -> object: ...
+    def stride(self) -> Sequence[int]: ...
+    def data_ptr(self) -> int: ...
+    def element_size(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class CacheView:
+    """One region of the caches of one rank: layers that lie in memory alike.
+
+    Byte c of (layer, block, head, token) lies at
+    ``bases[layer] + block * block_stride + head * head_stride + token * token_stride + c``.
+
+    Where a token's content does not lie together it is cut into ``rows`` pieces of equal length, ``row_bytes``,
+    ``row_stride`` apart: byte c is byte ``c % row_bytes`` of row ``c // row_bytes``.
+    """
+
+    layers: tuple[str, ...]
+    bases: tuple[int, ...]
+    """Byte address of block 0, per layer."""
+    num_blocks: int
+    """Kernel blocks."""
+    num_heads: int
+    block_size: int
+    """Tokens per kernel block."""
+    content_bytes: int
+    block_stride: int
+    head_stride: int
+    token_stride: int
+    blocks_per_page: int
+    """Kernel blocks per manager block."""
+    dtype: str
+    device: str
+    rows: int = 1
+    row_stride: int = 0
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a (head, token) that lie together."""
+        return self.content_bytes // self.rows
+
+    @property
+    def layout(self) -> str:
+        """``HND`` (a head's tokens lie together), ``NHD`` (a token's heads do), or ``HND/NHD`` with one of either."""
+        if self.num_heads == 1 or self.block_size == 1:
+            return "HND/NHD"
+        return "HND" if self.head_stride > self.token_stride else "NHD"
+
+    @property
+    def page_tokens(self) -> int:
+        """Tokens per manager block."""
+        return self.block_size * self.blocks_per_page
+
+    @property
+    def num_pages(self) -> int:
+        """Manager blocks."""
+        return self.num_blocks // self.blocks_per_page
+
+    @property
+    def nbytes(self) -> int:
+        """Content bytes of all layers, padding not counted."""
+        return len(self.layers) * self.num_blocks * self.num_heads * self.block_size * self.content_bytes
+
+
+def view_of(tensors: Mapping[str, TensorLike], page_tokens: int, num_pages: int | None = None) -> CacheView:
+    """The view of layers that lie in memory alike, from the tensors that the engine registers.
+
+    Args:
+        tensors: by layer name, in order: ``[B, H, N, C]`` or, for MLA, ``[B, N, C]``; any strides with C contiguous.
+        page_tokens: tokens of a manager block; a multiple of N.
+        num_pages: manager blocks, where known. It tells a split block from states that each stand for several tokens,
+            which a shape alone does not.
+
+    Raises:
+        GeometryError: a tensor that is not of this form, or one that differs from its group; names the layer.
+    """
+    if not tensors:
+        raise GeometryError("a layer group has no layers, expected at least one")
+    names = tuple(tensors)
+    first = _form(names[0], tensors[names[0]])
+    for name in names[1:]:
+        form = _form(name, tensors[name])
+        for field in _Form.__slots__:
+            ours, theirs = getattr(first, field), getattr(form, field)
+            if ours != theirs:
+                raise GeometryError(
+                    f"layer {name!r}: {field} {theirs} differs from {ours} of layer {names[0]!r} in the same group; "
+                    "layers of one group share one shape, strides and dtype"
+                )
+    blocks, heads, tokens, content = first.shape
+    if page_tokens < 1 or page_tokens % tokens:
+        raise GeometryError(
+            f"layer {names[0]!r}: a manager block of {page_tokens} tokens does not split into blocks of {tokens}, "
+            "the tensor's tokens per block; expected a multiple"
+        )
+    per_page = page_tokens // tokens
+    if blocks % per_page or (num_pages is not None and blocks != num_pages * per_page):
+        expected = f"a multiple of {per_page}" if num_pages is None else f"{num_pages} x {per_page}"
+        raise GeometryError(
+            f"layer {names[0]!r}: {blocks} kernel blocks of {tokens} tokens, expected {expected} "
+            f"for manager blocks of {page_tokens} tokens"
+        )
+    return CacheView(
+        layers=names,
+        bases=tuple(int(tensors[name].data_ptr()) for name in names),
+        num_blocks=blocks,
+        num_heads=heads,
+        block_size=tokens,
+        content_bytes=content,
+        block_stride=first.strides[0],
+        head_stride=first.strides[1],
+        token_stride=first.strides[2],
+        blocks_per_page=per_page,
+        dtype=first.dtype,
+        device=first.device,
+    )
+
+
+def check_block_ids(view: CacheView, block_ids: Sequence[int] | NDArray[np.integer]) -> NDArray[np.int64]:
+    """Manager block ids as an array, each known to lie in the cache.
+
+    Raises:
+        GeometryError: an id out of range; names the first one.
+    """
+    ids = np.asarray(block_ids, dtype=np.int64)
+    if ids.ndim != 1:
+        raise GeometryError(f"block ids have {ids.ndim} dimensions, expected a flat list")
+    bad = first_outside(ids, view.num_pages)
+    if bad is not None:
+        raise GeometryError(f"block id {bad} is outside 0..{view.num_pages - 1} of this cache")
+    return ids
+
+
+def first_outside(ids: NDArray[np.int64], bound: int) -> int | None:
+    """The first of ``ids`` that is not in ``0..bound``, bound excluded."""
+    unsigned = ids.view(np.uint64)  # in which those below 0 are above
+    if not len(ids) or int(np.maximum.reduce(unsigned)) < bound:
+        return None
+    return int(ids[unsigned >= bound][0])
+
+
+def split_pages(ids: NDArray[np.int64], blocks_per_page: int) -> NDArray[np.int64]:
+    """Manager block ids as kernel block ids."""
+    if blocks_per_page == 1:
+        return ids
+    split = np.arange(blocks_per_page, dtype=np.int64)
+    return (ids[:, None] * blocks_per_page + split).reshape(-1)
+
+
+def kernel_block_ids(view: CacheView, block_ids: Sequence[int] | NDArray[np.integer]) -> NDArray[np.int64]:
+    """Manager block ids expanded to kernel block ids, in token order: ``len(block_ids) * blocks_per_page``.
+
+    Raises:
+        GeometryError: an id out of range; names it.
+    """
+    return split_pages(check_block_ids(view, block_ids), view.blocks_per_page)
+
+
+@lru_cache(maxsize=256)
+def row_bases(bases: tuple[int, ...], rows: int, row_stride: int) -> NDArray[np.int64]:
+    """The address of every row of every layer, ``len(bases) * rows``, the rows of a layer together. Not to be written:
+    the same for every hand-over of these layers."""
+    first = np.asarray(bases, dtype=np.int64)
+    found = first if rows == 1 else (first[:, None] + row_stride * np.arange(rows, dtype=np.int64)).reshape(-1)
+    found.setflags(write=False)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """What the layers of a group have in common: ``shape`` over [B, H, N, C] and ``strides``, both with bytes for C."""
+
+    shape: tuple[int, int, int, int]
+    strides: tuple[int, int, int]
+    dtype: str
+    device: str
+
+
+def _form(name: str, tensor: TensorLike) -> _Form:
+    shape, stride, item = tuple(tensor.shape), tuple(tensor.stride()), int(tensor.element_size())
+    if len(shape) == 3:
+        shape, stride = (shape[0], 1, *shape[1:]), (stride[0], 0, *stride[1:])
+    if len(shape) != 4:
+        raise GeometryError(
+            f"layer {name!r}: cache tensor of shape {list(shape)}, expected [blocks, heads, tokens, content] "
+            "or [blocks, tokens, content]"
+        )
+    if min(shape) < 1:
+        raise GeometryError(f"layer {name!r}: cache tensor of shape {list(shape)} is empty")
+    if stride[3] != 1 and shape[3] != 1:
+        raise GeometryError(
+            f"layer {name!r}: content has a stride of {stride[3]} elements, expected 1 (the last dimension contiguous)"
+        )
+    blocks, heads, tokens, content = (int(size) for size in shape)
+    content *= item
+    # The stride of a dimension of one is never used, and engines leave anything there.
+    token_stride = int(stride[2]) * item if tokens > 1 else content
+    head_stride = int(stride[1]) * item if heads > 1 else token_stride * tokens
+    block_stride = int(stride[0]) * item if blocks > 1 else max(head_stride * heads, token_stride * tokens)
+    _check_distinct(name, ((tokens, token_stride), (heads, head_stride), (blocks, block_stride)), content)
+    return _Form(
+        (blocks, heads, tokens, content),
+        (block_stride, head_stride, token_stride),
+        str(tensor.dtype).removeprefix("torch."),
+        str(tensor.device),
+    )
+
+
+def _check_distinct(name: str, dims: Sequence[tuple[int, int]], content: int) -> None:
+    """No two elements share a byte: each stride steps over all that the smaller ones reach."""
+    reach = content
+    for size, stride in sorted((dim for dim in dims if dim[0] > 1), key=lambda dim: dim[1]):
+        if stride < reach:
+            raise GeometryError(
+                f"layer {name!r}: elements overlap, a stride of {stride} bytes steps into {reach} bytes of content"
+            )
+        reach += (size - 1) * stride

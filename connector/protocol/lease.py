@@ -1,0 +1,212 @@
+"""The producer's state machine: one lease on one rank of P. Pure: no I/O, no clock.
+
+``step(state, event, now) -> (state, effects)``::
+
+    GRANTED ◀──▶ READING (k own reads running)
+       │             │
+       ├─ release ───┤──▶ RELEASED ─┐
+       └─ expiry  ───┘──▶ EXPIRED  ─┴─▶ Freed, once, when the last own read has ended
+
+An *own* read is P's own packing of its pages; P waits for it, because only its end proves that nothing reads the pages.
+A *peer* read (D's kernel over mapped memory) P can neither see nor stop: it does not appear here, and the commit is
+its fence: ``may_commit`` is false from the moment the lease has ended.
+The first ask of a consumer fixes which of its ranks must release; the lease ends when one consumer's set is complete.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import msgspec
+from msgspec.structs import replace
+
+
+class LeasePhase(enum.Enum):
+    GRANTED = "granted"
+    READING = "reading"
+    RELEASED = "released"
+    EXPIRED = "expired"
+
+
+HELD = (LeasePhase.GRANTED, LeasePhase.READING)
+
+Consumer = bytes
+"""One life of one D engine."""
+
+
+class Lease(msgspec.Struct, frozen=True):
+    """State. Times are local seconds, as ``now``; ``term`` the seconds one renewal gives, never past ``cap``.
+
+    ``votes``: per consumer, the ranks that have not released yet. ``reads``: own reads that are running.
+    """
+
+    phase: LeasePhase
+    deadline: float
+    term: float
+    cap: float
+    votes: Mapping[Consumer, frozenset[int]] = msgspec.field(default_factory=lambda: MappingProxyType({}))
+    reads: frozenset[object] = frozenset()
+    freed: bool = False
+    reason: str = ""
+
+
+# --- events -----------------------------------------------------------------------------------------------------
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """A consumer's rank wants to read; ``expected`` are the consumer's ranks that will release here."""
+
+    consumer: Consumer
+    expected: frozenset[int]
+
+
+class ReadStarted(msgspec.Struct, frozen=True):
+    key: object
+
+
+class ReadEnded(msgspec.Struct, frozen=True):
+    """The own read's last access to P's pages is over."""
+
+    key: object
+
+
+class Renewed(msgspec.Struct, frozen=True):
+    """Somebody still wants it, or a read made progress."""
+
+
+class Released(msgspec.Struct, frozen=True):
+    consumer: Consumer
+    rank: int
+    expected: frozenset[int]
+
+
+class LeaseTick(msgspec.Struct, frozen=True):
+    """Time passed."""
+
+
+LeaseEvent = Asked | ReadStarted | ReadEnded | Renewed | Released | LeaseTick
+
+# --- effects ----------------------------------------------------------------------------------------------------
+
+
+class StopReads(msgspec.Struct, frozen=True):
+    """End the own reads; answer each with ``ReadEnded``."""
+
+
+class Freed(msgspec.Struct, frozen=True):
+    """Tell the engine, once, that nothing reads the blocks any more. ``reason``: released, expired or cap."""
+
+    reason: str
+
+
+LeaseEffect = StopReads | Freed
+Outcome = tuple[Lease, tuple[LeaseEffect, ...]]
+
+
+def grant(now: float, term: float, cap: float) -> Lease:
+    """A new lease of ``term`` seconds that renewals can extend to ``cap`` seconds in all."""
+    return Lease(LeasePhase.GRANTED, now + min(term, cap), term, now + cap)
+
+
+def may_commit(state: Lease) -> bool:
+    """Whether what was read under the lease is still true."""
+    return state.phase in HELD
+
+
+def step(state: Lease, event: LeaseEvent, now: float) -> Outcome:
+    """One event, in any phase."""
+    return TRANSITIONS[state.phase, type(event)](state, event, now)
+
+
+# --- transitions ------------------------------------------------------------------------------------------------
+
+
+def _ignore(state: Lease, event: LeaseEvent, now: float) -> Outcome:
+    return state, ()
+
+
+def _asked(state: Lease, event: LeaseEvent, now: float) -> Outcome:
+    assert isinstance(event, Asked)
+    if event.consumer in state.votes:
+        return state, ()
+    votes = MappingProxyType({**state.votes, event.consumer: event.expected})
+    return replace(state, votes=votes), ()
+
+
+def _read_started(state: Lease, event: LeaseEvent, now: float) -> Outcome:
+    assert isinstance(event, ReadStarted)
+    return replace(state, phase=LeasePhase.READING, reads=state.reads | {event.key}), ()
+
+
+def _read_ended(state: Lease, event: LeaseEvent, now: float) -> Outcome:
+    assert isinstance(event, ReadEnded)
+    reads = state.reads - {event.key}
+    return replace(state, reads=reads, phase=LeasePhase.READING if reads else LeasePhase.GRANTED), ()
+
+
+def _renewed(state: Lease, event: LeaseEvent, now: float) -> Outcome:
+    return replace(state, deadline=max(state.deadline, min(now + state.term, state.cap))), ()
+
+
+def _released(state: Lease, event: LeaseEvent, now: float) -> Outcome:
+    assert isinstance(event, Released)
+    left = state.votes.get(event.consumer, event.expected) - {event.rank}
+    voted = replace(state, votes=MappingProxyType({**state.votes, event.consumer: left}))
+    return (voted, ()) if left else _end(voted, LeasePhase.RELEASED, "released")
+
+
+def _tick(state: Lease, event: LeaseEvent, now: float) -> Outcome:
+    if now < state.deadline:
+        return state, ()
+    return _end(state, LeasePhase.EXPIRED, "cap" if now >= state.cap else "expired")
+
+
+def _end(state: Lease, phase: LeasePhase, reason: str) -> Outcome:
+    ended = replace(state, phase=phase, reason=reason)
+    return (ended, (StopReads(),)) if state.reads else _free(ended)
+
+
+def _free(state: Lease) -> Outcome:
+    return replace(state, freed=True), (Freed(state.reason),)
+
+
+def _last_read_ended(state: Lease, event: LeaseEvent, now: float) -> Outcome:
+    assert isinstance(event, ReadEnded)
+    left = replace(state, reads=state.reads - {event.key})
+    return (left, ()) if left.reads or left.freed else _free(left)
+
+
+def _read_too_late(state: Lease, event: LeaseEvent, now: float) -> Outcome:
+    raise AssertionError("a read was started under a lease that has ended")
+
+
+Transition = Callable[[Lease, LeaseEvent, float], Outcome]
+
+TRANSITIONS: dict[tuple[LeasePhase, type], Transition] = {
+    **{
+        (phase, event): transition
+        for phase in HELD
+        for event, transition in (
+            (Asked, _asked),
+            (ReadStarted, _read_started),
+            (ReadEnded, _read_ended),
+            (Renewed, _renewed),
+            (Released, _released),
+            (LeaseTick, _tick),
+        )
+    },
+    **{
+        (phase, event): transition
+        for phase in (LeasePhase.RELEASED, LeasePhase.EXPIRED)
+        for event, transition in (
+            (Asked, _ignore),
+            (ReadStarted, _read_too_late),
+            (ReadEnded, _last_read_ended),
+            (Renewed, _ignore),
+            (Released, _ignore),
+            (LeaseTick, _ignore),
+        )
+    },
+}

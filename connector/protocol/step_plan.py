@@ -1,0 +1,127 @@
+"""What the scheduler half tells the worker half in one engine step. Plain data, the same for every rank."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.connector.geometry.token_sharding import UNSHARDED, TokenSharding
+
+
+class RankAddress(msgspec.Struct, frozen=True):
+    """Where one rank of an engine listens, and which life of it is meant."""
+
+    pp_rank: int
+    tp_rank: int
+    host: str
+    port: int
+    incarnation: bytes
+
+
+class PeerEngine(msgspec.Struct, frozen=True):
+    """A P engine as D knows it from ``kv_transfer_params``.
+
+    ``lease_seconds`` is the term that one renewal gives; ``host_id`` tells whether its loopback is ours, empty where
+    that is unknown; ``shardings`` are the ways in which its ranks share out tokens, one or more block tables each.
+    """
+
+    engine_id: str
+    tp_size: int
+    pp_size: int
+    lease_seconds: float
+    ranks: tuple[RankAddress, ...]
+    host_id: str = ""
+    shardings: tuple[TokenSharding, ...] = UNSHARDED
+
+
+class LeaseGrant(msgspec.Struct, frozen=True):
+    """P: a finished prompt whose blocks are held. ``block_ids`` per block table, packed by ``pack_ids``; ``prompt`` is
+    its digest; ``step`` the engine's last step that computed it."""
+
+    request_id: str
+    token: bytes
+    num_tokens: int
+    block_ids: tuple[bytes, ...]
+    prompt: str = ""
+    step: int = 0
+
+
+class KeepLease(msgspec.Struct, frozen=True):
+    """D: a request that will want this lease; renew it until the request is loaded or dropped.
+
+    ``siblings``: more requests of the same prompt may follow (``n > 1``), so the release waits a moment for them.
+    """
+
+    request_id: str
+    token: bytes
+    peer: PeerEngine
+    siblings: bool
+
+
+class Load(msgspec.Struct, frozen=True):
+    """D: fetch tokens ``[start, stop)`` of every block table into its ``block_ids`` (packed by ``pack_ids``).
+
+    ``prompt`` is the digest of the prompt that P must hold under this lease, empty where any will do: what D has heard
+    of the lease came from whoever sent the request. ``now``: the engine computes with it in this very step.
+    """
+
+    request_id: str
+    token: bytes
+    peer: PeerEngine
+    block_ids: tuple[bytes, ...]
+    tokens: tuple[tuple[int, int], ...]
+    prompt: str = ""
+    now: bool = False
+
+
+class StepPlan(msgspec.Struct, frozen=True):
+    """One step's work.
+
+    ``consumer`` names this life of this engine to P. ``cancels``: loads to give up; ``releases``: watches whose request
+    will load nothing. ``idle``: the engine computes nothing in this step, so a worker may wait for its loads. ``step``:
+    the number of this one.
+    """
+
+    consumer: bytes = bytes(16)
+    leases: tuple[LeaseGrant, ...] = ()
+    keeps: tuple[KeepLease, ...] = ()
+    loads: tuple[Load, ...] = ()
+    cancels: tuple[str, ...] = ()
+    releases: tuple[str, ...] = ()
+    idle: bool = False
+    step: int = 0
+
+    @property
+    def empty(self) -> bool:
+        return not (self.leases or self.keeps or self.loads or self.cancels or self.releases)
+
+
+def by_region(plan: StepPlan, tables: Sequence[int]) -> StepPlan:
+    """The plan with block ids and tokens per region of a rank instead of per block table of the engine. ``tables``: the
+    table of each region; a pipeline stage may hold layers of some only."""
+    if not (plan.leases or plan.loads):
+        return plan
+    leases = tuple(
+        msgspec.structs.replace(lease, block_ids=tuple(lease.block_ids[n] for n in tables)) for lease in plan.leases
+    )
+    loads = tuple(
+        msgspec.structs.replace(
+            load, block_ids=tuple(load.block_ids[n] for n in tables), tokens=tuple(load.tokens[n] for n in tables)
+        )
+        for load in plan.loads
+    )
+    return msgspec.structs.replace(plan, leases=leases, loads=loads)
+
+
+def pack_ids(block_ids: list[int]) -> bytes:
+    """Block ids as little-endian int32."""
+    return struct.pack(f"<{len(block_ids)}i", *block_ids)  # half of what numpy takes for a list
+
+
+def unpack_ids(packed: bytes) -> npt.NDArray[np.int64]:
+    """The inverse of ``pack_ids``, as int64."""
+    return np.frombuffer(packed, dtype="<i4").astype(np.int64)

@@ -1,0 +1,305 @@
+"""One rank's own side of every hand-over: its caches, its identity, its settings. Shared by both halves of the mover.
+
+Axes ``[L, B, H, N, C]``: layers, blocks, KV heads, tokens in a block, content bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvferry.connector.geometry.byte_ranges import reach, wire_ordered
+from kvferry.connector.geometry.dtypes import WireElements
+from kvferry.connector.geometry.rank_geometry import PageLayout, RankGeometry, RegionGeometry
+from kvferry.connector.geometry.spans import Span, chunks
+from kvferry.connector.geometry.token_sharding import TokenBlocks, TokenShard, common_blocks
+from kvferry.connector.geometry.view import CacheView, kernel_block_ids, row_bases
+from kvferry.connector.transfer.copies import Copies, Copy
+from kvferry.kernels.convert import unpack_converted
+from kvferry.kernels.launch import prepare
+from kvferry.kernels.paged_copy import Pages, copy_pages, wire_pages
+from kvferry.transport.errors import GeometryError
+from kvferry.transport.plane import CPU, Pieces
+
+if TYPE_CHECKING:
+    from kvferry.kernels.paged_copy_triton import PagesThere
+
+Ids = npt.NDArray[np.int64]
+
+MIN_PIECE_BYTES = 2048
+"""Shorter pieces of pages are packed into a slot before they are sent, and unpacked from one."""
+BRIEF_BYTES, BRIEF_LOCAL_BYTES = 128 << 20, 32 << 20
+"""What a GPU reads from another in 0.4 ms, or packs and unpacks in less where it has nothing else to do, and what it
+packs or unpacks on a few SMs; waking another thread, and then the mover, takes nearly as long."""
+
+
+@dataclass(frozen=True)
+class RankCaches:
+    """The KV caches of one rank: one view per region, and what they cover.
+
+    ``keep`` holds the tensors that the views point into.
+    """
+
+    geometry: RankGeometry
+    views: tuple[CacheView, ...]
+    copies: Copies
+    keep: object = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.copies.device
+
+    def kernel_ids(self, region: int, block_ids: Ids) -> Ids:
+        """Manager block ids as kernel block ids. Raises GeometryError for an id out of range."""
+        return kernel_block_ids(self.views[region], block_ids)
+
+    def check_held(self, region: int, kernel_ids: Ids, start: int, stop: int) -> None:
+        """That a region's blocks cover our share of tokens ``[start, stop)``, and that the engine gave none back.
+
+        Raises:
+            GeometryError: they do not, or the null block stands for one.
+        """
+        view, geometry = self.views[region], self.geometry.regions[region]
+        start, stop = geometry.shard.count(start), geometry.shard.count(stop)
+        covered = len(kernel_ids) * view.block_size
+        if stop > covered:
+            raise GeometryError(f"tokens up to {stop} asked for, blocks hold {covered}")
+        if geometry.kind in ("full", "mla"):
+            return  # an engine other than vLLM may use block 0
+        blocks = kernel_ids[start // view.block_size : -(-stop // view.block_size)]
+        gone = np.flatnonzero(blocks < view.blocks_per_page)
+        if len(gone):
+            token = (start // view.block_size + int(gone[-1]) + 1) * view.block_size
+            raise GeometryError(
+                f"tokens from {start} on asked for, blocks before token {token} have left the window of "
+                f"{geometry.window} tokens"
+            )
+
+    def page_layouts(self) -> tuple[PageLayout, ...]:
+        """Where the pages of each region lie, for a peer that reads them."""
+        return tuple(
+            PageLayout(
+                bases=view.bases,
+                num_pages=view.num_pages,
+                blocks_per_page=view.blocks_per_page,
+                block_size=view.block_size,
+                block_stride=view.block_stride,
+                head_stride=view.head_stride,
+                token_stride=view.token_stride,
+                rows=view.rows,
+                row_stride=view.row_stride,
+            )
+            for view in self.views
+        )
+
+    def ranges(self) -> list[tuple[int, int]]:
+        """Address and bytes of every layer's pages."""
+        layouts = zip(self.page_layouts(), self.geometry.regions, strict=True)
+        return [(base, reach(layout, region)) for layout, region in layouts for base in layout.bases]
+
+    def pack(self, address: int, box: PageBox, staging: torch.device = CPU, *, alone: bool = False) -> Copy:
+        """Copy ``box`` of the pages to staging memory in wire order, ``[L][R][H][T][C / R]``; R is ``view.rows``.
+        ``staging``: where that lies. ``alone`` as in ``Copies.start``."""
+        pack = partial(self._copy_wire, address, box, to_wire=True)
+        brief = self._brief(box, staging)
+        return self.copies.start(pack, brief=brief, alone=alone and brief)  # or others could be sent meanwhile
+
+    def unpack(self, address: int, box: PageBox, staging: torch.device = CPU, *, alone: bool = False) -> Copy:
+        """Copy wire bytes at ``address`` to ``box`` of the pages, converted where they are another dtype's."""
+        brief = self._brief(box, staging)
+        if box.source is None:
+            unpack = partial(self._copy_wire, address, box, to_wire=False)
+            return self.copies.start(unpack, brief=brief, alone=alone and brief)
+        conversion = box.source.conversion(self.geometry.regions[box.region], box.layer, box.num_layers)
+        unpack = partial(
+            unpack_converted, self.pages(box), address, conversion, num_heads=box.num_heads,
+            num_tokens=box.num_tokens, device=self.device, sms=self.copies.sms,
+        )  # fmt: skip
+        return self.copies.start(unpack, brief=brief, alone=alone and brief)
+
+    def _brief(self, box: PageBox, staging: torch.device) -> bool:
+        """Whether a copy between pages and staging memory is over as soon as another thread were awake."""
+        limit = BRIEF_BYTES if self.copies.idle else BRIEF_LOCAL_BYTES
+        return staging == self.device and self.nbytes(box) <= limit
+
+    def fetch(self, boxes: Sequence[tuple[PageBox, Pages]], *, alone: bool = False) -> Copy:
+        """Copy pages of a peer that are mapped here to parts of ours, each in one pass."""
+
+        def enqueue() -> None:
+            for box, theirs in boxes:
+                self._copy(self.pages(box), theirs, box, over_link=True)
+
+        brief = sum(self.nbytes(box) for box, _ in boxes) <= BRIEF_BYTES
+        return self.copies.start(enqueue, brief=brief, alone=alone)
+
+    def warm_up(self) -> None:
+        """Allocate what launches need, and compile the kernels of the copies by one that changes nothing. Blocks."""
+        if self.device.type == "cpu" or not self.views:
+            return
+        self.copies.start(partial(prepare, self.device))
+        widest = max(view.num_heads * view.content_bytes for view in self.views)
+        scratch = torch.empty(2 * widest, dtype=torch.uint8, device=self.device)
+        for region, view in enumerate(self.views):
+            first = TokenBlocks(np.zeros(1, dtype=np.int64), view.block_size, view.block_stride, 0)
+            tokens = min(2, view.block_size)  # with one alone its stride would not count for the alignment
+            box = PageBox(region, 0, 1, 0, view.num_heads, 0, tokens, first)
+            wire = self._wire(scratch.data_ptr(), box)
+            for self.copies.idle, over_link in ((False, False), (True, False), (True, True)):
+                self.copies.start(partial(self._copy, wire, self.pages(box), box, over_link=over_link))
+        self.copies.synchronize()
+        self.copies.idle = False
+
+    def in_pieces(self, box: PageBox) -> bool:
+        """Whether ``box`` lies in pieces long enough that a socket moves them as fast as packed bytes."""
+        if box.source is not None:
+            return False
+        view = self.views[box.region]
+        dense = view.token_stride == view.row_bytes
+        tokens = min(box.blocks.size, box.num_tokens) if dense else 1
+        return self.device.type == "cpu" and tokens * view.row_bytes >= MIN_PIECE_BYTES
+
+    def pieces(self, box: PageBox) -> Pieces:
+        """Where ``box`` lies, in wire order."""
+        row_bytes = self.views[box.region].row_bytes
+        return wire_ordered(self.pages(box), box.num_heads, box.num_tokens, row_bytes)
+
+    def nbytes(self, box: PageBox) -> int:
+        """Bytes of ``box`` on the wire."""
+        content = box.source.region.content_bytes if box.source else self.views[box.region].content_bytes
+        return box.num_layers * box.num_heads * box.num_tokens * content
+
+    def box(self, span: Span, region: int, layer: int, head: int, kernel_ids: Ids, shard: TokenShard) -> PageBox:
+        """All of ``span``, in this rank's numbering. ``shard``: P's, on both sides."""
+        view, ours = self.views[region], self.geometry.regions[region].shard
+        other = shard if ours == span.shard else span.shard
+        num_tokens, table = common_blocks(
+            ours, other, span.token, span.token + span.num_tokens, kernel_ids, view.block_size, view.block_stride,
+            view.token_stride,
+        )  # fmt: skip
+        return PageBox(
+            region=region,
+            layer=layer,
+            num_layers=span.num_layers,
+            head=head,
+            num_heads=span.num_heads,
+            token=table.token,
+            num_tokens=num_tokens,
+            blocks=table,
+        )
+
+    def cut(
+        self, whole: PageBox, span: Span, chunk_bytes: int, source: RegionGeometry, *, convert: bool = False
+    ) -> Iterator[PageBox]:
+        """The chunks of ``span``, which ``whole`` is all of, in wire order. ``source``: P's region, on both sides;
+        ``convert``: D converts its numbers.
+
+        Raises:
+            GeometryError: a chunk of one block or token does not fit into ``chunk_bytes``.
+        """
+        cut = chunks(span, source.content_bytes, chunk_bytes, source.block_size, source.shard)
+        shared = SpanCopy(whole)
+        for chunk in cut:
+            yield PageBox(
+                region=whole.region,
+                layer=whole.layer + chunk.layer,
+                num_layers=chunk.num_layers,
+                head=whole.head,
+                num_heads=whole.num_heads,
+                token=whole.token + chunk.token,
+                num_tokens=chunk.num_tokens,
+                blocks=whole.blocks,
+                source=WireElements(source, span.layer + chunk.layer) if convert else None,
+                whole=shared,
+            )
+
+    def _copy_wire(self, address: int, box: PageBox, *, to_wire: bool) -> None:
+        """Copy between ``box`` of the pages and wire order."""
+        if self.device.type == "cpu":
+            wire, pages = self._wire(address, box), self.pages(box)
+            self._copy(*((wire, pages) if to_wire else (pages, wire)), box)
+            return
+        shared = box.whole or SpanCopy(box)
+        whole, rows = shared.box, self.views[box.region].rows
+        if shared.there is None:
+            shared.there = self._there(whole)
+        shared.there.copy(
+            address,
+            to_wire=to_wire,
+            layer=(box.layer - whole.layer) * rows,
+            num_layers=box.num_layers * rows,
+            token=box.token - whole.token,
+            num_tokens=box.num_tokens,
+            sms=self.copies.sms,
+        )
+
+    def _there(self, whole: PageBox) -> PagesThere:
+        from kvferry.kernels.paged_copy_triton import PagesThere
+
+        return PagesThere(
+            self.pages(whole),
+            num_heads=whole.num_heads,
+            num_tokens=whole.num_tokens,
+            content_bytes=self.views[whole.region].row_bytes,
+            device=self.device,
+        )
+
+    def _copy(self, to: Pages, of: Pages, box: PageBox, *, over_link: bool = False) -> None:
+        copy_pages(
+            to,
+            of,
+            num_heads=box.num_heads,
+            num_tokens=box.num_tokens,
+            content_bytes=self.views[box.region].row_bytes,
+            device=self.device,
+            sms=self.copies.sms,
+            over_link=over_link,
+        )
+
+    def _wire(self, address: int, box: PageBox) -> Pages:
+        view = self.views[box.region]
+        return wire_pages(address, box.num_layers * view.rows, box.num_heads, box.num_tokens, view.row_bytes)
+
+    def pages(self, box: PageBox) -> Pages:
+        """``box`` as one side of a copy, in which each row of a layer is a layer."""
+        view = self.views[box.region]
+        return Pages(
+            bases=row_bases(view.bases[box.layer : box.layer + box.num_layers], view.rows, view.row_stride),
+            block_ids=box.blocks.ids,
+            block_size=box.blocks.size,
+            block_stride=box.blocks.stride,
+            head_stride=view.head_stride,
+            token_stride=view.token_stride,
+            head=box.head,
+            token=box.token,
+        )
+
+
+class PageBox(msgspec.Struct, frozen=True):
+    """A box of one region in this rank's own numbering, with the blocks that its tokens lie in: kernel blocks, or
+    pieces of them where not all of their tokens are meant. ``token`` counts in these blocks. ``source``: whose numbers
+    they are on the wire, where they are converted. ``whole``: what it was cut from."""
+
+    region: int
+    layer: int
+    num_layers: int
+    head: int
+    num_heads: int
+    token: int
+    num_tokens: int
+    blocks: TokenBlocks
+    source: WireElements | None = None
+    whole: SpanCopy | None = None
+
+
+class SpanCopy(msgspec.Struct, eq=False):
+    """What parts were cut from. ``there``: its pages as the GPU knows them, from the first copy of a part on."""
+
+    box: PageBox
+    there: PagesThere | None = None

@@ -1,0 +1,309 @@
+"""The data side of D's hand-overs: what is asked of each P rank, and the chunks that come. One *read* per P rank.
+
+Decides nothing: it announces chunks, unpacks them and says which events that is for the hand-over.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterable, Iterator
+from functools import partial
+
+import msgspec
+
+from kvferry.connector.geometry.byte_ranges import ByteRanges, byte_ranges, join_ranges, pages_of, split_ranges
+from kvferry.connector.geometry.read_plan import PlannedSpan
+from kvferry.connector.protocol import handover, messages
+from kvferry.connector.protocol.handover import Reason
+from kvferry.connector.protocol.step_plan import Load, unpack_ids
+from kvferry.connector.transfer.caches import Ids, PageBox, RankCaches
+from kvferry.connector.transfer.copies import Copy
+from kvferry.connector.transfer.link import Link, LinkState
+from kvferry.kernels.paged_copy import Pages
+from kvferry.transport.errors import GeometryError, TransportError
+from kvferry.transport.grant_board import PostedGrant
+from kvferry.transport.plane import MappedChannel, ReadChannel, Received, RecvChannel
+
+logger = logging.getLogger("vllm.kvferry.receiver")
+
+UNPACKS_PER_TURN = 4
+"""Messages unpacked before control messages are looked at again."""
+PEER_BYTES_PER_TURN = 16 << 20
+"""The same for a read of P's pages: a few milliseconds, and few steps of Python however much there is."""
+
+
+class ActiveLoad(msgspec.Struct):
+    """One request's hand-over on this rank. ``ids``: kernel block ids per region; ``alone``: no other one began with
+    it; ``begun``: the step that waits for it knows that all its copies are under way."""
+
+    load: Load
+    state: handover.Handover
+    started: float
+    ids: list[Ids]
+    alone: bool = False
+    begun: bool = False
+    reads: list[SourceRead] = msgspec.field(default_factory=list)
+    nbytes: int = 0
+
+
+class SourceRead(msgspec.Struct, eq=False):
+    """One hand-over's part from one P rank.
+
+    ``planned``: what is asked for. Where P pushes, ``boxes`` are the chunks that it is cut into, and ``tags`` those
+    still to come. Where a plane reads P's pages, ``byte_ranges`` are what is left to read, known from the grant on;
+    ``note`` is the grant where it was found posted. ``granted``: P's grant is here, and is what was asked for.
+    ``writing``: copies into D's pages that have not ended.
+    """
+
+    number: int
+    active_load: ActiveLoad
+    source: int
+    link: Link
+    planned: tuple[PlannedSpan, ...] = ()
+    boxes: list[PageBox] = msgspec.field(default_factory=list)
+    byte_ranges: ByteRanges | None = None
+    tags: set[int] = msgspec.field(default_factory=set)
+    note: PostedGrant | None = None
+    granted: bool = False
+    writing: int = 0
+    stopped: bool = False
+    moved: bool = False
+
+    def tag(self, chunk: int) -> int:
+        """A chunk's tag on the data plane, unique in this process."""
+        return self.number << 32 | chunk
+
+    @property
+    def begun(self) -> bool:
+        """Of one that is moving: whether all copies into our pages are under way or have ended."""
+        return self.moved or (self.writing > 0 and not self.tags)
+
+
+ReadEvent = tuple[SourceRead, handover.HandoverEvent]
+
+
+class PageWrite(msgspec.Struct):
+    """A copy of ``nbytes`` into D's pages. ``message`` holds what it copies, where that came in one."""
+
+    read: SourceRead
+    copy: Copy
+    nbytes: int
+    message: Received | None = None
+
+
+class Receiver:
+    """All reads of this rank, also those that were stopped and whose last chunks are still under way."""
+
+    def __init__(self, caches: RankCaches) -> None:
+        self._caches = caches
+        self._reads: dict[int, SourceRead] = {}
+        self._last = 0
+        self._arrived: deque[tuple[Link, Received]] = deque()
+        self._writing: deque[PageWrite] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._reads)
+
+    def new(self, active_load: ActiveLoad, source: int, link: Link) -> SourceRead:
+        """The read of ``active_load`` from its source number ``source``."""
+        self._last = (self._last + 1) % (1 << 32)
+        read = self._reads[self._last] = SourceRead(self._last, active_load, source, link)
+        active_load.reads.append(read)
+        return read
+
+    def find(self, number: int, link: Link) -> SourceRead | None:
+        """The read of that number, if it goes over that link and has not ended."""
+        read = self._reads.get(number)
+        return read if read is not None and read.link is link else None
+
+    def through(self, link: Link) -> list[SourceRead]:
+        """All reads over a link."""
+        return [read for read in self._reads.values() if read.link is link]
+
+    def forget(self, read: SourceRead) -> None:
+        """Nothing of it will come any more."""
+        self._reads.pop(read.number, None)
+
+    def expect(self, read: SourceRead) -> None:
+        """Where P pushes: expect what has just been asked for. Not before, because cutting takes as long as the ask
+        takes to P; not later, because the first chunk may overtake the grant, which comes by another socket.
+
+        Raises:
+            GeometryError: a chunk of one token does not fit into a slot.
+        """
+        channel = read.link.channel
+        if not isinstance(channel, RecvChannel):
+            return
+        regions = read.link.theirs.regions
+        for item in read.planned:
+            theirs, whole = regions[item.span.region], self._box(read, item)
+            convert = (item.region, item.span.region) in read.link.converted
+            read.boxes.extend(self._caches.cut(whole, item.span, read.link.slot_bytes, theirs, convert=convert))
+        for chunk, box in enumerate(read.boxes):
+            read.tags.add(read.tag(chunk))
+            in_place = channel.scatters and self._caches.in_pieces(box)
+            into = partial(self._caches.pieces, box) if in_place else None
+            channel.expect(read.tag(chunk), self._caches.nbytes(box), into)
+
+    def granted(self, read: SourceRead, grant: messages.Grant) -> None:
+        """Check a grant; if it says where P's pages lie, begin to read them.
+
+        Raises:
+            GeometryError: it does not fit what was asked for.
+        """
+        if grant.chunks != len(read.boxes):
+            raise GeometryError(f"P grants {grant.chunks} chunks, {len(read.boxes)} were asked for")
+        channel = read.link.channel
+        if isinstance(channel, ReadChannel):
+            read.byte_ranges = join_ranges(
+                [self._runs(planned, *self._sides(read, planned, grant)) for planned in read.planned]
+            )
+        elif isinstance(channel, MappedChannel):
+            sides = [self._sides(read, planned, grant) for planned in read.planned]
+            fetched = self._caches.fetch(sides, alone=self._alone(read))
+            self._write(read, fetched, sum(self._caches.nbytes(box) for box, _ in sides))
+
+    def _sides(self, read: SourceRead, planned: PlannedSpan, grant: messages.Grant) -> tuple[PageBox, Pages]:
+        """A span in our pages and in P's."""
+        span = planned.span
+        if span.region >= len(grant.block_ids):
+            raise GeometryError(f"P grants blocks of {len(grant.block_ids)} groups, group {span.region} was asked for")
+        theirs = pages_of(read.link.pages[span.region], unpack_ids(grant.block_ids[span.region]), span, planned.shard)
+        return self._box(read, planned), theirs
+
+    def _alone(self, read: SourceRead) -> bool:
+        """Whether it is the only one, and the engine is not about to compute meanwhile."""
+        return read.active_load.alone and len(self._reads) == 1 and not read.active_load.load.now
+
+    def _runs(self, planned: PlannedSpan, box: PageBox, theirs: Pages) -> ByteRanges:
+        row_bytes = self._caches.views[planned.region].row_bytes
+        return byte_ranges(self._caches.pages(box), theirs, box.num_heads, box.num_tokens, row_bytes)
+
+    def _write(self, read: SourceRead, copy: Copy, nbytes: int, message: Received | None = None) -> None:
+        read.writing += 1
+        self._writing.append(PageWrite(read, copy, nbytes, message))
+
+    def _box(self, read: SourceRead, item: PlannedSpan) -> PageBox:
+        ids = read.active_load.ids[item.region]
+        return self._caches.box(item.span, item.region, item.layer, item.head, ids, item.shard)
+
+    def stop(self, read: SourceRead) -> None:
+        """Start no more copies, let no channel write the pages. Copies under way go on: ``collect`` tells of the end
+        of the last. What else is under way ends in staging memory or nowhere, and P's ``Stopped`` says how much."""
+        if read.stopped or read.moved:
+            return
+        read.stopped = True
+        channel = read.link.channel
+        if isinstance(channel, RecvChannel):
+            for tag in read.tags:
+                channel.let_go(tag)
+        if read.link.state is LinkState.ATTACHED and read.planned:
+            posted = channel.posted() if isinstance(channel, RecvChannel) else set()
+            highest = max((tag & 0xFFFFFFFF for tag in posted & read.tags), default=-1)
+            read.link.send(messages.Cancel(read=read.number, posted=highest + 1))
+
+    def stopped(self, read: SourceRead, sent: int) -> None:
+        """P has sent, or ended by empty messages, the first ``sent`` chunks; the others will never come. It says so
+        when it is told to stop, and of a read that was not it is no word."""
+        if not read.stopped:
+            return
+        for tag in [tag for tag in read.tags if tag & 0xFFFFFFFF >= sent]:
+            read.tags.discard(tag)
+            if isinstance(read.link.channel, RecvChannel):
+                read.link.channel.forget(tag)
+        if not read.tags:
+            self.forget(read)
+
+    def collect(self, links: Iterable[Link]) -> Iterator[ReadEvent]:
+        """Unpack some of what has arrived, read some of what P granted; what that means for the hand-overs."""
+        for link in links:
+            if isinstance(link.channel, RecvChannel) and link.state is LinkState.ATTACHED:
+                self._arrived.extend((link, message) for message in link.channel.poll())
+        for _ in range(min(UNPACKS_PER_TURN, len(self._arrived))):
+            link, message = self._arrived.popleft()
+            happened = self._unpack(link, message)
+            if happened is not None:
+                yield happened
+        yield from self.finished_writes()
+        peer = next((read for read in self._reads.values() if read.byte_ranges is not None and not read.stopped), None)
+        if peer is not None:
+            yield peer, self._read(peer)
+
+    def finished_writes(self) -> Iterator[ReadEvent]:
+        """What it means for the hand-overs that copies into our pages have ended."""
+        while self._writing and self._writing[0].copy.done:
+            happened = self._written(self._writing.popleft())
+            if happened is not None:
+                yield happened
+
+    @property
+    def backlog(self) -> bool:
+        """Whether messages wait to be unpacked, or pages to be read."""
+        return bool(self._arrived) or any(r.byte_ranges is not None and not r.stopped for r in self._reads.values())
+
+    def _read(self, read: SourceRead) -> handover.HandoverEvent:
+        channel = read.link.channel
+        assert isinstance(channel, ReadChannel) and read.byte_ranges is not None
+        now, read.byte_ranges = split_ranges(read.byte_ranges, PEER_BYTES_PER_TURN)
+        try:
+            channel.read(now.to, now.of, now.nbytes)
+        except TransportError as error:
+            read.byte_ranges = None
+            return handover.SourceFailed(read.source, Reason("peer_lost", str(error)))
+        read.active_load.nbytes += int(now.nbytes.sum())
+        if read.byte_ranges is not None:
+            self._reads[read.number] = self._reads.pop(read.number)  # the next turn is another's
+            return handover.SourceProgress()
+        read.moved = True
+        return handover.SourceMoved(read.source)
+
+    def _unpack(self, link: Link, message: Received) -> ReadEvent | None:
+        """Begin to copy a message to where it belongs; it is released once that has ended, or here."""
+        read = self.find(message.tag >> 32, link)
+        if read is None or message.tag not in read.tags:
+            message.release()
+            return None
+        read.tags.discard(message.tag)
+        if read.stopped:
+            if not read.tags:
+                self.forget(read)
+            message.release()
+            return None
+        chunk = message.tag & 0xFFFFFFFF
+        box = read.boxes[chunk]
+        wanted = self._caches.nbytes(box)
+        if message.nbytes != wanted:
+            message.release()
+            text = f"chunk {chunk} has {message.nbytes} bytes, expected {wanted}"
+            return read, handover.SourceFailed(read.source, Reason("data", text))
+        try:
+            if message.placed:
+                copy = Copy(done=True)
+            else:
+                copy = self._caches.unpack(message.address, box, message.device, alone=self._alone(read))
+        except Exception as error:  # an error of the copy is this request's, not everybody's
+            message.release()
+            logger.exception("kvferry: a chunk of %s could not be unpacked", read.active_load.load.request_id)
+            return read, handover.SourceFailed(read.source, Reason("internal", repr(error)))
+        self._write(read, copy, wanted, message)
+        # From here on our pages are written: the hand-over must hear so even where the grant is still on its way.
+        return None if copy.done else (read, handover.SourceProgress())
+
+    def _written(self, writing: PageWrite) -> ReadEvent | None:
+        """A copy into our pages has ended."""
+        read = writing.read
+        read.writing -= 1
+        if writing.message is not None:
+            writing.message.release()
+        if read.stopped:
+            return None if read.writing else (read, handover.SourceDrained(read.source))
+        if writing.copy.error:
+            return read, handover.SourceFailed(
+                read.source, Reason("internal", f"the copy failed: {writing.copy.error}")
+            )
+        read.active_load.nbytes += writing.nbytes
+        if read.tags or read.writing:
+            return read, handover.SourceProgress()
+        read.moved = True
+        return read, handover.SourceMoved(read.source)

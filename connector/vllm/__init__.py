@@ -1,0 +1,1 @@
+"""vLLM's connector contract over KVFerry: the only package that imports vLLM."""

@@ -1,0 +1,152 @@
+"""Reading another process: the right one or none, gone or not; an address that is not its own."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from kvferry.transport.errors import PlaneUnavailableError, ProtocolError, TransportError
+from kvferry.transport.planes import cma
+from kvferry.transport.planes.cma import CmaPlane, _Offer
+
+import msgspec  # isort: skip
+
+CHILD = """
+import sys, ctypes
+from kvferry.transport.planes.cma import CmaPlane
+plane = CmaPlane()
+block = ctypes.create_string_buffer(bytes(range(256)) * 32768)
+print(plane.offer().hex(), ctypes.addressof(block), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def child() -> Iterator[tuple[subprocess.Popen[str], bytes, int]]:
+    process = subprocess.Popen([sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    offer, address = process.stdout.readline().split()
+    yield process, bytes.fromhex(offer), int(address)
+    process.kill()
+    process.wait(60)
+
+
+def column(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.int64)
+
+
+@pytest.mark.parametrize(("count", "threads"), [(1, 4), (4096, 4), (32768, 1), (32768, 2), (32768, 4)])
+def test_scattered_runs_arrive(
+    child: tuple[subprocess.Popen[str], bytes, int], count: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cma, "_threads", lambda: threads)
+    _, offer, address = child
+    plane = CmaPlane()
+    reader, _ = plane.connect(offer, "127.0.0.1")
+    into = np.zeros(256 * count, dtype=np.uint8)
+    order = np.random.default_rng(1).permutation(count)
+    reader.read(into.ctypes.data + 256 * np.arange(count), address + 256 * order, np.full(count, 256))
+    assert (into.reshape(count, 256) == np.arange(256, dtype=np.uint8)).all()
+    plane.close()
+    plane.close()
+
+
+def test_descriptors_beyond_those_of_select(child: tuple[subprocess.Popen[str], bytes, int]) -> None:
+    process, offer, _ = child
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(4096, hard)), hard))
+    held: list[int] = []
+    plane = CmaPlane()
+    try:
+        held += [os.dup(0) for _ in range(1100)]
+        reader, _ = plane.connect(offer, "127.0.0.1")
+        assert reader.process.fd > 1024
+        process.kill()
+        process.wait(60)
+        assert plane.progress()
+        assert reader.error is not None
+    finally:
+        plane.close()
+        for fd in held:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_the_end_of_the_process_is_noticed(child: tuple[subprocess.Popen[str], bytes, int]) -> None:
+    process, offer, address = child
+    plane = CmaPlane()
+    reader, _ = plane.connect(offer, "127.0.0.1")
+    assert not plane.progress()
+    process.kill()
+    process.wait(60)
+    end = time.monotonic() + 60
+    while not plane.progress() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert isinstance(reader.error, TransportError)
+    into = np.zeros(8, dtype=np.uint8)
+    with pytest.raises(TransportError, match="failed"):
+        reader.read(column(into.ctypes.data), column(address), column(8))
+    assert plane.pollables() == []
+
+
+def test_an_address_that_is_not_mapped(child: tuple[subprocess.Popen[str], bytes, int]) -> None:
+    reader, _ = CmaPlane().connect(child[1], "127.0.0.1")
+    into = np.zeros(8, dtype=np.uint8)
+    with pytest.raises(TransportError, match="Bad address"):
+        reader.read(column(into.ctypes.data), column(4096), column(8))
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"secret": bytes(16)}, "another process namespace"),
+        ({"host_id": "elsewhere"}, "another host"),
+        ({"pid": 1 << 29}, "cannot be read"),
+        ({"address": 4096}, "cannot be read"),
+    ],
+)
+def test_another_process_is_not_taken_for_p(
+    child: tuple[subprocess.Popen[str], bytes, int], changes: dict[str, object], named: str
+) -> None:
+    offer = msgspec.msgpack.decode(child[1], type=_Offer)
+    with pytest.raises(PlaneUnavailableError, match=named) as caught:
+        CmaPlane().connect(msgspec.msgpack.encode(msgspec.structs.replace(offer, **changes)), "127.0.0.1")
+    assert "\n" not in str(caught.value)
+
+
+def test_garbage_is_refused() -> None:
+    with pytest.raises(ProtocolError):
+        CmaPlane().connect(b"\x80\x04garbage", "127.0.0.1")
+
+
+def open_pidfds() -> int:
+    """Only descriptors of the kind at issue: the garbage of other tests in this process may go at any moment."""
+    found = 0
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            found += "pidfd" in os.readlink(f"/proc/self/fd/{number}")
+    return found
+
+
+def test_a_refused_connect_leaves_no_descriptor_behind(child: tuple[subprocess.Popen[str], bytes, int]) -> None:
+    offer = msgspec.msgpack.decode(child[1], type=_Offer)
+    plane = CmaPlane()
+    gc.collect()
+    before = open_pidfds()
+    plane.connect(child[1], "127.0.0.1")
+    assert open_pidfds() == before + 1
+    for changes in ({"secret": bytes(16)}, {"address": 4096}) * 5:
+        with pytest.raises(PlaneUnavailableError):
+            plane.connect(msgspec.msgpack.encode(msgspec.structs.replace(offer, **changes)), "127.0.0.1")
+    assert open_pidfds() == before + 1
+    plane.close()
+    assert open_pidfds() == before

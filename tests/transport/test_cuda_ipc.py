@@ -1,0 +1,250 @@
+"""Who may map P's memory, and what becomes of it, without a GPU: the driver's calls are this file's, all else is real.
+
+The driver itself is met in tests/ranks/test_gpus.py and tests/gpu, on GPUs.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from kvferry.transport import cuda_memory
+from kvferry.transport.errors import PlaneUnavailableError, ProtocolError, TransportError
+from kvferry.transport.planes import cuda_ipc
+from kvferry.transport.planes.cuda_ipc import CudaIpcPlane, IpcChannel, _Memory, _Offer
+
+GPU = torch.device("cuda", 0)
+SIZE = 1 << 20
+
+
+class Driver:
+    """One GPU's allocations, by the address at which P has them; mapped they lie ``SHIFT`` further on."""
+
+    SHIFT = 1 << 40
+
+    def __init__(self) -> None:
+        self.secret = b""
+        self.mapped: list[int] = []
+        self.broken = ""
+        self.size = SIZE
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in ("use", "uuid_of", "allocate", "allocation_at", "handle_of", "open_handle", "close_handle", "read"):
+            monkeypatch.setattr(cuda_memory, name, getattr(self, name))
+        monkeypatch.setattr(cuda_memory, "check_peer", self.check_peer)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self)
+
+    def synchronize(self) -> None:
+        pass
+
+    def use(self, device: torch.device) -> None:
+        pass
+
+    def uuid_of(self, device: torch.device) -> str:
+        return "GPU-0"
+
+    def check_peer(self, device: torch.device, uuid: str) -> None:
+        if self.broken == "no peer access":
+            raise TransportError("GPU 0 has no peer access to GPU 1")
+
+    def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        return torch.zeros(64, dtype=torch.uint8)
+
+    def allocation_at(self, address: int) -> tuple[int, int]:
+        return address // SIZE * SIZE, self.size
+
+    def handle_of(self, base: int) -> bytes:
+        if self.broken == "virtual":
+            raise PlaneUnavailableError("the KV cache lies in virtual memory of CUDA")
+        return base.to_bytes(8, "little").ljust(64, b"\0")
+
+    def open_handle(self, handle: bytes) -> int:
+        if self.broken == "gone":
+            raise TransportError("cuIpcOpenMemHandle: CUDA_ERROR_INVALID_VALUE")
+        self.mapped.append(int.from_bytes(handle[:8], "little") + self.SHIFT)
+        return self.mapped[-1]
+
+    def close_handle(self, address: int) -> None:
+        self.mapped.remove(address)
+
+    def read(self, address: int, nbytes: int, device: torch.device) -> bytes:
+        return bytes(nbytes) if self.broken == "other bytes" else self.secret
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    driver = Driver()
+    driver.install(monkeypatch)
+    return driver
+
+
+Make = Callable[..., CudaIpcPlane]
+
+
+@pytest.fixture
+def plane(driver: Driver) -> Iterator[Make]:
+    made: list[CudaIpcPlane] = []
+
+    def make(ranges: tuple[tuple[int, int], ...] = ((3 * SIZE + 5, 100), (7 * SIZE, 10)), synchronize=lambda: None):
+        made.append(CudaIpcPlane(GPU, ranges, synchronize))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def p(driver: Driver, tmp_path: Path) -> Iterator[_Offer]:
+    """The offer of another process, which holds two allocations."""
+    script = f"""
+import sys, pytest, torch
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from test_cuda_ipc_plane import Driver, GPU, SIZE
+from kvferry.transport.planes.cuda_ipc import CudaIpcPlane
+patch = pytest.MonkeyPatch()
+Driver().install(patch)
+plane = CudaIpcPlane(GPU, ((3 * SIZE + 5, 100), (7 * SIZE, 10)), lambda: None)
+print(plane.offer().hex(), flush=True)
+sys.stdin.read()
+"""
+    process = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    offer = msgspec.msgpack.decode(bytes.fromhex(process.stdout.readline()), type=_Offer)
+    driver.secret = offer.secret
+    yield offer
+    process.kill()
+    process.wait(60)
+
+
+def encoded(offer: _Offer, **change: object) -> bytes:
+    return msgspec.msgpack.encode(msgspec.structs.replace(offer, **change))
+
+
+def until(condition: Callable[[], bool], plane: CudaIpcPlane) -> None:
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        plane.progress()
+        time.sleep(1e-3)
+
+
+def test_p_s_memory_is_mapped_once_and_found_at_our_addresses(driver: Driver, plane: Make, p: _Offer) -> None:
+    d = plane()
+    channel, payload = d.connect(encoded(p), "127.0.0.1")
+    assert isinstance(channel, IpcChannel) and payload == b""
+    until(lambda: channel.ready, d)
+    assert len(driver.mapped) == 3, "two allocations and the probe"
+    assert channel.ours(3 * SIZE + 5, 100) == 3 * SIZE + 5 + Driver.SHIFT
+    assert channel.ours(7 * SIZE, SIZE) == 7 * SIZE + Driver.SHIFT
+    for address, nbytes in ((7 * SIZE, SIZE + 1), (5 * SIZE, 1), (3 * SIZE - 1, 2)):
+        with pytest.raises(TransportError, match="no allocation that P has given us"):
+            channel.ours(address, nbytes)
+    channel.close()
+    channel.close()
+    until(lambda: not driver.mapped, d)
+
+
+def test_it_is_unmapped_once_the_copies_have_ended(driver: Driver, plane: Make, p: _Offer) -> None:
+    ended = threading.Event()
+    d = plane(synchronize=lambda: ended.wait(30))
+    channel, _ = d.connect(encoded(p), "127.0.0.1")
+    until(lambda: channel.ready, d)
+    begun = time.monotonic()
+    channel.close()
+    assert time.monotonic() - begun < 1, "nothing waits for it"
+    time.sleep(0.2)
+    assert driver.mapped
+    ended.set()
+    until(lambda: not driver.mapped, d)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"host_id": "another"}, "another host or in another network namespace"),
+        ({"host_id": ""}, "another host"),
+        ({"secret": bytes(16)}, "another process namespace"),
+        ({"fd": 0}, "another process namespace"),
+        ({"pid": os.getpid()}, "this very process"),
+        ({"pid": 1 << 29}, "another process namespace"),
+        ({"why": "no handles"}, "cannot be mapped: no handles"),
+    ],
+)
+def test_whom_it_does_not_concern_is_refused(
+    driver: Driver, plane: Make, p: _Offer, change: dict[str, object], why: str
+) -> None:
+    with pytest.raises(PlaneUnavailableError, match=why):
+        plane().connect(encoded(p, **change), "127.0.0.1")
+    assert not driver.mapped
+
+
+def test_no_peer_access_is_told_before_anything_is_mapped(driver: Driver, plane: Make, p: _Offer) -> None:
+    driver.broken = "no peer access"
+    with pytest.raises(PlaneUnavailableError, match="no peer access"):
+        plane().connect(encoded(p), "127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("broken", "why"), [("gone", "INVALID_VALUE"), ("other bytes", "not what P wrote"), ("small", "smaller")]
+)
+def test_a_mapping_that_fails_is_the_channel_s_error(
+    driver: Driver, plane: Make, p: _Offer, broken: str, why: str
+) -> None:
+    d = plane()
+    driver.broken = broken
+    if broken == "small":
+        driver.size = SIZE // 2
+    channel, _ = d.connect(encoded(p), "127.0.0.1")
+    until(lambda: channel.error is not None, d)
+    assert why in str(channel.error) and "cannot be mapped" in str(channel.error) and not channel.ready
+    channel.close()
+    until(lambda: not driver.mapped, d)
+
+
+def test_memory_without_handles_can_only_read_from_others(driver: Driver, plane: Make, p: _Offer) -> None:
+    driver.broken = "virtual"
+    d = plane()
+    assert "virtual memory" in d.cannot_serve
+    assert msgspec.msgpack.decode(d.offer(), type=_Offer).why == d.cannot_serve
+    channel, _ = d.connect(encoded(p), "127.0.0.1")
+    until(lambda: channel.ready, d)
+
+
+def test_a_layer_in_several_allocations_is_not_offered(plane: Make) -> None:
+    assert "several allocations" in plane(((SIZE - 10, 20),)).cannot_serve
+
+
+def test_the_end_of_p_is_noticed(driver: Driver, plane: Make, p: _Offer) -> None:
+    d = plane()
+    channel, _ = d.connect(encoded(p), "127.0.0.1")
+    until(lambda: channel.ready, d)
+    os.kill(p.pid, 9)
+    until(lambda: channel.error is not None, d)
+    assert "died" in str(channel.error)
+
+
+@pytest.mark.parametrize("offer", [b"", b"\xc0", secrets.token_bytes(100), bytes(1 << 17)])
+def test_a_malformed_offer_is_a_protocol_error(plane: Make, offer: bytes) -> None:
+    with pytest.raises(ProtocolError, match="cuda_ipc offer"):
+        plane().connect(offer, "127.0.0.1")
+
+
+def test_the_handles_are_not_in_the_offer(driver: Driver, plane: Make) -> None:
+    made = plane()
+    handle = driver.handle_of(3 * SIZE)
+    assert handle not in made.offer()
+    with open(f"/proc/self/fd/{made._fd}", "rb") as file:
+        memory = msgspec.msgpack.decode(file.read(), type=_Memory)
+    assert handle in [allocation.handle for allocation in memory.allocations]
+    assert cuda_ipc.MAX_PAYLOAD_BYTES > 512 * 90 and len(memory.allocations) == 2

@@ -1,0 +1,131 @@
+"""The figures through vLLM's own loggers and a real Prometheus registry."""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm")
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
+
+from kvferry.connector.protocol import metrics
+from kvferry.connector.protocol.metrics import HandoverStats
+from kvferry.connector.vllm.prometheus import KVFerryPromMetrics, KVFerryStats
+
+pytestmark = pytest.mark.vllm
+LABELS = ["model_name", "engine"]
+ENGINES: dict[int, list[object]] = {0: ["m", "0"], 1: ["m", "1"]}
+CONFIG = KVTransferConfig(
+    kv_connector="KVFerryConnector", kv_role="kv_both", kv_connector_module_path="kvferry.connector.vllm.adapter"
+)
+
+
+def busy() -> HandoverStats:
+    stats = HandoverStats()
+    stats.finished(nbytes=1 << 20, milliseconds=4, plane="shm", tokens=128)
+    stats.finished(nbytes=3 << 20, milliseconds=6, plane="ucx", tokens=256)
+    stats.failed("timeout")
+    stats.lease_ended("released")
+    stats.lease_ended("expired")
+    stats.dropped("malformed", 3)
+    return stats
+
+
+@pytest.fixture
+def registry():
+    """A registry of its own; vLLM's classes take the metric types as arguments."""
+    return CollectorRegistry()
+
+
+@pytest.fixture
+def series(registry):
+    types = {kind: functools.partial(kind, registry=registry) for kind in (Gauge, Counter, Histogram)}
+    return KVFerryPromMetrics(SimpleNamespace(kv_transfer_config=CONFIG), types, LABELS, ENGINES)
+
+
+def value(registry, name, engine="0", **labels):
+    return registry.get_sample_value(f"vllm:kvferry_{name}", {"model_name": "m", "engine": engine, **labels})
+
+
+def test_prometheus_series(registry, series):
+    stats = busy()
+    for engine, _ in enumerate(ENGINES):
+        drained = KVFerryStats.drain(stats)
+        if drained is not None:
+            series.observe(drained.to_dict(), engine)
+    assert value(registry, "handover_time_seconds_count", plane="shm") == 1
+    assert value(registry, "handover_time_seconds_sum", plane="ucx") == pytest.approx(0.006)
+    assert value(registry, "handover_time_seconds_bucket", plane="shm", le="0.002") == 0
+    assert value(registry, "handover_time_seconds_bucket", plane="shm", le="0.005") == 1
+    assert value(registry, "bytes_transferred_sum", plane="ucx") == 3 << 20
+    assert value(registry, "tokens_total", plane="ucx") == 256
+    assert value(registry, "num_failed_handovers_total", reason="timeout") == 1
+    assert value(registry, "num_expired_leases_total", reason="expired") == 1
+    assert value(registry, "num_expired_leases_total", reason="cap") == 0
+    assert value(registry, "num_released_leases_total") == 1
+    assert value(registry, "num_dropped_messages_total", reason="malformed") == 3
+    assert value(registry, "num_failed_handovers_total", engine="1", reason="timeout") == 0
+    assert value(registry, "handover_time_seconds_count", engine="1", plane="shm") is None
+
+
+def test_hand_overs_beyond_the_bound_keep_count_and_sum(registry, series, monkeypatch):
+    monkeypatch.setattr(metrics, "MAX_SAMPLES", 2)
+    stats = HandoverStats()
+    for milliseconds in (1, 2, 3, 5):
+        stats.finished(nbytes=1000, milliseconds=milliseconds, plane="shm", tokens=1)
+    drained = KVFerryStats.drain(stats)
+    assert drained is not None
+    series.observe(drained.data)
+    assert value(registry, "handover_time_seconds_count", plane="shm") == 4
+    assert value(registry, "handover_time_seconds_sum", plane="shm") == pytest.approx(0.011)
+    assert value(registry, "bytes_transferred_sum", plane="shm") == 4000
+    assert value(registry, "tokens_total", plane="shm") == 4
+
+
+def test_stats_copy_what_they_are_given():
+    payload = KVFerryStats.drain(busy())
+    assert payload is not None
+    before = repr(payload.data)
+    KVFerryStats(data=payload.data).aggregate(payload).reset()
+    assert repr(payload.data) == before
+
+
+def test_aggregate_reset_and_partial_data():
+    total = KVFerryStats()
+    assert total.is_empty()
+    for _ in range(2):
+        part = KVFerryStats.drain(busy())
+        assert part is not None
+        total = total.aggregate(part)
+    assert total.reduce()["Num hand-overs"] == 4 and not total.is_empty()
+    total.reset()
+    assert total.is_empty()
+    assert KVFerryStats(data={"failed": {"other": 1}}).reduce()["Num failed hand-overs"] == 1
+
+
+def test_through_vllms_log_line():
+    logging = KVConnectorLogging(CONFIG)
+    lines: list[str] = []
+    for _ in range(3):
+        drained = KVFerryStats.drain(busy())
+        assert drained is not None
+        logging.observe(drained.to_dict())
+    logging.log(lambda form, *args: lines.append(form % args))
+    logging.log(lambda form, *args: lines.append(form % args))
+    assert len(lines) == 1, "what was logged is not logged again"
+    assert lines[0].startswith("KV Transfer metrics: Num hand-overs=6, ")
+    assert "Failed (timeout)=3" in lines[0] and "Num dropped messages=9" in lines[0]
+
+
+def test_through_vllms_prometheus_logger():
+    prometheus = KVConnectorProm(SimpleNamespace(kv_transfer_config=CONFIG), LABELS, ENGINES)
+    drained = KVFerryStats.drain(busy())
+    assert drained is not None
+    prometheus.observe(drained.to_dict(), 1)
+    text = generate_latest(REGISTRY).decode()
+    assert 'vllm:kvferry_bytes_transferred_sum{engine="1",model_name="m",plane="shm"} 1.048576e+06' in text
+    assert 'vllm:kvferry_num_dropped_messages_total{engine="1",model_name="m",reason="malformed"} 3.0' in text

@@ -1,0 +1,144 @@
+"""Shares of a prompt against sets of tokens, and against vLLM's own count of a rank's tokens where it is installed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from kvferry.connector.geometry.token_sharding import (
+    ALL_TOKENS,
+    TokenBlocks,
+    TokenRuns,
+    TokenShard,
+    common_tokens,
+    num_common_tokens,
+    token_blocks,
+)
+from kvferry.transport.errors import GeometryError
+
+shards = st.integers(1, 6).flatmap(
+    lambda size: st.builds(TokenShard, st.just(size), st.integers(0, size - 1), st.sampled_from([1, 2, 3, 4, 6, 8, 16]))
+)
+LONG = 1 << 12
+
+
+def held(shard: TokenShard, tokens: int) -> list[int]:
+    """Token by token, as vLLM's slot mapping says it."""
+    return [t for t in range(tokens) if t // shard.interleave % shard.size == shard.rank]
+
+
+def listed(places: TokenRuns) -> list[int]:
+    found = [n for a, b in zip(places.starts.tolist(), places.stops.tolist(), strict=True) for n in range(a, b)]
+    assert len(found) == places.num_tokens
+    assert (places.starts[1:] > places.stops[:-1]).all()
+    return found
+
+
+@given(shards, st.integers(0, 200))
+def test_tokens_are_counted(shard: TokenShard, tokens: int) -> None:
+    assert shard.count(tokens) == len(held(shard, tokens))
+    assert shard.whole == (shard.count(96 * 5) == 96 * 5)
+
+
+@given(shards, shards)
+@example(TokenShard(2, 0, 16), TokenShard(2, 1, 1))
+@example(TokenShard(2, 0, 16), TokenShard(2, 1, 16))
+def test_shares_meet_where_a_long_prompt_has_common_tokens(ours: TokenShard, theirs: TokenShard) -> None:
+    assert ours.meets(theirs) == theirs.meets(ours) == bool(set(held(ours, LONG)) & set(held(theirs, LONG)))
+
+
+@settings(max_examples=500)
+@given(shards, shards, st.integers(0, 150), st.integers(0, 150))
+@example(TokenShard(2, 0, 16), TokenShard(4, 2, 16), 0, 128)
+@example(TokenShard(2, 0, 16), TokenShard(2, 0, 1), 5, 90)
+@example(ALL_TOKENS, TokenShard(2, 1, 16), 20, 40)
+@example(TokenShard(2, 1, 16), ALL_TOKENS, 3, 70)
+def test_common_tokens_are_the_same_on_both_sides(
+    ours: TokenShard, theirs: TokenShard, start: int, length: int
+) -> None:
+    stop = start + length
+    both = sorted(set(held(ours, stop)) & set(held(theirs, stop)) & set(range(start, stop)))
+    for mine, other in ((ours, theirs), (theirs, ours)):
+        number = {token: place for place, token in enumerate(held(mine, stop))}
+        places = common_tokens(mine, other, start, stop)
+        assert listed(places) == [number[token] for token in both]
+        assert num_common_tokens(mine, other, start, stop) == len(both)
+
+
+def addresses(of: TokenBlocks, tokens: int, token_stride: int) -> list[int]:
+    """Where ``Pages`` says that tokens lie."""
+    at = [divmod(of.token + n, of.size) for n in range(tokens)]
+    return [int(of.ids[block]) * of.stride + within * token_stride for block, within in at]
+
+
+@settings(max_examples=500)
+@given(
+    shards, shards, st.integers(0, 60), st.integers(1, 100), st.sampled_from([1, 2, 4, 6, 16, 48]),
+    st.integers(1, 5), st.integers(0, 9), st.randoms(use_true_random=False),
+)  # fmt: skip
+def test_blocks_lead_to_the_same_bytes(ours, theirs, start, length, size, token_stride, gap, rng) -> None:
+    places = common_tokens(ours, theirs, start, start + length)
+    ids = np.array(rng.sample(range(1000), -(-(start + length) // size)))
+    stride = size * token_stride + gap
+    found = token_blocks(places, ids, size, stride, token_stride)
+    right = [int(ids[n // size]) * stride + n % size * token_stride for n in listed(places)]
+    assert addresses(found, places.num_tokens, token_stride) == right
+    assert size % found.size == 0
+
+
+def test_blocks_are_as_large_as_the_runs() -> None:
+    ids = np.arange(10, 60)
+    every_second = common_tokens(ALL_TOKENS, TokenShard(2, 1, 16), 0, 320)
+    assert [token_blocks(every_second, ids, size, 64 * size, 64).size for size in (16, 32, 48, 8)] == [16, 16, 16, 8]
+    assert token_blocks(common_tokens(ALL_TOKENS, TokenShard(2, 1, 16), 5, 311), ids, 16, 1024, 64).size == 16, (
+        "cut at either end"
+    )
+    whole = token_blocks(common_tokens(TokenShard(2, 1, 16), ALL_TOKENS, 40, 320), ids, 16, 1024, 64)
+    assert whole.ids is ids and whole[1:] == (16, 1024, 16)
+    merged = common_tokens(TokenShard(2, 0, 16), TokenShard(2, 0, 1), 0, 128)  # every second token of runs of 16
+    assert token_blocks(merged, ids, 16, 1024, 64).size == 1
+    assert token_blocks(common_tokens(TokenShard(2, 0, 1), TokenShard(2, 0, 16), 0, 128), ids, 16, 1024, 64).size == 8
+
+
+def test_strides_keep_their_alignment() -> None:
+    found = token_blocks(
+        common_tokens(ALL_TOKENS, TokenShard(4, 1, 4), 0, 256), np.arange(16), 16, 16 * 1152 + 128, 1152
+    )
+    assert found.stride % 128 == 0
+
+
+def test_no_common_tokens_are_an_empty_run() -> None:
+    places = common_tokens(TokenShard(2, 0, 16), TokenShard(2, 1, 16), 0, 320)
+    assert listed(places) == [] and places.dense
+    assert token_blocks(places, np.arange(20), 16, 1024, 64).size == 16
+
+
+def test_a_rank_outside_its_group_is_refused() -> None:
+    TokenShard(2, 1).check()
+    with pytest.raises(GeometryError, match="rank 2 of 2"):
+        TokenShard(2, 2).check()
+
+
+@given(shards, st.integers(1, 4), st.integers(0, 200))
+def test_a_token_lies_where_vllm_writes_it(shard: TokenShard, ratio: int, token: int) -> None:
+    """The arithmetic of ``_compute_slot_mappings_kernel`` (vllm/v1/worker/gpu/block_table.py, 0.32)."""
+    block_size = ratio * shard.interleave
+    virtual_block, offset = divmod(token, block_size * shard.size)
+    is_local = offset // shard.interleave % shard.size == shard.rank
+    rounds, remainder = offset // (shard.interleave * shard.size), offset % shard.interleave
+    local_position = virtual_block * block_size + rounds * shard.interleave + remainder
+    assert is_local == (common_tokens(shard, ALL_TOKENS, token, token + 1).num_tokens == 1)
+    if is_local:
+        assert listed(common_tokens(shard, ALL_TOKENS, token, token + 1)) == [local_position] == [shard.count(token)]
+
+
+def test_vllm_counts_alike() -> None:
+    utils = pytest.importorskip("vllm.v1.attention.backends.utils")
+    torch = pytest.importorskip("torch")
+    lengths = torch.arange(200, dtype=torch.int32)
+    for size, interleave in ((2, 1), (2, 16), (4, 8), (3, 5)):
+        for rank in range(size):
+            theirs = utils.get_dcp_local_seq_lens(lengths, size, rank, interleave).tolist()
+            assert theirs == [TokenShard(size, rank, interleave).count(n) for n in range(200)]

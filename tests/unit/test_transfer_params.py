@@ -1,0 +1,117 @@
+"""What travels through the router: there and back, and every way of being wrong in one line."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvferry.connector.engine.transfer_params import (
+    RemotePrompt,
+    check_reachable,
+    from_transfer_params,
+    prompt_digest,
+    to_transfer_params,
+    wants_prefill,
+)
+from kvferry.connector.geometry.token_sharding import TokenSharding
+from kvferry.connector.protocol.step_plan import PeerEngine, RankAddress
+from kvferry.transport.errors import ProtocolError
+
+HERE, THERE = "0123456789abcdef", "fedcba9876543210"
+
+
+def remote_prompt(host: str = "127.0.0.1", tp_size: int = 2) -> RemotePrompt:
+    ranks = tuple(RankAddress(0, r, host, 5000 + r, bytes([r]) * 16) for r in range(tp_size))
+    return RemotePrompt(b"t" * 16, 77, prompt_digest([1, 2, 3]), PeerEngine("engine-p", tp_size, 1, 30.0, ranks, HERE))
+
+
+def test_there_and_back_through_json() -> None:
+    assert from_transfer_params(json.loads(json.dumps(to_transfer_params(remote_prompt())))) == remote_prompt()
+
+
+def test_how_ranks_share_tokens_out_travels_too() -> None:
+    plain = remote_prompt()
+    peer = msgspec.structs.replace(plain.peer, shardings=(TokenSharding(1), TokenSharding(2, 16)))
+    shared = msgspec.structs.replace(plain, peer=peer)
+    params = json.loads(json.dumps(to_transfer_params(shared)))
+    assert from_transfer_params(params) == shared and params["dcp_size"] == 2
+    assert to_transfer_params(plain)["dcp_size"] == 1
+
+
+def test_nixls_own_keys_are_all_there() -> None:
+    params = to_transfer_params(remote_prompt())
+    assert params["do_remote_prefill"] is True
+    assert params["do_remote_decode"] is False
+    assert {"remote_engine_id", "remote_request_id", "remote_block_ids", "remote_host", "remote_port"} <= set(params)
+    assert params["remote_block_ids"] == [], "block ids do not travel through a router"
+
+
+@pytest.mark.parametrize(
+    "params",
+    [None, {}, {"do_remote_prefill": False}, {"do_remote_prefill": None}],
+)
+def test_missing_or_null_means_prefill_locally(params: dict[str, Any] | None) -> None:
+    assert from_transfer_params(params) is None
+    assert not wants_prefill(params)
+
+
+def broken(**changes: Any) -> dict[str, Any]:
+    params = to_transfer_params(remote_prompt())
+    params["kvferry"] = {**params["kvferry"], **changes}
+    return params
+
+
+@pytest.mark.parametrize(
+    ("params", "named"),
+    [
+        ({"do_remote_prefill": True}, "names no P"),
+        ({"do_remote_prefill": True, "remote_engine_id": None, "kvferry": None}, "names no P"),
+        ({"do_remote_prefill": True, "remote_engine_id": "x"}, "no 'kvferry' entry"),
+        (broken(v=1), "version is 1, expected 2"),
+        (broken(token="xyz"), "token"),
+        (broken(num_tokens=0), "num_tokens"),
+        (broken(num_tokens="77"), "num_tokens"),
+        (broken(lease_seconds=-1), "lease_seconds"),
+        (broken(ranks=[]), "ranks"),
+        (broken(shardings=[]), "shardings"),
+        (broken(shardings=[[5000, 1]]), "shardings"),
+        (broken(shardings=[[2, 0]]), "shardings"),
+        (broken(shardings=[[1, 1], [3, 1]]), "1, 3 of 2 ranks share tokens out"),
+        (
+            broken(ranks=[[0, 0, "h", 1, "00" * 16], [0, 2, "h", 1, "00" * 16]]),
+            "a rank pp0 tp2, expected below pp1 and tp2",
+        ),
+        (broken(tp_size=3), "names 2 ranks, expected 1 x 3"),
+        (broken(ranks=[[0, 0, "h", 70000, "00" * 16]]), "ranks"),
+        (broken(engine_id="a\nb"), "engine_id"),
+        ({**to_transfer_params(remote_prompt()), "kvferry": "text"}, "malformed"),
+        ({**to_transfer_params(remote_prompt()), "kvferry": [1, 2]}, "malformed"),
+    ],
+)
+def test_what_cannot_be_used_is_one_line(params: dict[str, Any], named: str) -> None:
+    with pytest.raises(ProtocolError, match=named) as caught:
+        from_transfer_params(params)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.3.2.1", "localhost", "::1"])
+def test_a_loopback_address_of_another_host_is_refused(host: str) -> None:
+    with pytest.raises(ProtocolError, match="set side_channel_host") as caught:
+        check_reachable(remote_prompt(host).peer, THERE)
+    assert host in str(caught.value)
+
+
+@pytest.mark.parametrize(("host", "ours"), [("127.0.0.1", HERE), ("10.0.0.1", THERE), ("127.0.0.1", "")])
+def test_an_address_that_may_be_right_is_let_through(host: str, ours: str) -> None:
+    check_reachable(remote_prompt(host).peer, ours)
+
+
+def test_digest_tells_prompts_apart() -> None:
+    digests = {
+        prompt_digest([1, 2, 3]), prompt_digest([1, 2]), prompt_digest([3, 2, 1]), prompt_digest([1, 2, 3], ["lora:a"]),
+        prompt_digest([1, 2, 3], ["a", "b"]), prompt_digest([1, 2, 3], ["ab"]),
+    }  # fmt: skip
+    assert len(digests) == 6

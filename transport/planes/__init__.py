@@ -1,0 +1,1 @@
+"""The data planes: one way to move KV bytes each."""

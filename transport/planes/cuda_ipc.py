@@ -1,0 +1,256 @@
+"""CUDA IPC: D maps P's allocations, and D's kernels read P's pages over NVLink. Same host only.
+
+P's handles are worth its memory: whoever has one reads and writes all of the allocation. So they do not travel. They
+lie in a file without a name, which D opens through ``/proc``, and the kernel lets in only who may look into P's memory
+(the same user; see ptrace(2), PTRACE_MODE_READ). The offer says which process and file, with a secret, so that another
+process of that number is told apart.
+
+P can neither see nor stop a read of its pages, so a read proves nothing about its blocks: that P's grant still stands
+after it does.
+Mapping takes milliseconds and unmapping has to wait for the copies under way, so both happen on a thread of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Annotated, ClassVar
+
+import msgspec
+import torch
+import zmq
+from msgspec import Meta
+
+from kvferry.transport import cuda_memory
+from kvferry.transport.errors import PeerUnreachableError, PlaneUnavailableError, ProtocolError, TransportError
+from kvferry.transport.host import PeerProcess, host_id, open_peer_file
+from kvferry.transport.plane import MAX_PAYLOAD_BYTES, MappedChannel, Plane, SendChannel, Unpushed, decode_payload
+from kvferry.transport.wake import Waker
+
+_SECRET_BYTES = 16
+_PROBE_BYTES = 2 << 20
+"""An allocation of its own: smaller ones share theirs."""
+_MAX_ALLOCATIONS = 512
+
+_Address = Annotated[int, Meta(ge=0, lt=1 << 62)]
+_Secret = Annotated[bytes, Meta(min_length=_SECRET_BYTES, max_length=_SECRET_BYTES)]
+
+
+class _Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``why``: P's memory cannot be mapped, and why; empty where it can."""
+
+    host_id: Annotated[str, Meta(max_length=64)]
+    pid: Annotated[int, Meta(ge=1, le=1 << 30)]
+    fd: Annotated[int, Meta(ge=-1, le=1 << 30)]
+    secret: _Secret
+    why: Annotated[str, Meta(max_length=512)] = ""
+
+
+class _Allocation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    base: _Address
+    nbytes: _Address
+    handle: Annotated[bytes, Meta(min_length=cuda_memory.HANDLE_BYTES, max_length=cuda_memory.HANDLE_BYTES)]
+
+
+class _Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is in the file. The probe begins with the secret, so that D sees that it reads P's memory and no other."""
+
+    secret: _Secret
+    gpu: Annotated[str, Meta(max_length=128)]
+    probe: _Allocation
+    allocations: Annotated[tuple[_Allocation, ...], Meta(max_length=_MAX_ALLOCATIONS)]
+
+
+class IpcChannel(MappedChannel):
+    """D's end: P's allocations in our address space."""
+
+    def __init__(self, plane: CudaIpcPlane, process: PeerProcess, memory: _Memory) -> None:
+        self.process = process
+        self._plane = plane
+        self._memory = memory
+        self._mapped: list[int] = []
+        self._closed = False
+        plane.later(self._map)
+
+    def ours(self, address: int, nbytes: int) -> int:
+        for allocation, mapped in zip(self._memory.allocations, self._mapped, strict=False):
+            offset = address - allocation.base
+            if offset >= 0 and offset + nbytes <= allocation.nbytes:
+                return mapped + offset
+        raise TransportError(f"cuda_ipc: {nbytes} bytes at {address:#x} are in no allocation that P has given us")
+
+    def watch(self) -> bool:
+        """Whether the process has just ended; sets ``error``."""
+        if self.error is not None or self.process.fd < 0 or not self.process.ended:
+            return False
+        self.fail("cuda_ipc: the producer died")
+        return True
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self.process.close()
+            self._plane.later(self._unmap)
+
+    def _map(self) -> None:
+        memory = self._memory
+        try:
+            cuda_memory.use(self._plane.device)
+            for allocation in (*memory.allocations, memory.probe):
+                self._mapped.append(cuda_memory.open_handle(allocation.handle))
+            probe = cuda_memory.read(self._mapped[-1], _SECRET_BYTES, self._plane.device)
+            if not secrets.compare_digest(probe, memory.secret):
+                raise TransportError("what is read through the mapping is not what P wrote")
+            for allocation, mapped in zip(memory.allocations, self._mapped, strict=False):
+                if cuda_memory.allocation_at(mapped)[1] < allocation.nbytes:
+                    raise TransportError("a mapping is smaller than P's allocation")
+        except Exception as error:  # whatever the driver says, another plane may do
+            self.error = TransportError(f"cuda_ipc: P's memory cannot be mapped: {error}")
+        else:
+            self.ready = True
+        self._plane.wake()
+
+    def _unmap(self) -> None:
+        self.ready = False
+        self._plane.synchronize()  # copies that were started before the channel closed still read
+        while self._mapped:
+            cuda_memory.close_handle(self._mapped.pop())
+
+
+class CudaIpcPlane(Plane):
+    """Reads between processes of one host whose GPUs reach each other's memory, or share a GPU.
+
+    Args:
+        device: where the caches lie, with its index.
+        ranges: address and bytes of what D is to read.
+        settle: blocks until the copies that were started are done.
+
+    Raises:
+        PlaneUnavailableError: CUDA's bindings are missing.
+    """
+
+    name: ClassVar[str] = "cuda_ipc"
+    peer_reads: ClassVar[bool] = True
+
+    def __init__(
+        self, device: torch.device, ranges: Sequence[tuple[int, int]], synchronize: Callable[[], None]
+    ) -> None:
+        if not hasattr(os, "pidfd_open"):
+            raise PlaneUnavailableError("this system has no pidfd_open")
+        self.device, self.synchronize = device, synchronize
+        self._secret = secrets.token_bytes(_SECRET_BYTES)
+        self._probe: torch.Tensor | None = None
+        self._fd = -1
+        self._channels: list[IpcChannel] = []
+        self._waker = Waker()
+        self._thread = ThreadPoolExecutor(1, "kvferry-cuda-ipc")
+        cuda_memory.use(device)
+        try:
+            self._export(ranges)
+        except (PlaneUnavailableError, TransportError) as error:
+            self.cannot_serve = str(error)
+
+    def _export(self, ranges: Sequence[tuple[int, int]]) -> None:
+        found = {}
+        for address, nbytes in ranges:
+            base, size = cuda_memory.allocation_at(address)
+            if address + nbytes > base + size:
+                raise PlaneUnavailableError("the KV cache of a layer is spread over several allocations")
+            found[base] = size
+        if len(found) > _MAX_ALLOCATIONS:
+            raise PlaneUnavailableError(f"the KV cache lies in {len(found)} allocations, limit {_MAX_ALLOCATIONS}")
+        allocations = tuple(_Allocation(base, size, cuda_memory.handle_of(base)) for base, size in found.items())
+        self._probe = cuda_memory.allocate(_PROBE_BYTES, self.device)
+        self._probe[:_SECRET_BYTES] = torch.frombuffer(bytearray(self._secret), dtype=torch.uint8)
+        torch.cuda.current_stream(self.device).synchronize()
+        place = self._probe.data_ptr()
+        probe = _Allocation(place, _PROBE_BYTES, cuda_memory.handle_of(place))
+        memory = _Memory(self._secret, cuda_memory.uuid_of(self.device), probe, allocations)
+        self._fd = os.memfd_create("kvferry-cuda-ipc", os.MFD_CLOEXEC)
+        os.write(self._fd, msgspec.msgpack.encode(memory))
+
+    def offer(self) -> bytes:
+        offer = _Offer(host_id(), os.getpid(), self._fd, self._secret, self.cannot_serve[:512])
+        return msgspec.msgpack.encode(offer)
+
+    def connect(self, offer: bytes, host: str) -> tuple[IpcChannel, bytes]:
+        theirs = decode_payload(offer, _Offer, "cuda_ipc offer")
+        if not theirs.host_id or theirs.host_id != host_id():
+            raise PeerUnreachableError("P is on another host or in another network namespace")
+        if theirs.why:
+            raise PlaneUnavailableError(f"P's memory cannot be mapped: {theirs.why}")
+        if theirs.pid == os.getpid():
+            raise PlaneUnavailableError("P is this very process")
+        memory = _memory_of(theirs)
+        try:
+            cuda_memory.check_peer(self.device, memory.gpu)
+            process = PeerProcess(theirs.pid)
+        except (TransportError, OSError) as error:
+            raise PeerUnreachableError(str(error)) from None
+        channel = IpcChannel(self, process, memory)
+        self._channels.append(channel)
+        return channel, b""
+
+    def accept(self, payload: bytes) -> tuple[SendChannel, bytes]:
+        return Unpushed(), b""
+
+    def later(self, act: Callable[[], None]) -> None:
+        """Do it on the thread that maps and unmaps, in turn."""
+        self._thread.submit(act)
+
+    def wake(self) -> None:
+        """Something has changed."""
+        self._waker.wake()
+
+    def pollables(self) -> list[tuple[int | zmq.Socket[bytes], int]]:
+        return [(fd, zmq.POLLIN) for fd in (self._waker.fd, *(channel.process.fd for channel in self._live()))]
+
+    def _live(self) -> list[IpcChannel]:
+        self._channels = [channel for channel in self._channels if channel.process.fd >= 0]
+        return [channel for channel in self._channels if channel.error is None]
+
+    @property
+    def active(self) -> bool:
+        return False
+
+    def progress(self) -> bool:
+        changed = self._waker.drain()
+        return any([channel.watch() for channel in self._live()]) or changed
+
+    def arm(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        for channel in self._channels:
+            channel.close()
+        self._channels.clear()
+        self._thread.shutdown()
+        self._waker.close()
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        self._probe = None
+
+
+def _memory_of(offer: _Offer) -> _Memory:
+    """What P says of its memory, to those who may look into it.
+
+    Raises:
+        PeerUnreachableError: we may not, or that process is another.
+    """
+    try:
+        fd = open_peer_file(offer.pid, offer.fd)
+        try:
+            content = os.pread(fd, MAX_PAYLOAD_BYTES + 1, 0)
+        finally:
+            os.close(fd)
+        memory = decode_payload(content, _Memory, "cuda_ipc memory")
+    except PermissionError:
+        raise PeerUnreachableError("P runs as another user, or may not be traced") from None
+    except (OSError, ProtocolError):
+        memory = None
+    if memory is None or not secrets.compare_digest(memory.secret, offer.secret):
+        raise PeerUnreachableError("P runs in another process namespace")
+    return memory

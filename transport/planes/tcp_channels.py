@@ -1,0 +1,349 @@
+"""The two ends of a TCP channel: one stream of messages, one after the other."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Iterable
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from kvferry.transport.plane import ExpectingChannel, Pieces, Received, SendChannel, Slot
+from kvferry.transport.planes.tcp_messages import HEADER, Arriving, Outgoing, byte, together
+from kvferry.transport.planes.vectors import Vector, repeated
+from kvferry.transport.sockets import ENDED, READABLE, WRITABLE
+
+if TYPE_CHECKING:
+    from kvferry.transport.planes.tcp import TcpPlane
+
+logger = logging.getLogger("vllm.kvferry.tcp")
+
+CONNECT_SECONDS = 10.0
+_BYTES_PER_TURN = 32 << 20
+"""Moved on one channel before the others have their turn."""
+_SILENCE_SECONDS = 30
+"""A host that acknowledges nothing for that long, or a D that takes nothing, is gone; so is a P that stops in the
+middle of a message."""
+
+
+class TcpSendChannel(SendChannel):
+    """P's end. One message is on its way at a time; there is nothing to send on before D's connection has come.
+
+    ``_taken`` counts the slots that are being packed, ``_waiting`` holds those that were sent meanwhile.
+    """
+
+    gathers: ClassVar[bool] = True
+
+    def __init__(self, plane: TcpPlane, channel: bytes, slot_bytes: int) -> None:
+        self.slot_bytes = slot_bytes
+        self.id = channel
+        self.deadline = time.monotonic() + CONNECT_SECONDS
+        self.sock: socket.socket | None = None
+        self._plane = plane
+        self._message: Outgoing | None = None
+        self._taken = 0
+        self._waiting: deque[tuple[Slot, int, int]] = deque()
+        self._closed = False
+
+    @property
+    def reading(self) -> int | None:
+        message = self._message
+        return message.tag if message is not None and message.paged else None
+
+    def connected(self, sock: socket.socket) -> None:
+        """D's connection is here."""
+        self.sock = sock
+        # Ends the stream at once when this process ends: otherwise the kernel would first deliver what is unsent, and
+        # a D that takes nothing just now would not hear of our death.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        _tune(sock)
+        self._plane.sockets.watch(sock, self.on_readable)
+
+    def acquire(self) -> Slot | None:
+        used = self._taken + len(self._waiting) + (self._message is not None)
+        if not self._open or used >= self._plane.window:
+            return None
+        slot = self._plane.send_pool.take()
+        self._taken += slot is not None
+        return slot
+
+    def send(self, slot: Slot, nbytes: int, tag: int) -> None:
+        assert 0 < nbytes <= slot.nbytes
+        if not self._open:  # broke since ``acquire``
+            self.give_back(slot)
+            return
+        self._taken -= 1
+        self._waiting.append((slot, nbytes, tag))
+        self._go_on()
+
+    def send_pieces(self, pieces: Pieces, tag: int) -> None:
+        assert self.ready
+        self._message = Outgoing(tag, pieces, None)
+        self._write()
+
+    def give_back(self, slot: Slot) -> None:
+        self._taken -= 1
+        self._plane.send_pool.put(slot)
+
+    def let_go(self) -> None:
+        message = self._message
+        if message is not None and message.paged:  # the stream goes on, and says so
+            message.let_go(partial(repeated, self._plane.zeros))
+
+    def flush(self, tags: Iterable[int]) -> None:
+        pass  # D receives only what was sent
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._forget_messages()
+            if self.sock is not None:
+                self._plane.sockets.drop(self.sock)
+            self._plane.drop(self)
+
+    def _give_up(self) -> None:
+        self._forget_messages()
+        if self.sock is not None:
+            self._plane.sockets.mute(self.sock)
+
+    def on_readable(self) -> None:
+        """D has nothing to say: it left."""
+        assert self.sock is not None
+        try:
+            said = self.sock.recv(256)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self.fail(f"tcp: the consumer is gone: {error.strerror}")
+            return
+        self.fail("tcp: the consumer sent what it may not" if said else "tcp: the consumer closed the channel or died")
+
+    @property
+    def ready(self) -> bool:
+        return self._open and self._message is None and not self._waiting
+
+    @property
+    def _open(self) -> bool:
+        return self.sock is not None and self.error is None and not self._closed
+
+    def _go_on(self) -> None:
+        """Send what waits for as long as the socket takes it."""
+        while self._open and self._message is None and self._waiting:
+            slot, nbytes, tag = self._waiting.popleft()
+            self._message = Outgoing(tag, Pieces(np.array([slot.address]), np.array([nbytes])), slot)
+            self._write()
+
+    def _write(self) -> None:
+        message, sock = self._message, self.sock
+        assert sock is not None
+        if message is None:
+            return
+        try:
+            while message.vector.left:
+                message.vector.send(sock)
+        except BlockingIOError:
+            self._plane.sockets.watch(sock, self._on_writable, READABLE | WRITABLE)
+            return
+        except OSError as error:
+            self.fail(f"tcp: the consumer is gone: {error.strerror}")
+            return
+        self._forget_message()
+        self._plane.sockets.watch(sock, self.on_readable)
+
+    def _on_writable(self) -> None:
+        self._write()
+        self._go_on()
+        if self.error is None and not self._closed:
+            self.on_readable()
+
+    def _forget_message(self) -> None:
+        message, self._message = self._message, None
+        if message is not None and message.slot is not None:
+            self._plane.send_pool.put(message.slot)
+
+    def _forget_messages(self) -> None:
+        self._forget_message()
+        for slot, _, _ in self._waiting:
+            self._plane.send_pool.put(slot)
+        self._waiting.clear()
+
+
+class TcpRecvChannel(ExpectingChannel):
+    """D's end."""
+
+    scatters: ClassVar[bool] = True
+
+    def __init__(self, plane: TcpPlane, sock: socket.socket, hello: bytes) -> None:
+        super().__init__()
+        self._plane = plane
+        self._sock = sock
+        self._hello = hello
+        self.deadline = time.monotonic() + CONNECT_SECONDS
+        self._header = np.zeros(HEADER.size, dtype=np.uint8)
+        self._whole = np.zeros(1, dtype=np.uint8)  # what came behind the last message
+        self._head = self._new_head()
+        self._arriving: Arriving | None = None
+        self._ready_sockets = 0.0
+        self._closed = False
+        plane.sockets.watch(sock, self.on_connected, WRITABLE)
+
+    def forget(self, tag: int) -> None:
+        self.let_go(tag)
+        super().forget(tag)
+        if self._arriving is not None and self._arriving.tag == tag:
+            self._arriving.told = None
+
+    def let_go(self, tag: int) -> None:
+        expected = self.expected.get(tag)
+        if expected is not None:
+            expected.into = partial(self._plane.nowhere, expected.nbytes)
+        arriving = self._arriving
+        if arriving is not None and arriving.tag == tag and arriving.slot is None and arriving.vector.left > 1:
+            arriving.vector = Vector(together(self._plane.nowhere(arriving.vector.left - 1), byte(self._whole)))
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._plane.sockets.drop(self._sock)
+            self.release_arrived()
+            self._drop_arriving()
+            self._plane.drop(self)
+
+    def _give_up(self) -> None:
+        self._plane.sockets.mute(self._sock)
+        self._drop_arriving()
+
+    @property
+    def starved(self) -> bool:
+        """A message is here and there is no slot for it."""
+        return self._head.left == 0 and self._arriving is None and self.error is None
+
+    def check(self, now: float) -> bool:
+        """Fail where the connection does not come about, or P stopped in the middle of a message. Go on where a slot
+        was missing and is there now; whether that was so."""
+        if self.error is not None:
+            return False
+        if self._hello and now > self.deadline:
+            waited = f"{CONNECT_SECONDS:g} s"
+            self.fail(f"tcp: no connection to the producer's data port in {waited}; is a firewall between?")
+        elif self.starved:
+            if self._begin():
+                self._plane.sockets.watch(self._sock, self.on_readable)
+                self.on_readable()
+                return True
+        elif (self._arriving is not None or self._head.done) and now > self._ready_sockets + _SILENCE_SECONDS:
+            self.fail(f"tcp: the producer stopped in the middle of a message, {_SILENCE_SECONDS} s ago")
+        return False
+
+    def on_connected(self) -> None:
+        """The connection stands, or could not be made: say hello."""
+        number = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        try:
+            if number:
+                raise OSError(number, os.strerror(number))
+            _tune(self._sock)
+            sent = self._sock.send(self._hello, socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self.fail(f"tcp: the producer's data port cannot be reached: {error.strerror}; is a firewall between?")
+            return
+        self._hello = self._hello[sent:]
+        if not self._hello:
+            self._plane.sockets.watch(self._sock, self.on_readable)
+
+    def on_readable(self) -> None:
+        """Take in what has come, up to a turn's worth."""
+        left = _BYTES_PER_TURN
+        try:
+            while left > 0 and self.error is None and not self._closed:
+                if self._head.left:
+                    got = self._head.receive(self._sock)
+                elif self._arriving is None and not self._begin():
+                    return  # no slot is free
+                else:
+                    assert self._arriving is not None
+                    got = self._arriving.vector.receive(self._sock)
+                if got == 0:
+                    self.fail("tcp: the producer closed the channel or died")
+                    return
+                left -= got
+                self._ready_sockets = time.monotonic()
+                if self._arriving is not None and not self._arriving.vector.left:
+                    self._finish()
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self.fail(f"tcp: the producer is gone: {error.strerror}")
+
+    def _new_head(self) -> Vector:
+        return Vector(Pieces(np.array([self._header.ctypes.data]), np.array([HEADER.size])))
+
+    def _begin(self) -> bool:
+        """A header is here: see where its message goes; False where there is no slot for it now."""
+        tag, nbytes = HEADER.unpack(self._header.tobytes())
+        expected = self.expected.get(tag)
+        if not 0 < nbytes <= self._plane.slot_bytes or (expected is not None and expected.nbytes != nbytes):
+            wanted = f"expected {expected.nbytes}" if expected else f"limit {self._plane.slot_bytes}"
+            self.fail(f"tcp: message {tag:#x} has {nbytes} bytes, {wanted}")
+            return False
+        slot, told = None, nbytes if expected is not None else None
+        if expected is None:
+            pieces = self._plane.nowhere(nbytes)
+        elif expected.into is not None:
+            try:
+                pieces = expected.into()
+            except Exception:  # an error there is this message's, not everybody's
+                logger.exception("kvferry: no place for a message")
+                pieces, told = self._plane.nowhere(nbytes), 0
+        else:
+            slot = self._plane.recv_pool.take()
+            if slot is None:
+                self._plane.sockets.watch(self._sock, self._on_end, ENDED)
+                return False
+            pieces = Pieces(np.array([slot.address]), np.array([nbytes]))
+        self.expected.pop(tag, None)
+        self._arriving = Arriving(tag, Vector(together(pieces, byte(self._whole))), slot, told)
+        return True
+
+    def _on_end(self) -> None:
+        self.fail("tcp: the producer closed the channel or died")
+
+    def _finish(self) -> None:
+        arriving, self._arriving = self._arriving, None
+        assert arriving is not None
+        self._head = self._new_head()
+        if arriving.told is None:
+            if arriving.slot is not None:
+                self._plane.recv_pool.put(arriving.slot)
+            return
+        nbytes = arriving.told if self._whole[0] else 0
+        if arriving.slot is None:
+            self.arrived.append(Received(arriving.tag, 0, nbytes, _nothing, placed=True))
+        else:
+            release = partial(self._plane.recv_pool.put, arriving.slot)
+            self.arrived.append(Received(arriving.tag, arriving.slot.address, nbytes, release))
+
+    def _drop_arriving(self) -> None:
+        arriving, self._arriving = self._arriving, None
+        if arriving is not None and arriving.slot is not None:
+            self._plane.recv_pool.put(arriving.slot)
+
+
+def _nothing() -> None:
+    """A message in its place has nothing to give back."""
+
+
+def _tune(sock: socket.socket) -> None:
+    """For a stream of large messages whose end must be noticed."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)):
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENCE_SECONDS * 1000)

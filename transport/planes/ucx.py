@@ -1,0 +1,331 @@
+"""The UCX data plane: tagged messages between UCX workers, from staging slot to staging slot.
+
+Both sides make an endpoint to the other's worker address, so that each notices the other's death. There is no UCX
+listener: UCXX's binds to all interfaces.
+
+D posts no receive for a message that may never come. It probes for what has arrived, which for all but small messages
+is only the sender's announcement, and receives it by its handle into a slot. So nothing has to be cancelled, which
+UCXX cannot do for one request, and D without a free slot holds P back by not answering. What comes for a closed
+channel is received and dropped, so that P's sends complete and its slots come back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import time
+import zlib
+from collections import deque
+from functools import partial
+from typing import Annotated, ClassVar
+
+import msgspec
+import torch
+import zmq
+from msgspec import Meta
+
+from kvferry.transport import cuda_memory
+from kvferry.transport.errors import PlaneUnavailableError, ProtocolError, TransportError
+from kvferry.transport.host import host_id
+from kvferry.transport.plane import CPU, Plane, Received, RecvChannel, SendChannel, Slot, decode_payload
+from kvferry.transport.planes.ucx_channels import UcxRecvChannel, UcxSendChannel, UcxTransfer
+from kvferry.transport.planes.ucx_library import uses_rdma
+from kvferry.transport.planes.ucx_worker import UcxAnnouncement, UcxArray, UcxEndpoint, UcxRequest, UcxWorker
+from kvferry.transport.staging import SlotPool
+
+_WINDOWS, _GPU_WINDOWS = (4, 2), (6, 3)
+"""Messages of one channel that P has in flight, and that D receives at the same time. UCX moves all that it may at the
+same time, so that with many they end together, and neither side copies while the link works. On a GPU copies are short,
+and what keeps a link waiting is the way of an announcement."""
+_MAX_PENDING = 4096
+"""Messages that are announced and wait for their turn or for a slot."""
+_SPIN_SECONDS = 2e-3
+"""With GPU memory, how long the worker is polled after something has moved and while more is on its way: one slot takes
+0.1 ms over NVLink, and the end of a copy by the GPU wakes a sleeper late."""
+_CLOSE_MESSAGE_BYTES = 1
+"""Of the message that says that a channel is closed."""
+_CLOSE_SECONDS = 0.5
+"""At most, for what is in flight when the plane closes."""
+
+_Address = Annotated[bytes, Meta(min_length=8, max_length=32 << 10)]
+_Checksum = Annotated[int, Meta(ge=0, lt=1 << 32)]
+
+
+class _Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The checksum keeps a damaged address from UCX, which does not check what it parses. ``host_id`` is empty for
+    slots in host memory."""
+
+    address: _Address
+    checksum: _Checksum
+    host_id: Annotated[str, Meta(max_length=64)] = ""
+
+
+class _Attach(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``close_message`` is the tag under which either side says that it closes the channel."""
+
+    address: _Address
+    checksum: _Checksum
+    slot_bytes: Annotated[int, Meta(ge=4096, le=1 << 40)]
+    close_message: Annotated[bytes, Meta(min_length=8, max_length=8)]
+
+
+class UcxPlane(Plane):
+    """The UCX data plane of one process.
+
+    Args:
+        host: the local address that peers reach; UCX uses its network device, see ``ucx_library.settings_for``.
+        slot_bytes: size of a slot; peers with different sizes use the smaller one.
+        staging_bytes: bound for P's slots, and for D's.
+        device: where the slots lie.
+
+    Raises:
+        PlaneUnavailableError: UCXX or UCX cannot be had, or on a GPU CUDA's bindings.
+    """
+
+    name: ClassVar[str] = "ucx"
+
+    def __init__(self, host: str, slot_bytes: int, staging_bytes: int, device: torch.device = CPU) -> None:
+        self._on_gpu = device.type != "cpu"
+        if self._on_gpu:
+            cuda_memory.load()  # here, and not while the first hand-over waits for its slots
+        # A peer that stops must not hold every slot.
+        most = max(1, staging_bytes // slot_bytes - 1)
+        self.window, self._receives = (min(n, most) for n in (_GPU_WINDOWS if self._on_gpu else _WINDOWS))
+        self._moved_at = 0.0
+        self._worker = UcxWorker(host)
+        self._slot_bytes = slot_bytes
+        self.send_pool = SlotPool(slot_bytes, staging_bytes, device)
+        self.by_tag: dict[int, UcxRecvChannel] = {}
+        self.transfers: list[UcxTransfer] = []
+        self._recv_pool = SlotPool(slot_bytes, staging_bytes, device)
+        self._memories: dict[int, UcxArray] = {}  # by address
+        self._channels: dict[int, UcxSendChannel | UcxRecvChannel] = {}
+        self._farewells: list[tuple[UcxRequest, UcxArray]] = []
+        self._pending: deque[UcxAnnouncement] = deque()
+        self._starved = False
+        self._closed = False
+
+    @property
+    def retired_slots(self) -> int:
+        """Slots of closed channels that UCX has not let go of."""
+        return self.send_pool.retired + self._recv_pool.retired
+
+    @property
+    def staging_bytes(self) -> int:
+        return self.send_pool.allocated_bytes + self._recv_pool.allocated_bytes
+
+    def offer(self) -> bytes:
+        host = host_id() if self._on_gpu else ""
+        return msgspec.msgpack.encode(_Offer(self._worker.address, zlib.crc32(self._worker.address), host))
+
+    def slower_because(self, offer: bytes, *, reached: bool) -> str:
+        if not self._on_gpu or uses_rdma(os.environ):
+            return ""
+        theirs = decode_payload(offer, _Offer, "ucx offer")
+        if reached and theirs.host_id and theirs.host_id == host_id():
+            return ""
+        return "it has no way of its own between these GPUs, and would go through the host by TCP"
+
+    def connect(self, offer: bytes, host: str) -> tuple[RecvChannel, bytes]:
+        theirs = decode_payload(offer, _Offer, "ucx offer")
+        try:
+            self._recv_pool.prepare()
+        except TransportError as error:
+            raise PlaneUnavailableError(f"no staging memory can be had: {error}") from None
+        link = self._link(theirs)
+        close_message = secrets.token_bytes(8)
+        channel = UcxRecvChannel(self, link, int.from_bytes(close_message, "little"))
+        self._channels[channel.close_message] = channel
+        ours = self._worker.address
+        return channel, msgspec.msgpack.encode(_Attach(ours, zlib.crc32(ours), self._slot_bytes, close_message))
+
+    def accept(self, payload: bytes) -> tuple[SendChannel, bytes]:
+        attach = decode_payload(payload, _Attach, "ucx attach")
+        self.send_pool.prepare()
+        close_message = int.from_bytes(attach.close_message, "little")
+        if close_message in self._channels:
+            raise ProtocolError("ucx attach: this channel exists already")
+        channel = UcxSendChannel(self, self._link(attach), min(self._slot_bytes, attach.slot_bytes), close_message)
+        self._channels[close_message] = channel
+        return channel, b""
+
+    def pollables(self) -> list[tuple[int | zmq.Socket[bytes], int]]:
+        return [] if self._closed else [(self._worker.fd, zmq.POLLIN)]
+
+    @property
+    def active(self) -> bool:
+        return bool(self._channels or self.transfers or self._farewells or self._pending)
+
+    def progress(self) -> bool:
+        if self._closed:
+            return False
+        self._worker.progress()
+        moved = bool(self.transfers) and self._reap()
+        moved |= self._receive()
+        if self._farewells:
+            self._farewells = [close_message for close_message in self._farewells if not close_message[0].completed]
+        lost = [channel for channel in self._channels.values() if channel.error is None and not channel.link.alive]
+        for channel in lost:
+            channel.fail(f"ucx: the {channel.peer} closed the channel or died: {channel.link.reason}")
+        if lost:
+            self._worker.prune()
+        if moved:
+            self._moved_at = time.monotonic()
+        return moved or bool(lost)
+
+    def arm(self) -> bool:
+        if self._closed:
+            return True
+        if self._starved and self._recv_pool.free:
+            return False
+        if self._on_gpu and self._expecting and time.monotonic() < self._moved_at + _SPIN_SECONDS:
+            return False
+        return self._worker.arm()
+
+    @property
+    def _expecting(self) -> bool:
+        """Whether messages are on their way, or about to be."""
+        if self.transfers or self.by_tag:
+            return True
+        return any(isinstance(channel, UcxSendChannel) and channel.in_flight for channel in self._channels.values())
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        for channel in list(self._channels.values()):
+            channel.close()
+        # UCX does not complete what is in flight when its endpoint closes, and that keeps the worker, with its
+        # connections, alive: peers who receive get the time to do so, and hear our farewell.
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        while (self.transfers or self._farewells) and time.monotonic() < deadline:
+            self.progress()
+        self._closed = True
+        self._worker.close()
+        self._pending.clear()
+        self.transfers.clear()  # these too keep the worker alive, and with that its connections
+        self._farewells.clear()
+
+    def note_activity(self) -> None:
+        """Something is about to move."""
+        self._moved_at = time.monotonic()
+
+    def progress_once(self) -> None:
+        """Keep the link busy between the copies of a batch, each of which takes as long as emptying its buffers."""
+        if not self._closed:
+            self._worker.progress()
+            self._receive()
+
+    def memory(self, slot: Slot, nbytes: int) -> UcxArray:
+        """The first ``nbytes`` of a slot."""
+        if nbytes < slot.nbytes:
+            return self._worker.memory(slot.tensor[:nbytes])
+        memory = self._memories.get(slot.address)
+        if memory is None:
+            memory = self._memories[slot.address] = self._worker.memory(slot.tensor)
+        return memory
+
+    def _release(self, slot: Slot) -> None:
+        self._recv_pool.put(slot)
+        self.progress_once()
+
+    def send_close(self, channel: UcxSendChannel | UcxRecvChannel) -> None:
+        """A channel is closed: tell the peer, and account for the slots that UCX still holds."""
+        self._channels.pop(channel.close_message, None)
+        for transfer in self.transfers:
+            if transfer.channel is channel and not transfer.retired:
+                transfer.retired = True
+                (self.send_pool if isinstance(channel, UcxSendChannel) else self._recv_pool).retire(transfer.slot)
+        with contextlib.suppress(TransportError):
+            close_message = self._worker.memory(torch.zeros(_CLOSE_MESSAGE_BYTES, dtype=torch.uint8))
+            self._farewells.append((channel.link.send(close_message, channel.close_message), close_message))
+
+    def _link(self, peer_address: _Offer | _Attach) -> UcxEndpoint:
+        if zlib.crc32(peer_address.address) != peer_address.checksum:
+            raise ProtocolError("ucx: the peer's worker address is damaged")
+        return self._worker.link(peer_address.address)
+
+    def _receive(self) -> bool:
+        """Learn what has been announced, and begin to receive it as far as there are slots."""
+        while len(self._pending) < _MAX_PENDING and (message := self._worker.probe()) is not None:
+            if message.nbytes > _CLOSE_MESSAGE_BYTES or message.tag in self.by_tag:
+                self._pending.append(message)
+                continue
+            closing = self._channels.get(message.tag)  # None where we have closed it, too
+            if closing is not None:
+                closing.fail(f"ucx: the {closing.peer} closed the channel")
+            self._drop(message)
+        if not self._pending:
+            return False
+        before = len(self._pending)
+        waiting: deque[UcxAnnouncement] = deque()
+        while self._pending and self._recv_pool.free:
+            message = self._pending.popleft()
+            channel = self.by_tag.get(message.tag)
+            if channel is not None and len(channel.receiving) >= self._receives:
+                waiting.append(message)
+            else:
+                self._take_in(message, channel)
+        self._starved = bool(self._pending)
+        waiting.extend(self._pending)
+        self._pending = waiting
+        return len(waiting) < before
+
+    def _drop(self, close_message: UcxAnnouncement) -> None:
+        """It needs no slot: on a GPU a P that receives nothing else would allocate all of them for it."""
+        with contextlib.suppress(TransportError):
+            nowhere = self._worker.memory(torch.empty(_CLOSE_MESSAGE_BYTES, dtype=torch.uint8))
+            self._farewells.append((self._worker.receive(close_message, nowhere), nowhere))
+
+    def _take_in(self, message: UcxAnnouncement, channel: UcxRecvChannel | None) -> None:
+        if channel is not None:
+            expected = channel.expected[message.tag].nbytes
+            channel.forget(message.tag)
+            if expected != message.nbytes:
+                channel.fail(f"ucx: message {message.tag:#x} has {message.nbytes} bytes, expected {expected}")
+                channel = None
+        if message.nbytes > self._slot_bytes:
+            return  # not ours and too large to take in and drop; its sender waits for ever
+        slot: Slot | None = None
+        try:
+            slot = self._recv_pool.take()
+            assert slot is not None
+            request = self._worker.receive(message, self.memory(slot, slot.nbytes))
+        except TransportError as error:
+            if slot is not None:
+                self._recv_pool.put(slot)
+            if channel is not None:
+                channel.fail(str(error))
+            return
+        if channel is not None:
+            channel.receiving.add(message.tag)
+        self.transfers.append(UcxTransfer(request, slot, channel, message.tag, message.nbytes))
+
+    def _reap(self) -> bool:
+        """Finish the transfers that UCX is done with."""
+        waiting = []
+        for transfer in self.transfers:
+            if transfer.request.completed:
+                self._finish(transfer)
+            else:
+                waiting.append(transfer)
+        moved = len(waiting) < len(self.transfers)
+        self.transfers = waiting
+        return moved
+
+    def _finish(self, transfer: UcxTransfer) -> None:
+        ok, channel, slot = transfer.request.ok, transfer.channel, transfer.slot
+        if isinstance(channel, UcxSendChannel):
+            channel.in_flight -= 1
+            (self.send_pool.revive if transfer.retired else self.send_pool.put)(slot)
+        elif channel is None or not ok or channel.closed or channel.error is not None:
+            (self._recv_pool.revive if transfer.retired else self._recv_pool.put)(slot)
+        else:
+            release = partial(self._release, slot)
+            channel.arrived.append(
+                Received(transfer.tag, slot.address, transfer.nbytes, release, device=slot.tensor.device)
+            )
+        if isinstance(channel, UcxRecvChannel):
+            channel.receiving.discard(transfer.tag)
+        if channel is not None and not ok:
+            channel.fail(f"ucx: the {channel.peer} is gone: a message broke off")

@@ -1,0 +1,200 @@
+"""UCXX from one thread: a worker, and links to the workers of peers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import Any
+
+import torch
+
+from kvferry.transport.errors import PlaneUnavailableError, TransportError
+from kvferry.transport.planes.ucx_library import load_ucxx, settings_for
+
+UcxArray = Any
+"""UCXX's ``Array``: memory as it takes it, looked up in a tensor once. Keeps that alive; ``nbytes``."""
+_DONE = 0
+"""UCS_OK."""
+_CLOSE_ROUNDS = 100
+"""Of progress that closing gives the endpoints; what is left ends with the worker."""
+
+
+class UcxRequest:
+    """A send or a receive in the hands of UCX."""
+
+    __slots__ = ("_request",)
+
+    def __init__(self, request: Any) -> None:
+        self._request = request
+
+    @property
+    def completed(self) -> bool:
+        """UCX is done with the memory, well or not."""
+        return bool(self._request.completed)
+
+    @property
+    def ok(self) -> bool:
+        """Of a completed one: the bytes have moved."""
+        return bool(self._request.status == _DONE)
+
+
+class UcxEndpoint:
+    """An endpoint to one peer process, always with error handling, so that its death is noticed."""
+
+    def __init__(self, worker: UcxWorker, endpoint: Any) -> None:
+        self._worker = worker
+        self._endpoint = endpoint
+
+    @property
+    def alive(self) -> bool:
+        """False once the peer is gone."""
+        return self._endpoint is not None and bool(self._endpoint.alive)
+
+    @property
+    def reason(self) -> str:
+        """UCX's word for why the link is not alive."""
+        try:
+            if self._endpoint is not None:
+                self._endpoint.raise_on_error()
+        except Exception as error:  # UCXX has a dozen exception types, all of them mean this
+            return str(error)
+        return "closed"
+
+    def send(self, data: UcxArray, tag: int) -> UcxRequest:
+        """Send all of ``data``, which must live until the request is completed.
+
+        Raises:
+            TransportError: the peer is gone.
+        """
+        if not self.alive:
+            raise TransportError(f"ucx: the link is down: {self.reason}")
+        try:
+            return UcxRequest(self._endpoint.tag_send(data, self._worker._ucx.UCXXTag(tag)))
+        except Exception as error:  # UCXX has a dozen exception types, all of them mean this
+            raise TransportError(f"ucx: sending failed: {error}") from None
+
+    def close(self) -> Any:
+        """Begin to close; the request, or ``None`` where there is nothing to close."""
+        endpoint, self._endpoint = self._endpoint, None
+        # UCXX returns a null request for an endpoint that broke, and touching that crashes.
+        if endpoint is not None and endpoint.alive:
+            with contextlib.suppress(Exception):
+                return endpoint.close()
+        return None
+
+
+class UcxAnnouncement:
+    """A message that a peer has sent, or has told of: ``tag``, ``nbytes``."""
+
+    __slots__ = ("nbytes", "probe", "tag")
+
+    def __init__(self, probe: Any) -> None:
+        self.probe = probe
+        self.tag = int(probe.sender_tag.value)
+        self.nbytes = int(probe.length)
+
+
+class UcxWorker:
+    """One UCX worker, without thread mode and without asyncio; all calls from one thread.
+
+    There is one link per peer process, and it stays until that process is gone: UCX over TCP leaves a connection
+    behind whenever an endpoint between two living workers is closed.
+
+    Raises:
+        PlaneUnavailableError: UCXX or UCX cannot be had.
+    """
+
+    def __init__(self, host: str) -> None:
+        self._host = host
+        self._ucx = load_ucxx()
+        from ucxx._lib.arr import Array
+
+        self._make_array = Array
+        feature = self._ucx.Feature
+        try:
+            self._context = self._ucx.UCXContext(settings_for(host, os.environ), (feature.TAG, feature.WAKEUP))
+            self._worker = self._ucx.UCXWorker(self._context)
+            self._worker.init_blocking_progress_mode()
+        except Exception as error:  # whatever UCX finds missing on this machine
+            raise PlaneUnavailableError(f"ucx: UCX does not start on {host}: {error}") from None
+        self.fd: int = self._worker.epoll_file_descriptor
+        self.address = bytes(self._worker.address)
+        self._any_tag, self._any_mask = self._ucx.UCXXTag(0), self._ucx.UCXXTagMask(0)
+        self._links: dict[bytes, UcxEndpoint] = {}
+
+    def link(self, address: bytes) -> UcxEndpoint:
+        """The link to the worker of this address.
+
+        Raises:
+            PlaneUnavailableError: UCX finds no way to it.
+        """
+        link = self._links.get(address)
+        if link is not None and link.alive:
+            return link
+        if address[0] != self.address[0]:  # the format's version and flags; UCX aborts the process on another
+            raise PlaneUnavailableError(
+                f"ucx: the peer's worker address is of format {address[0]:#x}, ours is {self.address[0]:#x}; "
+                "run the same UCX release on both sides"
+            )
+        try:
+            peer = self._ucx.UCXAddress.create_from_buffer(address)
+            endpoint = self._ucx.UCXEndpoint.create_from_worker_address(self._worker, peer, True)
+        except Exception as error:  # UCXX has a dozen exception types, all of them mean this
+            raise PlaneUnavailableError(
+                f"ucx: the peer cannot be reached from {self._host}: {error}; "
+                "both sides need an address (side_channel_host) on a network that they share"
+            ) from None
+        self._links[address] = UcxEndpoint(self, endpoint)
+        return self._links[address]
+
+    def progress(self) -> None:
+        """Move what can be moved. UCXX loops inside, without the GIL, until nothing more moves."""
+        self._worker.progress()
+
+    def prune(self) -> None:
+        """Drop the links to peers that are gone."""
+        for address in [address for address, link in self._links.items() if not link.alive]:
+            del self._links[address]
+
+    def arm(self) -> bool:
+        """True: ``fd`` becomes readable with the next event. False: there is one already."""
+        return bool(self._worker.arm())
+
+    def probe(self) -> UcxAnnouncement | None:
+        """The next message that nobody has received yet; it must be received, or its sender waits for ever."""
+        probe = self._worker.tag_probe(self._any_tag, self._any_mask, True)
+        return UcxAnnouncement(probe) if probe.matched else None
+
+    def memory(self, data: torch.Tensor) -> UcxArray:
+        """``data`` (uint8, contiguous) as UCXX takes it.
+
+        Raises:
+            TransportError: UCXX refused.
+        """
+        try:
+            return self._make_array(data if data.is_cuda else data.numpy())
+        except Exception as error:  # whatever there is, the slot that this is of must come back
+            raise TransportError(f"ucx: memory cannot be used: {error!r}") from None
+
+    def receive(self, message: UcxAnnouncement, into: UcxArray) -> UcxRequest:
+        """Receive into ``into``, at least ``message.nbytes``.
+
+        Raises:
+            TransportError: UCX refused.
+        """
+        assert into.nbytes >= message.nbytes
+        try:
+            return UcxRequest(self._worker.tag_recv_with_handle(into, message.probe))
+        except Exception as error:  # UCXX has a dozen exception types, all of them mean this
+            raise TransportError(f"ucx: receiving failed: {error}") from None
+
+    def close(self) -> None:
+        """Close the links and the worker; what is in flight breaks off, and peers see their link go down."""
+        self._worker.progress()  # what was just sent goes out
+        closing = [request for link in self._links.values() if (request := link.close()) is not None]
+        for _ in range(_CLOSE_ROUNDS):
+            self._worker.progress()
+            if all(request.completed for request in closing):
+                break
+        self._links.clear()
+        del self._worker, self._context
