@@ -1,0 +1,227 @@
+"""D's link to one life of one P rank: handshake, choice of a data plane, failure. Pure: no I/O, no clock.
+
+::
+
+    CONNECTED ─▶ GREETING ─▶ ATTACHING ─▶ MAPPING ─▶ ATTACHED          (each ─▶ FAILED)
+                               ▲   └─────────┴── the next plane where P or the memory refuses one
+
+A link that has failed is replaced, never used again.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import get_args
+
+import msgspec
+from msgspec.structs import replace
+
+from kvferry.connector.protocol.handover import Reason
+from kvferry.connector.protocol.state_machine import Tick, TransitionTable, ignore
+
+
+class LinkPhase(enum.Enum):
+    CONNECTED = "connected"  # control messages only; no handshake was needed yet
+    GREETING = "waiting for the answer to the handshake"
+    ATTACHING = "waiting for the data plane"
+    MAPPING = "waiting for P's memory to be mapped"
+    ATTACHED = "attached"
+    FAILED = "failed"
+
+
+class LinkState(msgspec.Struct, frozen=True):
+    """``timeout``: seconds that a handshake may take. ``plane``: the data plane under negotiation or in use."""
+
+    timeout: float
+    phase: LinkPhase = LinkPhase.CONNECTED
+    deadline: float = float("inf")
+    plane: str = ""
+    reason: Reason | None = None
+
+
+# --- events -----------------------------------------------------------------------------------------------------
+
+
+class HandshakeWanted(msgspec.Struct, frozen=True):
+    """A read needs the link."""
+
+
+class PeerWelcomed(msgspec.Struct, frozen=True):
+    """P's Welcome was checked and fits."""
+
+
+class PlaneChosen(msgspec.Struct, frozen=True):
+    """D's end of this data plane is ready for P's."""
+
+    plane: str
+
+
+class PlaneAttached(msgspec.Struct, frozen=True):
+    """P's end of this data plane is ready. ``ready``: so is D's; else P's memory is being mapped."""
+
+    plane: str
+    ready: bool
+
+
+class MemoryMapped(msgspec.Struct, frozen=True):
+    """D can address P's memory."""
+
+
+class PlaneRejected(msgspec.Struct, frozen=True):
+    """This data plane cannot be used, and why."""
+
+    plane: str
+    why: str
+
+
+class PlaneLost(msgspec.Struct, frozen=True):
+    """The data plane broke, and why."""
+
+    why: str
+
+
+class LinkBroken(msgspec.Struct, frozen=True):
+    """The peer does not fit, broke the protocol, or is gone."""
+
+    reason: Reason
+
+
+LinkEvent = (
+    HandshakeWanted
+    | PeerWelcomed
+    | PlaneChosen
+    | PlaneAttached
+    | MemoryMapped
+    | PlaneRejected
+    | PlaneLost
+    | LinkBroken
+    | Tick
+)
+
+# --- effects ----------------------------------------------------------------------------------------------------
+
+
+class SendHello(msgspec.Struct, frozen=True):
+    """Begin the handshake."""
+
+
+class ChoosePlane(msgspec.Struct, frozen=True):
+    """Choose the best data plane that is left; answer with ``PlaneChosen`` or ``LinkBroken``."""
+
+
+class DropPlane(msgspec.Struct, frozen=True):
+    """Close D's end of this plane and do not choose it again."""
+
+    plane: str
+    why: str
+
+
+class SendAttach(msgspec.Struct, frozen=True):
+    """Have P make its end of the chosen plane."""
+
+
+class ReportBroken(msgspec.Struct, frozen=True):
+    """Write the failure to the log; the reads over the link fail."""
+
+    reason: Reason
+
+
+LinkEffect = SendHello | ChoosePlane | DropPlane | SendAttach | ReportBroken
+Outcome = tuple[LinkState, tuple[LinkEffect, ...]]
+
+# --- transitions ------------------------------------------------------------------------------------------------
+
+_P = LinkPhase
+
+
+def _greet(state: LinkState, event: LinkEvent, now: float) -> Outcome:
+    return replace(state, phase=_P.GREETING, deadline=now + state.timeout), (SendHello(),)
+
+
+def _welcomed(state: LinkState, event: LinkEvent, now: float) -> Outcome:
+    return replace(state, phase=_P.ATTACHING), (ChoosePlane(),)
+
+
+def _chosen(state: LinkState, event: LinkEvent, now: float) -> Outcome:
+    assert isinstance(event, PlaneChosen)
+    return replace(state, plane=event.plane), (SendAttach(),)
+
+
+def _attached(state: LinkState, event: LinkEvent, now: float) -> Outcome:
+    assert isinstance(event, PlaneAttached)
+    if event.plane != state.plane:
+        return state, ()  # D has rejected this plane in the meantime
+    return (replace(state, phase=_P.ATTACHED, deadline=float("inf")), ()) if event.ready else (
+        replace(state, phase=_P.MAPPING), ()
+    )  # fmt: skip
+
+
+def _mapped(state: LinkState, event: LinkEvent, now: float) -> Outcome:
+    return replace(state, phase=_P.ATTACHED, deadline=float("inf")), ()
+
+
+def _rejected(state: LinkState, event: LinkEvent, now: float) -> Outcome:
+    assert isinstance(event, PlaneRejected)
+    if event.plane != state.plane:
+        return state, ()
+    return _next_plane(state, event.why)
+
+
+def _lost_while_attaching(state: LinkState, event: LinkEvent, now: float) -> Outcome:
+    # P closes a channel that it refuses, and the close arrives before P's answer.
+    assert isinstance(event, PlaneLost)
+    return _next_plane(state, event.why)
+
+
+def _next_plane(state: LinkState, why: str) -> Outcome:
+    return replace(state, phase=_P.ATTACHING, plane=""), (DropPlane(state.plane, why), ChoosePlane())
+
+
+def _lost(state: LinkState, event: LinkEvent, now: float) -> Outcome:
+    assert isinstance(event, PlaneLost)
+    return _fail(state, Reason("peer_lost", event.why))
+
+
+def _broken(state: LinkState, event: LinkEvent, now: float) -> Outcome:
+    assert isinstance(event, LinkBroken)
+    return _fail(state, event.reason)
+
+
+def _late(state: LinkState, event: LinkEvent, now: float) -> Outcome:
+    if now < state.deadline:
+        return state, ()
+    text = f"no answer to the handshake in {state.timeout:g} s ({state.phase.value})"
+    return _fail(state, Reason("timeout", text))
+
+
+def _out_of_place(state: LinkState, event: LinkEvent, now: float) -> Outcome:
+    return _fail(state, Reason("data", f"{type(event).__name__} came while {state.phase.value}"))
+
+
+def _fail(state: LinkState, reason: Reason) -> Outcome:
+    failed = replace(state, phase=_P.FAILED, reason=reason, deadline=float("inf"))
+    return failed, (ReportBroken(reason),)
+
+
+_HANDSHAKE = (_P.GREETING, _P.ATTACHING, _P.MAPPING)
+
+LINK: TransitionTable[LinkState, LinkEvent, LinkEffect] = TransitionTable(
+    "link",
+    LinkPhase,
+    get_args(LinkEvent),
+    (
+        ((_P.FAILED,), get_args(LinkEvent), ignore),
+        ((_P.CONNECTED,), (HandshakeWanted,), _greet),
+        ((_P.GREETING,), (PeerWelcomed,), _welcomed),
+        ((_P.ATTACHING,), (PlaneChosen,), _chosen),
+        ((_P.ATTACHING,), (PlaneAttached,), _attached),
+        ((_P.MAPPING,), (MemoryMapped,), _mapped),
+        ((_P.ATTACHING, _P.MAPPING), (PlaneRejected,), _rejected),
+        ((_P.ATTACHING, _P.MAPPING), (PlaneLost,), _lost_while_attaching),
+        ((_P.ATTACHED,), (PlaneLost,), _lost),
+        (_HANDSHAKE, (Tick,), _late),
+        (LinkPhase, (LinkBroken,), _broken),
+        (LinkPhase, (HandshakeWanted, PlaneRejected, Tick, PlaneLost), ignore),
+        (LinkPhase, (PeerWelcomed, PlaneAttached, PlaneChosen, MemoryMapped), _out_of_place),
+    ),
+)
