@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from kvferry.connector.config import Settings
 from kvferry.connector.protocol.metrics import HandoverStats
@@ -17,9 +16,6 @@ from kvferry.transport.control.zap_auth import CurveKeys
 from kvferry.transport.errors import IncompatiblePeerError
 from kvferry.transport.plane import Plane
 from kvferry.transport.wake import RateLimitedLog
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass

@@ -18,7 +18,7 @@ import msgspec
 import pytest
 import torch
 
-from kvferry.transport import cuda_memory
+from kvferry.transport import cuda
 from kvferry.transport.errors import PlaneUnavailableError, ProtocolError, TransportError
 from kvferry.transport.planes import cuda_ipc
 from kvferry.transport.planes.cuda_ipc import CudaIpcPlane, IpcChannel, _Memory, _Offer
@@ -39,31 +39,33 @@ class Driver:
         self.size = SIZE
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        for name in ("use", "uuid_of", "allocate", "allocation_at", "handle_of", "open_handle", "close_handle", "read"):
-            monkeypatch.setattr(cuda_memory, name, getattr(self, name))
-        monkeypatch.setattr(cuda_memory, "check_peer", self.check_peer)
+        for name in (
+            "bind_context", "device_uuid", "check_peer_access", "allocate", "address_range", "ipc_handle",
+            "open_handle", "close_handle", "read_bytes",
+        ):  # fmt: skip
+            monkeypatch.setattr(cuda, name, getattr(self, name))
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self)
 
     def synchronize(self) -> None:
         pass
 
-    def use(self, device: torch.device) -> None:
+    def bind_context(self, device: torch.device) -> None:
         pass
 
-    def uuid_of(self, device: torch.device) -> str:
+    def device_uuid(self, device: torch.device) -> str:
         return "GPU-0"
 
-    def check_peer(self, device: torch.device, uuid: str) -> None:
+    def check_peer_access(self, device: torch.device, uuid: str) -> None:
         if self.broken == "no peer access":
             raise TransportError("GPU 0 has no peer access to GPU 1")
 
     def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
         return torch.zeros(64, dtype=torch.uint8)
 
-    def allocation_at(self, address: int) -> tuple[int, int]:
+    def address_range(self, address: int) -> tuple[int, int]:
         return address // SIZE * SIZE, self.size
 
-    def handle_of(self, base: int) -> bytes:
+    def ipc_handle(self, base: int) -> bytes:
         if self.broken == "virtual":
             raise PlaneUnavailableError("the KV cache lies in virtual memory of CUDA")
         return base.to_bytes(8, "little").ljust(64, b"\0")
@@ -77,7 +79,7 @@ class Driver:
     def close_handle(self, address: int) -> None:
         self.mapped.remove(address)
 
-    def read(self, address: int, nbytes: int, device: torch.device) -> bytes:
+    def read_bytes(self, address: int, nbytes: int, device: torch.device) -> bytes:
         return bytes(nbytes) if self.broken == "other bytes" else self.secret
 
 
@@ -110,7 +112,7 @@ def p(driver: Driver, tmp_path: Path) -> Iterator[_Offer]:
     script = f"""
 import sys, pytest, torch
 sys.path.insert(0, {str(Path(__file__).parent)!r})
-from test_cuda_ipc_plane import Driver, GPU, SIZE
+from test_cuda_ipc import Driver, GPU, SIZE
 from kvferry.transport.planes.cuda_ipc import CudaIpcPlane
 patch = pytest.MonkeyPatch()
 Driver().install(patch)
@@ -242,7 +244,7 @@ def test_a_malformed_offer_is_a_protocol_error(plane: Make, offer: bytes) -> Non
 
 def test_the_handles_are_not_in_the_offer(driver: Driver, plane: Make) -> None:
     made = plane()
-    handle = driver.handle_of(3 * SIZE)
+    handle = driver.ipc_handle(3 * SIZE)
     assert handle not in made.offer()
     with open(f"/proc/self/fd/{made._fd}", "rb") as file:
         memory = msgspec.msgpack.decode(file.read(), type=_Memory)

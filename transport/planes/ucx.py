@@ -25,7 +25,7 @@ import torch
 import zmq
 from msgspec import Meta
 
-from kvferry.transport import cuda_memory
+from kvferry.transport import cuda
 from kvferry.transport.errors import PlaneUnavailableError, ProtocolError, TransportError
 from kvferry.transport.host import host_id
 from kvferry.transport.plane import CPU, Plane, Received, RecvChannel, SendChannel, Slot, decode_payload
@@ -80,7 +80,7 @@ class UcxPlane(Plane):
         device: where the slots lie.
 
     Raises:
-        PlaneUnavailableError: UCXX or UCX cannot be had, or on a GPU CUDA's bindings.
+        PlaneUnavailableError: UCXX or UCX cannot be had, or NVIDIA's driver for slots on a GPU.
     """
 
     name: ClassVar[str] = "ucx"
@@ -88,7 +88,7 @@ class UcxPlane(Plane):
     def __init__(self, host: str, slot_bytes: int, staging_bytes: int, device: torch.device = CPU) -> None:
         self._on_gpu = device.type != "cpu"
         if self._on_gpu:
-            cuda_memory.load()  # here, and not while the first hand-over waits for its slots
+            cuda.load()  # before the first hand-over allocates its slots: it is known here what is missing
         # A peer that stops must not hold every slot.
         most = max(1, staging_bytes // slot_bytes - 1)
         self.window, self._receives = (min(n, most) for n in (_GPU_WINDOWS if self._on_gpu else _WINDOWS))
