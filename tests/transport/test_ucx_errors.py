@@ -12,8 +12,9 @@ import pytest
 import torch
 from plane_pair import SLOT, Pair
 
+from kvferry.transport.channels import CPU
 from kvferry.transport.errors import PlaneUnavailableError
-from kvferry.transport.plane import CPU
+from kvferry.transport.plane import PlaneContext, PlaneMemory
 from kvferry.transport.planes.ucx import UcxPlane
 
 pytestmark = pytest.mark.ucx
@@ -73,4 +74,4 @@ def test_on_a_gpu_what_its_slots_need_is_there_from_the_start(monkeypatch: pytes
     """To import it takes longer than a first hand-over, and what is missing is known before one fails."""
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     with pytest.raises(PlaneUnavailableError, match="pip install cuda-bindings"):
-        UcxPlane("127.0.0.1", 1 << 20, 4 << 20, torch.device("cuda", 0))
+        UcxPlane(PlaneContext("127.0.0.1", 1 << 20, 4 << 20, memory=PlaneMemory(torch.device("cuda", 0))))
