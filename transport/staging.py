@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvferry.transport import cuda
-from kvferry.transport.plane import CPU, Slot
+from kvferry.transport.channels import CPU, Slot
 
 
 def empty_page_locked(nbytes: int) -> torch.Tensor:

@@ -21,12 +21,12 @@ from kvferry.connector.geometry.rank_geometry import PageLayout, RankGeometry, R
 from kvferry.connector.geometry.spans import Span, chunks
 from kvferry.connector.geometry.token_sharding import TokenBlocks, TokenShard, common_blocks
 from kvferry.connector.geometry.view import CacheView, kernel_block_ids, row_bases
-from kvferry.connector.transfer.copies import Copies, Copy
+from kvferry.connector.transfer.copies import Copies
 from kvferry.kernels.convert import unpack_converted
 from kvferry.kernels.launch import prepare
 from kvferry.kernels.paged_copy import Pages, copy_pages, wire_pages
+from kvferry.transport.channels import CPU, Copy, Pieces
 from kvferry.transport.errors import GeometryError
-from kvferry.transport.plane import CPU, Pieces
 
 if TYPE_CHECKING:
     from kvferry.kernels.paged_copy_triton import DevicePages

@@ -18,24 +18,13 @@ from collections.abc import Callable
 import torch
 
 from kvferry.transport import cuda
-from kvferry.transport.plane import CPU
+from kvferry.transport.channels import CPU, Copy
 
 PATIENCE_SECONDS = 4e-3
 """How long the mover waits itself for the only copy under way while the engine is idle: 1 GiB over NVLink takes 3 ms,
 and waking two threads one after the other 0.2 ms."""
 _CLOSE_SECONDS = 5.0
 """A GPU that does not end a copy for so long hangs."""
-
-
-class Copy:
-    """A copy on its way. ``done``: it touches no memory any more; ``error``: why its bytes are not there, empty if
-    they are."""
-
-    __slots__ = ("done", "error")
-
-    def __init__(self, *, done: bool = False) -> None:
-        self.done = done
-        self.error = ""
 
 
 DeviceEvent = cuda.Event
@@ -91,7 +80,7 @@ class HostCopies(Copies):
 
     def start(self, enqueue: Callable[[], None], *, brief: bool = False, alone: bool = False) -> Copy:
         enqueue()
-        return Copy(done=True)
+        return Copy(done=True, on_stream=True)
 
     def record_event(self) -> DeviceEvent | None:
         return None
@@ -136,7 +125,7 @@ class GpuCopies(Copies):
 
     def start(self, enqueue: Callable[[], None], *, brief: bool = False, alone: bool = False) -> Copy:
         self._bind()
-        copy, event = Copy(), self._events.pop() if self._events else cuda.Event()
+        copy, event = Copy(on_stream=True), self._events.pop() if self._events else cuda.Event()
         try:
             enqueue()
         except BaseException:

@@ -20,11 +20,16 @@ import torch
 
 from kvferry.transport import cuda
 from kvferry.transport.errors import PlaneUnavailableError, ProtocolError, TransportError
+from kvferry.transport.plane import PlaneContext, PlaneMemory
 from kvferry.transport.planes import cuda_ipc
 from kvferry.transport.planes.cuda_ipc import CudaIpcPlane, IpcChannel, _Memory, _Offer
 
 GPU = torch.device("cuda", 0)
 SIZE = 1 << 20
+
+
+def context(ranges: tuple[tuple[int, int], ...], synchronize: Callable[[], object] = lambda: None) -> PlaneContext:
+    return PlaneContext("127.0.0.1", SIZE, SIZE, memory=PlaneMemory(GPU, ranges, synchronize))
 
 
 class Driver:
@@ -98,7 +103,7 @@ def plane(driver: Driver) -> Iterator[Make]:
     made: list[CudaIpcPlane] = []
 
     def make(ranges: tuple[tuple[int, int], ...] = ((3 * SIZE + 5, 100), (7 * SIZE, 10)), synchronize=lambda: None):
-        made.append(CudaIpcPlane(GPU, ranges, synchronize))
+        made.append(CudaIpcPlane(context(ranges, synchronize)))
         return made[-1]
 
     yield make
@@ -112,11 +117,11 @@ def p(driver: Driver, tmp_path: Path) -> Iterator[_Offer]:
     script = f"""
 import sys, pytest, torch
 sys.path.insert(0, {str(Path(__file__).parent)!r})
-from test_cuda_ipc import Driver, GPU, SIZE
+from test_cuda_ipc import SIZE, Driver, context
 from kvferry.transport.planes.cuda_ipc import CudaIpcPlane
 patch = pytest.MonkeyPatch()
 Driver().install(patch)
-plane = CudaIpcPlane(GPU, ((3 * SIZE + 5, 100), (7 * SIZE, 10)), lambda: None)
+plane = CudaIpcPlane(context(((3 * SIZE + 5, 100), (7 * SIZE, 10))))
 print(plane.offer().hex(), flush=True)
 sys.stdin.read()
 """
@@ -147,11 +152,11 @@ def test_p_s_memory_is_mapped_once_and_found_at_our_addresses(driver: Driver, pl
     assert isinstance(channel, IpcChannel) and payload == b""
     until(lambda: channel.ready, d)
     assert len(driver.mapped) == 3, "two allocations and the probe"
-    assert channel.ours(3 * SIZE + 5, 100) == 3 * SIZE + 5 + Driver.SHIFT
-    assert channel.ours(7 * SIZE, SIZE) == 7 * SIZE + Driver.SHIFT
+    assert channel.translate(3 * SIZE + 5, 100) == 3 * SIZE + 5 + Driver.SHIFT
+    assert channel.translate(7 * SIZE, SIZE) == 7 * SIZE + Driver.SHIFT
     for address, nbytes in ((7 * SIZE, SIZE + 1), (5 * SIZE, 1), (3 * SIZE - 1, 2)):
         with pytest.raises(TransportError, match="no allocation that P has given us"):
-            channel.ours(address, nbytes)
+            channel.translate(address, nbytes)
     channel.close()
     channel.close()
     until(lambda: not driver.mapped, d)
@@ -198,7 +203,7 @@ def test_no_peer_access_is_told_before_anything_is_mapped(driver: Driver, plane:
 
 
 @pytest.mark.parametrize(
-    ("broken", "why"), [("gone", "INVALID_VALUE"), ("other bytes", "not what P wrote"), ("small", "smaller")]
+    ("broken", "why"), [("gone", "INVALID_VALUE"), ("other bytes", "not the bytes that P wrote"), ("small", "smaller")]
 )
 def test_a_mapping_that_fails_is_the_channel_s_error(
     driver: Driver, plane: Make, p: _Offer, broken: str, why: str

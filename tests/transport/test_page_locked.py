@@ -12,8 +12,9 @@ from plane_pair import SLOT, Pair, intact, mapped
 
 from kvferry.transport import cuda, staging
 from kvferry.transport.errors import PlaneUnavailableError, TransportError
+from kvferry.transport.plane import PlaneContext, PlaneMemory
 from kvferry.transport.planes.shm_arena import Arena
-from kvferry.transport.registry import PlaneMemory, make_plane
+from kvferry.transport.registry import make_plane
 
 GPU = torch.device("cuda", 0)
 
@@ -251,5 +252,5 @@ def test_slots_that_wait_for_a_full_socket_come_back(pair: Pair, first: str) -> 
 
 
 def test_cma_cannot_read_a_gpu() -> None:
-    with pytest.raises(PlaneUnavailableError, match="reads host memory"):
-        make_plane("cma", host="127.0.0.1", slot_bytes=SLOT, staging_bytes=SLOT, memory=PlaneMemory(GPU))
+    with pytest.raises(PlaneUnavailableError, match="carries host memory, the caches lie on cuda:0"):
+        make_plane("cma", PlaneContext("127.0.0.1", SLOT, SLOT, memory=PlaneMemory(GPU)))

@@ -12,8 +12,9 @@ import torch
 from plane_pair import SLOT, Pair
 
 from kvferry.transport import cuda
+from kvferry.transport.channels import CPU
 from kvferry.transport.errors import PlaneUnavailableError
-from kvferry.transport.plane import CPU
+from kvferry.transport.plane import PlaneContext, PlaneMemory
 from kvferry.transport.planes.ucx import UcxPlane
 
 pytestmark = pytest.mark.ucx
@@ -74,4 +75,4 @@ def test_on_a_gpu_what_its_slots_need_is_there_from_the_start(monkeypatch: pytes
     monkeypatch.setattr(cuda, "_LIBRARY", "libcuda-missing.so.1")
     cuda._driver.cache_clear()
     with pytest.raises(PlaneUnavailableError, match="NVIDIA's driver is not installed"):
-        UcxPlane("127.0.0.1", 1 << 20, 4 << 20, torch.device("cuda", 0))
+        UcxPlane(PlaneContext("127.0.0.1", 1 << 20, 4 << 20, memory=PlaneMemory(torch.device("cuda", 0))))

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from kvferry.transport import cuda
+from kvferry.transport.channels import CPU
 from kvferry.transport.errors import ProtocolError
-from kvferry.transport.plane import CPU
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
