@@ -10,7 +10,7 @@ import torch
 from clocks import put_forward
 
 from kvferry.connector.config import Settings
-from kvferry.connector.engine.worker import StepResults, WorkerHalf
+from kvferry.connector.engine.worker import WorkerHalf
 from kvferry.connector.geometry.engine_types import CacheDtype, LayerGroup, RankInfo
 from kvferry.connector.geometry.regions import ElementOrder
 from kvferry.connector.geometry.token_sharding import UNSHARDED, TokenSharding
@@ -22,6 +22,7 @@ from kvferry.connector.protocol.step_plan import (
     PeerEngine,
     RankAddress,
     StepPlan,
+    StepResults,
     pack_ids,
 )
 from kvferry.connector.transfer.link import LinkState
