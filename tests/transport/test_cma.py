@@ -6,8 +6,6 @@ import contextlib
 import gc
 import os
 import resource
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 
@@ -17,6 +15,7 @@ import pytest
 from kvferry.transport.errors import PlaneUnavailableError, ProtocolError, TransportError
 from kvferry.transport.planes import cma
 from kvferry.transport.planes.cma import CmaPlane, _Offer
+from tests.support.fork_server import Program, fork_server
 
 import msgspec  # isort: skip
 
@@ -31,13 +30,10 @@ sys.stdin.read()
 
 
 @pytest.fixture
-def child() -> Iterator[tuple[subprocess.Popen[str], bytes, int]]:
-    process = subprocess.Popen([sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    offer, address = process.stdout.readline().split()
-    yield process, bytes.fromhex(offer), int(address)
-    process.kill()
-    process.wait(60)
+def child() -> Iterator[tuple[Program, bytes, int]]:
+    with fork_server().start("-c", CHILD, text=True) as process:
+        offer, address = process.stdout.readline().split()
+        yield process, bytes.fromhex(offer), int(address)
 
 
 def column(*values: int) -> np.ndarray:
@@ -46,7 +42,7 @@ def column(*values: int) -> np.ndarray:
 
 @pytest.mark.parametrize(("count", "threads"), [(1, 4), (4096, 4), (32768, 1), (32768, 2), (32768, 4)])
 def test_scattered_runs_arrive(
-    child: tuple[subprocess.Popen[str], bytes, int], count: int, threads: int, monkeypatch: pytest.MonkeyPatch
+    child: tuple[Program, bytes, int], count: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cma, "_threads", lambda: threads)
     _, offer, address = child
@@ -60,7 +56,7 @@ def test_scattered_runs_arrive(
     plane.close()
 
 
-def test_descriptors_beyond_those_of_select(child: tuple[subprocess.Popen[str], bytes, int]) -> None:
+def test_descriptors_beyond_those_of_select(child: tuple[Program, bytes, int]) -> None:
     process, offer, _ = child
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(4096, hard)), hard))
@@ -81,7 +77,7 @@ def test_descriptors_beyond_those_of_select(child: tuple[subprocess.Popen[str], 
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_the_end_of_the_process_is_noticed(child: tuple[subprocess.Popen[str], bytes, int]) -> None:
+def test_the_end_of_the_process_is_noticed(child: tuple[Program, bytes, int]) -> None:
     process, offer, address = child
     plane = CmaPlane()
     reader, _ = plane.connect(offer, "127.0.0.1")
@@ -98,7 +94,7 @@ def test_the_end_of_the_process_is_noticed(child: tuple[subprocess.Popen[str], b
     assert plane.pollables() == []
 
 
-def test_an_address_that_is_not_mapped(child: tuple[subprocess.Popen[str], bytes, int]) -> None:
+def test_an_address_that_is_not_mapped(child: tuple[Program, bytes, int]) -> None:
     reader, _ = CmaPlane().connect(child[1], "127.0.0.1")
     into = np.zeros(8, dtype=np.uint8)
     with pytest.raises(TransportError, match="Bad address"):
@@ -115,7 +111,7 @@ def test_an_address_that_is_not_mapped(child: tuple[subprocess.Popen[str], bytes
     ],
 )
 def test_another_process_is_not_taken_for_p(
-    child: tuple[subprocess.Popen[str], bytes, int], changes: dict[str, object], named: str
+    child: tuple[Program, bytes, int], changes: dict[str, object], named: str
 ) -> None:
     offer = msgspec.msgpack.decode(child[1], type=_Offer)
     with pytest.raises(PlaneUnavailableError, match=named) as caught:
@@ -137,7 +133,7 @@ def open_pidfds() -> int:
     return found
 
 
-def test_a_refused_connect_leaves_no_descriptor_behind(child: tuple[subprocess.Popen[str], bytes, int]) -> None:
+def test_a_refused_connect_leaves_no_descriptor_behind(child: tuple[Program, bytes, int]) -> None:
     offer = msgspec.msgpack.decode(child[1], type=_Offer)
     plane = CmaPlane()
     gc.collect()

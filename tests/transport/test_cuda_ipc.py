@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +20,7 @@ from kvferry.transport import cuda_memory
 from kvferry.transport.errors import PlaneUnavailableError, ProtocolError, TransportError
 from kvferry.transport.planes import cuda_ipc
 from kvferry.transport.planes.cuda_ipc import CudaIpcPlane, IpcChannel, _Memory, _Offer
+from tests.support.fork_server import fork_server
 
 GPU = torch.device("cuda", 0)
 SIZE = 1 << 20
@@ -118,13 +117,10 @@ plane = CudaIpcPlane(GPU, ((3 * SIZE + 5, 100), (7 * SIZE, 10)), lambda: None)
 print(plane.offer().hex(), flush=True)
 sys.stdin.read()
 """
-    process = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    offer = msgspec.msgpack.decode(bytes.fromhex(process.stdout.readline()), type=_Offer)
-    driver.secret = offer.secret
-    yield offer
-    process.kill()
-    process.wait(60)
+    with fork_server().start("-c", script, text=True) as process:
+        offer = msgspec.msgpack.decode(bytes.fromhex(process.stdout.readline()), type=_Offer)
+        driver.secret = offer.secret
+        yield offer
 
 
 def encoded(offer: _Offer, **change: object) -> bytes:
