@@ -287,7 +287,8 @@ COUNTED = """
 import os
 import sys
 import time
-from kvferry.transport.control import Connection, Listener
+from kvferry.transport.control.connection import Connection
+from kvferry.transport.control.listener import Listener
 
 def use():
     end = Listener("127.0.0.1", 0, max_message_bytes=1 << 20)

@@ -109,7 +109,7 @@ def p(driver: Driver, tmp_path: Path) -> Iterator[_Offer]:
     script = f"""
 import sys, pytest, torch
 sys.path.insert(0, {str(Path(__file__).parent)!r})
-from test_cuda_ipc_plane import Driver, GPU, SIZE
+from test_cuda_ipc import Driver, GPU, SIZE
 from kvferry.transport.planes.cuda_ipc import CudaIpcPlane
 patch = pytest.MonkeyPatch()
 Driver().install(patch)

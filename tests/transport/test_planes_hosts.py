@@ -158,7 +158,7 @@ def test_shm_lets_only_its_own_user_in() -> None:
     offer = base64.b64encode(p.offer()).decode()
     script = (
         "import base64, os, sys; from kvferry.transport.registry import make_plane\n"
-        "from kvferry.transport import shm_plane\n"
+        "from kvferry.transport.planes import shm as shm_plane\n"
         "os.setuid(65534); lie = os.getuid\n"
         "shm_plane.os.getuid = lambda: 0\n"  # get past our own check, to meet that of the peer
         f"d = make_plane('shm', host='127.0.0.1', slot_bytes={SLOT}, staging_bytes={STAGING})\n"
