@@ -230,7 +230,9 @@ def test_the_end_of_p_is_noticed(driver: Driver, plane: Make, p: _Offer) -> None
     assert "died" in str(channel.error)
 
 
-@pytest.mark.parametrize("offer", [b"", b"\xc0", secrets.token_bytes(100), bytes(1 << 17)])
+@pytest.mark.parametrize(
+    "offer", [b"", b"\xc0", secrets.token_bytes(100), bytes(1 << 17)], ids=["empty", "nil", "random", "long"]
+)
 def test_a_malformed_offer_is_a_protocol_error(plane: Make, offer: bytes) -> None:
     with pytest.raises(ProtocolError, match="cuda_ipc offer"):
         plane().connect(offer, "127.0.0.1")
