@@ -6,6 +6,7 @@ import ast
 import copy
 import random
 import re
+import runpy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,12 +37,13 @@ from vllm.v1.worker import utils as theirs  # noqa: E402
 from vllm.v1.worker.gpu import attn_utils  # noqa: E402
 
 from kvferry.connector.binding import attention_group, kv_binding, kv_spec  # noqa: E402
-from kvferry.connector.binding.binding_table import HELD, UTILITIES  # noqa: E402
 from kvferry.connector.binding.block_zeroer import KVBlockZeroer  # noqa: E402
 from kvferry.connector.binding.host_copy import copy_kv_blocks  # noqa: E402
 from kvferry.transport.errors import GeometryError  # noqa: E402
 
 CPU = torch.device("cpu")
+TABLE = runpy.run_path(str(Path(__file__).resolve().parents[2] / "docs" / "binding_table.py"))
+HELD, UTILITIES = TABLE["HELD"], TABLE["UTILITIES"]
 
 
 def test_the_version_is_the_one_in_the_table() -> None:
