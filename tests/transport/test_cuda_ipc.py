@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +21,7 @@ from kvferry.transport.errors import PlaneUnavailableError, ProtocolError, Trans
 from kvferry.transport.plane import PlaneContext, PlaneMemory
 from kvferry.transport.planes import cuda_ipc
 from kvferry.transport.planes.cuda_ipc import CudaIpcPlane, IpcChannel, _Memory, _Offer
+from tests.support.fork_server import fork_server
 
 GPU = torch.device("cuda", 0)
 SIZE = 1 << 20
@@ -125,13 +124,10 @@ plane = CudaIpcPlane(context(((3 * SIZE + 5, 100), (7 * SIZE, 10))))
 print(plane.offer().hex(), flush=True)
 sys.stdin.read()
 """
-    process = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    offer = msgspec.msgpack.decode(bytes.fromhex(process.stdout.readline()), type=_Offer)
-    driver.secret = offer.secret
-    yield offer
-    process.kill()
-    process.wait(60)
+    with fork_server().start("-c", script, text=True) as process:
+        offer = msgspec.msgpack.decode(bytes.fromhex(process.stdout.readline()), type=_Offer)
+        driver.secret = offer.secret
+        yield offer
 
 
 def encoded(offer: _Offer, **change: object) -> bytes:
@@ -241,7 +237,9 @@ def test_the_end_of_p_is_noticed(driver: Driver, plane: Make, p: _Offer) -> None
     assert "died" in str(channel.error)
 
 
-@pytest.mark.parametrize("offer", [b"", b"\xc0", secrets.token_bytes(100), bytes(1 << 17)])
+@pytest.mark.parametrize(
+    "offer", [b"", b"\xc0", secrets.token_bytes(100), bytes(1 << 17)], ids=["empty", "nil", "random", "long"]
+)
 def test_a_malformed_offer_is_a_protocol_error(plane: Make, offer: bytes) -> None:
     with pytest.raises(ProtocolError, match="cuda_ipc offer"):
         plane().connect(offer, "127.0.0.1")
