@@ -190,7 +190,7 @@ def _finish(state: Handover) -> Outcome:
 
 def _fail(state: Handover, reason: Reason) -> Outcome:
     ended = replace(state, phase=HandoverPhase.FAILED, pending=frozenset(), reason=reason)
-    return ended, (StopSources(), ReleaseLease(), ReportLoad(reason))
+    return ended, (StopSources(), ReportLoad(reason), ReleaseLease())
 
 
 def _ready(state: Handover, event: HandoverEvent, now: float) -> Outcome:
@@ -251,7 +251,7 @@ def _drained(state: Handover, event: HandoverEvent, now: float) -> Outcome:
     if pending:
         return replace(state, pending=pending), ()
     ended = replace(state, phase=HandoverPhase.FAILED, pending=frozenset())
-    return ended, (ReleaseLease(), ReportLoad(state.reason))
+    return ended, (ReportLoad(state.reason), ReleaseLease())
 
 
 def _deadline(state: Handover) -> Reason:

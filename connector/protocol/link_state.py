@@ -51,7 +51,7 @@ class PeerWelcomed(msgspec.Struct, frozen=True):
 
 
 class PlaneChosen(msgspec.Struct, frozen=True):
-    """D's end of this data plane is ready for P's."""
+    """D has connected its end of this data plane, and asks P for the other end."""
 
     plane: str
 
@@ -116,17 +116,13 @@ class DropPlane(msgspec.Struct, frozen=True):
     why: str
 
 
-class SendAttach(msgspec.Struct, frozen=True):
-    """Have P make its end of the chosen plane."""
-
-
 class ReportBroken(msgspec.Struct, frozen=True):
     """Write the failure to the log; the reads over the link fail."""
 
     reason: Reason
 
 
-LinkEffect = SendHello | ChoosePlane | DropPlane | SendAttach | ReportBroken
+LinkEffect = SendHello | ChoosePlane | DropPlane | ReportBroken
 Outcome = tuple[LinkState, tuple[LinkEffect, ...]]
 
 # --- transitions ------------------------------------------------------------------------------------------------
@@ -144,16 +140,14 @@ def _welcomed(state: LinkState, event: LinkEvent, now: float) -> Outcome:
 
 def _chosen(state: LinkState, event: LinkEvent, now: float) -> Outcome:
     assert isinstance(event, PlaneChosen)
-    return replace(state, plane=event.plane), (SendAttach(),)
+    return replace(state, plane=event.plane), ()
 
 
 def _attached(state: LinkState, event: LinkEvent, now: float) -> Outcome:
     assert isinstance(event, PlaneAttached)
     if event.plane != state.plane:
         return state, ()  # D has rejected this plane in the meantime
-    return (replace(state, phase=_P.ATTACHED, deadline=float("inf")), ()) if event.ready else (
-        replace(state, phase=_P.MAPPING), ()
-    )  # fmt: skip
+    return _mapped(state, event, now) if event.ready else (replace(state, phase=_P.MAPPING), ())
 
 
 def _mapped(state: LinkState, event: LinkEvent, now: float) -> Outcome:

@@ -9,19 +9,16 @@ D asks, P answers. One hand-over from one P rank to one D rank is a *read*, numb
     Hello(geometry, model)          ──▶
                                     ◀── Welcome(geometry, planes on offer) | Refused
     Attach(plane, payload)          ──▶
-                                    ◀── Attached | Refused            (once per pair of ranks)
+                                    ◀── Attached | AttachRefused      (once per pair of ranks)
     Renew(tokens)                   ──▶                               (any time while D waits)
     Ask(read, token, spans)         ──▶ held if the lease is not there yet
-                                    ◀── Grant(read, ready, chunks) | Deny
+                                    ◀── Grant(read, chunks) | Deny
                                     ◀══ chunks on the data plane
     Commit(read)                    ──▶                               (where D reads P's pages by itself)
                                     ◀── Committed(ok)
     Release(token)                  ──▶
     Cancel(read)                    ──▶                               (any time after Ask)
                                     ◀── Stopped(read, sent)
-
-Streaming during prefill needs no new message: a Grant names the tokens that are ready, and more Grants of the same
-read, with the same epoch, may follow.
 
 Version history: 1, the first; 2, grants posted on a board, large messages smaller at both ends of a span; 3, a last
 byte behind each message over TCP; 4, one small message at the end of a span; 5, fields by their present names, a
@@ -84,7 +81,7 @@ class Welcome(_Message, frozen=True):
 
 
 class Refused(_Message, frozen=True):
-    """The handshake is over: which field, and both values."""
+    """P does not serve this D: the field that differs, and both values."""
 
     field: Name
     ours: Text
@@ -109,6 +106,13 @@ class Attached(_Message, frozen=True):
     pages: Annotated[tuple[PageLayout, ...], Meta(max_length=MAX_REGIONS)] = ()
 
 
+class AttachRefused(_Message, frozen=True):
+    """P does not attach this data plane; D may choose another one."""
+
+    plane: Name
+    reason: Text
+
+
 class Ask(_Message, frozen=True):
     """Read ``spans`` under the lease ``token``.
 
@@ -127,17 +131,15 @@ class Ask(_Message, frozen=True):
 
 
 class Grant(_Message, frozen=True):
-    """The read may proceed: of its tokens ``ready`` are there, and ``chunks`` messages will come for them.
+    """The read may proceed: ``chunks`` messages will come for its tokens.
 
-    ``prompt`` is the digest of what the lease covers (``params.prompt_digest``, which counts the tokens in).
-    ``epoch`` changes when what was granted is no longer true (preemption of a running prompt).
+    ``num_tokens`` and ``prompt`` describe the prompt that the lease covers: its length, and its digest
+    (``transfer_params.prompt_digest``, which includes the number of tokens).
     ``block_ids`` are packed little-endian int32, one run per region, for planes where D reads P's pages.
     """
 
     read: ReadNumber
-    epoch: Count
     num_tokens: Count
-    ready: Count
     chunks: Count
     prompt: Annotated[str, Meta(max_length=64)] = ""
     block_ids: Annotated[tuple[Annotated[bytes, Meta(max_length=4 << 20)], ...], Meta(max_length=MAX_REGIONS)] = ()
@@ -192,7 +194,8 @@ class Renew(_Message, frozen=True):
 
 
 Request = Hello | Attach | Ask | Cancel | Commit | Release | Renew
-Reply = Welcome | Refused | Attached | Grant | Deny | Stopped | Committed
+HandshakeReply = Welcome | Refused | Attached | AttachRefused
+Reply = HandshakeReply | Grant | Deny | Stopped | Committed
 Message = Request | Reply
 
 _grant_decoder: msgspec.msgpack.Decoder[Grant] = msgspec.msgpack.Decoder(Grant)

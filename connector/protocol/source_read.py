@@ -54,18 +54,28 @@ class ReadPhase(enum.Enum):
 
 class ReadState(msgspec.Struct, frozen=True):
     """``source``: the number of the P rank in its hand-over. ``writing``: copies into D's pages under way. ``left``:
-    messages, or ranges of P's pages, whose copies have not begun."""
+    messages whose copies have not begun. ``on_stream``: the engine's device can wait for all copies that have begun."""
 
     source: int
     phase: ReadPhase = ReadPhase.WAITING
     fence: Fence = "pushed"
     writing: int = 0
     left: int = 0
+    on_stream: bool = True
 
     @property
     def stopped(self) -> bool:
         """Whether no more copies into D's pages may begin."""
         return self.phase in (ReadPhase.DRAINING, ReadPhase.STOPPED)
+
+    @property
+    def awaits_grant(self) -> bool:
+        return self.phase in (
+            ReadPhase.ASKED,
+            ReadPhase.OVERTAKEN,
+            ReadPhase.LANDED_UNGRANTED,
+            ReadPhase.AWAITING_GRANT,
+        )
 
     @property
     def landed(self) -> bool:
@@ -74,8 +84,8 @@ class ReadState(msgspec.Struct, frozen=True):
 
     @property
     def all_begun(self) -> bool:
-        """Whether all copies into D's pages are under way or have ended."""
-        return self.landed or (self.writing > 0 and self.left == 0)
+        """Whether all copies into D's pages have ended, or are under way and the engine's device can wait for them."""
+        return self.landed or (self.writing > 0 and self.left == 0 and self.on_stream)
 
 
 LANDED = (
@@ -90,7 +100,7 @@ LANDED = (
 
 
 class ReadAsked(msgspec.Struct, frozen=True):
-    """P was asked, or P's posted grant is used. ``left``: as in ``ReadState``."""
+    """D asked P, or uses P's posted grant. ``left``: messages that P will send, 0 where D reads P's pages."""
 
     left: int
     fence: Fence
@@ -105,15 +115,21 @@ class ReadGranted(msgspec.Struct, frozen=True):
 
 
 class WriteBegan(msgspec.Struct, frozen=True):
-    """A copy into D's pages has begun. ``left``: what is left after it."""
+    """A copy into D's pages has begun, or has ended at once. ``left``: what is left after it. ``on_stream``: the
+    engine's device can wait for the copy."""
 
     left: int
+    on_stream: bool = True
+
+
+class WriteMoved(msgspec.Struct, frozen=True):
+    """A copy that takes long has moved bytes."""
 
 
 class WriteEnded(msgspec.Struct, frozen=True):
-    """A copy into D's pages has ended. ``error``: why its bytes are not there, empty where they are."""
+    """A copy into D's pages has ended. ``failure``: why its bytes are not there; ``None`` where they are."""
 
-    error: str = ""
+    failure: Reason | None = None
 
 
 class ReadFailed(msgspec.Struct, frozen=True):
@@ -151,6 +167,7 @@ ReadEvent = (
     | NothingToRead
     | ReadGranted
     | WriteBegan
+    | WriteMoved
     | WriteEnded
     | ReadFailed
     | CommitWanted
@@ -212,14 +229,21 @@ def _began(state: ReadState, event: ReadEvent, now: float) -> Outcome:
     assert isinstance(event, WriteBegan)
     phase = _P.MOVING if state.phase is _P.MOVING else _P.OVERTAKEN
     # The hand-over must know that its pages are written, also while the grant is on its way.
-    return replace(state, phase=phase, writing=state.writing + 1, left=event.left), (SourceProgress(state.source),)
+    state = replace(
+        state, phase=phase, writing=state.writing + 1, left=event.left, on_stream=state.on_stream and event.on_stream
+    )
+    return state, (SourceProgress(state.source),)
+
+
+def _moved(state: ReadState, event: ReadEvent, now: float) -> Outcome:
+    return state, (SourceProgress(state.source),)
 
 
 def _ended(state: ReadState, event: ReadEvent, now: float) -> Outcome:
     assert isinstance(event, WriteEnded)
     state = replace(state, writing=state.writing - 1)
-    if event.error:
-        return state, (SourceFailed(state.source, Reason("internal", f"the copy failed: {event.error}")),)
+    if event.failure is not None:
+        return state, (SourceFailed(state.source, event.failure),)
     if state.writing or state.left:
         return state, (SourceProgress(state.source),)
     phase = _P.LANDED if state.phase is _P.MOVING else _P.LANDED_UNGRANTED
@@ -290,6 +314,7 @@ SOURCE_READ: TransitionTable[ReadState, ReadEvent, ReadEffect] = TransitionTable
         ((_P.LANDED_UNGRANTED,), (ReadGranted,), _granted_after_landing),
         ((_P.AWAITING_GRANT,), (ReadGranted,), _granted_at_last),
         ((_P.ASKED, _P.OVERTAKEN, _P.MOVING), (WriteBegan,), _began),
+        ((_P.OVERTAKEN, _P.MOVING), (WriteMoved,), _moved),
         ((_P.OVERTAKEN, _P.MOVING), (WriteEnded,), _ended),
         ((_P.DRAINING,), (WriteEnded,), _ended_while_draining),
         ((_P.LANDED,), (CommitWanted,), _commit),

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import enum
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 
 from kvferry.connector.geometry.byte_ranges import check_layouts, translate_pages
@@ -12,10 +11,29 @@ from kvferry.connector.geometry.compatibility import compatible
 from kvferry.connector.geometry.dtypes import converted_pairs
 from kvferry.connector.geometry.rank_geometry import PageLayout, RankGeometry
 from kvferry.connector.protocol.handover import Reason
+from kvferry.connector.protocol.link_state import (
+    LINK,
+    ChoosePlane,
+    DropPlane,
+    HandshakeWanted,
+    LinkBroken,
+    LinkEvent,
+    LinkPhase,
+    LinkState,
+    MemoryMapped,
+    PeerWelcomed,
+    PlaneAttached,
+    PlaneChosen,
+    PlaneLost,
+    PlaneRejected,
+    ReportBroken,
+    SendHello,
+)
 from kvferry.connector.protocol.messages import (
     MAX_MESSAGE_BYTES,
     Attach,
     Attached,
+    AttachRefused,
     Hello,
     Refused,
     Reply,
@@ -26,6 +44,7 @@ from kvferry.connector.protocol.messages import (
     encode,
 )
 from kvferry.connector.protocol.metrics import FailureKind
+from kvferry.connector.protocol.state_machine import Lifetime, Tick
 from kvferry.connector.protocol.step_plan import PeerEngine, RankAddress
 from kvferry.connector.transfer.rank_context import RankContext, check_model
 from kvferry.transport.channels import DChannel
@@ -45,49 +64,44 @@ from kvferry.transport.plane import Plane
 logger = logging.getLogger("vllm.kvferry.link")
 
 
-class LinkState(enum.Enum):
-    CONNECTED = "connected"  # control messages only; no handshake was needed yet
-    GREETING = "waiting for the answer to the handshake"
-    ATTACHING = "waiting for the data plane"
-    ATTACHED = "attached"
-    FAILED = "failed"
-
-
 class Link:
-    """One connection to one life of one P rank.
+    """One connection to one life of one P rank: control connection, handshake, data plane.
 
-    ``state`` moves forward only. ``reason`` says why it is FAILED; a failed link is replaced, never revived.
+    ``link_state`` decides; this class performs its effects. A failed link is replaced, never used again.
     """
 
     def __init__(self, rank_context: RankContext, peer: PeerEngine, address: RankAddress) -> None:
+        settings = rank_context.settings
         self._rank_context = rank_context
         self.peer = peer
         self.address = address
-        self.state = LinkState.CONNECTED
-        self.seen = LinkState.CONNECTED  # the last state that the owner has acted on
-        self.reason: Reason | None = None
-        self.deadline = float("inf")
+        self._now = 0.0  # of the last call that brought the time
+        self.lifetime = Lifetime(LINK, LinkState(settings.handshake_timeout_seconds), self._now)
+        self.handled_phase = LinkPhase.CONNECTED  # the last phase that the owner has acted on
         self.failed_at = 0.0
-        self.used = True  # something was sent since the owner last looked
+        self.used = True  # a message was sent since the owner last looked
         self.used_at = 0.0
         self.channel: DChannel | None = None
         self.plane: Plane | None = None
         self.slot_bytes = 0
         self.pages: tuple[PageLayout, ...] = ()
-        self.board: BoardReader | None = None  # on which P's grants are posted
-        self.converted: frozenset[tuple[int, int]] = frozenset()  # regions, ours and theirs, whose numbers differ
+        self.board: BoardReader | None = None  # P's board of posted grants
+        self.converted: frozenset[tuple[int, int]] = frozenset()  # regions, D's and P's, whose dtypes or scales differ
         self._offers: dict[str, bytes] = {}
-        self._refused: list[str] = []
-        self._reached = True  # P's GPU by ours, as far as was tried
-        self._attached: Attached | None = None  # P's answer, where the plane is not ready yet
+        self._rejected: dict[str, str] = {}  # why, by plane
+        self._gpu_reached = True  # whether D's GPU reaches P's GPU, as far as was tried
         self.geometry: RankGeometry | None = None
         self.connection = Connection(
             address.host,
             address.port,
             curve=rank_context.curve,
             max_message_bytes=MAX_MESSAGE_BYTES,
-            connect_timeout=2 * rank_context.settings.handshake_timeout_seconds,  # our own deadline comes first
+            connect_timeout=2 * settings.handshake_timeout_seconds,  # the deadline of the handshake comes first
         )
+
+    @property
+    def phase(self) -> LinkPhase:
+        return self.lifetime.state.phase
 
     @property
     def name(self) -> str:
@@ -107,76 +121,58 @@ class Link:
         return self.plane is not None and self.plane.pulls
 
     @property
-    def why(self) -> Reason:
-        """Why it failed, with the peer's name."""
-        assert self.reason is not None
-        return Reason(self.reason.kind, f"{self.name}: {self.reason.text}")
+    def failure(self) -> Reason:
+        """Why the link failed, with the peer's name."""
+        reason = self.lifetime.state.reason
+        assert reason is not None
+        return Reason(reason.kind, f"{self.name}: {reason.text}")
 
     def start_handshake(self, now: float) -> None:
         """Start the handshake, unless it was started before."""
-        if self.state is not LinkState.CONNECTED:
-            return
-        self.state = LinkState.GREETING
-        self.deadline = now + self._rank_context.settings.handshake_timeout_seconds
-        rank_context = self._rank_context
-        self.send(
-            Hello(
-                engine_id=rank_context.engine_id,
-                incarnation=rank_context.incarnation,
-                geometry=rank_context.caches.geometry,
-                model=dict(rank_context.model),
-                converts=rank_context.settings.convert_dtype,
-            )
-        )
+        self._now = now
+        self._step(HandshakeWanted())
 
     def send(self, message: Request) -> None:
-        """Send, or fail the link where the peer cannot be reached. A link that failed still carries what P should hear,
-        a release above all, as long as its connection stands."""
+        """Send, or fail the link where the peer cannot be reached. A failed link still carries messages, above all a
+        release, as long as its connection stands."""
         self.used = True
-        sent = not self.connection.lost and self.connection.send(encode(message))
-        if not sent and self.state is not LinkState.FAILED:
-            why = self.connection.reason or "its control connection takes no more messages"
-            self.fail("peer_lost", why)
+        if self.connection.lost or not self.connection.send(encode(message)):
+            self.fail("peer_lost", self.connection.reason or "its control connection takes no more messages")
 
     def has_events(self, ready: Collection[object]) -> bool:
-        """Whether there is anything to serve, if something has arrived at the sockets ``ready``."""
+        """Whether ``serve`` has work, if the sockets ``ready`` are readable."""
         connection, channel = self.connection, self.channel
-        if self._attached is not None or (channel is not None and channel.error is not None):
+        if self.phase is LinkPhase.MAPPING or (channel is not None and channel.error is not None):
             return True
         return connection.socket in ready or connection.monitor in ready
 
     def serve(self, now: float) -> list[Reply]:
-        """Advance the handshake; the replies that are not part of it."""
+        """Advance the handshake; the replies that do not belong to it."""
+        self._now = now
         replies: list[Reply] = []
-        if self.state is LinkState.FAILED:
+        if self.phase is LinkPhase.FAILED:
             return replies
         self.connection.poll_monitor()
         for frames in self.connection.receive():
-            with self._failing():
+            with self._errors_fail_the_link():
                 reply = decode_reply(frames)
-                if isinstance(reply, Welcome | Refused | Attached):
+                if isinstance(reply, Welcome | Refused | Attached | AttachRefused):
                     self._on_handshake_reply(reply)
                 else:
                     replies.append(reply)
-        if self._attached is not None:
-            with self._failing():
-                self._complete(self._attached)
+        if self.phase is LinkPhase.MAPPING and self.channel is not None and self.channel.error is None:
+            with self._errors_fail_the_link():
+                self._map_pages()
         if self.channel is not None and self.channel.error is not None:
-            if self.state is LinkState.ATTACHING:  # P closes what it refuses, and that is here before its answer
-                with self._failing():
-                    self._next_plane(str(self.channel.error))
-            else:
-                self.fail("peer_lost", str(self.channel.error))
+            self._step(PlaneLost(str(self.channel.error)))
         elif self.connection.lost:
             self.fail("peer_lost", self.connection.reason or "the peer is gone")
-        elif now >= self.deadline:
-            waited = self._rank_context.settings.handshake_timeout_seconds
-            self.fail("timeout", f"no answer to the handshake in {waited:g} s ({self.state.value})")
+        else:
+            self._step(Tick())
         return replies
 
     @contextmanager
-    def _failing(self) -> Iterator[None]:
-        """What goes wrong in here is this link's failure."""
+    def _errors_fail_the_link(self) -> Iterator[None]:
         try:
             yield
         except (IncompatiblePeerError, GeometryError, VersionError) as error:
@@ -190,66 +186,92 @@ class Link:
             self.fail("peer_lost", str(error))
 
     def fail(self, kind: FailureKind, text: str) -> None:
-        """End the link. What was read through it fails."""
-        if self.state is not LinkState.FAILED:
-            self.state, self.reason, self.deadline = LinkState.FAILED, Reason(kind, text), float("inf")
-            logger.warning("kvferry: link to %s failed: %s", self.name, text)
+        """End the link. The reads over it fail."""
+        self._step(LinkBroken(Reason(kind, text)))
 
     def detach(self) -> None:
-        """Close the data plane; what was in flight there never arrives. Idempotent."""
+        """Close the data plane; messages in flight there do not arrive. Idempotent."""
         if self.channel is not None:
             self.channel.close()
 
     def close(self) -> None:
-        """Give the sockets and the staging memory back. Idempotent."""
+        """Close the sockets and free the staging memory. Idempotent."""
         self.detach()
         self.connection.close()
 
+    # --- effects ------------------------------------------------------------------------------------------------
+
+    def _step(self, event: LinkEvent) -> None:
+        for effect in self.lifetime.step(event, self._now):
+            match effect:
+                case SendHello():
+                    self.send(self._hello())
+                case ChoosePlane():
+                    with self._errors_fail_the_link():
+                        self._choose_plane()
+                case DropPlane(plane, why):
+                    self._drop_plane(plane, why)
+                case ReportBroken(reason):
+                    logger.warning("kvferry: link to %s failed: %s [%s]", self.name, reason.text, self.lifetime.story())
+
+    def _hello(self) -> Hello:
+        rank_context = self._rank_context
+        return Hello(
+            engine_id=rank_context.engine_id,
+            incarnation=rank_context.incarnation,
+            geometry=rank_context.caches.geometry,
+            model=dict(rank_context.model),
+            converts=rank_context.settings.convert_dtype,
+        )
+
     # --- handshake ----------------------------------------------------------------------------------------------
 
-    def _on_handshake_reply(self, reply: Welcome | Refused | Attached) -> None:
-        if isinstance(reply, Refused) and reply.field == "data plane" and self.state is LinkState.ATTACHING:
-            assert self.plane is not None
-            if reply.theirs.startswith(f"{self.plane.name}: "):
-                self._next_plane(reply.theirs)
-            return  # of a plane that was given up before
-        if isinstance(reply, Refused):
-            raise IncompatiblePeerError(reply.field, reply.theirs, reply.ours)
-        if isinstance(reply, Welcome) and self.state is LinkState.GREETING:
-            self._welcome(reply)
-        elif isinstance(reply, Attached) and self.state is LinkState.ATTACHING:
-            assert self.plane is not None and self.channel is not None
-            if reply.plane != self.plane.name:
-                return  # given up before
-            self.plane.finish(self.channel, reply.payload)
-            self.slot_bytes, self.pages = reply.slot_bytes, reply.pages
-            if self.plane.pulls:
-                check_layouts(self.pages, self.theirs)
-                self.board = None if reply.board is None else self._open(reply.board)
-            self._complete(reply)
-        else:
-            raise ProtocolError(f"{type(reply).__name__} came while {self.state.value}")
+    def _on_handshake_reply(self, reply: Welcome | Refused | Attached | AttachRefused) -> None:
+        match reply:
+            case Refused():
+                raise IncompatiblePeerError(reply.field, reply.theirs, reply.ours)
+            case Welcome():
+                self._check_welcome(reply)
+                self._step(PeerWelcomed())
+            case AttachRefused():
+                self._step(PlaneRejected(reply.plane, reply.reason))
+            case Attached():
+                self._on_attached(reply)
 
-    def _open(self, place: BoardAddress) -> BoardReader | None:
-        """P's board. Without it everything is asked for."""
+    def _on_attached(self, reply: Attached) -> None:
+        if self.phase is not LinkPhase.ATTACHING or self.plane is None or self.channel is None:
+            raise ProtocolError(f"Attached came while {self.phase.value}")
+        if reply.plane != self.plane.name:
+            return  # D has rejected this plane in the meantime
+        self.plane.finish(self.channel, reply.payload)
+        self.slot_bytes, self.pages = reply.slot_bytes, reply.pages
+        if not self.plane.pulls:
+            self._step(PlaneAttached(reply.plane, ready=True))
+            return
+        check_layouts(self.pages, self.theirs)
+        self.board = None if reply.board is None else self._open_board(reply.board)
+        self._step(PlaneAttached(reply.plane, ready=False))
+        self._map_pages()
+
+    def _open_board(self, address: BoardAddress) -> BoardReader | None:
+        """P's board; without it D asks for every grant."""
         try:
-            return BoardReader(place)
+            return BoardReader(address)
         except (PlaneUnavailableError, OSError) as error:
-            logger.info("kvferry: grants of %s are asked for: %s", self.name, error)
+            logger.info("kvferry: D asks %s for every grant: %s", self.name, error)
             return None
 
-    def _complete(self, reply: Attached) -> None:
-        """P is ready; D is ready once P's memory can be read."""
+    def _map_pages(self) -> None:
+        """Translate the addresses of P's pages once D can read P's memory."""
         channel = self.channel
-        if channel is not None and channel.pulls:
-            self._attached = reply
-            if not channel.ready:
-                return
-            self.pages = translate_pages(reply.pages, self.theirs, channel.translate)
-        self._attached = None
-        self.state, self.deadline = LinkState.ATTACHED, float("inf")
+        assert channel is not None and channel.pulls
+        if channel.ready:
+            self.pages = translate_pages(self.pages, self.theirs, channel.translate)
+            self._step(MemoryMapped())
 
-    def _welcome(self, welcome: Welcome) -> None:
+    def _check_welcome(self, welcome: Welcome) -> None:
+        if self.phase is not LinkPhase.GREETING:
+            return  # the table refuses it
         if welcome.incarnation != self.address.incarnation:
             raise KVFerryError("P was restarted since it made this hand-over; its KV cache is gone")
         self._check_addressed(welcome.geometry)
@@ -264,12 +286,10 @@ class Link:
         block_size = next((region.block_size for region in welcome.geometry.regions), 0)
         logger.info("kvferry: %s: %s", self.name, self._rank_context.topology(self.peer).describe(block_size))
         self._offers = {offer.name: offer.payload for offer in welcome.planes}
-        self.state = LinkState.ATTACHING
-        self._attach()
 
     def _check_addressed(self, theirs: RankGeometry) -> None:
-        """That P's rank is the one that the request's parameters named, of an engine of that form: who reads from whom
-        was found out from those."""
+        """That P's rank and engine have the form that the request's parameters named: the choice of ranks to read was
+        made from those parameters."""
         named = {
             "tp_rank": self.address.tp_rank,
             "pp_rank": self.address.pp_rank,
@@ -280,47 +300,53 @@ class Link:
         for field, value in named.items():
             if getattr(theirs, field) != value:
                 raise IncompatiblePeerError(
-                    f"P's {field}, as kv_transfer_params and P itself tell it", value, getattr(theirs, field)
+                    f"P's {field}, in kv_transfer_params and in P's handshake,", value, getattr(theirs, field)
                 )
 
-    def _next_plane(self, why: str) -> None:
-        """P has no room on the plane that was chosen, or it does not come about; take the next best."""
-        assert self.plane is not None
+    # --- data plane ---------------------------------------------------------------------------------------------
+
+    def _drop_plane(self, name: str, why: str) -> None:
+        """Close D's end of a plane that cannot be used, and do not choose it again."""
         self.detach()
         if self.channel is not None:
-            self._reached &= not isinstance(self.channel.error, PeerUnreachableError)
-        self._attached = None
-        self._refused.append(f"{self.plane.name}: {why.removeprefix(self.plane.name + ': ')}")
-        del self._offers[self.plane.name]
-        self._attach()
+            self._gpu_reached &= not isinstance(self.channel.error, PeerUnreachableError)
+        self._rejected[name] = why.removeprefix(f"{name}: ")
+        self._offers.pop(name, None)
 
-    def _attach(self) -> None:
-        self.plane, self.channel, payload = self._choose()
-        self.send(Attach(plane=self.plane.name, payload=payload))
+    def _choose_plane(self) -> None:
+        """Connect the first plane that both sides have. One log line names it, and why no better one was chosen.
 
-    def _choose(self) -> tuple[Plane, DChannel, bytes]:
-        """The first plane that both sides have and that connects; one line says which, and why not a better one."""
-        rejected = [f"{name}: {why}" for name, why in self._rank_context.missing_planes.items()] + self._refused
+        Raises:
+            PlaneUnavailableError: there is none.
+        """
+        rejected = {**self._rank_context.missing_planes, **self._rejected}
         for plane in self._rank_context.planes:
-            if plane.name not in self._offers:
-                if not any(line.startswith(f"{plane.name}: ") for line in rejected):
-                    rejected.append(f"{plane.name}: P does not offer it")
-                continue
-            if plane.pulls and self.converted:
-                rejected.append(f"{plane.name}: it copies bytes, and dtypes differ")
-                continue
-            if len(self._rank_context.planes) > 1 and (
-                why := plane.slower_because(self._offers[plane.name], reached=self._reached)
-            ):
-                rejected.append(f"{plane.name}: {why}")
+            why = self._cannot_use(plane) if plane.name in self._offers else "P does not offer it"
+            if why:
+                rejected.setdefault(plane.name, why)
                 continue
             try:
-                channel, payload = plane.connect(self._offers[plane.name], self.connection.address)
+                self.channel, payload = plane.connect(self._offers[plane.name], self.connection.address)
             except PlaneUnavailableError as error:
-                self._reached &= not isinstance(error, PeerUnreachableError)
-                rejected.append(f"{plane.name}: {error}")
+                self._gpu_reached &= not isinstance(error, PeerUnreachableError)
+                rejected[plane.name] = str(error)
                 continue
-            because = f" ({'; '.join(rejected)})" if rejected else ""
+            self.plane = plane
+            because = f" ({_listed(rejected)})" if rejected else ""
             logger.info("kvferry: data plane to %s is %s%s", self.name, plane.name, because)
-            return plane, channel, payload
-        raise PlaneUnavailableError(f"no data plane in common: {'; '.join(rejected) or 'none offered'}")
+            self._step(PlaneChosen(plane.name))
+            self.send(Attach(plane=plane.name, payload=payload))
+            return
+        raise PlaneUnavailableError(f"no data plane in common: {_listed(rejected) or 'none offered'}")
+
+    def _cannot_use(self, plane: Plane) -> str:
+        """Why a plane that P offers is not chosen; empty where it may be."""
+        if plane.pulls and self.converted:
+            return "it copies bytes, and dtypes differ"
+        if len(self._rank_context.planes) == 1:
+            return ""
+        return plane.slower_because(self._offers[plane.name], reached=self._gpu_reached)
+
+
+def _listed(rejected: Mapping[str, str]) -> str:
+    return "; ".join(f"{name}: {why}" for name, why in rejected.items())

@@ -328,9 +328,7 @@ def _granted(
     """What a reader is told of a lease; with all of its blocks where ``block_ids`` is None."""
     return messages.Grant(
         read=read,
-        epoch=0,
         num_tokens=grant.num_tokens,
-        ready=grant.num_tokens,
         chunks=chunks,
         prompt=grant.prompt,
         block_ids=grant.block_ids if block_ids is None else block_ids,

@@ -1,6 +1,6 @@
-"""The data side of D's hand-overs: what is asked of each P rank, and the chunks that come. One *read* per P rank.
+"""The data side of D's hand-overs: the reads, one per P rank, and the copies into D's pages.
 
-Decides nothing: it announces chunks, unpacks them and says which events that is for the hand-over.
+``source_read`` decides. The receiver announces chunks to the channels, unpacks them, and yields events for the reads.
 """
 
 from __future__ import annotations
@@ -16,10 +16,22 @@ from kvferry.connector.geometry.byte_ranges import byte_ranges, join_ranges, pag
 from kvferry.connector.geometry.read_plan import PlannedSpan
 from kvferry.connector.protocol import handover, messages
 from kvferry.connector.protocol.handover import Reason
+from kvferry.connector.protocol.link_state import LinkPhase
+from kvferry.connector.protocol.source_read import (
+    SOURCE_READ,
+    MessagesLeft,
+    ReadEffect,
+    ReadEvent,
+    ReadFailed,
+    ReadState,
+    WriteBegan,
+    WriteEnded,
+    WriteMoved,
+)
 from kvferry.connector.protocol.state_machine import Lifetime
 from kvferry.connector.protocol.step_plan import Load, unpack_ids
 from kvferry.connector.transfer.caches import Ids, PageBox, RankCaches
-from kvferry.connector.transfer.link import Link, LinkState
+from kvferry.connector.transfer.link import Link
 from kvferry.kernels.paged_copy import Pages
 from kvferry.transport.channels import ByteRanges, Copy, PageRead, Received
 from kvferry.transport.errors import GeometryError
@@ -32,8 +44,8 @@ UNPACKS_PER_TURN = 4
 
 
 class ActiveLoad(msgspec.Struct):
-    """One request's hand-over on this rank. ``ids``: kernel block ids per region; ``alone``: no other one began with
-    it; ``begun``: the step that waits for it knows that all its copies are under way."""
+    """One request's hand-over on this rank. ``ids``: kernel block ids per region. ``alone``: no other hand-over began
+    in the same step. ``begun``: the engine knows that all copies are under way; only for a load inside a step."""
 
     load: Load
     lifetime: Lifetime[handover.Handover, handover.HandoverEvent, handover.HandoverEffect]
@@ -48,38 +60,30 @@ class ActiveLoad(msgspec.Struct):
 class SourceRead(msgspec.Struct, eq=False):
     """One hand-over's part from one P rank.
 
-    ``planned``: what is asked for. Where P pushes, ``boxes`` are the chunks that it is cut into, and ``tags`` those
-    still to come. ``note`` is the grant where it was found posted. ``granted``: P's grant is here, and is what was
-    asked for. ``writing``: copies into D's pages that have not ended. ``off_stream``: the engine's device cannot wait
-    for one of them.
+    ``planned``: the spans to read. Where P pushes, ``boxes`` are the chunks that these are cut into, and ``tags`` those
+    whose messages have not arrived. ``note`` is P's posted grant where D found one.
     """
 
     number: int
     active_load: ActiveLoad
-    source: int
     link: Link
+    lifetime: Lifetime[ReadState, ReadEvent, ReadEffect]
     planned: tuple[PlannedSpan, ...] = ()
     boxes: list[PageBox] = msgspec.field(default_factory=list)
     tags: set[int] = msgspec.field(default_factory=set)
     note: PostedGrant | None = None
-    granted: bool = False
-    writing: int = 0
-    off_stream: bool = False
-    stopped: bool = False
-    moved: bool = False
+
+    @property
+    def state(self) -> ReadState:
+        return self.lifetime.state
 
     def tag(self, chunk: int) -> int:
         """A chunk's tag on the data plane, unique in this process."""
         return self.number << 32 | chunk
 
-    @property
-    def begun(self) -> bool:
-        """Of one that is moving: whether all copies into our pages have ended, or are under way where the engine's
-        device waits for them."""
-        return self.moved or (self.writing > 0 and not self.tags and not self.off_stream)
 
-
-ReadEvent = tuple[SourceRead, handover.HandoverEvent]
+Happening = tuple[SourceRead, ReadEvent]
+"""An event, and the read that it is for."""
 
 
 class SpanRead(PageRead):
@@ -100,8 +104,8 @@ class SpanRead(PageRead):
 
 
 class PageWrite(msgspec.Struct, eq=False):
-    """A copy of ``nbytes`` into D's pages. ``message`` holds what it copies, where that came in one. ``seen``: what
-    ``copy.moved`` was when last looked at."""
+    """A copy of ``nbytes`` into D's pages. ``message``: the message that it unpacks, where P pushed one. ``seen``: the
+    last value of ``copy.moved`` that was looked at."""
 
     read: SourceRead
     copy: Copy
@@ -111,7 +115,7 @@ class PageWrite(msgspec.Struct, eq=False):
 
 
 class Receiver:
-    """All reads of this rank, also those that were stopped and whose last chunks are still under way."""
+    """All reads of this rank, also stopped reads whose last messages are still under way."""
 
     def __init__(self, caches: RankCaches) -> None:
         self._caches = caches
@@ -124,15 +128,16 @@ class Receiver:
     def __bool__(self) -> bool:
         return bool(self._reads)
 
-    def new(self, active_load: ActiveLoad, source: int, link: Link) -> SourceRead:
+    def new(self, active_load: ActiveLoad, source: int, link: Link, now: float) -> SourceRead:
         """The read of ``active_load`` from its source number ``source``."""
         self._last = (self._last + 1) % (1 << 32)
-        read = self._reads[self._last] = SourceRead(self._last, active_load, source, link)
+        lifetime = Lifetime(SOURCE_READ, ReadState(source), now)
+        read = self._reads[self._last] = SourceRead(self._last, active_load, link, lifetime)
         active_load.reads.append(read)
         return read
 
     def find(self, number: int, link: Link) -> SourceRead | None:
-        """The read of that number, if it goes over that link and has not ended."""
+        """The read of that number, if it uses that link and has not ended."""
         read = self._reads.get(number)
         return read if read is not None and read.link is link else None
 
@@ -141,12 +146,14 @@ class Receiver:
         return [read for read in self._reads.values() if read.link is link]
 
     def forget(self, read: SourceRead) -> None:
-        """Nothing of it will come any more."""
+        """No message of the read can arrive any more."""
         self._reads.pop(read.number, None)
 
     def expect(self, read: SourceRead) -> None:
-        """Where P pushes: expect what has just been asked for. Not before, because cutting takes as long as the ask
-        takes to P; not later, because the first chunk may overtake the grant, which comes by another socket.
+        """Where P pushes: announce the chunks that D has just asked for.
+
+        Not before the ask, because cutting takes as long as the ask takes to P. Not later, because the first chunk may
+        arrive before the grant, which comes by another socket.
 
         Raises:
             GeometryError: a chunk of one token does not fit into a slot.
@@ -164,48 +171,53 @@ class Receiver:
             into = partial(self._caches.pieces, box) if self._caches.in_pieces(box) else None
             channel.expect(read.tag(chunk), self._caches.nbytes(box), into)
 
-    def granted(self, read: SourceRead, grant: messages.Grant) -> None:
-        """Check a grant; if it says where P's pages lie, begin to read them.
+    def check_grant(self, read: SourceRead, grant: messages.Grant) -> None:
+        """Whether a grant fits what D asked for.
 
         Raises:
-            GeometryError: it does not fit what was asked for.
+            GeometryError: it does not.
         """
         if grant.chunks != len(read.boxes):
-            raise GeometryError(f"P grants {grant.chunks} chunks, {len(read.boxes)} were asked for")
+            raise GeometryError(f"P grants {grant.chunks} chunks, D asked for {len(read.boxes)}")
+        if read.link.pulls and (highest := max(item.span.region for item in read.planned)) >= len(grant.block_ids):
+            raise GeometryError(f"P grants blocks of {len(grant.block_ids)} regions, D asked for region {highest}")
+
+    def begin_pull(self, read: SourceRead, grant: messages.Grant) -> Iterator[Happening]:
+        """Where D reads P's pages by itself: begin to copy the pages of a grant.
+
+        Raises:
+            GeometryError: the granted blocks do not cover the spans.
+        """
         channel = read.link.channel
         if channel is not None and channel.pulls:
             sides = [self._sides(read, planned, grant) for planned in read.planned]
             copy = channel.read(SpanRead(self._caches, sides, alone=self._alone(read)))
-            self._write(read, copy, sum(self._caches.nbytes(box) for box, _ in sides))
+            yield self._write(read, copy, sum(self._caches.nbytes(box) for box, _ in sides))
 
     def _sides(self, read: SourceRead, planned: PlannedSpan, grant: messages.Grant) -> tuple[PageBox, Pages]:
-        """A span in our pages and in P's."""
+        """A span in D's pages and in P's."""
         span = planned.span
-        if span.region >= len(grant.block_ids):
-            raise GeometryError(f"P grants blocks of {len(grant.block_ids)} groups, group {span.region} was asked for")
         theirs = pages_of(read.link.pages[span.region], unpack_ids(grant.block_ids[span.region]), span, planned.shard)
         return self._box(read, planned), theirs
 
     def _alone(self, read: SourceRead) -> bool:
-        """Whether it is the only one, and the engine is not about to compute meanwhile."""
+        """Whether this is the only read, and the engine is not about to compute."""
         return read.active_load.alone and len(self._reads) == 1 and not read.active_load.load.now
 
-    def _write(self, read: SourceRead, copy: Copy, nbytes: int, message: Received | None = None) -> None:
-        read.writing += 1
-        read.off_stream |= not (copy.on_stream or copy.done)
+    def _write(self, read: SourceRead, copy: Copy, nbytes: int, message: Received | None = None) -> Happening:
         self._writing.append(PageWrite(read, copy, nbytes, message))
+        return read, WriteBegan(len(read.tags), on_stream=copy.on_stream or copy.done)
 
     def _box(self, read: SourceRead, item: PlannedSpan) -> PageBox:
         ids = read.active_load.ids[item.region]
         return self._caches.box(item.span, item.region, item.layer, item.head, ids, item.shard)
 
-    def stop(self, read: SourceRead) -> None:
-        """Start no more copies, let no channel write the pages. Copies that cannot be cancelled go on, and ``collect``
-        yields an event when the last one ends. Messages under way end in staging memory or are dropped, and P's
-        ``Stopped`` contains their number."""
-        if read.stopped or read.moved:
-            return
-        read.stopped = True
+    def cancel(self, read: SourceRead) -> Iterator[Happening]:
+        """Let no channel write D's pages for this read, and have P stop sending.
+
+        A copy that cannot be cancelled goes on, and ``finished_writes`` yields an event when it ends. Messages under
+        way end in staging memory or are dropped; P's ``Stopped`` contains their number.
+        """
         posted: set[int] = set()
         channel = read.link.channel
         if channel is not None and channel.pulls:
@@ -213,107 +225,91 @@ class Receiver:
                 channel.cancel(write.copy)
                 if write.copy.done:
                     self._writing.remove(write)
-                    read.writing -= 1
+                    yield read, WriteEnded()
         elif channel is not None:
             for tag in read.tags:
                 channel.stop_writing(tag)
             posted = channel.posted()
-        if read.link.state is LinkState.ATTACHED and read.planned:
+        if read.link.phase is LinkPhase.ATTACHED:
             highest = max((tag & 0xFFFFFFFF for tag in posted & read.tags), default=-1)
             read.link.send(messages.Cancel(read=read.number, posted=highest + 1))
 
-    def stopped(self, read: SourceRead, sent: int) -> None:
-        """P has sent, or ended by empty messages, the first ``sent`` chunks; the others will never come. It says so
-        when it is told to stop, and of a read that was not it is no word."""
-        if not read.stopped:
+    def on_stopped(self, read: SourceRead, sent: int) -> Iterator[Happening]:
+        """P has sent, or ended by empty messages, the first ``sent`` chunks of a stopped read, and sends no more."""
+        if not read.state.stopped:
             return
         channel = read.link.channel
         for tag in [tag for tag in read.tags if tag & 0xFFFFFFFF >= sent]:
             read.tags.discard(tag)
             if channel is not None and not channel.pulls:
                 channel.forget(tag)
-        if not read.tags:
-            self.forget(read)
+        yield read, MessagesLeft(len(read.tags))
 
-    def collect(self, links: Iterable[Link]) -> Iterator[ReadEvent]:
-        """Unpack some of what has arrived, look at the copies; the events for the hand-overs."""
+    def collect(self, links: Iterable[Link]) -> Iterator[Happening]:
+        """Unpack some of the messages that have arrived, look at the copies under way; the events of both."""
         for link in links:
             channel = link.channel
-            if channel is not None and not channel.pulls and link.state is LinkState.ATTACHED:
+            if channel is not None and not channel.pulls and link.phase is LinkPhase.ATTACHED:
                 self._arrived.extend((link, message) for message in channel.poll())
         for _ in range(min(UNPACKS_PER_TURN, len(self._arrived))):
-            link, message = self._arrived.popleft()
-            happened = self._unpack(link, message)
-            if happened is not None:
-                yield happened
+            yield from self._unpack(*self._arrived.popleft())
         yield from self.finished_writes()
         self._moving = False
         for write in [write for write in self._writing if not write.copy.on_stream]:
             moved, write.seen = write.copy.moved - write.seen, write.copy.moved
             if moved:
                 self._moving = True
-                if not write.read.stopped:
-                    yield write.read, handover.SourceProgress()
+                yield write.read, WriteMoved()
 
-    def finished_writes(self) -> Iterator[ReadEvent]:
-        """The events for the hand-overs whose copies into our pages have ended."""
+    def finished_writes(self) -> Iterator[Happening]:
+        """The events of the copies into D's pages that have ended."""
         while (write := next((write for write in self._writing if write.copy.done), None)) is not None:
             self._writing.remove(write)
-            happened = self._written(write)
-            if happened is not None:
-                yield happened
+            if write.message is not None:
+                write.message.release()
+            failure = _failure(write.copy)
+            if failure is None and not write.read.state.stopped:
+                write.read.active_load.nbytes += write.nbytes
+            yield write.read, WriteEnded(failure)
 
     @property
     def backlog(self) -> bool:
         """Whether messages wait to be unpacked, or a plane is copying pages."""
         return bool(self._arrived) or self._moving
 
-    def _unpack(self, link: Link, message: Received) -> ReadEvent | None:
-        """Begin to copy a message to where it belongs; it is released once that has ended, or here."""
+    def _unpack(self, link: Link, message: Received) -> Iterator[Happening]:
+        """Begin to copy a message into D's pages. It is released when the copy has ended, or here."""
         read = self.find(message.tag >> 32, link)
         if read is None or message.tag not in read.tags:
             message.release()
-            return None
+            return
         read.tags.discard(message.tag)
-        if read.stopped:
-            if not read.tags:
-                self.forget(read)
+        if read.state.stopped:
             message.release()
-            return None
+            yield read, MessagesLeft(len(read.tags))
+            return
         chunk = message.tag & 0xFFFFFFFF
         box = read.boxes[chunk]
-        wanted = self._caches.nbytes(box)
-        if message.nbytes != wanted:
+        expected = self._caches.nbytes(box)
+        if message.nbytes != expected:
             message.release()
-            text = f"chunk {chunk} has {message.nbytes} bytes, expected {wanted}"
-            return read, handover.SourceFailed(read.source, Reason("data", text))
+            yield read, ReadFailed(Reason("data", f"chunk {chunk} has {message.nbytes} bytes, expected {expected}"))
+            return
         try:
             if message.placed:
                 copy = Copy(done=True)
             else:
                 copy = self._caches.unpack(message.address, box, message.device, alone=self._alone(read))
-        except Exception as error:  # an error of the copy is this request's, not everybody's
+        except Exception as error:  # an error of one copy fails one request
             message.release()
             logger.exception("kvferry: a chunk of %s could not be unpacked", read.active_load.load.request_id)
-            return read, handover.SourceFailed(read.source, Reason("internal", repr(error)))
-        self._write(read, copy, wanted, message)
-        # From here on our pages are written: the hand-over must hear so even where the grant is still on its way.
-        return None if copy.done else (read, handover.SourceProgress())
+            yield read, ReadFailed(Reason("internal", repr(error)))
+            return
+        yield self._write(read, copy, expected, message)
 
-    def _written(self, writing: PageWrite) -> ReadEvent | None:
-        """A copy into our pages has ended."""
-        read = writing.read
-        read.writing -= 1
-        if writing.message is not None:
-            writing.message.release()
-        if read.stopped:
-            return None if read.writing else (read, handover.SourceDrained(read.source))
-        if error := writing.copy.error:
-            lost = writing.copy.peer_lost
-            reason = Reason("peer_lost", error) if lost else Reason("internal", f"the copy failed: {error}")
-            return read, handover.SourceFailed(read.source, reason)
-        read.active_load.nbytes += writing.nbytes
-        if read.tags or read.writing:
-            return read, handover.SourceProgress()
-        read.moved = True
-        return read, handover.SourceMoved(read.source)
+
+def _failure(copy: Copy) -> Reason | None:
+    """Why the bytes of a copy that has ended are not in place."""
+    if not copy.error:
+        return None
+    return Reason("peer_lost", copy.error) if copy.peer_lost else Reason("internal", f"the copy failed: {copy.error}")

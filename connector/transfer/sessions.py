@@ -97,7 +97,7 @@ class Sessions:
             planes=self._offers,
         )
 
-    def attach(self, session: Session, attach: messages.Attach) -> messages.Attached | messages.Refused:
+    def attach(self, session: Session, attach: messages.Attach) -> messages.Attached | messages.AttachRefused:
         """Accept the data plane that D chose."""
         plane = self._rank_context.plane(attach.plane)
         try:
@@ -110,8 +110,7 @@ class Sessions:
             session.channel, reply = plane.accept(attach.payload)
         except (TransportError, ProtocolError) as error:
             logger.warning("kvferry: D %s could not attach: %s", session.engine_id[:8], error)
-            names = ", ".join(offer.name for offer in self._offers)
-            return messages.Refused(field="data plane", ours=names, theirs=f"{attach.plane}: {error}"[:1024])
+            return messages.AttachRefused(plane=attach.plane, reason=str(error)[:1024])
         logger.info("kvferry: D %s attached over %s", session.engine_id[:8], attach.plane)
         if session.channel.pulls:  # only such a D learns where the pages are
             pages = self._rank_context.caches.page_layouts()

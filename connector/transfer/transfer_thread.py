@@ -259,7 +259,10 @@ class TransferThread:
             logger.exception("kvferry: unexpected error with %s", item)
             self._rank_context.stats.failed("internal")
             if otherwise is not None:
-                otherwise()
+                try:
+                    otherwise()
+                except Exception:
+                    logger.exception("kvferry: unexpected error after an error")
 
     def _fail_load(self, load: Load, now: float) -> None:
         """A load that broke while it was started: what did start is drained before it is reported."""

@@ -15,6 +15,7 @@ from kvferry.connector.geometry.engine_types import CacheDtype, LayerGroup, Rank
 from kvferry.connector.geometry.regions import ElementOrder
 from kvferry.connector.geometry.token_sharding import UNSHARDED, TokenSharding
 from kvferry.connector.geometry.topology import TpKVTopology
+from kvferry.connector.protocol.link_state import LinkPhase
 from kvferry.connector.protocol.step_plan import (
     KeepLease,
     LeaseGrant,
@@ -25,7 +26,6 @@ from kvferry.connector.protocol.step_plan import (
     StepResults,
     pack_ids,
 )
-from kvferry.connector.transfer.link import LinkState
 
 SOON = 20.0
 """Seconds: long on a loaded machine, shorter than what would end a hand-over whose settings say nothing."""
@@ -214,4 +214,4 @@ def no_failed_link(d: Rank) -> bool:
     """Whether D would try anew: a failed link answers for a second."""
     mover = d.worker._transfer_thread
     assert mover is not None
-    return all(link.state is not LinkState.FAILED for link in list(mover._consumer._links.values()))
+    return all(link.phase is not LinkPhase.FAILED for link in list(mover._consumer._links.values()))

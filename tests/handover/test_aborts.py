@@ -147,7 +147,7 @@ def test_while_d_reads_by_itself(stage: Stage) -> None:
 def test_unpacked_while_committing(pair: tuple[Rank, Rank]) -> None:
     p, d = pair
     consumer = halves(d)[1]
-    gate = Gate(consumer, "_commit", lambda read, now: None)
+    gate = Gate(consumer, "_commit", lambda active_load, now: None)
     begin(p, d)
     give_up(p, d, lambda: gate.calls > 0, gate)
 

@@ -209,9 +209,9 @@ def test_a_grant_that_comes_twice_counts_once(pair: tuple[Rank, Rank]) -> None:
     """A second copy into D's pages would go on when the load has ended."""
     p, d = pair
     half = halves(d)[1]
-    grant, granted, calls = half._grant, half._receiver.granted, []
-    half._grant = lambda *args: (grant(*args), grant(*args))
-    half._receiver.granted = lambda *args: (calls.append(args), granted(*args))
+    grant, checked, calls = half._take_grant, half._receiver.check_grant, []
+    half._take_grant = lambda *args: (grant(*args), grant(*args))
+    half._receiver.check_grant = lambda *args: (calls.append(args), checked(*args))
     another_works(p, d)
     assert len(calls) == 1
 

@@ -166,12 +166,13 @@ def test_a_load_that_was_waited_for_is_reported_once(pair: Pair, monkeypatch: py
     p, d = pair
     consumer, told = halves(d)[1], []
     reads = consumer._receiver
-    granted, tell, close = reads.granted, consumer._on_finished, consumer._lease_keeper.release
+    begin_pull, tell, close = reads.begin_pull, consumer._on_finished, consumer._lease_keeper.release
 
-    def copied(read: Any, note: Any) -> None:
-        granted(read, note)
+    def copied(read: Any, grant: Any) -> Any:
+        happenings = list(begin_pull(read, grant))
         read.link.plane.progress()
         assert reads._writing[-1].copy.done
+        return happenings
 
     def broken(request_id: str, now: float) -> None:
         close(request_id, now)
@@ -182,7 +183,7 @@ def test_a_load_that_was_waited_for_is_reported_once(pair: Pair, monkeypatch: py
         tell(finished)
 
     for owner, name, value in (
-        (reads, "granted", copied), (consumer, "_on_finished", noted), (consumer._lease_keeper, "release", broken),
+        (reads, "begin_pull", copied), (consumer, "_on_finished", noted), (consumer._lease_keeper, "release", broken),
         (d.worker._transfer_thread, "_report", noted),
     ):  # fmt: skip
         monkeypatch.setattr(owner, name, value)

@@ -21,6 +21,7 @@ from stage import Stage
 
 from kvferry.connector.config import Settings
 from kvferry.connector.engine import worker
+from kvferry.connector.protocol.source_read import ReadPhase
 from kvferry.connector.protocol.step_plan import LeaseGrant, StepPlan, pack_ids
 
 PLANES = ["shm", "tcp", "zmq", pytest.param("ucx", marks=pytest.mark.ucx)]
@@ -74,7 +75,7 @@ def test_d_hears_that_its_read_is_granted_before_anything_is_packed(
     p, d = pair
     begin_and_stop_at(copies[0], p, d)
     reads = halves(d)[1]._receiver._reads
-    assert wait(lambda: [read.granted for read in reads.values()] == [True], [p, d])
+    assert wait(lambda: [read.state.phase for read in reads.values()] == [ReadPhase.MOVING], [p, d])
     assert copies[0].running
     copies[0].gate.set()
     assert wait(lambda: d.received == {"req-d"} and p.sent == {"req-p"}, [p, d])
@@ -297,7 +298,7 @@ def test_a_load_that_does_not_end_while_the_device_waits_is_given_up(
     (read,) = halves(d)[1]._receiver._reads.values()
 
     def open_late() -> None:
-        wait(lambda: read.stopped)
+        wait(lambda: read.state.stopped)
         time.sleep(0.2)
         copies[1].gate.set()
 

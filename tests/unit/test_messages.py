@@ -69,7 +69,7 @@ REPLIES = [
     Welcome(**FACTS, planes=(PlaneOffer("ucx", b"x"),)),
     Refused(field="dtype", ours="float16", theirs="bfloat16"),
     Attached(plane="ucx", slot_bytes=4 << 20),
-    Grant(read=1, epoch=0, num_tokens=100, ready=100, chunks=4, block_ids=(struct.pack("<3i", 5, 0, 7),)),
+    Grant(read=1, num_tokens=100, chunks=4, block_ids=(struct.pack("<3i", 5, 0, 7),)),
     Deny(read=1, reason="expired"),
     Stopped(read=1, sent=0),
     Committed(read=1, ok=True),
