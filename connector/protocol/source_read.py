@@ -232,11 +232,11 @@ def _began(state: ReadState, event: ReadEvent, now: float) -> Outcome:
     state = replace(
         state, phase=phase, writing=state.writing + 1, left=event.left, on_stream=state.on_stream and event.on_stream
     )
-    return state, (SourceProgress(state.source),)
+    return state, (SourceProgress(),)
 
 
 def _moved(state: ReadState, event: ReadEvent, now: float) -> Outcome:
-    return state, (SourceProgress(state.source),)
+    return state, (SourceProgress(),)
 
 
 def _ended(state: ReadState, event: ReadEvent, now: float) -> Outcome:
@@ -245,7 +245,7 @@ def _ended(state: ReadState, event: ReadEvent, now: float) -> Outcome:
     if event.failure is not None:
         return state, (SourceFailed(state.source, event.failure),)
     if state.writing or state.left:
-        return state, (SourceProgress(state.source),)
+        return state, (SourceProgress(),)
     phase = _P.LANDED if state.phase is _P.MOVING else _P.LANDED_UNGRANTED
     return replace(state, phase=phase), (SourceMoved(state.source),)
 
