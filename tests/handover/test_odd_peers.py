@@ -110,7 +110,7 @@ def test_a_second_attach_is_refused_once_the_first_was_used(pair: tuple[Rank, Ra
     raw.ask(7, token)
     raw.answer(messages.Grant)
     raw.attach(welcome)
-    assert "attached already" in raw.answer(messages.Refused).theirs
+    assert "attached already" in raw.answer(messages.AttachRefused).reason
     another_works(*pair)
 
 
@@ -352,4 +352,4 @@ def test_p_is_the_one_that_the_parameters_named(stage: Stage, caplog: pytest.Log
     with caplog.at_level("WARNING", "vllm.kvferry"):
         d.worker.post(load_plan("req-d", token, sharding, OURS, 0, TOKENS))
         assert wait(lambda: d.failed == {"req-d"}, [p, d])
-    assert any("shardings, as kv_transfer_params and P itself tell it" in r.getMessage() for r in caplog.records)
+    assert any("shardings, in kv_transfer_params and in P's handshake," in r.getMessage() for r in caplog.records)

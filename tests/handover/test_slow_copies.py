@@ -12,6 +12,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import opening
+import msgspec
 import pytest
 import torch
 from gates import halves
@@ -283,6 +284,7 @@ def test_a_step_hears_of_a_lease_that_ended_while_its_device_waited(
     begin_inside(p, d)
     (read,) = halves(d)[1]._receiver._reads.values()
     read.note = SimpleNamespace(is_current=False)
+    read.lifetime.state = msgspec.structs.replace(read.state, fence="posted")
     copies[1].gate.set()
     assert d.worker.finish_now() == {"req-d"}
     assert wait(lambda: p.sent == {"req-p"}, [p, d]) and not d.received
