@@ -15,6 +15,7 @@ import opening
 import pytest
 import torch
 from gates import halves
+from plane_list import PUSH, host_planes
 from ranks import Rank, grant, let_time_pass, load_plan, peer, reason_of, wait
 from slow import SlowCopies, install
 from stage import Stage
@@ -23,7 +24,7 @@ from kvferry.connector.config import Settings
 from kvferry.connector.engine import worker
 from kvferry.connector.protocol.step_plan import LeaseGrant, StepPlan, pack_ids
 
-PLANES = ["shm", "tcp", "zmq", pytest.param("ucx", marks=pytest.mark.ucx)]
+PLANES = host_planes(PUSH)
 TOKENS, THEIRS, OURS = 200, list(range(3, 16)), list(range(10, 23))
 begin = partial(opening.begin, tokens=TOKENS, theirs=THEIRS, ours=OURS)
 

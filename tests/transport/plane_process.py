@@ -10,9 +10,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 SLOT = 1 << 20
 STAGING = 16 << 20
@@ -21,10 +23,10 @@ STAGING = 16 << 20
 class Peer:
     """A child process that serves a plane."""
 
-    def __init__(self, plane: str, staging: int = STAGING, command: tuple[str, ...] = ()) -> None:
+    def __init__(self, plane: str, staging: int = STAGING, command: tuple[str, ...] = (), device: str = "cpu") -> None:
         script = Path(__file__).with_name("plane_peer.py")
         self.process = subprocess.Popen(
-            [*command, sys.executable, str(script), plane, str(SLOT), str(staging)],
+            [*command, sys.executable, str(script), plane, str(SLOT), str(staging), device],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -72,13 +74,13 @@ class Peer:
 class Peers:
     """Peers of one plane. Those that a test left alive serve the next one, as starting a process takes seconds."""
 
-    def __init__(self, plane: str) -> None:
-        self.plane = plane
+    def __init__(self, plane: str, device: str = "cpu") -> None:
+        self.plane, self.device = plane, device
         self.idle: list[Peer] = []
         self.used: list[Peer] = []
 
     def start(self, fresh: bool = False) -> Peer:
-        peer = self.idle.pop() if self.idle and not fresh else Peer(self.plane)
+        peer = self.idle.pop() if self.idle and not fresh else Peer(self.plane, device=self.device)
         self.used.append(peer)
         return peer
 
@@ -90,6 +92,22 @@ class Peers:
                 peer("reset")
                 self.idle.append(peer)
         self.used.clear()
+
+
+def lend(pool: dict[str, Peers], request: pytest.FixtureRequest, plane: str, device: str = "cpu") -> Iterator[Peers]:
+    """The peers of a plane for one test. After one that failed they are ended, not lent again."""
+    shared = pool.setdefault(f"{plane} {device}", Peers(plane, device))
+    failures = request.session.testsfailed
+    yield shared
+    shared.collect(request.session.testsfailed > failures)
+
+
+def end(pool: dict[str, Peers]) -> None:
+    """End all of them."""
+    for shared in pool.values():
+        for peer in shared.idle:
+            peer.kill()
+    pool.clear()
 
 
 def join(p: Peer, d: Peer, id: str = "a") -> None:
