@@ -138,9 +138,9 @@ def test_while_d_reads_by_itself(stage: Stage) -> None:
     p, d = stage.rank(settings=settings), stage.rank(settings=settings, engine_id="engine-d")
     p.fill(THEIRS, TOKENS)
     consumer = halves(d)[1]
-    gate = Gate(consumer, "_collect", lambda now: False)
+    gate = Gate(consumer._rank_context.plane("cma"), "progress", lambda: False)
     begin(p, d)
-    give_up(p, d, lambda: gate.calls > 5 and bool(consumer._active_loads), gate)
+    give_up(p, d, lambda: gate.calls > 5 and bool(consumer._receiver), gate)
     assert wait(lambda: not consumer._receiver, [p, d])
 
 

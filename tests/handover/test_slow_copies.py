@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
 
-import opening
 import msgspec
+import opening
 import pytest
 import torch
 from gates import halves
+from plane_list import PUSH, host_planes
 from ranks import Rank, grant, let_time_pass, load_plan, peer, reason_of, wait
 from slow import SlowCopies, install
 from stage import Stage
@@ -25,7 +26,7 @@ from kvferry.connector.engine import worker
 from kvferry.connector.protocol.source_read import ReadPhase
 from kvferry.connector.protocol.step_plan import LeaseGrant, StepPlan, pack_ids
 
-PLANES = ["shm", "tcp", "zmq", pytest.param("ucx", marks=pytest.mark.ucx)]
+PLANES = host_planes(PUSH)
 TOKENS, THEIRS, OURS = 200, list(range(3, 16)), list(range(10, 23))
 begin = partial(opening.begin, tokens=TOKENS, theirs=THEIRS, ours=OURS)
 

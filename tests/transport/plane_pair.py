@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
+from plane_list import PUSH, host_planes
 
 from kvferry.transport.channels import Received, RecvChannel, SendChannel, Slot
 from kvferry.transport.plane import Plane, PlaneContext, PlaneMemory
@@ -18,7 +18,7 @@ from kvferry.transport.registry import make_plane
 from kvferry.transport.staging import SlotPool
 
 SLOT = 64 << 10
-PLANES = ["shm", "tcp", "zmq", pytest.param("ucx", marks=pytest.mark.ucx)]
+PLANES = host_planes(PUSH)
 """Those that carry messages."""
 
 

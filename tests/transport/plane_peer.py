@@ -1,6 +1,6 @@
 """One process of the plane tests: serves a plane as the mover does and obeys JSON lines on stdin.
 
-``python plane_peer.py NAME SLOT_BYTES STAGING_BYTES``. Every command is answered by one JSON line.
+``python plane_peer.py NAME SLOT_BYTES STAGING_BYTES DEVICE``. Every command is answered by one JSON line.
 """
 
 from __future__ import annotations
@@ -12,18 +12,20 @@ import os
 import resource
 import sys
 import time
+import zlib
 from collections import deque
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import zmq
 
-from kvferry.transport.channels import Received, RecvChannel, SendChannel, Slot
+from kvferry.transport.channels import ByteRanges, Copy, PageRead, PullChannel, Received, RecvChannel, SendChannel, Slot
 from kvferry.transport.errors import KVFerryError
-from kvferry.transport.plane import PlaneContext
-from kvferry.transport.registry import make_plane
+from kvferry.transport.plane import PlaneContext, PlaneMemory
+from kvferry.transport.registry import make_plane, plane_spec
 
 
 def pattern(tag: int, nbytes: int) -> np.ndarray:
@@ -33,9 +35,48 @@ def pattern(tag: int, nbytes: int) -> np.ndarray:
     return words.view(np.uint8)[:nbytes]
 
 
+MEMORY_BYTES = 20 << 20
+"""Of a process whose plane pulls: several turns of any plane."""
+P_BYTES, D_BYTES = 1, 2
+"""Tags of the patterns of a process's memory: what P has there, and what D has there before it reads."""
+BLOCK_BYTES = 256
+"""Reads of a GPU's memory are of whole blocks."""
+
+
+class Read(PageRead):
+    """Ranges between two memories, given by their offsets there."""
+
+    def __init__(self, memory: torch.Tensor, theirs: int, dst: np.ndarray, src: np.ndarray, nbytes: np.ndarray) -> None:
+        self._memory, self._theirs = memory, theirs
+        self._dst, self._src, self._nbytes = dst, src, nbytes
+
+    def byte_ranges(self) -> ByteRanges:
+        return ByteRanges(self._memory.data_ptr() + self._dst, self._theirs + self._src, self._nbytes)
+
+    def launch(self) -> Copy:
+        from kvferry.kernels.paged_copy import Pages, copy_pages
+
+        assert (self._nbytes == BLOCK_BYTES).all()
+        dst, src = (
+            Pages(np.array([base]), offsets // BLOCK_BYTES, 1, BLOCK_BYTES, BLOCK_BYTES, BLOCK_BYTES)
+            for base, offsets in ((self._memory.data_ptr(), self._dst), (self._theirs, self._src))
+        )
+        device = self._memory.device
+        copy_pages(
+            dst, src, num_heads=1, num_tokens=len(self._dst), content_bytes=BLOCK_BYTES, device=device, over_link=True
+        )
+        torch.cuda.synchronize(device)
+        return Copy(done=True, on_stream=True)
+
+
 class Peer:
-    def __init__(self, name: str, slot_bytes: int, staging_bytes: int) -> None:
-        self.plane = make_plane(name, PlaneContext("127.0.0.1", slot_bytes, staging_bytes))
+    def __init__(self, name: str, slot_bytes: int, staging_bytes: int, device: torch.device, memory_bytes: int) -> None:
+        self.memory = torch.from_numpy(pattern(P_BYTES, memory_bytes).copy()).to(device)
+        ranges = ((self.memory.data_ptr(), memory_bytes),)
+        memory = PlaneMemory(device, ranges if memory_bytes else ())
+        self.plane = make_plane(name, PlaneContext("127.0.0.1", slot_bytes, staging_bytes, memory=memory))
+        self.theirs: dict[str, int] = {}
+        self.copies: list[Copy] = []
         self.channels: dict[str, Any] = {}
         self.to_send: dict[str, deque[tuple[int, int]]] = {}
         self.sent: dict[str, int] = {}
@@ -81,6 +122,37 @@ class Peer:
     def do_flush(self, id: str, tags: list[int]) -> None:
         self.channels[id].flush(tags)
 
+    def do_memory(self) -> tuple[int, int]:
+        """Where our memory is, and how large."""
+        return self.memory.data_ptr(), self.memory.numel()
+
+    def do_translate(self, id: str, address: int, nbytes: int) -> None:
+        self.theirs[id] = self.channels[id].translate(address, nbytes)
+
+    def do_fill(self) -> None:
+        """What D has before it reads."""
+        self.memory.copy_(torch.from_numpy(pattern(D_BYTES, self.memory.numel()).copy()))
+
+    def do_read(self, id: str, dst: list[int], src: list[int], nbytes: list[int]) -> int:
+        """Begin to read; the number of the copy."""
+        columns = [np.array(column, dtype=np.int64) for column in (dst, src, nbytes)]
+        self.copies.append(self.channels[id].read(Read(self.memory, self.theirs[id], *columns)))
+        return len(self.copies) - 1
+
+    def do_cancel(self, id: str, copy: int) -> None:
+        self.channels[id].cancel(self.copies[copy])
+
+    def do_differing(self, dst: list[int], src: list[int], nbytes: list[int]) -> int:
+        """How many bytes of our memory are neither what D had there before, nor where ranges were read P's."""
+        size = self.memory.numel()
+        wanted, theirs = pattern(D_BYTES, size).copy(), pattern(P_BYTES, size)
+        for to, of, count in zip(dst, src, nbytes, strict=True):
+            wanted[to : to + count] = theirs[of : of + count]
+        return int((self.memory.cpu().numpy() != wanted).sum())
+
+    def do_checksum(self) -> int:
+        return zlib.crc32(self.memory.cpu().numpy())
+
     def do_hold(self, on: bool) -> None:
         self.hold = on
         if not on:
@@ -114,8 +186,10 @@ class Peer:
         self.do_give_back()
         for channel in self.channels.values():
             channel.close()
-        for table in (self.channels, self.to_send, self.sent, self.refused, self.good):
+        for table in (self.channels, self.to_send, self.sent, self.refused, self.good, self.theirs):
             table.clear()
+        self.copies.clear()
+        self.memory.copy_(torch.from_numpy(pattern(P_BYTES, self.memory.numel()).copy()))
         self.bad.clear()
 
     def do_forget_channel(self, id: str) -> None:
@@ -148,6 +222,8 @@ class Peer:
             "held": len(self.held),
             "posted": {i: len(c.posted()) for i, c in self.channels.items() if isinstance(c, RecvChannel)},
             "errors": {i: c.error and f"{type(c.error).__name__}: {c.error}" for i, c in self.channels.items()},
+            "ready": {i: c.ready for i, c in self.channels.items() if isinstance(c, PullChannel)},
+            "copies": [{"done": c.done, "error": c.error, "peer_lost": c.peer_lost} for c in self.copies],
             "retired": getattr(self.plane, "retired_slots", 0),
             "rss": pages * 4096,
             "fds": len(os.listdir("/proc/self/fd")),
@@ -172,7 +248,7 @@ class Peer:
                 moved = True
         for id in self.good:
             channel = self.channels.get(id)
-            for message in channel.poll() if channel is not None else ():
+            for message in channel.poll() if isinstance(channel, RecvChannel) else ():
                 moved = True
                 self.take(id, message)
         return moved
@@ -220,6 +296,8 @@ class Peer:
 
 if __name__ == "__main__":
     started = time.monotonic()
-    peer = Peer(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    device = torch.device(*((sys.argv[4],) if sys.argv[4] == "cpu" else (sys.argv[4], 0)))
+    pulls = plane_spec(sys.argv[1]).load().pulls
+    peer = Peer(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), device, MEMORY_BYTES if pulls else 0)
     print(json.dumps({"ready": os.getpid()}), flush=True)
     peer.serve()

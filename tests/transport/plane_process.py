@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import select
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from tests.support.fork_server import fork_server
 
@@ -18,9 +23,19 @@ STAGING = 16 << 20
 class Peer:
     """A child process that serves a plane."""
 
-    def __init__(self, plane: str, staging: int = STAGING) -> None:
-        script = Path(__file__).with_name("plane_peer.py")
-        self.process = fork_server().start(str(script), plane, str(SLOT), str(staging))
+    def __init__(self, plane: str, staging: int = STAGING, command: tuple[str, ...] = (), device: str = "cpu") -> None:
+        """``command`` starts the interpreter, in another network namespace for example; that is no forked process."""
+        arguments = [str(Path(__file__).with_name("plane_peer.py")), plane, str(SLOT), str(staging), device]
+        self._started: subprocess.Popen[bytes] | None = None
+        if command:
+            self._started = self.process = subprocess.Popen(
+                [*command, sys.executable, *arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+            )
+        else:
+            self.process = fork_server().start(*arguments)
         self._answer()
 
     def __call__(self, do: str, **arguments: Any) -> Any:
@@ -50,19 +65,23 @@ class Peer:
             time.sleep(0.01)
 
     def kill(self) -> None:
-        self.process.close()
+        if self._started is None:
+            self.process.close()
+            return
+        self._started.kill()
+        self._started.communicate()
 
 
 class Peers:
     """Peers of one plane that a test left alive serve the next test."""
 
-    def __init__(self, plane: str) -> None:
-        self.plane = plane
+    def __init__(self, plane: str, device: str = "cpu") -> None:
+        self.plane, self.device = plane, device
         self.idle: list[Peer] = []
         self.used: list[Peer] = []
 
     def start(self, fresh: bool = False) -> Peer:
-        peer = self.idle.pop() if self.idle and not fresh else Peer(self.plane)
+        peer = self.idle.pop() if self.idle and not fresh else Peer(self.plane, device=self.device)
         self.used.append(peer)
         return peer
 
@@ -74,6 +93,22 @@ class Peers:
                 peer("reset")
                 self.idle.append(peer)
         self.used.clear()
+
+
+def lend(pool: dict[str, Peers], request: pytest.FixtureRequest, plane: str, device: str = "cpu") -> Iterator[Peers]:
+    """The peers of a plane for one test. After one that failed they are ended, not lent again."""
+    shared = pool.setdefault(f"{plane} {device}", Peers(plane, device))
+    failures = request.session.testsfailed
+    yield shared
+    shared.collect(request.session.testsfailed > failures)
+
+
+def end(pool: dict[str, Peers]) -> None:
+    """End all of them."""
+    for shared in pool.values():
+        for peer in shared.idle:
+            peer.kill()
+    pool.clear()
 
 
 def join(p: Peer, d: Peer, id: str = "a") -> None:

@@ -1,4 +1,4 @@
-"""The contract of a data plane, which each of them passes between real processes."""
+"""The contract of a PUSH plane, which every registered one passes between real processes."""
 
 from __future__ import annotations
 
@@ -10,30 +10,24 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 from plane_pair import PLANES
-from plane_process import SLOT, STAGING, Peers, all_good, announce, join
+from plane_process import SLOT, STAGING, Peers, all_good, announce, end, join, lend
 
 from kvferry.transport.errors import PlaneUnavailableError, ProtocolError
 from kvferry.transport.plane import PlaneContext
-from kvferry.transport.registry import make_plane
+from kvferry.transport.registry import make_plane, plane_names
 
 _peers: dict[str, Peers] = {}
 
 
 @pytest.fixture(params=PLANES)
 def peers(request: pytest.FixtureRequest) -> Iterator[Peers]:
-    shared = _peers.setdefault(request.param, Peers(request.param))
-    failures = request.session.testsfailed
-    yield shared
-    shared.collect(request.session.testsfailed > failures)
+    yield from lend(_peers, request, request.param)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def end_peers() -> Iterator[None]:
     yield
-    for shared in _peers.values():
-        for peer in shared.idle:
-            peer.kill()
-    _peers.clear()
+    end(_peers)
 
 
 def test_every_size_arrives_in_order_and_intact(peers: Peers) -> None:
@@ -294,7 +288,7 @@ def test_malformed_payloads_are_refused(peers: Peers) -> None:
 
 
 def test_unknown_plane_is_refused() -> None:
-    with pytest.raises(PlaneUnavailableError, match="expected one of cma, cuda_ipc, shm, tcp, ucx, zmq"):
+    with pytest.raises(PlaneUnavailableError, match=f"expected one of {', '.join(plane_names())}"):
         make_plane("rdma", PlaneContext("127.0.0.1", SLOT, STAGING))
 
 

@@ -60,7 +60,7 @@ class TcpSendChannel(SendChannel):
         """D's connection is here."""
         self.sock = sock
         # Ends the stream at once when this process ends: otherwise the kernel would first deliver what is unsent, and
-        # a D that takes nothing just now would not hear of our death.
+        # a D that takes nothing just now would not notice our death.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         _tune(sock)
         self._plane.sockets.watch(sock, self.on_readable)
@@ -195,7 +195,7 @@ class TcpRecvChannel(ExpectingChannel):
         self.stop_writing(tag)
         super().forget(tag)
         if self._arriving is not None and self._arriving.tag == tag:
-            self._arriving.told = None
+            self._arriving.reported = None
 
     def stop_writing(self, tag: int) -> None:
         expected = self.expected.get(tag)
@@ -291,7 +291,7 @@ class TcpRecvChannel(ExpectingChannel):
             wanted = f"expected {expected.nbytes}" if expected else f"limit {self._plane.slot_bytes}"
             self.fail(f"tcp: message {tag:#x} has {nbytes} bytes, {wanted}")
             return False
-        slot, told = None, nbytes if expected is not None else None
+        slot, reported = None, nbytes if expected is not None else None
         if expected is None:
             pieces = self._plane.nowhere(nbytes)
         elif expected.into is not None:
@@ -299,7 +299,7 @@ class TcpRecvChannel(ExpectingChannel):
                 pieces = expected.into()
             except Exception:  # an error there is this message's, not everybody's
                 logger.exception("kvferry: no place for a message")
-                pieces, told = self._plane.nowhere(nbytes), 0
+                pieces, reported = self._plane.nowhere(nbytes), 0
         else:
             slot = self._plane.recv_pool.take()
             if slot is None:
@@ -307,7 +307,7 @@ class TcpRecvChannel(ExpectingChannel):
                 return False
             pieces = Pieces(np.array([slot.address]), np.array([nbytes]))
         self.expected.pop(tag, None)
-        self._arriving = Arriving(tag, Vector(together(pieces, byte(self._whole))), slot, told)
+        self._arriving = Arriving(tag, Vector(together(pieces, byte(self._whole))), slot, reported)
         return True
 
     def _on_end(self) -> None:
@@ -317,11 +317,11 @@ class TcpRecvChannel(ExpectingChannel):
         arriving, self._arriving = self._arriving, None
         assert arriving is not None
         self._head = self._new_head()
-        if arriving.told is None:
+        if arriving.reported is None:
             if arriving.slot is not None:
                 self._plane.recv_pool.put(arriving.slot)
             return
-        nbytes = arriving.told if self._whole[0] else 0
+        nbytes = arriving.reported if self._whole[0] else 0
         if arriving.slot is None:
             self.arrived.append(Received(arriving.tag, 0, nbytes, _nothing, placed=True))
         else:

@@ -48,13 +48,13 @@ class Outgoing:
 
 @dataclass(slots=True)
 class Arriving:
-    """A message whose bytes come in. ``slot`` where it goes to one; ``told``: the bytes that are reported, 0 for a
-    message that had no place, None where nothing is."""
+    """A message whose bytes come in. ``slot`` where it goes to one; ``reported``: the bytes that ``poll`` reports, 0
+    for a message that had no place; ``None``: ``poll`` does not report the message."""
 
     tag: int
     vector: Vector
     slot: Slot | None
-    told: int | None
+    reported: int | None
 
 
 def together(*parts: Pieces) -> Pieces:

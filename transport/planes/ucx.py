@@ -45,7 +45,7 @@ _SPIN_SECONDS = 2e-3
 """With GPU memory, how long the worker is polled after something has moved and while more is on its way: one slot takes
 0.1 ms over NVLink, and the end of a copy by the GPU wakes a sleeper late."""
 _CLOSE_MESSAGE_BYTES = 1
-"""Of the message that says that a channel is closed."""
+"""The size of the message that closes a channel."""
 _CLOSE_SECONDS = 0.5
 """At most, for what is in flight when the plane closes."""
 
@@ -63,7 +63,7 @@ class _Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Attach(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``close_message`` is the tag under which either side says that it closes the channel."""
+    """``close_message`` is the tag of the message by which either side closes the channel."""
 
     address: _Address
     checksum: _Checksum
@@ -193,7 +193,7 @@ class UcxPlane(Plane):
         for channel in list(self._channels.values()):
             channel.close()
         # UCX does not complete what is in flight when its endpoint closes, and that keeps the worker, with its
-        # connections, alive: peers who receive get the time to do so, and hear our farewell.
+        # connections, alive: peers who receive get the time to do so, and our close message.
         deadline = time.monotonic() + _CLOSE_SECONDS
         while (self.transfers or self._farewells) and time.monotonic() < deadline:
             self.progress()

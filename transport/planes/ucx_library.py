@@ -59,7 +59,7 @@ def settings_for(host: str, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def device_of(host: str) -> str | None:
-    """The network device that carries the local address ``host``; ``None`` where that cannot be told."""
+    """The network device that carries the local address ``host``; ``None`` where it is unknown."""
     try:
         address = ipaddress.ip_address(socket.getaddrinfo(host, None)[0][4][0])
     except (OSError, ValueError):

@@ -84,7 +84,7 @@ class UcxEndpoint:
 
 
 class UcxAnnouncement:
-    """A message that a peer has sent, or has told of: ``tag``, ``nbytes``."""
+    """A message that a peer has sent, or has announced: ``tag``, ``nbytes``."""
 
     __slots__ = ("nbytes", "probe", "tag")
 
@@ -161,7 +161,7 @@ class UcxWorker:
         return bool(self._worker.arm())
 
     def probe(self) -> UcxAnnouncement | None:
-        """The next message that nobody has received yet; it must be received, or its sender waits for ever."""
+        """The next message that is not received yet; receive it, or its sender waits for ever."""
         probe = self._worker.tag_probe(self._any_tag, self._any_mask, True)
         return UcxAnnouncement(probe) if probe.matched else None
 

@@ -128,7 +128,7 @@ class ZmqPlane(Plane):
             if channel.error is None:
                 moved |= channel.progress()
         now = time.monotonic()
-        if now - self._last_progress > _PING_SECONDS:  # time without the processor is held against nobody
+        if now - self._last_progress > _PING_SECONDS:  # time without the processor does not count
             for sender in self._senders.values():
                 sender.extend(now - self._last_progress)
             for channel in self._receivers:

@@ -1,4 +1,4 @@
-"""The two ends of a ZMQ channel, and what they say to each other.
+"""The two ends of a ZMQ channel, and their messages.
 
 Frames after the routing id: P to D ``[b"m" + tag + nbytes, bytes]``, ``[b"p"]`` (are you there) and ``[b"b"]`` (bye);
 D to P ``[b"h"]`` (hello) and ``[b"c" + tag]`` (credit). Numbers are little endian.
@@ -108,7 +108,7 @@ class ZmqSendChannel(SendChannel):
         self._deadline += seconds
 
     def ping(self, now: float) -> None:
-        """Find out whether the consumer is there: ZMQ says so only when something is sent to it."""
+        """Find out whether the consumer is there: ZMQ notices its absence only when something is sent to it."""
         if self.error is not None:
             return
         try:
@@ -214,7 +214,7 @@ class ZmqRecvChannel(ExpectingChannel):
         _, tag, nbytes = _HEADER.unpack(head)
         frame = frames[1]
         if len(frame) != nbytes or not nbytes:
-            raise ProtocolError(f"zmq: message {tag:#x} has {len(frame)} bytes and says {nbytes}")
+            raise ProtocolError(f"zmq: message {tag:#x} has {len(frame)} bytes, its header has {nbytes}")
         expected = self.expected.get(tag)
         if expected is None:  # forgotten, or never announced
             self._credit(tag)

@@ -1,0 +1,104 @@
+"""Copies that a plane of D makes by itself: a step waits for their end, they are progress, their failure is P's."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from gates import Gate, halves
+from opening import OURS, THEIRS, TOKENS, another_works, begin
+from ranks import Rank, grant, load_plan, peer, reason_of, wait
+from stage import Stage
+
+from kvferry.connector.config import Settings
+from kvferry.transport.planes import cma
+
+TURN_BYTES = 4096
+"""A hand-over takes some 25 turns."""
+
+
+@pytest.fixture
+def pair(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> tuple[Rank, Rank]:
+    monkeypatch.setattr(cma, "TURN_BYTES", TURN_BYTES)
+    settings = Settings(plane="cma", transfer_timeout_seconds=1.5)
+    p, d = stage.rank(settings=settings), stage.rank(settings=settings, engine_id="engine-d")
+    p.fill(THEIRS, TOKENS)
+    return p, d
+
+
+def plane_of(rank: Rank) -> Any:
+    (plane,) = halves(rank)[1]._rank_context.planes
+    return plane
+
+
+def test_a_step_waits_for_the_end_of_the_copy(pair: tuple[Rank, Rank]) -> None:
+    """Its device cannot: the copy is none of the device's."""
+    p, d = pair
+    begin(p, d, "first")
+    assert wait(lambda: "first-d" in d.received, [p, d])
+    gate = Gate(plane_of(d), "progress", lambda: False)
+    token = grant([p], "req-p", THEIRS, TOKENS)
+    d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS, now=True))
+    step = threading.Thread(target=d.worker.begin_now)
+    step.start()
+    assert wait(lambda: bool(plane_of(d).copies))
+    step.join(0.3)
+    assert step.is_alive(), "the engine would compute with blocks that are not there yet"
+    gate.open()
+    step.join(60)
+    assert d.worker.finish_now() == set()
+    assert torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS))
+
+
+def test_a_copy_that_goes_on_may_take_longer_than_the_time_out(pair: tuple[Rank, Rank]) -> None:
+    p, d = pair
+    plane, progress, turns = plane_of(d), plane_of(d).progress, [time.monotonic()]
+
+    def seldom() -> bool:
+        if plane.copies and time.monotonic() < turns[-1] + 0.15:
+            return False
+        turns.append(time.monotonic())
+        return bool(progress())
+
+    plane.progress = seldom
+    started = time.monotonic()
+    begin(p, d)
+    assert wait(lambda: "req-d" in d.received, [p, d])
+    assert time.monotonic() > started + 2 * d.settings.transfer_timeout_seconds
+    assert not d.failed and torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS))
+
+
+def test_a_copy_that_stands_still_times_out(pair: tuple[Rank, Rank]) -> None:
+    p, d = pair
+    gate = Gate(plane_of(d), "progress", lambda: False)
+    begin(p, d)
+    assert wait(lambda: d.failed == {"req-d"}, [p, d])
+    assert reason_of(d) == "timeout"
+    gate.open()
+    another_works(p, d)
+
+
+def test_memory_that_cannot_be_read_is_a_lost_peer(pair: tuple[Rank, Rank], monkeypatch: pytest.MonkeyPatch) -> None:
+    p, d = pair
+    begin(p, d, "first")
+    assert wait(lambda: "first-d" in d.received, [p, d])
+    halves(d)[1]._rank_context.stats.take()
+    real, calls = cma.read_memory, []
+
+    def breaks(*args: Any) -> None:
+        calls.append(args)
+        if len(calls) == 3:
+            raise OSError(errno.ESRCH, os.strerror(errno.ESRCH))
+        real(*args)
+
+    monkeypatch.setattr(cma, "read_memory", breaks)
+    begin(p, d)
+    assert wait(lambda: d.failed == {"req-d"}, [p, d])
+    assert reason_of(d) == "peer_lost" and len(calls) == 3
+    monkeypatch.undo()
+    another_works(p, d)

@@ -1,0 +1,29 @@
+"""The registered planes as parameters of tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvferry.transport.registry import PlaneSpec, plane_specs
+
+PUSH, PULL = False, True
+
+
+def parameter(spec: PlaneSpec, device: str = "") -> Any:
+    """A plane's name and a device type, marked where the plane needs an extra that a machine may lack."""
+    return pytest.param(f"{spec.name} {device}".rstrip(), marks=pytest.mark.ucx if spec.name == "ucx" else ())
+
+
+def host_planes(*kinds: bool) -> list[Any]:
+    """The names of all planes of these kinds that carry caches in host memory."""
+    return [parameter(spec) for spec in plane_specs() if spec.host is not None and spec.load().pulls in kinds]
+
+
+def planes_by_memory(kind: bool) -> list[Any]:
+    """``name device`` of all planes of a kind, once for each type of device that they carry."""
+    found = [spec for spec in plane_specs() if spec.load().pulls is kind]
+    return [
+        parameter(spec, device) for spec in found for device, use in (("cpu", spec.host), ("cuda", spec.gpu)) if use
+    ]

@@ -1,0 +1,500 @@
+"""Two data planes of another distribution: all of them is in this file. They are registered by entry point, pass the
+contract of every plane, and carry hand-overs, without an edit elsewhere."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import os
+import re
+import secrets
+import socket
+import struct
+import subprocess
+import sys
+from collections import deque
+from functools import partial
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+import msgspec
+import pytest
+import zmq
+from msgspec import Meta
+
+from kvferry.connector.config import Settings, load_settings
+from kvferry.transport.channels import (
+    CPU,
+    ByteRanges,
+    Copy,
+    ExpectingChannel,
+    PageRead,
+    PullChannel,
+    PulledChannel,
+    Received,
+    SendChannel,
+    Slot,
+)
+from kvferry.transport.errors import ConfigError, PlaneUnavailableError, TransportError
+from kvferry.transport.host import PeerProcess
+from kvferry.transport.plane import Plane, PlaneContext, decode_payload
+from kvferry.transport.registry import PlaneSpec, Use, make_plane, plane_names, plane_spec, preferred_planes
+from kvferry.transport.sockets import CHANNEL_BYTES, ENDED, READABLE, WRITABLE, PendingConnections, Sockets
+from kvferry.transport.staging import SlotPool
+
+PUSH = PlaneSpec(
+    "toy_push", "test_toy_plane:ToyPushPlane", "same host", "a stream over a Unix socket, slots at both ends",
+    host=Use(90, slot_bytes=1 << 20), extra="toy-planes",
+)  # fmt: skip
+PULL = PlaneSpec("toy_pull", "test_toy_plane:ToyPullPlane", "same host", "D reads `/proc/PID/mem` of P", host=Use(80))
+ENTRY_POINTS = "[kvferry.planes]\ntoy_push = test_toy_plane:PUSH\ntoy_pull = test_toy_plane:PULL\n"
+
+# --- a PUSH plane -------------------------------------------------------------------------------------------------
+
+HEADER = struct.Struct("<QQ")
+"""Tag, bytes that follow."""
+WINDOW = 2
+"""Messages of one channel that P packs, or that wait for the socket."""
+
+
+class PushOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: Annotated[bytes, Meta(min_length=2, max_length=107)]
+    secret: Annotated[bytes, Meta(min_length=32, max_length=32)]
+
+
+class PushAttach(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    channel: Annotated[bytes, Meta(min_length=CHANNEL_BYTES, max_length=CHANNEL_BYTES)]
+    slot_bytes: Annotated[int, Meta(ge=4096, le=1 << 40)]
+
+
+class ToySender(SendChannel):
+    def __init__(self, plane: ToyPushPlane, sock: socket.socket, slot_bytes: int) -> None:
+        self.slot_bytes = slot_bytes
+        self.sock = sock
+        self._plane = plane
+        self._taken = 0
+        self._queue: deque[memoryview] = deque()
+        plane.sockets.watch(sock, self._on_ready)
+
+    @property
+    def _open(self) -> bool:
+        return self.error is None and self in self._plane.channels
+
+    def acquire(self) -> Slot | None:
+        if not self._open or self._taken + len(self._queue) >= WINDOW:
+            return None
+        slot = self._plane.send_pool.take()
+        self._taken += slot is not None
+        return slot
+
+    def send(self, slot: Slot, nbytes: int, tag: int) -> None:
+        data = slot.tensor[:nbytes].numpy().tobytes()
+        self.give_back(slot)
+        if self._open:
+            self._queue.append(memoryview(HEADER.pack(tag, nbytes) + data))
+            self._write()
+
+    def give_back(self, slot: Slot) -> None:
+        self._taken -= 1
+        self._plane.send_pool.put(slot)
+
+    def close(self) -> None:
+        self._plane.drop(self)
+
+    def _give_up(self) -> None:
+        self._plane.sockets.mute(self.sock)
+
+    def _on_ready(self) -> None:
+        try:
+            self.sock.recv(1)  # D sends nothing: this is the end of the stream
+            self.fail("toy: the consumer closed the channel or died")
+        except BlockingIOError:
+            self._write()
+        except OSError as error:
+            self.fail(f"toy: the consumer is gone: {error}")
+
+    def _write(self) -> None:
+        try:
+            while self._queue:
+                sent = self.sock.send(self._queue[0], socket.MSG_NOSIGNAL)
+                self._queue[0] = self._queue[0][sent:]
+                if not self._queue[0]:
+                    self._queue.popleft()
+            self._plane.sockets.watch(self.sock, self._on_ready)
+        except BlockingIOError:
+            self._plane.sockets.watch(self.sock, self._on_ready, READABLE | WRITABLE)
+        except OSError as error:
+            self.fail(f"toy: the consumer is gone: {error}")
+
+
+class ToyReceiver(ExpectingChannel):
+    def __init__(self, plane: ToyPushPlane, sock: socket.socket) -> None:
+        super().__init__()
+        self.sock = sock
+        self.starved = False
+        self._plane = plane
+        self._head = b""
+        self._slot: Slot | None = None
+        self._got = 0
+        plane.sockets.watch(sock, self.on_readable)
+
+    def on_readable(self) -> None:
+        try:
+            for _ in range(64):  # then it is another's turn
+                if self.error is not None or not self._take_in():
+                    return
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self.fail(f"toy: the producer is gone: {error}")
+
+    def _take_in(self) -> bool:
+        """Receive something; False where no slot is free."""
+        if len(self._head) < HEADER.size:
+            data = self.sock.recv(HEADER.size - len(self._head))
+            self._head += data
+            if not data:
+                self.fail("toy: the producer closed the channel or died")
+            return True
+        tag, nbytes = HEADER.unpack(self._head)
+        expected = self.expected.get(tag)
+        if not 0 < nbytes <= self._plane.slot_bytes or (expected is not None and expected.nbytes != nbytes):
+            wanted = f"expected {expected.nbytes}" if expected else f"limit {self._plane.slot_bytes}"
+            self.fail(f"toy: message {tag:#x} has {nbytes} bytes, {wanted}")
+            return True
+        if self._slot is None:
+            self._slot = self._plane.recv_pool.take()
+            self.starved = self._slot is None
+            self._plane.sockets.watch(self.sock, *((self._on_end, ENDED) if self.starved else (self.on_readable,)))
+            if self._slot is None:
+                return False
+        got = self.sock.recv_into(memoryview(self._slot.tensor.numpy())[self._got : nbytes])
+        self._got += got
+        if not got:
+            self.fail("toy: the producer closed the channel or died")
+        elif self._got == nbytes:
+            slot, self._slot, self._head, self._got = self._slot, None, b"", 0
+            if self.expected.pop(tag, None) is None:  # forgotten, or never announced
+                self._plane.recv_pool.put(slot)
+            else:
+                release = partial(self._plane.recv_pool.put, slot)
+                self.arrived.append(Received(tag, slot.address, nbytes, release))
+        return True
+
+    def _on_end(self) -> None:
+        self.fail("toy: the producer closed the channel or died")
+
+    def _give_up(self) -> None:
+        self.starved = False
+        self._plane.sockets.mute(self.sock)
+        slot, self._slot = self._slot, None
+        if slot is not None:
+            self._plane.recv_pool.put(slot)
+
+    def close(self) -> None:
+        self._give_up()
+        self.release_arrived()
+        self._plane.drop(self)
+
+
+class ToyPushPlane(Plane):
+    name: ClassVar[str] = "toy_push"
+
+    def __init__(self, context: PlaneContext) -> None:
+        self.slot_bytes = context.slot_bytes
+        self.sockets = Sockets()
+        self.send_pool = SlotPool(context.slot_bytes, context.staging_bytes)
+        self.recv_pool = SlotPool(context.slot_bytes, context.staging_bytes)
+        self.channels: set[ToySender | ToyReceiver] = set()
+        self._offer: PushOffer | None = None
+        self._pending: PendingConnections | None = None
+        self._closed = False
+
+    @property
+    def staging_bytes(self) -> int:
+        return self.send_pool.allocated_bytes + self.recv_pool.allocated_bytes
+
+    def offer(self) -> bytes:
+        if self._offer is None:
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+            self._offer = PushOffer(b"\0toy-" + secrets.token_hex(16).encode(), secrets.token_bytes(32))
+            listener.bind(self._offer.name)
+            listener.listen(64)
+            self._pending = PendingConnections(self.sockets, listener, self._offer.secret)
+        return msgspec.msgpack.encode(self._offer)
+
+    def connect(self, offer: bytes, host: str) -> tuple[ToyReceiver, bytes]:
+        theirs = decode_payload(offer, PushOffer, "toy offer")
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        attach = PushAttach(secrets.token_bytes(CHANNEL_BYTES), self.slot_bytes)
+        try:
+            sock.connect(theirs.name)
+            sock.send(theirs.secret + attach.channel, socket.MSG_NOSIGNAL)
+        except OSError as error:
+            sock.close()
+            raise PlaneUnavailableError(f"the producer cannot be reached: {error.strerror}") from None
+        channel = ToyReceiver(self, sock)
+        self.channels.add(channel)
+        return channel, msgspec.msgpack.encode(attach)
+
+    def accept(self, payload: bytes) -> tuple[ToySender, bytes]:
+        attach = decode_payload(payload, PushAttach, "toy attach")
+        self.progress()
+        sock = None if self._pending is None else self._pending.take(attach.channel)
+        if sock is None:
+            raise TransportError("toy: the consumer of this channel never connected")
+        channel = ToySender(self, sock, min(self.slot_bytes, attach.slot_bytes))
+        self.channels.add(channel)
+        return channel, b""
+
+    def pollables(self) -> list[tuple[int | zmq.Socket[bytes], int]]:
+        return [] if self._closed else [(self.sockets.fd, zmq.POLLIN)]
+
+    @property
+    def active(self) -> bool:
+        return bool(self.channels)
+
+    def progress(self) -> bool:
+        if self._closed:
+            return False
+        moved = self.sockets.progress()
+        if self._pending is not None:
+            self._pending.expire()
+        for channel in self._starved:
+            if self.recv_pool.free:
+                channel.on_readable()
+                moved = True
+        return moved
+
+    @property
+    def _starved(self) -> list[ToyReceiver]:
+        return [channel for channel in self.channels if isinstance(channel, ToyReceiver) and channel.starved]
+
+    def arm(self) -> bool:
+        return not (self._starved and self.recv_pool.free)
+
+    def drop(self, channel: ToySender | ToyReceiver) -> None:
+        if channel in self.channels:
+            self.channels.remove(channel)
+            self.sockets.drop(channel.sock)
+
+    def close(self) -> None:
+        if not self._closed:
+            for channel in list(self.channels):
+                channel.close()
+            if self._pending is not None:
+                self._pending.close()
+            self.sockets.close()
+            self._closed = True
+
+
+# --- a PULL plane -------------------------------------------------------------------------------------------------
+
+
+class PullOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    pid: Annotated[int, Meta(ge=1, le=1 << 30)]
+
+
+class ToyCopy(Copy):
+    def __init__(self, channel: ToyReader, ranges: ByteRanges) -> None:
+        super().__init__()
+        self.channel = channel
+        self._left = deque(zip(*(column.tolist() for column in ranges), strict=True))
+
+    def turn(self) -> None:
+        """Copy the next few ranges."""
+        try:
+            for _ in range(min(256, len(self._left))):
+                dst, src, nbytes = self._left.popleft()
+                into = memoryview((ctypes.c_uint8 * nbytes).from_address(dst))
+                if os.preadv(self.channel.fd, [into], src) != nbytes:
+                    raise OSError(errno.EIO, os.strerror(errno.EIO))
+        except (OSError, OverflowError) as error:
+            self.end(f"toy: P's memory cannot be read: {error}")
+            self.peer_lost = True
+        self.done |= not self._left
+
+    def end(self, why: str) -> None:
+        self._left.clear()
+        self.error, self.done = why, True
+
+
+class ToyReader(PullChannel):
+    def __init__(self, plane: ToyPullPlane, pid: int) -> None:
+        self._plane = plane
+        self.process = PeerProcess(pid)
+        self.fd = os.open(f"/proc/{pid}/mem", os.O_RDONLY | os.O_CLOEXEC)
+
+    def read(self, request: PageRead) -> Copy:
+        copy = ToyCopy(self, request.byte_ranges())
+        self._plane.copies.append(copy)
+        return copy
+
+    def close(self) -> None:
+        if self in self._plane.readers:
+            self._plane.readers.remove(self)
+            for copy in [copy for copy in self._plane.copies if copy.channel is self]:
+                self._plane.copies.remove(copy)
+                copy.end("toy: the channel was closed")
+            self.process.close()
+            os.close(self.fd)
+
+
+class ToyPullPlane(Plane):
+    name: ClassVar[str] = "toy_pull"
+    pulls: ClassVar[bool] = True
+
+    def __init__(self, context: PlaneContext) -> None:
+        self.readers: list[ToyReader] = []
+        self.copies: list[ToyCopy] = []
+
+    def offer(self) -> bytes:
+        return msgspec.msgpack.encode(PullOffer(os.getpid()))
+
+    def connect(self, offer: bytes, host: str) -> tuple[ToyReader, bytes]:
+        theirs = decode_payload(offer, PullOffer, "toy offer")
+        try:
+            reader = ToyReader(self, theirs.pid)
+        except OSError as error:
+            raise PlaneUnavailableError(f"P's memory cannot be opened: {error.strerror}") from None
+        self.readers.append(reader)
+        return reader, b""
+
+    def accept(self, payload: bytes) -> tuple[PulledChannel, bytes]:
+        return PulledChannel(), b""
+
+    def pollables(self) -> list[tuple[int | zmq.Socket[bytes], int]]:
+        return [(reader.process.fd, zmq.POLLIN) for reader in self.readers if reader.error is None]
+
+    @property
+    def active(self) -> bool:
+        return bool(self.copies)
+
+    def progress(self) -> bool:
+        ended = [reader for reader in self.readers if reader.error is None and reader.process.ended]
+        for reader in ended:
+            reader.fail("toy: the producer died")
+        for copy in list(self.copies):
+            copy.turn()
+            if copy.done:
+                self.copies.remove(copy)
+        return bool(self.copies or ended)
+
+    def arm(self) -> bool:
+        return not self.copies
+
+    def close(self) -> None:
+        for reader in list(self.readers):
+            reader.close()
+
+
+# --- the tests ----------------------------------------------------------------------------------------------------
+
+ROOT = Path(__file__).parents[2]
+
+
+def install(where: Path, name: str, entry_points: str) -> None:
+    """What an installer leaves of a distribution that registers these entry points."""
+    info = where / f"{name}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(entry_points)
+
+
+@pytest.fixture
+def environ(tmp_path: Path) -> dict[str, str]:
+    """Of a process that finds the two planes as another distribution's."""
+    install(tmp_path, "toy_planes", ENTRY_POINTS)
+    before = os.environ.get("PYTHONPATH", "")
+    return os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(__file__).parent), before])}
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same for this process."""
+    install(tmp_path, "toy_planes", ENTRY_POINTS)
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+def run_tests(environ: dict[str, str], *files: str) -> int:
+    """How many tests of the toy planes there pass; all must."""
+    command = [sys.executable, "-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider", "-k", "toy", *files]
+    run = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=800, check=False)
+    summary = run.stdout.splitlines()[-1]
+    assert run.returncode == 0 and not re.search("failed|error|skipped", summary), run.stdout[-8000:] + run.stderr
+    return int(re.findall(r"(\d+) passed", summary)[0])
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("contract", "tests"), [("planes", 20), ("pull_planes", 14), ("late_calls", 10)])
+def test_they_pass_the_contract(environ: dict[str, str], contract: str, tests: int) -> None:
+    assert run_tests(environ, f"tests/transport/test_{contract}.py") >= tests
+
+
+def test_they_carry_hand_overs(environ: dict[str, str]) -> None:
+    assert run_tests(environ, "tests/handover/test_handover.py") >= 8
+
+
+@pytest.mark.usefixtures("installed")
+def test_they_are_registered() -> None:
+    assert {"toy_push", "toy_pull"} < set(plane_names())
+    names = preferred_planes(CPU)
+    assert names[:1] == ("cma",) and names[-2:] == ("toy_pull", "toy_push")
+    plane = make_plane("toy_pull", PlaneContext("127.0.0.1", 1 << 20, 4 << 20))
+    assert plane.name == "toy_pull" and plane.pulls
+    plane.close()
+
+
+@pytest.mark.usefixtures("installed")
+def test_settings_accept_them() -> None:
+    assert load_settings({"plane": "toy_push"}, {}) == Settings(plane="toy_push")
+    with pytest.raises(ConfigError, match=r"expected one of auto, .*, toy_pull, toy_push, .*did you mean 'toy_push'"):
+        load_settings({"plane": "toy_posh"}, {})
+
+
+def test_without_their_distribution_they_are_unknown() -> None:
+    assert not any(name.startswith("toy") for name in plane_names())
+    with pytest.raises(ConfigError, match="'toy_push' is not usable: expected one of"):
+        load_settings({"plane": "toy_push"}, {})
+
+
+def test_the_table_shows_them(environ: dict[str, str]) -> None:
+    command = [sys.executable, "-m", "kvferry.transport.registry"]
+    table = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=240, check=True).stdout
+    assert "| `toy_pull` | same host | host |  | D reads `/proc/PID/mem` of P |" in table.splitlines()
+    assert "| `pip install 'toy-planes'` |" in table and "| `cuda_ipc` |" in table
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        ("no_such_module:SPEC", "does not load: ModuleNotFoundError"),
+        ("test_toy_plane:ROOT", "is no PlaneSpec named 'broken'"),
+        ("test_toy_plane:PUSH", "is no PlaneSpec named 'broken'"),
+    ],
+)
+def test_a_broken_distribution_costs_its_own_plane_only(
+    value: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    install(tmp_path, "broken", f"[kvferry.planes]\nbroken = {value}\n")
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(PlaneUnavailableError, match=why):
+        make_plane("broken", PlaneContext("127.0.0.1", 1 << 20, 4 << 20))
+    with caplog.at_level(logging.WARNING):
+        assert preferred_planes(CPU)[0] == "cma"
+    assert sum("no data plane broken" in line for line in caplog.messages) == 1
+
+
+def test_a_class_that_cannot_be_imported_is_named() -> None:
+    spec = PlaneSpec("broken", "no_such_module:Plane", "same host", "does not exist", host=Use(1))
+    with pytest.raises(PlaneUnavailableError, match="no_such_module:Plane cannot be imported"):
+        spec.load()
+
+
+def test_another_distribution_cannot_replace_one_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, "impostor", "[kvferry.planes]\ncma = test_toy_plane:PULL\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert plane_spec("cma").plane == "kvferry.transport.planes.cma:CmaPlane"
