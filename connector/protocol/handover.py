@@ -19,12 +19,13 @@ Exactly one ``ReportLoad`` leaves the machine, whatever happens (``TRANSITIONS``
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from typing import get_args
 
 import msgspec
 from msgspec.structs import replace
 
 from kvferry.connector.protocol.metrics import FailureKind
+from kvferry.connector.protocol.state_machine import Tick, TransitionTable, ignore
 
 
 class HandoverPhase(enum.Enum):
@@ -120,10 +121,6 @@ class CancelLoad(msgspec.Struct, frozen=True):
     reason: Reason = Reason("cancelled", "the engine gave the request up")
 
 
-class HandoverTick(msgspec.Struct, frozen=True):
-    """Time passed."""
-
-
 HandoverEvent = (
     SourceReady
     | SourceGranted
@@ -133,7 +130,7 @@ HandoverEvent = (
     | SourceDrained
     | SourceFailed
     | CancelLoad
-    | HandoverTick
+    | Tick
 )
 
 # --- effects ----------------------------------------------------------------------------------------------------
@@ -178,13 +175,6 @@ def begin(sources: int, timeouts: Timeouts, now: float) -> Outcome:
     return state, ()
 
 
-def step(state: Handover, event: HandoverEvent, now: float) -> Outcome:
-    """One event. Late events of a hand-over that has ended change nothing."""
-    if state.phase not in LIVE:
-        return state, ()
-    return TRANSITIONS[state.phase, type(event)](state, event, now)
-
-
 # --- transitions ------------------------------------------------------------------------------------------------
 
 
@@ -201,10 +191,6 @@ def _finish(state: Handover) -> Outcome:
 def _fail(state: Handover, reason: Reason) -> Outcome:
     ended = replace(state, phase=HandoverPhase.FAILED, pending=frozenset(), reason=reason)
     return ended, (StopSources(), ReleaseLease(), ReportLoad(reason))
-
-
-def _ignore(state: Handover, event: HandoverEvent, now: float) -> Outcome:
-    return state, ()
 
 
 def _ready(state: Handover, event: HandoverEvent, now: float) -> Outcome:
@@ -289,52 +275,25 @@ def _late_draining(state: Handover, event: HandoverEvent, now: float) -> Outcome
     return replace(state, deadline=now + state.timeouts.transfer), (StopSources(),)
 
 
-Transition = Callable[[Handover, HandoverEvent, float], Outcome]
-
-TRANSITIONS: dict[tuple[HandoverPhase, type], Transition] = {
-    (HandoverPhase.HANDSHAKING, SourceReady): _ready,
-    (HandoverPhase.HANDSHAKING, SourceGranted): _ignore,
-    (HandoverPhase.HANDSHAKING, SourceProgress): _ignore,
-    (HandoverPhase.HANDSHAKING, SourceMoved): _ignore,
-    (HandoverPhase.HANDSHAKING, SourceCommitted): _ignore,
-    (HandoverPhase.HANDSHAKING, SourceDrained): _ignore,
-    (HandoverPhase.HANDSHAKING, SourceFailed): _fail_now,
-    (HandoverPhase.HANDSHAKING, CancelLoad): _fail_now,
-    (HandoverPhase.HANDSHAKING, HandoverTick): _late,
-    (HandoverPhase.READY, SourceReady): _ignore,
-    (HandoverPhase.READY, SourceGranted): _granted,
-    (HandoverPhase.READY, SourceProgress): _granted,
-    (HandoverPhase.READY, SourceMoved): _moved_before_grant,
-    (HandoverPhase.READY, SourceCommitted): _ignore,
-    (HandoverPhase.READY, SourceDrained): _ignore,
-    (HandoverPhase.READY, SourceFailed): _fail_now,
-    (HandoverPhase.READY, CancelLoad): _fail_now,
-    (HandoverPhase.READY, HandoverTick): _late,
-    (HandoverPhase.MOVING, SourceReady): _ignore,
-    (HandoverPhase.MOVING, SourceGranted): _progress,
-    (HandoverPhase.MOVING, SourceProgress): _progress,
-    (HandoverPhase.MOVING, SourceMoved): _moved,
-    (HandoverPhase.MOVING, SourceCommitted): _ignore,
-    (HandoverPhase.MOVING, SourceDrained): _ignore,
-    (HandoverPhase.MOVING, SourceFailed): _fail_after_draining,
-    (HandoverPhase.MOVING, CancelLoad): _fail_after_draining,
-    (HandoverPhase.MOVING, HandoverTick): _late_moving,
-    (HandoverPhase.COMMITTING, SourceReady): _ignore,
-    (HandoverPhase.COMMITTING, SourceGranted): _ignore,
-    (HandoverPhase.COMMITTING, SourceProgress): _ignore,
-    (HandoverPhase.COMMITTING, SourceMoved): _ignore,
-    (HandoverPhase.COMMITTING, SourceCommitted): _committed,
-    (HandoverPhase.COMMITTING, SourceDrained): _ignore,
-    (HandoverPhase.COMMITTING, SourceFailed): _fail_now,
-    (HandoverPhase.COMMITTING, CancelLoad): _fail_now,
-    (HandoverPhase.COMMITTING, HandoverTick): _late,
-    (HandoverPhase.DRAINING, SourceReady): _ignore,
-    (HandoverPhase.DRAINING, SourceGranted): _ignore,
-    (HandoverPhase.DRAINING, SourceProgress): _ignore,
-    (HandoverPhase.DRAINING, SourceMoved): _drained,
-    (HandoverPhase.DRAINING, SourceCommitted): _ignore,
-    (HandoverPhase.DRAINING, SourceDrained): _drained,
-    (HandoverPhase.DRAINING, SourceFailed): _ignore,
-    (HandoverPhase.DRAINING, CancelLoad): _ignore,
-    (HandoverPhase.DRAINING, HandoverTick): _late_draining,
-}
+_P = HandoverPhase
+HANDOVER: TransitionTable[Handover, HandoverEvent, HandoverEffect] = TransitionTable(
+    "hand-over",
+    HandoverPhase,
+    get_args(HandoverEvent),
+    (
+        ((_P.HANDSHAKING,), (SourceReady,), _ready),
+        ((_P.READY,), (SourceGranted, SourceProgress), _granted),
+        ((_P.READY,), (SourceMoved,), _moved_before_grant),
+        ((_P.MOVING,), (SourceGranted, SourceProgress), _progress),
+        ((_P.MOVING,), (SourceMoved,), _moved),
+        ((_P.COMMITTING,), (SourceCommitted,), _committed),
+        ((_P.DRAINING,), (SourceMoved, SourceDrained), _drained),
+        ((_P.HANDSHAKING, _P.READY, _P.COMMITTING), (SourceFailed, CancelLoad), _fail_now),
+        ((_P.MOVING,), (SourceFailed, CancelLoad), _fail_after_draining),
+        ((_P.HANDSHAKING, _P.READY, _P.COMMITTING), (Tick,), _late),
+        ((_P.MOVING,), (Tick,), _late_moving),
+        ((_P.DRAINING,), (Tick,), _late_draining),
+        # An event of an earlier phase, or of a hand-over that has ended, comes too late to change anything.
+        (HandoverPhase, get_args(HandoverEvent), ignore),
+    ),
+)

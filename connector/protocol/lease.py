@@ -16,11 +16,14 @@ The first ask of a consumer fixes which of its ranks must release; the lease end
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
+from typing import get_args
 
 import msgspec
 from msgspec.structs import replace
+
+from kvferry.connector.protocol.state_machine import Tick, TransitionTable, ignore
 
 
 class LeasePhase(enum.Enum):
@@ -31,6 +34,7 @@ class LeasePhase(enum.Enum):
 
 
 HELD = (LeasePhase.GRANTED, LeasePhase.READING)
+ENDED = (LeasePhase.RELEASED, LeasePhase.EXPIRED)
 
 Consumer = bytes
 """One life of one D engine."""
@@ -82,11 +86,7 @@ class Released(msgspec.Struct, frozen=True):
     expected: frozenset[int]
 
 
-class LeaseTick(msgspec.Struct, frozen=True):
-    """Time passed."""
-
-
-LeaseEvent = Asked | ReadStarted | ReadEnded | Renewed | Released | LeaseTick
+LeaseEvent = Asked | ReadStarted | ReadEnded | Renewed | Released | Tick
 
 # --- effects ----------------------------------------------------------------------------------------------------
 
@@ -115,16 +115,7 @@ def may_commit(state: Lease) -> bool:
     return state.phase in HELD
 
 
-def step(state: Lease, event: LeaseEvent, now: float) -> Outcome:
-    """One event, in any phase."""
-    return TRANSITIONS[state.phase, type(event)](state, event, now)
-
-
 # --- transitions ------------------------------------------------------------------------------------------------
-
-
-def _ignore(state: Lease, event: LeaseEvent, now: float) -> Outcome:
-    return state, ()
 
 
 def _asked(state: Lease, event: LeaseEvent, now: float) -> Outcome:
@@ -182,31 +173,19 @@ def _read_too_late(state: Lease, event: LeaseEvent, now: float) -> Outcome:
     raise AssertionError("a read was started under a lease that has ended")
 
 
-Transition = Callable[[Lease, LeaseEvent, float], Outcome]
-
-TRANSITIONS: dict[tuple[LeasePhase, type], Transition] = {
-    **{
-        (phase, event): transition
-        for phase in HELD
-        for event, transition in (
-            (Asked, _asked),
-            (ReadStarted, _read_started),
-            (ReadEnded, _read_ended),
-            (Renewed, _renewed),
-            (Released, _released),
-            (LeaseTick, _tick),
-        )
-    },
-    **{
-        (phase, event): transition
-        for phase in (LeasePhase.RELEASED, LeasePhase.EXPIRED)
-        for event, transition in (
-            (Asked, _ignore),
-            (ReadStarted, _read_too_late),
-            (ReadEnded, _last_read_ended),
-            (Renewed, _ignore),
-            (Released, _ignore),
-            (LeaseTick, _ignore),
-        )
-    },
-}
+LEASE: TransitionTable[Lease, LeaseEvent, LeaseEffect] = TransitionTable(
+    "lease",
+    LeasePhase,
+    get_args(LeaseEvent),
+    (
+        (HELD, (Asked,), _asked),
+        (HELD, (ReadStarted,), _read_started),
+        (HELD, (ReadEnded,), _read_ended),
+        (HELD, (Renewed,), _renewed),
+        (HELD, (Released,), _released),
+        (HELD, (Tick,), _tick),
+        (ENDED, (ReadStarted,), _read_too_late),
+        (ENDED, (ReadEnded,), _last_read_ended),
+        (ENDED, (Asked, Renewed, Released, Tick), ignore),
+    ),
+)

@@ -16,6 +16,7 @@ from kvferry.connector.geometry.spans import check_spans
 from kvferry.connector.protocol import handover, messages
 from kvferry.connector.protocol.handover import Reason
 from kvferry.connector.protocol.metrics import FailureKind
+from kvferry.connector.protocol.state_machine import Lifetime, Tick
 from kvferry.connector.protocol.step_plan import KeepLease, Load, PeerEngine, RankAddress, unpack_ids
 from kvferry.connector.protocol.transfer_estimate import UNKNOWN, TransferEstimate
 from kvferry.connector.transfer.lease_keeper import LeaseKeeper
@@ -98,7 +99,8 @@ class Consumer:
             self._lease_keeper.release(load.request_id, now)
             return
         state, effects = handover.begin(len(addresses), self._timeouts, now)
-        active_load = ActiveLoad(load, state, time.monotonic(), ids, alone)
+        lifetime = Lifetime(handover.HANDOVER, state, now)
+        active_load = ActiveLoad(load, lifetime, time.monotonic(), ids, alone)
         self._active_loads[load.request_id] = active_load
         for number, address in enumerate(addresses):
             link = self._link(load.peer, address)
@@ -133,7 +135,7 @@ class Consumer:
     def tick(self, now: float) -> None:
         """Deadlines, renewals, and links that have failed long enough or that nobody uses."""
         for active_load in list(self._active_loads.values()):
-            self._step(active_load, handover.HandoverTick(), now)
+            self._step(active_load, Tick(), now)
         self._lease_keeper.tick(now)
         for address, link in list(self._links.items()):
             if link.used or self._receiver.through(link):
@@ -209,15 +211,14 @@ class Consumer:
     # --- effects ------------------------------------------------------------------------------------------------
 
     def _step(self, active_load: ActiveLoad, event: handover.HandoverEvent, now: float) -> None:
-        active_load.state, effects = handover.step(active_load.state, event, now)
-        self._perform(active_load, effects, now)
+        self._perform(active_load, active_load.lifetime.step(event, now), now)
         if active_load.load.now:
             self._note_if_begun(active_load)
 
     def _note_if_begun(self, active_load: ActiveLoad) -> None:
         """The device of the step that waits for it can wait for the copies themselves, once there are no more to
         come."""
-        moving = active_load.state.phase is handover.HandoverPhase.MOVING
+        moving = active_load.lifetime.state.phase is handover.HandoverPhase.MOVING
         if moving and not active_load.begun and all(read.begun for read in active_load.reads):
             active_load.begun = True
             self._on_begun(active_load.load)
@@ -313,7 +314,7 @@ class Consumer:
     def _stop(self, active_load: ActiveLoad, now: float) -> None:
         for read in active_load.reads:
             self._receiver.stop(read)
-        if active_load.state.phase is handover.HandoverPhase.DRAINING:
+        if active_load.lifetime.state.phase is handover.HandoverPhase.DRAINING:
             for read in active_load.reads:
                 if not read.writing:  # of the others the end of the last copy tells
                     self._step(active_load, handover.SourceDrained(read.source), now)

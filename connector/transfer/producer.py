@@ -10,6 +10,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from kvferry.connector.protocol import lease, messages
+from kvferry.connector.protocol.state_machine import Lifetime, Tick
 from kvferry.connector.protocol.step_plan import LeaseGrant, unpack_ids
 from kvferry.connector.transfer.caches import Ids
 from kvferry.connector.transfer.rank_context import RankContext
@@ -39,7 +40,7 @@ class HeldLease:
 
     grant: LeaseGrant
     ids: list[Ids]
-    state: lease.Lease
+    lifetime: Lifetime[lease.Lease, lease.LeaseEvent, lease.LeaseEffect]
     posted: int | None = None
 
 
@@ -74,7 +75,7 @@ class Producer:
         settings = self._rank_context.settings
         ids = [self._rank_context.caches.kernel_ids(g, unpack_ids(packed)) for g, packed in enumerate(grant.block_ids)]
         state = lease.grant(now, settings.lease_seconds, settings.lease_cap_seconds)
-        self._leases[grant.token] = HeldLease(grant, ids, state, self._post(grant))
+        self._leases[grant.token] = HeldLease(grant, ids, Lifetime(lease.LEASE, state, now), self._post(grant))
         for vote in self._early.pop(grant.token, ()):
             self._step(grant.token, vote, now)
         early = [held for held in self._waiting if held.ask.token == grant.token]
@@ -137,7 +138,7 @@ class Producer:
     def tick(self, now: float) -> None:
         """Expire leases, give up held asks, drop the sessions of D ranks that are gone."""
         for token in list(self._leases):
-            self._step(token, lease.LeaseTick(), now)
+            self._step(token, Tick(), now)
         late = [held for held in self._waiting if now >= held.deadline]
         self._waiting = [held for held in self._waiting if now < held.deadline]
         for held in late:
@@ -189,7 +190,7 @@ class Producer:
                         self._cancel(session, request, now)
                     case messages.Commit():
                         held = self._leases.get(request.token)
-                        ok = held is not None and lease.may_commit(held.state)
+                        ok = held is not None and lease.may_commit(held.lifetime.state)
                         self._reply(identity, messages.Committed(read=request.read, ok=ok))
 
     def _strange(self, identity: bytes, request: messages.Request) -> None:
@@ -213,7 +214,7 @@ class Producer:
 
     def _ask(self, session: Session, ask: messages.Ask, now: float) -> None:
         held = self._leases.get(ask.token)
-        if held is None or not lease.may_commit(held.state):
+        if held is None or not lease.may_commit(held.lifetime.state):
             if ask.token in self._ended or held is not None:
                 self._deny(session, ask.read, "expired")
             else:
@@ -275,8 +276,8 @@ class Producer:
         held = self._leases.get(token)
         if held is None:
             return
-        held.state, effects = lease.step(held.state, event, now)
-        if held.posted is not None and not lease.may_commit(held.state):
+        effects = held.lifetime.step(event, now)
+        if held.posted is not None and not lease.may_commit(held.lifetime.state):
             self._board.withdraw(held.posted)  # before the engine hears that the blocks are its own again
             held.posted = None
         for effect in effects:

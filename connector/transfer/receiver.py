@@ -16,6 +16,7 @@ from kvferry.connector.geometry.byte_ranges import byte_ranges, join_ranges, pag
 from kvferry.connector.geometry.read_plan import PlannedSpan
 from kvferry.connector.protocol import handover, messages
 from kvferry.connector.protocol.handover import Reason
+from kvferry.connector.protocol.state_machine import Lifetime
 from kvferry.connector.protocol.step_plan import Load, unpack_ids
 from kvferry.connector.transfer.caches import Ids, PageBox, RankCaches
 from kvferry.connector.transfer.link import Link, LinkState
@@ -35,7 +36,7 @@ class ActiveLoad(msgspec.Struct):
     it; ``begun``: the step that waits for it knows that all its copies are under way."""
 
     load: Load
-    state: handover.Handover
+    lifetime: Lifetime[handover.Handover, handover.HandoverEvent, handover.HandoverEffect]
     started: float
     ids: list[Ids]
     alone: bool = False

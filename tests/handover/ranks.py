@@ -204,9 +204,9 @@ def renew_after(p: Rank, d: Rank, seconds: float) -> None:
     assert p.worker._transfer_thread is not None and d.worker._transfer_thread is not None
     leases, claims = p.worker._transfer_thread._producer._leases, d.worker._transfer_thread._consumer._lease_keeper
     assert wait(lambda: bool(leases) and bool(claims)), "what is claimed later is renewed later"
-    before = {token: held.state.deadline for token, held in list(leases.items())}
+    before = {token: held.lifetime.state.deadline for token, held in list(leases.items())}
     let_time_pass(d, seconds)
-    assert wait(lambda: all(leases[token].state.deadline > then for token, then in before.items()))
+    assert wait(lambda: all(leases[token].lifetime.state.deadline > then for token, then in before.items()))
     let_time_pass(p, seconds)
 
 

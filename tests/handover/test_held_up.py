@@ -102,7 +102,7 @@ def test_d_renews_at_once_after_it_was_held_up(stage: Stage, when: str) -> None:
     token = grant([p], "req-p", THEIRS, TOKENS)
     leases = halves(p)[0]._leases
     assert wait(lambda: bool(leases), [p])
-    before = leases[token].state.deadline
+    before = leases[token].lifetime.state.deadline
     plan = StepPlan(consumer=b"c" * 16, keeps=(KeepLease("req-d", token, peer([p]), False),))
     mover = d.worker._transfer_thread
     if when == "meanwhile":
@@ -111,7 +111,7 @@ def test_d_renews_at_once_after_it_was_held_up(stage: Stage, when: str) -> None:
         d.worker.post(plan)
         assert wait(lambda: bool(halves(d)[1]._lease_keeper), [p, d])
     hold_up(mover, STOP)
-    assert wait(lambda: leases[token].state.deadline > before, [p, d])
+    assert wait(lambda: leases[token].lifetime.state.deadline > before, [p, d])
 
 
 @pytest.mark.parametrize("bad_first", [False, True])
@@ -123,7 +123,7 @@ def test_what_cannot_be_renewed_costs_no_other_lease(
     tokens = [grant([p], name, THEIRS, TOKENS) for name in ("good", "bad", "odd")]
     leases, claims = halves(p)[0]._leases, halves(d)[1]._lease_keeper
     assert wait(lambda: len(leases) == 3, [p])
-    before = leases[tokens[0]].state.deadline
+    before = leases[tokens[0]].lifetime.state.deadline
     good = peer([p])
     bad = replace(good, ranks=(replace(good.ranks[0], host="127.0.0.2"),))  # nobody there
     odd = replace(good, ranks=(replace(good.ranks[0], tp_rank=7),))  # of one
@@ -142,7 +142,7 @@ def test_what_cannot_be_renewed_costs_no_other_lease(
     d.worker.post(StepPlan(consumer=b"c" * 16, keeps=tuple(keeps[::-1] if bad_first else keeps)))
     assert wait(lambda: len(claims._kept) == 2, [p, d]), "what cannot be never comes in"
     hold_up(d.worker._transfer_thread, STOP)
-    assert wait(lambda: leases[tokens[0]].state.deadline > before, [p, d])
+    assert wait(lambda: leases[tokens[0]].lifetime.state.deadline > before, [p, d])
     monkeypatch.undo()
 
 

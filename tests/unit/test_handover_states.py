@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
 from typing import get_args
 
 import pytest
@@ -10,14 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.connector.protocol import handover as h
+from kvferry.connector.protocol.state_machine import Tick
 
 TIMEOUTS = h.Timeouts(handshake=10, transfer=30)
 EVENTS = get_args(h.HandoverEvent)
 GONE, AGAIN = h.Reason("peer_lost", "gone"), h.Reason("peer_lost", "again")
-
-
-def test_table_is_total_over_live_phases() -> None:
-    assert set(h.TRANSITIONS) == set(product(h.LIVE, EVENTS))
 
 
 def test_nothing_to_fetch_reports_at_once() -> None:
@@ -29,7 +25,7 @@ def test_nothing_to_fetch_reports_at_once() -> None:
 def run(state: h.Handover, *events: h.HandoverEvent, now: float = 1) -> tuple[h.Handover, list[h.HandoverEffect]]:
     effects: list[h.HandoverEffect] = []
     for event in events:
-        state, new = h.step(state, event, now)
+        state, new = h.HANDOVER.step(state, event, now)
         effects += new
     return state, effects
 
@@ -75,8 +71,8 @@ def test_during_io_it_drains_first(event: h.HandoverEvent) -> None:
 )
 def test_every_phase_has_a_deadline(before: tuple[h.HandoverEvent, ...], name: str, limit: float) -> None:
     state, _ = run(begun(), *before, now=0)
-    assert h.step(state, h.HandoverTick(), limit - 0.1) == (state, ())
-    state, effects = h.step(state, h.HandoverTick(), limit)
+    assert h.HANDOVER.step(state, Tick(), limit - 0.1) == (state, ())
+    state, effects = h.HANDOVER.step(state, Tick(), limit)
     assert effects[-1] == h.ReportLoad(h.Reason("timeout", f"nothing moved on in time while {name}"))
 
 
@@ -91,11 +87,11 @@ def test_data_may_overtake_the_grant() -> None:
 
 def test_progress_moves_the_deadline_and_time_is_no_proof_of_drained() -> None:
     state, _ = run(begun(), *MOVING, now=0)
-    state, _ = h.step(state, h.SourceProgress(), 20)
-    assert h.step(state, h.HandoverTick(), 49)[0].phase is h.HandoverPhase.MOVING
-    state, effects = h.step(state, h.HandoverTick(), 50)
+    state, _ = h.HANDOVER.step(state, h.SourceProgress(), 20)
+    assert h.HANDOVER.step(state, Tick(), 49)[0].phase is h.HandoverPhase.MOVING
+    state, effects = h.HANDOVER.step(state, Tick(), 50)
     assert (state.phase, effects) == (h.HandoverPhase.DRAINING, (h.StopSources(),))
-    state, effects = h.step(state, h.HandoverTick(), 1e9)
+    state, effects = h.HANDOVER.step(state, Tick(), 1e9)
     assert (state.phase, effects) == (h.HandoverPhase.DRAINING, (h.StopSources(),))
 
 
@@ -108,7 +104,7 @@ any_event = st.one_of(
     st.builds(h.SourceFailed, sources, st.just(GONE)),
     st.just(h.CancelLoad()),
     st.just(h.SourceProgress()),
-    st.just(h.HandoverTick()),
+    st.just(Tick()),
 )
 
 
@@ -124,7 +120,7 @@ def test_one_report_at_most_and_never_while_moving(count: int, script: list[tupl
         writing = (h.HandoverPhase.READY, h.HandoverPhase.MOVING, h.HandoverPhase.DRAINING)
         if isinstance(event, h.SourceMoved | h.SourceDrained) and before in writing:
             drained.add(event.source)
-        state, effects = h.step(state, event, now)
+        state, effects = h.HANDOVER.step(state, event, now)
         for effect in effects:
             if isinstance(effect, h.ReportLoad) and before in (h.HandoverPhase.MOVING, h.HandoverPhase.DRAINING):
                 assert set(range(count)) <= drained

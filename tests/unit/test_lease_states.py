@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import product
-from typing import get_args
-
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.connector.protocol import lease as ls
+from kvferry.connector.protocol.state_machine import Tick
 
 D1, D2 = b"d1", b"d2"
 
@@ -16,7 +14,7 @@ D1, D2 = b"d1", b"d2"
 def run(state: ls.Lease, *events: ls.LeaseEvent, now: float = 1) -> tuple[ls.Lease, list[ls.LeaseEffect]]:
     effects: list[ls.LeaseEffect] = []
     for event in events:
-        state, new = ls.step(state, event, now)
+        state, new = ls.LEASE.step(state, event, now)
         effects += new
     return state, effects
 
@@ -27,10 +25,6 @@ def granted() -> ls.Lease:
 
 def released(rank: int, *expected: int, consumer: bytes = D1) -> ls.Released:
     return ls.Released(consumer, rank, frozenset(expected))
-
-
-def test_table_is_total() -> None:
-    assert set(ls.TRANSITIONS) == set(product(ls.LeasePhase, get_args(ls.LeaseEvent)))
 
 
 def test_freed_when_one_consumers_full_set_has_released() -> None:
@@ -55,19 +49,19 @@ def test_release_of_a_rank_that_never_asked_counts() -> None:
 
 
 def test_renewal_extends_up_to_the_cap() -> None:
-    state, _ = ls.step(granted(), ls.Renewed(), 20)
-    assert ls.step(state, ls.LeaseTick(), 49)[1] == ()
-    assert ls.step(state, ls.LeaseTick(), 50)[1] == (ls.Freed("expired"),)
+    state, _ = ls.LEASE.step(granted(), ls.Renewed(), 20)
+    assert ls.LEASE.step(state, Tick(), 49)[1] == ()
+    assert ls.LEASE.step(state, Tick(), 50)[1] == (ls.Freed("expired"),)
     for now in range(0, 100, 10):
-        state, _ = ls.step(state, ls.Renewed(), now)
-    assert ls.step(state, ls.LeaseTick(), 99.9)[1] == ()
-    assert ls.step(state, ls.LeaseTick(), 100)[1] == (ls.Freed("cap"),)
+        state, _ = ls.LEASE.step(state, ls.Renewed(), now)
+    assert ls.LEASE.step(state, Tick(), 99.9)[1] == ()
+    assert ls.LEASE.step(state, Tick(), 100)[1] == (ls.Freed("cap"),)
 
 
 def test_own_reads_finish_first() -> None:
     state, _ = run(granted(), ls.ReadStarted("a"), ls.ReadStarted("b"))
     assert state.phase is ls.LeasePhase.READING
-    state, effects = ls.step(state, ls.LeaseTick(), 30)
+    state, effects = ls.LEASE.step(state, Tick(), 30)
     assert effects == (ls.StopReads(),)
     assert not ls.may_commit(state)
     state, effects = run(state, ls.ReadEnded("a"))
@@ -81,7 +75,7 @@ events = st.one_of(
     st.builds(ls.ReadEnded, st.integers(0, 3)),
     st.just(ls.Renewed()),
     st.builds(ls.Released, st.sampled_from([D1, D2]), st.integers(0, 1), st.just(frozenset({0, 1}))),
-    st.just(ls.LeaseTick()),
+    st.just(Tick()),
 )
 
 
@@ -96,7 +90,7 @@ def test_freed_once_and_never_under_a_read(script: list[tuple[ls.LeaseEvent, flo
             reads.add(event.key)
         elif isinstance(event, ls.ReadEnded):
             reads.discard(event.key)
-        state, effects = ls.step(state, event, now)
+        state, effects = ls.LEASE.step(state, event, now)
         for effect in effects:
             if isinstance(effect, ls.Freed):
                 freed += 1

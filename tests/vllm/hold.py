@@ -88,6 +88,6 @@ def in_phase(
 
     def reached() -> bool:
         job = job_of(engine, request_id)
-        return job is not None and job.state.phase is phase and also(job)
+        return job is not None and job.lifetime.state.phase is phase and also(job)
 
     eventually(reached)

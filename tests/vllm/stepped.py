@@ -362,7 +362,7 @@ def renew_after(p: Engine, d: Engine, seconds: float) -> None:
     """It is ``seconds`` later for both, and D has renewed its leases on P meanwhile."""
 
     def deadlines() -> list[float]:
-        return [held.state.deadline for held in list(mover_of(p)._producer._leases.values())]
+        return [held.lifetime.state.deadline for held in list(mover_of(p)._producer._leases.values())]
 
     eventually(lambda: bool(mover_of(d)._consumer._lease_keeper))  # what is claimed later is renewed later
     before = deadlines()

@@ -1,0 +1,124 @@
+"""The one way to write a lifetime: phases, events, a total table of transitions, and a record of what happened.
+
+A lifetime is a frozen state with a ``phase``. A table maps (phase, type of event) to a transition, a pure function
+``(state, event, now) -> (state, effects)``. Effects are data; the owner of the lifetime performs them. ``now`` is in
+seconds of the owner's clock. A table without a row for every phase and every event does not import.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+import msgspec
+
+MAX_HISTORY = 12
+"""Transitions that a lifetime remembers; the longest way through any table has fewer phases."""
+
+
+class _State(Protocol):
+    @property
+    def phase(self) -> enum.Enum: ...
+
+
+S = TypeVar("S", bound=_State)
+E = TypeVar("E")
+F = TypeVar("F")
+Outcome = tuple[S, tuple[F, ...]]
+Transition = Callable[[S, E, float], Outcome[S, F]]
+
+
+class Tick(msgspec.Struct, frozen=True):
+    """Time has passed: a deadline may be over."""
+
+
+class Step(NamedTuple):
+    """One change of phase: when, in seconds of the owner's clock, by which event, and the phase that it led to."""
+
+    at: float
+    event: str
+    phase: str
+
+
+class TransitionTable(Generic[S, E, F]):
+    """All transitions of one kind of lifetime.
+
+    Args:
+        name: the lifetime, as an error names it.
+        phases: the enumeration of its phases.
+        events: the types of its events.
+        rows: (phases, types of events, transition). The first row that names a pair of phase and event counts, so a
+            general row may stand below a particular one; an enumeration stands for all of its phases.
+
+    Raises:
+        ValueError: a pair of phase and event without a row, or a row that is never used; names them.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        phases: type[enum.Enum],
+        events: Iterable[type],
+        rows: Iterable[tuple[Iterable[enum.Enum], Iterable[type], Transition[S, E, F]]],
+    ) -> None:
+        self.name, self.phases, self.events = name, phases, tuple(events)
+        found: dict[tuple[enum.Enum, type], Transition[S, E, F]] = {}
+        for row_phases, row_events, transition in rows:
+            pairs = [(phase, event) for phase in row_phases for event in row_events]
+            new = [pair for pair in pairs if pair not in found]
+            if not new:
+                raise ValueError(f"{name}: the row of {_named(pairs[0])} is never used")
+            found.update(dict.fromkeys(new, transition))
+        missing = [(phase, event) for phase in phases for event in self.events if (phase, event) not in found]
+        if missing:
+            raise ValueError(f"{name}: no row for {', '.join(map(_named, missing))}")
+        unknown = [pair for pair in found if pair[1] not in self.events]
+        if unknown:
+            raise ValueError(f"{name}: a row for an event that is not listed, {_named(unknown[0])}")
+        self.rows: Mapping[tuple[enum.Enum, type], Transition[S, E, F]] = found
+
+    def step(self, state: S, event: E, now: float) -> Outcome[S, F]:
+        """The state after an event, and what the owner of the lifetime must do."""
+        return self.rows[state.phase, type(event)](state, event, now)
+
+
+class Lifetime(Generic[S, E, F]):
+    """One lifetime under way: its state, and the last changes of its phase."""
+
+    __slots__ = ("_history", "_table", "state")
+
+    def __init__(self, table: TransitionTable[S, E, F], state: S, now: float) -> None:
+        self._table = table
+        self.state = state
+        self._history = deque([Step(now, "", str(state.phase.value))], maxlen=MAX_HISTORY)
+
+    def step(self, event: E, now: float) -> tuple[F, ...]:
+        """Take one event; the effects that the owner must perform."""
+        before = self.state.phase
+        self.state, effects = self._table.step(self.state, event, now)
+        if self.state.phase is not before:
+            self._history.append(Step(now, type(event).__name__, str(self.state.phase.value)))
+        return effects
+
+    @property
+    def history(self) -> tuple[Step, ...]:
+        """The last changes of phase, the oldest first."""
+        return tuple(self._history)
+
+    def story(self) -> str:
+        """The history in one line, each phase with the seconds after the first: ``ready 0.0 s, moving +0.002 s``."""
+        first, *later = self._history
+        steps = [f"{step.phase} +{step.at - first.at:.3f} s ({step.event})" for step in later]
+        return ", ".join([first.phase, *steps])
+
+
+def ignore(state: S, event: object, now: float) -> tuple[S, tuple[()]]:
+    """The transition that changes nothing."""
+    return state, ()
+
+
+def _named(pair: tuple[enum.Enum, type]) -> str:
+    phase, event = pair
+    return f"({phase.name}, {event.__name__})"

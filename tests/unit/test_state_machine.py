@@ -1,0 +1,81 @@
+"""Tables without a row for every phase and event do not import; a lifetime remembers its last changes of phase."""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+import pytest
+
+from kvferry.connector.protocol.state_machine import MAX_HISTORY, Lifetime, TransitionTable, ignore
+
+
+class Light(enum.Enum):
+    RED = "red"
+    GREEN = "green"
+
+
+class Lamp(msgspec.Struct, frozen=True):
+    phase: Light
+    changes: int = 0
+
+
+class Switch(msgspec.Struct, frozen=True):
+    pass
+
+
+class Look(msgspec.Struct, frozen=True):
+    pass
+
+
+def switch(lamp: Lamp, event: object, now: float) -> tuple[Lamp, tuple[str, ...]]:
+    other = Light.GREEN if lamp.phase is Light.RED else Light.RED
+    return Lamp(other, lamp.changes + 1), (other.value,)
+
+
+def table(*rows: object, events: tuple[type, ...] = (Switch, Look)) -> TransitionTable[Lamp, object, str]:
+    return TransitionTable("lamp", Light, events, rows)  # type: ignore[arg-type]
+
+
+GOOD = table((Light, (Switch,), switch), (Light, (Look,), ignore))
+
+
+def test_a_missing_row_is_named() -> None:
+    with pytest.raises(
+        ValueError, match=r"lamp: no row for \(RED, Look\), \(GREEN, Switch\), \(GREEN, Look\)"):
+    ):
+        table(((Light.RED,), (Switch,), switch))
+
+
+def test_a_row_of_an_unknown_event_is_named() -> None:
+    with pytest.raises(ValueError, match=r"not listed, \(RED, Look\)"):
+        table((Light, (Switch, Look), switch), events=(Switch,))
+
+
+def test_a_row_that_is_never_used_is_named() -> None:
+    with pytest.raises(ValueError, match=r"the row of \(RED, Look\) is never used"):
+        table((Light, (Switch, Look), switch), ((Light.RED,), (Look,), ignore))
+
+
+def test_the_first_row_counts() -> None:
+    first = table(((Light.RED,), (Switch,), ignore), (Light, (Switch, Look), switch))
+    assert first.step(Lamp(Light.RED), Switch(), 0) == (Lamp(Light.RED), ())
+    assert first.step(Lamp(Light.GREEN), Switch(), 0) == (Lamp(Light.RED, 1), ("red",))
+
+
+def test_history_has_times_events_and_phases() -> None:
+    lamp = Lifetime(GOOD, Lamp(Light.RED), 10.0)
+    assert lamp.step(Look(), 10.5) == ()
+    assert lamp.step(Switch(), 11.0) == ("green",)
+    assert lamp.step(Switch(), 11.25) == ("red",)
+    assert [(step.at, step.event, step.phase) for step in lamp.history] == [
+        (10.0, "", "red"), (11.0, "Switch", "green"), (11.25, "Switch", "red"),
+    ]  # fmt: skip
+    assert lamp.story() == "red, green +1.000 s (Switch), red +1.250 s (Switch)"
+
+
+def test_history_is_bounded() -> None:
+    lamp = Lifetime(GOOD, Lamp(Light.RED), 0.0)
+    for second in range(100):
+        lamp.step(Switch(), float(second))
+    assert len(lamp.history) == MAX_HISTORY and lamp.history[-1].at == 99.0
