@@ -41,9 +41,7 @@ GOOD = table((Light, (Switch,), switch), (Light, (Look,), ignore))
 
 
 def test_a_missing_row_is_named() -> None:
-    with pytest.raises(
-        ValueError, match=r"lamp: no row for \(RED, Look\), \(GREEN, Switch\), \(GREEN, Look\)"):
-    ):
+    with pytest.raises(ValueError, match=r"lamp: no row for \(RED, Look\), \(GREEN, Switch\), \(GREEN, Look\)"):
         table(((Light.RED,), (Switch,), switch))
 
 
