@@ -118,11 +118,17 @@ def test_a_producer_that_dies_is_told_after_the_last_copy(pair: tuple[Rank, Rank
 
 
 @pytest.mark.parametrize("side", [0, 1])
-def test_a_copy_that_fails_fails_its_request(pair: tuple[Rank, Rank], copies: list[SlowCopies], side: int) -> None:
+def test_a_copy_that_fails_fails_its_request(
+    pair: tuple[Rank, Rank], copies: list[SlowCopies], caplog: pytest.LogCaptureFixture, side: int
+) -> None:
     p, d = pair
     copies[side].error = "CUDA error: out of order"
-    begin(p, d)
-    assert wait(lambda: d.failed == {"req-d"} and p.sent == {"req-p"}, [p, d])
+    with caplog.at_level("WARNING", "vllm.kvferry"):
+        begin(p, d)
+        assert wait(lambda: d.failed == {"req-d"} and p.sent == {"req-p"}, [p, d])
+    if side == 0:  # both sides log how far the read had come at P
+        told = [r.getMessage() for r in caplog.records if "; the read at P: sending, draining +" in r.getMessage()]
+        assert len(told) == 2 and all("could not be packed: CUDA error" in line for line in told), caplog.text
     copies[side].error = ""
     begin(p, d, "again")
     assert wait(lambda: d.received == {"req-d", "again-d"}, [p, d])
