@@ -160,7 +160,7 @@ def test_a_lease_is_granted_once_its_blocks_are_computed(stage: Stage) -> None:
     token, late = b"t" * 16, Late()
     lease = LeaseGrant("req-p", token, TOKENS, (pack_ids(THEIRS),))
     assert p.worker._transfer_thread is not None
-    p.worker._leased.add("req-p")
+    p.worker._ledger.post((), ["req-p"])
     p.worker._transfer_thread.post(StepPlan(leases=(lease,)), None, [late])
     d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
     assert not wait(lambda: bool(d.received), [p, d], seconds=0.5)
