@@ -16,22 +16,17 @@ import torch
 
 from kvferry.connector.config import Settings
 from kvferry.connector.engine.load_ledger import LoadLedger
-from kvferry.connector.geometry.compatibility import check_geometry
+from kvferry.connector.engine.worker_setup import bind_caches, make_planes
 from kvferry.connector.geometry.engine_types import LayerGroup, RankInfo
-from kvferry.connector.geometry.regions import ElementOrder, rank_geometry, regions
+from kvferry.connector.geometry.regions import ElementOrder
 from kvferry.connector.protocol.messages import MAX_MESSAGE_BYTES
 from kvferry.connector.protocol.step_plan import RankAddress, StepPlan, StepResults, by_region
 from kvferry.connector.protocol.transfer_estimate import UNKNOWN, EstimateKey, TransferEstimate
-from kvferry.connector.transfer.caches import RankCaches
-from kvferry.connector.transfer.copies import Copies, DeviceEvent, copies_on
+from kvferry.connector.transfer.copies import Copies, DeviceEvent
 from kvferry.connector.transfer.rank_context import RankContext
 from kvferry.connector.transfer.transfer_thread import TransferThread
-from kvferry.transport.channels import CPU
 from kvferry.transport.control.listener import Listener
-from kvferry.transport.control.zap_auth import CurveKeys, configure_curve
-from kvferry.transport.errors import GeometryError, PlaneUnavailableError
-from kvferry.transport.plane import Plane, PlaneContext, PlaneMemory
-from kvferry.transport.registry import best_slot_bytes, best_staging_bytes, make_plane, preferred_planes
+from kvferry.transport.control.zap_auth import CurveKeys
 from kvferry.transport.wake import RunningClock
 
 logger = logging.getLogger("vllm.kvferry.worker")
@@ -84,8 +79,8 @@ class WorkerHalf:
             ConfigError: the control port cannot be bound.
             PlaneUnavailableError: the data plane that the settings name cannot be had.
         """
-        caches = self._caches(kv_caches, num_blocks, places)
         settings, info = self._settings, self._info
+        caches, self._tables = bind_caches(settings, info, self._groups, kv_caches, num_blocks, places)
         curve = None
         if settings.curve_public_key is not None and settings.curve_secret_key is not None:
             curve = CurveKeys(settings.curve_public_key, settings.curve_secret_key)
@@ -93,7 +88,7 @@ class WorkerHalf:
         listener = Listener(settings.side_channel_host, port, curve=curve, max_message_bytes=MAX_MESSAGE_BYTES)
         rank_context = RankContext(settings, info.engine_id, secrets.token_bytes(16), info.model, caches, curve)
         try:
-            rank_context.planes, rank_context.missing_planes = _planes(settings, curve, caches)
+            rank_context.planes, rank_context.missing_planes = make_planes(settings, curve, caches)
             self._transfer_thread = TransferThread(rank_context, listener)
         except BaseException:
             listener.close()  # an open socket would keep the process from ending
@@ -228,59 +223,3 @@ class WorkerHalf:
         if not alive and self._ledger.owes:
             self._end_with_thread()
         return self._ledger.take_results()
-
-    # --- caches -------------------------------------------------------------------------------------------------
-
-    def _caches(
-        self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int | None, places: ElementOrder | None
-    ) -> RankCaches:
-        found = regions(self._groups, kv_caches, self._info, num_blocks, places)
-        device = torch.device(found[0].view.device) if found else _device()
-        for region in found:
-            if torch.device(region.view.device) != device:
-                raise GeometryError(
-                    f"layer {region.view.layers[0]!r}: its cache lies on {region.view.device}, others on {device}; "
-                    "expected all on one device"
-                )
-        self._tables = tuple(region.table for region in found)
-        geometry = rank_geometry(self._info, self._groups, found)
-        check_geometry(geometry)  # what no peer would accept is said at start-up
-        views = tuple(region.view for region in found)
-        return RankCaches(geometry, views, copies_on(device, self._settings.copy_sms), keep=dict(kv_caches))
-
-
-def _device() -> torch.device:
-    """Of a rank that holds no caches: a pipeline stage of other layers than those that are handed over."""
-    initialized = torch.cuda.is_available() and torch.cuda.is_initialized()
-    return torch.device("cuda", torch.cuda.current_device()) if initialized else CPU
-
-
-def _planes(settings: Settings, curve: CurveKeys | None, caches: RankCaches) -> tuple[list[Plane], dict[str, str]]:
-    """The planes in order of preference, and why the others cannot be had."""
-    memory = PlaneMemory(caches.device, caches.ranges(), caches.copies.synchronize)
-    names = preferred_planes(caches.device) if settings.plane == "auto" else (settings.plane,)
-    staging_bytes = settings.staging_bytes or max(best_staging_bytes(caches.device), 4 * (settings.slot_bytes or 0))
-    planes: list[Plane] = []
-    missing: dict[str, str] = {}
-    for name in names:
-        try:
-            context = PlaneContext(
-                host=settings.side_channel_host,
-                slot_bytes=settings.slot_bytes or best_slot_bytes(name, caches.device, staging_bytes),
-                staging_bytes=staging_bytes,
-                configure_socket=lambda socket, server: configure_curve(socket, curve, server=server),
-                memory=memory,
-            )
-            plane = make_plane(name, context)
-            plane.offer()  # what it listens on must be had now, not at the first handshake
-            if plane.cannot_serve and settings.plane != "auto":
-                raise PlaneUnavailableError(plane.cannot_serve)
-        except PlaneUnavailableError as error:
-            if settings.plane != "auto":
-                raise
-            missing[name] = str(error)
-        else:
-            planes.append(plane)
-    if not planes:
-        raise PlaneUnavailableError("no data plane: " + "; ".join(f"{name}: {why}" for name, why in missing.items()))
-    return planes, missing
