@@ -1,15 +1,13 @@
-"""The scheduler half: which prompts to hand over, which to fetch, what each step tells the workers. No vLLM, no I/O.
+"""The scheduler half: which prompts to hand over, which to load, and the plan of each step. No vLLM, no I/O.
 
-On D a request is *offered* until vLLM has decided, then *loading* or *settled*, once for good: vLLM asks again after a
-failed load and after preemption, and the same answer would loop for ever.
+On D, ``request_lifetime.REQUEST`` decides what becomes of a request; its effects are the parts of the step plans.
 
-Most hand-overs go on beside the engine's steps: vLLM schedules the request again once it hears that it has ended, two
-steps later. An engine that has no other request gains by waiting for it inside the step that computes with it.
+Most hand-overs go on beside the engine's steps: vLLM schedules the request again two steps after the hand-over has
+ended. An engine that has no other request is faster when it waits for the load inside the step that computes with it.
 """
 
 from __future__ import annotations
 
-import enum
 import logging
 import re
 import secrets
@@ -19,6 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvferry.connector.config import Settings
+from kvferry.connector.engine.block_contents import covers, first_held, used_blocks
+from kvferry.connector.engine.plan_builder import StepPlanBuilder
+from kvferry.connector.engine.prompt_checks import check_kept, check_prompt
 from kvferry.connector.engine.transfer_params import (
     RemotePrompt,
     check_reachable,
@@ -28,6 +29,9 @@ from kvferry.connector.engine.transfer_params import (
     wants_prefill,
 )
 from kvferry.connector.geometry.engine_types import BlockTable, RequestView
+from kvferry.connector.protocol import request_lifetime
+from kvferry.connector.protocol.request_lifetime import RequestEffect, RequestEvent, RequestPhase, RequestState
+from kvferry.connector.protocol.state_machine import Lifetime
 from kvferry.connector.protocol.step_plan import (
     KeepLease,
     LeaseGrant,
@@ -43,33 +47,28 @@ from kvferry.transport.errors import ProtocolError
 logger = logging.getLogger("vllm.kvferry.scheduler")
 
 SPARE_BLOCKS = 16
-"""Free blocks beside those of a request that is loaded inside a step: with fewer, vLLM 0.26 may preempt it in the next
-step, before it hears how the load went, and then deliver what was computed with a failed one."""
-NULL_BLOCK = 0
-"""What vLLM puts in a block table in place of a block that it gave back."""
+"""Free blocks that must be left beside the blocks of a request that is loaded inside a step. With fewer, vLLM 0.26 may
+preempt the request in the next step, before it knows that the load has failed, and deliver a token computed with it."""
 _CHILD = re.compile(r"^\d+_.")
-"""vLLM names the requests that it makes of one with ``n > 1`` ``0_ID``, ``1_ID``, …"""
-
-
-class Stage(enum.Enum):
-    OFFERED = "offered"
-    LOADING = "loading"
-    SETTLED = "settled"
+"""From a request with ``n > 1`` vLLM makes requests with the ids ``0_ID``, ``1_ID``, …"""
 
 
 @dataclass(slots=True)
-class IncomingRequest:
-    """A request on D that may load. ``start``: the first token that the engine does not have, as last asked; ``now``:
-    the step that it is scheduled in computes with it."""
+class EngineRequest:
+    """A request of the engine, from its first question to its end.
 
-    remote_prompt: RemotePrompt
-    stage: Stage = Stage.OFFERED
-    start: int = 0
-    now: bool = False
+    ``remote_prompt``: what P holds for it. ``computed_in``: the last step that computed tokens of it; counted only for
+    requests that are handed over from here.
+    """
+
+    request_id: str
+    lifetime: Lifetime[RequestState, RequestEvent, RequestEffect]
+    remote_prompt: RemotePrompt | None = None
+    computed_in: int = 0
 
 
 class SchedulerHalf:
-    """One engine's decisions. ``tables``: the block tables of a request whose contents are handed over."""
+    """One engine's decisions. Called from the engine's scheduler, by one thread."""
 
     def __init__(
         self,
@@ -88,8 +87,17 @@ class SchedulerHalf:
     ) -> None:
         """
         Args:
-            lookahead: prompt tokens at the end that D must compute itself, for what it drafts with.
+            settings: of this engine.
+            engine_id: by which its log lines and its peers name it.
+            tables: the block tables of a request whose contents are handed over.
+            tp_size: tensor-parallel ranks of this engine.
+            pp_size: pipeline stages of this engine.
+            produces: this engine hands prompts over, as P.
+            consumes: this engine loads prompts, as D.
+            host_id: names this host; empty where that is unknown.
+            lookahead: prompt tokens at the end that D must compute itself, for the model that drafts.
             step_loads: the engine copes with loads that end in the step that computes with them, also where they fail.
+            clock: seconds, never going back.
         """
         self._settings = settings
         self._engine_id = engine_id
@@ -100,28 +108,18 @@ class SchedulerHalf:
         self._sizes = tp_size, pp_size
         self._produces, self._consumes = produces, consumes
         self._host_id = host_id
-        self._consumer = secrets.token_bytes(16)
         self._us: PeerEngine | None = None
-        self._incoming: dict[str, IncomingRequest | None] = {}
-        self._step = 0
+        self._requests: dict[str, EngineRequest] = {}  # all requests of the engine
+        self._prefills: dict[str, EngineRequest] = {}  # of these, the requests that are handed over from here
+        self._plan = StepPlanBuilder(secrets.token_bytes(16))
         self._clock = clock
         self._estimates = TransferEstimates(tp_size)
         self._step_seconds = settings.step_load_seconds if step_loads and consumes else 0.0
         self.free_blocks: Callable[[], int] = lambda: 0
-        """Of the engine's block pool, where that is known."""
-        self._alive: set[str] = set()  # all requests of the engine
-        self._ran: dict[str, int] = {}  # requests that will be handed over, and the last step that computed them
-        self._reset()
-
-    def _reset(self) -> None:
-        self._leases: list[LeaseGrant] = []
-        self._keeps: list[KeepLease] = []
-        self._loads: list[Load] = []
-        self._cancels: list[str] = []
-        self._releases: list[str] = []
+        """How many blocks of the engine's pool are free; 0 where that is unknown."""
 
     def set_ranks(self, ranks: Iterable[RankAddress]) -> None:
-        """Where this engine's ranks listen, once they do."""
+        """Take the addresses at which this engine's ranks listen."""
         tp_size, pp_size = self._sizes
         ordered = tuple(sorted(ranks, key=lambda rank: (rank.pp_rank, rank.tp_rank)))
         shardings = tuple(sorted({table.sharding for table in self._tables}))
@@ -132,37 +130,38 @@ class SchedulerHalf:
     # --- D ------------------------------------------------------------------------------------------------------
 
     def on_new_request(self, request: RequestView) -> None:
-        """See whether P holds this request's KV; if so, renew its lease from now on, and release it if it is no use."""
-        self._alive.add(request.request_id)
+        """Find out whether P holds this request's KV. If so, its lease is renewed from now on; if the KV is of no use,
+        the lease is released. Idempotent."""
+        if request.request_id in self._requests:
+            return
+        now = self._clock()
+        entry = EngineRequest(request.request_id, Lifetime(request_lifetime.REQUEST, RequestState(), now))
+        self._requests[request.request_id] = entry
         if self._produces and wants_prefill(request.params):
-            self._ran.setdefault(request.request_id, 0)
-        if request.request_id in self._incoming or not self._consumes:
-            return
+            self._prefills[request.request_id] = entry
         try:
-            remote_prompt = from_transfer_params(request.params)
-            if remote_prompt is not None:
-                check_reachable(remote_prompt.peer, self._host_id)
-        except ProtocolError as error:
-            self._refuse(request, error)
-            return
-        if remote_prompt is None:
-            if request.params:
-                self._incoming[request.request_id] = None
-            return
-        siblings = _CHILD.match(request.request_id) is not None
-        self._keeps.append(KeepLease(request.request_id, remote_prompt.token, remote_prompt.peer, siblings))
-        if not request.rejected:
-            try:
-                self._check_prompt(request, remote_prompt)
-            except ProtocolError as error:
-                self._refuse(request, error)
-                self._releases.append(request.request_id)
+            entry.remote_prompt = from_transfer_params(request.params) if self._consumes else None
+            if entry.remote_prompt is None:
+                self._advance(entry, request_lifetime.NothingOffered())
                 return
-        self._incoming[request.request_id] = IncomingRequest(remote_prompt)
+            check_reachable(entry.remote_prompt.peer, self._host_id)
+            token, peer = entry.remote_prompt.token, entry.remote_prompt.peer
+            siblings = _CHILD.match(request.request_id) is not None
+            keep = KeepLease(request.request_id, token, peer, siblings)
+            self._advance(entry, request_lifetime.PromptOffered(keep))
+            if not request.rejected:
+                check_prompt(request, entry.remote_prompt)
+        except ProtocolError as error:
+            self._refuse(entry, error)
 
-    def _refuse(self, request: RequestView, why: ProtocolError) -> None:
-        logger.warning("kvferry: %s prefills locally: %s", request.request_id, why)
-        self._incoming[request.request_id] = None  # said once, not at every question
+    def _refuse(self, entry: EngineRequest, why: ProtocolError) -> None:
+        self._advance(entry, request_lifetime.OfferRefused())
+        story = entry.lifetime.story()
+        logger.warning("kvferry: %s prefills locally: %s; the request: %s", entry.request_id, why, story)
+
+    def _advance(self, entry: EngineRequest, event: RequestEvent) -> None:
+        for effect in entry.lifetime.step(event, self._clock()):
+            self._plan.add(entry.request_id, effect)
 
     def num_new_matched_tokens(self, request: RequestView, num_local: int) -> tuple[int, bool]:
         """Tokens to load beyond the ``num_local`` that the engine has, and whether asynchronously.
@@ -171,114 +170,87 @@ class SchedulerHalf:
         must not: it would give back what only that token needs of a window, and a state would have seen it twice.
         """
         self.on_new_request(request)
-        incoming = self._incoming.get(request.request_id)
-        if incoming is None or incoming.stage is not Stage.OFFERED:
+        entry = self._requests[request.request_id]
+        remote_prompt = entry.remote_prompt
+        if entry.lifetime.state.phase is not RequestPhase.OFFERED or remote_prompt is None:
             return 0, False
-        incoming.start, incoming.now = num_local, False
         prompt = request.num_prompt_tokens
-        stop = min(incoming.remote_prompt.num_tokens, prompt - max(self._lookahead, 0 if self._whole else 1))
+        stop = min(remote_prompt.num_tokens, prompt - max(self._lookahead, 0 if self._whole else 1))
         if min(stop, prompt - 1) <= num_local:
+            self._advance(entry, request_lifetime.EngineAnswered(num_local))
             return 0, False
         try:
-            self._check_kept(incoming.remote_prompt, num_local, stop)
+            check_kept(self._tables, remote_prompt, num_local, stop)
         except ProtocolError as error:
-            self._refuse(request, error)
-            self._releases.append(request.request_id)
+            self._refuse(entry, error)
             return 0, False
-        if self._in_step(incoming, prompt, stop - num_local):
-            incoming.now = True
+        in_step = self._in_step(remote_prompt.peer, prompt, stop - num_local)
+        self._advance(entry, request_lifetime.EngineAnswered(num_local, in_step))
+        if in_step:
             return min(stop, prompt - 1) - num_local, False  # vLLM schedules it at once, with a token to compute
         return stop - num_local, True
 
-    def _in_step(self, incoming: IncomingRequest, prompt: int, tokens: int) -> bool:
-        """Whether the engine has nothing else to do until a load of ``tokens`` has ended, and that is soon."""
-        if not self._step_seconds or len(self._alive) > 1 or not self._whole:
-            return False  # a state is copied to where the step works on it before we hear of the step
+    def _in_step(self, peer: PeerEngine, prompt: int, tokens: int) -> bool:
+        """Whether the engine has nothing else to do until a load of ``tokens`` has ended, and the load ends soon."""
+        if not self._step_seconds or len(self._requests) > 1 or not self._whole:
+            return False  # vLLM copies a state to where the step works on it before the connector sees the step
         if self.free_blocks() < sum(-(-prompt // table.block_size) for table in self._tables) + SPARE_BLOCKS:
             return False
-        return (
-            self._estimates.seconds(incoming.remote_prompt.peer.engine_id, tokens, self._clock()) <= self._step_seconds
-        )
+        return self._estimates.seconds(peer.engine_id, tokens, self._clock()) <= self._step_seconds
 
     def after_alloc(self, request: RequestView, block_ids: Sequence[Sequence[int]], num_external: int) -> None:
         """vLLM has decided: load ``num_external`` tokens into these blocks, or nothing."""
-        incoming = self._incoming.get(request.request_id)
-        if incoming is None or incoming.stage is not Stage.OFFERED:
+        entry = self._requests.get(request.request_id)
+        if entry is None or entry.lifetime.state.phase is not RequestPhase.OFFERED or entry.remote_prompt is None:
             return
         if num_external == 0:
-            incoming.stage = Stage.SETTLED
-            self._releases.append(request.request_id)
-            return
-        incoming.stage = Stage.SETTLED if incoming.now else Stage.LOADING
-        stop = incoming.start + num_external
+            self._advance(entry, request_lifetime.LoadDeclined())
+        else:
+            load = self._load(entry.request_id, entry.remote_prompt, entry.lifetime.state, block_ids, num_external)
+            self._advance(entry, request_lifetime.BlocksAllocated(load))
+
+    def _load(
+        self,
+        request_id: str,
+        remote_prompt: RemotePrompt,
+        state: RequestState,
+        block_ids: Sequence[Sequence[int]],
+        num_external: int,
+    ) -> Load:
+        stop = state.start + num_external
         tables = list(zip(self._tables, block_ids, strict=True))
-        self._loads.append(
-            Load(
-                request_id=request.request_id,
-                token=incoming.remote_prompt.token,
-                peer=incoming.remote_prompt.peer,
-                block_ids=tuple(pack_ids(_used(table, ids, stop)) for table, ids in tables),
-                tokens=tuple(
-                    (0, 1) if table.kind == "state" else (max(incoming.start, _first_held(table, ids)), stop)
-                    for table, ids in tables
-                ),
-                prompt=incoming.remote_prompt.prompt,
-                now=incoming.now,
-            )
+        return Load(
+            request_id=request_id,
+            token=remote_prompt.token,
+            peer=remote_prompt.peer,
+            block_ids=tuple(pack_ids(used_blocks(table, ids, stop)) for table, ids in tables),
+            tokens=tuple(
+                (0, 1) if table.kind == "state" else (max(state.start, first_held(table, ids)), stop)
+                for table, ids in tables
+            ),
+            prompt=remote_prompt.prompt,
+            now=state.in_step,
         )
 
     def loads_finished(
         self, request_ids: Iterable[str], estimates: Mapping[EstimateKey, TransferEstimate] | None = None
     ) -> None:
-        """These loads were reported, well or ill. ``estimates``: what ranks told, also of loads inside a step."""
+        """The workers have reported these loads, whether they failed or not. ``estimates``: how long loads took that
+        the ranks measured, also loads inside a step."""
         if estimates:
             self._estimates.told(estimates, self._clock())
         for request_id in request_ids:
-            incoming = self._incoming.get(request_id)
-            if incoming is not None:
-                incoming.stage = Stage.SETTLED
-
-    def _check_kept(self, remote_prompt: RemotePrompt, num_local: int, stop: int) -> None:
-        """That P still has what our blocks must be filled with: a block is filled whole or not loaded, for the engine
-        would offer it to other requests. Where P's blocks are smaller than ours it may have given a part back.
-
-        Raises:
-            ProtocolError: it has not; says what is missing.
-        """
-        if self._has_states and remote_prompt.num_tokens != stop:
-            raise ProtocolError(
-                f"P's state is that after {remote_prompt.num_tokens} tokens, needed is the one after {stop}"
-            )
-        for kind, window, kept in remote_prompt.kept:
-            ours = [table for table in self._tables if (table.kind, table.window) == (kind, window)]
-            first = min(
-                (max(num_local, t.first_needed(stop) // t.block_size * t.block_size) for t in ours), default=num_local
-            )
-            if kept > first:
-                raise ProtocolError(
-                    f"P kept the window of {window} tokens from token {kept} on, our blocks begin at {first}"
-                )
-
-    @staticmethod
-    def _check_prompt(request: RequestView, remote_prompt: RemotePrompt) -> None:
-        ours = request.num_prompt_tokens
-        if remote_prompt.num_tokens > ours:  # fewer are fine: P may have left the last ones to D
-            raise ProtocolError(f"P prefilled {remote_prompt.num_tokens} prompt tokens, this request has {ours}")
-        if request.prompt_token_ids is None:
-            raise ProtocolError("its prompt is given as embeddings, which cannot be told apart from P's")
-        prefilled = request.prompt_token_ids
-        if remote_prompt.num_tokens < ours:
-            prefilled = prefilled[: remote_prompt.num_tokens]
-        if prompt_digest(prefilled, request.extra) != remote_prompt.prompt:
-            raise ProtocolError("P prefilled another prompt (tokens, LoRA adapter or multi-modal inputs differ)")
+            entry = self._requests.get(request_id)
+            if entry is not None:
+                self._advance(entry, request_lifetime.LoadReported())
 
     # --- P, and the end of every request ------------------------------------------------------------------------
 
     def num_tokens_for_d(self, request: RequestView) -> int:
-        """How many of a new request's last prompt tokens P must not compute, because D does.
+        """How many of a new request's last prompt tokens P must not compute, because D computes them.
 
-        A state after the last prompt token cannot be taken back by one. And the engine gives back what is outside the
-        window of the *next* token, one block too many for computing the last prompt token where a block ends there.
+        A state after the last prompt token cannot be taken back by one token. And the engine gives back the blocks
+        outside the window of the *next* token: where a block ends there, D lacks it to compute the last prompt token.
         """
         prompt = request.num_prompt_tokens
         if not (self._produces and wants_prefill(request.params)) or request.whole_prompt or request.rejected:
@@ -302,83 +274,57 @@ class SchedulerHalf:
         Returns:
             Whether the blocks stay held until ``finished_sending``, and the parameters for D.
         """
-        self._alive.discard(request.request_id)
-        ran = self._ran.pop(request.request_id, self._step)
-        incoming = self._incoming.pop(request.request_id, None)
-        if incoming is not None and incoming.stage is Stage.OFFERED:
-            self._releases.append(request.request_id)
-        elif incoming is not None and incoming.stage is Stage.LOADING:
-            self._cancels.append(request.request_id)
+        entry = self._requests.pop(request.request_id, None)
+        computed_in = self._plan.step
+        if entry is not None:
+            self._advance(entry, request_lifetime.RequestEnded())
+            if self._prefills.pop(request.request_id, None) is not None:
+                computed_in = entry.computed_in
         if not (self._produces and completed and wants_prefill(request.params)):
             return False, None
-        return self._lease(request, block_ids, ran)
+        return self._lease(request, block_ids, computed_in)
 
     def _lease(
-        self, request: RequestView, block_ids: Sequence[Sequence[int]], ran: int
+        self, request: RequestView, block_ids: Sequence[Sequence[int]], computed_in: int
     ) -> tuple[bool, dict[str, Any] | None]:
-        tokens = request.num_prompt_tokens
-        why = None
-        if self._us is None:
-            why = "the workers have not told their addresses"
-        elif request.prompt_token_ids is None:
-            why = "its prompt is given as embeddings"
-        elif request.num_computed_tokens < tokens:
-            why = f"{request.num_computed_tokens} of its {tokens} prompt tokens are computed"
-        elif self._has_states and request.num_computed_tokens > tokens:
-            why = f"its state is that after {request.num_computed_tokens} tokens, its prompt has {tokens}"
-        elif any(not _covers(table, ids, tokens) for table, ids in zip(self._tables, block_ids, strict=True)):
-            why = f"its blocks do not cover its {tokens} prompt tokens"
+        why = self._cannot_lease(request, block_ids)
         if why is not None:
             logger.warning("kvferry: no hand-over of %s: %s", request.request_id, why)
             return False, None
         assert self._us is not None and request.prompt_token_ids is not None
-        token = secrets.token_bytes(16)
+        token, num_tokens = secrets.token_bytes(16), request.num_prompt_tokens
         tables = list(zip(self._tables, block_ids, strict=True))
-        packed = tuple(pack_ids(_used(table, ids, tokens)) for table, ids in tables)
+        packed = tuple(pack_ids(used_blocks(table, ids, num_tokens)) for table, ids in tables)
         digest = prompt_digest(request.prompt_token_ids, request.extra)
-        self._leases.append(LeaseGrant(request.request_id, token, tokens, packed, digest, ran))
-        kept = tuple((table.kind, table.window, _first_held(table, ids)) for table, ids in tables if table.window)
-        return True, to_transfer_params(RemotePrompt(token, tokens, digest, self._us, kept))
+        self._plan.leases.append(LeaseGrant(request.request_id, token, num_tokens, packed, digest, computed_in))
+        kept = tuple((table.kind, table.window, first_held(table, ids)) for table, ids in tables if table.window)
+        return True, to_transfer_params(RemotePrompt(token, num_tokens, digest, self._us, kept))
+
+    def _cannot_lease(self, request: RequestView, block_ids: Sequence[Sequence[int]]) -> str | None:
+        tokens, computed = request.num_prompt_tokens, request.num_computed_tokens
+        if self._us is None:
+            return "the workers' addresses are unknown"
+        if request.prompt_token_ids is None:
+            return "its prompt is given as embeddings"
+        if computed < tokens:
+            return f"{computed} of its {tokens} prompt tokens are computed"
+        if self._has_states and computed > tokens:
+            return f"its state is that after {computed} tokens, its prompt has {tokens}"
+        if any(not covers(table, ids, tokens) for table, ids in zip(self._tables, block_ids, strict=True)):
+            return f"its blocks do not cover its {tokens} prompt tokens"
+        return None
 
     # --- every step ---------------------------------------------------------------------------------------------
 
     def take_plan(self, *, idle: bool = False, computed: Collection[str] = ()) -> StepPlan:
-        """What the workers are to do since the last step. ``idle``: the engine computes nothing in this one;
-        ``computed``: the requests that it computes tokens of."""
-        self._step += 1
-        if self._ran:
-            self._ran |= dict.fromkeys(self._ran.keys() & computed, self._step)
-        plan = StepPlan(
-            consumer=self._consumer,
-            leases=tuple(self._leases),
-            keeps=tuple(self._keeps),
-            loads=tuple(self._loads),
-            cancels=tuple(self._cancels),
-            releases=tuple(self._releases),
-            idle=idle,
-            step=self._step,
-        )
-        self._reset()
+        """The work of the workers since the last step.
+
+        Args:
+            idle: the engine computes nothing in this step.
+            computed: the requests that the engine computes tokens of in this step.
+        """
+        plan = self._plan.take(idle=idle)
+        if self._prefills:
+            for request_id in self._prefills.keys() & computed:
+                self._prefills[request_id].computed_in = plan.step
         return plan
-
-
-def _first_held(table: BlockTable, block_ids: Sequence[int]) -> int:
-    """The first token from which on no block was given back."""
-    if table.whole:
-        return 0
-    gone = next((place for place in reversed(range(len(block_ids))) if block_ids[place] == NULL_BLOCK), -1)
-    return (gone + 1) * table.block_size
-
-
-def _used(table: BlockTable, block_ids: Sequence[int], num_computed: int) -> list[int]:
-    """The blocks that matter once ``num_computed`` tokens are: all, or the one that holds the state after them."""
-    if table.kind == "state":
-        place = (num_computed - 1) // table.block_size
-        return list(block_ids[place : place + 1])
-    return list(block_ids)
-
-
-def _covers(table: BlockTable, block_ids: Sequence[int], num_computed: int) -> bool:
-    """Whether the blocks reach as far as ``num_computed`` tokens, and the last of them is still held."""
-    place = (num_computed - 1) // table.block_size
-    return place < len(block_ids) and (table.whole or block_ids[place] != NULL_BLOCK)

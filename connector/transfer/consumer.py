@@ -187,7 +187,7 @@ class Consumer:
         for active_load in list(self._active_loads.values()):
             self._step(active_load, handover.CancelLoad(Reason("cancelled", "the engine is shutting down")), now)
         self._collect(now)  # of copies that have just ended
-        self._lease_keeper.close_all()
+        self._lease_keeper.close_all(now)
         for link in self._links.values():
             link.close()
         self._links.clear()

@@ -1,12 +1,18 @@
-"""Which leases D still needs, for which requests: renewal while it does, release when it no longer does."""
+"""The leases that D still needs: D renews a lease while a request needs it, and releases it after the last request.
+
+``kept_lease.KEPT_LEASE`` decides; this file performs its effects. No failure to send leaves this file: a renewal that
+could not be sent is sent again after the next interval, and a lease whose release could not be sent expires at P.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
-from kvferry.connector.protocol import messages
+from kvferry.connector.protocol import kept_lease, messages
+from kvferry.connector.protocol.state_machine import Lifetime, Tick
 from kvferry.connector.protocol.step_plan import PeerEngine, RankAddress
 from kvferry.connector.transfer.link import Link
 from kvferry.connector.transfer.rank_context import RankContext
@@ -17,23 +23,25 @@ logger = logging.getLogger("vllm.kvferry.lease_keeper")
 SIBLING_SECONDS = 0.5
 """How long a release waits for more requests of the same prompt (``n > 1`` sends them one by one)."""
 RENEWALS_PER_TERM = 3
-"""A renewal may be lost twice before the lease is."""
+"""D may lose two renewals in a row before P's lease ends."""
 SHORTEST_INTERVAL = 0.1
+"""Seconds. A peer that names a short term must not keep the transfer thread busy."""
 RENEWED_AT_ONCE = 4096
 """Tokens of one message; a message each would fill the connection's queue where all are due together."""
 
 
 @dataclass(slots=True)
-class KeptLease:
-    """One lease at one P engine. ``addresses``: the P ranks to which this D rank sends renewals and the release.
-    ``keep``: requests that may still read under the lease."""
+class LeaseAtPeer:
+    """One lease at one P engine. ``addresses``: the P ranks to which this D rank sends renewals and the release."""
 
+    token: bytes
     peer: PeerEngine
     addresses: tuple[RankAddress, ...]
-    renew_at: float
-    keep: set[str] = field(default_factory=set)
-    siblings: bool = False
-    release_at: float = float("inf")
+    lifetime: Lifetime[kept_lease.KeptLease, kept_lease.KeptLeaseEvent, kept_lease.KeptLeaseEffect]
+
+
+Renewals = dict[RankAddress, tuple[PeerEngine, list[bytes]]]
+"""By P rank: the tokens to renew there."""
 
 
 class LeaseKeeper:
@@ -48,7 +56,7 @@ class LeaseKeeper:
         self.rank = geometry.pp_rank * geometry.tp_size + geometry.tp_rank
         """This rank's number in its engine, over all pipeline stages."""
         self._link = link
-        self._kept: dict[bytes, KeptLease] = {}
+        self._kept: dict[bytes, LeaseAtPeer] = {}
         self._token_of: dict[str, bytes] = {}
         self.consumer = bytes(16)
         """This life of this engine, the same on all of its ranks; set by the first step plan."""
@@ -64,53 +72,40 @@ class LeaseKeeper:
         """
         kept = self._kept.get(token)
         if kept is None:
-            kept = self._kept[token] = KeptLease(peer, self._addresses(peer), now + _interval(peer))
-        kept.keep.add(request_id)
-        kept.siblings |= siblings
-        kept.release_at = float("inf")
+            interval = max(peer.lease_seconds / RENEWALS_PER_TERM, SHORTEST_INTERVAL)
+            state = kept_lease.keep_lease(now, interval, SIBLING_SECONDS)
+            kept = LeaseAtPeer(token, peer, self._addresses(peer), Lifetime(kept_lease.KEPT_LEASE, state, now))
+            self._kept[token] = kept
         self._token_of[request_id] = token
+        self._step(kept, kept_lease.LeaseWanted(request_id, siblings), now)
 
     def release(self, request_id: str, now: float) -> None:
-        """``request_id`` will not read any more. The last one of a lease releases it."""
+        """``request_id`` will not read any more. The last request of a lease releases it. Raises nothing."""
         token = self._token_of.pop(request_id, None)
         kept = self._kept.get(token) if token is not None else None
-        if token is None or kept is None:
-            return
-        kept.keep.discard(request_id)
-        if kept.keep:
-            return
-        if kept.siblings:
-            kept.release_at = now + SIBLING_SECONDS
-        else:
-            self._release(token, kept)
+        if kept is not None:
+            self._step(kept, kept_lease.LeaseUnwanted(request_id), now)
 
     def tick(self, now: float) -> None:
-        """Renew what is needed, release what waited for siblings in vain."""
-        due: dict[RankAddress, tuple[PeerEngine, list[bytes]]] = {}
-        for token, kept in list(self._kept.items()):
-            if now >= kept.release_at:
-                self._release(token, kept)
-            elif now >= kept.renew_at:
-                kept.renew_at = now + _interval(kept.peer)
-                for address in kept.addresses:
-                    due.setdefault(address, (kept.peer, []))[1].append(token)
+        """Renew the leases whose renewal is due, and release those that have waited for siblings long enough."""
+        due: Renewals = {}
+        for kept in list(self._kept.values()):
+            self._step(kept, Tick(), now, due)
         for address, (peer, tokens) in due.items():
-            try:
+            with self._guard("renewal", address):
                 for start in range(0, len(tokens), RENEWED_AT_ONCE):
                     part = tuple(tokens[start : start + RENEWED_AT_ONCE])
                     self._link(peer, address).send(messages.Renew(tokens=part))
-            except Exception:  # no connection could be made to this one; the leases of others must not end for it
-                logger.exception("kvferry: leases at %s:%d are not renewed this time", address.host, address.port)
 
     def renew_now(self) -> None:
-        """Renew everything at the next tick."""
+        """Renew every lease at the next tick."""
         for kept in self._kept.values():
-            kept.renew_at = float("-inf")
+            self._step(kept, kept_lease.RenewalOverdue(), 0.0)  # the time does not matter to this event
 
-    def close_all(self) -> None:
-        """Release everything."""
-        for token, kept in list(self._kept.items()):
-            self._release(token, kept)
+    def close_all(self, now: float) -> None:
+        """Release every lease."""
+        for kept in list(self._kept.values()):
+            self._step(kept, kept_lease.KeepingEnded(), now)
         self._token_of.clear()
 
     def expected(self, peer: PeerEngine, p_rank: int) -> tuple[int, ...]:
@@ -124,19 +119,44 @@ class LeaseKeeper:
         ranks = self._rank_context.topology(peer).release_ranks()
         return tuple(address for address in peer.ranks if address.tp_rank in ranks)
 
-    def _release(self, token: bytes, kept: KeptLease) -> None:
-        del self._kept[token]
+    # --- effects ------------------------------------------------------------------------------------------------
+
+    def _step(
+        self, kept: LeaseAtPeer, event: kept_lease.KeptLeaseEvent, now: float, due: Renewals | None = None
+    ) -> None:
+        """Take one event. ``due`` collects renewals, so that a P rank gets those of all its leases in one message."""
+        for effect in kept.lifetime.step(event, now):
+            match effect:
+                case kept_lease.SendRenewal():
+                    assert due is not None, "only a tick renews"
+                    for address in kept.addresses:
+                        due.setdefault(address, (kept.peer, []))[1].append(kept.token)
+                case kept_lease.SendRelease():
+                    self._send_release(kept)
+
+    def _send_release(self, kept: LeaseAtPeer) -> None:
+        del self._kept[kept.token]
         for address in kept.addresses:
-            self._link(kept.peer, address).send(
-                messages.Release(
-                    token=token,
-                    consumer=self.consumer,
-                    consumer_rank=self.rank,
-                    expected=self.expected(kept.peer, address.tp_rank),
+            with self._guard("release", address, kept):
+                self._link(kept.peer, address).send(
+                    messages.Release(
+                        token=kept.token,
+                        consumer=self.consumer,
+                        consumer_rank=self.rank,
+                        expected=self.expected(kept.peer, address.tp_rank),
+                    )
                 )
-            )
 
-
-def _interval(peer: PeerEngine) -> float:
-    """Seconds between renewals; a peer's short term must not keep us busy."""
-    return max(peer.lease_seconds / RENEWALS_PER_TERM, SHORTEST_INTERVAL)
+    @contextmanager
+    def _guard(self, what: str, address: RankAddress, kept: LeaseAtPeer | None = None) -> Iterator[None]:
+        """Count a failure to send to one P rank, and log it at a limited rate. A failure must cost no other lease
+        anything, nor the report of the load that the lease was kept for."""
+        try:
+            yield
+        except Exception as error:
+            self._rank_context.stats.dropped(f"{what} not sent")
+            self._rank_context.log.warning(
+                f"{what} not sent",
+                "kvferry: a lease's %s was not sent to %s:%d: %r%s",
+                what, address.host, address.port, error, f"; the lease: {kept.lifetime.story()}" if kept else "",
+            )  # fmt: skip

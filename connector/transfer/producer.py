@@ -9,7 +9,7 @@ import logging
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from kvferry.connector.protocol import lease, messages
+from kvferry.connector.protocol import lease, messages, outgoing_read
 from kvferry.connector.protocol.state_machine import Lifetime, Tick
 from kvferry.connector.protocol.step_plan import LeaseGrant, unpack_ids
 from kvferry.connector.transfer.caches import Ids
@@ -32,6 +32,8 @@ HELD_SPANS = 1 << 16
 """Bounds on the asks that wait for their lease, in number and, by their spans and ranks, in memory."""
 PACKS_PER_TURN = 2
 """Chunks packed before control messages are looked at again."""
+READ_FAILED = "read failed"
+"""Lines like it are logged at one limited rate."""
 
 
 @dataclass(slots=True)
@@ -120,19 +122,17 @@ class Producer:
     def pump(self, now: float) -> bool:
         """Pack and send chunks of the reads in turn; whether any was."""
         for outgoing in self._sender.drained():
-            self._step(outgoing.token, lease.ReadEnded(outgoing.key), now)
+            self._step_read(outgoing, outgoing_read.CopiesEnded(), now)
         packed = 0
         for _ in range(len(self._sender)):  # one that cannot send now must not hold up the others
             if packed == PACKS_PER_TURN or not self._sender:
                 break
-            outgoing, sent = self._sender.turn()
+            outgoing, sent, event = self._sender.turn(now)
             if sent:
                 packed += 1
                 self._step(outgoing.token, lease.Renewed(), now)
-            if outgoing.why and outgoing.session.attached:
-                self._deny(outgoing.session, outgoing.number, "failed", outgoing.why)
-            if outgoing.over:
-                self._end_push(outgoing, now)
+            if event is not None:
+                self._step_read(outgoing, event, now)
         return packed > 0
 
     def tick(self, now: float) -> None:
@@ -236,7 +236,7 @@ class Producer:
         block_ids = held.grant.block_ids if session.channel.pulls else ()
         self._reply(session.identity, _granted(held.grant, ask.read, len(parts), block_ids))
         if parts:
-            outgoing = OutgoingRead(session, ask.read, ask.token, parts)
+            outgoing = self._sender.new(session, ask, parts, now)
             self._step(ask.token, lease.ReadStarted(outgoing.key), now)
             self._sender.start(outgoing)
 
@@ -254,7 +254,7 @@ class Producer:
 
         self._waiting = [held for held in self._waiting if not meant(held)]
         for outgoing in self._sender.of(lambda outgoing: outgoing.key == (session.identity, cancel.read)):
-            self._end_push(outgoing, now)
+            self._step_read(outgoing, outgoing_read.SendStopped(), now)
         sent = self._sender.flush(session, cancel)
         self._reply(session.identity, messages.Stopped(read=cancel.read, sent=sent))
 
@@ -285,7 +285,7 @@ class Producer:
                 case lease.StopReads():
                     for outgoing in self._sender.of(lambda outgoing: outgoing.token == token):
                         self._deny(outgoing.session, outgoing.number, "expired")
-                        self._end_push(outgoing, now)
+                        self._step_read(outgoing, outgoing_read.SendStopped(), now)
                 case lease.Freed(reason):
                     self._free(token, held, reason)
 
@@ -301,13 +301,27 @@ class Producer:
             why = f"the cap of {cap:g} s was reached" if reason == "cap" else "nobody renewed or released it"
             logger.warning("kvferry: lease of %s expired: %s", held.grant.request_id, why)
 
-    def _end_push(self, outgoing: OutgoingRead, now: float) -> None:
-        if self._sender.end(outgoing):
-            self._step(outgoing.token, lease.ReadEnded(outgoing.key), now)
+    def _step_read(self, outgoing: OutgoingRead, event: outgoing_read.OutgoingReadEvent, now: float) -> None:
+        for effect in outgoing.lifetime.step(event, now):
+            match effect:
+                case outgoing_read.DenyRead(why):
+                    self._read_failed(outgoing, why)
+                case outgoing_read.StopSending():
+                    if self._sender.stop(outgoing):
+                        self._step_read(outgoing, outgoing_read.CopiesEnded(), now)
+                case outgoing_read.EndRead():
+                    self._sender.forget(outgoing)
+                    self._step(outgoing.token, lease.ReadEnded(outgoing.key), now)
+
+    def _read_failed(self, outgoing: OutgoingRead, why: str) -> None:
+        session, text = outgoing.session, f"{why}; the read at P: {outgoing.lifetime.story()}"
+        self._rank_context.log.warning(READ_FAILED, "kvferry: a read of D %s failed: %s", session.engine_id[:8], text)
+        if session.attached:
+            self._deny(session, outgoing.number, "failed", text)
 
     def _end_session(self, session: Session, now: float) -> None:
         for outgoing in self._sender.of(lambda outgoing: outgoing.session is session):
-            self._end_push(outgoing, now)
+            self._step_read(outgoing, outgoing_read.SendStopped(), now)
         self._sessions.end(session)
 
     def _reply(self, identity: bytes, message: messages.Reply) -> None:

@@ -1,6 +1,6 @@
 """P's side of the data: the reads that it packs and sends, chunk by chunk, in turn.
 
-Decides nothing: who may read is the lease's business, and its owner is told when a read has ended.
+``lease.LEASE`` decides who may read, ``outgoing_read.OUTGOING_READ`` when a read has ended. This file packs and sends.
 """
 
 from __future__ import annotations
@@ -13,7 +13,17 @@ from functools import partial
 import msgspec
 
 from kvferry.connector.geometry.spans import MAX_CHUNKS, check_spans
-from kvferry.connector.protocol import messages
+from kvferry.connector.protocol import messages, outgoing_read
+from kvferry.connector.protocol.outgoing_read import (
+    ChannelIdle,
+    ChunkBegun,
+    ChunkSent,
+    OutgoingReadEffect,
+    OutgoingReadEvent,
+    SendFailed,
+    SendPhase,
+)
+from kvferry.connector.protocol.state_machine import Lifetime
 from kvferry.connector.transfer.caches import Ids, PageBox, RankCaches
 from kvferry.connector.transfer.sessions import Session
 from kvferry.transport.channels import Copy, SendChannel, Slot
@@ -22,11 +32,11 @@ from kvferry.transport.errors import GeometryError, ProtocolError
 logger = logging.getLogger("vllm.kvferry.sender")
 
 ENDED_READS = 4096
-"""Reads remembered per session after their end, so that a number is not used twice."""
+"""Reads that a session remembers after they have stopped, so that no number is used twice."""
 
 
 class PackedChunk(msgspec.Struct):
-    """A chunk on its way into its slot."""
+    """A chunk that is being packed into a slot, or waits there to be sent."""
 
     copy: Copy
     channel: SendChannel
@@ -36,56 +46,54 @@ class PackedChunk(msgspec.Struct):
 
 
 class OutgoingRead(msgspec.Struct, eq=False):
-    """A read on its way: ``begun`` of its ``boxes`` have been packed and sent, but for those in ``packing``. ``why``:
-    what broke it, empty if nothing did."""
+    """A read that P sends, one chunk per box of pages.
+
+    ``number``: by which D names the read. ``token``: names its lease. ``packing``: the chunks that have begun but are
+    not sent, in order.
+    """
 
     session: Session
     number: int
     token: bytes
     boxes: list[PageBox]
-    begun: int = 0
+    lifetime: Lifetime[outgoing_read.SendProgress, OutgoingReadEvent, OutgoingReadEffect]
     packing: deque[PackedChunk] = msgspec.field(default_factory=deque)
-    why: str = ""
 
     @property
-    def sent(self) -> int:
-        """How many of its chunks have been handed to the channel, the first ones."""
-        return self.begun - len(self.packing)
+    def begun(self) -> int:
+        """How many of its chunks, the first ones, have been begun."""
+        return self.lifetime.state.begun
 
     @property
     def key(self) -> tuple[bytes, int]:
         return self.session.identity, self.number
 
     @property
-    def over(self) -> bool:
-        """Whether nothing more of it will be sent, nor read from pages."""
-        return bool(self.why) or (self.sent == len(self.boxes) and not self.reading)
-
-    @property
     def reading(self) -> bool:
-        """Whether its last message is still being read from pages."""
+        """Whether the channel still reads its last message from P's pages."""
         channel = self.session.sender
         tag = None if channel is None else channel.reading
         return tag is not None and tag >> 32 == self.number
 
 
 class Sender:
-    """All reads that this rank is sending."""
+    """All reads that this rank sends. Chunks are stepped here, all other events of a read by the owner."""
 
     def __init__(self, caches: RankCaches) -> None:
         self._caches = caches
-        self._outgoing: deque[OutgoingRead] = deque()
-        self._ended: list[OutgoingRead] = []  # whose pages are still being packed from
+        self._outgoing: deque[OutgoingRead] = deque()  # SENDING or SENT, in the order of their turns
+        self._draining: list[OutgoingRead] = []
 
     def __len__(self) -> int:
+        """How many reads are SENDING or SENT."""
         return len(self._outgoing)
 
     def of(self, wanted: Callable[[OutgoingRead], bool]) -> list[OutgoingRead]:
-        """Those under way that are ``wanted``."""
+        """The reads that are SENDING or SENT, and ``wanted``."""
         return [outgoing for outgoing in self._outgoing if wanted(outgoing)]
 
     def check(self, session: Session, ask: messages.Ask, num_tokens: int, ids: Sequence[Ids]) -> None:
-        """Whether an ask can be served from blocks ``ids`` (per region) that hold ``num_tokens``.
+        """Check that an ask can be served from blocks ``ids`` (per region) that hold ``num_tokens``.
 
         Raises:
             GeometryError: its number was used before, or its spans are not ours, beyond the prompt or its blocks.
@@ -110,35 +118,49 @@ class Sender:
             boxes.extend(self._caches.cut(whole, span, ask.chunk_bytes, ours))
         return boxes
 
+    @staticmethod
+    def new(session: Session, ask: messages.Ask, boxes: list[PageBox], now: float) -> OutgoingRead:
+        """The read of an ask, one chunk per box; ``start`` begins to send it."""
+        lifetime = Lifetime(outgoing_read.OUTGOING_READ, outgoing_read.begin_sending(len(boxes)), now)
+        return OutgoingRead(session, ask.read, ask.token, boxes, lifetime)
+
     def start(self, outgoing: OutgoingRead) -> None:
         """Send it, in turn with the others."""
         self._outgoing.append(outgoing)
 
-    def turn(self) -> tuple[OutgoingRead, bool]:
-        """Pack the next chunk of the read whose turn it is, and send what has been packed; whether anything was. A read
-        that is ``over`` then waits for ``end``; without a free slot the next turn is another's."""
+    def turn(self, now: float) -> tuple[OutgoingRead, bool, OutgoingReadEvent | None]:
+        """Pack the next chunk of the read whose turn it is, and send the chunks that are packed.
+
+        Without a free slot nothing is packed, and the next turn is another read's.
+
+        Returns:
+            The read, whether a chunk was packed or sent, and the event that the owner must act on, if there is one.
+        """
         outgoing = self._outgoing[0]
         self._outgoing.rotate(-1)
-        try:
-            begun = self._begin(outgoing)
-            return outgoing, self._send(outgoing) or begun
-        except Exception as error:  # an error of the copy is this read's, not everybody's
-            logger.exception("kvferry: a chunk could not be packed and sent")
-            outgoing.why = repr(error)
-            return outgoing, False
-
-    def _begin(self, outgoing: OutgoingRead) -> bool:
         channel = outgoing.session.sender
         if channel is None or channel.error is not None:
-            outgoing.why = "the data plane is gone"
-            return False
-        if outgoing.begun == len(outgoing.boxes):  # the last of it is on its way
+            return outgoing, False, SendFailed("the data plane is gone")
+        try:
+            begun = self._begin(outgoing, channel, now)
+            sent, failure = self._send(outgoing, now)
+        except Exception as error:  # an error of the copy concerns this read only
+            logger.exception("kvferry: a chunk could not be packed and sent")
+            return outgoing, False, SendFailed(repr(error))
+        if failure:
+            return outgoing, sent or begun, SendFailed(f"a chunk could not be packed: {failure}")
+        all_sent = outgoing.lifetime.state.phase is SendPhase.SENT
+        return outgoing, sent or begun, ChannelIdle() if all_sent and not outgoing.reading else None
+
+    def _begin(self, outgoing: OutgoingRead, channel: SendChannel, now: float) -> bool:
+        if outgoing.begun == len(outgoing.boxes):  # its last chunk is being packed or sent
             return False
         box, tag = outgoing.boxes[outgoing.begun], outgoing.number << 32 | outgoing.begun
         if channel.sends_in_place and self._caches.in_pieces(box):
             if outgoing.packing or not channel.send_pieces(partial(self._caches.pieces, box), tag):
                 return False
-            outgoing.begun += 1
+            outgoing.lifetime.step(ChunkBegun(), now)
+            outgoing.lifetime.step(ChunkSent(), now)
             return True
         slot = channel.acquire()
         if slot is None:
@@ -149,58 +171,57 @@ class Sender:
             channel.give_back(slot)
             raise
         outgoing.packing.append(PackedChunk(copy, channel, slot, self._caches.nbytes(box), tag))
-        outgoing.begun += 1
+        outgoing.lifetime.step(ChunkBegun(), now)
         return True
 
     @staticmethod
-    def _send(outgoing: OutgoingRead) -> bool:
-        """Hand what has been packed to the channel, in order."""
+    def _send(outgoing: OutgoingRead, now: float) -> tuple[bool, str]:
+        """Hand the chunks that are packed to the channel, in order. Returns whether any was, and the error of the first
+        chunk that could not be packed."""
         sent = False
-        while outgoing.packing and outgoing.packing[0].copy.done and not outgoing.why:
+        while outgoing.packing and outgoing.packing[0].copy.done:
             packed = outgoing.packing[0]
             if packed.copy.error:
-                outgoing.why = f"a chunk could not be packed: {packed.copy.error}"
-                break
+                return sent, packed.copy.error
             outgoing.packing.popleft()
+            outgoing.lifetime.step(ChunkSent(), now)
             packed.channel.send(packed.slot, packed.nbytes, packed.tag)
             sent = True
-        return sent
+        return sent, ""
 
-    def end(self, outgoing: OutgoingRead) -> bool:
-        """Send no more of it; whether its last access to the pages is over. If not, ``drained`` tells of it later.
-        Reading by a socket happens on this very thread."""
+    def stop(self, outgoing: OutgoingRead) -> bool:
+        """Send no more of it; whether no copy reads its pages any more. If one does, ``drained`` returns the read once
+        its copies have ended. A socket reads pages on this very thread, so it stops here."""
         self._outgoing.remove(outgoing)
+        self._draining.append(outgoing)
         if outgoing.reading:
             assert outgoing.session.sender is not None
             outgoing.session.sender.stop_reading()
         sent = outgoing.session.sent
-        sent[outgoing.number] = outgoing.sent
+        sent[outgoing.number] = outgoing.lifetime.state.sent
         while len(sent) > ENDED_READS:
             sent.popitem(last=False)
-        if self._gave_back(outgoing):
-            return True
-        self._ended.append(outgoing)
-        return False
+        return self._gave_back(outgoing)
 
     def drained(self) -> list[OutgoingRead]:
-        """Reads that have ended before, whose last access to the pages is over since the last call."""
-        if not self._ended:
-            return []
-        drained = [outgoing for outgoing in self._ended if self._gave_back(outgoing)]
-        self._ended = [outgoing for outgoing in self._ended if outgoing not in drained]
-        return drained
+        """The reads that were stopped, and out of whose pages no copy runs any more."""
+        return [outgoing for outgoing in self._draining if self._gave_back(outgoing)]
+
+    def forget(self, outgoing: OutgoingRead) -> None:
+        """It has ended."""
+        self._draining.remove(outgoing)
 
     @staticmethod
     def _gave_back(outgoing: OutgoingRead) -> bool:
-        """Give slots back that nothing packs into any more; whether these are all."""
+        """Give back the slots into which no copy packs any more; whether these are all."""
         while outgoing.packing and outgoing.packing[0].copy.done:
             packed = outgoing.packing.popleft()
             packed.channel.give_back(packed.slot)
         return not outgoing.packing
 
     def flush(self, session: Session, cancel: messages.Cancel) -> int:
-        """After a cancelled read has ended: how many of its chunks D may wait for. Receives that D has posted beyond
-        what was sent are answered by empty messages, for they cannot be taken back.
+        """After a cancelled read has stopped: how many of its chunks D may wait for. D cannot take back the receives
+        that it has posted beyond the chunks that were sent, so empty messages answer them.
 
         Raises:
             ProtocolError: it names more chunks than a read may have.

@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 import torch
 
-from kvferry.connector.engine import worker
+from kvferry.connector.engine import worker_setup
 from kvferry.connector.transfer.copies import Copies, DeviceEvent
 from kvferry.transport.channels import Copy
 
@@ -82,5 +82,5 @@ def install(monkeypatch: pytest.MonkeyPatch) -> list[SlowCopies]:
         made.append(SlowCopies())
         return made[-1]
 
-    monkeypatch.setattr(worker, "copies_on", make)
+    monkeypatch.setattr(worker_setup, "copies_on", make)
     return made

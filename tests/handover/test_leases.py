@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import time
+from typing import Any
 
+import pytest
 import torch
-from gates import Gate, halves
+from gates import PATIENT, Gate, halves
 from opening import OURS, THEIRS, TOKENS
 from ranks import SOON, grant, let_time_pass, load_plan, peer, reason_of, renew_after, wait
 from stage import Stage
 
 from kvferry.connector.config import Settings
+from kvferry.connector.protocol.metrics import no_figures
 from kvferry.connector.protocol.step_plan import KeepLease, StepPlan
 
 
@@ -124,3 +128,32 @@ def test_a_second_consumer_may_take_over(stage: Stage) -> None:
     gate.open()
     assert wait(lambda: d1.received == {"r1"}, [p, d1])
     assert d1.failed == {"r1"}, "the lease ended with the other consumer's release"
+
+
+def test_a_release_that_cannot_be_sent_costs_nothing_else(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The load is reported, the other P rank frees its blocks, and the lease ends by itself."""
+    p = [stage.rank(tp_rank=rank, tp_size=2, settings=Settings(**PATIENT)) for rank in (0, 1)]
+    d = stage.rank(engine_id="engine-d")
+    for rank in p:
+        rank.fill(THEIRS, TOKENS)
+    token, keeper = grant(p, "req-p", THEIRS, TOKENS), halves(d)[1]._lease_keeper
+    real, asked = keeper._link, []
+
+    def link(engine: Any, address: Any) -> Any:
+        asked.append(address.tp_rank)
+        if address.tp_rank == 0:
+            raise OSError(errno.EMFILE, "planted")
+        return real(engine, address)
+
+    monkeypatch.setattr(keeper, "_link", link)
+    with caplog.at_level("WARNING", "vllm.kvferry"):
+        d.worker.post(load_plan("req-d", token, peer(p), OURS, 0, TOKENS))
+        assert wait(lambda: d.received == {"req-d"} and p[1].sent == {"req-p"}, [*p, d])
+    assert not d.failed and not p[0].sent and asked == [0, 1] and not keeper
+    assert wait(lambda: "release not sent" in (d.worker.rank_context.stats.take() or no_figures())["dropped"], [d])
+    (line,) = [record.getMessage() for record in caplog.records if "release was not sent" in record.getMessage()]
+    assert "planted" in line and "needed, released +" in line
+    let_time_pass(p[0], 700)
+    assert wait(lambda: p[0].sent == {"req-p"}, [*p, d]), "it expires"

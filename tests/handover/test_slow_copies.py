@@ -121,11 +121,17 @@ def test_a_producer_that_dies_is_told_after_the_last_copy(pair: tuple[Rank, Rank
 
 
 @pytest.mark.parametrize("side", [0, 1])
-def test_a_copy_that_fails_fails_its_request(pair: tuple[Rank, Rank], copies: list[SlowCopies], side: int) -> None:
+def test_a_copy_that_fails_fails_its_request(
+    pair: tuple[Rank, Rank], copies: list[SlowCopies], caplog: pytest.LogCaptureFixture, side: int
+) -> None:
     p, d = pair
     copies[side].error = "CUDA error: out of order"
-    begin(p, d)
-    assert wait(lambda: d.failed == {"req-d"} and p.sent == {"req-p"}, [p, d])
+    with caplog.at_level("WARNING", "vllm.kvferry"):
+        begin(p, d)
+        assert wait(lambda: d.failed == {"req-d"} and p.sent == {"req-p"}, [p, d])
+    if side == 0:  # both sides log how far the read had come at P
+        told = [r.getMessage() for r in caplog.records if "; the read at P: sending, draining +" in r.getMessage()]
+        assert len(told) == 2 and all("could not be packed: CUDA error" in line for line in told), caplog.text
     copies[side].error = ""
     begin(p, d, "again")
     assert wait(lambda: d.received == {"req-d", "again-d"}, [p, d])
@@ -157,7 +163,7 @@ def test_a_lease_is_granted_once_its_blocks_are_computed(stage: Stage) -> None:
     token, late = b"t" * 16, Late()
     lease = LeaseGrant("req-p", token, TOKENS, (pack_ids(THEIRS),))
     assert p.worker._transfer_thread is not None
-    p.worker._leased.add("req-p")
+    p.worker._ledger.post((), ["req-p"])
     p.worker._transfer_thread.post(StepPlan(leases=(lease,)), None, [late])
     d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
     assert not wait(lambda: bool(d.received), [p, d], seconds=0.5)

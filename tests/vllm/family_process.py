@@ -116,7 +116,7 @@ def hand_over(p: FamilyEngine, d: FamilyEngine, tokens: int, shared: int = 0) ->
 def fault(name: str) -> Iterator[None]:
     """Damage done on purpose: D's checks must notice it."""
     half = scheduler.SchedulerHalf
-    with mock.patch.object(half, "_check_kept", lambda *_: None) if name else mock.MagicMock():
+    with mock.patch.object(scheduler, "check_kept", lambda *_: None) if name else mock.MagicMock():
         if name == "P computes the last token too":
             with mock.patch.object(half, "num_tokens_for_d", lambda *_: 0):
                 yield

@@ -17,10 +17,10 @@ from yard import Lines, Yard
 
 from kvferry.connector.config import Settings
 from kvferry.connector.engine import worker
-from kvferry.connector.engine.scheduler import IncomingRequest, SchedulerHalf
-from kvferry.connector.engine.transfer_params import RemotePrompt
+from kvferry.connector.engine.scheduler import SchedulerHalf
+from kvferry.connector.engine.transfer_params import RemotePrompt, prompt_digest, to_transfer_params
 from kvferry.connector.geometry.engine_types import BlockTable, RequestView
-from kvferry.connector.protocol.step_plan import PeerEngine
+from kvferry.connector.protocol.step_plan import PeerEngine, RankAddress
 from kvferry.connector.protocol.transfer_estimate import TransferEstimate, TransferEstimates
 
 pytestmark = pytest.mark.vllm
@@ -179,10 +179,10 @@ def test_not_into_a_state() -> None:
         )
         half.free_blocks = lambda: 1000
         half.loads_finished((), {("p", 0): TransferEstimate(0.001, 1000)})
-        half._alive = {"r"}
-        remote_prompt = RemotePrompt(b"t" * 16, 64, "", PeerEngine("p", 1, 1, 30.0, ()))
-        half._incoming["r"] = IncomingRequest(remote_prompt)
-        assert half.num_new_matched_tokens(RequestView("r", None, list(range(65)), 65, 0), 0) == (64, not now)
+        ids, ranks = list(range(65)), (RankAddress(0, 0, "10.0.0.1", 1234, bytes(16)),)
+        remote_prompt = RemotePrompt(b"t" * 16, 64, prompt_digest(ids[:64], ()), PeerEngine("p", 1, 1, 30.0, ranks))
+        view = RequestView("r", to_transfer_params(remote_prompt), ids, 65, 0)
+        assert half.num_new_matched_tokens(view, 0) == (64, not now)
 
 
 def test_an_engine_that_computes_is_not_held_up(yard: Yard) -> None:

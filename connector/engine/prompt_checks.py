@@ -1,0 +1,57 @@
+"""Whether D can use the prompt that P holds for a request. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvferry.connector.engine.transfer_params import RemotePrompt, prompt_digest
+from kvferry.connector.geometry.engine_types import BlockTable, RequestView
+from kvferry.transport.errors import ProtocolError
+
+
+def check_prompt(request: RequestView, remote_prompt: RemotePrompt) -> None:
+    """Check that P has prefilled the request's prompt.
+
+    Raises:
+        ProtocolError: P has prefilled another prompt, or that cannot be told; says why.
+    """
+    ours = request.num_prompt_tokens
+    if remote_prompt.num_tokens > ours:  # fewer are fine: P may have left the last ones to D
+        raise ProtocolError(f"P prefilled {remote_prompt.num_tokens} prompt tokens, this request has {ours}")
+    if request.prompt_token_ids is None:
+        raise ProtocolError("its prompt is given as embeddings, which cannot be told apart from P's")
+    prefilled = request.prompt_token_ids
+    if remote_prompt.num_tokens < ours:
+        prefilled = prefilled[: remote_prompt.num_tokens]
+    if prompt_digest(prefilled, request.extra) != remote_prompt.prompt:
+        raise ProtocolError("P prefilled another prompt (tokens, LoRA adapter or multi-modal inputs differ)")
+
+
+def check_kept(tables: Sequence[BlockTable], remote_prompt: RemotePrompt, num_local: int, stop: int) -> None:
+    """Check that P still has the tokens with which D's blocks must be filled.
+
+    D fills a block whole or does not load it, because the engine offers the block to other requests. Where P's blocks
+    are smaller than D's, P may have given back a part of such a block.
+
+    Args:
+        tables: D's block tables.
+        remote_prompt: what P says of its own.
+        num_local: tokens that D has.
+        stop: tokens that D has after the load.
+
+    Raises:
+        ProtocolError: P has given back tokens that D needs; says which.
+    """
+    if any(table.kind == "state" for table in tables) and remote_prompt.num_tokens != stop:
+        raise ProtocolError(
+            f"P's state is that after {remote_prompt.num_tokens} tokens, needed is the one after {stop}"
+        )
+    for kind, window, kept in remote_prompt.kept:
+        ours = [table for table in tables if (table.kind, table.window) == (kind, window)]
+        first = min(
+            (max(num_local, t.first_needed(stop) // t.block_size * t.block_size) for t in ours), default=num_local
+        )
+        if kept > first:
+            raise ProtocolError(
+                f"P kept the window of {window} tokens from token {kept} on, our blocks begin at {first}"
+            )

@@ -1,0 +1,94 @@
+"""What a rank sets up once, when the engine has allocated its caches: their description, and the data planes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from kvferry.connector.config import Settings
+from kvferry.connector.geometry.compatibility import check_geometry
+from kvferry.connector.geometry.engine_types import LayerGroup, RankInfo
+from kvferry.connector.geometry.regions import ElementOrder, rank_geometry, regions
+from kvferry.connector.transfer.caches import RankCaches
+from kvferry.connector.transfer.copies import copies_on
+from kvferry.transport.channels import CPU
+from kvferry.transport.control.zap_auth import CurveKeys, configure_curve
+from kvferry.transport.errors import GeometryError, PlaneUnavailableError
+from kvferry.transport.plane import Plane, PlaneContext, PlaneMemory
+from kvferry.transport.registry import best_slot_bytes, best_staging_bytes, make_plane, preferred_planes
+
+
+def bind_caches(
+    settings: Settings,
+    info: RankInfo,
+    groups: Sequence[LayerGroup],
+    kv_caches: Mapping[str, torch.Tensor],
+    num_blocks: int | None,
+    places: ElementOrder | None,
+) -> tuple[RankCaches, tuple[int, ...]]:
+    """Describe a rank's caches for hand-overs; the arguments are those of ``WorkerHalf`` and ``WorkerHalf.register``.
+
+    Returns:
+        The caches, and the block table of each region.
+
+    Raises:
+        GeometryError: caches of a form that is not carried, or on a device on which kernels do not run.
+    """
+    found = regions(groups, kv_caches, info, num_blocks, places)
+    device = torch.device(found[0].view.device) if found else _device()
+    for region in found:
+        if torch.device(region.view.device) != device:
+            raise GeometryError(
+                f"layer {region.view.layers[0]!r}: its cache lies on {region.view.device}, others on {device}; "
+                "expected all on one device"
+            )
+    geometry = rank_geometry(info, groups, found)
+    check_geometry(geometry)  # no peer would accept it, so the engine fails at start-up
+    views = tuple(region.view for region in found)
+    caches = RankCaches(geometry, views, copies_on(device, settings.copy_sms), keep=dict(kv_caches))
+    return caches, tuple(region.table for region in found)
+
+
+def _device() -> torch.device:
+    """The device of a rank without caches: a pipeline stage with none of the layers that are handed over."""
+    initialized = torch.cuda.is_available() and torch.cuda.is_initialized()
+    return torch.device("cuda", torch.cuda.current_device()) if initialized else CPU
+
+
+def make_planes(settings: Settings, curve: CurveKeys | None, caches: RankCaches) -> tuple[list[Plane], dict[str, str]]:
+    """Make the data planes of a rank.
+
+    Returns:
+        The planes in order of preference; by the name of each other plane, why this rank cannot have it.
+
+    Raises:
+        PlaneUnavailableError: the rank cannot have the data plane that the settings name, or it can have none.
+    """
+    memory = PlaneMemory(caches.device, caches.ranges(), caches.copies.synchronize)
+    names = preferred_planes(caches.device) if settings.plane == "auto" else (settings.plane,)
+    staging_bytes = settings.staging_bytes or max(best_staging_bytes(caches.device), 4 * (settings.slot_bytes or 0))
+    planes: list[Plane] = []
+    missing: dict[str, str] = {}
+    for name in names:
+        try:
+            context = PlaneContext(
+                host=settings.side_channel_host,
+                slot_bytes=settings.slot_bytes or best_slot_bytes(name, caches.device, staging_bytes),
+                staging_bytes=staging_bytes,
+                configure_socket=lambda socket, server: configure_curve(socket, curve, server=server),
+                memory=memory,
+            )
+            plane = make_plane(name, context)
+            plane.offer()  # what it listens on must be had now, not at the first handshake
+            if plane.cannot_serve and settings.plane != "auto":
+                raise PlaneUnavailableError(plane.cannot_serve)
+        except PlaneUnavailableError as error:
+            if settings.plane != "auto":
+                raise
+            missing[name] = str(error)
+        else:
+            planes.append(plane)
+    if not planes:
+        raise PlaneUnavailableError("no data plane: " + "; ".join(f"{name}: {why}" for name, why in missing.items()))
+    return planes, missing

@@ -1,0 +1,197 @@
+"""The state machine of one request of an engine, as far as it may load KV from P. Pure: no I/O, no clock.
+
+``step(state, event, now) -> (state, effects)``::
+
+    NEW ──▶ LOCAL ─────────────────────────────────┐
+     │        ▲                                    │
+     │        │ refused                            ▼
+     └──▶ OFFERED ──▶ LOADING ──▶ SETTLED ──▶ ENDED
+               └──────────────────────▲
+
+vLLM asks again after a failed load and after preemption, and the same answer would loop for ever. So the engine is
+offered tokens only in OFFERED, and nothing leads back there. In SETTLED the engine has decided to load nothing, or the
+load was reported, or the load ends inside the step that computes with it. Effects are parts of the next step plan:
+every ``PlanKeep`` is followed by exactly one ``PlanLoad`` or ``PlanRelease``.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import get_args
+
+import msgspec
+from msgspec.structs import replace
+
+from kvferry.connector.protocol.state_machine import TransitionTable, ignore
+from kvferry.connector.protocol.step_plan import KeepLease, Load
+
+
+class RequestPhase(enum.Enum):
+    NEW = "new"
+    LOCAL = "computed here"
+    OFFERED = "offered"
+    LOADING = "loading"
+    SETTLED = "settled"
+    ENDED = "ended"
+
+
+class RequestState(msgspec.Struct, frozen=True):
+    """State.
+
+    Attributes:
+        start: the first token that the engine does not have, as the engine asked last.
+        in_step: the step in which the request is scheduled computes with the load, as the engine was answered last.
+    """
+
+    phase: RequestPhase = RequestPhase.NEW
+    start: int = 0
+    in_step: bool = False
+
+
+# --- events -----------------------------------------------------------------------------------------------------
+
+
+class NothingOffered(msgspec.Struct, frozen=True):
+    """P holds nothing for the request."""
+
+
+class PromptOffered(msgspec.Struct, frozen=True):
+    """P holds the request's prompt."""
+
+    keep: KeepLease
+
+
+class OfferRefused(msgspec.Struct, frozen=True):
+    """D cannot use P's prompt."""
+
+
+class EngineAnswered(msgspec.Struct, frozen=True):
+    """The engine asked how many tokens P has beyond the first ``start``."""
+
+    start: int
+    in_step: bool = False
+
+
+class LoadDeclined(msgspec.Struct, frozen=True):
+    """The engine has decided to load nothing."""
+
+
+class BlocksAllocated(msgspec.Struct, frozen=True):
+    """The engine has allocated the blocks of a load."""
+
+    load: Load
+
+
+class LoadReported(msgspec.Struct, frozen=True):
+    """The workers have reported a load of this request, whether it failed or not."""
+
+
+class RequestEnded(msgspec.Struct, frozen=True):
+    """The request has finished, or was aborted."""
+
+
+RequestEvent = (
+    NothingOffered
+    | PromptOffered
+    | OfferRefused
+    | EngineAnswered
+    | LoadDeclined
+    | BlocksAllocated
+    | LoadReported
+    | RequestEnded
+)
+
+# --- effects ----------------------------------------------------------------------------------------------------
+
+
+class PlanKeep(msgspec.Struct, frozen=True):
+    """Keep the request's lease alive."""
+
+    keep: KeepLease
+
+
+class PlanLoad(msgspec.Struct, frozen=True):
+    """Load the request's tokens, once."""
+
+    load: Load
+
+
+class PlanCancel(msgspec.Struct, frozen=True):
+    """Give up the request's load."""
+
+
+class PlanRelease(msgspec.Struct, frozen=True):
+    """The request loads nothing: it needs its lease no longer."""
+
+
+RequestEffect = PlanKeep | PlanLoad | PlanCancel | PlanRelease
+Outcome = tuple[RequestState, tuple[RequestEffect, ...]]
+
+# --- transitions ------------------------------------------------------------------------------------------------
+
+
+def _offered(state: RequestState, event: RequestEvent, now: float) -> Outcome:
+    assert isinstance(event, PromptOffered)
+    return replace(state, phase=RequestPhase.OFFERED), (PlanKeep(event.keep),)
+
+
+def _local(state: RequestState, event: RequestEvent, now: float) -> Outcome:
+    return replace(state, phase=RequestPhase.LOCAL), ()
+
+
+def _refused(state: RequestState, event: RequestEvent, now: float) -> Outcome:
+    return replace(state, phase=RequestPhase.LOCAL), (PlanRelease(),)
+
+
+def _answered(state: RequestState, event: RequestEvent, now: float) -> Outcome:
+    assert isinstance(event, EngineAnswered)
+    return replace(state, start=event.start, in_step=event.in_step), ()
+
+
+def _declined(state: RequestState, event: RequestEvent, now: float) -> Outcome:
+    return replace(state, phase=RequestPhase.SETTLED), (PlanRelease(),)
+
+
+def _allocated(state: RequestState, event: RequestEvent, now: float) -> Outcome:
+    assert isinstance(event, BlocksAllocated)
+    phase = RequestPhase.SETTLED if state.in_step else RequestPhase.LOADING
+    return replace(state, phase=phase), (PlanLoad(event.load),)
+
+
+def _reported(state: RequestState, event: RequestEvent, now: float) -> Outcome:
+    return replace(state, phase=RequestPhase.SETTLED), ()
+
+
+def _end_offered(state: RequestState, event: RequestEvent, now: float) -> Outcome:
+    return replace(state, phase=RequestPhase.ENDED), (PlanRelease(),)
+
+
+def _end_loading(state: RequestState, event: RequestEvent, now: float) -> Outcome:
+    return replace(state, phase=RequestPhase.ENDED), (PlanCancel(),)
+
+
+def _end(state: RequestState, event: RequestEvent, now: float) -> Outcome:
+    return replace(state, phase=RequestPhase.ENDED), ()
+
+
+_R = RequestPhase
+REQUEST: TransitionTable[RequestState, RequestEvent, RequestEffect] = TransitionTable(
+    "request",
+    RequestPhase,
+    get_args(RequestEvent),
+    (
+        ((_R.NEW,), (PromptOffered,), _offered),
+        ((_R.NEW,), (NothingOffered, OfferRefused), _local),
+        ((_R.OFFERED,), (OfferRefused,), _refused),
+        ((_R.OFFERED,), (EngineAnswered,), _answered),
+        # A report in OFFERED is of an earlier request of this id: the engine takes this one to be loaded.
+        ((_R.OFFERED,), (LoadDeclined, LoadReported), _declined),
+        ((_R.OFFERED,), (BlocksAllocated,), _allocated),
+        ((_R.OFFERED,), (RequestEnded,), _end_offered),
+        ((_R.LOADING,), (LoadReported,), _reported),
+        ((_R.LOADING,), (RequestEnded,), _end_loading),
+        ((_R.NEW, _R.LOCAL, _R.SETTLED), (RequestEnded,), _end),
+        # Once the engine has decided, or D has refused, nothing changes until the request ends.
+        (RequestPhase, get_args(RequestEvent), ignore),
+    ),
+)
