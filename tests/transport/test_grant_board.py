@@ -117,7 +117,7 @@ def test_it_is_seen_from_another_process() -> None:
     place = msgspec.msgpack.encode(writer.place).hex()
     script = (
         "import sys, msgspec; from kvferry.transport.grant_board import *\n"
-        f"reader = BoardReader(msgspec.msgpack.decode(bytes.fromhex({place!r}), type=Place))\n"
+        f"reader = BoardReader(msgspec.msgpack.decode(bytes.fromhex({place!r}), type=BoardAddress))\n"
         f"note = reader.find(bytes.fromhex({one.hex()!r}))\n"
         "print(note.text.decode(), note.stands, flush=True); sys.stdin.readline(); print(note.stands)\n"
     )
