@@ -9,16 +9,17 @@ from __future__ import annotations
 import ipaddress
 import os
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import msgspec.inspect
 from msgspec import Meta
 
 from kvferry.connector.geometry.rank_geometry import PRINTABLE
 from kvferry.transport.errors import ConfigError, did_you_mean
+from kvferry.transport.registry import plane_names
 
-PlaneName = Literal["auto", "cma", "cuda_ipc", "shm", "tcp", "ucx", "zmq"]
-
+AUTO = "auto"
+"""The setting ``plane`` that lets every pair of ranks take the fastest data plane that both have."""
 _MIB = 1 << 20
 _Port = Annotated[int, Meta(ge=0, le=65535)]
 _Line = Annotated[str, Meta(min_length=1, max_length=256, pattern=PRINTABLE)]
@@ -40,8 +41,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     ] = 0
     advertise_host: Annotated[str | None, _doc("address that peers connect to; where unset, side_channel_host")] = None
     plane: Annotated[
-        PlaneName, _doc("data plane; auto takes the fastest that works; a plane named here is used, or the start fails")
-    ] = "auto"
+        str, _doc("data plane; auto takes the fastest that works; a plane named here is used, or the start fails")
+    ] = AUTO
     slot_bytes: Annotated[
         Annotated[int, Meta(ge=64 << 10, le=256 * _MIB)] | None,
         _doc(
@@ -160,15 +161,19 @@ def load_settings(extra: Mapping[str, Any], environ: Mapping[str, str] | None = 
             msgspec.convert({name: value}, Settings)
         except msgspec.ValidationError as error:
             reason = str(error).split(" - at ")[0]
-            if reason.startswith("Invalid enum value"):  # quotes the value, does not tell the known ones
-                reason = (
-                    f"expected one of {', '.join(get_args(PlaneName))}{did_you_mean(str(value), get_args(PlaneName))}"
-                )
             shown = "***" if "secret" in name else _short(value)
             raise ConfigError(f"{origin[name]}: {shown} is not usable: {reason}") from None
+        if name == "plane" and value not in (known := plane_choices()):
+            reason = f"expected one of {', '.join(known)}{did_you_mean(value, known)}"
+            raise ConfigError(f"{origin[name]}: {_short(value)} is not usable: {reason}")
     settings = msgspec.convert(values, Settings)
     _check_together(settings)
     return settings
+
+
+def plane_choices() -> tuple[str, ...]:
+    """The values of the setting ``plane``: ``auto``, and every registered data plane."""
+    return AUTO, *plane_names()
 
 
 def _short(value: object) -> str:
@@ -224,6 +229,8 @@ def settings_table(names: Sequence[str] = ()) -> str:
         text = next(m.description for m in metas if m.description)
         default = "unset" if field.default is None else f"`{field.default}`"
         variable = f"`{ENVIRONMENT[field.name]}`" if field.name in ENVIRONMENT else ""
+        if field.name == "plane":
+            text += f": {', '.join(plane_choices())}"
         rows.append(f"| `{field.name}` | {default} | {_bounds(field.type)} | {variable} | {text} |")
     return "\n".join(rows)
 

@@ -9,13 +9,17 @@ import importlib
 from typing import NamedTuple
 
 KV_BINDING = "kvferry.connector.binding.kv_binding"
-BLOCK_SIZES = "kvferry.connector.binding.block_sizes"
 ATTENTION_GROUP = "kvferry.connector.binding.attention_group"
 KV_SPEC = "kvferry.connector.binding.kv_spec"
-BLOCK_ZEROER = "kvferry.connector.binding.block_zeroer"
-HOST_COPY = "kvferry.connector.binding.host_copy"
+ATTN_METADATA = "kvferry.connector.binding.attn_metadata"
+MEMORY_REQUEST = "kvferry.connector.binding.memory_request"
+SEQUENCE_PARALLEL = "kvferry.connector.binding.sequence_parallel"
+MM_PLACEHOLDERS = "kvferry.connector.binding.mm_placeholders"
+ENCODER_BUDGET = "kvferry.connector.binding.encoder_budget"
+BLOCK_OPS = "kvferry.connector.binding.block_ops"
 AGGREGATOR = "kvferry.connector.engine.aggregator"
 HELD = "0.32"
+OLDER = "0.26"
 OWN = "own test oracle"
 
 
@@ -70,11 +74,12 @@ UTILITIES = (
         OWN,
     ),
     Utility(
-        "select_common_block_size", BLOCK_SIZES,
+        "select_common_block_size", ATTENTION_GROUP,
         "select_common_block_size(kv_manager_block_size, backends, kv_cache_specs=None)", HELD,
     ),
     Utility(
-        "prepare_kernel_block_sizes", BLOCK_SIZES, "prepare_kernel_block_sizes(kv_cache_config, attn_groups)", HELD,
+        "prepare_kernel_block_sizes", ATTENTION_GROUP,
+        "prepare_kernel_block_sizes(kv_cache_config, attn_groups)", HELD,
     ),
     Utility(
         "get_kv_cache_spec", ATTENTION_GROUP, "get_kv_cache_spec(vllm_config)",
@@ -91,13 +96,18 @@ UTILITIES = (
         HELD, "maps block tables into new tensors; gives builders no block table width",
     ),
     Utility(
-        "KVBlockZeroer", BLOCK_ZEROER,
+        "KVBlockZeroer", BLOCK_OPS,
         "KVBlockZeroer(device, attn_groups_iter, kernel_block_sizes, static_forward_context, num_blocks, "
         "runner_only_attn_layers=None)",
         HELD, "takes any alignment, vLLM's class asserts 4 bytes; also runs on the CPU; checks block ids",
     ),
     Utility(
-        "copy_kv_blocks", HOST_COPY,
+        "_make_src_and_dst_indices", BLOCK_OPS,
+        "_make_src_and_dst_indices(src_block_ids, dst_block_ids, src_device, dst_device)",
+        HELD, "the copy to a device has ended on return; refuses ids that are not whole numbers",
+    ),
+    Utility(
+        "copy_kv_blocks", BLOCK_OPS,
         "copy_kv_blocks(src_kv_caches, dst_kv_caches, src_block_ids, dst_block_ids, direction)",
         HELD, "refuses lists of unequal length, which vLLM's function ignores, ids out of range and different shapes; "
         "compared with the block copies of vLLM's CUDA platform",
@@ -112,6 +122,51 @@ UTILITIES = (
     Utility(
         "get_current_attn_backend", ATTENTION_GROUP, "get_current_attn_backend(vllm_config, layer_names=None)",
         HELD, "also takes the layers by name; has no default backend where there are no layers",
+    ),
+    Utility(
+        "init_attn_backend", ATTN_METADATA,
+        "init_attn_backend(kv_cache_config, vllm_config, device, active_layer_names=None, draft_layer_names=None)",
+        HELD, "also takes the layers by name; takes a function that makes the backends of fast prefill; a sharing "
+        "layer in a group of several specs gets the spec of its target layer; does not check batch invariance",
+    ),
+    Utility(
+        "build_attn_metadata", ATTN_METADATA,
+        "build_attn_metadata(attn_groups, num_reqs, num_tokens, query_start_loc_gpu, query_start_loc_cpu, "
+        "max_query_len, seq_lens, max_seq_len, block_tables, slot_mappings, kv_cache_config, "
+        "seq_lens_cpu_upper_bound=None, dcp_local_seq_lens=None, dcp_local_seq_lens_cpu_upper_bound=None, "
+        "positions=None, is_prefilling=None, mm_req_doc_ranges=None, model_specific_attn_metadata=None, "
+        "for_cudagraph_capture=False, causal=True, rswa_prefix_lens=None, ubatch_idx=0, fast_prefill=None, "
+        "req_idx=None)",
+        HELD, "the batch is a dataclass of KVFerry, or vLLM's class as `common_metadata_type`; maps block tables "
+        "into new tensors; refuses fewer sequence lengths than requests",
+    ),
+    Utility(
+        "request_memory", MEMORY_REQUEST,
+        "request_memory(init_snapshot, cache_config, external_weight_memory=0)",
+        HELD, "refuses a utilization outside 0 to 1 and negative external weights",
+    ),
+    Utility(
+        "is_residual_scattered_for_sp", SEQUENCE_PARALLEL,
+        "is_residual_scattered_for_sp(vllm_config, num_input_tokens)",
+        OLDER, "vLLM 0.32 does not have it any more",
+    ),
+    Utility(
+        "sanity_check_mm_encoder_outputs", MM_PLACEHOLDERS,
+        "sanity_check_mm_encoder_outputs(mm_embeddings, expected_num_items)",
+        HELD, "a single tensor must have three axes, also with no items",
+    ),
+    Utility(
+        "gather_mm_placeholders", MM_PLACEHOLDERS, "gather_mm_placeholders(placeholders, is_embed)",
+        OWN, "vLLM 0.14 is the last release that has it; refuses masks that are not bool, and lengths that differ",
+    ),
+    Utility(
+        "scatter_mm_placeholders", MM_PLACEHOLDERS, "scatter_mm_placeholders(embeds, is_embed)",
+        OWN, "vLLM 0.14 is the last release that has it; refuses masks that are not bool, and one "
+        "embedding for several tokens",
+    ),
+    Utility(
+        "MultiModalBudget", ENCODER_BUDGET, "MultiModalBudget(vllm_config, mm_registry, *, enable_cache=True)",
+        HELD, "takes the processor's cache itself, or none",
     ),
 )  # fmt: skip
 

@@ -11,7 +11,6 @@ import logging
 import secrets
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import torch
 
@@ -20,18 +19,19 @@ from kvferry.connector.geometry.compatibility import check_geometry
 from kvferry.connector.geometry.engine_types import LayerGroup, RankInfo
 from kvferry.connector.geometry.regions import ElementOrder, rank_geometry, regions
 from kvferry.connector.protocol.messages import MAX_MESSAGE_BYTES
-from kvferry.connector.protocol.step_plan import Load, RankAddress, StepPlan, by_region
+from kvferry.connector.protocol.step_plan import Load, RankAddress, StepPlan, StepResults, by_region
 from kvferry.connector.protocol.transfer_estimate import UNKNOWN, EstimateKey, TransferEstimate
 from kvferry.connector.transfer.caches import RankCaches
 from kvferry.connector.transfer.consumer import FinishedLoad
 from kvferry.connector.transfer.copies import Copies, DeviceEvent, copies_on
 from kvferry.connector.transfer.rank_context import RankContext
 from kvferry.connector.transfer.transfer_thread import TransferThread
+from kvferry.transport.channels import CPU
 from kvferry.transport.control.listener import Listener
 from kvferry.transport.control.zap_auth import CurveKeys, configure_curve
 from kvferry.transport.errors import GeometryError, PlaneUnavailableError
-from kvferry.transport.plane import CPU, Plane
-from kvferry.transport.registry import PlaneMemory, best_slot_bytes, best_staging_bytes, make_plane, preferred_planes
+from kvferry.transport.plane import Plane, PlaneContext, PlaneMemory
+from kvferry.transport.registry import best_slot_bytes, best_staging_bytes, make_plane, preferred_planes
 from kvferry.transport.wake import RunningClock
 
 logger = logging.getLogger("vllm.kvferry.worker")
@@ -47,15 +47,6 @@ LOOK_SECONDS = 0.2
 GIVE_UP_SECONDS = 1.0
 """How much longer than P holds an ask a step waits for a load that it computes with: as long as one beside the steps
 would have had to be granted. It is far more than was expected."""
-
-
-@dataclass(slots=True)
-class StepResults:
-    """What the engine is told in one step; every id in it is told once."""
-
-    sent: set[str] = field(default_factory=set)
-    received: set[str] = field(default_factory=set)
-    failed: set[str] = field(default_factory=set)
 
 
 class WorkerHalf:
@@ -302,14 +293,14 @@ def _planes(settings: Settings, curve: CurveKeys | None, caches: RankCaches) -> 
     missing: dict[str, str] = {}
     for name in names:
         try:
-            plane = make_plane(
-                name,
+            context = PlaneContext(
                 host=settings.side_channel_host,
                 slot_bytes=settings.slot_bytes or best_slot_bytes(name, caches.device, staging_bytes),
                 staging_bytes=staging_bytes,
                 configure_socket=lambda socket, server: configure_curve(socket, curve, server=server),
                 memory=memory,
             )
+            plane = make_plane(name, context)
             plane.offer()  # what it listens on must be had now, not at the first handshake
             if plane.cannot_serve and settings.plane != "auto":
                 raise PlaneUnavailableError(plane.cannot_serve)

@@ -236,7 +236,7 @@ class TransferThread:
         ready: list[LeaseGrant] = []
         left: list[tuple[LeaseGrant, DeviceEvent | None]] = []
         for grant, computed in self._computing:
-            if computed is None or computed.passed:
+            if computed is None or computed.query():
                 ready.append(grant)
             else:
                 left.append((grant, computed))

@@ -17,6 +17,7 @@ RENAMED = {
     "kv_cache_raw_tensors": {"raw"},
     "attn_backends": {"layout"},
     "block_tables": set(),
+    "enable_cache": {"cache"},
 }
 """Parameters of vLLM's functions that ours do not have, and the parameters that replace them."""
 
