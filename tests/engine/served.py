@@ -18,10 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engines import LIB, Fleet, python_path
+from engines import CPU_ENVIRONMENT, LIB, Fleet, python_path, vllm_command
 from kv_bytes import compare, prompt_digest
 from pd_router import PREFILL_TAG
 from server import Server, metric_sum
+
+from tests.support.fork_server import fork_server
 
 START_SECONDS = 400
 """An engine starts in 25 s on an idle machine; others may use it too."""
@@ -42,7 +44,22 @@ PER_HEAD = {
 
 
 class PatientFleet(Fleet):
-    """Engines that wait long for one another, where a test says nothing else."""
+    """Engines that wait long for one another, where a test says nothing else, and that import nothing at their start."""
+
+    def spawn(self, name: str, command: Sequence[str], **options: Any) -> Server:
+        prefix = vllm_command()
+        if list(command[: len(prefix)]) != prefix or options.get("netns"):
+            return super().spawn(name, command, **options)
+        log = self.logs / f"{name}.log"
+        read_end, write_end = os.pipe()
+        arguments = ("-m", "tests.support.engine_process", str(self._grace), *command[len(prefix) :])
+        with log.open("wb") as file, open(os.devnull) as nothing:
+            files = (nothing.fileno(), file.fileno(), file.fileno(), read_end)
+            server = fork_server("tests.support.preload_vllm", CPU_ENVIRONMENT)
+            process: Any = server.start_with(files, *arguments, environment=options["environment"])
+        os.close(read_end)
+        self.servers.append(Server(name, process, write_end, log, options["host"], options["port"]))
+        return self.servers[-1]
 
     def engine(self, name: str, model: Path, **options: Any) -> Server:
         if "connector" not in options:  # settings of ours mean nothing to another
