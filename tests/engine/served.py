@@ -44,7 +44,7 @@ PER_HEAD = {
 
 
 class PatientFleet(Fleet):
-    """Engines that wait long for one another, where a test says nothing else, and that import nothing at their start."""
+    """Engines that wait long for one another, where a test says nothing else, and import nothing at their start."""
 
     def spawn(self, name: str, command: Sequence[str], **options: Any) -> Server:
         prefix = vllm_command()
