@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from ranks import Rank, grant, load_plan, peer, wait
+
+from tests.support.ranks import Rank, grant, load_plan, peer, wait
 
 TOKENS, THEIRS, OURS = 100, [9, 2, 17, 5, 11, 3, 1], [4, 1, 8, 2, 6, 3, 7]
 """A prompt, and its blocks on P and on D."""

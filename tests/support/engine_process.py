@@ -1,9 +1,9 @@
 """A vLLM engine in copies of one process that has imported vLLM: server, engine core and workers import nothing.
 
 ``python -m tests.support.engine_process GRACE serve MODEL ...`` runs in a program of a fork server whose preload is
-``tests.support.preload_vllm``. It becomes the warden of the engine, which ends it when the pipe on descriptor 3 closes.
-vLLM forks here where on the CPU it starts processes anew, as it does by default on GPUs. The examples' tests start
-``vllm serve`` by its command.
+``tests.support.preload_vllm``. It becomes the guard process of the engine and ends it when the pipe on descriptor 3
+closes. vLLM forks here where on the CPU it starts processes anew, as it does by default on GPUs. The tests of examples
+start ``vllm serve`` by its command.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import os
 import sys
 from typing import Any
 
-import warden
+from tests.support import process_guard
 
 PIPE = 3
 
 
 class ForkedChild:
-    """A child of this process, with what a warden needs of ``subprocess.Popen``."""
+    """A child of this process, with what a guard process needs of ``subprocess.Popen``."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -49,7 +49,7 @@ def main() -> None:
     sys.stdout.flush()
     engine = os.fork()
     if engine:
-        sys.exit(warden.guard(PIPE, grace, lambda: ForkedChild(engine)))
+        sys.exit(process_guard.guard(PIPE, grace, lambda: ForkedChild(engine)))
     os.close(PIPE)
     fork_for_spawn()
     from vllm.entrypoints.cli.main import main as vllm_main

@@ -5,7 +5,7 @@ cannot end them. So each engine gets this small parent: it holds the read end of
 launcher has, and when that closes (or the command ends, or SIGTERM or SIGINT comes) it ends whatever is left of its
 session and of its own descendants: SIGTERM first, SIGKILL after ``--grace`` seconds.
 
-    python warden.py --pipe FD --grace 5 -- command ...     (started by engines.py; standard library only)
+    python process_guard.py --pipe FD --grace 5 -- command ...     (started by engines.py; standard library only)
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def main() -> int:
 def guard(pipe: int, grace: float, start: Callable[[], Child]) -> int:
     """Run the child that ``start`` starts until it ends or ``pipe`` closes, then end the whole session; its status."""
     if os.getpgrp() != os.getpid():
-        sys.exit("warden: start me with start_new_session=True, I end my whole session")
+        sys.exit("process_guard: needs start_new_session=True, because it ends its whole session")
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans come to us, not to init
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_write, False)

@@ -1,6 +1,6 @@
 """A prefill and a decode engine behind a router, as their users see them: HTTP, metrics, and the KV bytes.
 
-Axes: KV is [B,H,N,C] per layer, digested by examples/lib/kv_bytes.py.
+Axes: KV is [B,H,N,C] per layer, digested by kv_bytes.py.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engines import CPU_ENVIRONMENT, LIB, Fleet, python_path, vllm_command
-from kv_bytes import compare, prompt_digest
-from pd_router import PREFILL_TAG
-from server import Server, metric_sum
-
+from examples.lib.pd_router import PREFILL_TAG
+from tests.support.engines import CPU_ENVIRONMENT, ServerGroup, vllm_command
 from tests.support.fork_server import fork_server
+from tests.support.kv_bytes import compare, prompt_digest
+from tests.support.server import Server, metric_sum
 
 START_SECONDS = 400
 """An engine starts in 25 s on an idle machine; others may use it too."""
@@ -34,16 +33,14 @@ PATIENT = {
     "ask_hold_seconds": 60.0,
 }  # fmt: skip
 """vLLM's workers spin on all cores of a small machine, and what answers has been seen to wait ten seconds for one."""
-HERE = Path(__file__).resolve().parent
 PER_HEAD = {
     "kv_bytes": False,
-    "arguments": ["--worker-extension-cls", "kv_heads.KVHeads"],
-    "environment": {"PYTHONPATH": python_path(LIB, HERE)},
+    "arguments": ["--worker-extension-cls", "tests.support.kv_heads.KVHeads"],
 }
 """How to start an engine whose KV is digested per head: for comparisons between different numbers of ranks."""
 
 
-class PatientFleet(Fleet):
+class PatientServerGroup(ServerGroup):
     """Engines that wait long for one another, where a test says nothing else, and import nothing at their start."""
 
     def spawn(self, name: str, command: Sequence[str], **options: Any) -> Server:
@@ -230,9 +227,9 @@ def at_once(
 class Pair:
     """P, D and a router. Tests leave it idle, without blocks held and without records."""
 
-    def __init__(self, fleet: Fleet, prefill: Server, decode: Server) -> None:
-        self.fleet, self.prefill, self.decode = fleet, prefill, decode
-        self.router = fleet.router(prefill, decode, timeout=240)
+    def __init__(self, group: ServerGroup, prefill: Server, decode: Server) -> None:
+        self.group, self.prefill, self.decode = group, prefill, decode
+        self.router = group.router(prefill, decode, timeout=240)
         for server in (prefill, decode):
             server.rpc("kv_watch")
 
@@ -277,7 +274,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def kill(server: Server) -> None:
-    """SIGKILL to the whole engine at once, as a machine that goes does; its warden tidies up after."""
+    """SIGKILL to the whole engine at once, as a machine that goes does; its guard process tidies up after."""
     for pid in descendants(server.process.pid):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
