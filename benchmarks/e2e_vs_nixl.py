@@ -27,15 +27,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples" / "lib"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / ".typing"))
 
 import report
-from engines import Fleet
-from fragment import empty_cache
-from model import ModelSpec, build_model, prompt_of
-from pd_client import stream
-from pd_router import PREFILL_TAG
-from server import EngineError, Server, metric_sum
+
+from examples.lib.pd_router import PREFILL_TAG
+from tests.support.engines import ServerGroup
+from tests.support.fragment import empty_cache
+from tests.support.pd_client import stream
+from tests.support.server import EngineError, Server, metric_sum
+from tests.support.tiny_model import ModelSpec, build_model, prompt_of
 
 OURS, THEIRS = "KVFerryConnector", "NixlConnector"
 LENGTHS = (257, 513, 1025, 2049, 4001)
@@ -93,14 +94,14 @@ def once(prefill: Server, decode: Server, prompt: str, tokens: int) -> tuple[flo
 
 def measure(connector: str, spec: ModelSpec, model: Path, args: argparse.Namespace, into: Samples) -> None:
     """Start two engines with this connector, measure all lengths, add to ``into``."""
-    with Fleet(args.folder / "logs") as fleet:
+    with ServerGroup(args.folder / "logs") as group:
         start = dict(connector=connector, dtype=spec.dtype, block_size=BLOCK, max_model_len=5120, kv_bytes=False)
         start["environment"] = {"VLLM_CPU_KVCACHE_SPACE": "2"}
         if connector == THEIRS:
             start["extra"] = {"num_threads": args.nixl_threads}
         names = [f"{connector}-{spec.layers}-{role}" for role in ("prefill", "decode")]
-        prefill, decode = (fleet.engine(name, model, **start) for name in names)
-        fleet.wait_ready(400)
+        prefill, decode = (group.engine(name, model, **start) for name in names)
+        group.wait_ready(400)
         handshake = into.measured(prefill, decode, prompt_of(model, BLOCK + 1, 1), BLOCK + 1)
         into.first.append(handshake[0] - handshake[1])
         for tokens in args.lengths:

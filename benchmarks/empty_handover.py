@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "handover"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / ".typing"))
 
 import report
-from rank_process import RemoteRank, remote_peer
-from ranks import Rank, load_plan
 
 from kvferry.connector.config import Settings
+from tests.support.rank_process import RemoteRank, remote_peer
+from tests.support.ranks import Rank, load_plan
 
 PLANES = ("cma", "shm", "tcp", "ucx", "zmq")
 SHAPE = {"layers": 32, "total_heads": 8, "blocks": 64, "block_size": 32, "content": 64}

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fragment import in_sequence
-from kv_bytes import compare
-from pd_client import METRICS, stream
-from pd_router import PREFILL_TAG
-from server import EngineError, Server, metric_sum
+from examples.lib.pd_router import PREFILL_TAG
+from tests.support.fragment import in_sequence
+from tests.support.kv_bytes import compare
+from tests.support.pd_client import METRICS, stream
+from tests.support.server import EngineError, Server, metric_sum
 
 
 @dataclass(frozen=True)

@@ -46,15 +46,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples" / "lib"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / ".typing"))
 
 import report
 from engine_pair import Pair, once, sources
-from engines import Fleet
-from fragment import block_count, empty_cache, scatter
 from gpu_tables import verdict
-from model import ModelSpec, build_model
-from server import EngineError
+
+from tests.support.engines import ServerGroup
+from tests.support.fragment import block_count, empty_cache, scatter
+from tests.support.server import EngineError
+from tests.support.tiny_model import ModelSpec, build_model
 
 OURS, THEIRS = "KVFerryConnector", "NixlConnector"
 STATES = ("fresh", "scattered", "emptied")
@@ -87,11 +88,11 @@ CPU = Setup(
 )  # fmt: skip
 
 
-def start(fleet: Fleet, connector: str, model: Path, setup: Setup, args: argparse.Namespace) -> Pair:
+def start(group: ServerGroup, connector: str, model: Path, setup: Setup, args: argparse.Namespace) -> Pair:
     extra = setup.nixl if connector == THEIRS else {"plane": args.plane}
     longest = max(512, max(args.lengths) + 64)
     engines = [
-        fleet.engine(
+        group.engine(
             f"{connector}-{role}", model, connector=connector, extra=extra, dtype=setup.spec.dtype,
             block_size=setup.block, max_model_len=longest, gpus=gpus, kv_cache_bytes=args.kv_gib << 30,
             policy=args.policy,
@@ -139,16 +140,18 @@ def row_of(pair: Pair, state: str, tokens: int, spec: ModelSpec) -> dict[str, An
     }  # fmt: skip
 
 
-def loaded_runs(fleet: Fleet, pairs: Sequence[Pair], model: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
+def loaded_runs(
+    group: ServerGroup, pairs: Sequence[Pair], model: Path, args: argparse.Namespace
+) -> list[dict[str, Any]]:
     """`vllm bench serve` through a router, twice per connector, on the block tables that are scattered by then."""
     from serve_load import Load, bench_serve
 
     load = Load(tokens=min(2000, max(args.lengths)), output=32, requests=args.load_requests, beside=8)
-    routers = {pair.connector: fleet.router(*pair.engines) for pair in pairs}
+    routers = {pair.connector: group.router(*pair.engines) for pair in pairs}
     rows = []
     for number, pair in enumerate([*pairs, *reversed(pairs)]):
         before = sources(pair.decode)
-        served = bench_serve(routers[pair.connector].url, model, load, 1 + number, fleet.logs / "bench_serve.log")
+        served = bench_serve(routers[pair.connector].url, model, load, 1 + number, group.logs / "bench_serve.log")
         grown = sources(pair.decode) - before
         if grown["local_compute"] > 0.1 * grown.total():
             raise EngineError(f"{pair.decode.name} computed prompts under load: {grown}")
@@ -199,12 +202,12 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 def measure(args: argparse.Namespace, setup: Setup) -> dict[str, Any]:
     began = time.monotonic()
     model = build_model(args.folder / "model", setup.spec, weights=False)
-    with Fleet(args.folder / "logs") as fleet:
-        pairs = [start(fleet, connector, model, setup, args) for connector in (OURS, THEIRS)]
+    with ServerGroup(args.folder / "logs") as group:
+        pairs = [start(group, connector, model, setup, args) for connector in (OURS, THEIRS)]
         if not args.no_load:
             with suppress(ImportError):  # said later
                 import serve_load  # noqa: F401  # imports vLLM, while the engines do
-        fleet.wait_ready(args.start_seconds)
+        group.wait_ready(args.start_seconds)
         for pair in pairs:
             pair.warm(args.lengths)
             # Either side loads from one that is new to it.
@@ -244,11 +247,11 @@ def measure(args: argparse.Namespace, setup: Setup) -> dict[str, Any]:
         result = result_of(pairs, rounds, setup, args.policy)
         save(args, result)  # the load takes as long again, and may not end
         try:
-            result["rows"] += [] if args.no_load else loaded_runs(fleet, pairs, model, args)
+            result["rows"] += [] if args.no_load else loaded_runs(group, pairs, model, args)
         except EngineError:
             raise
         except (Exception, SystemExit) as error:  # what vLLM's tool says of itself or of its options: the rest stands
-            print(f"`vllm bench serve` did not run: {error!r}; {fleet.logs}/bench_serve.log")
+            print(f"`vllm bench serve` did not run: {error!r}; {group.logs}/bench_serve.log")
         for pair in pairs:
             pair.check_failed()
         return result

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 from gpu_cases import Config, Point
-from gpu_ways import MOVING
+from gpu_methods import MOVING
 
 HERE = Path(__file__).resolve().parent
 OPEN_SECONDS, MOVE_SECONDS, END_SECONDS = 180.0, 30.0, 5.0
@@ -24,7 +24,7 @@ PUSHES = ("ucxx_raw",)
 """Kinds whose source has to work while the target receives."""
 
 
-class ContenderError(Exception):
+class ProcessError(Exception):
     """A contender could not do what it was told; one line."""
 
 
@@ -36,7 +36,7 @@ class Process:
         self.printed = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the process)
         shown = {"CUDA_VISIBLE_DEVICES": gpus} if config.device == "cuda" else {}
         self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "gpu_contenders.py"), msgspec.json.encode(config).decode()],
+            [sys.executable, str(HERE / "gpu_processes.py"), msgspec.json.encode(config).decode()],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.printed,
@@ -54,7 +54,7 @@ class Process:
             self.process.stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
             self.process.stdin.flush()
         except BrokenPipeError:
-            raise ContenderError(self._ended()) from None
+            raise ProcessError(self._ended()) from None
 
     def answer(self, seconds: float = MOVE_SECONDS) -> Any:
         """Raises ContenderError where the process fails, ends, or says nothing for so long, which ends it."""
@@ -64,15 +64,15 @@ class Process:
             if not self._selector.select(max(0.0, deadline - time.monotonic())):
                 self.process.kill()
                 self.process.wait()
-                raise ContenderError(f"no answer within {seconds:g} s; {self.last_words()}")
+                raise ProcessError(f"no answer within {seconds:g} s; {self.last_words()}")
             data = os.read(self.process.stdout.fileno(), 1 << 20)
             if not data:
-                raise ContenderError(self._ended())
+                raise ProcessError(self._ended())
             self._buffered += data
         line, self._buffered = self._buffered.split(b"\n", 1)
         told = json.loads(line)
         if "error" in told:
-            raise ContenderError(told["error"])
+            raise ProcessError(told["error"])
         return told["answer"]
 
     def ask(self, do: str, **arguments: Any) -> Any:
@@ -187,8 +187,8 @@ def move(source: Process, target: Process, way: str, point: str, repeats: int, p
     target.tell("move", point=point, way=way, repeats=repeats, ticket=ticket, peer=peer)
     try:
         seconds: list[float] = target.answer()
-    except ContenderError:
-        with contextlib.suppress(ContenderError):  # the first error tells more
+    except ProcessError:
+        with contextlib.suppress(ProcessError):  # the first error tells more
             _settle(source, alone, pushes)
         raise
     starts = _settle(source, alone, pushes)
@@ -208,10 +208,10 @@ def verify(source: Process, target: Process, way: str, point: str, peer: str = "
     target.ask("scrub", point=point, way=way)
     wanted = source.ask("digest", point=point, way=way, side="p")
     if target.ask("digest", point=point, way=way, side="d") == wanted:
-        raise ContenderError("D holds P's bytes before they are moved: the check would see nothing")
+        raise ProcessError("D holds P's bytes before they are moved: the check would see nothing")
     (seconds,) = move(source, target, way, point, 1, peer)
     if target.ask("digest", point=point, way=way, side="d") != wanted:
-        raise ContenderError("other bytes on D than on P")
+        raise ProcessError("other bytes on D than on P")
     return seconds
 
 

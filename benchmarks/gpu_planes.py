@@ -41,8 +41,8 @@ from typing import Any
 import gpu_tables
 import report
 from gpu_cases import CORE, FIRST, FIRST_POINT, LONG, MAIN, MORE, ONE_BLOCK, SMALL, Config, Point, small
-from gpu_pairs import ContenderError, Pair, Process, gpus, introduce, move, transports, verify
-from gpu_ways import Contender, chosen
+from gpu_methods import Method, chosen
+from gpu_pairs import Pair, Process, ProcessError, gpus, introduce, move, transports, verify
 
 MIN_ROUNDS = 5
 TURN_SECONDS, TURN_MOVES = 0.02, 8
@@ -68,7 +68,7 @@ STARTED = time.monotonic()
 class Run:
     """One run: pairs of processes, what they took, and what failed."""
 
-    def __init__(self, contenders: list[Contender], points: tuple[Point, ...], options: argparse.Namespace) -> None:
+    def __init__(self, contenders: list[Method], points: tuple[Point, ...], options: argparse.Namespace) -> None:
         self.contenders, self.points = contenders, points
         self.main = next(point for point in points if point.name == MAIN)
         self.options = options
@@ -86,10 +86,10 @@ class Run:
 
     # --- processes ----------------------------------------------------------------------------------------------
 
-    def _pair_of(self, contender: Contender) -> str:
+    def _pair_of(self, contender: Method) -> str:
         return str(dict(contender.settings)["plane"]) if contender.pair == "plane" else contender.pair
 
-    def _takes(self, contender: Contender, point: Point) -> bool:
+    def _takes(self, contender: Method, point: Point) -> bool:
         return contender.takes(point, self.main)
 
     def open(self) -> None:
@@ -115,7 +115,7 @@ class Run:
             try:
                 pair.join()
                 self.ready.add(name)
-            except ContenderError as error:
+            except ProcessError as error:
                 log(f"{name} does not start: {error}")
                 for contender in self.contenders:
                     if self._pair_of(contender) == name:
@@ -144,7 +144,7 @@ class Run:
         try:
             self.pairs[name].join()
             log(f"{name} is started anew")
-        except ContenderError as error:
+        except ProcessError as error:
             log(f"{name} does not start anew: {error}")
 
     def close(self) -> None:
@@ -158,7 +158,7 @@ class Run:
 
     # --- points -------------------------------------------------------------------------------------------------
 
-    def attempt(self, contender: Contender, point: Point, repeats: int | None) -> None:
+    def attempt(self, contender: Method, point: Point, repeats: int | None) -> None:
         """Move once more; ``repeats`` None verifies, and finds out how often a turn may. An error is remembered."""
         key = contender.name, point.name
         if key in self.errors:
@@ -173,7 +173,7 @@ class Run:
             (took,) = pair.move(contender.name, point.name)
             self.repeats[key] = max(1, min(TURN_MOVES, int(TURN_SECONDS / took)))
             self.leads[key] = int(took < LEAD_SECONDS)
-        except ContenderError as error:
+        except ProcessError as error:
             self.errors[key] = str(error)
             log(f"{contender.name} fails at {point.name}: {error}")
             self._revive(self._pair_of(contender))
@@ -206,7 +206,7 @@ class Run:
             for take in (self._first_handovers, self._fixed_cost, self._beside_a_busy_thread):
                 try:
                     take(name, "" if name == nameless else f"{name}_")
-                except ContenderError as error:
+                except ProcessError as error:
                     what = take.__name__.strip("_")
                     self.errors[name, what] = str(error)
                     log(f"{name}: {what} fails: {error}")

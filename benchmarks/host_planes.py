@@ -44,7 +44,7 @@ class Process:
 
     def __init__(self, kind: str, role: str, config: dict[str, Any], environ: dict[str, str]) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "host_contenders.py"), kind, role, json.dumps(config)],
+            [sys.executable, str(HERE / "host_processes.py"), kind, role, json.dumps(config)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | {"OMP_NUM_THREADS": "1", "UCX_WARN_UNUSED_ENV_VARS": "n"} | environ,

@@ -24,7 +24,7 @@ NAMES = {
     "memcpy": "memcpy",
 }
 CPU_POLICY = "recompute"
-"""``kv_load_failure_policy`` of the engines that ``examples/lib/engines.py`` starts for ``e2e_vs_nixl.py``; used where
+"""``kv_load_failure_policy`` of the engines that ``tests/support/engines.py`` starts for ``e2e_vs_nixl.py``; used where
 a result does not name its policy."""
 
 

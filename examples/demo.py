@@ -19,14 +19,15 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent / "lib"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / ".typing"))
 
 import httpx
-from engines import Fleet
-from kv_bytes import compare
-from model import ModelSpec, build_model, prompt_of
-from pd_client import METRICS, loads, settled, stream
-from server import EngineError
+
+from tests.support.engines import ServerGroup
+from tests.support.kv_bytes import compare
+from tests.support.pd_client import METRICS, loads, settled, stream
+from tests.support.server import EngineError
+from tests.support.tiny_model import ModelSpec, build_model, prompt_of
 
 LENGTHS = (20, 100, 500, 1000, 2000)
 FOLDER = Path(__file__).resolve().parent.parent / ".demo"
@@ -50,13 +51,13 @@ class Row:
 class Demo:
     """One prefill server, one decode server, one router."""
 
-    def __init__(self, fleet: Fleet, model: Path, connector: str, max_tokens: int) -> None:
-        self.fleet, self.model, self.connector, self.max_tokens = fleet, model, connector, max_tokens
+    def __init__(self, group: ServerGroup, model: Path, connector: str, max_tokens: int) -> None:
+        self.group, self.model, self.connector, self.max_tokens = group, model, connector, max_tokens
         self.names = METRICS[connector]
-        self.prefill = fleet.engine("prefill", model, connector=connector)
-        self.decode = fleet.engine("decode", model, connector=connector)
-        fleet.wait_ready()
-        self.router = fleet.router(self.prefill, self.decode)
+        self.prefill = group.engine("prefill", model, connector=connector)
+        self.decode = group.engine("decode", model, connector=connector)
+        group.wait_ready()
+        self.router = group.router(self.prefill, self.decode)
         for engine in (self.prefill, self.decode):
             engine.rpc("kv_watch")
         self.warm_up()
@@ -153,8 +154,8 @@ def main() -> int:
     rows: list[Row] = []
     try:
         print("starting two vLLM servers; on 2 cores that takes about a minute", flush=True)
-        with Fleet(args.folder / "logs") as fleet:
-            demo = Demo(fleet, model, args.connector, args.max_tokens)
+        with ServerGroup(args.folder / "logs") as group:
+            demo = Demo(group, model, args.connector, args.max_tokens)
             print("\n" + line(HEADINGS), flush=True)
             for tokens in args.lengths:
                 if args.plant_corruption:

@@ -20,11 +20,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent / "lib"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / ".typing"))
 
-from engines import CPU_ENVIRONMENT, transfer_config
-from model import build_model, prompt_of
-from pd_router import PREFILL_TAG
+from examples.lib.pd_router import PREFILL_TAG
+from tests.support.engines import CPU_ENVIRONMENT, transfer_config
+from tests.support.tiny_model import build_model, prompt_of
 
 
 def make_llm(model: str) -> Any:

@@ -28,7 +28,7 @@ SPLIT = {"tests/transport/test_planes.py": r"\[(?:.*-)?(shm|tcp|zmq|ucx)\b"}
 """Files whose tests make several groups, and the part of a test's name by which they do."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Long files first, and the tests of a file, or of one of its groups, in one process of pytest-xdist."""
 
     def file_of(item: pytest.Item) -> str:
@@ -36,7 +36,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     rank = {name: number for number, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: rank.get(file_of(item), len(rank)))
-    for item in items:
+    for item in items if config.pluginmanager.hasplugin("xdist") else ():
         name = file_of(item)
         part = re.search(SPLIT.get(name, "$^"), item.nodeid)
         item.add_marker(pytest.mark.xdist_group(f"{name} {part[1]}" if part else name))

@@ -18,14 +18,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "lib"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / ".typing"))
 
 import httpx
-from engines import CPU_ENVIRONMENT, LIB, Fleet, vllm_command
-from kv_bytes import compare
-from model import build_model, prompt_of
-from pd_client import METRICS, loads, settled, stream
-from server import EngineError, Server
+
+from tests.support.engines import CPU_ENVIRONMENT, ServerGroup, python_path, vllm_command
+from tests.support.kv_bytes import compare
+from tests.support.pd_client import METRICS, loads, settled, stream
+from tests.support.server import EngineError, Server
+from tests.support.tiny_model import build_model, prompt_of
 
 HERE = Path(__file__).resolve().parent
 _CLONE_NEWNET = 0x40000000
@@ -67,18 +68,25 @@ def enter(namespace: str) -> None:
             raise EngineError(f"cannot enter {namespace}: {os.strerror(ctypes.get_errno())}")
 
 
-def start(fleet: Fleet, name: str, address: str, model: Path, netns: str | None) -> Server:
+def start(group: ServerGroup, name: str, address: str, model: Path, netns: str | None) -> Server:
     arguments = ["--served-model-name", "model", "--max-model-len", "4096", "--enforce-eager"]
-    arguments += ["--block-size", "32", "--dtype", "float32", "--worker-extension-cls", "kv_bytes.KVBytes"]
+    arguments += [
+        "--block-size",
+        "32",
+        "--dtype",
+        "float32",
+        "--worker-extension-cls",
+        "tests.support.kv_bytes.KVBytes",
+    ]
     env = {
         **CPU_ENVIRONMENT,
         "PORT": "8000",
         "PYTHON": sys.executable,
         "VLLM": " ".join(vllm_command()),
-        "PYTHONPATH": str(LIB),
+        "PYTHONPATH": python_path(),
     }
     script = [str(HERE / f"{name}.sh"), str(model), address, *arguments]
-    server = fleet.spawn(name, script, host=address, port=8000, environment=env, netns=netns)
+    server = group.spawn(name, script, host=address, port=8000, environment=env, netns=netns)
     server.is_engine = True
     return server
 
@@ -86,15 +94,15 @@ def start(fleet: Fleet, name: str, address: str, model: Path, netns: str | None)
 def run(folder: Path, tokens: int) -> None:
     """Raises EngineError, naming what was not as it should be."""
     model = build_model(folder / "model")
-    with two_hosts() as (p_name, p_address, d_name, d_address), Fleet(folder / "netns-logs") as fleet:
+    with two_hosts() as (p_name, p_address, d_name, d_address), ServerGroup(folder / "netns-logs") as group:
         print(f"host of prefill: {p_address} in {p_name}; host of decode, router and client: {d_address} in {d_name}")
         enter(d_name)
-        prefill = start(fleet, "prefill", p_address, model, p_name)
-        decode = start(fleet, "decode", d_address, model, None)
-        fleet.wait_ready()
+        prefill = start(group, "prefill", p_address, model, p_name)
+        decode = start(group, "decode", d_address, model, None)
+        group.wait_ready()
         command = [str(HERE / "router.sh"), p_address, d_address, "--host", d_address]
-        router = fleet.spawn("router", command, host=d_address, port=9000, environment={"PYTHON": sys.executable})
-        fleet.wait_ready(30)
+        router = group.spawn("router", command, host=d_address, port=9000, environment={"PYTHON": sys.executable})
+        group.wait_ready(30)
         for engine in (prefill, decode):
             engine.rpc("kv_watch")
         names = METRICS["KVFerryConnector"]

@@ -7,9 +7,10 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
-from engines import Fleet
-from model import ModelSpec, build_model
-from served import START_SECONDS, Pair, PatientFleet, eventually, no_block_held
+
+from tests.support.engines import ServerGroup
+from tests.support.served import START_SECONDS, Pair, PatientServerGroup, eventually, no_block_held
+from tests.support.tiny_model import ModelSpec, build_model
 
 TELLING = re.compile(r"kvferry: |WARNING|ERROR|Traceback")
 SHOWN_LINES = 40
@@ -20,9 +21,9 @@ def pytest_runtest_makereport(item: pytest.Function) -> Generator[None, pytest.T
     """Beside a failure what the engines wrote: why a load failed stands in their logs alone."""
     report = yield
     if report.failed:
-        owners = [getattr(value, "fleet", value) for value in item.funcargs.values()]
-        fleets = {id(owner): owner for owner in owners if isinstance(owner, Fleet)}
-        for server in [server for fleet in fleets.values() for server in fleet.servers]:
+        owners = [getattr(value, "group", value) for value in item.funcargs.values()]
+        fleets = {id(owner): owner for owner in owners if isinstance(owner, ServerGroup)}
+        for server in [server for group in fleets.values() for server in group.servers]:
             lines = [line for line in server.log_text().splitlines() if TELLING.search(line)]
             report.sections.append((f"log of {server.name}", "\n".join(lines[-SHOWN_LINES:])))
     return report
@@ -35,10 +36,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def running_pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    with PatientFleet(tmp_path_factory.mktemp("logs")) as fleet:
-        prefill, decode = (fleet.engine(name, model) for name in ("prefill", "decode"))
-        fleet.wait_ready(START_SECONDS)
-        pair = Pair(fleet, prefill, decode)
+    with PatientServerGroup(tmp_path_factory.mktemp("logs")) as group:
+        prefill, decode = (group.engine(name, model) for name in ("prefill", "decode"))
+        group.wait_ready(START_SECONDS)
+        pair = Pair(group, prefill, decode)
         pair.check([7] * 40)  # the first hand-over pays for the handshake
         yield pair
 
@@ -55,7 +56,7 @@ def pair(running_pair: Pair) -> Iterator[Pair]:
 
 
 @pytest.fixture
-def fleet(tmp_path: Path) -> Iterator[Fleet]:
+def group(tmp_path: Path) -> Iterator[ServerGroup]:
     """For engines of a test's own."""
-    with PatientFleet(tmp_path / "logs") as fleet:
-        yield fleet
+    with PatientServerGroup(tmp_path / "logs") as group:
+        yield group

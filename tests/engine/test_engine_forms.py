@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import Fleet, free_port
-from served import (
+
+from tests.support.engines import ServerGroup, free_port
+from tests.support.served import (
     PER_HEAD,
     START_SECONDS,
-    PatientFleet,
+    PatientServerGroup,
     complete,
     corrupted,
     count,
@@ -30,7 +31,7 @@ from served import (
     records,
     tokens_of,
 )
-from server import Server, metric_sum
+from tests.support.server import Server, metric_sum
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 CHUNK = 256
@@ -41,75 +42,75 @@ FEW_BLOCKS = 12
 
 
 @dataclass
-class Yard:
+class SharedEngines:
     """One plain engine for all tests of this module; others beside it on demand, ended after the test."""
 
-    fleet: Fleet
+    group: ServerGroup
     model: Path
     plain: Server
 
     def beside(self, name: str, *arguments: str, **kwargs: Any) -> Server:
-        engine = start(self.fleet, self.model, name, *arguments, **kwargs)
-        ready(self.fleet, engine)
+        engine = start(self.group, self.model, name, *arguments, **kwargs)
+        ready(self.group, engine)
         return engine
 
 
-def start(fleet: Fleet, model: Path, name: str, *arguments: str, **kwargs: Any) -> Server:
-    return fleet.engine(name, model, **{**PER_HEAD, "arguments": [*PER_HEAD["arguments"], *arguments]}, **kwargs)
+def start(group: ServerGroup, model: Path, name: str, *arguments: str, **kwargs: Any) -> Server:
+    return group.engine(name, model, **{**PER_HEAD, "arguments": [*PER_HEAD["arguments"], *arguments]}, **kwargs)
 
 
-def ready(fleet: Fleet, *engines: Server) -> None:
-    fleet.wait_ready(START_SECONDS, engines)
+def ready(group: ServerGroup, *engines: Server) -> None:
+    group.wait_ready(START_SECONDS, engines)
     for engine in engines:
         engine.rpc("kv_watch")
 
 
 @pytest.fixture(scope="module")
-def running(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Yard]:
-    with PatientFleet(tmp_path_factory.mktemp("forms")) as fleet:
-        plain = start(fleet, model, "plain", "--max-num-batched-tokens", str(CHUNK), "--scheduling-policy", "priority")
-        ready(fleet, plain)
-        yield Yard(fleet, model, plain)
+def running(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedEngines]:
+    with PatientServerGroup(tmp_path_factory.mktemp("forms")) as group:
+        plain = start(group, model, "plain", "--max-num-batched-tokens", str(CHUNK), "--scheduling-policy", "priority")
+        ready(group, plain)
+        yield SharedEngines(group, model, plain)
 
 
 @pytest.fixture
-def yard(running: Yard) -> Iterator[Yard]:
+def shared(running: SharedEngines) -> Iterator[SharedEngines]:
     yield running
-    for engine in running.fleet.servers[:]:
+    for engine in running.group.servers[:]:
         assert engine.alive and engine.healthy(), engine.log_tail()
         if engine is not running.plain:
-            running.fleet.stop(engine)
+            running.group.stop(engine)
 
 
-def test_two_ranks_and_one(yard: Yard) -> None:
-    two = yard.beside("tp2", "--tensor-parallel-size", "2", "--max-num-batched-tokens", str(CHUNK))
-    for p, d in ((two, yard.plain), (yard.plain, two)):
+def test_two_ranks_and_one(shared: SharedEngines) -> None:
+    two = shared.beside("tp2", "--tensor-parallel-size", "2", "--max-num-batched-tokens", str(CHUNK))
+    for p, d in ((two, shared.plain), (shared.plain, two)):
         for tokens in (20, 64, 2 * CHUNK + 33):
             loaded_prompt(p, d, prompt(tokens, tokens + (p is two)))
     for rank, head in ((0, 0), (1, HEADS // 2)):
-        said = corrupted(yard.plain, two, prompt(40, 900 + rank), "1", str(rank))
+        said = corrupted(shared.plain, two, prompt(40, 900 + rank), "1", str(rank))
         assert f"differ in 1 of {LAYERS * HEADS} layers" in said and said.endswith(f".attn#{head}"), said
 
 
-def test_two_stages_and_one(yard: Yard) -> None:
+def test_two_stages_and_one(shared: SharedEngines) -> None:
     """vLLM's CPU engine of two stages ends at its first forward when it is started with --enforce-eager."""
-    two = yard.beside(
+    two = shared.beside(
         "pp2", "--pipeline-parallel-size", "2", "--no-enforce-eager", "--max-num-batched-tokens", str(CHUNK)
     )
-    for p, d in ((two, yard.plain), (yard.plain, two)):
+    for p, d in ((two, shared.plain), (shared.plain, two)):
         for tokens in (20, 64, 2 * CHUNK + 33):
             ids = prompt(tokens, tokens + 2 + (p is two))
             alone = tokens_of(complete(d, ids, cache_salt="alone"))
             assert [loaded_prompt(p, d, ids)] == alone
     for stage in range(2):
-        said = corrupted(yard.plain, two, prompt(40, 900 + stage), "1", str(stage))
+        said = corrupted(shared.plain, two, prompt(40, 900 + stage), "1", str(stage))
         assert f"differ in 1 of {LAYERS * HEADS} layers" in said and f"layers.{stage * LAYERS // 2}." in said, said
 
 
-def test_drafts_priorities_and_too_few_blocks(yard: Yard) -> None:
+def test_drafts_priorities_and_too_few_blocks(shared: SharedEngines) -> None:
     """vLLM's n-gram drafts, and more requests than blocks: some are preempted, on D after their prompt was loaded."""
-    plain = yard.plain
-    busy = yard.beside(
+    plain = shared.plain
+    busy = shared.beside(
         "busy", "--speculative-config", json.dumps(DRAFTS), "--num-gpu-blocks-override", str(FEW_BLOCKS),
         "--max-model-len", "320", "--max-num-batched-tokens", "320", "--scheduling-policy", "priority",
     )  # fmt: skip
@@ -139,7 +140,7 @@ def preemptions(server: Server) -> float:
     return metric_sum(server.metrics(), "vllm:num_preemptions_total") or 0
 
 
-def test_beside_another_connector(yard: Yard, tmp_path: Path) -> None:
+def test_beside_another_connector(shared: SharedEngines, tmp_path: Path) -> None:
     """The second child of MultiConnector, after vLLM's store of prompts in files."""
     children = [
         {
@@ -149,8 +150,8 @@ def test_beside_another_connector(yard: Yard, tmp_path: Path) -> None:
         },
         {"kv_connector": "KVFerryConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"},
     ]
-    plain = yard.plain
-    multi = yard.beside("multi", connector="MultiConnector", extra={"connectors": children})
+    plain = shared.plain
+    multi = shared.beside("multi", connector="MultiConnector", extra={"connectors": children})
     for p, d in ((multi, plain), (plain, multi)):
         for tokens in (20, 300):
             ids = prompt(tokens, tokens + 4 + (p is multi))
@@ -164,10 +165,12 @@ def test_beside_another_connector(yard: Yard, tmp_path: Path) -> None:
     assert "lease of" not in plain.log.read_text(errors="replace")[lines:]
 
 
-def test_two_replicas_of_an_engine(yard: Yard, tmp_path: Path) -> None:
+def test_two_replicas_of_an_engine(shared: SharedEngines, tmp_path: Path) -> None:
     """Two data-parallel ranks behind one HTTP server: P or D each by itself, with ports in a row."""
-    plain, port = yard.plain, free_port()
-    both = yard.beside("dp2", "--data-parallel-size", "2", "--api-server-count", "1", extra={"side_channel_port": port})
+    plain, port = shared.plain, free_port()
+    both = shared.beside(
+        "dp2", "--data-parallel-size", "2", "--api-server-count", "1", extra={"side_channel_port": port}
+    )
     engine_ids = set()
     for replica in range(2):
         for tokens in (20, 300):

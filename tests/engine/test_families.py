@@ -8,10 +8,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from engines import Fleet
-from families import FAMILIES, WINDOW
-from kv_bytes import prompt_digest
-from served import START_SECONDS, Pair, complete, differ, prompt, records, tokens_of
+
+from tests.support.engines import ServerGroup
+from tests.support.families import FAMILIES, WINDOW
+from tests.support.kv_bytes import prompt_digest
+from tests.support.served import START_SECONDS, Pair, complete, differ, prompt, records, tokens_of
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
@@ -22,15 +23,15 @@ computed, a token too early for a D that computes the last one again. The last i
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_family(fleet: Fleet, tmp_path: Path, name: str) -> None:
+def test_family(group: ServerGroup, tmp_path: Path, name: str) -> None:
     family = FAMILIES[name]
     model = family.build(tmp_path / "model")
     prefill, decode = (
-        fleet.engine(side, model, dtype=family.dtype, block_size=BLOCK, arguments=family.arguments)
+        group.engine(side, model, dtype=family.dtype, block_size=BLOCK, arguments=family.arguments)
         for side in ("prefill", "decode")
     )
-    fleet.wait_ready(START_SECONDS)
-    pair = Pair(fleet, prefill, decode)
+    group.wait_ready(START_SECONDS)
+    pair = Pair(group, prefill, decode)
     watched = decode.rpc("kv_watch")[0]
     assert (len(watched["layers"]), len(watched["states"])) == (family.layers, family.states)
     for tokens in LENGTHS:

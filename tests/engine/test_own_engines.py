@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from engines import Fleet
-from served import (
+
+from tests.support.engines import ServerGroup
+from tests.support.served import (
     START_SECONDS,
     Pair,
-    PatientFleet,
+    PatientServerGroup,
     complete,
     count,
     eventually,
@@ -22,33 +23,33 @@ from served import (
     records,
     tokens_of,
 )
-from server import EngineError, Server
+from tests.support.server import EngineError, Server
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
 
 @dataclass
-class Yard:
+class SharedEngines:
     """One P for all tests of this module, with every plane on offer."""
 
-    fleet: Fleet
+    group: ServerGroup
     prefill: Server
 
 
 @pytest.fixture(scope="module")
-def yard(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Yard]:
-    with PatientFleet(tmp_path_factory.mktemp("own")) as fleet:
-        prefill = fleet.engine("prefill", model)
-        fleet.wait_ready(START_SECONDS)
-        yield Yard(fleet, prefill)
+def shared(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedEngines]:
+    with PatientServerGroup(tmp_path_factory.mktemp("own")) as group:
+        prefill = group.engine("prefill", model)
+        group.wait_ready(START_SECONDS)
+        yield SharedEngines(group, prefill)
 
 
-def test_p_is_killed_and_restarted(yard: Yard, model: Path) -> None:
+def test_p_is_killed_and_restarted(shared: SharedEngines, model: Path) -> None:
     """D recomputes what P can no longer give, serves alone while P is away, and then loads from the new P."""
-    fleet, prefill = yard.fleet, yard.prefill
-    decode = fleet.engine("decode", model)
-    fleet.wait_ready(START_SECONDS, [decode])
-    pair = Pair(fleet, prefill, decode)
+    group, prefill = shared.group, shared.prefill
+    decode = group.engine("decode", model)
+    group.wait_ready(START_SECONDS, [decode])
+    pair = Pair(group, prefill, decode)
     pair.check(prompt(200, 1))
 
     ids = prompt(300, 2)
@@ -62,64 +63,64 @@ def test_p_is_killed_and_restarted(yard: Yard, model: Path) -> None:
     assert len(tokens_of(complete(pair.router, prompt(100, 3)))[0]) == 8, "the router goes on with D alone"
     no_block_held(decode)
 
-    fleet.stop(prefill)
-    pair.prefill = yard.prefill = fleet.engine("prefill-again", model, port=prefill.port)
-    fleet.wait_ready(START_SECONDS, [pair.prefill])
+    group.stop(prefill)
+    pair.prefill = shared.prefill = group.engine("prefill-again", model, port=prefill.port)
+    group.wait_ready(START_SECONDS, [pair.prefill])
     pair.prefill.rpc("kv_watch")
     late = complete(decode, ids, kv_transfer_params=params, cache_salt="late")
     assert tokens_of(late) == tokens_of(recomputed), "parameters of the P that was: recomputed, not mistaken"
     no_block_held(decode)
     eventually(lambda: complete(pair.router, prompt(40, 4)) and records(pair.prefill), "the router is back")
     pair.check(prompt(350, 5))
-    fleet.stop(decode)
-    fleet.stop(pair.router)
+    group.stop(decode)
+    group.stop(pair.router)
 
 
 @pytest.mark.parametrize("plane", ["cma", "shm", "tcp", "zmq", pytest.param("ucx", marks=pytest.mark.ucx)])
-def test_over_every_plane(yard: Yard, model: Path, plane: str) -> None:
-    fleet, prefill = yard.fleet, yard.prefill
-    decode = fleet.engine(f"decode-{plane}", model, extra={"plane": plane})
-    fleet.wait_ready(START_SECONDS, [decode])
-    pair = Pair(fleet, prefill, decode)
+def test_over_every_plane(shared: SharedEngines, model: Path, plane: str) -> None:
+    group, prefill = shared.group, shared.prefill
+    decode = group.engine(f"decode-{plane}", model, extra={"plane": plane})
+    group.wait_ready(START_SECONDS, [decode])
+    pair = Pair(group, prefill, decode)
     for tokens in (33, 400, 1500):
         pair.check(prompt(tokens, tokens + len(plane)), plane=plane)
-    fleet.stop(decode)
-    fleet.stop(pair.router)
+    group.stop(decode)
+    group.stop(pair.router)
     no_block_held(prefill)
     eventually(prefill.healthy, "P serves on")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_between_blocks_of_32_and_of_64_tokens(yard: Yard, model: Path, dtype: str) -> None:
+def test_between_blocks_of_32_and_of_64_tokens(shared: SharedEngines, model: Path, dtype: str) -> None:
     """Both directions. vLLM packs a block's tokens in an order of its own: keys transposed, or in tiles for AMX."""
-    fleet = yard.fleet
-    small = yard.prefill if dtype == "float32" else fleet.engine(f"32-{dtype}", model, dtype=dtype)
-    large = fleet.engine(f"64-{dtype}", model, dtype=dtype, block_size=64)
-    fleet.wait_ready(START_SECONDS, [small, large])
+    group = shared.group
+    small = shared.prefill if dtype == "float32" else group.engine(f"32-{dtype}", model, dtype=dtype)
+    large = group.engine(f"64-{dtype}", model, dtype=dtype, block_size=64)
+    group.wait_ready(START_SECONDS, [small, large])
     for p, d in ((small, large), (large, small)):
-        pair = Pair(fleet, p, d)
+        pair = Pair(group, p, d)
         for tokens in (2, 33, 64, 70, 500):
             pair.check(prompt(tokens, tokens + (p is large)))
-        fleet.stop(pair.router)
+        group.stop(pair.router)
     for server in (small, large):
-        if server is not yard.prefill:
-            fleet.stop(server)
+        if server is not shared.prefill:
+            group.stop(server)
 
 
-def test_settings_that_cannot_be_end_the_engine_in_one_line(fleet: Fleet, model: Path) -> None:
-    engine = fleet.engine("misspelt", model, extra={"slot_byte": 1 << 20})
+def test_settings_that_cannot_be_end_the_engine_in_one_line(group: ServerGroup, model: Path) -> None:
+    engine = group.engine("misspelt", model, extra={"slot_byte": 1 << 20})
     with pytest.raises(EngineError, match="ended with code"):
-        fleet.wait_ready(START_SECONDS)
+        group.wait_ready(START_SECONDS)
     said = [line for line in engine.log.read_text(errors="replace").splitlines() if "did you mean 'slot_bytes'" in line]
     assert said
 
 
-def test_the_first_forward_of_a_d_may_be_one_token(yard: Yard, model: Path) -> None:
+def test_the_first_forward_of_a_d_may_be_one_token(shared: SharedEngines, model: Path) -> None:
     """In bfloat16 vLLM's AMX attention then runs before anybody has asked the kernel for AMX (where there is any)."""
-    pair = [yard.fleet.engine(name, model, dtype="bfloat16", kv_bytes=False) for name in ("bf16-p", "bf16-d")]
+    pair = [shared.group.engine(name, model, dtype="bfloat16", kv_bytes=False) for name in ("bf16-p", "bf16-d")]
     for engine in pair:
         engine.is_engine = False  # no prompt to warm it up
-    yard.fleet.wait_ready(START_SECONDS, pair)
+    shared.group.wait_ready(START_SECONDS, pair)
     prefill, decode = pair
     ids = prompt(200, 5)
     params = prefill_leg(prefill, ids)
@@ -127,4 +128,4 @@ def test_the_first_forward_of_a_d_may_be_one_token(yard: Yard, model: Path) -> N
     assert len(tokens_of(answer)) > 0
     assert count(decode).external >= len(ids) - 1, "it was loaded, so D computed the last token alone"
     for engine in pair:
-        yard.fleet.stop(engine)
+        shared.group.stop(engine)

@@ -9,7 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import zmq
-from served import (
+
+from kvferry.transport.channels import CPU
+from kvferry.transport.registry import preferred_planes
+from tests.support.served import (
     LEASE_SECONDS,
     Pair,
     at_once,
@@ -26,10 +29,7 @@ from served import (
     tokens_of,
     usage,
 )
-from server import metric_sum
-
-from kvferry.transport.channels import CPU
-from kvferry.transport.registry import preferred_planes
+from tests.support.server import metric_sum
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 

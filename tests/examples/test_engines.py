@@ -1,4 +1,4 @@
-"""The launcher of examples/lib: nothing that it started outlives it, however it ends."""
+"""The launcher of engines: nothing that it started outlives it, however it ends."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-import engines
 import pytest
-from engines import Fleet
-from server import EngineError, metric_sum, parse_metrics
+
+from tests.support import engines
+from tests.support.engines import ServerGroup
+from tests.support.server import EngineError, metric_sum, parse_metrics
 
 # An "engine" as bad as vLLM's: it ignores SIGTERM, has a child that does too, and one that left the session.
 STUBBORN = """
@@ -37,9 +38,9 @@ import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in a shell's background
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
-from engines import Fleet
-with Fleet(Path(sys.argv[2]), grace=0.3) as fleet:
-    fleet.spawn("bad", [sys.executable, "-c", sys.argv[3], sys.argv[2] + "/pids"], host="127.0.0.1", port=1)
+from tests.support.engines import ServerGroup
+with ServerGroup(Path(sys.argv[2]), grace=0.3) as group:
+    group.spawn("bad", [sys.executable, "-c", sys.argv[3], sys.argv[2] + "/pids"], host="127.0.0.1", port=1)
     print("started", flush=True)
     if sys.argv[4] == "raise":
         pids = Path(sys.argv[2]) / "pids"
@@ -69,7 +70,7 @@ def wait_for(condition, seconds: float) -> bool:  # type: ignore[no-untyped-def]
 
 @pytest.mark.parametrize("end", ["SIGKILL", "SIGTERM", "SIGINT", "raise"])
 def test_no_process_outlives_the_launcher(tmp_path: Path, end: str) -> None:
-    command = [sys.executable, "-c", LAUNCHER, str(engines.LIB), str(tmp_path), STUBBORN, end]
+    command = [sys.executable, "-c", LAUNCHER, str(engines.ROOT / ".typing"), str(tmp_path), STUBBORN, end]
     launcher = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     pids: list[int] = []
 
@@ -94,14 +95,14 @@ def test_no_process_outlives_the_launcher(tmp_path: Path, end: str) -> None:
 def test_close_ends_all_and_only_its_own(tmp_path: Path) -> None:
     other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
     try:
-        with Fleet(tmp_path, grace=0.3) as fleet:
-            server = fleet.spawn("a", [sys.executable, "-c", STUBBORN, f"{tmp_path}/pids"], host="x", port=1)
+        with ServerGroup(tmp_path, grace=0.3) as group:
+            server = group.spawn("a", [sys.executable, "-c", STUBBORN, f"{tmp_path}/pids"], host="x", port=1)
             assert wait_for(
                 lambda: (tmp_path / "pids").exists() and len((tmp_path / "pids").read_text().split()) == 3, 90
             )
             pids = [int(line) for line in (tmp_path / "pids").read_text().split()]
-            fleet.stop(server)
-            assert not running(pids) and not fleet.servers
+            group.stop(server)
+            assert not running(pids) and not group.servers
         assert other.poll() is None
     finally:
         other.kill()
@@ -110,18 +111,18 @@ def test_close_ends_all_and_only_its_own(tmp_path: Path) -> None:
 
 def test_an_engine_that_dies_is_told_with_its_first_error_and_its_end(tmp_path: Path) -> None:
     program = "print('ValueError: the cause'); [print('later', i) for i in range(99)]; raise SystemExit(3)"
-    with Fleet(tmp_path) as fleet:
-        fleet.spawn("bad", [sys.executable, "-c", program], host="127.0.0.1", port=1)
+    with ServerGroup(tmp_path) as group:
+        group.spawn("bad", [sys.executable, "-c", program], host="127.0.0.1", port=1)
         with pytest.raises(EngineError, match=r"(?s)bad ended with code 3.*the cause.*later 98"):
-            fleet.wait_ready(90)
+            group.wait_ready(90)
 
 
 def test_an_engine_that_never_answers_is_told(tmp_path: Path) -> None:
     said: list[str] = []
-    with Fleet(tmp_path, say=said.append) as fleet:
-        fleet.spawn("mute", [sys.executable, "-c", "import time; time.sleep(60)"], host="127.0.0.1", port=1)
+    with ServerGroup(tmp_path, say=said.append) as group:
+        group.spawn("mute", [sys.executable, "-c", "import time; time.sleep(60)"], host="127.0.0.1", port=1)
         with pytest.raises(EngineError, match=r"mute did not answer on http://127.0.0.1:1/health within 10 s"):
-            fleet.wait_ready(10)
+            group.wait_ready(10)
     assert any("mute: starting" in line for line in said)
 
 
@@ -139,23 +140,23 @@ def test_no_vllm_process_outlives_a_killed_launcher(tmp_path: Path) -> None:
 import sys
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
-from engines import Fleet
-from model import ModelSpec, build_model
+from tests.support.engines import ServerGroup
+from tests.support.tiny_model import ModelSpec, build_model
 folder = Path(sys.argv[2])
-with Fleet(folder / "logs") as fleet:
-    engine = fleet.engine("only", build_model(folder / "model", ModelSpec(layers=1)), connector=None)
-    fleet.wait_ready()
+with ServerGroup(folder / "logs") as group:
+    engine = group.engine("only", build_model(folder / "model", ModelSpec(layers=1)), connector=None)
+    group.wait_ready()
     print("session", engine.process.pid, flush=True)
     sys.stdin.read()
 """
-    command = [sys.executable, "-c", program, str(engines.LIB), str(tmp_path)]
+    command = [sys.executable, "-c", program, str(engines.ROOT / ".typing"), str(tmp_path)]
     launcher = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     session = 0
     try:
         assert launcher.stdout is not None
         session = next(int(line.split()[1]) for line in launcher.stdout if line.startswith("session"))
         family = _session(session)
-        assert len(family) >= 3, f"expected warden, server, EngineCore and worker, found {family}"
+        assert len(family) >= 3, f"expected guard process, server, EngineCore and worker, found {family}"
         launcher.kill()
         launcher.wait()
         assert wait_for(lambda: not running(family) and not _session(session), 90), _session(session)
@@ -179,7 +180,7 @@ def _session(session: int) -> list[int]:
 def test_network_namespaces_without_root_are_refused_in_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = engines.LIB.parent / "two_node" / "run_netns.py"
+    path = engines.ROOT / "examples" / "two_node" / "run_netns.py"
     spec = importlib.util.spec_from_file_location("run_netns", path)
     assert spec is not None and spec.loader is not None
     example = importlib.util.module_from_spec(spec)
@@ -194,14 +195,14 @@ def test_network_namespaces_without_root_are_refused_in_one_line(
 @pytest.mark.parametrize("arguments", [[], ["model"]])
 @pytest.mark.parametrize("script", ["prefill.sh", "decode.sh", "router.sh"])
 def test_scripts_say_what_they_need(script: str, arguments: list[str]) -> None:
-    command = [str(engines.LIB.parent / "two_node" / script), *arguments]
+    command = [str(engines.ROOT / "examples" / "two_node" / script), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 2 and done.stderr.startswith("usage:") and len(done.stderr.splitlines()) == 1
 
 
 def test_scripts_make_the_command_that_the_readme_shows() -> None:
     """prefill.sh with `echo` in place of vllm: the JSON must survive the shell."""
-    command = [str(engines.LIB.parent / "two_node" / "decode.sh"), "some/model", "10.0.0.1", "--dtype", "auto"]
+    command = [str(engines.ROOT / "examples" / "two_node" / "decode.sh"), "some/model", "10.0.0.1", "--dtype", "auto"]
     environment = {**os.environ, "VLLM": "printf %s\\n", "PORT": "8001"}
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120, env=environment)
     said = done.stdout.split("\n")

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(420)]
 
 
 def run(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """The script in a session of its own; on a timeout its wardens end the engines."""
+    """The script in a session of its own; on a timeout its guard processes end the engines."""
     command = [sys.executable, str(EXAMPLES / script), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from kv_bytes import Cached, KVBytes, compare, digest, places_of, prompt_digest, rows_of
+
+from tests.support.kv_bytes import Cached, KVBytes, compare, digest, places_of, prompt_digest, rows_of
 
 PAGE = 32
 LAYERS = ("model.layers.0.attn", "model.layers.1.attn")

@@ -9,22 +9,23 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import engines
 import pytest
-from fragment import block_count, in_sequence
-from server import EngineError, parse_metrics
+
+from tests.support import engines
+from tests.support.fragment import block_count, in_sequence
+from tests.support.server import EngineError, parse_metrics
 
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """``Fleet.engine`` without a process: the command and the environment that it would have had."""
+    """``ServerGroup.engine`` without a process: the command and the environment that it would have had."""
 
     def spawn(self: Any, name: str, command: Sequence[str], *, environment: Mapping[str, str], **_: Any) -> Any:
         return SimpleNamespace(command=list(command), environment=dict(environment))
 
-    monkeypatch.setattr(engines.Fleet, "spawn", spawn)
+    monkeypatch.setattr(engines.ServerGroup, "spawn", spawn)
     monkeypatch.setattr(engines, "vllm_command", lambda: ["vllm"])
-    return lambda **options: engines.Fleet(tmp_path).engine("one", tmp_path, **options)
+    return lambda **options: engines.ServerGroup(tmp_path).engine("one", tmp_path, **options)
 
 
 def test_an_engine_on_gpus_sees_its_own_and_takes_its_share(started: Any) -> None:

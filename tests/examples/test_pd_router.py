@@ -14,11 +14,12 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
-from pd_router import PREFILL_TAG, Router, Timeouts, prefill_body
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+
+from examples.lib.pd_router import PREFILL_TAG, Router, Timeouts, prefill_body
 
 PARAMS = {"do_remote_prefill": True, "remote_engine_id": "p-0", "kvferry": {"v": 1, "token": "00ff"}, "odd": [1, None]}
 

@@ -18,12 +18,12 @@ from zlib import crc32
 
 import pytest
 import torch
-from engines import Fleet
-from fragment import in_sequence, scatter
-from gpu_forms import Case, Form, cases
-from kv_bytes import prompt_digest
-from model import ModelSpec, build_model
-from served import (
+
+from tests.gpu.gpu_forms import Case, Form, cases
+from tests.support.engines import ServerGroup
+from tests.support.fragment import in_sequence, scatter
+from tests.support.kv_bytes import prompt_digest
+from tests.support.served import (
     LEASE_SECONDS,
     PER_HEAD,
     START_SECONDS,
@@ -39,7 +39,8 @@ from served import (
     prompt,
     records,
 )
-from server import Server
+from tests.support.server import Server
+from tests.support.tiny_model import ModelSpec, build_model
 
 THERE = torch.cuda.device_count()
 pytestmark = [
@@ -69,7 +70,7 @@ def params(*names: str) -> list[Any]:
 
 
 @dataclass
-class Yard:
+class SharedEngines:
     """The engines, by form; ``scattered`` are those whose free blocks are in scattered order."""
 
     engines: dict[Form, Server]
@@ -85,14 +86,14 @@ class Yard:
         self.scattered.update(fresh)
 
 
-def start(fleet: Fleet, form: Form, models: Path) -> Server:
+def start(group: ServerGroup, form: Form, models: Path) -> Server:
     spec = MODELS[form.heads]
     arguments = [
         *PER_HEAD["arguments"], "--attention-backend", form.attention, "--num-gpu-blocks-override", str(form.blocks),
         "--tensor-parallel-size", str(form.tensor), "--pipeline-parallel-size", str(form.pipeline),
         "--max-num-seqs", str(form.blocks // 5), "--disable-custom-all-reduce",
     ]  # fmt: skip
-    return fleet.engine(
+    return group.engine(
         form.name, build_model(models / f"{form.heads}-heads", spec), dtype=spec.dtype, block_size=form.block,
         extra={"plane": form.plane, "lease_seconds": LEASE_SECONDS}, gpus=form.gpus(THERE), kv_bytes=False,
         policy=form.policy, arguments=arguments,
@@ -101,18 +102,18 @@ def start(fleet: Fleet, form: Form, models: Path) -> Server:
 
 
 @pytest.fixture(scope="module")
-def yard(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Yard]:
+def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedEngines]:
     """Engines of all cases that this run selected, started at once."""
     calls = [item.callspec for item in request.session.items if hasattr(item, "callspec")]
     chosen = [call.params["case"] for call in calls if isinstance(call.params.get("case"), Case)]
     forms = {form: None for case in chosen if case.needs <= THERE for form in (case.p, case.d)}
     folder = tmp_path_factory.mktemp("gpu")
-    with Fleet(folder / "logs") as fleet:
-        engines = {form: start(fleet, form, folder) for form in forms}
-        fleet.wait_ready(START_SECONDS)
+    with ServerGroup(folder / "logs") as group:
+        engines = {form: start(group, form, folder) for form in forms}
+        group.wait_ready(START_SECONDS)
         for engine in engines.values():
             engine.rpc("kv_watch")
-        yield Yard(engines)
+        yield SharedEngines(engines)
 
 
 def prompt_for(case: Case, tokens: int, what: str) -> list[int]:
@@ -140,8 +141,8 @@ def hand_over(p: Server, d: Server, ids: list[int], plane: str) -> tuple[list[in
 
 
 @pytest.mark.parametrize("case", params())
-def test_bytes_counters_and_plane(yard: Yard, case: Case) -> None:
-    p, d = yard.pair(case)
+def test_bytes_counters_and_plane(shared: SharedEngines, case: Case) -> None:
+    p, d = shared.pair(case)
     for tokens in (2, 64, 65, 1500):
         hand_over(p, d, prompt_for(case, tokens, "fresh"), case.d.plane)
     chosen = re.findall(r"kvferry: data plane to .+? is (\w+)", d.log.read_text(errors="replace"))
@@ -151,9 +152,9 @@ def test_bytes_counters_and_plane(yard: Yard, case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", params())
-def test_scattered_block_tables(yard: Yard, case: Case) -> None:
-    p, d = yard.pair(case)
-    yard.scatter(case.p, case.d)
+def test_scattered_block_tables(shared: SharedEngines, case: Case) -> None:
+    p, d = shared.pair(case)
+    shared.scatter(case.p, case.d)
     for tokens in (700, 3000):
         tables = hand_over(p, d, prompt_for(case, tokens, "scattered"), case.d.plane)
         for form, table in zip((case.p, case.d), tables, strict=True):
@@ -164,8 +165,8 @@ def test_scattered_block_tables(yard: Yard, case: Case) -> None:
 @pytest.mark.parametrize(
     "case", params("tp1-tp1-flash-cuda_ipc", "tp1-tp1-flash-ucx", "tp2-tp2-cuda_ipc", "same-gpu-ucx")
 )
-def test_sixteen_at_once(yard: Yard, case: Case) -> None:
-    p, d = yard.pair(case)
+def test_sixteen_at_once(shared: SharedEngines, case: Case) -> None:
+    p, d = shared.pair(case)
     prompts = [prompt_for(case, 20 + 37 * n, "at once") for n in range(16)]
     ranks = case.d.tensor * case.d.pipeline
     _, grown = at_once(p, d, prompts, lambda ids: complete(d, ids, kv_transfer_params=prefill_leg(p, ids)), ranks)
@@ -174,8 +175,8 @@ def test_sixteen_at_once(yard: Yard, case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", params("tp1-tp1-flash-cuda_ipc", "tp1-tp1-flash-ucx"))
-def test_planted_corruption_is_noticed(yard: Yard, case: Case) -> None:
+def test_planted_corruption_is_noticed(shared: SharedEngines, case: Case) -> None:
     """One bit, flipped on D after the load and before its first decode step."""
-    p, d = yard.pair(case)
+    p, d = shared.pair(case)
     said = corrupted(p, d, prompt_for(case, 300, "corrupt"))
     assert f"KV bytes differ in 1 of {LAYERS * case.d.heads} layers" in said

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from gpu_forms import PLANES, Form, cases
+
+from tests.gpu.gpu_forms import PLANES, Form, cases
 
 
 @pytest.mark.parametrize(

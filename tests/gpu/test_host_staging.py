@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from plane_pair import PLANES, SLOT, Pair
 
 from kvferry.kernels.paged_copy import Pages, copy_pages, wire_pages
 from kvferry.transport import cuda
 from kvferry.transport.errors import TransportError
+from tests.transport.plane_pair import PLANES, SLOT, Pair
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from stage import Stage
+
+from tests.handover.rank_group import RankGroup
 
 
 @pytest.fixture
-def stage() -> Iterator[Stage]:
-    stage = Stage()
-    yield stage
-    stage.close()
+def group() -> Iterator[RankGroup]:
+    group = RankGroup()
+    yield group
+    group.close()

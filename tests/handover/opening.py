@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from plane_list import PULL, PUSH, host_planes
-from ranks import Rank, grant, load_plan, peer, wait
+
+from tests.support.ranks import Rank, grant, load_plan, peer, wait
+from tests.transport.plane_list import PULL, PUSH, host_planes
 
 TOKENS, THEIRS, OURS = 100, [9, 2, 17, 5, 11, 3, 1], [4, 1, 8, 2, 6, 3, 7]
 """A prompt, and its blocks on P and on D."""

@@ -11,21 +11,21 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from gates import PATIENT, Gate, halves
-from opening import OURS, THEIRS, TOKENS, another_works, begin
-from ranks import Rank, grant, load_plan, peer, wait
-from stage import Stage
 
 from kvferry.connector.config import Settings
 from kvferry.connector.protocol.step_plan import KeepLease, LeaseGrant, StepPlan, pack_ids
 from kvferry.transport.planes import tcp_channels
+from tests.handover.gates import PATIENT, Gate, halves
+from tests.handover.opening import OURS, THEIRS, TOKENS, another_works, begin
+from tests.handover.rank_group import RankGroup
+from tests.support.ranks import Rank, grant, load_plan, peer, wait
 
 SMALL = Settings(slot_bytes=64 << 10, staging_bytes=1 << 20, **PATIENT)
 
 
 @pytest.fixture
-def pair(stage: Stage) -> tuple[Rank, Rank]:
-    p, d = stage.rank(settings=SMALL), stage.rank(settings=SMALL, engine_id="engine-d")
+def pair(group: RankGroup) -> tuple[Rank, Rank]:
+    p, d = group.rank(settings=SMALL), group.rank(settings=SMALL, engine_id="engine-d")
     p.fill(THEIRS, TOKENS)
     return p, d
 
@@ -92,11 +92,11 @@ def test_an_ask_before_the_lease_is_served_when_it_comes(pair: tuple[Rank, Rank]
 
 @pytest.mark.parametrize("plane", ["shm", "tcp", "tcp in pieces", "zmq", pytest.param("ucx", marks=pytest.mark.ucx)])
 @pytest.mark.parametrize("held", ["granted", "packing", "in flight"])
-def test_while_p_packs_and_chunks_are_under_way(stage: Stage, plane: str, held: str) -> None:
+def test_while_p_packs_and_chunks_are_under_way(group: RankGroup, plane: str, held: str) -> None:
     settings = Settings(plane=plane.removesuffix(" in pieces"), slot_bytes=64 << 10, staging_bytes=1 << 20, **PATIENT)
     content = 64 if "pieces" in plane else 16
-    p = stage.rank(settings=settings, content=content)
-    d = stage.rank(settings=settings, content=content, engine_id="engine-d")
+    p = group.rank(settings=settings, content=content)
+    d = group.rank(settings=settings, content=content, engine_id="engine-d")
     p.fill(THEIRS, TOKENS)
     producer, consumer = halves(p)[0], halves(d)[1]
     if held == "in flight":
@@ -113,12 +113,12 @@ def test_while_p_packs_and_chunks_are_under_way(stage: Stage, plane: str, held: 
     )
 
 
-def test_while_a_message_is_written_to_pages(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_while_a_message_is_written_to_pages(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over tcp the kernel writes D's pages; from the abort on the rest of the message goes nowhere."""
     monkeypatch.setattr(tcp_channels, "_BYTES_PER_TURN", 100_000)
     settings = Settings(plane="tcp", **PATIENT)
-    p = stage.rank(settings=settings, content=2048)
-    d = stage.rank(settings=settings, content=2048, engine_id="engine-d")
+    p = group.rank(settings=settings, content=2048)
+    d = group.rank(settings=settings, content=2048, engine_id="engine-d")
     p.fill(THEIRS, TOKENS)
     plane = d.worker.rank_context.plane("tcp")
     real, turns = plane.progress, 0
@@ -133,9 +133,9 @@ def test_while_a_message_is_written_to_pages(stage: Stage, monkeypatch: pytest.M
     give_up(p, d, lambda: turns >= 4, gate)
 
 
-def test_while_d_reads_by_itself(stage: Stage) -> None:
+def test_while_d_reads_by_itself(group: RankGroup) -> None:
     settings = Settings(plane="cma", **PATIENT)
-    p, d = stage.rank(settings=settings), stage.rank(settings=settings, engine_id="engine-d")
+    p, d = group.rank(settings=settings), group.rank(settings=settings, engine_id="engine-d")
     p.fill(THEIRS, TOKENS)
     consumer = halves(d)[1]
     gate = Gate(consumer._rank_context.plane("cma"), "progress", lambda: False)

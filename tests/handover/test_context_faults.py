@@ -7,13 +7,13 @@ from typing import Any
 
 import msgspec
 import pytest
-from opening import OURS, THEIRS, TOKENS
-from ranks import Rank, grant, load_plan, peer, wait
 
 from kvferry.connector.config import Settings
 from kvferry.connector.geometry.token_sharding import UNSHARDED, TokenSharding
 from kvferry.connector.protocol.step_plan import PeerEngine
 from kvferry.transport.errors import GeometryError
+from tests.handover.opening import OURS, THEIRS, TOKENS
+from tests.support.ranks import Rank, grant, load_plan, peer, wait
 
 TWO = TokenSharding(2, 16)
 

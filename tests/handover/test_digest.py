@@ -9,11 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from opening import begin
-from ranks import Rank, wait
-from stage import Stage
 
 from kvferry.connector.geometry.model_identity import model_identity
+from tests.handover.opening import begin
+from tests.handover.rank_group import RankGroup
+from tests.support.ranks import Rank, wait
 
 OLD: dict[str, Any] = {  # transformers 4
     "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 8,
@@ -41,8 +41,8 @@ def awq(**changes: Any) -> dict[str, Any]:
     return {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, **changes}}
 
 
-def outcome(stage: Stage, theirs: dict[str, str], ours: dict[str, str]) -> tuple[Rank, Rank]:
-    p, d = stage.rank(model=theirs), stage.rank(engine_id="engine-d", model=ours)
+def outcome(group: RankGroup, theirs: dict[str, str], ours: dict[str, str]) -> tuple[Rank, Rank]:
+    p, d = group.rank(model=theirs), group.rank(engine_id="engine-d", model=ours)
     begin(p, d)
     assert wait(lambda: d.received == {"req-d"}, [p, d])
     return p, d
@@ -92,9 +92,9 @@ def outcome(stage: Stage, theirs: dict[str, str], ours: dict[str, str]) -> tuple
     ],
 )  # fmt: skip
 def test_the_same_model_passes(
-    stage: Stage, theirs: tuple[dict[str, Any], ...], ours: tuple[dict[str, Any], ...]
+    group: RankGroup, theirs: tuple[dict[str, Any], ...], ours: tuple[dict[str, Any], ...]
 ) -> None:
-    _, d = outcome(stage, facts(*theirs), facts(*ours))
+    _, d = outcome(group, facts(*theirs), facts(*ours))
     assert not d.failed
 
 
@@ -150,17 +150,17 @@ def layer_types(full: int) -> dict[str, Any]:
     ],
 )  # fmt: skip
 def test_another_model_is_refused_by_name(
-    stage: Stage, theirs: dict[str, Any], ours: dict[str, Any], line: str, caplog: pytest.LogCaptureFixture
+    group: RankGroup, theirs: dict[str, Any], ours: dict[str, Any], line: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("WARNING", "vllm.kvferry"):
-        _, d = outcome(stage, facts(OLD, theirs), facts(OLD, ours))
+        _, d = outcome(group, facts(OLD, theirs), facts(OLD, ours))
     assert d.failed == {"req-d"}
     told = [record.getMessage() for record in caplog.records if record.name == "vllm.kvferry.link"]
     assert len(told) == 1 and "\n" not in told[0]
     assert f"peer refused: {line}" in told[0]
 
 
-def test_every_fact_there_is_fits_into_a_message(stage: Stage) -> None:
+def test_every_fact_there_is_fits_into_a_message(group: RankGroup) -> None:
     """However long the values, whatever is in them."""
     from kvferry.connector.geometry import model_identity as module
 
@@ -174,5 +174,5 @@ def test_every_fact_there_is_fits_into_a_message(stage: Stage) -> None:
     every["engine"]["quantization"] = "fp8"
     told = facts(OLD, every)
     assert {"rope", "quantization", "model_tag", "no_rope_layers", "layer_types"} < set(told)
-    _, d = outcome(stage, told, told)
+    _, d = outcome(group, told, told)
     assert not d.failed

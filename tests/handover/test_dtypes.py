@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from opening import OURS, THEIRS, TOKENS, begin
-from ranks import Rank, wait
-from stage import Stage
 
 from kvferry.connector.config import Settings
 from kvferry.connector.geometry.engine_types import CacheDtype
+from tests.handover.opening import OURS, THEIRS, TOKENS, begin
+from tests.handover.rank_group import RankGroup
+from tests.support.ranks import Rank, wait
 
 CONVERTS = Settings(convert_dtype=True)
 LAYERS = [f"model.layers.{n}.attn" for n in range(4)]
@@ -52,10 +52,10 @@ def hand_over(p: Rank, d: Rank) -> None:
     ids=["dtype", "fp8 dtype", "scales", "packed"],
 )  # fmt: skip
 def test_numbers_that_differ_are_refused_by_name(
-    stage: Stage, theirs: dict[str, object], ours: dict[str, object], settings: Settings, named: str,
+    group: RankGroup, theirs: dict[str, object], ours: dict[str, object], settings: Settings, named: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    p, d = stage.rank(**theirs), stage.rank(engine_id="engine-d", settings=settings, **ours)
+    p, d = group.rank(**theirs), group.rank(engine_id="engine-d", settings=settings, **ours)
     with caplog.at_level("WARNING", "vllm.kvferry"):
         hand_over(p, d)
     assert d.failed == {"req-d"}
@@ -68,19 +68,19 @@ def test_numbers_that_differ_are_refused_by_name(
 
 @pytest.mark.parametrize("settings", [Settings(), CONVERTS], ids=["off", "on"])
 @pytest.mark.parametrize("name", ["fp8", "fp8_e4m3", "float8_e4m3fn"])
-def test_the_same_numbers_by_any_name_are_copied(stage: Stage, name: str, settings: Settings) -> None:
-    p = stage.rank(numbers=fp8())
-    d = stage.rank(engine_id="engine-d", numbers=fp8(name), settings=settings, layout="NHD")
+def test_the_same_numbers_by_any_name_are_copied(group: RankGroup, name: str, settings: Settings) -> None:
+    p = group.rank(numbers=fp8())
+    d = group.rank(engine_id="engine-d", numbers=fp8(name), settings=settings, layout="NHD")
     p.fill(THEIRS, TOKENS)
     hand_over(p, d)
     assert not d.failed and torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS)), "bit for bit, NaN as well"
     assert d.plane == "cma"
 
 
-def test_other_scales_of_the_same_dtype_are_converted(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
+def test_other_scales_of_the_same_dtype_are_converted(group: RankGroup, caplog: pytest.LogCaptureFixture) -> None:
     """Layer 1 has other scales on D; those of the others agree, and so do their numbers."""
-    p = stage.rank(numbers=fp8())
-    d = stage.rank(engine_id="engine-d", numbers=fp8(layer_1=(1.0, 0.5)), settings=CONVERTS)
+    p = group.rank(numbers=fp8())
+    d = group.rank(engine_id="engine-d", numbers=fp8(layer_1=(1.0, 0.5)), settings=CONVERTS)
     finite = (torch.arange(1 << 8, dtype=torch.int32) % 127).to(torch.uint8)  # 0x7f would be NaN
     for n, name in enumerate(p.layers):
         stored = p.caches[name].view(torch.uint8)
@@ -99,10 +99,12 @@ def test_other_scales_of_the_same_dtype_are_converted(stage: Stage, caplog: pyte
     assert torch.equal(ours[1], numbers.to(torch.float8_e4m3fn).view(torch.uint8))
 
 
-def test_a_plane_that_copies_bytes_is_not_had_by_asking_for_it(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_plane_that_copies_bytes_is_not_had_by_asking_for_it(
+    group: RankGroup, caplog: pytest.LogCaptureFixture
+) -> None:
     settings = Settings(convert_dtype=True, plane="cma")
-    p = stage.rank(numbers=fp8())
-    d = stage.rank(engine_id="engine-d", numbers=fp8("fp8_e5m2"), settings=settings)
+    p = group.rank(numbers=fp8())
+    d = group.rank(engine_id="engine-d", numbers=fp8("fp8_e5m2"), settings=settings)
     with caplog.at_level("WARNING", "vllm.kvferry"):
         hand_over(p, d)
     assert d.failed == {"req-d"}

@@ -7,21 +7,21 @@ import threading
 import time
 
 import pytest
-from gates import PATIENT
-from opening import OURS, THEIRS, TOKENS, another_works
-from ranks import Rank, grant, load_plan, peer, wait
-from stage import Stage
 
 from kvferry.connector.config import Settings
 from kvferry.connector.engine import worker
 from kvferry.connector.protocol.step_plan import LeaseGrant, StepPlan, pack_ids
 from kvferry.connector.protocol.transfer_estimate import UNKNOWN, TransferEstimate
 from kvferry.connector.transfer.consumer import FinishedLoad
+from tests.handover.gates import PATIENT
+from tests.handover.opening import OURS, THEIRS, TOKENS, another_works
+from tests.handover.rank_group import RankGroup
+from tests.support.ranks import Rank, grant, load_plan, peer, wait
 
 
 @pytest.fixture
-def pair(stage: Stage) -> tuple[Rank, Rank]:
-    p, d = stage.rank(), stage.rank(engine_id="engine-d")
+def pair(group: RankGroup) -> tuple[Rank, Rank]:
+    p, d = group.rank(), group.rank(engine_id="engine-d")
     p.fill(THEIRS, TOKENS)
     return p, d
 
@@ -81,8 +81,8 @@ def test_a_step_that_waits_for_its_load_sleeps(pair: tuple[Rank, Rank], monkeypa
     assert not d.worker.take_results().received, "the engine knows"
 
 
-def test_the_wait_is_short(stage: Stage) -> None:
-    p, d = stage.rank(settings=Settings(**PATIENT)), stage.rank(settings=Settings(**PATIENT), engine_id="engine-d")
+def test_the_wait_is_short(group: RankGroup) -> None:
+    p, d = group.rank(settings=Settings(**PATIENT)), group.rank(settings=Settings(**PATIENT), engine_id="engine-d")
     d.worker.post(idle(load_plan("req-d", bytes(16), peer([p]), OURS, 0, TOKENS)))
     waits = []
     for _ in range(20):

@@ -7,13 +7,13 @@ import time
 
 import pytest
 import torch
-from opening import OURS, PLANES, THEIRS, begin
-from ranks import grant, load_plan, peer, wait
-from stage import Stage
 
 from kvferry.connector.config import Settings
 from kvferry.connector.protocol.step_plan import KeepLease, StepPlan
 from kvferry.transport import wake
+from tests.handover.opening import OURS, PLANES, THEIRS, begin
+from tests.handover.rank_group import RankGroup
+from tests.support.ranks import grant, load_plan, peer, wait
 
 
 def small(plane: str) -> Settings:
@@ -23,8 +23,8 @@ def small(plane: str) -> Settings:
 
 @pytest.mark.parametrize("plane", PLANES)
 @pytest.mark.parametrize("tokens", [1, 16, 77, 200])
-def test_all_bytes_arrive_and_the_lease_ends(stage: Stage, plane: str, tokens: int) -> None:
-    p, d = stage.rank(settings=small(plane)), stage.rank(settings=small(plane), engine_id="engine-d")
+def test_all_bytes_arrive_and_the_lease_ends(group: RankGroup, plane: str, tokens: int) -> None:
+    p, d = group.rank(settings=small(plane)), group.rank(settings=small(plane), engine_id="engine-d")
     blocks = random.Random(tokens).sample(range(32), -(-tokens // 16))
     ours = random.Random(tokens + 1).sample(range(32), -(-tokens // 16))
     p.fill(blocks, tokens)
@@ -37,8 +37,8 @@ def test_all_bytes_arrive_and_the_lease_ends(stage: Stage, plane: str, tokens: i
     assert d.plane == plane
 
 
-def test_the_comparison_fails_on_planted_corruption(stage: Stage) -> None:
-    p, d = stage.rank(), stage.rank(engine_id="engine-d")
+def test_the_comparison_fails_on_planted_corruption(group: RankGroup) -> None:
+    p, d = group.rank(), group.rank(engine_id="engine-d")
     p.fill([3, 4], 20)
     p.caches[p.layers[2]][4, 1, 3, 5] ^= 1 << 7
     begin(p, d, tokens=20, theirs=[3, 4], ours=[8, 9])
@@ -47,8 +47,8 @@ def test_the_comparison_fails_on_planted_corruption(stage: Stage) -> None:
     assert differs.nonzero().tolist() == [[2, 1, 19, 5]]
 
 
-def test_only_the_tokens_that_d_lacks_are_fetched(stage: Stage) -> None:
-    p, d = stage.rank(), stage.rank(engine_id="engine-d")
+def test_only_the_tokens_that_d_lacks_are_fetched(group: RankGroup) -> None:
+    p, d = group.rank(), group.rank(engine_id="engine-d")
     p.fill([1, 2, 3], 40)
     token = grant([p], "req-p", [1, 2, 3], 40)
     d.worker.post(load_plan("req-d", token, peer([p]), [5, 6, 7], 16, 40))
@@ -65,8 +65,10 @@ def test_only_the_tokens_that_d_lacks_are_fetched(stage: Stage) -> None:
         ({"block_size": 48, "layout": "HND"}, {"block_size": 32, "layout": "HND"}),
     ],
 )
-def test_block_size_and_layout_may_differ(stage: Stage, p_form: dict[str, object], d_form: dict[str, object]) -> None:
-    p, d = stage.rank(**p_form), stage.rank(engine_id="engine-d", **d_form)
+def test_block_size_and_layout_may_differ(
+    group: RankGroup, p_form: dict[str, object], d_form: dict[str, object]
+) -> None:
+    p, d = group.rank(**p_form), group.rank(engine_id="engine-d", **d_form)
     blocks, ours = THEIRS[: -(-100 // p.block_size)], OURS[: -(-100 // d.block_size)]
     p.fill(blocks, 100)
     begin(p, d, tokens=100, theirs=blocks, ours=ours)
@@ -77,10 +79,10 @@ def test_block_size_and_layout_may_differ(stage: Stage, p_form: dict[str, object
 @pytest.mark.parametrize(
     ("p_size", "d_size", "heads"), [(1, 2, 4), (2, 1, 4), (2, 4, 2), (4, 2, 2), (3, 2, 6), (2, 3, 6)]
 )
-def test_any_tensor_parallel_size_to_any_other(stage: Stage, p_size: int, d_size: int, heads: int) -> None:
+def test_any_tensor_parallel_size_to_any_other(group: RankGroup, p_size: int, d_size: int, heads: int) -> None:
     """Every rank of P is released, also those that nobody reads."""
-    ps = [stage.rank(tp_rank=r, tp_size=p_size, total_heads=heads) for r in range(p_size)]
-    ds = [stage.rank(tp_rank=r, tp_size=d_size, total_heads=heads, engine_id="engine-d") for r in range(d_size)]
+    ps = [group.rank(tp_rank=r, tp_size=p_size, total_heads=heads) for r in range(p_size)]
+    ds = [group.rank(tp_rank=r, tp_size=d_size, total_heads=heads, engine_id="engine-d") for r in range(d_size)]
     blocks, ours = [7, 3, 12], [1, 30, 2]
     for p in ps:
         p.fill(blocks, 45)
@@ -93,8 +95,8 @@ def test_any_tensor_parallel_size_to_any_other(stage: Stage, p_size: int, d_size
         assert torch.equal(d.read(ours, 45), d.wanted(45))
 
 
-def test_many_at_once(stage: Stage) -> None:
-    p, d = stage.rank(blocks=64), stage.rank(blocks=64, engine_id="engine-d")
+def test_many_at_once(group: RankGroup) -> None:
+    p, d = group.rank(blocks=64), group.rank(blocks=64, engine_id="engine-d")
     p.fill(range(60), 60 * 16)
     wanted = d.wanted(60 * 16)
     for n in range(20):
@@ -105,9 +107,9 @@ def test_many_at_once(stage: Stage) -> None:
     assert torch.equal(d.read(range(60), 60 * 16), wanted)
 
 
-def test_siblings_share_one_lease(stage: Stage) -> None:
+def test_siblings_share_one_lease(group: RankGroup) -> None:
     """``n = 3``: three requests of D name one lease; P is released after the last of them."""
-    p, d = stage.rank(), stage.rank(engine_id="engine-d")
+    p, d = group.rank(), group.rank(engine_id="engine-d")
     p.fill([3], 10)
     token = grant([p], "req-p", [3], 10)
     engine = peer([p])
@@ -122,10 +124,10 @@ def test_siblings_share_one_lease(stage: Stage) -> None:
     assert wait(lambda: p.sent == {"req-p"}, [p, d])
 
 
-def test_an_idle_mover_sleeps(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_mover_sleeps(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     """Idle CPU use of the transfer thread is under 1 %. It does not take its sleep for being held up."""
     monkeypatch.setattr(wake, "HELD_UP_SECONDS", 0.0)
-    p, d = stage.rank(), stage.rank(engine_id="engine-d")
+    p, d = group.rank(), group.rank(engine_id="engine-d")
     p.fill([3], 10)
     begin(p, d, tokens=10, theirs=[3], ours=[1])
     assert wait(lambda: bool(p.sent), [p, d])

@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from clocks import hold_up, put_forward
-from gates import PATIENT, Gate, halves
 from msgspec.structs import replace
-from opening import OURS, THEIRS, TOKENS, begin
-from ranks import Rank, grant, load_plan, peer, wait
-from stage import Stage
 
 from kvferry.connector.config import Settings
 from kvferry.connector.protocol.step_plan import KeepLease, PeerEngine, RankAddress, StepPlan
 from kvferry.transport.control import framing
 from kvferry.transport.wake import RateLimitedLog
+from tests.handover.gates import PATIENT, Gate, halves
+from tests.handover.opening import OURS, THEIRS, TOKENS, begin
+from tests.handover.rank_group import RankGroup
+from tests.support.clocks import hold_up, put_forward
+from tests.support.ranks import Rank, grant, load_plan, peer, wait
 
 LIMIT, STOP = 120.0, 600.0
 """Seconds that something may take, and that its side stands still meanwhile."""
@@ -53,11 +53,11 @@ def goes_on(rank: Rank) -> Callable[[], bool]:
 
 
 @pytest.mark.parametrize("of_what", ["handshake", "transfer"])
-def test_d_is_held_up(stage: Stage, caplog: pytest.LogCaptureFixture, of_what: str) -> None:
+def test_d_is_held_up(group: RankGroup, caplog: pytest.LogCaptureFixture, of_what: str) -> None:
     """P answers only after D goes on, as where the host of both stood still."""
-    p = stage.rank(settings=Settings(**PATIENT))
+    p = group.rank(settings=Settings(**PATIENT))
     settings = {**PATIENT, f"{of_what}_timeout_seconds": LIMIT}
-    d = stage.rank(settings=Settings(**settings, plane="tcp"), engine_id="engine-d")  # over which it has to ask
+    d = group.rank(settings=Settings(**settings, plane="tcp"), engine_id="engine-d")  # over which it has to ask
     p.fill(THEIRS, TOKENS)
     if of_what == "transfer":  # then the handshake is over
         begin(p, d, "first")
@@ -76,9 +76,9 @@ def test_d_is_held_up(stage: Stage, caplog: pytest.LogCaptureFixture, of_what: s
     assert not d.failed and torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS))
 
 
-def test_p_is_held_up(stage: Stage) -> None:
+def test_p_is_held_up(group: RankGroup) -> None:
     """Nobody could renew its leases meanwhile."""
-    p, d = stage.rank(settings=Settings(lease_seconds=LIMIT)), stage.rank(engine_id="engine-d")
+    p, d = group.rank(settings=Settings(lease_seconds=LIMIT)), group.rank(engine_id="engine-d")
     p.fill(THEIRS, TOKENS)
     token = grant([p], "req-p", THEIRS, TOKENS)
     assert wait(lambda: bool(halves(p)[0]._leases), [p])
@@ -94,11 +94,11 @@ def test_p_is_held_up(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
-def test_d_renews_at_once_after_it_was_held_up(stage: Stage, when: str) -> None:
+def test_d_renews_at_once_after_it_was_held_up(group: RankGroup, when: str) -> None:
     """P's clock went on, and the next renewal would come after a third of a term of D's. ``when``: D was given the
     request."""
-    p = stage.rank(settings=Settings(**PATIENT, lease_cap_seconds=1200.0))
-    d = stage.rank(engine_id="engine-d")
+    p = group.rank(settings=Settings(**PATIENT, lease_cap_seconds=1200.0))
+    d = group.rank(engine_id="engine-d")
     token = grant([p], "req-p", THEIRS, TOKENS)
     leases = halves(p)[0]._leases
     assert wait(lambda: bool(leases), [p])
@@ -116,10 +116,10 @@ def test_d_renews_at_once_after_it_was_held_up(stage: Stage, when: str) -> None:
 
 @pytest.mark.parametrize("bad_first", [False, True])
 def test_what_cannot_be_renewed_costs_no_other_lease(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch, bad_first: bool
+    group: RankGroup, monkeypatch: pytest.MonkeyPatch, bad_first: bool
 ) -> None:
-    p = stage.rank(settings=Settings(**PATIENT, lease_cap_seconds=1200.0))
-    d = stage.rank(engine_id="engine-d")
+    p = group.rank(settings=Settings(**PATIENT, lease_cap_seconds=1200.0))
+    d = group.rank(engine_id="engine-d")
     tokens = [grant([p], name, THEIRS, TOKENS) for name in ("good", "bad", "odd")]
     leases, claims = halves(p)[0]._leases, halves(d)[1]._lease_keeper
     assert wait(lambda: len(leases) == 3, [p])
@@ -146,8 +146,10 @@ def test_what_cannot_be_renewed_costs_no_other_lease(
     monkeypatch.undo()
 
 
-def test_a_turn_that_breaks_after_it_was_held_up_ends_nothing(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    p = stage.rank(settings=Settings(lease_seconds=LIMIT))
+def test_a_turn_that_breaks_after_it_was_held_up_ends_nothing(
+    group: RankGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p = group.rank(settings=Settings(lease_seconds=LIMIT))
     grant([p], "req-p", THEIRS, TOKENS)
     assert wait(lambda: bool(halves(p)[0]._leases), [p])
     mover = p.worker._transfer_thread

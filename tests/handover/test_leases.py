@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from gates import PATIENT, Gate, halves
-from opening import OURS, THEIRS, TOKENS
-from ranks import SOON, grant, let_time_pass, load_plan, peer, reason_of, renew_after, wait
-from stage import Stage
 
 from kvferry.connector.config import Settings
 from kvferry.connector.protocol.metrics import no_figures
 from kvferry.connector.protocol.step_plan import KeepLease, StepPlan
+from tests.handover.gates import PATIENT, Gate, halves
+from tests.handover.opening import OURS, THEIRS, TOKENS
+from tests.handover.rank_group import RankGroup
+from tests.support.ranks import SOON, grant, let_time_pass, load_plan, peer, reason_of, renew_after, wait
 
 
-def test_a_lease_that_nobody_wants_expires(stage: Stage) -> None:
-    p = stage.rank(settings=Settings(lease_seconds=1.0))
+def test_a_lease_that_nobody_wants_expires(group: RankGroup) -> None:
+    p = group.rank(settings=Settings(lease_seconds=1.0))
     p.fill(THEIRS, TOKENS)
     begun = time.monotonic()
     grant([p], "req-p", THEIRS, TOKENS)
@@ -27,8 +27,8 @@ def test_a_lease_that_nobody_wants_expires(stage: Stage) -> None:
     assert time.monotonic() - begun > 0.5
 
 
-def test_a_late_ask_is_refused(stage: Stage) -> None:
-    p, d = stage.rank(settings=Settings(lease_seconds=0.1)), stage.rank(engine_id="engine-d")
+def test_a_late_ask_is_refused(group: RankGroup) -> None:
+    p, d = group.rank(settings=Settings(lease_seconds=0.1)), group.rank(engine_id="engine-d")
     p.fill(THEIRS, TOKENS)
     token = grant([p], "req-p", THEIRS, TOKENS)
     assert wait(lambda: p.sent == {"req-p"}, [p], SOON)
@@ -38,9 +38,9 @@ def test_a_late_ask_is_refused(stage: Stage) -> None:
     assert all((d.caches[name] == -1).all() for name in d.layers)
 
 
-def test_renewal_keeps_a_lease_until_the_cap(stage: Stage) -> None:
-    p = stage.rank(settings=Settings(lease_seconds=600.0, lease_cap_seconds=1200.0))
-    d = stage.rank(engine_id="engine-d")
+def test_renewal_keeps_a_lease_until_the_cap(group: RankGroup) -> None:
+    p = group.rank(settings=Settings(lease_seconds=600.0, lease_cap_seconds=1200.0))
+    d = group.rank(engine_id="engine-d")
     p.fill(THEIRS, TOKENS)
     token = grant([p], "req-p", THEIRS, TOKENS)
     d.worker.post(StepPlan(consumer=b"c" * 16, keeps=(KeepLease("req-d", token, peer([p]), False),)))
@@ -51,10 +51,10 @@ def test_renewal_keeps_a_lease_until_the_cap(stage: Stage) -> None:
     assert wait(lambda: bool(p.sent), [p, d]), "but not for ever"
 
 
-def test_the_commit_is_a_fence(stage: Stage) -> None:
+def test_the_commit_is_a_fence(group: RankGroup) -> None:
     """All bytes were read, but the lease ended before the commit: P may have reused the blocks, nothing is loaded."""
-    p = stage.rank(settings=Settings(plane="cma", lease_cap_seconds=30))
-    d = stage.rank(settings=Settings(plane="cma"), engine_id="engine-d")
+    p = group.rank(settings=Settings(plane="cma", lease_cap_seconds=30))
+    d = group.rank(settings=Settings(plane="cma"), engine_id="engine-d")
     p.fill(THEIRS, TOKENS)
     token = grant([p], "req-p", THEIRS, TOKENS)
     gate = Gate(halves(d)[1], "_commit", lambda active_load, now: None)
@@ -69,10 +69,10 @@ def test_the_commit_is_a_fence(stage: Stage) -> None:
     assert torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS)), "the bytes were right: only the commit refused them"
 
 
-def test_pages_are_not_read_by_a_socket_once_their_lease_is_over(stage: Stage) -> None:
+def test_pages_are_not_read_by_a_socket_once_their_lease_is_over(group: RankGroup) -> None:
     settings = Settings(plane="tcp", lease_cap_seconds=30)
     form = {"settings": settings, "content": 8192, "layers": 8}
-    p, d = stage.rank(**form), stage.rank(engine_id="engine-d", **form)
+    p, d = group.rank(**form), group.rank(engine_id="engine-d", **form)
     p.fill(THEIRS, TOKENS)
     token = grant([p], "req-p", THEIRS, TOKENS)
     plane, pushes = d.worker.rank_context.plane("tcp"), halves(p)[0]._sender
@@ -90,10 +90,10 @@ def test_pages_are_not_read_by_a_socket_once_their_lease_is_over(stage: Stage) -
     assert wait(lambda: d.failed == {"req-d"}, [p, d], SOON)
 
 
-def test_no_stale_load_in_a_race_with_reuse(stage: Stage) -> None:
+def test_no_stale_load_in_a_race_with_reuse(group: RankGroup) -> None:
     """P's blocks are overwritten the moment it may: what D reports as loaded is never what they hold then."""
-    p = stage.rank(settings=Settings(slot_bytes=64 << 10), content=64)
-    d = stage.rank(engine_id="engine-d", content=64)
+    p = group.rank(settings=Settings(slot_bytes=64 << 10), content=64)
+    d = group.rank(engine_id="engine-d", content=64)
     loaded, n, term = 0, 0, 0.02
     while n < 40 or not 5 < loaded < n - 5:  # the race means something only if it is lost at times and won at times
         n += 1
@@ -115,8 +115,8 @@ def test_no_stale_load_in_a_race_with_reuse(stage: Stage) -> None:
         term = min(10.0, max(0.001, term * (1.5 if f"d{n}" in d.failed else 0.7)))
 
 
-def test_a_second_consumer_may_take_over(stage: Stage) -> None:
-    p, d1, d2 = stage.rank(), stage.rank(engine_id="d1"), stage.rank(engine_id="d2")
+def test_a_second_consumer_may_take_over(group: RankGroup) -> None:
+    p, d1, d2 = group.rank(), group.rank(engine_id="d1"), group.rank(engine_id="d2")
     p.fill(THEIRS, TOKENS)
     token = grant([p], "req-p", THEIRS, TOKENS)
     gate = Gate(halves(d1)[1], "_collect", lambda now: False)
@@ -131,11 +131,11 @@ def test_a_second_consumer_may_take_over(stage: Stage) -> None:
 
 
 def test_a_release_that_cannot_be_sent_costs_nothing_else(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    group: RankGroup, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The load is reported, the other P rank frees its blocks, and the lease ends by itself."""
-    p = [stage.rank(tp_rank=rank, tp_size=2, settings=Settings(**PATIENT)) for rank in (0, 1)]
-    d = stage.rank(engine_id="engine-d")
+    p = [group.rank(tp_rank=rank, tp_size=2, settings=Settings(**PATIENT)) for rank in (0, 1)]
+    d = group.rank(engine_id="engine-d")
     for rank in p:
         rank.fill(THEIRS, TOKENS)
     token, keeper = grant(p, "req-p", THEIRS, TOKENS), halves(d)[1]._lease_keeper

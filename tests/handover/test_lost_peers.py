@@ -10,29 +10,29 @@ from typing import Any
 
 import pytest
 import torch
-from engines import free_port
-from gates import Gate, halves
-from opening import OURS, PLANES, THEIRS, TOKENS, another_works
-from rank_process import RemoteRank, remote_peer
-from ranks import SOON, Rank, grant, let_time_pass, load_plan, no_failed_link, peer, reason_of, wait
-from stage import Stage
 
 from kvferry.connector.config import Settings
 from kvferry.connector.protocol.step_plan import PeerEngine, RankAddress
 from kvferry.transport.control import framing
+from tests.handover.gates import Gate, halves
+from tests.handover.opening import OURS, PLANES, THEIRS, TOKENS, another_works
+from tests.handover.rank_group import RankGroup
+from tests.support.engines import free_port
+from tests.support.rank_process import RemoteRank, remote_peer
+from tests.support.ranks import SOON, Rank, grant, let_time_pass, load_plan, no_failed_link, peer, reason_of, wait
 
 QUICK = {"transfer_timeout_seconds": 3.0, "handshake_timeout_seconds": 6.0, "lease_seconds": 4.0}
 WIDE = {"content": 512, "layers": 16}
 
 
-def far(stage: Stage, plane: str, engine_id: str = "engine", **more: float) -> RemoteRank:
+def far(group: RankGroup, plane: str, engine_id: str = "engine", **more: float) -> RemoteRank:
     """A rank in a process of its own, for hand-overs large enough to be caught in the middle."""
-    return stage.process(settings=quick(plane, **more), engine_id=engine_id, **WIDE)
+    return group.process(settings=quick(plane, **more), engine_id=engine_id, **WIDE)
 
 
-def near(stage: Stage, plane: str, engine_id: str = "engine", **more: float) -> Rank:
+def near(group: RankGroup, plane: str, engine_id: str = "engine", **more: float) -> Rank:
     """Such a rank in this process."""
-    return stage.rank(settings=Settings(**quick(plane, **more)), engine_id=engine_id, **WIDE)
+    return group.rank(settings=Settings(**quick(plane, **more)), engine_id=engine_id, **WIDE)
 
 
 def quick(plane: str, **more: float) -> dict[str, Any]:
@@ -55,8 +55,8 @@ def warm_up(p: RemoteRank, d: Rank, name: str = "warm") -> None:
 
 @pytest.mark.parametrize("plane", PLANES)
 @pytest.mark.parametrize("when", ["idle", "in flight"])
-def test_p_is_killed(stage: Stage, plane: str, when: str) -> None:
-    p, d = far(stage, plane), near(stage, plane, "engine-d")
+def test_p_is_killed(group: RankGroup, plane: str, when: str) -> None:
+    p, d = far(group, plane), near(group, plane, "engine-d")
     p.fill(THEIRS, TOKENS)
     warm_up(p, d)
     token = p.grant("req-p", THEIRS, TOKENS)
@@ -71,14 +71,14 @@ def test_p_is_killed(stage: Stage, plane: str, when: str) -> None:
         gate.open()
     assert wait(lambda: d.received >= {"req-d"}, [d], SOON)
     assert "req-d" in d.failed
-    new = far(stage, plane)
+    new = far(group, plane)
     new.fill(THEIRS, TOKENS)
     warm_up(new, d, "after")
 
 
-def test_a_p_that_stops_is_read_all_the_same(stage: Stage) -> None:
+def test_a_p_that_stops_is_read_all_the_same(group: RankGroup) -> None:
     """Over cma D needs P for nothing once the grant is posted: its pages are what they were."""
-    p, d = far(stage, "cma"), near(stage, "cma", "engine-d")
+    p, d = far(group, "cma"), near(group, "cma", "engine-d")
     p.fill(THEIRS, TOKENS)
     warm_up(p, d)
     token = p.grant("req-p", THEIRS, TOKENS)
@@ -93,8 +93,8 @@ def test_a_p_that_stops_is_read_all_the_same(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("plane", PLANES[1:])  # over cma D need not wait for it
-def test_p_stops_and_goes_on(stage: Stage, plane: str) -> None:
-    p, d = far(stage, plane), near(stage, plane, "engine-d")
+def test_p_stops_and_goes_on(group: RankGroup, plane: str) -> None:
+    p, d = far(group, plane), near(group, plane, "engine-d")
     p.fill(THEIRS, TOKENS)
     warm_up(p, d)
     token = p.grant("req-p", THEIRS, TOKENS)
@@ -116,8 +116,8 @@ def test_p_stops_and_goes_on(stage: Stage, plane: str) -> None:
 
 
 @pytest.mark.parametrize("plane", PLANES[1:])  # over cma P has no part in the read
-def test_d_is_killed(stage: Stage, plane: str) -> None:
-    p, d = near(stage, plane, lease_seconds=600.0), far(stage, plane, "engine-d", lease_seconds=600.0)
+def test_d_is_killed(group: RankGroup, plane: str) -> None:
+    p, d = near(group, plane, lease_seconds=600.0), far(group, plane, "engine-d", lease_seconds=600.0)
     p.fill(THEIRS, TOKENS)
     gate = Gate(halves(p)[0], "pump", lambda now: False)
     token = grant([p], "req-p", THEIRS, TOKENS)
@@ -128,19 +128,19 @@ def test_d_is_killed(stage: Stage, plane: str) -> None:
     assert wait(lambda: not halves(p)[0]._sender, [p], SOON)
     let_time_pass(p, 1000)
     assert wait(lambda: p.sent == {"req-p"}, [p], SOON), "the lease ends without D"
-    another_works(p, near(stage, plane, "other", lease_seconds=600.0))
+    another_works(p, near(group, plane, "other", lease_seconds=600.0))
 
 
-def test_p_restarted_on_the_same_port(stage: Stage) -> None:
+def test_p_restarted_on_the_same_port(group: RankGroup) -> None:
     """Another life of the same engine at the same address has none of the old one's KV."""
     form = {"settings": {"side_channel_port": free_port(), **QUICK}}
-    old = stage.process(**form)
-    d = stage.rank(settings=Settings(**QUICK), engine_id="engine-d")
+    old = group.process(**form)
+    d = group.rank(settings=Settings(**QUICK), engine_id="engine-d")
     old.fill(THEIRS, TOKENS)
     warm_up(old, d)
     former = remote_peer([old])
     old.close()
-    new = stage.process(**form)
+    new = group.process(**form)
     d.worker.post(load_plan("req-d", secrets.token_bytes(16), former, OURS, 0, TOKENS))
     assert wait(lambda: "req-d" in d.failed, [d], SOON)
     new.fill(THEIRS, TOKENS)
@@ -151,8 +151,8 @@ def nobody(port: int) -> PeerEngine:
     return PeerEngine("nobody", 1, 1, 30.0, (RankAddress(0, 0, "127.0.0.1", port, bytes(16)),))
 
 
-def test_nobody_listens(stage: Stage) -> None:
-    d = stage.rank(settings=Settings(**QUICK))
+def test_nobody_listens(group: RankGroup) -> None:
+    d = group.rank(settings=Settings(**QUICK))
     with socket.socket() as taken:  # bound, so that nobody else gets the port
         taken.bind(("127.0.0.1", 0))
         d.worker.post(load_plan("req-d", bytes(16), nobody(taken.getsockname()[1]), OURS, 0, TOKENS))
@@ -160,8 +160,8 @@ def test_nobody_listens(stage: Stage) -> None:
     assert reason_of(d) == "peer_lost"
 
 
-def test_a_silent_peer(stage: Stage) -> None:
-    d = stage.rank(settings=Settings(handshake_timeout_seconds=1.0))
+def test_a_silent_peer(group: RankGroup) -> None:
+    d = group.rank(settings=Settings(handshake_timeout_seconds=1.0))
     with socket.socket() as mute:
         mute.bind(("127.0.0.1", 0))
         mute.listen()
@@ -170,9 +170,9 @@ def test_a_silent_peer(stage: Stage) -> None:
     assert reason_of(d) == "timeout", "that of the settings, before the connection itself gives up"
 
 
-def test_a_dead_peer_does_not_hold_up_the_others(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dead_peer_does_not_hold_up_the_others(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(framing, "HANDSHAKE_SECONDS", 600.0)
-    p, d = stage.rank(), stage.rank(settings=Settings(handshake_timeout_seconds=600.0), engine_id="engine-d")
+    p, d = group.rank(), group.rank(settings=Settings(handshake_timeout_seconds=600.0), engine_id="engine-d")
     with socket.socket() as mute:
         mute.bind(("127.0.0.1", 0))
         mute.listen()

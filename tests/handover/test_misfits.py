@@ -6,16 +6,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from gates import halves
-from opening import OURS, THEIRS, TOKENS, another_works, begin
-from ranks import SOON, grant, load_plan, peer, reason_of, wait
-from stage import Stage
 
 from kvferry.connector.config import Settings
 from kvferry.connector.protocol import messages
 from kvferry.connector.transfer.caches import PageBox, RankCaches
 from kvferry.transport.control.connection import Connection
 from kvferry.transport.errors import GeometryError, TransportError
+from tests.handover.gates import halves
+from tests.handover.opening import OURS, THEIRS, TOKENS, another_works, begin
+from tests.handover.rank_group import RankGroup
+from tests.support.ranks import SOON, grant, load_plan, peer, reason_of, wait
 
 
 @pytest.mark.parametrize(
@@ -28,9 +28,9 @@ from kvferry.transport.errors import GeometryError, TransportError
     ],
 )
 def test_another_model_or_geometry_is_refused_by_name(
-    stage: Stage, theirs: dict[str, object], named: str, caplog: pytest.LogCaptureFixture
+    group: RankGroup, theirs: dict[str, object], named: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    p, d = stage.rank(**theirs), stage.rank(engine_id="engine-d")
+    p, d = group.rank(**theirs), group.rank(engine_id="engine-d")
     p.fill(THEIRS, TOKENS)
     token = grant([p], "req-p", THEIRS, TOKENS)
     with caplog.at_level("WARNING", "vllm.kvferry"):
@@ -42,8 +42,8 @@ def test_another_model_or_geometry_is_refused_by_name(
     assert "\n" not in lines[0]
 
 
-def test_another_protocol_version_is_refused_by_name(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    p = stage.rank()
+def test_another_protocol_version_is_refused_by_name(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    p = group.rank()
     connection = Connection(p.address.host, p.address.port, curve=None, max_message_bytes=1 << 20)
     connection.send([messages.MAGIC, (9).to_bytes(2, "big"), b"whatever version 9 says"])
     answers: list[list[bytes]] = []
@@ -53,8 +53,8 @@ def test_another_protocol_version_is_refused_by_name(stage: Stage, monkeypatch: 
     assert refused == messages.Refused(field="protocol version", ours=str(messages.PROTOCOL_VERSION), theirs="9")
 
 
-def test_no_plane_in_common(stage: Stage) -> None:
-    p, d = stage.rank(settings=Settings(plane="shm")), stage.rank(settings=Settings(plane="zmq"), engine_id="engine-d")
+def test_no_plane_in_common(group: RankGroup) -> None:
+    p, d = group.rank(settings=Settings(plane="shm")), group.rank(settings=Settings(plane="zmq"), engine_id="engine-d")
     p.fill(THEIRS, TOKENS)
     begin(p, d)
     assert wait(lambda: d.failed == {"req-d"}, [p, d], SOON)
@@ -62,8 +62,8 @@ def test_no_plane_in_common(stage: Stage) -> None:
     assert wait(lambda: p.sent == {"req-p"}, [p, d], SOON)
 
 
-def test_a_plane_that_p_has_no_room_on_is_passed_over(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    p, d = stage.rank(), stage.rank(engine_id="engine-d")
+def test_a_plane_that_p_has_no_room_on_is_passed_over(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    p, d = group.rank(), group.rank(engine_id="engine-d")
     p.fill(THEIRS, TOKENS)
 
     def full(payload: bytes) -> None:
@@ -87,8 +87,8 @@ def test_a_plane_that_p_has_no_room_on_is_passed_over(stage: Stage, monkeypatch:
     ],
     ids=["http", "pickle", "huge claim", "before hello", "unknown release", "unknown renew"],
 )
-def test_garbage_is_counted_and_p_serves_on(stage: Stage, frames: list[bytes]) -> None:
-    p, d = stage.rank(), stage.rank(engine_id="engine-d")
+def test_garbage_is_counted_and_p_serves_on(group: RankGroup, frames: list[bytes]) -> None:
+    p, d = group.rank(), group.rank(engine_id="engine-d")
     connection = Connection(p.address.host, p.address.port, curve=None, max_message_bytes=1 << 20)
     for _ in range(50):
         connection.send(frames)
@@ -97,8 +97,8 @@ def test_garbage_is_counted_and_p_serves_on(stage: Stage, frames: list[bytes]) -
     connection.close()
 
 
-def test_blocks_out_of_range_fail_the_one_request(stage: Stage) -> None:
-    p, d = stage.rank(), stage.rank(engine_id="engine-d")
+def test_blocks_out_of_range_fail_the_one_request(group: RankGroup) -> None:
+    p, d = group.rank(), group.rank(engine_id="engine-d")
     p.fill(THEIRS, TOKENS)
     token = grant([p], "req-p", THEIRS, TOKENS)
     d.worker.post(load_plan("req-d", token, peer([p]), [999] * 7, 0, TOKENS))
@@ -107,10 +107,10 @@ def test_blocks_out_of_range_fail_the_one_request(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("plane", ["shm", "tcp", "zmq", pytest.param("ucx", marks=pytest.mark.ucx)])
-def test_a_token_that_no_message_holds(stage: Stage, plane: str) -> None:
+def test_a_token_that_no_message_holds(group: RankGroup, plane: str) -> None:
     """D finds out after it has asked: it says what to do, and neither side keeps anything of the read."""
     settings = Settings(plane=plane, slot_bytes=16 << 10, staging_bytes=1 << 20)
-    p, d = (stage.rank(engine_id=name, settings=settings, content=2048) for name in ("engine-p", "engine-d"))
+    p, d = (group.rank(engine_id=name, settings=settings, content=2048) for name in ("engine-p", "engine-d"))
     p.fill(THEIRS, TOKENS)
     begin(p, d)
     assert wait(lambda: d.failed == {"req-d"} and p.sent == {"req-p"}, [p, d], SOON)
@@ -119,10 +119,10 @@ def test_a_token_that_no_message_holds(stage: Stage, plane: str) -> None:
 
 
 @pytest.mark.parametrize("plane", ["shm", "tcp", "zmq", pytest.param("ucx", marks=pytest.mark.ucx)])
-def test_a_read_that_d_cannot_cut(stage: Stage, monkeypatch: pytest.MonkeyPatch, plane: str) -> None:
+def test_a_read_that_d_cannot_cut(group: RankGroup, monkeypatch: pytest.MonkeyPatch, plane: str) -> None:
     """By then it has been asked for, and P sends: what comes is dropped, and nothing is waited for."""
     settings = Settings(plane=plane, slot_bytes=64 << 10, staging_bytes=1 << 20)
-    p, d = (stage.rank(engine_id=name, settings=settings, content=128) for name in ("engine-p", "engine-d"))
+    p, d = (group.rank(engine_id=name, settings=settings, content=128) for name in ("engine-p", "engine-d"))
     p.fill(THEIRS, TOKENS)
     cut = RankCaches.cut
 
@@ -142,8 +142,8 @@ def test_a_read_that_d_cannot_cut(stage: Stage, monkeypatch: pytest.MonkeyPatch,
     another_works(p, d)
 
 
-def test_a_read_beyond_the_prompt_is_denied(stage: Stage) -> None:
-    p, d = stage.rank(), stage.rank(engine_id="engine-d")
+def test_a_read_beyond_the_prompt_is_denied(group: RankGroup) -> None:
+    p, d = group.rank(), group.rank(engine_id="engine-d")
     p.fill(THEIRS, TOKENS)
     token = grant([p], "req-p", THEIRS, 50)
     d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
@@ -152,9 +152,9 @@ def test_a_read_beyond_the_prompt_is_denied(stage: Stage) -> None:
     another_works(p, d)
 
 
-def test_an_error_of_the_copy_is_one_requests_failure(stage: Stage) -> None:
+def test_an_error_of_the_copy_is_one_requests_failure(group: RankGroup) -> None:
     settings = Settings(plane="shm")
-    p, d = stage.rank(settings=settings), stage.rank(settings=settings, engine_id="engine-d")
+    p, d = group.rank(settings=settings), group.rank(settings=settings, engine_id="engine-d")
     p.fill(THEIRS, TOKENS)
 
     def fail(*_: object) -> None:

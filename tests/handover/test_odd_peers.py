@@ -10,10 +10,6 @@ from typing import Any, TypeVar
 import msgspec
 import pytest
 import torch
-from gates import PATIENT, Gate, halves
-from opening import OURS, THEIRS, TOKENS, another_works, begin
-from ranks import Rank, grant, load_plan, no_failed_link, peer, wait
-from stage import Stage
 
 from kvferry.connector.config import Settings
 from kvferry.connector.geometry.spans import MAX_RANGES, check_spans
@@ -26,6 +22,10 @@ from kvferry.transport.control.connection import Connection
 from kvferry.transport.errors import GeometryError
 from kvferry.transport.plane import PlaneContext
 from kvferry.transport.planes.shm import ShmPlane
+from tests.handover.gates import PATIENT, Gate, halves
+from tests.handover.opening import OURS, THEIRS, TOKENS, another_works, begin
+from tests.handover.rank_group import RankGroup
+from tests.support.ranks import Rank, grant, load_plan, no_failed_link, peer, wait
 
 ReplyT = TypeVar("ReplyT")
 
@@ -88,8 +88,8 @@ class RawD:
 
 
 @pytest.fixture
-def pair(stage: Stage) -> tuple[Rank, Rank]:
-    p, d = stage.rank(), stage.rank(engine_id="engine-d")
+def pair(group: RankGroup) -> tuple[Rank, Rank]:
+    p, d = group.rank(), group.rank(engine_id="engine-d")
     p.fill(THEIRS, TOKENS)
     return p, d
 
@@ -149,9 +149,9 @@ def test_asks_that_wait_for_their_lease_are_bounded(
     another_works(*pair)
 
 
-def test_a_d_that_p_has_forgotten_greets_again(stage: Stage) -> None:
-    p = stage.rank(settings=Settings(plane="shm"), engine_id="engine-p")  # over cma it would need P for nothing
-    d = stage.rank(settings=Settings(plane="shm"), engine_id="engine-d")
+def test_a_d_that_p_has_forgotten_greets_again(group: RankGroup) -> None:
+    p = group.rank(settings=Settings(plane="shm"), engine_id="engine-p")  # over cma it would need P for nothing
+    d = group.rank(settings=Settings(plane="shm"), engine_id="engine-d")
     p.fill(THEIRS, TOKENS)
     another_works(p, d)
     sessions = halves(p)[0]._sessions
@@ -188,10 +188,10 @@ def test_a_load_that_breaks_while_it_starts_is_reported(
     assert not half._active_loads
 
 
-def test_a_p_that_says_that_it_has_stopped_what_nobody_has(stage: Stage) -> None:
+def test_a_p_that_says_that_it_has_stopped_what_nobody_has(group: RankGroup) -> None:
     """D would take the chunks that are still to come for none."""
     settings = Settings(plane="shm")
-    p, d = stage.rank(settings=settings), stage.rank(settings=settings, engine_id="engine-d")
+    p, d = group.rank(settings=settings), group.rank(settings=settings, engine_id="engine-d")
     p.fill(THEIRS, TOKENS)
     producer = halves(p)[0]
     reply = producer._reply
@@ -216,9 +216,9 @@ def test_a_grant_that_comes_twice_counts_once(pair: tuple[Rank, Rank]) -> None:
     assert len(calls) == 1
 
 
-def test_a_link_that_nobody_uses_gives_its_staging_back(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_that_nobody_uses_gives_its_staging_back(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = Settings(plane="shm", staging_bytes=256 << 20)
-    p, d = stage.rank(settings=settings), stage.rank(settings=settings, engine_id="engine-d")
+    p, d = group.rank(settings=settings), group.rank(settings=settings, engine_id="engine-d")
     p.fill(THEIRS, TOKENS)
     another_works(p, d)
     plane = p.worker.rank_context.plane("shm")
@@ -231,9 +231,9 @@ def test_a_link_that_nobody_uses_gives_its_staging_back(stage: Stage, monkeypatc
     another_works(p, d)
 
 
-def test_staging_that_is_used_up_leads_to_the_next_plane(stage: Stage) -> None:
+def test_staging_that_is_used_up_leads_to_the_next_plane(group: RankGroup) -> None:
     """P closes D's connection before its refusal is here: that must not look like P's death."""
-    p = stage.rank(settings=Settings(staging_bytes=8 << 20))
+    p = group.rank(settings=Settings(staging_bytes=8 << 20))
     p.fill(THEIRS, TOKENS)
     producer = halves(p)[0]
     sessions, reply, tick, late = producer._sessions, producer._reply, producer.tick, []
@@ -253,7 +253,7 @@ def test_staging_that_is_used_up_leads_to_the_next_plane(stage: Stage) -> None:
     producer._reply, producer.tick = slowly, on_tick
     planes = []
     for n in range(3):
-        d = stage.rank(engine_id=f"engine-{n}")
+        d = group.rank(engine_id=f"engine-{n}")
         token = grant([p], f"p{n}", THEIRS, TOKENS)
         d.worker.post(load_plan(f"d{n}", token, peer([p]), OURS, 0, TOKENS))
         assert wait(lambda d=d, n=n: d.received == {f"d{n}"}, [p, d])  # type: ignore[misc]
@@ -262,9 +262,9 @@ def test_staging_that_is_used_up_leads_to_the_next_plane(stage: Stage) -> None:
     assert planes[0] == "shm" and planes[-1] == "zmq", planes
 
 
-def test_a_d_that_does_not_read_does_not_hold_up_the_others(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_d_that_does_not_read_does_not_hold_up_the_others(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     form = {"settings": Settings(plane="tcp", **PATIENT), "content": 4096, "layers": 8}
-    p, slow, d = stage.rank(**form), stage.rank(engine_id="slow", **form), stage.rank(engine_id="engine-d", **form)
+    p, slow, d = group.rank(**form), group.rank(engine_id="slow", **form), group.rank(engine_id="engine-d", **form)
     p.fill(THEIRS, TOKENS)
     token = grant([p], "req-p", THEIRS, TOKENS)
     pushes = halves(p)[0]._sender
@@ -328,9 +328,9 @@ def test_the_token_ranges_of_an_ask_are_bounded(pair: tuple[Rank, Rank]) -> None
 
 
 @pytest.mark.parametrize(("prompt", "loaded"), [("feed", True), ("beef", False)])
-def test_a_lease_of_another_prompt_is_not_loaded(stage: Stage, prompt: str, loaded: bool) -> None:
+def test_a_lease_of_another_prompt_is_not_loaded(group: RankGroup, prompt: str, loaded: bool) -> None:
     """What D has heard of the lease came from whoever sent the request; what P holds, P knows."""
-    p, d = stage.rank(), stage.rank(engine_id="engine-d")
+    p, d = group.rank(), group.rank(engine_id="engine-d")
     p.fill(THEIRS, TOKENS)
     lease = LeaseGrant("req-p", b"t" * 16, TOKENS, (pack_ids(THEIRS),), "feed")
     p.worker.post(StepPlan(leases=(lease,)))
@@ -343,9 +343,9 @@ def test_a_lease_of_another_prompt_is_not_loaded(stage: Stage, prompt: str, load
     assert wait(lambda: p.sent == {"req-p"}, [p, d]), "released all the same"
 
 
-def test_p_is_the_one_that_the_parameters_named(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
+def test_p_is_the_one_that_the_parameters_named(group: RankGroup, caplog: pytest.LogCaptureFixture) -> None:
     """Who reads from whom was found out from the sizes there."""
-    p, d = stage.rank(), stage.rank(engine_id="engine-d")
+    p, d = group.rank(), group.rank(engine_id="engine-d")
     p.fill(THEIRS, TOKENS)
     token = grant([p], "req-p", THEIRS, TOKENS)
     sharding = msgspec.structs.replace(peer([p]), shardings=(TokenSharding(2, 16),))

@@ -6,14 +6,14 @@ import secrets
 from typing import Any
 
 import pytest
-from gates import Gate, halves
-from opening import OURS, THEIRS, TOKENS
-from ranks import SOON, Rank, grant, let_time_pass, load_plan, peer, reason_of, wait
-from stage import Stage
 
 from kvferry.connector.config import Settings
 from kvferry.connector.protocol import messages
 from kvferry.connector.protocol.step_plan import LeaseGrant, Load, StepPlan, pack_ids
+from tests.handover.gates import Gate, halves
+from tests.handover.opening import OURS, THEIRS, TOKENS
+from tests.handover.rank_group import RankGroup
+from tests.support.ranks import SOON, Rank, grant, let_time_pass, load_plan, peer, reason_of, wait
 
 
 class Late:
@@ -42,11 +42,11 @@ def all_here(d: Rank) -> bool:
     return all(read.state.landed for job in list(halves(d)[1]._active_loads.values()) for read in job.reads)
 
 
-def test_zeros_in_the_place_of_pages_that_p_may_not_read_any_more(stage: Stage) -> None:
+def test_zeros_in_the_place_of_pages_that_p_may_not_read_any_more(group: RankGroup) -> None:
     """P's cap comes while a socket reads the last message: what D gets of the rest is no KV, whatever it hears when."""
     settings = Settings(plane="tcp", slot_bytes=64 << 20, staging_bytes=256 << 20, lease_cap_seconds=30)
     form: dict[str, Any] = {"settings": settings, "content": 8192, "layers": 1}
-    p, d = stage.rank(**form), stage.rank(engine_id="engine-d", **form)
+    p, d = group.rank(**form), group.rank(engine_id="engine-d", **form)
     p.fill(THEIRS, TOKENS)
     token = grant([p], "req-p", THEIRS, TOKENS)
     plane, pushes = d.worker.rank_context.plane("tcp"), halves(p)[0]._sender
@@ -72,10 +72,10 @@ def test_zeros_in_the_place_of_pages_that_p_may_not_read_any_more(stage: Stage) 
 
 
 @pytest.mark.parametrize("plane", ["shm", "tcp", "zmq", pytest.param("ucx", marks=pytest.mark.ucx)])
-def test_what_was_pushed_is_loaded_only_with_its_grant(stage: Stage, plane: str) -> None:
+def test_what_was_pushed_is_loaded_only_with_its_grant(group: RankGroup, plane: str) -> None:
     """The grant says whose prompt the chunks are: they are not loaded before it, nor after one of another prompt."""
     settings = Settings(plane=plane)
-    p, d = stage.rank(settings=settings), stage.rank(settings=settings, engine_id="engine-d")
+    p, d = group.rank(settings=settings), group.rank(settings=settings, engine_id="engine-d")
     p.fill(THEIRS, TOKENS)
     for wanted in ("a" * 32, "b" * 32):
         token, late, name = secrets.token_bytes(16), Late(d, messages.Grant), wanted[0]

@@ -9,14 +9,14 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from ranks import Rank, grant, load_plan, peer, wait
-from stage import Stage
 
 from kvferry.connector.config import Settings
 from kvferry.connector.geometry.compatibility import compatible
 from kvferry.connector.geometry.read_plan import plan_reads
 from kvferry.connector.geometry.spans import Span, check_span, check_spans
 from kvferry.transport.errors import GeometryError, IncompatiblePeerError
+from tests.handover.rank_group import RankGroup
+from tests.support.ranks import Rank, grant, load_plan, peer, wait
 
 PACKED = "transposed"
 DIVISION = 8
@@ -76,10 +76,10 @@ def read_transposed(rank: Rank, blocks: list[int], tokens: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("slot_bytes", [64 << 10, 4 << 20])
 @pytest.mark.parametrize("tokens", [1, 15, 16, 20, 77])
-def test_all_tokens_arrive_whatever_the_order_inside_a_block(stage: Stage, tokens: int, slot_bytes: int) -> None:
+def test_all_tokens_arrive_whatever_the_order_inside_a_block(group: RankGroup, tokens: int, slot_bytes: int) -> None:
     settings = Settings(slot_bytes=slot_bytes, staging_bytes=16 << 20)
-    p = stage.rank(packing=PACKED, settings=settings, content=64)
-    d = stage.rank(packing=PACKED, settings=settings, content=64, engine_id="engine-d")
+    p = group.rank(packing=PACKED, settings=settings, content=64)
+    d = group.rank(packing=PACKED, settings=settings, content=64, engine_id="engine-d")
     blocks, ours = [3, 9, 1, 30, 7][: -(-tokens // 16)], [2, 4, 31, 0, 5][: -(-tokens // 16)]
     fill_transposed(p, blocks, tokens)
     token = grant([p], "req-p", blocks, tokens)
@@ -90,13 +90,15 @@ def test_all_tokens_arrive_whatever_the_order_inside_a_block(stage: Stage, token
 
 @pytest.mark.parametrize("plane", ["cma", "shm", "tcp", "zmq"])
 @pytest.mark.parametrize(("sizes", "heads"), [((16, 32), 2), ((32, 16), 1), ((32, 48), 2), ((16, 16), 2)], ids=str)
-def test_blocks_of_other_sizes_take_divided_ones(stage: Stage, sizes: tuple[int, int], heads: int, plane: str) -> None:
+def test_blocks_of_other_sizes_take_divided_ones(
+    group: RankGroup, sizes: tuple[int, int], heads: int, plane: str
+) -> None:
     """From one rank to each of two, so that heads are sliced too; P's last block is partial, and D's another."""
     settings = Settings(slot_bytes=64 << 10, staging_bytes=16 << 20, plane=plane)
     common = {"packing": PACKED, "settings": settings, "content": 64}
-    p = stage.rank(block_size=sizes[0], places=lambda layer: divided(sizes[0], 64), **common)
+    p = group.rank(block_size=sizes[0], places=lambda layer: divided(sizes[0], 64), **common)
     ds = [
-        stage.rank(
+        group.rank(
             block_size=sizes[1], places=lambda layer: divided(sizes[1], 64), engine_id="engine-d",
             tp_rank=number, tp_size=heads, **common,
         )
@@ -114,9 +116,9 @@ def test_blocks_of_other_sizes_take_divided_ones(stage: Stage, sizes: tuple[int,
         assert not d.failed and torch.equal(read_divided(d, ours, tokens), d.wanted(tokens))
 
 
-def test_without_the_name_of_the_packing_the_same_bytes_are_wrong(stage: Stage) -> None:
+def test_without_the_name_of_the_packing_the_same_bytes_are_wrong(group: RankGroup) -> None:
     """What the guard is for: token slices of packed tiles are not the tokens."""
-    p, d = stage.rank(), stage.rank(engine_id="engine-d")
+    p, d = group.rank(), group.rank(engine_id="engine-d")
     fill_transposed(p, [3, 9], 20)
     token = grant([p], "req-p", [3, 9], 20)
     d.worker.post(load_plan("req-d", token, peer([p]), [2, 4], 0, 20))
@@ -133,9 +135,9 @@ def test_without_the_name_of_the_packing_the_same_bytes_are_wrong(stage: Stage) 
         ({"places": lambda layer: divided(16, 16)}, "packing"),
     ],
 )
-def test_ranks_that_pack_otherwise_refuse_each_other(stage: Stage, form: dict[str, object], field: str) -> None:
-    p = stage.rank(packing=PACKED)
-    d = stage.rank(**({"packing": PACKED, "engine_id": "engine-d"} | form))
+def test_ranks_that_pack_otherwise_refuse_each_other(group: RankGroup, form: dict[str, object], field: str) -> None:
+    p = group.rank(packing=PACKED)
+    d = group.rank(**({"packing": PACKED, "engine_id": "engine-d"} | form))
     p.fill([1, 2], 20)
     token = grant([p], "req-p", [1, 2], 20)
     d.worker.post(load_plan("req-d", token, peer([p]), [1, 2], 0, 20))
@@ -146,8 +148,8 @@ def test_ranks_that_pack_otherwise_refuse_each_other(stage: Stage, form: dict[st
         compatible(ours, theirs)
 
 
-def test_spans_of_packed_groups_are_whole_tiles(stage: Stage) -> None:
-    geometry = stage.rank(packing=PACKED).worker.rank_context.caches.geometry
+def test_spans_of_packed_groups_are_whole_tiles(group: RankGroup) -> None:
+    geometry = group.rank(packing=PACKED).worker.rank_context.caches.geometry
     (planned,) = plan_reads(geometry, geometry, [(17, 37)])
     assert (planned.span.token, planned.span.num_tokens) == (16, 32)
     check_spans([planned.span], geometry, 37)

@@ -7,24 +7,24 @@ from typing import Any
 
 import pytest
 import torch
-from gates import halves
-from opening import OURS, THEIRS, TOKENS, begin
-from ranks import Rank, grant, let_time_pass, load_plan, peer, wait
-from stage import Stage
 
 from kvferry.connector.config import Settings
 from kvferry.connector.protocol.step_plan import LeaseGrant, StepPlan, pack_ids
 from kvferry.connector.transfer import link
 from kvferry.transport import grant_board
+from tests.handover.gates import halves
+from tests.handover.opening import OURS, THEIRS, TOKENS, begin
+from tests.handover.rank_group import RankGroup
+from tests.support.ranks import Rank, grant, let_time_pass, load_plan, peer, wait
 
 Pair = tuple[Rank, Rank]
 
 
 @pytest.fixture
-def pair(stage: Stage) -> Pair:
+def pair(group: RankGroup) -> Pair:
     """With a link between them, so that what comes next finds P's board."""
     settings = Settings(plane="cma")
-    p, d = stage.rank(settings=settings), stage.rank(settings=settings, engine_id="engine-d")
+    p, d = group.rank(settings=settings), group.rank(settings=settings, engine_id="engine-d")
     p.fill(THEIRS, TOKENS)
     begin(p, d, "first")
     assert wait(lambda: "first-d" in d.received and "first-p" in p.sent, [p, d]) and not d.failed
@@ -127,14 +127,14 @@ def test_no_lease_is_left_on_the_board(pair: Pair) -> None:
     assert not d.failed and not halves(p)[0]._board._taken
 
 
-def test_without_the_board_it_asks(pair: Pair, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_board_it_asks(pair: Pair, group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     p, _ = pair
 
     def refused(place: grant_board.BoardAddress) -> None:
         raise OSError(24, "Too many open files")
 
     monkeypatch.setattr(link, "BoardReader", refused)
-    d = stage.rank(settings=Settings(plane="cma"), engine_id="engine-e")
+    d = group.rank(settings=Settings(plane="cma"), engine_id="engine-e")
     counts = asked(p)
     begin(p, d)
     assert wait(lambda: "req-d" in d.received and "req-p" in p.sent, [p, d])

@@ -10,23 +10,23 @@ from typing import Any
 
 import pytest
 import torch
-from gates import Gate, halves
-from opening import OURS, THEIRS, TOKENS, another_works, begin
-from ranks import Rank, grant, load_plan, peer, reason_of, wait
-from stage import Stage
 
 from kvferry.connector.config import Settings
 from kvferry.transport.planes import cma
+from tests.handover.gates import Gate, halves
+from tests.handover.opening import OURS, THEIRS, TOKENS, another_works, begin
+from tests.handover.rank_group import RankGroup
+from tests.support.ranks import Rank, grant, load_plan, peer, reason_of, wait
 
 TURN_BYTES = 4096
 """A hand-over takes some 25 turns."""
 
 
 @pytest.fixture
-def pair(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> tuple[Rank, Rank]:
+def pair(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> tuple[Rank, Rank]:
     monkeypatch.setattr(cma, "TURN_BYTES", TURN_BYTES)
     settings = Settings(plane="cma", transfer_timeout_seconds=1.5)
-    p, d = stage.rank(settings=settings), stage.rank(settings=settings, engine_id="engine-d")
+    p, d = group.rank(settings=settings), group.rank(settings=settings, engine_id="engine-d")
     p.fill(THEIRS, TOKENS)
     return p, d
 

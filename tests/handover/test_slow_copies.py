@@ -12,19 +12,19 @@ from functools import partial
 from types import SimpleNamespace
 
 import msgspec
-import opening
 import pytest
 import torch
-from gates import halves
-from plane_list import PUSH, host_planes
-from ranks import Rank, grant, let_time_pass, load_plan, peer, reason_of, wait
-from slow import SlowCopies, install
-from stage import Stage
 
 from kvferry.connector.config import Settings
 from kvferry.connector.engine import worker
 from kvferry.connector.protocol.source_read import ReadPhase
 from kvferry.connector.protocol.step_plan import LeaseGrant, StepPlan, pack_ids
+from tests.handover import opening
+from tests.handover.gates import halves
+from tests.handover.rank_group import RankGroup
+from tests.handover.slow_copies import SlowCopies, install
+from tests.support.ranks import Rank, grant, let_time_pass, load_plan, peer, reason_of, wait
+from tests.transport.plane_list import PUSH, host_planes
 
 PLANES = host_planes(PUSH)
 TOKENS, THEIRS, OURS = 200, list(range(3, 16)), list(range(10, 23))
@@ -46,10 +46,10 @@ def plane() -> str:
 
 
 @pytest.fixture
-def pair(stage: Stage, copies: list[SlowCopies], plane: str) -> tuple[Rank, Rank]:
+def pair(group: RankGroup, copies: list[SlowCopies], plane: str) -> tuple[Rank, Rank]:
     """P with a prompt, and D; slots so small that it takes several copies."""
     settings = Settings(plane=plane, slot_bytes=64 << 10, staging_bytes=1 << 20)
-    p, d = stage.rank(settings=settings), stage.rank(settings=settings, engine_id="engine-d")
+    p, d = group.rank(settings=settings), group.rank(settings=settings, engine_id="engine-d")
     p.fill(THEIRS, TOKENS)
     return p, d
 
@@ -157,8 +157,8 @@ class Late:
         return self.completed
 
 
-def test_a_lease_is_granted_once_its_blocks_are_computed(stage: Stage) -> None:
-    p, d = stage.rank(), stage.rank(engine_id="engine-d")
+def test_a_lease_is_granted_once_its_blocks_are_computed(group: RankGroup) -> None:
+    p, d = group.rank(), group.rank(engine_id="engine-d")
     p.fill(THEIRS, TOKENS)
     token, late = b"t" * 16, Late()
     lease = LeaseGrant("req-p", token, TOKENS, (pack_ids(THEIRS),))
@@ -247,11 +247,11 @@ def test_a_step_goes_on_as_soon_as_its_device_waits_for_the_last_copy(
 
 
 @pytest.mark.parametrize("late", [0, 1])
-def test_a_device_waits_for_the_copies_from_all_ranks(stage: Stage, copies: list[SlowCopies], late: int) -> None:
+def test_a_device_waits_for_the_copies_from_all_ranks(group: RankGroup, copies: list[SlowCopies], late: int) -> None:
     """One of which is late to grant."""
     settings = Settings(plane="shm", slot_bytes=64 << 10, staging_bytes=1 << 20)
-    p = [stage.rank(tp_rank=rank, tp_size=2, settings=settings) for rank in (0, 1)]
-    d = stage.rank(engine_id="engine-d", settings=settings)
+    p = [group.rank(tp_rank=rank, tp_size=2, settings=settings) for rank in (0, 1)]
+    d = group.rank(engine_id="engine-d", settings=settings)
     for rank in p:
         rank.fill(THEIRS, TOKENS)
     token = grant([p[1 - late]], "req-p", THEIRS, TOKENS)
@@ -366,8 +366,8 @@ def test_what_is_told_of_another_load_of_that_name_counts_for_nothing(
     assert d.worker.finish_now() == set()
 
 
-def test_of_copies_that_end_at_once_nobody_is_told(stage: Stage) -> None:
-    p, d = stage.rank(), stage.rank(engine_id="engine-d")
+def test_of_copies_that_end_at_once_nobody_is_told(group: RankGroup) -> None:
+    p, d = group.rank(), group.rank(engine_id="engine-d")
     p.fill(THEIRS, TOKENS)
     told: list[object] = []
     halves(d)[1]._on_begun = told.append

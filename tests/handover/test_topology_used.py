@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import grant, load_plan, peer, wait
-from stage import Stage
 
 from kvferry.connector.geometry import read_plan
 from kvferry.connector.geometry.topology import TpKVTopology
+from tests.handover.rank_group import RankGroup
+from tests.support.ranks import grant, load_plan, peer, wait
 
 QUESTIONS = ("source_ranks", "sources", "release_ranks", "expected_consumers")
 BLOCKS = [3, 1, 4]
@@ -20,7 +20,7 @@ BLOCKS = [3, 1, 4]
 
 @pytest.mark.parametrize(("p_size", "d_size"), [(2, 1), (1, 2), (3, 2)])
 def test_each_choice_of_a_hand_over_is_asked_of_one_topology(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, p_size: int, d_size: int
+    group: RankGroup, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, p_size: int, d_size: int
 ) -> None:
     read_plan._routes.cache_clear()  # another test may have planned the same pair of ranks
     asked: dict[str, dict[int, set[int]]] = {name: defaultdict(set) for name in QUESTIONS}
@@ -33,8 +33,8 @@ def test_each_choice_of_a_hand_over_is_asked_of_one_topology(
 
         monkeypatch.setattr(TpKVTopology, name, spy)
     with caplog.at_level(logging.INFO, "vllm.kvferry"):
-        ps = [stage.rank(tp_rank=r, tp_size=p_size, total_heads=6) for r in range(p_size)]
-        ds = [stage.rank(tp_rank=r, tp_size=d_size, total_heads=6, engine_id="engine-d") for r in range(d_size)]
+        ps = [group.rank(tp_rank=r, tp_size=p_size, total_heads=6) for r in range(p_size)]
+        ds = [group.rank(tp_rank=r, tp_size=d_size, total_heads=6, engine_id="engine-d") for r in range(d_size)]
         for p in ps:
             p.fill(BLOCKS, 40)
         token = grant(ps, "req-p", BLOCKS, 40)
@@ -51,10 +51,10 @@ def test_each_choice_of_a_hand_over_is_asked_of_one_topology(
     assert f"of {p_size} tensor-parallel ranks, tp_ratio {ratio}, block_size_ratio 1" in caplog.text
 
 
-def test_another_choice_of_ranks_changes_the_hand_over(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_choice_of_ranks_changes_the_hand_over(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     """With one of its two source ranks left out, the load fails: nothing beside the topology chooses ranks."""
-    ps = [stage.rank(tp_rank=r, tp_size=2) for r in range(2)]
-    d = stage.rank(engine_id="engine-d")
+    ps = [group.rank(tp_rank=r, tp_size=2) for r in range(2)]
+    d = group.rank(engine_id="engine-d")
     monkeypatch.setattr(TpKVTopology, "source_ranks", lambda self, peer=None: (0,))
     token = grant(ps, "req-p", BLOCKS, 40)
     d.worker.post(load_plan("req-d", token, peer(ps), BLOCKS, 0, 40))

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
-from paged_copy_cases import Arena, Layout, positions
 
 from kvferry.kernels.convert import Conversion
+from tests.kernels.paged_copy_cases import Arena, Layout, positions
 
 # Exponent bits, mantissa bits, bits of the largest finite number, whether infinity follows it. IEEE 754 for the wider
 # ones, "FP8 Formats for Deep Learning" (arXiv 2209.05433) for fp8.

@@ -7,11 +7,23 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from convert_cases import CASES, DEFINED, NAMES, PAIRS, Case, converted, decoded, encoded, same, telling, unsigned
 
 from kvferry.kernels import convert_host
 from kvferry.kernels.convert import FORMATS, Conversion, unpack_converted
 from kvferry.kernels.paged_copy import wire_pages
+from tests.kernels.convert_cases import (
+    CASES,
+    DEFINED,
+    NAMES,
+    PAIRS,
+    Case,
+    converted,
+    decoded,
+    encoded,
+    same,
+    telling,
+    unsigned,
+)
 
 CPU = torch.device("cpu")
 

@@ -7,16 +7,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from convert_cases import CASES
-from triton_process import python
 
 from kvferry.kernels.convert import unpack_converted
+from tests.kernels.convert_cases import CASES
+from tests.kernels.triton_process import python
 
 INTERPRETED = """
 import sys
 import torch
 from kvferry.kernels.convert_triton import unpack_converted_triton
-from convert_cases import CASES
+from tests.kernels.convert_cases import CASES
 
 for number, name in enumerate(sys.argv[1:]):
     case = CASES[name]
@@ -30,7 +30,7 @@ for number, name in enumerate(sys.argv[1:]):
 """
 COMPILED = """
 import re
-from compiled import ptx
+from tests.kernels.compiled import ptx
 from kvferry.kernels.convert_triton import FORMATS, _convert_kernel, _destination_constants, _source_constants
 from kvferry.kernels.paged_copy_triton import ALL_SMS
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv_postprocess_cases import BOTH, CASES, Arena, Case, fix_up
 
 from kvferry.connector.geometry.topology import TpKVTopology
 from kvferry.kernels import kv_postprocess, kv_postprocess_host
@@ -20,6 +19,7 @@ from kvferry.kernels.kv_postprocess import (
 )
 from kvferry.kernels.paged_copy import Pages, copy_pages
 from kvferry.transport.errors import GeometryError
+from tests.kernels.kv_postprocess_cases import BOTH, CASES, Arena, Case, fix_up
 
 
 @pytest.mark.parametrize("name", CASES)

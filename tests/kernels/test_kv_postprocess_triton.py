@@ -8,18 +8,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from kv_postprocess_cases import BOTH, CASES, Arena, Case, fix_up
-from triton_process import python
 
 from kvferry.kernels import kv_postprocess_triton
 from kvferry.kernels.kv_postprocess import exchange_of
 from kvferry.kernels.kv_postprocess_triton import alignment, slice_width
+from tests.kernels.kv_postprocess_cases import BOTH, CASES, Arena, Case, fix_up
+from tests.kernels.triton_process import python
 
 INTERPRETED = """
 import sys
 import numpy as np
 import torch
-from kv_postprocess_cases import CASES, Arena
+from tests.kernels.kv_postprocess_cases import CASES, Arena
 from kvferry.kernels import kv_postprocess_triton
 from kvferry.kernels.kv_postprocess import exchange_of
 from kvferry.kernels.kv_postprocess_host import exchange_host

@@ -12,14 +12,9 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import convert_cases
 import numpy as np
-import paged_copy_cases
-import paged_parts
 import pytest
 import torch
-import zero_blocks_cases
-from triton_process import python
 
 from kvferry.kernels import launch
 from kvferry.kernels.convert import unpack_converted
@@ -27,6 +22,8 @@ from kvferry.kernels.launch import Launcher, use_triton_launcher_only
 from kvferry.kernels.paged_copy import Pages, copy_pages
 from kvferry.kernels.zero_blocks import zero_blocks
 from kvferry.transport import cuda
+from tests.kernels import convert_cases, paged_copy_cases, paged_parts, zero_blocks_cases
+from tests.kernels.triton_process import python
 
 GPU = torch.device("cuda", 0)
 PLAIN = {
@@ -43,7 +40,7 @@ import numpy as np
 import torch
 from kvferry.kernels.paged_copy import copy_pages
 from kvferry.kernels.paged_copy_triton import copy_pages_triton
-from paged_copy_cases import CASES, expected
+from tests.kernels.paged_copy_cases import CASES, expected
 
 case = CASES["pack-nhd"]
 dst, src = case.arenas()

@@ -12,10 +12,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged_copy_cases import CASES, Arena, Case, Layout, expected
 
 from kvferry.kernels import paged_copy_host
 from kvferry.kernels.paged_copy import Pages, copy_pages, wire_pages
+from tests.kernels.paged_copy_cases import CASES, Arena, Case, Layout, expected
 
 CPU = torch.device("cpu")
 

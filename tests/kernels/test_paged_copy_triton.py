@@ -7,13 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from paged_copy_cases import CASES, expected
-from paged_parts import differing
-from triton_process import python
 
 from kvferry.kernels.launch import DeviceTable, stream_buffers
 from kvferry.kernels.paged_copy import Pages, copy_pages
 from kvferry.kernels.paged_copy_triton import ALL_SMS, CAPPED, alignment, tile_shape
+from tests.kernels.paged_copy_cases import CASES, expected
+from tests.kernels.paged_parts import differing
+from tests.kernels.triton_process import python
 
 INTERPRETED = """
 import sys
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from kvferry.kernels.paged_copy_host import copy_pages_host
 from kvferry.kernels.paged_copy_triton import copy_pages_triton
-from paged_copy_cases import CASES, expected
+from tests.kernels.paged_copy_cases import CASES, expected
 
 cpu = torch.device("cpu")
 for number, name in enumerate(sys.argv[1:]):
@@ -36,7 +36,7 @@ for number, name in enumerate(sys.argv[1:]):
 IN_PARTS = """
 import numpy as np
 import torch
-from paged_parts import differing
+from tests.kernels.paged_parts import differing
 
 for number in range(4):
     print(number, *differing(number, torch.device("cpu")))
@@ -45,7 +45,7 @@ COMPILED = """
 import itertools
 import re
 import triton.language as tl
-from compiled import ptx
+from tests.kernels.compiled import ptx
 from kvferry.kernels.paged_copy_triton import ALL_SMS, CAPPED, _copy_kernel, tile_shape
 
 WORDS = ((tl.int64, 8, 16), (tl.int64, 8, 8), (tl.int32, 4, 4), (tl.int16, 2, 2), (tl.int8, 1, 1))

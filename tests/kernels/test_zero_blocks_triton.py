@@ -8,18 +8,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from triton_process import python
-from zero_blocks_cases import CASES, Arena, expected
 
 from kvferry.kernels.zero_blocks import Segments, zero_blocks
 from kvferry.kernels.zero_blocks_triton import alignment, tile_words
+from tests.kernels.triton_process import python
+from tests.kernels.zero_blocks_cases import CASES, Arena, expected
 
 INTERPRETED = """
 import sys
 import numpy as np
 import torch
 from kvferry.kernels.zero_blocks_triton import zero_blocks_triton
-from zero_blocks_cases import CASES, Arena, expected
+from tests.kernels.zero_blocks_cases import CASES, Arena, expected
 
 for name in sys.argv[1:]:
     arena = Arena(CASES[name])
@@ -31,7 +31,7 @@ for name in sys.argv[1:]:
 COMPILED = """
 import re
 import triton.language as tl
-from compiled import ptx
+from tests.kernels.compiled import ptx
 from kvferry.kernels.zero_blocks_triton import NUM_WARPS, _zero_kernel, tile_words
 
 for dtype, word, align in ((tl.int64, 8, 16), (tl.int64, 8, 8), (tl.int32, 4, 4), (tl.int16, 2, 2), (tl.int8, 1, 1)):

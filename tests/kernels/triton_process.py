@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from tests.support.fork_server import fork_server
 
-PRELUDE = f"""
+PRELUDE = """
 import os, sys
 assert "triton" not in sys.modules, "it has decided"
-sys.path.insert(0, {str(Path(__file__).parent)!r})
 """
 
 

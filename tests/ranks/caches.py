@@ -9,7 +9,8 @@ import math
 from dataclasses import dataclass
 
 import torch
-from pairing import ITEM_SIZES, MAX_TOKENS, Form, Pairing, Rank
+
+from tests.ranks.pairing import ITEM_SIZES, MAX_TOKENS, Form, Pairing, Rank
 
 P_FILL, D_FILL = -2, -1
 """What elements hold that belong to no prompt."""

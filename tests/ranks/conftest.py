@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from fleet import Fleet
+
+from tests.ranks.rank_processes import RankProcesses
 
 
 @pytest.fixture(scope="session")
-def fleet() -> Iterator[Fleet]:
-    fleet = Fleet()
-    yield fleet
-    fleet.close()
+def processes() -> Iterator[RankProcesses]:
+    processes = RankProcesses()
+    yield processes
+    processes.close()

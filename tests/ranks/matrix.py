@@ -9,7 +9,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from pairing import LAYOUTS, Form, Model, Pairing
+from tests.ranks.pairing import LAYOUTS, Form, Model, Pairing
 
 PLANES = ("tcp", "shm", "zmq", "cma")
 GPU_PLANES = ("cuda_ipc", "shm", "tcp", "zmq")

@@ -9,14 +9,10 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
-from caches import RankCaches, Table, layer_name
-from pairing import INPUTS, ITEM_SIZES, STATE_SIZE, Pairing, Rank, parse
-from state_caches import StateCaches
 
 from kvferry.connector.config import Settings
 from kvferry.connector.engine.worker import WorkerHalf
@@ -27,6 +23,9 @@ from kvferry.connector.protocol import messages
 from kvferry.connector.protocol.step_plan import KeepLease, LeaseGrant, Load, PeerEngine, StepPlan, pack_ids
 from kvferry.connector.transfer.receiver import SourceRead
 from kvferry.transport.channels import Copy
+from tests.ranks.caches import RankCaches, Table, layer_name
+from tests.ranks.pairing import INPUTS, ITEM_SIZES, STATE_SIZE, Pairing, Rank, parse
+from tests.ranks.state_caches import StateCaches
 
 SLOT_BYTES = 64 << 10
 """So small that a hand-over takes several messages."""
@@ -160,7 +159,7 @@ class HostedRank:
         self.failed |= bool(results.failed)
 
     def seen(self) -> dict[str, Any]:
-        """What the judge is given of this rank."""
+        """What compare.py is given of this rank."""
         assert self.worker.rank_context is not None
         figures = self.worker.rank_context.stats.take()
         finished = figures["finished"] if figures is not None else {}
@@ -268,5 +267,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parent))
     main()

@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from caches import D_FILL, GUARD, P_FILL, layer_name
-from pairing import INPUTS, STATE_SIZE, Pairing, Rank
+
+from tests.ranks.caches import D_FILL, GUARD, P_FILL, layer_name
+from tests.ranks.pairing import INPUTS, STATE_SIZE, Pairing, Rank
 
 
 @dataclass

@@ -14,10 +14,10 @@ import sys
 import time
 from importlib.util import find_spec
 
-from fleet import Fleet
-from judge import check
-from matrix import GPU_PLANES, PLANES
-from pairing import Pairing, draw, parse
+from tests.ranks.compare import check
+from tests.ranks.matrix import GPU_PLANES, PLANES
+from tests.ranks.pairing import Pairing, draw, parse
+from tests.ranks.rank_processes import RankProcesses
 
 
 def drawn(seed: int, count: int, planes: tuple[str, ...]) -> list[Pairing]:
@@ -40,18 +40,18 @@ def main() -> int:
     else:
         pairings = drawn(options.seed, options.count, planes)
         print(f"seed {options.seed}: {options.count} pairings over {', '.join(planes)}", flush=True)
-    fleet, failed, begun = Fleet(options.gpus), 0, time.monotonic()
+    processes, failed, begun = RankProcesses(options.gpus), 0, time.monotonic()
     try:
         for number, pairing in enumerate(pairings, 1):
             try:
-                check(fleet, pairing)
+                check(processes, pairing)
             except (AssertionError, RuntimeError) as error:
                 failed += 1
                 print(f"FAILED {error}", flush=True)
             if number % 50 == 0 or number == len(pairings):
                 print(f"{number} of {len(pairings)}, {failed} failed, {time.monotonic() - begun:.0f} s", flush=True)
     finally:
-        fleet.close()
+        processes.close()
     return 1 if failed else 0
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from matrix import BLOCKS, CONTEXT, PARALLEL, TABLES, Cell, cells
-from pairing import LAYOUTS
+from tests.ranks.matrix import BLOCKS, CONTEXT, PARALLEL, TABLES, Cell, cells
+from tests.ranks.pairing import LAYOUTS
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "matrix.json"
 FORMS = {"parallel": tuple(PARALLEL), "layout": LAYOUTS, "block": tuple(BLOCKS), "context": tuple(CONTEXT)}

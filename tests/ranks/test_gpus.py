@@ -7,11 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fleet import Fleet
-from judge import check, judge
-from matrix import GPU_PLANES
-from pairing import Form, Model, Pairing
-from sweep import drawn
+
+from tests.ranks.compare import check, compare
+from tests.ranks.matrix import GPU_PLANES
+from tests.ranks.pairing import Form, Model, Pairing
+from tests.ranks.rank_processes import RankProcesses
+from tests.ranks.sweep import drawn
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 SEED, COUNT = 21, 40
@@ -20,10 +21,10 @@ pytestmark = [pytest.mark.multi_gpu, pytest.mark.skipif(GPUS < 2, reason="needs 
 
 
 @pytest.fixture(scope="module")
-def fleet() -> Iterator[Fleet]:
-    fleet = Fleet(GPUS)
-    yield fleet
-    fleet.close()
+def processes() -> Iterator[RankProcesses]:
+    processes = RankProcesses(GPUS)
+    yield processes
+    processes.close()
 
 
 @pytest.mark.parametrize("plane", [*GPU_PLANES, pytest.param("ucx", marks=pytest.mark.ucx)])
@@ -39,39 +40,39 @@ def fleet() -> Iterator[Fleet]:
     ],
     ids=str,
 )
-def test_forms(fleet: Fleet, plane: str, p: Form, d: Form) -> None:
+def test_forms(processes: RankProcesses, plane: str, p: Form, d: Form) -> None:
     """Ranks share GPUs where there are fewer of these; 12 attention heads have 6 KV heads, so that 3 to 2 comes out."""
-    check(fleet, Pairing(Model(heads=6), p, d, tokens=200, start=0, plane=plane, seed=7))
+    check(processes, Pairing(Model(heads=6), p, d, tokens=200, start=0, plane=plane, seed=7))
 
 
 @pytest.mark.parametrize("pairing", drawn(SEED, COUNT, GPU_PLANES), ids=str)
-def test_pairing(fleet: Fleet, pairing: Pairing) -> None:
-    check(fleet, pairing)
+def test_pairing(processes: RankProcesses, pairing: Pairing) -> None:
+    check(processes, pairing)
 
 
 @pytest.mark.parametrize("plane", GPU_PLANES)
 def test_one_gpu_for_both(plane: str) -> None:
-    fleet = Fleet(1)
+    processes = RankProcesses(1)
     try:
-        check(fleet, replace(drawn(SEED, 1, GPU_PLANES)[0], plane=plane))
+        check(processes, replace(drawn(SEED, 1, GPU_PLANES)[0], plane=plane))
     finally:
-        fleet.close()
+        processes.close()
 
 
 @pytest.mark.parametrize("fault", ["wrong element on P", "stray element on D"])
-def test_planted_damage_is_noticed(fleet: Fleet, fault: str) -> None:
+def test_planted_damage_is_noticed(processes: RankProcesses, fault: str) -> None:
     pairing = Pairing(Model(heads=4), Form(), Form(tp=2), plane="cuda_ipc")
-    assert any("1 of" in line and "differ" in line for line in judge(pairing, fleet.run(pairing, fault=fault)))
+    assert any("1 of" in line and "differ" in line for line in compare(pairing, processes.run(pairing, fault=fault)))
 
 
 @pytest.mark.parametrize("plane", GPU_PLANES)
 @pytest.mark.parametrize("p", [Form(), Form(tp=2)], ids=str)
-def test_what_a_step_computes_with(fleet: Fleet, plane: str, p: Form) -> None:
+def test_what_a_step_computes_with(processes: RankProcesses, plane: str, p: Form) -> None:
     """Its device waits for copies that are late, while its thread goes on."""
-    check(fleet, Pairing(Model(), p, Form(layout="BLHNC"), tokens=200, plane=plane, seed=7), inside=True)
+    check(processes, Pairing(Model(), p, Form(layout="BLHNC"), tokens=200, plane=plane, seed=7), inside=True)
 
 
-def test_a_device_that_does_not_wait_is_noticed(fleet: Fleet) -> None:
+def test_a_device_that_does_not_wait_is_noticed(processes: RankProcesses) -> None:
     pairing = Pairing(Model(), Form(), Form(), tokens=200, plane="cuda_ipc", seed=7)
-    complaints = judge(pairing, fleet.run(pairing, inside=True, fault="device does not wait"))
+    complaints = compare(pairing, processes.run(pairing, inside=True, fault="device does not wait"))
     assert any("elements differ" in line for line in complaints)

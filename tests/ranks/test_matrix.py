@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from fleet import PROCESSES, Fleet
-from judge import check
-from matrix import BLOCKS, CONTEXT, PARALLEL, PLANES, TABLES, cells
-from pairing import LAYOUTS, Form, Model, Pairing
-from table import save
+
+from tests.ranks.compare import check
+from tests.ranks.matrix import BLOCKS, CONTEXT, PARALLEL, PLANES, TABLES, cells
+from tests.ranks.pairing import LAYOUTS, Form, Model, Pairing
+from tests.ranks.rank_processes import PROCESSES, RankProcesses
+from tests.ranks.table import save
 
 CELLS = cells()
 
@@ -25,9 +26,9 @@ def outcomes() -> Iterator[dict[str, str]]:
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: f"{cell.table}-{cell.pairing}")
-def test_cell(fleet: Fleet, outcomes: dict[str, str], cell) -> None:
+def test_cell(processes: RankProcesses, outcomes: dict[str, str], cell) -> None:
     outcomes[str(cell.pairing)] = "failed"
-    check(fleet, cell.pairing)
+    check(processes, cell.pairing)
     outcomes[str(cell.pairing)] = "passed"
 
 
@@ -39,35 +40,35 @@ def test_the_matrix_has_every_form_on_both_sides() -> None:
 
 
 @pytest.mark.parametrize(("p_tp", "d_tp"), [(2, 4), (4, 2), (3, 2)])
-def test_a_process_for_every_rank(fleet: Fleet, p_tp: int, d_tp: int) -> None:
+def test_a_process_for_every_rank(processes: RankProcesses, p_tp: int, d_tp: int) -> None:
     pairing = Pairing(Model(heads=12), Form(tp=p_tp), Form(tp=d_tp), seed=p_tp)
     assert p_tp + d_tp <= PROCESSES
-    seen = check(fleet, pairing)
+    seen = check(processes, pairing)
     pids = [found["pid"] for found in (*seen.p.values(), *seen.d.values())]
     assert len(set(pids)) == p_tp + d_tp
 
 
 @pytest.mark.parametrize("plane", PLANES)
-def test_a_step_that_computes_with_its_load(fleet: Fleet, plane: str) -> None:
+def test_a_step_that_computes_with_its_load(processes: RankProcesses, plane: str) -> None:
     pairing = Pairing(Model(), Form(tp=3), Form(tp=2, layout="BLHNC"), tokens=200, start=33, plane=plane)
-    check(fleet, pairing, inside=True)
+    check(processes, pairing, inside=True)
 
 
 @pytest.mark.parametrize(("p_pp", "d_pp"), [(3, 1), (1, 3), (3, 2), (2, 3)])
-def test_stages_without_a_layer(fleet: Fleet, p_pp: int, d_pp: int) -> None:
+def test_stages_without_a_layer(processes: RankProcesses, p_pp: int, d_pp: int) -> None:
     """Two layers, one with heads and one MLA, on up to three stages: block tables, and stages, that hold nothing."""
     pairing = Pairing(Model("mixed", 2, 4), Form(tp=2, pp=p_pp), Form(pp=d_pp, layout="BLNHC"))
     held = [layers for _, layers, _ in pairing.groups("p" if p_pp > d_pp else "d", (2, 0))]
     assert held == [[], []]
-    check(fleet, pairing)
+    check(processes, pairing)
 
 
 @pytest.mark.ucx
 @pytest.mark.parametrize(("p", "d"), [("TP 2", "TP 1"), ("TP 3", "TP 2"), ("PP 2", "TP 2")])
-def test_ucx_between_processes(fleet: Fleet, p: str, d: str) -> None:
-    check(fleet, Pairing(Model(heads=6), PARALLEL[p], replace(PARALLEL[d], layout="BLNHC", block=48, kernel=48),
+def test_ucx_between_processes(processes: RankProcesses, p: str, d: str) -> None:
+    check(processes, Pairing(Model(heads=6), PARALLEL[p], replace(PARALLEL[d], layout="BLNHC", block=48, kernel=48),
                          plane="ucx"))  # fmt: skip
 
 
-def test_the_planes_that_ranks_choose_by_themselves(fleet: Fleet) -> None:
-    check(fleet, Pairing(Model("mixed", 3, 2), Form(tp=2), Form(pp=2, layout="BHLNC"), plane="auto"))
+def test_the_planes_that_ranks_choose_by_themselves(processes: RankProcesses) -> None:
+    check(processes, Pairing(Model("mixed", 3, 2), Form(tp=2), Form(pp=2, layout="BHLNC"), plane="auto"))

@@ -5,18 +5,19 @@ from __future__ import annotations
 import random
 
 import pytest
-from fleet import Fleet
-from judge import check
-from matrix import PLANES
-from pairing import LAYOUTS, Form, Model, Pairing, draw, parse
-from sweep import drawn
+
+from tests.ranks.compare import check
+from tests.ranks.matrix import PLANES
+from tests.ranks.pairing import LAYOUTS, Form, Model, Pairing, draw, parse
+from tests.ranks.rank_processes import RankProcesses
+from tests.ranks.sweep import drawn
 
 SEED, COUNT = 14, 25
 
 
 @pytest.mark.parametrize("pairing", drawn(SEED, COUNT, PLANES), ids=str)
-def test_pairing(fleet: Fleet, pairing: Pairing) -> None:
-    check(fleet, pairing)
+def test_pairing(processes: RankProcesses, pairing: Pairing) -> None:
+    check(processes, pairing)
 
 
 def test_a_name_says_all() -> None:

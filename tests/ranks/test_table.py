@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from matrix import BLOCKS, CONTEXT, PARALLEL, cells
-from pairing import LAYOUTS
-from table import load, render
+from tests.ranks.matrix import BLOCKS, CONTEXT, PARALLEL, cells
+from tests.ranks.pairing import LAYOUTS
+from tests.ranks.table import load, render
 
 CELLS = cells()
 

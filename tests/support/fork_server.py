@@ -10,6 +10,7 @@ Programs that need environment variables at import, another user or another netw
 from __future__ import annotations
 
 import atexit
+import fcntl
 import gc
 import itertools
 import json
@@ -139,8 +140,13 @@ class ForkServer:
             out.seek(0), error.seek(0)
             return subprocess.CompletedProcess(list(args), code, out.read(), error.read())
 
+    def start_with(self, files: tuple[int, ...], *args: str, environment: Mapping[str, str] | None = None) -> Program:
+        """The same without pipes: ``files`` become its descriptors 0, 1, 2 and so on."""
+        program = Program(args)
+        self._request(program, files, environment)
+        return program
+
     def _request(self, program: Program, files: tuple[int, ...], environment: Mapping[str, str] | None) -> None:
-        """Have the program started with these files as stdin, stdout and stderr."""
         number = next(self._numbers)
         self._programs[number] = program
         request = {"number": number, "args": program.args, "environment": dict(environment or {}), "cwd": os.getcwd()}
@@ -175,10 +181,10 @@ class ForkServer:
 _servers: dict[str, ForkServer] = {}
 
 
-def fork_server(preload: str = "tests.support.preload") -> ForkServer:
-    """The server of this test process with these imports, started when it is first needed."""
+def fork_server(preload: str = "tests.support.preload", environment: Mapping[str, str] | None = None) -> ForkServer:
+    """The server of this test process with these imports, started in ``environment`` when it is first needed."""
     if preload not in _servers:
-        _servers[preload] = ForkServer(preload)
+        _servers[preload] = ForkServer(preload, environment)
     return _servers[preload]
 
 
@@ -236,11 +242,15 @@ def serve(requests: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
 def become(request: dict[str, Any], pipes: list[int]) -> None:
     """Take the program's pipes, environment and folder, and an address space that is not laid out as in other copies:
     an address of P that were taken for one of D must not be right by chance."""
-    for number, descriptor in enumerate(pipes):
+    above = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, len(pipes)) for descriptor in pipes]
+    for number, (received, descriptor) in enumerate(zip(pipes, above, strict=True)):
+        if received >= len(pipes):
+            os.close(received)
         os.dup2(descriptor, number)
         os.close(descriptor)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.update(request["environment"])
+    sys.path[:0] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in ("", *sys.path)]
     os.chdir(request["cwd"])
     sys.modules["_kvferry_layout"] = layout = ModuleType("_kvferry_layout")
     layout.taken = [mmap.mmap(-1, random.randrange(1, 1 << 14) * mmap.PAGESIZE)]  # type: ignore[attr-defined]
@@ -270,9 +280,11 @@ def main() -> None:
     sys.path[:] = [path for path in sys.path if path not in ("", os.getcwd())]  # which -m has put there
     gc.collect()
     gc.freeze()  # a copy that collects garbage touches, and so copies, no page of what is imported
-    if (copy := serve(requests)) is not None:
-        become(*copy)
-        execute(copy[0]["args"])
+    copy = serve(requests)
+    if copy is None:
+        os._exit(0)  # without the words that some libraries have for objects that are still there
+    become(*copy)
+    execute(copy[0]["args"])
 
 
 if __name__ == "__main__":

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from plane_list import PUSH, host_planes
 
 from kvferry.transport.channels import Received, RecvChannel, SendChannel, Slot
 from kvferry.transport.plane import Plane, PlaneContext, PlaneMemory
 from kvferry.transport.registry import make_plane
 from kvferry.transport.staging import SlotPool
+from tests.transport.plane_list import PUSH, host_planes
 
 SLOT = 64 << 10
 PLANES = host_planes(PUSH)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from plane_pair import PLANES, Pair, pattern
 
 from kvferry.transport.channels import CPU, Pieces
+from tests.transport.plane_pair import PLANES, Pair, pattern
 
 ROOT = Path(__file__).parents[2]
 NBYTES = 50_000

@@ -10,11 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
-from engines import free_port
 
 from kvferry.transport.control import framing
 from kvferry.transport.control.connection import Connection
 from kvferry.transport.control.listener import Listener
+from tests.support.engines import free_port
 from tests.support.fork_server import fork_server
 
 LIMIT = 1 << 20

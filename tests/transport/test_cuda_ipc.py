@@ -113,10 +113,9 @@ def plane(driver: Driver) -> Iterator[Make]:
 @pytest.fixture
 def p(driver: Driver, tmp_path: Path) -> Iterator[_Offer]:
     """The offer of another process, which holds two allocations."""
-    script = f"""
+    script = """
 import sys, pytest, torch
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-from test_cuda_ipc import SIZE, Driver, context
+from tests.transport.test_cuda_ipc import SIZE, Driver, context
 from kvferry.transport.planes.cuda_ipc import CudaIpcPlane
 patch = pytest.MonkeyPatch()
 Driver().install(patch)

@@ -117,9 +117,9 @@ def test_it_is_seen_from_another_process() -> None:
     place = msgspec.msgpack.encode(writer.place).hex()
     script = (
         "import sys, msgspec; from kvferry.transport.grant_board import *\n"
-        f"reader = BoardReader(msgspec.msgpack.decode(bytes.fromhex({place!r}), type=Place))\n"
+        f"reader = BoardReader(msgspec.msgpack.decode(bytes.fromhex({place!r}), type=BoardAddress))\n"
         f"note = reader.find(bytes.fromhex({one.hex()!r}))\n"
-        "print(note.text.decode(), note.stands, flush=True); sys.stdin.readline(); print(note.stands)\n"
+        "print(note.text.decode(), note.is_current, flush=True); sys.stdin.readline(); print(note.is_current)\n"
     )
     with fork_server().start("-c", script, text=True) as process:
         assert process.stdout.readline().split() == ["text", "True"]

@@ -10,9 +10,9 @@ from contextlib import closing
 from typing import Any
 
 import pytest
-from plane_pair import PLANES, SLOT, Pair, intact, mapped
 
 from kvferry.transport.channels import CPU, SendChannel, Slot
+from tests.transport.plane_pair import PLANES, SLOT, Pair, intact, mapped
 
 
 def send(channel: SendChannel, slot: Slot) -> None:

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from plane_pair import SLOT, Pair, intact, mapped
 
 from kvferry.transport import cuda, staging
 from kvferry.transport.errors import PlaneUnavailableError, TransportError
 from kvferry.transport.plane import PlaneContext, PlaneMemory
 from kvferry.transport.planes.shm_arena import Arena
 from kvferry.transport.registry import make_plane
+from tests.transport.plane_pair import SLOT, Pair, intact, mapped
 
 GPU = torch.device("cuda", 0)
 

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 
 import msgspec
 import pytest
-from plane_pair import PLANES
-from plane_process import SLOT, STAGING, Peers, all_good, announce, end, join, lend
 
 from kvferry.transport.errors import PlaneUnavailableError, ProtocolError
 from kvferry.transport.plane import PlaneContext
 from kvferry.transport.registry import make_plane, plane_names
+from tests.transport.plane_pair import PLANES
+from tests.transport.plane_process import SLOT, STAGING, Peers, all_good, announce, end, join, lend
 
 _peers: dict[str, Peers] = {}
 

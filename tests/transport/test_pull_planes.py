@@ -14,9 +14,10 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from plane_list import PULL, planes_by_memory
-from plane_peer import BLOCK_BYTES, MEMORY_BYTES
-from plane_process import Peer, Peers, end, join, lend
+
+from tests.transport.plane_list import PULL, planes_by_memory
+from tests.transport.plane_peer import BLOCK_BYTES, MEMORY_BYTES
+from tests.transport.plane_process import Peer, Peers, end, join, lend
 
 _peers: dict[str, Peers] = {}
 Ranges = dict[str, list[int]]

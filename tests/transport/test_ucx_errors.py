@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from plane_pair import SLOT, Pair
 
 from kvferry.transport import cuda
 from kvferry.transport.channels import CPU
 from kvferry.transport.errors import PlaneUnavailableError
 from kvferry.transport.plane import PlaneContext, PlaneMemory
 from kvferry.transport.planes.ucx import UcxPlane
+from tests.transport.plane_pair import SLOT, Pair
 
 pytestmark = pytest.mark.ucx
 SLOTS = 8

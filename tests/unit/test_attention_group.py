@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kv_layers import Layer, backend, spec
 
 from kvferry.connector.binding.attention_group import (
     AttentionGroup,
@@ -29,6 +28,7 @@ from kvferry.connector.binding.kv_spec import (
     UniformTypeKVCacheSpecs,
 )
 from kvferry.transport.errors import GeometryError
+from tests.unit.kv_layers import Layer, backend, spec
 
 ANY = backend(MultipleOf(1), name="Any")
 SIZES = st.one_of(

@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kv_layers import Layer, backend, spec
 
 from kvferry.connector.binding.attn_metadata import (
     AttentionCGSupport,
@@ -21,6 +20,7 @@ from kvferry.connector.binding.attn_metadata import (
 )
 from kvferry.connector.binding.kv_spec import KVCacheConfig, KVCacheGroupSpec, MultipleOf, UniformTypeKVCacheSpecs
 from kvferry.transport.errors import ConfigError, GeometryError
+from tests.unit.kv_layers import Layer, backend, spec
 
 CPU = torch.device("cpu")
 FIELDS = [each.name for each in fields(CommonAttentionMetadata)]

@@ -11,13 +11,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kv_layers import Layer, backend, spec
 
 from kvferry.connector.binding.attention_group import attention_groups
 from kvferry.connector.binding.block_ops import KVBlockZeroer, _make_src_and_dst_indices, copy_kv_blocks
 from kvferry.connector.binding.kv_binding import init_kv_cache
 from kvferry.connector.binding.kv_spec import KVCacheGroupSpec, KVCacheLayout, get_kv_cache_config_from_groups
 from kvferry.transport.errors import GeometryError
+from tests.unit.kv_layers import Layer, backend, spec
 
 CPU = torch.device("cpu")
 BLOCKS = 7

@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 
 import pytest
-from labelled_model import MODEL, OURS, Model, edit
 
 from kvferry.connector.geometry.compatibility import check_geometry, compatible
 from kvferry.connector.geometry.rank_geometry import RankGeometry
 from kvferry.transport.errors import GeometryError, IncompatiblePeerError
+from tests.unit.labelled_model import MODEL, OURS, Model, edit
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from kv_layers import Binding, Layer, backend, spec
 
 from kvferry.connector.binding.attention_group import AttentionGroup
 from kvferry.connector.binding.kv_binding import (
@@ -29,6 +28,7 @@ from kvferry.connector.binding.kv_spec import (
 )
 from kvferry.connector.geometry.view import view_of
 from kvferry.transport.errors import GeometryError
+from tests.unit.kv_layers import Binding, Layer, backend, spec
 
 LAYOUTS = list(KVCacheLayout)
 BLOCKS = 5

@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kv_layers import spec
 
 from kvferry.connector.binding.kv_spec import (
     KVCacheGroupSpec,
@@ -22,6 +21,7 @@ from kvferry.connector.binding.kv_spec import (
     stride_order_of,
 )
 from kvferry.transport.errors import GeometryError
+from tests.unit.kv_layers import spec
 
 ORDERS = [layout.stride_order for layout in KVCacheLayout]
 

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from kvferry.connector.geometry.compatibility import compatible
 from kvferry.connector.geometry.packing import PackedPart, split_packed
 from kvferry.connector.geometry.rank_geometry import RankGeometry, RegionGeometry
-from kvferry.connector.geometry.read_plan import plan_sources
 from kvferry.connector.geometry.token_sharding import TokenBlocks
 from kvferry.connector.geometry.view import CacheView
 from kvferry.connector.transfer.caches import PageBox, RankCaches
 from kvferry.connector.transfer.copies import HostCopies
 from kvferry.transport.errors import IncompatiblePeerError
+from tests.unit.whole_plan import plan_all
 
 ITEM = 4
 HEADS, BLOCKS = 3, 6
@@ -213,7 +213,7 @@ def read(d: RankGeometry, *ps: RankGeometry, tokens: int = 20) -> list[tuple[str
     for p in ps:
         compatible(d, p)
         compatible(p, d, consumer=False)
-    plans = plan_sources(d, {(p.pp_rank, 0): p for p in ps}, [(0, tokens)] * len(d.regions))
+    plans = plan_all(d, {(p.pp_rank, 0): p for p in ps}, [(0, tokens)] * len(d.regions))
     return [(d.regions[item.region].part, item.layer, item.span.num_tokens) for plan in plans.values() for item in plan]
 
 

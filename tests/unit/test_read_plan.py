@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from labelled_model import CONTENT, MODEL, OURS, Model, edit
-from whole_plan import plan_all
 
 from kvferry.connector.geometry.compatibility import compatible
 from kvferry.connector.geometry.read_plan import PlannedSpan, check_complete, plan_reads
 from kvferry.connector.geometry.spans import Span, check_spans, chunks
 from kvferry.connector.geometry.topology import TpKVTopology
 from kvferry.transport.errors import IncompatiblePeerError
+from tests.unit.labelled_model import CONTENT, MODEL, OURS, Model, edit
+from tests.unit.whole_plan import plan_all
 
 
 def carry(

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from whole_plan import plan_all
 
 from kvferry.connector.geometry.compatibility import check_geometry, compatible
 from kvferry.connector.geometry.rank_geometry import RankGeometry, RegionGeometry
@@ -18,6 +17,7 @@ from kvferry.connector.geometry.spans import check_spans, chunks
 from kvferry.connector.geometry.token_sharding import UNSHARDED, TokenShard, TokenSharding, common_tokens
 from kvferry.connector.geometry.topology import TpKVTopology
 from kvferry.transport.errors import GeometryError, IncompatiblePeerError
+from tests.unit.whole_plan import plan_all
 
 CONTENT = 8
 PLAIN = UNSHARDED[0]

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from labelled_model import OURS
 
 from kvferry.connector.geometry.spans import (
     MAX_CHUNKS,
@@ -20,6 +19,7 @@ from kvferry.connector.geometry.spans import (
     chunks,
 )
 from kvferry.transport.errors import GeometryError
+from tests.unit.labelled_model import OURS
 
 GOOD = Span(0, 0, 2, 0, 4, 10, 90)
 

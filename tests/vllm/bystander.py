@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from labelled import BLOCK, HEADS, labels
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     SupportsHMA,
 )
+
+from tests.vllm.labelled import BLOCK, HEADS, labels
 
 
 @dataclass

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from labelled import BLOCK, CONTENT, HEADS, LAYERS
-from model import ModelSpec, build_model
-from stepped import Engine
-from stepped_config import model_config
-from yard import Lines, Yard
+
+from tests.support.tiny_model import ModelSpec, build_model
+from tests.vllm.engine_group import EngineGroup, Lines
+from tests.vllm.labelled import BLOCK, CONTENT, HEADS, LAYERS
+from tests.vllm.stepped import Engine
+from tests.vllm.stepped_config import model_config
 
 
 @pytest.fixture(scope="session")
@@ -25,18 +26,18 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.fixture
-def yard(tiny: Any) -> Iterator[Yard]:
-    yard = Yard(tiny)
-    yield yard
-    for engine in yard.engines:
+def group(tiny: Any) -> Iterator[EngineGroup]:
+    group = EngineGroup(tiny)
+    yield group
+    for engine in group.engines:
         engine.close()
 
 
 @pytest.fixture(params=[(0, "shm"), (1, "auto")], ids=["in-step-staged", "a-step-ahead-auto"])
-def pair(yard: Yard, request: pytest.FixtureRequest) -> tuple[Engine, Engine]:
+def pair(group: EngineGroup, request: pytest.FixtureRequest) -> tuple[Engine, Engine]:
     """P and D: the scheduler waits for every step and P pushes, or it runs ahead over whatever plane is chosen."""
     ahead, plane = request.param
-    return yard.pair(ahead=ahead, extra={"plane": plane})
+    return group.pair(ahead=ahead, extra={"plane": plane})
 
 
 @pytest.fixture

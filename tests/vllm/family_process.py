@@ -19,22 +19,21 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-for _folder in ("../../examples/lib", "../engine", "."):
-    sys.path.insert(0, str((Path(__file__).resolve().parent / _folder).resolve()))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / ".typing"))
 
-from families import ALL, WINDOW, Family  # noqa: E402
-from stepped_family import FamilyEngine  # noqa: E402
-from vllm.config import KVTransferConfig, VllmConfig, set_current_vllm_config  # noqa: E402
-from vllm.distributed import init_distributed_environment, initialize_model_parallel  # noqa: E402
-from vllm.engine.arg_utils import EngineArgs  # noqa: E402
-from vllm.model_executor.model_loader.utils import initialize_model  # noqa: E402
-from vllm.platforms import current_platform  # noqa: E402
-from vllm.utils.torch_utils import set_default_torch_dtype  # noqa: E402
-from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs  # noqa: E402
-from vllm.v1.worker.gpu_model_runner import GPUModelRunner  # noqa: E402
+from vllm.config import KVTransferConfig, VllmConfig, set_current_vllm_config
+from vllm.distributed import init_distributed_environment, initialize_model_parallel
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.platforms import current_platform
+from vllm.utils.torch_utils import set_default_torch_dtype
+from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from kvferry.connector.engine import scheduler  # noqa: E402
-from kvferry.connector.vllm import compat  # noqa: E402
+from kvferry.connector.engine import scheduler
+from kvferry.connector.vllm import compat
+from tests.support.families import ALL, WINDOW, Family
+from tests.vllm.stepped_family import FamilyEngine
 
 LENGTHS = (2, 33, WINDOW + 31, 2 * WINDOW, 129, 500)
 SHARED = 6 * WINDOW

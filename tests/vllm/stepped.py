@@ -15,11 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from clocks import put_forward
-from labelled import BLOCK, HEAD_SIZE, HEADS, LAYERS, labels
-from stepped_config import engine_config
-from stepped_model import RunnerMemory, Turn
-from stepped_rank import Worker
 from vllm.config import ModelConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.sampling_params import SamplingParams
@@ -37,6 +32,12 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
+
+from tests.support.clocks import put_forward
+from tests.vllm.labelled import BLOCK, HEAD_SIZE, HEADS, LAYERS, labels
+from tests.vllm.stepped_config import engine_config
+from tests.vllm.stepped_model import RunnerMemory, Turn
+from tests.vllm.stepped_rank import Worker
 
 PREFILL: dict[str, Any] = {
     "do_remote_decode": True,

@@ -16,7 +16,6 @@ from unittest import mock
 
 import numpy as np
 import torch
-from stepped_rank import _rank
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -40,6 +39,8 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 from vllm.v1.worker.utils import allocate_kv_cache, copy_kv_cache_blocks_inplace
+
+from tests.vllm.stepped_rank import _rank
 
 FACTOR = 2654435761
 """Spreads what it multiplies over 32 bits (Knuth)."""

@@ -10,7 +10,6 @@ from typing import Any, Protocol
 from unittest import mock
 
 import torch
-from labelled import CONTENT, HEADS, labels
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -23,6 +22,7 @@ from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 from kvferry.connector.vllm import compat
+from tests.vllm.labelled import CONTENT, HEADS, labels
 
 RUNNERS = ("v1", "v2", "v026")
 """vLLM's two model runners of 0.32, and the calls that 0.26 makes."""

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from hold import Hold, in_phase, job_of, no_board
-from labelled import prompt
-from stepped import PREFILL, Engine, eventually, mover_of, prefill, run, settle
 from vllm.v1.request import RequestStatus
-from yard import Lines, Yard
 
 from kvferry.connector.engine import worker
 from kvferry.connector.protocol import messages
 from kvferry.connector.protocol.handover import HandoverPhase
 from kvferry.connector.transfer import link
+from tests.vllm.engine_group import EngineGroup, Lines
+from tests.vllm.labelled import prompt
+from tests.vllm.paused_transfer import PausedTransfer, in_phase, job_of, no_board
+from tests.vllm.stepped import PREFILL, Engine, eventually, mover_of, prefill, run, settle
 
 pytestmark = pytest.mark.vllm
 IDS = prompt(400)
@@ -72,28 +72,28 @@ def test_while_its_ask_waits_for_the_lease(pair: Pair) -> None:
     settle(p, d)
 
 
-STAGES: dict[str, tuple[Callable[[Engine, Engine], Hold], HandoverPhase]] = {
-    "handshaking": (lambda p, d: Hold(p, messages.Hello), HandoverPhase.HANDSHAKING),
-    "attaching": (lambda p, d: Hold(p, messages.Attach), HandoverPhase.HANDSHAKING),
-    "asked": (lambda p, d: Hold(p, messages.Ask), HandoverPhase.READY),
-    "granted": (lambda p, d: Hold(p, reader=d, chunks=0), HandoverPhase.MOVING),
-    "in flight": (lambda p, d: Hold(p, reader=d, chunks=1), HandoverPhase.MOVING),
-    "committing": (lambda p, d: Hold(p, messages.Commit), HandoverPhase.COMMITTING),
+STAGES: dict[str, tuple[Callable[[Engine, Engine], PausedTransfer], HandoverPhase]] = {
+    "handshaking": (lambda p, d: PausedTransfer(p, messages.Hello), HandoverPhase.HANDSHAKING),
+    "attaching": (lambda p, d: PausedTransfer(p, messages.Attach), HandoverPhase.HANDSHAKING),
+    "asked": (lambda p, d: PausedTransfer(p, messages.Ask), HandoverPhase.READY),
+    "granted": (lambda p, d: PausedTransfer(p, reader=d, chunks=0), HandoverPhase.MOVING),
+    "in flight": (lambda p, d: PausedTransfer(p, reader=d, chunks=1), HandoverPhase.MOVING),
+    "committing": (lambda p, d: PausedTransfer(p, messages.Commit), HandoverPhase.COMMITTING),
 }
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_while(pair: Pair, yard: Yard, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
+def test_while(pair: Pair, group: EngineGroup, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
     p, d = pair
     if stage == "asked":  # nobody asks who reads posted grants
-        p, d = yard.pair(ahead=1, extra={"plane": "shm"})
+        p, d = group.pair(ahead=1, extra={"plane": "shm"})
     elif stage == "committing":  # P need not be asked about what it has pushed
         monkeypatch.setattr(link, "BoardReader", no_board)
-        p, d = yard.pair(ahead=1, extra={"plane": "cma"})
+        p, d = group.pair(ahead=1, extra={"plane": "cma"})
     make, phase = STAGES[stage]
     params = prefill(p, IDS)
     p.step()  # the lease reaches the worker
-    hold = make(p, d)
+    paused = make(p, d)
     request_id = d.add(IDS, params)
     loading(d, request_id)
     in_phase(d, request_id, phase, lambda job: stage != "in flight" or job.nbytes > 0)
@@ -105,7 +105,7 @@ def test_while(pair: Pair, yard: Yard, monkeypatch: pytest.MonkeyPatch, stage: s
     run([d], lambda: d.idle)  # P is still held: D does not need it for this
     busy = reuse_blocks(d)
     d.step()
-    hold.open()
+    paused.open()
     run([p, d], lambda: d.answers[busy].finish is not None)
     settle(p, d)
     assert mover_of(p)._producer._leases == {}
@@ -153,8 +153,8 @@ def test_rejected_before_it_was_admitted(pair: Pair, lines: Lines) -> None:
     assert not lines("prefills locally")
 
 
-def test_on_p_while_prefilling(yard: Yard) -> None:
-    p, _ = yard.pair(max_batched=64)
+def test_on_p_while_prefilling(group: EngineGroup) -> None:
+    p, _ = group.pair(max_batched=64)
     request_id = p.add(IDS, PREFILL)
     p.step()
     p.step()

@@ -14,7 +14,15 @@ kvi = pytest.importorskip("vllm.v1.kv_cache_interface")
 if not hasattr(kvi, "KVCacheLayout"):
     pytest.skip("this vLLM has no KVCacheLayout", allow_module_level=True)
 
-from fake_layers import (  # noqa: E402
+from vllm.distributed.kv_transfer.kv_connector import utils as transfer  # noqa: E402
+from vllm.v1.attention.backend import MultipleOf  # noqa: E402
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData  # noqa: E402
+from vllm.v1.worker import utils as theirs  # noqa: E402
+from vllm.v1.worker.gpu import attn_utils  # noqa: E402
+
+from kvferry.connector.binding import attention_group, kv_spec  # noqa: E402
+from kvferry.connector.engine.aggregator import yield_req_data  # noqa: E402
+from tests.vllm.fake_layers import (  # noqa: E402
     BLOCKS,
     DTYPES,
     FakeAttention,
@@ -26,14 +34,6 @@ from fake_layers import (  # noqa: E402
     random_spec,
     vllm_config,
 )
-from vllm.distributed.kv_transfer.kv_connector import utils as transfer  # noqa: E402
-from vllm.v1.attention.backend import MultipleOf  # noqa: E402
-from vllm.v1.core.sched.output import CachedRequestData, NewRequestData  # noqa: E402
-from vllm.v1.worker import utils as theirs  # noqa: E402
-from vllm.v1.worker.gpu import attn_utils  # noqa: E402
-
-from kvferry.connector.binding import attention_group, kv_spec  # noqa: E402
-from kvferry.connector.engine.aggregator import yield_req_data  # noqa: E402
 
 
 def test_select_common_block_size() -> None:

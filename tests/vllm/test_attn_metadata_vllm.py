@@ -16,13 +16,13 @@ kvi = pytest.importorskip("vllm.v1.kv_cache_interface")
 if not hasattr(kvi, "KVCacheLayout"):
     pytest.skip("this vLLM has no KVCacheLayout", allow_module_level=True)
 
-from fake_layers import FakeAttention, both, placed, random_backend, vllm_config  # noqa: E402
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase  # noqa: E402
 from vllm.v1.attention import backend as attention_backend  # noqa: E402
 from vllm.v1.attention.backends.utils import create_fast_prefill_custom_backend  # noqa: E402
 from vllm.v1.worker.gpu import attn_utils as theirs  # noqa: E402
 
 from kvferry.connector.binding import attn_metadata  # noqa: E402
+from tests.vllm.fake_layers import FakeAttention, both, placed, random_backend, vllm_config  # noqa: E402
 
 CPU = torch.device("cpu")
 

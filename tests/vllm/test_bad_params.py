@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from labelled import prompt
-from stepped import PREFILL, Engine, prefill, run, settle
-from yard import Lines, Yard
+
+from tests.vllm.engine_group import EngineGroup, Lines
+from tests.vllm.labelled import prompt
+from tests.vllm.stepped import PREFILL, Engine, prefill, run, settle
 
 pytestmark = pytest.mark.vllm
 IDS = prompt(100)
@@ -87,9 +88,9 @@ NOWHERE = ["no such host", "nowhere.invalid", "*", "0.0.0.0:1", "[::1", "a/../b"
 
 
 @pytest.mark.parametrize("host", NOWHERE)
-def test_an_address_that_leads_nowhere(yard: Yard, lines: Lines, host: str) -> None:
+def test_an_address_that_leads_nowhere(group: EngineGroup, lines: Lines, host: str) -> None:
     """It reaches the transfer thread: the load fails in time, the thread lives, and others are served."""
-    p, d = yard.pair(extra={"handshake_timeout_seconds": 5.0})
+    p, d = group.pair(extra={"handshake_timeout_seconds": 5.0})
     params = copy.deepcopy(prefill(p, IDS))
     params["kvferry"]["ranks"][0][2] = host
     bad = d.add(IDS, params)
@@ -102,9 +103,9 @@ def test_an_address_that_leads_nowhere(yard: Yard, lines: Lines, host: str) -> N
     assert not lines("unexpected error")
 
 
-def test_an_address_that_leads_nowhere_and_no_load(yard: Yard, lines: Lines) -> None:
+def test_an_address_that_leads_nowhere_and_no_load(group: EngineGroup, lines: Lines) -> None:
     """Renewals and the release go to the same address."""
-    p, d = yard.pair(extra={"lease_seconds": 4.0})
+    p, d = group.pair(extra={"lease_seconds": 4.0})
     params = copy.deepcopy(prefill(p, IDS))
     params["kvferry"]["ranks"][0][2] = "no such host"
     params["kvferry"]["lease_seconds"] = 0.05
@@ -132,8 +133,8 @@ def test_another_prompt_than_ps_releases_p(pair: Pair, lines: Lines) -> None:
     assert not lines("expired"), "P is told at once; it does not wait for its lease to end"
 
 
-def test_a_token_that_p_never_gave(yard: Yard, lines: Lines) -> None:
-    p, d = yard.pair(extra={"ask_hold_seconds": 0.3, "lease_seconds": 0.5})
+def test_a_token_that_p_never_gave(group: EngineGroup, lines: Lines) -> None:
+    p, d = group.pair(extra={"ask_hold_seconds": 0.3, "lease_seconds": 0.5})
     params = copy.deepcopy(prefill(p, IDS))
     params["kvferry"]["token"] = "ab" * 16
     request_id = d.add(IDS, params)
@@ -156,16 +157,16 @@ def test_odd_values_of_the_prefill_leg(pair: Pair, value: object) -> None:
     settle(p, d)
 
 
-def test_a_consumer_hands_nothing_over(yard: Yard) -> None:
-    d = yard.engine(1, role="kv_consumer")
+def test_a_consumer_hands_nothing_over(group: EngineGroup) -> None:
+    d = group.engine(1, role="kv_consumer")
     request_id = d.add(IDS, PREFILL)
     local(d, request_id)
     assert d.answers[request_id].params is None
     settle(d)
 
 
-def test_a_producer_loads_nothing(yard: Yard) -> None:
-    first, second = yard.engine(0), yard.engine(1, role="kv_producer")
+def test_a_producer_loads_nothing(group: EngineGroup) -> None:
+    first, second = group.engine(0), group.engine(1, role="kv_producer")
     request_id = second.add(IDS, prefill(first, IDS))
     local(second, request_id)
     settle(second)

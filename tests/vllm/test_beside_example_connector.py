@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from labelled import BLOCK, prompt
-from stepped import Engine, prefill, run, settle
-from stepped_model import next_token
-from yard import Lines, Yard
+
+from tests.vllm.engine_group import EngineGroup, Lines
+from tests.vllm.labelled import BLOCK, prompt
+from tests.vllm.stepped import Engine, prefill, run, settle
+from tests.vllm.stepped_model import next_token
 
 pytestmark = pytest.mark.vllm
 IDS = prompt(100)
@@ -23,7 +24,7 @@ ORDER = pytest.mark.parametrize("first", [True, False], ids=["kvferry-first", "k
 AHEAD = pytest.mark.parametrize("ahead", [0, 1], ids=["in-step", "a-step-ahead"])
 
 
-def multi(yard: Yard, origin: int, store: Path, *, first: bool, **kwargs: Any) -> Engine:
+def multi(group: EngineGroup, origin: int, store: Path, *, first: bool, **kwargs: Any) -> Engine:
     kvferry = {
         "kv_connector": "KVFerryConnector",
         "kv_connector_module_path": "kvferry.connector.vllm.adapter",
@@ -36,7 +37,7 @@ def multi(yard: Yard, origin: int, store: Path, *, first: bool, **kwargs: Any) -
         "kv_connector_extra_config": {"shared_storage_path": str(store)},
     }
     children = [kvferry, example] if first else [example, kvferry]
-    return yard.engine(origin, connector="MultiConnector", module=None, extra={"connectors": children}, **kwargs)
+    return group.engine(origin, connector="MultiConnector", module=None, extra={"connectors": children}, **kwargs)
 
 
 def decode(engines: list[Engine], d: Engine, ids: list[int], params: object = None) -> str:
@@ -56,8 +57,8 @@ def files(store: Path) -> int:
 
 @ORDER
 @AHEAD
-def test_p_hands_over_and_stores(yard: Yard, tmp_path: Path, first: bool, ahead: int) -> None:
-    p, d = multi(yard, 0, tmp_path, first=first, ahead=ahead), yard.engine(1, ahead=ahead)
+def test_p_hands_over_and_stores(group: EngineGroup, tmp_path: Path, first: bool, ahead: int) -> None:
+    p, d = multi(group, 0, tmp_path, first=first, ahead=ahead), group.engine(1, ahead=ahead)
     request_id = decode([p, d], d, IDS, prefill(p, IDS))
     assert d.origins[request_id].theirs == 99
     assert files(tmp_path) == len(p.layers)
@@ -66,8 +67,8 @@ def test_p_hands_over_and_stores(yard: Yard, tmp_path: Path, first: bool, ahead:
 
 @ORDER
 @AHEAD
-def test_d_loads_what_is_not_stored(yard: Yard, tmp_path: Path, first: bool, ahead: int) -> None:
-    p, d = yard.engine(0, ahead=ahead), multi(yard, 1, tmp_path, first=first, ahead=ahead)
+def test_d_loads_what_is_not_stored(group: EngineGroup, tmp_path: Path, first: bool, ahead: int) -> None:
+    p, d = group.engine(0, ahead=ahead), multi(group, 1, tmp_path, first=first, ahead=ahead)
     request_id = decode([p, d], d, IDS, prefill(p, IDS))
     assert d.origins[request_id].theirs == 99 and d.loads[request_id] == 1
     settle(p, d)
@@ -75,9 +76,9 @@ def test_d_loads_what_is_not_stored(yard: Yard, tmp_path: Path, first: bool, ahe
 
 @ORDER
 @AHEAD
-def test_d_has_the_choice(yard: Yard, tmp_path: Path, lines: Lines, first: bool, ahead: int) -> None:
+def test_d_has_the_choice(group: EngineGroup, tmp_path: Path, lines: Lines, first: bool, ahead: int) -> None:
     """The first child that has something is taken; where that is the store, P is released, and at once."""
-    p, d = yard.engine(0, ahead=ahead), multi(yard, 1, tmp_path, first=first, ahead=ahead)
+    p, d = group.engine(0, ahead=ahead), multi(group, 1, tmp_path, first=first, ahead=ahead)
     stored = decode([d], d, IDS)
     assert d.computed[stored] == 103 and files(tmp_path) == len(d.layers)
     assert d.scheduler.reset_prefix_cache()
@@ -93,8 +94,8 @@ def test_d_has_the_choice(yard: Yard, tmp_path: Path, lines: Lines, first: bool,
 
 
 @ORDER
-def test_the_store_serves_a_request_without_a_hand_over(yard: Yard, tmp_path: Path, first: bool) -> None:
-    p, d = multi(yard, 0, tmp_path, first=first), multi(yard, 1, tmp_path, first=first)
+def test_the_store_serves_a_request_without_a_hand_over(group: EngineGroup, tmp_path: Path, first: bool) -> None:
+    p, d = multi(group, 0, tmp_path, first=first), multi(group, 1, tmp_path, first=first)
     prefill_only = decode([p], p, IDS)
     assert p.computed[prefill_only] == 103
     request_id = decode([p, d], d, IDS)

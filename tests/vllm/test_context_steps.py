@@ -9,16 +9,16 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from labelled import BLOCK, CONTENT, HEADS, LAYERS, prompt
-from model import ModelSpec, build_model
-from stepped import PREFILL, Engine, prefill, run, settle
-from stepped_config import model_config
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec
-from yard import Yard
 
 from kvferry.connector.geometry.token_sharding import TokenSharding
 from kvferry.connector.vllm import compat
 from kvferry.transport.errors import ConfigError
+from tests.support.tiny_model import ModelSpec, build_model
+from tests.vllm.engine_group import EngineGroup
+from tests.vllm.labelled import BLOCK, CONTENT, HEADS, LAYERS, prompt
+from tests.vllm.stepped import PREFILL, Engine, prefill, run, settle
+from tests.vllm.stepped_config import model_config
 
 pytestmark = pytest.mark.vllm
 if not hasattr(compat, "shardings") or not compat.HAS_TRANSFER_RESULTS:
@@ -43,10 +43,10 @@ def grouped(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.fixture
-def context(grouped: Any) -> Iterator[Yard]:
-    yard = Yard(grouped)
-    yield yard
-    for engine in yard.engines:
+def context(grouped: Any) -> Iterator[EngineGroup]:
+    group = EngineGroup(grouped)
+    yield group
+    for engine in group.engines:
         engine.close()
 
 
@@ -69,7 +69,7 @@ def hand_over(p: Engine, d: Engine, ids: list[int]) -> str:
     ],
     ids=str,
 )
-def test_any_form_to_any_form(context: Yard, p_form: dict[str, int], d_form: dict[str, int]) -> None:
+def test_any_form_to_any_form(context: EngineGroup, p_form: dict[str, int], d_form: dict[str, int]) -> None:
     p, d = context.engine(0, extra=ROOM, **p_form), context.engine(1, extra=ROOM, **d_form)
     for tokens in (70, 3, 2 * BLOCK * 4):
         request_id = hand_over(p, d, prompt(tokens, tokens))
@@ -79,7 +79,7 @@ def test_any_form_to_any_form(context: Yard, p_form: dict[str, int], d_form: dic
     assert not any(w.failed for w in d.workers)
 
 
-def test_a_prefix_hit_is_whole_blocks_of_all_ranks(context: Yard) -> None:
+def test_a_prefix_hit_is_whole_blocks_of_all_ranks(context: EngineGroup) -> None:
     p, d = context.engine(0, extra=ROOM, **PLAIN), context.engine(1, extra=ROOM, **TWO)
     ids = prompt(100)
     local = d.add(ids[:70])
@@ -91,7 +91,7 @@ def test_a_prefix_hit_is_whole_blocks_of_all_ranks(context: Yard) -> None:
     settle(p, d)
 
 
-def test_what_vllm_tells_of_it(context: Yard) -> None:
+def test_what_vllm_tells_of_it(context: EngineGroup) -> None:
     engine = context.engine(0, extra=ROOM, **TWO)
     assert compat.shardings(engine.config, engine.kv_config) == (TokenSharding(2, BLOCK),)
     (table,) = compat.block_tables(engine.config, engine.kv_config)
@@ -107,7 +107,7 @@ def test_what_vllm_tells_of_it(context: Yard) -> None:
     assert told is not None and told["dcp_size"] == 2
 
 
-def test_a_replicated_cache_beside_shared_ones(context: Yard) -> None:
+def test_a_replicated_cache_beside_shared_ones(context: EngineGroup) -> None:
     """As vLLM keeps that of a drafter, and states."""
     engine = context.engine(0, extra=ROOM, **TWO)
     (shared,) = engine.kv_config.kv_cache_groups
@@ -118,7 +118,7 @@ def test_a_replicated_cache_beside_shared_ones(context: Yard) -> None:
     assert [group.sharding.size for group in compat.layer_groups(engine.config, both)] == [2, 1]
 
 
-def test_what_cannot_be_carried_is_refused_at_start(context: Yard, grouped: Any) -> None:
+def test_what_cannot_be_carried_is_refused_at_start(context: EngineGroup, grouped: Any) -> None:
     engine = context.engine(0, extra=ROOM, **TWO)
     config, caches = engine.config, engine.kv_config
     parallel = config.parallel_config

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from model import ModelSpec, build_model
 from vllm import _custom_ops as ops
 from vllm.config import CacheConfig, ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.config.device import DeviceConfig
@@ -23,6 +22,7 @@ from kvferry.connector.vllm import compat
 from kvferry.kernels.convert import Conversion, unpack_converted
 from kvferry.kernels.paged_copy import wire_pages
 from kvferry.transport.errors import ConfigError, IncompatiblePeerError
+from tests.support.tiny_model import ModelSpec, build_model
 
 pytestmark = pytest.mark.vllm
 SPEC = ModelSpec(

@@ -14,7 +14,6 @@ encoder_budget = pytest.importorskip("vllm.multimodal.encoder_budget")
 if not hasattr(pytest.importorskip("vllm.v1.kv_cache_interface"), "KVCacheLayout"):
     pytest.skip("this vLLM has no KVCacheLayout", allow_module_level=True)
 
-from fake_layers import both  # noqa: E402
 from vllm.config import SchedulerConfig  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector import utils as transfer  # noqa: E402
 from vllm.multimodal.inputs import PlaceholderRange  # noqa: E402
@@ -25,6 +24,7 @@ from kvferry.connector.binding.block_ops import _make_src_and_dst_indices  # noq
 from kvferry.connector.binding.encoder_budget import MultiModalBudget  # noqa: E402
 from kvferry.connector.binding.memory_request import request_memory  # noqa: E402
 from kvferry.connector.binding.mm_placeholders import sanity_check_mm_encoder_outputs  # noqa: E402
+from tests.vllm.fake_layers import both  # noqa: E402
 
 GIB = 1 << 30
 

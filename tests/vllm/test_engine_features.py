@@ -11,14 +11,14 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from labelled import BLOCK, prompt
-from stepped import PREFILL, Engine, eventually, mover_of, prefill, run, settle
-from stepped_model import next_token
-from stepped_rank import RUNNERS
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from yard import Lines, Yard
 
 from kvferry.transport.errors import ConfigError
+from tests.vllm.engine_group import EngineGroup, Lines
+from tests.vllm.labelled import BLOCK, prompt
+from tests.vllm.stepped import PREFILL, Engine, eventually, mover_of, prefill, run, settle
+from tests.vllm.stepped_model import next_token
+from tests.vllm.stepped_rank import RUNNERS
 
 pytestmark = pytest.mark.vllm
 Pair = tuple[Engine, Engine]
@@ -76,8 +76,8 @@ class Preempted:
 
 
 @AHEAD
-def test_the_scheduler_is_vllms_own(yard: Yard, ahead: int) -> None:
-    assert isinstance(yard.engine(1, ahead=ahead).scheduler, AsyncScheduler) == bool(ahead)
+def test_the_scheduler_is_vllms_own(group: EngineGroup, ahead: int) -> None:
+    assert isinstance(group.engine(1, ahead=ahead).scheduler, AsyncScheduler) == bool(ahead)
 
 
 # --- prefix hits on D -------------------------------------------------------------------------------------------
@@ -133,8 +133,8 @@ def test_a_prefix_hit_on_p(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])
-def test_nothing_is_handed_over_before_the_last_chunk(yard: Yard, ahead: int) -> None:
-    p, d = yard.pair(max_batched=64, ahead=ahead)
+def test_nothing_is_handed_over_before_the_last_chunk(group: EngineGroup, ahead: int) -> None:
+    p, d = group.pair(max_batched=64, ahead=ahead)
     ids = prompt(300)
     on_p = p.add(ids, PREFILL)
     for chunk in range(1, 5):
@@ -153,12 +153,12 @@ def test_nothing_is_handed_over_before_the_last_chunk(yard: Yard, ahead: int) ->
 @pytest.mark.parametrize("fill", [False, True], ids=["blocks-kept", "blocks-taken"])
 @pytest.mark.parametrize("chunks", [2, 4, 5])
 @AHEAD
-def test_preempted_on_p(yard: Yard, ahead: int, chunks: int, fill: bool) -> None:
+def test_preempted_on_p(group: EngineGroup, ahead: int, chunks: int, fill: bool) -> None:
     """In the middle of its prompt, at its last chunk, and after it, when (running ahead) its answer is under way.
 
     The blocks of then are not those of the lease.
     """
-    p, d = yard.pair(max_batched=64, ahead=ahead, num_blocks=31)
+    p, d = group.pair(max_batched=64, ahead=ahead, num_blocks=31)
     ids = prompt(300)
     on_p = p.add(ids, PREFILL, max_tokens=3)
     for _ in range(chunks):
@@ -181,9 +181,9 @@ def test_preempted_on_p(yard: Yard, ahead: int, chunks: int, fill: bool) -> None
 
 
 @AHEAD
-def test_out_of_blocks_on_p_while_it_decodes(yard: Yard, ahead: int) -> None:
+def test_out_of_blocks_on_p_while_it_decodes(group: EngineGroup, ahead: int) -> None:
     """vLLM preempts by itself; what is handed over are the blocks that the prompt has in the end."""
-    p, d = yard.engine(0, ahead=ahead, num_blocks=FEW_BLOCKS), yard.engine(1, ahead=ahead)
+    p, d = group.engine(0, ahead=ahead, num_blocks=FEW_BLOCKS), group.engine(1, ahead=ahead)
     preempted = Preempted(p)
     hand_all_over(p, d, [prompt(60, n) for n in range(4)], on_p=40, on_d=5)
     assert preempted.times.total() > 0
@@ -191,9 +191,9 @@ def test_out_of_blocks_on_p_while_it_decodes(yard: Yard, ahead: int) -> None:
 
 
 @AHEAD
-def test_out_of_blocks_on_d_while_it_decodes(yard: Yard, ahead: int) -> None:
+def test_out_of_blocks_on_d_while_it_decodes(group: EngineGroup, ahead: int) -> None:
     """A loaded prompt that is preempted is prefilled by D: the lease is over, and nothing is loaded twice."""
-    p, d = yard.engine(0, ahead=ahead), yard.engine(1, ahead=ahead, num_blocks=FEW_BLOCKS)
+    p, d = group.engine(0, ahead=ahead), group.engine(1, ahead=ahead, num_blocks=FEW_BLOCKS)
     preempted = Preempted(d)
     for _, name in hand_all_over(p, d, [prompt(60, n) for n in range(4)], on_p=1, on_d=80):
         assert d.answers[name].external == 60
@@ -206,9 +206,9 @@ def test_out_of_blocks_on_d_while_it_decodes(yard: Yard, ahead: int) -> None:
 
 
 @AHEAD
-def test_the_urgent_request_is_loaded_first(yard: Yard, ahead: int) -> None:
-    p = yard.engine(0, ahead=ahead)
-    d = yard.engine(1, scheduling="priority", ahead=ahead, num_blocks=FEW_BLOCKS)
+def test_the_urgent_request_is_loaded_first(group: EngineGroup, ahead: int) -> None:
+    p = group.engine(0, ahead=ahead)
+    d = group.engine(1, scheduling="priority", ahead=ahead, num_blocks=FEW_BLOCKS)
     order: list[str] = []
     real = d.connector._scheduler.after_alloc
     d.connector._scheduler.after_alloc = lambda request, *args: (order.append(request.request_id), real(request, *args))
@@ -224,10 +224,10 @@ def test_the_urgent_request_is_loaded_first(yard: Yard, ahead: int) -> None:
 
 
 @AHEAD
-def test_an_urgent_request_takes_the_blocks_of_another_on_d(yard: Yard, ahead: int) -> None:
+def test_an_urgent_request_takes_the_blocks_of_another_on_d(group: EngineGroup, ahead: int) -> None:
     """The one that is preempted was loaded; it goes on later, prefilled by D where its blocks are gone."""
-    p = yard.engine(0, scheduling="priority", ahead=ahead)
-    d = yard.engine(1, scheduling="priority", ahead=ahead, num_blocks=FEW_BLOCKS)
+    p = group.engine(0, scheduling="priority", ahead=ahead)
+    d = group.engine(1, scheduling="priority", ahead=ahead, num_blocks=FEW_BLOCKS)
     preempted = Preempted(d)
     patient = d.add(prompt(110), prefill(p, prompt(110)), max_tokens=60, priority=5)
     run([p, d], lambda: len(d.answers[patient].tokens) >= 3)
@@ -244,10 +244,10 @@ def test_an_urgent_request_takes_the_blocks_of_another_on_d(yard: Yard, ahead: i
 
 
 @AHEAD
-def test_an_urgent_request_takes_the_blocks_of_another_on_p(yard: Yard, ahead: int) -> None:
+def test_an_urgent_request_takes_the_blocks_of_another_on_p(group: EngineGroup, ahead: int) -> None:
     """The patient one was prefilled already and decodes: what D gets of it was computed after that."""
-    p = yard.engine(0, scheduling="priority", ahead=ahead, num_blocks=FEW_BLOCKS)
-    d = yard.engine(1, scheduling="priority", ahead=ahead)
+    p = group.engine(0, scheduling="priority", ahead=ahead, num_blocks=FEW_BLOCKS)
+    d = group.engine(1, scheduling="priority", ahead=ahead)
     preempted = Preempted(p)
     patient = p.add(prompt(130), PREFILL, max_tokens=40, priority=5)
     run([p], lambda: len(p.answers[patient].tokens) >= 3)
@@ -267,11 +267,11 @@ def test_an_urgent_request_takes_the_blocks_of_another_on_p(yard: Yard, ahead: i
 
 @pytest.mark.parametrize("runner", RUNNERS)
 @AHEAD
-def test_drafts_on_both_sides(yard: Yard, monkeypatch: pytest.MonkeyPatch, ahead: int, runner: str) -> None:
+def test_drafts_on_both_sides(group: EngineGroup, monkeypatch: pytest.MonkeyPatch, ahead: int, runner: str) -> None:
     """The KV of drafts that were wrong lies behind the prompt, in blocks of the lease and of the load."""
     if runner == "v026":
         monkeypatch.setattr("kvferry.connector.vllm.compat.HAS_TRANSFER_RESULTS", False)
-    p, d = yard.pair(drafts=3, ahead=ahead, runner=runner)
+    p, d = group.pair(drafts=3, ahead=ahead, runner=runner)
     for tokens, decoded in itertools.product((2, BLOCK - 1, BLOCK, 4 * BLOCK + 1, 250), (1, 6)):
         ids = prompt(tokens, tokens + decoded)
         on_p = p.add(ids, PREFILL, max_tokens=decoded)
@@ -287,9 +287,9 @@ def test_drafts_on_both_sides(yard: Yard, monkeypatch: pytest.MonkeyPatch, ahead
 
 
 @AHEAD
-def test_drafts_and_preemption(yard: Yard, ahead: int) -> None:
-    p = yard.engine(0, drafts=3, ahead=ahead, num_blocks=FEW_BLOCKS)
-    d = yard.engine(1, drafts=3, ahead=ahead, num_blocks=FEW_BLOCKS)
+def test_drafts_and_preemption(group: EngineGroup, ahead: int) -> None:
+    p = group.engine(0, drafts=3, ahead=ahead, num_blocks=FEW_BLOCKS)
+    d = group.engine(1, drafts=3, ahead=ahead, num_blocks=FEW_BLOCKS)
     on_both = Preempted(p), Preempted(d)
     # On D any two that overlap run out of blocks, whenever the second one comes.
     hand_all_over(p, d, [prompt(60, n) for n in range(4)], on_p=40, on_d=200)
@@ -298,9 +298,9 @@ def test_drafts_and_preemption(yard: Yard, ahead: int) -> None:
 
 
 @AHEAD
-def test_drafts_on_one_side_alone(yard: Yard, ahead: int) -> None:
+def test_drafts_on_one_side_alone(group: EngineGroup, ahead: int) -> None:
     for of_p, of_d in ((3, 0), (0, 3)):
-        p, d = yard.engine(0, drafts=of_p, ahead=ahead), yard.engine(1, drafts=of_d, ahead=ahead)
+        p, d = group.engine(0, drafts=of_p, ahead=ahead), group.engine(1, drafts=of_d, ahead=ahead)
         request_id = hand_over(p, d, prompt(100), max_tokens=30)
         assert d.origins[request_id].theirs == 99
         assert d.answers[request_id].tokens == tokens_after(prompt(100), 30)
@@ -310,9 +310,9 @@ def test_drafts_on_one_side_alone(yard: Yard, ahead: int) -> None:
 # --- several engines for one client -----------------------------------------------------------------------------
 
 
-def test_a_conversation_between_ds_with_and_without_a_hand_over(yard: Yard) -> None:
+def test_a_conversation_between_ds_with_and_without_a_hand_over(group: EngineGroup) -> None:
     """Each turn goes to another D, every second one with P's hand-over: nobody can tell."""
-    p, with_one, without = yard.engine(0), yard.engine(1), yard.engine(1)
+    p, with_one, without = group.engine(0), group.engine(1), group.engine(1)
     said = prompt(40)
     for turn in range(6):
         d, told = (with_one, prefill(p, said)) if turn % 2 == 0 else (without, None)
@@ -346,12 +346,12 @@ def ports(count: int) -> int:
     raise AssertionError("no free ports in a row")
 
 
-def replicas(yard: Yard, origin: int, tp: int) -> list[Engine]:
+def replicas(group: EngineGroup, origin: int, tp: int) -> list[Engine]:
     """Two data-parallel ranks of one engine, with the same settings, of which the port is one."""
     for _ in range(5):
         extra = {"side_channel_port": (first := ports(2 * tp))}
         try:
-            engines = [yard.engine(origin, dp_rank=rank, tp=tp, extra=extra) for rank in range(2)]
+            engines = [group.engine(origin, dp_rank=rank, tp=tp, extra=extra) for rank in range(2)]
         except ConfigError:
             continue  # somebody else took one
         told = [rank.port for engine in engines for rank in engine.connector._scheduler._us.ranks]
@@ -361,9 +361,9 @@ def replicas(yard: Yard, origin: int, tp: int) -> list[Engine]:
 
 
 @pytest.mark.parametrize(("p_ranks", "d_ranks"), [(1, 1), (2, 1)])
-def test_every_data_parallel_rank_is_an_engine_of_its_own(yard: Yard, p_ranks: int, d_ranks: int) -> None:
+def test_every_data_parallel_rank_is_an_engine_of_its_own(group: EngineGroup, p_ranks: int, d_ranks: int) -> None:
     """Each hands over its own blocks: the same block ids mean another prompt on the other rank."""
-    on_p, on_d = replicas(yard, 0, p_ranks), replicas(yard, 1, d_ranks)
+    on_p, on_d = replicas(group, 0, p_ranks), replicas(group, 1, d_ranks)
     everyone = [*on_p, *on_d]
     ids = {rank: prompt(100, rank) for rank in range(2)}
     params = {rank: prefill(p, ids[rank]) for rank, p in enumerate(on_p)}

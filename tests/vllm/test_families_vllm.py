@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from families import ALL
+
+from tests.support.families import ALL
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 PROCESS = Path(__file__).resolve().parent / "family_process.py"

@@ -6,14 +6,14 @@ import time
 from typing import Any
 
 import pytest
-from labelled import BLOCK, prompt
-from stepped import PREFILL, Engine, eventually, let_time_pass, mover_of, prefill, renew_after, run, settle
-from stepped_rank import RUNNERS
 from vllm.config import ParallelConfig
-from yard import Yard
 
 from kvferry.connector.transfer import lease_keeper
 from kvferry.connector.transfer.consumer import FinishedLoad
+from tests.vllm.engine_group import EngineGroup
+from tests.vllm.labelled import BLOCK, prompt
+from tests.vllm.stepped import PREFILL, Engine, eventually, let_time_pass, mover_of, prefill, renew_after, run, settle
+from tests.vllm.stepped_rank import RUNNERS
 
 pytestmark = pytest.mark.vllm
 Pair = tuple[Engine, Engine]
@@ -61,10 +61,10 @@ def test_a_step_is_idle_that_computes_nothing_and_holds_up_nobody(pair: Pair, ra
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_under_every_model_runner(yard: Yard, monkeypatch: pytest.MonkeyPatch, runner: str) -> None:
+def test_under_every_model_runner(group: EngineGroup, monkeypatch: pytest.MonkeyPatch, runner: str) -> None:
     if runner == "v026":
         monkeypatch.setattr("kvferry.connector.vllm.compat.HAS_TRANSFER_RESULTS", False)
-    p, d = yard.pair(runner=runner)
+    p, d = group.pair(runner=runner)
     for tokens in (7, 100):
         request_id = hand_over(p, d, prompt(tokens, tokens))
         assert d.origins[request_id].theirs == tokens - 1
@@ -127,8 +127,8 @@ def test_several_prompts_at_once(pair: Pair) -> None:
     settle(p, d)
 
 
-def test_a_prompt_prefilled_in_chunks(yard: Yard) -> None:
-    p, d = yard.pair(max_batched=64)
+def test_a_prompt_prefilled_in_chunks(group: EngineGroup) -> None:
+    p, d = group.pair(max_batched=64)
     ids = prompt(300)
     other = d.add(prompt(200, seed=5), max_tokens=40)  # D is busy meanwhile
     request_id = hand_over(p, d, ids)
@@ -160,8 +160,8 @@ def test_three_samples_of_one_prompt_read_under_one_lease(
 
 
 @pytest.mark.parametrize(("p_ranks", "d_ranks"), [(2, 1), (1, 2), (2, 2)])
-def test_between_different_numbers_of_ranks(yard: Yard, p_ranks: int, d_ranks: int) -> None:
-    p, d = yard.engine(0, tp=p_ranks), yard.engine(1, tp=d_ranks)
+def test_between_different_numbers_of_ranks(group: EngineGroup, p_ranks: int, d_ranks: int) -> None:
+    p, d = group.engine(0, tp=p_ranks), group.engine(1, tp=d_ranks)
     for tokens in (30, 200):
         request_id = hand_over(p, d, prompt(tokens, tokens), max_tokens=3)
         assert d.origins[request_id].theirs == tokens - 1
@@ -172,8 +172,8 @@ def test_between_different_numbers_of_ranks(yard: Yard, p_ranks: int, d_ranks: i
 
 
 @pytest.mark.parametrize("roles", [("kv_producer", "kv_consumer"), ("kv_both", "kv_both")])
-def test_with_every_role_that_fits(yard: Yard, roles: tuple[str, str]) -> None:
-    p, d = yard.engine(0, role=roles[0]), yard.engine(1, role=roles[1])
+def test_with_every_role_that_fits(group: EngineGroup, roles: tuple[str, str]) -> None:
+    p, d = group.engine(0, role=roles[0]), group.engine(1, role=roles[1])
     request_id = hand_over(p, d, prompt(50))
     assert d.origins[request_id].theirs == 49
     settle(p, d)
@@ -203,8 +203,8 @@ def test_preempted_on_d_after_its_load(pair: Pair) -> None:
     settle(p, d)
 
 
-def test_preempted_on_d_and_its_blocks_overwritten(yard: Yard) -> None:
-    p, d = yard.pair()
+def test_preempted_on_d_and_its_blocks_overwritten(group: EngineGroup) -> None:
+    p, d = group.pair()
     request_id = d.add(prompt(100), prefill(p, prompt(100)), max_tokens=20)
     run([p, d], lambda: len(d.answers[request_id].tokens) >= 3)
     d.preempt(request_id)
@@ -214,8 +214,8 @@ def test_preempted_on_d_and_its_blocks_overwritten(yard: Yard) -> None:
     settle(p, d)
 
 
-def test_preempted_on_p_before_it_finished(yard: Yard) -> None:
-    p, d = yard.pair(max_batched=64)
+def test_preempted_on_p_before_it_finished(group: EngineGroup) -> None:
+    p, d = group.pair(max_batched=64)
     ids = prompt(300)
     on_p = p.add(ids, PREFILL)
     p.step()
@@ -246,8 +246,8 @@ def test_out_of_blocks_on_both_sides(pair: Pair) -> None:
     assert not d.workers[0].failed
 
 
-def test_the_lease_is_renewed_while_d_has_no_room(yard: Yard) -> None:
-    p, d = yard.pair(extra={"lease_seconds": 600.0, "lease_cap_seconds": 3600.0})
+def test_the_lease_is_renewed_while_d_has_no_room(group: EngineGroup) -> None:
+    p, d = group.pair(extra={"lease_seconds": 600.0, "lease_cap_seconds": 3600.0})
     running = d.add(prompt(450, seed=3), max_tokens=60)
     d.step()
     request_id = d.add(prompt(400), prefill(p, prompt(400)))

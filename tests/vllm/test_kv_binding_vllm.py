@@ -20,7 +20,15 @@ if not hasattr(kvi, "KVCacheLayout"):
     pytest.skip("this vLLM has no KVCacheLayout", allow_module_level=True)
 
 import vllm  # noqa: E402
-from fake_layers import (  # noqa: E402
+from vllm.distributed.kv_transfer.kv_connector import utils as transfer  # noqa: E402
+from vllm.model_executor.models.utils import extract_layer_index as theirs_extract  # noqa: E402
+from vllm.v1.worker import utils as theirs  # noqa: E402
+from vllm.v1.worker.gpu import attn_utils  # noqa: E402
+
+from kvferry.connector.binding import attention_group, kv_binding, kv_spec  # noqa: E402
+from kvferry.connector.binding.block_ops import KVBlockZeroer, copy_kv_blocks  # noqa: E402
+from kvferry.transport.errors import GeometryError  # noqa: E402
+from tests.vllm.fake_layers import (  # noqa: E402
     BLOCKS,
     LAYOUTS,
     FakeAttention,
@@ -31,14 +39,6 @@ from fake_layers import (  # noqa: E402
     random_groups,
     vllm_config,
 )
-from vllm.distributed.kv_transfer.kv_connector import utils as transfer  # noqa: E402
-from vllm.model_executor.models.utils import extract_layer_index as theirs_extract  # noqa: E402
-from vllm.v1.worker import utils as theirs  # noqa: E402
-from vllm.v1.worker.gpu import attn_utils  # noqa: E402
-
-from kvferry.connector.binding import attention_group, kv_binding, kv_spec  # noqa: E402
-from kvferry.connector.binding.block_ops import KVBlockZeroer, copy_kv_blocks  # noqa: E402
-from kvferry.transport.errors import GeometryError  # noqa: E402
 
 CPU = torch.device("cpu")
 TABLE = runpy.run_path(str(Path(__file__).resolve().parents[2] / "docs" / "binding_table.py"))

@@ -5,16 +5,16 @@ from __future__ import annotations
 import time
 
 import pytest
-from hold import Hold, in_phase, no_board
-from labelled import BLOCK, prompt
-from stepped import PREFILL, Engine, eventually, let_time_pass, mover_of, prefill, renew_after, run, settle
-from stepped_rank import RUNNERS
-from yard import Lines, Yard
 
 from kvferry.connector.protocol import messages
 from kvferry.connector.protocol.handover import HandoverPhase
 from kvferry.connector.transfer import link
 from kvferry.connector.transfer.transfer_thread import QUIET_SECONDS
+from tests.vllm.engine_group import EngineGroup, Lines
+from tests.vllm.labelled import BLOCK, prompt
+from tests.vllm.paused_transfer import PausedTransfer, in_phase, no_board
+from tests.vllm.stepped import PREFILL, Engine, eventually, let_time_pass, mover_of, prefill, renew_after, run, settle
+from tests.vllm.stepped_rank import RUNNERS
 
 pytestmark = pytest.mark.vllm
 IDS = prompt(400)
@@ -43,11 +43,11 @@ def ended(d: Engine, request_id: str, policy: str, tokens: int = len(IDS)) -> No
 @pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_p_is_gone_before_d_asks(
-    yard: Yard, lines: Lines, monkeypatch: pytest.MonkeyPatch, policy: str, runner: str
+    group: EngineGroup, lines: Lines, monkeypatch: pytest.MonkeyPatch, policy: str, runner: str
 ) -> None:
     if runner == "v026":
         monkeypatch.setattr("kvferry.connector.vllm.compat.HAS_TRANSFER_RESULTS", False)
-    p, d = yard.pair(policy=policy, runner=runner, extra=SHORT)
+    p, d = group.pair(policy=policy, runner=runner, extra=SHORT)
     params = prefill(p, IDS)
     p.close()
     request_id = d.add(IDS, params)
@@ -57,17 +57,17 @@ def test_p_is_gone_before_d_asks(
 
 @pytest.mark.parametrize("plane", PLANES)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_p_goes_in_mid_transfer(yard: Yard, policy: str, plane: str) -> None:
-    p, d = yard.pair(policy=policy, extra={"plane": plane})
+def test_p_goes_in_mid_transfer(group: EngineGroup, policy: str, plane: str) -> None:
+    p, d = group.pair(policy=policy, extra={"plane": plane})
     params = prefill(p, IDS)
-    hold = Hold(p, reader=d, chunks=1)
+    paused = PausedTransfer(p, reader=d, chunks=1)
     p.step()
     request_id = d.add(IDS, params)
     d.step()
     in_phase(d, request_id, HandoverPhase.MOVING, lambda job: job.nbytes > 0)
     p.close()
     ended(d, request_id, policy)
-    hold.open()
+    paused.open()
 
 
 SILENCE = {
@@ -78,35 +78,35 @@ SILENCE = {
 
 
 @pytest.mark.parametrize("where", SILENCE)
-def test_p_goes_silent(yard: Yard, lines: Lines, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+def test_p_goes_silent(group: EngineGroup, lines: Lines, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     monkeypatch.setattr(link, "BoardReader", no_board)
     silent_on, plane = SILENCE[where]
-    p, d = yard.pair(extra={**SHORT, "plane": plane})
+    p, d = group.pair(extra={**SHORT, "plane": plane})
     params = prefill(p, IDS)
     p.step()
-    hold = Hold(p, silent_on)
+    paused = PausedTransfer(p, silent_on)
     request_id = d.add(IDS, params)
     ended(d, request_id, "recompute")
     assert len(lines("hand-over of", request_id, "failed")) == 1
-    hold.open()
+    paused.open()
     settle(p, d)
 
 
 @pytest.mark.parametrize("plane", PLANES)
-def test_nothing_moves_in_mid_transfer(yard: Yard, plane: str) -> None:
-    p, d = yard.pair(extra={**SHORT, "plane": plane})
+def test_nothing_moves_in_mid_transfer(group: EngineGroup, plane: str) -> None:
+    p, d = group.pair(extra={**SHORT, "plane": plane})
     params = prefill(p, IDS)
     p.step()
-    hold = Hold(p, reader=d, chunks=1)
+    paused = PausedTransfer(p, reader=d, chunks=1)
     request_id = d.add(IDS, params)
     ended(d, request_id, "recompute")
-    hold.open()
+    paused.open()
     settle(p, d)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_the_lease_is_over_before_d_asks(yard: Yard, lines: Lines, policy: str) -> None:
-    p, d = yard.pair(policy=policy, extra={"lease_seconds": 0.2})
+def test_the_lease_is_over_before_d_asks(group: EngineGroup, lines: Lines, policy: str) -> None:
+    p, d = group.pair(policy=policy, extra={"lease_seconds": 0.2})
     params = prefill(p, IDS)
     run([p], lambda: p.idle)
     assert len(lines("lease of", "expired")) == 1
@@ -115,8 +115,8 @@ def test_the_lease_is_over_before_d_asks(yard: Yard, lines: Lines, policy: str) 
     settle(p, d)
 
 
-def test_the_cap_ends_a_lease_however_often_it_is_renewed(yard: Yard, lines: Lines) -> None:
-    p, d = yard.pair(extra={"lease_seconds": 600.0, "lease_cap_seconds": 1200.0})
+def test_the_cap_ends_a_lease_however_often_it_is_renewed(group: EngineGroup, lines: Lines) -> None:
+    p, d = group.pair(extra={"lease_seconds": 600.0, "lease_cap_seconds": 1200.0})
     running = d.add(prompt(450, seed=3), max_tokens=60)
     d.step()
     request_id = d.add(IDS, prefill(p, IDS))
@@ -133,12 +133,12 @@ def test_the_cap_ends_a_lease_however_often_it_is_renewed(yard: Yard, lines: Lin
 
 
 @pytest.mark.parametrize("plane", PLANES)
-def test_the_lease_ends_while_d_reads(yard: Yard, plane: str) -> None:
+def test_the_lease_ends_while_d_reads(group: EngineGroup, plane: str) -> None:
     """P's cap comes in mid-transfer, and its blocks go to another prompt: what was read is not used."""
-    p, d = yard.pair(extra={"plane": plane})
+    p, d = group.pair(extra={"plane": plane})
     params = prefill(p, IDS)
     p.step()
-    hold = Hold(p, reader=d, chunks=1)
+    paused = PausedTransfer(p, reader=d, chunks=1)
     request_id = d.add(IDS, params)
     d.step()
     in_phase(d, request_id, HandoverPhase.MOVING, lambda job: job.nbytes > 0)
@@ -146,45 +146,45 @@ def test_the_lease_ends_while_d_reads(yard: Yard, plane: str) -> None:
     run([p], lambda: p.idle)
     other = p.add(prompt(500, 6), max_tokens=5)
     run([p], lambda: p.answers[other].finish is not None)
-    hold.open()
+    paused.open()
     ended(d, request_id, "recompute")
     settle(p, d)
 
 
-def test_the_lease_ends_before_the_commit(yard: Yard, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lease_ends_before_the_commit(group: EngineGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     """All bytes have come, but P may have given the blocks to another prompt since: none of them is used."""
     monkeypatch.setattr(link, "BoardReader", no_board)
-    p, d = yard.pair(extra={"plane": "cma"})
+    p, d = group.pair(extra={"plane": "cma"})
     params = prefill(p, IDS)
     p.step()
-    hold = Hold(p, messages.Commit)
+    paused = PausedTransfer(p, messages.Commit)
     request_id = d.add(IDS, params)
     d.step()
     in_phase(d, request_id, HandoverPhase.COMMITTING)
     let_time_pass(p, 1000)
     run([p], lambda: p.idle)
-    hold.open()
+    paused.open()
     ended(d, request_id, "recompute")
     settle(p, d)
 
 
 @pytest.mark.parametrize("plane", PLANES)
-def test_d_goes_in_mid_transfer(yard: Yard, plane: str) -> None:
-    p, d = yard.pair(extra={"plane": plane})
+def test_d_goes_in_mid_transfer(group: EngineGroup, plane: str) -> None:
+    p, d = group.pair(extra={"plane": plane})
     params = prefill(p, IDS)
     p.step()
-    hold = Hold(p, reader=d, chunks=1)
+    paused = PausedTransfer(p, reader=d, chunks=1)
     request_id = d.add(IDS, params)
     d.step()
     in_phase(d, request_id, HandoverPhase.MOVING, lambda job: job.nbytes > 0)
     d.close()
-    hold.open()
+    paused.open()
     let_time_pass(p, 1000)
     settle(p)
 
 
-def test_p_is_restarted_on_the_same_port(yard: Yard, lines: Lines) -> None:
-    p, d = yard.pair()
+def test_p_is_restarted_on_the_same_port(group: EngineGroup, lines: Lines) -> None:
+    p, d = group.pair()
     params = prefill(p, IDS)
     port = params["kvferry"]["ranks"][0][3]
     request_id = d.add(IDS, params)  # a first hand-over, so that D knows the old one
@@ -192,7 +192,7 @@ def test_p_is_restarted_on_the_same_port(yard: Yard, lines: Lines) -> None:
     settle(p, d)
     second = prefill(p, prompt(300, 1))
     p.close()
-    reborn = yard.engine(0, extra={"side_channel_port": port})
+    reborn = group.engine(0, extra={"side_channel_port": port})
     request_id = d.add(prompt(300, 1), second)
     ended(d, request_id, "recompute", tokens=300)
     assert lines("hand-over of", request_id, "failed")
@@ -204,11 +204,13 @@ def test_p_is_restarted_on_the_same_port(yard: Yard, lines: Lines) -> None:
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_a_failed_load_leaves_a_shared_prefix_alone(yard: Yard, monkeypatch: pytest.MonkeyPatch, runner: str) -> None:
+def test_a_failed_load_leaves_a_shared_prefix_alone(
+    group: EngineGroup, monkeypatch: pytest.MonkeyPatch, runner: str
+) -> None:
     """Another request runs on the blocks of the local prefix hit: they are good, and it must not be thrown back."""
     if runner == "v026":
         monkeypatch.setattr("kvferry.connector.vllm.compat.HAS_TRANSFER_RESULTS", False)
-    p, d = yard.pair(runner=runner, extra=SHORT)
+    p, d = group.pair(runner=runner, extra=SHORT)
     running = d.add(IDS[:100], max_tokens=100)
     d.step()
     params = prefill(p, IDS)
@@ -224,11 +226,11 @@ def test_a_failed_load_leaves_a_shared_prefix_alone(yard: Yard, monkeypatch: pyt
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_one_of_two_ranks_fails(yard: Yard, monkeypatch: pytest.MonkeyPatch, policy: str, runner: str) -> None:
+def test_one_of_two_ranks_fails(group: EngineGroup, monkeypatch: pytest.MonkeyPatch, policy: str, runner: str) -> None:
     """The other rank's success counts for nothing, and the request is told of once."""
     if runner == "v026":
         monkeypatch.setattr("kvferry.connector.vllm.compat.HAS_TRANSFER_RESULTS", False)
-    p, d = yard.pair(runner=runner, tp=2, policy=policy)
+    p, d = group.pair(runner=runner, tp=2, policy=policy)
     params = prefill(p, IDS)
     p.workers[1].connector.shutdown()
     p.step()
@@ -236,8 +238,8 @@ def test_one_of_two_ranks_fails(yard: Yard, monkeypatch: pytest.MonkeyPatch, pol
     ended(d, request_id, policy)
 
 
-def test_many_requests_for_a_dead_p_fail_fast(yard: Yard) -> None:
-    p, d = yard.pair(extra={"handshake_timeout_seconds": 30.0})
+def test_many_requests_for_a_dead_p_fail_fast(group: EngineGroup) -> None:
+    p, d = group.pair(extra={"handshake_timeout_seconds": 30.0})
     several = [prompt(40, seed) for seed in range(6)]
     told = [prefill(p, ids) for ids in several]
     p.close()
@@ -248,11 +250,11 @@ def test_many_requests_for_a_dead_p_fail_fast(yard: Yard) -> None:
     settle(d)
 
 
-def test_a_dead_p_does_not_hold_up_another(yard: Yard) -> None:
-    p, d = yard.pair()
-    silent = yard.engine(0)
+def test_a_dead_p_does_not_hold_up_another(group: EngineGroup) -> None:
+    p, d = group.pair()
+    silent = group.engine(0)
     dead = prefill(silent, IDS)
-    Hold(silent, messages.Hello)
+    PausedTransfer(silent, messages.Hello)
     waiting = d.add(IDS, dead)
     d.step()
     ids = prompt(60, 4)
@@ -265,9 +267,9 @@ def test_a_dead_p_does_not_hold_up_another(yard: Yard) -> None:
     settle(p, d)
 
 
-def test_a_fault_of_our_own_that_strikes_every_turn(yard: Yard, lines: Lines) -> None:
+def test_a_fault_of_our_own_that_strikes_every_turn(group: EngineGroup, lines: Lines) -> None:
     """Deadlines pass all the same: the request is recomputed, and the log is not flooded."""
-    p, d = yard.pair(extra={"handshake_timeout_seconds": 1.0})
+    p, d = group.pair(extra={"handshake_timeout_seconds": 1.0})
     consumer = mover_of(d)._consumer
 
     def broken(now: float) -> bool:
@@ -288,12 +290,12 @@ def test_a_fault_of_our_own_that_strikes_every_turn(yard: Yard, lines: Lines) ->
 
 
 @pytest.mark.parametrize("plane", PLANES)
-def test_shutting_down_with_leases_and_loads_open(yard: Yard, plane: str) -> None:
-    p, d = yard.pair(extra={"plane": plane})
+def test_shutting_down_with_leases_and_loads_open(group: EngineGroup, plane: str) -> None:
+    p, d = group.pair(extra={"plane": plane})
     params = prefill(p, IDS)
     p.add(prompt(100, 9), PREFILL)
     p.step()
-    Hold(p, reader=d, chunks=1)
+    PausedTransfer(p, reader=d, chunks=1)
     request_id = d.add(IDS, params)
     d.step()
     in_phase(d, request_id, HandoverPhase.MOVING)

@@ -12,12 +12,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from labelled import prompt
-from stepped import PREFILL, Engine, let_time_pass, run, settle
-from stepped_model import next_token
-from stepped_rank import RUNNERS
 from vllm.v1.request import RequestStatus
-from yard import Lines, Yard
+
+from tests.vllm.engine_group import EngineGroup, Lines
+from tests.vllm.labelled import prompt
+from tests.vllm.stepped import PREFILL, Engine, let_time_pass, run, settle
+from tests.vllm.stepped_model import next_token
+from tests.vllm.stepped_rank import RUNNERS
 
 pytestmark = pytest.mark.vllm
 LEASE_SECONDS = 1.5
@@ -121,7 +122,7 @@ class Walk:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_walk(yard: Yard, lines: Lines, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+def test_walk(group: EngineGroup, lines: Lines, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     rng = random.Random(seed)
     runner = RUNNERS[seed % 3]
     if runner == "v026":
@@ -140,8 +141,8 @@ def test_walk(yard: Yard, lines: Lines, monkeypatch: pytest.MonkeyPatch, seed: i
         "extra": extra,
     }
     common |= {"drafts": rng.choice((0, 0, 3)), "scheduling": rng.choice(("fcfs", "priority"))}
-    p = yard.engine(0, tp=1 + (seed % 4 == 1), **common)
-    d = yard.engine(1, tp=1 + (seed % 4 == 2), **common)
+    p = group.engine(0, tp=1 + (seed % 4 == 1), **common)
+    d = group.engine(1, tp=1 + (seed % 4 == 2), **common)
     walk = Walk(p, d, rng)
     walk.go(250)
     run([p, d], walk.over, seconds=150)

@@ -20,7 +20,6 @@ kvi = pytest.importorskip("vllm.v1.kv_cache_interface")
 if not hasattr(kvi, "KVCacheLayout"):
     pytest.skip("this vLLM registers states as lists", allow_module_level=True)
 
-from sharded_states import FAMILIES, Family, states, write  # noqa: E402
 from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout  # noqa: E402
 
 from kvferry.connector.config import Settings  # noqa: E402
@@ -32,6 +31,7 @@ from kvferry.connector.protocol.step_plan import KeepLease, LeaseGrant, Load, Pe
 from kvferry.connector.vllm import compat  # noqa: E402
 from kvferry.connector.vllm.compat import layer_groups  # noqa: E402
 from kvferry.transport.errors import IncompatiblePeerError  # noqa: E402
+from tests.vllm.sharded_states import FAMILIES, Family, states, write  # noqa: E402
 
 BLOCKS, PADDING = 5, 96
 LAYERS = ["model.layers.0.mixer", "model.layers.2.mixer"]

@@ -8,12 +8,6 @@ import time
 from typing import Any
 
 import pytest
-from hold import Hold
-from labelled import BLOCK, prompt
-from slow import install
-from stepped import Engine, eventually, mover_of, prefill, run, settle
-from stepped_rank import RUNNERS
-from yard import Lines, Yard
 
 from kvferry.connector.config import Settings
 from kvferry.connector.engine import worker
@@ -22,6 +16,12 @@ from kvferry.connector.engine.transfer_params import RemotePrompt, prompt_digest
 from kvferry.connector.geometry.engine_types import BlockTable, RequestView
 from kvferry.connector.protocol.step_plan import PeerEngine, RankAddress
 from kvferry.connector.protocol.transfer_estimate import TransferEstimate, TransferEstimates
+from tests.handover.slow_copies import install
+from tests.vllm.engine_group import EngineGroup, Lines
+from tests.vllm.labelled import BLOCK, prompt
+from tests.vllm.paused_transfer import PausedTransfer
+from tests.vllm.stepped import Engine, eventually, mover_of, prefill, run, settle
+from tests.vllm.stepped_rank import RUNNERS
 
 pytestmark = pytest.mark.vllm
 IN_STEP = {"plane": "cma", "step_load_seconds": 1.0}
@@ -36,8 +36,8 @@ def runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     return str(request.param)
 
 
-def pair_of(yard: Yard, extra: dict[str, Any] | None = None, **kwargs: Any) -> tuple[Engine, Engine]:
-    pair = yard.pair(**({"policy": "fail", "num_blocks": 61} | kwargs), extra=IN_STEP | (extra or {}))
+def pair_of(group: EngineGroup, extra: dict[str, Any] | None = None, **kwargs: Any) -> tuple[Engine, Engine]:
+    pair = group.pair(**({"policy": "fail", "num_blocks": 61} | kwargs), extra=IN_STEP | (extra or {}))
     for engine in pair:
         half = engine.connector._scheduler
         if half._step_seconds == IN_STEP["step_load_seconds"]:
@@ -68,8 +68,8 @@ def meet(p: Engine, d: Engine) -> None:
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_the_second_one_is_computed_with_at_once(yard: Yard, runner: str, ahead: int) -> None:
-    p, d = pair_of(yard, runner=runner, ahead=ahead)
+def test_the_second_one_is_computed_with_at_once(group: EngineGroup, runner: str, ahead: int) -> None:
+    p, d = pair_of(group, runner=runner, ahead=ahead)
     meet(p, d)
     for number, tokens in enumerate((2, BLOCK, BLOCK + 1, 250, 400)):
         request_id = add(p, d, prompt(tokens, 10 + number), max_tokens=20)
@@ -84,8 +84,8 @@ def test_the_second_one_is_computed_with_at_once(yard: Yard, runner: str, ahead:
     assert not d.workers[0].failed and len(d.workers[0].received) == 1
 
 
-def test_beside_a_prefix_hit(yard: Yard) -> None:
-    p, d = pair_of(yard)
+def test_beside_a_prefix_hit(group: EngineGroup) -> None:
+    p, d = pair_of(group)
     meet(p, d)
     ids = prompt(100)
     to_the_end(d, d.add(ids[:50]))
@@ -100,8 +100,8 @@ def test_beside_a_prefix_hit(yard: Yard) -> None:
     assert d.computed[again] == 100 - 6 * BLOCK, "what was loaded is found in the prefix cache"
 
 
-def test_by_every_rank(yard: Yard) -> None:
-    p, d = pair_of(yard, tp=2)
+def test_by_every_rank(group: EngineGroup) -> None:
+    p, d = pair_of(group, tp=2)
     meet(p, d)
     request_id = add(p, d, prompt(300))
     assert to_the_end(d, request_id) == "length"
@@ -119,9 +119,9 @@ AWAY: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("why", AWAY)
-def test_beside_the_steps_where(yard: Yard, why: str) -> None:
+def test_beside_the_steps_where(group: EngineGroup, why: str) -> None:
     extra, kwargs = AWAY[why]
-    p, d = pair_of(yard, extra, **kwargs)
+    p, d = pair_of(group, extra, **kwargs)
     for number in range(2):
         request_id = add(p, d, prompt(100, number))
         run([p, d], lambda name=request_id: d.answers[name].finish is not None)
@@ -130,13 +130,13 @@ def test_beside_the_steps_where(yard: Yard, why: str) -> None:
     assert not d.step_loads
 
 
-def test_below_multi_connector(yard: Yard) -> None:
+def test_below_multi_connector(group: EngineGroup) -> None:
     """Its policy counts, and a child sees its own alone."""
     child = {"kv_connector": "KVFerryConnector", "kv_connector_module_path": "kvferry.connector.vllm.adapter",
              "kv_role": "kv_both", "kv_load_failure_policy": "fail", "kv_connector_extra_config": IN_STEP}  # fmt: skip
     extra = {"connectors": [child]}
-    p = yard.engine(0, connector="MultiConnector", module=None, extra=extra)
-    d = yard.engine(1, connector="MultiConnector", module=None, extra=extra)
+    p = group.engine(0, connector="MultiConnector", module=None, extra=extra)
+    d = group.engine(1, connector="MultiConnector", module=None, extra=extra)
     for number in range(2):
         request_id = d.add(prompt(100, number), prefill(p, prompt(100, number)))
         run([p, d], lambda name=request_id: d.answers[name].finish is not None)
@@ -145,8 +145,8 @@ def test_below_multi_connector(yard: Yard) -> None:
     assert not d.step_loads
 
 
-def test_beside_one_that_is_scheduled_in_the_same_step(yard: Yard) -> None:
-    p, d = pair_of(yard)
+def test_beside_one_that_is_scheduled_in_the_same_step(group: EngineGroup) -> None:
+    p, d = pair_of(group)
     meet(p, d)
     request_id = add(p, d, prompt(200, 4), priority=1)
     local = d.add(prompt(50, 3), max_tokens=3)
@@ -157,9 +157,9 @@ def test_beside_one_that_is_scheduled_in_the_same_step(yard: Yard) -> None:
     settle(p, d)
 
 
-def test_where_blocks_are_short(yard: Yard) -> None:
+def test_where_blocks_are_short(group: EngineGroup) -> None:
     """vLLM 0.26 would preempt it in the next step for one block more, and deliver what a failed load led to."""
-    p, d = pair_of(yard, num_blocks=41)
+    p, d = pair_of(group, num_blocks=41)
     meet(p, d)
     request_id = add(p, d, prompt(400, 4))
     to_the_end(d, request_id)
@@ -185,8 +185,8 @@ def test_not_into_a_state() -> None:
         assert half.num_new_matched_tokens(view, 0) == (64, not now)
 
 
-def test_an_engine_that_computes_is_not_held_up(yard: Yard) -> None:
-    p, d = pair_of(yard)
+def test_an_engine_that_computes_is_not_held_up(group: EngineGroup) -> None:
+    p, d = pair_of(group)
     meet(p, d)
     running = d.add(prompt(50, 3), max_tokens=30)
     d.step()
@@ -201,8 +201,8 @@ def test_an_engine_that_computes_is_not_held_up(yard: Yard) -> None:
     settle(p, d)
 
 
-def test_what_was_learnt_long_ago_counts_no_more(yard: Yard) -> None:
-    p, d = pair_of(yard)
+def test_what_was_learnt_long_ago_counts_no_more(group: EngineGroup) -> None:
+    p, d = pair_of(group)
     meet(p, d)
     d.connector._scheduler._clock = lambda: time.monotonic() + 61
     request_id = add(p, d, prompt(200, 4))
@@ -233,16 +233,16 @@ def fails(d: Engine, request_id: str, ids: list[int]) -> None:
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_p_is_gone(yard: Yard, lines: Lines, runner: str, ahead: int) -> None:
-    p, d = pair_of(yard, runner=runner, ahead=ahead)
+def test_p_is_gone(group: EngineGroup, lines: Lines, runner: str, ahead: int) -> None:
+    p, d = pair_of(group, runner=runner, ahead=ahead)
     ids, request_id = orphan(p, d)
     fails(d, request_id, ids)
     assert len(lines("hand-over of", request_id, "failed")) == 1
 
 
-def test_another_one_that_found_its_blocks_ends_with_it(yard: Yard) -> None:
+def test_another_one_that_found_its_blocks_ends_with_it(group: EngineGroup) -> None:
     """It was scheduled before the scheduler heard of the failure, and computed with the same blocks."""
-    p, d = pair_of(yard, ahead=1)
+    p, d = pair_of(group, ahead=1)
     ids, request_id = orphan(p, d)
     d.step()
     other = d.add([*ids, 7], max_tokens=9)
@@ -253,9 +253,9 @@ def test_another_one_that_found_its_blocks_ends_with_it(yard: Yard) -> None:
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_the_client_has_left_meanwhile(yard: Yard, runner: str, ahead: int) -> None:
+def test_the_client_has_left_meanwhile(group: EngineGroup, runner: str, ahead: int) -> None:
     """vLLM takes an abort between the step and its output; it then finds nobody on the blocks that were not filled."""
-    p, d = pair_of(yard, runner=runner, ahead=ahead)
+    p, d = pair_of(group, runner=runner, ahead=ahead)
     ids, request_id = orphan(p, d)
     d.before_update = lambda step: d.abort(request_id)
     for _ in range(3):
@@ -268,9 +268,9 @@ def test_the_client_has_left_meanwhile(yard: Yard, runner: str, ahead: int) -> N
     assert d.computed[again] == len(ids), "nothing of it is found in the prefix cache"
 
 
-def test_all_clients_have_left_meanwhile(yard: Yard) -> None:
+def test_all_clients_have_left_meanwhile(group: EngineGroup) -> None:
     """Also that of a request which had found the blocks: what it computed from them must not be found either."""
-    p, d = pair_of(yard, ahead=1)
+    p, d = pair_of(group, ahead=1)
     meet(p, d)
     ids = prompt(160, 9)
     longer = [*ids, *prompt(40, 77)]
@@ -294,9 +294,9 @@ def test_all_clients_have_left_meanwhile(yard: Yard) -> None:
     assert d.computed[again] == len(longer) - len(ids), "only what was computed from right blocks is found"
 
 
-def test_p_is_late_to_grant(yard: Yard) -> None:
+def test_p_is_late_to_grant(group: EngineGroup) -> None:
     """Its next step comes late; that costs time, not the request."""
-    p, d = pair_of(yard)
+    p, d = pair_of(group)
     meet(p, d)
     ids = prompt(200, 4)
     request_id = d.add(ids, prefill(p, ids))
@@ -311,8 +311,8 @@ def test_p_is_late_to_grant(yard: Yard) -> None:
     settle(p, d)
 
 
-def test_the_lease_is_over(yard: Yard, lines: Lines) -> None:
-    p, d = pair_of(yard, {"lease_seconds": 0.5})
+def test_the_lease_is_over(group: EngineGroup, lines: Lines) -> None:
+    p, d = pair_of(group, {"lease_seconds": 0.5})
     meet(p, d)
     ids = prompt(300, 9)
     params = prefill(p, ids)
@@ -325,8 +325,8 @@ def test_the_lease_is_over(yard: Yard, lines: Lines) -> None:
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_on_one_rank_of_two(yard: Yard, monkeypatch: pytest.MonkeyPatch, ahead: int) -> None:
-    p, d = pair_of(yard, tp=2, ahead=ahead)
+def test_on_one_rank_of_two(group: EngineGroup, monkeypatch: pytest.MonkeyPatch, ahead: int) -> None:
+    p, d = pair_of(group, tp=2, ahead=ahead)
     meet(p, d)
     ids = prompt(300, 9)
     request_id = add(p, d, ids)
@@ -344,27 +344,27 @@ def test_on_one_rank_of_two(yard: Yard, monkeypatch: pytest.MonkeyPatch, ahead: 
     assert d.computed[again] == len(ids)
 
 
-def test_one_that_does_not_end_is_given_up(yard: Yard, monkeypatch: pytest.MonkeyPatch) -> None:
-    p, d = pair_of(yard)
+def test_one_that_does_not_end_is_given_up(group: EngineGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    p, d = pair_of(group)
     meet(p, d)
     ids = prompt(400, 9)
     monkeypatch.setattr(worker, "GIVE_UP_SECONDS", 0.5 - 600)  # 600 s is what these settings have P hold asks
-    hold = Hold(p, reader=d, chunks=1)
+    paused = PausedTransfer(p, reader=d, chunks=1)
     request_id = add(p, d, ids)
     fails(d, request_id, ids)
-    hold.open()
+    paused.open()
     settle(p, d)
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("error", ["", "CUDA error: out of order"])
 def test_the_forward_is_launched_before_its_load_has_ended(
-    yard: Yard, monkeypatch: pytest.MonkeyPatch, runner: str, ahead: int, error: str
+    group: EngineGroup, monkeypatch: pytest.MonkeyPatch, runner: str, ahead: int, error: str
 ) -> None:
     """As on GPUs, where a device waits for the copies: their end is known after the forward, and told with its step."""
     copies = install(monkeypatch)
     monkeypatch.setattr(TransferEstimates, "seconds", lambda *_: 0.0)
-    p, d = pair_of(yard, {"plane": "shm"}, runner=runner, ahead=ahead)
+    p, d = pair_of(group, {"plane": "shm"}, runner=runner, ahead=ahead)
     slow, ids = copies[1], prompt(300, 9)
     request_id = add(p, d, ids)
     slow.gate.clear()
@@ -387,8 +387,8 @@ def test_the_forward_is_launched_before_its_load_has_ended(
     settle(p, d)
 
 
-def test_the_transfer_thread_has_ended(yard: Yard) -> None:
-    p, d = pair_of(yard)
+def test_the_transfer_thread_has_ended(group: EngineGroup) -> None:
+    p, d = pair_of(group)
     meet(p, d)
     request_id = add(p, d, prompt(100, 2))
     mover_of(d).close()

@@ -10,19 +10,19 @@ from typing import Any
 
 import pytest
 import torch
-from labelled import prompt
-from stepped import Engine, prefill, run, settle
-from yard import Lines, Yard
 
 from kvferry.connector.vllm import compat
+from tests.vllm.engine_group import EngineGroup, Lines
+from tests.vllm.labelled import prompt
+from tests.vllm.stepped import Engine, prefill, run, settle
 
 WINDOW = 64
 
 
-def pair(yard: Yard, p_block: int = 16, d_block: int = 16, **kwargs: Any) -> tuple[Engine, Engine]:
+def pair(group: EngineGroup, p_block: int = 16, d_block: int = 16, **kwargs: Any) -> tuple[Engine, Engine]:
     extra = {"slot_bytes": 64 << 10, "staging_bytes": 1 << 20}
-    p = yard.engine(0, extra=extra, window=WINDOW, block=p_block, num_blocks=90, **kwargs)
-    return p, yard.engine(1, extra=extra, window=WINDOW, block=d_block, num_blocks=90, **kwargs)
+    p = group.engine(0, extra=extra, window=WINDOW, block=p_block, num_blocks=90, **kwargs)
+    return p, group.engine(1, extra=extra, window=WINDOW, block=d_block, num_blocks=90, **kwargs)
 
 
 def decode(d: Engine, ids: list[int], params: dict[str, Any] | None, max_tokens: int = 20) -> str:
@@ -32,8 +32,8 @@ def decode(d: Engine, ids: list[int], params: dict[str, Any] | None, max_tokens:
 
 
 @pytest.mark.parametrize("tokens", [2, 17, 63, 64, 65, 79, 80, 81, 95, 96, 97, 112, 300])
-def test_each_length_around_the_window_is_handed_over(yard: Yard, tokens: int) -> None:
-    p, d = pair(yard)
+def test_each_length_around_the_window_is_handed_over(group: EngineGroup, tokens: int) -> None:
+    p, d = pair(group)
     ids = prompt(tokens)
     request_id = d.add(ids, prefill(p, ids), max_tokens=20)
     run([p, d], lambda: d.answers[request_id].finish is not None)
@@ -42,8 +42,8 @@ def test_each_length_around_the_window_is_handed_over(yard: Yard, tokens: int) -
     settle(p, d)
 
 
-def test_p_leaves_its_last_token_to_d_where_its_window_would_lose_a_block(yard: Yard) -> None:
-    p, _ = pair(yard)
+def test_p_leaves_its_last_token_to_d_where_its_window_would_lose_a_block(group: EngineGroup) -> None:
+    p, _ = pair(group)
     counts = {}
     for tokens in range(60, 120):
         request_id = p.add(prompt(tokens, seed=tokens), {"do_remote_decode": True})
@@ -56,9 +56,9 @@ def test_p_leaves_its_last_token_to_d_where_its_window_would_lose_a_block(yard: 
     assert p.scheduler.requests[request_id].num_prompt_tokens == 79, "D computes all of this one"
 
 
-def test_what_is_left_to_d_leaves_nothing_behind(yard: Yard) -> None:
+def test_what_is_left_to_d_leaves_nothing_behind(group: EngineGroup) -> None:
     """Neither in the caller's list nor in the hashes, by which a block with P's own next token would be found."""
-    p, _ = pair(yard)
+    p, _ = pair(group)
     ids = prompt(80)
     theirs = [*ids]
     request, whole = (p.scheduler.requests[p.add(given)] for given in (theirs, ids))
@@ -70,9 +70,9 @@ def test_what_is_left_to_d_leaves_nothing_behind(yard: Yard) -> None:
     assert request.block_hashes[4] != whole.block_hashes[4]
 
 
-def test_a_prompt_with_embeddings_is_left_alone(yard: Yard) -> None:
+def test_a_prompt_with_embeddings_is_left_alone(group: EngineGroup) -> None:
     """Beside them vLLM has ids that stand for them, alike for all, and of the same length."""
-    p, _ = pair(yard)
+    p, _ = pair(group)
     request = p.scheduler.requests[p.add(prompt(79))]
     request.prompt_embeds = torch.zeros(79, 8)
     request.kv_transfer_params = {"do_remote_decode": True}
@@ -83,9 +83,9 @@ def test_a_prompt_with_embeddings_is_left_alone(yard: Yard) -> None:
 
 
 @pytest.mark.parametrize(("p_block", "d_block"), [(32, 16), (48, 16), (16, 32), (16, 48), (32, 48), (48, 32)])
-def test_other_block_sizes(yard: Yard, p_block: int, d_block: int) -> None:
+def test_other_block_sizes(group: EngineGroup, p_block: int, d_block: int) -> None:
     """Handed over, or prefilled on D where P has given back a part of D's first block: right either way."""
-    p, d = pair(yard, p_block, d_block)
+    p, d = pair(group, p_block, d_block)
     loaded = []
     for tokens in (40, 64, 111, 129, 200, 215, 230, 250, 288):
         ids = prompt(tokens, seed=tokens)
@@ -101,10 +101,10 @@ def test_other_block_sizes(yard: Yard, p_block: int, d_block: int) -> None:
         assert any(loaded[3:]) and not all(loaded)
 
 
-def test_a_block_that_p_cannot_fill_is_never_offered_to_another_request(yard: Yard, lines: Lines) -> None:
+def test_a_block_that_p_cannot_fill_is_never_offered_to_another_request(group: EngineGroup, lines: Lines) -> None:
     """P kept a window that begins at token 137 from token 128 on; D's blocks of 48 begin at 96. Loaded in part, that
     block would count as whole, and a second request with the first 144 tokens would attend to what it lacks."""
-    p, d = pair(yard, 16, 48)
+    p, d = pair(group, 16, 48)
     ids = prompt(200)
     kept = prefill(p, ids)
     first_id = decode(d, ids, kept)
@@ -115,9 +115,9 @@ def test_a_block_that_p_cannot_fill_is_never_offered_to_another_request(yard: Ya
     settle(p, d)
 
 
-def test_what_p_says_it_kept_is_not_what_p_goes_by(yard: Yard) -> None:
+def test_what_p_says_it_kept_is_not_what_p_goes_by(group: EngineGroup) -> None:
     """A D that believes it may load gets no block that P has given back: the load fails, and D prefills."""
-    p, d = pair(yard, 16, 48)
+    p, d = pair(group, 16, 48)
     ids = prompt(200)
     params = prefill(p, ids)
     params["kvferry"]["kept"] = []
@@ -129,8 +129,8 @@ def test_what_p_says_it_kept_is_not_what_p_goes_by(yard: Yard) -> None:
     settle(p, d)
 
 
-def test_a_local_hit_on_d_loads_only_the_rest(yard: Yard) -> None:
-    p, d = pair(yard)
+def test_a_local_hit_on_d_loads_only_the_rest(group: EngineGroup) -> None:
+    p, d = pair(group)
     ids = prompt(300)
     decode(d, ids[:200], None)
     request_id = d.add(ids, prefill(p, ids), max_tokens=20)
@@ -140,9 +140,9 @@ def test_a_local_hit_on_d_loads_only_the_rest(yard: Yard) -> None:
     settle(p, d)
 
 
-def test_a_d_without_windowed_tables_takes_what_p_has_in_full(yard: Yard) -> None:
+def test_a_d_without_windowed_tables_takes_what_p_has_in_full(group: EngineGroup) -> None:
     extra = {"slot_bytes": 64 << 10, "staging_bytes": 1 << 20}
-    p, d = yard.engine(0, extra=extra, window=WINDOW, num_blocks=90), yard.engine(1, extra=extra, num_blocks=90)
+    p, d = group.engine(0, extra=extra, window=WINDOW, num_blocks=90), group.engine(1, extra=extra, num_blocks=90)
     for tokens, loaded in ((60, 60), (200, 0)):
         ids = prompt(tokens, seed=tokens)
         request_id = d.add(ids, prefill(p, ids), max_tokens=5)
@@ -152,10 +152,10 @@ def test_a_d_without_windowed_tables_takes_what_p_has_in_full(yard: Yard) -> Non
     settle(p, d)
 
 
-def test_a_p_without_windowed_tables_has_all_that_d_needs(yard: Yard) -> None:
+def test_a_p_without_windowed_tables_has_all_that_d_needs(group: EngineGroup) -> None:
     extra = {"slot_bytes": 64 << 10, "staging_bytes": 1 << 20}
-    p = yard.engine(0, extra=extra, block=32, num_blocks=90)
-    d = yard.engine(1, extra=extra, window=WINDOW, block=48, num_blocks=90)
+    p = group.engine(0, extra=extra, block=32, num_blocks=90)
+    d = group.engine(1, extra=extra, window=WINDOW, block=48, num_blocks=90)
     for tokens in (60, 111, 200, 250):
         ids = prompt(tokens, seed=tokens)
         request_id = d.add(ids, prefill(p, ids), max_tokens=5)

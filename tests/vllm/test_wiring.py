@@ -11,18 +11,18 @@ from typing import Any
 import msgspec
 import pytest
 import vllm
-from labelled import BLOCK, HEAD_SIZE, HEADS, prompt
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from stepped import Engine, prefill, run, settle
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
 from vllm.plugins import load_plugins_by_group
-from yard import PATIENT, Lines, Yard
 
 from kvferry.connector.vllm import compat, plugin
 from kvferry.connector.vllm.adapter import KVFerryConnector
 from kvferry.transport.errors import ConfigError
+from tests.vllm.engine_group import PATIENT, EngineGroup, Lines
+from tests.vllm.labelled import BLOCK, HEAD_SIZE, HEADS, prompt
+from tests.vllm.stepped import Engine, prefill, run, settle
 
 pytestmark = pytest.mark.vllm
 API = Path(__file__).with_name("connector_api.json")
@@ -45,10 +45,10 @@ def unregistered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("unregistered")
-def test_by_name_alone_through_the_entry_point(yard: Yard) -> None:
+def test_by_name_alone_through_the_entry_point(group: EngineGroup) -> None:
     """``{"kv_connector": "KVFerryConnector", "kv_role": "kv_both"}`` is all that a user types."""
     load_plugins_by_group("vllm.general_plugins")["kvferry"]()
-    p, d = yard.pair(module=None)
+    p, d = group.pair(module=None)
     assert isinstance(d.connector, KVFerryConnector)
     assert d.origins[hand_over(p, d)].theirs == 99
     settle(p, d)
@@ -64,9 +64,9 @@ def test_registered_twice_by_hand_and_by_plug_in() -> None:
 # --- refused ----------------------------------------------------------------------------------------------------
 
 
-def refusal(yard: Yard, kind: type[Exception], **kwargs: Any) -> str:
+def refusal(group: EngineGroup, kind: type[Exception], **kwargs: Any) -> str:
     with pytest.raises(kind) as caught:
-        yard.engine(1, **kwargs)
+        group.engine(1, **kwargs)
     text = str(caught.value)
     assert "\n" not in text and len(text) < 600
     return text
@@ -83,26 +83,26 @@ def refusal(yard: Yard, kind: type[Exception], **kwargs: Any) -> str:
         ({"staging_bytes": 1 << 20, "slot_bytes": 1 << 20}, ("staging_bytes", "slots")),
     ],
 )
-def test_settings_that_cannot_be(yard: Yard, extra: dict[str, Any], words: tuple[str, ...]) -> None:
-    text = refusal(yard, ConfigError, extra=extra)
+def test_settings_that_cannot_be(group: EngineGroup, extra: dict[str, Any], words: tuple[str, ...]) -> None:
+    text = refusal(group, ConfigError, extra=extra)
     assert all(word in text for word in words)
 
 
-def test_a_port_in_use(yard: Yard) -> None:
-    first = yard.engine(0)
+def test_a_port_in_use(group: EngineGroup) -> None:
+    first = group.engine(0)
     port = first.connector._scheduler._us.ranks[0].port
-    assert str(port) in refusal(yard, ConfigError, extra={"side_channel_port": port})
+    assert str(port) in refusal(group, ConfigError, extra={"side_channel_port": port})
 
 
-def test_the_default_failure_policy_is_warned_of(yard: Yard, lines: Lines) -> None:
-    yard.engine(1, policy="fail")
+def test_the_default_failure_policy_is_warned_of(group: EngineGroup, lines: Lines) -> None:
+    group.engine(1, policy="fail")
     assert len(lines("kv_load_failure_policy", "recompute")) == 1
-    yard.engine(1, policy="recompute")
+    group.engine(1, policy="recompute")
     assert len(lines("kv_load_failure_policy", "recompute")) == 1
 
 
-def test_026_with_several_groups_is_refused(monkeypatch: pytest.MonkeyPatch, yard: Yard) -> None:
-    engine = yard.engine(1)
+def test_026_with_several_groups_is_refused(monkeypatch: pytest.MonkeyPatch, group: EngineGroup) -> None:
+    engine = group.engine(1)
     engine.kv_config.kv_cache_groups *= 2
     compat.check_config(engine.config, engine.kv_config)
     monkeypatch.setattr(compat, "HAS_TRANSFER_RESULTS", False)
@@ -110,9 +110,9 @@ def test_026_with_several_groups_is_refused(monkeypatch: pytest.MonkeyPatch, yar
         compat.check_config(engine.config, engine.kv_config)
 
 
-def test_026_with_a_window_is_refused(monkeypatch: pytest.MonkeyPatch, yard: Yard) -> None:
+def test_026_with_a_window_is_refused(monkeypatch: pytest.MonkeyPatch, group: EngineGroup) -> None:
     """Its failed loads are told by block, and it goes on from the first of them, over the null blocks before."""
-    engine = yard.engine(1, window=64)
+    engine = group.engine(1, window=64)
     engine.kv_config.kv_cache_groups = engine.kv_config.kv_cache_groups[1:]
     compat.check_config(engine.config, engine.kv_config)
     monkeypatch.setattr(compat, "HAS_TRANSFER_RESULTS", False)
@@ -130,7 +130,7 @@ KVFERRY = {
 }
 
 
-def multi(yard: Yard, origin: int, *, first: bool, **bystander: Any) -> Engine:
+def multi(group: EngineGroup, origin: int, *, first: bool, **bystander: Any) -> Engine:
     other = {
         "kv_connector": "Bystander",
         "kv_connector_module_path": "bystander",
@@ -138,12 +138,12 @@ def multi(yard: Yard, origin: int, *, first: bool, **bystander: Any) -> Engine:
         "kv_connector_extra_config": bystander,
     }
     children = [KVFERRY, other] if first else [other, KVFERRY]
-    return yard.engine(origin, connector="MultiConnector", module=None, extra={"connectors": children})
+    return group.engine(origin, connector="MultiConnector", module=None, extra={"connectors": children})
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_as_one_of_several_children(yard: Yard, first: bool) -> None:
-    p, d = multi(yard, 0, first=first), multi(yard, 1, first=first)
+def test_as_one_of_several_children(group: EngineGroup, first: bool) -> None:
+    p, d = multi(group, 0, first=first), multi(group, 1, first=first)
     assert d.origins[hand_over(p, d)].theirs == 99
     aborted = d.add(prompt(200, 1), prefill(p, prompt(200, 1)))
     d.step()
@@ -152,31 +152,31 @@ def test_as_one_of_several_children(yard: Yard, first: bool) -> None:
     assert d.stats, "figures pass through"
 
 
-def test_another_child_is_chosen_to_load(yard: Yard) -> None:
+def test_another_child_is_chosen_to_load(group: EngineGroup) -> None:
     """P must hear of it: nothing of its lease will be read."""
-    p, d = yard.engine(0), multi(yard, 1, first=False, offers=BLOCK)
+    p, d = group.engine(0), multi(group, 1, first=False, offers=BLOCK)
     request_id = hand_over(p, d)
     assert d.connector.sub_connectors[0].chosen == 1 and not d.loads
     assert d.origins[request_id].theirs == BLOCK
     settle(p, d)
 
 
-def test_chosen_before_another_child(yard: Yard) -> None:
-    p, d = yard.engine(0), multi(yard, 1, first=True, offers=BLOCK)
+def test_chosen_before_another_child(group: EngineGroup) -> None:
+    p, d = group.engine(0), multi(group, 1, first=True, offers=BLOCK)
     assert d.origins[hand_over(p, d)].theirs == 99
     assert d.connector.sub_connectors[1].chosen == 0
     settle(p, d)
 
 
-def test_another_child_takes_the_handshake(yard: Yard, lines: Lines) -> None:
+def test_another_child_takes_the_handshake(group: EngineGroup, lines: Lines) -> None:
     """MultiConnector passes on what its first child tells; without our addresses nothing can be handed over."""
-    p = multi(yard, 0, first=False, greets=True)
+    p = multi(group, 0, first=False, greets=True)
     assert len(lines("list KVFerryConnector first")) == 1
     request_id = p.add(IDS, {"do_remote_decode": True})
     run([p], lambda: p.answers[request_id].finish is not None)
     assert p.answers[request_id].params is None
     settle(p)
-    p = multi(yard, 0, first=True, greets=True)
+    p = multi(group, 0, first=True, greets=True)
     assert prefill(p, IDS)
 
 
@@ -188,8 +188,8 @@ def figures(engine: Engine) -> list[dict[str, Any]]:
     return [msgspec.msgpack.decode(msgspec.msgpack.encode(stats.to_dict())) for stats in engine.stats]
 
 
-def test_figures_reach_vllms_log_line_and_prometheus(yard: Yard) -> None:
-    p, d = yard.pair()
+def test_figures_reach_vllms_log_line_and_prometheus(group: EngineGroup) -> None:
+    p, d = group.pair()
     hand_over(p, d)
     doomed = prefill(p, prompt(60, 1))
     settled_with_a_step = d.add(prompt(50, 2), max_tokens=2)
@@ -228,9 +228,9 @@ def test_figures_reach_vllms_log_line_and_prometheus(yard: Yard) -> None:
     assert sum(failed) == 1
 
 
-def test_figures_pass_through_multiconnector(yard: Yard) -> None:
+def test_figures_pass_through_multiconnector(group: EngineGroup) -> None:
     """It looks its children up by name, also where they were given by module path."""
-    p, d = yard.engine(0), multi(yard, 1, first=True)
+    p, d = group.engine(0), multi(group, 1, first=True)
     hand_over(p, d)
     settle(p, d)
     logged = KVConnectorLogging(d.config.kv_transfer_config)
@@ -241,8 +241,8 @@ def test_figures_pass_through_multiconnector(yard: Yard) -> None:
     assert len(said) == 1 and "KVFerryConnector" in said[0]
 
 
-def test_one_line_per_hand_over(yard: Yard, lines: Lines) -> None:
-    p, d = yard.pair()
+def test_one_line_per_hand_over(group: EngineGroup, lines: Lines) -> None:
+    p, d = group.pair()
     request_id = hand_over(p, d)
     settle(p, d)
     (line,) = lines("hand-over of", request_id)

@@ -10,7 +10,7 @@ import time
 
 import numpy as np
 import torch
-from host_ends import Cache, Config, ReadSource, stopped
+from host_endpoints import Cache, Config, ReadSource, stopped
 
 RAW_MESSAGE, RAW_WINDOW = 4 << 20, 4
 

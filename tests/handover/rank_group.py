@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from rank_process import RemoteRank
-from ranks import Rank
+from tests.support.rank_process import RemoteRank
+from tests.support.ranks import Rank
 
 
-class Stage:
+class RankGroup:
     """Makes ranks for one test."""
 
     def __init__(self) -> None:

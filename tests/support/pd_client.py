@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
-from server import EngineError, Server, metric_sum
+
+from tests.support.server import EngineError, Server, metric_sum
 
 
 @dataclass(frozen=True)

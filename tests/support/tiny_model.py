@@ -3,7 +3,7 @@
 Little compute per token but the KV cache of a real model: 8 KV heads of 128, so that a token weighs
 ``layers * 8 KiB`` in fp32 (8 layers: 64 KiB, a Llama 3 70B in 8-bit has 160, an 8B in bf16 128).
 
-    python examples/lib/model.py FOLDER [--layers 8] [--dtype float32]
+    python tests/support/tiny_model.py FOLDER [--layers 8] [--dtype float32]
 """
 
 from __future__ import annotations

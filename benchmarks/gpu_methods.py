@@ -20,7 +20,7 @@ IN_A_ROW = "_in_a_row"
 
 
 @dataclass(frozen=True)
-class Contender:
+class Method:
     """A way to move, as the table calls it, and the pair of processes that knows it. ``settings``: of our planes."""
 
     name: str
@@ -48,27 +48,27 @@ class Contender:
 
 
 PLANES = tuple(
-    Contender(spec.name, "plane", (("plane", spec.name),), gpu_only=spec.host is None) for spec in plane_specs()
+    Method(spec.name, "plane", (("plane", spec.name),), gpu_only=spec.host is None) for spec in plane_specs()
 )
-UCX_MOVING = Contender(f"ucx{MOVING}", "plane", (("plane", "ucx"),))
+UCX_MOVING = Method(f"ucx{MOVING}", "plane", (("plane", "ucx"),))
 RIVALS = (
-    Contender("nixl", "nixl"),
-    Contender("nixl_best", "nixl"),
-    Contender("memcpy_async", "mapped", gpu_only=True),
-    Contender("torch", "torch"),
-    Contender("kernel", "mapped", gpu_only=True),
-    *(Contender(f"kernel_{sms}sm", "mapped", gpu_only=True) for sms in KERNEL_SMS),
-    Contender("peer_copy", "mapped", gpu_only=True),
-    *(Contender(f"{way}{IN_A_ROW}", "mapped", gpu_only=True) for way in ("kernel", "peer_copy")),
-    Contender("ucxx_raw", "ucxx_raw"),
-    Contender("device_copy", "local"),
-    Contender("pack", "local"),
-    Contender("unpack", "local"),
+    Method("nixl", "nixl"),
+    Method("nixl_best", "nixl"),
+    Method("memcpy_async", "mapped", gpu_only=True),
+    Method("torch", "torch"),
+    Method("kernel", "mapped", gpu_only=True),
+    *(Method(f"kernel_{sms}sm", "mapped", gpu_only=True) for sms in KERNEL_SMS),
+    Method("peer_copy", "mapped", gpu_only=True),
+    *(Method(f"{way}{IN_A_ROW}", "mapped", gpu_only=True) for way in ("kernel", "peer_copy")),
+    Method("ucxx_raw", "ucxx_raw"),
+    Method("device_copy", "local"),
+    Method("pack", "local"),
+    Method("unpack", "local"),
 )
 USUAL_PLANES = {"cuda": ("cuda_ipc", "ucx"), "cpu": ("cma", "shm", "ucx")}
 
 
-def chosen(names: list[str] | None, device: str) -> list[Contender]:
+def chosen(names: list[str] | None, device: str) -> list[Method]:
     """Contenders by name, all that the device has where none is named."""
     known = {contender.name: contender for contender in (*PLANES, UCX_MOVING, *RIVALS)}
     if names is None:

@@ -33,7 +33,7 @@ class EngineError(RuntimeError):
 
 @dataclass
 class Server:
-    """One process under a warden. ``host`` and ``port`` are those of its HTTP server."""
+    """One process under a guard process. ``host`` and ``port`` are those of its HTTP server."""
 
     name: str
     process: subprocess.Popen[bytes]

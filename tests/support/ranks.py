@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
-from clocks import put_forward
 
 from kvferry.connector.config import Settings
 from kvferry.connector.engine.worker import WorkerHalf
@@ -26,6 +25,7 @@ from kvferry.connector.protocol.step_plan import (
     StepResults,
     pack_ids,
 )
+from tests.support.clocks import put_forward
 
 SOON = 20.0
 """Seconds: long on a loaded machine, shorter than what would end a hand-over whose settings say nothing."""

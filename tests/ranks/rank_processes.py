@@ -14,10 +14,10 @@ from queue import Empty, Queue
 from typing import Any
 
 import msgspec
-from pairing import Pairing, Rank
 
 from kvferry.connector.geometry.token_sharding import TokenSharding
 from kvferry.connector.protocol.step_plan import PeerEngine, RankAddress
+from tests.ranks.pairing import Pairing, Rank
 from tests.support.fork_server import fork_server
 
 PROCESSES = 6
@@ -63,7 +63,7 @@ class HostProcess:
         self.process.close()
 
 
-class Fleet:
+class RankProcesses:
     """Processes that stay while pairings come and go."""
 
     def __init__(self, gpus: int = 0) -> None:

@@ -2,7 +2,7 @@
 
 Plain torch indexing over the tensors that the attention layers hold; nothing of KVFerry is imported. Use:
 
-    vllm serve ... --worker-extension-cls kv_bytes.KVBytes        (this folder on PYTHONPATH)
+    vllm serve ... --worker-extension-cls tests.support.kv_bytes.KVBytes        (.typing on PYTHONPATH)
     POST /collective_rpc {"method": "kv_watch"}                   once, after start-up (VLLM_SERVER_DEV_MODE=1)
     POST /collective_rpc {"method": "kv_records"}                 the records since the last call
 

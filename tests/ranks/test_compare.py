@@ -10,17 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fleet import Fleet, Seen
-from judge import judge
-from pairing import Form, Model, Pairing
+
+from tests.ranks.compare import compare
+from tests.ranks.pairing import Form, Model, Pairing
+from tests.ranks.rank_processes import RankProcesses, Seen
 
 PAIRING = Pairing(Model(heads=2), Form(tp=4, layout="BLNHC", pad=8), Form(tp=2, pp=2, layout="LBNHC", pad=4))
 
 
 @pytest.fixture(scope="module")
-def seen(fleet: Fleet) -> Seen:
-    found = fleet.run(PAIRING)
-    assert judge(PAIRING, found) == []
+def seen(processes: RankProcesses) -> Seen:
+    found = processes.run(PAIRING)
+    assert compare(PAIRING, found) == []
     return found
 
 
@@ -33,15 +34,15 @@ def seen(fleet: Fleet) -> Seen:
         ("asks twice", "D pp0 tp0: asked not once for .'full', 0, 0"),
     ],
 )
-def test_damage_is_noticed(fleet: Fleet, fault: str, complaint: str) -> None:
-    complaints = judge(PAIRING, fleet.run(PAIRING, fault=fault))
+def test_damage_is_noticed(processes: RankProcesses, fault: str, complaint: str) -> None:
+    complaints = compare(PAIRING, processes.run(PAIRING, fault=fault))
     assert [line for line in complaints if re.match(complaint, line)], complaints
 
 
 def tampered(seen: Seen, change: Callable[[Any, Any], object]) -> list[str]:
     other = copy.deepcopy(seen)
     change(other.p, other.d)
-    return judge(PAIRING, other)
+    return compare(PAIRING, other)
 
 
 @pytest.mark.parametrize(
@@ -70,9 +71,9 @@ SHARED = Pairing(Model("full", 2, 1), Form(tp=4, dcp=2, interleave=16), Form(tp=
 
 
 @pytest.fixture(scope="module")
-def shared(fleet: Fleet) -> Seen:
-    found = fleet.run(SHARED)
-    assert judge(SHARED, found) == []
+def shared(processes: RankProcesses) -> Seen:
+    found = processes.run(SHARED)
+    assert compare(SHARED, found) == []
     return found
 
 
@@ -90,33 +91,34 @@ def shared(fleet: Fleet) -> Seen:
 def test_tampering_with_shares_is_noticed(shared: Seen, change: Callable[[Any, Any], object], complaint: str) -> None:
     other = copy.deepcopy(shared)
     change(other.p, other.d)
-    complaints = judge(SHARED, other)
+    complaints = compare(SHARED, other)
     assert [line for line in complaints if complaint in line], complaints
 
 
-def test_tokens_of_another_share_are_noticed(fleet: Fleet) -> None:
-    complaints = judge(SHARED, fleet.run(SHARED, fault="wrong element on P"))
+def test_tokens_of_another_share_are_noticed(processes: RankProcesses) -> None:
+    complaints = compare(SHARED, processes.run(SHARED, fault="wrong element on P"))
     assert [line for line in complaints if re.match(r"D pp0 tp\d: 1 of .* differ", line)], complaints
 
 
-def test_readers_on_one_replica_are_noticed(fleet: Fleet) -> None:
+def test_readers_on_one_replica_are_noticed(processes: RankProcesses) -> None:
     pairing = Pairing(Model("mla"), Form(tp=3), Form(tp=3), plane="shm")
-    seen = fleet.run(pairing)
-    assert judge(pairing, seen) == []
+    seen = processes.run(pairing)
+    assert compare(pairing, seen) == []
     for found in seen.d.values():
         found["asks"] = [[(0, 0), spans] for _, spans in found["asks"]]
-    assert [line for line in judge(pairing, seen) if "not spread" in line]
+    assert [line for line in compare(pairing, seen) if "not spread" in line]
 
 
 def test_the_oracle_is_independent() -> None:
     """The numbers, their places and the comparison come from plain torch and this folder alone."""
     here = Path(__file__).parent
     for name in ("pairing", "caches"):
-        imported = re.findall(r"^(?:from|import) (\w+)", (here / f"{name}.py").read_text(), re.MULTILINE)
-        assert imported and not {"kvferry", "fleet", "rank_host"} & set(imported)
+        imported = re.findall(r"^(?:from|import) ([\w.]+)", (here / f"{name}.py").read_text(), re.MULTILINE)
+        assert imported and not [module for module in imported if module.partition(".")[0] == "kvferry"]
+        assert not {"tests.ranks.rank_processes", "tests.ranks.rank_host"} & set(imported)
 
 
-def test_a_rank_that_does_not_start_is_an_error(fleet: Fleet) -> None:
+def test_a_rank_that_does_not_start_is_an_error(processes: RankProcesses) -> None:
     with pytest.raises(RuntimeError, match="PlaneUnavailable"):
-        fleet.run(replace(PAIRING, plane="pigeon"))
-    assert judge(PAIRING, fleet.run(PAIRING)) == [], "and the next pairing has new processes"
+        processes.run(replace(PAIRING, plane="pigeon"))
+    assert compare(PAIRING, processes.run(PAIRING)) == [], "and the next pairing has new processes"

@@ -1,4 +1,4 @@
-"""kv_bytes.KVBytes with a digest per KV head of the model, so that engines with different numbers of ranks compare."""
+"""KVBytes with a digest per KV head of the model, so that engines with different numbers of ranks compare."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kv_bytes import KVBytes, digest
+from tests.support.kv_bytes import KVBytes, digest
 
 
 class KVHeads(KVBytes):

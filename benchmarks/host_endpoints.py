@@ -93,7 +93,7 @@ class Cache:
         return view[:, torch.from_numpy(self.block_ids)]
 
 
-class Contender(Protocol):
+class Endpoint(Protocol):
     """``exchange`` passes blobs to and fro until one is None; ``move`` does one transfer."""
 
     def exchange(self, blob: bytes | None) -> bytes | None: ...

@@ -21,11 +21,11 @@ from typing import Any
 
 import msgspec
 import torch
+from gpu_baselines import LocalEndpoint, MappedEndpoint, NixlEndpoint, TorchEndpoint, UcxxRawEndpoint
 from gpu_caches import Cache
 from gpu_cases import Config, Form, Point, Side, num_blocks
-from gpu_ends import End
-from gpu_rivals import LocalEnd, MappedEnd, NixlEnd, TorchEnd, UcxxRawEnd
-from gpu_ways import MOVING
+from gpu_endpoints import Endpoint
+from gpu_methods import MOVING
 
 from kvferry.connector.config import Settings
 from kvferry.connector.engine.worker import WorkerHalf
@@ -59,7 +59,7 @@ class Warnings(logging.Handler):
 WARNINGS = Warnings()
 
 
-class PlaneEnd(End):
+class PlaneEndpoint(Endpoint):
     """Real caches and worker halves, one per form."""
 
     def __init__(self, config: Config) -> None:
@@ -113,7 +113,7 @@ def _key(form: Form) -> str:
     return msgspec.json.encode(form).decode()
 
 
-class PlaneSource(PlaneEnd):
+class PlaneSource(PlaneEndpoint):
     """P: grants leases; what D then reads is its own affair."""
 
     def __init__(self, config: Config) -> None:
@@ -165,7 +165,7 @@ class PlaneSource(PlaneEnd):
         return self.starts
 
 
-class PlaneTarget(PlaneEnd):
+class PlaneTarget(PlaneEndpoint):
     """D: loads."""
 
     def __init__(self, config: Config) -> None:
@@ -234,16 +234,16 @@ class PlaneTarget(PlaneEnd):
             threading.Thread(target=run, daemon=True).start()
 
 
-KINDS: dict[str, type[End]] = {
-    "nixl": NixlEnd,
-    "mapped": MappedEnd,
-    "ucxx_raw": UcxxRawEnd,
-    "torch": TorchEnd,
-    "local": LocalEnd,
+KINDS: dict[str, type[Endpoint]] = {
+    "nixl": NixlEndpoint,
+    "mapped": MappedEndpoint,
+    "ucxx_raw": UcxxRawEndpoint,
+    "torch": TorchEndpoint,
+    "local": LocalEndpoint,
 }
 
 
-def _end(config: Config) -> End:
+def _end(config: Config) -> Endpoint:
     if config.device == "cuda":
         torch.cuda.set_device(0)
         torch.cuda.init()
@@ -258,7 +258,7 @@ def main() -> None:
     logging.getLogger("vllm.kvferry").addHandler(WARNINGS)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library prints must not look like an answer
-    end: End | None = None
+    end: Endpoint | None = None
     for line in sys.stdin:
         order = json.loads(line)
         command = order.pop("do")

@@ -14,7 +14,7 @@ BULK = ("nixl_best", "peer_copy", "peer_copy_in_a_row", "ucxx_raw")
 """Ways that move contiguous bytes, from the start of one arena to that of the other."""
 
 
-class End:
+class Endpoint:
     """One end of a contender, on its own GPU. What a command needs it gets by name; points are named."""
 
     def __init__(self, config: Config) -> None:
@@ -52,7 +52,7 @@ class End:
         """Give up what a peer or a file system would keep."""
 
 
-class ArenaEnd(End):
+class ArenaEndpoint(Endpoint):
     """One allocation, in which the caches of all forms lie over each other."""
 
     def __init__(self, config: Config) -> None:

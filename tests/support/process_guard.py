@@ -5,7 +5,7 @@ cannot end them. So each engine gets this small parent: it holds the read end of
 launcher has, and when that closes (or the command ends, or SIGTERM or SIGINT comes) it ends whatever is left of its
 session and of its own descendants: SIGTERM first, SIGKILL after ``--grace`` seconds.
 
-    python warden.py --pipe FD --grace 5 -- command ...     (started by engines.py; standard library only)
+    python process_guard.py --pipe FD --grace 5 -- command ...     (started by engines.py; standard library only)
 """
 
 from __future__ import annotations
@@ -18,9 +18,17 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from typing import Protocol
 
 _PR_SET_CHILD_SUBREAPER = 36
+
+
+class Child(Protocol):
+    """What is guarded; a ``subprocess.Popen`` is one."""
+
+    def poll(self) -> int | None: ...
 
 
 def members() -> list[int]:
@@ -62,14 +70,20 @@ def _signal_all(number: int) -> None:
 
 
 def main() -> int:
+    """Run the command line's command; its exit status."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--pipe", type=int, required=True)
     parser.add_argument("--grace", type=float, default=5.0)
     parser.add_argument("command", nargs=argparse.REMAINDER)
     args = parser.parse_args()
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
+    return guard(args.pipe, args.grace, lambda: subprocess.Popen(command, close_fds=True))
+
+
+def guard(pipe: int, grace: float, start: Callable[[], Child]) -> int:
+    """Run the child that ``start`` starts until it ends or ``pipe`` closes, then end the whole session; its status."""
     if os.getpgrp() != os.getpid():
-        sys.exit("warden: start me with start_new_session=True, I end my whole session")
+        sys.exit("process_guard: needs start_new_session=True, because it ends its whole session")
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans come to us, not to init
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_write, False)
@@ -78,14 +92,14 @@ def main() -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: stop.append(True))
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    child = subprocess.Popen(command, close_fds=True)
+    child = start()
     while not stop and child.poll() is None:
-        ready, _, _ = select.select([args.pipe, wake_read], [], [], 5.0)
-        if args.pipe in ready and not os.read(args.pipe, 1):
+        ready, _, _ = select.select([pipe, wake_read], [], [], 5.0)
+        if pipe in ready and not os.read(pipe, 1):
             break
         if wake_read in ready:
             os.read(wake_read, 4096)
-    end_all(args.grace)
+    end_all(grace)
     code = child.poll()
     return code if code is not None and code >= 0 else 1
 

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from gpu_caches import Cache, Digest, digest, noise
 from gpu_cases import Config, Form, Point, Side, cache_bytes, num_blocks
-from gpu_ends import ArenaEnd, End
-from gpu_ways import IN_A_ROW
+from gpu_endpoints import ArenaEndpoint, Endpoint
+from gpu_methods import IN_A_ROW
 from timing import timed
 
 from kvferry.kernels.paged_copy import Pages, copy_pages, wire_pages
@@ -44,7 +44,7 @@ def repeated(go: Callable[[], object]) -> Callable[[], None]:
     return several
 
 
-class NixlEnd(ArenaEnd):
+class NixlEndpoint(ArenaEndpoint):
     """READ from prepared lists: P's pieces, or few large descriptors where the bytes lie together."""
 
     def __init__(self, config: Config) -> None:
@@ -110,7 +110,7 @@ def _checked(result: tuple[Any, ...]) -> Any:
     return values[0] if len(values) == 1 else values
 
 
-class MappedEnd(ArenaEnd):
+class MappedEndpoint(ArenaEndpoint):
     """P's allocation mapped by D through CUDA IPC: the bare kernel, a memcpy per block, and one for all bytes."""
 
     def __init__(self, config: Config) -> None:
@@ -188,7 +188,7 @@ class MappedEnd(ArenaEnd):
         return lambda: _checked(memcpy(to, self.base, point.nbytes, kind, stream))
 
 
-class UcxxRawEnd(ArenaEnd):
+class UcxxRawEndpoint(ArenaEndpoint):
     """Bulk: tagged messages of contiguous memory, a few in flight, with the settings of our plane."""
 
     def __init__(self, config: Config) -> None:
@@ -257,7 +257,7 @@ class UcxxRawEnd(ArenaEnd):
         self.worker.close()
 
 
-class TorchEnd(End):
+class TorchEndpoint(Endpoint):
     """Both caches in one process that sees both GPUs: gather on P's, copy, change the form and scatter on D's."""
 
     def __init__(self, config: Config) -> None:
@@ -306,7 +306,7 @@ class TorchEnd(End):
         return found
 
 
-class LocalEnd(End):
+class LocalEndpoint(Endpoint):
     """On one GPU: a contiguous copy, and the same bytes packed out of P's form and unpacked into D's."""
 
     def __init__(self, config: Config) -> None:

@@ -99,9 +99,7 @@ def main() -> None:
     import torch
 
     from kvferry.connector.config import Settings
-
-    sys.path.insert(0, str(Path(__file__).resolve().parent))
-    from ranks import Rank, load_plan
+    from tests.support.ranks import Rank, load_plan
 
     torch.set_num_threads(1)
     arguments = json.loads(sys.argv[1])

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from fleet import PROCESSES, Fleet, Seen
-from pairing import Pairing, Rank
+from tests.ranks.pairing import Pairing, Rank
+from tests.ranks.rank_processes import PROCESSES, RankProcesses, Seen
 
 Taken = tuple[str, int, int]
 """(kind, layer, head), global."""
@@ -16,21 +16,24 @@ Read = tuple[Rank, Taken, list[int]]
 """(P rank, what, tokens) of something that a D rank asked for."""
 
 
-def check(fleet: Fleet, pairing: Pairing, *, inside: bool = False) -> Seen:
-    """Run a pairing and judge it; ``inside`` as in ``Fleet.run``. Raises AssertionError, with the command that repeats
-    it."""
-    gpus = f" --gpus {fleet.gpus}" if fleet.gpus else ""
+def check(processes: RankProcesses, pairing: Pairing, *, inside: bool = False) -> Seen:
+    """Run a pairing and compare; ``inside`` as in ``RankProcesses.run``.
+
+    Raises:
+        AssertionError: what differs, with the command that repeats it.
+    """
+    gpus = f" --gpus {processes.gpus}" if processes.gpus else ""
     again = f"{pairing}\n  again: python tests/ranks/sweep.py --pairing {pairing}{gpus}"
     try:
-        seen = fleet.run(pairing, inside=inside)
+        seen = processes.run(pairing, inside=inside)
     except RuntimeError as error:
         raise AssertionError(f"{again}\n  {error}") from error
-    complaints = judge(pairing, seen)
+    complaints = compare(pairing, seen)
     assert not complaints, "\n  ".join([again, *complaints])
     return seen
 
 
-def judge(pairing: Pairing, seen: Seen) -> list[str]:
+def compare(pairing: Pairing, seen: Seen) -> list[str]:
     """Complaints, one line each; none where all is well."""
     complaints: list[str] = []
     taken = {rank: list(_taken(pairing, found)) for rank, found in seen.d.items()}

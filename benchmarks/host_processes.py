@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 import zmq
-from host_ends import Cache, Config, Contender, ReadSource, stopped
-from host_rivals import Memcpy, NixlSource, NixlTarget, SocketRaw, UcxxRaw
+from host_baselines import Memcpy, NixlSource, NixlTarget, SocketRaw, UcxxRaw
+from host_endpoints import Cache, Config, Endpoint, ReadSource, stopped
 
 from kvferry.connector.geometry.byte_ranges import byte_ranges
 from kvferry.connector.geometry.spans import Chunk
@@ -30,7 +30,7 @@ from kvferry.transport.plane import PlaneContext
 from kvferry.transport.registry import make_plane
 
 
-class PlaneEnd:
+class PlaneEndpoint:
     """Either end over one of our data planes."""
 
     def __init__(self, name: str, config: Config, caches: dict[int, Cache]) -> None:
@@ -40,7 +40,7 @@ class PlaneEnd:
         self.caches = caches
 
 
-class PlaneSource(PlaneEnd):
+class PlaneSource(PlaneEndpoint):
     def __init__(self, name: str, config: Config, caches: dict[int, Cache]) -> None:
         super().__init__(name, config, caches)
         self.channel: SendChannel | None = None
@@ -81,7 +81,7 @@ class PlaneSource(PlaneEnd):
                 return None
 
 
-class PlaneTarget(PlaneEnd):
+class PlaneTarget(PlaneEndpoint):
     def __init__(self, name: str, config: Config, caches: dict[int, Cache]) -> None:
         super().__init__(name, config, caches)
         self.channel: RecvChannel | None = None
@@ -134,7 +134,7 @@ def sleep(plane: Any) -> bool:
     return any(what == 0 for what, _ in poller.poll(1000))
 
 
-class CmaSource(ReadSource, PlaneEnd):
+class CmaSource(ReadSource, PlaneEndpoint):
     def exchange(self, blob: bytes | None) -> bytes | None:
         tables = {str(kib): [c.bases.tolist(), c.block_ids.tolist()] for kib, c in self.caches.items()}
         offer = base64.b64encode(self.plane.offer()).decode()
@@ -178,7 +178,7 @@ class CmaTarget(CmaSource):
         return time.perf_counter() - start
 
 
-def contender(kind: str, role: str, config: Config, caches: dict[int, Cache]) -> Contender:
+def contender(kind: str, role: str, config: Config, caches: dict[int, Cache]) -> Endpoint:
     if kind in ("shm", "tcp", "ucx", "zmq"):
         return (PlaneSource if role == "source" else PlaneTarget)(kind, config, caches)
     if kind == "cma":

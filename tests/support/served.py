@@ -1,6 +1,6 @@
 """A prefill and a decode engine behind a router, as their users see them: HTTP, metrics, and the KV bytes.
 
-Axes: KV is [B,H,N,C] per layer, digested by examples/lib/kv_bytes.py.
+Axes: KV is [B,H,N,C] per layer, digested by kv_bytes.py.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engines import LIB, Fleet, python_path
-from kv_bytes import compare, prompt_digest
-from pd_router import PREFILL_TAG
-from server import Server, metric_sum
+from examples.lib.pd_router import PREFILL_TAG
+from tests.support.engines import CPU_ENVIRONMENT, ServerGroup, vllm_command
+from tests.support.fork_server import fork_server
+from tests.support.kv_bytes import compare, prompt_digest
+from tests.support.server import Server, metric_sum
 
 START_SECONDS = 400
 """An engine starts in 25 s on an idle machine; others may use it too."""
@@ -32,17 +33,30 @@ PATIENT = {
     "ask_hold_seconds": 60.0,
 }  # fmt: skip
 """vLLM's workers spin on all cores of a small machine, and what answers has been seen to wait ten seconds for one."""
-HERE = Path(__file__).resolve().parent
 PER_HEAD = {
     "kv_bytes": False,
-    "arguments": ["--worker-extension-cls", "kv_heads.KVHeads"],
-    "environment": {"PYTHONPATH": python_path(LIB, HERE)},
+    "arguments": ["--worker-extension-cls", "tests.support.kv_heads.KVHeads"],
 }
 """How to start an engine whose KV is digested per head: for comparisons between different numbers of ranks."""
 
 
-class PatientFleet(Fleet):
-    """Engines that wait long for one another, where a test says nothing else."""
+class PatientServerGroup(ServerGroup):
+    """Engines that wait long for one another, where a test says nothing else, and import nothing at their start."""
+
+    def spawn(self, name: str, command: Sequence[str], **options: Any) -> Server:
+        prefix = vllm_command()
+        if list(command[: len(prefix)]) != prefix or options.get("netns"):
+            return super().spawn(name, command, **options)
+        log = self.logs / f"{name}.log"
+        read_end, write_end = os.pipe()
+        arguments = ("-m", "tests.support.engine_process", str(self._grace), *command[len(prefix) :])
+        with log.open("wb") as file, open(os.devnull) as nothing:
+            files = (nothing.fileno(), file.fileno(), file.fileno(), read_end)
+            server = fork_server("tests.support.preload_vllm", CPU_ENVIRONMENT)
+            process: Any = server.start_with(files, *arguments, environment=options["environment"])
+        os.close(read_end)
+        self.servers.append(Server(name, process, write_end, log, options["host"], options["port"]))
+        return self.servers[-1]
 
     def engine(self, name: str, model: Path, **options: Any) -> Server:
         if "connector" not in options:  # settings of ours mean nothing to another
@@ -213,9 +227,9 @@ def at_once(
 class Pair:
     """P, D and a router. Tests leave it idle, without blocks held and without records."""
 
-    def __init__(self, fleet: Fleet, prefill: Server, decode: Server) -> None:
-        self.fleet, self.prefill, self.decode = fleet, prefill, decode
-        self.router = fleet.router(prefill, decode, timeout=240)
+    def __init__(self, group: ServerGroup, prefill: Server, decode: Server) -> None:
+        self.group, self.prefill, self.decode = group, prefill, decode
+        self.router = group.router(prefill, decode, timeout=240)
         for server in (prefill, decode):
             server.rpc("kv_watch")
 
@@ -260,7 +274,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def kill(server: Server) -> None:
-    """SIGKILL to the whole engine at once, as a machine that goes does; its warden tidies up after."""
+    """SIGKILL to the whole engine at once, as a machine that goes does; its guard process tidies up after."""
     for pid in descendants(server.process.pid):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,62 @@
+"""A vLLM engine in copies of one process that has imported vLLM: server, engine core and workers import nothing.
+
+``python -m tests.support.engine_process GRACE serve MODEL ...`` runs in a program of a fork server whose preload is
+``tests.support.preload_vllm``. It becomes the guard process of the engine and ends it when the pipe on descriptor 3
+closes. vLLM forks here where on the CPU it starts processes anew, as it does by default on GPUs. The tests of examples
+start ``vllm serve`` by its command.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+from typing import Any
+
+from tests.support import process_guard
+
+PIPE = 3
+
+
+class ForkedChild:
+    """A child of this process, with what a guard process needs of ``subprocess.Popen``."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self._pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+
+def fork_for_spawn() -> None:
+    """Let vLLM fork where it would start a process anew."""
+    get_context = multiprocessing.get_context
+
+    def forking(method: str | None = None) -> Any:
+        return get_context("fork" if method == "spawn" else method)
+
+    multiprocessing.get_context = forking  # type: ignore[assignment]
+
+
+def main() -> None:
+    grace, arguments = float(sys.argv[1]), sys.argv[2:]
+    os.setsid()
+    sys.stdout.flush()
+    engine = os.fork()
+    if engine:
+        sys.exit(process_guard.guard(PIPE, grace, lambda: ForkedChild(engine)))
+    os.close(PIPE)
+    fork_for_spawn()
+    from vllm.entrypoints.cli.main import main as vllm_main
+
+    sys.argv = ["vllm", *arguments]
+    vllm_main()
+
+
+if __name__ == "__main__":
+    main()
