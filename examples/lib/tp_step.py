@@ -24,8 +24,8 @@ class StepOrder(msgspec.Struct):
     """One step, the same for every rank of an engine. All blocks and tokens in it belong to one request.
 
     ``plan`` is KVFerry's. The rank zeroes ``new_blocks``. It computes ``tokens``, the first at position ``start``, with
-    the manager blocks ``blocks``. It returns digests of the KV bytes of the first ``digest_tokens`` tokens in ``blocks``.
-    It changes one number in the block ``corrupt``, to test the comparison.
+    the manager blocks ``blocks``. It returns digests of the KV bytes of the first ``digest_tokens`` tokens in
+    ``blocks``. It changes one number in the block ``corrupt``, to test the comparison.
     """
 
     plan: StepPlan
