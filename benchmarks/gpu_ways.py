@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 from gpu_cases import Point
 
-from kvferry.connector.config import PlaneName, Settings
+from kvferry.connector.config import Settings
+from kvferry.transport.registry import plane_specs
 
 MAX_MEMCPYS = 16 << 10
 KERNEL_SMS = (16, Settings().copy_sms, 32)
@@ -47,9 +48,7 @@ class Contender:
 
 
 PLANES = tuple(
-    Contender(name, "plane", (("plane", name),), gpu_only=name == "cuda_ipc")
-    for name in get_args(PlaneName)
-    if name != "auto"
+    Contender(spec.name, "plane", (("plane", spec.name),), gpu_only=spec.host is None) for spec in plane_specs()
 )
 UCX_MOVING = Contender(f"ucx{MOVING}", "plane", (("plane", "ucx"),))
 RIVALS = (

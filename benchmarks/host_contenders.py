@@ -23,10 +23,10 @@ import zmq
 from host_ends import Cache, Config, Contender, ReadSource, stopped
 from host_rivals import Memcpy, NixlSource, NixlTarget, SocketRaw, UcxxRaw
 
-from kvferry.connector.geometry.byte_ranges import ByteRanges, byte_ranges, split_ranges
+from kvferry.connector.geometry.byte_ranges import byte_ranges
 from kvferry.connector.geometry.spans import Chunk
-from kvferry.connector.transfer.receiver import PEER_BYTES_PER_TURN
-from kvferry.transport.plane import ReadChannel, RecvChannel, SendChannel
+from kvferry.transport.channels import ByteRanges, Copy, PageRead, PullChannel, RecvChannel, SendChannel
+from kvferry.transport.plane import PlaneContext
 from kvferry.transport.registry import make_plane
 
 
@@ -35,7 +35,7 @@ class PlaneEnd:
 
     def __init__(self, name: str, config: Config, caches: dict[int, Cache]) -> None:
         self.plane = make_plane(
-            name, host="127.0.0.1", slot_bytes=config.slot_bytes, staging_bytes=config.staging_bytes
+            name, PlaneContext("127.0.0.1", slot_bytes=config.slot_bytes, staging_bytes=config.staging_bytes)
         )
         self.caches = caches
 
@@ -49,8 +49,10 @@ class PlaneSource(PlaneEnd):
     def exchange(self, blob: bytes | None) -> bytes | None:
         if blob is None:
             return self.plane.offer()
-        self.channel, reply = self.plane.accept(blob)
-        return self.channel.slot_bytes.to_bytes(8, "little") + reply
+        channel, reply = self.plane.accept(blob)
+        assert not channel.pulls
+        self.channel = channel
+        return channel.slot_bytes.to_bytes(8, "little") + reply
 
     def move(self, kib: int) -> float | None:
         cache, channel = self.caches[kib], self.channel
@@ -59,12 +61,15 @@ class PlaneSource(PlaneEnd):
         chunk = next(queue, None)
         while True:
             moved = self.plane.progress()
-            while chunk is not None and channel.gathers and channel.ready:
-                channel.send_pieces(cache.pieces(chunk), self.tag)
+            while (
+                chunk is not None
+                and channel.sends_in_place
+                and channel.send_pieces(partial(cache.pieces, chunk), self.tag)
+            ):
                 self.tag += 1
                 chunk = next(queue, None)
                 moved = True
-            while chunk is not None and not channel.gathers and (slot := channel.acquire()) is not None:
+            while chunk is not None and not channel.sends_in_place and (slot := channel.acquire()) is not None:
                 pages, wire = cache.sides(chunk, slot.address)
                 cache.copy(wire, pages, chunk)
                 channel.send(slot, cache.chunk_bytes(chunk), self.tag)
@@ -87,7 +92,7 @@ class PlaneTarget(PlaneEnd):
         assert blob is not None
         if self.channel is None:
             channel, payload = self.plane.connect(blob, "127.0.0.1")
-            assert isinstance(channel, RecvChannel)
+            assert not channel.pulls
             self.channel = channel
             return payload
         self.slot_bytes = int.from_bytes(blob[:8], "little")
@@ -136,27 +141,40 @@ class CmaSource(ReadSource, PlaneEnd):
         return json.dumps({"offer": offer, "tables": tables}).encode()
 
 
+class Read(PageRead):
+    def __init__(self, ranges: ByteRanges) -> None:
+        self._ranges = ranges
+
+    def byte_ranges(self) -> ByteRanges:
+        return self._ranges
+
+    def launch(self) -> Copy:
+        raise NotImplementedError("caches in host memory, in another process")
+
+
 class CmaTarget(CmaSource):
     """The target: what a hand-over does from the grant on, planning of the runs included."""
 
     def exchange(self, blob: bytes | None) -> bytes | None:
         assert blob is not None
         peer = json.loads(blob)
-        self.channel, _ = self.plane.connect(base64.b64decode(peer["offer"]), "127.0.0.1")
+        channel, _ = self.plane.connect(base64.b64decode(peer["offer"]), "127.0.0.1")
+        assert channel.pulls
+        self.channel: PullChannel = channel
         self.tables = {int(kib): [np.array(x, dtype=np.int64) for x in pair] for kib, pair in peer["tables"].items()}
         return None
 
     def move(self, kib: int) -> float | None:
         start = time.perf_counter()
         cache, channel = self.caches[kib], self.channel
-        assert isinstance(channel, ReadChannel)
         ours, _ = cache.sides(Chunk(0, len(cache.bases), 0, cache.num_tokens), 0)
         bases, block_ids = self.tables[kib]
         theirs = replace(ours, bases=bases, block_ids=block_ids)
-        left: ByteRanges | None = byte_ranges(ours, theirs, cache.num_heads, cache.num_tokens, cache.content_bytes)
-        while left is not None:
-            now, left = split_ranges(left, PEER_BYTES_PER_TURN)
-            channel.read(now.to, now.of, now.nbytes)
+        ranges = byte_ranges(ours, theirs, cache.num_heads, cache.num_tokens, cache.content_bytes)
+        copy = channel.read(Read(ranges))
+        while not copy.done:
+            self.plane.progress()
+        assert not copy.error, copy.error
         return time.perf_counter() - start
 
 

@@ -15,7 +15,7 @@ import torch
 from kvferry.connector.geometry.byte_ranges import wire_ordered
 from kvferry.connector.geometry.spans import Chunk, Span, chunks
 from kvferry.kernels.paged_copy import Pages, copy_pages, wire_pages
-from kvferry.transport.plane import CPU, Pieces
+from kvferry.transport.channels import CPU, Pieces
 
 BLOCK_TOKENS = 16
 

@@ -29,7 +29,7 @@ from typing import Any
 import empty_handover
 import report
 
-from kvferry.transport.plane import CPU
+from kvferry.transport.channels import CPU
 from kvferry.transport.registry import preferred_planes
 
 HERE = Path(__file__).resolve().parent

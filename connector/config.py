@@ -1,24 +1,25 @@
 """Settings: ``kv_connector_extra_config`` over the environment over defaults.
 
-Every field is documented where it stands; ``python -m kvferry.connector.config`` prints the table in the
-README from these very definitions.
+Every field is documented where it is defined; ``python -m kvferry.connector.config`` prints the table of
+docs/settings.md from these definitions.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import os
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, get_type_hints
 
 import msgspec.inspect
 from msgspec import Meta
 
 from kvferry.connector.geometry.rank_geometry import PRINTABLE
 from kvferry.transport.errors import ConfigError, did_you_mean
+from kvferry.transport.registry import plane_names
 
-PlaneName = Literal["auto", "cma", "cuda_ipc", "shm", "tcp", "ucx", "zmq"]
-
+AUTO = "auto"
+"""The setting ``plane`` that lets every pair of ranks take the fastest data plane that both have."""
 _MIB = 1 << 20
 _Port = Annotated[int, Meta(ge=0, le=65535)]
 _Line = Annotated[str, Meta(min_length=1, max_length=256, pattern=PRINTABLE)]
@@ -32,63 +33,76 @@ def _doc(text: str) -> Meta:
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """All settings of one engine. Times are seconds, sizes are bytes."""
 
-    side_channel_host: Annotated[str, _doc("address the control port binds to; one interface, never all")] = "127.0.0.1"
-    side_channel_port: Annotated[
-        _Port, _doc("control port of rank 0; rank r takes the port r above it; 0 finds a free one")
-    ] = 0
-    advertise_host: Annotated[
-        str | None, _doc("address that peers are told to connect to; the bind address where unset")
-    ] = None
-    plane: Annotated[PlaneName, _doc("data plane; a plane named here is used or refused, auto takes the fastest")] = (
-        "auto"
+    side_channel_host: Annotated[str, _doc("address that the control port binds to: one interface, never all")] = (
+        "127.0.0.1"
     )
+    side_channel_port: Annotated[
+        _Port, _doc("control port of rank 0; rank r uses this port + r; 0: a free port is found")
+    ] = 0
+    advertise_host: Annotated[str | None, _doc("address that peers connect to; where unset, side_channel_host")] = None
+    plane: Annotated[
+        str, _doc("data plane; auto takes the fastest that works; a plane named here is used, or the start fails")
+    ] = AUTO
     slot_bytes: Annotated[
         Annotated[int, Meta(ge=64 << 10, le=256 * _MIB)] | None,
         _doc(
-            "size of one staging slot, one message on the wire; "
-            "where unset 4 MiB in host memory, a quarter of the staging memory on GPUs"
+            "size of one staging slot, which is the largest data message; "
+            "where unset 4 MiB in host memory, a quarter of staging_bytes on GPUs"
         ),
     ] = None
     staging_bytes: Annotated[
         Annotated[int, Meta(ge=_MIB, le=64 << 30)] | None,
         _doc(
-            "bound on the staging memory of one rank, each direction; "
+            "most staging memory that one rank takes for each direction; "
             "where unset 256 MiB in host memory, 512 MiB on GPUs, or 4 slots"
         ),
     ] = None
-    copy_sms: Annotated[int, Meta(ge=1, le=1024), _doc("GPU SMs that a copy may take while the engine computes")] = 20
+    copy_sms: Annotated[
+        int, Meta(ge=1, le=1024), _doc("how many SMs of the GPU a copy may take while the engine computes")
+    ] = 20
     step_load_seconds: Annotated[
         Annotated[float, Meta(ge=0, le=1)],
         _doc(
-            "an engine that has no other request computes in one step with a hand-over that it expects to take no "
-            "longer, and waits for it, on GPUs the device alone (if P is late to grant it, for ask_hold_seconds at "
-            "most); 0: never. Only with kv_load_failure_policy fail"
+            "only with kv_load_failure_policy fail: where D has no other request and expects a hand-over to take at "
+            "most this long, it loads and computes in the same step; the step waits for the hand-over (if P grants it "
+            "late, at most ask_hold_seconds); 0: never"
         ),
     ] = 0.02
-    lease_seconds: Annotated[_Seconds, _doc("how long P holds a prompt's blocks for a D that says nothing")] = 30.0
-    lease_cap_seconds: Annotated[_Seconds, _doc("how long P holds them at most, however often D renews")] = 600.0
-    ask_hold_seconds: Annotated[_Seconds, _doc("how long P keeps an ask that came before its lease")] = 10.0
-    handshake_timeout_seconds: Annotated[_Seconds, _doc("how long D waits for a peer to answer the handshake")] = 10.0
-    transfer_timeout_seconds: Annotated[
-        _Seconds, _doc("how long a hand-over may go without progress before it counts as failed")
-    ] = 30.0
+    lease_seconds: Annotated[_Seconds, _doc("how long P holds the blocks of a prompt if no message from D arrives")] = (
+        30.0
+    )
+    lease_cap_seconds: Annotated[_Seconds, _doc("how long P holds the blocks at most, even if D renews the lease")] = (
+        600.0
+    )
+    ask_hold_seconds: Annotated[
+        _Seconds, _doc("how long P keeps a request for blocks that arrives before the lease exists")
+    ] = 10.0
+    handshake_timeout_seconds: Annotated[_Seconds, _doc("how long D waits for the answer to its handshake")] = 10.0
+    transfer_timeout_seconds: Annotated[_Seconds, _doc("how long a hand-over may make no progress before it fails")] = (
+        30.0
+    )
     convert_dtype: Annotated[
-        bool, _doc("on D: KV of another dtype, or with other fp8 scales, is converted instead of refused")
+        bool, _doc("on D: convert KV of another dtype or with other fp8 scales; where False, such a P is refused")
     ] = False
     model_tag: Annotated[
         _Line | None,
-        _doc("a name for the weights, the same on P and D; the configuration of a fine-tune is that of its base model"),
+        _doc(
+            "a name for the weights, equal on P and D; it separates fine-tunes of one base model, whose configurations "
+            "are equal"
+        ),
     ] = None
     curve_public_key: Annotated[
         str | None,
         _doc(
-            "CURVE public key of this deployment (Z85); with the secret key, "
-            "control traffic is encrypted and authenticated"
+            "CURVE public key of this deployment (Z85); both keys together encrypt and authenticate the control port "
+            "and the zmq plane"
         ),
     ] = None
     curve_secret_key: Annotated[
         str | None,
-        _doc("CURVE secret key of this deployment (Z85); better given by the environment, vLLM logs the extra config"),
+        _doc(
+            "CURVE secret key of this deployment (Z85); give it in the environment, because vLLM logs the extra config"
+        ),
     ] = None
 
     @property
@@ -147,15 +161,19 @@ def load_settings(extra: Mapping[str, Any], environ: Mapping[str, str] | None = 
             msgspec.convert({name: value}, Settings)
         except msgspec.ValidationError as error:
             reason = str(error).split(" - at ")[0]
-            if reason.startswith("Invalid enum value"):  # quotes the value, does not tell the known ones
-                reason = (
-                    f"expected one of {', '.join(get_args(PlaneName))}{did_you_mean(str(value), get_args(PlaneName))}"
-                )
             shown = "***" if "secret" in name else _short(value)
             raise ConfigError(f"{origin[name]}: {shown} is not usable: {reason}") from None
+        if name == "plane" and value not in (known := plane_choices()):
+            reason = f"expected one of {', '.join(known)}{did_you_mean(value, known)}"
+            raise ConfigError(f"{origin[name]}: {_short(value)} is not usable: {reason}")
     settings = msgspec.convert(values, Settings)
     _check_together(settings)
     return settings
+
+
+def plane_choices() -> tuple[str, ...]:
+    """The values of the setting ``plane``: ``auto``, and every registered data plane."""
+    return AUTO, *plane_names()
 
 
 def _short(value: object) -> str:
@@ -201,15 +219,18 @@ def _check_together(settings: Settings) -> None:
             raise ConfigError(f"{name}: {len(key)} characters, expected the 40 of a Z85 key (zmq.curve_keypair())")
 
 
-def settings_table() -> str:
-    """The settings as a Markdown table, for the README."""
+def settings_table(names: Sequence[str] = ()) -> str:
+    """The settings as a Markdown table, for the documentation; only those of ``names`` where there are any."""
     hints = get_type_hints(Settings, include_extras=True)
     rows = ["| setting | default | from, to | environment | meaning |", "|---|---|---|---|---|"]
-    for field in msgspec.structs.fields(Settings):
+    fields = {field.name: field for field in msgspec.structs.fields(Settings)}
+    for field in (fields[name] for name in names or fields):
         metas = getattr(hints[field.name], "__metadata__", ())
         text = next(m.description for m in metas if m.description)
         default = "unset" if field.default is None else f"`{field.default}`"
         variable = f"`{ENVIRONMENT[field.name]}`" if field.name in ENVIRONMENT else ""
+        if field.name == "plane":
+            text += f": {', '.join(plane_choices())}"
         rows.append(f"| `{field.name}` | {default} | {_bounds(field.type)} | {variable} | {text} |")
     return "\n".join(rows)
 

@@ -1,108 +1,247 @@
-"""Which data planes there are, and how one is made."""
+"""The data planes that there are: one ``PlaneSpec`` each. Settings, preference order and docs take the names from here.
+
+A plane of another distribution registers by an entry point in the group ``kvferry.planes``. The name of the entry point
+is the name of the plane, and its value is a ``PlaneSpec``::
+
+    [project.entry-points."kvferry.planes"]
+    fast = "their_package:SPEC"
+
+``python -m kvferry.transport.registry`` prints the registered planes as a Markdown table.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, cast
 
-import torch
+from kvferry.transport.errors import PlaneUnavailableError, did_you_mean
 
-from kvferry.transport.errors import PlaneUnavailableError
-from kvferry.transport.plane import CPU, ConfigureSocket, Plane
+if TYPE_CHECKING:
+    import torch
 
-PLANE_NAMES = ("cma", "cuda_ipc", "shm", "tcp", "ucx", "zmq")
+    from kvferry.transport.plane import Plane, PlaneContext
+
+logger = logging.getLogger("vllm.kvferry.registry")
+
+ENTRY_POINTS = "kvferry.planes"
+"""The entry-point group of planes of other distributions."""
+DEFAULT_SLOT_BYTES = 4 << 20
+"""Slots of this size are large enough for the cost of a message beside its bytes not to count."""
 
 
 @dataclass(frozen=True)
-class PlaneMemory:
-    """What the planes of a process carry: ``ranges``, address and bytes of each, on ``device`` (with its index).
-    ``synchronize`` blocks until the copies that were started there are done."""
+class Use:
+    """How a plane carries one kind of memory.
 
-    device: torch.device
-    ranges: Sequence[tuple[int, int]] = ()
-    synchronize: Callable[[], None] = lambda: None
+    Args:
+        rank: the place in the order of preference, where the plane with the lowest number comes first; the order is
+            the order of speed. KVFerry's own planes are 10 apart. A function where the place depends on the machine.
+        slot_bytes: the default size of a staging slot, a quarter of the staging memory at most; ``None``: always a
+            quarter.
+    """
+
+    rank: int | Callable[[], int]
+    slot_bytes: int | None = DEFAULT_SLOT_BYTES
+
+    @property
+    def place(self) -> int:
+        """``rank`` on this machine."""
+        return self.rank() if callable(self.rank) else self.rank
 
 
-HOST = PlaneMemory(CPU)
+@dataclass(frozen=True)
+class PlaneSpec:
+    """One data plane.
+
+    Args:
+        name: as in the setting ``plane``, in logs and metrics.
+        plane: its class, ``module:Class``, a ``transport.plane.Plane``. It is imported when the plane is made.
+        link: which P and D it joins, in a few words.
+        summary: how it moves the bytes, in one sentence without a full stop.
+        host: how it carries caches in host memory; ``None``: it does not.
+        gpu: how it carries caches on GPUs; ``None``: it does not.
+        extra: what ``pip`` must install for it; empty where KVFerry alone is enough.
+    """
+
+    name: str
+    plane: str
+    link: str
+    summary: str
+    host: Use | None = None
+    gpu: Use | None = None
+    extra: str = ""
+
+    @property
+    def memory(self) -> str:
+        """The memory that it carries, in words."""
+        return " and ".join(word for word, use in (("host", self.host), ("GPU", self.gpu)) if use is not None)
+
+    def use(self, device: torch.device) -> Use | None:
+        """How it carries memory of ``device``; ``None``: it does not."""
+        return self.host if device.type == "cpu" else self.gpu
+
+    def load(self) -> type[Plane]:
+        """Import the class.
+
+        Raises:
+            PlaneUnavailableError: the module or the class cannot be imported.
+        """
+        module, _, name = self.plane.partition(":")
+        try:
+            return cast("type[Plane]", getattr(import_module(module), name))
+        except (ImportError, AttributeError) as error:
+            raise PlaneUnavailableError(f"{self.plane} cannot be imported: {error}") from None
+
+
+def _ucx_rank_on_host() -> int:
+    """Behind tcp, but before it where UCX uses RDMA. The UCX of the PyPI wheel has TCP only, and is slower than the tcp
+    plane (benchmarks/host_planes.py); a system's UCX on RDMA hardware is faster."""
+    from kvferry.transport.planes.ucx_library import uses_rdma
+
+    return 25 if uses_rdma(os.environ) else 40
+
+
+_PLANES = "kvferry.transport.planes"
+_specs: dict[str, PlaneSpec] = {}
+
+
+def register(spec: PlaneSpec) -> None:
+    """Add a plane to those of this process. A second one of the same name takes the place of the first."""
+    _specs[spec.name] = spec
+
+
+register(
+    PlaneSpec(
+        "cma", f"{_PLANES}.cma:CmaPlane", "same host, same user",
+        "D reads P's pages with `process_vm_readv`, straight into its own: one pass, no work on P",
+        host=Use(10),
+    )
+)  # fmt: skip
+register(
+    PlaneSpec(
+        "cuda_ipc", f"{_PLANES}.cuda_ipc:CudaIpcPlane",
+        "same host, same user, GPUs that reach each other, or one GPU for both",
+        "D's kernel reads P's pages over NVLink and writes its own, form changed in the same pass; no work on P",
+        gpu=Use(10),
+    )
+)  # fmt: skip
+register(
+    PlaneSpec(
+        "shm", f"{_PLANES}.shm:ShmPlane", "same host, same user",
+        "P packs into slots in shared memory, D unpacks from them",
+        host=Use(20), gpu=Use(30),
+    )
+)  # fmt: skip
+register(
+    PlaneSpec(
+        "tcp", f"{_PLANES}.tcp:TcpPlane", "between hosts",
+        "P's kernel gathers scattered pages into a stream, D's scatters it into its own: no copy between",
+        host=Use(30), gpu=Use(40),
+    )
+)  # fmt: skip
+register(
+    PlaneSpec(
+        "ucx", f"{_PLANES}.ucx:UcxPlane", "between hosts with RDMA hardware, and between GPUs of one host",
+        "packed, sent as UCX messages, unpacked, all overlapped",
+        # On a GPU a message costs beside its bytes, on P and on D, what NVLink takes for 64 MiB: so slots are as large
+        # as leaves four of them, and D cuts a small hand-over finer. On one host UCX moves GPU memory over NVLink;
+        # ``Plane.slower_because`` names the exceptions.
+        host=Use(_ucx_rank_on_host), gpu=Use(20, slot_bytes=None), extra="kvferry[ucx]",
+    )
+)  # fmt: skip
+register(
+    PlaneSpec(
+        "zmq", f"{_PLANES}.zmq:ZmqPlane", "anywhere",
+        "packed, sent as ZMQ messages, unpacked; with CURVE keys the KV bytes are encrypted",
+        host=Use(50), gpu=Use(50),
+    )
+)  # fmt: skip
+
+
+def plane_names() -> tuple[str, ...]:
+    """The names of all registered planes, in alphabetical order. Imports no plane."""
+    return tuple(sorted({*_specs, *entry_points(group=ENTRY_POINTS).names}))
+
+
+def plane_spec(name: str) -> PlaneSpec:
+    """The plane of that name.
+
+    Raises:
+        PlaneUnavailableError: no plane has that name, or its entry point does not load.
+    """
+    if name in _specs:
+        return _specs[name]
+    for entry in entry_points(group=ENTRY_POINTS, name=name):
+        try:
+            spec = entry.load()
+        except Exception as error:  # a broken distribution costs its own plane only
+            raise PlaneUnavailableError(f"its entry point {entry.value!r} does not load: {error!r}") from None
+        if not isinstance(spec, PlaneSpec) or spec.name != name:
+            raise PlaneUnavailableError(f"its entry point {entry.value!r} is no PlaneSpec named {name!r}: {spec!r}")
+        return spec
+    known = plane_names()
+    raise PlaneUnavailableError(
+        f"plane {name!r} is unknown, expected one of {', '.join(known)}{did_you_mean(name, known)}"
+    )
+
+
+def plane_specs() -> tuple[PlaneSpec, ...]:
+    """All registered planes, in alphabetical order; one log line for each whose entry point does not load."""
+    specs = []
+    for name in plane_names():
+        try:
+            specs.append(plane_spec(name))
+        except PlaneUnavailableError as error:
+            logger.warning("kvferry: no data plane %s: %s", name, error)
+    return tuple(specs)
 
 
 def preferred_planes(device: torch.device) -> tuple[str, ...]:
-    """The planes for memory of ``device``, the fastest first. Which of tcp and ucx that is between hosts depends on
-    what UCX can use: the one of the PyPI wheel has TCP only, and is slower there (benchmarks/host_planes.py); a system
-    UCX on RDMA hardware is faster. On one host UCX moves GPU memory over NVLink; ``Plane.slower_because`` names the
-    exceptions.
-    """
-    from kvferry.transport.planes.ucx_library import uses_rdma
-
-    if device.type != "cpu":
-        return ("cuda_ipc", "ucx", "shm", "tcp", "zmq")
-    return ("cma", "shm", "ucx", "tcp", "zmq") if uses_rdma(os.environ) else ("cma", "shm", "tcp", "ucx", "zmq")
+    """The planes for memory of ``device``, the fastest first."""
+    uses = [(use.place, spec.name) for spec in plane_specs() if (use := spec.use(device)) is not None]
+    return tuple(name for _, name in sorted(uses))
 
 
 def best_staging_bytes(device: torch.device) -> int:
-    """The bound on the staging memory where the user names none."""
+    """The bound on the staging memory where the user sets none."""
     return (256 if device.type == "cpu" else 512) << 20
 
 
 def best_slot_bytes(name: str, device: torch.device, staging_bytes: int) -> int:
-    """The size of a staging slot where the user names none.
-
-    What a message costs beside its bytes, on P and on D, is as long as NVLink takes for 64 MiB, so on GPUs slots are as
-    large as leaves four of them; a small hand-over is cut finer (``reads.Reads``).
-    """
-    return staging_bytes // 4 if name == "ucx" and device.type != "cpu" else min(4 << 20, staging_bytes // 4)
+    """The size of a staging slot where the user sets none. Raises PlaneUnavailableError for an unknown plane."""
+    use = plane_spec(name).use(device)
+    bound = DEFAULT_SLOT_BYTES if use is None else use.slot_bytes
+    return staging_bytes // 4 if bound is None else min(bound, staging_bytes // 4)
 
 
-def make_plane(
-    name: str,
-    *,
-    host: str,
-    slot_bytes: int,
-    staging_bytes: int,
-    configure_socket: ConfigureSocket | None = None,
-    memory: PlaneMemory = HOST,
-) -> Plane:
-    """The data plane called ``name``.
-
-    Args:
-        name: one of ``PLANE_NAMES``.
-        host: the local address to listen on; nothing listens on any other.
-        slot_bytes: size of a staging slot, that is of the largest message.
-        staging_bytes: bound on the staging memory, for each direction.
-        configure_socket: called with every ZMQ socket before it binds or connects.
-        memory: what is to be carried.
+def make_plane(name: str, context: PlaneContext) -> Plane:
+    """Make the data plane of that name.
 
     Raises:
-        PlaneUnavailableError: the plane cannot be had on this machine, and why.
+        PlaneUnavailableError: no plane has that name, or this machine cannot have it, and why.
     """
-    on_gpu = memory.device.type != "cpu"
-    if name == "ucx":
-        from kvferry.transport.planes.ucx import UcxPlane
+    spec, device = plane_spec(name), context.memory.device
+    if spec.use(device) is None:
+        where = "in host memory" if device.type == "cpu" else f"on {device}"
+        raise PlaneUnavailableError(f"it carries {spec.memory} memory, the caches lie {where}")
+    return spec.load()(context)
 
-        return UcxPlane(host, slot_bytes, staging_bytes, memory.device)
-    if name == "shm":
-        from kvferry.transport.planes.shm import ShmPlane
 
-        return ShmPlane(slot_bytes, staging_bytes, memory.device)
-    if name == "zmq":
-        from kvferry.transport.planes.zmq import ZmqPlane
+def planes_table() -> str:
+    """All registered planes as a Markdown table."""
+    rows = ["| plane | link | memory | install | how |", "|---|---|---|---|---|"]
+    for spec in plane_specs():
+        extra = f"`pip install '{spec.extra}'`" if spec.extra else ""
+        rows.append(f"| `{spec.name}` | {spec.link} | {spec.memory} | {extra} | {spec.summary} |")
+    return "\n".join(rows)
 
-        return ZmqPlane(host, slot_bytes, staging_bytes, configure_socket, memory.device)
-    if name == "tcp":
-        from kvferry.transport.planes.tcp import TcpPlane
 
-        return TcpPlane(host, slot_bytes, staging_bytes, memory.device)
-    if name == "cma":
-        from kvferry.transport.planes.cma import CmaPlane
+if __name__ == "__main__":
+    from kvferry.transport import registry  # this module under its own name: entry points import PlaneSpec from there
 
-        if on_gpu:
-            raise PlaneUnavailableError(f"it reads host memory, the caches lie on {memory.device}")
-        return CmaPlane()
-    if name == "cuda_ipc":
-        if not on_gpu:
-            raise PlaneUnavailableError("it reads GPU memory, the caches lie in host memory")
-        from kvferry.transport.planes.cuda_ipc import CudaIpcPlane
-
-        return CudaIpcPlane(memory.device, memory.ranges, memory.synchronize)
-    raise PlaneUnavailableError(f"plane {name!r} is unknown, expected one of {', '.join(PLANE_NAMES)}")
+    print(registry.planes_table())

@@ -26,11 +26,12 @@ from kvferry.connector.transfer.consumer import FinishedLoad
 from kvferry.connector.transfer.copies import Copies, DeviceEvent, copies_on
 from kvferry.connector.transfer.rank_context import RankContext
 from kvferry.connector.transfer.transfer_thread import TransferThread
+from kvferry.transport.channels import CPU
 from kvferry.transport.control.listener import Listener
 from kvferry.transport.control.zap_auth import CurveKeys, configure_curve
 from kvferry.transport.errors import GeometryError, PlaneUnavailableError
-from kvferry.transport.plane import CPU, Plane
-from kvferry.transport.registry import PlaneMemory, best_slot_bytes, best_staging_bytes, make_plane, preferred_planes
+from kvferry.transport.plane import Plane, PlaneContext, PlaneMemory
+from kvferry.transport.registry import best_slot_bytes, best_staging_bytes, make_plane, preferred_planes
 from kvferry.transport.wake import RunningClock
 
 logger = logging.getLogger("vllm.kvferry.worker")
@@ -292,14 +293,14 @@ def _planes(settings: Settings, curve: CurveKeys | None, caches: RankCaches) -> 
     missing: dict[str, str] = {}
     for name in names:
         try:
-            plane = make_plane(
-                name,
+            context = PlaneContext(
                 host=settings.side_channel_host,
                 slot_bytes=settings.slot_bytes or best_slot_bytes(name, caches.device, staging_bytes),
                 staging_bytes=staging_bytes,
                 configure_socket=lambda socket, server: configure_curve(socket, curve, server=server),
                 memory=memory,
             )
+            plane = make_plane(name, context)
             plane.offer()  # what it listens on must be had now, not at the first handshake
             if plane.cannot_serve and settings.plane != "auto":
                 raise PlaneUnavailableError(plane.cannot_serve)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -14,18 +13,10 @@ from kvferry.connector.geometry.spans import Span
 from kvferry.connector.geometry.token_sharding import ALL_TOKENS, TokenShard, common_blocks
 from kvferry.connector.geometry.view import first_outside, row_bases, split_pages
 from kvferry.kernels.paged_copy import Pages, wire_pages
+from kvferry.transport.channels import ByteRanges, Pieces
 from kvferry.transport.errors import GeometryError
-from kvferry.transport.plane import Pieces
 
 Int64s = npt.NDArray[np.int64]
-
-
-class ByteRanges(NamedTuple):
-    """Run i: ``nbytes[i]`` bytes from address ``of[i]`` to address ``to[i]``."""
-
-    to: Int64s
-    of: Int64s
-    nbytes: Int64s
 
 
 def byte_ranges(to: Pages, of: Pages, num_heads: int, num_tokens: int, content_bytes: int) -> ByteRanges:
@@ -58,8 +49,8 @@ def wire_ordered(pages: Pages, num_heads: int, num_tokens: int, content_bytes: i
     """The pieces of these pages in the order of the wire, ``[L, H, T, C]``."""
     wire = wire_pages(0, len(pages.bases), num_heads, num_tokens, content_bytes)
     found = byte_ranges(pages, wire, num_heads, num_tokens, content_bytes)
-    order = np.argsort(found.of)
-    return Pieces(found.to[order], found.nbytes[order])
+    order = np.argsort(found.src)
+    return Pieces(found.dst[order], found.nbytes[order])
 
 
 def _segments(to: Pages, of: Pages, num_tokens: int) -> tuple[Int64s, Int64s]:
@@ -84,13 +75,6 @@ def _build(to: Pages, of: Pages, starts: Int64s, nbytes: Int64s, heads: Int64s) 
 def join_ranges(parts: list[ByteRanges]) -> ByteRanges:
     """All runs of ``parts``, at least one of which is given."""
     return ByteRanges(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
-
-
-def split_ranges(left: ByteRanges, nbytes: int) -> tuple[ByteRanges, ByteRanges | None]:
-    """The first runs of about ``nbytes`` in all, one at least, and the rest; ``None`` where nothing is left."""
-    count = max(1, int(np.searchsorted(np.cumsum(left.nbytes), nbytes, side="right")))
-    first, rest = (ByteRanges(*(column[part] for column in left)) for part in (slice(count), slice(count, None)))
-    return first, rest if len(rest.nbytes) else None
 
 
 def check_layouts(layouts: Sequence[PageLayout], geometry: RankGeometry) -> None:
@@ -122,11 +106,11 @@ def reach(layout: PageLayout, region: RegionGeometry) -> int:
 
 
 def translate_pages(
-    layouts: Sequence[PageLayout], geometry: RankGeometry, ours: Callable[[int, int], int]
+    layouts: Sequence[PageLayout], geometry: RankGeometry, translate: Callable[[int, int], int]
 ) -> tuple[PageLayout, ...]:
-    """A peer's pages where they are mapped here. ``ours``: our address of the peer's address and bytes."""
+    """A peer's pages under the addresses of a ``PullChannel``; ``translate`` is the channel's."""
     return tuple(
-        msgspec.structs.replace(layout, bases=tuple(ours(base, reach(layout, region)) for base in layout.bases))
+        msgspec.structs.replace(layout, bases=tuple(translate(base, reach(layout, region)) for base in layout.bases))
         for layout, region in zip(layouts, geometry.regions, strict=True)
     )
 

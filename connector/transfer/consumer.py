@@ -23,7 +23,6 @@ from kvferry.connector.transfer.link import Link, LinkState
 from kvferry.connector.transfer.rank_context import RankContext
 from kvferry.connector.transfer.receiver import ActiveLoad, Receiver, SourceRead
 from kvferry.transport.errors import GeometryError, KVFerryError, ProtocolError
-from kvferry.transport.plane import MappedChannel, ReadChannel
 
 logger = logging.getLogger("vllm.kvferry.consumer")
 
@@ -306,7 +305,7 @@ class Consumer:
                 handover.SourceCommitted(source) if is_current else handover.SourceFailed(source, expired),
                 now,
             )
-        elif isinstance(read.link.channel, ReadChannel | MappedChannel) and read.planned:
+        elif read.link.pulls and read.planned:
             read.link.send(messages.Commit(read=read.number, token=read.active_load.load.token))
         elif read.granted or not read.planned:
             self._step(read.active_load, handover.SourceCommitted(read.source), now)

@@ -28,6 +28,7 @@ from kvferry.connector.protocol.messages import (
 from kvferry.connector.protocol.metrics import FailureKind
 from kvferry.connector.protocol.step_plan import PeerEngine, RankAddress
 from kvferry.connector.transfer.rank_context import RankContext, check_model
+from kvferry.transport.channels import DChannel
 from kvferry.transport.control.connection import Connection
 from kvferry.transport.errors import (
     GeometryError,
@@ -39,7 +40,7 @@ from kvferry.transport.errors import (
     TransportError,
 )
 from kvferry.transport.grant_board import BoardAddress, BoardReader
-from kvferry.transport.plane import DChannel, MappedChannel, Plane
+from kvferry.transport.plane import Plane
 
 logger = logging.getLogger("vllm.kvferry.link")
 
@@ -99,6 +100,11 @@ class Link:
         """The peer's geometry, once attached."""
         assert self.geometry is not None
         return self.geometry
+
+    @property
+    def pulls(self) -> bool:
+        """Whether D reads P's pages by itself over the chosen data plane."""
+        return self.plane is not None and self.plane.pulls
 
     @property
     def why(self) -> Reason:
@@ -217,7 +223,7 @@ class Link:
                 return  # given up before
             self.plane.finish(self.channel, reply.payload)
             self.slot_bytes, self.pages = reply.slot_bytes, reply.pages
-            if self.plane.peer_reads:
+            if self.plane.pulls:
                 check_layouts(self.pages, self.theirs)
                 self.board = None if reply.board is None else self._open(reply.board)
             self._complete(reply)
@@ -233,13 +239,13 @@ class Link:
             return None
 
     def _complete(self, reply: Attached) -> None:
-        """P is ready; we are once its memory is mapped."""
+        """P is ready; D is ready once P's memory can be read."""
         channel = self.channel
-        if isinstance(channel, MappedChannel):
+        if channel is not None and channel.pulls:
             self._attached = reply
             if not channel.ready:
                 return
-            self.pages = translate_pages(reply.pages, self.theirs, channel.ours)
+            self.pages = translate_pages(reply.pages, self.theirs, channel.translate)
         self._attached = None
         self.state, self.deadline = LinkState.ATTACHED, float("inf")
 
@@ -281,7 +287,8 @@ class Link:
         """P has no room on the plane that was chosen, or it does not come about; take the next best."""
         assert self.plane is not None
         self.detach()
-        self._reached &= not isinstance(self.channel, MappedChannel)
+        if self.channel is not None:
+            self._reached &= not isinstance(self.channel.error, PeerUnreachableError)
         self._attached = None
         self._refused.append(f"{self.plane.name}: {why.removeprefix(self.plane.name + ': ')}")
         del self._offers[self.plane.name]
@@ -299,7 +306,7 @@ class Link:
                 if not any(line.startswith(f"{plane.name}: ") for line in rejected):
                     rejected.append(f"{plane.name}: P does not offer it")
                 continue
-            if plane.peer_reads and self.converted:
+            if plane.pulls and self.converted:
                 rejected.append(f"{plane.name}: it copies bytes, and dtypes differ")
                 continue
             if len(self._rank_context.planes) > 1 and (

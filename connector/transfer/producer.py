@@ -91,7 +91,7 @@ class Producer:
     def _post(self, grant: LeaseGrant) -> int | None:
         """Put a grant up for whoever reads our pages by itself: it need not ask then, nor have its read committed. Not
         where the engine may have given blocks back: each ask is checked against those."""
-        if not any(plane.peer_reads for plane in self._rank_context.planes):
+        if not any(plane.pulls for plane in self._rank_context.planes):
             return None
         if any(region.kind not in ("full", "mla") for region in self._rank_context.caches.geometry.regions):
             return None
@@ -226,13 +226,13 @@ class Producer:
         session.asked = True
         try:
             self._sender.check(session, ask, tokens, held.ids)
-            parts = [] if session.peer_reads else self._sender.cut(ask, held.ids, session.channel.slot_bytes)
+            parts = [] if session.channel.pulls else self._sender.cut(ask, held.ids, session.channel.slot_bytes)
         except KVFerryError as error:
             self._deny(session, ask.read, "bounds", str(error))
             return
         self._step(ask.token, lease.Asked(ask.consumer, frozenset(ask.expected)), now)
-        # Only who reads the pages by itself hears which they are.
-        block_ids = held.grant.block_ids if session.peer_reads else ()
+        # Only a D that reads the pages by itself learns which they are.
+        block_ids = held.grant.block_ids if session.channel.pulls else ()
         self._reply(session.identity, _granted(held.grant, ask.read, len(parts), block_ids))
         if parts:
             outgoing = OutgoingRead(session, ask.read, ask.token, parts)

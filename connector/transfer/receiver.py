@@ -12,25 +12,22 @@ from functools import partial
 
 import msgspec
 
-from kvferry.connector.geometry.byte_ranges import ByteRanges, byte_ranges, join_ranges, pages_of, split_ranges
+from kvferry.connector.geometry.byte_ranges import byte_ranges, join_ranges, pages_of
 from kvferry.connector.geometry.read_plan import PlannedSpan
 from kvferry.connector.protocol import handover, messages
 from kvferry.connector.protocol.handover import Reason
 from kvferry.connector.protocol.step_plan import Load, unpack_ids
 from kvferry.connector.transfer.caches import Ids, PageBox, RankCaches
-from kvferry.connector.transfer.copies import Copy
 from kvferry.connector.transfer.link import Link, LinkState
 from kvferry.kernels.paged_copy import Pages
-from kvferry.transport.errors import GeometryError, TransportError
+from kvferry.transport.channels import ByteRanges, Copy, PageRead, Received
+from kvferry.transport.errors import GeometryError
 from kvferry.transport.grant_board import PostedGrant
-from kvferry.transport.plane import MappedChannel, ReadChannel, Received, RecvChannel
 
 logger = logging.getLogger("vllm.kvferry.receiver")
 
 UNPACKS_PER_TURN = 4
 """Messages unpacked before control messages are looked at again."""
-PEER_BYTES_PER_TURN = 16 << 20
-"""The same for a read of P's pages: a few milliseconds, and few steps of Python however much there is."""
 
 
 class ActiveLoad(msgspec.Struct):
@@ -51,9 +48,9 @@ class SourceRead(msgspec.Struct, eq=False):
     """One hand-over's part from one P rank.
 
     ``planned``: what is asked for. Where P pushes, ``boxes`` are the chunks that it is cut into, and ``tags`` those
-    still to come. Where a plane reads P's pages, ``byte_ranges`` are what is left to read, known from the grant on;
-    ``note`` is the grant where it was found posted. ``granted``: P's grant is here, and is what was asked for.
-    ``writing``: copies into D's pages that have not ended.
+    still to come. ``note`` is the grant where it was found posted. ``granted``: P's grant is here, and is what was
+    asked for. ``writing``: copies into D's pages that have not ended. ``off_stream``: the engine's device cannot wait
+    for one of them.
     """
 
     number: int
@@ -62,11 +59,11 @@ class SourceRead(msgspec.Struct, eq=False):
     link: Link
     planned: tuple[PlannedSpan, ...] = ()
     boxes: list[PageBox] = msgspec.field(default_factory=list)
-    byte_ranges: ByteRanges | None = None
     tags: set[int] = msgspec.field(default_factory=set)
     note: PostedGrant | None = None
     granted: bool = False
     writing: int = 0
+    off_stream: bool = False
     stopped: bool = False
     moved: bool = False
 
@@ -76,20 +73,40 @@ class SourceRead(msgspec.Struct, eq=False):
 
     @property
     def begun(self) -> bool:
-        """Of one that is moving: whether all copies into our pages are under way or have ended."""
-        return self.moved or (self.writing > 0 and not self.tags)
+        """Of one that is moving: whether all copies into our pages have ended, or are under way where the engine's
+        device waits for them."""
+        return self.moved or (self.writing > 0 and not self.tags and not self.off_stream)
 
 
 ReadEvent = tuple[SourceRead, handover.HandoverEvent]
 
 
-class PageWrite(msgspec.Struct):
-    """A copy of ``nbytes`` into D's pages. ``message`` holds what it copies, where that came in one."""
+class SpanRead(PageRead):
+    """The spans of one read, each in D's pages and in P's."""
+
+    def __init__(self, caches: RankCaches, sides: list[tuple[PageBox, Pages]], *, alone: bool) -> None:
+        self._caches, self._sides, self._alone = caches, sides, alone
+
+    def byte_ranges(self) -> ByteRanges:
+        return join_ranges([self._ranges(box, theirs) for box, theirs in self._sides])
+
+    def _ranges(self, box: PageBox, theirs: Pages) -> ByteRanges:
+        row_bytes = self._caches.views[box.region].row_bytes
+        return byte_ranges(self._caches.pages(box), theirs, box.num_heads, box.num_tokens, row_bytes)
+
+    def launch(self) -> Copy:
+        return self._caches.fetch(self._sides, alone=self._alone)
+
+
+class PageWrite(msgspec.Struct, eq=False):
+    """A copy of ``nbytes`` into D's pages. ``message`` holds what it copies, where that came in one. ``seen``: what
+    ``copy.moved`` was when last looked at."""
 
     read: SourceRead
     copy: Copy
     nbytes: int
     message: Received | None = None
+    seen: int = -1
 
 
 class Receiver:
@@ -100,7 +117,8 @@ class Receiver:
         self._reads: dict[int, SourceRead] = {}
         self._last = 0
         self._arrived: deque[tuple[Link, Received]] = deque()
-        self._writing: deque[PageWrite] = deque()
+        self._writing: list[PageWrite] = []
+        self._moving = False  # a plane's own copy has just begun or gone on
 
     def __bool__(self) -> bool:
         return bool(self._reads)
@@ -133,7 +151,7 @@ class Receiver:
             GeometryError: a chunk of one token does not fit into a slot.
         """
         channel = read.link.channel
-        if not isinstance(channel, RecvChannel):
+        if channel is None or channel.pulls:
             return
         regions = read.link.theirs.regions
         for item in read.planned:
@@ -142,8 +160,7 @@ class Receiver:
             read.boxes.extend(self._caches.cut(whole, item.span, read.link.slot_bytes, theirs, convert=convert))
         for chunk, box in enumerate(read.boxes):
             read.tags.add(read.tag(chunk))
-            in_place = channel.scatters and self._caches.in_pieces(box)
-            into = partial(self._caches.pieces, box) if in_place else None
+            into = partial(self._caches.pieces, box) if self._caches.in_pieces(box) else None
             channel.expect(read.tag(chunk), self._caches.nbytes(box), into)
 
     def granted(self, read: SourceRead, grant: messages.Grant) -> None:
@@ -155,14 +172,10 @@ class Receiver:
         if grant.chunks != len(read.boxes):
             raise GeometryError(f"P grants {grant.chunks} chunks, {len(read.boxes)} were asked for")
         channel = read.link.channel
-        if isinstance(channel, ReadChannel):
-            read.byte_ranges = join_ranges(
-                [self._runs(planned, *self._sides(read, planned, grant)) for planned in read.planned]
-            )
-        elif isinstance(channel, MappedChannel):
+        if channel is not None and channel.pulls:
             sides = [self._sides(read, planned, grant) for planned in read.planned]
-            fetched = self._caches.fetch(sides, alone=self._alone(read))
-            self._write(read, fetched, sum(self._caches.nbytes(box) for box, _ in sides))
+            copy = channel.read(SpanRead(self._caches, sides, alone=self._alone(read)))
+            self._write(read, copy, sum(self._caches.nbytes(box) for box, _ in sides))
 
     def _sides(self, read: SourceRead, planned: PlannedSpan, grant: messages.Grant) -> tuple[PageBox, Pages]:
         """A span in our pages and in P's."""
@@ -176,12 +189,9 @@ class Receiver:
         """Whether it is the only one, and the engine is not about to compute meanwhile."""
         return read.active_load.alone and len(self._reads) == 1 and not read.active_load.load.now
 
-    def _runs(self, planned: PlannedSpan, box: PageBox, theirs: Pages) -> ByteRanges:
-        row_bytes = self._caches.views[planned.region].row_bytes
-        return byte_ranges(self._caches.pages(box), theirs, box.num_heads, box.num_tokens, row_bytes)
-
     def _write(self, read: SourceRead, copy: Copy, nbytes: int, message: Received | None = None) -> None:
         read.writing += 1
+        read.off_stream |= not (copy.on_stream or copy.done)
         self._writing.append(PageWrite(read, copy, nbytes, message))
 
     def _box(self, read: SourceRead, item: PlannedSpan) -> PageBox:
@@ -189,17 +199,25 @@ class Receiver:
         return self._caches.box(item.span, item.region, item.layer, item.head, ids, item.shard)
 
     def stop(self, read: SourceRead) -> None:
-        """Start no more copies, let no channel write the pages. Copies under way go on: ``collect`` tells of the end
-        of the last. What else is under way ends in staging memory or nowhere, and P's ``Stopped`` says how much."""
+        """Start no more copies, let no channel write the pages. Copies that cannot be cancelled go on, and ``collect``
+        yields an event when the last one ends. Messages under way end in staging memory or are dropped, and P's
+        ``Stopped`` contains their number."""
         if read.stopped or read.moved:
             return
         read.stopped = True
+        posted: set[int] = set()
         channel = read.link.channel
-        if isinstance(channel, RecvChannel):
+        if channel is not None and channel.pulls:
+            for write in [write for write in self._writing if write.read is read]:
+                channel.cancel(write.copy)
+                if write.copy.done:
+                    self._writing.remove(write)
+                    read.writing -= 1
+        elif channel is not None:
             for tag in read.tags:
-                channel.let_go(tag)
+                channel.stop_writing(tag)
+            posted = channel.posted()
         if read.link.state is LinkState.ATTACHED and read.planned:
-            posted = channel.posted() if isinstance(channel, RecvChannel) else set()
             highest = max((tag & 0xFFFFFFFF for tag in posted & read.tags), default=-1)
             read.link.send(messages.Cancel(read=read.number, posted=highest + 1))
 
@@ -208,55 +226,46 @@ class Receiver:
         when it is told to stop, and of a read that was not it is no word."""
         if not read.stopped:
             return
+        channel = read.link.channel
         for tag in [tag for tag in read.tags if tag & 0xFFFFFFFF >= sent]:
             read.tags.discard(tag)
-            if isinstance(read.link.channel, RecvChannel):
-                read.link.channel.forget(tag)
+            if channel is not None and not channel.pulls:
+                channel.forget(tag)
         if not read.tags:
             self.forget(read)
 
     def collect(self, links: Iterable[Link]) -> Iterator[ReadEvent]:
-        """Unpack some of what has arrived, read some of what P granted; what that means for the hand-overs."""
+        """Unpack some of what has arrived, look at the copies; the events for the hand-overs."""
         for link in links:
-            if isinstance(link.channel, RecvChannel) and link.state is LinkState.ATTACHED:
-                self._arrived.extend((link, message) for message in link.channel.poll())
+            channel = link.channel
+            if channel is not None and not channel.pulls and link.state is LinkState.ATTACHED:
+                self._arrived.extend((link, message) for message in channel.poll())
         for _ in range(min(UNPACKS_PER_TURN, len(self._arrived))):
             link, message = self._arrived.popleft()
             happened = self._unpack(link, message)
             if happened is not None:
                 yield happened
         yield from self.finished_writes()
-        peer = next((read for read in self._reads.values() if read.byte_ranges is not None and not read.stopped), None)
-        if peer is not None:
-            yield peer, self._read(peer)
+        self._moving = False
+        for write in [write for write in self._writing if not write.copy.on_stream]:
+            moved, write.seen = write.copy.moved - write.seen, write.copy.moved
+            if moved:
+                self._moving = True
+                if not write.read.stopped:
+                    yield write.read, handover.SourceProgress()
 
     def finished_writes(self) -> Iterator[ReadEvent]:
-        """What it means for the hand-overs that copies into our pages have ended."""
-        while self._writing and self._writing[0].copy.done:
-            happened = self._written(self._writing.popleft())
+        """The events for the hand-overs whose copies into our pages have ended."""
+        while (write := next((write for write in self._writing if write.copy.done), None)) is not None:
+            self._writing.remove(write)
+            happened = self._written(write)
             if happened is not None:
                 yield happened
 
     @property
     def backlog(self) -> bool:
-        """Whether messages wait to be unpacked, or pages to be read."""
-        return bool(self._arrived) or any(r.byte_ranges is not None and not r.stopped for r in self._reads.values())
-
-    def _read(self, read: SourceRead) -> handover.HandoverEvent:
-        channel = read.link.channel
-        assert isinstance(channel, ReadChannel) and read.byte_ranges is not None
-        now, read.byte_ranges = split_ranges(read.byte_ranges, PEER_BYTES_PER_TURN)
-        try:
-            channel.read(now.to, now.of, now.nbytes)
-        except TransportError as error:
-            read.byte_ranges = None
-            return handover.SourceFailed(read.source, Reason("peer_lost", str(error)))
-        read.active_load.nbytes += int(now.nbytes.sum())
-        if read.byte_ranges is not None:
-            self._reads[read.number] = self._reads.pop(read.number)  # the next turn is another's
-            return handover.SourceProgress()
-        read.moved = True
-        return handover.SourceMoved(read.source)
+        """Whether messages wait to be unpacked, or a plane is copying pages."""
+        return bool(self._arrived) or self._moving
 
     def _unpack(self, link: Link, message: Received) -> ReadEvent | None:
         """Begin to copy a message to where it belongs; it is released once that has ended, or here."""
@@ -298,10 +307,10 @@ class Receiver:
             writing.message.release()
         if read.stopped:
             return None if read.writing else (read, handover.SourceDrained(read.source))
-        if writing.copy.error:
-            return read, handover.SourceFailed(
-                read.source, Reason("internal", f"the copy failed: {writing.copy.error}")
-            )
+        if error := writing.copy.error:
+            lost = writing.copy.peer_lost
+            reason = Reason("peer_lost", error) if lost else Reason("internal", f"the copy failed: {error}")
+            return read, handover.SourceFailed(read.source, reason)
         read.active_load.nbytes += writing.nbytes
         if read.tags or read.writing:
             return read, handover.SourceProgress()

@@ -8,16 +8,16 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 
 from kvferry.connector.geometry.spans import MAX_CHUNKS, check_spans
 from kvferry.connector.protocol import messages
 from kvferry.connector.transfer.caches import Ids, PageBox, RankCaches
-from kvferry.connector.transfer.copies import Copy
 from kvferry.connector.transfer.sessions import Session
+from kvferry.transport.channels import Copy, SendChannel, Slot
 from kvferry.transport.errors import GeometryError, ProtocolError
-from kvferry.transport.plane import SendChannel, Slot
 
 logger = logging.getLogger("vllm.kvferry.sender")
 
@@ -64,7 +64,7 @@ class OutgoingRead(msgspec.Struct, eq=False):
     @property
     def reading(self) -> bool:
         """Whether its last message is still being read from pages."""
-        channel = self.session.channel
+        channel = self.session.sender
         tag = None if channel is None else channel.reading
         return tag is not None and tag >> 32 == self.number
 
@@ -128,17 +128,16 @@ class Sender:
             return outgoing, False
 
     def _begin(self, outgoing: OutgoingRead) -> bool:
-        channel = outgoing.session.channel
+        channel = outgoing.session.sender
         if channel is None or channel.error is not None:
             outgoing.why = "the data plane is gone"
             return False
         if outgoing.begun == len(outgoing.boxes):  # the last of it is on its way
             return False
         box, tag = outgoing.boxes[outgoing.begun], outgoing.number << 32 | outgoing.begun
-        if channel.gathers and self._caches.in_pieces(box):
-            if outgoing.packing or not channel.ready:
+        if channel.sends_in_place and self._caches.in_pieces(box):
+            if outgoing.packing or not channel.send_pieces(partial(self._caches.pieces, box), tag):
                 return False
-            channel.send_pieces(self._caches.pieces(box), tag)
             outgoing.begun += 1
             return True
         slot = channel.acquire()
@@ -172,8 +171,8 @@ class Sender:
         Reading by a socket happens on this very thread."""
         self._outgoing.remove(outgoing)
         if outgoing.reading:
-            assert outgoing.session.channel is not None
-            outgoing.session.channel.let_go()
+            assert outgoing.session.sender is not None
+            outgoing.session.sender.stop_reading()
         sent = outgoing.session.sent
         sent[outgoing.number] = outgoing.sent
         while len(sent) > ENDED_READS:
@@ -207,9 +206,9 @@ class Sender:
             ProtocolError: it names more chunks than a read may have.
         """
         sent = session.sent.get(cancel.read, 0)
-        if cancel.posted > sent and session.channel is not None:
+        if cancel.posted > sent and session.sender is not None:
             if cancel.posted > MAX_CHUNKS:
                 raise ProtocolError(f"Cancel names {cancel.posted} posted chunks, limit {MAX_CHUNKS}")
-            session.channel.flush(cancel.read << 32 | chunk for chunk in range(sent, cancel.posted))
+            session.sender.flush(cancel.read << 32 | chunk for chunk in range(sent, cancel.posted))
             sent = session.sent[cancel.read] = cancel.posted
         return sent

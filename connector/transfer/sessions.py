@@ -11,13 +11,15 @@ from kvferry.connector.geometry.compatibility import compatible
 from kvferry.connector.geometry.token_sharding import TokenShard
 from kvferry.connector.protocol import messages
 from kvferry.connector.transfer.rank_context import RankContext, check_model
+from kvferry.transport.channels import PChannel, SendChannel
 from kvferry.transport.errors import GeometryError, IncompatiblePeerError, ProtocolError, TransportError
 from kvferry.transport.grant_board import BoardAddress
-from kvferry.transport.plane import SendChannel
 
 logger = logging.getLogger("vllm.kvferry.sessions")
 
 SESSIONS = 4096
+NO_SLOT_BYTES = 1
+"""``Attached.slot_bytes`` of a plane without slots; the message's least value."""
 
 
 @dataclass(slots=True, eq=False)
@@ -28,8 +30,7 @@ class Session:
     identity: bytes
     engine_id: str
     shards: frozenset[TokenShard]
-    channel: SendChannel | None = None
-    peer_reads: bool = False
+    channel: PChannel | None = None
     asked: bool = False
     sent: OrderedDict[int, int] = field(default_factory=OrderedDict)
 
@@ -37,6 +38,11 @@ class Session:
     def attached(self) -> bool:
         """Whether there is a data plane to send on."""
         return self.channel is not None and self.channel.error is None
+
+    @property
+    def sender(self) -> SendChannel | None:
+        """The channel to send on; ``None`` where there is none, or where D reads the pages by itself."""
+        return None if self.channel is None or self.channel.pulls else self.channel
 
 
 class Sessions:
@@ -102,17 +108,17 @@ class Sessions:
                     raise TransportError("a data plane is attached already")
                 session.channel.close()  # D could not use it
             session.channel, reply = plane.accept(attach.payload)
-            session.peer_reads = plane.peer_reads
         except (TransportError, ProtocolError) as error:
             logger.warning("kvferry: D %s could not attach: %s", session.engine_id[:8], error)
             names = ", ".join(offer.name for offer in self._offers)
             return messages.Refused(field="data plane", ours=names, theirs=f"{attach.plane}: {error}"[:1024])
         logger.info("kvferry: D %s attached over %s", session.engine_id[:8], attach.plane)
-        # Only who reads the pages by itself hears where they are.
-        pages = self._rank_context.caches.page_layouts() if session.peer_reads else ()
-        slot_bytes = session.channel.slot_bytes
-        board = self._board if session.peer_reads else None
-        return messages.Attached(plane=attach.plane, slot_bytes=slot_bytes, payload=reply, board=board, pages=pages)
+        if session.channel.pulls:  # only such a D learns where the pages are
+            pages = self._rank_context.caches.page_layouts()
+            return messages.Attached(
+                plane=attach.plane, slot_bytes=NO_SLOT_BYTES, payload=reply, board=self._board, pages=pages
+            )
+        return messages.Attached(plane=attach.plane, slot_bytes=session.channel.slot_bytes, payload=reply)
 
     def gone(self) -> list[Session]:
         """Sessions whose D is no longer there, by what its data plane says."""

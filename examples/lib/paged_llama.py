@@ -16,9 +16,8 @@ import torch.distributed
 import torch.nn.functional as F
 from tp_step import CacheForm
 
-from kvferry.connector.binding.attention_group import attention_groups, get_kv_cache_spec
-from kvferry.connector.binding.block_sizes import prepare_kernel_block_sizes
-from kvferry.connector.binding.block_zeroer import KVBlockZeroer
+from kvferry.connector.binding.attention_group import attention_groups, get_kv_cache_spec, prepare_kernel_block_sizes
+from kvferry.connector.binding.block_ops import KVBlockZeroer
 from kvferry.connector.binding.kv_binding import init_kv_cache
 from kvferry.connector.binding.kv_spec import (
     AttentionSpec,

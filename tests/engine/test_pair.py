@@ -28,7 +28,8 @@ from served import (
 )
 from server import metric_sum
 
-from kvferry.transport.registry import PLANE_NAMES
+from kvferry.transport.channels import CPU
+from kvferry.transport.registry import preferred_planes
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -43,7 +44,7 @@ def test_bytes_and_tokens(pair: Pair, tokens: int) -> None:
 
 
 def test_the_plane_is_the_first_choice_of_one_host(pair: Pair) -> None:
-    pair.check(prompt(100, 1), plane=PLANE_NAMES[0])
+    pair.check(prompt(100, 1), plane=preferred_planes(CPU)[0])
 
 
 def test_planted_corruption_is_noticed(pair: Pair) -> None:

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kvferry.connector.transfer.copies import PATIENCE_SECONDS, Copy, GpuCopies
+from kvferry.connector.transfer.copies import PATIENCE_SECONDS, GpuCopies
+from kvferry.transport.channels import Copy
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from kvferry.connector.engine import worker
-from kvferry.connector.transfer.copies import Copies, Copy, DeviceEvent
+from kvferry.connector.transfer.copies import Copies, DeviceEvent
+from kvferry.transport.channels import Copy
 
 
 class SlowCopies(Copies):
@@ -34,7 +35,7 @@ class SlowCopies(Copies):
         self._thread.start()
 
     def start(self, enqueue: Callable[[], None], *, brief: bool = False, alone: bool = False) -> Copy:
-        copy = Copy()
+        copy = Copy(on_stream=True)
         self.alone.append(alone)
         self.running += 1
         self._queue.put(partial(self._copy, copy, enqueue))

@@ -24,6 +24,7 @@ from kvferry.connector.protocol.step_plan import LeaseGrant, StepPlan, pack_ids
 from kvferry.connector.transfer import consumer, producer, transfer_thread
 from kvferry.transport.control.connection import Connection
 from kvferry.transport.errors import GeometryError
+from kvferry.transport.plane import PlaneContext
 from kvferry.transport.planes.shm import ShmPlane
 
 ReplyT = TypeVar("ReplyT")
@@ -36,7 +37,7 @@ class RawD:
         self._p, self._like = p, like
         self._connection = Connection(p.address.host, p.address.port, curve=None, max_message_bytes=8 << 20)
         self._replies: list[Any] = []
-        self.plane = ShmPlane(64 << 10, 1 << 20)
+        self.plane = ShmPlane(PlaneContext("127.0.0.1", 64 << 10, 1 << 20))
 
     def send(self, message: messages.Request) -> None:
         self._connection.send(messages.encode(message))

@@ -25,8 +25,8 @@ from kvferry.connector.geometry.recurrent_state import StateArray, sections
 from kvferry.connector.geometry.token_sharding import TokenSharding
 from kvferry.connector.protocol import messages
 from kvferry.connector.protocol.step_plan import KeepLease, LeaseGrant, Load, PeerEngine, StepPlan, pack_ids
-from kvferry.connector.transfer.copies import Copy
 from kvferry.connector.transfer.receiver import SourceRead
+from kvferry.transport.channels import Copy
 
 SLOT_BYTES = 64 << 10
 """So small that a hand-over takes several messages."""

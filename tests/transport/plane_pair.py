@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvferry.transport.plane import Plane, Received, RecvChannel, SendChannel, Slot
-from kvferry.transport.registry import PlaneMemory, make_plane
+from kvferry.transport.channels import Received, RecvChannel, SendChannel, Slot
+from kvferry.transport.plane import Plane, PlaneContext, PlaneMemory
+from kvferry.transport.registry import make_plane
 from kvferry.transport.staging import SlotPool
 
 SLOT = 64 << 10
@@ -49,16 +50,15 @@ class Pair:
     def __init__(self, name: str, slots: int, device: torch.device) -> None:
         def plane() -> Plane:
             staging = slots * SLOT
-            return make_plane(
-                name, host="127.0.0.1", slot_bytes=SLOT, staging_bytes=staging, memory=PlaneMemory(device)
-            )
+            return make_plane(name, PlaneContext("127.0.0.1", SLOT, staging, memory=PlaneMemory(device)))
 
         self.p, self.d = plane(), plane()
 
     def join(self) -> tuple[SendChannel, RecvChannel]:
         receiver, payload = self.d.connect(self.p.offer(), "127.0.0.1")
-        assert isinstance(receiver, RecvChannel)
+        assert not receiver.pulls
         sender, reply = self.p.accept(payload)
+        assert not sender.pulls
         self.d.finish(receiver, reply)
         return sender, receiver
 

@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 import zmq
 
+from kvferry.transport.channels import Received, RecvChannel, SendChannel, Slot
 from kvferry.transport.errors import KVFerryError
-from kvferry.transport.plane import Received, RecvChannel, SendChannel, Slot
+from kvferry.transport.plane import PlaneContext
 from kvferry.transport.registry import make_plane
 
 
@@ -34,7 +35,7 @@ def pattern(tag: int, nbytes: int) -> np.ndarray:
 
 class Peer:
     def __init__(self, name: str, slot_bytes: int, staging_bytes: int) -> None:
-        self.plane = make_plane(name, host="127.0.0.1", slot_bytes=slot_bytes, staging_bytes=staging_bytes)
+        self.plane = make_plane(name, PlaneContext("127.0.0.1", slot_bytes, staging_bytes))
         self.channels: dict[str, Any] = {}
         self.to_send: dict[str, deque[tuple[int, int]]] = {}
         self.sent: dict[str, int] = {}

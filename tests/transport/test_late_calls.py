@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from plane_pair import PLANES, SLOT, Pair, intact, mapped
 
-from kvferry.transport.plane import CPU, SendChannel, Slot
+from kvferry.transport.channels import CPU, SendChannel, Slot
 
 
 def send(channel: SendChannel, slot: Slot) -> None:

@@ -10,10 +10,11 @@ import pytest
 import torch
 from plane_pair import SLOT, Pair, intact, mapped
 
-from kvferry.transport import pinned
+from kvferry.transport import cuda, staging
 from kvferry.transport.errors import PlaneUnavailableError, TransportError
+from kvferry.transport.plane import PlaneContext, PlaneMemory
 from kvferry.transport.planes.shm_arena import Arena
-from kvferry.transport.registry import PlaneMemory, make_plane
+from kvferry.transport.registry import make_plane
 
 GPU = torch.device("cuda", 0)
 
@@ -41,9 +42,9 @@ class Locks:
 @pytest.fixture
 def locks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Locks]:
     locks = Locks()
-    monkeypatch.setattr(pinned, "register", locks.register)
-    monkeypatch.setattr(pinned, "unregister", locks.unregister)
-    monkeypatch.setattr(pinned, "empty", lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
+    monkeypatch.setattr(cuda, "register_host", locks.register)
+    monkeypatch.setattr(cuda, "unregister_host", locks.unregister)
+    monkeypatch.setattr(staging, "empty_page_locked", lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
     yield locks
     gc.collect()
     assert not locks.now
@@ -151,7 +152,7 @@ def test_messages_pass_through_locked_slots(pair: Pair, monkeypatch: pytest.Monk
         made.append((memory.data_ptr(), nbytes))
         return memory
 
-    monkeypatch.setattr(pinned, "empty", empty)
+    monkeypatch.setattr(staging, "empty_page_locked", empty)
     sender, receiver = pair.join()
     for tag in range(20):
         message = pair.carry(sender, receiver, tag)
@@ -251,5 +252,5 @@ def test_slots_that_wait_for_a_full_socket_come_back(pair: Pair, first: str) -> 
 
 
 def test_cma_cannot_read_a_gpu() -> None:
-    with pytest.raises(PlaneUnavailableError, match="reads host memory"):
-        make_plane("cma", host="127.0.0.1", slot_bytes=SLOT, staging_bytes=SLOT, memory=PlaneMemory(GPU))
+    with pytest.raises(PlaneUnavailableError, match="carries host memory, the caches lie on cuda:0"):
+        make_plane("cma", PlaneContext("127.0.0.1", SLOT, SLOT, memory=PlaneMemory(GPU)))

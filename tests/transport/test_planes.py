@@ -13,6 +13,7 @@ from plane_pair import PLANES
 from plane_process import SLOT, STAGING, Peers, all_good, announce, join
 
 from kvferry.transport.errors import PlaneUnavailableError, ProtocolError
+from kvferry.transport.plane import PlaneContext
 from kvferry.transport.registry import make_plane
 
 _peers: dict[str, Peers] = {}
@@ -223,7 +224,6 @@ def test_plane_closes_twice_with_traffic(peers: Peers) -> None:
     d("close_plane")
     for peer in (p, d):
         peer("status")
-        assert peer.process.stdin is not None
         peer.process.stdin.close()
         assert peer.process.wait(60) == 0
 
@@ -295,11 +295,11 @@ def test_malformed_payloads_are_refused(peers: Peers) -> None:
 
 def test_unknown_plane_is_refused() -> None:
     with pytest.raises(PlaneUnavailableError, match="expected one of cma, cuda_ipc, shm, tcp, ucx, zmq"):
-        make_plane("rdma", host="127.0.0.1", slot_bytes=SLOT, staging_bytes=STAGING)
+        make_plane("rdma", PlaneContext("127.0.0.1", SLOT, STAGING))
 
 
 def test_reply_where_none_is_expected_is_refused() -> None:
-    plane = make_plane("shm", host="127.0.0.1", slot_bytes=SLOT, staging_bytes=STAGING)
+    plane = make_plane("shm", PlaneContext("127.0.0.1", SLOT, STAGING))
     channel, _ = plane.connect(plane.offer(), "127.0.0.1")
     with pytest.raises(ProtocolError, match="expected none"):
         plane.finish(channel, b"x")

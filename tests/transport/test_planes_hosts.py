@@ -14,11 +14,13 @@ from pathlib import Path
 import pytest
 import zmq
 
+from kvferry.transport.channels import CPU, RecvChannel, SendChannel
 from kvferry.transport.control.zap_auth import CurveKeys, configure_curve
 from kvferry.transport.errors import PlaneUnavailableError
-from kvferry.transport.plane import CPU, Plane, RecvChannel, SendChannel
+from kvferry.transport.plane import Plane, PlaneContext
 from kvferry.transport.planes import ucx_library
-from kvferry.transport.registry import PLANE_NAMES, make_plane, preferred_planes
+from kvferry.transport.registry import make_plane, plane_names, preferred_planes
+from tests.support.fork_server import fork_server
 
 SLOT, STAGING = 1 << 20, 16 << 20
 
@@ -77,7 +79,7 @@ def test_ucx_is_preferred_where_it_has_rdma(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(ucx_library, "_has_rdma", lambda hardware=hardware: hardware)
         monkeypatch.setenv("RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY", library)
         names = preferred_planes(CPU)
-        assert sorted(names) == sorted(set(PLANE_NAMES) - {"cuda_ipc"})
+        assert sorted(names) == sorted(set(plane_names()) - {"cuda_ipc"})
         assert names[:2] == ("cma", "shm") and names[2] == first and names[-1] == "zmq"
 
 
@@ -106,27 +108,26 @@ def listening_addresses(pid: int) -> set[str]:
 def test_nothing_listens_beyond_the_host(name: str) -> None:
     script = (
         "import sys; from kvferry.transport.registry import make_plane\n"
-        f"p = make_plane({name!r}, host='127.0.0.1', slot_bytes={SLOT}, staging_bytes={STAGING}); p.offer()\n"
+        "from kvferry.transport.plane import PlaneContext\n"
+        f"p = make_plane({name!r}, PlaneContext('127.0.0.1', {SLOT}, {STAGING})); p.offer()\n"
         "print('up', flush=True); sys.stdin.read()"
     )
-    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        try:
-            assert process.stdout is not None and process.stdout.readline() == b"up\n"
-            assert listening_addresses(process.pid) <= {"0100007F"}
-        finally:
-            process.kill()
+    with fork_server().start("-c", script) as process:
+        assert process.stdout.readline() == b"up\n"
+        assert listening_addresses(process.pid) <= {"0100007F"}
 
 
 def test_ucx_missing_names_the_extra() -> None:
     script = (
         "import sys; sys.modules['ucxx'] = None\n"
         "from kvferry.transport.registry import make_plane\n"
+        "from kvferry.transport.plane import PlaneContext\n"
         "from kvferry.transport.errors import PlaneUnavailableError\n"
-        f"try: make_plane('ucx', host='127.0.0.1', slot_bytes={SLOT}, staging_bytes={STAGING})\n"
+        f"try: make_plane('ucx', PlaneContext('127.0.0.1', {SLOT}, {STAGING}))\n"
         "except PlaneUnavailableError as error: print(error)"
     )
-    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=True)
-    assert "pip install 'kvferry[ucx]'" in out.stdout and out.stdout.count("\n") == 1
+    out = fork_server().run("-c", script, timeout=240)
+    assert out.returncode == 0 and "pip install 'kvferry[ucx]'" in out.stdout and out.stdout.count("\n") == 1
 
 
 @pytest.mark.root
@@ -135,12 +136,13 @@ def test_shm_knows_another_network_namespace() -> None:
         pytest.skip("needs root and unshare")
     if subprocess.run(["unshare", "--net", "true"], capture_output=True, check=False).returncode:
         pytest.skip("this container may make no network namespace")
-    p = make_plane("shm", host="127.0.0.1", slot_bytes=SLOT, staging_bytes=STAGING)
+    p = make_plane("shm", PlaneContext("127.0.0.1", SLOT, STAGING))
     offer = base64.b64encode(p.offer()).decode()
     script = (
         "import base64; from kvferry.transport.registry import make_plane\n"
+        "from kvferry.transport.plane import PlaneContext\n"
         "from kvferry.transport.errors import PlaneUnavailableError\n"
-        f"d = make_plane('shm', host='127.0.0.1', slot_bytes={SLOT}, staging_bytes={STAGING})\n"
+        f"d = make_plane('shm', PlaneContext('127.0.0.1', {SLOT}, {STAGING}))\n"
         f"try: d.connect(base64.b64decode({offer!r}), '127.0.0.1'); print('connected')\n"
         "except PlaneUnavailableError as error: print(error)"
     )
@@ -156,19 +158,19 @@ def test_shm_knows_another_network_namespace() -> None:
 def test_shm_lets_only_its_own_user_in() -> None:
     if os.geteuid() != 0:
         pytest.skip("needs root")
-    p = make_plane("shm", host="127.0.0.1", slot_bytes=SLOT, staging_bytes=STAGING)
+    p = make_plane("shm", PlaneContext("127.0.0.1", SLOT, STAGING))
     offer = base64.b64encode(p.offer()).decode()
     script = (
         "import base64, os, sys; from kvferry.transport.registry import make_plane\n"
-        "from kvferry.transport import shm_plane\n"
+        "from kvferry.transport.plane import PlaneContext\n"
+        "from kvferry.transport.planes import shm\n"
         "os.setuid(65534); lie = os.getuid\n"
-        "shm_plane.os.getuid = lambda: 0\n"  # get past our own check, to meet that of the peer
-        f"d = make_plane('shm', host='127.0.0.1', slot_bytes={SLOT}, staging_bytes={STAGING})\n"
+        "shm.os.getuid = lambda: 0\n"  # get past our own check, to meet that of the peer
+        f"d = make_plane('shm', PlaneContext('127.0.0.1', {SLOT}, {STAGING}))\n"
         f"channel, _ = d.connect(base64.b64decode({offer!r}), '127.0.0.1')\n"
         "print('connected', flush=True); sys.stdin.readline(); d.progress(); print(channel.error)"
     )
-    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None and process.stdin is not None
+    with fork_server().start("-c", script) as process:
         assert process.stdout.readline() == b"connected\n"
         p.progress()
         process.stdin.write(b"\n")
@@ -184,10 +186,12 @@ def test_zmq_with_curve() -> None:
     def plane(pair: CurveKeys | None) -> Plane:
         return make_plane(
             "zmq",
-            host="127.0.0.1",
-            slot_bytes=SLOT,
-            staging_bytes=STAGING,
-            configure_socket=lambda socket, server: configure_curve(socket, pair, server=server),
+            PlaneContext(
+                host="127.0.0.1",
+                slot_bytes=SLOT,
+                staging_bytes=STAGING,
+                configure_socket=lambda socket, server: configure_curve(socket, pair, server=server),
+            ),
         )
 
     p = plane(keys)
@@ -208,7 +212,7 @@ def test_zmq_with_curve() -> None:
 
 
 def test_zmq_address_that_is_not_ours() -> None:
-    plane = make_plane("zmq", host="192.0.2.77", slot_bytes=SLOT, staging_bytes=STAGING)
+    plane = make_plane("zmq", PlaneContext(host="192.0.2.77", slot_bytes=SLOT, staging_bytes=STAGING))
     with pytest.raises(PlaneUnavailableError, match=r"cannot listen on 192\.0\.2\.77"):
         plane.offer()
     plane.close()
@@ -218,18 +222,18 @@ def test_zmq_address_that_is_not_ours() -> None:
 def test_ucx_tells_when_there_is_no_way() -> None:
     script = (
         "import sys, base64; from kvferry.transport.registry import make_plane\n"
+        "from kvferry.transport.plane import PlaneContext\n"
         "from kvferry.transport.errors import PlaneUnavailableError\n"
         "import os; os.environ['UCX_TLS'] = 'self' if sys.argv[1] == 'self' else 'tcp'\n"
-        f"d = make_plane('ucx', host='127.0.0.1', slot_bytes={SLOT}, staging_bytes={STAGING})\n"
+        f"d = make_plane('ucx', PlaneContext('127.0.0.1', {SLOT}, {STAGING}))\n"
         "try: d.connect(base64.b64decode(sys.argv[2]), '127.0.0.1'); print('connected')\n"
         "except PlaneUnavailableError as error: print(error)"
     )
-    p = make_plane("ucx", host="127.0.0.1", slot_bytes=SLOT, staging_bytes=STAGING)
+    p = make_plane("ucx", PlaneContext("127.0.0.1", SLOT, STAGING))
     offer = base64.b64encode(p.offer()).decode()
     for tls, expected in (("tcp", "connected"), ("self", "cannot be reached from 127.0.0.1")):
-        command = [sys.executable, "-c", script, tls, offer]
-        out = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
-        assert expected in out.stdout, out
+        out = fork_server().run("-c", script, tls, offer, timeout=240)
+        assert out.returncode == 0 and expected in out.stdout, out
     p.close()
 
 
@@ -239,7 +243,7 @@ def test_ucx_address_of_another_format_is_refused() -> None:
 
     import msgspec
 
-    p = make_plane("ucx", host="127.0.0.1", slot_bytes=SLOT, staging_bytes=STAGING)
+    p = make_plane("ucx", PlaneContext("127.0.0.1", SLOT, STAGING))
     offer = msgspec.msgpack.decode(p.offer())
     address = bytes([offer["address"][0] ^ 0x0F]) + os.urandom(100)
     with pytest.raises(PlaneUnavailableError, match="same UCX release"):

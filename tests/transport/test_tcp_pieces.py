@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from kvferry.transport.plane import Pieces, Received
+from kvferry.transport.channels import Pieces, Received
+from kvferry.transport.plane import PlaneContext
 from kvferry.transport.planes import tcp_channels
 from kvferry.transport.planes.tcp import TcpPlane
 from kvferry.transport.planes.tcp_channels import TcpRecvChannel, TcpSendChannel
@@ -48,7 +49,7 @@ class Ends:
     """Both ends of one channel, in one process."""
 
     def __init__(self) -> None:
-        self.p, self.d = (TcpPlane("127.0.0.1", SLOT, 4 * SLOT) for _ in range(2))
+        self.p, self.d = (TcpPlane(PlaneContext("127.0.0.1", SLOT, 4 * SLOT)) for _ in range(2))
         receiver, payload = self.d.connect(self.p.offer(), "127.0.0.1")
         sender, _ = self.p.accept(payload)
         assert isinstance(sender, TcpSendChannel) and isinstance(receiver, TcpRecvChannel)
@@ -72,7 +73,7 @@ class Ends:
 
     def send_half(self, memory: Memory, tag: int) -> None:
         """Begin a message that the sockets cannot hold: D does not read."""
-        self.sender.send_pieces(memory.pieces, tag)
+        assert self.sender.send_pieces(lambda: memory.pieces, tag)
         for _ in range(50):
             self.p.progress()
         assert self.sender.reading == tag
@@ -96,7 +97,7 @@ def test_every_byte_lands_in_its_place(ends: Ends, nbytes: int, piece: int) -> N
     source, target, wanted = Memory(nbytes, max(piece, nbytes // 5000), 1), Memory(nbytes, piece, 2), data(nbytes)
     source.fill(wanted)
     ends.receiver.expect(5, nbytes, lambda: target.pieces)
-    ends.sender.send_pieces(source.pieces, 5)
+    ends.sender.send_pieces(lambda: source.pieces, 5)
     message = ends.arrival()
     assert (message.tag, message.nbytes, message.placed) == (5, nbytes, True)
     assert np.array_equal(target.read(), wanted)
@@ -109,7 +110,7 @@ def test_either_side_may_go_through_a_slot(ends: Ends) -> None:
     source, target, wanted = Memory(nbytes, 5000, 1), Memory(nbytes, 3000, 2), data(nbytes)
     source.fill(wanted)
     ends.receiver.expect(1, nbytes)
-    ends.sender.send_pieces(source.pieces, 1)
+    ends.sender.send_pieces(lambda: source.pieces, 1)
     message = ends.arrival()
     assert not message.placed
     message.release()
@@ -132,7 +133,7 @@ def test_pages_that_d_let_go_are_not_written(ends: Ends) -> None:
     ends.send_half(source, 1)
     assert ends.until(lambda: bool(target.bytes.any()))
     assert ends.receiver._arriving is not None, "it must be caught in the middle"
-    ends.receiver.let_go(1)
+    ends.receiver.stop_writing(1)
     target.bytes[:] = 0
     message = ends.arrival()
     assert (message.tag, message.nbytes) == (1, SLOT)
@@ -144,8 +145,8 @@ def test_what_d_let_go_before_it_came_is_not_written(ends: Ends) -> None:
     source, target = Memory(SLOT, 8192, 1), Memory(SLOT, 8192, 2)
     source.fill(data(SLOT))
     ends.receiver.expect(1, SLOT, lambda: target.pieces)
-    ends.receiver.let_go(1)
-    ends.sender.send_pieces(source.pieces, 1)
+    ends.receiver.stop_writing(1)
+    ends.sender.send_pieces(lambda: source.pieces, 1)
     assert ends.arrival().tag == 1
     assert not target.bytes.any()
     follows(ends)
@@ -156,7 +157,7 @@ def test_pages_that_p_let_go_are_not_read(ends: Ends) -> None:
     source.fill(wanted)
     ends.receiver.expect(1, SLOT, lambda: target.pieces)
     ends.send_half(source, 1)
-    ends.sender.let_go()
+    ends.sender.stop_reading()
     assert ends.sender.reading is None
     source.bytes[:] = 77  # they are another's now
     assert ends.arrival().nbytes == 0, "the stream goes on, and says that this is not the message"
@@ -182,9 +183,9 @@ def test_a_message_let_go_before_its_header_was_sent(ends: Ends, sent: int, monk
         raise BlockingIOError
 
     monkeypatch.setattr(Vector, "send", full)
-    ends.sender.send_pieces(source.pieces, 1)
+    ends.sender.send_pieces(lambda: source.pieces, 1)
     monkeypatch.undo()
-    ends.sender.let_go()
+    ends.sender.stop_reading()
     message = ends.arrival()
     assert (message.tag, message.nbytes) == (1, 0) and not target.read().any()
     follows(ends)
@@ -196,7 +197,7 @@ def follows(ends: Ends) -> None:
     source.fill(wanted)
     ends.receiver.expect(9, 90_000, lambda: target.pieces)
     assert ends.until(lambda: ends.sender.ready)
-    ends.sender.send_pieces(source.pieces, 9)
+    ends.sender.send_pieces(lambda: source.pieces, 9)
     assert ends.arrival().tag == 9
     assert np.array_equal(target.read(), wanted)
 
@@ -220,7 +221,7 @@ def test_a_message_without_a_place_is_reported_empty(ends: Ends) -> None:
         raise RuntimeError("planted")
 
     ends.receiver.expect(1, 90_000, nowhere)
-    ends.sender.send_pieces(source.pieces, 1)
+    ends.sender.send_pieces(lambda: source.pieces, 1)
     message = ends.arrival()
     assert (message.tag, message.nbytes) == (1, 0)
     follows(ends)
@@ -287,7 +288,7 @@ def test_a_stranger_is_shown_out(ends: Ends) -> None:
 
 def test_a_connection_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp_channels, "CONNECT_SECONDS", 0.2)
-    p, d = (TcpPlane("127.0.0.1", SLOT, SLOT) for _ in range(2))
+    p, d = (TcpPlane(PlaneContext("127.0.0.1", SLOT, SLOT)) for _ in range(2))
     with socket.socket() as deaf:  # takes no connection: its queue is full
         deaf.bind(("127.0.0.1", 0))
         deaf.listen(0)

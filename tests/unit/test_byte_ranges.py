@@ -8,16 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.connector.geometry.byte_ranges import (
-    ByteRanges,
     byte_ranges,
     check_layouts,
     join_ranges,
     pages_of,
-    split_ranges,
 )
 from kvferry.connector.geometry.rank_geometry import PageLayout, RankGeometry, RegionGeometry
 from kvferry.connector.geometry.spans import Span
 from kvferry.kernels.paged_copy import Pages
+from kvferry.transport.channels import ByteRanges
 from kvferry.transport.errors import GeometryError
 
 CONTENT = 6
@@ -86,10 +85,10 @@ def test_taken_parts_are_bounded_and_complete() -> None:
     sizes = []
     rest: ByteRanges | None = left
     while rest is not None:
-        first, rest = split_ranges(rest, 250)
+        first, rest = rest.split(250)
         sizes.append(len(first.nbytes))
     assert sizes == [2, 2, 2, 2, 2]
-    assert split_ranges(left, 1)[0].nbytes.tolist() == [100], "one at least"
+    assert left.split(1)[0].nbytes.tolist() == [100], "one at least"
     assert len(join_ranges([left, left]).nbytes) == 20
 
 

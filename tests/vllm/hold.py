@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 from stepped import Engine, eventually, mover_of
 
 from kvferry.connector.protocol.handover import HandoverPhase
-from kvferry.connector.transfer import producer, receiver
+from kvferry.connector.transfer import producer
+from kvferry.transport.planes import cma
 
 
 def no_board(place: object) -> None:
@@ -32,21 +33,18 @@ class Hold:
         self._producer._request, self._producer.pump = self._hold_request, self._hold_pump
         self._open = False
         if reader is not None:
-            self._receiver: Any = mover_of(reader)._consumer._receiver
-            self._collect = self._receiver.collect
-            self._receiver.collect = self._hold_collect
+            self._plane: Any = mover_of(reader)._rank_context.plane("cma")
+            if self._plane is not None:
+                self._progress, self._plane.progress = self._plane.progress, self._hold_progress
 
-    def _hold_collect(self, links: Iterable[Any]) -> Iterator[Any]:
-        if (
-            self._open
-            or self._left is None
-            or not any(read.byte_ranges is not None for read in self._receiver._reads.values())
-        ):
-            yield from self._collect(links)
-        elif self._left > 0:
-            self._left -= 1
-            with mock.patch.object(receiver, "PEER_BYTES_PER_TURN", 16 << 10):
-                yield from list(self._collect(links))
+    def _hold_progress(self) -> bool:
+        if self._open or self._left is None or not self._plane.copies:
+            return bool(self._progress())
+        if self._left == 0:
+            return False
+        self._left -= 1
+        with mock.patch.object(cma, "TURN_BYTES", 16 << 10):
+            return bool(self._progress())
 
     def _hold_request(self, identity: bytes, request: Any, now: float) -> None:
         if isinstance(request, self._kinds) and not self._open:

@@ -1,9 +1,11 @@
 """Cross-memory attach: D reads P's pages with ``process_vm_readv``, straight into its own, in one pass. Same host only.
 
-No staging, no work on P, and few steps of Python whatever the size: beside a thread that keeps the interpreter busy
-every step costs a wait. P can neither see nor stop such a read, so it proves nothing about its blocks: the commit does.
+There is no staging and no work on P, and the steps of Python are few whatever the size: beside a thread that keeps the
+interpreter busy every step costs a wait. P can neither see nor stop such a read, so the read proves nothing about P's
+blocks: the commit does.
 
-D proves at the handshake that it reads the right process: P's offer names a secret and where it lies in P's memory.
+D proves at the handshake that it reads the right process: P's offer contains a secret, and the address of that secret
+in P's memory.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ import ctypes
 import errno
 import os
 import secrets
+import time
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
 from itertools import pairwise
@@ -19,23 +23,26 @@ from typing import Annotated, ClassVar
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import zmq
 from msgspec import Meta
 
+from kvferry.transport.channels import ByteRanges, Copy, Int64s, PageRead, PullChannel, PulledChannel
 from kvferry.transport.errors import PlaneUnavailableError, TransportError
 from kvferry.transport.host import PeerProcess, host_id
-from kvferry.transport.plane import Plane, ReadChannel, SendChannel, Unpushed, decode_payload
+from kvferry.transport.plane import Plane, PlaneContext, decode_payload
 
 MAX_VECTORS = 1024
 """IOV_MAX of Linux."""
+TURN_BYTES = 16 << 20
+"""Bytes that one turn of a plane copies, so that control messages wait for a few milliseconds at most; and few steps of
+Python however large the copy."""
 MAX_THREADS = 4
 SHARE_BYTES = 1 << 20
-"""A read is shared by threads, one per this many bytes at most: one alone cannot use all of a host's memory bandwidth,
-and with small runs it mostly looks up pages. 64 MiB in runs of 8 KiB: 5.8 GB/s with one thread, 10.3 with two."""
+"""Threads share a turn, one per this many bytes at most: one thread cannot use all of a host's memory bandwidth, and
+with small ranges it mostly looks up pages. 64 MiB in ranges of 8 KiB: 5.8 GB/s with one thread, 10.3 with two."""
+WATCH_SECONDS = 0.02
+"""How often the plane looks for processes that have ended while it copies. Each look may cost a wait for the GIL."""
 _SECRET_BYTES = 16
-
-Int64s = npt.NDArray[np.int64]
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -47,17 +54,17 @@ class _Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     secret: Annotated[bytes, Meta(min_length=_SECRET_BYTES, max_length=_SECRET_BYTES)]
 
 
-def read_memory(pid: int, to: Int64s, of: Int64s, nbytes: Int64s) -> None:
-    """Copy runs from another process: ``nbytes[i]`` bytes from its address ``of[i]`` to ours ``to[i]``.
+def read_memory(pid: int, dst: Int64s, src: Int64s, nbytes: Int64s) -> None:
+    """Copy ranges from another process: ``nbytes[i]`` bytes from its address ``src[i]`` to our address ``dst[i]``.
 
-    Releases the GIL. At most ``MAX_VECTORS`` runs.
+    Releases the GIL. At most ``MAX_VECTORS`` ranges.
 
     Raises:
         OSError: not permitted (EPERM), no such process (ESRCH), an address that is not mapped (EFAULT).
     """
     count = len(nbytes)
     local, remote = np.empty((2, count, 2), dtype=np.int64)
-    local[:, 0], remote[:, 0] = to, of
+    local[:, 0], remote[:, 0] = dst, src
     local[:, 1] = remote[:, 1] = nbytes
     wanted = int(nbytes.sum())
     done = _libc.process_vm_readv(
@@ -82,107 +89,183 @@ def _helpers() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(MAX_THREADS - 1, "kvferry-cma")
 
 
-class CmaReader(ReadChannel):
-    """D's end. ``read`` copies on the caller's thread; the end of the process is noticed through a pidfd."""
+def _copy(pid: int, ranges: ByteRanges) -> None:
+    """Copy ranges from another process, shared by threads. When it returns or raises, nothing writes ``dst`` any more.
 
-    def __init__(self, pid: int) -> None:
-        self._pid = pid
-        self.process = PeerProcess(pid)
+    Raises:
+        TransportError: the process is gone, or an address is not its.
+    """
+    ends = np.cumsum(ranges.nbytes)
+    shares = min(_threads(), int(ends[-1]) // SHARE_BYTES, len(ends))
+    if shares < 2:
+        _copy_share(pid, ranges)
+        return
+    cuts = [0, *np.searchsorted(ends, int(ends[-1]) * np.arange(1, shares) // shares), len(ends)]
+    parts = [ByteRanges(*(column[slice(*cut)] for column in ranges)) for cut in pairwise(cuts)]
+    others = [_helpers().submit(_copy_share, pid, part) for part in parts[1:]]
+    try:
+        _copy_share(pid, parts[0])
+    finally:
+        wait(others)
+    for other in others:
+        other.result()
 
-    def read(self, to: Int64s, of: Int64s, nbytes: Int64s) -> None:
-        ends = np.cumsum(nbytes)
-        shares = min(_threads(), int(ends[-1]) // SHARE_BYTES, len(nbytes))
-        if shares < 2:
-            self._read(to, of, nbytes)
-            return
-        cuts = [0, *np.searchsorted(ends, int(ends[-1]) * np.arange(1, shares) // shares), len(nbytes)]
-        parts = [slice(*cut) for cut in pairwise(cuts)]
-        others = [_helpers().submit(self._read, to[part], of[part], nbytes[part]) for part in parts[1:]]
+
+def _copy_share(pid: int, ranges: ByteRanges) -> None:
+    for first in range(0, len(ranges.nbytes), MAX_VECTORS):
+        part = slice(first, first + MAX_VECTORS)
         try:
-            self._read(to[parts[0]], of[parts[0]], nbytes[parts[0]])
-        finally:
-            wait(others)  # whatever happened, nothing writes our pages after this
-        for other in others:
-            other.result()
+            read_memory(pid, ranges.dst[part], ranges.src[part], ranges.nbytes[part])
+        except OSError as error:
+            raise TransportError(f"cma: reading process {pid} failed: {error.strerror}") from None
 
-    def _read(self, to: Int64s, of: Int64s, nbytes: Int64s) -> None:
-        for first in range(0, len(nbytes), MAX_VECTORS):
-            part = slice(first, first + MAX_VECTORS)
-            try:
-                read_memory(self._pid, to[part], of[part], nbytes[part])
-            except OSError as error:
-                raise TransportError(f"cma: reading process {self._pid} failed: {error.strerror}") from None
+
+class _CmaCopy(Copy):
+    """A copy of ``left``, of which each turn of the plane copies ``TURN_BYTES``."""
+
+    __slots__ = ("_left", "_pid", "channel")
+
+    def __init__(self, channel: CmaChannel, ranges: ByteRanges) -> None:
+        super().__init__()
+        self.channel = channel
+        self._pid = channel.pid
+        self._left: ByteRanges | None = ranges
+
+    def turn(self) -> None:
+        """Copy the next ``TURN_BYTES``, on this thread and the helpers."""
+        assert self._left is not None
+        now, self._left = self._left.split(TURN_BYTES)
+        try:
+            _copy(self._pid, now)
+        except Exception as error:  # the copy's failure, not the plane's
+            self.peer_lost = isinstance(error, TransportError)
+            self.end(str(error) if self.peer_lost else repr(error))
+            return
+        self.moved += int(now.nbytes.sum())
+        self.done = self._left is None
+
+    def end(self, error: str) -> None:
+        """Copy no more."""
+        self.error = error
+        self.done = True
+
+
+class CmaChannel(PullChannel):
+    """D's end. A pidfd shows the end of P's process."""
+
+    def __init__(self, plane: CmaPlane, pid: int) -> None:
+        self.pid = pid
+        self.process = PeerProcess(pid)
+        self._plane = plane
+
+    def read(self, request: PageRead) -> Copy:
+        copy = _CmaCopy(self, request.byte_ranges())
+        self._plane.begin(copy)
+        return copy
+
+    def cancel(self, copy: Copy) -> None:
+        self._plane.end_copies([each for each in self._plane.copies if each is copy])
 
     def watch(self) -> bool:
-        """Whether the process has just ended; sets ``error``."""
+        """Whether P's process has just ended; sets ``error``."""
         if self.error is not None or self.process.fd < 0 or not self.process.ended:
             return False
         self.fail("cma: the producer died")
         return True
 
     def close(self) -> None:
+        self._plane.end_copies([each for each in self._plane.copies if each.channel is self])
         self.process.close()
 
 
 class CmaPlane(Plane):
-    """Reads between processes of one host that may trace each other (same user; see Yama's ``ptrace_scope``)."""
+    """Reads between processes of one host that may trace each other (same user; see Yama's ``ptrace_scope``).
+
+    ``copies`` are the copies under way. ``progress`` copies a part of the first one and puts it behind the others.
+    """
 
     name: ClassVar[str] = "cma"
-    peer_reads: ClassVar[bool] = True
+    pulls: ClassVar[bool] = True
 
-    def __init__(self) -> None:
+    def __init__(self, context: PlaneContext) -> None:
         if not hasattr(_libc, "process_vm_readv") or not hasattr(os, "pidfd_open"):
             raise PlaneUnavailableError("this system has no process_vm_readv or no pidfd_open")
+        self.copies: deque[_CmaCopy] = deque()
         self._secret = secrets.token_bytes(_SECRET_BYTES)
         self._memory = ctypes.create_string_buffer(self._secret, _SECRET_BYTES)
-        self._readers: list[CmaReader] = []
+        self._channels: list[CmaChannel] = []
+        self._watch_at = 0.0
 
     def offer(self) -> bytes:
         address = ctypes.addressof(self._memory)
         return msgspec.msgpack.encode(_Offer(host_id(), os.getpid(), address, self._secret))
 
-    def connect(self, offer: bytes, host: str) -> tuple[CmaReader, bytes]:
+    def connect(self, offer: bytes, host: str) -> tuple[CmaChannel, bytes]:
         theirs = decode_payload(offer, _Offer, "cma offer")
         if not theirs.host_id or theirs.host_id != host_id():
             raise PlaneUnavailableError("P is on another host or in another network namespace")
         found = np.zeros(_SECRET_BYTES, dtype=np.uint8)
         one = np.array([_SECRET_BYTES], dtype=np.int64)
-        reader = None
+        channel = None
         try:
-            reader = CmaReader(theirs.pid)
+            channel = CmaChannel(self, theirs.pid)
             read_memory(theirs.pid, np.array([found.ctypes.data]), np.array([theirs.address]), one)
         except OSError as error:
-            if reader is not None:
-                reader.close()
+            if channel is not None:
+                channel.close()
             hint = "; see kernel.yama.ptrace_scope" if error.errno == errno.EPERM else ""
             raise PlaneUnavailableError(f"P's memory cannot be read: {error.strerror}{hint}") from None
         if not secrets.compare_digest(found.tobytes(), theirs.secret):
-            reader.close()
+            channel.close()
             raise PlaneUnavailableError("P runs in another process namespace")
-        self._readers.append(reader)
-        return reader, b""
+        self._channels.append(channel)
+        return channel, b""
 
-    def accept(self, payload: bytes) -> tuple[SendChannel, bytes]:
-        return Unpushed(), b""
+    def accept(self, payload: bytes) -> tuple[PulledChannel, bytes]:
+        return PulledChannel(), b""
+
+    def begin(self, copy: _CmaCopy) -> None:
+        """Let ``progress`` copy it."""
+        if not self.copies:
+            self._watch_at = time.monotonic() + WATCH_SECONDS
+        self.copies.append(copy)
+
+    def end_copies(self, copies: list[_CmaCopy]) -> None:
+        """End copies before their last byte."""
+        for copy in copies:
+            self.copies.remove(copy)
+            copy.end("cma: the copy was cancelled")
 
     def pollables(self) -> list[tuple[int | zmq.Socket[bytes], int]]:
-        return [(reader.process.fd, zmq.POLLIN) for reader in self._live()]
+        return [(channel.process.fd, zmq.POLLIN) for channel in self._live()]
 
-    def _live(self) -> list[CmaReader]:
-        self._readers = [reader for reader in self._readers if reader.process.fd >= 0]
-        return [reader for reader in self._readers if reader.error is None]
+    def _live(self) -> list[CmaChannel]:
+        self._channels = [channel for channel in self._channels if channel.process.fd >= 0]
+        return [channel for channel in self._channels if channel.error is None]
 
     @property
     def active(self) -> bool:
-        return False
+        return bool(self.copies)
 
     def progress(self) -> bool:
-        return any([reader.watch() for reader in self._live()])
-
-    def arm(self) -> bool:
+        if not self.copies:
+            return self._watch()
+        copy = self.copies.popleft()
+        copy.turn()
+        if not copy.done:
+            self.copies.append(copy)
+        if time.monotonic() >= self._watch_at:
+            self._watch()
         return True
 
+    def _watch(self) -> bool:
+        self._watch_at = time.monotonic() + WATCH_SECONDS
+        return any([channel.watch() for channel in self._live()])
+
+    def arm(self) -> bool:
+        return not self.copies
+
     def close(self) -> None:
-        for reader in self._readers:
-            reader.close()
-        self._readers.clear()
+        for channel in self._channels:
+            channel.close()
+        self._channels.clear()

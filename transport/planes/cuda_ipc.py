@@ -1,20 +1,20 @@
 """CUDA IPC: D maps P's allocations, and D's kernels read P's pages over NVLink. Same host only.
 
-P's handles are worth its memory: whoever has one reads and writes all of the allocation. So they do not travel. They
-lie in a file without a name, which D opens through ``/proc``, and the kernel lets in only who may look into P's memory
-(the same user; see ptrace(2), PTRACE_MODE_READ). The offer says which process and file, with a secret, so that another
-process of that number is told apart.
+A process that has one of P's handles reads and writes all of the allocation. So the handles do not travel. They lie in
+a file without a name, which D opens through ``/proc``, and the kernel opens it only for a process that may look into
+P's memory (the same user; see ptrace(2), PTRACE_MODE_READ). The offer names the process and the file, and contains a
+secret that tells P from another process of the same number.
 
-P can neither see nor stop a read of its pages, so a read proves nothing about its blocks: that P's grant still stands
-after it does.
-Mapping takes milliseconds and unmapping has to wait for the copies under way, so both happen on a thread of their own.
+P can neither see nor stop a read of its pages, so a read proves nothing about P's blocks; a grant that is still current
+after the read proves it. Mapping takes milliseconds, and unmapping has to wait for the copies under way, so both happen
+on a thread of their own.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, ClassVar
 
@@ -23,15 +23,16 @@ import torch
 import zmq
 from msgspec import Meta
 
-from kvferry.transport import cuda_memory
+from kvferry.transport import cuda
+from kvferry.transport.channels import Copy, PageRead, PullChannel, PulledChannel
 from kvferry.transport.errors import PeerUnreachableError, PlaneUnavailableError, ProtocolError, TransportError
 from kvferry.transport.host import PeerProcess, host_id, open_peer_file
-from kvferry.transport.plane import MAX_PAYLOAD_BYTES, MappedChannel, Plane, SendChannel, Unpushed, decode_payload
+from kvferry.transport.plane import MAX_PAYLOAD_BYTES, Plane, PlaneContext, decode_payload
 from kvferry.transport.wake import Waker
 
 _SECRET_BYTES = 16
 _PROBE_BYTES = 2 << 20
-"""An allocation of its own: smaller ones share theirs."""
+"""Large enough to be an allocation of its own: smaller blocks of memory share one."""
 _MAX_ALLOCATIONS = 512
 
 _Address = Annotated[int, Meta(ge=0, lt=1 << 62)]
@@ -39,7 +40,7 @@ _Secret = Annotated[bytes, Meta(min_length=_SECRET_BYTES, max_length=_SECRET_BYT
 
 
 class _Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``why``: P's memory cannot be mapped, and why; empty where it can."""
+    """``why``: why P's memory cannot be mapped; empty where it can."""
 
     host_id: Annotated[str, Meta(max_length=64)]
     pid: Annotated[int, Meta(ge=1, le=1 << 30)]
@@ -51,11 +52,11 @@ class _Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class _Allocation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     base: _Address
     nbytes: _Address
-    handle: Annotated[bytes, Meta(min_length=cuda_memory.HANDLE_BYTES, max_length=cuda_memory.HANDLE_BYTES)]
+    handle: Annotated[bytes, Meta(min_length=cuda.HANDLE_BYTES, max_length=cuda.HANDLE_BYTES)]
 
 
 class _Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is in the file. The probe begins with the secret, so that D sees that it reads P's memory and no other."""
+    """The content of the file. The probe begins with the secret, which proves to D that it reads P's memory."""
 
     secret: _Secret
     gpu: Annotated[str, Meta(max_length=128)]
@@ -63,10 +64,14 @@ class _Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     allocations: Annotated[tuple[_Allocation, ...], Meta(max_length=_MAX_ALLOCATIONS)]
 
 
-class IpcChannel(MappedChannel):
-    """D's end: P's allocations in our address space."""
+class IpcChannel(PullChannel):
+    """D's end: P's allocations, mapped into our address space. D's kernels copy from there.
+
+    Closing it waits, on the plane's thread, for the copies that have been started.
+    """
 
     def __init__(self, plane: CudaIpcPlane, process: PeerProcess, memory: _Memory) -> None:
+        self.ready = False
         self.process = process
         self._plane = plane
         self._memory = memory
@@ -74,15 +79,18 @@ class IpcChannel(MappedChannel):
         self._closed = False
         plane.later(self._map)
 
-    def ours(self, address: int, nbytes: int) -> int:
+    def translate(self, address: int, nbytes: int) -> int:
         for allocation, mapped in zip(self._memory.allocations, self._mapped, strict=False):
             offset = address - allocation.base
             if offset >= 0 and offset + nbytes <= allocation.nbytes:
                 return mapped + offset
         raise TransportError(f"cuda_ipc: {nbytes} bytes at {address:#x} are in no allocation that P has given us")
 
+    def read(self, request: PageRead) -> Copy:
+        return request.launch()
+
     def watch(self) -> bool:
-        """Whether the process has just ended; sets ``error``."""
+        """Whether P's process has just ended; sets ``error``."""
         if self.error is not None or self.process.fd < 0 or not self.process.ended:
             return False
         self.fail("cuda_ipc: the producer died")
@@ -97,17 +105,17 @@ class IpcChannel(MappedChannel):
     def _map(self) -> None:
         memory = self._memory
         try:
-            cuda_memory.use(self._plane.device)
+            cuda.bind_context(self._plane.device)
             for allocation in (*memory.allocations, memory.probe):
-                self._mapped.append(cuda_memory.open_handle(allocation.handle))
-            probe = cuda_memory.read(self._mapped[-1], _SECRET_BYTES, self._plane.device)
+                self._mapped.append(cuda.open_handle(allocation.handle))
+            probe = cuda.read_bytes(self._mapped[-1], _SECRET_BYTES, self._plane.device)
             if not secrets.compare_digest(probe, memory.secret):
-                raise TransportError("what is read through the mapping is not what P wrote")
+                raise TransportError("the bytes read through the mapping are not the bytes that P wrote")
             for allocation, mapped in zip(memory.allocations, self._mapped, strict=False):
-                if cuda_memory.allocation_at(mapped)[1] < allocation.nbytes:
+                if cuda.address_range(mapped)[1] < allocation.nbytes:
                     raise TransportError("a mapping is smaller than P's allocation")
-        except Exception as error:  # whatever the driver says, another plane may do
-            self.error = TransportError(f"cuda_ipc: P's memory cannot be mapped: {error}")
+        except Exception as error:  # whatever the driver reports, another plane may work
+            self.error = PeerUnreachableError(f"cuda_ipc: P's memory cannot be mapped: {error}")
         else:
             self.ready = True
         self._plane.wake()
@@ -116,58 +124,52 @@ class IpcChannel(MappedChannel):
         self.ready = False
         self._plane.synchronize()  # copies that were started before the channel closed still read
         while self._mapped:
-            cuda_memory.close_handle(self._mapped.pop())
+            cuda.close_handle(self._mapped.pop())
 
 
 class CudaIpcPlane(Plane):
     """Reads between processes of one host whose GPUs reach each other's memory, or share a GPU.
 
-    Args:
-        device: where the caches lie, with its index.
-        ranges: address and bytes of what D is to read.
-        settle: blocks until the copies that were started are done.
-
     Raises:
-        PlaneUnavailableError: CUDA's bindings are missing.
+        PlaneUnavailableError: NVIDIA's driver is missing.
     """
 
     name: ClassVar[str] = "cuda_ipc"
-    peer_reads: ClassVar[bool] = True
+    pulls: ClassVar[bool] = True
 
-    def __init__(
-        self, device: torch.device, ranges: Sequence[tuple[int, int]], synchronize: Callable[[], None]
-    ) -> None:
+    def __init__(self, context: PlaneContext) -> None:
         if not hasattr(os, "pidfd_open"):
             raise PlaneUnavailableError("this system has no pidfd_open")
-        self.device, self.synchronize = device, synchronize
+        memory = context.memory
+        self.device, self.synchronize = memory.device, memory.synchronize
         self._secret = secrets.token_bytes(_SECRET_BYTES)
         self._probe: torch.Tensor | None = None
         self._fd = -1
         self._channels: list[IpcChannel] = []
         self._waker = Waker()
         self._thread = ThreadPoolExecutor(1, "kvferry-cuda-ipc")
-        cuda_memory.use(device)
+        cuda.bind_context(self.device)
         try:
-            self._export(ranges)
+            self._export(memory.ranges)
         except (PlaneUnavailableError, TransportError) as error:
             self.cannot_serve = str(error)
 
-    def _export(self, ranges: Sequence[tuple[int, int]]) -> None:
+    def _export(self, ranges: Iterable[tuple[int, int]]) -> None:
         found = {}
         for address, nbytes in ranges:
-            base, size = cuda_memory.allocation_at(address)
+            base, size = cuda.address_range(address)
             if address + nbytes > base + size:
                 raise PlaneUnavailableError("the KV cache of a layer is spread over several allocations")
             found[base] = size
         if len(found) > _MAX_ALLOCATIONS:
             raise PlaneUnavailableError(f"the KV cache lies in {len(found)} allocations, limit {_MAX_ALLOCATIONS}")
-        allocations = tuple(_Allocation(base, size, cuda_memory.handle_of(base)) for base, size in found.items())
-        self._probe = cuda_memory.allocate(_PROBE_BYTES, self.device)
+        allocations = tuple(_Allocation(base, size, cuda.ipc_handle(base)) for base, size in found.items())
+        self._probe = cuda.allocate(_PROBE_BYTES, self.device)
         self._probe[:_SECRET_BYTES] = torch.frombuffer(bytearray(self._secret), dtype=torch.uint8)
         torch.cuda.current_stream(self.device).synchronize()
         place = self._probe.data_ptr()
-        probe = _Allocation(place, _PROBE_BYTES, cuda_memory.handle_of(place))
-        memory = _Memory(self._secret, cuda_memory.uuid_of(self.device), probe, allocations)
+        probe = _Allocation(place, _PROBE_BYTES, cuda.ipc_handle(place))
+        memory = _Memory(self._secret, cuda.device_uuid(self.device), probe, allocations)
         self._fd = os.memfd_create("kvferry-cuda-ipc", os.MFD_CLOEXEC)
         os.write(self._fd, msgspec.msgpack.encode(memory))
 
@@ -185,7 +187,7 @@ class CudaIpcPlane(Plane):
             raise PlaneUnavailableError("P is this very process")
         memory = _memory_of(theirs)
         try:
-            cuda_memory.check_peer(self.device, memory.gpu)
+            cuda.check_peer_access(self.device, memory.gpu)
             process = PeerProcess(theirs.pid)
         except (TransportError, OSError) as error:
             raise PeerUnreachableError(str(error)) from None
@@ -193,15 +195,15 @@ class CudaIpcPlane(Plane):
         self._channels.append(channel)
         return channel, b""
 
-    def accept(self, payload: bytes) -> tuple[SendChannel, bytes]:
-        return Unpushed(), b""
+    def accept(self, payload: bytes) -> tuple[PulledChannel, bytes]:
+        return PulledChannel(), b""
 
     def later(self, act: Callable[[], None]) -> None:
-        """Do it on the thread that maps and unmaps, in turn."""
+        """Call ``act`` on the thread that maps and unmaps, after the calls before it."""
         self._thread.submit(act)
 
     def wake(self) -> None:
-        """Something has changed."""
+        """A channel has changed: let the poller of ``pollables`` return."""
         self._waker.wake()
 
     def pollables(self) -> list[tuple[int | zmq.Socket[bytes], int]]:
@@ -235,10 +237,10 @@ class CudaIpcPlane(Plane):
 
 
 def _memory_of(offer: _Offer) -> _Memory:
-    """What P says of its memory, to those who may look into it.
+    """P's description of its memory, from P's file.
 
     Raises:
-        PeerUnreachableError: we may not, or that process is another.
+        PeerUnreachableError: this process may not look into P's memory, or P's number is another process's here.
     """
     try:
         fd = open_peer_file(offer.pid, offer.fd)

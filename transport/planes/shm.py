@@ -1,13 +1,14 @@
 """The shared-memory data plane, for two processes of one host.
 
-P makes one arena of slots per channel, packs into a slot, and rings; D unpacks straight from the slot and rings back.
-Where the caches of either lie on a GPU, its kernels do that: there the arena is page-locked.
-The bell is a Unix socket in the abstract namespace: it needs no name in a file system, so SIGKILL leaves nothing
-behind; it exists only inside one network namespace, so that another container or host is told apart without guessing;
-it carries the arena's descriptor; and its end is the peer's end.
+P makes one arena of slots per channel, packs into a slot, and sends a record over a socket; D unpacks straight from the
+slot and sends a record back. Where the caches of P or D lie on a GPU, its kernels pack or unpack, and the arena is
+page-locked.
+The socket is a Unix socket in the abstract namespace: it needs no name in a file system, so SIGKILL leaves nothing
+behind; it exists only inside one network namespace, so that another container or host cannot be mistaken for this one;
+it carries the arena's descriptor; and it ends when the peer ends.
 
-Bytes on the socket, little endian: D says hello with ``secret`` and ``channel``; P answers with the arena's
-descriptor and ``_GEOMETRY``; then P sends ``_FILLED`` and D ``_FREED`` records, each within the other's slot count.
+Bytes on the socket, little endian: D sends ``secret`` and ``channel``; P answers with the arena's descriptor and
+``_GEOMETRY``; then P sends ``_FILLED`` and D ``_FREED`` records, each within the other's slot count.
 """
 
 from __future__ import annotations
@@ -17,26 +18,16 @@ import os
 import secrets
 import socket
 import struct
-from collections.abc import Iterable
 from functools import partial
 from typing import Annotated, ClassVar
 
 import msgspec
-import torch
 import zmq
 from msgspec import Meta
 
+from kvferry.transport.channels import ExpectingChannel, Received, RecvChannel, SendChannel, Slot
 from kvferry.transport.errors import PlaneUnavailableError, ProtocolError, TransportError
-from kvferry.transport.plane import (
-    CPU,
-    ExpectingChannel,
-    Plane,
-    Received,
-    RecvChannel,
-    SendChannel,
-    Slot,
-    decode_payload,
-)
+from kvferry.transport.plane import Plane, PlaneContext, decode_payload
 from kvferry.transport.planes.shm_arena import Arena
 from kvferry.transport.sockets import CHANNEL_BYTES, MAX_UNAUTHENTICATED, SECRET_BYTES, PendingConnections, Sockets
 
@@ -132,9 +123,6 @@ class ShmSendChannel(SendChannel):
         self._free.append(slot.index)
         if self._closed:
             self._unmap_if_done()
-
-    def flush(self, tags: Iterable[int]) -> None:
-        pass
 
     def close(self) -> None:
         if not self._closed:
@@ -260,10 +248,10 @@ class ShmPlane(Plane):
 
     name: ClassVar[str] = "shm"
 
-    def __init__(self, slot_bytes: int, staging_bytes: int, device: torch.device = CPU) -> None:
-        self._slot_bytes = min(slot_bytes, BEST_SLOT_BYTES)
-        self._limit_bytes = self._left_bytes = staging_bytes
-        self._device = device
+    def __init__(self, context: PlaneContext) -> None:
+        self._slot_bytes = min(context.slot_bytes, BEST_SLOT_BYTES)
+        self._limit_bytes = self._left_bytes = context.staging_bytes
+        self._device = context.memory.device
         self.sockets = Sockets()
         self._lobby: PendingConnections | None = None
         self._offer: _Offer | None = None

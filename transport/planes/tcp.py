@@ -5,8 +5,8 @@ as UCX over TCP, and a pack and an unpack cost as much as the link: without them
 4.4 GB/s over loopback, through UCX and staging slots at 2.9. Where the pieces of a page are too short for that, either
 side goes through a slot, and the other does not notice.
 
-D connects to P and says the secret of P's offer and the channel's id. The stream is neither encrypted nor authenticated
-beyond that, as UCX's is not.
+D connects to P and sends the secret of P's offer and the channel's id. The stream is neither encrypted nor
+authenticated beyond that, like UCX's.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 import numpy as np
 import numpy.typing as npt
-import torch
 import zmq
 from msgspec import Meta
 
+from kvferry.transport.channels import Pieces, RecvChannel, SendChannel
 from kvferry.transport.errors import PlaneUnavailableError, ProtocolError, TransportError
-from kvferry.transport.plane import CPU, Pieces, Plane, RecvChannel, SendChannel, decode_payload
+from kvferry.transport.plane import Plane, PlaneContext, decode_payload
 from kvferry.transport.planes.tcp_channels import TcpRecvChannel, TcpSendChannel
 from kvferry.transport.planes.vectors import repeated
 from kvferry.transport.sockets import CHANNEL_BYTES, MAX_UNAUTHENTICATED, SECRET_BYTES, PendingConnections, Sockets
@@ -48,19 +48,13 @@ class _Attach(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class TcpPlane(Plane):
     """One listening socket for all consumers, one connection per channel. For caches of a GPU, whose pages no socket
-    reads, every message goes through page-locked slots.
-
-    Args:
-        host: the local address that P's end binds to.
-        slot_bytes: largest message; peers with different sizes use the smaller one.
-        staging_bytes: bound for P's slots, and for D's, where runs are too short to do without.
-        device: where the caches are.
-    """
+    reads, every message goes through page-locked slots. In host memory only messages of short pieces need slots."""
 
     name: ClassVar[str] = "tcp"
 
-    def __init__(self, host: str, slot_bytes: int, staging_bytes: int, device: torch.device = CPU) -> None:
-        gpu = device.type == "cuda"
+    def __init__(self, context: PlaneContext) -> None:
+        gpu = context.memory.device.type == "cuda"
+        slot_bytes, staging_bytes = context.slot_bytes, context.staging_bytes
         self.slot_bytes = slot_bytes
         self.window = _GPU_WINDOW if gpu else 1
         self.sockets = Sockets()
@@ -69,7 +63,7 @@ class TcpPlane(Plane):
         self.channels: dict[TcpSendChannel | TcpRecvChannel, None] = {}
         self.zeros: npt.NDArray[np.uint8] = np.zeros(_SCRATCH_BYTES, dtype=np.uint8)
         self._waste: npt.NDArray[np.uint8] = np.empty(_SCRATCH_BYTES, dtype=np.uint8)
-        self._host = host
+        self._host = context.host
         self._lobby: PendingConnections | None = None
         self._offer: _Offer | None = None
         self._awaited: dict[bytes, TcpSendChannel] = {}
@@ -168,7 +162,7 @@ class TcpPlane(Plane):
             self._awaited.pop(channel.id, None)
 
     def nowhere(self, nbytes: int) -> Pieces:
-        """Where bytes go that nobody wants any more."""
+        """Memory to receive bytes into that belong to no message any more."""
         return repeated(self._waste, nbytes)
 
     def _senders(self) -> Iterator[TcpSendChannel]:

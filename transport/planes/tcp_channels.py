@@ -8,13 +8,13 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from kvferry.transport.plane import ExpectingChannel, Pieces, Received, SendChannel, Slot
+from kvferry.transport.channels import ExpectingChannel, Pieces, Received, SendChannel, Slot
 from kvferry.transport.planes.tcp_messages import HEADER, Arriving, Outgoing, byte, together
 from kvferry.transport.planes.vectors import Vector, repeated
 from kvferry.transport.sockets import ENDED, READABLE, WRITABLE
@@ -38,7 +38,7 @@ class TcpSendChannel(SendChannel):
     ``_taken`` counts the slots that are being packed, ``_waiting`` holds those that were sent meanwhile.
     """
 
-    gathers: ClassVar[bool] = True
+    sends_in_place: ClassVar[bool] = True
 
     def __init__(self, plane: TcpPlane, channel: bytes, slot_bytes: int) -> None:
         self.slot_bytes = slot_bytes
@@ -82,22 +82,21 @@ class TcpSendChannel(SendChannel):
         self._waiting.append((slot, nbytes, tag))
         self._go_on()
 
-    def send_pieces(self, pieces: Pieces, tag: int) -> None:
-        assert self.ready
-        self._message = Outgoing(tag, pieces, None)
+    def send_pieces(self, pieces: Callable[[], Pieces], tag: int) -> bool:
+        if not self.ready:
+            return False
+        self._message = Outgoing(tag, pieces(), None)
         self._write()
+        return True
 
     def give_back(self, slot: Slot) -> None:
         self._taken -= 1
         self._plane.send_pool.put(slot)
 
-    def let_go(self) -> None:
+    def stop_reading(self) -> None:
         message = self._message
-        if message is not None and message.paged:  # the stream goes on, and says so
-            message.let_go(partial(repeated, self._plane.zeros))
-
-    def flush(self, tags: Iterable[int]) -> None:
-        pass  # D receives only what was sent
+        if message is not None and message.paged:  # the stream goes on, and its last byte marks the message
+            message.stop_reading(partial(repeated, self._plane.zeros))
 
     def close(self) -> None:
         if not self._closed:
@@ -113,19 +112,20 @@ class TcpSendChannel(SendChannel):
             self._plane.sockets.mute(self.sock)
 
     def on_readable(self) -> None:
-        """D has nothing to say: it left."""
+        """D sends nothing, so its stream has ended."""
         assert self.sock is not None
         try:
-            said = self.sock.recv(256)
+            data = self.sock.recv(256)
         except BlockingIOError:
             return
         except OSError as error:
             self.fail(f"tcp: the consumer is gone: {error.strerror}")
             return
-        self.fail("tcp: the consumer sent what it may not" if said else "tcp: the consumer closed the channel or died")
+        self.fail("tcp: the consumer sent what it may not" if data else "tcp: the consumer closed the channel or died")
 
     @property
     def ready(self) -> bool:
+        """Whether a message may begin now."""
         return self._open and self._message is None and not self._waiting
 
     @property
@@ -175,9 +175,7 @@ class TcpSendChannel(SendChannel):
 
 
 class TcpRecvChannel(ExpectingChannel):
-    """D's end."""
-
-    scatters: ClassVar[bool] = True
+    """D's end. It receives a message into the memory of ``into``, or into a slot."""
 
     def __init__(self, plane: TcpPlane, sock: socket.socket, hello: bytes) -> None:
         super().__init__()
@@ -189,17 +187,17 @@ class TcpRecvChannel(ExpectingChannel):
         self._whole = np.zeros(1, dtype=np.uint8)  # what came behind the last message
         self._head = self._new_head()
         self._arriving: Arriving | None = None
-        self._ready_sockets = 0.0
+        self._received_at = 0.0
         self._closed = False
         plane.sockets.watch(sock, self.on_connected, WRITABLE)
 
     def forget(self, tag: int) -> None:
-        self.let_go(tag)
+        self.stop_writing(tag)
         super().forget(tag)
         if self._arriving is not None and self._arriving.tag == tag:
             self._arriving.told = None
 
-    def let_go(self, tag: int) -> None:
+    def stop_writing(self, tag: int) -> None:
         expected = self.expected.get(tag)
         if expected is not None:
             expected.into = partial(self._plane.nowhere, expected.nbytes)
@@ -237,12 +235,12 @@ class TcpRecvChannel(ExpectingChannel):
                 self._plane.sockets.watch(self._sock, self.on_readable)
                 self.on_readable()
                 return True
-        elif (self._arriving is not None or self._head.done) and now > self._ready_sockets + _SILENCE_SECONDS:
+        elif (self._arriving is not None or self._head.done) and now > self._received_at + _SILENCE_SECONDS:
             self.fail(f"tcp: the producer stopped in the middle of a message, {_SILENCE_SECONDS} s ago")
         return False
 
     def on_connected(self) -> None:
-        """The connection stands, or could not be made: say hello."""
+        """The connection exists, or could not be made: send the secret."""
         number = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         try:
             if number:
@@ -274,7 +272,7 @@ class TcpRecvChannel(ExpectingChannel):
                     self.fail("tcp: the producer closed the channel or died")
                     return
                 left -= got
-                self._ready_sockets = time.monotonic()
+                self._received_at = time.monotonic()
                 if self._arriving is not None and not self._arriving.vector.left:
                     self._finish()
         except BlockingIOError:
@@ -337,7 +335,7 @@ class TcpRecvChannel(ExpectingChannel):
 
 
 def _nothing() -> None:
-    """A message in its place has nothing to give back."""
+    """A message in place holds no slot."""
 
 
 def _tune(sock: socket.socket) -> None:

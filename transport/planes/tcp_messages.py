@@ -9,22 +9,22 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.transport.plane import Pieces, Slot
+from kvferry.transport.channels import Pieces, Slot
 from kvferry.transport.planes.vectors import Vector
 
 HEADER = struct.Struct("<QQ")
 """Tag, bytes that follow, without the last one."""
 COMPLETE: npt.NDArray[np.uint8] = np.ones(1, dtype=np.uint8)
-"""Behind a message: all of it is what it was to be. Zero where P let go of its pages before they were sent: what it
-says of that comes by another socket, and may come later."""
+"""The last byte of a message whose bytes are all P's. Zero where P stopped reading its pages before they were sent: P's
+control message about that goes over another socket, and may arrive later."""
 
 
 class Outgoing:
-    """A message that P sends. ``slot`` is given back afterwards; ``paged``: it is read from pages.
+    """A message that P sends. ``slot`` becomes free afterwards; ``paged``: its bytes are read from pages.
 
     Args:
-        pieces: its bytes, which stay in place until it was sent or ``let_go``.
-        slot: where they are, unless they are in pages.
+        pieces: its bytes, which stay in place until the message was sent or ``stop_reading`` was called.
+        slot: the slot that holds them, unless they are in pages.
     """
 
     __slots__ = ("_header", "paged", "slot", "tag", "vector")
@@ -34,9 +34,8 @@ class Outgoing:
         self._header = np.frombuffer(HEADER.pack(tag, int(pieces.nbytes.sum())), dtype=np.uint8)
         self.vector = Vector(together(self._of_header(HEADER.size), pieces, byte(COMPLETE)))
 
-    def let_go(self, instead: Callable[[int], Pieces]) -> None:
-        """Read no page any more: what is unsent of it comes from ``instead``, which is told how many bytes that is and
-        has zeros, as the last one then is to be."""
+    def stop_reading(self, instead: Callable[[int], Pieces]) -> None:
+        """Read no page any more: the unsent rest is ``instead(number of bytes)``, zeros, and so is the last byte."""
         self.paged = False
         head = max(0, HEADER.size - self.vector.done)
         rest = instead(self.vector.left - head)

@@ -25,10 +25,11 @@ import torch
 import zmq
 from msgspec import Meta
 
-from kvferry.transport import cuda_memory
+from kvferry.transport import cuda
+from kvferry.transport.channels import Received, RecvChannel, SendChannel, Slot
 from kvferry.transport.errors import PlaneUnavailableError, ProtocolError, TransportError
 from kvferry.transport.host import host_id
-from kvferry.transport.plane import CPU, Plane, Received, RecvChannel, SendChannel, Slot, decode_payload
+from kvferry.transport.plane import Plane, PlaneContext, decode_payload
 from kvferry.transport.planes.ucx_channels import UcxRecvChannel, UcxSendChannel, UcxTransfer
 from kvferry.transport.planes.ucx_library import uses_rdma
 from kvferry.transport.planes.ucx_worker import UcxAnnouncement, UcxArray, UcxEndpoint, UcxRequest, UcxWorker
@@ -71,29 +72,25 @@ class _Attach(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class UcxPlane(Plane):
-    """The UCX data plane of one process.
-
-    Args:
-        host: the local address that peers reach; UCX uses its network device, see ``ucx_library.settings_for``.
-        slot_bytes: size of a slot; peers with different sizes use the smaller one.
-        staging_bytes: bound for P's slots, and for D's.
-        device: where the slots lie.
+    """The UCX data plane of one process. UCX uses the network device of ``context.host``, see
+    ``ucx_library.settings_for``. The slots lie on the device of the caches.
 
     Raises:
-        PlaneUnavailableError: UCXX or UCX cannot be had, or on a GPU CUDA's bindings.
+        PlaneUnavailableError: UCXX or UCX cannot be had, or NVIDIA's driver for slots on a GPU.
     """
 
     name: ClassVar[str] = "ucx"
 
-    def __init__(self, host: str, slot_bytes: int, staging_bytes: int, device: torch.device = CPU) -> None:
+    def __init__(self, context: PlaneContext) -> None:
+        slot_bytes, staging_bytes, device = context.slot_bytes, context.staging_bytes, context.memory.device
         self._on_gpu = device.type != "cpu"
         if self._on_gpu:
-            cuda_memory.load()  # here, and not while the first hand-over waits for its slots
+            cuda.load()  # before the first hand-over allocates its slots: it is known here what is missing
         # A peer that stops must not hold every slot.
         most = max(1, staging_bytes // slot_bytes - 1)
         self.window, self._receives = (min(n, most) for n in (_GPU_WINDOWS if self._on_gpu else _WINDOWS))
         self._moved_at = 0.0
-        self._worker = UcxWorker(host)
+        self._worker = UcxWorker(context.host)
         self._slot_bytes = slot_bytes
         self.send_pool = SlotPool(slot_bytes, staging_bytes, device)
         self.by_tag: dict[int, UcxRecvChannel] = {}

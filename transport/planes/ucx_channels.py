@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from kvferry.transport.channels import ExpectingChannel, Pieces, SendChannel, Slot
 from kvferry.transport.errors import TransportError
-from kvferry.transport.plane import ExpectingChannel, Pieces, SendChannel, Slot
 from kvferry.transport.planes.ucx_worker import UcxEndpoint, UcxRequest
 
 if TYPE_CHECKING:
@@ -66,9 +66,6 @@ class UcxSendChannel(SendChannel):
     def give_back(self, slot: Slot) -> None:
         self.in_flight -= 1
         self._plane.send_pool.put(slot)
-
-    def flush(self, tags: Iterable[int]) -> None:
-        pass  # D receives only what was sent
 
     def close(self) -> None:
         if not self.closed:

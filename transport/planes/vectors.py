@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.transport.plane import Pieces
+from kvferry.transport.channels import Pieces
 
 MAX_PIECES = 1024
 """IOV_MAX of Linux."""

@@ -13,13 +13,13 @@ import time
 from typing import Annotated, Any, ClassVar
 
 import msgspec
-import torch
 import zmq
 from msgspec import Meta
 
+from kvferry.transport.channels import RecvChannel, SendChannel, Slot
 from kvferry.transport.control.zap_auth import Monitor, unwatch
 from kvferry.transport.errors import PlaneUnavailableError, ProtocolError, TransportError
-from kvferry.transport.plane import CPU, ConfigureSocket, Plane, RecvChannel, SendChannel, Slot, decode_payload
+from kvferry.transport.plane import Plane, PlaneContext, decode_payload
 from kvferry.transport.planes.zmq_channels import CHANNEL_BYTES, CONNECT_SECONDS, ZmqRecvChannel, ZmqSendChannel
 from kvferry.transport.staging import SlotPool
 
@@ -48,32 +48,19 @@ class _Attach(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ZmqPlane(Plane):
-    """One ROUTER for all consumers, one DEALER per producer.
-
-    Args:
-        host: the local address that the ROUTER binds to.
-        slot_bytes: size of a slot; peers with different sizes use the smaller one.
-        staging_bytes: bound for P's slots, and for the frames that D holds; for a GPU half of it is for D's slots.
-        configure: called with every socket before it binds (``True``) or connects (``False``).
-        device: where the caches are.
-    """
+    """One ROUTER for all consumers, one DEALER per producer. ``context.staging_bytes`` bounds P's slots, and the frames
+    that D holds; for caches on a GPU half of it is for D's slots."""
 
     name: ClassVar[str] = "zmq"
 
-    def __init__(
-        self,
-        host: str,
-        slot_bytes: int,
-        staging_bytes: int,
-        configure: ConfigureSocket | None,
-        device: torch.device = CPU,
-    ) -> None:
-        gpu = device.type == "cuda"
+    def __init__(self, context: PlaneContext) -> None:
+        gpu = context.memory.device.type == "cuda"
+        slot_bytes, staging_bytes = context.slot_bytes, context.staging_bytes
         self.slot_bytes = slot_bytes
         self.send_pool = SlotPool(slot_bytes, staging_bytes, page_locked=gpu)
         self.recv_pool = SlotPool(slot_bytes, staging_bytes // 2, page_locked=True) if gpu else None
-        self._host = host
-        self._configure = configure
+        self._host = context.host
+        self._configure = context.configure_socket
         self._window_left = max(1, (staging_bytes // 2 if gpu else staging_bytes) // slot_bytes)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(1)
         self._bound: zmq.Socket[bytes] | None = None
@@ -185,7 +172,7 @@ class ZmqPlane(Plane):
             self._window_left += channel.window
 
     def put_later(self, slot: Slot, tracker: Any) -> None:
-        """A slot without credit: free once ZMQ has let go of it."""
+        """A slot without credit: it is free once ZMQ does not use it any more."""
         self._busy.append((slot, tracker))
 
     def router(self) -> zmq.Socket[bytes]:
@@ -194,7 +181,7 @@ class ZmqPlane(Plane):
         return self._bound
 
     def socket(self, kind: int, *, server: bool) -> zmq.Socket[bytes]:
-        """A socket that does not linger, that hears of a silent host, and that ``configure`` has seen."""
+        """A socket that does not linger and that notices a silent host, set up by ``configure_socket``."""
         socket = self._context.socket(kind)
         socket.linger = 0
         socket.ipv6 = ":" in self._host
@@ -221,7 +208,7 @@ class ZmqPlane(Plane):
         self._port = int(endpoint.rstrip(b"\0").rsplit(b":", 1)[1])
 
     def _serve(self) -> bool:
-        """Take in what consumers sent; what comes from nobody we know is dropped."""
+        """Take in what consumers sent; messages of unknown channels are dropped."""
         moved = False
         for _ in range(_BATCH):
             try:
@@ -233,7 +220,7 @@ class ZmqPlane(Plane):
             if channel is not None and channel.error is None:
                 channel.on_message(frames[1] if len(frames) == 2 else b"")
         assert self._bound_monitor is not None
-        if self._bound_monitor.read():  # somebody left, and ZMQ does not say who
+        if self._bound_monitor.read():  # a consumer left, and ZMQ does not name it
             moved = True
             self._watch_until = time.monotonic() + _DEATH_SECONDS
             self._next_ping = 0.0

@@ -12,17 +12,16 @@ import secrets
 import struct
 import time
 from collections import deque
-from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import zmq
 
+from kvferry.transport.channels import ExpectingChannel, Received, SendChannel, Slot
 from kvferry.transport.control.framing import url
 from kvferry.transport.control.zap_auth import Monitor, unwatch
 from kvferry.transport.errors import PlaneUnavailableError, ProtocolError
-from kvferry.transport.plane import ExpectingChannel, Received, SendChannel, Slot
 from kvferry.transport.staging import SlotPool
 
 if TYPE_CHECKING:
@@ -83,9 +82,6 @@ class ZmqSendChannel(SendChannel):
     def give_back(self, slot: Slot) -> None:
         self._taken -= 1
         self._plane.send_pool.put(slot)
-
-    def flush(self, tags: Iterable[int]) -> None:
-        pass
 
     def close(self) -> None:
         if not self._closed:

@@ -1,0 +1,312 @@
+"""The channels of a data plane: one channel joins one rank of P with one rank of D. There are two kinds of pairs.
+
+PUSH: P packs bytes into staging slots and sends them as messages; D unpacks the messages.
+
+    SendChannel (P)  acquire ─▶ pack into the slot ─▶ send         ═══▶  RecvChannel (D)  expect ─▶ poll ─▶ release
+
+PULL: D copies from P's memory by itself; P does no work and sends no message.
+
+    PulledChannel (P)  nothing but ``close`` and ``error``         ◀═══  PullChannel (D)  read ─▶ a Copy under way
+
+``channel.pulls`` tells the kinds apart. One thread uses all channels of a process. No method blocks. No method raises
+because a peer died or broke the protocol: the channel then carries ``error``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import ClassVar, Literal, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvferry.transport.errors import TransportError
+
+Int64s = npt.NDArray[np.int64]
+
+CPU = torch.device("cpu")
+
+
+class Slot:
+    """Staging memory of one message.
+
+    ``address`` is the address of the first byte, ``nbytes`` the capacity, ``tensor`` the same bytes as uint8 [nbytes].
+    """
+
+    __slots__ = ("address", "index", "nbytes", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, index: int) -> None:
+        self.tensor = tensor
+        self.address = tensor.data_ptr()
+        self.nbytes = tensor.numel()
+        self.index = index
+
+
+class Pieces(NamedTuple):
+    """Scattered memory: piece i is the ``nbytes[i]`` bytes (more than 0) from ``addresses[i]`` on, int64 [n]."""
+
+    addresses: Int64s
+    nbytes: Int64s
+
+
+class ByteRanges(NamedTuple):
+    """A copy in ranges: range i is ``nbytes[i]`` bytes from address ``src[i]`` to address ``dst[i]``, int64 [n]."""
+
+    dst: Int64s
+    src: Int64s
+    nbytes: Int64s
+
+    def split(self, nbytes: int) -> tuple[ByteRanges, ByteRanges | None]:
+        """The first ranges, about ``nbytes`` together and at least one range, and the rest; ``None`` for no rest."""
+        count = max(1, int(np.searchsorted(np.cumsum(self.nbytes), nbytes, side="right")))
+        first, rest = (ByteRanges(*(column[part] for column in self)) for part in (slice(count), slice(count, None)))
+        return first, rest if len(rest.nbytes) else None
+
+
+class Channel(ABC):
+    """One end of a channel."""
+
+    error: TransportError | None = None
+    """Set once the peer is gone or broke the protocol, and never unset; messages in flight then never arrive."""
+
+    def fail(self, reason: str) -> None:
+        """Set ``error``, unless it is set already."""
+        if self.error is None:
+            self.error = TransportError(reason)
+            self._give_up()
+
+    def _give_up(self) -> None:  # noqa: B027 (a channel may hold nothing for its peer)
+        """``fail`` has just set ``error``: free the resources that wait for the peer."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free all resources. Idempotent, does not block; the peer's channel gets an ``error``."""
+
+
+# --- PUSH -----------------------------------------------------------------------------------------------------------
+
+
+class SendChannel(Channel):
+    """P's end of a PUSH channel, to one rank of D.
+
+    Optional capability, messages in place: a channel with ``sends_in_place`` reads the bytes of a message from the
+    pages where they lie, without a slot. It overrides ``send_pieces``, ``reading`` and ``stop_reading``. The defaults
+    suit every channel whose slots lie in host memory: they copy the pieces into a slot and send the slot.
+    """
+
+    pulls: ClassVar[Literal[False]] = False
+    slot_bytes: int
+    """Capacity of this channel's slots; may be less than the plane's ``slot_bytes``."""
+    sends_in_place: ClassVar[bool] = False
+    """Whether ``send_pieces`` makes no copy; without that it is better to pack into a slot."""
+
+    @abstractmethod
+    def acquire(self) -> Slot | None:
+        """A slot to pack into. ``None`` is back-pressure: try again after ``progress()`` moved something."""
+
+    @abstractmethod
+    def send(self, slot: Slot, nbytes: int, tag: int) -> None:
+        """Send the first ``nbytes`` (1..slot.nbytes) of an acquired slot under a 64-bit tag.
+
+        The slot becomes free by itself once neither the peer nor the kernel needs it; on a channel with ``error`` it
+        becomes free at once.
+        """
+
+    @abstractmethod
+    def give_back(self, slot: Slot) -> None:
+        """Return an acquired slot unsent."""
+
+    def flush(self, tags: Iterable[int]) -> None:
+        """The peer cancelled these tags: end the receives that it has posted for them by empty messages. The default,
+        for planes whose D receives only messages that were sent, does nothing."""
+
+    def send_pieces(self, pieces: Callable[[], Pieces], tag: int) -> bool:
+        """Send the memory that ``pieces`` returns, at most ``slot_bytes`` in all, as one message. ``False`` is
+        back-pressure, and ``pieces`` was not called. In place, the memory must not change while ``reading`` is the tag.
+        """
+        slot = self.acquire()
+        if slot is None:
+            return False
+        try:
+            nbytes = _gather(pieces(), slot.address)
+        except BaseException:
+            self.give_back(slot)
+            raise
+        self.send(slot, nbytes, tag)
+        return True
+
+    @property
+    def reading(self) -> int | None:
+        """The tag of the message whose pieces the channel still reads in place, if any."""
+        return None
+
+    def stop_reading(self) -> None:
+        """Read no pieces any more. The channel completes a message that has begun with zeros."""
+
+
+class Received(msgspec.Struct, frozen=True):
+    """A message that has arrived. Its bytes stay valid until ``release()``, which may be called once.
+
+    ``placed``: the bytes lie where ``into`` of ``RecvChannel.expect`` placed them, and ``address`` means nothing.
+    ``device``: the device of the memory at ``address``.
+    """
+
+    tag: int
+    address: int
+    nbytes: int
+    release: Callable[[], None]
+    placed: bool = False
+    device: torch.device = CPU
+
+
+class RecvChannel(Channel):
+    """D's end of a PUSH channel, from one rank of P."""
+
+    pulls: ClassVar[Literal[False]] = False
+
+    @abstractmethod
+    def expect(self, tag: int, nbytes: int, into: Callable[[], Pieces] | None = None) -> None:
+        """Announce a message of exactly ``nbytes``; announce messages in the order in which P sends them.
+
+        ``into`` returns the memory where the bytes belong. A channel that can write there calls it when the message
+        begins to arrive, and the message is then ``placed``; every other channel ignores it and uses a slot.
+        """
+
+    def stop_writing(self, tag: int) -> None:
+        """Write nothing to the memory of ``into`` from now on. The channel still receives the message and drops it."""
+
+    @abstractmethod
+    def poll(self) -> list[Received]:
+        """The messages that arrived since the last call, in any order. A flushed message has ``nbytes`` 0."""
+
+    @abstractmethod
+    def posted(self) -> set[int]:
+        """Tags of receives that only a message can end; every other tag may be forgotten."""
+
+    @abstractmethod
+    def forget(self, tag: int) -> None:
+        """The announced message will not come. If it comes nevertheless, the channel drops its bytes."""
+
+
+@dataclass(slots=True)
+class Expected:
+    """An announced message; ``into`` returns the memory where its bytes belong, ``None`` is a slot."""
+
+    nbytes: int
+    into: Callable[[], Pieces] | None
+
+
+class ExpectingChannel(RecvChannel):
+    """A ``RecvChannel`` that keeps a table of the announced messages by tag, and a list ``arrived`` for ``poll``."""
+
+    def __init__(self) -> None:
+        self.expected: dict[int, Expected] = {}
+        self.arrived: list[Received] = []
+
+    def expect(self, tag: int, nbytes: int, into: Callable[[], Pieces] | None = None) -> None:
+        self.expected[tag] = Expected(nbytes, into)
+
+    def poll(self) -> list[Received]:
+        arrived, self.arrived = self.arrived, []
+        return arrived
+
+    def posted(self) -> set[int]:
+        return set()  # a message that has not begun to arrive may be forgotten
+
+    def forget(self, tag: int) -> None:
+        self.expected.pop(tag, None)
+
+    def release_arrived(self) -> None:
+        """Release the messages that ``poll`` has not returned: the channel closes."""
+        for message in self.poll():
+            message.release()
+
+
+# --- PULL -----------------------------------------------------------------------------------------------------------
+
+
+class Copy:
+    """A copy under way. Poll ``done``.
+
+    ``done``: the copy touches no memory any more. ``error``: why the bytes are not in place; empty if they are.
+    ``peer_lost``: the copy failed because the peer, or its memory, is gone. ``moved``: bytes that are in place so far,
+    for copies that take long; 0 where the plane does not count. ``on_stream``: the copy is part of the stream of
+    copies of the rank's device, so that the engine's device can wait for it; a plane's own copies are not.
+    """
+
+    __slots__ = ("done", "error", "moved", "on_stream", "peer_lost")
+
+    def __init__(self, *, done: bool = False, on_stream: bool = False) -> None:
+        self.done = done
+        self.error = ""
+        self.moved = 0
+        self.on_stream = on_stream
+        self.peer_lost = False
+
+
+class PageRead(ABC):
+    """One read of P's pages into D's pages. A plane takes one of two views of the same read, whichever suits it."""
+
+    @abstractmethod
+    def byte_ranges(self) -> ByteRanges:
+        """The read as ranges of bytes: ``src`` are addresses as ``PullChannel.translate`` returned them, ``dst`` are
+        addresses of this process. For planes that copy by themselves, such as system calls or one-sided RDMA READs.
+        """
+
+    @abstractmethod
+    def launch(self) -> Copy:
+        """Let D's kernels copy everything in one pass. For planes that map P's memory: D's device must be able to load
+        from the addresses that ``PullChannel.translate`` returned."""
+
+
+class PullChannel(Channel):
+    """D's end of a PULL channel, from one rank of P. The plane's ``progress`` completes the copies."""
+
+    pulls: ClassVar[Literal[True]] = True
+    ready: bool = True
+    """Whether ``translate`` and ``read`` may be called; a plane that needs time for that sets it later, or sets
+    ``error``. A ``PeerUnreachableError`` there means that our GPU does not reach P's memory by any plane."""
+
+    def translate(self, address: int, nbytes: int) -> int:
+        """The address under which ``read`` finds P's ``nbytes`` at P's ``address``. D asks once for the pages of each
+        layer. The default is P's own address.
+
+        Raises:
+            TransportError: P has not given this memory to D.
+        """
+        return address
+
+    @abstractmethod
+    def read(self, request: PageRead) -> Copy:
+        """Begin to copy P's pages into D's; returns the copy under way. Several may be under way."""
+
+    def cancel(self, copy: Copy) -> None:
+        """The bytes are not needed any more: end the copy soon, if possible. Either way ``copy.done`` is set once
+        nothing writes D's pages. ``close`` implies it for all copies of the channel."""
+
+
+class PulledChannel(Channel):
+    """P's end of a PULL channel, to one rank of D."""
+
+    pulls: ClassVar[Literal[True]] = True
+
+    def close(self) -> None:
+        """P holds no resources for the channel by default."""
+
+
+DChannel = RecvChannel | PullChannel
+PChannel = SendChannel | PulledChannel
+
+
+def _gather(pieces: Pieces, address: int) -> int:
+    """Copy pieces one after the other to ``address``; the number of bytes."""
+    start = address
+    for source, nbytes in zip(pieces.addresses.tolist(), pieces.nbytes.tolist(), strict=True):
+        ctypes.memmove(address, source, nbytes)
+        address += nbytes
+    return address - start
