@@ -37,11 +37,6 @@ def check(rank: int, size: int, total_heads: int) -> None:
         raise GeometryError(f"total_num_kv_heads {total_heads} is outside 1..{MAX_HEADS}")
 
 
-def is_replicated(size: int, total_heads: int) -> bool:
-    """Whether several of ``size`` ranks hold the same head."""
-    return size > total_heads
-
-
 def head_interval(rank: int, tp_size: int, total_heads: int) -> tuple[int, int]:
     """See ``TpKVTopology.head_interval``."""
     check(rank, tp_size, total_heads)
@@ -76,15 +71,12 @@ def sources(
 ) -> tuple[HeadRead, ...]:
     """See ``TpKVTopology.sources``."""
     sharded = d_sharding.size > 1 or p_sharding.size > 1
-    replicated = is_replicated(p_size, total_heads)
     start, count = head_interval(d_rank, d_size, total_heads)
     check(0, p_size, total_heads)
     reads: list[HeadRead] = []
     for head in range(start, start + count):
         if sharded:
             p_ranks = _shard_holders(head, d_rank, d_size, p_size, total_heads, d_sharding, p_sharding)
-        elif not replicated:
-            p_ranks = [_holders(head, p_size, total_heads)[0]]
         else:
             p_ranks = [_replica(head, d_rank, d_size, p_size, total_heads)]
         for p_rank in p_ranks:

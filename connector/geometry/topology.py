@@ -152,7 +152,7 @@ class TpKVTopology:
             engine_id: a known engine, also the local one.
             total_heads: global KV heads of the layers in question; by default ``total_num_kv_heads``.
         """
-        return head_split.is_replicated(self.remote_tp_size[engine_id], total_heads or self.total_num_kv_heads)
+        return self.remote_tp_size[engine_id] > (total_heads or self.total_num_kv_heads)
 
     def replicates_kv_cache(self, remote_engine_id: str) -> bool:
         """Whether ranks of an engine hold equal caches, by replicated heads or because MLA cannot be split."""

@@ -1,7 +1,8 @@
-"""A small Llama with paged attention in plain torch, on KVFerry's KV-binding utilities. Axes ``[L, B, H, N, C]``.
+"""One tensor-parallel rank of a small Llama with paged attention, in plain torch, on KVFerry's KV-binding utilities.
 
-L layers, B kernel blocks, H KV heads, N tokens in a kernel block, C content: a head's key, then its value.
-Random weights from a seed, in double precision, so that no token hangs on the order of a sum.
+Axes ``[L, B, H, N, C]``: L layers, B kernel blocks, H KV heads of the rank, N tokens in a kernel block, C content: a
+head's key, then its value. Weights are random from a seed, and in double precision: then no token depends on the order
+of a sum, so engines of any number of ranks must decode the same tokens.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed
 import torch.nn.functional as F
+from tp_step import CacheForm
 
 from kvferry.connector.binding.attention_group import attention_groups, get_kv_cache_spec, prepare_kernel_block_sizes
 from kvferry.connector.binding.block_ops import KVBlockZeroer
@@ -22,36 +25,57 @@ from kvferry.connector.binding.kv_spec import (
     MultipleOf,
     get_kv_cache_config_from_groups,
 )
+from kvferry.connector.geometry.topology import TpKVTopology
 
 DTYPE = torch.float64
 
 
 @dataclass(frozen=True)
 class Llama:
-    """Sizes of the model. ``heads`` query heads in groups that share one of ``kv_heads``."""
+    """Sizes of the model. The ``heads`` query heads are in groups, each of which shares one of ``kv_heads``."""
 
     layers: int = 4
     hidden: int = 64
-    heads: int = 4
-    kv_heads: int = 2
-    head_dim: int = 16
+    heads: int = 12
+    kv_heads: int = 6
+    head_dim: int = 8
     intermediate: int = 128
     vocabulary: int = 512
     seed: int = 7
 
 
-@dataclass(frozen=True)
-class CacheForm:
-    """How one engine keeps its cache: tokens of a manager block, layout, and the tokens of a kernel block."""
+class Shard:
+    """One rank's part of the model: its KV heads, its query heads, its columns of the MLP, all as global numbers.
 
-    block_size: int
-    layout: str
-    kernel_blocks: int | MultipleOf
-    num_blocks: int = 64
+    Ranks that hold the same KV head share out the query heads of its group.
+    """
+
+    def __init__(self, model: Llama, rank: int, tp_size: int) -> None:
+        def held(rank: int) -> range:
+            first, count = TpKVTopology.head_interval(rank, tp_size, model.kv_heads)
+            return range(first, first + count)
+
+        group = model.heads // model.kv_heads
+        self.tp_size, self.kv_heads = tp_size, held(rank)
+        self.heads: list[int] = []
+        for head in self.kv_heads:
+            holders = [other for other in range(tp_size) if head in held(other)]
+            place = holders.index(rank)
+            self.heads += range(
+                head * group + place * group // len(holders), head * group + (place + 1) * group // len(holders)
+            )
+        self.mlp = range(rank * model.intermediate // tp_size, (rank + 1) * model.intermediate // tp_size)
+        self.kv_of_query = torch.tensor([self.kv_heads.index(head // group) for head in self.heads], dtype=torch.long)
+
+    def sum_over_ranks(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' tensors, in place; the same bits on every rank."""
+        if self.tp_size > 1:
+            torch.distributed.all_reduce(x)
+        return x
 
 
 def attention_backend(kernel_blocks: int | MultipleOf) -> type:
-    """A backend, which says nothing but what blocks its kernels take."""
+    """A backend class with the one method that the utilities use: the block sizes that its kernels take."""
 
     class TorchAttention:
         @staticmethod
@@ -62,18 +86,18 @@ def attention_backend(kernel_blocks: int | MultipleOf) -> type:
 
 
 class PagedAttention:
-    """The attention of one layer, as the utilities see it; writes to and reads from its ``kv_cache``."""
+    """The attention of one layer on one rank. The utilities call its two ``get_`` methods and bind its ``kv_cache``."""
 
-    def __init__(self, model: Llama, form: CacheForm) -> None:
-        self.model, self.form = model, form
-        self.num_heads = model.heads
+    def __init__(self, model: Llama, form: CacheForm, shard: Shard) -> None:
+        self.model, self.form, self.shard = model, form, shard
+        self.num_heads = len(shard.heads)
         self._backend = attention_backend(form.kernel_blocks)
         self.kv_cache = torch.empty(0)
 
     def get_kv_cache_spec(self, config: Any) -> AttentionSpec:
         return AttentionSpec(
             block_size=self.form.block_size,
-            num_kv_heads=self.model.kv_heads,
+            num_kv_heads=len(self.shard.kv_heads),
             head_size=self.model.head_dim,
             dtype=DTYPE,
         )
@@ -93,19 +117,21 @@ class PagedAttention:
         tokens = self.kv_cache.shape[2]
         self.kv_cache[table[positions // tokens], :, positions % tokens] = torch.cat([k, v], -1)
         seen = torch.arange(int(positions[-1]) + 1)
-        keys, values = self.read(table, seen).repeat_interleave(q.shape[1] // k.shape[1], 1).chunk(2, -1)
+        keys, values = self.read(table, seen)[:, self.shard.kv_of_query].chunk(2, -1)
         scores = torch.einsum("thd,shd->hts", q, keys) / self.model.head_dim**0.5
         scores = scores.masked_fill(seen[None, None, :] > positions[None, :, None], -torch.inf)
         return torch.einsum("hts,shd->thd", scores.softmax(-1), values).flatten(1)
 
 
-class PagedEngine:
-    """The model, its cache in one form, and the free blocks."""
+class PagedLlama:
+    """One rank's part of the model, and its cache in one form."""
 
-    def __init__(self, model: Llama, form: CacheForm) -> None:
-        self.model, self.form = model, form
+    def __init__(self, model: Llama, form: CacheForm, rank: int, tp_size: int) -> None:
+        self.model, self.form, self.shard = model, form, Shard(model, rank, tp_size)
         self._draw_weights()
-        self.layers = {f"model.layers.{n}.self_attn": PagedAttention(model, form) for n in range(model.layers)}
+        self.layers = {
+            f"model.layers.{n}.self_attn": PagedAttention(model, form, self.shard) for n in range(model.layers)
+        }
         specs = get_kv_cache_spec(self.layers)
         groups = [KVCacheGroupSpec(list(specs), next(iter(specs.values())))]
         config = get_kv_cache_config_from_groups(groups, form.num_blocks, form.layout)
@@ -115,9 +141,9 @@ class PagedEngine:
         flat = [group for each in attention for group in each]
         self._zeroer = KVBlockZeroer(torch.device("cpu"), flat, kernel_sizes, self.layers, form.num_blocks)
         self._kernel_blocks = form.block_size // kernel_sizes[0]
-        self.free = list(range(form.num_blocks))
 
     def _draw_weights(self) -> None:
+        """Every rank draws all weights and keeps its part: the columns or rows of its heads and of its MLP."""
         m, random = self.model, torch.Generator().manual_seed(self.model.seed)
 
         def draw(rows: int, columns: int) -> torch.Tensor:
@@ -125,61 +151,64 @@ class PagedEngine:
 
         self._embedding = draw(m.vocabulary, m.hidden) * m.vocabulary**0.5
         self._head = draw(m.hidden, m.vocabulary)
-        queries, keys = m.heads * m.head_dim, m.kv_heads * m.head_dim
-        self._weights = [
-            {
-                "qkv": draw(m.hidden, queries + 2 * keys),
-                "out": draw(queries, m.hidden),
-                "gate_up": draw(m.hidden, 2 * m.intermediate),
-                "down": draw(m.intermediate, m.hidden),
-            }
-            for _ in range(m.layers)
-        ]
+        heads = m.heads, m.kv_heads, m.kv_heads
+        queries, kv, mlp = (torch.tensor(part) for part in (self.shard.heads, self.shard.kv_heads, self.shard.mlp))
+        self._weights = []
+        for _ in range(m.layers):
+            qkv = draw(m.hidden, sum(heads) * m.head_dim).unflatten(-1, (-1, m.head_dim)).split(heads, 1)
+            out = draw(m.heads * m.head_dim, m.hidden).unflatten(0, (-1, m.head_dim))
+            gate_up, down = draw(m.hidden, 2 * m.intermediate).unflatten(-1, (2, -1)), draw(m.intermediate, m.hidden)
+            self._weights.append(
+                {
+                    "qkv": torch.cat([part[:, held] for part, held in zip(qkv, (queries, kv, kv), strict=True)], 1),
+                    "out": out[queries].flatten(0, 1),
+                    "gate_up": gate_up[:, :, mlp].flatten(1),
+                    "down": down[mlp],
+                }
+            )
 
     # --- blocks -------------------------------------------------------------------------------------------------
 
-    def allocate(self, num_tokens: int) -> list[int]:
-        """Zeroed manager blocks for so many tokens, in no order."""
-        count = -(-num_tokens // self.form.block_size)
-        if count > len(self.free):
-            raise RuntimeError(f"{num_tokens} tokens need {count} blocks, {len(self.free)} are free")
-        taken = [self.free.pop((7 * n) % len(self.free)) for n in range(count)]
-        self._zeroer.zero_block_ids(taken)
-        return taken
+    def zero_blocks(self, block_ids: list[int]) -> None:
+        """Fill manager blocks with zeros, in all layers."""
+        self._zeroer.zero_block_ids(block_ids)
 
     def kernel_table(self, block_ids: list[int]) -> torch.Tensor:
         """Kernel block ids of manager blocks, in token order."""
         within = torch.arange(self._kernel_blocks)
         return (torch.tensor(block_ids)[:, None] * self._kernel_blocks + within).flatten()
 
-    def kv_digests(self, block_ids: list[int], num_tokens: int) -> list[str]:
-        """A digest of the prompt's KV bytes in token order, per layer."""
+    def kv_digests(self, block_ids: list[int], num_tokens: int) -> list[dict[int, str]]:
+        """A digest of the prompt's KV bytes in token order, per layer and by global KV head."""
         table, positions = self.kernel_table(block_ids), torch.arange(num_tokens)
-        content = [layer.read(table, positions).contiguous().view(torch.uint8) for layer in self.layers.values()]
-        return [hashlib.blake2b(each.numpy().tobytes(), digest_size=16).hexdigest() for each in content]
+        found = []
+        for layer in self.layers.values():
+            by_head = layer.read(table, positions).transpose(0, 1).contiguous().numpy()  # [H, T, C]
+            hashes = [hashlib.blake2b(content.tobytes(), digest_size=16) for content in by_head]
+            found.append({head: each.hexdigest() for head, each in zip(self.shard.kv_heads, hashes, strict=True)})
+        return found
+
+    def negate_one_number(self, block_id: int) -> None:
+        """Change the sign of one number of a block, in layer 1. A comparison of KV bytes must find it."""
+        cache = list(self.layers.values())[1].kv_cache
+        cache[int(self.kernel_table([block_id])[0]), 0, 0, 0] *= -1
 
     # --- forward ------------------------------------------------------------------------------------------------
 
     def forward(self, tokens: list[int], start: int, block_ids: list[int]) -> int:
-        """Compute ``tokens`` at positions ``start`` and up, after what the cache holds; the next token, greedily."""
+        """Compute ``tokens`` at positions ``start`` and up, after the tokens in the cache, and return the next token,
+        greedily. All ranks must call it with the same arguments."""
         m, table = self.model, self.kernel_table(block_ids)
         positions = torch.arange(start, start + len(tokens))
         x = self._embedding[torch.tensor(tokens)]
         for attention, weights in zip(self.layers.values(), self._weights, strict=True):
-            heads = (F.rms_norm(x, (m.hidden,)) @ weights["qkv"]).unflatten(-1, (-1, m.head_dim))
-            q, k, v = heads.split([m.heads, m.kv_heads, m.kv_heads], 1)
-            x = x + attention(_rotate(q, positions), _rotate(k, positions), v, table, positions) @ weights["out"]
+            qkv = torch.einsum("td,dhc->thc", F.rms_norm(x, (m.hidden,)), weights["qkv"])
+            q, k, v = qkv.split([attention.num_heads, *[len(self.shard.kv_heads)] * 2], 1)
+            attended = attention(_rotate(q, positions), _rotate(k, positions), v, table, positions)
+            x = x + self.shard.sum_over_ranks(attended @ weights["out"])
             gate, up = (F.rms_norm(x, (m.hidden,)) @ weights["gate_up"]).chunk(2, -1)
-            x = x + (F.silu(gate) * up) @ weights["down"]
+            x = x + self.shard.sum_over_ranks((F.silu(gate) * up) @ weights["down"])
         return int((F.rms_norm(x[-1], (m.hidden,)) @ self._head).argmax())
-
-    def decode(self, tokens: list[int], block_ids: list[int], count: int) -> list[int]:
-        """``count`` tokens after ``tokens``, the last of which is not computed yet; all before it are in the cache."""
-        made: list[int] = []
-        while len(made) < count:
-            last = made[-1] if made else tokens[-1]
-            made.append(self.forward([last], len(tokens) - 1 + len(made), block_ids))
-        return made
 
 
 def _rotate(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

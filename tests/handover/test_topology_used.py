@@ -12,7 +12,7 @@ import torch
 from kvferry.connector.geometry import read_plan
 from kvferry.connector.geometry.topology import TpKVTopology
 from tests.handover.rank_group import RankGroup
-from tests.support.ranks import grant, load_plan, peer, wait
+from tests.support.ranks import SOON, grant, load_plan, peer, wait
 
 QUESTIONS = ("source_ranks", "sources", "release_ranks", "expected_consumers")
 BLOCKS = [3, 1, 4]
@@ -40,7 +40,8 @@ def test_each_choice_of_a_hand_over_is_asked_of_one_topology(
         token = grant(ps, "req-p", BLOCKS, 40)
         for d in ds:
             d.worker.post(load_plan("req-d", token, peer(ps), BLOCKS, 0, 40))
-        assert wait(lambda: all(d.received for d in ds) and all(p.sent for p in ps), [*ps, *ds])
+        all_sent = wait(lambda: all(p.sent for p in ps), [*ps, *ds], SOON)  # released: an expiry takes longer
+        assert all_sent and all(d.received for d in ds)
     for d in ds:
         assert not d.failed and torch.equal(d.read(BLOCKS, 40), d.wanted(40))
     for name, objects in asked.items():
