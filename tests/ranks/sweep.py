@@ -13,6 +13,9 @@ import random
 import sys
 import time
 from importlib.util import find_spec
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / ".typing"))
 
 from tests.ranks.compare import check
 from tests.ranks.matrix import GPU_PLANES, PLANES

@@ -6,7 +6,10 @@ python tests/ranks/table.py
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / ".typing"))
 
 from tests.ranks.matrix import BLOCKS, CONTEXT, PARALLEL, TABLES, Cell, cells
 from tests.ranks.pairing import LAYOUTS

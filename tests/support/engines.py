@@ -6,9 +6,8 @@
         group.wait_ready()
         router = group.router(prefill, decode)
 
-Each process runs under a guard process (see process_guard.py) in a process group of its own. It is ended with all its
-descendants by ``close()``, on exceptions, on SIGTERM, at interpreter exit, and when this process is killed.
-
+Each process runs under a guard process (see process_guard.py) in a process group of its own. It ends with all its
+descendants: by ``close()``, on exceptions, on SIGTERM, at interpreter exit, and when this process is killed.
 """
 
 from __future__ import annotations
