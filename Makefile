@@ -7,7 +7,7 @@ PYTEST := $(BIN)/pytest
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-engines test-gpu sweep lint bench bench-gpu clean
+.PHONY: help install demo test test-engines test-gpu sweep lint docs bench bench-gpu clean
 
 help:
 	@echo "make install       everything into $(VENV): torch and vLLM for the CPU, UCX, NIXL to compare with, tools"
@@ -17,6 +17,7 @@ help:
 	@echo "make test-gpu      those for two and more GPUs, by the interpreter GPU_PYTHON=... that has vLLM for GPUs"
 	@echo "make sweep         500 hand-overs between random forms of P and D (SEED=... repeats one run)"
 	@echo "make lint          ruff and mypy --strict"
+	@echo "make docs          write the generated tables of README.md and docs/"
 	@echo "make bench         the benchmarks; tables here, JSON in .bench/ (RESULTS=...)"
 	@echo "make bench-gpu     the benchmarks for two GPUs, by that interpreter; plots beside the JSON"
 	@echo "make clean         remove what these made"
@@ -59,6 +60,9 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: install
+	$(BIN)/python docs/generate.py
 
 RESULTS ?= .bench
 BENCHMARKS := planning paged_copy layout_change kv_postprocess empty_handover host_planes e2e_vs_nixl

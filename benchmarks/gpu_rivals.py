@@ -343,7 +343,7 @@ class LocalEnd(End):
         if way == "device_copy":
             several = repeated(lambda: self.other.copy_(self.wire))
         elif self.device.type == "cpu":
-            several = repeated(self._by_reference(way == "pack"))
+            several = repeated(self._on_host(way == "pack"))
         else:
             several = self._by_kernel(way == "pack")
 
@@ -362,7 +362,7 @@ class LocalEnd(End):
             "device": self.device,
         }  # fmt: skip
 
-    def _by_reference(self, packs: bool) -> Callable[[], object]:
+    def _on_host(self, packs: bool) -> Callable[[], object]:
         pages, form = self._pages(packs), self.point.p
         wire = wire_pages(self.wire.data_ptr(), form.layers, form.heads, self.point.tokens, form.content)
         sides = (wire, pages) if packs else (pages, wire)
@@ -370,10 +370,10 @@ class LocalEnd(End):
 
     def _by_kernel(self, packs: bool) -> Callable[[], None]:
         """As a hand-over has it, whose messages share their tables on the GPU."""
-        from kvferry.kernels.paged_copy_triton import PagesThere
+        from kvferry.kernels.paged_copy_triton import DevicePages
 
         def several() -> None:
-            there = PagesThere(self._pages(packs), **self._sizes)
+            there = DevicePages(self._pages(packs), **self._sizes)
             for _ in range(REPEATED):
                 there.copy(
                     self.wire.data_ptr(), to_wire=packs, layer=0, num_layers=self.point.p.layers, token=0,

@@ -1,12 +1,11 @@
-"""The part of ``summary.py`` that is about GPUs, out of what ``make bench-gpu`` wrote."""
+"""The part of ``summary.py`` about GPUs, made from the results of ``make bench-gpu``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from gpu_tables import E2E_TARGETS, INTERFERENCE_TARGETS, TARGETS, reached
-from tables import load, table
+from tables import RECOMMENDED_POLICY, load, policy_sentence, table
 
 Rows = Mapping[tuple[str, str], Mapping[str, Any]]
 
@@ -26,29 +25,61 @@ CONTENDERS = {
     "ucx": "`ucx`",
     "nixl": "NIXL",
     "torch": "torch",
-    "kernel": "copy of `cuda_ipc`",
-    "nixl_best": "NIXL, one piece",
-    "ucxx_raw": "UCXX, one piece",
-    "peer_copy": "peer copy, one piece",
+    "kernel": "copy kernel of `cuda_ipc`",
+    "nixl_best": "NIXL, contiguous",
+    "ucxx_raw": "UCXX, contiguous",
+    "peer_copy": "CUDA peer copy, contiguous",
 }
 LONG = "_at_32k_tokens"
 PACKAGES = ("torch", "triton", "ucxx-cu13", "libucx-cu13", "nixl-cu13")
 CONNECTORS = ("KVFerryConnector", "NixlConnector")
+NO_POLICY = "No vLLM engine takes part in this measurement, so no `kv_load_failure_policy` applies."
+PLOTS = "../benchmarks/results"
+"""Seen from docs/."""
 
 
-def machine(planes: Mapping[str, Any], engines: Mapping[str, Any]) -> str:
-    versions = planes["versions"]
-    packages = ", ".join(f"{name} {versions[name]}" for name in PACKAGES)
-    chosen = {line.rsplit(", ", 1)[1] for lines in planes["ucx_transports"].values() for line in lines if "GPU" in line}
+def machine(result: Mapping[str, Any], *packages: str) -> str:
+    versions = result["versions"]
+    installed = ", ".join(f"{name} {versions[name]}" for name in packages)
     return (
-        f"{versions['gpus']}, driver {versions['driver']}, {versions['cpus']} cores ({versions['cpu']}), "
-        f"Python {versions['python']}, {packages}, vllm {engines['versions']['vllm']}; "
-        f"UCX moves GPU memory by its {', '.join(sorted(chosen)) or 'host transports'}"
+        f"Machine: {versions['gpus']}, driver {versions['driver']}, {versions['cpus']} cores ({versions['cpu']}), "
+        f"Python {versions['python']}, {installed}."
     )
 
 
+def figure() -> str:
+    """The table of README.md: a whole hand-over over NVLink beside NIXL, for three forms of the KV cache."""
+    result = load("gpu_planes")
+    rows = {(row["point"], row["contender"]): row for row in result["rows"]}
+    forms = {
+        "pieces_8k": "same layout on P and D, pieces of 8 KiB",
+        "pieces_32k": "same layout on P and D, pieces of 32 KiB",
+        "tokens_8192": "Llama-8B, 64-token blocks and another layout on D",
+    }
+    lines = [
+        [form, f"{rows[point, 'cuda_ipc']['bytes'] / 2**20:.0f}", *(_rate(rows, point, name) for name in COMPARED)]
+        for point, form in forms.items()
+    ]
+    versions = result["versions"]
+    whole = rows["tokens_8192", "nixl_best"]["gb_per_s"]
+    return "\n\n".join(
+        [
+            f"GB/s from one GPU to another on one host ({versions['gpus']}, NVLink). The prompt has 8192 tokens. Its "
+            "KV cache lies in 16-token blocks in random order. Median of "
+            f"{result['rounds']} rounds. KVFerry: the whole hand-over. "
+            f"NIXL {versions['nixl-cu13']}, same run: a READ with one descriptor for each piece.",
+            table(["KV cache", "MiB", "KVFerry, `cuda_ipc`", "NIXL READ"], lines),
+            f"`*` NIXL does not change the layout; the time for that is not counted. For one contiguous piece of 1 GiB "
+            f"NIXL reaches {whole:.0f} GB/s. {NO_POLICY}",
+        ]
+    )
+
+
+COMPARED = ("cuda_ipc", "nixl")
+
+
 def rates(result: Mapping[str, Any]) -> str:
-    """GB/s by point and contender; ``*`` where the change of form is still to be made."""
+    """GB/s by point and contender; ``*`` where a change of layout is not included."""
     rows = {(row["point"], row["contender"]): row for row in result["rows"]}
     lines = []
     for point, label in POINTS.items():
@@ -68,38 +99,120 @@ def _rate(rows: Rows, point: str, contender: str) -> str:
     return f"{row['gb_per_s']:.{0 if row['gb_per_s'] >= 100 else 1}f}{'' if row['changes_form'] else '*'}"
 
 
-def end_to_end(result: Mapping[str, Any]) -> str:
-    """Hand-over time per prompt length and state of the block tables, both connectors."""
+def bandwidth() -> str:
+    """GB/s between two GPUs, and the fixed times of a hand-over."""
+    result = load("gpu_planes")
+    chosen = {line.rsplit(", ", 1)[1] for lines in result["ucx_transports"].values() for line in lines if "GPU" in line}
+    figures, ratios = result["figures"], result["ratios"]
+    times = [
+        ["one block of 16 tokens, median", "handover_ms_p50", "ucx_handover_ms_p50"],
+        ["one block of 16 tokens, 99th percentile", "handover_ms_p99", "ucx_handover_ms_p99"],
+        ["first hand-over from a new P", "first_handover_ms", "ucx_first_handover_ms"],
+        ["64 MiB beside a Python thread that never releases the GIL", "cuda_ipc_gil_ms", "ucx_gil_ms"],
+    ]
+    shares = [
+        ["whole hand-over over `cuda_ipc`", "cuda_ipc_handover_vs_peer_copy"],
+        ["copy kernel of `cuda_ipc` alone", "cuda_ipc_vs_peer_copy"],
+        ["whole hand-over over `ucx`", "ucx_vs_peer_copy"],
+    ]
+    return "\n\n".join(
+        [
+            f"{NO_POLICY} {machine(result, *PACKAGES)} UCX moves GPU memory with "
+            f"{', '.join(sorted(chosen)) or 'host transports'}.",
+            "GB/s from one GPU to the other, `benchmarks/gpu_planes.py`. Unless a row says otherwise: the KV cache of "
+            "Llama-8B, in scattered blocks of 16 tokens on P, and in blocks of 64 tokens and another layout on D. "
+            f"Medians of {result['rounds']} rounds. `cuda_ipc` and `ucx` are whole hand-overs: from the step that "
+            "plans the load to the report that the load is complete. The copy kernel of `cuda_ipc` is timed from its "
+            "launch to its end. A contiguous transfer moves the same number of bytes in one piece. `*`: block size and "
+            "layout are not changed, and the time for that is not counted.",
+            rates(result),
+            f"![GB/s by prompt length and form]({PLOTS}/gpu_planes.png)",
+            "Bandwidth as a share of one contiguous CUDA peer copy of 1 GiB:",
+            table(
+                ["transfer", "8192 tokens", "32768 tokens"],
+                [[label, f"{ratios[name]:.2f}", f"{ratios[name + LONG]:.2f}"] for label, name in shares],
+            ),
+            "Milliseconds of small and first hand-overs, between KVFerry's halves without a vLLM engine:",
+            table(
+                ["hand-over", "`cuda_ipc`", "`ucx`"],
+                [[label, *(f"{figures[name]:.2f}" for name in names)] for label, *names in times],
+            ),
+        ]
+    )
+
+
+def end_to_end() -> str:
+    """Hand-over time and time to first token by prompt length and state of the block tables, both connectors."""
+    result = load("gpu_e2e")
     found = {(row["state"], row["tokens"], row["connector"]): row for row in result["rows"] if row["state"] != "load"}
     lines = []
     for state, tokens in dict.fromkeys((state, tokens) for state, tokens, _ in found):
         pair = [found[state, tokens, connector] for connector in CONNECTORS]
         cells = [f"{row['handover_ms']:.1f} ({row['handover_p99_ms']:.1f})" for row in pair]
+        cells += [f"{row['ttft_ms']:.1f}" for row in pair]
         lines.append([state, str(tokens), f"{pair[0]['mib']:.0f}", *cells])
-    return table(["block tables", "prompt tokens", "MiB", *(f"{connector}, ms" for connector in CONNECTORS)], lines)
+    head = ["block tables", "prompt tokens", "MiB", "hand-over, KVFerry, ms", "hand-over, NIXL, ms"]
+    figures = result["figures"]
+    rounds = ", ".join(
+        f"{figures[f'rounds_{state}']} rounds {state}" for state in dict.fromkeys(line[0] for line in lines)
+    )
+    first = [figures[f"first_handover_ms_{connector}"] for connector in CONNECTORS]
+    return "\n\n".join(
+        [
+            f"{policy_sentence(result['policy'])}{_of_policy(result['policy'])} {machine(result, *PACKAGES, 'vllm')}",
+            "Two vLLM engines per connector, P on one GPU and D on the other, `benchmarks/gpu_e2e.py`. D is idle, and "
+            "the engines run without CUDA graphs. TTFT is D's time to first token for a prompt whose KV comes from P. "
+            "Hand-over time is TTFT minus the time to first token of the same prompt from the prefix cache of the same "
+            f"D. Medians, with the 99th percentile in parentheses; {rounds}. The two connectors have "
+            "different cache-hit times, and TTFT varies by some milliseconds from request to request: compare TTFT "
+            "where hand-over times are close.",
+            "`fresh`: blocks that were never used, in the order of memory. `scattered`: after traffic of many short "
+            "prompts. `emptied`: scattered, and vLLM's prefix cache was emptied, so that no block is evicted.",
+            table([*head, "TTFT, KVFerry, ms", "TTFT, NIXL, ms"], lines),
+            f"The first hand-over from a new P, at the longest prompt: {first[0]:.0f} ms with KVFerryConnector, "
+            f"{first[1]:.0f} ms with NixlConnector.",
+            f"![hand-over time and D's time to first token by prompt length]({PLOTS}/gpu_e2e.png)",
+        ]
+    )
 
 
-def under_load(result: Mapping[str, Any]) -> list[str]:
-    """What clients of either pair saw beside others, where that was measured."""
+def _of_policy(policy: str) -> str:
+    """What a policy that is not the recommended one changes in the figures."""
+    if policy == RECOMMENDED_POLICY:
+        return ""
+    return (
+        " With `fail`, an idle D computes in the same step in which it loads (`step_load_seconds`); with "
+        f"`{RECOMMENDED_POLICY}` vLLM schedules the request some engine steps after the load. So these hand-over times "
+        f"of KVFerryConnector do not hold for `{RECOMMENDED_POLICY}`. No result for `{RECOMMENDED_POLICY}` on GPUs is "
+        "in this repository yet."
+    )
+
+
+def under_load() -> str:
+    """What clients of either pair of engines measured with several requests at a time."""
+    result = load("gpu_e2e")
     rows = [row for row in result["rows"] if row["state"] == "load"]
-    if not rows:
-        return []
     first = rows[0]
     lines = [
         [row["connector"], *(f"{row[name]:.4g}" for name in ("ttft_p50", "ttft_p99", "tpot_p50", "per_second"))]
         for row in rows
     ]
-    return [
-        f"Under load: vLLM's `bench serve` through a router, {first['requests']} prompts of {first['tokens']} tokens "
-        f"with {first['output']} to answer, {first['beside']} at a time, in the order of the runs. "
-        "They last seconds, and a step of these engines takes as long as the Python of its host: a look at whole "
-        "services, too short to compare the time per token:",
-        table(["connector", "TTFT ms", "p99", "per token ms", "requests/s"], lines),
-    ]
+    return "\n\n".join(
+        [
+            f"{policy_sentence(result['policy'])} KVFerryConnector loads inside a step only while D has no other "
+            "request.",
+            f"vLLM's `bench serve` through a router, on the machine above: {first['requests']} prompts of "
+            f"{first['tokens']} tokens, {first['output']} output tokens each, {first['beside']} requests at a time, in "
+            "the order of the runs. The runs last seconds, which is too short to compare the time per output token.",
+            table(["connector", "TTFT median, ms", "TTFT p99, ms", "time per output token, ms", "requests/s"], lines),
+        ]
+    )
 
 
-def slow_down(result: Mapping[str, Any]) -> list[str]:
+def slow_down() -> str:
     """What hand-overs cost a decode loop, by the SMs that they may take."""
+    result = load("interference")
+    setup = result["setup"]
     found = {(row["sms"], row["side"], row["arriving"]): row for row in result["rows"]}
     lines = []
     for sms in sorted({sms for sms, _, _ in found}):
@@ -109,82 +222,16 @@ def slow_down(result: Mapping[str, Any]) -> list[str]:
             for arriving in ("rate", "back_to_back")
         ]
         moved = found[sms, "D", "back_to_back"]["gb_per_s_moved"]
-        lines.append([f"{sms}{' (default)' if sms == result['setup']['default_sms'] else ''}", *cells, f"{moved:.0f}"])
-    rate = result["setup"]["rate"]
-    heads = ["SMs", f"D, {rate:g} a second, %", "D, one after the other, %"]
-    heads += [f"P, {rate:g} a second, %", "P, one after the other, %", "moved then, GB/s"]
-    return [
-        "Slow-down of the mean step of a decode loop (64 sequences of 2048 tokens, Llama-8B's layers) while hand-overs "
-        "of 1 GiB arrive over `cuda_ipc`, by the SMs that a copy may take (`benchmarks/interference.py`, a run of its "
-        f"own on {result['versions']['gpus']}, {result['versions']['cpus']} cores):",
-        table(heads, lines),
-        "![slow-down and rates by SMs](benchmarks/results/interference.png)",
-    ]
-
-
-def targets(*measured: tuple[Mapping[str, tuple[str, float]], Mapping[str, Any]]) -> str:
-    """What each benchmark is to reach, and whether its result does."""
-    lines = []
-    for limits, result in measured:
-        values = result["ratios"] | result["figures"]
-        for name, (sign, limit) in limits.items():
-            value = values.get(name)
-            said = (
-                ["not measured", ""]
-                if value is None
-                else [f"{value:.3g}", "yes" if reached((sign, limit), value) else "no"]
-            )
-            lines.append([f"`{name}`", f"{'≥' if sign == '>=' else '≤'} {limit:g}", *said])
-    return table(["ratio or figure", "target", "measured", "reached"], lines)
-
-
-def parts() -> list[str]:
-    """Paragraphs and tables."""
-    planes, engines = load("gpu_planes"), load("gpu_e2e")
-    measured = [(TARGETS, planes), (E2E_TARGETS, engines)]
-    beside = load("interference")
-    measured.append((INTERFERENCE_TARGETS, beside))
-    rounds = engines["figures"]["rounds_fresh"], engines["figures"]["rounds_scattered"]
-    first = [engines["figures"][f"first_handover_ms_{connector}"] for connector in CONNECTORS]
-    copy, in_a_row = (planes["ratios"][f"cuda_ipc_vs_peer_copy{at}"] for at in (LONG, "_in_a_row"))
-    handover, longer, ucx, moving, moving_longer = (
-        planes["ratios"][f"{name}_vs_peer_copy{at}"]
-        for name, at in (
-            ("cuda_ipc_handover", ""), ("cuda_ipc_handover", LONG), ("ucx", LONG), ("ucx_moving", ""),
-            ("ucx_moving", LONG),
-        )
-    )  # fmt: skip
-    raw = planes["ratios"][f"ucx_moving_vs_raw_ucxx{LONG}"]
-    return [
-        f"On {machine(planes, engines)}.",
-        "GB/s from one GPU to the other, Llama-8B in scattered blocks of 16 tokens, on D of 64 and in another layout, "
-        f"medians of {planes['rounds']} rounds (`benchmarks/gpu_planes.py`). `cuda_ipc` and `ucx` are whole "
-        "hand-overs, from D's step to the report of its load; the copy of `cuda_ipc` alone is from its launch to its "
-        "end; what is in one piece is as many contiguous bytes. At a `*`, block size and layout are still to be "
-        "changed, and the time for that is not counted:",
-        rates(planes),
-        "![GB/s by prompt length and form](benchmarks/results/gpu_planes.png)",
-        "Two vLLM engines on two GPUs, milliseconds that a hand-over adds to D's time to first token, medians with the "
-        f"99th percentile, of {rounds[0]} rounds on fresh block tables and {rounds[1]} on scattered ones, both with "
-        f"`kv_load_failure_policy` {engines['policy']} (`benchmarks/gpu_e2e.py`). `emptied`: scattered as well, of "
-        "blocks that hold nothing, so that vLLM evicts none. The time to first token varies by some milliseconds from "
-        "request to request, so that small differences say little:",
-        end_to_end(engines),
-        "![hand-over time and D's time to first token by prompt length](benchmarks/results/gpu_e2e.png)",
-        *under_load(engines),
-        f"The first one from a new peer, at the longest prompt: {first[0]:.0f} ms, with NixlConnector "
-        f"{first[1]:.0f} ms.",
-        *slow_down(beside),
-        "What this is to reach, and whether it does. Ratios named `_vs_` are of bandwidths, at 8192 tokens unless the "
-        "name says more, those of `cuda_ipc` to a peer copy and to NIXL at its best of its copy alone, "
-        "`handover_vs_nixl` of times at the longest prompt. Whole hand-overs over `cuda_ipc` reach "
-        f"{handover:.2f} of the peer copy at 8192 tokens and {longer:.2f} at 32768, over `ucx` {ucx:.2f} at 32768. "
-        f"From P's first step for the data on, `ucx` reaches {moving:.2f} and {moving_longer:.2f}, the latter being "
-        f"{raw:.2f} of raw UCXX. "
-        f"The copy of `cuda_ipc` reaches {copy:.3f} at 32768 tokens; at 8192, where four follow each other, so without "
-        f"the steps before and after, {in_a_row:.3f}. "
-        "`handover_ms` is a hand-over of one block, "
-        "`gil_ms` one of 64 MiB beside a thread of D's that never lets the GIL go, `first_handover_ms` the first one "
-        "from a new peer, all three between KVFerry's halves without engines:",
-        targets(*measured),
-    ]
+        lines.append([f"{sms}{' (default)' if sms == setup['default_sms'] else ''}", *cells, f"{moved:.0f}"])
+    rate = f"{setup['rate']:g} a second, %"
+    heads = ["SMs", f"D, {rate}", "D, without pause, %", f"P, {rate}", "P, without pause, %", "GB/s without pause"]
+    return "\n\n".join(
+        [
+            f"{NO_POLICY} {machine(result, *PACKAGES[:2])}",
+            "Slow-down of the mean step of a decode loop (64 sequences of 2048 tokens, the layers of Llama-8B) while "
+            f"hand-overs of 1 GiB arrive over `{setup['plane']}`, by the number of SMs that a copy may take "
+            "(`copy_sms`), `benchmarks/interference.py`:",
+            table(heads, lines),
+            f"![slow-down and rates by SMs]({PLOTS}/interference.png)",
+        ]
+    )

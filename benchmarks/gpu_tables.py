@@ -1,6 +1,6 @@
 """What ``gpu_planes.py`` shows: tables of its points, its ratios beside what they are to reach, and a plot.
 
-What the other benchmarks on GPUs are to reach is here too.
+The targets of the other GPU benchmarks are here too. Only the output of the benchmarks shows targets, not the docs.
 """
 
 from __future__ import annotations

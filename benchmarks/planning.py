@@ -17,7 +17,7 @@ import argparse
 import statistics
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,12 +27,12 @@ import numpy as np
 import report
 import torch
 
-from kvferry.connector.geometry import topology
+from kvferry.connector.geometry import head_split
 from kvferry.connector.geometry.compatibility import compatible
 from kvferry.connector.geometry.rank_geometry import RankGeometry, RegionGeometry
-from kvferry.connector.geometry.read_plan import plan_sources
+from kvferry.connector.geometry.read_plan import PlannedSpan, check_complete, plan_reads
 from kvferry.connector.geometry.spans import check_spans, chunks
-from kvferry.connector.geometry.topology import expected_consumers, head_interval, releases_of, sources
+from kvferry.connector.geometry.topology import TpKVTopology
 from kvferry.connector.geometry.view import CacheView, kernel_block_ids, view_of
 
 BLOCKS, LAYERS, HEADS, CONTENT, SLOT = 8192, 80, 8, 512, 4 << 20
@@ -68,7 +68,7 @@ def rank(case: Case, tp: tuple[int, int], pp: tuple[int, int], block: int) -> Ra
     layers = [f"model.layers.{i}.self_attn.attn" for i in range(pp[0] * LAYERS // pp[1], (pp[0] + 1) * LAYERS // pp[1])]
     if case.shuffled and block == case.p_block and pp[1] == case.p_pp and tp[1] == case.p_tp:
         layers = layers[::-1]
-    start, count = head_interval(*tp, HEADS)
+    start, count = TpKVTopology.head_interval(*tp, HEADS)
     region = RegionGeometry(
         kind="full", layers=tuple(layers), block_size=block, head_start=start, num_heads=count,
         total_heads=HEADS, content_bytes=CONTENT, dtype="bfloat16",
@@ -87,6 +87,18 @@ def view(geometry: RankGeometry, pages: int, kernel_block: int) -> CacheView:
         (pages * ratio, region.num_heads, kernel_block, CONTENT // 2), dtype=torch.bfloat16, device="meta"
     )
     return view_of(dict.fromkeys(region.layers, tensor), region.block_size, pages)
+
+
+def plan_all(
+    local: RankGeometry, remotes: Mapping[tuple[int, int], RankGeometry], tokens: Sequence[tuple[int, int]]
+) -> dict[tuple[int, int], tuple[PlannedSpan, ...]]:
+    """What D's consumer computes: the topology names P's ranks, each is planned, and nothing may be missing."""
+    form = next(iter(remotes.values()))
+    ranks = TpKVTopology.between(local, form).source_ranks()
+    places = [(stage, rank) for stage in range(form.pp_size) for rank in ranks]
+    plans = {place: plan_reads(local, remotes[place], tokens) for place in places}
+    check_complete(local, [item for spans in plans.values() for item in spans], tokens)
+    return plans
 
 
 class HandOver:
@@ -113,7 +125,7 @@ class HandOver:
 
     def plan_d(self) -> None:
         """What D's rank computes."""
-        self.plans = plan_sources(self.local, self.remotes, [(0, self.tokens)])
+        self.plans = plan_all(self.local, self.remotes, [(0, self.tokens)])
         kernel_block_ids(self.ours, self.d_ids)
         self.messages = sum(
             len(chunks(item.span, CONTENT, SLOT, self.remotes[place].regions[0].block_size))
@@ -155,12 +167,13 @@ class Scale:
         self.d_rank = d_tp // 2
         local = self._rank(self.d_rank, d_tp)
         self.local, self.tokens = local, [(0, 8192)]
-        self.reads = sources(self.d_rank, d_tp, p_tp, self.heads)
+        self.form = self._rank(0, p_tp)
+        self.reads = TpKVTopology.between(local, self.form).sources()
         encode = msgspec.msgpack.encode
         self._told = [encode(self._rank(read.p_rank, p_tp)) for read in self.reads]
 
     def _rank(self, rank: int, size: int) -> RankGeometry:
-        start, count = head_interval(rank, size, self.heads)
+        start, count = TpKVTopology.head_interval(rank, size, self.heads)
         region = RegionGeometry(
             kind="full", layers=tuple(f"model.layers.{i}.self_attn.attn" for i in range(LAYERS)), block_size=16,
             head_start=start, num_heads=count, total_heads=self.heads, content_bytes=CONTENT, dtype="bfloat16",
@@ -172,23 +185,24 @@ class Scale:
 
     def plan(self) -> object:
         """All that the rank computes; what it keeps is returned."""
-        topology._release_maps.cache_clear()
-        topology.sources.cache_clear()
-        reads = sources(self.d_rank, self.d_tp, self.p_tp, self.heads)
+        head_split.release_maps.cache_clear()
+        head_split.sources.cache_clear()
+        topology = TpKVTopology.between(self.local, self.form)
+        reads = topology.sources()
         remotes = {
             (0, read.p_rank): msgspec.msgpack.decode(told, type=RankGeometry)
             for read, told in zip(reads, self._told, strict=True)
         }
-        plans = plan_sources(self.local, remotes, self.tokens)
-        releases = releases_of(self.d_rank, self.d_tp, self.p_tp, (self.heads,))
-        expected = [expected_consumers(rank, self.d_tp, 1, self.p_tp, (self.heads,)) for rank in releases]
+        plans = plan_all(self.local, remotes, self.tokens)
+        releases = topology.release_ranks()
+        expected = [topology.expected_consumers(rank) for rank in releases]
         return remotes, plans, releases, expected
 
     def measure(self) -> tuple[float, float]:
         """Milliseconds, and KiB at most."""
         milliseconds = statistics.median(timed(self.plan) for _ in range(ROUNDS))
-        topology._release_maps.cache_clear()
-        topology.sources.cache_clear()
+        head_split.release_maps.cache_clear()
+        head_split.sources.cache_clear()
         tracemalloc.start()
         kept = self.plan()
         peak = tracemalloc.get_traced_memory()[1]

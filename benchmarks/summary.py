@@ -1,19 +1,31 @@
-"""The tables of the README's "Measured", out of benchmarks/results/.
+"""The tables of the documentation about measurements, made from benchmarks/results/.
 
-    python benchmarks/summary.py
+    python benchmarks/summary.py [SECTION ...]        all sections where none is named
 
-``make bench RESULTS=benchmarks/results`` measures them anew, ``make bench-gpu`` with the same those of GPUs.
+``docs/generate.py`` writes them into README.md and docs/benchmarks.md. ``make bench RESULTS=benchmarks/results``
+measures the CPU results again, ``make bench-gpu`` with the same option the GPU results.
 """
 
 from __future__ import annotations
 
+import statistics
+import sys
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import gpu_summary
-from tables import load, table
+from tables import load, policy_sentence, table
 
-NAMES = {"nixl": "NIXL", "ucxx raw": "one contiguous UCXX message", "raw socket": "a raw socket", "memcpy": "memcpy"}
+NAMES = {
+    "nixl": "NIXL",
+    "ucxx raw": "one contiguous UCXX message",
+    "raw socket": "one plain TCP socket",
+    "memcpy": "memcpy",
+}
+CPU_POLICY = "recompute"
+"""``kv_load_failure_policy`` of the engines that ``examples/lib/engines.py`` starts for ``e2e_vs_nixl.py``; used where
+a result does not name its policy."""
 
 
 def machine(result: dict[str, Any]) -> str:
@@ -22,25 +34,39 @@ def machine(result: dict[str, Any]) -> str:
     return f"{versions['cpus']} cores ({versions['cpu']}), Python {versions['python']}, {packages}"
 
 
-def end_to_end(result: dict[str, Any]) -> str:
-    """Hand-over time per prompt length, both connectors."""
+def cpu_end_to_end() -> str:
+    """Hand-over time and time to first token per prompt length, both connectors."""
+    result = load("e2e_vs_nixl")
     found: dict[tuple[int, int], dict[str, dict[str, Any]]] = defaultdict(dict)
     for row in result["rows"]:
         found[row["layers"], row["tokens"]][row["connector"]] = row
 
-    def cell(row: dict[str, Any]) -> str:
-        return f"{row['handover_ms']:.0f} ({row['low_ms']:.0f} to {row['high_ms']:.0f})"
+    def cells(row: dict[str, Any]) -> list[str]:
+        handover = f"{row['handover_ms']:.0f} ({row['low_ms']:.0f} to {row['high_ms']:.0f})"
+        return [handover, f"{statistics.median(row['loaded_ms']):.0f}"]
 
     rows = []
     for (layers, tokens), pair in sorted(found.items(), reverse=True):
-        ours, theirs = pair["KVFerryConnector"], pair["NixlConnector"]
-        mib = f"{ours['mib']:.0f}"
-        rows.append([str(layers), str(tokens), mib, cell(ours), cell(theirs)])
-    return table(["layers", "prompt tokens", "MiB", "KVFerryConnector, ms", "NixlConnector, ms"], rows)
+        ours, theirs = (cells(pair[connector]) for connector in gpu_summary.CONNECTORS)
+        mib = f"{pair['KVFerryConnector']['mib']:.0f}"
+        rows.append([str(layers), str(tokens), mib, ours[0], theirs[0], ours[1], theirs[1]])
+    head = ["layers", "prompt tokens", "MiB", "hand-over, KVFerry, ms", "hand-over, NIXL, ms"]
+    return "\n\n".join(
+        [
+            f"{policy_sentence(result.get('policy', CPU_POLICY))} Machine: {machine(result)}.",
+            "Two vLLM engines on one host, `benchmarks/e2e_vs_nixl.py`. TTFT is D's time to first token for a prompt "
+            "whose KV comes from P. Hand-over time is TTFT minus the time to first token of the same prompt from "
+            "the prefix cache of a D; for both connectors the smaller of the two median cache-hit times is subtracted. "
+            "Medians, with quartiles in parentheses. NixlConnector runs with one progress thread; with vLLM's default "
+            "of four, its handshakes mostly do not finish on two cores.",
+            table([*head, "TTFT, KVFerry, ms", "TTFT, NIXL, ms"], rows),
+        ]
+    )
 
 
-def host_planes(result: dict[str, Any]) -> str:
+def cpu_bandwidth() -> str:
     """GB/s of scattered blocks, by plane and block size."""
+    result = load("host_planes")
     rates: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
     for row in result["rows"]:
         rates[row["link"], row["kind"]][row["block_kib"]] = row["gb_per_s"]
@@ -51,28 +77,32 @@ def host_planes(result: dict[str, Any]) -> str:
         name = NAMES.get(kind, f"`{kind}`")
         cells = [f"{by_size[kib]:.1f}" if kib in by_size else "" for kib in [*sizes, 0]]
         rows.append([links[link], name, *cells])
-    return table(["link", "plane", *(f"{kib} KiB" for kib in sizes), "in one piece"], rows)
+    empty = load("empty_handover")["figures"]
+    prefix = "empty_handover_ms_p50_"
+    times = ", ".join(
+        f"`{name.removeprefix(prefix)}` {value:.2f} ms" for name, value in empty.items() if name.startswith(prefix)
+    )
+    return "\n\n".join(
+        [
+            f"{gpu_summary.NO_POLICY} Machine: {machine(result)}.",
+            "GB/s of scattered blocks in host memory, between two processes, `benchmarks/host_planes.py`. NIXL runs "
+            "with its progress thread and is polled in a loop; on two cores its rate depends on this choice.",
+            table(["link", "plane", *(f"{kib} KiB" for kib in sizes), "contiguous"], rows),
+            f"Time of a hand-over with almost no data, `benchmarks/empty_handover.py`: {times}.",
+        ]
+    )
 
 
-def render() -> str:
-    """The whole section."""
-    return "\n\n".join(["### On GPUs", *gpu_summary.parts(), "### On a CPU", *parts()])
-
-
-def parts() -> list[str]:
-    """Paragraphs and tables of the CPU."""
-    planes, pairs = load("host_planes"), load("e2e_vs_nixl")
-    empty = planes["figures"]["empty_handover_ms_p50"]
-    return [
-        f"On {machine(planes)}.",
-        "Two vLLM engines, milliseconds that a hand-over adds to D's time to first token, medians with quartiles "
-        "(`benchmarks/e2e_vs_nixl.py`):",
-        end_to_end(pairs),
-        "GB/s of scattered blocks, between two processes (`benchmarks/host_planes.py`):",
-        host_planes(planes),
-        f"A hand-over with next to no data: {empty:.2f} ms.",
-    ]
+SECTIONS: dict[str, Callable[[], str]] = {
+    "figure": gpu_summary.figure,
+    "gpu-bandwidth": gpu_summary.bandwidth,
+    "gpu-end-to-end": gpu_summary.end_to_end,
+    "gpu-load": gpu_summary.under_load,
+    "gpu-decode": gpu_summary.slow_down,
+    "cpu-end-to-end": cpu_end_to_end,
+    "cpu-bandwidth": cpu_bandwidth,
+}
 
 
 if __name__ == "__main__":
-    print(render())
+    print("\n\n".join(SECTIONS[name]() for name in sys.argv[1:] or SECTIONS))

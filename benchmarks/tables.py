@@ -1,4 +1,4 @@
-"""What the summaries of results share: where results are, and a table in Markdown."""
+"""Shared by the summaries of results: where the results are, tables in Markdown, the sentence about the policy."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).resolve().parent / "results"
+RECOMMENDED_POLICY = "recompute"
+"""What README.md recommends for ``kv_load_failure_policy``."""
 
 
 def load(name: str) -> dict[str, Any]:
@@ -16,3 +18,11 @@ def load(name: str) -> dict[str, Any]:
 
 def table(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])
+
+
+def policy_sentence(policy: str) -> str:
+    """Under which ``kv_load_failure_policy`` vLLM engines were measured."""
+    measured = f"Measured with `kv_load_failure_policy` `{policy}`"
+    if policy == RECOMMENDED_POLICY:
+        return f"{measured}, the policy that the README recommends."
+    return f"{measured}, not with the `{RECOMMENDED_POLICY}` that the README recommends."

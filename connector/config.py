@@ -1,14 +1,14 @@
 """Settings: ``kv_connector_extra_config`` over the environment over defaults.
 
-Every field is documented where it stands; ``python -m kvferry.connector.config`` prints the table in the
-README from these very definitions.
+Every field is documented where it is defined; ``python -m kvferry.connector.config`` prints the table of
+docs/settings.md from these definitions.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, get_type_hints
 
 import msgspec.inspect
@@ -33,61 +33,76 @@ def _doc(text: str) -> Meta:
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """All settings of one engine. Times are seconds, sizes are bytes."""
 
-    side_channel_host: Annotated[str, _doc("address the control port binds to; one interface, never all")] = "127.0.0.1"
+    side_channel_host: Annotated[str, _doc("address that the control port binds to: one interface, never all")] = (
+        "127.0.0.1"
+    )
     side_channel_port: Annotated[
-        _Port, _doc("control port of rank 0; rank r takes the port r above it; 0 finds a free one")
+        _Port, _doc("control port of rank 0; rank r uses this port + r; 0: a free port is found")
     ] = 0
-    advertise_host: Annotated[
-        str | None, _doc("address that peers are told to connect to; the bind address where unset")
-    ] = None
-    plane: Annotated[str, _doc("data plane; a plane named here is used or refused, auto takes the fastest")] = AUTO
+    advertise_host: Annotated[str | None, _doc("address that peers connect to; where unset, side_channel_host")] = None
+    plane: Annotated[
+        str, _doc("data plane; auto takes the fastest that works; a plane named here is used, or the start fails")
+    ] = AUTO
     slot_bytes: Annotated[
         Annotated[int, Meta(ge=64 << 10, le=256 * _MIB)] | None,
         _doc(
-            "size of one staging slot, one message on the wire; "
-            "where unset 4 MiB in host memory, a quarter of the staging memory on GPUs"
+            "size of one staging slot, which is the largest data message; "
+            "where unset 4 MiB in host memory, a quarter of staging_bytes on GPUs"
         ),
     ] = None
     staging_bytes: Annotated[
         Annotated[int, Meta(ge=_MIB, le=64 << 30)] | None,
         _doc(
-            "bound on the staging memory of one rank, each direction; "
+            "most staging memory that one rank takes for each direction; "
             "where unset 256 MiB in host memory, 512 MiB on GPUs, or 4 slots"
         ),
     ] = None
-    copy_sms: Annotated[int, Meta(ge=1, le=1024), _doc("GPU SMs that a copy may take while the engine computes")] = 20
+    copy_sms: Annotated[
+        int, Meta(ge=1, le=1024), _doc("how many SMs of the GPU a copy may take while the engine computes")
+    ] = 20
     step_load_seconds: Annotated[
         Annotated[float, Meta(ge=0, le=1)],
         _doc(
-            "an engine that has no other request computes in one step with a hand-over that it expects to take no "
-            "longer, and waits for it, on GPUs the device alone (if P is late to grant it, for ask_hold_seconds at "
-            "most); 0: never. Only with kv_load_failure_policy fail"
+            "only with kv_load_failure_policy fail: where D has no other request and expects a hand-over to take at "
+            "most this long, it loads and computes in the same step; the step waits for the hand-over (if P grants it "
+            "late, at most ask_hold_seconds); 0: never"
         ),
     ] = 0.02
-    lease_seconds: Annotated[_Seconds, _doc("how long P holds a prompt's blocks for a D that says nothing")] = 30.0
-    lease_cap_seconds: Annotated[_Seconds, _doc("how long P holds them at most, however often D renews")] = 600.0
-    ask_hold_seconds: Annotated[_Seconds, _doc("how long P keeps an ask that came before its lease")] = 10.0
-    handshake_timeout_seconds: Annotated[_Seconds, _doc("how long D waits for a peer to answer the handshake")] = 10.0
-    transfer_timeout_seconds: Annotated[
-        _Seconds, _doc("how long a hand-over may go without progress before it counts as failed")
-    ] = 30.0
+    lease_seconds: Annotated[_Seconds, _doc("how long P holds the blocks of a prompt if no message from D arrives")] = (
+        30.0
+    )
+    lease_cap_seconds: Annotated[_Seconds, _doc("how long P holds the blocks at most, even if D renews the lease")] = (
+        600.0
+    )
+    ask_hold_seconds: Annotated[
+        _Seconds, _doc("how long P keeps a request for blocks that arrives before the lease exists")
+    ] = 10.0
+    handshake_timeout_seconds: Annotated[_Seconds, _doc("how long D waits for the answer to its handshake")] = 10.0
+    transfer_timeout_seconds: Annotated[_Seconds, _doc("how long a hand-over may make no progress before it fails")] = (
+        30.0
+    )
     convert_dtype: Annotated[
-        bool, _doc("on D: KV of another dtype, or with other fp8 scales, is converted instead of refused")
+        bool, _doc("on D: convert KV of another dtype or with other fp8 scales; where False, such a P is refused")
     ] = False
     model_tag: Annotated[
         _Line | None,
-        _doc("a name for the weights, the same on P and D; the configuration of a fine-tune is that of its base model"),
+        _doc(
+            "a name for the weights, equal on P and D; it separates fine-tunes of one base model, whose configurations "
+            "are equal"
+        ),
     ] = None
     curve_public_key: Annotated[
         str | None,
         _doc(
-            "CURVE public key of this deployment (Z85); with the secret key, "
-            "control traffic is encrypted and authenticated"
+            "CURVE public key of this deployment (Z85); both keys together encrypt and authenticate the control port "
+            "and the zmq plane"
         ),
     ] = None
     curve_secret_key: Annotated[
         str | None,
-        _doc("CURVE secret key of this deployment (Z85); better given by the environment, vLLM logs the extra config"),
+        _doc(
+            "CURVE secret key of this deployment (Z85); give it in the environment, because vLLM logs the extra config"
+        ),
     ] = None
 
     @property
@@ -204,11 +219,12 @@ def _check_together(settings: Settings) -> None:
             raise ConfigError(f"{name}: {len(key)} characters, expected the 40 of a Z85 key (zmq.curve_keypair())")
 
 
-def settings_table() -> str:
-    """The settings as a Markdown table, for the README."""
+def settings_table(names: Sequence[str] = ()) -> str:
+    """The settings as a Markdown table, for the documentation; only those of ``names`` where there are any."""
     hints = get_type_hints(Settings, include_extras=True)
     rows = ["| setting | default | from, to | environment | meaning |", "|---|---|---|---|---|"]
-    for field in msgspec.structs.fields(Settings):
+    fields = {field.name: field for field in msgspec.structs.fields(Settings)}
+    for field in (fields[name] for name in names or fields):
         metas = getattr(hints[field.name], "__metadata__", ())
         text = next(m.description for m in metas if m.description)
         default = "unset" if field.default is None else f"`{field.default}`"

@@ -1,8 +1,9 @@
 """The converting unpack of ``convert`` as one Triton kernel, in one pass. Axes ``[L, B, H, N, C]``.
 
-Decoding and rounding are integer arithmetic on the bits. So the kernel needs no hardware conversion: fp8 e4m3 exists on
-compute capability 8.9 and up only, and the interpreter rounds bfloat16 and fp8 wrongly (seen in Triton 3.5 to 3.7).
-Tiles and programs are those of ``paged_copy_triton``; it is compiled per pair of dtypes and content alignment.
+The kernel decodes and rounds by integer arithmetic on the bits, so it needs no hardware conversion: fp8 e4m3 exists on
+compute capability 8.9 and up only, and Triton's interpreter rounds bfloat16 and fp8 wrongly (seen in Triton 3.5 to
+3.7). Tiles and programs are as in ``paged_copy_triton``. Triton compiles the kernel once per pair of dtypes, alignment
+and tile shape.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -14,28 +15,29 @@ import triton
 import triton.language as tl
 
 from kvferry.kernels.convert import FORMATS, Conversion, FloatFormat
-from kvferry.kernels.launch import Launcher, Table
+from kvferry.kernels.launch import DeviceTable, Launcher
 from kvferry.kernels.paged_copy import Pages, wire_pages
 from kvferry.kernels.paged_copy_triton import (
-    NUMBERS,
+    SCALAR_ARGS,
     _row_addresses,
     alignment,
-    form_for,
+    launch_shape,
     num_programs,
-    sides,
+    side_arguments,
     tile_shape,
 )
 
 _INTEGERS = {4: tl.int32, 2: tl.int16, 1: tl.int8}
+"""Type that holds the bits of an element, by its bytes."""
 _MAX_TILES = (1 << 31) - 1
 
 
 @triton.jit
 def _decode(bits, MANTISSA: tl.constexpr, BIAS: tl.constexpr, SIZE: tl.constexpr, MAX_BITS: tl.constexpr,
             INFINITY: tl.constexpr):  # fmt: skip
-    """float32 of the numbers whose bits are given, int32."""
+    """float32 values of the numbers whose bits are ``bits``, int32."""
     magnitude = bits & ((1 << (8 * SIZE - 1)) - 1) if SIZE < 4 else bits & 0x7FFFFFFF
-    # The exponent lands 127 - BIAS too low, and a power of two makes up for it, for subnormal numbers as well.
+    # The exponent is 127 - BIAS too low. Multiplication by a power of two corrects it, for subnormal numbers as well.
     number = (magnitude << (23 - MANTISSA)).to(tl.float32, bitcast=True)
     if BIAS != 127:
         number *= 2.0 ** (127 - BIAS)
@@ -49,17 +51,18 @@ def _decode(bits, MANTISSA: tl.constexpr, BIAS: tl.constexpr, SIZE: tl.constexpr
 @triton.jit
 def _encode(number, MANTISSA: tl.constexpr, BIAS: tl.constexpr, SIZE: tl.constexpr, MAX_BITS: tl.constexpr,
             MAXIMUM: tl.constexpr, NAN_BITS: tl.constexpr):  # fmt: skip
-    """Bits, int32, of the numbers nearest to the given ones, ties to even; at most the largest finite one."""
+    """Bits, int32, of the numbers of the format that are nearest to ``number``, ties to even. A number beyond the
+    largest finite one becomes that one."""
     word = number.to(tl.int32, bitcast=True)
     magnitude = word & 0x7FFFFFFF
     is_nan = magnitude > 0x7F800000
-    magnitude = tl.minimum(magnitude, MAXIMUM)  # bits of floats of one sign are ordered as the floats are
+    magnitude = tl.minimum(magnitude, MAXIMUM)  # positive floats have the same order as their bits
     if MANTISSA < 23:
         SHIFT: tl.constexpr = 23 - MANTISSA
         odd = (magnitude >> SHIFT) & 1
         found = ((magnitude + ((1 << (SHIFT - 1)) - 1) + odd) >> SHIFT) - ((127 - BIAS) << MANTISSA)
         if BIAS != 127:
-            # Below the smallest normal number the addition of this power of two rounds to the last bit there is.
+            # Below the smallest normal number, the addition of this power of two rounds to the format's last bit.
             MAGIC: tl.constexpr = (127 + 1 - BIAS + SHIFT) << 23
             added = magnitude.to(tl.float32, bitcast=True) + 2.0 ** (1 - BIAS + SHIFT)
             found = tl.where(magnitude < (128 - BIAS) << 23, added.to(tl.int32, bitcast=True) - MAGIC, found)
@@ -69,7 +72,7 @@ def _encode(number, MANTISSA: tl.constexpr, BIAS: tl.constexpr, SIZE: tl.constex
     return found | (((word >> 31) & 1) << (8 * SIZE - 1))
 
 
-@triton.jit(do_not_specialize=[*NUMBERS, "keys", "scales"])
+@triton.jit(do_not_specialize=[*SCALAR_ARGS, "keys", "scales"])
 def _convert_kernel(
     table,
     heads: tl.int32,
@@ -115,10 +118,13 @@ def _convert_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """``table`` and numbers as in ``paged_copy_triton``, a row is ``vectors`` of CONTENT_ALIGN elements, the first
-    ``keys`` of them of keys. From ``scales`` on the table goes on with the float32 bits of the scales of K and V by
-    layer, source then destination."""
-    content = vectors * CONTENT_ALIGN  # or the mask would make words narrow
+    """Converts tiles ``program_id, program_id + num_programs, ...``.
+
+    ``table`` and scalars are as in ``paged_copy_triton``. A row has ``vectors`` vectors of CONTENT_ALIGN elements; its
+    first ``keys`` elements belong to K. At index ``scales`` of the table begin the float32 bits of the scales, four
+    numbers per layer: of K and of V of the source, of K and of V of the destination.
+    """
+    content = vectors * CONTENT_ALIGN  # tells the compiler that CONTENT_ALIGN divides it: else accesses are narrow
     tiles_t, tiles_w = tl.cdiv(tokens, BLOCK_T), tl.cdiv(content, BLOCK_W)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         w = (tile % tiles_w) * BLOCK_W + tl.arange(0, BLOCK_W)
@@ -139,17 +145,17 @@ def _convert_kernel(
         src_row = tl.multiple_of(tl.multiple_of(src_row, SRC_ALIGN).to(tl.pointer_type(SRC)), SRC_ALIGN)
         dst_row = tl.multiple_of(tl.multiple_of(dst_row, DST_ALIGN).to(tl.pointer_type(DST)), DST_ALIGN)
         mask = mask_t[:, None] & (w < content)[None, :]
-        bits = tl.load(src_row[:, None] + w[None, :], mask=mask, other=0).to(tl.int32)
-        number = _decode(bits, SRC_MANTISSA, SRC_BIAS, SRC_SIZE, SRC_MAX_BITS, SRC_INFINITY)
+        src_bits = tl.load(src_row[:, None] + w[None, :], mask=mask, other=0).to(tl.int32)
+        number = _decode(src_bits, SRC_MANTISSA, SRC_BIAS, SRC_SIZE, SRC_MAX_BITS, SRC_INFINITY)
 
-        four = table + scales + 4 * layer
-        k_of, v_of = _scale(four), _scale(four + 1)
-        k_to, v_to = _scale(four + 2), _scale(four + 3)
+        of_layer = table + scales + 4 * layer
+        src_k, src_v = _scale(of_layer), _scale(of_layer + 1)
+        dst_k, dst_v = _scale(of_layer + 2), _scale(of_layer + 3)
         is_key = w < keys
-        number *= tl.where(is_key, k_of, v_of)[None, :]
-        number = tl.div_rn(number, tl.where(is_key, k_to, v_to)[None, :] + tl.zeros_like(number))
-        found = _encode(number, DST_MANTISSA, DST_BIAS, DST_SIZE, DST_MAX_BITS, DST_MAXIMUM, DST_NAN_BITS)
-        tl.store(dst_row[:, None] + w[None, :], found.to(DST), mask=mask)
+        number *= tl.where(is_key, src_k, src_v)[None, :]
+        number = tl.div_rn(number, tl.where(is_key, dst_k, dst_v)[None, :] + tl.zeros_like(number))
+        dst_bits = _encode(number, DST_MANTISSA, DST_BIAS, DST_SIZE, DST_MAX_BITS, DST_MAXIMUM, DST_NAN_BITS)
+        tl.store(dst_row[:, None] + w[None, :], dst_bits.to(DST), mask=mask)
 
 
 @triton.jit
@@ -170,40 +176,40 @@ def unpack_converted_triton(
     device: torch.device,
     sms: int | None = None,
 ) -> None:
-    """``unpack_converted`` on a GPU: enqueued on the current stream of ``device``. ``sms`` as in
+    """``unpack_converted`` on a GPU, enqueued on the current stream of ``device``. ``sms`` is as in
     ``copy_pages_triton``."""
-    form = form_for(sms)
-    of, to = FORMATS[conversion.src], FORMATS[conversion.dst]
+    shape = launch_shape(sms)
+    src, dst = FORMATS[conversion.src], FORMATS[conversion.dst]
     content = conversion.content
-    wire = wire_pages(address, len(pages.bases), num_heads, num_tokens, content * of.itemsize)
-    block_t, block_w = tile_shape(content, max(of.itemsize, to.itemsize), form)
+    wire = wire_pages(address, len(pages.bases), num_heads, num_tokens, content * src.itemsize)
+    block_t, block_w = tile_shape(content, max(src.itemsize, dst.itemsize), shape)
     tiles = len(pages.bases) * num_heads * -(-num_tokens // block_t) * -(-content // block_w)
     assert tiles <= _MAX_TILES and num_tokens + pages.block_size <= _MAX_TILES
-    arrays, length, places = sides(pages, wire, num_tokens)
+    arrays, scales_at, scalars = side_arguments(pages, wire, num_tokens)
     scales = np.concatenate([conversion.src_scales, conversion.dst_scales], axis=1, dtype=np.float32)
-    table = Table(*arrays, scales.view(np.int32).reshape(-1).astype(np.int64))
+    table = DeviceTable(*arrays, scales.view(np.int32).reshape(-1).astype(np.int64))
     content_align = min(content & -content, 16)
-    numbers = (num_heads, num_tokens, content // content_align, tiles, *places, conversion.keys, length)
+    scalars = (num_heads, num_tokens, content // content_align, tiles, *scalars, conversion.keys, scales_at)
     programs = num_programs(tiles, device, sms)
     constants = (
-        *_source(of, alignment(wire, num_heads, num_tokens, content * of.itemsize)),
-        *_destination(to, alignment(pages, num_heads, num_tokens, content * to.itemsize)),
+        *_source_constants(src, alignment(wire, num_heads, num_tokens, content * src.itemsize)),
+        *_destination_constants(dst, alignment(pages, num_heads, num_tokens, content * dst.itemsize)),
         content_align,
         block_t,
         block_w,
     )
-    _kernel.variant(form.num_warps, constants)(programs, table, device, numbers)
+    _kernel.variant(shape.num_warps, constants)(programs, table, device, scalars)
 
 
-def _source(form: FloatFormat, align: int) -> tuple[object, ...]:
-    """What the kernel is compiled for, of the side that it reads, in its order."""
-    return (*_both(form, align), form.has_infinity)
+def _source_constants(src: FloatFormat, align: int) -> tuple[object, ...]:
+    """The kernel's constants from SRC to SRC_INFINITY, in its order."""
+    return (*_format_constants(src, align), src.has_infinity)
 
 
-def _destination(form: FloatFormat, align: int) -> tuple[object, ...]:
-    """Of the side that it writes."""
-    return (*_both(form, align), int(np.float32(form.maximum).view(np.int32)), form.nan_bits)
+def _destination_constants(dst: FloatFormat, align: int) -> tuple[object, ...]:
+    """The kernel's constants from DST to DST_NAN_BITS, in its order."""
+    return (*_format_constants(dst, align), int(np.float32(dst.maximum).view(np.int32)), dst.nan_bits)
 
 
-def _both(form: FloatFormat, align: int) -> tuple[object, ...]:
+def _format_constants(form: FloatFormat, align: int) -> tuple[object, ...]:
     return _INTEGERS[form.itemsize], form.mantissa, form.bias, form.itemsize, form.max_bits, align

@@ -1,22 +1,23 @@
-"""Fix-ups in place: KV bytes that lie in D's pages in P's order are brought into D's. Axes ``[B, H, N, C]``.
+"""Fix-ups in place: KV bytes that lie in D's pages in P's order are moved into D's order. Axes ``[B, H, N, C]``.
 
 B blocks, H KV heads, N tokens in a block, C content elements per (head, token). A cache is vLLM's logical view, 4-D
-``[B, H, N, C]`` or, for MLA, 3-D ``[B, N, C]``, with any strides (padding too); its memory order is read from them:
-NHD where a token is further from the next than a head is, else HND. Caches of ``[B, N, H, C]``, as of vLLM before
-0.32, are passed as ``cache.transpose(1, 2)``. Names and arguments are those of vLLM's
-``distributed/kv_transfer/kv_connector/utils.py``, which has part of these cases.
+``[B, H, N, C]`` or, for MLA, 3-D ``[B, N, C]``. Strides may be any, with padding or without. They give the memory
+order: NHD where the stride of a token is larger than the stride of a head, else HND. Pass caches of ``[B, N, H, C]``,
+as vLLM has them before 0.32, as ``cache.transpose(1, 2)``. Names and arguments are the same as in vLLM's
+``distributed/kv_transfer/kv_connector/utils.py``, which handles some of these cases.
 
-**What is received.** Byte i that P sent for a local block is the i-th of that block in D's memory order, padding left
-out. P's blocks hold N / ratio tokens each and lie one after the other, in order of tokens. ``block_size_ratio`` is
+**What is received.** Byte i that P sent for a local block is byte i of that block in D's memory order, padding not
+counted. P's blocks hold N / ratio tokens each and lie one after the other, in order of tokens. ``block_size_ratio`` is
 ``TpKVTopology.block_size_ratio``: remote blocks per local block, or, negative, local blocks per remote block. In the
 second case the ``-ratio`` local blocks of one remote block stand next to each other in ``indices``, in order of tokens,
-and its bytes fill them in that order; there are only whole remote blocks.
+and the bytes of the remote block fill them in that order. All remote blocks are whole.
 
-**Contract.** ``indices`` int64 or int32 ``[n]``, local block ids on the device of the cache, each at most once, in any
-order (but see above); an empty one does nothing. On host memory the work is done on return and the ids are checked. On
-a GPU it is enqueued on the current stream, and ids are the caller's to check: looking at them would wait for the
-device. There, an id out of range reads and writes outside of the cache, and one that is given twice leaves that block
-undefined. Every byte is read once and written once, as bytes: any dtype, NaNs and padding stay as they are.
+**Contract.** ``indices`` are int64 or int32 ``[n]``: local block ids on the device of the cache, each at most once, in
+any order (but see above). Empty ``indices`` do nothing. On host memory the work is done on return and the ids are
+checked. On a GPU the work is enqueued on the current stream, and the caller checks the ids, because a check here would
+wait for the device. There, an id out of range reads and writes outside of the cache, and an id that is given twice
+leaves that block undefined. Every byte is read once and written once, as a byte: any dtype works, and NaNs and padding
+do not change.
 """
 
 from __future__ import annotations
@@ -31,13 +32,14 @@ from kvferry.transport.errors import GeometryError
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """One fix-up as transpositions of matrices of units: that is all that there is to any of them.
+    """One fix-up, as transpositions of matrices of units. Every fix-up is of this form.
 
     ``group`` local blocks hold ``parts`` matrices (one of the two numbers is 1). P's order of a matrix is
-    ``[inner, outer]``, D's is ``[outer, inner]``, and a group holds its matrices one after the other. In D's pages unit
-    (o, i) of the m-th matrix lies, with ``b, within = divmod(m * outer + o, outer_per_block)``, at ``indices[b] *
-    block_stride + within * outer_stride + i * inner_stride``. A unit is ``rows`` rows of ``content`` bytes that lie
-    ``row_stride`` apart and keep their order: any slice of any row can be moved without the rest. Strides in bytes.
+    ``[inner, outer]``, D's order is ``[outer, inner]``, and a group holds its matrices one after the other. In D's
+    pages, unit (o, i) of the m-th matrix lies, with ``b, within = divmod(m * outer + o, outer_per_block)``, at
+    ``indices[b] * block_stride + within * outer_stride + i * inner_stride``. A unit is ``rows`` rows of ``content``
+    bytes that lie ``row_stride`` apart and keep their order: any slice of any row can be moved without the rest.
+    Strides are in bytes.
     """
 
     group: int
@@ -53,11 +55,12 @@ class Exchange:
 
     @property
     def outer_per_block(self) -> int:
+        """Units of the outer axis that lie in one local block, summed over its matrices."""
         return self.outer * self.parts // self.group
 
 
 def kv_postprocess_blksize_on_receive(cache: torch.Tensor, indices: torch.Tensor, block_size_ratio: int) -> None:
-    """From P's block size to D's, in D's layout; in an NHD cache nothing has to move.
+    """Change blocks from P's block size to D's. P and D have the same layout. In an NHD cache nothing has to move.
 
     Raises:
         GeometryError: a cache, indices or ratio that the contract above does not allow.
@@ -66,7 +69,7 @@ def kv_postprocess_blksize_on_receive(cache: torch.Tensor, indices: torch.Tensor
 
 
 def kv_postprocess_layout_on_receive(cache: torch.Tensor, indices: torch.Tensor) -> None:
-    """From the layout that D does not have to the one it has, HND to NHD or NHD to HND, at one block size.
+    """Change blocks to D's layout from the other one: HND to NHD, or NHD to HND. P and D have the same block size.
 
     Raises:
         GeometryError: a cache or indices that the contract above does not allow.
@@ -77,7 +80,7 @@ def kv_postprocess_layout_on_receive(cache: torch.Tensor, indices: torch.Tensor)
 def kv_postprocess_blksize_and_layout_on_receive(
     cache: torch.Tensor, indices: torch.Tensor, block_size_ratio: int
 ) -> None:
-    """From P's block size and the layout that D does not have to D's block size and layout, in the same pass.
+    """Change blocks from P's block size to D's, and to D's layout from the other one, in one pass.
 
     Raises:
         GeometryError: a cache, indices or ratio that the contract above does not allow.
@@ -91,9 +94,9 @@ def _fix_up(cache: torch.Tensor, indices: torch.Tensor, block_size_ratio: int, *
     if exchange is None or indices.numel() == 0:
         return
     if cache.device.type == "cpu":
-        from kvferry.kernels.kv_postprocess_reference import exchange_reference
+        from kvferry.kernels.kv_postprocess_host import exchange_host
 
-        exchange_reference(cache, indices, exchange)
+        exchange_host(cache, indices, exchange)
     else:
         from kvferry.kernels.kv_postprocess_triton import exchange_triton
 
@@ -101,10 +104,10 @@ def _fix_up(cache: torch.Tensor, indices: torch.Tensor, block_size_ratio: int, *
 
 
 def exchange_of(cache: torch.Tensor, block_size_ratio: int, *, relayout: bool) -> Exchange | None:
-    """What has to move in each group of blocks; None where P's order is D's.
+    """The exchange in each group of blocks, or None where P's order equals D's order.
 
     Raises:
-        GeometryError: the cache is no strided ``[B, H, N, C]`` or ``[B, N, C]``, or its N is no multiple of the ratio.
+        GeometryError: the cache is not a strided ``[B, H, N, C]`` or ``[B, N, C]``, or the ratio does not divide N.
     """
     if cache.dim() == 3:
         cache = cache.unsqueeze(1)
@@ -131,7 +134,7 @@ def exchange_of(cache: torch.Tensor, block_size_ratio: int, *, relayout: bool) -
         row_stride=token,
     )
     is_nhd = token > head
-    if relayout and is_nhd:  # P's [H, n, C] one after the other, to [n, H, C] of as many tokens
+    if relayout and is_nhd:  # P's blocks [H, n, C] one after the other, each to [n, H, C]
         found = replace(
             whole,
             group=group,
@@ -141,10 +144,10 @@ def exchange_of(cache: torch.Tensor, block_size_ratio: int, *, relayout: bool) -
             outer_stride=token,
             inner_stride=head,
         )
-    elif relayout:  # to [H, N, C]; P's tokens lie in one sequence, whatever its block size
+    elif relayout:  # to [H, N, C]; P's tokens lie in one sequence at any block size
         found = whole
     elif is_nhd:
-        return None  # tokens in one sequence on both sides
+        return None  # tokens lie in one sequence on both sides
     elif group > 1:  # [H, group, N, C] to [group, H, N, C]
         found = replace(whole, group=group, outer=group, inner=heads, outer_stride=0, inner_stride=head, rows=tokens)
     else:  # [ratio, H, n, C] to [H, ratio, n, C]
@@ -157,7 +160,7 @@ def exchange_of(cache: torch.Tensor, block_size_ratio: int, *, relayout: bool) -
 
 
 def _ratio(block_size_ratio: int, tokens: int) -> tuple[int, int]:
-    """Local blocks per remote block and remote blocks per local block; one of them is 1."""
+    """Local blocks per remote block, and remote blocks per local block. One of them is 1."""
     try:
         ratio = operator.index(block_size_ratio)
     except TypeError:

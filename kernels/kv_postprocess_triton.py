@@ -5,10 +5,11 @@ them (``Exchange``). A *cell* is one slice of all units of one matrix, so no byt
 cell. One program takes a whole cell: it reads all of it, waits at a barrier until all of its threads have, and only
 then writes. Programs need no order among each other, and no cycle of the permutation is ever followed.
 
-Two kernels differ in where a cell waits. In registers, where two vectors of every unit fit; a slice is as wide as fits.
-Else in scratch memory, a slab per program, of a total that stays in the L2 cache. Both are compiled per width and
-alignment of a vector, which the local cache decides; block sizes, ratio, strides and counts are run-time arguments that
-Triton is told not to specialise on.
+Two kernels differ in where they hold a cell between reading and writing. One holds it in registers, where two vectors
+of every unit fit; its slices are as wide as fits. The other holds it in scratch memory, with one slab per program; all
+slabs together stay in the L2 cache. Triton compiles each kernel once per width and alignment of a vector, which depend
+on the local cache. Block sizes, ratio, strides and counts are run-time arguments that the kernels are not specialised
+on.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -23,19 +24,19 @@ import triton.language as tl
 from kvferry.kernels.kv_postprocess import Exchange
 
 TILE = 4096
-"""Vectors of a cell in registers, of 16 bytes where the cache is aligned so: 8 for each of 512 threads."""
+"""Most vectors of a cell in registers: 8 for each of 512 threads. A vector has 16 bytes where the alignment allows."""
 NUM_WARPS = 16
-"""Measured on an H200: half the tile with half the warps is 5% slower for 128 units, a third slower for 512."""
+"""On an H200, half the tile with half the warps is 5% slower for 128 units, and 33% slower for 512 units."""
 SLAB_TILE, SLAB_WARPS = 2048, 8
 SLAB_BYTES = 256 << 10
 SCRATCH_BYTES = 16 << 20
-"""Of all slabs together; a slab is larger than that only where one vector of every unit is."""
+"""Bytes of all slabs together. One slab is larger only where one vector of every unit is larger."""
 _PROGRAMS_PER_SM = 4
 _MAX = (1 << 31) - 2 * TILE
-"""Of anything that the kernels count in 32 bits."""
+"""Limit of every number that the kernels count in 32 bits."""
 _WORDS = {16: (tl.int64, 2), 8: (tl.int64, 1), 4: (tl.int32, 1), 2: (tl.int16, 1), 1: (tl.int8, 1)}
-"""Type and number of the elements of a vector, by its bytes."""
-_NUMBERS = (
+"""Type and number of the words of a vector, by its bytes."""
+_SCALAR_ARGS = (
     "base",
     "block_stride",
     "outer_stride",
@@ -49,11 +50,30 @@ _NUMBERS = (
     "vectors",
     "width",
 )
+"""Scalar arguments of both kernels, in their order.
+
+===============  =======  ==============================================================================================
+name             unit     meaning
+===============  =======  ==============================================================================================
+base             bytes    address of the cache
+block_stride     bytes    as in ``Exchange``, like the next three
+outer_stride     bytes
+inner_stride     bytes
+row_stride       bytes
+cells            cells    of the whole exchange
+outer            units    of a matrix along its outer axis
+inner            units    of a matrix along its inner axis
+outer_per_block  units    of the outer axis that lie in one block
+rows             rows     of a unit
+vectors          vectors  of a row
+width            vectors  of a slice of a row; the last slice of a row may be narrower
+===============  =======  ==============================================================================================
+"""
 
 
 @triton.jit
 def _addresses(base, indices, block_stride, outer_stride, inner_stride, outer_per_block, o, i, mask):
-    """Byte addresses, int64, of units (o, i); o counts through all matrices."""
+    """Byte addresses, int64, of units (o, i). ``o`` counts the units of the outer axis through all matrices."""
     slot = o // outer_per_block
     block = tl.load(indices + slot, mask=mask, other=0).to(tl.int64)
     return base + block * block_stride + (o - slot * outer_per_block).to(tl.int64) * outer_stride + i * inner_stride
@@ -61,12 +81,13 @@ def _addresses(base, indices, block_stride, outer_stride, inner_stride, outer_pe
 
 @triton.jit
 def _vectors(address, DTYPE: tl.constexpr, LANES: tl.constexpr, ALIGN: tl.constexpr):
-    """Pointers ``[len(address), LANES]``. Computed numbers carry no alignment; without the hint accesses are scalar."""
+    """Pointers ``[len(address), LANES]``. A computed address carries no alignment. Without the hint, accesses become
+    scalar."""
     start = tl.multiple_of(tl.multiple_of(address, ALIGN).to(tl.pointer_type(DTYPE)), ALIGN)
     return start[:, None] + tl.arange(0, LANES)[None, :]
 
 
-@triton.jit(do_not_specialize=_NUMBERS)
+@triton.jit(do_not_specialize=_SCALAR_ARGS)
 def _exchange_kernel(
     indices,
     base: tl.int64,
@@ -86,8 +107,8 @@ def _exchange_kernel(
     ALIGN: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Exchanges cells that fit a tile, ``width`` of a row's ``vectors`` each; programs take every n-th cell."""
-    # What is the same in every cell, all divisions among it: offsets from the first block of a matrix.
+    """Exchanges cells that fit a tile. Each program takes every n-th cell, n being the number of programs."""
+    # Offsets from the first block of a matrix are the same in every cell, so all divisions are done here, once.
     e = tl.arange(0, TILE)
     unit = e // width
     column = e - unit * width
@@ -113,7 +134,7 @@ def _exchange_kernel(
         tl.store(_vectors(row + d_id * block_stride + target, DTYPE, LANES, ALIGN), data, mask=mask[:, None])
 
 
-@triton.jit(do_not_specialize=(*_NUMBERS, "scratch", "slab_bytes"))
+@triton.jit(do_not_specialize=(*_SCALAR_ARGS, "scratch", "slab_bytes"))
 def _exchange_through_scratch_kernel(
     indices,
     base: tl.int64,
@@ -135,7 +156,7 @@ def _exchange_through_scratch_kernel(
     ALIGN: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Exchanges cells of any size; each program has a slab of ``slab_bytes`` in scratch memory."""
+    """Exchanges cells of any size. Each program has a slab of ``slab_bytes`` bytes at ``scratch``."""
     slab = scratch + tl.program_id(0).to(tl.int64) * slab_bytes
     size = outer * inner * width
     slices = tl.cdiv(vectors, width)
@@ -175,21 +196,21 @@ def _exchange_through_scratch_kernel(
 def exchange_triton(
     cache: torch.Tensor, indices: torch.Tensor, exchange: Exchange, *, num_programs: int | None = None
 ) -> None:
-    """``exchange`` on the GPU of ``cache``: enqueued on its current stream.
+    """Perform ``exchange`` on the GPU of ``cache``, enqueued on its current stream.
 
-    ``num_programs`` bounds the thread blocks of 8 or 16 warps; None takes four per SM.
+    ``num_programs`` limits the programs, which have 8 or 16 warps each. The default is four per SM.
     """
     bytes_of_vector = alignment(cache, exchange)
     dtype, lanes = _WORDS[bytes_of_vector]
     vectors = exchange.content // bytes_of_vector
     units = exchange.outer * exchange.inner
-    # A slice of one vector of 16 bytes uses half of every sector it touches: slower than by way of scratch memory.
+    # A slice of one vector of 16 bytes uses half of every 32-byte sector, which is slower than scratch memory.
     in_registers = units * 2 <= TILE
     width = slice_width(vectors, TILE // units if in_registers else SLAB_BYTES // (units * bytes_of_vector))
     matrices = len(indices) // exchange.group * exchange.parts
     cells = matrices * exchange.rows * -(-vectors // width)
     assert max(cells, units * width, matrices * exchange.outer) <= _MAX, (cells, matrices, exchange)
-    numbers = (
+    scalars = (
         cache.data_ptr(),
         exchange.block_stride,
         exchange.outer_stride,
@@ -208,21 +229,21 @@ def exchange_triton(
     programs = num_programs or _default_programs(cache.device)
     if in_registers:
         with torch.cuda.device_of(cache):
-            _exchange_kernel[(min(cells, programs),)](indices, *numbers, **constants, TILE=TILE, num_warps=NUM_WARPS)
+            _exchange_kernel[(min(cells, programs),)](indices, *scalars, **constants, TILE=TILE, num_warps=NUM_WARPS)
         return
     slab_bytes = -(-units * width * bytes_of_vector // 16) * 16
     programs = max(1, min(cells, programs, SCRATCH_BYTES // slab_bytes))
     with torch.cuda.device_of(cache):
-        # Of torch's allocator, not kept: it is had again at once by the next call on this stream, and by no other
-        # stream while a kernel may still use it.
+        # torch's allocator gives this memory to the next call on this stream at once, and to no other stream while a
+        # kernel may still use it. So it is not kept.
         scratch = torch.empty(programs * slab_bytes, dtype=torch.uint8, device=cache.device)
         _exchange_through_scratch_kernel[(programs,)](
-            indices, *numbers, scratch.data_ptr(), slab_bytes, **constants, TILE=SLAB_TILE, num_warps=SLAB_WARPS
+            indices, *scalars, scratch.data_ptr(), slab_bytes, **constants, TILE=SLAB_TILE, num_warps=SLAB_WARPS
         )
 
 
 def alignment(cache: torch.Tensor, exchange: Exchange) -> int:
-    """The greatest power of two, 16 at most, that divides the address and the length of every row of every unit."""
+    """The greatest power of two, 16 at most, that divides address and length in bytes of every row of every unit."""
     bits = cache.data_ptr() | exchange.content | exchange.outer_stride | exchange.inner_stride | 16
     if len(cache) > 1:
         bits |= exchange.block_stride
@@ -232,7 +253,8 @@ def alignment(cache: torch.Tensor, exchange: Exchange) -> int:
 
 
 def slice_width(vectors: int, at_most: int) -> int:
-    """Vectors of a slice: as few slices as ``at_most`` allows, of equal widths but for the last."""
+    """Vectors of a slice of a row of ``vectors`` vectors. A row has as few slices as ``at_most`` vectors per slice
+    allow. All are of equal width except the last."""
     return -(-vectors // -(-vectors // max(1, min(at_most, vectors))))
 
 

@@ -1,210 +1,231 @@
-"""Launching kernels that take all their numbers from one int64 table, with as few steps of Python as can be.
+"""Launches of kernels whose scalars are not specialised on and whose arrays lie in one int64 table in device memory.
 
-A hand-over of one block spends more on its launch than on its copy, and what has not run for milliseconds runs several
-times slower, for other processes' data are in the processor's caches then. So tables go through buffers that stay, and
-a kernel that is compiled is launched by the driver's call, without Triton's look at its arguments: before a copy of 4
-GiB these steps took 0.3 ms of its 11.7 on an H200's host.
+A hand-over of one block takes longer to launch than to copy. Code that has not run for milliseconds also runs several
+times slower, because other processes' data have replaced its own in the processor's caches. So a launch takes few steps
+of Python: tables go through buffers that are allocated once, and a kernel that Triton has compiled is launched by
+``cuLaunchKernel`` directly, without Triton's look at its arguments. Before a copy of 4 GiB these steps took 0.3 ms of
+its 11.7 ms, on the host of an H200.
+
+The direct launch depends on how a Triton release passes arguments. It is used only where the metadata of a compiled
+kernel name nothing but the kernel's own arguments. The environment variable ``KVFERRY_TRITON_LAUNCHER=1`` makes every
+launch of the process go through Triton's own launcher. It is read once, when this module is imported. The default, also
+for an empty value, is 0.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import struct
 import threading
 from bisect import bisect_left
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvferry.kernels import cuda_calls
+from kvferry.transport import cuda
 
 Int64s = npt.NDArray[np.int64]
 
-_SLOTS = 32
-_SIZES = (128, 512, 2048, 8192)
-"""Numbers that a buffer takes; larger tables get buffers of their own."""
-_ARGUMENTS = 40
-"""Of a kernel, at most."""
+_RING_SLOTS = 32
+_RING_SIZES = (128, 512, 2048, 8192)
+"""Numbers that a slot of each ring takes. A larger table gets a buffer of its own."""
+_MAX_ARGUMENTS = 40
+"""Of a kernel that is launched directly."""
 _NO_SCRATCH = (0, 0)
-"""Arguments that Triton adds at the end of a kernel's: addresses of memory, null for kernels that need none."""
-_AS_IT_IS = nullcontext()
+"""Triton appends the addresses of global and profile scratch memory to a kernel's arguments. They are null for a kernel
+that needs none."""
+
+_triton_launcher_only = os.environ.get("KVFERRY_TRITON_LAUNCHER", "") not in ("", "0")
 
 
-class Table:
-    """Arrays that kernels find one after the other. On a device they lie in a place that others get in their turn, and
-    then they are uploaded again. They must not change. Of one thread."""
+def use_triton_launcher_only(enabled: bool) -> bool:
+    """Make every launch from now on go through Triton's own launcher, or allow direct launches again. Holds for all
+    threads. Returns what held before."""
+    global _triton_launcher_only
+    before, _triton_launcher_only = _triton_launcher_only, enabled
+    return before
 
-    __slots__ = ("_arrays", "_lane", "_number", "_place", "_size")
+
+class DeviceTable:
+    """int64 arrays that a kernel reads one after the other from device memory.
+
+    The arrays must not change. On a device they lie in a slot of a ring, which later tables take over; a launch after
+    that uploads them again. One thread uses a table.
+    """
+
+    __slots__ = ("_arrays", "_buffers", "_number", "_place", "_size")
 
     def __init__(self, *arrays: Int64s) -> None:
         self._arrays = arrays
         self._size = sum(map(len, arrays))
-        self._lane: _Lane | None = None
+        self._buffers: StreamBuffers | None = None
         self._place: tuple[torch.Tensor, int] | None = None
         self._number = 0
 
     def on_host(self) -> torch.Tensor:
-        """All of them, for the interpreter."""
+        """All arrays in host memory, for Triton's interpreter: int64 [sum of their lengths]."""
         return torch.from_numpy(np.concatenate(self._arrays))
 
-    def on(self, lane: _Lane) -> tuple[torch.Tensor, int]:
-        """Where they lie, and the address of that, for what is launched on ``lane`` next."""
-        size = bisect_left(_SIZES, self._size)
-        if size == len(_SIZES):
-            if self._place is None or self._lane is not lane:
-                self._place = lane.upload_to_stay(self._arrays)
+    def on_device(self, buffers: StreamBuffers) -> tuple[torch.Tensor, int]:
+        """The tensor that holds the arrays, and its address, valid for the next launch on the stream of ``buffers``.
+        The tensor may be longer than the arrays."""
+        size = bisect_left(_RING_SIZES, self._size)
+        if size == len(_RING_SIZES):
+            if self._place is None or self._buffers is not buffers:
+                self._place = buffers.upload_alone(self._arrays)
         else:
-            ring = lane.ring(_SIZES[size])
-            if self._place is None or self._lane is not lane or ring.count - self._number >= _SLOTS:
+            ring = buffers.ring(_RING_SIZES[size])
+            if self._place is None or self._buffers is not buffers or ring.count - self._number >= _RING_SLOTS:
                 number = ring.count
                 self._place = ring.upload(self._arrays, self._size)
                 self._number = number
-        self._lane = lane
+        self._buffers = buffers
         return self._place
 
 
-class _Ring:
-    """Buffers of one size for one stream, used in turn: pinned ones to write into, and theirs on the device.
-    ``count``: uploads so far."""
+class _UploadRing:
+    """Slots of one size for the tables of one stream, used in turn: a page-locked buffer to write into, and one on the
+    device. ``count`` is the number of uploads so far."""
 
     def __init__(self, size: int, device: torch.device, stream: int) -> None:
-        # Pinned, so that the upload neither waits for the stream nor is read after it was written again.
-        pinned = torch.empty((_SLOTS, size), dtype=torch.int64, pin_memory=True)
-        there = torch.empty((_SLOTS, size), dtype=torch.int64, device=device)
-        rows = zip(pinned.unbind(), there.unbind(), strict=True)
+        # From page-locked memory the upload does not wait for the stream. It reads the memory later, so a slot is
+        # written again only after the event of its half has completed.
+        on_host = torch.empty((_RING_SLOTS, size), dtype=torch.int64, pin_memory=True)
+        on_device = torch.empty((_RING_SLOTS, size), dtype=torch.int64, device=device)
+        rows = zip(on_host.unbind(), on_device.unbind(), strict=True)
         self._slots = [(row.numpy(), row.data_ptr(), (to, to.data_ptr())) for row, to in rows]
         self._stream = stream
-        self._halves = (cuda_calls.Event(), cuda_calls.Event())  # the last upload from either half of them
+        self._halves = (cuda.Event(), cuda.Event())  # the last upload from the slots of each half
         self.count = 0
 
     def upload(self, arrays: tuple[Int64s, ...], size: int) -> tuple[torch.Tensor, int]:
-        """On its stream, on which all that reads it must run."""
-        slot = self.count % _SLOTS
-        numbers, pinned, there = self._slots[slot]
-        half, place = divmod(slot, _SLOTS // 2)
-        if place == 0 and not self._halves[half].passed:  # at least 16 uploads ago
-            self._halves[half].wait()
+        """Enqueue an upload into the next slot. Kernels that read it must run on the same stream."""
+        slot = self.count % _RING_SLOTS
+        numbers, host_address, place = self._slots[slot]
+        half, index = divmod(slot, _RING_SLOTS // 2)
+        if index == 0 and not self._halves[half].query():  # at least 16 uploads ago
+            self._halves[half].synchronize()
         np.concatenate(arrays, out=numbers[:size])
-        cuda_calls.upload(there[1], pinned, 8 * size, self._stream)
+        cuda.upload(place[1], host_address, 8 * size, self._stream)
         self.count += 1
-        if place == _SLOTS // 2 - 1:
+        if index == _RING_SLOTS // 2 - 1:
             self._halves[half].record(self._stream)
-        return there
+        return place
 
 
-class _Lane:
-    """What one thread launches on one stream: places for its tables, and for the arguments of a launch."""
+class StreamBuffers:
+    """The memory that one thread needs for its launches on one stream: slots for tables, and the kernel arguments."""
 
     def __init__(self, device: torch.device, stream: int) -> None:
         self.device, self.stream = device, stream
-        self._rings: dict[int, _Ring] = {}
-        self._arguments = ctypes.create_string_buffer(8 * _ARGUMENTS)
+        self._rings: dict[int, _UploadRing] = {}
+        self._arguments = ctypes.create_string_buffer(8 * _MAX_ARGUMENTS)
         first = ctypes.addressof(self._arguments)
-        self._pointers = (ctypes.c_void_p * _ARGUMENTS)(*range(first, first + 8 * _ARGUMENTS, 8))
+        self._pointers = (ctypes.c_void_p * _MAX_ARGUMENTS)(*range(first, first + 8 * _MAX_ARGUMENTS, 8))
 
-    def ring(self, size: int) -> _Ring:
+    def ring(self, size: int) -> _UploadRing:
+        """The slots for tables of at most ``size`` numbers, allocated at the first call."""
         ring = self._rings.get(size)
         if ring is None:
-            ring = self._rings[size] = _Ring(size, self.device, self.stream)
+            ring = self._rings[size] = _UploadRing(size, self.device, self.stream)
         return ring
 
-    def upload_to_stay(self, arrays: tuple[Int64s, ...]) -> tuple[torch.Tensor, int]:
-        pinned = torch.empty(sum(map(len, arrays)), dtype=torch.int64, pin_memory=True)
-        np.concatenate(arrays, out=pinned.numpy())
-        there = pinned.to(self.device, non_blocking=True)
-        return there, there.data_ptr()
+    def upload_alone(self, arrays: tuple[Int64s, ...]) -> tuple[torch.Tensor, int]:
+        """Upload a table into a tensor of its own. Returns the tensor and its address."""
+        on_host = torch.empty(sum(map(len, arrays)), dtype=torch.int64, pin_memory=True)
+        np.concatenate(arrays, out=on_host.numpy())
+        on_device = on_host.to(self.device, non_blocking=True)
+        return on_device, on_device.data_ptr()
 
-    def launch(self, kernel: _Compiled, programs: int, table: int, numbers: tuple[int, ...]) -> None:
-        # Each in 8 bytes, of which a kernel reads the lower 4 where it declares that.
-        kernel.arguments.pack_into(self._arguments, 0, table, *numbers, *_NO_SCRATCH)
-        cuda_calls.launch(kernel.function, programs, kernel.threads, kernel.shared, self.stream, self._pointers)
+    def launch(self, kernel: _CompiledKernel, num_programs: int, table: int, scalars: tuple[int, ...]) -> None:
+        """Launch a kernel whose table lies at address ``table``, without Triton."""
+        # Each argument takes 8 bytes. A kernel that declares int32 reads the lower 4 of them.
+        kernel.arguments.pack_into(self._arguments, 0, table, *scalars, *_NO_SCRATCH)
+        cuda.launch_kernel(
+            kernel.function, num_programs, kernel.num_threads, kernel.shared_bytes, self.stream, self._pointers
+        )
 
 
-_lanes = threading.local()
+_of_thread = threading.local()
 
 
-def _lane(device: torch.device) -> _Lane:
-    """That of this thread and its current stream on ``device``, which is the current one."""
-    lanes: dict[Any, _Lane] = _lanes.__dict__
-    stream = current_stream(device)
-    lane = lanes.get((device.index, stream))
-    if lane is None:
-        lane = lanes[device.index, stream] = _Lane(device, stream)
-    return lane
+def stream_buffers(device: torch.device) -> StreamBuffers:
+    """The buffers of this thread for its current stream on ``device``, which must be the current device."""
+    buffers_of: dict[Any, StreamBuffers] = _of_thread.__dict__
+    stream = cuda.current_stream(device)
+    buffers = buffers_of.get((device.index, stream))
+    if buffers is None:
+        buffers = buffers_of[device.index, stream] = StreamBuffers(device, stream)
+    return buffers
 
 
 def prepare(device: torch.device) -> None:
-    """Allocate what this thread's launches on its current stream need, which takes milliseconds."""
+    """Allocate what this thread's launches on its current stream need, which takes milliseconds. On ``cpu`` nothing."""
     if device.type == "cuda":
-        lane = _lane(device)
-        for size in _SIZES:
-            lane.ring(size)
+        buffers = stream_buffers(device)
+        for size in _RING_SIZES:
+            buffers.ring(size)
 
 
-def using(device: torch.device) -> AbstractContextManager[object]:
-    """This thread uses that GPU inside. Where it does anyway, to say so costs more than to ask, and lets the GIL go."""
-    return _AS_IT_IS if torch._C._cuda_getDevice() == device.index else torch.cuda.device(device)
+class _CompiledKernel:
+    """A kernel that Triton has compiled and loaded on one device.
 
+    ``is_plain``: by the metadata of this Triton release the kernel takes its own arguments and ``_NO_SCRATCH``, and its
+    launch needs no attributes. Metadata that are missing count as a need for scratch memory.
+    """
 
-def current_stream(device: torch.device) -> int:
-    """Its handle: where Triton launches on that device."""
-    return int(torch._C._cuda_getCurrentRawStream(device.index))
-
-
-class _Compiled:
-    """A kernel as it lies on a device. ``plain``: it takes nothing but its arguments, by all that this Triton says."""
-
-    def __init__(self, kernel: Any, numbers: int) -> None:
-        self.kernel, about = kernel, kernel.metadata
+    def __init__(self, kernel: Any, num_scalars: int) -> None:
+        about = kernel.metadata
         extra = [getattr(about, name, True) for name in ("global_scratch_size", "profile_scratch_size")]
         extra += [getattr(about, name, 0) for name in ("launch_cooperative_grid", "launch_pdl", "instrumentation_mode")]
-        arguments = 1 + numbers + len(_NO_SCRATCH)
-        self.plain = arguments <= _ARGUMENTS and about.num_ctas == 1 and not any(extra)
-        self.function, self.shared, self.threads = kernel.function, about.shared, 32 * about.num_warps
-        self.arguments = struct.Struct(f"={arguments}q")
+        num_arguments = 1 + num_scalars + len(_NO_SCRATCH)
+        self.is_plain = num_arguments <= _MAX_ARGUMENTS and about.num_ctas == 1 and not any(extra)
+        self.function, self.shared_bytes, self.num_threads = kernel.function, about.shared, 32 * about.num_warps
+        self.arguments = struct.Struct(f"={num_arguments}q")
+        self._keep_loaded = kernel
 
 
 class Variant:
-    """A kernel for some constants, compiled once per device."""
+    """A kernel with its constants, compiled once per device."""
 
     def __init__(self, kernel: Any, num_warps: int, constants: tuple[object, ...]) -> None:
         self._kernel, self._num_warps, self._constants = kernel, num_warps, constants
-        self._compiled: dict[int | None, _Compiled] = {}
+        self._compiled: dict[int | None, _CompiledKernel] = {}
 
-    def __call__(self, programs: int, table: Table, device: torch.device, numbers: tuple[int, ...]) -> None:
-        """Launch ``programs`` programs on the current stream of ``device``; on ``cpu``, in the interpreter."""
+    def __call__(self, num_programs: int, table: DeviceTable, device: torch.device, scalars: tuple[int, ...]) -> None:
+        """Launch ``num_programs`` programs on the current stream of ``device``. On ``cpu``, run them in Triton's
+        interpreter."""
         if device.type == "cpu":
-            self._kernel[(programs,)](table.on_host(), *numbers, *self._constants)
+            self._kernel[(num_programs,)](table.on_host(), *scalars, *self._constants)
             return
-        with using(device):
-            self._launch(programs, table, device, numbers)
+        with cuda.device_guard(device):
+            self._launch(num_programs, table, device, scalars)
 
-    def _launch(self, programs: int, table: Table, device: torch.device, numbers: tuple[int, ...]) -> None:
-        lane = _lane(device)
-        there, address = table.on(lane)
+    def _launch(self, num_programs: int, table: DeviceTable, device: torch.device, scalars: tuple[int, ...]) -> None:
+        buffers = stream_buffers(device)
+        tensor, address = table.on_device(buffers)
         compiled = self._compiled.get(device.index)
+        if compiled is not None and compiled.is_plain and not _triton_launcher_only:
+            buffers.launch(compiled, num_programs, address, scalars)
+            return
+        kernel = self._kernel[num_programs, 1, 1](tensor, *scalars, *self._constants, num_warps=self._num_warps)
         if compiled is None:
-            launch = self._kernel[programs, 1, 1]
-            kernel = launch(there, *numbers, *self._constants, num_warps=self._num_warps)
-            self._compiled[device.index] = _Compiled(kernel, len(numbers))
-        elif compiled.plain:
-            lane.launch(compiled, programs, address, numbers)
-        else:
-            compiled.kernel[programs, 1, 1](there, *numbers, *self._constants, stream=lane.stream)
+            self._compiled[device.index] = _CompiledKernel(kernel, len(scalars))
 
 
 class Launcher:
-    """A kernel of one ``table``, of numbers whose types it declares and on which it is not specialised, and of
-    constants."""
+    """A kernel whose parameters are one ``table``, scalars of declared types that it is not specialised on, and
+    constants, in this order."""
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
         self._variants: dict[tuple[object, ...], Variant] = {}
 
     def variant(self, num_warps: int, constants: tuple[object, ...]) -> Variant:
+        """The kernel for ``num_warps`` warps per program and these constants."""
         key = num_warps, constants
         variant = self._variants.get(key)
         if variant is None:

@@ -1,7 +1,7 @@
 """One copy for pack, unpack and page to page. Axes ``[L, B, H, N, C]``.
 
-L layers, B blocks, H KV heads, N tokens in a block, C content bytes per (head, token). A side of a copy is a set of
-base addresses and strides. The contiguous wire is a side like any other, so N layouts need no N x N converters.
+L layers, B blocks, H KV heads, N tokens in a block, C content bytes per (head, token). Base addresses and strides
+describe each side of a copy. The contiguous wire is a side like any other, so N layouts need no N x N converters.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Pages:
     Byte (l, h, t, c) lies at ``bases[l] + block_ids[(token + t) // block_size] * block_stride
     + (head + h) * head_stride + ((token + t) % block_size) * token_stride + c``.
 
-    ``bases`` int64 [L], byte addresses; ``block_ids`` int64, covers tokens ``token`` to ``token + T``;
-    ``block_size`` N.
+    ``bases`` int64 [L] are byte addresses. ``block_ids`` int64 cover tokens 0 to ``token + T``, T being the tokens of
+    the copy. ``block_size`` is N, in tokens.
     """
 
     bases: npt.NDArray[np.int64]
@@ -38,7 +38,7 @@ _ONE_BLOCK = np.zeros(1, dtype=np.int64)
 
 
 def wire_pages(address: int, num_layers: int, num_heads: int, num_tokens: int, content_bytes: int) -> Pages:
-    """The wire order, contiguous ``[L, H, T, C]`` at ``address``: one block of T tokens."""
+    """The wire order, contiguous ``[L, H, T, C]`` at ``address``, as a side of a copy: one block of T tokens."""
     head_stride = num_tokens * content_bytes
     layer_stride = num_heads * head_stride
     return Pages(
@@ -66,16 +66,17 @@ def copy_pages(
 
     pack is ``copy_pages(wire, pages)``, unpack ``copy_pages(pages, wire)``. The caller guarantees that every address
     that the arguments span is mapped, and that the two sides do not overlap. On ``cpu`` the copy is done on return;
-    on a GPU it is enqueued on the current stream of ``device``, and takes ``sms`` of its SMs at most, or all.
-    ``over_link``: one side is another GPU's, so that the link between them bounds what is worth taking.
+    on a GPU it is enqueued on the current stream of ``device``, and takes at most ``sms`` of its SMs, or all if ``sms``
+    is None. ``over_link``: one side lies on another GPU, and the link between them
+    limits how many programs are of use.
     """
     assert len(dst.bases) == len(src.bases), (len(dst.bases), len(src.bases))
     if num_heads == 0 or num_tokens == 0 or len(src.bases) == 0:
         return
     if device.type == "cpu":
-        from kvferry.kernels.paged_copy_reference import copy_pages_reference
+        from kvferry.kernels.paged_copy_host import copy_pages_host
 
-        copy_pages_reference(dst, src, num_heads=num_heads, num_tokens=num_tokens, content_bytes=content_bytes)
+        copy_pages_host(dst, src, num_heads=num_heads, num_tokens=num_tokens, content_bytes=content_bytes)
     else:
         from kvferry.kernels.paged_copy_triton import copy_pages_triton
 

@@ -1,4 +1,4 @@
-"""Zero blocks of a KV cache: whole pages, in as many places of memory as a block has."""
+"""Zeroing of blocks of a KV cache. A block lies in several segments of memory, which are zeroed whole."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """The S places where a block lies: bytes ``addresses[s] + b * strides[s]`` up to ``+ sizes[s]`` are block b's.
+    """The S segments of each block: segment s of block b begins at address ``addresses[s] + b * strides[s]`` and has
+    ``sizes[s]`` bytes.
 
-    All int64 [S]; absolute byte addresses, so that segments may live in several allocations.
+    All arrays are int64 [S], in bytes. Addresses are absolute, so segments may lie in several allocations.
     """
 
     addresses: npt.NDArray[np.int64]
@@ -22,17 +23,17 @@ class Segments:
 
 
 def zero_blocks(segments: Segments, block_ids: npt.NDArray[np.int64], *, device: torch.device) -> None:
-    """Zero blocks ``block_ids`` (int64 [n]) in every segment.
+    """Zero all segments of the blocks ``block_ids`` (int64 [n]).
 
-    The caller guarantees that every address is mapped. On ``cpu`` it is done on return; on a GPU it is enqueued on the
-    current stream of ``device``.
+    The caller guarantees that every address is mapped. On ``cpu`` the work is done on return. On a GPU it is enqueued
+    on the current stream of ``device``.
     """
     if not len(block_ids) or not len(segments.addresses):
         return
     if device.type == "cpu":
-        from kvferry.kernels.zero_blocks_reference import zero_blocks_reference
+        from kvferry.kernels.zero_blocks_host import zero_blocks_host
 
-        zero_blocks_reference(segments, block_ids)
+        zero_blocks_host(segments, block_ids)
     else:
         from kvferry.kernels.zero_blocks_triton import zero_blocks_triton
 

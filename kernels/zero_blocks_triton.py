@@ -1,7 +1,7 @@
 """``zero_blocks`` as one Triton kernel over absolute addresses.
 
-A tile is up to 16 KiB of one (block, segment). Arrays come in one int64 table in device memory, so the kernel
-compiles once per width of the word and tile.
+A tile is up to 16 KiB of one (block, segment). All arrays lie in one int64 table in device memory, so Triton compiles
+the kernel once per width of a word and tile width.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvferry.kernels.launch import Launcher, Table
+from kvferry.kernels.launch import DeviceTable, Launcher
 from kvferry.kernels.zero_blocks import Segments
 
 TILE_BYTES = 16 << 10
@@ -32,10 +32,11 @@ def _zero_kernel(
     WORDS_ALIGN: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """One tile. ``table``: of each segment the address, of each the stride, of each the words, then block ids;
-    ``tiles``: of the largest segment.
+    """Zeroes one tile.
 
-    Every row begins at a multiple of ALIGN bytes and holds a multiple of WORDS_ALIGN words.
+    ``table`` holds the addresses of all segments, then their strides in bytes, then their sizes in words, then the
+    block ids. ``segments`` counts the segments, ``tiles`` the tiles of the largest segment. Every segment begins at a
+    multiple of ALIGN bytes and has a multiple of WORDS_ALIGN words of type DTYPE.
     """
     tile = tl.program_id(0) % tiles
     rest = tl.program_id(0) // tiles
@@ -44,7 +45,7 @@ def _zero_kernel(
     w = tile * BLOCK_W + tl.arange(0, BLOCK_W)
     block_id = tl.load(table + 3 * segments + block)
     row = tl.load(table + segment) + block_id * tl.load(table + segments + segment)
-    # Numbers out of a table carry no alignment; without the hints stores become scalar.
+    # An address from a table carries no alignment. Without the hints, stores become scalar.
     row = tl.multiple_of(tl.multiple_of(row, ALIGN).to(tl.pointer_type(DTYPE)), ALIGN)
     tl.store(row + w, tl.zeros([BLOCK_W], dtype=DTYPE), mask=w < words)
 
@@ -53,18 +54,19 @@ _kernel = Launcher(_zero_kernel)
 
 
 def zero_blocks_triton(segments: Segments, block_ids: npt.NDArray[np.int64], *, device: torch.device) -> None:
-    """``zero_blocks`` on a GPU: enqueued on the current stream of ``device``. Any address and size, the wider the
-    power of two that divides them all the faster. On ``cpu`` it needs the Triton interpreter."""
+    """``zero_blocks`` on a GPU, enqueued on the current stream of ``device``. On ``cpu`` it needs Triton's interpreter.
+
+    Addresses and sizes may be any. The kernel is the faster, the greater the power of two that divides all of them."""
     align = alignment(segments)
     word = min(align, max(_DTYPES))
     block_w = tile_words(int(segments.sizes.max()), word)
     tiles = -(-int(segments.sizes.max()) // (block_w * word))
     programs = tiles * len(segments.addresses) * len(block_ids)
     assert programs <= _MAX_TILES and tiles * block_w <= _MAX_TILES
-    numbers = len(segments.addresses), tiles
-    table = Table(segments.addresses, segments.strides, segments.sizes // word, block_ids)
+    scalars = len(segments.addresses), tiles
+    table = DeviceTable(segments.addresses, segments.strides, segments.sizes // word, block_ids)
     variant = _kernel.variant(NUM_WARPS, (_DTYPES[word], align, align // word, block_w))
-    variant(programs, table, device, numbers)
+    variant(programs, table, device, scalars)
 
 
 def alignment(segments: Segments) -> int:
@@ -75,5 +77,6 @@ def alignment(segments: Segments) -> int:
 
 
 def tile_words(nbytes: int, word: int) -> int:
-    """Words of a tile, a power of two: as many as the largest segment has, at most ``TILE_BYTES``."""
+    """Words of a tile, a power of two: enough for the largest segment, which has ``nbytes``, and at most ``TILE_BYTES``
+    in bytes."""
     return min(TILE_BYTES // word, 1 << max(0, (-(-nbytes // word) - 1).bit_length()))

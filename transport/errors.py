@@ -21,6 +21,10 @@ class GeometryError(KVFerryError, ValueError):
     """A KV cache, or the description of one, is not of a form that can be carried."""
 
 
+class EmbeddingError(KVFerryError, ValueError):
+    """Multimodal embeddings, or the mask of their placeholders, are not of the form that is needed."""
+
+
 class RatioError(GeometryError):
     """No integer ratio exists between two sizes.
 

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from kvferry.transport import pinned
+from kvferry.transport import cuda
 from kvferry.transport.channels import CPU, Slot
+
+
+def empty_page_locked(nbytes: int) -> torch.Tensor:
+    """Page-locked host memory, uint8 [nbytes], which kernels of a GPU use in place.
+
+    PyTorch rounds the size of the allocation up to a power of two. Needs CUDA.
+    """
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
 
 class SlotPool:
@@ -72,7 +80,7 @@ class SlotPool:
 
     def _allocate(self) -> torch.Tensor:
         if self._page_locked:
-            return pinned.empty(self.slot_bytes)
+            return empty_page_locked(self.slot_bytes)
         if self._device.type == "cuda":
             self.prepare()
             assert self._slab is not None
@@ -82,6 +90,4 @@ class SlotPool:
     def prepare(self) -> None:
         """Allocate slots on a GPU, all in one piece: peers map it once, which takes them milliseconds."""
         if self._device.type == "cuda" and self._slab is None:
-            from kvferry.transport.cuda_memory import allocate
-
-            self._slab = allocate(self.capacity * self.slot_bytes, self._device)
+            self._slab = cuda.allocate(self.capacity * self.slot_bytes, self._device)

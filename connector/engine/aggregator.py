@@ -1,8 +1,9 @@
-"""One engine's answer out of its workers' answers, generic over the engine's own types.
+"""One report of an engine out of the reports of its workers, generic over the engine's own types.
 
-Every worker (rank) returns an output with a ``kv_connector_output``. A request counts as finished only when every
-worker has reported it; the rest is merged. Nothing of an engine is imported: outputs are read by attribute, and the
-merged ``kv_connector_output`` is of the type that the engine itself uses.
+Every worker (rank) returns an output with a ``kv_connector_output``: the worker half's ``StepResults`` as they are, or
+a report of the engine's own type. A request counts as finished only when every worker has reported it; everything else
+is merged. Nothing of an engine is imported: outputs are read by attribute, and the merged ``kv_connector_output`` is of
+the type that the engine itself uses.
 """
 
 from __future__ import annotations
@@ -13,20 +14,21 @@ import typing
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, Self, TypeVar
 
+from kvferry.connector.protocol.step_plan import StepResults
 from kvferry.transport.errors import ProtocolError
 
 _log = logging.getLogger("vllm.kvferry.aggregator")
 
 
 class FinishedCounting(Protocol):
-    """What ``from_connector`` asks of a connector."""
+    """The part of a connector that ``from_connector`` uses."""
 
     def get_finished_count(self) -> int | None:
-        """Workers that report each request; ``None`` for all of them."""
+        """How many workers report each request; ``None`` for all workers."""
 
 
 class WorkerOutput(Protocol):
-    """One worker's output of one step."""
+    """One worker's output of one step. Its report is ``StepResults``, or has the fields of ``ConnectorOutput``."""
 
     kv_connector_output: Any
 
@@ -36,7 +38,11 @@ _Output = TypeVar("_Output", bound=WorkerOutput)
 
 @dataclasses.dataclass
 class ConnectorOutput:
-    """The ``kv_connector_output`` of engines that have no type of their own for it."""
+    """The ``kv_connector_output`` of an engine that has no type of its own for it.
+
+    A set of finished requests is ``None`` where it would be empty. ``failed_recving``: those of ``finished_recving``
+    that at least one worker did not load.
+    """
 
     finished_sending: set[str] | None = None
     finished_recving: set[str] | None = None
@@ -47,18 +53,27 @@ class ConnectorOutput:
     failed_recving: set[str] = dataclasses.field(default_factory=set)
     expected_finished_count: int = 0
 
+    @classmethod
+    def of(cls, results: StepResults) -> Self:
+        """The report of one worker half."""
+        return cls(results.sent or None, results.received or None, failed_recving=results.failed)
+
     def is_empty(self) -> bool:
-        """Whether there is nothing to tell the scheduler."""
+        """Whether the report has nothing for the scheduler."""
         return not any(
             getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "expected_finished_count"
         )
 
 
 class KVOutputAggregator:
-    """Merges the workers' outputs of each step; keeps count across steps."""
+    """Merges the workers' outputs of each step, and counts reports across steps.
+
+    A worker may report a request some steps after the others, and a worker that repeats a report counts once. A load
+    counts as failed where any worker reports it as failed.
+    """
 
     def __init__(self, expected_finished_count: int):
-        """Args: expected_finished_count: workers that report each request."""
+        """Args: expected_finished_count: how many workers report each request."""
         self._expected = expected_finished_count
         self._sending = _Tally()
         self._recving = _Tally()
@@ -68,21 +83,25 @@ class KVOutputAggregator:
 
     @classmethod
     def from_connector(cls, connector: FinishedCounting, world_size: int) -> Self:
-        """An aggregator that expects what the connector says, or else every worker."""
+        """An aggregator of as many reports as the connector names, by default one from every worker."""
         return cls(connector.get_finished_count() or world_size)
 
     def aggregate(self, outputs: Sequence[_Output | None], output_rank: int = 0) -> _Output | None:
-        """The output of worker ``output_rank`` with everybody's ``kv_connector_output`` merged into it.
+        """The output of worker ``output_rank`` with the ``kv_connector_output`` of all workers merged into it.
 
         Args:
-            outputs: one per worker, always in the same order; ``None`` for a worker that has nothing to say.
-            output_rank: whose output is returned; it is changed in place.
+            outputs: one per worker, always in the same order; ``None`` for a worker without an output in this step.
+            output_rank: the worker whose output is returned. The output is changed in place.
 
         Returns:
-            ``None`` where that worker has no output; what the others reported is then kept for the next step.
+            ``None`` where that worker has no output. The reports of the others are then kept for the next step.
         """
         reports = [(worker, output.kv_connector_output) for worker, output in enumerate(outputs) if output is not None]
-        reports = self._held + [(worker, report) for worker, report in reports if report is not None]
+        reports = self._held + [
+            (worker, ConnectorOutput.of(report) if isinstance(report, StepResults) else report)
+            for worker, report in reports
+            if report is not None
+        ]
         output = outputs[output_rank]
         if output is None:
             self._held = reports
@@ -90,6 +109,11 @@ class KVOutputAggregator:
         self._held = []
         output.kv_connector_output = self._merge(reports, len(outputs), output)
         return output
+
+    def pending(self) -> dict[str, tuple[int, ...]]:
+        """The requests that some workers have reported and others have not, each with the workers that have. For the
+        message of an engine that gives up waiting."""
+        return {**self._sending.reported_by(), **self._recving.reported_by()}
 
     def _merge(self, reports: Sequence[tuple[int, Any]], world_size: int, output: WorkerOutput) -> Any:
         sent: set[str] = set()
@@ -127,13 +151,13 @@ class KVOutputAggregator:
 
 
 class _Tally:
-    """Who has reported which request."""
+    """The workers that have reported each request, until the request is complete."""
 
     def __init__(self) -> None:
         self._pending: dict[str, tuple[int, list[int]]] = {}
 
     def count(self, worker: int, requests: set[str] | None, expected: int, world_size: int) -> set[str]:
-        """Counts one worker's report; the requests that this completes.
+        """Counts one worker's report, and returns the requests that it completes.
 
         How many reports a request needs is fixed by its first one. A worker that repeats itself counts once, unless
         more reports are expected than there are workers.
@@ -150,11 +174,15 @@ class _Tally:
                 del self._pending[request]
         return done
 
+    def reported_by(self) -> dict[str, tuple[int, ...]]:
+        """The workers that have reported each request that is not complete."""
+        return {request: tuple(workers) for request, (_, workers) in self._pending.items()}
+
 
 def _merged(total: Any, new: Any, mixed: bool = False) -> Any:
-    """Two of a connector's own containers as one; the first may be changed and returned.
+    """Two containers of a connector merged into one. The first may be changed and returned.
 
-    ``mixed``: whether it is the container's own affair to merge with one of another type.
+    ``mixed``: the container itself can merge with a container of another type.
     """
     if total is None:
         return new
@@ -171,7 +199,8 @@ def _merged(total: Any, new: Any, mixed: bool = False) -> Any:
 
 
 def _report_type(reports: Sequence[tuple[int, Any]], output: WorkerOutput) -> type[Any]:
-    """The engine's type for a report: what its workers send, else what the output declares, else ours."""
+    """The engine's type for a report: the type that its workers send, else the type that the output declares, else
+    ``ConnectorOutput``."""
     candidates: list[Any] = [type(report) for _, report in reports]
     try:
         declared = typing.get_type_hints(type(output)).get("kv_connector_output")
@@ -188,10 +217,10 @@ BlockGroups = tuple[list[int], ...]
 
 
 def yield_req_data(scheduler_output: Any) -> Iterator[tuple[str, BlockGroups | None, bool]]:
-    """Every scheduled request: its id, its new block ids per KV cache group, whether it resumes after a preemption.
+    """Every scheduled request: its id, its new block ids per KV cache group, and whether it resumes after a preemption.
 
-    New requests first. Of one that resumes, the block ids are all that it has; of another that runs on, those added in
-    this step, or ``None``.
+    New requests come first. The block ids of a request that resumes are all the blocks that it has. The block ids of a
+    request that runs on are the blocks that this step added, or ``None``.
 
     Args:
         scheduler_output: with ``scheduled_new_reqs`` (``req_id``, ``block_ids``) and ``scheduled_cached_reqs``

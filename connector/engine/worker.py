@@ -11,7 +11,6 @@ import logging
 import secrets
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import torch
 
@@ -20,7 +19,7 @@ from kvferry.connector.geometry.compatibility import check_geometry
 from kvferry.connector.geometry.engine_types import LayerGroup, RankInfo
 from kvferry.connector.geometry.regions import ElementOrder, rank_geometry, regions
 from kvferry.connector.protocol.messages import MAX_MESSAGE_BYTES
-from kvferry.connector.protocol.step_plan import Load, RankAddress, StepPlan, by_region
+from kvferry.connector.protocol.step_plan import Load, RankAddress, StepPlan, StepResults, by_region
 from kvferry.connector.protocol.transfer_estimate import UNKNOWN, EstimateKey, TransferEstimate
 from kvferry.connector.transfer.caches import RankCaches
 from kvferry.connector.transfer.consumer import FinishedLoad
@@ -48,15 +47,6 @@ LOOK_SECONDS = 0.2
 GIVE_UP_SECONDS = 1.0
 """How much longer than P holds an ask a step waits for a load that it computes with: as long as one beside the steps
 would have had to be granted. It is far more than was expected."""
-
-
-@dataclass(slots=True)
-class StepResults:
-    """What the engine is told in one step; every id in it is told once."""
-
-    sent: set[str] = field(default_factory=set)
-    received: set[str] = field(default_factory=set)
-    failed: set[str] = field(default_factory=set)
 
 
 class WorkerHalf:

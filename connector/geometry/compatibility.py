@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvferry.connector.geometry import topology
 from kvferry.connector.geometry.dtypes import check_elements, check_same_elements, common_layers
 from kvferry.connector.geometry.packing import excluded_regions
 from kvferry.connector.geometry.rank_geometry import RankGeometry, RegionGeometry
-from kvferry.connector.geometry.topology import MAX_RANKS
+from kvferry.connector.geometry.topology import MAX_RANKS, TpKVTopology
 from kvferry.transport.errors import GeometryError, IncompatiblePeerError
 
 MAX_BLOCK_TOKENS = 1 << 20
@@ -76,7 +75,7 @@ def check_geometry(geometry: RankGeometry) -> None:
                 f"layer {region.layers[0]!r}: {heads} heads in all, which is not one of the head counts "
                 f"{', '.join(map(str, geometry.head_counts))}"
             )
-        expected = topology.head_interval(geometry.tp_rank, geometry.tp_size, heads)
+        expected = TpKVTopology.head_interval(geometry.tp_rank, geometry.tp_size, heads)
         if (region.head_start, region.num_heads) != expected:
             raise GeometryError(
                 f"layer {region.layers[0]!r}: tp_rank {geometry.tp_rank} of {geometry.tp_size} holds heads "

@@ -2,7 +2,7 @@
 
 An element that is stored as x means x times the scale of K or V of its layer; only fp8 has scales other than 1. Where
 dtype and scales agree, bytes are copied. Where they do not, a D that has ``convert_dtype`` on converts what arrives
-(``kernels.convert``). ``python -m kvferry.connector.geometry.dtypes`` prints the table of the README.
+(``kernels.convert``). ``python -m kvferry.connector.geometry.dtypes`` prints the table of docs/compatibility.md.
 """
 
 from __future__ import annotations
@@ -203,8 +203,9 @@ class WireElements:
 
 
 def error_table() -> str:
-    """What one conversion costs, as a Markdown table, for the README."""
-    rows = ["| to | relative error | below | absolute error | beyond |", "|---|---|---|---|---|"]
+    """Error bounds of one conversion as a Markdown table, for docs/compatibility.md."""
+    rows = ["| converted to | relative error | if smaller than | absolute error | largest number |"]
+    rows.append("|---|---|---|---|---|")
     for name, to in CONVERTIBLE.items():
         relative, absolute = f"2^-{to.mantissa + 1}", f"2^{math.frexp(to.absolute_error)[1] - 1}"
         below = f"2^{math.frexp(to.smallest_normal)[1] - 1}"

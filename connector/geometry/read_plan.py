@@ -14,14 +14,13 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.connector.geometry import topology
 from kvferry.connector.geometry.compatibility import LayerIndex, layer_index, refuse_missing
 from kvferry.connector.geometry.packing import alternatives, excluded_regions
 from kvferry.connector.geometry.rank_geometry import RankGeometry, RegionGeometry
 from kvferry.connector.geometry.spans import Span, whole_tiles
 from kvferry.connector.geometry.token_sharding import ALL_TOKENS, TokenShard, TokenSharding, num_common_tokens
-from kvferry.connector.geometry.topology import HeadRead
-from kvferry.transport.errors import GeometryError, IncompatiblePeerError
+from kvferry.connector.geometry.topology import HeadRead, TpKVTopology
+from kvferry.transport.errors import IncompatiblePeerError
 
 
 class PlannedSpan(NamedTuple):
@@ -38,8 +37,8 @@ class PlannedSpan(NamedTuple):
 
 
 def plan_reads(local: RankGeometry, remote: RankGeometry, tokens: Sequence[tuple[int, int]]) -> tuple[PlannedSpan, ...]:
-    """What D's rank reads from one P rank: of each of its regions the heads that ``topology.sources`` gives this rank.
-    A packed cache is read whole or in parts (``packing.excluded_regions``).
+    """The spans that D's rank reads from one P rank: in each region the heads that ``TpKVTopology.sources`` has of this
+    P rank. A packed cache is read whole or in parts (``packing.excluded_regions``).
 
     Args:
         local: D's rank.
@@ -47,8 +46,8 @@ def plan_reads(local: RankGeometry, remote: RankGeometry, tokens: Sequence[tuple
         tokens: per local region, the tokens to read as (start, stop). A packed region is read in whole tiles.
 
     Returns:
-        Spans that do not overlap; layers that this P rank does not hold are left out. Once the plans of all sources
-        are there, ``check_complete`` says whether anything is.
+        Spans that do not overlap; layers that this P rank does not hold are left out. ``check_complete`` takes the
+        plans of all P ranks in ``TpKVTopology.source_ranks``, of every stage, and finds whether something is missing.
 
     Raises:
         IncompatiblePeerError: P's rank does not hold the heads.
@@ -68,39 +67,6 @@ def plan_reads(local: RankGeometry, remote: RankGeometry, tokens: Sequence[tuple
         span = Span(route.theirs, route.first, num_layers, head, num_heads, token, num_tokens, region.shard)
         planned.append(PlannedSpan(span, route.region, route.layer, ours, theirs.shard))
     return tuple(planned)
-
-
-def plan_sources(
-    local: RankGeometry, remotes: Mapping[tuple[int, int], RankGeometry], tokens: Sequence[tuple[int, int]]
-) -> dict[tuple[int, int], tuple[PlannedSpan, ...]]:
-    """All that D's rank reads, by (pipeline rank, tensor rank) of P; only P ranks that are read from appear.
-
-    Args:
-        local: D's rank.
-        remotes: P's ranks: for every stage at least those that ``topology.readers`` names.
-        tokens: as in ``plan_reads``.
-
-    Raises:
-        IncompatiblePeerError: layers that D needs and no stage of P holds, or heads that a P rank does not hold.
-        GeometryError: a stage, or a rank that must be read from, is missing from ``remotes``.
-    """
-    any_remote = next(iter(remotes.values()), None)
-    if any_remote is None:
-        raise GeometryError("no P rank is known, expected at least one")
-    p_ranks = topology.readers(
-        local.tp_rank, local.tp_size, any_remote.tp_size, local.head_counts, local.shardings, any_remote.shardings
-    )
-    plans: dict[tuple[int, int], tuple[PlannedSpan, ...]] = {}
-    for stage in range(any_remote.pp_size):
-        for p_rank in p_ranks:
-            remote = remotes.get((stage, p_rank))
-            if remote is None:
-                raise GeometryError(f"P rank (pp {stage}, tp {p_rank}) is not known, and must be read from")
-            spans = plan_reads(local, remote, tokens)
-            if spans:
-                plans[stage, p_rank] = spans
-    check_complete(local, [item for spans in plans.values() for item in spans], tokens)
-    return plans
 
 
 def check_complete(local: RankGeometry, planned: Iterable[PlannedSpan], tokens: Sequence[tuple[int, int]]) -> None:
@@ -210,14 +176,14 @@ def _routes(local: RankGeometry, remote: RankGeometry) -> tuple[_Route, ...]:
     Raises:
         GeometryError: a layer listed twice.
     """
-    held, over = layer_index(remote), excluded_regions(local, remote)
+    held, over, topology = layer_index(remote), excluded_regions(local, remote), TpKVTopology.between(local, remote)
     from_it: dict[tuple[int, TokenSharding, TokenSharding], HeadRead | None] = {}
     routes: list[_Route] = []
     for index, region in enumerate(local.regions):
         for layer, theirs, first, count in () if index in over else _runs(region, held):
             key = region.total_heads, region.shard.sharding, remote.regions[theirs].shard.sharding
             if key not in from_it:
-                reads = topology.sources(local.tp_rank, local.tp_size, remote.tp_size, key[0], False, *key[1:])
+                reads = topology.sources(None, *key)
                 from_it[key] = next((read for read in reads if read.p_rank == remote.tp_rank), None)
             heads = from_it[key]
             if heads is not None:

@@ -19,7 +19,7 @@ from kvferry.connector.geometry.engine_types import CacheDtype, LayerGroup, Rank
 from kvferry.connector.geometry.packing import PackedPart, split_packed
 from kvferry.connector.geometry.rank_geometry import RankGeometry, RegionGeometry
 from kvferry.connector.geometry.recurrent_state import Section
-from kvferry.connector.geometry.topology import head_interval
+from kvferry.connector.geometry.topology import TpKVTopology
 from kvferry.connector.geometry.view import CacheView, TensorLike, view_of
 from kvferry.transport.errors import GeometryError
 
@@ -129,7 +129,7 @@ def _geometry(group: LayerGroup, part: PackedPart, info: RankInfo) -> RegionGeom
 
 
 def _held(view: CacheView, info: RankInfo, total_heads: int) -> tuple[int, int]:
-    start, count = head_interval(info.tp_rank, info.tp_size, total_heads)
+    start, count = TpKVTopology.head_interval(info.tp_rank, info.tp_size, total_heads)
     if view.num_heads != count:
         raise GeometryError(
             f"layer {view.layers[0]!r}: the cache holds {view.num_heads} heads, "

@@ -1,291 +1,65 @@
 """Which rank reads which KV heads from which rank, for any pair of tensor-parallel sizes. Pure integers.
 
-D is the consumer (local side of a read), P the producer (remote side). A rank holds an interval of global KV heads;
-what D's rank takes from P's rank is the intersection of the two. MLA has one latent "head" that every rank holds.
-Under context parallelism the ranks that hold a head share its tokens out (``context.TokenSharding``).
-Pipeline stages do not appear here: every stage has the same tensor-parallel structure, and layers are matched by name
-(``plan.py``), so each function applies to one stage at a time.
+``TpKVTopology`` answers every such question, by the arithmetic of ``head_split``. D is the consumer, the local
+side of a read; P is the producer, the remote side. A rank holds an interval of global KV heads. D's rank takes from P's
+rank the intersection of their intervals. MLA has one latent "head", and every rank holds it. Under context parallelism
+the ranks that hold a head share its tokens out (``token_sharding.TokenSharding``).
+
+Pipeline stages have no part in the choice of ranks: all stages have the same tensor-parallel structure, and layers are
+matched by name (``read_plan``). So every answer holds for each pair of stages.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Protocol
 
+from kvferry.connector.geometry import head_split
+from kvferry.connector.geometry.head_split import MAX_HEADS, MAX_RANKS, HeadRead
+from kvferry.connector.geometry.rank_geometry import RankGeometry
 from kvferry.connector.geometry.token_sharding import UNSHARDED, TokenSharding
 from kvferry.transport.errors import GeometryError, RatioError
 
-MAX_RANKS = 4096
-"""Bound on a tensor-parallel size; a peer names its own, and the release map has one entry per rank."""
-MAX_HEADS = 1 << 16
-"""Bound on a model's KV heads, named by peers too."""
+__all__ = ["LOCAL", "MAX_HEADS", "MAX_RANKS", "REMOTE", "EngineForm", "HeadRead", "TpKVTopology"]
+
+LOCAL, REMOTE = "local", "remote"
+"""Engine ids in a topology that stands for engines of a form (``TpKVTopology.between``)."""
 
 
-class HeadRead(NamedTuple):
-    """Global KV heads ``[first_head, first_head + num_heads)`` as held by P's tensor-parallel rank ``p_rank``."""
+class EngineForm(Protocol):
+    """The two facts about a remote engine on which the choice of ranks depends."""
 
-    p_rank: int
-    first_head: int
-    num_heads: int
+    @property
+    def tp_size(self) -> int:
+        """Tensor-parallel ranks."""
 
-
-def _check(rank: int, size: int, total_heads: int) -> None:
-    if not 1 <= size <= MAX_RANKS:
-        raise GeometryError(f"tensor-parallel size {size} is outside 1..{MAX_RANKS}")
-    if not 0 <= rank < size:
-        raise GeometryError(f"tensor-parallel rank {rank} is outside 0..{size - 1}")
-    if not 1 <= total_heads <= MAX_HEADS:
-        raise GeometryError(f"total_num_kv_heads {total_heads} is outside 1..{MAX_HEADS}")
-
-
-def head_interval(rank: int, tp_size: int, total_heads: int) -> tuple[int, int]:
-    """The global KV heads of a rank as ``(start, count)``; ``count`` is at least 1.
-
-    As vLLM splits where it can: ``total_heads / tp_size`` each, and one replicated head each where there are more
-    ranks than heads. Sizes that do not divide get contiguous intervals whose counts differ by at most one.
-
-    Raises:
-        GeometryError: a rank or size out of range.
-    """
-    _check(rank, tp_size, total_heads)
-    start = rank * total_heads // tp_size
-    return start, max(1, (rank + 1) * total_heads // tp_size - start)
-
-
-def _holders(head: int, size: int, total_heads: int) -> tuple[int, int]:
-    """The ranks that hold a head as ``(first, count)``; more than one only where heads are replicated."""
-    last = ((head + 1) * size - 1) // total_heads
-    first = min(last, -(-head * size // total_heads))
-    return first, last - first + 1
-
-
-def overlaps(d_rank: int, d_size: int, p_size: int, total_heads: int, is_mla: bool = False) -> tuple[HeadRead, ...]:
-    """Every P rank that holds a head of D's rank, and which; replicas are all listed. In order of P's rank.
-
-    Raises:
-        GeometryError: a rank or size out of range.
-    """
-    total_heads = 1 if is_mla else total_heads
-    start, count = head_interval(d_rank, d_size, total_heads)
-    _check(0, p_size, total_heads)
-    first, _ = _holders(start, p_size, total_heads)
-    last_first, last_count = _holders(start + count - 1, p_size, total_heads)
-    found = []
-    for p_rank in range(first, last_first + last_count):
-        theirs, held = head_interval(p_rank, p_size, total_heads)
-        low, high = max(start, theirs), min(start + count, theirs + held)
-        found.append(HeadRead(p_rank, low, high - low))
-    return tuple(found)
-
-
-@lru_cache(maxsize=1024)
-def sources(
-    d_rank: int,
-    d_size: int,
-    p_size: int,
-    total_heads: int,
-    is_mla: bool = False,
-    d_sharding: TokenSharding = UNSHARDED[0],
-    p_sharding: TokenSharding = UNSHARDED[0],
-) -> tuple[HeadRead, ...]:
-    """What D's rank reads from whom: each of its heads exactly once, in order of heads.
-
-    Where P replicates a head, the D ranks that hold it spread evenly over P's replicas; the choice depends on the
-    arguments only, so both sides come to the same one. Where P's ranks share out the tokens of a head, each head comes
-    once from every share that has tokens of D's and that a rank holds.
-
-    Raises:
-        GeometryError: a rank or size out of range.
-    """
-    total_heads = 1 if is_mla else total_heads
-    start, count = head_interval(d_rank, d_size, total_heads)
-    _check(0, p_size, total_heads)
-    reads: list[HeadRead] = []
-    for head in range(start, start + count):
-        if d_sharding.size == p_sharding.size == 1:
-            p_ranks = [_replica(head, d_rank, d_size, p_size, total_heads)]
-        else:
-            p_ranks = _shard_holders(head, d_rank, d_size, p_size, total_heads, d_sharding, p_sharding)
-        for p_rank in p_ranks:
-            if reads and reads[-1].p_rank == p_rank:
-                reads[-1] = reads[-1]._replace(num_heads=reads[-1].num_heads + 1)
-            else:
-                reads.append(HeadRead(p_rank, head, 1))
-    return tuple(reads)
-
-
-def _replica(head: int, d_rank: int, d_size: int, p_size: int, total_heads: int) -> int:
-    first_reader, num_readers = _holders(head, d_size, total_heads)
-    first_replica, num_replicas = _holders(head, p_size, total_heads)
-    return first_replica + (d_rank - first_reader) * num_replicas // num_readers
-
-
-def _shard_holders(
-    head: int,
-    d_rank: int,
-    d_size: int,
-    p_size: int,
-    total_heads: int,
-    d_sharding: TokenSharding,
-    p_sharding: TokenSharding,
-) -> list[int]:
-    """Of each of P's shares of a head that has tokens of D's rank, one replica."""
-    first_reader, num_readers = _holders(head, d_size, total_heads)
-    first_replica, num_replicas = _holders(head, p_size, total_heads)
-    found, meets = [], _meeting(d_sharding, p_sharding)
-    held = sorted(
-        {rank % p_sharding.size for rank in range(first_replica, first_replica + min(num_replicas, p_sharding.size))}
-    )
-    for shard, meeting in ((shard, meets[shard]) for shard in held):
-        first = first_replica + (shard - first_replica) % p_sharding.size
-        replicas = range(first, first_replica + num_replicas, p_sharding.size)
-        if d_rank % d_sharding.size not in meeting or not replicas:
-            continue
-        before, place, beyond = (
-            rank // d_sharding.size * len(meeting) + bisect_left(meeting, rank % d_sharding.size)
-            for rank in (first_reader, d_rank, first_reader + num_readers)
-        )
-        found.append(replicas[(place - before) * len(replicas) // (beyond - before)])
-    return found
-
-
-@lru_cache(maxsize=256)
-def _meeting(d_sharding: TokenSharding, p_sharding: TokenSharding) -> tuple[tuple[int, ...], ...]:
-    """For each of P's shares, D's shares that have tokens in common with it."""
-    return tuple(
-        tuple(d for d in range(d_sharding.size) if d_sharding.shard(d).meets(p_sharding.shard(p)))
-        for p in range(p_sharding.size)
-    )
-
-
-def readers(
-    d_rank: int,
-    d_size: int,
-    p_size: int,
-    head_counts: tuple[int, ...],
-    d_shardings: tuple[TokenSharding, ...] = UNSHARDED,
-    p_shardings: tuple[TokenSharding, ...] = UNSHARDED,
-) -> tuple[int, ...]:
-    """The P ranks that D's rank reads from, ascending: those of the ``sources`` of each head count and split.
-
-    Raises:
-        GeometryError: a rank or size out of range.
-    """
-    found = {
-        read.p_rank
-        for heads in head_counts
-        for d_sharding in d_shardings
-        for p_sharding in p_shardings
-        for read in sources(d_rank, d_size, p_size, heads, False, d_sharding, p_sharding)
-    }
-    return tuple(sorted(found))
-
-
-def release_map(
-    d_size: int,
-    p_size: int,
-    head_counts: tuple[int, ...],
-    d_shardings: tuple[TokenSharding, ...] = UNSHARDED,
-    p_shardings: tuple[TokenSharding, ...] = UNSHARDED,
-) -> tuple[tuple[int, ...], ...]:
-    """For each P rank, D's ranks that must release a lease there: never none.
-
-    All of P's readers are in its entry; a P rank that nobody reads (a replica) gets one D rank, these evenly spread.
-
-    Args:
-        d_size: D's tensor-parallel size.
-        p_size: P's.
-        head_counts: global KV heads of each kind of layer that the model has, 1 for MLA.
-        d_splits: how D's ranks share out the tokens of its block tables.
-        p_splits: how P's do.
-
-    Raises:
-        GeometryError: a size out of range.
-    """
-    return _release_maps(d_size, p_size, head_counts, d_shardings, p_shardings)[0]
-
-
-def releases_of(d_rank: int, d_size: int, p_size: int, head_counts: tuple[int, ...]) -> tuple[int, ...]:
-    """The P ranks at which D's rank must release: the inverse of ``release_map``. May be empty for a D rank.
-
-    Raises:
-        GeometryError: a rank or size out of range.
-    """
-    _check(d_rank, d_size, 1)
-    return _release_maps(d_size, p_size, head_counts, UNSHARDED, UNSHARDED)[1][d_rank]
-
-
-@lru_cache(maxsize=256)
-def _release_maps(
-    d_size: int,
-    p_size: int,
-    head_counts: tuple[int, ...],
-    d_shardings: tuple[TokenSharding, ...],
-    p_shardings: tuple[TokenSharding, ...],
-) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
-    """(D ranks by P rank, P ranks by D rank)."""
-    _check(0, p_size, 1)
-    _check(0, d_size, 1)
-    by_p: list[list[int]] = [[] for _ in range(p_size)]
-    for d_rank in range(d_size):
-        for p_rank in readers(d_rank, d_size, p_size, head_counts, d_shardings, p_shardings):
-            by_p[p_rank].append(d_rank)
-    for p_rank, found in enumerate(by_p):
-        if not found:
-            found.append(p_rank * d_size // p_size)
-    by_d: list[list[int]] = [[] for _ in range(d_size)]
-    for p_rank, found in enumerate(by_p):
-        for d_rank in found:
-            by_d[d_rank].append(p_rank)
-    return tuple(map(tuple, by_p)), tuple(map(tuple, by_d))
-
-
-def expected_consumers(
-    p_rank: int,
-    d_size: int,
-    d_pp_size: int,
-    p_size: int,
-    head_counts: tuple[int, ...],
-    d_shardings: tuple[TokenSharding, ...] = UNSHARDED,
-    p_shardings: tuple[TokenSharding, ...] = UNSHARDED,
-) -> tuple[int, ...]:
-    """D's ranks that must release at a P rank, over all of D's pipeline stages, as ``pp_rank * d_size + tp_rank``.
-
-    One D stage cannot know which layers another one reads, so every stage releases, at every P stage.
-
-    Raises:
-        GeometryError: a rank or size out of range.
-    """
-    if not 1 <= d_pp_size <= MAX_RANKS:
-        raise GeometryError(f"pipeline-parallel size {d_pp_size} is outside 1..{MAX_RANKS}")
-    _check(p_rank, p_size, 1)
-    stage = release_map(d_size, p_size, head_counts, d_shardings, p_shardings)[p_rank]
-    return tuple(pp * d_size + tp for pp in range(d_pp_size) for tp in stage)
-
-
-def _ratio(what: str, local: int, remote: int) -> int:
-    """Positive ``local / remote`` where local is the greater or equal, else negative ``remote / local``."""
-    if local < 1 or remote < 1:
-        raise GeometryError(f"no {what} between local {local} and remote {remote}: sizes are at least 1")
-    if local >= remote:
-        ratio, rest = divmod(local, remote)
-    else:
-        ratio, rest = divmod(remote, local)
-        ratio = -ratio
-    if rest:
-        raise RatioError(what, local, remote)
-    return ratio
+    @property
+    def shardings(self) -> tuple[TokenSharding, ...]:
+        """The ways in which its ranks share tokens out, one or more block tables each."""
 
 
 @dataclass
 class TpKVTopology:
-    """How the ranks of a local and a remote engine face each other.
+    """How a rank of the local engine faces the ranks of remote engines: which ranks it reads from, which KV heads, and
+    which ranks must release a lease. ``between`` makes the one that a hand-over uses.
 
-    ``remote_tp_size`` and ``remote_block_size`` map engine ids to tensor-parallel sizes and to tokens per block; the
-    entries under ``engine_id`` are the local engine's own. ``attn_backend`` is kept for callers and not used:
-    layouts are read from strides.
+    The first seven fields and the methods that share a name with vLLM's ``TpKVTopology`` mean the same as there.
+    Questions without an argument for the remote engine are about the only remote engine that the topology knows.
+
+    Args:
+        tp_rank: the local rank.
+        remote_tp_size: tensor-parallel size by engine id, the local engine's under ``engine_id``.
+        is_mla: whether all layers are MLA.
+        total_num_kv_heads: global KV heads; of the layers that have most, where layers differ.
+        attn_backend: not used. Layouts are read from strides.
+        engine_id: the local engine.
+        remote_block_size: tokens per manager block by engine id, the local engine's under ``engine_id``.
+        head_counts: global KV heads of each kind of layer, 1 for MLA; by default of one kind, ``total_num_kv_heads``.
+        shardings: how local ranks share tokens out.
+        remote_shardings: the same by engine id; an engine that is missing does not share tokens out.
+        pp_size: the local engine's pipeline stages.
     """
 
     tp_rank: int
@@ -295,6 +69,47 @@ class TpKVTopology:
     attn_backend: object
     engine_id: str
     remote_block_size: dict[str, int]
+    head_counts: tuple[int, ...] = ()
+    shardings: tuple[TokenSharding, ...] = UNSHARDED
+    remote_shardings: dict[str, tuple[TokenSharding, ...]] = field(default_factory=dict)
+    pp_size: int = 1
+
+    def __post_init__(self) -> None:
+        self.head_counts = self.head_counts or (1 if self.is_mla else self.total_num_kv_heads,)
+
+    @classmethod
+    def between(cls, local: RankGeometry, remote: EngineForm) -> TpKVTopology:
+        """The topology of D's rank ``local`` and a P engine, under the engine ids ``LOCAL`` and ``REMOTE``.
+
+        One object serves all peers of the same form, so no caller may change it. Its ``block_size`` is the block size
+        of the rank's first region, 0 for a rank without regions.
+        """
+        return _between(
+            local.tp_rank,
+            local.tp_size,
+            local.pp_size,
+            bool(local.regions) and all(region.kind == "mla" for region in local.regions),
+            local.head_counts,
+            local.shardings,
+            local.regions[0].block_size if local.regions else 0,
+            remote.tp_size,
+            remote.shardings,
+        )
+
+    @staticmethod
+    def head_interval(rank: int, tp_size: int, total_heads: int) -> tuple[int, int]:
+        """The global KV heads of a rank as ``(start, count)``; ``count`` is at least 1.
+
+        The split is vLLM's where vLLM can split: ``total_heads / tp_size`` heads each, or one replicated head each
+        where there are more ranks than heads. Sizes that do not divide give contiguous intervals whose counts differ by
+        at most one.
+
+        Raises:
+            GeometryError: a rank or size is out of range.
+        """
+        return head_split.head_interval(rank, tp_size, total_heads)
+
+    # --- sizes and ratios ---------------------------------------------------------------------------------------
 
     @property
     def tp_size(self) -> int:
@@ -307,7 +122,7 @@ class TpKVTopology:
         return self.remote_block_size[self.engine_id]
 
     def tp_ratio(self, remote_tp_size: int) -> int:
-        """Local ranks per remote rank; negative remote ranks per local rank where the remote side has more.
+        """Local ranks per remote rank. Negative: remote ranks per local rank, where the remote side has more.
 
         Raises:
             RatioError: neither size divides the other. Nothing that moves bytes needs this number.
@@ -315,7 +130,7 @@ class TpKVTopology:
         return _ratio("tp_ratio", self.tp_size, remote_tp_size)
 
     def block_size_ratio(self, remote_block_size: int) -> int:
-        """Remote blocks per local block; negative local blocks per remote block where the remote one is larger.
+        """Remote blocks per local block. Negative: local blocks per remote block, where the remote block is larger.
 
         Raises:
             RatioError: neither size divides the other. Nothing that moves bytes needs this number.
@@ -330,22 +145,42 @@ class TpKVTopology:
         """``block_size_ratio`` of a known engine."""
         return self.block_size_ratio(self.remote_block_size[remote_engine_id])
 
-    def is_kv_replicated(self, engine_id: str) -> bool:
-        """Whether several ranks of an engine hold the same KV head: it has more ranks than heads."""
-        return self.remote_tp_size[engine_id] > self.total_num_kv_heads
+    def is_kv_replicated(self, engine_id: str, total_heads: int | None = None) -> bool:
+        """Whether several ranks of an engine hold the same KV head: the engine has more ranks than heads.
+
+        Args:
+            engine_id: a known engine, also the local one.
+            total_heads: global KV heads of the layers in question; by default ``total_num_kv_heads``.
+        """
+        return head_split.is_replicated(self.remote_tp_size[engine_id], total_heads or self.total_num_kv_heads)
 
     def replicates_kv_cache(self, remote_engine_id: str) -> bool:
         """Whether ranks of an engine hold equal caches, by replicated heads or because MLA cannot be split."""
         return self.is_mla or self.is_kv_replicated(remote_engine_id)
 
-    def get_target_remote_ranks(self, remote_tp_size: int) -> list[int]:
-        """The remote ranks that face the local one, ascending; never empty, for any pair of sizes.
+    def describe(self, remote_block_size: int = 0) -> str:
+        """For a log line: the remote ranks that the local rank reads from, and the ratios where there are integer ones.
 
-        Where sizes and heads divide as vLLM requires, the ranks that ``tp_ratio`` says: one, or a run of them.
-        Otherwise every rank whose heads intersect ours. ``sources`` says which of them are read.
+        Args:
+            remote_block_size: tokens per block of the remote engine, 0 where unknown.
+        """
+        peer = self._peer()
+        size, ranks = self.remote_tp_size[peer], ", ".join(f"tp{rank}" for rank in self.source_ranks(peer))
+        text = f"this rank reads from {ranks} of {size} tensor-parallel ranks, tp_ratio {_known(self.tp_ratio, size)}"
+        if remote_block_size and self.block_size:
+            text += f", block_size_ratio {_known(self.block_size_ratio, remote_block_size)}"
+        return f"{text}, P replicates KV heads" if self.replicates_kv_cache(peer) else text
+
+    # --- D's rank reads -----------------------------------------------------------------------------------------
+
+    def get_target_remote_ranks(self, remote_tp_size: int) -> list[int]:
+        """The remote ranks that face the local rank, ascending; never empty, for any pair of sizes.
+
+        Where sizes and heads divide as vLLM requires, these are the ranks that ``tp_ratio`` gives: one rank, or a run
+        of ranks. Otherwise these are the ranks of ``overlaps``. ``source_ranks`` says which of them are read.
 
         Raises:
-            GeometryError: a size out of range.
+            GeometryError: a size is out of range.
         """
         if self._divides(remote_tp_size):
             ratio = self.tp_ratio(remote_tp_size)
@@ -358,17 +193,120 @@ class TpKVTopology:
         """``get_target_remote_ranks`` of a known engine."""
         return self.get_target_remote_ranks(self.remote_tp_size[remote_engine_id])
 
-    def overlaps(self, remote_tp_size: int) -> tuple[HeadRead, ...]:
-        """``overlaps`` with the local side as D."""
-        return overlaps(self.tp_rank, self.tp_size, remote_tp_size, self.total_num_kv_heads, self.is_mla)
+    def overlaps(self, remote_tp_size: int | None = None, total_heads: int | None = None) -> tuple[HeadRead, ...]:
+        """Every remote rank that holds a KV head of the local rank, and which heads, in order of ranks. All replicas
+        are listed.
 
-    def sources(self, remote_tp_size: int) -> tuple[HeadRead, ...]:
-        """``sources`` with the local side as D."""
-        return sources(self.tp_rank, self.tp_size, remote_tp_size, self.total_num_kv_heads, self.is_mla)
+        Args:
+            remote_tp_size: by default the remote engine's.
+            total_heads: global KV heads of the layers in question; by default ``total_num_kv_heads``, or 1 for MLA.
 
-    def release_map(self, remote_tp_size: int) -> tuple[tuple[int, ...], ...]:
-        """``release_map`` with the local side as D."""
-        return release_map(self.tp_size, remote_tp_size, (1 if self.is_mla else self.total_num_kv_heads,))
+        Raises:
+            GeometryError: a rank or size is out of range.
+        """
+        return head_split.overlaps(self.tp_rank, self.tp_size, self._size(remote_tp_size), self._heads(total_heads))
+
+    def sources(
+        self,
+        remote_tp_size: int | None = None,
+        total_heads: int | None = None,
+        sharding: TokenSharding = UNSHARDED[0],
+        remote_sharding: TokenSharding = UNSHARDED[0],
+    ) -> tuple[HeadRead, ...]:
+        """The reads of the local rank: each of its KV heads exactly once, in order of heads.
+
+        Where the remote engine replicates a head (``is_kv_replicated``), the local ranks that hold this head spread
+        evenly over the replicas. The choice depends on the sizes only, so both engines make the same choice. Where
+        remote ranks share out the tokens of a head, each head comes once from every share that has tokens of the local
+        rank's.
+
+        Args:
+            remote_tp_size: by default the remote engine's.
+            total_heads: global KV heads of the layers in question; by default ``total_num_kv_heads``, or 1 for MLA.
+            sharding: how local ranks share out the tokens of these layers.
+            remote_sharding: how remote ranks do.
+
+        Raises:
+            GeometryError: a rank or size is out of range.
+        """
+        size, heads = self._size(remote_tp_size), self._heads(total_heads)
+        return head_split.sources(self.tp_rank, self.tp_size, size, heads, sharding, remote_sharding)
+
+    def source_ranks(self, remote_engine_id: str | None = None) -> tuple[int, ...]:
+        """The remote ranks that the local rank reads from, ascending: those in ``sources`` of every head count and
+        every pair of shardings. Empty where no remote rank holds tokens of the local rank's.
+
+        Raises:
+            GeometryError: a rank or size is out of range.
+        """
+        return head_split.source_ranks(self.tp_rank, *self._pair(remote_engine_id))
+
+    # --- D's ranks release --------------------------------------------------------------------------------------
+
+    def release_map(self, remote_engine_id: str | None = None) -> tuple[tuple[int, ...], ...]:
+        """For each remote rank, the local tensor-parallel ranks that must release a lease there: never none.
+
+        All local ranks that read from a remote rank are in its entry. A remote rank from which no rank reads (a
+        replica) gets one local rank; these are spread evenly.
+
+        Raises:
+            GeometryError: a size is out of range.
+        """
+        return head_split.release_maps(*self._pair(remote_engine_id))[0]
+
+    def release_ranks(self, remote_engine_id: str | None = None) -> tuple[int, ...]:
+        """The remote ranks at which the local rank must release: the inverse of ``release_map``. May be empty.
+
+        Raises:
+            GeometryError: a rank or size is out of range.
+        """
+        head_split.check(self.tp_rank, self.tp_size, 1)
+        return head_split.release_maps(*self._pair(remote_engine_id))[1][self.tp_rank]
+
+    def expected_consumers(self, remote_rank: int, remote_engine_id: str | None = None) -> tuple[int, ...]:
+        """The local ranks that must release at a remote rank, as ``pp_rank * tp_size + tp_rank``.
+
+        A pipeline stage cannot know which layers another stage reads. So all local stages release at all remote stages.
+
+        Raises:
+            GeometryError: a rank or size is out of range.
+        """
+        if not 1 <= self.pp_size <= MAX_RANKS:
+            raise GeometryError(f"pipeline-parallel size {self.pp_size} is outside 1..{MAX_RANKS}")
+        peer = self._peer(remote_engine_id)
+        head_split.check(remote_rank, self.remote_tp_size[peer], 1)
+        stage = self.release_map(peer)[remote_rank]
+        return tuple(pp_rank * self.tp_size + tp_rank for pp_rank in range(self.pp_size) for tp_rank in stage)
+
+    # --- defaults -----------------------------------------------------------------------------------------------
+
+    def _peer(self, remote_engine_id: str | None = None) -> str:
+        """The engine that a question is about."""
+        if remote_engine_id is not None:
+            return remote_engine_id
+        known = [engine_id for engine_id in self.remote_tp_size if engine_id != self.engine_id]
+        if len(known) != 1:
+            raise GeometryError(f"{len(known)} remote engines are known, expected one; name the engine or its size")
+        return known[0]
+
+    def _size(self, remote_tp_size: int | None) -> int:
+        return self.remote_tp_size[self._peer()] if remote_tp_size is None else remote_tp_size
+
+    def _heads(self, total_heads: int | None) -> int:
+        return total_heads or (1 if self.is_mla else self.total_num_kv_heads)
+
+    def _pair(
+        self, remote_engine_id: str | None
+    ) -> tuple[int, int, tuple[int, ...], tuple[TokenSharding, ...], tuple[TokenSharding, ...]]:
+        """D's and P's tensor-parallel sizes, the model's head counts, D's and P's shardings."""
+        peer = self._peer(remote_engine_id)
+        return (
+            self.tp_size,
+            self.remote_tp_size[peer],
+            self.head_counts,
+            self.shardings,
+            self.remote_shardings.get(peer, UNSHARDED),
+        )
 
     def _divides(self, remote_tp_size: int) -> bool:
         sizes = sorted((self.tp_size, remote_tp_size))
@@ -376,3 +314,52 @@ class TpKVTopology:
             return False
         heads = self.total_num_kv_heads
         return self.is_mla or all(heads % size == 0 or size % heads == 0 for size in sizes)
+
+
+@lru_cache(maxsize=256)
+def _between(
+    tp_rank: int,
+    tp_size: int,
+    pp_size: int,
+    is_mla: bool,
+    head_counts: tuple[int, ...],
+    shardings: tuple[TokenSharding, ...],
+    block_size: int,
+    remote_tp_size: int,
+    remote_shardings: tuple[TokenSharding, ...],
+) -> TpKVTopology:
+    return TpKVTopology(
+        tp_rank=tp_rank,
+        remote_tp_size={LOCAL: tp_size, REMOTE: remote_tp_size},
+        is_mla=is_mla,
+        total_num_kv_heads=max(head_counts),
+        attn_backend=None,
+        engine_id=LOCAL,
+        remote_block_size={LOCAL: block_size},
+        head_counts=head_counts,
+        shardings=shardings,
+        remote_shardings={REMOTE: remote_shardings},
+        pp_size=pp_size,
+    )
+
+
+def _known(ratio: Callable[[int], int], remote: int) -> str:
+    """A ratio for a log line, or the two sizes that have none."""
+    try:
+        return str(ratio(remote))
+    except RatioError as error:
+        return f"none ({error.local} to {error.remote})"
+
+
+def _ratio(what: str, local: int, remote: int) -> int:
+    """Positive ``local / remote`` where local is the greater or equal, else negative ``remote / local``."""
+    if local < 1 or remote < 1:
+        raise GeometryError(f"no {what} between local {local} and remote {remote}: sizes are at least 1")
+    if local >= remote:
+        ratio, rest = divmod(local, remote)
+    else:
+        ratio, rest = divmod(remote, local)
+        ratio = -ratio
+    if rest:
+        raise RatioError(what, local, remote)
+    return ratio

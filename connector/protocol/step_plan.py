@@ -1,9 +1,13 @@
-"""What the scheduler half tells the worker half in one engine step. Plain data, the same for every rank."""
+"""What the two halves of an engine send each other in one step. Plain data.
+
+The scheduler half sends one ``StepPlan``, the same to every rank. The worker half of each rank returns ``StepResults``.
+"""
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
@@ -98,6 +102,20 @@ class StepPlan(msgspec.Struct, frozen=True):
     @property
     def empty(self) -> bool:
         return not (self.leases or self.keeps or self.loads or self.cancels or self.releases)
+
+
+@dataclass(slots=True)
+class StepResults:
+    """The hand-overs that ended on one rank since its last step, by request id. A rank reports each id once.
+
+    ``sent``: nothing reads the blocks of this prompt on this rank any more. ``received``: the load has ended.
+    ``failed``: those of ``received`` whose tokens are not in the blocks. ``KVOutputAggregator`` makes one report of the
+    results of all ranks.
+    """
+
+    sent: set[str] = field(default_factory=set)
+    received: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
 
 
 def by_region(plan: StepPlan, tables: Sequence[int]) -> StepPlan:

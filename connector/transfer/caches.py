@@ -29,7 +29,7 @@ from kvferry.transport.channels import CPU, Copy, Pieces
 from kvferry.transport.errors import GeometryError
 
 if TYPE_CHECKING:
-    from kvferry.kernels.paged_copy_triton import PagesThere
+    from kvferry.kernels.paged_copy_triton import DevicePages
 
 Ids = npt.NDArray[np.int64]
 
@@ -227,9 +227,9 @@ class RankCaches:
             return
         shared = box.whole or SpanCopy(box)
         whole, rows = shared.box, self.views[box.region].rows
-        if shared.there is None:
-            shared.there = self._there(whole)
-        shared.there.copy(
+        if shared.device_pages is None:
+            shared.device_pages = self._device_pages(whole)
+        shared.device_pages.copy(
             address,
             to_wire=to_wire,
             layer=(box.layer - whole.layer) * rows,
@@ -239,10 +239,10 @@ class RankCaches:
             sms=self.copies.sms,
         )
 
-    def _there(self, whole: PageBox) -> PagesThere:
-        from kvferry.kernels.paged_copy_triton import PagesThere
+    def _device_pages(self, whole: PageBox) -> DevicePages:
+        from kvferry.kernels.paged_copy_triton import DevicePages
 
-        return PagesThere(
+        return DevicePages(
             self.pages(whole),
             num_heads=whole.num_heads,
             num_tokens=whole.num_tokens,
@@ -299,7 +299,7 @@ class PageBox(msgspec.Struct, frozen=True):
 
 
 class SpanCopy(msgspec.Struct, eq=False):
-    """What parts were cut from. ``there``: its pages as the GPU knows them, from the first copy of a part on."""
+    """What parts were cut from. ``device_pages``: its pages with their table on the GPU, made by the first copy."""
 
     box: PageBox
-    there: PagesThere | None = None
+    device_pages: DevicePages | None = None

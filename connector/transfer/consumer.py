@@ -13,7 +13,6 @@ import msgspec
 
 from kvferry.connector.geometry.read_plan import check_complete, plan_reads
 from kvferry.connector.geometry.spans import check_spans
-from kvferry.connector.geometry.topology import readers
 from kvferry.connector.protocol import handover, messages
 from kvferry.connector.protocol.handover import Reason
 from kvferry.connector.protocol.metrics import FailureKind
@@ -62,7 +61,7 @@ class Consumer:
         self._links: dict[RankAddress, Link] = {}
         self._active_loads: dict[str, ActiveLoad] = {}
         self._receiver = Receiver(rank_context.caches)
-        self._lease_keeper = LeaseKeeper(rank_context.caches.geometry, self._link)
+        self._lease_keeper = LeaseKeeper(rank_context, self._link)
 
     # --- commands from the engine -------------------------------------------------------------------------------
 
@@ -172,8 +171,7 @@ class Consumer:
     # --- links --------------------------------------------------------------------------------------------------
 
     def _addresses(self, peer: PeerEngine) -> Iterator[RankAddress]:
-        ours = self._rank_context.caches.geometry
-        p_ranks = readers(ours.tp_rank, ours.tp_size, peer.tp_size, ours.head_counts, ours.shardings, peer.shardings)
+        p_ranks = self._rank_context.topology(peer).source_ranks()
         if not p_ranks:
             raise KVFerryError(f"none of P's {peer.tp_size} tensor-parallel ranks holds tokens of ours")
         by_rank = {(rank.pp_rank, rank.tp_rank): rank for rank in peer.ranks}

@@ -6,11 +6,11 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvferry.connector.geometry.rank_geometry import RankGeometry
-from kvferry.connector.geometry.topology import expected_consumers
 from kvferry.connector.protocol import messages
 from kvferry.connector.protocol.step_plan import PeerEngine, RankAddress
 from kvferry.connector.transfer.link import Link
+from kvferry.connector.transfer.rank_context import RankContext
+from kvferry.transport.errors import GeometryError
 
 logger = logging.getLogger("vllm.kvferry.lease_keeper")
 
@@ -25,8 +25,8 @@ RENEWED_AT_ONCE = 4096
 
 @dataclass(slots=True)
 class KeptLease:
-    """One lease at one P engine. ``addresses``: P's ranks that hear from this one. ``keep``: requests that may still
-    read under it."""
+    """One lease at one P engine. ``addresses``: the P ranks to which this D rank sends renewals and the release.
+    ``keep``: requests that may still read under the lease."""
 
     peer: PeerEngine
     addresses: tuple[RankAddress, ...]
@@ -39,11 +39,12 @@ class KeptLease:
 class LeaseKeeper:
     """The leases that this rank of D holds a share in.
 
-    Every P rank hears of the end from at least one D rank (``TpKVTopology.release_map``), also ranks nobody reads.
+    At least one D rank releases at every P rank, also at a P rank that no D rank reads (``TpKVTopology.release_map``).
     """
 
-    def __init__(self, geometry: RankGeometry, link: Callable[[PeerEngine, RankAddress], Link]) -> None:
-        self._geometry = geometry
+    def __init__(self, rank_context: RankContext, link: Callable[[PeerEngine, RankAddress], Link]) -> None:
+        self._rank_context = rank_context
+        geometry = rank_context.caches.geometry
         self.rank = geometry.pp_rank * geometry.tp_size + geometry.tp_rank
         """This rank's number in its engine, over all pipeline stages."""
         self._link = link
@@ -114,13 +115,14 @@ class LeaseKeeper:
 
     def expected(self, peer: PeerEngine, p_rank: int) -> tuple[int, ...]:
         """The D ranks, of every pipeline stage, that release at P's rank ``p_rank``."""
-        ours = self._geometry
-        return expected_consumers(
-            p_rank, ours.tp_size, ours.pp_size, peer.tp_size, ours.head_counts, ours.shardings, peer.shardings
-        )
+        return self._rank_context.topology(peer).expected_consumers(p_rank)
 
     def _addresses(self, peer: PeerEngine) -> tuple[RankAddress, ...]:
-        return tuple(address for address in peer.ranks if self.rank in self.expected(peer, address.tp_rank))
+        strange = [address.tp_rank for address in peer.ranks if not 0 <= address.tp_rank < peer.tp_size]
+        if strange:
+            raise GeometryError(f"P names a tensor-parallel rank {strange[0]}, expected one below {peer.tp_size}")
+        ranks = self._rank_context.topology(peer).release_ranks()
+        return tuple(address for address in peer.ranks if address.tp_rank in ranks)
 
     def _release(self, token: bytes, kept: KeptLease) -> None:
         del self._kept[token]

@@ -261,6 +261,8 @@ class Link:
         if self.converted:
             pairs = {f"{welcome.geometry.regions[j].dtype} to {ours.regions[i].dtype}" for i, j in self.converted}
             logger.info("kvferry: KV of %s is converted, %s", self.name, ", ".join(sorted(pairs)))
+        block_size = next((region.block_size for region in welcome.geometry.regions), 0)
+        logger.info("kvferry: %s: %s", self.name, self._rank_context.topology(self.peer).describe(block_size))
         self._offers = {offer.name: offer.payload for offer in welcome.planes}
         self.state = LinkState.ATTACHING
         self._attach()

@@ -8,18 +8,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from kvferry.connector.config import Settings
+from kvferry.connector.geometry.topology import EngineForm, TpKVTopology
 from kvferry.connector.protocol.metrics import HandoverStats
 from kvferry.connector.transfer.caches import RankCaches
 from kvferry.transport.control.zap_auth import CurveKeys
 from kvferry.transport.errors import IncompatiblePeerError
 from kvferry.transport.plane import Plane
 from kvferry.transport.wake import RateLimitedLog
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass
@@ -36,6 +33,10 @@ class RankContext:
     missing_planes: Mapping[str, str] = field(default_factory=dict)
     stats: HandoverStats = field(default_factory=HandoverStats)
     log: RateLimitedLog = field(default_factory=lambda: RateLimitedLog(logging.getLogger("vllm.kvferry.peer")))
+
+    def topology(self, peer: EngineForm) -> TpKVTopology:
+        """How this rank, as D, faces the P engine ``peer``: the same object for every peer of that form."""
+        return TpKVTopology.between(self.caches.geometry, peer)
 
     def plane(self, name: str) -> Plane | None:
         """The plane of that name, if this rank has it."""

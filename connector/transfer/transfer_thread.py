@@ -74,7 +74,7 @@ class TransferThread:
         self._stopping = False
         self._consumer = Consumer(rank_context, self._report_begun, self._report)
         self._producer = Producer(rank_context, listener)
-        self._thread = threading.Thread(target=self._run, name="kvferry-mover", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="kvferry-transfer", daemon=True)
         rank_context.caches.copies.on_done = self._waker.wake
 
     def start(self) -> None:
@@ -236,7 +236,7 @@ class TransferThread:
         ready: list[LeaseGrant] = []
         left: list[tuple[LeaseGrant, DeviceEvent | None]] = []
         for grant, computed in self._computing:
-            if computed is None or computed.passed:
+            if computed is None or computed.query():
                 ready.append(grant)
             else:
                 left.append((grant, computed))

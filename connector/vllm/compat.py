@@ -98,7 +98,7 @@ __all__ = [
     "element_order",
     "layer_groups",
     "loads_fail_requests",
-    "model_facts",
+    "model_identity_of",
     "prefill_lookahead",
     "rank_info",
     "register_connector",
@@ -391,13 +391,13 @@ def rank_info(vllm_config: VllmConfig, model_tag: str | None = None) -> RankInfo
         tp_size=parallel.tensor_parallel_size,
         pp_rank=get_pp_group().rank_in_group,
         pp_size=parallel.pipeline_parallel_size,
-        model=model_facts(vllm_config, model_tag),
+        model=model_identity_of(vllm_config, model_tag),
         dp_rank=getattr(parallel, "data_parallel_index", 0),
     )
 
 
-def model_facts(vllm_config: VllmConfig, tag: str | None = None) -> dict[str, str]:
-    """``model_identity.model_facts`` of vLLM's configuration. ``tag``: ``model_tag`` of the settings."""
+def model_identity_of(vllm_config: VllmConfig, tag: str | None = None) -> dict[str, str]:
+    """``model_identity`` of vLLM's configuration. ``tag``: ``model_tag`` of the settings."""
     model = vllm_config.model_config
     return model_identity.model_identity(
         model.hf_config,

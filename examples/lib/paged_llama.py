@@ -13,9 +13,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from kvferry.connector.binding.attention_group import attention_groups, get_kv_cache_spec
-from kvferry.connector.binding.block_sizes import prepare_kernel_block_sizes
-from kvferry.connector.binding.block_zeroer import KVBlockZeroer
+from kvferry.connector.binding.attention_group import attention_groups, get_kv_cache_spec, prepare_kernel_block_sizes
+from kvferry.connector.binding.block_ops import KVBlockZeroer
 from kvferry.connector.binding.kv_binding import init_kv_cache
 from kvferry.connector.binding.kv_spec import (
     AttentionSpec,

@@ -59,7 +59,7 @@ def test_a_path_relative_to_here_is_found_from_elsewhere(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    ("table", "shard"), [([4, 5, 6, 7], 1.0), ([7, 6, 5, 4], 0.0), ([4, 5, 9, 10, 2], 0.5), ([3], 0.0), ([], 0.0)]
+    ("table", "share"), [([4, 5, 6, 7], 1.0), ([7, 6, 5, 4], 0.0), ([4, 5, 9, 10, 2], 0.5), ([3], 0.0), ([], 0.0)]
 )
 def test_share_of_blocks_in_sequence(table: list[int], share: float) -> None:
     assert in_sequence(table) == share

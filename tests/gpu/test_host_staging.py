@@ -11,7 +11,7 @@ import torch
 from plane_pair import PLANES, SLOT, Pair
 
 from kvferry.kernels.paged_copy import Pages, copy_pages, wire_pages
-from kvferry.transport import pinned
+from kvferry.transport import cuda
 from kvferry.transport.errors import TransportError
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -103,10 +103,10 @@ def test_a_kernel_finishes_after_the_channel_was_closed(pair: Pair, device: torc
 def test_a_refusal_is_ours_alone_and_ends_there(device: torch.device, read_only: bool) -> None:
     memory = mmap.mmap(-1, 4 * mmap.PAGESIZE)
     address = np.frombuffer(memory, dtype=np.uint8).ctypes.data
-    pinned.register(address, len(memory), device, read_only=False)
+    cuda.register_host(address, len(memory), device, read_only=False)
     with pytest.raises(TransportError, match="cannot be page-locked"):
-        pinned.register(address, len(memory), device, read_only=read_only)  # it is already
+        cuda.register_host(address, len(memory), device, read_only=read_only)  # it is already
     assert torch.arange(100, device=device).sum().item() == 4950, "nobody else hears of it"
-    pinned.unregister(address, device)
-    pinned.unregister(address, device)  # refused, and logged
+    cuda.unregister_host(address, device)
+    cuda.unregister_host(address, device)  # refused, and logged
     assert torch.arange(100, device=device).sum().item() == 4950

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 import secrets
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Sequence
@@ -18,6 +16,7 @@ from typing import Any
 import msgspec
 
 from kvferry.connector.protocol.step_plan import LeaseGrant, PeerEngine, RankAddress, StepPlan, pack_ids
+from tests.support.fork_server import fork_server
 
 
 class RemoteRank:
@@ -25,13 +24,7 @@ class RemoteRank:
 
     def __init__(self, timeout: float = 120.0, **rank: Any) -> None:
         self._timeout = timeout
-        self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).resolve()), json.dumps(rank)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+        self.process = fork_server().start(str(Path(__file__).resolve()), json.dumps(rank), text=True)
         self._answers: Queue[str] = Queue()
         threading.Thread(target=self._listen, daemon=True).start()
         hello = self._answer()
@@ -41,7 +34,6 @@ class RemoteRank:
         self.lease_seconds = float(hello["lease_seconds"])
 
     def _listen(self) -> None:
-        assert self.process.stdout is not None
         for line in self.process.stdout:
             self._answers.put(line)
 
@@ -52,7 +44,6 @@ class RemoteRank:
             raise TimeoutError(f"the rank's process said nothing for {self._timeout:g} s") from None
 
     def call(self, command: str, **arguments: Any) -> dict[str, Any]:
-        assert self.process.stdin is not None
         self.process.stdin.write(json.dumps({"command": command, **arguments}) + "\n")
         self.process.stdin.flush()
         return self._answer()
@@ -94,13 +85,7 @@ class RemoteRank:
 
     def close(self) -> None:
         """End it, whatever state it is in."""
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGCONT)
-            self.process.kill()
-        self.process.wait(60)
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                pipe.close()
+        self.process.close()
 
 
 def remote_peer(ranks: Sequence[RemoteRank], engine_id: str = "engine-p") -> PeerEngine:

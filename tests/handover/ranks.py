@@ -10,11 +10,11 @@ import torch
 from clocks import put_forward
 
 from kvferry.connector.config import Settings
-from kvferry.connector.engine.worker import StepResults, WorkerHalf
+from kvferry.connector.engine.worker import WorkerHalf
 from kvferry.connector.geometry.engine_types import CacheDtype, LayerGroup, RankInfo
 from kvferry.connector.geometry.regions import ElementOrder
 from kvferry.connector.geometry.token_sharding import UNSHARDED, TokenSharding
-from kvferry.connector.geometry.topology import head_interval
+from kvferry.connector.geometry.topology import TpKVTopology
 from kvferry.connector.protocol.step_plan import (
     KeepLease,
     LeaseGrant,
@@ -22,6 +22,7 @@ from kvferry.connector.protocol.step_plan import (
     PeerEngine,
     RankAddress,
     StepPlan,
+    StepResults,
     pack_ids,
 )
 from kvferry.connector.transfer.link import LinkState
@@ -65,7 +66,7 @@ class Rank:
         numbers: CacheDtype | None = None,
     ) -> None:
         self.block_size, self.content = block_size, content
-        first, count = head_interval(tp_rank, tp_size, total_heads)
+        first, count = TpKVTopology.head_interval(tp_rank, tp_size, total_heads)
         self.heads = list(range(first, first + count))
         self.layers = [f"model.layers.{n}.attn" for n in range(layers)]
         if layout == "HND":

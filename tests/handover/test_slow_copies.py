@@ -141,9 +141,12 @@ def test_the_end_waits_for_copies(pair: tuple[Rank, Rank], copies: list[SlowCopi
 
 
 class Late:
-    """A mark that passes when the test says so."""
+    """An event that completes when the test sets it."""
 
-    passed = False
+    completed = False
+
+    def query(self) -> bool:
+        return self.completed
 
 
 def test_a_lease_is_granted_once_its_blocks_are_computed(stage: Stage) -> None:
@@ -156,7 +159,7 @@ def test_a_lease_is_granted_once_its_blocks_are_computed(stage: Stage) -> None:
     p.worker._transfer_thread.post(StepPlan(leases=(lease,)), None, [late])
     d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
     assert not wait(lambda: bool(d.received), [p, d], seconds=0.5)
-    late.passed = True
+    late.completed = True
     assert wait(lambda: d.received == {"req-d"} and p.sent == {"req-p"}, [p, d])
     assert not d.failed and torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS))
 

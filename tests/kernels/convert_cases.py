@@ -1,6 +1,7 @@
 """Cases of the converting unpack, and an oracle that knows the dtypes by their definitions. Axes ``[L,B,H,N,C]``.
 
-Shared by the tests of the reference and of the Triton kernel; no conversion of torch's or NumPy's is used to judge.
+Shared by the tests of the host implementation and of the Triton kernel.
+No conversion of torch's or NumPy's is used to judge.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Cases of the fix-ups, and an oracle that numbers every (token, head) by hand. Axes ``[B, H, N, C]``.
 
-Shared by the tests of the reference and of the Triton kernels; the oracle uses nothing of the code under test.
+Shared by the tests of the host implementation and of the Triton kernels.
+The oracle uses nothing of the code under test.
 """
 
 from __future__ import annotations

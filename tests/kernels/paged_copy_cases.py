@@ -1,6 +1,7 @@
 """Cases of the paged copy, and an oracle that copies byte by byte. Axes ``[L, B, H, N, C]``.
 
-Shared by the tests of the reference and of the Triton kernel; nothing of the code under test is used but its types.
+Shared by the tests of the host implementation and of the Triton kernel.
+Nothing of the code under test is used but its types.
 """
 
 from __future__ import annotations

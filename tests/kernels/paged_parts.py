@@ -1,4 +1,4 @@
-"""Parts of scattered pages, by ``PagesThere`` and by the reference."""
+"""Parts of scattered pages, copied by ``DevicePages`` and by the host implementation."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from kvferry.kernels.paged_copy import Pages, wire_pages
-from kvferry.kernels.paged_copy_reference import copy_pages_reference
-from kvferry.kernels.paged_copy_triton import PagesThere
+from kvferry.kernels.paged_copy_host import copy_pages_host
+from kvferry.kernels.paged_copy_triton import DevicePages
 
 LAYERS, BLOCKS, HEADS, OF_HEADS = 5, 12, 3, 4
 
@@ -30,7 +30,7 @@ def differing(number: int, device: torch.device) -> tuple[int, int]:
         bases = memory.data_ptr() + np.arange(LAYERS, dtype=np.int64) * BLOCKS * block
         return Pages(bases, ids, size, block, head_stride, token_stride, head=1, token=first)
 
-    ours = PagesThere(side(there), num_heads=HEADS, num_tokens=tokens, content_bytes=content, device=device)
+    ours = DevicePages(side(there), num_heads=HEADS, num_tokens=tokens, content_bytes=content, device=device)
     found = [0, 0]
     for turn in range(6):
         layer, token = int(random.integers(LAYERS)), int(random.integers(tokens))
@@ -45,8 +45,6 @@ def differing(number: int, device: torch.device) -> tuple[int, int]:
         wanted = side(pages)
         part = replace(wanted, bases=wanted.bases[layer : layer + layers], token=first + token)
         sides = wire_pages(wire.data_ptr() + at, layers, HEADS, count, content), part
-        copy_pages_reference(
-            *(sides if to_wire else sides[::-1]), num_heads=HEADS, num_tokens=count, content_bytes=content
-        )
+        copy_pages_host(*(sides if to_wire else sides[::-1]), num_heads=HEADS, num_tokens=count, content_bytes=content)
         found[turn % 2] += int((packed.cpu() != wire).sum()) + int((there.cpu() != pages).sum())
     return found[0], found[1]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from convert_cases import CASES, DEFINED, NAMES, PAIRS, Case, converted, decoded, encoded, same, telling, unsigned
 
-from kvferry.kernels import convert_reference
+from kvferry.kernels import convert_host
 from kvferry.kernels.convert import FORMATS, Conversion, unpack_converted
 from kvferry.kernels.paged_copy import wire_pages
 
@@ -80,7 +80,7 @@ def test_the_formats_are_what_torch_says_of_them() -> None:
 def test_scratch_of_any_size_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     case = replace(CASES["more-than-the-scratch-holds"], heads=5, tokens=30)
     for size in (1, 4 * 30 * 128 * 2, 1 << 30):
-        monkeypatch.setattr(convert_reference, "SCRATCH_BYTES", size)
+        monkeypatch.setattr(convert_host, "SCRATCH_BYTES", size)
         assert run(case) == 0
 
 

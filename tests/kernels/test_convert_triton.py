@@ -31,8 +31,8 @@ for number, name in enumerate(sys.argv[1:]):
 COMPILED = """
 import re
 from compiled import ptx
-from kvferry.kernels.convert_triton import FORMATS, _convert_kernel, _destination, _source
-from kvferry.kernels.paged_copy_triton import WIDE
+from kvferry.kernels.convert_triton import FORMATS, _convert_kernel, _destination_constants, _source_constants
+from kvferry.kernels.paged_copy_triton import ALL_SMS
 
 def width(word):  # bytes that one instruction moves
     *_, many, one = word.split(".")
@@ -40,8 +40,8 @@ def width(word):  # bytes that one instruction moves
 
 for capability in (80, 90):
     for of, to in (("bfloat16", "float8_e4m3fn"), ("float8_e4m3fn", "float16"), ("float32", "bfloat16")):
-        constants = *_source(FORMATS[of], 16), *_destination(FORMATS[to], 16), 16, 64, 128
-        code = ptx(_convert_kernel, constants, WIDE.num_warps, capability)
+        constants = *_source_constants(FORMATS[of], 16), *_destination_constants(FORMATS[to], 16), 16, 64, 128
+        code = ptx(_convert_kernel, constants, ALL_SMS.num_warps, capability)
         found = [re.findall(rf"{what}\\.global[.\\w]*", code) for what in ("ld", "st")]
         narrowest = [min(width(word) for word in words) for words in found]
         print(capability, of, to, *narrowest, "ftz" in code)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kv_postprocess_cases import BOTH, CASES, Arena, Case, fix_up
 
 from kvferry.connector.geometry.topology import TpKVTopology
-from kvferry.kernels import kv_postprocess, kv_postprocess_reference
+from kvferry.kernels import kv_postprocess, kv_postprocess_host
 from kvferry.kernels.kv_postprocess import (
     kv_postprocess_blksize_and_layout_on_receive,
     kv_postprocess_blksize_on_receive,
@@ -58,7 +58,7 @@ def test_any_shape(case: Case, seed: int, small_bounce: bool) -> None:
     want = arena.expected()
     with pytest.MonkeyPatch.context() as patch:
         if small_bounce:
-            patch.setattr(kv_postprocess_reference, "_BOUNCE_BYTES", 1000)
+            patch.setattr(kv_postprocess_host, "_BOUNCE_BYTES", 1000)
         fix_up(case, arena.cache(), arena.indices())
     np.testing.assert_array_equal(arena.memory, want)
 

@@ -1,4 +1,4 @@
-"""The Triton exchange against the oracle and the reference: in the interpreter, and compiled for a GPU."""
+"""The Triton exchange against the oracle and the host implementation: in the interpreter, and compiled for a GPU."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ import torch
 from kv_postprocess_cases import CASES, Arena
 from kvferry.kernels import kv_postprocess_triton
 from kvferry.kernels.kv_postprocess import exchange_of
-from kvferry.kernels.kv_postprocess_reference import exchange_reference
+from kvferry.kernels.kv_postprocess_host import exchange_host
 
 tile, scratch, *names = sys.argv[1:]
 kv_postprocess_triton.TILE = kv_postprocess_triton.SLAB_TILE = int(tile)
 kv_postprocess_triton.SLAB_BYTES = kv_postprocess_triton.SCRATCH_BYTES = int(scratch)
 for number, name in enumerate(names):
     case = CASES[name]
-    arena, reference = Arena(case), Arena(case)
+    arena, on_host = Arena(case), Arena(case)
     want = arena.expected()
     exchange = exchange_of(arena.cache(), case.ratio, relayout=case.kind != "blksize")
     if exchange is not None:
         programs = (None, 1, 5, 1000)[number % 4]
         indices = torch.stack([arena.indices(), 0 * arena.indices()], dim=1)[:, 0]  # not contiguous
         kv_postprocess_triton.exchange_triton(arena.cache(), indices, exchange, num_programs=programs)
-        exchange_reference(reference.cache(), reference.indices(), exchange)
-    print(name, np.count_nonzero(arena.memory != want), np.count_nonzero(arena.memory != reference.memory))
+        exchange_host(on_host.cache(), on_host.indices(), exchange)
+    print(name, np.count_nonzero(arena.memory != want), np.count_nonzero(arena.memory != on_host.memory))
 """
 COMPILED = """
 import re
@@ -70,7 +70,7 @@ SMALL_TILE = "64"
 
 
 @pytest.mark.parametrize("tile, scratch", [("4096", "16777216"), (SMALL_TILE, "4096"), ("16", "100")])
-def test_bytes_in_the_interpreter_are_those_of_the_oracle_and_of_the_reference(tile: str, scratch: str) -> None:
+def test_bytes_in_the_interpreter_are_those_of_the_oracle_and_of_the_host_path(tile: str, scratch: str) -> None:
     names = [name for name in CASES if tile == "4096" or not ("many" in name or "48" in name)]
     lines = python(INTERPRETED, tile, scratch, *names, interpret=True)
     assert lines == [[name, "0", "0"] for name in names]
@@ -174,7 +174,7 @@ def test_bytes_on_a_gpu_are_those_of_the_oracle(name: str) -> None:
         Case(BOTH, "NHD", ratio=3, heads=5, tokens=48, content=100, groups=500),
     ],
 )
-def test_many_blocks_on_a_gpu_are_those_of_the_reference(case: Case) -> None:
+def test_many_blocks_on_a_gpu_are_those_of_the_host_implementation(case: Case) -> None:
     """Enough programs, and warps out of step, for a missing barrier to show."""
     arena = Arena(case)
     cache = arena.cache(torch.from_numpy(arena.memory).cuda())

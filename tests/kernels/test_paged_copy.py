@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from paged_copy_cases import CASES, Arena, Case, Layout, expected
 
-from kvferry.kernels import paged_copy_reference
+from kvferry.kernels import paged_copy_host
 from kvferry.kernels.paged_copy import Pages, copy_pages, wire_pages
 
 CPU = torch.device("cpu")
@@ -77,7 +77,7 @@ def test_any_pair_of_layouts(case: Case, to_wire: bool, from_wire: bool, seed: i
 
 
 def test_a_copy_that_needs_more_than_one_scratch_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paged_copy_reference, "_BOUNCE_BYTES", 1000)
+    monkeypatch.setattr(paged_copy_host, "_BOUNCE_BYTES", 1000)
     case = CASES["48-to-32"]
     dst, src = case.arenas()
     want = expected(case, dst, src)
@@ -86,7 +86,7 @@ def test_a_copy_that_needs_more_than_one_scratch_buffer(monkeypatch: pytest.Monk
 
 
 def test_layers_too_far_apart_for_one_index(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paged_copy_reference, "_MAX_NUMEL", 1)
+    monkeypatch.setattr(paged_copy_host, "_MAX_NUMEL", 1)
     for name in ("pack-hnd", "unpack-nhd", "hnd-to-nhd"):
         case = CASES[name]
         dst, src = case.arenas()

@@ -1,4 +1,4 @@
-"""The Triton kernel against the oracle and the reference: in the interpreter, and compiled for a GPU."""
+"""The Triton kernel against the oracle and the host implementation: in the interpreter, and compiled for a GPU."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from paged_copy_cases import CASES, expected
 from paged_parts import differing
 from triton_process import python
 
-from kvferry.kernels.launch import Table, _lane
+from kvferry.kernels.launch import DeviceTable, stream_buffers
 from kvferry.kernels.paged_copy import Pages, copy_pages
-from kvferry.kernels.paged_copy_triton import FEW, WIDE, alignment, tile_shape
+from kvferry.kernels.paged_copy_triton import ALL_SMS, CAPPED, alignment, tile_shape
 
 INTERPRETED = """
 import sys
 import numpy as np
 import torch
-from kvferry.kernels.paged_copy_reference import copy_pages_reference
+from kvferry.kernels.paged_copy_host import copy_pages_host
 from kvferry.kernels.paged_copy_triton import copy_pages_triton
 from paged_copy_cases import CASES, expected
 
@@ -27,11 +27,11 @@ cpu = torch.device("cpu")
 for number, name in enumerate(sys.argv[1:]):
     case = CASES[name]
     size = {"num_heads": case.heads, "num_tokens": case.tokens, "content_bytes": case.content}
-    (dst, src), (reference, same_src) = case.arenas(), case.arenas()
+    (dst, src), (on_host, same_src) = case.arenas(), case.arenas()
     want = expected(case, dst, src)
     copy_pages_triton(dst.pages, src.pages, **size, device=cpu, sms=(None, 1, 5, 1000)[number % 4])
-    copy_pages_reference(reference.pages, same_src.pages, **size)
-    print(name, np.count_nonzero(dst.memory != want), np.count_nonzero(dst.memory != reference.memory))
+    copy_pages_host(on_host.pages, same_src.pages, **size)
+    print(name, np.count_nonzero(dst.memory != want), np.count_nonzero(dst.memory != on_host.memory))
 """
 IN_PARTS = """
 import numpy as np
@@ -46,17 +46,17 @@ import itertools
 import re
 import triton.language as tl
 from compiled import ptx
-from kvferry.kernels.paged_copy_triton import FEW, WIDE, _copy_kernel, tile_shape
+from kvferry.kernels.paged_copy_triton import ALL_SMS, CAPPED, _copy_kernel, tile_shape
 
 WORDS = ((tl.int64, 8, 16), (tl.int64, 8, 8), (tl.int32, 4, 4), (tl.int16, 2, 2), (tl.int8, 1, 1))
-for (name, form), (dtype, word, align) in itertools.product({"wide": WIDE, "few": FEW}.items(), WORDS):
-    constants = dtype, align, align // word, *tile_shape(512 // word, word, form)
-    code = ptx(_copy_kernel, constants, form.num_warps)
+for (name, shape), (dtype, word, align) in itertools.product({"all_sms": ALL_SMS, "capped": CAPPED}.items(), WORDS):
+    constants = dtype, align, align // word, *tile_shape(512 // word, word, shape)
+    code = ptx(_copy_kernel, constants, shape.num_warps)
     print(f"{name} {align}:", *sorted(set(re.findall(r"st\\.global[.\\w]*", code))))
 """
 
 
-def test_bytes_in_the_interpreter_are_those_of_the_oracle_and_of_the_reference() -> None:
+def test_bytes_in_the_interpreter_are_those_of_the_oracle_and_of_the_host_path() -> None:
     lines = python(INTERPRETED, *CASES, interpret=True)
     assert lines == [[name, "0", "0"] for name in CASES]
 
@@ -74,12 +74,12 @@ def test_parts_of_pages_on_a_gpu(number: int) -> None:
 def test_compiled_for_a_gpu_it_stores_as_wide_as_the_alignment_allows() -> None:
     """Runs the compiler only; without the hints on alignment the first would be scalar."""
     stores = {16: "st.global.v2.b64", 8: "st.global.b64", 4: "st.global.b32", 2: "st.global.b16", 1: "st.global.b8"}
-    expected = [[form, f"{align}:", store] for form in ("wide", "few") for align, store in stores.items()]
+    expected = [[shape, f"{align}:", store] for shape in ("all_sms", "capped") for align, store in stores.items()]
     assert python(COMPILED, interpret=False) == expected
 
 
 @pytest.mark.parametrize(
-    "words, word, wide, few",
+    "words, word, all_sms, capped",
     [
         (64, 8, (32, 64), (128, 64)),
         (144, 8, (64, 32), (256, 32)),
@@ -87,8 +87,8 @@ def test_compiled_for_a_gpu_it_stores_as_wide_as_the_alignment_allows() -> None:
         (13, 1, (128, 16), (256, 16)),
     ],
 )
-def test_tile_shape_wastes_few_lanes(words: int, word: int, wide: tuple[int, int], few: tuple[int, int]) -> None:
-    assert (tile_shape(words, word, WIDE), tile_shape(words, word, FEW)) == (wide, few)
+def test_tile_shape_wastes_few_lanes(words: int, word: int, all_sms: tuple[int, int], capped: tuple[int, int]) -> None:
+    assert (tile_shape(words, word, ALL_SMS), tile_shape(words, word, CAPPED)) == (all_sms, capped)
 
 
 @pytest.mark.parametrize(
@@ -131,12 +131,12 @@ def test_bytes_on_a_gpu_are_those_of_the_oracle(name: str) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_table_whose_place_on_a_gpu_was_given_away_is_uploaded_again() -> None:
     device = torch.device("cuda", 0)
-    lane, numbers = _lane(device), np.arange(100, dtype=np.int64)
-    table = Table(numbers[:60], numbers[60:])
-    place, _ = table.on(lane)
+    buffers, numbers = stream_buffers(device), np.arange(100, dtype=np.int64)
+    table = DeviceTable(numbers[:60], numbers[60:])
+    place, _ = table.on_device(buffers)
     assert place[:100].tolist() == numbers.tolist()
-    assert table.on(lane)[0] is place, "not again while it is there"
+    assert table.on_device(buffers)[0] is place, "not again while it is there"
     for other in range(40):
-        Table(np.full(100, -other, dtype=np.int64)).on(lane)
+        DeviceTable(np.full(100, -other, dtype=np.int64)).on_device(buffers)
     assert place[:100].tolist() != numbers.tolist()
-    assert table.on(lane)[0][:100].tolist() == numbers.tolist()
+    assert table.on_device(buffers)[0][:100].tolist() == numbers.tolist()

@@ -1,4 +1,4 @@
-"""Block zeroing: the reference here, the Triton kernel in the interpreter and through the compiler.
+"""Block zeroing: the host implementation here, the Triton kernel in the interpreter and through the compiler.
 
 Triton decides at import whether it interprets, so each runs in a process of its own.
 """
@@ -41,7 +41,7 @@ for dtype, word, align in ((tl.int64, 8, 16), (tl.int64, 8, 8), (tl.int32, 4, 4)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_bytes_of_the_reference_are_those_of_the_oracle(name: str) -> None:
+def test_bytes_of_the_host_implementation_are_those_of_the_oracle(name: str) -> None:
     arena = Arena(CASES[name])
     want = expected(CASES[name], arena)
     assert 0 in want

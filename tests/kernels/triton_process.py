@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-HERE = Path(__file__).parent
+from tests.support.fork_server import fork_server
+
+PRELUDE = f"""
+import os, sys
+assert "triton" not in sys.modules, "it has decided"
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+"""
 
 
 def python(script: str, *arguments: str, interpret: bool) -> list[list[str]]:
     """Words of each line that the script prints."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
-    if interpret:
-        environment["TRITON_INTERPRET"] = "1"
-    command = [sys.executable, "-c", script, *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    choice = 'os.environ["TRITON_INTERPRET"] = "1"' if interpret else 'os.environ.pop("TRITON_INTERPRET", None)'
+    done = fork_server().run("-c", f"{PRELUDE}{choice}\n{script}", *arguments, timeout=280)
     assert done.returncode == 0, done.stderr[-4000:]
     return [line.split() for line in done.stdout.splitlines()]

@@ -5,10 +5,7 @@ from __future__ import annotations
 import base64
 import itertools
 import json
-import os
 import secrets
-import subprocess
-import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +18,7 @@ from pairing import Pairing, Rank
 
 from kvferry.connector.geometry.token_sharding import TokenSharding
 from kvferry.connector.protocol.step_plan import PeerEngine, RankAddress
+from tests.support.fork_server import fork_server
 
 PROCESSES = 6
 """Up to as many ranks have a process each; more share, those of one side with each other."""
@@ -38,24 +36,16 @@ class HostProcess:
     """The parent's end of ``rank_host``. ``start`` a command, then take its ``answer``."""
 
     def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("rank_host.py"))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+        self.process = fork_server().start(str(Path(__file__).with_name("rank_host.py")), text=True)
         self._answers: Queue[str] = Queue()
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _listen(self) -> None:
-        assert self.process.stdout is not None
         for line in self.process.stdout:
             self._answers.put(line)
         self._answers.put(json.dumps({"error": f"the process of some ranks ended, code {self.process.wait()}"}))
 
     def start(self, command: str, **arguments: Any) -> None:
-        assert self.process.stdin is not None
         self.process.stdin.write(json.dumps({"command": command, **arguments}) + "\n")
         self.process.stdin.flush()
 
@@ -70,11 +60,7 @@ class HostProcess:
         return said["answer"]
 
     def kill(self) -> None:
-        self.process.kill()
-        self.process.wait(60)
-        for pipe in (self.process.stdin, self.process.stdout):
-            assert pipe is not None
-            pipe.close()
+        self.process.close()
 
 
 class Fleet:

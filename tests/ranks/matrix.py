@@ -1,6 +1,6 @@
 """The fixed pairings: every parallel form, every layout and every block size to every other. Pure.
 
-A cell of a table of the README stands for one or more pairings here.
+A cell of a table of docs/compatibility.md stands for one or more pairings here.
 """
 
 from __future__ import annotations

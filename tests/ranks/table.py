@@ -1,4 +1,4 @@
-"""The support tables of the README, out of the result file that ``test_matrix.py`` writes.
+"""The tables of docs/compatibility.md, made from the result file that ``test_matrix.py`` writes.
 
 python tests/ranks/table.py
 """
@@ -14,12 +14,13 @@ from pairing import LAYOUTS
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "matrix.json"
 FORMS = {"parallel": tuple(PARALLEL), "layout": LAYOUTS, "block": tuple(BLOCKS), "context": tuple(CONTEXT)}
 TITLES = {
-    "parallel": "Ranks: each cell is a hand-over with heads split between the ranks, one with replicated heads, one "
-    "with MLA, one with states, and, with pipeline stages, one with MLA layers beside others",
-    "layout": "Layouts of vLLM 0.32",
-    "block": "Tokens of a block",
-    "context": "Decode context parallelism: each cell is a hand-over with MLA, one with heads, one with both, tokens "
-    "shared out alike on both sides and not",
+    "parallel": "Tensor-parallel (TP) and pipeline-parallel (PP) sizes. A mark stands for hand-overs with heads "
+    "divided between the ranks, with replicated heads, with MLA, with recurrent states, and, where there are pipeline "
+    "stages, with MLA layers beside other layers:",
+    "layout": "Layouts of vLLM 0.32, by the order of layers, blocks, heads, tokens (N) and content in memory:",
+    "block": "Tokens in a block:",
+    "context": "Decode context parallelism (DCP). A mark stands for hand-overs with MLA, with heads, and with both; "
+    "with equal and with different interleaves of the tokens on the two sides:",
 }
 
 
@@ -50,7 +51,7 @@ def render(outcomes: dict[str, str]) -> str:
         for row in FORMS[table]:
             places = [[c for c in every if (c.table, c.row, c.column) == (table, row, d)] for d in FORMS[table]]
             lines.append([row, *(mark(found, outcomes) for found in places)])
-        parts.append(f"{TITLES[table]}:\n\n" + "\n".join("| " + " | ".join(line) + " |" for line in lines))
+        parts.append(f"{TITLES[table]}\n\n" + "\n".join("| " + " | ".join(line) + " |" for line in lines))
     return "\n\n".join(parts)
 
 

@@ -1,4 +1,4 @@
-"""The tables of the README rest on the matrix as it is, and show what did not pass."""
+"""The tables of docs/compatibility.md rest on the matrix as it is, and show what did not pass."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ CELLS = cells()
 
 
 def test_the_tables_are_of_this_matrix() -> None:
-    """The tracked file is what ``README.md`` is made of."""
+    """The tracked file is the one that the tables are made from."""
     outcomes = load()
     assert set(outcomes) == {str(cell.pairing) for cell in CELLS}, "run all of tests/ranks/test_matrix.py again"
     shown = render(outcomes)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import select
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.fork_server import fork_server
 
 SLOT = 1 << 20
 STAGING = 16 << 20
@@ -23,14 +20,9 @@ STAGING = 16 << 20
 class Peer:
     """A child process that serves a plane."""
 
-    def __init__(self, plane: str, staging: int = STAGING, command: tuple[str, ...] = (), device: str = "cpu") -> None:
+    def __init__(self, plane: str, staging: int = STAGING, device: str = "cpu") -> None:
         script = Path(__file__).with_name("plane_peer.py")
-        self.process = subprocess.Popen(
-            [*command, sys.executable, str(script), plane, str(SLOT), str(staging), device],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
+        self.process = fork_server().start(str(script), plane, str(SLOT), str(staging), device)
         self._answer()
 
     def __call__(self, do: str, **arguments: Any) -> Any:
@@ -39,13 +31,11 @@ class Peer:
         return answer["ok"]
 
     def raw(self, do: str, **arguments: Any) -> Any:
-        assert self.process.stdin is not None
         self.process.stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
         self.process.stdin.flush()
         return self._answer()
 
     def _answer(self) -> Any:
-        assert self.process.stdout is not None
         ready, _, _ = select.select([self.process.stdout], [], [], 120)
         assert ready, "the peer does not answer"
         line = self.process.stdout.readline()
@@ -62,17 +52,11 @@ class Peer:
             time.sleep(0.01)
 
     def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self.process.send_signal(signal.SIGKILL)
-        self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    pipe.close()
+        self.process.close()
 
 
 class Peers:
-    """Peers of one plane. Those that a test left alive serve the next one, as starting a process takes seconds."""
+    """Peers of one plane that a test left alive serve the next test."""
 
     def __init__(self, plane: str, device: str = "cpu") -> None:
         self.plane, self.device = plane, device

@@ -6,8 +6,6 @@ import contextlib
 import gc
 import os
 import resource
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 
@@ -19,6 +17,7 @@ from kvferry.transport.errors import PlaneUnavailableError, ProtocolError, Trans
 from kvferry.transport.plane import PlaneContext
 from kvferry.transport.planes import cma
 from kvferry.transport.planes.cma import CmaPlane, _Offer
+from tests.support.fork_server import Program, fork_server
 
 import msgspec  # isort: skip
 
@@ -34,13 +33,10 @@ sys.stdin.read()
 
 
 @pytest.fixture
-def child() -> Iterator[tuple[subprocess.Popen[str], bytes, int]]:
-    process = subprocess.Popen([sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    offer, address = process.stdout.readline().split()
-    yield process, bytes.fromhex(offer), int(address)
-    process.kill()
-    process.wait(60)
+def child() -> Iterator[tuple[Program, bytes, int]]:
+    with fork_server().start("-c", CHILD, text=True) as process:
+        offer, address = process.stdout.readline().split()
+        yield process, bytes.fromhex(offer), int(address)
 
 
 CONTEXT = PlaneContext("127.0.0.1", 1 << 20, 4 << 20)
@@ -75,7 +71,7 @@ def ended(plane: CmaPlane, copy: Copy) -> Copy:
 
 @pytest.mark.parametrize(("count", "threads"), [(1, 4), (4096, 4), (32768, 1), (32768, 2), (32768, 4)])
 def test_scattered_runs_arrive(
-    child: tuple[subprocess.Popen[str], bytes, int], count: int, threads: int, monkeypatch: pytest.MonkeyPatch
+    child: tuple[Program, bytes, int], count: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cma, "_threads", lambda: threads)
     _, offer, address = child
@@ -91,7 +87,7 @@ def test_scattered_runs_arrive(
     plane.close()
 
 
-def test_descriptors_beyond_those_of_select(child: tuple[subprocess.Popen[str], bytes, int]) -> None:
+def test_descriptors_beyond_those_of_select(child: tuple[Program, bytes, int]) -> None:
     process, offer, _ = child
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(4096, hard)), hard))
@@ -112,7 +108,7 @@ def test_descriptors_beyond_those_of_select(child: tuple[subprocess.Popen[str], 
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_the_end_of_the_process_is_noticed(child: tuple[subprocess.Popen[str], bytes, int]) -> None:
+def test_the_end_of_the_process_is_noticed(child: tuple[Program, bytes, int]) -> None:
     process, offer, address = child
     plane = CmaPlane(CONTEXT)
     reader, _ = plane.connect(offer, "127.0.0.1")
@@ -129,7 +125,7 @@ def test_the_end_of_the_process_is_noticed(child: tuple[subprocess.Popen[str], b
     assert plane.pollables() == []
 
 
-def test_an_address_that_is_not_mapped(child: tuple[subprocess.Popen[str], bytes, int]) -> None:
+def test_an_address_that_is_not_mapped(child: tuple[Program, bytes, int]) -> None:
     plane = CmaPlane(CONTEXT)
     reader, _ = plane.connect(child[1], "127.0.0.1")
     into = np.zeros(8, dtype=np.uint8)
@@ -138,7 +134,7 @@ def test_an_address_that_is_not_mapped(child: tuple[subprocess.Popen[str], bytes
 
 
 def test_copies_take_turns_and_each_can_be_cancelled(
-    child: tuple[subprocess.Popen[str], bytes, int], monkeypatch: pytest.MonkeyPatch
+    child: tuple[Program, bytes, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cma, "TURN_BYTES", 1000)
     _, offer, address = child
@@ -176,7 +172,7 @@ def test_copies_take_turns_and_each_can_be_cancelled(
     ],
 )
 def test_another_process_is_not_taken_for_p(
-    child: tuple[subprocess.Popen[str], bytes, int], changes: dict[str, object], named: str
+    child: tuple[Program, bytes, int], changes: dict[str, object], named: str
 ) -> None:
     offer = msgspec.msgpack.decode(child[1], type=_Offer)
     with pytest.raises(PlaneUnavailableError, match=named) as caught:
@@ -198,7 +194,7 @@ def open_pidfds() -> int:
     return found
 
 
-def test_a_refused_connect_leaves_no_descriptor_behind(child: tuple[subprocess.Popen[str], bytes, int]) -> None:
+def test_a_refused_connect_leaves_no_descriptor_behind(child: tuple[Program, bytes, int]) -> None:
     offer = msgspec.msgpack.decode(child[1], type=_Offer)
     plane = CmaPlane(CONTEXT)
     gc.collect()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 
@@ -18,6 +16,7 @@ from kvferry.transport.control.connection import Connection
 from kvferry.transport.control.listener import Listener
 from kvferry.transport.errors import ConfigError
 from kvferry.transport.wake import RateLimitedLog, Waker
+from tests.support.fork_server import fork_server
 
 LIMIT = 1 << 20
 MESSAGE = [b"kvferry", b"\0\1", b"body"]
@@ -288,7 +287,8 @@ COUNTED = """
 import os
 import sys
 import time
-from kvferry.transport.control import Connection, Listener
+from kvferry.transport.control.connection import Connection
+from kvferry.transport.control.listener import Listener
 
 def use():
     end = Listener("127.0.0.1", 0, max_message_bytes=1 << 20)
@@ -317,7 +317,8 @@ print(*before, *now)
 
 def test_open_files_and_threads_stay_flat():
     """In a process of its own: here, those of other tests come and go."""
-    done = subprocess.run([sys.executable, "-c", COUNTED], capture_output=True, text=True, timeout=280, check=True)
+    done = fork_server().run("-c", COUNTED, timeout=280)
+    assert done.returncode == 0, done.stderr
     files, threads, files_now, threads_now = map(int, done.stdout.split())
     assert files_now <= files + 2 and threads_now <= threads + 2, done.stdout
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,11 +16,12 @@ import msgspec
 import pytest
 import torch
 
-from kvferry.transport import cuda_memory
+from kvferry.transport import cuda
 from kvferry.transport.errors import PlaneUnavailableError, ProtocolError, TransportError
 from kvferry.transport.plane import PlaneContext, PlaneMemory
 from kvferry.transport.planes import cuda_ipc
 from kvferry.transport.planes.cuda_ipc import CudaIpcPlane, IpcChannel, _Memory, _Offer
+from tests.support.fork_server import fork_server
 
 GPU = torch.device("cuda", 0)
 SIZE = 1 << 20
@@ -44,31 +43,33 @@ class Driver:
         self.size = SIZE
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        for name in ("use", "uuid_of", "allocate", "allocation_at", "handle_of", "open_handle", "close_handle", "read"):
-            monkeypatch.setattr(cuda_memory, name, getattr(self, name))
-        monkeypatch.setattr(cuda_memory, "check_peer", self.check_peer)
+        for name in (
+            "bind_context", "device_uuid", "check_peer_access", "allocate", "address_range", "ipc_handle",
+            "open_handle", "close_handle", "read_bytes",
+        ):  # fmt: skip
+            monkeypatch.setattr(cuda, name, getattr(self, name))
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self)
 
     def synchronize(self) -> None:
         pass
 
-    def use(self, device: torch.device) -> None:
+    def bind_context(self, device: torch.device) -> None:
         pass
 
-    def uuid_of(self, device: torch.device) -> str:
+    def device_uuid(self, device: torch.device) -> str:
         return "GPU-0"
 
-    def check_peer(self, device: torch.device, uuid: str) -> None:
+    def check_peer_access(self, device: torch.device, uuid: str) -> None:
         if self.broken == "no peer access":
             raise TransportError("GPU 0 has no peer access to GPU 1")
 
     def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
         return torch.zeros(64, dtype=torch.uint8)
 
-    def allocation_at(self, address: int) -> tuple[int, int]:
+    def address_range(self, address: int) -> tuple[int, int]:
         return address // SIZE * SIZE, self.size
 
-    def handle_of(self, base: int) -> bytes:
+    def ipc_handle(self, base: int) -> bytes:
         if self.broken == "virtual":
             raise PlaneUnavailableError("the KV cache lies in virtual memory of CUDA")
         return base.to_bytes(8, "little").ljust(64, b"\0")
@@ -82,7 +83,7 @@ class Driver:
     def close_handle(self, address: int) -> None:
         self.mapped.remove(address)
 
-    def read(self, address: int, nbytes: int, device: torch.device) -> bytes:
+    def read_bytes(self, address: int, nbytes: int, device: torch.device) -> bytes:
         return bytes(nbytes) if self.broken == "other bytes" else self.secret
 
 
@@ -123,13 +124,10 @@ plane = CudaIpcPlane(context(((3 * SIZE + 5, 100), (7 * SIZE, 10))))
 print(plane.offer().hex(), flush=True)
 sys.stdin.read()
 """
-    process = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    offer = msgspec.msgpack.decode(bytes.fromhex(process.stdout.readline()), type=_Offer)
-    driver.secret = offer.secret
-    yield offer
-    process.kill()
-    process.wait(60)
+    with fork_server().start("-c", script, text=True) as process:
+        offer = msgspec.msgpack.decode(bytes.fromhex(process.stdout.readline()), type=_Offer)
+        driver.secret = offer.secret
+        yield offer
 
 
 def encoded(offer: _Offer, **change: object) -> bytes:
@@ -239,7 +237,9 @@ def test_the_end_of_p_is_noticed(driver: Driver, plane: Make, p: _Offer) -> None
     assert "died" in str(channel.error)
 
 
-@pytest.mark.parametrize("offer", [b"", b"\xc0", secrets.token_bytes(100), bytes(1 << 17)])
+@pytest.mark.parametrize(
+    "offer", [b"", b"\xc0", secrets.token_bytes(100), bytes(1 << 17)], ids=["empty", "nil", "random", "long"]
+)
 def test_a_malformed_offer_is_a_protocol_error(plane: Make, offer: bytes) -> None:
     with pytest.raises(ProtocolError, match="cuda_ipc offer"):
         plane().connect(offer, "127.0.0.1")
@@ -247,7 +247,7 @@ def test_a_malformed_offer_is_a_protocol_error(plane: Make, offer: bytes) -> Non
 
 def test_the_handles_are_not_in_the_offer(driver: Driver, plane: Make) -> None:
     made = plane()
-    handle = driver.handle_of(3 * SIZE)
+    handle = driver.ipc_handle(3 * SIZE)
     assert handle not in made.offer()
     with open(f"/proc/self/fd/{made._fd}", "rb") as file:
         memory = msgspec.msgpack.decode(file.read(), type=_Memory)

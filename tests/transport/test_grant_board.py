@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import subprocess
-import sys
 
 import msgspec
 import pytest
@@ -13,6 +11,7 @@ import pytest
 from kvferry.transport import grant_board
 from kvferry.transport.errors import PlaneUnavailableError
 from kvferry.transport.grant_board import PROBES, SLOT_BYTES, SLOTS, BoardAddress, BoardReader, GrantBoard
+from tests.support.fork_server import fork_server
 
 
 def key() -> bytes:
@@ -122,11 +121,12 @@ def test_it_is_seen_from_another_process() -> None:
         f"note = reader.find(bytes.fromhex({one.hex()!r}))\n"
         "print(note.text.decode(), note.stands, flush=True); sys.stdin.readline(); print(note.stands)\n"
     )
-    process = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None and process.stdin is not None
-    assert process.stdout.readline().split() == ["text", "True"]
-    writer.close()
-    assert process.communicate("\n", timeout=60)[0].split() == ["False"]
+    with fork_server().start("-c", script, text=True) as process:
+        assert process.stdout.readline().split() == ["text", "True"]
+        writer.close()
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert process.wait(60) == 0 and process.stdout.read().split() == ["False"]
 
 
 def test_memory_is_taken_when_it_is_used() -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from tests.support.fork_server import fork_server
 
 SCRIPT = """
 import sys, threading
@@ -42,5 +41,5 @@ sys.exit(bool(wrong))
 
 def test_several_threads_decode_a_kind_for_the_first_time() -> None:
     """In a process of its own: without a lock msgspec takes it along."""
-    ended = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300, check=False)
+    ended = fork_server().run("-c", SCRIPT, timeout=290)
     assert ended.returncode == 0, ended.stderr[-2000:]

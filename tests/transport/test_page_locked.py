@@ -10,7 +10,7 @@ import pytest
 import torch
 from plane_pair import SLOT, Pair, intact, mapped
 
-from kvferry.transport import pinned
+from kvferry.transport import cuda, staging
 from kvferry.transport.errors import PlaneUnavailableError, TransportError
 from kvferry.transport.plane import PlaneContext, PlaneMemory
 from kvferry.transport.planes.shm_arena import Arena
@@ -42,9 +42,9 @@ class Locks:
 @pytest.fixture
 def locks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Locks]:
     locks = Locks()
-    monkeypatch.setattr(pinned, "register", locks.register)
-    monkeypatch.setattr(pinned, "unregister", locks.unregister)
-    monkeypatch.setattr(pinned, "empty", lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
+    monkeypatch.setattr(cuda, "register_host", locks.register)
+    monkeypatch.setattr(cuda, "unregister_host", locks.unregister)
+    monkeypatch.setattr(staging, "empty_page_locked", lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
     yield locks
     gc.collect()
     assert not locks.now
@@ -152,7 +152,7 @@ def test_messages_pass_through_locked_slots(pair: Pair, monkeypatch: pytest.Monk
         made.append((memory.data_ptr(), nbytes))
         return memory
 
-    monkeypatch.setattr(pinned, "empty", empty)
+    monkeypatch.setattr(staging, "empty_page_locked", empty)
     sender, receiver = pair.join()
     for tag in range(20):
         message = pair.carry(sender, receiver, tag)

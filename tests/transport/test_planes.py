@@ -218,7 +218,6 @@ def test_plane_closes_twice_with_traffic(peers: Peers) -> None:
     d("close_plane")
     for peer in (p, d):
         peer("status")
-        assert peer.process.stdin is not None
         peer.process.stdin.close()
         assert peer.process.wait(60) == 0
 

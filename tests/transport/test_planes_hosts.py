@@ -20,6 +20,7 @@ from kvferry.transport.errors import PlaneUnavailableError
 from kvferry.transport.plane import Plane, PlaneContext
 from kvferry.transport.planes import ucx_library
 from kvferry.transport.registry import make_plane, plane_names, preferred_planes
+from tests.support.fork_server import fork_server
 
 SLOT, STAGING = 1 << 20, 16 << 20
 
@@ -111,12 +112,9 @@ def test_nothing_listens_beyond_the_host(name: str) -> None:
         f"p = make_plane({name!r}, PlaneContext('127.0.0.1', {SLOT}, {STAGING})); p.offer()\n"
         "print('up', flush=True); sys.stdin.read()"
     )
-    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        try:
-            assert process.stdout is not None and process.stdout.readline() == b"up\n"
-            assert listening_addresses(process.pid) <= {"0100007F"}
-        finally:
-            process.kill()
+    with fork_server().start("-c", script) as process:
+        assert process.stdout.readline() == b"up\n"
+        assert listening_addresses(process.pid) <= {"0100007F"}
 
 
 def test_ucx_missing_names_the_extra() -> None:
@@ -128,8 +126,8 @@ def test_ucx_missing_names_the_extra() -> None:
         f"try: make_plane('ucx', PlaneContext('127.0.0.1', {SLOT}, {STAGING}))\n"
         "except PlaneUnavailableError as error: print(error)"
     )
-    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=True)
-    assert "pip install 'kvferry[ucx]'" in out.stdout and out.stdout.count("\n") == 1
+    out = fork_server().run("-c", script, timeout=240)
+    assert out.returncode == 0 and "pip install 'kvferry[ucx]'" in out.stdout and out.stdout.count("\n") == 1
 
 
 @pytest.mark.root
@@ -172,8 +170,7 @@ def test_shm_lets_only_its_own_user_in() -> None:
         f"channel, _ = d.connect(base64.b64decode({offer!r}), '127.0.0.1')\n"
         "print('connected', flush=True); sys.stdin.readline(); d.progress(); print(channel.error)"
     )
-    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None and process.stdin is not None
+    with fork_server().start("-c", script) as process:
         assert process.stdout.readline() == b"connected\n"
         p.progress()
         process.stdin.write(b"\n")
@@ -235,9 +232,8 @@ def test_ucx_tells_when_there_is_no_way() -> None:
     p = make_plane("ucx", PlaneContext("127.0.0.1", SLOT, STAGING))
     offer = base64.b64encode(p.offer()).decode()
     for tls, expected in (("tcp", "connected"), ("self", "cannot be reached from 127.0.0.1")):
-        command = [sys.executable, "-c", script, tls, offer]
-        out = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
-        assert expected in out.stdout, out
+        out = fork_server().run("-c", script, tls, offer, timeout=240)
+        assert out.returncode == 0 and expected in out.stdout, out
     p.close()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import closing
 from itertools import count
@@ -12,6 +11,7 @@ import pytest
 import torch
 from plane_pair import SLOT, Pair
 
+from kvferry.transport import cuda
 from kvferry.transport.channels import CPU
 from kvferry.transport.errors import PlaneUnavailableError
 from kvferry.transport.plane import PlaneContext, PlaneMemory
@@ -71,7 +71,8 @@ def test_a_message_that_cannot_be_received_takes_no_other_with_it(pair: Pair, mo
 
 
 def test_on_a_gpu_what_its_slots_need_is_there_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To import it takes longer than a first hand-over, and what is missing is known before one fails."""
-    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
-    with pytest.raises(PlaneUnavailableError, match="pip install cuda-bindings"):
+    """The driver is opened before the first hand-over, so a missing one is known before a hand-over fails."""
+    monkeypatch.setattr(cuda, "_LIBRARY", "libcuda-missing.so.1")
+    cuda._driver.cache_clear()
+    with pytest.raises(PlaneUnavailableError, match="NVIDIA's driver is not installed"):
         UcxPlane(PlaneContext("127.0.0.1", 1 << 20, 4 << 20, memory=PlaneMemory(torch.device("cuda", 0))))

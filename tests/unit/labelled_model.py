@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from kvferry.connector.geometry.rank_geometry import RankGeometry, RegionGeometry
-from kvferry.connector.geometry.topology import head_interval
+from kvferry.connector.geometry.topology import TpKVTopology
 
 CONTENT = 8
 
@@ -41,7 +41,7 @@ class Model:
         regions = []
         for kind, layers in self.stage(*pp, shuffle).items():
             total = 1 if self.is_mla or kind == "mla" else self.heads
-            start, count = head_interval(*tp, total)
+            start, count = TpKVTopology.head_interval(*tp, total)
             regions.append(
                 RegionGeometry(
                     kind=kind,

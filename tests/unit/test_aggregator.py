@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from kvferry.connector.engine.aggregator import ConnectorOutput, KVOutputAggregator
+from kvferry.connector.protocol.step_plan import StepResults
 
 
 @dataclass
@@ -160,6 +161,67 @@ def test_stats_of_two_types_do_not_end_the_engine(caplog: pytest.LogCaptureFixtu
     result = KVOutputAggregator(3).aggregate(outputs(*reports))
     assert result is not None and result.kv_connector_output.kv_connector_stats == [1, 2]
     assert "dropped dict of one worker, others sent Numbers" in caplog.text
+
+
+# On the worker halves' own results
+
+
+def merged(aggregator: KVOutputAggregator, *results: StepResults | None) -> ConnectorOutput:
+    report = aggregator.aggregate([Output(each, rank) for rank, each in enumerate(results)])
+    assert report is not None and isinstance(report.kv_connector_output, ConnectorOutput)
+    return report.kv_connector_output
+
+
+def test_the_worker_halves_results_are_taken_as_they_are() -> None:
+    aggregator = KVOutputAggregator(2)
+    first = merged(aggregator, StepResults(sent={"a"}, received={"b"}), StepResults(sent={"a"}))
+    assert first == ConnectorOutput(finished_sending={"a"}, expected_finished_count=2)
+    assert merged(aggregator, StepResults(), None).is_empty()
+    assert merged(aggregator, None, StepResults(received={"b"})).finished_recving == {"b"}
+
+
+def test_one_rank_is_late_one_fails_and_one_repeats_itself(caplog: pytest.LogCaptureFixture) -> None:
+    aggregator, ok, bad = KVOutputAggregator(3), StepResults(received={"r"}), StepResults({"s"}, {"r"}, {"r"})
+    assert aggregator.pending() == {}
+    with caplog.at_level(logging.WARNING, "vllm.kvferry"):
+        assert merged(aggregator, ok, StepResults(), bad).is_empty()
+        assert aggregator.pending() == {"r": (0, 2), "s": (2,)}
+        assert merged(aggregator, ok, StepResults(sent={"s"}), StepResults()).is_empty()
+    assert "worker 0 reported request r twice" in caplog.text
+    assert aggregator.pending() == {"r": (0, 2), "s": (2, 1)}
+    last = merged(aggregator, StepResults(sent={"s"}), ok, StepResults())
+    assert last.finished_recving == last.failed_recving == {"r"} and last.finished_sending == {"s"}
+    assert aggregator.pending() == {}
+    again = merged(aggregator, ok, ok, ok)
+    assert again.finished_recving == {"r"} and not again.failed_recving
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_request_is_reported_once_whatever_the_order(seed: int) -> None:
+    """Against a table of all reports: random ranks, steps without an output, failures, ranks that repeat themselves."""
+    rng, world = random.Random(seed), random.Random(seed).randint(1, 4)
+    aggregator = KVOutputAggregator(world)
+    due = [(f"r{n}", rank, rng.random() < 0.2) for n in range(30) for rank in range(world)]
+    rng.shuffle(due)
+    seen: dict[str, set[int]] = {}
+    failed, finished = {request for request, _, fails in due if fails}, set()
+    while due or finished != seen.keys():
+        results = [StepResults() for _ in range(world)]
+        for request, rank, fails in [due.pop() for _ in range(min(len(due), rng.randint(0, 5)))]:
+            results[rank].received.add(request)
+            results[rank].failed |= {request} if fails else set()
+            seen.setdefault(request, set()).add(rank)
+        open_now = sorted(request for request, ranks in seen.items() if 0 < len(ranks) < world)
+        for request in open_now[:1]:
+            results[min(seen[request])].received.add(request)
+        output = aggregator.aggregate([Output(each) for each in results])
+        assert output is not None
+        done = output.kv_connector_output.finished_recving or set()
+        assert not done & finished and all(len(seen[request]) == world for request in done)
+        assert output.kv_connector_output.failed_recving == done & failed
+        finished |= done
+        assert set(aggregator.pending()) == seen.keys() - finished
+    assert len(finished) == 30
 
 
 # Beside vLLM's own

@@ -1,4 +1,4 @@
-"""Dtypes: their names, when two ranks' numbers agree, and the error bound that the README promises."""
+"""Dtypes: their names, when two ranks' numbers agree, and the error bound that docs/compatibility.md promises."""
 
 from __future__ import annotations
 

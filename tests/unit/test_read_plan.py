@@ -11,12 +11,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from labelled_model import CONTENT, MODEL, OURS, Model, edit
+from whole_plan import plan_all
 
 from kvferry.connector.geometry.compatibility import compatible
-from kvferry.connector.geometry.read_plan import PlannedSpan, check_complete, plan_reads, plan_sources
+from kvferry.connector.geometry.read_plan import PlannedSpan, check_complete, plan_reads
 from kvferry.connector.geometry.spans import Span, check_spans, chunks
-from kvferry.connector.geometry.topology import sources
-from kvferry.transport.errors import GeometryError, IncompatiblePeerError
+from kvferry.connector.geometry.topology import TpKVTopology
+from kvferry.transport.errors import IncompatiblePeerError
 
 
 def carry(
@@ -68,7 +69,7 @@ def check_pair(model: Model, d_tp, d_pp, p_tp, p_pp, tokens, cut, seed) -> None:
     for remote in remotes.values():
         compatible(local, remote)
         compatible(remote, local, consumer=False)
-    plans = plan_sources(local, remotes, wanted)
+    plans = plan_all(local, remotes, wanted)
     ours = [np.full_like(cache, -1) for cache in model.cache(local, longest)]
     arrivals = [np.zeros_like(cache) for cache in ours]
     for place, spans in plans.items():
@@ -124,36 +125,32 @@ def test_groups_without_tokens_need_no_source() -> None:
     model = Model(("full", "sliding_window"), 2, False)
     local = model.rank((0, 1), (0, 1), 16)
     remotes = {(0, 0): model.rank((0, 1), (0, 1), 16)}
-    assert plan_sources(local, remotes, [(5, 5), (0, 0)]) == {}
-    assert [item.region for item in plan_sources(local, remotes, [(5, 5), (1, 2)])[0, 0]] == [1]
+    assert plan_all(local, remotes, [(5, 5), (0, 0)]) == {}
+    assert [item.region for item in plan_all(local, remotes, [(5, 5), (1, 2)])[0, 0]] == [1]
 
 
 def test_one_mla_replica_is_read_in_a_model_that_also_has_heads() -> None:
     model = Model(("mla", "full"), 4, False)
     local = model.rank((0, 1), (0, 1), 16)
     remotes = {(0, r): model.rank((r, 4), (0, 1), 16) for r in range(4)}
-    plans = plan_sources(local, remotes, [(0, 4), (0, 4)])
+    plans = plan_all(local, remotes, [(0, 4), (0, 4)])
     assert {place: [item.region for item in spans] for place, spans in plans.items()} == {
         (0, 0): [0, 1], (0, 1): [1], (0, 2): [1], (0, 3): [1],
     }  # fmt: skip
 
 
-def test_a_missing_stage_or_rank_is_named() -> None:
+def test_a_layer_that_no_stage_or_two_stages_hold_is_named() -> None:
     model = Model(("full",) * 4, 4, False)
     local = model.rank((0, 1), (0, 1), 16)
     remotes = {(s, r): model.rank((r, 2), (s, 2), 16) for s in range(2) for r in range(2)}
-    with pytest.raises(GeometryError, match=r"\(pp 1, tp 0\) is not known"):
-        plan_sources(local, {place: remotes[place] for place in ((0, 0), (0, 1), (1, 1))}, [(0, 4)])
-    with pytest.raises(GeometryError, match="no P rank is known"):
-        plan_sources(local, {}, [(0, 4)])
     for place in ((1, 0), (1, 1)):
         remotes[place] = edit(remotes[place], 0, layers=("layers.2", "elsewhere"))
     with pytest.raises(IncompatiblePeerError, match=r"layers differs, ours is 'layers\.3' needed"):
-        plan_sources(local, remotes, [(0, 4)])
+        plan_all(local, remotes, [(0, 4)])
     for place in ((1, 0), (1, 1)):
         remotes[place] = edit(remotes[place], 0, layers=("layers.1", "layers.2", "layers.3"))
     with pytest.raises(IncompatiblePeerError, match="more than one stage"):
-        plan_sources(local, remotes, [(0, 4)])
+        plan_all(local, remotes, [(0, 4)])
 
 
 def test_heads_that_a_peer_does_not_hold_are_refused() -> None:
@@ -168,7 +165,7 @@ def test_a_plan_that_misses_or_repeats_something_is_caught() -> None:
     model = Model(("full",) * 3 + ("mla",), 4, False)
     local = model.rank((0, 1), (0, 1), 16)
     remotes = {(0, r): model.rank((r, 2), (0, 1), 16) for r in range(2)}
-    spans = [item for spans in plan_sources(local, remotes, [(0, 4)] * 2).values() for item in spans]
+    spans = [item for spans in plan_all(local, remotes, [(0, 4)] * 2).values() for item in spans]
     check_complete(local, spans, [(0, 4)] * 2)
     for left_out in spans:
         with pytest.raises(
@@ -184,6 +181,6 @@ def test_sources_and_plans_agree() -> None:
     for rank in range(4):
         local = model.rank((rank, 4), (0, 1), 16)
         remotes = {(0, r): model.rank((r, 9), (0, 1), 16) for r in range(9)}
-        assert {place[1] for place in plan_sources(local, remotes, [(0, 1)])} == {
-            read.p_rank for read in sources(rank, 4, 9, 6)
+        assert {place[1] for place in plan_all(local, remotes, [(0, 1)])} == {
+            read.p_rank for read in TpKVTopology.between(local, remotes[0, 0]).sources(total_heads=6)
         }

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from whole_plan import plan_all
 
 from kvferry.connector.geometry.compatibility import check_geometry, compatible
 from kvferry.connector.geometry.rank_geometry import RankGeometry, RegionGeometry
-from kvferry.connector.geometry.read_plan import PlannedSpan, check_complete, plan_reads, plan_sources
+from kvferry.connector.geometry.read_plan import PlannedSpan, check_complete, plan_reads
 from kvferry.connector.geometry.spans import check_spans, chunks
 from kvferry.connector.geometry.token_sharding import UNSHARDED, TokenShard, TokenSharding, common_tokens
-from kvferry.connector.geometry.topology import head_interval, readers, release_map, sources
+from kvferry.connector.geometry.topology import TpKVTopology
 from kvferry.transport.errors import GeometryError, IncompatiblePeerError
 
 CONTENT = 8
@@ -32,7 +33,7 @@ def rank(form: Form, tp_rank: int, heads: int) -> RankGeometry:
         ("full", ("layers.0", "layers.2"), heads, shardings[0]),
         ("mla", ("layers.1",), 1, shardings[1]),
     ):
-        start, count = head_interval(tp_rank, tp_size, total)
+        start, count = TpKVTopology.head_interval(tp_rank, tp_size, total)
         regions.append(
             RegionGeometry(
                 kind=kind,
@@ -109,10 +110,7 @@ def check(heads: int, p: Form, d: Form, start: int, stop: int, room: int) -> Non
     for d_rank in range(d[0]):
         local = rank(d, d_rank, heads)
         check_geometry(local)
-        names = readers(d_rank, d[0], p[0], local.head_counts, local.shardings, remotes[0, 0].shardings)
-        plans = plan_sources(
-            local, {place: it for place, it in remotes.items() if place[1] in names}, [(start, stop)] * 2
-        )
+        plans = plan_all(local, remotes, [(start, stop)] * 2)
         mine = held(local, stop)
         into, times = [np.full_like(m, -1) for m in mine], [np.zeros_like(m) for m in mine]
         for place, items in plans.items():
@@ -161,22 +159,28 @@ def test_readers_of_a_share_spread_and_all_release(
     d_times: int, p_times: int, heads: int, d_sharding: TokenSharding, p_sharding: TokenSharding
 ) -> None:
     d_size, p_size = d_times * d_sharding.size * heads, p_times * p_sharding.size * heads
+    topologies = [
+        TpKVTopology(
+            d, {"d": d_size, "p": p_size}, False, heads, None, "d", {},
+            shardings=(d_sharding,), remote_shardings={"p": (p_sharding,)},
+        )
+        for d in range(d_size)
+    ]  # fmt: skip
     load: dict[tuple[int, int], list[int]] = {}
-    for d_rank in range(d_size):
-        for read in sources(d_rank, d_size, p_size, heads, False, d_sharding, p_sharding):
+    for d_rank, topology in enumerate(topologies):
+        for read in topology.sources(None, heads, d_sharding, p_sharding):
             assert d_sharding.shard(d_rank).meets(p_sharding.shard(read.p_rank))
             load.setdefault((read.first_head, read.p_rank % p_sharding.size), []).append(read.p_rank)
     for (head, shard), read_at in load.items():
         start = [
-            r for r in range(p_size) if head_interval(r, p_size, heads)[0] == head and r % p_sharding.size == shard
+            r
+            for r in range(p_size)
+            if TpKVTopology.head_interval(r, p_size, heads)[0] == head and r % p_sharding.size == shard
         ]
         counts = [read_at.count(r) for r in start]
         assert sum(counts) == len(read_at) and max(counts) - min(counts) <= 1
-    releases = release_map(d_size, p_size, (heads,), (d_sharding,), (p_sharding,))
-    for p_rank, ranks in enumerate(releases):
-        reading = {
-            d for d in range(d_size) if p_rank in readers(d, d_size, p_size, (heads,), (d_sharding,), (p_sharding,))
-        }
+    for p_rank, ranks in enumerate(topologies[0].release_map()):
+        reading = {d for d, topology in enumerate(topologies) if p_rank in topology.source_ranks()}
         assert set(ranks) == reading or (not reading and len(ranks) == 1)
 
 

@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvferry.connector.geometry.topology import (
-    MAX_HEADS,
-    MAX_RANKS,
-    TpKVTopology,
-    expected_consumers,
-    head_interval,
-    overlaps,
-    readers,
-    release_map,
-    releases_of,
-    sources,
-)
+from kvferry.connector.geometry.rank_geometry import RankGeometry
+from kvferry.connector.geometry.token_sharding import UNSHARDED, TokenSharding
+from kvferry.connector.geometry.topology import MAX_HEADS, MAX_RANKS, TpKVTopology
 from kvferry.transport.errors import GeometryError, RatioError
 
+head_interval = TpKVTopology.head_interval
 sizes = st.integers(1, 9)
 heads = st.integers(1, 12)
 
@@ -36,7 +29,9 @@ def held(size: int, total: int, is_mla: bool = False) -> list[set[int]]:
     return out
 
 
-def topology(local: int, remote: int, total: int, rank: int = 0, is_mla: bool = False, blocks=(16, 16)) -> TpKVTopology:
+def topology(
+    local: int, remote: int, total: int, rank: int = 0, is_mla: bool = False, blocks=(16, 16), **more
+) -> TpKVTopology:
     return TpKVTopology(
         tp_rank=rank,
         remote_tp_size={"d": local, "p": remote},
@@ -45,6 +40,7 @@ def topology(local: int, remote: int, total: int, rank: int = 0, is_mla: bool = 
         attn_backend=None,
         engine_id="d",
         remote_block_size={"d": blocks[0], "p": blocks[1]},
+        **more,
     )
 
 
@@ -80,7 +76,9 @@ def test_each_head_is_read_once_from_a_rank_that_holds_it(d_size: int, p_size: i
     load: Counter[tuple[int, int]] = Counter()
     for d_rank, needed in enumerate(held(d_size, total, is_mla)):
         got: list[int] = []
-        reads = sources(d_rank, d_size, p_size, total, is_mla)
+        tp = topology(d_size, p_size, total, d_rank, is_mla)
+        reads = tp.sources()
+        assert reads == tp.sources(p_size) and tp.source_ranks() == tuple(sorted(read.p_rank for read in reads))
         for read in reads:
             interval = range(read.first_head, read.first_head + read.num_heads)
             assert set(interval) <= p_heads[read.p_rank]
@@ -89,7 +87,7 @@ def test_each_head_is_read_once_from_a_rank_that_holds_it(d_size: int, p_size: i
         assert got == sorted(needed)
         assert len({read.p_rank for read in reads}) == len(reads)
         around = {read.p_rank: set(range(read.first_head, read.first_head + read.num_heads))
-                  for read in overlaps(d_rank, d_size, p_size, total, is_mla)}  # fmt: skip
+                  for read in tp.overlaps()}  # fmt: skip
         assert around == {rank: theirs & needed for rank, theirs in enumerate(p_heads) if theirs & needed}
     for head in range(1 if is_mla else total):  # readers of one head spread over its replicas
         numbers = [load[rank, head] for rank, theirs in enumerate(p_heads) if head in theirs]
@@ -100,36 +98,37 @@ def test_each_head_is_read_once_from_a_rank_that_holds_it(d_size: int, p_size: i
 def test_every_p_rank_is_released_by_all_its_readers_and_by_somebody(
     d_size: int, p_size: int, head_counts: tuple[int, ...]
 ) -> None:
-    releases = release_map(d_size, p_size, head_counts)
+    ranks_of_d = [topology(d_size, p_size, max(head_counts), rank, head_counts=head_counts) for rank in range(d_size)]
+    releases = ranks_of_d[0].release_map()
     assert len(releases) == p_size
     read_by: dict[int, set[int]] = {rank: set() for rank in range(p_size)}
-    for d_rank in range(d_size):
-        for read in (read for total in head_counts for read in sources(d_rank, d_size, p_size, total)):
+    for d_rank, tp in enumerate(ranks_of_d):
+        for read in (read for total in head_counts for read in tp.sources(total_heads=total)):
             read_by[read.p_rank].add(d_rank)
-        assert readers(d_rank, d_size, p_size, head_counts) == tuple(p for p in read_by if d_rank in read_by[p])
+        assert tp.source_ranks() == tuple(p for p in read_by if d_rank in read_by[p])
     for p_rank, ranks in enumerate(releases):
         assert ranks and list(ranks) == sorted(set(ranks)) and set(ranks) <= set(range(d_size))
         assert set(ranks) == read_by[p_rank] if read_by[p_rank] else len(ranks) == 1
-    for d_rank in range(d_size):
-        mine = releases_of(d_rank, d_size, p_size, head_counts)
-        assert mine == tuple(p for p, ranks in enumerate(releases) if d_rank in ranks)
+    for d_rank, tp in enumerate(ranks_of_d):
+        assert tp.release_map() == releases
+        assert tp.release_ranks() == tuple(p for p, ranks in enumerate(releases) if d_rank in ranks)
 
 
 def test_idle_replicas_are_shared_out_between_d_ranks() -> None:
-    counts = Counter(d for ranks in release_map(2, 8, (1,)) for d in ranks)
+    counts = Counter(d for ranks in topology(2, 8, 1).release_map() for d in ranks)
     assert counts == {0: 4, 1: 4}
 
 
 def test_releases_count_all_of_ds_stages() -> None:
-    assert release_map(2, 2, (8,)) == ((0,), (1,))
-    assert expected_consumers(1, 2, 3, 2, (8,)) == (1, 3, 5)
-    assert expected_consumers(0, 2, 1, 1, (8,)) == (0, 1)
+    assert topology(2, 2, 8).release_map() == ((0,), (1,))
+    assert topology(2, 2, 8, pp_size=3).expected_consumers(1) == (1, 3, 5)
+    assert topology(2, 1, 8).expected_consumers(0) == (0, 1)
 
 
 def test_cost_does_not_grow_with_the_product_of_sizes() -> None:
     begin = time.thread_time()
-    release_map(MAX_RANKS, MAX_RANKS, (8,))
-    release_map(MAX_RANKS, MAX_RANKS - 1, (1, MAX_RANKS))
+    topology(MAX_RANKS, MAX_RANKS, 8).release_map()
+    topology(MAX_RANKS, MAX_RANKS - 1, MAX_RANKS, head_counts=(1, MAX_RANKS)).release_map()
     assert time.thread_time() - begin < 4.0
 
 
@@ -164,7 +163,7 @@ def test_target_ranks_cover_what_is_read(
     assert targets == sorted(set(targets)) and set(targets) <= set(range(remote))
     assert {read.p_rank for read in tp.sources(remote)} <= set(targets)
     if local % remote and remote % local:
-        assert targets == [read.p_rank for read in overlaps(rank, local, remote, total, is_mla)]
+        assert targets == [read.p_rank for read in tp.overlaps()]
 
 
 @pytest.mark.parametrize(
@@ -194,14 +193,14 @@ def test_replication() -> None:
         lambda: head_interval(-1, 2, 8),
         lambda: head_interval(0, 0, 8),
         lambda: head_interval(0, 1, 0),
-        lambda: sources(0, 1, MAX_RANKS + 1, 8),
-        lambda: sources(0, 1, 1, 1 << 31),
-        lambda: overlaps(0, 1, 0, 8),
-        lambda: release_map(1 << 31, 1, (8,)),
-        lambda: release_map(1, 1 << 31, (1, 8)),
-        lambda: releases_of(4, 4, 4, (8,)),
-        lambda: expected_consumers(9, 4, 1, 4, (8,)),
-        lambda: expected_consumers(0, 4, 1 << 31, 4, (8,)),
+        lambda: topology(1, MAX_RANKS + 1, 8).sources(),
+        lambda: topology(1, 1, 1 << 31).sources(),
+        lambda: topology(1, 0, 8).overlaps(),
+        lambda: topology(1 << 31, 1, 8).release_map(),
+        lambda: topology(1, 1 << 31, 8, head_counts=(1, 8)).release_map(),
+        lambda: topology(4, 4, 8, rank=4).release_ranks(),
+        lambda: topology(4, 4, 8).expected_consumers(9),
+        lambda: topology(4, 4, 8, pp_size=1 << 31).expected_consumers(0),
         lambda: head_interval(0, 1, MAX_HEADS + 1),
         lambda: topology(0, 2, 8).tp_ratio(2),
     ],
@@ -209,3 +208,75 @@ def test_replication() -> None:
 def test_sizes_out_of_range_are_refused(call) -> None:
     with pytest.raises(GeometryError, match=r"^[^\n]+$"):
         call()
+
+
+# The topology of a hand-over
+
+
+def geometry(rank: int, size: int, head_counts: tuple[int, ...] = (8,), shardings=UNSHARDED, pp_size=1) -> RankGeometry:
+    return RankGeometry(
+        tp_rank=rank, tp_size=size, pp_rank=0, pp_size=pp_size, head_counts=head_counts, shardings=shardings, regions=()
+    )
+
+
+def test_one_topology_serves_all_peers_of_a_form() -> None:
+    ours = geometry(1, 4)
+    first = TpKVTopology.between(ours, geometry(0, 2))
+    assert first is TpKVTopology.between(geometry(1, 4), geometry(1, 2))
+    others = [
+        TpKVTopology.between(ours, geometry(0, 8)),
+        TpKVTopology.between(ours, geometry(0, 2, shardings=(TokenSharding(2, 16),))),
+        TpKVTopology.between(geometry(2, 4), geometry(0, 2)),
+        TpKVTopology.between(geometry(1, 4, (1, 8)), geometry(0, 2)),
+        TpKVTopology.between(geometry(1, 4, pp_size=2), geometry(0, 2)),
+    ]
+    assert all(other != first for other in others)
+    assert first.source_ranks() == (0,) and others[0].source_ranks() == (2, 3)
+    assert others[-1].expected_consumers(1) == (2, 3, 6, 7)
+
+
+def test_it_is_what_vllms_constructor_gives() -> None:
+    """All that a hand-over adds has a default, so both ways to make a topology agree."""
+    for rank in range(3):
+        made, plain = TpKVTopology.between(geometry(rank, 3), geometry(0, 2)), topology(3, 2, 8, rank)
+        assert made.sources() == plain.sources() and made.overlaps() == plain.overlaps()
+        assert made.release_map() == plain.release_map() and made.release_ranks() == plain.release_ranks()
+        assert made.tp_size == plain.tp_size == 3 and made.head_counts == plain.head_counts == (8,)
+    assert topology(2, 4, 8, is_mla=True).head_counts == (1,)
+
+
+def test_replicas_count_by_the_heads_of_the_layers_in_question() -> None:
+    tp = topology(1, 4, 8, head_counts=(2, 8))
+    assert not tp.is_kv_replicated("p") and tp.is_kv_replicated("p", 2)
+    assert [read.p_rank for read in tp.sources(total_heads=2)] == [0, 2]
+    assert tp.source_ranks() == (0, 1, 2, 3)
+
+
+def test_a_question_without_an_engine_needs_a_single_remote_engine() -> None:
+    several = TpKVTopology(0, {"d": 1, "p": 2, "q": 4}, False, 8, None, "d", {})
+    assert several.source_ranks("q") == (0, 1, 2, 3) and several.expected_consumers(1, "p") == (0,)
+    assert len(several.sources(4)) == 4
+    for ask in (several.source_ranks, several.sources, several.release_map):
+        with pytest.raises(GeometryError, match=r"^2 remote engines are known, expected one; name the engine"):
+            ask()
+
+
+@pytest.mark.parametrize(
+    ("form", "blocks", "line"),
+    [
+        ((1, 2, 8), (48, 16), "reads from tp0, tp1 of 2 tensor-parallel ranks, tp_ratio -2, block_size_ratio 3"),
+        ((2, 3, 6), (20, 48), "reads from tp0, tp1 of 3 tensor-parallel ranks, tp_ratio none (2 to 3), "
+                              "block_size_ratio none (20 to 48)"),
+        ((1, 4, 2), (16, 0), "reads from tp0, tp2 of 4 tensor-parallel ranks, tp_ratio -4, P replicates KV heads"),
+    ],
+)  # fmt: skip
+def test_the_log_line_names_ranks_and_ratios(form: tuple[int, int, int], blocks: tuple[int, int], line: str) -> None:
+    assert topology(*form, blocks=blocks).describe(blocks[1]) == f"this rank {line}"
+
+
+def test_every_other_module_asks_the_topology() -> None:
+    """Nothing but ``topology`` reaches the arithmetic below it, so there is no second choice of ranks."""
+    product = Path(__file__).resolve().parents[2] / "connector"
+    users = {path.name for path in product.rglob("*.py") if "geometry.head_split" in path.read_text()}
+    users |= {path.name for path in product.rglob("*.py") if "geometry import head_split" in path.read_text()}
+    assert users == {"topology.py"}

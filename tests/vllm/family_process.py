@@ -3,7 +3,7 @@
 A process of its own: vLLM's models want process groups, which the tests' process must not have. As on a GPU, caches are
 not packed: what vLLM cannot run on a CPU is what this is for.
 
-    python tests/vllm/family_process.py FOLDER FAULT FAMILY ...     one line of JSON for each; FAULT may be empty
+    python tests/vllm/family_process.py FOLDER FAMILY ...     one line of JSON for each; FAMILY:FAULT plants a fault
 """
 
 from __future__ import annotations
@@ -139,17 +139,17 @@ def report(family: Family, folder: Path, planted: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    folder, planted, names = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
+    folder, tasks = Path(sys.argv[1]), [name.partition(":") for name in sys.argv[2:]]
     unpacked = SimpleNamespace(is_cpu=lambda: False, is_fp8_fnuz=lambda: False)
     no_triton = "vllm.model_executor.layers.mamba.gdn.olmo_gdn_linear_attn.set_triton_allocator"
     with mock.patch.object(compat, "current_platform", unpacked), mock.patch(no_triton, lambda device: None):
         start_groups(folder)
-        for name in names:
+        for name, _, planted in tasks:
             try:
-                answer = report(ALL[name], folder / name, planted)
+                answer = report(ALL[name], folder / f"{name}{planted and '-faulty'}", planted)
             except Exception as error:
                 answer = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
-            print(json.dumps({"family": name, **answer}), flush=True)
+            print(json.dumps({"family": name, "fault": planted, **answer}), flush=True)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -39,6 +40,9 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 from vllm.v1.worker.utils import allocate_kv_cache, copy_kv_cache_blocks_inplace
+
+FACTOR = 2654435761
+"""Spreads what it multiplies over 32 bits (Knuth)."""
 
 
 class Cache:
@@ -115,20 +119,22 @@ class Cache:
         self.bytes[block] = (self._state(ids, self.bytes[0].numel()) | origin).view(self.bytes.shape[1:])
 
     def _kv(self, ids: Sequence[int], start: int, stop: int) -> torch.Tensor:
-        """[T,H,C] with the lowest bits zero."""
+        """[T,H,C] with the lowest bits zero: bits 16 to 23 of a hash of token and place, so 32 bits are enough."""
+        token = torch.arange(start, stop) * 521 + torch.tensor(ids[start:stop], dtype=torch.long)
+        mixed = (token * (1_000_003 * FACTOR % 2**32)).to(torch.int32)[:, None, None] + self._places
+        return mixed.view(torch.uint8).view(*mixed.shape, 4)[..., 2] & 0xFE
+
+    @cached_property
+    def _places(self) -> torch.Tensor:
+        """[1,H,C] int32: a number for each place of a token's KV in this layer."""
         heads, content = self.bytes.shape[1], self.bytes.shape[3]
-        token = (
-            torch.arange(start, stop)[:, None, None] * 521
-            + torch.tensor(ids[start:stop], dtype=torch.long)[:, None, None]
-        )
         place = (self.number * 64 + torch.arange(heads)[None, :, None]) * content + torch.arange(content)
-        mixed = (token * 1_000_003 + place * 7919) * 2654435761
-        return ((mixed >> 16) & 0xFE).to(torch.uint8)
+        return (place * (7919 * FACTOR % 2**32)).to(torch.int32)
 
     def _state(self, ids: Sequence[int], size: int) -> torch.Tensor:
         seed = hashlib.sha256(b"%d" % self.number + np.asarray(ids, dtype=np.int64).tobytes()).digest()
-        made = np.random.default_rng(int.from_bytes(seed[:8], "little")).integers(0, 128, size, dtype=np.uint8)
-        return torch.from_numpy(made << 1)
+        made = np.random.default_rng(int.from_bytes(seed[:8], "little")).bytes(size)
+        return torch.frombuffer(bytearray(made), dtype=torch.uint8) & 0xFE
 
 
 class Rank:

@@ -32,7 +32,7 @@ from vllm.v1.core.sched.output import CachedRequestData, NewRequestData  # noqa:
 from vllm.v1.worker import utils as theirs  # noqa: E402
 from vllm.v1.worker.gpu import attn_utils  # noqa: E402
 
-from kvferry.connector.binding import attention_group, block_sizes, kv_spec  # noqa: E402
+from kvferry.connector.binding import attention_group, kv_spec  # noqa: E402
 from kvferry.connector.engine.aggregator import yield_req_data  # noqa: E402
 
 
@@ -45,7 +45,7 @@ def test_select_common_block_size() -> None:
         specs = [random_spec(draw, manager) for _ in backends] if draw.random() < 0.5 else None
         pair = both(
             lambda: theirs.select_common_block_size(manager, backends, specs),  # noqa: B023
-            lambda: block_sizes.select_common_block_size(manager, backends, specs),  # noqa: B023
+            lambda: attention_group.select_common_block_size(manager, backends, specs),  # noqa: B023
         )
         if pair is None:
             refused += 1
@@ -71,7 +71,7 @@ def test_prepare_kernel_block_sizes() -> None:
                 groups.append([kind(backend, group.layer_names, group.kv_cache_spec, number) for backend in backends])
         pair = both(
             lambda c=config, m=made: theirs.prepare_kernel_block_sizes(c, m[0]),
-            lambda c=config, m=made: block_sizes.prepare_kernel_block_sizes(c, m[1]),
+            lambda c=config, m=made: attention_group.prepare_kernel_block_sizes(c, m[1]),
         )
         if pair is None:
             refused += 1
@@ -182,6 +182,6 @@ def test_get_kv_connector_cache_layout(asked: str | None, monkeypatch: pytest.Mo
 def test_a_multiple_of_is_what_vllm_means_by_it() -> None:
     ours, other = (fake_backend(kind(8), 12) for kind in (kv_spec.MultipleOf, MultipleOf))
     for manager in (8, 12, 16, 24, 48):
-        assert block_sizes.select_common_block_size(manager, [ours]) == theirs.select_common_block_size(
+        assert attention_group.select_common_block_size(manager, [ours]) == theirs.select_common_block_size(
             manager, [other]
         )

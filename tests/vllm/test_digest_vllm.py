@@ -59,14 +59,14 @@ def engine(folder: Path, cache: dict[str, Any] | None = None, **options: Any) ->
     ids=str,
 )
 def test_what_may_differ(folder: Path, options: dict[str, Any]) -> None:
-    check_model(compat.model_identity(engine(folder)), compat.model_identity(engine(folder, **options)))
+    check_model(compat.model_identity_of(engine(folder)), compat.model_identity_of(engine(folder, **options)))
 
 
 def test_weights_elsewhere_and_another_release_that_writes_the_same_model_otherwise(
     folder: Path, tmp_path: Path
 ) -> None:
-    ours = compat.model_identity(engine(folder))
-    check_model(ours, compat.model_identity(engine(build_model(tmp_path / "elsewhere", SPEC))))
+    ours = compat.model_identity_of(engine(folder))
+    check_model(ours, compat.model_identity_of(engine(build_model(tmp_path / "elsewhere", SPEC))))
     config = engine(folder).model_config.hf_config.to_dict()
     rope = config.pop("rope_parameters")
     old = SimpleNamespace(**config, rope_theta=rope["rope_theta"], rope_scaling=None)  # transformers 4
@@ -92,13 +92,14 @@ def test_what_must_not(folder: Path, overrides: dict[str, Any], name: str) -> No
         IncompatiblePeerError, match=rf"^peer refused: {name} differs, ours is .*, the peer's is [^\n]*$"
     ):
         check_model(
-            compat.model_identity(engine(folder)), compat.model_identity(engine(folder, hf_overrides=overrides))
+            compat.model_identity_of(engine(folder)), compat.model_identity_of(engine(folder, hf_overrides=overrides))
         )
 
 
 def test_quantised_weights(folder: Path) -> None:
     ours, theirs = (
-        compat.model_identity(engine(folder, dtype="bfloat16", quantization=name)) for name in (None, "fp8_per_tensor")
+        compat.model_identity_of(engine(folder, dtype="bfloat16", quantization=name))
+        for name in (None, "fp8_per_tensor")
     )
     with pytest.raises(
         IncompatiblePeerError, match="quantization differs, ours is unset, the peer's is fp8_per_tensor"

@@ -33,26 +33,32 @@ KINDS = {
 }
 
 
-def reports(folder: Path, families: list[str], fault: str = "") -> dict[str, dict[str, Any]]:
-    """What the process tells of each family."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-    done = subprocess.run(
-        [sys.executable, str(PROCESS), str(folder), fault, *families],
-        env=environment, capture_output=True, text=True, timeout=500, check=False,
-    )  # fmt: skip
-    told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert [report["family"] for report in told] == families, done.stderr[-2000:]
-    return {report["family"]: report for report in told}
+FAULT = "P computes the last token too"
+FAULTY = ("qwen3-next", "gemma3")
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    return reports(tmp_path_factory.mktemp("families"), list(ALL))
+def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The process's report of each family, then of those with a fault."""
+    folder = tmp_path_factory.mktemp("families")
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    done = subprocess.run(
+        [sys.executable, str(PROCESS), str(folder), *ALL, *(f"{family}:{FAULT}" for family in FAULTY)],
+        env=environment, capture_output=True, text=True, timeout=500, check=False,
+    )  # fmt: skip
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert [report["family"] for report in found] == [*ALL, *FAULTY], done.stderr[-2000:]
+    return found
+
+
+@pytest.fixture(scope="module")
+def sound(reports: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {report["family"]: report for report in reports if not report["fault"]}
 
 
 @pytest.mark.parametrize("family", ALL)
-def test_d_finds_all_that_it_reads_and_has_computed_none_of_it(told: dict[str, dict[str, Any]], family: str) -> None:
-    report = told[family]
+def test_d_finds_all_that_it_reads_and_has_computed_none_of_it(sound: dict[str, dict[str, Any]], family: str) -> None:
+    report = sound[family]
     assert "error" not in report, report["trace"]
     assert set(report["kinds"]) == KINDS[family] and report["failed"] == 0
     for tokens, load in [item for loads in report["loads"] for item in loads.items()]:
@@ -65,24 +71,23 @@ def test_d_finds_all_that_it_reads_and_has_computed_none_of_it(told: dict[str, d
 
 
 @pytest.mark.parametrize("family", ALL)
-def test_a_prompt_that_begins_alike_loads_only_the_rest(told: dict[str, dict[str, Any]], family: str) -> None:
+def test_a_prompt_that_begins_alike_loads_only_the_rest(sound: dict[str, dict[str, Any]], family: str) -> None:
     """D takes from its prefix cache what it loaded before; a state only as it was where a block ends."""
-    first, again = told[family]["again"]
+    first, again = sound[family]["again"]
     assert not first["given back"] and not again["given back"]
     assert again["external"] in (149, 150) and first["external"] in (384, 385)
     assert (first["found"], again["found"]) == (first["wanted"], again["wanted"])
 
 
-def test_blocks_that_are_given_back_are_met_and_not(told: dict[str, dict[str, Any]]) -> None:
+def test_blocks_that_are_given_back_are_met_and_not(sound: dict[str, dict[str, Any]]) -> None:
     """So that both branches above are taken."""
     for family in ("gemma3", "gemma3n"):
-        to_larger, to_smaller = ({load["given back"] for load in x.values()} for x in told[family]["loads"])
+        to_larger, to_smaller = ({load["given back"] for load in x.values()} for x in sound[family]["loads"])
         assert to_larger == {True, False} and to_smaller == {False}
 
 
-def test_a_state_that_has_seen_the_whole_prompt_is_noticed(tmp_path: Path) -> None:
+def test_a_state_that_has_seen_the_whole_prompt_is_noticed(reports: list[dict[str, Any]]) -> None:
     """P computes the last prompt token too, and D's scheduler half is not held back from taking that for less."""
-    families = ["qwen3-next", "gemma3"]
-    told = reports(tmp_path, families, "P computes the last token too")
-    assert "wrong state after 1 tokens" in told["qwen3-next"]["error"]
-    assert told["gemma3"]["failed"] > 0, "a block that P has given back is no part of its lease"
+    faulty = {report["family"]: report for report in reports if report["fault"] == FAULT}
+    assert "wrong state after 1 tokens" in faulty["qwen3-next"]["error"]
+    assert faulty["gemma3"]["failed"] > 0, "a block that P has given back is no part of its lease"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from labelled import BLOCK, prompt
-from stepped import PREFILL, Engine, eventually, mover_of, prefill, renew_after, run, settle
+from stepped import PREFILL, Engine, eventually, let_time_pass, mover_of, prefill, renew_after, run, settle
 from stepped_rank import RUNNERS
 from vllm.config import ParallelConfig
 from yard import Yard
@@ -142,7 +142,7 @@ def test_three_samples_of_one_prompt_read_under_one_lease(
     pair: Pair, gap: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With ``n=3`` vLLM makes three requests with the same parameters; P may free after the last one only."""
-    monkeypatch.setattr(lease_keeper, "SIBLING_SECONDS", 4.0)  # between two of them a loaded machine may take a break
+    monkeypatch.setattr(lease_keeper, "SIBLING_SECONDS", 600.0)
     p, d = pair
     ids = prompt(100)
     params = prefill(p, ids)
@@ -154,6 +154,8 @@ def test_three_samples_of_one_prompt_read_under_one_lease(
     run([p, d], lambda: all(d.answers[name].finish is not None for name in names))
     assert not d.workers[0].failed
     assert d.computed.total() == 3 * 5
+    assert not p.idle, "a fourth one may still come"
+    let_time_pass(d, 601)
     settle(p, d)
 
 

@@ -257,7 +257,7 @@ def test_states_that_are_shared_in_unknown_ways_pass_between_equal_sizes(
     engines: Any, default_order: str, family: Family, told: bool
 ) -> None:
     p, d = engines(family, 4, "p", told=told), engines(family, 4, "d", told=told)
-    assert {group.part for group in geometry(d[0]).groups} == {""}
+    assert {group.part for group in geometry(d[0]).regions} == {""}
     for rank in p:
         content = torch.randint(-128, 128, rank.caches[LAYERS[0]][3].shape, dtype=torch.int8)
         for name in LAYERS:

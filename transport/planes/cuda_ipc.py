@@ -23,7 +23,7 @@ import torch
 import zmq
 from msgspec import Meta
 
-from kvferry.transport import cuda_memory
+from kvferry.transport import cuda
 from kvferry.transport.channels import Copy, PageRead, PullChannel, PulledChannel
 from kvferry.transport.errors import PeerUnreachableError, PlaneUnavailableError, ProtocolError, TransportError
 from kvferry.transport.host import PeerProcess, host_id, open_peer_file
@@ -52,7 +52,7 @@ class _Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class _Allocation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     base: _Address
     nbytes: _Address
-    handle: Annotated[bytes, Meta(min_length=cuda_memory.HANDLE_BYTES, max_length=cuda_memory.HANDLE_BYTES)]
+    handle: Annotated[bytes, Meta(min_length=cuda.HANDLE_BYTES, max_length=cuda.HANDLE_BYTES)]
 
 
 class _Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -105,14 +105,14 @@ class IpcChannel(PullChannel):
     def _map(self) -> None:
         memory = self._memory
         try:
-            cuda_memory.use(self._plane.device)
+            cuda.bind_context(self._plane.device)
             for allocation in (*memory.allocations, memory.probe):
-                self._mapped.append(cuda_memory.open_handle(allocation.handle))
-            probe = cuda_memory.read(self._mapped[-1], _SECRET_BYTES, self._plane.device)
+                self._mapped.append(cuda.open_handle(allocation.handle))
+            probe = cuda.read_bytes(self._mapped[-1], _SECRET_BYTES, self._plane.device)
             if not secrets.compare_digest(probe, memory.secret):
                 raise TransportError("the bytes read through the mapping are not the bytes that P wrote")
             for allocation, mapped in zip(memory.allocations, self._mapped, strict=False):
-                if cuda_memory.allocation_at(mapped)[1] < allocation.nbytes:
+                if cuda.address_range(mapped)[1] < allocation.nbytes:
                     raise TransportError("a mapping is smaller than P's allocation")
         except Exception as error:  # whatever the driver reports, another plane may work
             self.error = PeerUnreachableError(f"cuda_ipc: P's memory cannot be mapped: {error}")
@@ -124,14 +124,14 @@ class IpcChannel(PullChannel):
         self.ready = False
         self._plane.synchronize()  # copies that were started before the channel closed still read
         while self._mapped:
-            cuda_memory.close_handle(self._mapped.pop())
+            cuda.close_handle(self._mapped.pop())
 
 
 class CudaIpcPlane(Plane):
     """Reads between processes of one host whose GPUs reach each other's memory, or share a GPU.
 
     Raises:
-        PlaneUnavailableError: CUDA's bindings are missing.
+        PlaneUnavailableError: NVIDIA's driver is missing.
     """
 
     name: ClassVar[str] = "cuda_ipc"
@@ -148,7 +148,7 @@ class CudaIpcPlane(Plane):
         self._channels: list[IpcChannel] = []
         self._waker = Waker()
         self._thread = ThreadPoolExecutor(1, "kvferry-cuda-ipc")
-        cuda_memory.use(self.device)
+        cuda.bind_context(self.device)
         try:
             self._export(memory.ranges)
         except (PlaneUnavailableError, TransportError) as error:
@@ -157,19 +157,19 @@ class CudaIpcPlane(Plane):
     def _export(self, ranges: Iterable[tuple[int, int]]) -> None:
         found = {}
         for address, nbytes in ranges:
-            base, size = cuda_memory.allocation_at(address)
+            base, size = cuda.address_range(address)
             if address + nbytes > base + size:
                 raise PlaneUnavailableError("the KV cache of a layer is spread over several allocations")
             found[base] = size
         if len(found) > _MAX_ALLOCATIONS:
             raise PlaneUnavailableError(f"the KV cache lies in {len(found)} allocations, limit {_MAX_ALLOCATIONS}")
-        allocations = tuple(_Allocation(base, size, cuda_memory.handle_of(base)) for base, size in found.items())
-        self._probe = cuda_memory.allocate(_PROBE_BYTES, self.device)
+        allocations = tuple(_Allocation(base, size, cuda.ipc_handle(base)) for base, size in found.items())
+        self._probe = cuda.allocate(_PROBE_BYTES, self.device)
         self._probe[:_SECRET_BYTES] = torch.frombuffer(bytearray(self._secret), dtype=torch.uint8)
         torch.cuda.current_stream(self.device).synchronize()
         place = self._probe.data_ptr()
-        probe = _Allocation(place, _PROBE_BYTES, cuda_memory.handle_of(place))
-        memory = _Memory(self._secret, cuda_memory.uuid_of(self.device), probe, allocations)
+        probe = _Allocation(place, _PROBE_BYTES, cuda.ipc_handle(place))
+        memory = _Memory(self._secret, cuda.device_uuid(self.device), probe, allocations)
         self._fd = os.memfd_create("kvferry-cuda-ipc", os.MFD_CLOEXEC)
         os.write(self._fd, msgspec.msgpack.encode(memory))
 
@@ -187,7 +187,7 @@ class CudaIpcPlane(Plane):
             raise PlaneUnavailableError("P is this very process")
         memory = _memory_of(theirs)
         try:
-            cuda_memory.check_peer(self.device, memory.gpu)
+            cuda.check_peer_access(self.device, memory.gpu)
             process = PeerProcess(theirs.pid)
         except (TransportError, OSError) as error:
             raise PeerUnreachableError(str(error)) from None

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvferry.transport import pinned
+from kvferry.transport import cuda
 from kvferry.transport.channels import CPU
 from kvferry.transport.errors import ProtocolError
 
@@ -34,10 +34,10 @@ class Arena:
         self._bytes: np.ndarray[Any, np.dtype[np.uint8]] | None = np.frombuffer(mapping, dtype=np.uint8)
         self._address: int = self._bytes.ctypes.data
         if device.type == "cuda":
-            pinned.register(self._address, len(mapping), device, read_only=read_only)
+            cuda.register_host(self._address, len(mapping), device, read_only=read_only)
             # Every tensor on the memory holds this array, which holds the mapping, whose own weak references end only
             # after the unmapping.
-            weakref.finalize(self._bytes, pinned.unregister, self._address, device).atexit = False
+            weakref.finalize(self._bytes, cuda.unregister_host, self._address, device).atexit = False
 
     @classmethod
     def create(cls, slot_bytes: int, num_slots: int, device: torch.device = CPU) -> tuple[Arena, int]:

@@ -25,7 +25,7 @@ import torch
 import zmq
 from msgspec import Meta
 
-from kvferry.transport import cuda_memory
+from kvferry.transport import cuda
 from kvferry.transport.channels import Received, RecvChannel, SendChannel, Slot
 from kvferry.transport.errors import PlaneUnavailableError, ProtocolError, TransportError
 from kvferry.transport.host import host_id
@@ -76,7 +76,7 @@ class UcxPlane(Plane):
     ``ucx_library.settings_for``. The slots lie on the device of the caches.
 
     Raises:
-        PlaneUnavailableError: UCXX or UCX cannot be had, or on a GPU CUDA's bindings.
+        PlaneUnavailableError: UCXX or UCX cannot be had, or NVIDIA's driver for slots on a GPU.
     """
 
     name: ClassVar[str] = "ucx"
@@ -85,7 +85,7 @@ class UcxPlane(Plane):
         slot_bytes, staging_bytes, device = context.slot_bytes, context.staging_bytes, context.memory.device
         self._on_gpu = device.type != "cpu"
         if self._on_gpu:
-            cuda_memory.load()  # here, and not while the first hand-over waits for its slots
+            cuda.load()  # before the first hand-over allocates its slots: it is known here what is missing
         # A peer that stops must not hold every slot.
         most = max(1, staging_bytes // slot_bytes - 1)
         self.window, self._receives = (min(n, most) for n in (_GPU_WINDOWS if self._on_gpu else _WINDOWS))

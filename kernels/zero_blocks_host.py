@@ -1,4 +1,4 @@
-"""``zero_blocks`` on host memory, and the reference of the Triton kernel."""
+"""``zero_blocks`` on host memory."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy.typing as npt
 from kvferry.kernels.zero_blocks import Segments
 
 
-def zero_blocks_reference(segments: Segments, block_ids: npt.NDArray[np.int64]) -> None:
-    """Zero block by block, segment by segment."""
+def zero_blocks_host(segments: Segments, block_ids: npt.NDArray[np.int64]) -> None:
+    """``zero_blocks`` on host memory, block by block and segment by segment. Done on return."""
     sizes = segments.sizes.tolist()
     for starts in (segments.addresses + block_ids[:, None] * segments.strides).tolist():
         for start, size in zip(starts, sizes, strict=True):

@@ -1,9 +1,10 @@
-"""The copy of ``paged_copy`` on host memory, and the reference of the Triton kernel. Axes ``[L, B, H, N, C]``.
+"""The copy of ``paged_copy`` on host memory. Axes ``[L, B, H, N, C]``.
 
-Tokens are cut where either side changes block. Segments of equal length, S of them, move in one torch operation over
-``[L, S, H, n, C]``: a thread that copies beside a busy interpreter waits for the GIL once per operation, so few and
-large ones. A side whose segments lie at regular distances (the wire) is a strided view, the other one is indexed by
-``[L, S]`` row addresses. Complex128 is the widest element torch moves, and moves at memcpy speed; int64 at 0.6 of it.
+Tokens are cut into segments where either side changes block. One torch operation copies all S segments of equal length
+n, over ``[L, S, H, n, C]``. A thread that copies beside a busy interpreter waits for the GIL once per operation, so
+operations are few and large. A side whose segments lie at regular distances (the wire) is a strided view; the other
+side is indexed by ``[L, S]`` row addresses. Complex128 is the widest element of torch and is copied at the speed of
+memcpy, int64 at 0.6 of it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Int64s = npt.NDArray[np.int64]
 
 _FIRST = 64
 _BOUNCE_BYTES = 512 << 10
-"""Scratch of a copy with two indexed sides; it stays in the L2 cache."""
+"""Size of the buffer between two indexed sides. It stays in the L2 cache."""
 _MAX_NUMEL = 1 << 62
 _ZERO = np.zeros(1, dtype=np.int64)
 
@@ -34,15 +35,16 @@ with torch.inference_mode(False):
         for word, dtype in ((16, torch.complex128), (8, torch.int64), (4, torch.int32), (2, torch.int16))
     }
     _memory[1] = torch.frombuffer(_space, dtype=torch.uint8)
-"""All of the address space as one tensor, by bytes per element; element 0 lies at address ``_FIRST``."""
+"""The whole address space as one tensor, by bytes per element. Element 0 lies at address ``_FIRST``."""
 _index_out = torch.ops.aten.index.Tensor_out
 
 
 class _Side(NamedTuple):
-    """Pages cut down to the box of the copy: its token t is token ``token + t`` of ``block_ids``.
+    """Pages cut down to the box of the copy. Token t of the copy is token ``token + t`` of ``block_ids``.
 
-    Layer l lies at ``low + layers[l]``, head included. ``layer_bits`` are all bits set in ``layers``, ``span`` the
-    greatest of them. ``single`` says that all tokens lie in one block, or as if they did.
+    The first head of layer l lies at address ``low + layers[l]``. ``layer_bits`` are all bits that are set in any of
+    ``layers``, and ``span`` is their maximum. ``single``: all tokens lie in one block, or in consecutive blocks without
+    gaps, which count as one.
     """
 
     low: int
@@ -58,7 +60,7 @@ class _Side(NamedTuple):
     single: bool
 
     def offsets(self, starts: Int64s) -> Int64s:
-        """Bytes from a layer's address to each token of ``starts``, int64 [S]."""
+        """Bytes from a layer's address to each token in ``starts``, int64 [S]."""
         token = starts + self.token
         if self.single:
             return token * self.token_stride + int(self.block_ids[0]) * self.block_stride
@@ -66,7 +68,7 @@ class _Side(NamedTuple):
         return np.asarray(self.block_ids[block] * self.block_stride + within * self.token_stride)
 
     def layer_step(self) -> int | None:
-        """Bytes from layer to layer, None where they do not ascend in equal steps."""
+        """Bytes from layer to layer, or None where the layers do not ascend in equal steps."""
         if len(self.layers) == 1:
             return 0
         step = int(self.layers[1])
@@ -77,7 +79,8 @@ class _Side(NamedTuple):
 
 
 class _Tile(NamedTuple):
-    """What one row index stands for, in words of ``word`` bytes: ``[H, n, C]``, joined where both sides are dense."""
+    """The elements that one row index selects, ``[H, n, C]`` in words of ``word`` bytes. Axes are joined where both
+    sides are dense."""
 
     word: int
     shape: tuple[int, ...]
@@ -85,16 +88,16 @@ class _Tile(NamedTuple):
     src_stride: tuple[int, ...]
 
 
-def copy_pages_reference(dst: Pages, src: Pages, *, num_heads: int, num_tokens: int, content_bytes: int) -> None:
-    """``copy_pages`` for host memory."""
-    to, of = _side(dst, num_tokens), _side(src, num_tokens)
-    for starts, tokens in _segments(to, of, num_tokens):
+def copy_pages_host(dst: Pages, src: Pages, *, num_heads: int, num_tokens: int, content_bytes: int) -> None:
+    """``copy_pages`` on host memory. Done on return."""
+    dst_side, src_side = _side(dst, num_tokens), _side(src, num_tokens)
+    for starts, tokens in _segments(dst_side, src_side, num_tokens):
         shape = (num_heads, tokens, content_bytes)
-        if _fits(to, shape) and _fits(of, shape):
-            _copy(to, of, starts, shape)
+        if _fits(dst_side, shape) and _fits(src_side, shape):
+            _copy(dst_side, src_side, starts, shape)
         else:
-            for layer in range(len(to.layers)):
-                _copy(_one_layer(to, layer), _one_layer(of, layer), starts, shape)
+            for layer in range(len(dst_side.layers)):
+                _copy(_one_layer(dst_side, layer), _one_layer(src_side, layer), starts, shape)
 
 
 def _side(pages: Pages, num_tokens: int) -> _Side:
@@ -126,12 +129,12 @@ def _one_layer(side: _Side, layer: int) -> _Side:
     return side._replace(low=side.low + int(side.layers[layer]), layers=_ZERO, layer_bits=0, span=0)
 
 
-def _segments(to: _Side, of: _Side, num_tokens: int) -> Iterator[tuple[Int64s, int]]:
-    """First tokens (int64 [S]) and length of the segments that leave no block, by length."""
-    if to.single and of.single:
+def _segments(dst: _Side, src: _Side, num_tokens: int) -> Iterator[tuple[Int64s, int]]:
+    """The segments of tokens that lie in one block on both sides, by length: first tokens (int64 [S]), and length."""
+    if dst.single and src.single:
         yield _ZERO, num_tokens
-    elif to.single or of.single:
-        paged = of if to.single else to
+    elif dst.single or src.single:
+        paged = src if dst.single else dst
         head = min(-paged.token % paged.block_size, num_tokens)
         body, tail = divmod(num_tokens - head, paged.block_size)
         if head:
@@ -141,7 +144,7 @@ def _segments(to: _Side, of: _Side, num_tokens: int) -> Iterator[tuple[Int64s, i
         if tail:
             yield np.array([num_tokens - tail]), tail
     else:
-        ends = [np.arange(-side.token % side.block_size, num_tokens, side.block_size) for side in (to, of)]
+        ends = [np.arange(-side.token % side.block_size, num_tokens, side.block_size) for side in (dst, src)]
         cuts = np.unique(np.concatenate([[0, num_tokens], *ends]))
         lengths = np.diff(cuts)
         for length in np.unique(lengths):
@@ -149,42 +152,42 @@ def _segments(to: _Side, of: _Side, num_tokens: int) -> Iterator[tuple[Int64s, i
 
 
 def _fits(side: _Side, tile_bytes: tuple[int, int, int]) -> bool:
-    """Whether overlapping tiles at every byte between the layers are a size that torch can count."""
+    """Whether torch can count the elements of a view with an overlapping tile at every byte between the layers."""
     return side.span * math.prod(tile_bytes) < _MAX_NUMEL
 
 
-def _copy(to: _Side, of: _Side, starts: Int64s, tile_bytes: tuple[int, int, int]) -> None:
-    """Copy the segments at ``starts``, tiles of (heads, tokens, content bytes) each, in all layers."""
-    to_offsets, of_offsets = to.offsets(starts), of.offsets(starts)
-    bits = to.low | to.layer_bits | _bits(to_offsets) | of.low | of.layer_bits | _bits(of_offsets)
-    tile = _tile(to, of, tile_bytes, bits)
-    target = _strided(to, to_offsets, tile, tile.dst_stride)
-    source = _strided(of, of_offsets, tile, tile.src_stride)
+def _copy(dst: _Side, src: _Side, starts: Int64s, tile_bytes: tuple[int, int, int]) -> None:
+    """Copy the segments at ``starts`` in all layers. Each is a tile of (heads, tokens, content bytes)."""
+    dst_offsets, src_offsets = dst.offsets(starts), src.offsets(starts)
+    bits = dst.low | dst.layer_bits | _bits(dst_offsets) | src.low | src.layer_bits | _bits(src_offsets)
+    tile = _tile(dst, src, tile_bytes, bits)
+    target = _strided(dst, dst_offsets, tile, tile.dst_stride)
+    source = _strided(src, src_offsets, tile, tile.src_stride)
     if target is not None and source is not None:
         target.copy_(source)
     elif target is not None:
-        rows, index = _indexed(of, of_offsets, tile, tile.src_stride)
+        rows, index = _indexed(src, src_offsets, tile, tile.src_stride)
         _index_out(rows, [index], out=target)
     elif source is not None:
-        rows, index = _indexed(to, to_offsets, tile, tile.dst_stride)
+        rows, index = _indexed(dst, dst_offsets, tile, tile.dst_stride)
         rows.index_put_((index,), source)
     else:
-        into, to_index = _indexed(to, to_offsets, tile, tile.dst_stride)
-        out_of, of_index = _indexed(of, of_offsets, tile, tile.src_stride)
-        _bounce(into, to_index.reshape(-1), out_of, of_index.reshape(-1))
+        dst_rows, dst_index = _indexed(dst, dst_offsets, tile, tile.dst_stride)
+        src_rows, src_index = _indexed(src, src_offsets, tile, tile.src_stride)
+        _bounce(dst_rows, dst_index.reshape(-1), src_rows, src_index.reshape(-1))
 
 
 def _bits(values: Int64s) -> int:
-    """All bits set in any value; the lowest is the greatest power of two that divides all of them."""
+    """All bits that are set in any value. The lowest of them is the greatest power of two that divides all values."""
     return int(values[0]) if len(values) == 1 else int(np.bitwise_or.reduce(values))
 
 
-def _tile(to: _Side, of: _Side, tile_bytes: tuple[int, int, int], bits: int) -> _Tile:
+def _tile(dst: _Side, src: _Side, tile_bytes: tuple[int, int, int], bits: int) -> _Tile:
     heads, tokens, content = tile_bytes
     shape, dst_stride, src_stride = [content], [1], [1]
     for count, dst_step, src_step in (
-        (tokens, to.token_stride, of.token_stride),
-        (heads, to.head_stride, of.head_stride),
+        (tokens, dst.token_stride, src.token_stride),
+        (heads, dst.head_stride, src.head_stride),
     ):
         if count == 1:
             continue
@@ -206,7 +209,7 @@ def _tile(to: _Side, of: _Side, tile_bytes: tuple[int, int, int], bits: int) -> 
 
 
 def _strided(side: _Side, offsets: Int64s, tile: _Tile, tile_stride: tuple[int, ...]) -> torch.Tensor | None:
-    """The segments as a view ``[L, S, *tile]``, or None where their addresses are not regular."""
+    """The segments as a view ``[L, S, *tile]``, or None where they do not lie at regular distances."""
     if len(offsets) > 1 and not side.single:
         return None
     layer_step = side.layer_step()
@@ -224,7 +227,7 @@ def _strided(side: _Side, offsets: Int64s, tile: _Tile, tile_stride: tuple[int, 
 def _indexed(
     side: _Side, offsets: Int64s, tile: _Tile, tile_stride: tuple[int, ...]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Overlapping rows of tiles, and the index of (layer, segment) in them, int64 ``[L, S]``."""
+    """A view whose rows are tiles, which overlap, and the row of each (layer, segment), int64 ``[L, S]``."""
     low = int(np.minimum.reduce(offsets))
     offsets = offsets - low
     bits = side.layer_bits | _bits(offsets)
@@ -239,13 +242,13 @@ def _indexed(
     return rows, torch.from_numpy(index)
 
 
-def _bounce(into: torch.Tensor, to_index: torch.Tensor, out_of: torch.Tensor, of_index: torch.Tensor) -> None:
-    """Copy rows ``of_index`` of one view to rows ``to_index`` of another, through a scratch buffer."""
-    row_bytes = into[0].numel() * into.element_size()
+def _bounce(dst_rows: torch.Tensor, dst_index: torch.Tensor, src_rows: torch.Tensor, src_index: torch.Tensor) -> None:
+    """Copy rows ``src_index`` of ``src_rows`` to rows ``dst_index`` of ``dst_rows``, through a buffer."""
+    row_bytes = dst_rows[0].numel() * dst_rows.element_size()
     step = max(1, _BOUNCE_BYTES // row_bytes)
-    scratch = torch.empty((min(step, len(of_index)), *into.shape[1:]), dtype=into.dtype, device="cpu")
-    for first in range(0, len(of_index), step):
-        part = of_index[first : first + step]
+    scratch = torch.empty((min(step, len(src_index)), *dst_rows.shape[1:]), dtype=dst_rows.dtype, device="cpu")
+    for first in range(0, len(src_index), step):
+        part = src_index[first : first + step]
         rows = scratch[: len(part)]
-        _index_out(out_of, [part], out=rows)
-        into.index_put_((to_index[first : first + step],), rows)
+        _index_out(src_rows, [part], out=rows)
+        dst_rows.index_put_((dst_index[first : first + step],), rows)

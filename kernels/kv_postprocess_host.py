@@ -1,7 +1,7 @@
-"""The exchange of ``kv_postprocess`` on host memory, and the reference of the Triton kernel. Axes ``[B, H, N, C]``.
+"""The exchange of ``kv_postprocess`` on host memory. Axes ``[B, H, N, C]``.
 
-Whole groups of blocks go through one buffer that stays in the cache: as many as fit are read before any of them is
-written. Complex128 is the widest element torch moves, see ``paged_copy_reference``.
+Whole groups of blocks go through one buffer that stays in the cache of the core: as many groups as fit are read before
+any of them is written. Complex128 is the widest element of torch, see ``paged_copy_host``.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import torch
 from kvferry.kernels.kv_postprocess import Exchange
 
 _BOUNCE_BYTES = 512 << 10
-"""Of the buffer, or one group where that is more; it stays in the L2 cache."""
+"""Size of the buffer, or of one group where that is larger. The buffer stays in the L2 cache."""
 _WORDS = {16: torch.complex128, 8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 _index_out = torch.ops.aten.index.Tensor_out
 
 
-def exchange_reference(cache: torch.Tensor, indices: torch.Tensor, exchange: Exchange) -> None:
-    """``exchange`` for host memory; ``indices`` were checked."""
+def exchange_host(cache: torch.Tensor, indices: torch.Tensor, exchange: Exchange) -> None:
+    """Perform ``exchange`` on host memory. The caller has checked ``indices``."""
     pages = _pages(cache, exchange)
     groups = indices.to(torch.int64).reshape(-1, exchange.group)
     _, parts, outer, inner, rows, words = pages.shape
@@ -34,7 +34,7 @@ def exchange_reference(cache: torch.Tensor, indices: torch.Tensor, exchange: Exc
 
 
 def _pages(cache: torch.Tensor, exchange: Exchange) -> torch.Tensor:
-    """The cache as ``[B, parts, outer, inner, rows, words]``, with outer those of one block and part."""
+    """The cache as ``[B, parts, outer, inner, rows, words]``; ``outer`` counts the units of one block and part."""
     outer = exchange.outer // exchange.group
     strides = (
         exchange.block_stride,
@@ -48,7 +48,7 @@ def _pages(cache: torch.Tensor, exchange: Exchange) -> torch.Tensor:
     for stride in strides:
         bits |= stride
     word = bits & -bits
-    # A tensor of its own, so that caches made under inference mode can be written outside of it.
+    # A new tensor on the same storage: one made under inference mode cannot be written outside of it.
     memory = torch.empty(0, dtype=_WORDS[word], device="cpu").set_(cache.untyped_storage())
     return memory.as_strided(
         (len(cache), exchange.parts, outer, exchange.inner, exchange.rows, exchange.content // word),

@@ -1,14 +1,15 @@
-"""Zero newly allocated blocks of a KV cache, so that no kernel reads what their last owner left. Axes ``[L,B,H,N,C]``.
+"""Operations on whole blocks of bound KV caches: zero them, copy them between a device and a host buffer.
 
-Needed where a state is read before it is written whole, or where a block may be read under another dtype than it was
-written in.
+Axes ``[L, B, H, N, C]``; a layer's cache is ``[B, H, N, C]``. Blocks that a request newly owns are zeroed where a state
+is read before it is written whole, or where a block may be read under another dtype than the dtype it was written in.
 """
 
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -16,6 +17,9 @@ import torch
 from kvferry.connector.binding.kv_spec import is_attention
 from kvferry.kernels.zero_blocks import Segments, zero_blocks
 from kvferry.transport.errors import GeometryError, did_you_mean
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Bytes are moved, not numbers: not every dtype (fp8) can be indexed on every device."""
 
 
 class KVBlockZeroer:
@@ -112,3 +116,83 @@ def _segments(name: str, cache: torch.Tensor, num_blocks: int) -> Iterator[tuple
         offset = sum(index * stride for index, (_, stride) in zip(place, outside, strict=True))
         for kernel in range(ratio):
             yield cache.data_ptr() + offset + kernel * block_stride, block_stride * ratio, size
+
+
+def _make_src_and_dst_indices(
+    src_block_ids: Sequence[int],
+    dst_block_ids: Sequence[int],
+    src_device: torch.device | str,
+    dst_device: torch.device | str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Block ids as index tensors on the devices of their caches, int64 ``[len(src_block_ids)]`` and
+    ``[len(dst_block_ids)]``. Both are complete on return.
+
+    Raises:
+        GeometryError: an id is no whole number; torch would round it towards 0.
+    """
+    return _indices(src_block_ids, src_device), _indices(dst_block_ids, dst_device)
+
+
+def _indices(block_ids: Sequence[int], device: torch.device | str) -> torch.Tensor:
+    try:
+        numbers = [operator.index(block_id) for block_id in block_ids]
+    except TypeError as error:
+        raise GeometryError(f"a block id is no whole number: {error}") from None
+    return torch.tensor(numbers, dtype=torch.int64, device=device)
+
+
+def copy_kv_blocks(
+    src_kv_caches: Mapping[str, torch.Tensor],
+    dst_kv_caches: Mapping[str, torch.Tensor],
+    src_block_ids: Sequence[int],
+    dst_block_ids: Sequence[int],
+    direction: Literal["h2d", "d2h"],
+) -> None:
+    """Copy block ``src_block_ids[i]`` of every layer to ``dst_block_ids[i]``. Done on return for ``d2h``; for ``h2d``
+    it is ordered on the current stream of the device.
+
+    Strides may differ, shape of a block and dtype may not. No layers or no blocks: nothing to do.
+
+    Args:
+        src_kv_caches: by layer name, ``[B, ...]``.
+        dst_kv_caches: with the same layers; may have more.
+        src_block_ids: as many as ``dst_block_ids``, in the same order.
+        dst_block_ids: each at most once.
+        direction: ``h2d`` from host to device, ``d2h`` from device to host.
+
+    Raises:
+        GeometryError: lists of unequal length, an id out of range or named twice as a destination, a layer that is
+            missing or of another form; nothing is copied.
+    """
+    if direction not in ("h2d", "d2h"):
+        raise GeometryError(f"direction {direction!r} is unknown{did_you_mean(str(direction), ('h2d', 'd2h'))}")
+    if len(src_block_ids) != len(dst_block_ids):
+        raise GeometryError(f"{len(src_block_ids)} source blocks for {len(dst_block_ids)} destinations")
+    if not src_kv_caches or not dst_kv_caches or not src_block_ids:
+        return
+    if len(set(dst_block_ids)) != len(dst_block_ids):
+        raise GeometryError("a destination block is named twice")
+    for name, source in src_kv_caches.items():
+        if name not in dst_kv_caches:
+            raise GeometryError(f"layer {name!r} has no destination{did_you_mean(name, dst_kv_caches)}")
+        target = dst_kv_caches[name]
+        if source.shape[1:] != target.shape[1:] or source.dtype != target.dtype:
+            raise GeometryError(
+                f"layer {name!r}: blocks of {list(target.shape[1:])} {target.dtype} cannot take "
+                f"{list(source.shape[1:])} {source.dtype}"
+            )
+        _check_ids(name, src_block_ids, source.shape[0])
+        _check_ids(name, dst_block_ids, target.shape[0])
+    devices = (next(iter(caches.values())).device for caches in (src_kv_caches, dst_kv_caches))
+    sources, targets = _make_src_and_dst_indices(src_block_ids, dst_block_ids, *devices)
+    for name, source in src_kv_caches.items():
+        target = dst_kv_caches[name]
+        word = _WORDS[source.element_size()]
+        blocks = source.view(word).index_select(0, sources.to(source.device)).to(target.device)
+        target.view(word).index_copy_(0, targets.to(target.device), blocks)
+
+
+def _check_ids(name: str, block_ids: Sequence[int], num_blocks: int) -> None:
+    for block_id in block_ids:
+        if not 0 <= block_id < num_blocks:
+            raise GeometryError(f"layer {name!r}: block id {block_id} is outside 0..{num_blocks - 1}")

@@ -1,0 +1,354 @@
+"""Attention backends made ready once, and the attention metadata of each step.
+
+``init_attn_backend`` runs once: it groups the layers, picks kernel block sizes, and makes each backend's metadata
+builders. ``build_attn_metadata`` runs in every step: it describes the batch once per KV cache group, and each builder
+turns this description into what its layers' kernels read. Duck-typed: a builder is anything with
+``build(common_prefix_len, common_attn_metadata)``.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+
+from kvferry.connector.binding.attention_group import (
+    AttentionGroup,
+    attention_groups,
+    get_shared_kv_cache_layers,
+    layers_of,
+    prepare_kernel_block_sizes,
+)
+from kvferry.connector.binding.kv_binding import add_kv_sharing_layers_to_kv_cache_groups
+from kvferry.transport.errors import ConfigError, GeometryError
+
+
+class AttentionCGSupport(enum.Enum):
+    """Batches of which a backend's kernels can be captured in a CUDA graph; the greater value includes the lesser."""
+
+    ALWAYS = 3
+    """Any batch, prefill and decode mixed."""
+    UNIFORM_BATCH = 2
+    """Batches whose requests have equally many query tokens."""
+    UNIFORM_SINGLE_TOKEN_DECODE = 1
+    """Batches whose requests have one query token each."""
+    NEVER = 0
+
+
+@dataclass(frozen=True)
+class AttentionCGSupportInfo:
+    """The least support among backends, and the class name of the first backend that has it; ``None`` where all
+    backends have ``ALWAYS``. A backend's own enum may stand for ours: the values are compared."""
+
+    min_cg_support: Any = AttentionCGSupport.ALWAYS
+    min_cg_attn_backend: str | None = None
+
+    def narrow(self, support: Any, backend: str | None) -> AttentionCGSupportInfo:
+        """The lesser of this support and another backend's."""
+        return AttentionCGSupportInfo(support, backend) if support.value < self.min_cg_support.value else self
+
+
+@dataclass
+class CommonAttentionMetadata:
+    """A batch of R requests and T tokens as the builders of one KV cache group get it; vLLM's names of the fields.
+
+    Attributes:
+        query_start_loc: first query token of each request, and the end; ``[R + 1]``. On the device.
+        query_start_loc_cpu: the same on the host.
+        seq_lens: tokens of each request, those of this step included; ``[R]``.
+        num_actual_tokens: T, padding included.
+        max_query_len: query tokens of the longest query.
+        max_seq_len: at least the tokens of the longest request.
+        block_table_tensor: block ids of each request; ``[R, blocks]``.
+        slot_mapping: the slot in the cache that each token is written to; ``[T]``.
+        causal: whether a token sees earlier tokens only; per request where a tensor ``[R]``.
+        logits_indices_padded: of fast prefill: the tokens whose logits are needed.
+        num_logits_indices: of fast prefill: how many they are, without padding.
+        max_logits_per_req: of fast prefill: the most of them in one request.
+        encoder_seq_lens: of cross-attention: encoder tokens of each request; ``[R]``.
+        encoder_seq_lens_cpu: the same on the host.
+        dcp_local_seq_lens: of decode context parallelism: the tokens of each request on this rank; ``[R]``.
+        dcp_local_seq_lens_cpu_upper_bound: on the host, at least as many.
+        positions: of each token in its request; ``[T]``.
+        is_prefilling: whether a request still has prompt tokens to compute; ``[R]``.
+        seq_lens_cpu_upper_bound: on the host, at least ``seq_lens``; ``[R]``.
+        req_idx: the number of each row's request in the engine's table; ``[R]``.
+        mm_req_doc_ranges: by request, the ranges (first, last) of token positions that see each other both ways.
+        rswa_prefix_lens: tokens of each request that a sliding window never leaves behind; ``[R]``.
+        replayssm_decode_base_cpu: of Mamba2 on the host: computed tokens at the last full write of a state; ``[R]``.
+    """
+
+    query_start_loc: torch.Tensor
+    query_start_loc_cpu: torch.Tensor
+    seq_lens: torch.Tensor
+    num_reqs: int
+    num_actual_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    block_table_tensor: torch.Tensor
+    slot_mapping: torch.Tensor
+    causal: bool | torch.Tensor = True
+    logits_indices_padded: torch.Tensor | None = None
+    num_logits_indices: int | None = None
+    max_logits_per_req: int | None = None
+    encoder_seq_lens: torch.Tensor | None = None
+    encoder_seq_lens_cpu: Any = None
+    dcp_local_seq_lens: torch.Tensor | None = None
+    dcp_local_seq_lens_cpu_upper_bound: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+    is_prefilling: torch.Tensor | None = None
+    seq_lens_cpu_upper_bound: torch.Tensor | None = None
+    req_idx: Any = None
+    mm_req_doc_ranges: Mapping[int, list[tuple[int, int]]] | None = None
+    rswa_prefix_lens: torch.Tensor | None = None
+    replayssm_decode_base_cpu: torch.Tensor | None = None
+    _token_to_req_indices_cache: torch.Tensor | None = None
+    """The request of each token, once a builder has computed it; the later groups of the step get it."""
+
+
+def init_attn_backend(
+    kv_cache_config: Any,
+    source: Any,
+    device: torch.device,
+    active_layer_names: Container[str] | None = None,
+    draft_layer_names: Container[str] | None = None,
+    *,
+    config: Any = None,
+    fast_prefill_backend: Callable[[Any], Any] | None = None,
+) -> tuple[list[list[AttentionGroup]], AttentionCGSupportInfo, list[int]]:
+    """Group the layers, pick kernel block sizes, make the metadata builders.
+
+    Layers that share another layer's cache join its KV cache group in ``kv_cache_config``, where they are not members
+    yet. The builders share one workspace: the first builder that has one (``_get_workspace_buffer``) gives it to all
+    later builders that take one (``set_workspace_buffer``).
+
+    Args:
+        kv_cache_config: with ``kv_cache_groups`` and ``kv_cache_tensors``; groups without a cache come last.
+        source: the layers, see ``layers_of``. A layer's backend has ``get_builder_cls()``.
+        device: given to the builders.
+        active_layer_names: layers to take; ``None`` for all.
+        draft_layer_names: layers of a draft model, which fast prefill leaves alone.
+        config: given to the builders; ``source`` itself where it is a config. Its ``parallel_config``, where it has
+            one, decides the number of builders: one per micro-batch.
+        fast_prefill_backend: makes the backend of a layer that computes only the tokens whose logits are needed. The
+            layers are the last ones in a row that share a cache. ``None``: no layer does.
+
+    Returns:
+        The attention groups of each KV cache group; the least CUDA graph support; tokens of a kernel block per KV cache
+        group that has a cache.
+
+    Raises:
+        ConfigError: ``config`` asks for fast prefill and ``fast_prefill_backend`` is ``None``.
+        GeometryError: an unknown layer, a target in no group, or backends that have no block size in common.
+    """
+    config = source if config is None and not isinstance(source, Mapping) else config
+    wants_fast_prefill = getattr(getattr(config, "cache_config", None), "kv_sharing_fast_prefill", False)
+    if wants_fast_prefill and fast_prefill_backend is None:
+        raise ConfigError("kv_sharing_fast_prefill is on, expected fast_prefill_backend to make the backends of it")
+    members = {name for group in kv_cache_config.kv_cache_groups for name in group.layer_names}
+    shared = {name: target for name, target in get_shared_kv_cache_layers(source).items() if name not in members}
+    add_kv_sharing_layers_to_kv_cache_groups(shared, kv_cache_config.kv_cache_groups)
+
+    backends = {}
+    if fast_prefill_backend is not None:
+        layers = layers_of(source)
+        for name in _fast_prefill_layers(layers, draft_layer_names or ()):
+            backends[name] = fast_prefill_backend(layers[name].get_attn_backend())
+    groups = attention_groups(kv_cache_config, source, active_layer_names, backends)
+    sizes = prepare_kernel_block_sizes(kv_cache_config, groups)
+    parallel = getattr(config, "parallel_config", None)
+    count = int(parallel.num_ubatches) if parallel is not None and parallel.use_ubatching else 1
+    for number, each in enumerate(groups):
+        for group in each:
+            group.create_metadata_builders(config, device, sizes[number] if number < len(sizes) else None, count)
+    _share_workspace(groups)
+    return groups, _least_cg_support(groups, config), sizes
+
+
+def _fast_prefill_layers(layers: dict[str, Any], draft_layer_names: Container[str]) -> Iterator[str]:
+    """The last layers in a row that share a cache. Layers of no attention, such as Mamba's, do not end the row."""
+    for name in reversed(layers):
+        target = getattr(layers[name], "kv_sharing_target_layer_name", "")
+        if target == "" or name in draft_layer_names:
+            continue
+        if target is None:
+            return
+        yield name
+
+
+def _share_workspace(groups: Sequence[Sequence[AttentionGroup]]) -> None:
+    workspace = None
+    for builder in (builder for each in groups for group in each for builder in group.metadata_builders):
+        if workspace is None:
+            if hasattr(builder, "_get_workspace_buffer"):
+                workspace = builder._get_workspace_buffer()
+        elif hasattr(builder, "set_workspace_buffer"):
+            builder.set_workspace_buffer(workspace)
+
+
+def _least_cg_support(groups: Sequence[Sequence[AttentionGroup]], config: Any) -> AttentionCGSupportInfo:
+    """A builder without ``get_cudagraph_support`` supports none."""
+    least = AttentionCGSupportInfo()
+    for group in (group for each in groups for group in each):
+        ask = getattr(group.get_metadata_builder(), "get_cudagraph_support", None)
+        support = AttentionCGSupport.NEVER if ask is None else ask(config, group.kv_cache_spec)
+        least = least.narrow(support, group.backend.__name__)
+    return least
+
+
+def build_attn_metadata(
+    attn_groups: Sequence[Sequence[AttentionGroup]],
+    num_reqs: int,
+    num_tokens: int,
+    query_start_loc_gpu: torch.Tensor,
+    query_start_loc_cpu: torch.Tensor,
+    max_query_len: int,
+    seq_lens: torch.Tensor,
+    max_seq_len: int,
+    block_tables: Sequence[torch.Tensor],
+    slot_mappings: torch.Tensor | Sequence[torch.Tensor],
+    kv_cache_config: Any,
+    seq_lens_cpu_upper_bound: torch.Tensor | None = None,
+    dcp_local_seq_lens: torch.Tensor | None = None,
+    dcp_local_seq_lens_cpu_upper_bound: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+    is_prefilling: torch.Tensor | None = None,
+    mm_req_doc_ranges: Mapping[int, list[tuple[int, int]]] | None = None,
+    model_specific_attn_metadata: Any = None,
+    for_cudagraph_capture: bool = False,
+    causal: bool | torch.Tensor | Mapping[int, bool] = True,
+    rswa_prefix_lens: torch.Tensor | None = None,
+    ubatch_idx: int = 0,
+    fast_prefill: Any = None,
+    req_idx: Any = None,
+    *,
+    common_metadata_type: Any = CommonAttentionMetadata,
+) -> dict[str, Any]:
+    """The metadata of every layer for one step, by layer name. Layers of an attention group share one object.
+
+    Args:
+        attn_groups: of ``init_attn_backend``.
+        num_reqs: R. Tensors of sequence lengths may have more rows; the rest is cut off.
+        num_tokens: T, padding included.
+        query_start_loc_gpu: see ``CommonAttentionMetadata.query_start_loc``; the other tensors go by their names there.
+        block_tables: per KV cache group, ``[R, blocks]``, of manager block ids.
+        slot_mappings: per KV cache group, ``[T]``.
+        kv_cache_config: with ``kv_cache_groups``.
+        model_specific_attn_metadata: with ``get_extra_common_attn_kwargs(group_number, num_reqs)``, more fields of the
+            batch, and ``get_extra_attn_kwargs(builder, num_reqs)``, more arguments of ``build``.
+        for_cudagraph_capture: whether a CUDA graph is captured: ``build_for_cudagraph_capture`` is called where a
+            builder has it.
+        causal: for all groups, or by group number; groups that the mapping leaves out are causal.
+        ubatch_idx: the micro-batch, which decides the builder.
+        fast_prefill: with ``logits_indices_padded``, ``num_logits_indices`` and ``max_logits_per_req``.
+        common_metadata_type: the dataclass that builders get; vLLM's own, for builders of vLLM's.
+
+    Raises:
+        GeometryError: fewer attention groups, block tables, slot mappings, sequence lengths or builders than needed; a
+            field that ``common_metadata_type`` lacks, or that ``model_specific_attn_metadata`` gives once more.
+    """
+    groups = len(kv_cache_config.kv_cache_groups)
+    if len(attn_groups) < groups:
+        raise GeometryError(f"{len(attn_groups)} lists of attention groups for {groups} KV cache groups")
+    batch = {
+        "query_start_loc": query_start_loc_gpu,
+        "query_start_loc_cpu": query_start_loc_cpu,
+        "seq_lens": _rows("seq_lens", seq_lens, num_reqs),
+        "seq_lens_cpu_upper_bound": _rows("seq_lens_cpu_upper_bound", seq_lens_cpu_upper_bound, num_reqs),
+        "dcp_local_seq_lens": _rows("dcp_local_seq_lens", dcp_local_seq_lens, num_reqs),
+        "dcp_local_seq_lens_cpu_upper_bound": _rows(
+            "dcp_local_seq_lens_cpu_upper_bound", dcp_local_seq_lens_cpu_upper_bound, num_reqs
+        ),
+        "num_reqs": num_reqs,
+        "num_actual_tokens": num_tokens,
+        "max_query_len": max_query_len,
+        "max_seq_len": max_seq_len,
+        "positions": positions,
+        "is_prefilling": is_prefilling,
+        "mm_req_doc_ranges": mm_req_doc_ranges,
+        "rswa_prefix_lens": rswa_prefix_lens,
+        "req_idx": req_idx,
+    }
+    step = _Step(num_reqs, model_specific_attn_metadata, for_cudagraph_capture, ubatch_idx)
+    built: dict[str, Any] = {}
+    token_to_req_indices = None
+    for number in range(groups):
+        if not attn_groups[number]:
+            continue
+        if number >= min(len(block_tables), len(slot_mappings)):
+            raise GeometryError(
+                f"KV cache group {number} has attention groups, {len(block_tables)} block tables and "
+                f"{len(slot_mappings)} slot mappings were given, expected at least {number + 1}"
+            )
+        batch["block_table_tensor"], batch["slot_mapping"] = block_tables[number], slot_mappings[number]
+        batch["causal"] = causal.get(number, True) if isinstance(causal, Mapping) else causal
+        batch["_token_to_req_indices_cache"] = token_to_req_indices
+        common = _common(common_metadata_type, batch, step.extra_fields(number), fast_prefill)
+        for group in attn_groups[number]:
+            built.update(dict.fromkeys(group.layer_names, step.metadata(group, common)))
+        token_to_req_indices = getattr(common, "_token_to_req_indices_cache", None)
+    return built
+
+
+def _rows(name: str, tensor: torch.Tensor | None, num_reqs: int) -> torch.Tensor | None:
+    if tensor is not None and len(tensor) < num_reqs:
+        raise GeometryError(f"{name} has {len(tensor)} rows for {num_reqs} requests")
+    return None if tensor is None else tensor[:num_reqs]
+
+
+def _common(kind: Any, batch: Mapping[str, Any], extra: Mapping[str, Any], fast_prefill: Any) -> Any:
+    """A group's batch as ``kind``. Of the batch's own fields, the model may replace ``is_prefilling`` alone."""
+    twice = extra.keys() & batch.keys() - {"is_prefilling"}
+    if twice:
+        raise GeometryError(f"model_specific_attn_metadata gives {', '.join(sorted(twice))}, which the batch has")
+    every = {**batch, **extra}
+    if fast_prefill is not None:
+        names = ("logits_indices_padded", "num_logits_indices", "max_logits_per_req")
+        every.update((name, getattr(fast_prefill, name)) for name in names)
+    known = {each.name for each in fields(kind)}
+    lacking = sorted(name for name, value in every.items() if name not in known and value is not None)
+    if lacking:
+        raise GeometryError(f"{kind.__name__} has no field {', '.join(lacking)}, which this step needs")
+    return kind(**{name: value for name, value in every.items() if name in known})
+
+
+class _Step:
+    """What the groups of one step share while their metadata are built."""
+
+    def __init__(self, num_reqs: int, model: Any, capture: bool, ubatch_idx: int) -> None:
+        self._num_reqs, self._model, self._capture, self._ubatch_idx = num_reqs, model, capture, ubatch_idx
+        self._reusable: dict[tuple[Any, type], Any] = {}
+
+    def extra_fields(self, number: int) -> Mapping[str, Any]:
+        """What the model adds to the batch of a KV cache group."""
+        extra: Mapping[str, Any] = {}
+        if self._model is not None:
+            extra = self._model.get_extra_common_attn_kwargs(number, self._num_reqs)
+        return extra
+
+    def metadata(self, group: Any, common: Any) -> Any:
+        """Groups of recurrent layers with the same spec and builder differ in their block tables only."""
+        builder, spec = group.get_metadata_builder(self._ubatch_idx), group.kv_cache_spec
+        recurrent = hasattr(spec, "shapes")
+        key = (spec, type(builder))
+        if not (recurrent and getattr(builder, "supports_update_block_table", False)):
+            return self._build(group, builder, common)
+        if key in self._reusable:
+            return builder.update_block_table(self._reusable[key], common.block_table_tensor, common.slot_mapping)
+        self._reusable[key] = self._build(group, builder, common)
+        return self._reusable[key]
+
+    def _build(self, group: Any, builder: Any, common: Any) -> Any:
+        table = group.map_to_kernel_block_table(common.block_table_tensor)
+        if table is not common.block_table_tensor:
+            common = replace(common, block_table_tensor=table)
+        capture = getattr(builder, "build_for_cudagraph_capture", None) if self._capture else None
+        if capture is not None:
+            return capture(common)
+        extra = (
+            {} if self._capture or self._model is None else self._model.get_extra_attn_kwargs(builder, self._num_reqs)
+        )
+        return builder.build(0, common, **extra)

@@ -1,0 +1,88 @@
+"""Writes the generated tables into README.md and docs/.
+
+    python docs/generate.py            write all of them
+    python docs/generate.py --check    list the ones that are out of date; exit status 1 if there is any
+
+A table stands between ``<!-- generated NAME: python docs/generate.py -->`` and ``<!-- end of NAME -->``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
+
+import binding_table
+import summary
+
+from kvferry.connector.config import settings_table
+from kvferry.connector.geometry.dtypes import error_table
+
+ROOT = Path(__file__).resolve().parent.parent
+README_SETTINGS = ("side_channel_host", "side_channel_port", "plane", "lease_seconds", "curve_secret_key")
+
+
+def matrix() -> str:
+    """The tables of pairings, by the script beside the tests that ran them."""
+    script = [sys.executable, str(ROOT / "tests" / "ranks" / "table.py")]
+    return subprocess.run(script, capture_output=True, text=True, timeout=240, check=True, cwd=ROOT).stdout
+
+
+REGIONS: dict[str, dict[str, Callable[[], str]]] = {
+    "README.md": {"figure": summary.SECTIONS["figure"], "settings": lambda: settings_table(README_SETTINGS)},
+    "docs/settings.md": {"settings": settings_table},
+    "docs/compatibility.md": {"matrix": matrix, "dtypes": error_table},
+    "docs/library.md": {"binding": binding_table.markdown},
+    "docs/benchmarks.md": {name: make for name, make in summary.SECTIONS.items() if name != "figure"},
+}
+"""By page, the generator of each of its tables."""
+
+
+class PageError(Exception):
+    """A page lacks the markers of a table, or has them twice."""
+
+
+def marks(name: str) -> tuple[str, str]:
+    return f"<!-- generated {name}: python docs/generate.py -->", f"<!-- end of {name} -->"
+
+
+def filled(page: str, text: str) -> str:
+    """``text`` of a page with all of its tables as their generators print them.
+
+    Raises:
+        PageError: markers are missing, repeated, or out of order.
+    """
+    for name, make in REGIONS[page].items():
+        start, end = marks(name)
+        if text.count(start) != 1 or text.count(end) != 1 or text.index(start) > text.index(end):
+            raise PageError(f"{page}: expected one pair of markers of {name!r}: {start} ... {end}")
+        before, rest = text.split(start)
+        text = f"{before}{start}\n{make().strip()}\n{end}{rest.split(end)[1]}"
+    return text
+
+
+def outdated() -> dict[str, str]:
+    """The pages whose tables are not what their generators print, each as it should be."""
+    pages = {page: (ROOT / page).read_text() for page in REGIONS}
+    return {page: new for page, old in pages.items() if (new := filled(page, old)) != old}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    check = parser.parse_args().check
+    pages = outdated()
+    for page, text in pages.items():
+        print(f"{page} {'is out of date; run python docs/generate.py' if check else 'updated'}")
+        if not check:
+            (ROOT / page).write_text(text)
+    return 1 if check and pages else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,264 @@
+"""The two ways to launch a compiled kernel: by the driver's call, and by Triton's own launcher.
+
+On a GPU all cases of the kernels that ``launch`` launches run both ways. Without one, a kernel of this file shows which
+way each launch goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import convert_cases
+import numpy as np
+import paged_copy_cases
+import paged_parts
+import pytest
+import torch
+import zero_blocks_cases
+from triton_process import python
+
+from kvferry.kernels import launch
+from kvferry.kernels.convert import unpack_converted
+from kvferry.kernels.launch import Launcher, use_triton_launcher_only
+from kvferry.kernels.paged_copy import Pages, copy_pages
+from kvferry.kernels.zero_blocks import zero_blocks
+from kvferry.transport import cuda
+
+GPU = torch.device("cuda", 0)
+PLAIN = {
+    "shared": 512, "num_warps": 4, "num_ctas": 1, "global_scratch_size": 0, "profile_scratch_size": 0,
+    "launch_cooperative_grid": False, "launch_pdl": False,
+}  # fmt: skip
+"""Metadata of a kernel that takes nothing but its arguments."""
+SWITCH = """
+from kvferry.kernels.launch import use_triton_launcher_only
+print(use_triton_launcher_only(False), use_triton_launcher_only(True), use_triton_launcher_only(True))
+"""
+INTERPRETED = """
+import numpy as np
+import torch
+from kvferry.kernels.paged_copy import copy_pages
+from kvferry.kernels.paged_copy_triton import copy_pages_triton
+from paged_copy_cases import CASES, expected
+
+case = CASES["pack-nhd"]
+dst, src = case.arenas()
+want = expected(case, dst, src)
+size = {"num_heads": case.heads, "num_tokens": case.tokens, "content_bytes": case.content}
+copy_pages_triton(dst.pages, src.pages, **size, device=torch.device("cpu"))
+print(np.count_nonzero(dst.memory != want))
+"""
+
+
+@pytest.fixture(autouse=True)
+def default_launcher() -> Iterator[None]:
+    before = use_triton_launcher_only(False)
+    yield
+    use_triton_launcher_only(before)
+
+
+class Kernel:
+    """Stands in for a kernel of Triton's, and for the buffers and table of its launches. ``launches``: which way each
+    one went, with its programs and arguments."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, metadata: dict[str, object]) -> None:
+        self.launches: list[tuple[object, ...]] = []
+        self._compiled = SimpleNamespace(metadata=SimpleNamespace(**metadata), function=7)
+        buffers = SimpleNamespace(launch=self._direct)
+        monkeypatch.setattr(launch, "stream_buffers", lambda device: buffers)
+        monkeypatch.setattr(cuda, "device_guard", lambda device: nullcontext())
+        self.table: Any = SimpleNamespace(on_device=lambda buffers: ("tensor", 4096))
+        self.launcher = Launcher(self)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        def run(*arguments: object, **options: object) -> Any:
+            self.launches.append(("triton", grid, arguments, options))
+            return self._compiled
+
+        return run
+
+    def _direct(self, kernel: Any, num_programs: int, table: int, scalars: tuple[int, ...]) -> None:
+        assert (kernel.function, kernel.shared_bytes, kernel.num_threads) == (7, 512, 128)
+        self.launches.append(("direct", num_programs, table, scalars))
+
+    def ways(self, count: int, scalars: tuple[int, ...] = (1, 2)) -> list[object]:
+        """Which way so many launches go."""
+        variant = self.launcher.variant(4, ("constant",))
+        for _ in range(count):
+            variant(9, self.table, GPU, scalars)
+        found = [way for way, *_ in self.launches]
+        self.launches.clear()
+        return found
+
+
+def test_a_kernel_is_launched_directly_once_triton_has_compiled_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = Kernel(monkeypatch, PLAIN)
+    variant = kernel.launcher.variant(4, ("constant",))
+    for _ in range(2):
+        variant(9, kernel.table, GPU, (1, 2))
+    assert kernel.launches == [
+        ("triton", (9, 1, 1), ("tensor", 1, 2, "constant"), {"num_warps": 4}),
+        ("direct", 9, 4096, (1, 2)),
+    ]
+
+
+def test_the_switch_sends_every_launch_through_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = Kernel(monkeypatch, PLAIN)
+    assert not use_triton_launcher_only(True)
+    assert kernel.ways(3) == ["triton"] * 3
+    assert use_triton_launcher_only(False)
+    assert kernel.ways(3) == ["direct"] * 3, "it is compiled by now"
+    use_triton_launcher_only(True)
+    assert kernel.ways(2) == ["triton"] * 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"global_scratch_size": 128},
+        {"profile_scratch_size": 128},
+        {"num_ctas": 2},
+        {"launch_cooperative_grid": True},
+        {"launch_pdl": True},
+        {"instrumentation_mode": "gsan"},
+        {"global_scratch_size": None},
+        {"profile_scratch_size": None},
+    ],
+    ids=str,
+)
+def test_a_kernel_that_needs_more_is_launched_by_triton(
+    monkeypatch: pytest.MonkeyPatch, change: dict[str, object]
+) -> None:
+    """``None``: the metadata of this Triton have no such field; it may pass arguments in another way."""
+    metadata = {name: value for name, value in (PLAIN | change).items() if value is not None}
+    assert Kernel(monkeypatch, metadata).ways(3) == ["triton"] * 3
+
+
+def test_a_kernel_of_many_arguments_is_launched_by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table, the scalars and two addresses of scratch memory."""
+    assert Kernel(monkeypatch, PLAIN).ways(2, tuple(range(37))) == ["triton", "direct"]
+    assert Kernel(monkeypatch, PLAIN).ways(2, tuple(range(38))) == ["triton", "triton"]
+
+
+@pytest.mark.parametrize(("value", "set_by_it"), [(None, "False"), ("", "False"), ("0", "False"), ("1", "True")])
+def test_the_environment_variable_sets_the_switch(
+    monkeypatch: pytest.MonkeyPatch, value: str | None, set_by_it: str
+) -> None:
+    monkeypatch.delenv("KVFERRY_TRITON_LAUNCHER", raising=False)
+    if value is not None:
+        monkeypatch.setenv("KVFERRY_TRITON_LAUNCHER", value)
+    assert python(SWITCH, interpret=False) == [[set_by_it, "False", "True"]]
+
+
+def test_the_interpreter_runs_under_the_switch_as_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVFERRY_TRITON_LAUNCHER", "1")
+    assert python(INTERPRETED, interpret=True) == [["0"]]
+
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.fixture
+def direct_launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Programs of each launch that did not go through Triton, in order."""
+    made: list[int] = []
+    launch_kernel = cuda.launch_kernel
+
+    def counted(function: int, num_programs: int, *arguments: Any) -> None:
+        made.append(num_programs)
+        launch_kernel(function, num_programs, *arguments)
+
+    monkeypatch.setattr(cuda, "launch_kernel", counted)
+    return made
+
+
+def on_gpu(pages: Pages, host: np.ndarray, memory: torch.Tensor) -> Pages:
+    """Pages in ``host`` as they lie in its copy on a GPU."""
+    return replace(pages, bases=pages.bases - host.ctypes.data + memory.data_ptr())
+
+
+def copied(name: str) -> list[np.ndarray]:
+    """Memory of dst after the copy by all SMs, by a few, and as if from another GPU."""
+    case, found = paged_copy_cases.CASES[name], []
+    for how in ({}, {"sms": 3}, {"over_link": True}):
+        dst, src = case.arenas()
+        memories = [torch.from_numpy(arena.memory).to(GPU) for arena in (dst, src)]
+        sides = [on_gpu(arena.pages, arena.memory, memory) for arena, memory in zip((dst, src), memories, strict=True)]
+        size = {"num_heads": case.heads, "num_tokens": case.tokens, "content_bytes": case.content}
+        copy_pages(*sides, **size, device=GPU, **how)
+        found.append(memories[0].cpu().numpy())
+    return found
+
+
+def converted(name: str) -> list[np.ndarray]:
+    """Memory of the pages after the unpack by all SMs, and by a few."""
+    case, found = convert_cases.CASES[name], []
+    for sms in (None, 3):
+        arena, wire = case.arena(), torch.from_numpy(case.wire().view(np.uint8)).to(GPU)
+        memory = torch.from_numpy(arena.memory).to(GPU)
+        pages, size = on_gpu(arena.pages, arena.memory, memory), {"num_heads": case.heads, "num_tokens": case.tokens}
+        unpack_converted(pages, wire.data_ptr(), case.conversion(), **size, device=GPU, sms=sms)
+        found.append(memory.cpu().numpy())
+    return found
+
+
+def zeroed(name: str) -> list[np.ndarray]:
+    """Memory after its blocks were zeroed."""
+    case = zero_blocks_cases.CASES[name]
+    arena = zero_blocks_cases.Arena(case)
+    memory = torch.from_numpy(arena.memory).to(GPU)
+    addresses = arena.segments.addresses - arena.memory.ctypes.data + memory.data_ptr()
+    block_ids = np.array(case.block_ids, dtype=np.int64)
+    zero_blocks(replace(arena.segments, addresses=addresses), block_ids, device=GPU)
+    return [memory.cpu().numpy()]
+
+
+def wanted(run: Callable[[str], list[np.ndarray]], name: str) -> np.ndarray | None:
+    """The memory by the oracle. ``test_convert_triton`` checks conversions, where any NaN is as good as another."""
+    if run is copied:
+        case = paged_copy_cases.CASES[name]
+        return paged_copy_cases.expected(case, *case.arenas())
+    if run is zeroed:
+        case = zero_blocks_cases.CASES[name]
+        return zero_blocks_cases.expected(case, zero_blocks_cases.Arena(case))
+    return None
+
+
+RUNS = [
+    *((copied, name) for name in paged_copy_cases.CASES),
+    *((converted, name) for name in convert_cases.CASES),
+    *((zeroed, name) for name in zero_blocks_cases.CASES),
+]
+
+
+@gpu
+@pytest.mark.parametrize(("run", "name"), RUNS, ids=[f"{run.__name__}-{name}" for run, name in RUNS])
+def test_both_launchers_write_the_same_bytes_on_a_gpu(
+    run: Callable[[str], list[np.ndarray]], name: str, direct_launches: list[int]
+) -> None:
+    use_triton_launcher_only(True)
+    by_triton = run(name)
+    assert not direct_launches
+    use_triton_launcher_only(False)
+    run(name)  # Triton launches what it compiles for the first time
+    direct_launches.clear()
+    directly = run(name)
+    assert len(direct_launches) == len(directly), "kernels of this Triton are launched by Triton alone"
+    want = wanted(run, name)
+    for left, right in zip(directly, by_triton, strict=True):
+        np.testing.assert_array_equal(left, right)
+        if want is not None:
+            np.testing.assert_array_equal(left, want)
+
+
+@gpu
+@pytest.mark.parametrize("number", range(4))
+def test_parts_of_pages_by_both_launchers_on_a_gpu(number: int, direct_launches: list[int]) -> None:
+    for only_triton in (True, False):
+        use_triton_launcher_only(only_triton)
+        assert paged_parts.differing(number, GPU) == (0, 0)
+        assert bool(direct_launches) != only_triton

@@ -1,0 +1,307 @@
+"""README.md and docs/: pages that are short, links that lead somewhere, tables and quotations that are true."""
+
+from __future__ import annotations
+
+import ast
+import re
+import runpy
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvferry.transport.registry import preferred_planes
+
+ROOT = Path(__file__).resolve().parents[2]
+PRODUCT = ("connector", "transport", "kernels")
+LIMITS = {
+    "README.md": 150,
+    "CONTRIBUTING.md": 60,
+    "docs/architecture.md": 60,
+    "docs/glossary.md": 40,
+    "connector/README.md": 30,
+    "transport/README.md": 30,
+}
+PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+PAGES += [f"{folder}/README.md" for folder in PRODUCT if (ROOT / folder / "README.md").exists()]
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+CODE = re.compile(r"`([^`\n]+)`")
+
+
+def read(page: str) -> str:
+    return (ROOT / page).read_text()
+
+
+def cells(page: str, column: int) -> list[str]:
+    """One column of all tables of a page, without their headings."""
+    found, previous = [], ""
+    for line in read(page).splitlines():
+        row = [cell.strip() for cell in line.strip().strip("|").split("|")] if line.startswith("|") else []
+        is_rule = set("".join(row)) <= set("-")
+        if row and not is_rule and previous and column < len(row):
+            found.append(row[column])
+        previous = line if line.startswith("|") else ""
+    return found
+
+
+@cache
+def trees() -> dict[Path, ast.Module]:
+    """The product's source files, parsed."""
+    return {path: ast.parse(path.read_text()) for top in PRODUCT for path in sorted((ROOT / top).rglob("*.py"))}
+
+
+@cache
+def templates() -> str:
+    """All texts in the product's code, without docstrings, one a line; a value that is filled in is ``\\0``."""
+    found = set()
+    for tree in trees().values():
+        docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in (node for node in ast.walk(tree) if id(node) not in docs):
+            if isinstance(node, ast.JoinedStr):
+                parts = [part.value if isinstance(part, ast.Constant) else "\0" for part in node.values]
+                found.add("".join(str(part) for part in parts))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.add(re.sub(r"%(?:\.\d+)?[sdrfgx]", "\0", node.value))
+            elif isinstance(node, ast.ClassDef):
+                found.add(f"{node.name}: ")  # an exception, as a traceback shows it
+    return "\n".join(text.replace("\n", " ") for text in found)
+
+
+def in_source(quoted: str) -> bool:
+    """Whether one text of the source has this; ``...`` in it stands for one value, or for several in a row."""
+    parts = [re.escape(part) for part in quoted.split("...")]
+    return re.search("\0+".join(parts), templates()) is not None
+
+
+# --- form -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("page", "most"), LIMITS.items())
+def test_pages_are_short(page: str, most: int) -> None:
+    assert len(read(page).splitlines()) <= most
+
+
+def slug(heading: str) -> str:
+    """GitHub's anchor of a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+def anchors(text: str) -> set[str]:
+    return {slug(heading) for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE)}
+
+
+def dead_links(page: str, text: str) -> list[str]:
+    dead = []
+    for link in LINK.findall(text):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = (ROOT / page).parent / path if path else ROOT / page
+        if not target.exists() or (anchor and anchor not in anchors(target.read_text())):
+            dead.append(link)
+    return dead
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    assert dead_links(page, read(page)) == []
+
+
+def test_dead_links_are_found() -> None:
+    text = "[a](docs/none.md) [b](docs/settings.md#encryption) [c](docs/settings.md#none) [d](https://none.example)"
+    assert dead_links("README.md", text) == ["docs/none.md", "docs/settings.md#none"]
+
+
+def test_every_page_is_reached_from_the_readme() -> None:
+    linked = {link.partition("#")[0] for link in LINK.findall(read("README.md"))}
+    assert {page for page in PAGES if page.startswith("docs/")} <= linked
+
+
+# --- what is generated ----------------------------------------------------------------------------------------------
+
+
+@cache
+def generator() -> dict[str, Any]:
+    """What docs/generate.py defines. The folders and modules that it imports do not stay importable for other tests."""
+    path, modules = list(sys.path), set(sys.modules)
+    try:
+        return runpy.run_path(str(ROOT / "docs" / "generate.py"))
+    finally:
+        sys.path[:] = path
+        for name in sys.modules.keys() - modules:
+            if str(getattr(sys.modules[name], "__file__", "")).startswith((f"{ROOT}/docs/", f"{ROOT}/benchmarks/")):
+                del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    "page", ["README.md", *(f"docs/{n}.md" for n in ("settings", "compatibility", "library", "benchmarks"))]
+)
+def test_tables_are_as_their_generators_print_them(page: str) -> None:
+    text = read(page)
+    assert generator()["filled"](page, text) == text, "run make docs"
+
+
+def test_all_generated_tables_are_checked_and_a_changed_one_is_noticed() -> None:
+    pages = {page for page in PAGES if "<!-- generated " in read(page)} - {"CONTRIBUTING.md"}
+    assert pages == set(generator()["REGIONS"])
+    text = read("docs/settings.md")
+    assert generator()["filled"]("docs/settings.md", text.replace("`127.0.0.1`", "`0.0.0.0`")) == text
+    with pytest.raises(generator()["PageError"]):
+        generator()["filled"]("docs/settings.md", text.replace("<!-- end of settings -->", ""))
+
+
+def test_every_measurement_first_says_its_failure_policy() -> None:
+    sections = re.split(r"^## ", read("docs/benchmarks.md"), flags=re.MULTILINE)[1:]
+    first = "(No vLLM engine takes part|Measured with `kv_load_failure_policy` `(fail|recompute)`)"
+    assert len(sections) == len(generator()["REGIONS"]["docs/benchmarks.md"])
+    for section in sections:
+        assert re.match(rf"[^\n]+\n\n<!-- generated \S+: [^\n]+ -->\n{first}", section), section[:200]
+
+
+def test_the_readme_has_no_figure_of_another_policy_than_it_recommends() -> None:
+    shown = generator()["summary"].SECTIONS["figure"]()
+    assert "`kv_load_failure_policy` applies" in shown or "the policy that the README recommends" in shown
+    assert '"kv_load_failure_policy": "recompute"' in read("README.md")
+
+
+# --- what is quoted from the source ---------------------------------------------------------------------------------
+
+
+def quoted_lines() -> list[str]:
+    """What docs/troubleshooting.md has in code in the first column of its tables, and log lines of the README."""
+    first = [code for cell in cells("docs/troubleshooting.md", 0) for code in CODE.findall(cell)]
+    return first + [code for code in CODE.findall(read("README.md")) if code.startswith("kvferry: ")]
+
+
+@pytest.mark.parametrize("quoted", quoted_lines())
+def test_quoted_log_lines_are_in_the_source(quoted: str) -> None:
+    assert in_source(quoted)
+
+
+def test_lines_that_nobody_logs_are_noticed() -> None:
+    assert len(quoted_lines()) > 25
+    assert not in_source("kvferry: hand-over of ... ended: ... tokens") and not in_source("GPU ... has no ... access")
+
+
+def test_metrics_are_those_of_the_source() -> None:
+    """``_make(kind, name, ...)`` makes a series; vLLM's prefix comes before the name."""
+    made = {
+        f"vllm:kvferry_{call.args[1].value}"
+        for tree in trees().values()
+        for call in ast.walk(tree)
+        if isinstance(call, ast.Call) and getattr(call.func, "attr", "") == "_make"
+        if len(call.args) > 1 and isinstance(call.args[1], ast.Constant)
+    }
+    shown = {name for cell in cells("docs/settings.md", 0) for name in re.findall(r"vllm:kvferry_\w+", cell)}
+    assert made and shown == made
+
+
+def test_threads_are_those_of_the_source() -> None:
+    """The table of docs/architecture.md has every thread that the product starts, by name."""
+    started = set()
+    for tree in trees().values():
+        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+            name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+            if name in ("Thread", "ThreadPoolExecutor", "__init__"):
+                values = [*call.args, *(keyword.value for keyword in call.keywords)]
+                names = [
+                    node.value for node in values if isinstance(node, ast.Constant) and isinstance(node.value, str)
+                ]
+                assert names or name != "Thread", f"a thread without a name: {ast.unparse(call)}"
+                started |= {text for text in names if text.startswith("kvferry-")}
+    shown = {
+        code for cell in cells("docs/architecture.md", 0) for code in CODE.findall(cell) if code.startswith("kvferry-")
+    }
+    assert shown == started
+
+
+def test_planes_are_those_of_the_source() -> None:
+    """The table and the orders of preference of docs/data-planes.md."""
+    page = " ".join(read("docs/data-planes.md").split())
+    orders = [preferred_planes(torch.device(kind)) for kind in ("cuda", "cpu")]
+    assert {code for cell in cells("docs/data-planes.md", 0) for code in CODE.findall(cell)} == {*orders[0], *orders[1]}
+    gpu, host = re.search(r"caches on GPUs: (.+?)\. Caches in host memory: (.+?);", page).groups()  # type: ignore[union-attr]
+    assert tuple(CODE.findall(gpu)) == orders[0]
+    assert set(CODE.findall(host)) == set(orders[1])  # with RDMA hardware another order
+
+
+# --- names ----------------------------------------------------------------------------------------------------------
+
+
+def defined(tree: ast.Module) -> set[str]:
+    names = {node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+    return names | {
+        target.id
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+
+
+def exists(dotted: str) -> bool:
+    """Whether ``kvferry.folder.module.Name`` is a module of the source, or a name in one; nothing is imported."""
+    parts = dotted.split(".")[1:]
+    for n in range(len(parts), 0, -1):
+        path = ROOT.joinpath(*parts[:n])
+        module = path.with_suffix(".py")
+        if module.exists():
+            return n == len(parts) or parts[n] in defined(ast.parse(module.read_text()))
+        if path.is_dir():
+            return n == len(parts)
+    return False
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_modules_that_are_named_exist(page: str) -> None:
+    named = set(re.findall(r"\bkvferry(?:\.\w+)+", "\n".join(CODE.findall(read(page)))))
+    assert [name for name in sorted(named) if not exists(name)] == []
+
+
+def test_modules_that_do_not_exist_are_noticed() -> None:
+    assert exists("kvferry.connector.config.Settings") and exists("kvferry.kernels")
+    assert not exists("kvferry.connector.config.None") and not exists("kvferry.connector.none")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_and_folders_that_are_named_exist(page: str) -> None:
+    tops = "connector|transport|kernels|tests|examples|benchmarks|docs"
+    named = [code for code in CODE.findall(read(page)) if re.fullmatch(rf"({tops})(/[\w.\-]+)+/?", code)]
+    assert [name for name in named if "NAME" not in name and not (ROOT / name).exists()] == []
+
+
+@pytest.mark.parametrize("folder", ["connector", "transport"])
+def test_folder_pages_name_every_folder(folder: str) -> None:
+    page = f"{folder}/README.md"
+    named = set(CODE.findall(read(page)))
+    inside = {path.name for path in (ROOT / folder).iterdir() if path.is_dir() and any(path.glob("*.py"))}
+    assert inside and not inside - named, f"not in {page}: {sorted(inside - named)}"
+    files = {name for name in named if re.fullmatch(r"\w+\.py", name)}
+    assert files and not [name for name in files if not (ROOT / folder / name).exists()]
+
+
+def test_make_targets_that_are_named_exist() -> None:
+    targets = set(re.findall(r"^([\w-]+):", read("Makefile"), re.MULTILINE))
+    named = {
+        target for page in PAGES for target in re.findall(r"\bmake ([a-z][\w-]*)", "\n".join(CODE.findall(read(page))))
+    }
+    assert {"demo", "test"} <= named <= targets
+
+
+# --- the commit hooks -----------------------------------------------------------------------------------------------
+
+
+def test_hooks_run_what_make_lint_runs() -> None:
+    recipe = subprocess.run(
+        ["make", "--no-print-directory", "-n", "-o", "install", "lint"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    hooks = re.findall(r"^\s*entry: (.+)$", read(".pre-commit-config.yaml"), re.MULTILINE)
+    assert hooks == recipe.strip().splitlines()

@@ -1,0 +1,1 @@
+"""What tests share: processes that are ready at once, ranks, engines, data planes, moved clocks."""

@@ -1,0 +1,158 @@
+"""Items per prompt and per step, against a count of what fits one by one."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.connector.binding.encoder_budget import MultiModalBudget
+from kvferry.transport.errors import ConfigError
+
+SIZES = st.integers(0, 40)
+
+
+class Processor:
+    """Modalities with fixed limits and sizes; ``known`` false: sizes are those of its dummy items."""
+
+    def __init__(self, limits: dict[str, int], tokens: dict[str, int], known: bool = True) -> None:
+        self.tokens, self.known = tokens, known
+        self.asked: list[tuple[dict[str, int], Any]] = []
+        self.info = SimpleNamespace(
+            supported_mm_limits=dict.fromkeys(limits), allowed_mm_limits=limits, get_mm_max_tokens_per_item=self.most
+        )
+
+    def most(self, seq_len: int, mm_counts: dict[str, int]) -> dict[str, int] | None:
+        self.seq_len, self.counts = seq_len, mm_counts
+        return self.tokens if self.known else None
+
+    def get_dummy_mm_inputs(self, mm_counts: dict[str, int], cache: Any = None) -> dict[str, Any]:
+        self.asked.append((dict(mm_counts), cache))
+        halves = {
+            name: (self.tokens[name] // 2, -(-self.tokens[name] // 2)) for name in mm_counts if name in self.tokens
+        }
+        return {
+            "mm_placeholders": {
+                name: [SimpleNamespace(get_num_embeds=lambda n=n: n) for n in each] for name, each in halves.items()
+            },
+            "mm_kwargs": {name: [None if cache == "full" else f"item of {name}"] for name in mm_counts},
+        }
+
+
+def config(embeds: bool | None = False, length: int = 40, **scheduler: Any) -> SimpleNamespace:
+    settings = {
+        "max_num_seqs": 4, "max_num_batched_tokens": 32, "max_num_encoder_input_tokens": 32, "encoder_cache_size": 32,
+        "enable_chunked_prefill": True, "disable_chunked_mm_input": False, **scheduler,
+    }  # fmt: skip
+    multimodal = None if embeds is None else SimpleNamespace(enable_mm_embeds=embeds)
+    return SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=length, get_multimodal_config=lambda: multimodal),
+        scheduler_config=SimpleNamespace(**settings),
+    )
+
+
+def budget(settings: Any, processor: Processor, **more: Any) -> MultiModalBudget:
+    return MultiModalBudget(settings, SimpleNamespace(create_processor=lambda model: processor), **more)
+
+
+def fits(size: int, room: int) -> int:
+    """How many items of a size fit a room, one by one."""
+    count = 0
+    while (count + 1) * size <= room:
+        count += 1
+    return count
+
+
+@given(
+    st.dictionaries(st.sampled_from(["image", "video", "audio"]), st.integers(0, 4), min_size=1),
+    st.fixed_dictionaries({"image": SIZES, "video": SIZES}),
+    st.tuples(SIZES, SIZES, SIZES, st.integers(1, 4), st.integers(1, 60), st.booleans()),
+    st.sampled_from([None, False, True]),
+    st.booleans(),
+)
+def test_items_that_fit(
+    limits: dict[str, int], tokens: dict[str, int], sizes: tuple[Any, ...], embeds: bool | None, known: bool
+) -> None:
+    """Audio's placeholders are another modality's: it has a limit and no entry."""
+    compute, cache, batched, prompts, length, chunked = sizes
+    processor = Processor(limits, tokens, known)
+    made = budget(
+        config(
+            embeds, length, max_num_seqs=prompts, max_num_batched_tokens=batched, max_num_encoder_input_tokens=compute,
+            encoder_cache_size=cache, enable_chunked_prefill=chunked,
+        ),
+        processor,
+    )  # fmt: skip
+    used = {name for name, limit in limits.items() if limit or embeds}
+    assert processor.counts == dict.fromkeys(used, 1) and processor.seq_len == length
+    needed = [tokens[name] for name in used if name in tokens]
+    wanted = (max(compute, *needed), max(cache, *needed)) if needed else (0, 0)
+    assert (made.encoder_compute_budget, made.encoder_cache_size) == wanted
+    assert made.get_encoder_budget() == min(wanted)
+    encoded = {name: tokens[name] for name, limit in limits.items() if limit and name in tokens}
+    assert made.mm_max_toks_per_item == encoded
+    assert made.mm_max_items_per_prompt.keys() == made.mm_max_items_per_batch.keys() == encoded.keys()
+    for name, size in encoded.items():
+        per_prompt, per_batch = made.mm_max_items_per_prompt[name], made.mm_max_items_per_batch[name]
+        if not size or not min(wanted):
+            assert per_prompt == per_batch == 0
+            continue
+        assert per_prompt == (min(limits[name], fits(size, length)) or 1)
+        started = prompts if chunked else min(prompts, fits(size, batched))
+        assert per_batch == (min(fits(size, min(wanted)), started * per_prompt) or 1)
+        assert per_batch * size <= min(wanted)
+
+
+def test_the_lesser_of_two_budgets() -> None:
+    tokens = {"image": 8}
+    for compute, cache, items in ((64, 24, 3), (24, 64, 3), (64, 64, 8), (4, 64, 1), (64, 4, 1)):
+        made = budget(
+            config(max_num_encoder_input_tokens=compute, encoder_cache_size=cache), Processor({"image": 2}, tokens)
+        )
+        assert made.mm_max_items_per_batch == {"image": items} and made.mm_max_items_per_prompt == {"image": 2}
+
+
+def test_the_modality_with_the_most_tokens() -> None:
+    made = budget(config(), Processor({"image": 1, "video": 1, "audio": 1}, {"image": 9, "video": 9, "audio": 3}))
+    assert made.get_modality_with_max_tokens() == "video"
+    with pytest.raises(ConfigError, match="no modality passes through the encoder"):
+        budget(config(), Processor({"image": 0}, {"image": 9})).get_modality_with_max_tokens()
+
+
+def test_items_to_measure_with() -> None:
+    processor = Processor({"image": 1, "video": 1}, {"image": 4, "video": 8})
+    made = budget(config(), processor, cache="cache")
+    assert made.get_dummy_encoder_profile_inputs() == [("video", "item of video")] * 4
+    assert made.get_dummy_encoder_profile_inputs("image", 3) == [("image", "item of image")] * 3
+    assert made.get_dummy_encoder_profile_inputs("image", 0) == []
+    assert processor.asked == [({"video": 1}, "cache"), ({"image": 1}, "cache"), ({"image": 1}, "cache")]
+    assert budget(config(), Processor({"image": 0}, {"image": 4})).get_dummy_encoder_profile_inputs() == []
+    assert budget(config(), Processor({"image": 1}, {"image": 0})).get_encoder_budget() == 32
+    nothing = budget(config(max_num_encoder_input_tokens=0), Processor({"image": 1}, {"image": 0}))
+    assert nothing.get_dummy_encoder_profile_inputs() == nothing.get_dummy_encoder_profile_inputs("image", 2) == []
+    with pytest.raises(
+        ConfigError, match=r"'imag' does not pass .* \(did you mean 'image'\?\), expected one of image, v"
+    ):
+        made.get_dummy_encoder_profile_inputs("imag")
+    with pytest.raises(ConfigError, match="the dummy item of modality 'video' is in the cache already"):
+        budget(config(), processor, cache="full").get_dummy_encoder_profile_inputs()
+
+
+def test_the_cache_is_emptied() -> None:
+    emptied: list[int] = []
+    cache = SimpleNamespace(clear_cache=lambda: emptied.append(1))
+    budget(config(), Processor({"image": 1}, {"image": 4}), cache=cache).reset_cache()
+    budget(config(), Processor({"image": 1}, {"image": 4})).reset_cache()
+    assert emptied == [1]
+
+
+def test_items_that_no_step_takes() -> None:
+    settings = config(disable_chunked_mm_input=True, max_num_batched_tokens=7)
+    with pytest.raises(ConfigError, match=r"an item may have 8 tokens .* a step takes 7; raise max_num_batched_tokens"):
+        budget(settings, Processor({"image": 1}, {"image": 8}))
+    assert budget(settings, Processor({"image": 1}, {"image": 7})).mm_max_items_per_batch == {"image": 4}
+    with pytest.raises(ConfigError, match="modality 'image' has items of -1 tokens"):
+        budget(config(), Processor({"image": 1}, {"image": -1}))

@@ -1,0 +1,85 @@
+"""An engine's share of a device, against exact fractions."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.connector.binding.memory_request import request_memory
+from kvferry.transport.errors import ConfigError
+
+GIB = 1 << 30
+
+
+def snapshot(total: int, free: int, **more: Any) -> SimpleNamespace:
+    return SimpleNamespace(total_memory=total, free_memory=free, **more)
+
+
+def config(fraction: float) -> SimpleNamespace:
+    return SimpleNamespace(gpu_memory_utilization=fraction)
+
+
+@given(
+    st.integers(1, 1 << 40),
+    st.floats(0, 1, exclude_min=True, allow_subnormal=False),
+    st.integers(0, 1 << 40),
+    st.floats(0, 1),
+)
+def test_the_share_is_what_the_fraction_says(total: int, fraction: float, external: int, free: float) -> None:
+    """Within the rounding of one product of doubles, and never without the memory to have it."""
+    exact = Fraction(fraction) * total - external
+    slack = 1 + Fraction(total, 1 << 52)
+    device = snapshot(total, int(total * free))
+    try:
+        shard = request_memory(device, config(fraction), external)
+    except ConfigError as error:
+        no_share = "weights in other processes" in str(error)
+        assert exact <= slack if no_share else exact > device.free_memory - slack
+        assert not no_share or external
+    else:
+        assert isinstance(shard, int) and exact - slack <= shard <= exact + slack and shard <= device.free_memory
+        assert shard > 0
+
+
+def test_a_part_of_a_byte_is_a_byte() -> None:
+    assert request_memory(snapshot(3, 3), config(0.5)) == 2
+    assert request_memory(snapshot(1 << 40, 1 << 40), config(1)) == 1 << 40
+    assert request_memory(snapshot(101, 51), config(0.5)) == 51
+
+
+def test_external_weights_count_towards_the_share() -> None:
+    device = snapshot(80 * GIB, 30 * GIB)
+    assert request_memory(device, config(0.5), 10 * GIB) == 30 * GIB
+    with pytest.raises(ConfigError, match=r"30.00 GiB of 80.00 GiB are free, expected 31.00 GiB"):
+        request_memory(device, config(0.5), 9 * GIB)
+    for size in (40, 41):
+        with pytest.raises(ConfigError, match=rf"other processes take {size}.00 GiB of the 40.00 GiB that .* allows"):
+            request_memory(device, config(0.5), size * GIB)
+
+
+def test_too_little_is_free() -> None:
+    with pytest.raises(
+        ConfigError, match=r"device cuda:1: 1.00 GiB of 2.00 GiB are free, expected 1.50 GiB by"
+    ) as told:
+        request_memory(snapshot(2 * GIB, GIB, device_="cuda:1"), config(0.75))
+    assert "\n" not in str(told.value)
+    with pytest.raises(ConfigError, match="device xpu:0: "):
+        request_memory(snapshot(2 * GIB, GIB, device="xpu:0"), config(0.75))
+    with pytest.raises(ConfigError, match="device of the engine: "):
+        request_memory(snapshot(2 * GIB, GIB), config(0.75))
+
+
+@pytest.mark.parametrize("fraction", [0, -0.5, 1.01, float("nan"), float("inf")])
+def test_fractions_out_of_range(fraction: float) -> None:
+    with pytest.raises(ConfigError, match=r"gpu_memory_utilization is .*, expected more than 0 and at most 1"):
+        request_memory(snapshot(8, 8), config(fraction))
+
+
+def test_external_weights_below_nothing() -> None:
+    with pytest.raises(ConfigError, match="external_weight_memory is -1 bytes"):
+        request_memory(snapshot(8, 8), config(0.5), -1)

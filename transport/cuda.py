@@ -1,0 +1,430 @@
+"""The project's one binding to CUDA: calls of NVIDIA's driver library, ``libcuda.so.1``, through ``ctypes``.
+
+With ``ctypes`` each call can hold or release the GIL, whereas cuda-bindings releases it in every call, after which a
+thread waits tens of microseconds for it beside a thread that computes in Python (``gil_ms`` of
+``benchmarks/gpu_planes.py``). ``ctypes`` also needs no package, and ``libcuda.so.1`` is there wherever a GPU works.
+
+The calls in ``_HOLDS_GIL`` return within microseconds. The calls in ``_RELEASES_GIL`` may wait for a GPU, for another
+process or for the kernel. The library is opened at the first call, so this module can be imported without CUDA.
+
+Streams, events and addresses are integers. Sizes are in bytes. A call acts on the CUDA context that is current in the
+calling thread, except where a function takes a ``device``. A ``device`` is a torch device with its index. Every call
+that fails raises ``TransportError``, with the name of the call and CUDA's name of the error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import logging
+import math
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
+from typing import Any
+
+import torch
+
+from kvferry.transport.errors import PlaneUnavailableError, TransportError
+
+logger = logging.getLogger("vllm.kvferry.cuda")
+
+HANDLE_BYTES = 64
+"""CU_IPC_HANDLE_SIZE."""
+_LIBRARY = "libcuda.so.1"
+_NOT_READY = 600
+"""CUDA_ERROR_NOT_READY."""
+_EVENT_DISABLE_TIMING = 2
+_HOST_PORTABLE, _HOST_DEVICEMAP, _HOST_READ_ONLY = 1, 2, 8
+_IPC_LAZY_ENABLE_PEER_ACCESS = 1
+_POINTER_IS_LEGACY_CUDA_IPC_CAPABLE = 10
+_STREAM_NON_BLOCKING = 1
+
+
+class _IpcHandle(ctypes.Structure):
+    """CUipcMemHandle, which ``cuIpcOpenMemHandle`` takes by value."""
+
+    _fields_ = [("reserved", c_ubyte * HANDLE_BYTES)]
+
+
+class _Uuid(ctypes.Structure):
+    """CUuuid."""
+
+    _fields_ = [("bytes", c_ubyte * 16)]
+
+
+_DEVICE = c_int
+_DEVICE_POINTER = c_uint64
+_HANDLE = c_void_p
+"""Of a context, a stream, an event or a kernel."""
+
+_Signatures = Mapping[str, tuple[Any, ...]]
+
+_HOLDS_GIL: _Signatures = {
+    "cuCtxPopCurrent_v2": (POINTER(_HANDLE),),
+    "cuCtxPushCurrent_v2": (_HANDLE,),
+    "cuCtxSetCurrent": (_HANDLE,),
+    "cuDeviceCanAccessPeer": (POINTER(c_int), _DEVICE, _DEVICE),
+    "cuDeviceGet": (POINTER(_DEVICE), c_int),
+    "cuDeviceGetCount": (POINTER(c_int),),
+    "cuDeviceGetUuid_v2": (POINTER(_Uuid), _DEVICE),
+    "cuEventCreate": (POINTER(_HANDLE), c_uint),
+    "cuEventDestroy_v2": (_HANDLE,),
+    "cuEventQuery": (_HANDLE,),
+    "cuEventRecord": (_HANDLE, _HANDLE),
+    "cuGetErrorName": (c_int, POINTER(c_char_p)),
+    "cuLaunchKernel": (_HANDLE, *(c_uint,) * 7, _HANDLE, c_void_p, c_void_p),
+    "cuMemcpyHtoDAsync_v2": (_DEVICE_POINTER, c_void_p, c_size_t, _HANDLE),
+    "cuStreamWaitEvent": (_HANDLE, _HANDLE, c_uint),
+}
+_RELEASES_GIL: _Signatures = {
+    "cuDevicePrimaryCtxRetain": (POINTER(_HANDLE), _DEVICE),
+    "cuEventQuery": (_HANDLE,),
+    "cuEventSynchronize": (_HANDLE,),
+    "cuInit": (c_uint,),
+    "cuIpcCloseMemHandle": (_DEVICE_POINTER,),
+    "cuIpcGetMemHandle": (POINTER(_IpcHandle), _DEVICE_POINTER),
+    "cuIpcOpenMemHandle_v2": (POINTER(_DEVICE_POINTER), _IpcHandle, c_uint),
+    "cuMemAlloc_v2": (POINTER(_DEVICE_POINTER), c_size_t),
+    "cuMemFree_v2": (_DEVICE_POINTER,),
+    "cuMemGetAddressRange_v2": (POINTER(_DEVICE_POINTER), POINTER(c_size_t), _DEVICE_POINTER),
+    "cuMemHostRegister_v2": (c_void_p, c_size_t, c_uint),
+    "cuMemHostUnregister": (c_void_p,),
+    "cuMemcpyDtoHAsync_v2": (c_void_p, _DEVICE_POINTER, c_size_t, _HANDLE),
+    "cuPointerGetAttribute": (c_void_p, c_int, _DEVICE_POINTER),
+    "cuStreamCreate": (POINTER(_HANDLE), c_uint),
+    "cuStreamDestroy_v2": (_HANDLE,),
+    "cuStreamSynchronize": (_HANDLE,),
+}
+
+
+class _Driver:
+    """The library, opened twice: calls of ``held`` hold the GIL, calls of ``released`` release it."""
+
+    def __init__(self) -> None:
+        self.held = _declared(ctypes.PyDLL(_LIBRARY), _HOLDS_GIL)
+        self.released = _declared(ctypes.CDLL(_LIBRARY), _RELEASES_GIL)
+
+
+def _declared(library: Any, signatures: _Signatures) -> Any:
+    for name, arguments in signatures.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = arguments, c_int
+    return library
+
+
+@functools.cache
+def _driver() -> _Driver:
+    try:
+        driver = _Driver()
+    except (OSError, AttributeError) as error:  # no such library, or one without a function that is needed
+        raise PlaneUnavailableError(f"{error}; NVIDIA's driver is not installed, or too old") from None
+    if status := driver.released.cuInit(0):
+        raise PlaneUnavailableError(_failure(driver, "cuInit", status))
+    return driver
+
+
+def load() -> None:
+    """Open the driver library now. Other functions do so at their first call.
+
+    Raises:
+        PlaneUnavailableError: there is no driver, or no GPU.
+    """
+    _driver()
+
+
+def _failure(driver: _Driver, call: str, status: int) -> str:
+    name = c_char_p()
+    driver.held.cuGetErrorName(status, byref(name))
+    return f"{call}: {name.value.decode() if name.value else f'CUDA error {status}'}"
+
+
+def _check(call: str, status: int) -> None:
+    """Raise TransportError if ``call`` returned another CUresult than CUDA_SUCCESS."""
+    if status:
+        raise TransportError(_failure(_driver(), call, status))
+
+
+# Devices and contexts. The context of a device is its primary one, which PyTorch uses, too.
+
+
+def _device(index: int) -> int:
+    device = _DEVICE()
+    _check("cuDeviceGet", _driver().held.cuDeviceGet(byref(device), index))
+    return device.value
+
+
+@functools.cache
+def _primary_context(index: int) -> int:
+    """The primary context of a device. It is retained until the process ends, as PyTorch retains it."""
+    context = _HANDLE()
+    call = _driver().released.cuDevicePrimaryCtxRetain
+    _check("cuDevicePrimaryCtxRetain", call(byref(context), _device(index)))
+    assert context.value is not None
+    return context.value
+
+
+def bind_context(device: torch.device) -> None:
+    """Make the primary context of ``device`` current in this thread, for as long as the thread lives.
+
+    ``torch.cuda.set_device`` may leave that to PyTorch's next call, for which calls of this module do not wait.
+    """
+    _check("cuCtxSetCurrent", _driver().held.cuCtxSetCurrent(_primary_context(device.index)))
+
+
+@contextlib.contextmanager
+def _context_of(device: torch.device) -> Iterator[None]:
+    """Make the primary context of ``device`` current inside, and the previous one after it."""
+    calls = _driver().held
+    _check("cuCtxPushCurrent", calls.cuCtxPushCurrent_v2(_primary_context(device.index)))
+    try:
+        yield
+    finally:
+        _check("cuCtxPopCurrent", calls.cuCtxPopCurrent_v2(byref(_HANDLE())))
+
+
+_NO_CHANGE = nullcontext()
+
+
+def device_guard(device: torch.device) -> AbstractContextManager[object]:
+    """Make ``device`` the current CUDA device of this thread inside the ``with`` block, and the previous one after it.
+
+    Where it is current already, nothing is done: a look at the current device takes a fraction of the time that
+    ``torch.cuda.device`` takes, which also releases the GIL.
+    """
+    return _NO_CHANGE if torch.cuda.current_device() == device.index else torch.cuda.device(device)
+
+
+def current_stream(device: torch.device) -> int:
+    """The handle of this thread's current stream on ``device``, on which Triton launches.
+
+    PyTorch's public ``current_stream`` makes an object for it, which takes microseconds. So this is Triton's way, and
+    PyTorch's public one where a release does not have that.
+    """
+    raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    if raw_stream is None:
+        return int(torch.cuda.current_stream(device).cuda_stream)
+    return int(raw_stream(device.index))
+
+
+def device_uuid(device: torch.device) -> str:
+    """The UUID of a GPU, which is the same in all processes."""
+    found = _Uuid()
+    _check("cuDeviceGetUuid", _driver().held.cuDeviceGetUuid_v2(byref(found), _device(device.index)))
+    return str(uuid.UUID(bytes=bytes(found.bytes)))
+
+
+def check_peer_access(device: torch.device, peer_uuid: str) -> None:
+    """Check that ``device`` can access the memory of the GPU with that UUID.
+
+    Where this process does not see that GPU, nothing is checked, and ``open_handle`` fails if there is no access.
+
+    Raises:
+        TransportError: ``device`` has no access.
+    """
+    calls, count = _driver().held, c_int()
+    _check("cuDeviceGetCount", calls.cuDeviceGetCount(byref(count)))
+    for index in range(count.value):
+        if index == device.index or device_uuid(torch.device("cuda", index)) != peer_uuid:
+            continue
+        possible = c_int()
+        status = calls.cuDeviceCanAccessPeer(byref(possible), _device(device.index), _device(index))
+        _check("cuDeviceCanAccessPeer", status)
+        if not possible.value:
+            raise TransportError(f"GPU {device.index} has no peer access to GPU {index}")
+
+
+# Events, uploads, launches: what every hand-over does.
+
+
+class Event:
+    """A CUDA event without timing, which can be recorded any number of times. An event that was never recorded counts
+    as completed."""
+
+    __slots__ = ("_calls", "_handle")
+
+    def __init__(self) -> None:
+        self._calls, self._handle = _driver().held, _HANDLE()
+        _check("cuEventCreate", self._calls.cuEventCreate(byref(self._handle), _EVENT_DISABLE_TIMING))
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # at the end of the interpreter the driver may be gone
+            self._calls.cuEventDestroy_v2(self._handle)
+
+    def record(self, stream: int) -> None:
+        """Record the event behind all work that was enqueued on ``stream`` so far."""
+        _check("cuEventRecord", self._calls.cuEventRecord(self._handle, stream))
+
+    def make_stream_wait(self, stream: int) -> None:
+        """Let all work that is enqueued on ``stream`` from now on wait for the event."""
+        _check("cuStreamWaitEvent", self._calls.cuStreamWaitEvent(stream, self._handle, 0))
+
+    def query(self) -> bool:
+        """Whether the device has completed all work before the event.
+
+        Raises:
+            TransportError: the device failed.
+        """
+        return _completed(self._calls.cuEventQuery(self._handle))
+
+    def synchronize(self, seconds: float = math.inf) -> bool:
+        """Wait until the event has completed, at most ``seconds``. Returns whether it has. Spins, without the GIL.
+
+        Raises:
+            TransportError: the device failed.
+        """
+        calls = _driver().released
+        if seconds == math.inf:
+            _check("cuEventSynchronize", calls.cuEventSynchronize(self._handle))
+            return True
+        deadline = time.monotonic() + seconds
+        while (status := calls.cuEventQuery(self._handle)) == _NOT_READY and time.monotonic() < deadline:
+            pass
+        return _completed(status)
+
+
+def _completed(status: int) -> bool:
+    if status == _NOT_READY:
+        return False
+    _check("cuEventQuery", status)
+    return True
+
+
+def upload(dst: int, src: int, nbytes: int, stream: int) -> None:
+    """Enqueue a copy from page-locked host memory at ``src`` to device memory at ``dst``. The host memory must not
+    change before ``stream`` has reached the copy."""
+    _check("cuMemcpyHtoDAsync", _driver().held.cuMemcpyHtoDAsync_v2(dst, src, nbytes, stream))
+
+
+def launch_kernel(
+    function: int, num_programs: int, num_threads: int, shared_bytes: int, stream: int, arguments: Any
+) -> None:
+    """Enqueue a kernel on ``stream``: ``num_programs`` thread blocks of ``num_threads`` threads, with ``shared_bytes``
+    of dynamic shared memory each. ``arguments`` is an array of pointers to the kernel's arguments, which the call
+    copies. A stream holds some 1000 launches; the next one waits, with the GIL."""
+    call = _driver().held.cuLaunchKernel
+    status = call(function, num_programs, 1, 1, num_threads, 1, 1, shared_bytes, stream, arguments, None)
+    _check("cuLaunchKernel", status)
+
+
+# Memory.
+
+
+class _Allocation:
+    """Memory of an allocation of its own. PyTorch's pool has no IPC handles where its segments are expandable."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        address = _DEVICE_POINTER()
+        _check("cuMemAlloc", _driver().released.cuMemAlloc_v2(byref(address), nbytes))
+        self._address, self._device = address.value, device
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,), "typestr": "|u1", "data": (self._address, False), "version": 3,
+        }  # fmt: skip
+
+    def __del__(self) -> None:
+        if hasattr(self, "_address"):
+            with contextlib.suppress(Exception), _context_of(self._device):  # at the end the driver may be gone
+                _driver().released.cuMemFree_v2(self._address)
+
+
+def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Allocate memory on ``device`` that other processes can map, uint8 [nbytes].
+
+    Raises:
+        TransportError: there is not enough memory.
+    """
+    bind_context(device)
+    return torch.as_tensor(_Allocation(nbytes, device), device=device)
+
+
+def address_range(address: int) -> tuple[int, int]:
+    """First address and size of the allocation that contains ``address``."""
+    base, size = _DEVICE_POINTER(), c_size_t()
+    status = _driver().released.cuMemGetAddressRange_v2(byref(base), byref(size), address)
+    _check("cuMemGetAddressRange", status)
+    return base.value, size.value
+
+
+def ipc_handle(base: int) -> bytes:
+    """The IPC handle of the allocation that begins at ``base``, ``HANDLE_BYTES`` long.
+
+    Raises:
+        PlaneUnavailableError: the allocation has no handle, and why.
+    """
+    calls = _driver().released
+    capable = c_uint64()  # CUDA writes a boolean of a width that its reference does not give
+    status = calls.cuPointerGetAttribute(byref(capable), _POINTER_IS_LEGACY_CUDA_IPC_CAPABLE, base)
+    _check("cuPointerGetAttribute", status)
+    if not capable.value:
+        raise PlaneUnavailableError(
+            "the KV cache lies in virtual memory of CUDA (expandable_segments of PYTORCH_CUDA_ALLOC_CONF, or vLLM's "
+            "sleep mode), which has no IPC handle; switch that off"
+        )
+    handle = _IpcHandle()
+    _check("cuIpcGetMemHandle", calls.cuIpcGetMemHandle(byref(handle), base))
+    return bytes(handle.reserved)
+
+
+def open_handle(handle: bytes) -> int:
+    """Map another process's allocation into the context of this thread, and return its address here. Takes up to tens
+    of milliseconds.
+
+    Raises:
+        TransportError: its GPU cannot be reached from this one, the allocation is gone, or it is of this process.
+    """
+    address = _DEVICE_POINTER()
+    call = _driver().released.cuIpcOpenMemHandle_v2
+    status = call(byref(address), _IpcHandle.from_buffer_copy(handle), _IPC_LAZY_ENABLE_PEER_ACCESS)
+    _check("cuIpcOpenMemHandle", status)
+    return address.value
+
+
+def close_handle(address: int) -> None:
+    """Unmap an allocation that ``open_handle`` mapped to ``address``. An error is ignored: the mapping ends with its
+    context."""
+    _driver().released.cuIpcCloseMemHandle(address)
+
+
+def read_bytes(address: int, nbytes: int, device: torch.device) -> bytes:
+    """Copy ``nbytes`` at a mapped address to the host. The copy waits for no other work of ``device``."""
+    calls = _driver().released
+    found, stream = ctypes.create_string_buffer(nbytes), _HANDLE()
+    with _context_of(device):
+        _check("cuStreamCreate", calls.cuStreamCreate(byref(stream), _STREAM_NON_BLOCKING))
+        try:
+            _check("cuMemcpyDtoHAsync", calls.cuMemcpyDtoHAsync_v2(found, address, nbytes, stream))
+            _check("cuStreamSynchronize", calls.cuStreamSynchronize(stream))
+        finally:
+            calls.cuStreamDestroy_v2(stream)
+    return found.raw
+
+
+def register_host(address: int, nbytes: int, device: torch.device, *, read_only: bool) -> None:
+    """Page-lock a whole mapping of host memory until ``unregister_host``. Kernels of ``device`` then use it at the
+    addresses that the host uses. Takes 0.1 ms per MiB.
+
+    ``read_only``: the memory is mapped without PROT_WRITE. CUDA refuses such a mapping without this flag.
+
+    Raises:
+        TransportError: CUDA refused.
+    """
+    # The runtime's cudaHostRegister makes memory portable and mapped on its own; the driver does on demand.
+    flags = _HOST_PORTABLE | _HOST_DEVICEMAP | (_HOST_READ_ONLY if read_only else 0)
+    try:
+        with _context_of(device):
+            _check("cuMemHostRegister", _driver().released.cuMemHostRegister_v2(address, nbytes, flags))
+    except TransportError as error:
+        raise TransportError(f"{nbytes} bytes of staging memory cannot be page-locked: {error}") from None
+
+
+def unregister_host(address: int, device: torch.device) -> None:
+    """Undo ``register_host``, after the last kernel that uses the memory and before the memory is unmapped. An error is
+    logged."""
+    try:
+        with _context_of(device):
+            _check("cuMemHostUnregister", _driver().released.cuMemHostUnregister(address))
+    except TransportError as error:
+        logger.warning("kvferry: staging memory stays page-locked: %s", error)
