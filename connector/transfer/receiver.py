@@ -99,14 +99,14 @@ class SpanRead(PageRead):
 
 
 class PageWrite(msgspec.Struct, eq=False):
-    """A copy of ``nbytes`` into D's pages. ``message`` holds what it copies, where that came in one. ``seen``: what
-    ``copy.moved`` was when last looked at."""
+    """A copy of ``nbytes`` into D's pages. ``message`` holds what it copies, where that came in one. ``seen``: the
+    value of ``copy.moved`` that is counted; ``None`` before the first look."""
 
     read: SourceRead
     copy: Copy
     nbytes: int
     message: Received | None = None
-    seen: int = -1
+    seen: int | None = None
 
 
 class Receiver:
@@ -248,10 +248,11 @@ class Receiver:
         yield from self.finished_writes()
         self._moving = False
         for write in [write for write in self._writing if not write.copy.on_stream]:
-            moved, write.seen = write.copy.moved - write.seen, write.copy.moved
-            if moved:
+            before, write.seen = write.seen, write.copy.moved
+            if write.seen != before:
                 self._moving = True
                 if not write.read.stopped:
+                    write.read.active_load.nbytes += write.seen - (before or 0)
                     yield write.read, handover.SourceProgress()
 
     def finished_writes(self) -> Iterator[ReadEvent]:
@@ -311,7 +312,7 @@ class Receiver:
             lost = writing.copy.peer_lost
             reason = Reason("peer_lost", error) if lost else Reason("internal", f"the copy failed: {error}")
             return read, handover.SourceFailed(read.source, reason)
-        read.active_load.nbytes += writing.nbytes
+        read.active_load.nbytes += writing.nbytes - (writing.seen or 0)
         if read.tags or read.writing:
             return read, handover.SourceProgress()
         read.moved = True

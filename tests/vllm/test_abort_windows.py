@@ -99,7 +99,7 @@ def test_while(pair: Pair, yard: Yard, monkeypatch: pytest.MonkeyPatch, stage: s
     in_phase(d, request_id, phase, lambda job: stage != "in flight" or job.nbytes > 0)
     if stage == "in flight":
         read = job_of(d, request_id).reads[0]
-        assert read.tags or read.runs, "more is to come"
+        assert read.tags or read.writing, "more is to come"
     d.abort(request_id)
     assert request_id in d.scheduler.requests, "its blocks stay until nothing can write them"
     run([d], lambda: d.idle)  # P is still held: D does not need it for this
