@@ -105,13 +105,13 @@ class SpanRead(PageRead):
 
 class PageWrite(msgspec.Struct, eq=False):
     """A copy of ``nbytes`` into D's pages. ``message``: the message that it unpacks, where P pushed one. ``seen``: the
-    last value of ``copy.moved`` that was looked at."""
+    value of ``copy.moved`` that is counted; ``None`` before the first look."""
 
     read: SourceRead
     copy: Copy
     nbytes: int
     message: Received | None = None
-    seen: int = -1
+    seen: int | None = None
 
 
 class Receiver:
@@ -256,9 +256,11 @@ class Receiver:
         yield from self.finished_writes()
         self._moving = False
         for write in [write for write in self._writing if not write.copy.on_stream]:
-            moved, write.seen = write.copy.moved - write.seen, write.copy.moved
-            if moved:
+            before, write.seen = write.seen, write.copy.moved
+            if write.seen != before:
                 self._moving = True
+                if not write.read.state.stopped:
+                    write.read.active_load.nbytes += write.seen - (before or 0)
                 yield write.read, WriteMoved()
 
     def finished_writes(self) -> Iterator[Happening]:
@@ -269,7 +271,7 @@ class Receiver:
                 write.message.release()
             failure = _failure(write.copy)
             if failure is None and not write.read.state.stopped:
-                write.read.active_load.nbytes += write.nbytes
+                write.read.active_load.nbytes += write.nbytes - (write.seen or 0)
             yield write.read, WriteEnded(failure)
 
     @property

@@ -68,7 +68,15 @@ def test_a_copy_that_goes_on_may_take_longer_than_the_time_out(pair: tuple[Rank,
     plane.progress = seldom
     started = time.monotonic()
     begin(p, d)
-    assert wait(lambda: "req-d" in d.received, [p, d])
+    loads, seen = halves(d)[1]._active_loads, set()
+
+    def done() -> bool:
+        seen.update(load.nbytes for load in list(loads.values()))
+        return "req-d" in d.received
+
+    assert wait(done, [p, d])
+    assert len(seen) > 10, "what is in place is counted turn by turn"
+    assert halves(d)[1]._rank_context.stats.take()["finished"]["cma"]["nbytes"] == [d.wanted(TOKENS).nbytes]
     assert time.monotonic() > started + 2 * d.settings.transfer_timeout_seconds
     assert not d.failed and torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS))
 

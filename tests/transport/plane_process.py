@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import select
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,19 +20,9 @@ STAGING = 16 << 20
 class Peer:
     """A child process that serves a plane."""
 
-    def __init__(self, plane: str, staging: int = STAGING, command: tuple[str, ...] = (), device: str = "cpu") -> None:
-        """``command`` starts the interpreter, in another network namespace for example; that is no forked process."""
-        arguments = [str(Path(__file__).with_name("plane_peer.py")), plane, str(SLOT), str(staging), device]
-        self._started: subprocess.Popen[bytes] | None = None
-        if command:
-            self._started = self.process = subprocess.Popen(
-                [*command, sys.executable, *arguments],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
-            )
-        else:
-            self.process = fork_server().start(*arguments)
+    def __init__(self, plane: str, staging: int = STAGING, device: str = "cpu") -> None:
+        script = Path(__file__).with_name("plane_peer.py")
+        self.process = fork_server().start(str(script), plane, str(SLOT), str(staging), device)
         self._answer()
 
     def __call__(self, do: str, **arguments: Any) -> Any:
@@ -65,11 +52,7 @@ class Peer:
             time.sleep(0.01)
 
     def kill(self) -> None:
-        if self._started is None:
-            self.process.close()
-            return
-        self._started.kill()
-        self._started.communicate()
+        self.process.close()
 
 
 class Peers:
