@@ -305,11 +305,13 @@ class Consumer:
         plane = "+".join(planes) or "none"
         posted = all(read.state.fence == "posted" for read in active_load.reads if read.planned)
         estimate = TransferEstimate(seconds, max(1, tokens)) if posted else UNKNOWN
-        self._on_finished(FinishedLoad(load.request_id, True, load.peer.engine_id, estimate))
         milliseconds = seconds * 1e3
-        self._rank_context.stats.finished(
-            nbytes=active_load.nbytes, milliseconds=milliseconds, plane=plane, tokens=tokens
-        )
+        try:
+            self._rank_context.stats.finished(
+                nbytes=active_load.nbytes, milliseconds=milliseconds, plane=plane, tokens=tokens
+            )
+        finally:
+            self._on_finished(FinishedLoad(load.request_id, True, load.peer.engine_id, estimate))
         logger.info(
             "kvferry: hand-over of %s done: %d tokens, %d bytes in %.2f ms over %s from %s%s",
             load.request_id, tokens, active_load.nbytes, milliseconds, plane, load.peer.engine_id[:8],
@@ -318,8 +320,10 @@ class Consumer:
 
     def _report_failure(self, load: Load, reason: Reason, stories: str = "") -> None:
         """``stories``: the phases that the hand-over and its reads went through, for the log."""
-        self._on_finished(FinishedLoad(load.request_id, False, load.peer.engine_id))
-        self._rank_context.stats.failed(reason.kind)
+        try:
+            self._rank_context.stats.failed(reason.kind)
+        finally:
+            self._on_finished(FinishedLoad(load.request_id, False, load.peer.engine_id))
         logger.warning(
             "kvferry: hand-over of %s failed, %d tokens not loaded: %s%s",
             load.request_id, _num_tokens(load), reason, f" [{stories}]" if stories else "",
