@@ -28,6 +28,7 @@ SPLIT = {"tests/transport/test_planes.py": r"\[(?:.*-)?(shm|tcp|zmq|ucx)\b"}
 """Files whose tests make several groups, and the part of a test's name by which they do."""
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in its own
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Long files first, and the tests of a file, or of one of its groups, in one process of pytest-xdist."""
 
