@@ -202,7 +202,7 @@ def raw(message, **changes):
     return msgspec.msgpack.encode({**fields, **changes})
 
 
-ASK, GRANT, HELLO, RENEW = REQUESTS[2], REPLIES[3], REQUESTS[0], REQUESTS[6]
+ASK, GRANT, HELLO, RENEW = REQUESTS[2], REPLIES[4], REQUESTS[0], REQUESTS[6]
 
 
 @pytest.mark.parametrize(
