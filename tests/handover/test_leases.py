@@ -151,7 +151,7 @@ def test_a_release_that_cannot_be_sent_costs_nothing_else(
     with caplog.at_level("WARNING", "vllm.kvferry"):
         d.worker.post(load_plan("req-d", token, peer(p), OURS, 0, TOKENS))
         assert wait(lambda: d.received == {"req-d"} and p[1].sent == {"req-p"}, [*p, d])
-    assert not d.failed and not p[0].sent and asked == [0, 1] and not keeper
+    assert not d.failed and not p[0].sent and asked[-2:] == [0, 1] and not keeper
     assert wait(lambda: "release not sent" in (d.worker.rank_context.stats.take() or no_figures())["dropped"], [d])
     (line,) = [record.getMessage() for record in caplog.records if "release was not sent" in record.getMessage()]
     assert "planted" in line and "needed, released +" in line

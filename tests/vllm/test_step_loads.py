@@ -335,7 +335,7 @@ def test_on_one_rank_of_two(group: EngineGroup, monkeypatch: pytest.MonkeyPatch,
     def broken(*_: Any) -> Any:
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(mover._consumer._receiver, "granted", broken)
+    monkeypatch.setattr(mover._consumer._receiver, "begin_pull", broken)
     assert to_the_end(d, request_id) == "error"
     monkeypatch.undo()
     settle(p, d)

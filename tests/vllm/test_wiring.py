@@ -133,7 +133,7 @@ KVFERRY = {
 def multi(group: EngineGroup, origin: int, *, first: bool, **bystander: Any) -> Engine:
     other = {
         "kv_connector": "Bystander",
-        "kv_connector_module_path": "bystander",
+        "kv_connector_module_path": "tests.vllm.bystander",
         "kv_role": "kv_both",
         "kv_connector_extra_config": bystander,
     }
