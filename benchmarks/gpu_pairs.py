@@ -183,7 +183,7 @@ def move(source: Process, target: Process, way: str, point: str, repeats: int, p
     ticket = None if alone else source.ask("serve", point=point, way=way, repeats=repeats)
     pushes = not alone and source.config.kind in PUSHES
     if pushes:
-        source.tell("settle")
+        source.tell("synchronize")
     target.tell("move", point=point, way=way, repeats=repeats, ticket=ticket, peer=peer)
     try:
         seconds: list[float] = target.answer()
@@ -200,7 +200,7 @@ def move(source: Process, target: Process, way: str, point: str, repeats: int, p
 def _settle(source: Process, alone: bool, told: bool) -> Any:
     if told:
         return source.answer()
-    return None if alone else source.ask("settle")
+    return None if alone else source.ask("synchronize")
 
 
 def verify(source: Process, target: Process, way: str, point: str, peer: str = "main") -> float:
