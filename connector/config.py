@@ -132,7 +132,7 @@ def load_settings(extra: Mapping[str, Any], environ: Mapping[str, str] | None = 
     """Settings from ``kv_connector_extra_config`` and the environment.
 
     Args:
-        extra: what the user wrote; wins over the environment.
+        extra: the settings that the user wrote; they take precedence over the environment.
         environ: the environment, ``os.environ`` where ``None``.
 
     Raises:
@@ -236,7 +236,7 @@ def settings_table(names: Sequence[str] = ()) -> str:
 
 
 def _bounds(kind: Any) -> str:
-    """The least and the largest number of a type; empty for what is no number."""
+    """The least and the largest number of a type; empty for a type without numbers."""
     left: list[msgspec.inspect.Type] = [msgspec.inspect.type_info(kind)]
     while left:
         match left.pop():

@@ -8,7 +8,7 @@ PULL: D copies from P's memory by itself; P does no work and sends no message.
 
     PulledChannel (P)  nothing but ``close`` and ``error``         ◀═══  PullChannel (D)  read ─▶ a Copy under way
 
-``channel.pulls`` tells the kinds apart. One thread uses all channels of a process. No method blocks. No method raises
+``channel.pulls`` distinguishes the kinds. One thread uses all channels of a process. No method blocks. No method raises
 because a peer died or broke the protocol: the channel then carries ``error``.
 """
 
@@ -107,7 +107,7 @@ class SendChannel(Channel):
 
     @abstractmethod
     def acquire(self) -> Slot | None:
-        """A slot to pack into. ``None`` is back-pressure: try again after ``progress()`` moved something."""
+        """A slot to pack into. ``None`` is back-pressure: try again after ``progress()`` returned ``True``."""
 
     @abstractmethod
     def send(self, slot: Slot, nbytes: int, tag: int) -> None:
@@ -250,7 +250,7 @@ class Copy:
 
 
 class PageRead(ABC):
-    """One read of P's pages into D's pages. A plane takes one of two views of the same read, whichever suits it."""
+    """One read of P's pages into D's pages. A plane uses one of two forms of the read: byte ranges, or a launch."""
 
     @abstractmethod
     def byte_ranges(self) -> ByteRanges:
@@ -277,7 +277,7 @@ class PullChannel(Channel):
         layer. The default is P's own address.
 
         Raises:
-            TransportError: P has not given this memory to D.
+            TransportError: P does not offer this memory to D.
         """
         return address
 
@@ -304,7 +304,7 @@ PChannel = SendChannel | PulledChannel
 
 
 def _gather(pieces: Pieces, address: int) -> int:
-    """Copy pieces one after the other to ``address``; the number of bytes."""
+    """Copy pieces one after the other to ``address``. Returns the number of bytes."""
     start = address
     for source, nbytes in zip(pieces.addresses.tolist(), pieces.nbytes.tolist(), strict=True):
         ctypes.memmove(address, source, nbytes)

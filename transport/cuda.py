@@ -59,7 +59,7 @@ class _Uuid(ctypes.Structure):
 _DEVICE = c_int
 _DEVICE_POINTER = c_uint64
 _HANDLE = c_void_p
-"""Of a context, a stream, an event or a kernel."""
+"""The handle of a context, a stream, an event or a kernel."""
 
 _Signatures = Mapping[str, tuple[Any, ...]]
 
@@ -170,7 +170,7 @@ def _primary_context(index: int) -> int:
 def bind_context(device: torch.device) -> None:
     """Make the primary context of ``device`` current in this thread, for as long as the thread lives.
 
-    ``torch.cuda.set_device`` may leave that to PyTorch's next call, for which calls of this module do not wait.
+    ``torch.cuda.set_device`` may leave this to PyTorch's next call, and calls of this module may come earlier.
     """
     _check("cuCtxSetCurrent", _driver().held.cuCtxSetCurrent(_primary_context(device.index)))
 
@@ -192,7 +192,7 @@ _NO_CHANGE = nullcontext()
 def device_guard(device: torch.device) -> AbstractContextManager[object]:
     """Make ``device`` the current CUDA device of this thread inside the ``with`` block, and the previous one after it.
 
-    Where it is current already, nothing is done: a look at the current device takes a fraction of the time that
+    Where it is current already, nothing is done: to read the current device takes a fraction of the time that
     ``torch.cuda.device`` takes, which also releases the GIL.
     """
     return _NO_CHANGE if torch.cuda.current_device() == device.index else torch.cuda.device(device)
@@ -201,8 +201,8 @@ def device_guard(device: torch.device) -> AbstractContextManager[object]:
 def current_stream(device: torch.device) -> int:
     """The handle of this thread's current stream on ``device``, on which Triton launches.
 
-    PyTorch's public ``current_stream`` makes an object for it, which takes microseconds. So this is Triton's way, and
-    PyTorch's public one where a release does not have that.
+    PyTorch's public ``current_stream`` makes an object for the handle, which takes microseconds. So this function uses
+    the call that Triton uses, and the public one where a release of PyTorch does not have that call.
     """
     raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
     if raw_stream is None:
@@ -237,7 +237,7 @@ def check_peer_access(device: torch.device, peer_uuid: str) -> None:
             raise TransportError(f"GPU {device.index} has no peer access to GPU {index}")
 
 
-# Events, uploads, launches: what every hand-over does.
+# Events, uploads, launches: every hand-over uses them.
 
 
 class Event:
@@ -314,7 +314,7 @@ def launch_kernel(
 
 
 class _Allocation:
-    """Memory of an allocation of its own. PyTorch's pool has no IPC handles where its segments are expandable."""
+    """An allocation outside of PyTorch's pool, which has no IPC handles where its segments are expandable."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         address = _DEVICE_POINTER()
@@ -352,7 +352,7 @@ def ipc_handle(base: int) -> bytes:
     """The IPC handle of the allocation that begins at ``base``, ``HANDLE_BYTES`` long.
 
     Raises:
-        PlaneUnavailableError: the allocation has no handle, and why.
+        PlaneUnavailableError: the allocation has no handle; the message gives the reason.
     """
     calls = _driver().released
     capable = c_uint64()  # CUDA writes a boolean of a width that its reference does not give
@@ -373,7 +373,7 @@ def open_handle(handle: bytes) -> int:
     of milliseconds.
 
     Raises:
-        TransportError: its GPU cannot be reached from this one, the allocation is gone, or it is of this process.
+        TransportError: its GPU cannot be reached from this GPU, the allocation is gone, or it belongs to this process.
     """
     address = _DEVICE_POINTER()
     call = _driver().released.cuIpcOpenMemHandle_v2
@@ -411,7 +411,7 @@ def register_host(address: int, nbytes: int, device: torch.device, *, read_only:
     Raises:
         TransportError: CUDA refused.
     """
-    # The runtime's cudaHostRegister makes memory portable and mapped on its own; the driver does on demand.
+    # The runtime's cudaHostRegister always makes memory portable and mapped; the driver does so only with these flags.
     flags = _HOST_PORTABLE | _HOST_DEVICEMAP | (_HOST_READ_ONLY if read_only else 0)
     try:
         with _context_of(device):

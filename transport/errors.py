@@ -1,6 +1,6 @@
-"""Typed errors. Each message says what, the value, what was expected, and what to do.
+"""Typed errors. Each message names the fault, the value, the expected value, and the remedy.
 
-``assert`` is for our own invariants; whatever a peer or a user sent raises one of these.
+``assert`` is for our own invariants; a fault in data of a peer or a user raises one of these errors.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class EmbeddingError(KVFerryError, ValueError):
 class RatioError(GeometryError):
     """No integer ratio exists between two sizes.
 
-    ``TpKVTopology.tp_ratio`` and ``block_size_ratio`` raise it; transfers themselves go by
+    ``TpKVTopology.tp_ratio`` and ``block_size_ratio`` raise it; transfers themselves use
     ``overlaps()``, which needs no integer ratio.
     """
 
@@ -45,7 +45,7 @@ class ProtocolError(KVFerryError):
 
 
 class IncompatiblePeerError(KVFerryError):
-    """A peer's model or geometry does not fit ours; names the field and both values."""
+    """A peer's model or geometry does not fit ours; the message names the field and both values."""
 
     def __init__(self, field: str, ours: object, theirs: object) -> None:
         super().__init__(f"peer refused: {field} differs, ours is {ours}, the peer's is {theirs}")
@@ -57,11 +57,11 @@ class TransportError(KVFerryError):
 
 
 class PlaneUnavailableError(TransportError):
-    """A data plane that was asked for cannot be had here, and why."""
+    """A data plane cannot be used here; the message gives the reason."""
 
 
 class PeerUnreachableError(PlaneUnavailableError):
-    """Our GPU does not reach P's memory, by whatever plane."""
+    """Our GPU does not reach P's memory by any plane."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -1,13 +1,14 @@
-"""A board in shared memory: what one process says, any process of its user on the host reads without asking.
+"""A board in shared memory: P posts grants, and any process of P's user on the host reads them without a message.
 
-Each note lies in a slot of its own, behind a counter that is odd while the note is not to be trusted. A reader that
-finds the counter unchanged after it has used what the note stands for knows that the note was true all the while::
+Each posted grant lies in a slot of its own, behind a counter. The counter is a seqlock: it is odd while the grant must
+not be used. D finds a grant, reads the pages that it names, and then checks the counter. Where the counter has not
+changed, the grant was valid during the whole read::
 
-    P: place = board.post(key, text)              D: note = reader.find(key)
-    P: board.retract(place); what it named ends   D: ... reads what it names ...; note.stands
+    P: place = board.post(key, text)              D: grant = reader.find(key)
+    P: board.withdraw(place), then free pages     D: read the pages of the grant, then check grant.is_current
 
-A note names what it is of by 16 random bytes, which also say where to look for it. The board has no name: readers open
-the writer's descriptor through ``/proc``, and the kernel lets in only who may look into its memory.
+The key of a grant is 16 random bytes, which also determine the slots where it may lie. The board has no name: readers
+open the writer's descriptor through ``/proc``, and the kernel admits only processes that may look into P's memory.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ from kvferry.transport.host import open_peer_file
 
 SLOTS = 512
 SLOT_BYTES = 16 << 10
-"""A note of more bytes, less the header, is not posted; memory is taken when a slot is first used."""
+"""A grant with more bytes than this, less the header, is not posted. Memory is allocated when a slot is first used."""
 PROBES = 8
-"""Slots in which a note may lie, from the one that its key names on."""
+"""Number of slots in which a grant may lie; its key determines the first of them."""
 KEY_BYTES = 16
 _HEADER = struct.Struct(f"<q{KEY_BYTES}sI")
 _FIRST = SLOT_BYTES  # the board begins with a slot that holds its secret
 
 
 class BoardAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a board is to be found."""
+    """The address of a board: the writer's process and descriptor, and the secret that the board begins with."""
 
     pid: Annotated[int, Meta(ge=1, le=1 << 30)]
     fd: Annotated[int, Meta(ge=0, le=1 << 30)]
@@ -61,7 +62,7 @@ class GrantBoard:
         self._memory[:KEY_BYTES] = self.place.secret
 
     def post(self, key: bytes, text: bytes) -> int | None:
-        """Put a note up; where it is, or None where there is no room for it."""
+        """Post a grant. Returns its place, or None where there is no room for it."""
         at = next((slot for slot in _slots(key) if slot not in self._taken), None)
         if at is None or len(text) > SLOT_BYTES - _HEADER.size:
             return None
@@ -75,13 +76,13 @@ class GrantBoard:
         return at
 
     def withdraw(self, at: int) -> None:
-        """Take a note down: from here on no reader is told that it stands. Idempotent."""
-        if at in self._taken:  # a second step of the counter would put it up again
+        """Withdraw a grant: from now on ``is_current`` is false for every reader. Idempotent."""
+        if at in self._taken:  # a second step of the counter would post it again
             self._counters[at // 8] += 1
             self._taken.remove(at)
 
     def close(self) -> None:
-        """All notes are retracted. Idempotent."""
+        """Withdraw all grants. Idempotent."""
         for at in list(self._taken):
             self.withdraw(at)
         if self._fd >= 0:
@@ -90,7 +91,7 @@ class GrantBoard:
 
 
 class PostedGrant:
-    """What a reader found: ``text``."""
+    """A grant that a reader found on the board. ``text`` is its content."""
 
     __slots__ = ("_at", "_counter", "_counters", "text")
 
@@ -99,7 +100,7 @@ class PostedGrant:
 
     @property
     def is_current(self) -> bool:
-        """Whether it has been up without a break since it was found."""
+        """Whether the grant has been posted without a break since it was found."""
         return int(self._counters[self._at]) == self._counter
 
 
@@ -126,7 +127,7 @@ class BoardReader:
         self._counters = np.frombuffer(self._memory, dtype=np.int64)
 
     def find(self, key: bytes) -> PostedGrant | None:
-        """The note of that key, if it is up."""
+        """The grant of that key, if it is posted."""
         for at in _slots(key):
             counter = int(self._counters[at // 8])
             _, found, nbytes = _HEADER.unpack_from(self._memory, at)

@@ -1,4 +1,4 @@
-"""Which host this is, as far as addresses go, and the other processes on it."""
+"""The identity and the addresses of this host, and its other processes."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from pathlib import Path
 
 @cache
 def host_id() -> str:
-    """The same for all processes that share a loopback interface: one boot of one kernel, one network namespace.
-
-    Empty where the system does not tell.
+    """A string that is the same for all processes that share a loopback interface: one boot of one kernel, one network
+    namespace. Empty where the system does not report them.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -28,8 +27,8 @@ def host_id() -> str:
 
 
 def is_ours(address: str) -> bool:
-    """Whether a numeric address is one of this host's: what connects to it stays in this kernel. Of hosts that let
-    programs bind any address (``ip_nonlocal_bind``), only the loopback ones are known."""
+    """Whether a numeric address belongs to this host: a connection to it stays in this kernel. On a host that lets
+    programs bind any address (``ip_nonlocal_bind``), only the loopback addresses count."""
     if ipaddress.ip_address(address).is_loopback:
         return True
     version = 6 if ":" in address else 4
@@ -44,11 +43,11 @@ def is_ours(address: str) -> bool:
 
 
 def open_peer_file(pid: int, fd: int) -> int:
-    """A descriptor of what another process of this host has open as ``fd``, for reading; the caller closes it. The
-    kernel lets in only who may look into that process's memory (proc(5), ``/proc/pid/fd``).
+    """A descriptor, for reading, of the file that another process of this host has open as ``fd``; the caller closes
+    it. The kernel admits only processes that may look into that process's memory (proc(5), ``/proc/pid/fd``).
 
     Raises:
-        OSError: we may not, or there is none; or it is no regular file, reading which might block.
+        OSError: no permission, no such file, or not a regular file: to read another kind of file might block.
     """
     ours = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(ours).st_mode):
@@ -69,13 +68,13 @@ class PeerProcess:
 
     @property
     def ended(self) -> bool:
-        """Whether it has ended."""
-        poll = select.poll()  # select() takes no descriptor from 1024 on
+        """Whether the process has ended."""
+        poll = select.poll()  # select() takes no descriptor of 1024 or more
         poll.register(self.fd, select.POLLIN)
         return bool(poll.poll(0))
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close ``fd``. Idempotent."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1

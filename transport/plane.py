@@ -18,7 +18,7 @@ A loop that sleeps only when that is safe::
 
     while plane.progress():
         ...
-    if plane.arm():  # nothing came in between
+    if plane.arm():  # nothing arrived in between
         poller.poll(timeout)
 
 ``transport/registry.py`` lists the planes and makes them.
@@ -43,7 +43,7 @@ MAX_PAYLOAD_BYTES = 64 << 10
 """Bound on the bytes that a plane puts into the handshake."""
 
 ConfigureSocket = Callable[[zmq.Socket[bytes], bool], None]
-"""Sets a ZMQ socket up before it binds (``True``) or connects (``False``): CURVE, where it is switched on."""
+"""Sets a ZMQ socket up before it binds (``True``) or connects (``False``), with CURVE where that is switched on."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,8 @@ class Plane(ABC):
     """One data plane of one process.
 
     Raises:
-        PlaneUnavailableError: (the constructor) this machine cannot have the plane, and why, in one line.
+        PlaneUnavailableError: (the constructor) this machine cannot use the plane; the message gives the reason in one
+            line.
     """
 
     name: ClassVar[str]
@@ -110,13 +111,13 @@ class Plane(ABC):
         which D reached P's control port; P's data ports are at the same address.
 
         Raises:
-            PlaneUnavailableError: this plane does not reach that P from here, and why, in one line.
+            PlaneUnavailableError: this plane does not reach that P from here; the message gives the reason in one line.
             ProtocolError: the offer is malformed.
         """
 
     def slower_because(self, offer: bytes, *, reached: bool) -> str:
-        """D: why another plane will be faster from the P of this offer; empty where no other is. ``reached``: our GPU
-        may reach P's memory; ``False``: a plane has tried and failed.
+        """D: why another plane will be faster from the P of this offer; empty where no other plane is faster.
+        ``reached``: our GPU may reach P's memory; ``False``: a plane has tried and failed.
 
         Raises:
             ProtocolError: the offer is malformed.

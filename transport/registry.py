@@ -1,4 +1,4 @@
-"""The data planes that there are: one ``PlaneSpec`` each. Settings, preference order and docs take the names from here.
+"""The registered data planes, one ``PlaneSpec`` each. Settings, preference order and docs take the names from here.
 
 A plane of another distribution registers by an entry point in the group ``kvferry.planes``. The name of the entry point
 is the name of the plane, and its value is a ``PlaneSpec``::
@@ -99,8 +99,8 @@ class PlaneSpec:
 
 
 def _ucx_rank_on_host() -> int:
-    """Behind tcp, but before it where UCX uses RDMA. The UCX of the PyPI wheel has TCP only, and is slower than the tcp
-    plane (benchmarks/host_planes.py); a system's UCX on RDMA hardware is faster."""
+    """The place of ucx: after tcp, but before tcp where UCX uses RDMA. The UCX of the PyPI wheel has TCP only, and is
+    slower than the tcp plane (benchmarks/host_planes.py); a system's UCX on RDMA hardware is faster."""
     from kvferry.transport.planes.ucx_library import uses_rdma
 
     return 25 if uses_rdma(os.environ) else 40
@@ -111,7 +111,7 @@ _specs: dict[str, PlaneSpec] = {}
 
 
 def register(spec: PlaneSpec) -> None:
-    """Add a plane to those of this process. A second one of the same name takes the place of the first."""
+    """Add a plane to the registered planes of this process. A second plane of the same name replaces the first."""
     _specs[spec.name] = spec
 
 
@@ -148,9 +148,9 @@ register(
     PlaneSpec(
         "ucx", f"{_PLANES}.ucx:UcxPlane", "between hosts with RDMA hardware, and between GPUs of one host",
         "packed, sent as UCX messages, unpacked, all overlapped",
-        # On a GPU a message costs beside its bytes, on P and on D, what NVLink takes for 64 MiB: so slots are as large
-        # as leaves four of them, and D cuts a small hand-over finer. On one host UCX moves GPU memory over NVLink;
-        # ``Plane.slower_because`` names the exceptions.
+        # On a GPU the fixed cost of a message, on P and on D, is the time that NVLink takes for 64 MiB. So a slot is a
+        # quarter of the staging memory, and D cuts a small hand-over into smaller chunks. On one host UCX moves GPU
+        # memory over NVLink; ``Plane.slower_because`` names the exceptions.
         host=Use(_ucx_rank_on_host), gpu=Use(20, slot_bytes=None), extra="kvferry[ucx]",
     )
 )  # fmt: skip
@@ -179,7 +179,7 @@ def plane_spec(name: str) -> PlaneSpec:
     for entry in entry_points(group=ENTRY_POINTS, name=name):
         try:
             spec = entry.load()
-        except Exception as error:  # a broken distribution costs its own plane only
+        except Exception as error:  # a broken distribution makes only its own plane unavailable
             raise PlaneUnavailableError(f"its entry point {entry.value!r} does not load: {error!r}") from None
         if not isinstance(spec, PlaneSpec) or spec.name != name:
             raise PlaneUnavailableError(f"its entry point {entry.value!r} is no PlaneSpec named {name!r}: {spec!r}")
@@ -223,7 +223,7 @@ def make_plane(name: str, context: PlaneContext) -> Plane:
     """Make the data plane of that name.
 
     Raises:
-        PlaneUnavailableError: no plane has that name, or this machine cannot have it, and why.
+        PlaneUnavailableError: no plane has that name, or this machine cannot use it; the message gives the reason.
     """
     spec, device = plane_spec(name), context.memory.device
     if spec.use(device) is None:

@@ -1,4 +1,4 @@
-"""Sockets that a plane watches, and the lobby where connections wait that have yet to prove that they were invited."""
+"""Sockets that a plane watches, and pending connections: new connections that have not sent the secret yet."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from dataclasses import dataclass
 SECRET_BYTES = 32
 CHANNEL_BYTES = 16
 HELLO_SECONDS = 5.0
-"""Who connects says hello at once."""
+"""A new connection must send its hello within this time."""
 WAIT_SECONDS = 30.0
 MAX_UNAUTHENTICATED = 64
-"""Connections that have not said hello. One more, and the oldest of them goes."""
+"""Bound on the connections that have not sent their hello. One more connection closes the oldest of them."""
 MAX_WAITING = 1024
-"""Connections that nobody has come for."""
+"""Bound on the connections that have sent their hello and that no channel has taken yet."""
 _ADMITS = 64
-"""Connections taken in before others have their turn."""
+"""Connections accepted by one call, before other sockets are served."""
 _NO_DESCRIPTOR_SECONDS = 1.0
 
 
 READABLE, WRITABLE, ENDED = select.EPOLLIN, select.EPOLLOUT, select.EPOLLRDHUP
-"""What a socket can be watched for. ENDED: the peer will send no more, whatever is still unread."""
+"""The events of a socket. ENDED: the peer will send no more bytes; received bytes may still be unread."""
 
 
 class Sockets:
@@ -37,7 +37,7 @@ class Sockets:
 
     @property
     def fd(self) -> int:
-        """Readable while any socket is ready for what it is watched for."""
+        """The epoll descriptor, readable while an event of any watched socket holds."""
         return self._epoll.fileno()
 
     def watch(self, sock: socket.socket, handler: Callable[[], None], events: int = READABLE) -> None:
@@ -61,7 +61,7 @@ class Sockets:
         sock.close()
 
     def progress(self) -> bool:
-        """Call the handlers of what is ready, without waiting; whether anything was."""
+        """Call the handlers of the ready sockets, without waiting. Returns whether any socket was ready."""
         ready = self._epoll.poll(0)
         for fd, _ in ready:
             handler = self._handlers.get(fd)
@@ -82,17 +82,18 @@ class _Pending:
 
 
 class PendingConnections:
-    """Takes connections in until somebody comes for them.
+    """Accepts connections and keeps each one until its channel takes it.
 
-    A visitor says ``secret`` and the id of its channel, ``SECRET_BYTES + CHANNEL_BYTES`` in all, then nothing until it
-    is served. Who says anything else, or nothing for ``HELLO_SECONDS``, is shown out.
+    A new connection sends its hello: ``secret`` and the id of its channel, ``SECRET_BYTES + CHANNEL_BYTES`` in all. It
+    then sends nothing until it is served. A connection that sends other bytes, or no hello within ``HELLO_SECONDS``, is
+    closed.
 
     Args:
-        sockets: that watch for it.
-        listener: non-blocking, listening.
-        secret: what an invited one knows.
-        welcome: whether a connection may come in at all.
-        arrived: called with the channel id of a visitor that has said hello.
+        sockets: the sockets that watch the listener and the connections.
+        listener: a non-blocking, listening socket.
+        secret: the secret of the plane's offer, which every peer must send.
+        welcome: returns whether a new connection may be accepted at all.
+        arrived: called with the channel id of a connection that has sent its hello.
     """
 
     def __init__(
@@ -115,12 +116,12 @@ class PendingConnections:
         sockets.watch(listener, self._admit)
 
     def take(self, channel: bytes) -> socket.socket | None:
-        """The connection of that channel, if it has said hello and still stands; it is watched for reading."""
+        """The connection of that channel, if it has sent its hello and is still open; it is watched for reading."""
         visitor = self._waiting.pop(channel, None)
         return None if visitor is None else visitor.sock
 
     def expire(self) -> None:
-        """Show out who has been here for too long."""
+        """Close the connections whose deadline has passed."""
         now = time.monotonic()
         for fd in [fd for fd, visitor in self._strangers.items() if visitor.deadline < now]:
             self._sockets.drop(self._strangers.pop(fd).sock)
@@ -179,5 +180,5 @@ class PendingConnections:
         self._arrived(channel)
 
     def _leave(self, channel: bytes) -> None:
-        visitor = self._waiting.pop(channel)  # it may only hang up now
+        visitor = self._waiting.pop(channel)  # before it is served, a connection may only close
         self._sockets.drop(visitor.sock)

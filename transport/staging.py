@@ -19,10 +19,10 @@ def empty_page_locked(nbytes: int) -> torch.Tensor:
 class SlotPool:
     """Slots of ``slot_bytes`` out of at most ``limit_bytes`` of memory, allocated when first needed.
 
-    A slot is free, in use, or retired: a retired one is in the hands of a request that can neither be cancelled nor
-    waited for, so it is never handed out again until ``revive``, and stays accounted against the limit.
+    A slot is free, in use, or retired. A retired slot belongs to a request that can neither be cancelled nor waited
+    for. So ``take`` does not return it until ``revive``, and it still counts against the limit.
 
-    They lie on ``device``; ``page_locked``: in host memory that kernels of a GPU can use.
+    The slots lie on ``device``; ``page_locked``: in host memory that kernels of a GPU can use.
     """
 
     def __init__(
@@ -40,17 +40,17 @@ class SlotPool:
 
     @property
     def free(self) -> int:
-        """Slots that ``take`` can still hand out."""
+        """The number of slots that ``take`` can still return."""
         return self.capacity - len(self._slots) + len(self._free)
 
     @property
     def retired(self) -> int:
-        """Slots that are lost until the request that holds them ends."""
+        """The number of retired slots, each lost until the request that holds it ends."""
         return len(self._retired)
 
     @property
     def allocated_bytes(self) -> int:
-        """Memory taken so far."""
+        """Bytes of memory allocated so far."""
         return (len(self._slots) if self._slab is None else self.capacity) * self.slot_bytes
 
     def take(self) -> Slot | None:
@@ -64,12 +64,12 @@ class SlotPool:
         return slot
 
     def put(self, slot: Slot) -> None:
-        """Return a slot that ``take`` gave."""
+        """Put a slot from ``take`` back."""
         assert slot is self._slots[slot.index] and slot not in self._free
         self._free.append(slot)
 
     def retire(self, slot: Slot) -> None:
-        """Mark a taken slot as lost: something may still write to it."""
+        """Mark a taken slot as lost: a request may still write to it."""
         assert slot is self._slots[slot.index] and slot not in self._free
         self._retired.add(slot.index)
 
@@ -88,6 +88,6 @@ class SlotPool:
         return torch.empty(self.slot_bytes, dtype=torch.uint8)
 
     def prepare(self) -> None:
-        """Allocate slots on a GPU, all in one piece: peers map it once, which takes them milliseconds."""
+        """Allocate all slots on a GPU in one piece: peers map the piece once, which takes milliseconds."""
         if self._device.type == "cuda" and self._slab is None:
             self._slab = cuda.allocate(self.capacity * self.slot_bytes, self._device)

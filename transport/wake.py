@@ -12,14 +12,14 @@ from collections.abc import Callable
 
 _PR_SET_TIMERSLACK = 29
 HELD_UP_SECONDS = 1.0
-"""A turn takes milliseconds; one that takes this long was held up. A paused host, or one on which others spin on all
-cores, has been seen to take ten seconds from a thread."""
+"""A turn takes milliseconds; a turn that takes this long was held up. Threads have been seen to lose ten seconds on a
+paused host, and on a host where other threads spin on all cores."""
 
 
 def keep_time_exactly() -> None:
-    """Have Linux end this thread's waits when they are over, not up to 50 us later as it may (prctl(2)).
+    """Let Linux end this thread's waits on time. By default a wait may end 50 us late, the timer slack (prctl(2)).
 
-    A thread that waits for the GIL waits in steps of ``sys.getswitchinterval()``, each of which the slack lengthens.
+    A thread that waits for the GIL waits in steps of ``sys.getswitchinterval()``, and the slack lengthens each step.
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
@@ -35,13 +35,13 @@ class Waker:
 
     def wake(self) -> None:
         """Make ``fd`` readable. Thread-safe, a few microseconds, never blocks, harmless after :meth:`close`."""
-        with self._lock:  # without it a wake() beside close() could write to whatever file got the number next
+        with self._lock:  # without it a wake() beside close() could write to another file that got the same number
             if not self._closed:
                 with contextlib.suppress(BlockingIOError):  # the counter is full: the poller is awake already
                     os.eventfd_write(self.fd, 1)
 
     def drain(self) -> bool:
-        """Make ``fd`` unreadable again; True if somebody had woken us. Look at the work only after this call."""
+        """Make ``fd`` unreadable again; True if ``wake`` was called before. Look at the work only after this call."""
         if self._closed:
             return False
         try:
@@ -58,12 +58,13 @@ class Waker:
 
 
 class RunningClock:
-    """Seconds as the deadlines of a thread count them, from 0, turn by turn. Those for which it was held up do not
-    count: in them it heard nobody. Of each turn ``HELD_UP_SECONDS`` and what it meant to sleep do, so a deadline passes
-    in the end.
+    """The time for the deadlines of a thread, in seconds from 0. It advances at each turn of the thread.
+
+    A turn counts at most ``HELD_UP_SECONDS`` plus its announced sleep. The seconds beyond that do not count: the thread
+    was held up, and received no message. Every turn counts for something, so a deadline passes in the end.
 
     Attributes:
-        late: seconds that the last turn took beyond its sleep, 0 where it was not held up.
+        late: seconds that the last turn took beyond its sleep; 0 where the turn was not held up.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -73,7 +74,7 @@ class RunningClock:
         self.late = 0.0
 
     def turn(self) -> float:
-        """Begin a turn: what time it is, never earlier than before."""
+        """Begin a turn, and return the time, which is never earlier than before."""
         here = self._clock()
         took, counted = here - self._began, self._asleep + HELD_UP_SECONDS
         self.late = took - self._asleep if took > counted else 0.0
@@ -82,14 +83,15 @@ class RunningClock:
         return self._now
 
     def sleeps(self, seconds: float) -> None:
-        """The turn is about to sleep for so long, or less."""
+        """Announce that the turn will sleep for ``seconds`` or less."""
         self._asleep += seconds
 
 
 class RateLimitedLog:
-    """Warns at most once per ``seconds`` and key, and says how many like it were suppressed. Thread-safe.
+    """Warns at most once per ``seconds`` and key, and logs how many warnings of the key it suppressed. Thread-safe.
 
-    The number of keys is bounded, so a key may come from a peer: beyond ``max_keys`` the longest silent is forgotten.
+    The number of keys is bounded, so a key may come from a peer: beyond ``max_keys`` the key that has been silent for
+    the longest time is forgotten.
     """
 
     def __init__(
@@ -120,7 +122,7 @@ class RateLimitedLog:
                 self._keys[key] = (known[0], known[1] + 1)
                 return False
             suppressed = 0 if known is None else known[1]
-            self._keys.pop(key, None)  # to the end, so that the first is the longest silent
+            self._keys.pop(key, None)  # to the end: the first key has been silent longest
             self._keys[key] = (now, 0)
             while len(self._keys) > self._max_keys:
                 del self._keys[next(iter(self._keys))]

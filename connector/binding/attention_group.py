@@ -24,7 +24,7 @@ def layers_of(source: Any, layer_names: Iterable[str] | None = None) -> dict[str
     """The attention layers by name.
 
     ``source`` is a mapping of layers, or a config as vLLM's, with ``compilation_config.static_forward_context``.
-    Entries that are no attention layers are left out, and so are names that are not there.
+    Entries that are no attention layers are left out, and so are names without an entry.
     """
     context = source if isinstance(source, Mapping) else source.compilation_config.static_forward_context
     names = context.keys() if layer_names is None else layer_names
@@ -34,12 +34,12 @@ def layers_of(source: Any, layer_names: Iterable[str] | None = None) -> dict[str
 def get_kv_cache_spec(source: Any, config: Any = None) -> dict[str, Any]:
     """The spec of every layer that keeps a cache of its own, by name; its backend may have adjusted it.
 
-    A backend that takes exact block sizes only gets its blocks aligned to whole kernel blocks, where it did not say
-    otherwise.
+    If a backend takes exact block sizes only, its blocks are aligned to whole kernel blocks, unless the backend sets
+    another alignment.
 
     Args:
         source: the layers, see ``layers_of``.
-        config: what the layers are given; ``source`` itself where it is a config.
+        config: the argument for the layers; ``source`` itself where it is a config.
     """
     config = source if config is None and not isinstance(source, Mapping) else config
     specs: dict[str, Any] = {}
@@ -75,12 +75,12 @@ def get_shared_kv_cache_layers(source: Any) -> dict[str, str]:
 def get_current_attn_backends(source: Any, layer_names: Iterable[str] | None = None) -> list[type]:
     """The distinct attention backends of these layers (all of them where ``None``), in order of their first layer.
 
-    Backends are told apart by module and qualified name: an engine may make the same class once per layer. Of those
-    the last one made is given, as vLLM does.
+    Backends with the same module and qualified name are the same: an engine may make the same class once per layer.
+    The result has the last class made of each, as in vLLM.
 
     Raises:
         GeometryError: none of the names is an attention layer. vLLM falls back to a platform's default backend here,
-            which is nothing that an engine-neutral library could know.
+            and an engine-neutral library has no such default.
     """
     seen: dict[tuple[str, str], type] = {}
     for layer in layers_of(source, layer_names).values():
@@ -107,7 +107,7 @@ def get_kv_connector_cache_layout(connector: Any = None, config: Any = None) -> 
 
     Args:
         connector: the connector's class, with ``get_required_kvcache_layout(config)``; ``None`` for no connector.
-        config: what the connector is given.
+        config: the argument for the connector.
     """
     ask = getattr(connector, "get_required_kvcache_layout", None)
     layout = None if ask is None else ask(config)
@@ -123,10 +123,10 @@ def select_common_block_size(
         kv_manager_block_size: tokens of a manager block.
         backends: each with ``get_supported_kernel_block_sizes(spec)``: sizes in tokens, exact (an ``int``) or as a
             ``MultipleOf`` (anything with ``base``).
-        kv_cache_specs: one per backend, handed on to it.
+        kv_cache_specs: one per backend, the argument for it.
 
     Raises:
-        GeometryError: no such size; says what each backend takes.
+        GeometryError: no such size; names the sizes that each backend takes.
     """
     if kv_manager_block_size < 1:
         raise GeometryError(f"manager block of {kv_manager_block_size} tokens, expected at least 1")
@@ -165,8 +165,9 @@ def _name(backend: Any) -> str:
 def prepare_kernel_block_sizes(kv_cache_config: Any, attn_groups: Sequence[Sequence[Any]]) -> list[int]:
     """Tokens of a kernel block, per KV cache group that has a cache.
 
-    Attention groups are split to what their backends take, other caches (Mamba state) stay whole, and so do packed
-    ones: between their blocks lie other layers' pages. Encoder-only groups have no cache and no entry.
+    Blocks of attention groups are split to the sizes that their backends take. Other caches (Mamba state) stay whole.
+    Packed caches stay whole too, because other layers' pages lie between their blocks. Encoder-only groups have no
+    cache and no entry.
 
     Args:
         kv_cache_config: with ``kv_cache_groups`` and ``kv_cache_tensors``.

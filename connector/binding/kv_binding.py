@@ -39,7 +39,7 @@ def reshape(
     """View an allocation as one ``[B, H, N, C]`` tensor per layer.
 
     Args:
-        kv_cache_config: says where each layer's blocks lie.
+        kv_cache_config: defines where each layer's blocks lie.
         raw: of ``allocate``.
         layout: the stride order, see ``stride_order_of``; decides H and N, and whether it fits the places of L and B.
         kernel_block_sizes: tokens of a kernel block per group; B and N are then those of kernel blocks.

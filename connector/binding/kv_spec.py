@@ -225,7 +225,7 @@ def layout_strides(
     layer_stride: int | None = None,
     block_stride: int | None = None,
 ) -> Shape:
-    """Byte strides over ``[L, B, H, N, C]``, dense but for what is given.
+    """Byte strides over ``[L, B, H, N, C]``, dense except for the strides that the arguments give.
 
     Args:
         shape: with C in bytes.

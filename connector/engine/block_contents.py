@@ -1,4 +1,4 @@
-"""Which tokens the blocks of a request's block table hold, after the engine has given back blocks outside a window."""
+"""Which tokens the blocks of a request's block table hold, after the engine has freed blocks outside a window."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from kvferry.connector.geometry.engine_types import BlockTable
 
 NULL_BLOCK = 0
-"""vLLM puts this number in a block table in place of a block that it gave back."""
+"""vLLM puts this number in a block table in place of a block that it freed."""
 
 
 def first_held(table: BlockTable, block_ids: Sequence[int]) -> int:
-    """The first token from which on the engine has given back no block."""
+    """The first token from which on the engine has freed no block."""
     if table.whole:
         return 0
     gone = next((place for place in reversed(range(len(block_ids))) if block_ids[place] == NULL_BLOCK), -1)

@@ -79,7 +79,7 @@ class LoadLedger:
                         self._failed_in_step.add(request_id)
         return hold
 
-    # --- what the worker half asks ------------------------------------------------------------------------------
+    # --- queries of the worker half ------------------------------------------------------------------------------
 
     @property
     def in_step(self) -> tuple[str, ...]:

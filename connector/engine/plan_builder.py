@@ -24,7 +24,7 @@ class StepPlanBuilder:
         self._releases: list[str] = []
 
     def add(self, request_id: str, effect: request_lifetime.RequestEffect) -> None:
-        """Add what the lifetime of a request asks for."""
+        """Add an effect of the lifetime of a request."""
         match effect:
             case request_lifetime.PlanKeep(keep):
                 self._keeps.append(keep)

@@ -13,10 +13,10 @@ def check_prompt(request: RequestView, remote_prompt: RemotePrompt) -> None:
     """Check that P has prefilled the request's prompt.
 
     Raises:
-        ProtocolError: P has prefilled another prompt, or that cannot be told; says why.
+        ProtocolError: P has prefilled another prompt, or the check is not possible; names the reason.
     """
     ours = request.num_prompt_tokens
-    if remote_prompt.num_tokens > ours:  # fewer are fine: P may have left the last ones to D
+    if remote_prompt.num_tokens > ours:  # fewer are valid: D may compute the last ones
         raise ProtocolError(f"P prefilled {remote_prompt.num_tokens} prompt tokens, this request has {ours}")
     if request.prompt_token_ids is None:
         raise ProtocolError("its prompt is given as embeddings, which cannot be told apart from P's")
@@ -31,16 +31,16 @@ def check_kept(tables: Sequence[BlockTable], remote_prompt: RemotePrompt, num_lo
     """Check that P still has the tokens with which D's blocks must be filled.
 
     D fills a block whole or does not load it, because the engine offers the block to other requests. Where P's blocks
-    are smaller than D's, P may have given back a part of such a block.
+    are smaller than D's, P may have freed a part of such a block.
 
     Args:
         tables: D's block tables.
-        remote_prompt: what P says of its own.
+        remote_prompt: P's description of its prompt and block tables.
         num_local: tokens that D has.
         stop: tokens that D has after the load.
 
     Raises:
-        ProtocolError: P has given back tokens that D needs; says which.
+        ProtocolError: P has freed tokens that D needs; names these tokens.
     """
     if any(table.kind == "state" for table in tables) and remote_prompt.num_tokens != stop:
         raise ProtocolError(

@@ -110,7 +110,7 @@ class SchedulerHalf:
         self._host_id = host_id
         self._us: PeerEngine | None = None
         self._requests: dict[str, EngineRequest] = {}  # all requests of the engine
-        self._prefills: dict[str, EngineRequest] = {}  # of these, the requests that are handed over from here
+        self._prefills: dict[str, EngineRequest] = {}  # the requests that are handed over from here
         self._plan = StepPlanBuilder(secrets.token_bytes(16))
         self._clock = clock
         self._estimates = TransferEstimates(tp_size)
@@ -130,7 +130,7 @@ class SchedulerHalf:
     # --- D ------------------------------------------------------------------------------------------------------
 
     def on_new_request(self, request: RequestView) -> None:
-        """Find out whether P holds this request's KV. If so, its lease is renewed from now on; if the KV is of no use,
+        """Check whether P holds this request's KV. If so, its lease is renewed from now on; if the KV cannot be used,
         the lease is released. Idempotent."""
         if request.request_id in self._requests:
             return
@@ -166,8 +166,9 @@ class SchedulerHalf:
     def num_new_matched_tokens(self, request: RequestView, num_local: int) -> tuple[int, bool]:
         """Tokens to load beyond the ``num_local`` that the engine has, and whether asynchronously.
 
-        The engine computes the last prompt token in any case. Where all tables are whole it may be told of it; else it
-        must not: it would give back what only that token needs of a window, and a state would have seen it twice.
+        The engine computes the last prompt token in any case. Where all tables are whole, the result may include this
+        token. Otherwise it must not: the engine would free blocks of a window that only that token needs, and a state
+        would process that token twice.
         """
         self.on_new_request(request)
         entry = self._requests[request.request_id]
@@ -238,7 +239,7 @@ class SchedulerHalf:
         """The workers have reported these loads, whether they failed or not. ``estimates``: how long loads took that
         the ranks measured, also loads inside a step."""
         if estimates:
-            self._estimates.told(estimates, self._clock())
+            self._estimates.observe(estimates, self._clock())
         for request_id in request_ids:
             entry = self._requests.get(request_id)
             if entry is not None:

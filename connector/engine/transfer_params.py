@@ -1,7 +1,7 @@
-"""``kv_transfer_params``: what P's answer tells D, through whatever router stands between. Pure.
+"""``kv_transfer_params``: the data that P's answer carries to D, through any router. Pure.
 
-The outer keys are those of vLLM's NIXL connector, so that routers written for it work unchanged; our own data stands
-under the one key ``kvferry``. Block ids do not travel here: they stay with P until D asks under the lease's token.
+The outer keys are those of vLLM's NIXL connector, so that routers written for it work unchanged; KVFerry's
+own data has the one key ``kvferry``. Block ids are not part of it: P sends them when D asks with the lease's token.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_PORT = 65535
 
 _Hex16 = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
 _PRINTABLE = r"^[^\x00-\x1f\x7f\ud800-\udfff]+\Z"
-"""These strings come from whoever sent the request and go into log lines: no line breaks, no half characters."""
+"""The sender of the request chooses these strings, and KVFerry logs them: no line breaks, no half characters."""
 _Rank = tuple[
     Annotated[int, Meta(ge=0, lt=4096)],
     Annotated[int, Meta(ge=0, lt=4096)],
@@ -53,9 +53,9 @@ class _Wire(msgspec.Struct, frozen=True):
 
 
 class RemotePrompt(msgspec.Struct, frozen=True):
-    """What D learns of a finished prompt: the lease's token, the prompt it covers, and where P's ranks are.
+    """A finished prompt as P describes it to D: the lease's token, the prompt, and the addresses of P's ranks.
 
-    ``kept``: (kind, window, first token) of each of P's block tables that gave back what left its window.
+    ``kept``: (kind, window, first token) of each of P's block tables that freed blocks outside its window.
     """
 
     token: bytes
@@ -66,8 +66,8 @@ class RemotePrompt(msgspec.Struct, frozen=True):
 
 
 def prompt_digest(token_ids: Sequence[int], extra: Sequence[str] = ()) -> str:
-    """Names a prompt: its tokens, and what else its KV depends on (LoRA adapter, multi-modal inputs)."""
-    # A third of what numpy takes for a list: D's request waits for this.
+    """A digest of a prompt: its tokens, and the other inputs of its KV (LoRA adapter, multi-modal inputs)."""
+    # This takes a third of numpy's time for a list, and D's request waits for it.
     digest = hashlib.blake2b(struct.pack(f"<{len(token_ids)}i", *token_ids), digest_size=16)
     for item in extra:
         digest.update(b"\0" + item.encode())
@@ -113,10 +113,10 @@ def wants_prefill(params: Mapping[str, Any] | None) -> bool:
 
 
 def from_transfer_params(params: Mapping[str, Any] | None) -> RemotePrompt | None:
-    """D: what P handed over; ``None`` where nothing was asked for, which means: prefill locally.
+    """D: the prompt that P handed over; ``None`` if the request names none: D then prefills locally.
 
     Raises:
-        ProtocolError: parameters that are there and cannot be used, in one line.
+        ProtocolError: the parameters exist and cannot be used; one line.
     """
     if not isinstance(params, Mapping) or not params.get("do_remote_prefill"):
         return None
@@ -162,10 +162,10 @@ def from_transfer_params(params: Mapping[str, Any] | None) -> RemotePrompt | Non
 
 
 def check_reachable(peer: PeerEngine, our_host_id: str) -> None:
-    """That P did not tell an address that means another machine here.
+    """Check that P's address does not mean another machine on this host.
 
     Raises:
-        ProtocolError: P told its loopback address, and it runs on another host.
+        ProtocolError: P sent its loopback address, and P runs on another host.
     """
     if not (peer.host_id and our_host_id) or peer.host_id == our_host_id:
         return

@@ -80,7 +80,7 @@ def make_planes(settings: Settings, curve: CurveKeys | None, caches: RankCaches)
                 memory=memory,
             )
             plane = make_plane(name, context)
-            plane.offer()  # what it listens on must be had now, not at the first handshake
+            plane.offer()  # it must get its listener now, not at the first handshake
             if plane.cannot_serve and settings.plane != "auto":
                 raise PlaneUnavailableError(plane.cannot_serve)
         except PlaneUnavailableError as error:

@@ -1,4 +1,4 @@
-"""A copy between two paged caches as runs of bytes that lie together on both sides. Pure. Axes ``[L, B, H, N, C]``."""
+"""A copy between two paged caches as runs of bytes, each contiguous on both sides. Pure. Axes ``[L, B, H, N, C]``."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Int64s = npt.NDArray[np.int64]
 
 
 def byte_ranges(to: Pages, of: Pages, num_heads: int, num_tokens: int, content_bytes: int) -> ByteRanges:
-    """The runs of a copy of ``num_heads`` x ``num_tokens`` in all layers of both sides, as long as they can be.
+    """The longest runs of a copy of ``num_heads`` x ``num_tokens`` in all layers of both sides.
 
-    Runs of whole blocks where heads lie together too, of a block's tokens of one head, of one token's heads, or of one
-    (head, token): whatever both layouts have in common.
+    A run is a whole block if heads are contiguous too, else a block's tokens of one head, one token's heads, or one
+    (head, token): the largest unit that is contiguous in both layouts.
     """
     starts, lengths = _segments(to, of, num_tokens)
     dense_tokens = to.token_stride == of.token_stride == content_bytes
@@ -73,15 +73,15 @@ def _build(to: Pages, of: Pages, starts: Int64s, nbytes: Int64s, heads: Int64s) 
 
 
 def join_ranges(parts: list[ByteRanges]) -> ByteRanges:
-    """All runs of ``parts``, at least one of which is given."""
+    """All runs of ``parts``, which has at least one element."""
     return ByteRanges(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
 
 
 def check_layouts(layouts: Sequence[PageLayout], geometry: RankGeometry) -> None:
-    """That a peer's pages are those of the geometry that it told.
+    """Check that a peer's pages agree with the geometry that the peer sent.
 
     Raises:
-        GeometryError: names the group.
+        GeometryError: names the region.
     """
     if len(layouts) != len(geometry.regions):
         raise GeometryError(f"the peer describes {len(layouts)} groups of pages, it has {len(geometry.regions)}")
@@ -108,7 +108,7 @@ def reach(layout: PageLayout, region: RegionGeometry) -> int:
 def translate_pages(
     layouts: Sequence[PageLayout], geometry: RankGeometry, translate: Callable[[int, int], int]
 ) -> tuple[PageLayout, ...]:
-    """A peer's pages under the addresses of a ``PullChannel``; ``translate`` is the channel's."""
+    """A peer's pages under the addresses of a ``PullChannel``; ``translate`` is the channel's function."""
     return tuple(
         msgspec.structs.replace(layout, bases=tuple(translate(base, reach(layout, region)) for base in layout.bases))
         for layout, region in zip(layouts, geometry.regions, strict=True)

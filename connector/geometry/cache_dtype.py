@@ -1,4 +1,4 @@
-"""What vLLM's attention layers say of the numbers in their caches: dtype, where K ends, static fp8 scales. No vLLM."""
+"""The dtype, the end of K and the static fp8 scales of a cache, read from vLLM's attention layers. Without vLLM."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from kvferry.transport.errors import ConfigError
 def layer_cache_dtype(
     spec: Any, names: Sequence[str], layers: Mapping[str, Any], cache_dtype: str, *, fnuz: bool = False
 ) -> CacheDtype | None:
-    """The numbers of layers of one KV cache specification; ``None`` for states, which are no numbers of one kind.
+    """The cache dtype of the layers of one KV cache specification; ``None`` for states: their elements differ in kind.
 
-    The layers themselves are asked: some may be left out of the quantisation that the configuration names, and
-    checkpoints bring scales of their own. These are there once the model is loaded. Their tensors do not tell, for vLLM
-    hands fp8 caches out as bytes.
+    The dtype is read from the layers: the configuration's quantisation may exclude some layers, and checkpoints contain
+    scales of their own. The scales exist once the model is loaded. The dtype of the tensors is no source, because vLLM
+    allocates fp8 caches as bytes.
 
     Args:
         spec: vLLM's ``KVCacheSpec``.
-        names: of the layers.
-        layers: vLLM's attention layers, by name; one that is missing counts as one with ``cache_dtype`` and no scales.
+        names: the names of the layers.
+        layers: vLLM's attention layers, by name; a missing layer counts as a layer with ``cache_dtype`` and no scales.
         cache_dtype: ``--kv-cache-dtype``.
-        fnuz: whether e4m3 is the other one, of AMD's MI300.
+        fnuz: whether e4m3 is the fnuz variant of AMD's MI300.
 
     Raises:
-        ConfigError: scales that are not one per layer.
+        ConfigError: K or V of a layer has more than one scale.
     """
     if not hasattr(spec, "head_size"):
         return None
@@ -45,7 +45,7 @@ def layer_cache_dtype(
 
 
 def _scales(name: str, layer: Any, alone: bool) -> tuple[float, float]:
-    """Of K and V. ``alone``: MLA, which keeps one vector, and writes it with the scale of K."""
+    """The scales of K and V. ``alone``: MLA, which stores one vector and writes it with the scale of K."""
     for half in ("_k_scale", "_v_scale"):
         tensor = getattr(layer, half, None)
         if tensor is not None and tensor.numel() > 1:

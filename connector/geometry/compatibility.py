@@ -1,4 +1,4 @@
-"""Whether KV can pass between two ranks, judged by what they tell of themselves in the handshake. Pure."""
+"""Whether KV can pass between two ranks, by the geometries that they send in the handshake. Pure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def compatible(local: RankGeometry, remote: RankGeometry, *, consumer: bool = Tr
         local: ours.
         remote: the peer's.
         consumer: whether we are D; P calls it with ``False``.
-        convert: whether D converts numbers.
+        convert: whether D converts elements.
 
     Raises:
         IncompatiblePeerError: names the field and both values.
@@ -56,11 +56,11 @@ def compatible(local: RankGeometry, remote: RankGeometry, *, consumer: bool = Tr
 
 
 def check_geometry(geometry: RankGeometry) -> None:
-    """That a geometry is one that a rank can have.
+    """Check that a rank can have this geometry.
 
     Raises:
-        GeometryError: ranks outside sizes, heads other than the rank's interval, a share of tokens that is not the
-            rank's, a layer listed twice, or scales that are none.
+        GeometryError: ranks outside sizes, heads other than the rank's interval, a token shard of another
+            rank, a layer listed twice, or scales that are none.
     """
     for axis in ("tp", "pp"):
         rank, size = getattr(geometry, f"{axis}_rank"), getattr(geometry, f"{axis}_size")

@@ -1,7 +1,7 @@
-"""What the numbers of a KV cache stand for, when two ranks' agree, and what converting them costs. Pure.
+"""The meaning of a KV cache's elements, whether it agrees on two ranks, and the error of a conversion. Pure.
 
-An element that is stored as x means x times the scale of K or V of its layer; only fp8 has scales other than 1. Where
-dtype and scales agree, bytes are copied. Where they do not, a D that has ``convert_dtype`` on converts what arrives
+An element that is stored as x means x times the scale of K or V of its layer; only fp8 has scales other than 1. If
+dtype and scales agree, bytes are copied. If they differ, a D with ``convert_dtype`` on converts the arriving elements
 (``kernels.convert``). ``python -m kvferry.connector.geometry.dtypes`` prints the table of docs/compatibility.md.
 """
 
@@ -25,11 +25,11 @@ ALIASES = {
     "fp8_inc": "float8_e4m3fn",
     "fp8_e5m2": "float8_e5m2",
 }
-"""vLLM's names for a ``--kv-cache-dtype`` that torch calls otherwise."""
+"""vLLM's names of a ``--kv-cache-dtype``, and torch's name where it differs."""
 
 
 class Precision(NamedTuple):
-    """Of a floating-point dtype. ``mantissa``: explicit bits; ``smallest``: the smallest positive number."""
+    """Precision of a floating-point dtype. ``mantissa``: explicit bits; ``smallest``: the smallest positive number."""
 
     itemsize: int
     mantissa: int
@@ -59,7 +59,7 @@ CONVERTIBLE = {
     "float8_e4m3fn": _precision(1, 3, 448.0, -6),
     "float8_e5m2": _precision(1, 2, 57344.0, -14),
 }
-"""Dtypes that are converted, as ``torch.finfo`` describes them."""
+"""Dtypes that can be converted, as ``torch.finfo`` describes them."""
 
 SCALED = ("float8_e4m3fn", "float8_e5m2")
 SCALE_ERROR = 2.0**-23
@@ -67,17 +67,17 @@ SCALE_ERROR = 2.0**-23
 
 
 def canonical(dtype: str) -> str:
-    """torch's name of a dtype, by whatever name: ``torch.float16``, ``half``, ``fp8``; an unknown one stays."""
+    """torch's name of a dtype, from any name: ``torch.float16``, ``half``, ``fp8``. An unknown name does not change."""
     name = dtype.removeprefix("torch.")
     return ALIASES.get(name, name)
 
 
 def error_bound(dtype: str, number: float, scale: float = 1.0) -> float:
-    """How far a converted number may be from ``number``; infinite beyond the largest one, which is what it becomes.
+    """How far a converted number may be from ``number``. Infinite beyond the largest number: it becomes the largest.
 
     Args:
-        dtype: what it is converted to.
-        number: what the element means, scale included.
+        dtype: the dtype after the conversion.
+        number: the value of the element, scale included.
         scale: the layer's scale on D.
     """
     to = CONVERTIBLE[dtype]
@@ -89,15 +89,15 @@ def error_bound(dtype: str, number: float, scale: float = 1.0) -> float:
 
 
 def scales(region: RegionGeometry, place: int) -> tuple[float, float]:
-    """Of K and V, of the layer at ``place``."""
+    """The scales of K and V of the layer at index ``place``."""
     return region.scales[place] if region.scales else (1.0, 1.0)
 
 
 def check_elements(region: RegionGeometry) -> None:
-    """That what a peer tells of its numbers makes sense.
+    """Check the dtype and the scales that a peer sent.
 
     Raises:
-        GeometryError: scales that are none, or not one pair for each layer; names the layer.
+        GeometryError: invalid scales, or not one pair of scales for each layer; names the layer.
     """
     name = region.layers[0]
     if len(region.scales) not in (0, len(region.layers)):
@@ -113,11 +113,11 @@ def check_elements(region: RegionGeometry) -> None:
 def check_same_elements(
     name: str, ours: RegionGeometry, theirs: RegionGeometry, places: list[tuple[int, int]], *, convert: bool
 ) -> None:
-    """That the numbers of two regions are the same, or can be converted.
+    """Check that the elements of two regions mean the same, or can be converted.
 
     Args:
-        name: how a message calls them.
-        places: of each layer that they have in common, in ours and in theirs.
+        name: the name of the regions in an error message.
+        places: the index of each common layer, in ours and in theirs.
         convert: whether D converts.
 
     Raises:
@@ -146,7 +146,7 @@ def check_same_elements(
 
 
 def _not_converted(ours: RegionGeometry, theirs: RegionGeometry, places: list[tuple[int, int]]) -> str:
-    """Why these are not converted, if so."""
+    """Why the elements of these regions cannot be converted; empty if they can."""
     for region in (ours, theirs):
         if region.kind == "state":
             return "states are not converted"
@@ -164,7 +164,7 @@ def _scaled(ours: RegionGeometry, theirs: RegionGeometry, places: list[tuple[int
 
 
 def converted_pairs(local: RankGeometry, remote: RankGeometry) -> frozenset[tuple[int, int]]:
-    """The regions of D and P, by number, between which numbers are converted."""
+    """The index pairs of the regions of D and P between which elements are converted."""
     found = set()
     for i, ours in enumerate(local.regions):
         for j, theirs in enumerate(remote.regions):
@@ -178,27 +178,27 @@ def converted_pairs(local: RankGeometry, remote: RankGeometry) -> frozenset[tupl
 
 
 def common_layers(ours: RegionGeometry, theirs: RegionGeometry) -> list[tuple[int, int]]:
-    """The places of the layers that both have, in ours and in theirs."""
+    """The indices of the layers that both regions have, in ours and in theirs."""
     there = {layer: place for place, layer in enumerate(theirs.layers)}
     return [(place, there[layer]) for place, layer in enumerate(ours.layers) if layer in there]
 
 
 @dataclass(frozen=True, slots=True)
 class WireElements:
-    """``region`` is P's region, ``layer`` the part's first one there."""
+    """Elements on the wire. ``region`` is P's region, ``layer`` the index of the first layer in it."""
 
     region: RegionGeometry
     layer: int
 
     def conversion(self, ours: RegionGeometry, layer: int, num_layers: int) -> Conversion:
-        """To ours: ``num_layers`` from number ``layer`` on."""
+        """The conversion to ``num_layers`` layers of ``ours``, from index ``layer`` on."""
         content = ours.content_bytes // CONVERTIBLE[ours.dtype].itemsize
         sides = ((self.region, self.layer), (ours, layer))
         of, to = (
             np.array([scales(region, first + n) for n in range(num_layers)], dtype=np.float32)
             for region, first in sides
         )
-        # Where K ends makes no difference to scales of 1, and is known elsewhere (``dtypes.check_same``).
+        # With scales of 1 the end of K does not matter; otherwise it is known (``check_same_elements``).
         return Conversion(self.region.dtype, ours.dtype, content, ours.keys or 0, of, to)
 
 

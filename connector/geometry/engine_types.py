@@ -1,4 +1,4 @@
-"""What an engine tells of itself, in no engine's terms: its ranks, its layer groups, its requests. Pure data."""
+"""The description of an engine, independent of the engine: its ranks, layer groups and requests. Pure data."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from kvferry.connector.geometry.token_sharding import UNSHARDED, TokenSharding
 class BlockTable:
     """One of the block tables that the engine keeps for a request.
 
-    ``window`` counts the tokens of a sliding window or of a local chunk, outside of which the engine gives blocks back
-    and puts the null block, number 0, in their place; ``extra`` those that it keeps beyond a sliding window. Of kind
-    ``state``, block n holds the state after the last computed token of the n-th ``block_size`` tokens. ``split`` says
-    how ranks share its tokens out; ``block_size`` counts what a block stands for on all of them together.
+    ``window`` counts the tokens of a sliding window or of a local chunk. Outside the window the engine frees blocks and
+    puts the null block, number 0, in their place. ``extra`` counts the tokens that it keeps beyond a sliding window. In
+    a table of kind ``state``, block n holds the state after the last computed token of the n-th ``block_size`` tokens.
+    ``sharding``: how ranks shard its tokens; ``block_size`` counts the tokens of a block on all ranks together.
     """
 
     kind: CacheKind
@@ -33,7 +33,7 @@ class BlockTable:
         return self.kind in ("full", "mla")
 
     def first_needed(self, num_computed: int) -> int:
-        """The first token that computing token number ``num_computed`` attends to; rules of vLLM's
+        """The first token that token number ``num_computed`` attends to, by the rules of vLLM's
         ``get_num_skipped_tokens``."""
         if self.kind == "sliding_window":
             return max(0, num_computed - self.window + 1 - self.extra)
@@ -44,7 +44,7 @@ class BlockTable:
 
 @dataclass(frozen=True, slots=True)
 class CacheDtype:
-    """What the elements of a layer group's caches stand for; see ``GroupGeometry``. ``scales`` of K and V by layer."""
+    """The meaning of a layer group's cache elements; see ``RegionGeometry``. ``scales``: of K and V, by layer."""
 
     dtype: str
     keys: int | None = None
@@ -53,11 +53,11 @@ class CacheDtype:
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers of one kind and head count under one block table, number ``table``; see ``GroupGeometry``.
+    """Layers of one kind and head count under one block table, number ``table``; see ``RegionGeometry``.
 
-    ``block_size`` counts the tokens of a block on one rank, of those that ``split`` gives it. Without ``numbers`` the
-    elements are what their tensors say. ``sections``: what each page consists of where it is a state; each has a head
-    count of its own, which count then instead of ``total_heads``.
+    ``block_size`` counts the tokens of a block on one rank: only tokens that ``sharding`` gives the rank. Without
+    ``numbers`` the tensors define the dtype. ``sections``: the sections of each page of a state. Each section has a
+    head count of its own, which replaces ``total_heads``.
     """
 
     kind: CacheKind
@@ -97,11 +97,11 @@ class RankInfo:
 
 @dataclass(frozen=True, slots=True)
 class RequestView:
-    """What the scheduler half reads of an engine's request.
+    """The data of an engine's request that the scheduler half reads.
 
-    ``extra``: what its KV depends on beside its tokens. ``rejected``: it was refused before it was admitted and comes
-    here only to be aborted, with a placeholder for a prompt. ``whole_prompt``: D computes all of its prompt, for its
-    log-probabilities, so nothing of it is loaded.
+    ``extra``: the inputs of its KV beside its tokens. ``rejected``: the engine refused the request before admission; it
+    comes here only to be aborted, with a placeholder as its prompt. ``whole_prompt``: D computes all of its prompt, for
+    its log-probabilities, so nothing of it is loaded.
     """
 
     request_id: str

@@ -1,13 +1,13 @@
-"""What must be the same of a model on P and D for its KV cache to mean the same, by name. Pure.
+"""The facts of a model, by name, that must agree on P and D: only then do their KV caches mean the same. Pure.
 
-Read from configurations in the form of Hugging Face's, where one and the same model is written in different ways from
-release to release; here it has one. In are the things that K and V depend on: what layers compute, rotary positions,
-quantised weights. Not in are the release, the attention backend, parallel sizes, paths, the longest prompt, the dtype
-that is computed in, what comes after the last layer. Dtype and scales of the cache itself, heads and windows stand in
-the geometry (``agreement.compatible``).
+The facts are read from configurations in Hugging Face's form. Releases write the same model in different ways; this
+module writes it in one way. It takes the facts that K and V depend on: the computation of the layers, rotary positions,
+quantised weights. It leaves out the release, the attention backend, parallel sizes, paths, the longest prompt, the
+dtype of the computation, and everything after the last layer. The geometry has the dtype and scales of the cache,
+heads and windows (``compatibility.compatible``).
 
-Weights are not in it either: a fine-tune has its base model's configuration. ``model_tag`` in the settings tells them
-apart.
+Weights are left out too: a fine-tune has its base model's configuration. ``model_tag`` in the settings distinguishes
+the two.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 MAX_TEXT = 900
-"""Longer values are told by their beginning and a digest."""
+"""Characters of a value. A longer value is cut and followed by a digest."""
 
 PLAIN = (
     "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size",
@@ -30,7 +30,7 @@ PLAIN = (
     "num_experts_per_tok", "moe_intermediate_size", "first_k_dense_replace", "routed_scaling_factor", "norm_topk_prob",
     "no_rope_layers", "position_embedding_type", "alibi",
 )  # fmt: skip
-"""Facts that a configuration has under these names. Not there, ``None`` and ``False`` are the same."""
+"""Facts that a configuration has under these names. A missing value, ``None`` and ``False`` count as equal."""
 
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 """Kinds of rotary positions whose frequencies depend on the model's longest sequence."""
@@ -50,19 +50,19 @@ _QUANTIZATION = {
     "groups": ("config_groups",),
 }
 _METHODS = {"awq_marlin": "awq", "auto_awq": "awq", "gptq_marlin": "gptq", "auto_gptq": "gptq"}
-"""Kernels that vLLM names like methods; the weights are the same."""
+"""Names of kernels that vLLM uses as names of methods, and the method. The weights are the same."""
 
 
 def model_identity(
     hf_config: Any, text_config: Any, *, quantization: str | None, max_model_len: int, tag: str | None = None
 ) -> dict[str, str]:
-    """The facts of a model; those that are not set are left out.
+    """The facts of a model; facts that are not set are left out.
 
     Args:
         hf_config: the model's configuration.
-        text_config: that of its language model; often the same one.
-        quantization: of the weights, as the engine names it.
-        max_model_len: the longest sequence that the engine admits; matters to longrope alone.
+        text_config: the configuration of its language model; often the same object.
+        quantization: the engine's name for the quantisation of the weights.
+        max_model_len: tokens of the longest sequence that the engine admits; only longrope depends on it.
         tag: ``model_tag`` of the settings.
     """
     facts: dict[str, Any] = {
@@ -79,7 +79,7 @@ def model_identity(
 
 
 def text(value: Any) -> str:
-    """A value as a line that is the same wherever the value is: 10000 is 10000.0."""
+    """A value as one line of text. Equal values have equal lines: 10000 and 10000.0."""
     found = value if isinstance(value, str) else json.dumps(_plain(value), sort_keys=True)
     found = found.encode("unicode_escape").decode()
     if len(found) <= MAX_TEXT:
@@ -88,10 +88,10 @@ def text(value: Any) -> str:
 
 
 def rope(config: Any, max_model_len: int) -> dict[str, Any] | None:
-    """Rotary positions: by layer type, or one for all. ``None``: the model has none.
+    """Rotary positions, by layer type or for all layers. ``None``: the model has none.
 
     Releases of transformers before 5 have ``rope_theta`` and ``rope_scaling``, Gemma 3 ``rope_local_base_freq`` for its
-    windowed layers; later ones have ``rope_parameters``, with an entry per layer type where layers differ.
+    windowed layers. Later releases have ``rope_parameters``, with an entry per layer type where layers differ.
     """
     told = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     nested = {name: inner for name, inner in told.items() if isinstance(inner, Mapping)}
@@ -112,7 +112,7 @@ def rope(config: Any, max_model_len: int) -> dict[str, Any] | None:
 
 
 def _rope(config: Any, told: Mapping[str, Any], max_model_len: int) -> dict[str, Any]:
-    """One set of rotary parameters, without what is as it is by default."""
+    """One set of rotary parameters, without the parameters that have their default value."""
     found = {name: value for name, value in told.items() if not _unset(value) and not isinstance(value, Mapping)}
     kind = found.pop("rope_type", None) or found.get("type") or "default"
     found.pop("type", None)
@@ -135,7 +135,7 @@ def _rope(config: Any, told: Mapping[str, Any], max_model_len: int) -> dict[str,
 
 
 def _head_dim(config: Any) -> int | None:
-    if getattr(config, "kv_lora_rank", None):  # MLA has head sizes of its own names, and head_dim means this or that
+    if getattr(config, "kv_lora_rank", None):  # MLA has other names for its head sizes; head_dim is ambiguous there
         return None
     hidden, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
     return getattr(config, "head_dim", None) or (hidden // heads if hidden and heads else None)
@@ -146,7 +146,7 @@ def _sliding_window(config: Any) -> Any:
 
 
 def _layer_types(config: Any) -> str | None:
-    """Of the layers in order, runs of one type counted; ``None`` where all attend to everything."""
+    """The types of the layers in order, with the length of each run of a type; ``None`` if all have full attention."""
     types = getattr(config, "layer_types", None) or ()
     if set(types) <= {"full_attention"}:
         return None
@@ -158,7 +158,7 @@ def _layer_types(config: Any) -> str | None:
 
 
 def _quantization(hf_config: Any, text_config: Any, engine: str | None) -> dict[str, Any]:
-    """Of the weights, in the checkpoint's own words where it has any: engines name methods after kernels, too."""
+    """Quantisation of the weights, in the checkpoint's own names if it has any: engines also name methods by kernel."""
     told = getattr(hf_config, "quantization_config", None) or getattr(text_config, "quantization_config", None) or {}
     told = told.to_dict() if hasattr(told, "to_dict") else told
     inner = told.get("quantization")
@@ -175,7 +175,7 @@ def _unset(value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """For JSON: every number in one way, tuples and sets as lists."""
+    """A value for JSON: each number in one form, tuples and sets as lists."""
     if isinstance(value, bool) or value is None:
         return value
     if isinstance(value, int | float):

@@ -1,13 +1,14 @@
-"""Caches whose backend keeps the tokens of a block in an order of its own, as parts that can be carried. Pure.
+"""Caches whose backend has its own order of the tokens in a block, divided into parts that can be moved. Pure.
 
 vLLM's attention on the CPU stores the KV of one (kernel block, head) as its kernels read it, by instruction set and
-dtype: all keys, then all values, keys transposed or both in pairs. Such a block seems indivisible. But where every run
-of a few tokens, a *tile*, lies in memory like every other, a tile can move to a block of another size, and keys and
-values are each a strided view like any cache: part ``k`` and part ``v``. The whole cache stays a choice beside them:
-between blocks of one size its bytes lie together, while those of a part may lie in thousands of short rows.
+dtype: all keys, then all values, keys transposed or both in pairs. Such a block seems indivisible. But a *tile* is a
+run of a few tokens. If all tiles have the same form in memory, a tile can move to a block of another size. Keys and
+values are then each a strided view like any cache: part ``k`` and part ``v``. The whole cache stays available too:
+between blocks of one size its bytes are contiguous, while the bytes of a part may lie in thousands of short rows.
 
-Nothing here knows an instruction set. The order is read off from where the backend's own writer puts each element
-(``places``); two ranks understand each other when their tiles have the same order, whichever code wrote them.
+This module does not depend on an instruction set. It derives the order from the position at which the backend's own
+writer puts each element (``places``). Two ranks can exchange tiles of the same order, even if different code wrote
+them.
 
 Legend: N tokens in a kernel block, D channels of a key or value; elements, not bytes, unless a name says so.
 """
@@ -39,17 +40,17 @@ class PackedPart:
 
 
 def split_packed(view: CacheView, places: NDArray[np.int64]) -> tuple[PackedPart, ...]:
-    """A cache that packs blocks, whole, and its keys and its values in tiles as small as its order allows.
+    """A cache with packed blocks: the whole cache, and its keys and values in the smallest tiles of the order.
 
-    A part whose tokens have bytes of their own, with channels in order, is not packed at all: ``packing`` is empty,
-    though a token's bytes may lie in rows. At worst the tile of a part is the whole block.
+    A part whose tokens have bytes of their own, with channels in order, is not packed: ``packing`` is empty, though a
+    token's bytes may lie in rows. The largest tile of a part is the whole block.
 
     Args:
         view: the cache, keys and values together.
         places: [2, N, D], where channel d of the key (0) or value (1) of token t lies in its (block, head).
 
     Returns:
-        the whole, ``k`` and ``v``; nothing where the order is not one that can be divided like this.
+        the whole, ``k`` and ``v``; empty if the order cannot be divided in this way.
     """
     kinds, tokens, channels = places.shape
     half = tokens * channels
@@ -77,7 +78,7 @@ def split_packed(view: CacheView, places: NDArray[np.int64]) -> tuple[PackedPart
 
 @dataclass(frozen=True, slots=True)
 class _Order:
-    """How the keys or the values of a block lie: per row, one tile after the other."""
+    """The order of the keys or the values of a block: per row, one tile after the other."""
 
     tile_tokens: int
     token_stride: int
@@ -99,7 +100,7 @@ def _order_of(places: NDArray[np.int64]) -> _Order:
 
 
 def _order_in_tiles(places: NDArray[np.int64], tile_tokens: int) -> _Order | None:
-    """The order in tiles of so many tokens, if the tiles are alike, equally far apart, and each in equal rows."""
+    """The order in tiles of ``tile_tokens`` tokens, if the tiles have one form, equal distances, and equal rows."""
     channels = places.shape[1]
     tiles = places.reshape(-1, tile_tokens, channels)
     first, starts = tiles[0], tiles[:, 0, 0] - tiles[0, 0, 0]
@@ -115,7 +116,7 @@ def _order_in_tiles(places: NDArray[np.int64], tile_tokens: int) -> _Order | Non
     if taken[0] or width % tile_tokens:
         return None
     assert step == width, "equal tiles that fill a block, the first one first, follow each other in every row"
-    order = np.searchsorted(taken, first)  # [tile_tokens, D], the place in a tile that lies together
+    order = np.searchsorted(taken, first)  # [tile_tokens, D], the position in a contiguous tile
     return _Order(
         tile_tokens=tile_tokens,
         token_stride=width // tile_tokens,
@@ -126,7 +127,7 @@ def _order_in_tiles(places: NDArray[np.int64], tile_tokens: int) -> _Order | Non
 
 
 def _name(order: NDArray[np.int64]) -> str:
-    """What tells one order inside a tile from another; empty where it is a token's channels one after the other."""
+    """The name of the order inside a tile; empty where a token's channels lie one after the other."""
     tile_tokens, channels = order.shape
     if tile_tokens == 1 and np.array_equal(order[0], np.arange(channels)):
         return ""
@@ -138,7 +139,7 @@ def _digest(order: NDArray[np.int64]) -> str:
 
 
 def alternatives(geometry: RankGeometry) -> dict[int, list[int]]:
-    """The regions that are whole caches and there in parts too: their numbers, and those of the parts."""
+    """The index of each whole cache that also has parts as regions, and the indices of its parts."""
     parts: dict[tuple[str, ...], list[int]] = {}
     for number, region in enumerate(geometry.regions):
         if region.part:
@@ -151,11 +152,11 @@ def alternatives(geometry: RankGeometry) -> dict[int, list[int]]:
 
 
 def excluded_regions(needs: RankGeometry, has: RankGeometry) -> set[int]:
-    """D's regions that are not read from a P rank: parts where P's blocks can be taken whole, and else the whole.
+    """D's regions that are not read from a P rank: the parts if P's blocks can be read whole, else the whole cache.
 
     Args:
         needs: D's rank.
-        has: P's.
+        has: P's rank.
     """
     over: set[int] = set()
     for whole, parts in alternatives(needs).items():
@@ -166,7 +167,7 @@ def excluded_regions(needs: RankGeometry, has: RankGeometry) -> set[int]:
 
 
 def _as_a_whole(ours: RegionGeometry, theirs: Sequence[RegionGeometry]) -> bool:
-    """Also where the peer has nothing but whole caches: then it is refused by what differs."""
+    """True also if the peer has only whole caches: the error then names the difference."""
     wholes = [region for region in theirs if not region.part]
     alike = all((region.packing, region.tile_tokens) == (ours.packing, ours.tile_tokens) for region in wholes)
     return (bool(wholes) and alike) or not any(region.part for region in theirs)
@@ -180,15 +181,15 @@ to slots [N]."""
 def element_order(
     write: Write, tokens: int, channels: int, *, given: torch.dtype, stored: torch.dtype, held: torch.dtype
 ) -> NDArray[np.int64] | None:
-    """Where ``write`` puts each element inside a (block, head): ``packing.split``.
+    """Where ``write`` puts each element inside a (block, head), for ``packing.split_packed``.
 
-    It writes a block in which every element carries its number, one digit to the base of 8 at a time, for those are
-    exact in every dtype.
+    It writes a block in which every element carries its number, one base-8 digit at a time, because these digits
+    are exact in every dtype.
 
     Args:
         given: the dtype of keys and values.
-        stored: that of the cache as a tensor; vLLM keeps fp8 as bytes.
-        held: what the elements of the cache are.
+        stored: the dtype of the cache as a tensor; vLLM keeps fp8 as bytes.
+        held: the dtype of the elements of the cache.
 
     Returns:
         [2, N, D] for keys and values; None where the writer takes other arguments.

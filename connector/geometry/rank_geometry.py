@@ -1,4 +1,4 @@
-"""What a rank's KV cache covers, as peers tell it to each other. Axes ``[L, B, H, N, C]``.
+"""What a rank's KV cache covers, as ranks send it to their peers. Axes ``[L, B, H, N, C]``.
 
 L layers, B blocks, H KV heads, N tokens in a block, C content bytes per (head, token), K and V together.
 Pure data, no torch, no vLLM: these structs travel in the handshake.
@@ -14,7 +14,7 @@ from msgspec import Meta
 from kvferry.connector.geometry.token_sharding import ALL_TOKENS, UNSHARDED, TokenShard, TokenSharding
 
 PRINTABLE = r"\A[^\x00-\x1f\x7f-\x9f\u2028\u2029]*\Z"
-"""No line ends and no control characters: what peers send ends up in log lines."""
+"""No line ends and no control characters: KVFerry logs the strings that peers send."""
 Name = Annotated[str, Meta(min_length=1, max_length=256, pattern=PRINTABLE)]
 Count = Annotated[int, Meta(ge=0, le=1 << 31)]
 Size = Annotated[int, Meta(ge=1, le=1 << 31)]
@@ -22,32 +22,32 @@ Size = Annotated[int, Meta(ge=1, le=1 << 31)]
 PackingName = Annotated[str, Meta(max_length=256, pattern=PRINTABLE)]
 
 MAX_REGIONS = 256
-"""Models that mix attention and states have many block tables, and each state several sections."""
+"""Bound on the regions of a rank. Models with attention and states have many block tables, each state has sections."""
 
 CacheKind = Literal["full", "mla", "sliding_window", "chunked_local", "state"]
 
 
 class RegionGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One region of a rank's caches: layers that lie in memory alike, under one block table.
+    """One region of a rank's caches: layers with the same form in memory, under one block table.
 
-    ``layers`` are the engine's layer names in order; ``part`` says which part of each layer's cache this is, empty for
-    all of it. ``head_start``/``num_heads`` are the interval of the ``total_heads`` global KV heads that the rank holds;
-    one head in all for MLA. ``block_size`` counts the tokens of a manager block (block ids are manager block ids);
+    ``layers`` are the engine's layer names in order; ``part`` names the part of each layer's cache, empty for the whole
+    cache. ``head_start``/``num_heads`` are the interval of the ``total_heads`` global KV heads that the rank holds; MLA
+    has one head in all. ``block_size`` counts the tokens of a manager block (block ids are manager block ids);
     ``content_bytes`` is C; ``window`` counts the tokens of a sliding window or of a local chunk, 0 for none.
-    A region of kind ``state`` holds one state per block, whose rows take the place of tokens.
+    A region of kind ``state`` holds one state per block; the rows of the state take the place of tokens.
 
-    ``shard`` says which tokens of a prompt the rank holds, all but for context parallelism. Then ``block_size`` and all
-    that is said of memory counts the rank's own tokens, as if there were no others.
+    ``shard`` defines which tokens of a prompt the rank holds: all tokens, except under context parallelism. There,
+    ``block_size`` and all sizes in memory count only the rank's own tokens.
 
-    ``packing`` names an order of its own in which a backend keeps the tokens of one (kernel block, head), as vLLM's CPU
-    attention does, or the sections of a state; empty where tokens lie one after the other. Where it is not, tokens have
-    no bytes of their own: only whole tiles of ``tile_tokens`` tokens can be carried, between ranks that pack alike.
+    ``packing`` names the backend's own order of the tokens of one (kernel block, head), as in vLLM's CPU attention, or
+    the order in the sections of a state. It is empty where tokens lie one after the other. Packed tokens have no bytes
+    of their own: only whole tiles of ``tile_tokens`` tokens can move, between ranks with the same packing.
 
-    ``rows``: how many pieces a token's content is cut into in memory (``CacheView.rows``); the wire keeps them apart.
+    ``rows``: the number of pieces of a token's content in memory (``CacheView.rows``); they stay apart on the wire.
 
-    ``dtype`` says what elements are, by torch's name where it has one. ``keys`` of each (head, token)'s elements are K,
-    those after them V; ``None`` where that is not known. ``scales`` of K and V stand for each layer; none where all
-    are 1.
+    ``dtype`` is the type of the elements, by torch's name if it has one. The first ``keys`` elements of each
+    (head, token) are K, the others V; ``None`` if ``keys`` is not known. ``scales`` has one pair, of K and V, for each
+    layer; it is empty if all scales are 1.
     """
 
     kind: CacheKind
@@ -71,9 +71,10 @@ class RegionGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 class RankGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One rank's place in its engine, and its regions; a pipeline stage may hold none.
 
-    ``head_counts`` are the ``total_heads`` of all regions of the engine, ascending, also of other stages': every rank
-    of an engine must come to the same ranks that read and release. So with ``shardings``, how they share tokens out.
-    Decoding bounds each number; whether they fit together is for ``agreement.check_geometry``, whose refusal is told.
+    ``head_counts`` are the ``total_heads`` of all regions of the engine, ascending, other stages included: every rank
+    of an engine must compute the same ranks that read and release. ``shardings``, the engine's token shardings, are
+    complete for the same reason. Decoding bounds each number. ``compatibility.check_geometry`` checks whether the
+    numbers fit together; the peer receives its error.
     """
 
     tp_rank: Count
@@ -90,7 +91,7 @@ Stride = Annotated[int, Meta(ge=0, lt=1 << 48)]
 
 
 class PageLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """Where one region's pages lie in the memory of its rank, in bytes: what a peer that reads them must know.
+    """Where one region's pages lie in the memory of its rank, in bytes. A peer needs this to read them.
 
     Block ids are manager block ids; each is ``blocks_per_page`` kernel blocks of ``block_size`` tokens.
     """

@@ -1,8 +1,8 @@
 """What one rank reads from another, as spans. Pure. Axes ``[L, B, H, N, C]``.
 
-A span is a box in (layer, head, token) space of one of P's regions (``protocol.Span``, P's numbering). Blocks do
+A span is a box in (layer, head, token) space of one of P's regions (``spans.Span``, P's numbering). Blocks do
 not appear: tokens count from the start of the prompt on both sides, and each side finds those that both hold
-(``context.TokenShard``) through its own block table.
+(``token_sharding.TokenShard``) through its own block table.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def plan_reads(local: RankGeometry, remote: RankGeometry, tokens: Sequence[tuple
 
 
 def check_complete(local: RankGeometry, planned: Iterable[PlannedSpan], tokens: Sequence[tuple[int, int]]) -> None:
-    """That plans, those of all sources together, bring every layer and head that D needs exactly once.
+    """Check that the plans of all sources together bring every layer and head that D needs exactly once.
 
     Raises:
         IncompatiblePeerError: names the first layer that no P rank holds, or that more than one stage holds.
@@ -99,20 +99,20 @@ _Box = tuple[int, int, int, int, int]
 
 @lru_cache(maxsize=32)
 def _check_boxes(local: RankGeometry, boxes: tuple[_Box, ...], wanted: tuple[bool, ...]) -> None:
-    """``check_complete`` where each rank of P holds all tokens: then the same for all prompts."""
+    """``check_complete`` if each rank of P holds all tokens: the result is then the same for all prompts."""
     _check_once(local, _counts(local, boxes, {}), wanted)
 
 
 def _counts(
     local: RankGeometry, boxes: Iterable[_Box], times: Mapping[int, npt.NDArray[np.int64]]
 ) -> list[npt.NDArray[np.int64]]:
-    """How often each (layer, head) comes, per region: in ``boxes``, and as ``times`` says besides."""
+    """How often each (layer, head) comes, per region: the sum of ``boxes`` and ``times``."""
     counts = [np.zeros((len(region.layers), region.num_heads), dtype=np.int64) for region in local.regions]
     for region, layer, num_layers, head, num_heads in boxes:
         counts[region][layer : layer + num_layers, head : head + num_heads] += 1
     for index, more in times.items():
         counts[index] += more
-    for whole, parts in alternatives(local).items():  # one stage may give it whole, another one in parts
+    for whole, parts in alternatives(local).items():  # one stage may send it whole, another one in parts
         for part in parts:
             counts[part] += counts[whole]
         counts[whole] = counts[parts[0]]
@@ -133,14 +133,14 @@ def _check_once(local: RankGeometry, counts: Iterable[npt.NDArray[np.int64]], wa
 
 
 def _times(region: RegionGeometry, items: Sequence[PlannedSpan], tokens: tuple[int, int]) -> npt.NDArray[np.int64]:
-    """How often each (layer, head) of a region comes in all of its tokens, from ranks that share them out.
+    """How often each (layer, head) of a region comes in all of its tokens, from ranks that shard them.
 
     Raises:
         IncompatiblePeerError: some tokens come oftener than others.
     """
     shardings = {item.shard.sharding for item in items}
     found = np.zeros((len(region.layers), region.num_heads), dtype=np.int64)
-    for sharding in shardings:  # stages that are shared out in different ways hold different layers
+    for sharding in shardings:  # stages with different shardings hold different layers
         shards = [n for n in range(sharding.size) if num_common_tokens(region.shard, sharding.shard(n), *tokens)]
         count = np.zeros((sharding.size, *found.shape), dtype=np.int64)
         for item in items:

@@ -2,10 +2,10 @@
 
 A rank keeps one page per state: a convolution's last inputs, then the recurrent state, back to back, in a dense array
 each; some families have only one of the two. The convolution runs over several projections side by side, and every rank
-has its share of each: ``[its x | its B | its C]``. So a page as a whole belongs to one tensor-parallel size, and a
+has its shard of each: ``[its x | its B | its C]``. So a page as a whole belongs to one tensor-parallel size, and a
 section of it is heads like any others, of rows x C content bytes. Axes ``[L, B, H, N, C]``, rows in the place of N.
 
-The order of the arrays, what is in them and how they are sharded are vLLM's: ``MambaBase.bind_kv_cache``, the layers'
+vLLM defines the order of the arrays, their content and their sharding: ``MambaBase.bind_kv_cache``, the layers'
 weight loaders, and ``MambaStateShapeCalculator``.
 """
 
@@ -33,8 +33,9 @@ class StateArray:
 class Section:
     """A part of every page: byte c of (head, row) lies at ``offset + head * head_stride + row * row_stride + c`` of it.
 
-    ``total_heads`` are those of all ranks, ``heads`` those of one; it has ``rows`` rows of ``content_bytes`` per head.
-    ``packing``: what a peer must have in common beside these sizes, see ``GroupGeometry``.
+    ``total_heads`` counts the heads of all ranks, ``heads`` the heads of one rank. A head has
+    ``rows`` rows of ``content_bytes``.
+    ``packing``: the order that must agree on a peer beside these sizes, see ``RegionGeometry``.
     """
 
     name: str
@@ -82,12 +83,12 @@ def sections(
     group_counts: frozenset[int] = frozenset(),
     order: str = "",
 ) -> tuple[Section, ...]:
-    """The sections of a page; none where it is not known how ranks share it, and it must stay whole.
+    """The sections of a page. None where its sharding is not known: the page must then stay whole.
 
     Args:
         family: the name of vLLM's ``MambaAttentionBackendEnum``.
-        arrays: of one rank, in their order in the page: ``[inputs, channels]`` of the convolution, or the other way
-            round where ``dim_first``; the recurrent state with heads, or channels, first.
+        arrays: the arrays of one rank, in their order in the page: ``[inputs, channels]`` of the convolution, or the
+            reverse where ``dim_first``; the recurrent state with heads, or channels, first.
         tp_size: ranks that share a state.
         group_counts: how many groups Mamba2's B and C may have in the whole model. Ranks beyond a single group hold
             copies of it, which their shapes do not tell from groups of their own.

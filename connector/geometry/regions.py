@@ -51,7 +51,7 @@ def regions(
         kv_caches: by layer name, ``[B, H, N, C]`` or ``[B, N, C]``.
         info: the rank's place.
         num_blocks: manager blocks, where known.
-        places: asked for a layer of each group that is packed.
+        places: called for one layer of each packed group.
 
     Raises:
         GeometryError: a cache that is missing, or of a form that is not carried; names the layer.
@@ -70,7 +70,7 @@ def regions(
 
 
 def rank_geometry(info: RankInfo, groups: Sequence[LayerGroup], found: Sequence[Region]) -> RankGeometry:
-    """What a rank tells its peers. ``groups`` are those of the whole engine."""
+    """The geometry that a rank sends to its peers. ``groups``: the layer groups of the whole engine."""
     return RankGeometry(
         tp_rank=info.tp_rank,
         tp_size=info.tp_size,

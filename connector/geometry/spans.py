@@ -1,7 +1,7 @@
-"""Spans that a peer asks for: whether they may be served, and how they are cut into messages. Pure.
+"""Spans that a peer requests: the checks before they are served, and their division into messages. Pure.
 
 A span is a box in (layer, head, token) space of one of P's regions (``Span``). A chunk is one message, a box
-inside a span, on the wire contiguous ``[layers][heads][tokens][C]``; both sides cut alike.
+inside a span, on the wire contiguous ``[layers][heads][tokens][C]``; both sides cut in the same way.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ MAX_CHUNKS = 1 << 20
 """Bound on the messages that one span is cut into; a peer names the span and the size of a message."""
 
 TAPER_BYTES, TAPERED = 32 << 20, 3
-"""Where the last of several messages of a span would be at least ``TAPERED`` times as large, so many bytes of it are a
-message of their own: nothing moves while the last one is unpacked. Nor does anything while the first one is packed, but
-after a small one the link would wait for the second: each costs both sides 0.2 ms of steps, in which NVLink moves 75
-MB."""
+"""If the last of several messages of a span would be at least ``TAPERED`` times ``TAPER_BYTES``, its last
+``TAPER_BYTES`` are a message of their own: no bytes move while D unpacks the last message. No bytes move while P packs
+the first message either. But after a small first message the link would wait for the second: each message costs both
+sides 0.2 ms of steps, in which NVLink moves 75 MB."""
 
 MAX_RANGES = 256
-"""Bound on the token ranges of one read; one for each kind of region would do."""
+"""Bound on the token ranges of one read; a read needs one range for each kind of region."""
 
 
 class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     """A box of one of P's regions, in P's own numbering: layers, heads, tokens, each (first, count).
 
-    Tokens count in the prompt. Meant are those that P holds and that are in ``shard``, which is D's: where the ranks of
-    either side share tokens out, fewer than ``num_tokens``.
+    Token numbers count in the prompt. The span contains the tokens that P holds and that are in ``shard``, D's shard.
+    Where the ranks of either side shard tokens, these are fewer than ``num_tokens``.
     """
 
     region: Count
@@ -48,8 +48,8 @@ class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=T
 
 
 class Chunk(NamedTuple):
-    """A part of a span: offsets ``layer`` and ``token`` count from the span's first ones, tokens among those that both
-    sides hold; all of its heads."""
+    """A part of a span: offsets ``layer`` and ``token`` count from the span's first layer and token. Only tokens that
+    both sides hold count. A chunk has all heads of the span."""
 
     layer: int
     num_layers: int
@@ -61,10 +61,10 @@ _new_chunk: Callable[[tuple[int, int, int, int]], Chunk] = partial(tuple.__new__
 
 
 def check_span(span: Span, geometry: RankGeometry, num_tokens: int) -> None:
-    """That a span that a peer sent lies inside our rank and inside a prompt of ``num_tokens``.
+    """Check that a span from a peer lies inside our rank and inside a prompt of ``num_tokens``.
 
     Raises:
-        GeometryError: names what is out of bounds.
+        GeometryError: names the value that is out of bounds.
     """
     if span.region >= len(geometry.regions):
         raise GeometryError(f"span of region {span.region}, there are {len(geometry.regions)} regions")
@@ -90,15 +90,15 @@ def span_tokens(span: Span, shard: TokenShard) -> int:
 
 
 def whole_tiles(num_tokens: int, region: RegionGeometry) -> int:
-    """Tokens of the tiles that hold the first ``num_tokens``; the same number where the group is not packed."""
+    """Tokens of the tiles that hold the first ``num_tokens``; the same number where the region is not packed."""
     return -(-num_tokens // region.tile_tokens) * region.tile_tokens
 
 
 def check_spans(spans: Sequence[Span], geometry: RankGeometry, num_tokens: int) -> None:
-    """``check_span`` for each, and that together they ask for no more than the rank holds of the prompt.
+    """``check_span`` for each, and check that together they have no more elements than the rank holds of the prompt.
 
     Raises:
-        GeometryError: names what is out of bounds.
+        GeometryError: names the value that is out of bounds.
     """
     asked: dict[int, int] = {}
     ranges = {(span.token, span.num_tokens) for span in spans}
@@ -124,7 +124,7 @@ def chunks(
 
     As many whole layers with all tokens as fit; where one layer does not fit, runs of its tokens, with cuts at
     multiples of ``token_align`` (counted from the start of the prompt, as blocks are) wherever one is within reach.
-    The last one is smaller, see ``TAPER_BYTES``.
+    The last chunk is smaller, see ``TAPER_BYTES``.
 
     Raises:
         GeometryError: one token of the span does not fit into ``chunk_bytes``, or more than ``MAX_CHUNKS`` result.
@@ -164,7 +164,7 @@ def chunks(
 
 
 def _tapered(cut: list[Chunk], token_bytes: int, first: int, align: int) -> list[Chunk]:
-    """With a small message taken from the last one; ``first`` is the number of token 0."""
+    """The chunks, with a small message cut from the last one; ``first`` is the number of token 0."""
     layer, layers, token, tokens = cut[-1]
     layer_bytes = tokens * token_bytes
     if len(cut) == 1 or layers * layer_bytes < TAPERED * TAPER_BYTES:

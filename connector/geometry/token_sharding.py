@@ -1,9 +1,9 @@
-"""Which tokens of a prompt a rank holds where ranks share them out, and which ones two ranks have in common. Pure.
+"""Which tokens of a prompt a rank holds where ranks shard them, and which tokens two ranks have in common. Pure.
 
 Under context parallelism a block table is the same on all ranks of a group, and each keeps every n-th run of tokens.
-A rank numbers its own tokens one after the other, and finds them through its block table as if there were no others:
+A rank numbers only its own tokens, one after the other, and finds them through its block table by these numbers:
 a block of N tokens stands for N x ``size`` tokens of the prompt. Tokens that two ranks have in common lie in the same
-order on both, which is their order on the wire, so neither side need know how the other one numbers them.
+order on both. This is their order on the wire, so neither side needs the token numbers of the other side.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from kvferry.transport.errors import GeometryError
 Int64s = npt.NDArray[np.int64]
 
 MAX_SHARES = 4096
-"""Bound on the ranks that share tokens out; a peer names its own."""
+"""Bound on the ranks that shard tokens; a peer sends its own count."""
 
 
 class TokenSharding(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, order=True):
-    """How the ranks of an engine share tokens out: ``size`` ranks in turn, ``interleave`` tokens each, by default none.
+    """How the ranks of an engine shard tokens: ``size`` ranks in turn, ``interleave`` tokens each, by default none.
 
     Neighbouring tensor-parallel ranks take turns, as in vLLM: rank r of them is number ``r % size``.
     """
@@ -35,12 +35,12 @@ class TokenSharding(msgspec.Struct, frozen=True, forbid_unknown_fields=True, arr
     interleave: Annotated[int, Meta(ge=1, le=1 << 31)] = 1
 
     def shard(self, tp_rank: int) -> TokenShard:
-        """The part of a tensor-parallel rank."""
+        """The shard of a tensor-parallel rank."""
         return TokenShard(self.size, tp_rank % self.size, self.interleave)
 
 
 UNSHARDED = (TokenSharding(),)
-"""Of an engine whose ranks all hold every token."""
+"""The shardings of an engine whose ranks all hold every token."""
 
 
 class TokenShard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -55,12 +55,12 @@ class TokenShard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_
 
     @property
     def sharding(self) -> TokenSharding:
-        """Of all the ranks of the group."""
+        """The sharding of all the ranks of the group."""
         return TokenSharding(self.size, self.interleave)
 
     @property
     def whole(self) -> bool:
-        """Whether it is all tokens."""
+        """Whether the shard has all tokens."""
         return self.size == 1
 
     def count(self, num_tokens: int) -> int:
@@ -80,7 +80,7 @@ class TokenShard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_
         return (low + self.interleave + other.interleave - 2) // common_tokens * common_tokens >= low
 
     def check(self) -> None:
-        """Raises GeometryError where the rank is none of the group's."""
+        """Raises GeometryError if the rank is outside the group."""
         if self.rank >= self.size:
             raise GeometryError(f"rank {self.rank} of {self.size} that share tokens out, expected one below that")
 
@@ -100,7 +100,7 @@ class TokenRuns(NamedTuple):
 
     @property
     def dense(self) -> bool:
-        """Whether they lie one after the other."""
+        """Whether the tokens lie one after the other."""
         return len(self.starts) == 1
 
 
@@ -123,13 +123,13 @@ def common_tokens(ours: TokenShard, theirs: TokenShard, start: int, stop: int) -
 
 
 def _all_in_common(ours: TokenShard, theirs: TokenShard) -> bool:
-    """Whether the other rank holds all that we do."""
+    """Whether the other rank holds all of our tokens."""
     return theirs.size == 1 or ours == theirs
 
 
 @lru_cache(maxsize=128)
 def _common(ours: TokenShard, theirs: TokenShard, start: int, stop: int) -> TokenRuns:
-    """Both ranks hold, or do not, ``unit`` tokens together; what is not clipped at the ends is whole units."""
+    """A rank holds all ``unit`` tokens of a unit or none; the runs are whole units, except where the ends clip them."""
     sizes = [shard.interleave for shard in (ours, theirs) if not shard.whole]
     unit = math.gcd(*sizes)
     edges = np.arange(start // unit, -(-stop // unit), dtype=np.int64) * unit

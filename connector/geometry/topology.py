@@ -3,7 +3,7 @@
 ``TpKVTopology`` answers every such question, by the arithmetic of ``head_split``. D is the consumer, the local
 side of a read; P is the producer, the remote side. A rank holds an interval of global KV heads. D's rank takes from P's
 rank the intersection of their intervals. MLA has one latent "head", and every rank holds it. Under context parallelism
-the ranks that hold a head share its tokens out (``token_sharding.TokenSharding``).
+the ranks that hold a head shard its tokens (``token_sharding.TokenSharding``).
 
 Pipeline stages have no part in the choice of ranks: all stages have the same tensor-parallel structure, and layers are
 matched by name (``read_plan``). So every answer holds for each pair of stages.
@@ -37,7 +37,7 @@ class EngineForm(Protocol):
 
     @property
     def shardings(self) -> tuple[TokenSharding, ...]:
-        """The ways in which its ranks share tokens out, one or more block tables each."""
+        """The ways in which its ranks shard tokens, one or more block tables each."""
 
 
 @dataclass
@@ -57,8 +57,8 @@ class TpKVTopology:
         engine_id: the local engine.
         remote_block_size: tokens per manager block by engine id, the local engine's under ``engine_id``.
         head_counts: global KV heads of each kind of layer, 1 for MLA; by default of one kind, ``total_num_kv_heads``.
-        shardings: how local ranks share tokens out.
-        remote_shardings: the same by engine id; an engine that is missing does not share tokens out.
+        shardings: how local ranks shard tokens.
+        remote_shardings: the same by engine id; an engine that is missing does not shard tokens.
         pp_size: the local engine's pipeline stages.
     """
 
@@ -177,7 +177,7 @@ class TpKVTopology:
         """The remote ranks that face the local rank, ascending; never empty, for any pair of sizes.
 
         Where sizes and heads divide as vLLM requires, these are the ranks that ``tp_ratio`` gives: one rank, or a run
-        of ranks. Otherwise these are the ranks of ``overlaps``. ``source_ranks`` says which of them are read.
+        of ranks. Otherwise these are the ranks of ``overlaps``. ``source_ranks`` gives the ranks that are read.
 
         Raises:
             GeometryError: a size is out of range.
@@ -217,13 +217,13 @@ class TpKVTopology:
 
         Where the remote engine replicates a head (``is_kv_replicated``), the local ranks that hold this head spread
         evenly over the replicas. The choice depends on the sizes only, so both engines make the same choice. Where
-        remote ranks share out the tokens of a head, each head comes once from every share that has tokens of the local
+        remote ranks shard the tokens of a head, each head comes once from every shard that has tokens of the local
         rank's.
 
         Args:
             remote_tp_size: by default the remote engine's.
             total_heads: global KV heads of the layers in question; by default ``total_num_kv_heads``, or 1 for MLA.
-            sharding: how local ranks share out the tokens of these layers.
+            sharding: how local ranks shard the tokens of these layers.
             remote_sharding: how remote ranks do.
 
         Raises:

@@ -2,7 +2,7 @@
 
 L layers, B kernel blocks, H KV heads, N tokens in a kernel block, C content bytes per (head, token), K and V together.
 A manager block (page) is what block ids number; attention kernels may see it split into several kernel blocks.
-Derived from what a tensor says of itself: shape, strides, address. Padding, several layers in one allocation and
+Derived from the shape, the strides and the address of each tensor. Padding, several layers in one allocation and
 layers interleaved inside a block all come down to bases and strides; no torch here, no vLLM.
 """
 
@@ -20,7 +20,7 @@ from kvferry.transport.errors import GeometryError
 
 
 class TensorLike(Protocol):
-    """What is asked of a cache tensor; ``torch.Tensor`` has it."""
+    """The attributes of a cache tensor that a view needs; ``torch.Tensor`` has them."""
 
     @property
     def shape(self) -> Sequence[int]: ...

@@ -11,9 +11,9 @@ a phase ends when every source has passed it::
                               ▼
                            FAILED
 
-Only MOVING can have I/O that writes D's pages. A failure before or after it ends the hand-over at once; a failure
-during it drains first: the pages stay with us until every source has said that nothing can write them any more.
-Exactly one ``ReportLoad`` leaves the machine, whatever happens (``TRANSITIONS`` is total over live phases).
+Only MOVING can have I/O that writes D's pages. A failure before or after it ends the hand-over at once. A failure
+during it drains first: D keeps the pages until ``SourceDrained`` has come from every source. Exactly one ``ReportLoad``
+leaves the machine, whatever happens (``TRANSITIONS`` is total over live phases).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ LIVE = (
 
 
 class Timeouts(msgspec.Struct, frozen=True):
-    """Seconds a phase may last without an event that moves it on."""
+    """Seconds that each phase may last without an event that extends or ends it."""
 
     handshake: float
     transfer: float
@@ -93,7 +93,7 @@ class SourceProgress(msgspec.Struct, frozen=True):
 
 
 class SourceMoved(msgspec.Struct, frozen=True):
-    """All that a source owed lies in D's pages, and nothing more will be written from it."""
+    """All bytes from a source lie in D's pages, and no more bytes of this source will be written."""
 
     source: int
 
@@ -109,14 +109,14 @@ class SourceDrained(msgspec.Struct, frozen=True):
 
 
 class SourceFailed(msgspec.Struct, frozen=True):
-    """A source refused, expired, broke or went away."""
+    """A source refused the read, its lease expired, its link broke, or P is gone."""
 
     source: int
     reason: Reason
 
 
 class CancelLoad(msgspec.Struct, frozen=True):
-    """D's engine gave the request up."""
+    """D's engine has cancelled the request."""
 
     reason: Reason = Reason("cancelled", "the engine gave the request up")
 
@@ -137,23 +137,23 @@ HandoverEvent = (
 
 
 class AskSources(msgspec.Struct, frozen=True):
-    """Ask every source for its part."""
+    """Ask every source for its part of the prompt."""
 
 
 class CommitSources(msgspec.Struct, frozen=True):
-    """Ask every source whether what was read is still true."""
+    """Ask every source whether its lease still exists, so that the data that were read are valid."""
 
 
 class StopSources(msgspec.Struct, frozen=True):
-    """End what was started at every source; answer with ``SourceDrained`` per source where the phase is DRAINING."""
+    """Stop the reads from all sources. Answer with one ``SourceDrained`` per source where the phase is DRAINING."""
 
 
 class ReleaseLease(msgspec.Struct, frozen=True):
-    """This request needs the lease no longer."""
+    """This request does not need the lease any more."""
 
 
 class ReportLoad(msgspec.Struct, frozen=True):
-    """Tell the engine, once. ``reason`` says why it failed, ``None`` where it did not."""
+    """Report the load to the engine, once. ``reason``: why it failed; ``None`` where it succeeded."""
 
     reason: Reason | None = None
 
@@ -184,7 +184,7 @@ def _enter(state: Handover, phase: HandoverPhase, now: float) -> Handover:
 
 
 def _finish(state: Handover) -> Outcome:
-    # The engine first: its request waits, P's blocks do not.
+    # The report to the engine comes first: a request waits for it, and no request waits for P's blocks.
     return replace(state, phase=HandoverPhase.DONE, pending=frozenset()), (ReportLoad(), ReleaseLease())
 
 
@@ -206,7 +206,7 @@ def _granted(state: Handover, event: HandoverEvent, now: float) -> Outcome:
 
 
 def _moved_before_grant(state: Handover, event: HandoverEvent, now: float) -> Outcome:
-    # Data and grant come by different sockets; the first chunk is as good as the grant.
+    # Data and grant come by different sockets; the first chunk also shows that P has granted the ask.
     return _moved(_enter(state, HandoverPhase.MOVING, now), event, now)
 
 
@@ -234,7 +234,7 @@ def _fail_now(state: Handover, event: HandoverEvent, now: float) -> Outcome:
 
 
 def _drain(state: Handover, reason: Reason, now: float) -> Outcome:
-    # Sources that have moved have no I/O left; the others must say so.
+    # Sources that have moved have no I/O left; each other source must send ``SourceDrained``.
     return replace(state, phase=HandoverPhase.DRAINING, deadline=now + state.timeouts.transfer, reason=reason), (
         StopSources(),
     )

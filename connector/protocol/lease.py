@@ -8,8 +8,8 @@
        └─ expiry  ───┘──▶ EXPIRED  ─┴─▶ Freed, once, when the last own read has ended
 
 An *own* read is P's own packing of its pages; P waits for it, because only its end proves that nothing reads the pages.
-A *peer* read (D's kernel over mapped memory) P can neither see nor stop: it does not appear here, and the commit is
-its fence: ``may_commit`` is false from the moment the lease has ended.
+A *peer* read is a read by D's kernel over mapped memory. P can neither see nor stop it, so it does not appear here. D
+must commit it: ``may_commit`` is false from the moment the lease has ended.
 The first ask of a consumer fixes which of its ranks must release; the lease ends when one consumer's set is complete.
 """
 
@@ -41,7 +41,8 @@ Consumer = bytes
 
 
 class Lease(msgspec.Struct, frozen=True):
-    """State. Times are local seconds, as ``now``; ``term`` the seconds one renewal gives, never past ``cap``.
+    """State. Times are local seconds, as ``now``. A renewal moves ``deadline`` to ``term`` seconds from now, never past
+    ``cap``.
 
     ``votes``: per consumer, the ranks that have not released yet. ``reads``: own reads that are running.
     """
@@ -60,7 +61,7 @@ class Lease(msgspec.Struct, frozen=True):
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """A consumer's rank wants to read; ``expected`` are the consumer's ranks that will release here."""
+    """A consumer's rank asks to read. ``expected``: the consumer's ranks that will release the lease at this rank."""
 
     consumer: Consumer
     expected: frozenset[int]
@@ -71,13 +72,13 @@ class ReadStarted(msgspec.Struct, frozen=True):
 
 
 class ReadEnded(msgspec.Struct, frozen=True):
-    """The own read's last access to P's pages is over."""
+    """The last access of an own read to P's pages has ended."""
 
     key: object
 
 
 class Renewed(msgspec.Struct, frozen=True):
-    """Somebody still wants it, or a read made progress."""
+    """D has sent a renewal, or a read has made progress."""
 
 
 class Released(msgspec.Struct, frozen=True):
@@ -92,11 +93,11 @@ LeaseEvent = Asked | ReadStarted | ReadEnded | Renewed | Released | Tick
 
 
 class StopReads(msgspec.Struct, frozen=True):
-    """End the own reads; answer each with ``ReadEnded``."""
+    """Stop the own reads. The owner answers with one ``ReadEnded`` per read."""
 
 
 class Freed(msgspec.Struct, frozen=True):
-    """Tell the engine, once, that nothing reads the blocks any more. ``reason``: released, expired or cap."""
+    """Report to the engine, once, that nothing reads the blocks any more. ``reason``: released, expired or cap."""
 
     reason: str
 
@@ -111,7 +112,7 @@ def grant(now: float, term: float, cap: float) -> Lease:
 
 
 def may_commit(state: Lease) -> bool:
-    """Whether what was read under the lease is still true."""
+    """Whether data that was read under the lease is valid: the lease has not ended."""
     return state.phase in HELD
 
 

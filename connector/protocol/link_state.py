@@ -57,7 +57,7 @@ class PlaneChosen(msgspec.Struct, frozen=True):
 
 
 class PlaneAttached(msgspec.Struct, frozen=True):
-    """P's end of this data plane is ready. ``ready``: so is D's; else P's memory is being mapped."""
+    """P's end of this data plane is ready. ``ready``: D's end is ready too; else D is mapping P's memory."""
 
     plane: str
     ready: bool
@@ -68,14 +68,14 @@ class MemoryMapped(msgspec.Struct, frozen=True):
 
 
 class PlaneRejected(msgspec.Struct, frozen=True):
-    """This data plane cannot be used, and why."""
+    """This data plane cannot be used; the event contains the reason."""
 
     plane: str
     why: str
 
 
 class PlaneLost(msgspec.Struct, frozen=True):
-    """The data plane broke, and why."""
+    """The data plane broke; the event contains the reason."""
 
     why: str
 

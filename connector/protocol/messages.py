@@ -43,7 +43,7 @@ MAX_MESSAGE_BYTES = 8 << 20
 """Bound on one control message; 8192 layer names or 2 million block ids fit."""
 
 Token = Annotated[bytes, Meta(min_length=16, max_length=16)]
-"""Names a lease: 128 random bits, so that knowing one is permission to read."""
+"""Names a lease: 128 random bits. A D that sends this token may read."""
 Incarnation = Annotated[bytes, Meta(min_length=16, max_length=16)]
 """Names one life of one rank; new at every start."""
 ReadNumber = Annotated[int, Meta(ge=0, lt=1 << 32)]
@@ -56,14 +56,15 @@ class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class PlaneOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A data plane that P can serve; ``payload`` is the plane's own affair."""
+    """A data plane that P can serve. Only the plane itself interprets ``payload``."""
 
     name: Name
     payload: PlanePayload
 
 
 class Hello(_Message, frozen=True):
-    """D's first word. ``model`` holds the facts that must agree, by name; ``converts``: dtypes need not."""
+    """D's first message. ``model``: the model identity, by field name; both sides must agree. ``converts``: D accepts
+    other dtypes and converts them."""
 
     engine_id: Name
     incarnation: Incarnation
@@ -89,15 +90,15 @@ class Refused(_Message, frozen=True):
 
 
 class Attach(_Message, frozen=True):
-    """D's choice of plane; ``payload`` answers the offer's."""
+    """D's choice of a data plane. ``payload`` answers the payload of the offer."""
 
     plane: Name
     payload: PlanePayload
 
 
 class Attached(_Message, frozen=True):
-    """The plane is P's too. For planes where D reads P's pages, ``pages`` per region and ``board``, on which P's grants
-    are posted."""
+    """P has attached the data plane too. Where D reads P's pages, ``pages`` holds the layout of each region, and
+    ``board`` the address of the grant board, on which P posts its grants."""
 
     plane: Name
     slot_bytes: Size
@@ -155,21 +156,21 @@ class Deny(_Message, frozen=True):
 
 
 class Cancel(_Message, frozen=True):
-    """D gives the read up; ``posted`` chunks have receives that only a message can end."""
+    """D cancels the read. D has posted receives for ``posted`` chunks, and only a message can end a receive."""
 
     read: ReadNumber
     posted: Count
 
 
 class Stopped(_Message, frozen=True):
-    """Of the read, ``sent`` chunks are or will be on the data plane, and no more."""
+    """P has stopped the read. ``sent`` chunks are or will be on the data plane, and no more follow."""
 
     read: ReadNumber
     sent: Count
 
 
 class Commit(_Message, frozen=True):
-    """Is all I read from your pages under this token still true?"""
+    """D asks whether the lease of this token still exists, so that all data that D read under it are valid."""
 
     read: ReadNumber
     token: Token
@@ -181,7 +182,8 @@ class Committed(_Message, frozen=True):
 
 
 class Release(_Message, frozen=True):
-    """A vote to free: rank ``consumer_rank`` of the D engine ``consumer`` will not read under this token again."""
+    """A vote to end the lease: rank ``consumer_rank`` of the D engine ``consumer`` will not read under this token
+    again."""
 
     token: Token
     consumer: Incarnation
@@ -211,12 +213,12 @@ def encode(message: Message) -> list[bytes]:
 
 
 def encode_grant(grant: Grant) -> bytes:
-    """A grant to whoever reads it, as a note on a board."""
+    """The bytes of a posted grant on a grant board."""
     return _encoder.encode(grant)
 
 
 def decode_grant(note: bytes) -> Grant:
-    """The inverse. Raises ProtocolError."""
+    """The inverse of ``encode_grant``. Raises ProtocolError for malformed bytes."""
     return _decode(_grant_decoder, [MAGIC, _VERSION_FRAME, note])
 
 
@@ -232,7 +234,7 @@ def _body(frames: list[bytes]) -> bytes:
 
 
 class VersionError(ProtocolError):
-    """The peer speaks another protocol version."""
+    """The peer uses another protocol version."""
 
     def __init__(self, theirs: int) -> None:
         super().__init__(
@@ -243,12 +245,12 @@ class VersionError(ProtocolError):
 
 
 def decode_request(frames: list[bytes]) -> Request:
-    """What D sent. Raises ProtocolError (VersionError for another version) on anything else."""
+    """Decode a message of D. Raises VersionError for another version, and ProtocolError for any other fault."""
     return _decode(_request_decoder, frames)
 
 
 def decode_reply(frames: list[bytes]) -> Reply:
-    """What P answered. Raises ProtocolError (VersionError for another version) on anything else."""
+    """Decode a message of P. Raises VersionError for another version, and ProtocolError for any other fault."""
     return _decode(_reply_decoder, frames)
 
 
@@ -259,5 +261,5 @@ def _decode(decoder: msgspec.msgpack.Decoder[_T], frames: list[bytes]) -> _T:
     try:
         return decoder.decode(_body(frames))
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
-        # The text can quote the peer: one short line of it, escaped.
+        # The error text can quote the peer, so it is cut to one short line and escaped.
         raise ProtocolError(f"malformed message: {str(error)[:300].encode('unicode_escape').decode()}") from None

@@ -1,7 +1,7 @@
-"""What happened to hand-overs, counted. Pure: no vLLM, no clock; ``metrics_vllm`` shows it to vLLM.
+"""Counters of hand-overs, leases and dropped messages. Pure: no vLLM, no clock; ``metrics_vllm`` exports them to vLLM.
 
 The figures are a plain dictionary, ``Figures``, because vLLM sends them from workers to the process that logs. Adding
-two is associative and exact: times are whole microseconds. A hand-over is counted on each D rank that took part.
+two ``Figures`` is associative and exact: times are whole microseconds. Each D rank that took part counts a hand-over.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from typing import Literal, TypedDict, get_args
 
 MAX_SAMPLES = 4096
-"""Hand-overs kept one by one between two collections; of those beyond, only the sums."""
+"""Hand-overs kept one by one between two collections. Only the sums of further hand-overs are kept."""
 MAX_REASONS = 64
-"""Different keys of one counter; whatever comes beyond is counted as "other", so that no peer can make memory grow."""
+"""Different keys of one counter. Further keys are counted as "other", so that no peer can make memory grow."""
 
 
 class Samples(TypedDict):
@@ -23,18 +23,18 @@ class Samples(TypedDict):
     nbytes: list[int]
     tokens: list[int]
     rest: list[int]
-    """Of the hand-overs beyond MAX_SAMPLES: how many, and the sums of their microseconds, bytes and tokens."""
+    """For the hand-overs beyond MAX_SAMPLES: their number, and the sums of their microseconds, bytes and tokens."""
 
 
 class Figures(TypedDict):
-    """Everything since the last collection. JSON-able."""
+    """All counts since the last collection, as values that JSON can hold."""
 
     finished: dict[str, Samples]
-    """By plane."""
+    """Finished hand-overs on D, by plane."""
     failed: dict[str, int]
     """Hand-overs on D, by ``FailureKind``."""
     leases: dict[str, int]
-    """Leases that ended on P: "released", "expired" (nobody renewed) or "cap" (renewed too long)."""
+    """Leases that ended on P: "released", "expired" (no renewal came) or "cap" (renewed up to the cap)."""
     dropped: dict[str, int]
     """Control messages and connections that were not served, by reason."""
 
@@ -42,7 +42,7 @@ class Figures(TypedDict):
 FailureKind = Literal[
     "cancelled", "timeout", "expired", "denied", "incompatible", "peer_lost", "plane", "data", "internal"
 ]
-"""Why a hand-over failed, as a label: one of few, without a peer's name."""
+"""Why a hand-over failed, as a label from a short list, without a peer's name."""
 FAILURE_KINDS: tuple[FailureKind, ...] = get_args(FailureKind)
 LEASE_ENDS = ("released", "expired", "cap")
 
@@ -67,7 +67,7 @@ def add(into: Figures, other: Figures) -> Figures:
 
 
 def reduce(figures: Figures) -> dict[str, int | float]:
-    """A few representative numbers for vLLM's log line. MB are 2**20 bytes."""
+    """A few representative numbers for vLLM's log line. 1 MB is 2**20 bytes."""
     all_samples = figures["finished"].values()
     times = sorted(t for samples in all_samples for t in samples["microseconds"])
     count, microseconds, nbytes, tokens = (
@@ -91,7 +91,8 @@ def reduce(figures: Figures) -> dict[str, int | float]:
 
 
 class HandoverStats:
-    """Takes what the mover counts, and hands it to the engine's thread. Thread-safe; each call takes microseconds."""
+    """The counts of one rank. The transfer thread adds to them and the engine's thread takes them. Thread-safe; each
+    call takes microseconds."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -99,29 +100,30 @@ class HandoverStats:
         self._seen: dict[str, dict[str, int]] = {}
 
     def finished(self, *, nbytes: int, milliseconds: float, plane: str, tokens: int) -> None:
-        """A hand-over is complete, committed and reported."""
+        """Count a hand-over that is complete, committed and reported."""
         microseconds = max(0, round(milliseconds * 1e3))
         with self._lock:
             samples = self._figures["finished"].setdefault(plane, _no_samples())
             _extend(samples, Samples(microseconds=[microseconds], nbytes=[nbytes], tokens=[tokens], rest=[0, 0, 0, 0]))
 
     def failed(self, kind: FailureKind) -> None:
-        """A hand-over failed."""
+        """Count a hand-over that failed."""
         with self._lock:
             _count(self._figures["failed"], kind)
 
     def lease_ended(self, reason: str) -> None:
-        """A lease is over: "released", "expired" or "cap"."""
+        """Count a lease that has ended: "released", "expired" or "cap"."""
         with self._lock:
             _count(self._figures["leases"], reason)
 
     def dropped(self, reason: str, count: int = 1) -> None:
-        """Messages that were not served. ``reason`` is a constant of ours, never a peer's text."""
+        """Count messages that were not served. ``reason`` is a constant of this program, never a peer's text."""
         with self._lock:
             _count(self._figures["dropped"], reason, count)
 
     def dropped_so_far(self, source: str, totals: Mapping[str, int]) -> None:
-        """The same from counts that only grow, such as ``Listener.dropped``; ``source`` tells them apart."""
+        """Count messages that were not served, from totals that only grow, such as ``Listener.dropped``. ``source``
+        names the owner of these totals."""
         with self._lock:
             seen = self._seen.setdefault(source, {})
             for reason, total in list(totals.items()):
@@ -134,7 +136,7 @@ class HandoverStats:
             return is_empty(self._figures)
 
     def take(self) -> Figures | None:
-        """All since the last call, None where nothing happened."""
+        """All counts since the last call; ``None`` where there are none."""
         with self._lock:
             if is_empty(self._figures):
                 return None
@@ -147,7 +149,7 @@ def _no_samples() -> Samples:
 
 
 def _totals(samples: Samples) -> tuple[int, int, int, int]:
-    """Hand-overs, microseconds, bytes, tokens."""
+    """The sums of hand-overs, microseconds, bytes and tokens."""
     count, microseconds, nbytes, tokens = samples["rest"]
     return (
         count + len(samples["microseconds"]),
@@ -158,7 +160,7 @@ def _totals(samples: Samples) -> tuple[int, int, int, int]:
 
 
 def _extend(into: Samples, other: Samples) -> None:
-    """Keep the first MAX_SAMPLES of both in order, and the sums of all that is left over."""
+    """Keep the first MAX_SAMPLES of both in order, and the sums of all further samples."""
     columns: tuple[Literal["microseconds", "nbytes", "tokens"], ...] = ("microseconds", "nbytes", "tokens")
     room = max(0, MAX_SAMPLES - len(into["microseconds"]))
     over = (len(other["microseconds"][room:]), *(sum(other[name][room:]) for name in columns))
@@ -174,7 +176,7 @@ def _count(counts: dict[str, int], reason: str, by: int = 1) -> None:
 
 
 def _percentile(ordered: list[int], fraction: float) -> float:
-    """Linear between the two nearest ranks; 0 of nothing."""
+    """The percentile, linear between the two nearest positions; 0 for an empty list."""
     if not ordered:
         return 0.0
     place = (len(ordered) - 1) * fraction

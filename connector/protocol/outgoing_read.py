@@ -34,7 +34,7 @@ UNDER_WAY = (SendPhase.SENDING, SendPhase.SENT)
 
 
 class SendProgress(msgspec.Struct, frozen=True):
-    """State. Of ``chunks``, the first ``begun`` are packed or being packed, the first ``sent`` are with the channel."""
+    """State. Of ``chunks``, the first ``begun`` are packed or being packed, and the channel has the first ``sent``."""
 
     phase: SendPhase
     chunks: int
@@ -46,7 +46,7 @@ class SendProgress(msgspec.Struct, frozen=True):
 
 
 class ChunkBegun(msgspec.Struct, frozen=True):
-    """The next chunk is being packed, or is about to be sent from where it lies."""
+    """The next chunk is being packed, or is about to be sent directly from P's pages."""
 
 
 class ChunkSent(msgspec.Struct, frozen=True):
@@ -77,7 +77,7 @@ OutgoingReadEvent = ChunkBegun | ChunkSent | ChannelIdle | SendFailed | SendStop
 
 
 class DenyRead(msgspec.Struct, frozen=True):
-    """Answer D that the read failed, and why."""
+    """Send D a Deny that contains why the read failed."""
 
     why: str
 

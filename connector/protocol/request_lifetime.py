@@ -40,7 +40,7 @@ class RequestState(msgspec.Struct, frozen=True):
 
     Attributes:
         start: the first token that the engine does not have, as the engine asked last.
-        in_step: the step in which the request is scheduled computes with the load, as the engine was answered last.
+        in_step: the step in which the request is scheduled computes with the load, by D's last answer to the engine.
     """
 
     phase: RequestPhase = RequestPhase.NEW
@@ -117,11 +117,11 @@ class PlanLoad(msgspec.Struct, frozen=True):
 
 
 class PlanCancel(msgspec.Struct, frozen=True):
-    """Give up the request's load."""
+    """Cancel the request's load."""
 
 
 class PlanRelease(msgspec.Struct, frozen=True):
-    """The request loads nothing: it needs its lease no longer."""
+    """The request loads nothing: it does not need its lease any more."""
 
 
 RequestEffect = PlanKeep | PlanLoad | PlanCancel | PlanRelease
@@ -184,7 +184,7 @@ REQUEST: TransitionTable[RequestState, RequestEvent, RequestEffect] = Transition
         ((_R.NEW,), (NothingOffered, OfferRefused), _local),
         ((_R.OFFERED,), (OfferRefused,), _refused),
         ((_R.OFFERED,), (EngineAnswered,), _answered),
-        # A report in OFFERED is of an earlier request of this id: the engine takes this one to be loaded.
+        # A report in OFFERED concerns an earlier request with this id. The engine takes it for this request's load.
         ((_R.OFFERED,), (LoadDeclined, LoadReported), _declined),
         ((_R.OFFERED,), (BlocksAllocated,), _allocated),
         ((_R.OFFERED,), (RequestEnded,), _end_offered),

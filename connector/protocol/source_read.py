@@ -1,6 +1,6 @@
 """D's read from one P rank, from the ask to the commit. Pure: no I/O, no clock.
 
-The wire has two sockets, so chunks of a pushed read can arrive before the grant::
+The wire has two sockets, so chunks of a read that P sends can arrive before the grant::
 
     WAITING ─▶ ASKED ────────────▶ MOVING ────────────▶ LANDED ─▶ COMMITTING ─▶ COMMITTED
                  │                   ▲                    ▲  └───────────────────▲
@@ -34,8 +34,8 @@ from kvferry.connector.protocol.handover import (
 from kvferry.connector.protocol.state_machine import TransitionTable, ignore
 
 Fence = Literal["pushed", "posted", "asked"]
-"""What proves that a read is of a lease that still stood: P pushed the bytes itself and sends nothing of a lease that
-has ended; the grant that P posted on its board still stands; P answers a Commit."""
+"""The proof that a lease still stood when its blocks were read. Either P sent the bytes itself, and P sends nothing
+under a lease that has ended; or the grant that P posted on its grant board still stands; or P answers a Commit."""
 
 
 class ReadPhase(enum.Enum):
@@ -115,8 +115,8 @@ class ReadGranted(msgspec.Struct, frozen=True):
 
 
 class WriteBegan(msgspec.Struct, frozen=True):
-    """A copy into D's pages has begun, or has ended at once. ``left``: what is left after it. ``on_stream``: the
-    engine's device can wait for the copy."""
+    """A copy into D's pages has begun, or has ended at once. ``left``: messages whose copies have not begun after it.
+    ``on_stream``: the engine's device can wait for the copy."""
 
     left: int
     on_stream: bool = True
@@ -326,10 +326,10 @@ SOURCE_READ: TransitionTable[ReadState, ReadEvent, ReadEffect] = TransitionTable
         ((*LANDED, _P.STOPPED), (StopRead,), _drained),
         ((_P.DRAINING, _P.STOPPED), (MessagesLeft,), _left),
         (ReadPhase, (HandoverEnded,), _forget),
-        # What P or the link still does to a stopped read is no failure of its hand-over.
+        # An error of P or of the link after the stop of a read is no failure of its hand-over.
         ((_P.DRAINING, _P.STOPPED), (ReadFailed,), ignore),
         (ReadPhase, (ReadFailed,), _failed),
-        # Messages of P that come twice, or too late, change nothing.
+        # Messages of P that arrive twice, or too late, change nothing.
         (ReadPhase, get_args(ReadEvent), ignore),
     ),
 )

@@ -1,4 +1,4 @@
-"""The one way to write a lifetime: phases, events, a total table of transitions, and a record of what happened.
+"""The form of every lifetime: phases, events, a total table of transitions, and a record of the changes of phase.
 
 A lifetime is a frozen state with a ``phase``. A table maps (phase, type of event) to a transition, a pure function
 ``(state, event, now) -> (state, effects)``. Effects are data; the owner of the lifetime performs them. ``now`` is in
@@ -35,7 +35,7 @@ class Tick(msgspec.Struct, frozen=True):
 
 
 class Step(NamedTuple):
-    """One change of phase: when, in seconds of the owner's clock, by which event, and the phase that it led to."""
+    """One change of phase: its time in seconds of the owner's clock, its event, and the new phase."""
 
     at: float
     event: str
@@ -53,7 +53,7 @@ class TransitionTable(Generic[S, E, F]):
             general row may stand below a particular one; an enumeration stands for all of its phases.
 
     Raises:
-        ValueError: a pair of phase and event without a row, or a row that is never used; names them.
+        ValueError: a pair of phase and event has no row, or a row is never used. The error names them.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class TransitionTable(Generic[S, E, F]):
         self.rows: Mapping[tuple[enum.Enum, type], Transition[S, E, F]] = found
 
     def step(self, state: S, event: E, now: float) -> Outcome[S, F]:
-        """The state after an event, and what the owner of the lifetime must do."""
+        """The state after an event, and the effects that the owner of the lifetime must perform."""
         return self.rows[state.phase, type(event)](state, event, now)
 
 
@@ -95,7 +95,7 @@ class Lifetime(Generic[S, E, F]):
         self._history = deque([Step(now, "", str(state.phase.value))], maxlen=MAX_HISTORY)
 
     def step(self, event: E, now: float) -> tuple[F, ...]:
-        """Take one event; the effects that the owner must perform."""
+        """Take one event. Returns the effects that the owner must perform."""
         before = self.state.phase
         self.state, effects = self._table.step(self.state, event, now)
         if self.state.phase is not before:
@@ -108,7 +108,7 @@ class Lifetime(Generic[S, E, F]):
         return tuple(self._history)
 
     def story(self) -> str:
-        """The history in one line, each phase with the seconds after the first: ``ready 0.0 s, moving +0.002 s``."""
+        """The history in one line, each phase with its seconds after the first: ``ready 0.0 s, moving +0.002 s``."""
         first, *later = self._history
         steps = [f"{step.phase} +{step.at - first.at:.3f} s ({step.event})" for step in later]
         return ", ".join([first.phase, *steps])

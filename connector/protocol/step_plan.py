@@ -17,7 +17,7 @@ from kvferry.connector.geometry.token_sharding import UNSHARDED, TokenSharding
 
 
 class RankAddress(msgspec.Struct, frozen=True):
-    """Where one rank of an engine listens, and which life of it is meant."""
+    """The address at which one rank of an engine listens, and the incarnation of that rank."""
 
     pp_rank: int
     tp_rank: int
@@ -29,8 +29,9 @@ class RankAddress(msgspec.Struct, frozen=True):
 class PeerEngine(msgspec.Struct, frozen=True):
     """A P engine as D knows it from ``kv_transfer_params``.
 
-    ``lease_seconds`` is the term that one renewal gives; ``host_id`` tells whether its loopback is ours, empty where
-    that is unknown; ``shardings`` are the ways in which its ranks share out tokens, one or more block tables each.
+    ``lease_seconds``: a renewal extends the lease to this many seconds after its arrival. ``host_id``: P and D share a
+    loopback where their values are equal; empty where it is unknown. ``shardings``: how its ranks divide the tokens,
+    each for one or more block tables.
     """
 
     engine_id: str
@@ -43,8 +44,8 @@ class PeerEngine(msgspec.Struct, frozen=True):
 
 
 class LeaseGrant(msgspec.Struct, frozen=True):
-    """P: a finished prompt whose blocks are held. ``block_ids`` per block table, packed by ``pack_ids``; ``prompt`` is
-    its digest; ``step`` the engine's last step that computed it."""
+    """P: a finished prompt whose blocks P holds. ``block_ids``: per block table, packed by ``pack_ids``. ``prompt``:
+    the digest of the prompt. ``step``: the engine's last step that computed the prompt."""
 
     request_id: str
     token: bytes
@@ -55,7 +56,7 @@ class LeaseGrant(msgspec.Struct, frozen=True):
 
 
 class KeepLease(msgspec.Struct, frozen=True):
-    """D: a request that will want this lease; renew it until the request is loaded or dropped.
+    """D: a request that will need this lease. D renews the lease until the request is loaded or dropped.
 
     ``siblings``: more requests of the same prompt may follow (``n > 1``), so the release waits a moment for them.
     """
@@ -69,8 +70,9 @@ class KeepLease(msgspec.Struct, frozen=True):
 class Load(msgspec.Struct, frozen=True):
     """D: fetch tokens ``[start, stop)`` of every block table into its ``block_ids`` (packed by ``pack_ids``).
 
-    ``prompt`` is the digest of the prompt that P must hold under this lease, empty where any will do: what D has heard
-    of the lease came from whoever sent the request. ``now``: the engine computes with it in this very step.
+    ``prompt`` is the digest of the prompt that P must hold under this lease; it is empty where D does not check it. D
+    must check because the lease's parameters came with the client's request. ``now``: the engine computes with the
+    loaded tokens in the step of this plan.
     """
 
     request_id: str
@@ -83,11 +85,11 @@ class Load(msgspec.Struct, frozen=True):
 
 
 class StepPlan(msgspec.Struct, frozen=True):
-    """One step's work.
+    """The work of one engine step.
 
-    ``consumer`` names this life of this engine to P. ``cancels``: loads to give up; ``releases``: watches whose request
-    will load nothing. ``idle``: the engine computes nothing in this step, so a worker may wait for its loads. ``step``:
-    the number of this one.
+    ``consumer`` names this life of this engine to P. ``cancels``: loads to cancel. ``releases``: requests with a kept
+    lease that will load nothing. ``idle``: the engine computes nothing in this step, so a worker may wait for its
+    loads. ``step``: the number of this step.
     """
 
     consumer: bytes = bytes(16)
@@ -109,8 +111,8 @@ class StepResults:
     """The hand-overs that ended on one rank since its last step, by request id. A rank reports each id once.
 
     ``sent``: nothing reads the blocks of this prompt on this rank any more. ``received``: the load has ended.
-    ``failed``: those of ``received`` whose tokens are not in the blocks. ``KVOutputAggregator`` makes one report of the
-    results of all ranks.
+    ``failed``: the requests in ``received`` whose tokens are not in the blocks. ``KVOutputAggregator`` makes one report
+    from the results of all ranks.
     """
 
     sent: set[str] = field(default_factory=set)
@@ -120,7 +122,7 @@ class StepResults:
 
 def by_region(plan: StepPlan, tables: Sequence[int]) -> StepPlan:
     """The plan with block ids and tokens per region of a rank instead of per block table of the engine. ``tables``: the
-    table of each region; a pipeline stage may hold layers of some only."""
+    block table of each region; a pipeline stage may hold layers of only some tables."""
     if not (plan.leases or plan.loads):
         return plan
     leases = tuple(
@@ -137,7 +139,7 @@ def by_region(plan: StepPlan, tables: Sequence[int]) -> StepPlan:
 
 def pack_ids(block_ids: list[int]) -> bytes:
     """Block ids as little-endian int32."""
-    return struct.pack(f"<{len(block_ids)}i", *block_ids)  # half of what numpy takes for a list
+    return struct.pack(f"<{len(block_ids)}i", *block_ids)  # takes half the time of numpy for a list
 
 
 def unpack_ids(packed: bytes) -> npt.NDArray[np.int64]:

@@ -1,4 +1,4 @@
-"""How long a hand-over will take, from how long the last ones from the same engine took. Pure."""
+"""An estimate of how long a hand-over will take, from the last hand-overs from the same engine. Pure."""
 
 from __future__ import annotations
 
@@ -7,21 +7,23 @@ from collections.abc import Mapping
 import msgspec
 
 FRESH_SECONDS = 60.0
-"""Half of what an unused link is kept for: after that a hand-over may begin with a handshake, over another plane."""
+"""Half of the time for which D keeps an unused link. A later hand-over may begin with a handshake, over another
+plane."""
 
 EstimateKey = tuple[str, int]
-"""The engine that was read from, by its id, and the tensor-parallel rank that read."""
+"""The id of the P engine, and the tensor-parallel rank of D that read from it."""
 
 
 class TransferEstimate(msgspec.Struct, frozen=True):
-    """One rank's part of a hand-over: ``tokens`` in ``seconds``. Infinite where it failed, and where P had a part in
-    it: what P leaves undone makes the next one wait without end."""
+    """One rank's part of a hand-over: ``tokens`` in ``seconds``. ``seconds`` is infinite where the hand-over failed, or
+    where it needed work of P: if P does not do this work, the next hand-over waits without end."""
 
     seconds: float
     tokens: int
 
     def bound(self, tokens: int) -> float:
-        """Seconds that so many tokens take at most: a part is the same for any length, the rest grows with that."""
+        """The most seconds that ``tokens`` tokens take. A part of the time is the same for any length, the rest grows
+        with the length."""
         return self.seconds * max(1.0, tokens / self.tokens)
 
 
@@ -29,34 +31,34 @@ UNKNOWN = TransferEstimate(float("inf"), 1)
 
 
 class TransferEstimates:
-    """The last hand-overs from each engine, by length, as the ``ranks`` ranks of this one told."""
+    """The last hand-overs from each P engine, by length, as the ``ranks`` ranks of this engine reported them."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = range(ranks)
-        self._told: dict[
+        self._observed: dict[
             EstimateKey, dict[int, tuple[TransferEstimate, float]]
-        ] = {}  # the last of each order of magnitude
+        ] = {}  # the last estimate for each power of two of tokens
 
-    def told(self, estimates: Mapping[EstimateKey, TransferEstimate], now: float) -> None:
-        """What ranks told at ``now`` seconds."""
+    def observe(self, estimates: Mapping[EstimateKey, TransferEstimate], now: float) -> None:
+        """Take the estimates that ranks reported at ``now`` seconds."""
         for source, estimate in estimates.items():
-            known = self._told.setdefault(source, {})
+            known = self._observed.setdefault(source, {})
             for length, (before, _) in list(known.items()):
-                if before.bound(estimate.tokens) < estimate.seconds:  # it was faster then; or this one has failed
+                if before.bound(estimate.tokens) < estimate.seconds:  # the old bound is too low, or this one failed
                     del known[length]
             known[estimate.tokens.bit_length()] = estimate, now
-        for source, known in list(self._told.items()):
+        for source, known in list(self._observed.items()):
             fresh = {length: (estimate, at) for length, (estimate, at) in known.items() if now <= at + FRESH_SECONDS}
             if fresh:
-                self._told[source] = fresh
+                self._observed[source] = fresh
             else:
-                del self._told[source]
+                del self._observed[source]
 
     def seconds(self, engine_id: str, tokens: int, now: float) -> float:
-        """How long ``tokens`` from an engine should take at most; infinite where that is not known."""
+        """The most seconds that ``tokens`` tokens from an engine should take; infinite where no estimate is known."""
         longest = 0.0
         for rank in self._ranks:
-            known = self._told.get((engine_id, rank), {}).values()
+            known = self._observed.get((engine_id, rank), {}).values()
             fresh = [estimate for estimate, at in known if now <= at + FRESH_SECONDS]
             longest = max(longest, min((estimate.bound(tokens) for estimate in fresh), default=float("inf")))
         return longest

@@ -7,7 +7,7 @@
     IN_STEP ──▶ DEVICE_WAITS ─────────┤
        └──────────────────────────────┘
 
-A load goes on BESIDE the engine's steps, or IN_STEP: then the step that it was posted with computes with what it loads.
+A load goes on BESIDE the engine's steps, or IN_STEP: the step that it was posted with computes with the loaded tokens.
 In DEVICE_WAITS the device waits for the load's copies, and the engine's thread goes on. Exactly one report leaves the
 machine, whatever the transfer thread does: vLLM's scheduler asserts on an id that it does not know and dies.
 """
@@ -35,7 +35,7 @@ STEP_NEEDS = (WorkerLoadPhase.IN_STEP, WorkerLoadPhase.DEVICE_WAITS)
 
 
 class WorkerLoad(msgspec.Struct, frozen=True):
-    """State. ``load``: as it was posted to the transfer thread."""
+    """State. ``load``: the load as it was posted to the transfer thread."""
 
     phase: WorkerLoadPhase
     load: Load
@@ -116,7 +116,7 @@ WORKER_LOAD: TransitionTable[WorkerLoad, WorkerLoadEvent, WorkerLoadEffect] = Tr
         ((WorkerLoadPhase.BESIDE,), (LoadEnded, ThreadEnded), _end_beside),
         (STEP_NEEDS, (LoadEnded, ThreadEnded), _end_in_step),
         ((WorkerLoadPhase.IN_STEP,), (CopiesBegun,), _begun),
-        # A device waits only for a load inside a step, and once; what comes after the end changes nothing.
+        # A device waits only for a load inside a step, and once; an event after the end changes nothing.
         (WorkerLoadPhase, get_args(WorkerLoadEvent), ignore),
     ),
 )

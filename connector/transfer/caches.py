@@ -1,4 +1,4 @@
-"""One rank's own side of every hand-over: its caches, its identity, its settings. Shared by both halves of the mover.
+"""The KV caches of one rank, and the copies between their pages, staging memory and a peer's pages.
 
 Axes ``[L, B, H, N, C]``: layers, blocks, KV heads, tokens in a block, content bytes.
 """
@@ -34,15 +34,16 @@ if TYPE_CHECKING:
 Ids = npt.NDArray[np.int64]
 
 MIN_PIECE_BYTES = 2048
-"""Shorter pieces of pages are packed into a slot before they are sent, and unpacked from one."""
+"""Shorter pieces of pages are packed into a slot before they are sent, and unpacked from a slot at D."""
 BRIEF_BYTES, BRIEF_LOCAL_BYTES = 128 << 20, 32 << 20
-"""What a GPU reads from another in 0.4 ms, or packs and unpacks in less where it has nothing else to do, and what it
-packs or unpacks on a few SMs; waking another thread, and then the mover, takes nearly as long."""
+"""Bytes of a brief copy. Waking another thread, and then the transfer thread, takes nearly as long as a brief copy.
+``BRIEF_BYTES``: a GPU reads them from another GPU in 0.4 ms, and an idle GPU packs or unpacks them in less.
+``BRIEF_LOCAL_BYTES``: the same for a GPU that packs or unpacks on a few SMs."""
 
 
 @dataclass(frozen=True)
 class RankCaches:
-    """The KV caches of one rank: one view per region, and what they cover.
+    """The KV caches of one rank: one view per region, and the geometry of all regions.
 
     ``keep`` holds the tensors that the views point into.
     """
@@ -57,14 +58,14 @@ class RankCaches:
         return self.copies.device
 
     def kernel_ids(self, region: int, block_ids: Ids) -> Ids:
-        """Manager block ids as kernel block ids. Raises GeometryError for an id out of range."""
+        """Convert manager block ids to kernel block ids. Raises GeometryError for an id out of range."""
         return kernel_block_ids(self.views[region], block_ids)
 
     def check_held(self, region: int, kernel_ids: Ids, start: int, stop: int) -> None:
-        """That a region's blocks cover our share of tokens ``[start, stop)``, and that the engine gave none back.
+        """Check that a region's blocks cover our shard of tokens ``[start, stop)``, and that the engine freed none.
 
         Raises:
-            GeometryError: they do not, or the null block stands for one.
+            GeometryError: the blocks do not cover the tokens, or the null block stands in place of a block.
         """
         view, geometry = self.views[region], self.geometry.regions[region]
         start, stop = geometry.shard.count(start), geometry.shard.count(stop)
@@ -106,13 +107,13 @@ class RankCaches:
 
     def pack(self, address: int, box: PageBox, staging: torch.device = CPU, *, alone: bool = False) -> Copy:
         """Copy ``box`` of the pages to staging memory in wire order, ``[L][R][H][T][C / R]``; R is ``view.rows``.
-        ``staging``: where that lies. ``alone`` as in ``Copies.start``."""
+        ``staging``: the device of the staging memory. ``alone``: as in ``Copies.start``."""
         pack = partial(self._copy_wire, address, box, to_wire=True)
         brief = self._brief(box, staging)
-        return self.copies.start(pack, brief=brief, alone=alone and brief)  # or others could be sent meanwhile
+        return self.copies.start(pack, brief=brief, alone=alone and brief)  # else other chunks could be sent meanwhile
 
     def unpack(self, address: int, box: PageBox, staging: torch.device = CPU, *, alone: bool = False) -> Copy:
-        """Copy wire bytes at ``address`` to ``box`` of the pages, converted where they are another dtype's."""
+        """Copy wire bytes at ``address`` to ``box`` of the pages. They are converted where ``box.source`` is given."""
         brief = self._brief(box, staging)
         if box.source is None:
             unpack = partial(self._copy_wire, address, box, to_wire=False)
@@ -125,12 +126,12 @@ class RankCaches:
         return self.copies.start(unpack, brief=brief, alone=alone and brief)
 
     def _brief(self, box: PageBox, staging: torch.device) -> bool:
-        """Whether a copy between pages and staging memory is over as soon as another thread were awake."""
+        """Whether a copy between pages and staging memory takes no longer than waking another thread."""
         limit = BRIEF_BYTES if self.copies.idle else BRIEF_LOCAL_BYTES
         return staging == self.device and self.nbytes(box) <= limit
 
     def fetch(self, boxes: Sequence[tuple[PageBox, Pages]], *, alone: bool = False) -> Copy:
-        """Copy pages of a peer that are mapped here to parts of ours, each in one pass."""
+        """Copy a peer's pages, which are mapped in this process, to boxes of our pages, each in one pass."""
 
         def enqueue() -> None:
             for box, theirs in boxes:
@@ -140,7 +141,7 @@ class RankCaches:
         return self.copies.start(enqueue, brief=brief, alone=alone)
 
     def warm_up(self) -> None:
-        """Allocate what launches need, and compile the kernels of the copies by one that changes nothing. Blocks."""
+        """Allocate the memory that launches need. Compile the kernels by copies that change no page. Blocks."""
         if self.device.type == "cpu" or not self.views:
             return
         self.copies.start(partial(prepare, self.device))
@@ -148,7 +149,7 @@ class RankCaches:
         scratch = torch.empty(2 * widest, dtype=torch.uint8, device=self.device)
         for region, view in enumerate(self.views):
             first = TokenBlocks(np.zeros(1, dtype=np.int64), view.block_size, view.block_stride, 0)
-            tokens = min(2, view.block_size)  # with one alone its stride would not count for the alignment
+            tokens = min(2, view.block_size)  # a box of one token would leave its stride out of the alignment
             box = PageBox(region, 0, 1, 0, view.num_heads, 0, tokens, first)
             wire = self._wire(scratch.data_ptr(), box)
             for self.copies.idle, over_link in ((False, False), (True, False), (True, True)):
@@ -157,7 +158,7 @@ class RankCaches:
         self.copies.idle = False
 
     def in_pieces(self, box: PageBox) -> bool:
-        """Whether ``box`` lies in pieces long enough that a socket moves them as fast as packed bytes."""
+        """Whether the pieces of ``box`` are long enough that a socket moves them as fast as packed bytes."""
         if box.source is not None:
             return False
         view = self.views[box.region]
@@ -166,7 +167,7 @@ class RankCaches:
         return self.device.type == "cpu" and tokens * view.row_bytes >= MIN_PIECE_BYTES
 
     def pieces(self, box: PageBox) -> Pieces:
-        """Where ``box`` lies, in wire order."""
+        """The pieces of memory in which ``box`` lies, in wire order."""
         row_bytes = self.views[box.region].row_bytes
         return wire_ordered(self.pages(box), box.num_heads, box.num_tokens, row_bytes)
 
@@ -176,7 +177,7 @@ class RankCaches:
         return box.num_layers * box.num_heads * box.num_tokens * content
 
     def box(self, span: Span, region: int, layer: int, head: int, kernel_ids: Ids, shard: TokenShard) -> PageBox:
-        """All of ``span``, in this rank's numbering. ``shard``: P's, on both sides."""
+        """The box of all of ``span``, in this rank's numbering. ``shard``: P's shard, at P and at D."""
         view, ours = self.views[region], self.geometry.regions[region].shard
         other = shard if ours == span.shard else span.shard
         num_tokens, table = common_blocks(
@@ -197,8 +198,8 @@ class RankCaches:
     def cut(
         self, whole: PageBox, span: Span, chunk_bytes: int, source: RegionGeometry, *, convert: bool = False
     ) -> Iterator[PageBox]:
-        """The chunks of ``span``, which ``whole`` is all of, in wire order. ``source``: P's region, on both sides;
-        ``convert``: D converts its numbers.
+        """The chunks of ``span`` in wire order. ``whole``: the box of the whole span. ``source``: P's region, at P and
+        at D. ``convert``: D converts the elements that P sends.
 
         Raises:
             GeometryError: a chunk of one block or token does not fit into ``chunk_bytes``.
@@ -220,7 +221,7 @@ class RankCaches:
             )
 
     def _copy_wire(self, address: int, box: PageBox, *, to_wire: bool) -> None:
-        """Copy between ``box`` of the pages and wire order."""
+        """Copy between ``box`` of the pages and bytes in wire order at ``address``."""
         if self.device.type == "cpu":
             wire, pages = self._wire(address, box), self.pages(box)
             self._copy(*((wire, pages) if to_wire else (pages, wire)), box)
@@ -282,9 +283,9 @@ class RankCaches:
 
 
 class PageBox(msgspec.Struct, frozen=True):
-    """A box of one region in this rank's own numbering, with the blocks that its tokens lie in: kernel blocks, or
-    pieces of them where not all of their tokens are meant. ``token`` counts in these blocks. ``source``: whose numbers
-    they are on the wire, where they are converted. ``whole``: what it was cut from."""
+    """A box of one region in this rank's own numbering, with the blocks that its tokens lie in. These are kernel
+    blocks, or pieces of kernel blocks where the box omits some of their tokens. ``token`` counts in these blocks.
+    ``source``: P's elements on the wire, where D converts them. ``whole``: the span's copy that a chunk belongs to."""
 
     region: int
     layer: int
@@ -299,7 +300,8 @@ class PageBox(msgspec.Struct, frozen=True):
 
 
 class SpanCopy(msgspec.Struct, eq=False):
-    """What parts were cut from. ``device_pages``: its pages with their table on the GPU, made by the first copy."""
+    """The box of a whole span, shared by its chunks. ``device_pages``: the pages of this box, with their table on the
+    GPU. The first copy makes them."""
 
     box: PageBox
     device_pages: DevicePages | None = None

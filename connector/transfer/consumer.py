@@ -45,9 +45,9 @@ from kvferry.transport.errors import GeometryError, KVFerryError, ProtocolError
 logger = logging.getLogger("vllm.kvferry.consumer")
 
 FAILED_LINK_SECONDS = 1.0
-"""A failed link stays for so long, so that a burst of requests for a dead peer fails at once."""
+"""D keeps a failed link for this time, so that a burst of requests for a dead peer fails at once."""
 IDLE_LINK_SECONDS = 120.0
-"""A link that was not used for so long is closed, so that its staging memory serves other peers."""
+"""D closes a link that was not used for this time, so that its staging memory serves other peers."""
 MAX_STORIES = 4
 """Reads whose phases are in the log line of a failed hand-over."""
 
@@ -103,7 +103,7 @@ class Consumer:
         self._lease_keeper.release(request_id, now)
 
     def cancel(self, request_id: str, now: float) -> bool:
-        """Cancel a load. It still reports, once nothing can write its blocks. ``False``: it has reported before."""
+        """Cancel a load. It is still reported, once nothing can write its blocks. ``False``: it was reported before."""
         active_load = self._active_loads.get(request_id)
         if active_load is not None:
             self._step(active_load, handover.CancelLoad(), now)
@@ -137,12 +137,12 @@ class Consumer:
     # --- the loop's calls ---------------------------------------------------------------------------------------
 
     def finished_writes(self, now: float) -> None:
-        """Take the ends of copies into D's pages that were waited for when they began."""
+        """Handle the copies into D's pages whose end this thread awaited when they began."""
         self._step_reads(self._receiver.finished_writes(), now)
 
     def serve(self, now: float, ready: Collection[object] | None = None) -> bool:
-        """Handle what arrived; whether there is more to do at once. ``ready``: the readable sockets; ``None`` is any,
-        and then deadlines are checked too."""
+        """Handle the messages that have arrived. Returns whether there is more to do at once. ``ready``: the readable
+        sockets; ``None`` is any, and then deadlines are checked too."""
         for link in list(self._links.values()):
             try:
                 for reply in link.serve(now) if ready is None or link.has_events(ready) else ():
@@ -169,7 +169,7 @@ class Consumer:
                 del self._links[address]
 
     def renew_now(self) -> None:
-        """This thread was held up while P's deadlines went on: renew at the next tick."""
+        """Renew at the next tick: this thread was delayed while P's deadlines went on."""
         self._lease_keeper.renew_now()
 
     @property
@@ -186,7 +186,7 @@ class Consumer:
         """Release every lease and close the links; loads that still run are reported as failed."""
         for active_load in list(self._active_loads.values()):
             self._step(active_load, handover.CancelLoad(Reason("cancelled", "the engine is shutting down")), now)
-        self._collect(now)  # of copies that have just ended
+        self._collect(now)  # handle the copies that have just ended
         self._lease_keeper.close_all(now)
         for link in self._links.values():
             link.close()
@@ -237,14 +237,14 @@ class Consumer:
             self._report_begun(active_load)
 
     def _report_begun(self, active_load: ActiveLoad) -> None:
-        """Once all copies are under way, the engine's device can wait for them in place of the engine's thread."""
+        """Report that all copies are under way. The engine's device can wait for them in place of its thread."""
         moving = active_load.lifetime.state.phase is handover.HandoverPhase.MOVING
         if moving and not active_load.begun and all(read.state.all_begun for read in active_load.reads):
             active_load.begun = True
             self._on_begun(active_load.load)
 
     def _perform(self, active_load: ActiveLoad, effects: tuple[handover.HandoverEffect, ...], now: float) -> None:
-        """Perform every effect, whatever an earlier one raises: a load must be reported, and its lease released."""
+        """Perform every effect, also after an error in one: a load must be reported, and its lease released."""
         for effect in effects:
             try:
                 self._perform_one(active_load, effect, now)
@@ -336,7 +336,7 @@ class Consumer:
             self._step_read(read, event, now)
 
     def _step_read(self, read: SourceRead, event: ReadEvent, now: float) -> None:
-        """Perform every effect of an event, whatever an earlier one raises."""
+        """Perform every effect of an event, also after an error in one."""
         for effect in read.lifetime.step(event, now):
             try:
                 self._perform_read_effect(read, effect, now)
@@ -361,7 +361,7 @@ class Consumer:
                 self._step(read.active_load, effect, now)
 
     def _use_posted_grant(self, read: SourceRead, now: float) -> bool:
-        """Whether P has posted the grant on its board. Then D asks nothing, and reading begins at once."""
+        """Whether P has posted the grant on its grant board. Then D sends no ask, and the read begins at once."""
         board = read.link.board
         note = None if board is None else board.find(read.active_load.load.token)
         if note is None:
@@ -422,7 +422,7 @@ class Consumer:
             return
         read = self._receiver.find(reply.read, link)
         if read is None:
-            return  # of a read that has ended
+            return  # a message for a read that has ended
         match reply:
             case messages.Grant():
                 self._take_grant(read, reply, now)
@@ -431,7 +431,7 @@ class Consumer:
                 detail = f": {reply.detail}" if reply.detail else ""
                 if (
                     reply.reason == "detached"
-                ):  # P has no session of this D any more: the next hand-over makes a new link
+                ):  # P has ended its session with this D: the next hand-over makes a new link
                     link.fail("peer_lost", f"P has no handshake of ours: {reply.detail}")
                 self._step_read(read, ReadFailed(Reason(kind, f"P denied the read, {reply.reason}{detail}")), now)
             case messages.Committed():

@@ -1,9 +1,9 @@
 """Copies on a rank's device, and when they have ended.
 
-On the host a copy is done on return. On a GPU it is enqueued on a stream of its own; one thread waits for its end in a
-call that holds no GIL, so that the mover neither polls the GPU nor stands still for it. Where that would take longer
-than the copy, or where the mover has nothing else to do, it does stand still. Where the engine computes with a
-copy, its stream waits for it.
+On the host a copy is done on return. On a GPU it is enqueued on a separate stream. One thread waits for the end of
+each copy in a call that holds no GIL, so that the transfer thread neither polls the GPU nor blocks. The transfer thread
+itself waits where waking it would take longer than the copy, or where it has nothing else to do. Where the engine
+computes with the copied data, the engine's stream waits for the copy.
 """
 
 from __future__ import annotations
@@ -21,60 +21,61 @@ from kvferry.transport import cuda
 from kvferry.transport.channels import CPU, Copy
 
 PATIENCE_SECONDS = 4e-3
-"""How long the mover waits itself for the only copy under way while the engine is idle: 1 GiB over NVLink takes 3 ms,
-and waking two threads one after the other 0.2 ms."""
+"""How long the transfer thread itself waits for the only copy under way while the engine is idle. 1 GiB over NVLink
+takes 3 ms, and waking two threads one after the other takes 0.2 ms."""
 _CLOSE_SECONDS = 5.0
-"""A GPU that does not end a copy for so long hangs."""
+"""A GPU that has not ended a copy after this time hangs."""
 
 
 DeviceEvent = cuda.Event
-"""A place in what the engine gives its device to do."""
+"""A point in the order of the work that the engine's thread launches on its device."""
 
 
 class Copies(ABC):
-    """The copies of one rank, in the order in which they are started, all by one thread. ``sms``: GPU SMs that one may
-    take at most that is started now; ``None`` is all."""
+    """The copies of one rank, in the order in which they are started. One thread starts all of them. ``sms``: the most
+    GPU SMs that a copy started now may take; ``None`` is all."""
 
     device: torch.device
     sms: int | None = None
     idle: bool = False
-    """Whether no forward runs beside what is started now, so that it may have all SMs. Written by the engine's
-    thread."""
+    """Whether no forward pass runs beside a copy that is started now, so that the copy may take all SMs. The engine's
+    thread writes this flag."""
 
     def __init__(self) -> None:
         self.on_done: Callable[[], None] = lambda: None
-        """Called from any thread whenever a copy has ended that was not done on return."""
+        """Called, from any thread, at the end of each copy that was not done when ``start`` returned."""
 
     @abstractmethod
     def start(self, enqueue: Callable[[], None], *, brief: bool = False, alone: bool = False) -> Copy:
-        """``enqueue`` calls kernels; the copy is done when all that they do is. What it raises passes through, and
-        then nothing of it is under way. ``alone``: nothing else is under way that could go on meanwhile. ``brief``: it
-        takes less than a thread takes to wake."""
+        """Start a copy. ``enqueue`` launches its kernels; the copy is done when all of them have ended. An error of
+        ``enqueue`` is raised here, and then none of its kernels runs any more. ``alone``: no other work could go on
+        during the copy. ``brief``: the copy takes less time than waking a thread."""
 
     @abstractmethod
     def record_event(self) -> DeviceEvent | None:
-        """What the engine's thread, which calls this, has given its device to do so far; ``None`` where all is done."""
+        """The work that the engine's thread has launched on its device so far; ``None`` where all of it is done. The
+        engine's thread calls this."""
 
     @abstractmethod
     def wait_event(self, event: DeviceEvent) -> None:
-        """What is started from now on waits for it."""
+        """Copies that are started from now on wait for ``event``."""
 
     @abstractmethod
     def make_engine_wait(self) -> None:
-        """What the engine's thread, which calls this, gives its device from now on waits for all that was started
-        before. Some thousand kernels may wait; with more, their launch waits too."""
+        """Work that the engine's thread launches from now on waits for all copies that were started before. Some
+        thousand kernels may wait; with more, their launch waits too. The engine's thread calls this."""
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Block until all copies have ended that were started before."""
+        """Block until all copies that were started before have ended."""
 
     @abstractmethod
     def close(self) -> None:
-        """Settle, and take no more."""
+        """Wait for the copies that were started, up to 5 s on a GPU, and start no more."""
 
 
 class HostCopies(Copies):
-    """Copies in host memory, done on return; the engine's own work there is too."""
+    """Copies in host memory. Each copy is done on return, and so is the engine's own work in host memory."""
 
     device = CPU
 
@@ -86,24 +87,24 @@ class HostCopies(Copies):
         return None
 
     def wait_event(self, event: DeviceEvent) -> None:
-        """It has passed."""
+        """Do nothing: the event has passed."""
 
     def make_engine_wait(self) -> None:
-        """They have ended."""
+        """Do nothing: all copies have ended."""
 
     def synchronize(self) -> None:
-        """They have ended."""
+        """Do nothing: all copies have ended."""
 
     def close(self) -> None:
-        """They have ended."""
+        """Do nothing: all copies have ended."""
 
 
 class GpuCopies(Copies):
-    """Copies by a GPU, on a stream whose kernels are given SMs before the engine's next ones are.
+    """Copies by a GPU. Its stream has priority: its kernels receive SMs before the engine's next kernels.
 
     Args:
-        device: with its index.
-        sms: SMs that a copy may take while the engine computes, so that its kernels go on beside it.
+        device: the GPU, with its index.
+        sms: SMs that a copy may take while the engine computes, so that the engine's kernels go on beside the copy.
     """
 
     def __init__(self, device: torch.device, sms: int) -> None:
@@ -114,7 +115,7 @@ class GpuCopies(Copies):
         self._local = threading.local()
         self._behind: DeviceEvent | None = None
         self._last: Copy | None = None
-        self._events: deque[cuda.Event] = deque()  # that can be recorded anew
+        self._events: deque[cuda.Event] = deque()  # events that can be recorded again
         self._started: queue.SimpleQueue[tuple[Copy, cuda.Event] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._watch, name="kvferry-copies", daemon=True)
         self._thread.start()
@@ -129,7 +130,7 @@ class GpuCopies(Copies):
         try:
             enqueue()
         except BaseException:
-            self._stream.synchronize()  # some of its kernels may have been launched
+            self._stream.synchronize()  # some of the kernels may have been launched
             raise
         event.record(self._handle)
         seconds = 0.0 if not alone else math.inf if brief else PATIENCE_SECONDS if self.idle else 0.0
@@ -148,16 +149,16 @@ class GpuCopies(Copies):
 
     @property
     def _unhindered(self) -> bool:
-        """Whether nothing is before the next copy."""
+        """Whether the next copy would wait for nothing: the last copy has ended, and so has the awaited event."""
         return (self._last is None or self._last.done) and (self._behind is None or self._behind.query())
 
     def _await(self, copy: Copy, event: cuda.Event, seconds: float = math.inf) -> bool:
-        """Whether it has ended by then."""
+        """Wait for the end of a copy, at most ``seconds``. Returns whether it has ended."""
         try:
-            # It spins, without the GIL: a thread that sleeps sees the end of a copy 0.1 to 0.4 ms later.
+            # This call spins without the GIL: a sleeping thread notices the end of a copy 0.1 to 0.4 ms later.
             if not event.synchronize(seconds):
                 return False
-        except Exception as error:  # whatever the driver says, no copy of this process succeeds any more
+        except Exception as error:  # after any driver error no copy of this process succeeds any more
             copy.error = str(error)
         else:
             self._events.append(event)

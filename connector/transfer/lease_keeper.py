@@ -21,13 +21,13 @@ from kvferry.transport.errors import GeometryError
 logger = logging.getLogger("vllm.kvferry.lease_keeper")
 
 SIBLING_SECONDS = 0.5
-"""How long a release waits for more requests of the same prompt (``n > 1`` sends them one by one)."""
+"""Seconds that a release waits for more requests of the same prompt (``n > 1`` sends them one by one)."""
 RENEWALS_PER_TERM = 3
 """D may lose two renewals in a row before P's lease ends."""
 SHORTEST_INTERVAL = 0.1
 """Seconds. A peer that names a short term must not keep the transfer thread busy."""
 RENEWED_AT_ONCE = 4096
-"""Tokens of one message; a message each would fill the connection's queue where all are due together."""
+"""Tokens of one message. One message per token would fill the connection's queue where all renewals are due at once."""
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class LeaseAtPeer:
 
 
 Renewals = dict[RankAddress, tuple[PeerEngine, list[bytes]]]
-"""By P rank: the tokens to renew there."""
+"""The tokens to renew, by P rank."""
 
 
 class LeaseKeeper:
@@ -68,7 +68,7 @@ class LeaseKeeper:
         """``request_id`` may read under ``token``; renewals start when a third of the term has passed.
 
         Raises:
-            GeometryError: P names ranks that it cannot have.
+            GeometryError: P's parameters name ranks that P cannot have.
         """
         kept = self._kept.get(token)
         if kept is None:
@@ -124,7 +124,7 @@ class LeaseKeeper:
     def _step(
         self, kept: LeaseAtPeer, event: kept_lease.KeptLeaseEvent, now: float, due: Renewals | None = None
     ) -> None:
-        """Take one event. ``due`` collects renewals, so that a P rank gets those of all its leases in one message."""
+        """Take one event. ``due`` collects renewals, so that one message renews all leases at a P rank."""
         for effect in kept.lifetime.step(event, now):
             match effect:
                 case kept_lease.SendRenewal():
@@ -149,8 +149,8 @@ class LeaseKeeper:
 
     @contextmanager
     def _guard(self, what: str, address: RankAddress, kept: LeaseAtPeer | None = None) -> Iterator[None]:
-        """Count a failure to send to one P rank, and log it at a limited rate. A failure must cost no other lease
-        anything, nor the report of the load that the lease was kept for."""
+        """Count a failure to send to one P rank, and log it at a limited rate. A failure must not affect other leases,
+        nor the report of the load for which D kept the lease."""
         try:
             yield
         except Exception as error:

@@ -75,7 +75,7 @@ class Link:
         self._rank_context = rank_context
         self.peer = peer
         self.address = address
-        self._now = 0.0  # of the last call that brought the time
+        self._now = 0.0  # the time that the last call passed
         self.lifetime = Lifetime(LINK, LinkState(settings.handshake_timeout_seconds), self._now)
         self.handled_phase = LinkPhase.CONNECTED  # the last phase that the owner has acted on
         self.failed_at = 0.0
@@ -88,8 +88,8 @@ class Link:
         self.board: BoardReader | None = None  # P's board of posted grants
         self.converted: frozenset[tuple[int, int]] = frozenset()  # regions, D's and P's, whose dtypes or scales differ
         self._offers: dict[str, bytes] = {}
-        self._rejected: dict[str, str] = {}  # why, by plane
-        self._gpu_reached = True  # whether D's GPU reaches P's GPU, as far as was tried
+        self._rejected: dict[str, str] = {}  # the reason of the rejection, by plane
+        self._gpu_reached = True  # false once D's GPU has failed to reach P's GPU
         self.geometry: RankGeometry | None = None
         self.connection = Connection(
             address.host,
@@ -147,7 +147,7 @@ class Link:
         return connection.socket in ready or connection.monitor in ready
 
     def serve(self, now: float) -> list[Reply]:
-        """Advance the handshake; the replies that do not belong to it."""
+        """Advance the handshake. Returns the replies that do not belong to it."""
         self._now = now
         replies: list[Reply] = []
         if self.phase is LinkPhase.FAILED:
@@ -288,8 +288,8 @@ class Link:
         self._offers = {offer.name: offer.payload for offer in welcome.planes}
 
     def _check_addressed(self, theirs: RankGeometry) -> None:
-        """That P's rank and engine have the form that the request's parameters named: the choice of ranks to read was
-        made from those parameters."""
+        """Check that P's rank and engine have the form that the request's parameters named. D has chosen the ranks to
+        read from these parameters."""
         named = {
             "tp_rank": self.address.tp_rank,
             "pp_rank": self.address.pp_rank,
@@ -314,10 +314,10 @@ class Link:
         self._offers.pop(name, None)
 
     def _choose_plane(self) -> None:
-        """Connect the first plane that both sides have. One log line names it, and why no better one was chosen.
+        """Connect the first plane that both sides have. One log line names it, and why no better plane was chosen.
 
         Raises:
-            PlaneUnavailableError: there is none.
+            PlaneUnavailableError: no such plane is left.
         """
         rejected = {**self._rank_context.missing_planes, **self._rejected}
         for plane in self._rank_context.planes:
@@ -340,7 +340,7 @@ class Link:
         raise PlaneUnavailableError(f"no data plane in common: {_listed(rejected) or 'none offered'}")
 
     def _cannot_use(self, plane: Plane) -> str:
-        """Why a plane that P offers is not chosen; empty where it may be."""
+        """Why D does not choose a plane that P offers; empty where D may choose it."""
         if plane.pulls and self.converted:
             return "it copies bytes, and dtypes differ"
         if len(self._rank_context.planes) == 1:

@@ -1,6 +1,6 @@
-"""P's half of the mover: which blocks are held for whom, and what is answered to the ranks of D.
+"""P's half of the transfer thread: the leases of this rank, and the replies to the ranks of D.
 
-Decisions are ``lease.step``'s; this file performs its effects and feeds it what happens.
+The tables ``lease`` and ``outgoing_read`` decide. This file performs their effects and gives them events.
 """
 
 from __future__ import annotations
@@ -23,22 +23,23 @@ from kvferry.transport.grant_board import GrantBoard
 logger = logging.getLogger("vllm.kvferry.producer")
 
 ENDED_TOKENS = 1 << 16
-"""Tokens remembered after their lease has ended, so that a late ask is refused at once. An unknown one is never
-granted either; it only waits in vain."""
+"""Tokens that P remembers after their lease has ended, so that P refuses a late ask at once. P does not grant an ask
+with an unknown token either, but refuses it only after ``ask_hold_seconds``."""
 EARLY_RELEASES = 1024
 EARLY_VOTES = 64
 HELD_ASKS = 4096
 HELD_SPANS = 1 << 16
-"""Bounds on the asks that wait for their lease, in number and, by their spans and ranks, in memory."""
+"""Bounds on the asks that wait for their lease: their number, and the number of their spans and ranks, which bounds
+the memory."""
 PACKS_PER_TURN = 2
-"""Chunks packed before control messages are looked at again."""
+"""Chunks that the thread packs before it looks at control messages again."""
 READ_FAILED = "read failed"
-"""Lines like it are logged at one limited rate."""
+"""The log lines of failed reads share one limited rate under this key."""
 
 
 @dataclass(slots=True)
 class HeldLease:
-    """A lease with the blocks it holds. ``posted``: where on the board it says so."""
+    """A lease with the blocks it holds. ``posted``: where its posted grant lies on the grant board."""
 
     grant: LeaseGrant
     ids: list[Ids]
@@ -48,7 +49,7 @@ class HeldLease:
 
 @dataclass(slots=True)
 class HeldAsk:
-    """An ask that came before its lease."""
+    """An ask that arrived before its lease."""
 
     identity: bytes
     ask: messages.Ask
@@ -56,7 +57,7 @@ class HeldAsk:
 
 
 class Producer:
-    """All leases of this rank and all reads under them. Called from the mover's thread only."""
+    """All leases of this rank and all reads under them. Used by the transfer thread only."""
 
     def __init__(self, rank_context: RankContext, listener: Listener) -> None:
         self._rank_context = rank_context
@@ -73,7 +74,7 @@ class Producer:
     # --- commands from the engine -------------------------------------------------------------------------------
 
     def grant(self, grant: LeaseGrant, now: float) -> None:
-        """Hold the blocks of a finished prompt for whoever knows the token."""
+        """Hold the blocks of a finished prompt. Any D that sends the token may read them."""
         settings = self._rank_context.settings
         ids = [self._rank_context.caches.kernel_ids(g, unpack_ids(packed)) for g, packed in enumerate(grant.block_ids)]
         state = lease.grant(now, settings.lease_seconds, settings.lease_cap_seconds)
@@ -87,13 +88,13 @@ class Producer:
             try:
                 if session is not None:
                     self._ask(session, held.ask, now)
-            except Exception as error:  # the lease stands: an error here must not have its blocks freed
+            except Exception as error:  # the lease stands: an error here must not free its blocks
                 logger.exception("kvferry: unexpected error with an ask that was held")
                 self._deny(held, held.ask.read, "failed", repr(error))
 
     def _post(self, grant: LeaseGrant) -> int | None:
-        """Put a grant up for whoever reads our pages by itself: it need not ask then, nor have its read committed. Not
-        where the engine may have given blocks back: each ask is checked against those."""
+        """Post a grant on the grant board. A D that reads P's pages by itself then needs neither an ask nor a commit.
+        A grant is not posted where the engine may have freed some of the blocks: there P must check each ask."""
         if not any(plane.pulls for plane in self._rank_context.planes):
             return None
         if any(region.kind not in ("full", "mla") for region in self._rank_context.caches.geometry.regions):
@@ -103,7 +104,7 @@ class Producer:
     # --- the loop's calls ---------------------------------------------------------------------------------------
 
     def serve(self, now: float) -> bool:
-        """Answer what arrived; whether anything did."""
+        """Answer the messages that have arrived. Returns whether there were any."""
         arrived = self._listener.receive()
         for identity, frames in arrived:
             try:
@@ -114,17 +115,17 @@ class Producer:
                 self._drop("protocol version", error)
             except ProtocolError as error:
                 self._drop("malformed", error)
-            except Exception as error:  # whatever one peer brings about must not reach the others
+            except Exception as error:  # an error with one peer must not reach the others
                 logger.exception("kvferry: unexpected error with a message")
                 self._drop("unexpected error", repr(error))
         return bool(arrived)
 
     def pump(self, now: float) -> bool:
-        """Pack and send chunks of the reads in turn; whether any was."""
+        """Pack and send chunks of the reads in turn. Returns whether any chunk was packed or sent."""
         for outgoing in self._sender.drained():
             self._step_read(outgoing, outgoing_read.CopiesEnded(), now)
         packed = 0
-        for _ in range(len(self._sender)):  # one that cannot send now must not hold up the others
+        for _ in range(len(self._sender)):  # a read that cannot send now must not delay the others
             if packed == PACKS_PER_TURN or not self._sender:
                 break
             outgoing, sent, event = self._sender.turn(now)
@@ -136,7 +137,7 @@ class Producer:
         return packed > 0
 
     def tick(self, now: float) -> None:
-        """Expire leases, give up held asks, drop the sessions of D ranks that are gone."""
+        """Expire leases, refuse held asks that are overdue, end the sessions of D ranks that are gone."""
         for token in list(self._leases):
             self._step(token, Tick(), now)
         late = [held for held in self._waiting if now >= held.deadline]
@@ -147,7 +148,7 @@ class Producer:
             self._end_session(session, now)
 
     def take_freed(self) -> list[str]:
-        """Requests whose blocks nothing reads any more, since the last call."""
+        """The requests whose blocks have become free since the last call: nothing reads these blocks any more."""
         freed, self._freed = self._freed, []
         return freed
 
@@ -157,7 +158,7 @@ class Producer:
         return bool(self._leases or self._waiting)
 
     def withdraw(self) -> None:
-        """From here on no reader takes what it has read for true. Idempotent."""
+        """Withdraw all posted grants. After this call no reader accepts data that it has read. Idempotent."""
         self._board.close()
 
     def close(self) -> None:
@@ -194,7 +195,8 @@ class Producer:
                         self._reply(identity, messages.Committed(read=request.read, ok=ok))
 
     def _strange(self, identity: bytes, request: messages.Request) -> None:
-        """A request without a Hello, or from a D that was forgotten here: it hears so, and can greet again."""
+        """Refuse a request that came without a Hello, or from a D whose session has ended here. The reply lets D start
+        a new handshake."""
         match request:
             case messages.Ask():
                 text = "no handshake was made, or it was forgotten"
@@ -232,7 +234,7 @@ class Producer:
             self._deny(session, ask.read, "bounds", str(error))
             return
         self._step(ask.token, lease.Asked(ask.consumer, frozenset(ask.expected)), now)
-        # Only a D that reads the pages by itself learns which they are.
+        # Only a D that reads P's pages by itself receives the block ids.
         block_ids = held.grant.block_ids if session.channel.pulls else ()
         self._reply(session.identity, _granted(held.grant, ask.read, len(parts), block_ids))
         if parts:
@@ -241,7 +243,7 @@ class Producer:
             self._sender.start(outgoing)
 
     def _hold(self, session: Session, ask: messages.Ask, now: float) -> None:
-        """Keep an ask until its lease comes, or its time is over."""
+        """Keep an ask until its lease is granted, or until ``ask_hold_seconds`` have passed."""
         size = sum(len(each.spans) + len(each.expected) for each in (ask, *(held.ask for held in self._waiting)))
         if len(self._waiting) >= HELD_ASKS or size > HELD_SPANS:
             self._deny(session, ask.read, "unknown", "too many asks are waiting for their lease")
@@ -263,7 +265,7 @@ class Producer:
         if release.token in self._leases or release.token in self._ended:
             self._step(release.token, event, now)
             return
-        # D gave up before the engine told us of the lease; kept until it does.
+        # D released the lease before the engine granted it. The vote waits for the grant.
         votes = self._early.setdefault(release.token, [])
         if len(votes) < EARLY_VOTES and event not in votes:
             votes.append(event)
@@ -278,7 +280,7 @@ class Producer:
             return
         effects = held.lifetime.step(event, now)
         if held.posted is not None and not lease.may_commit(held.lifetime.state):
-            self._board.withdraw(held.posted)  # before the engine hears that the blocks are its own again
+            self._board.withdraw(held.posted)  # before the engine may reuse the blocks
             held.posted = None
         for effect in effects:
             match effect:
@@ -339,7 +341,7 @@ class Producer:
 def _granted(
     grant: LeaseGrant, read: int, chunks: int = 0, block_ids: tuple[bytes, ...] | None = None
 ) -> messages.Grant:
-    """What a reader is told of a lease; with all of its blocks where ``block_ids`` is None."""
+    """The Grant message of a lease. It contains all blocks of the lease where ``block_ids`` is None."""
     return messages.Grant(
         read=read,
         num_tokens=grant.num_tokens,

@@ -1,4 +1,4 @@
-"""One rank's own side of every hand-over: its caches, its identity, its settings. Shared by both halves of the mover.
+"""One rank's own side of every hand-over: its caches, identity and settings. ``Producer`` and ``Consumer`` share it.
 
 Axes ``[L, B, H, N, C]``: layers, blocks, KV heads, tokens in a block, content bytes.
 """
@@ -21,7 +21,7 @@ from kvferry.transport.wake import RateLimitedLog
 
 @dataclass
 class RankContext:
-    """Everything that a hand-over needs to know of its own rank."""
+    """All data about its own rank that a hand-over needs."""
 
     settings: Settings
     engine_id: str
@@ -35,19 +35,19 @@ class RankContext:
     log: RateLimitedLog = field(default_factory=lambda: RateLimitedLog(logging.getLogger("vllm.kvferry.peer")))
 
     def topology(self, peer: EngineForm) -> TpKVTopology:
-        """How this rank, as D, faces the P engine ``peer``: the same object for every peer of that form."""
+        """The topology of this rank, as D, and the P engine ``peer``: the same object for every peer of that form."""
         return TpKVTopology.between(self.caches.geometry, peer)
 
     def plane(self, name: str) -> Plane | None:
-        """The plane of that name, if this rank has it."""
+        """The plane with this name, or ``None`` where this rank does not have it."""
         return next((plane for plane in self.planes if plane.name == name), None)
 
 
 def check_model(ours: Mapping[str, str], theirs: Mapping[str, str]) -> None:
-    """Whether two ranks hold the same model.
+    """Check that two ranks hold the same model.
 
     Raises:
-        IncompatiblePeerError: names the first fact that differs, and both values.
+        IncompatiblePeerError: they do not. The error names the first field that differs, and both values.
     """
     for name in sorted(set(ours) | set(theirs)):
         if ours.get(name) != theirs.get(name):

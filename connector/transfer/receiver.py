@@ -40,7 +40,7 @@ from kvferry.transport.grant_board import PostedGrant
 logger = logging.getLogger("vllm.kvferry.receiver")
 
 UNPACKS_PER_TURN = 4
-"""Messages unpacked before control messages are looked at again."""
+"""Messages that the thread unpacks before it looks at control messages again."""
 
 
 class ActiveLoad(msgspec.Struct):
@@ -60,8 +60,8 @@ class ActiveLoad(msgspec.Struct):
 class SourceRead(msgspec.Struct, eq=False):
     """One hand-over's part from one P rank.
 
-    ``planned``: the spans to read. Where P pushes, ``boxes`` are the chunks that these are cut into, and ``tags`` those
-    whose messages have not arrived. ``note`` is P's posted grant where D found one.
+    ``planned``: the spans to read. Where P sends the bytes, ``boxes`` are the chunks of these spans, and ``tags`` the
+    tags of the chunks whose messages have not arrived. ``note`` is P's posted grant where D found one.
     """
 
     number: int
@@ -83,11 +83,11 @@ class SourceRead(msgspec.Struct, eq=False):
 
 
 Happening = tuple[SourceRead, ReadEvent]
-"""An event, and the read that it is for."""
+"""An event, and the read that takes it."""
 
 
 class SpanRead(PageRead):
-    """The spans of one read, each in D's pages and in P's."""
+    """The spans of one read, each as a box of D's pages and as P's pages."""
 
     def __init__(self, caches: RankCaches, sides: list[tuple[PageBox, Pages]], *, alone: bool) -> None:
         self._caches, self._sides, self._alone = caches, sides, alone
@@ -104,7 +104,7 @@ class SpanRead(PageRead):
 
 
 class PageWrite(msgspec.Struct, eq=False):
-    """A copy of ``nbytes`` into D's pages. ``message``: the message that it unpacks, where P pushed one. ``seen``: the
+    """A copy of ``nbytes`` into D's pages. ``message``: the message that it unpacks, where P sent one. ``seen``: the
     value of ``copy.moved`` that is counted; ``None`` before the first look."""
 
     read: SourceRead
@@ -123,13 +123,13 @@ class Receiver:
         self._last = 0
         self._arrived: deque[tuple[Link, Received]] = deque()
         self._writing: list[PageWrite] = []
-        self._moving = False  # a plane's own copy has just begun or gone on
+        self._moving = False  # a copy by a plane has just begun or moved bytes
 
     def __bool__(self) -> bool:
         return bool(self._reads)
 
     def new(self, active_load: ActiveLoad, source: int, link: Link, now: float) -> SourceRead:
-        """The read of ``active_load`` from its source number ``source``."""
+        """A new read of ``active_load`` from its source number ``source``."""
         self._last = (self._last + 1) % (1 << 32)
         lifetime = Lifetime(SOURCE_READ, ReadState(source), now)
         read = self._reads[self._last] = SourceRead(self._last, active_load, link, lifetime)
@@ -137,7 +137,7 @@ class Receiver:
         return read
 
     def find(self, number: int, link: Link) -> SourceRead | None:
-        """The read of that number, if it uses that link and has not ended."""
+        """The read with this number, if it uses this link and has not ended."""
         read = self._reads.get(number)
         return read if read is not None and read.link is link else None
 
@@ -146,14 +146,14 @@ class Receiver:
         return [read for read in self._reads.values() if read.link is link]
 
     def forget(self, read: SourceRead) -> None:
-        """No message of the read can arrive any more."""
+        """Forget a read of which no message can arrive any more."""
         self._reads.pop(read.number, None)
 
     def expect(self, read: SourceRead) -> None:
-        """Where P pushes: announce the chunks that D has just asked for.
+        """Where P sends the bytes: announce the chunks that D has just asked for.
 
-        Not before the ask, because cutting takes as long as the ask takes to P. Not later, because the first chunk may
-        arrive before the grant, which comes by another socket.
+        D does not cut them before the ask, because cutting takes as long as the ask takes to reach P. D does not cut
+        them later, because the first chunk may arrive before the grant, which comes by another socket.
 
         Raises:
             GeometryError: a chunk of one token does not fit into a slot.
@@ -172,7 +172,7 @@ class Receiver:
             channel.expect(read.tag(chunk), self._caches.nbytes(box), into)
 
     def check_grant(self, read: SourceRead, grant: messages.Grant) -> None:
-        """Whether a grant fits what D asked for.
+        """Check that a grant fits D's ask.
 
         Raises:
             GeometryError: it does not.
@@ -195,7 +195,7 @@ class Receiver:
             yield self._write(read, copy, sum(self._caches.nbytes(box) for box, _ in sides))
 
     def _sides(self, read: SourceRead, planned: PlannedSpan, grant: messages.Grant) -> tuple[PageBox, Pages]:
-        """A span in D's pages and in P's."""
+        """A span as a box of D's pages and as P's pages."""
         span = planned.span
         theirs = pages_of(read.link.pages[span.region], unpack_ids(grant.block_ids[span.region]), span, planned.shard)
         return self._box(read, planned), theirs
@@ -213,7 +213,7 @@ class Receiver:
         return self._caches.box(item.span, item.region, item.layer, item.head, ids, item.shard)
 
     def cancel(self, read: SourceRead) -> Iterator[Happening]:
-        """Let no channel write D's pages for this read, and have P stop sending.
+        """Let no channel write D's pages for this read, and ask P to stop sending.
 
         A copy that cannot be cancelled goes on, and ``finished_writes`` yields an event when it ends. Messages under
         way end in staging memory or are dropped; P's ``Stopped`` contains their number.
@@ -235,7 +235,7 @@ class Receiver:
             read.link.send(messages.Cancel(read=read.number, posted=highest + 1))
 
     def on_stopped(self, read: SourceRead, sent: int) -> Iterator[Happening]:
-        """P has sent, or ended by empty messages, the first ``sent`` chunks of a stopped read, and sends no more."""
+        """Handle a Stopped. P has sent the first ``sent`` chunks of the read, or empty messages, and sends no more."""
         if not read.state.stopped:
             return
         channel = read.link.channel
@@ -246,7 +246,7 @@ class Receiver:
         yield read, MessagesLeft(len(read.tags))
 
     def collect(self, links: Iterable[Link]) -> Iterator[Happening]:
-        """Unpack some of the messages that have arrived, look at the copies under way; the events of both."""
+        """Unpack some of the messages that have arrived, and check the copies under way. Yields the events of both."""
         for link in links:
             channel = link.channel
             if channel is not None and not channel.pulls and link.phase is LinkPhase.ATTACHED:

@@ -48,8 +48,8 @@ class PackedChunk(msgspec.Struct):
 class OutgoingRead(msgspec.Struct, eq=False):
     """A read that P sends, one chunk per box of pages.
 
-    ``number``: by which D names the read. ``token``: names its lease. ``packing``: the chunks that have begun but are
-    not sent, in order.
+    ``number``: D's number of the read. ``token``: the token of its lease. ``packing``: the chunks that have begun but
+    are not sent, in order.
     """
 
     session: Session
@@ -61,7 +61,7 @@ class OutgoingRead(msgspec.Struct, eq=False):
 
     @property
     def begun(self) -> int:
-        """How many of its chunks, the first ones, have been begun."""
+        """The number of chunks, from the first one on, that have been begun."""
         return self.lifetime.state.begun
 
     @property
@@ -77,7 +77,7 @@ class OutgoingRead(msgspec.Struct, eq=False):
 
 
 class Sender:
-    """All reads that this rank sends. Chunks are stepped here, all other events of a read by the owner."""
+    """All reads that this rank sends. The sender handles the events of chunks, its owner all other events of a read."""
 
     def __init__(self, caches: RankCaches) -> None:
         self._caches = caches
@@ -89,26 +89,26 @@ class Sender:
         return len(self._outgoing)
 
     def of(self, wanted: Callable[[OutgoingRead], bool]) -> list[OutgoingRead]:
-        """The reads that are SENDING or SENT, and ``wanted``."""
+        """The reads that are SENDING or SENT, and for which ``wanted`` is true."""
         return [outgoing for outgoing in self._outgoing if wanted(outgoing)]
 
     def check(self, session: Session, ask: messages.Ask, num_tokens: int, ids: Sequence[Ids]) -> None:
         """Check that an ask can be served from blocks ``ids`` (per region) that hold ``num_tokens``.
 
         Raises:
-            GeometryError: its number was used before, or its spans are not ours, beyond the prompt or its blocks.
+            GeometryError: its number was used before, or its spans are not in our regions, the prompt or its blocks.
         """
         if ask.read in session.sent or self.of(lambda outgoing: outgoing.key == (session.identity, ask.read)):
             raise GeometryError(f"read {ask.read} was asked for before")
         for span in ask.spans:
-            if span.shard not in session.shards:  # each other one would cost a look at every token
+            if span.shard not in session.shards:  # any other shard would cost a pass over every token
                 raise GeometryError(f"span of the tokens of {span.shard}, which is none of that rank's")
         check_spans(ask.spans, self._caches.geometry, num_tokens)
         for span in ask.spans:
             self._caches.check_held(span.region, ids[span.region], span.token, span.token + span.num_tokens)
 
     def cut(self, ask: messages.Ask, ids: Sequence[Ids], slot_bytes: int) -> list[PageBox]:
-        """The chunks of a read, in the order of the wire. Raises GeometryError where one does not fit into a slot."""
+        """The chunks of a read, in wire order. Raises GeometryError where a chunk does not fit into a slot."""
         if ask.chunk_bytes > slot_bytes:
             raise GeometryError(f"chunk_bytes {ask.chunk_bytes} is more than the {slot_bytes} of a slot")
         boxes: list[PageBox] = []
@@ -125,7 +125,7 @@ class Sender:
         return OutgoingRead(session, ask.read, ask.token, boxes, lifetime)
 
     def start(self, outgoing: OutgoingRead) -> None:
-        """Send it, in turn with the others."""
+        """Begin to send a read, in turn with the other reads."""
         self._outgoing.append(outgoing)
 
     def turn(self, now: float) -> tuple[OutgoingRead, bool, OutgoingReadEvent | None]:
@@ -176,8 +176,8 @@ class Sender:
 
     @staticmethod
     def _send(outgoing: OutgoingRead, now: float) -> tuple[bool, str]:
-        """Hand the chunks that are packed to the channel, in order. Returns whether any was, and the error of the first
-        chunk that could not be packed."""
+        """Pass the packed chunks to the channel, in order. Returns whether the channel took any, and the error of the
+        first chunk that could not be packed."""
         sent = False
         while outgoing.packing and outgoing.packing[0].copy.done:
             packed = outgoing.packing[0]
@@ -190,8 +190,8 @@ class Sender:
         return sent, ""
 
     def stop(self, outgoing: OutgoingRead) -> bool:
-        """Send no more of it; whether no copy reads its pages any more. If one does, ``drained`` returns the read once
-        its copies have ended. A socket reads pages on this very thread, so it stops here."""
+        """Send no more of a read. Returns whether no copy reads its pages any more. If one does, ``drained`` returns
+        the read once its copies have ended. A socket reads pages on this thread, so its reading stops here."""
         self._outgoing.remove(outgoing)
         self._draining.append(outgoing)
         if outgoing.reading:
@@ -204,27 +204,27 @@ class Sender:
         return self._gave_back(outgoing)
 
     def drained(self) -> list[OutgoingRead]:
-        """The reads that were stopped, and out of whose pages no copy runs any more."""
+        """The reads that were stopped, and whose pages no copy reads any more."""
         return [outgoing for outgoing in self._draining if self._gave_back(outgoing)]
 
     def forget(self, outgoing: OutgoingRead) -> None:
-        """It has ended."""
+        """Forget a read that has ended."""
         self._draining.remove(outgoing)
 
     @staticmethod
     def _gave_back(outgoing: OutgoingRead) -> bool:
-        """Give back the slots into which no copy packs any more; whether these are all."""
+        """Release the slots into which no copy packs any more. Returns whether no slot is left."""
         while outgoing.packing and outgoing.packing[0].copy.done:
             packed = outgoing.packing.popleft()
             packed.channel.give_back(packed.slot)
         return not outgoing.packing
 
     def flush(self, session: Session, cancel: messages.Cancel) -> int:
-        """After a cancelled read has stopped: how many of its chunks D may wait for. D cannot take back the receives
-        that it has posted beyond the chunks that were sent, so empty messages answer them.
+        """After a cancelled read has stopped: the number of its chunks that D may wait for. D cannot withdraw the
+        receives that it has posted beyond the chunks that were sent, so P sends empty messages for them.
 
         Raises:
-            ProtocolError: it names more chunks than a read may have.
+            ProtocolError: D's Cancel names more chunks than a read may have.
         """
         sent = session.sent.get(cancel.read, 0)
         if cancel.posted > sent and session.sender is not None:

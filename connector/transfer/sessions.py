@@ -1,4 +1,4 @@
-"""P's side of the handshake: one session per rank of D, from its Hello on."""
+"""P's side of the handshake. A rank of D has one session from its Hello on."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ logger = logging.getLogger("vllm.kvferry.sessions")
 
 SESSIONS = 4096
 NO_SLOT_BYTES = 1
-"""``Attached.slot_bytes`` of a plane without slots; the message's least value."""
+"""``Attached.slot_bytes`` of a plane without slots: the least value that the message allows."""
 
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """One rank of D. ``shards``: the tokens that it can hold, one for each way that its engine shares them out.
-    ``asked``: it has used its data plane. ``sent``: per ended read, how many chunks went out."""
+    """One rank of D. ``shards``: the tokens that it can hold, one shard for each token sharding of its engine.
+    ``asked``: D has sent an ask over this session. ``sent``: the number of chunks sent, per ended read."""
 
     identity: bytes
     engine_id: str
@@ -36,17 +36,17 @@ class Session:
 
     @property
     def attached(self) -> bool:
-        """Whether there is a data plane to send on."""
+        """Whether a data plane is attached and has no error."""
         return self.channel is not None and self.channel.error is None
 
     @property
     def sender(self) -> SendChannel | None:
-        """The channel to send on; ``None`` where there is none, or where D reads the pages by itself."""
+        """The channel to send on. ``None`` where no plane is attached, or where D reads P's pages by itself."""
         return None if self.channel is None or self.channel.pulls else self.channel
 
 
 class Sessions:
-    """All sessions of this rank, that of the longest silent D first."""
+    """All sessions of this rank. The session whose D has been silent longest comes first."""
 
     def __init__(self, rank_context: RankContext, board: BoardAddress) -> None:
         self._rank_context = rank_context
@@ -55,14 +55,14 @@ class Sessions:
         self._offers = tuple(messages.PlaneOffer(plane.name, plane.offer()) for plane in rank_context.planes)
 
     def find(self, identity: bytes) -> Session | None:
-        """The session of a D rank that says something: from now on the last to be displaced."""
+        """The session of a D rank that has sent a message. It moves to the end of the order of displacement."""
         session = self._sessions.get(identity)
         if session is not None:
             self._sessions.move_to_end(identity)
         return session
 
     def check(self, hello: messages.Hello) -> messages.Refused | None:
-        """Why that D cannot be served, if so: another model, another geometry."""
+        """The refusal of a D whose model or geometry does not fit; ``None`` where P can serve this D."""
         try:
             check_model(self._rank_context.model, hello.model)
             compatible(self._rank_context.caches.geometry, hello.geometry, consumer=False, convert=hello.converts)
@@ -75,8 +75,8 @@ class Sessions:
         return None
 
     def displaced(self, identity: bytes) -> Iterator[Session]:
-        """The sessions that must end before one of ``identity`` begins: its former one, and the oldest beyond the
-        bound."""
+        """The sessions that must end before a session of ``identity`` begins: its former session, and the session that
+        has been silent longest where ``SESSIONS`` are open."""
         former = self._sessions.get(identity)
         if former is not None:
             yield former
@@ -84,7 +84,7 @@ class Sessions:
             yield next(iter(self._sessions.values()))
 
     def begin(self, identity: bytes, hello: messages.Hello) -> messages.Welcome:
-        """A session that has passed ``check``."""
+        """Begin a session for a Hello that has passed ``check``."""
         theirs = hello.geometry
         shards = frozenset(sharding.shard(theirs.tp_rank) for sharding in theirs.shardings)
         self._sessions[identity] = Session(identity, hello.engine_id, shards)
@@ -106,13 +106,13 @@ class Sessions:
             if session.channel is not None:
                 if session.asked:
                     raise TransportError("a data plane is attached already")
-                session.channel.close()  # D could not use it
+                session.channel.close()  # D could not use this data plane
             session.channel, reply = plane.accept(attach.payload)
         except (TransportError, ProtocolError) as error:
             logger.warning("kvferry: D %s could not attach: %s", session.engine_id[:8], error)
             return messages.AttachRefused(plane=attach.plane, reason=str(error)[:1024])
         logger.info("kvferry: D %s attached over %s", session.engine_id[:8], attach.plane)
-        if session.channel.pulls:  # only such a D learns where the pages are
+        if session.channel.pulls:  # only a D that reads P's pages receives their addresses
             pages = self._rank_context.caches.page_layouts()
             return messages.Attached(
                 plane=attach.plane, slot_bytes=NO_SLOT_BYTES, payload=reply, board=self._board, pages=pages
@@ -120,7 +120,7 @@ class Sessions:
         return messages.Attached(plane=attach.plane, slot_bytes=session.channel.slot_bytes, payload=reply)
 
     def gone(self) -> list[Session]:
-        """Sessions whose D is no longer there, by what its data plane says."""
+        """The sessions whose data plane has an error: their D is gone."""
         gone = [s for s in self._sessions.values() if s.channel is not None and s.channel.error is not None]
         for session in gone:
             assert session.channel is not None
@@ -128,12 +128,12 @@ class Sessions:
         return gone
 
     def end(self, session: Session) -> None:
-        """Close its data plane and forget it. Nothing of its reads may be under way any more."""
+        """Close the data plane of a session and forget the session. All of its reads must have ended before."""
         if session.channel is not None:
             session.channel.close()
         self._sessions.pop(session.identity, None)
 
     def close(self) -> None:
-        """End all of them."""
+        """End all sessions."""
         for session in list(self._sessions.values()):
             self.end(session)

@@ -1,8 +1,8 @@
-"""The mover: the one thread of a rank that does I/O. Everything else posts work to it and collects results.
+"""The transfer thread: the thread of a rank that runs the protocol. The engine's thread posts work and takes results.
 
-The engine's thread calls ``post`` and ``take_*``, which never block, and ``wait`` where it cannot go on. The mover's
-loop polls the control sockets and the data planes while there is traffic and sleeps in one ``poll`` call, without the
-GIL, while there is none.
+The engine's thread calls ``post`` and ``take_*``, which never block, and ``wait`` where it cannot go on. While there is
+traffic, the transfer thread polls the control sockets and the data planes. While there is none, it sleeps in one
+``poll`` call, without the GIL.
 """
 
 from __future__ import annotations
@@ -33,17 +33,18 @@ from kvferry.transport.wake import RunningClock, Waker, keep_time_exactly
 logger = logging.getLogger("vllm.kvferry.transfer_thread")
 
 TICK_SECONDS = 0.02
-"""How often deadlines are looked at while any is running."""
+"""Seconds between two checks of the deadlines while any deadline is running."""
 BUSY_SECONDS = 1e-3
-"""How often control messages are looked at while data keeps the thread from asking the poller for them."""
+"""Seconds between two looks at control messages while data traffic keeps the thread from calling the poller."""
 COMPUTING_SECONDS = 1e-3
-"""How often to look whether the device has computed what a lease is of; nearly always it has by then."""
+"""Seconds between two checks whether the device has filled the blocks of a lease. It nearly always has by then."""
 IDLE_SECONDS = 1.0
 QUIET_SECONDS = 5.0
-"""After an unexpected error was logged; what strikes every turn would fill the disk."""
+"""Seconds without a log line after an unexpected error was logged. An error in every turn would fill the disk."""
 SWITCH_SECONDS = 2e-5
-"""How long a thread that spins in Python, as vLLM's worker does between steps, may keep the interpreter from the mover.
-At Python's default of 5 ms a hand-over of 138 MB between two engines on two cores took 490 ms, at 0.1 ms 180 ms."""
+"""The interpreter's switch interval: how long another thread that spins in Python may delay the transfer thread. vLLM's
+worker spins so between steps. At Python's default of 5 ms a hand-over of 138 MB between two engines on two cores took
+490 ms, at 0.1 ms 180 ms."""
 
 
 _Item = TypeVar("_Item")
@@ -52,7 +53,7 @@ _Item = TypeVar("_Item")
 class TransferThread:
     """One rank's transfer thread.
 
-    ``post`` may be called from any thread; ``wait`` and ``take_*`` from one.
+    Any thread may call ``post``. Only one thread may call ``wait`` and ``take_*``.
     """
 
     def __init__(self, rank_context: RankContext, listener: Listener) -> None:
@@ -66,9 +67,9 @@ class TransferThread:
         self._finished: deque[FinishedLoad] = deque()
         self._freed: deque[str] = deque()
         self._results_ready = threading.Event()
-        self._wake_pending = False  # and what for is not seen to yet
-        self._ready_sockets: set[object] | None = None  # sockets and planes at which something has arrived; None: any
-        self._unarmed: set[Plane] = set()  # that have moved since they were last made to wake us
+        self._wake_pending = False  # the waker has fired and is not drained yet
+        self._ready_sockets: set[object] | None = None  # readable sockets, planes with events; None: any may have one
+        self._unarmed: set[Plane] = set()  # planes that must be armed again before they can wake this thread
         self._warm = threading.Event()
         self._cold: Exception | None = None
         self._stopping = False
@@ -78,8 +79,8 @@ class TransferThread:
         rank_context.caches.copies.on_done = self._waker.wake
 
     def start(self) -> None:
-        """Start the thread, and return once its kernels are compiled. It asks the interpreter to switch threads sooner,
-        see ``SWITCH_SECONDS``.
+        """Start the thread, and return once its kernels are compiled. This call shortens the interpreter's switch
+        interval to ``SWITCH_SECONDS``.
 
         Raises:
             GeometryError: kernels do not run on the device of the caches.
@@ -94,30 +95,29 @@ class TransferThread:
     def post(
         self, plan: StepPlan, event: DeviceEvent | None = None, computed: Sequence[DeviceEvent | None] = ()
     ) -> None:
-        """Hand a step's work over. ``event``: what the device must have done before blocks are written; ``computed``:
-        for each lease, what it must have done before its blocks are read."""
+        """Post the work of one step. ``event``: the device must have reached it before blocks are written.
+        ``computed``: one event per lease; the device must have reached it before the blocks of the lease are read."""
         if not plan.empty:
             self._commands.append((plan, event, computed))
             self._waker.wake()
 
     def wait(self, timeout: float, *, inside: bool = False) -> None:
-        """Block for up to ``timeout`` seconds; returns early if there is something to take: a load that ended or a
-        lease that was freed, ``inside`` a step a load that ended or began."""
+        """Block for up to ``timeout`` seconds. Returns early if there is a result to take: a load that ended, or the
+        freed blocks of a lease. ``inside`` a step: a load that ended, or a load whose copies are all under way."""
         self._results_ready.clear()
         if not (self._finished or (self._begun if inside else self._freed)):  # after the clear: nothing is missed
             self._results_ready.wait(timeout)
 
     def take_begun(self) -> list[Load]:
-        """Loads that a step computes with, as they were posted, of which all copies are under way; each is returned
-        once."""
+        """The loads inside a step whose copies are all under way, as they were posted; each is returned once."""
         return _drain(self._begun)
 
     def take_finished(self) -> list[FinishedLoad]:
-        """Loads that ended; each is returned once."""
+        """The loads that have ended; each is returned once."""
         return _drain(self._finished)
 
     def take_freed(self) -> list[str]:
-        """Requests whose leased blocks may be freed; each is returned once."""
+        """The requests whose leased blocks may be freed; each is returned once."""
         return _drain(self._freed)
 
     def close(self, timeout: float = 5.0) -> None:
@@ -140,7 +140,7 @@ class TransferThread:
         except Exception as error:
             self._cold = error
         self._warm.set()
-        self._time.turn()  # to compile is not to be held up
+        self._time.turn()  # the time of compilation does not count as a delay
         try:
             self._serve()
         finally:
@@ -166,13 +166,13 @@ class TransferThread:
                     self._rank_context.log.warning("held up", "%s", text)  # noqa: PLE1205 (not a logging.Logger)
                 if not busy:
                     self._sleep()
-            except Exception:  # one bad turn must not end the thread that serves everybody
+            except Exception:  # an error in one turn must not end the thread
                 if now >= quiet_until:
                     quiet_until = now + QUIET_SECONDS
                     logger.exception("kvferry: unexpected error in the transfer thread, going on")
                 self._rank_context.stats.failed("internal")
                 time.sleep(TICK_SECONDS)
-                with suppress(Exception):  # a fault that strikes every turn must not keep deadlines from passing
+                with suppress(Exception):  # deadlines must still be checked where every turn raises an error
                     self._tick(now)
 
     def _turn(self, now: float) -> bool:
@@ -181,7 +181,7 @@ class TransferThread:
         finally:
             if self._time.late:
                 self._consumer.renew_now()
-        # First what has arrived: after a time without the processor it must count before any deadline does.
+        # Messages that have arrived come first: after a delay of this thread they count before any deadline.
         ready, self._ready_sockets = self._ready_sockets, set()
         for plane in self._rank_context.planes:
             if ready is None or plane in ready or plane.active:
@@ -194,7 +194,7 @@ class TransferThread:
         return busy
 
     def _progress(self, plane: Plane) -> bool:
-        """One plane's turn; an error there must not stop the other planes, nor the control messages."""
+        """Advance one plane. An error there must not stop the other planes, nor the control messages."""
         self._unarmed.add(plane)
         try:
             return plane.progress()
@@ -202,7 +202,7 @@ class TransferThread:
             self._rank_context.stats.failed("internal")
             text = f"kvferry: unexpected error in data plane {plane.name}: {error!r}"
             self._rank_context.log.warning(f"plane {plane.name}", "%s", text)
-            time.sleep(TICK_SECONDS)  # it may strike every turn
+            time.sleep(TICK_SECONDS)  # the error may occur in every turn
             return False
 
     def _tick(self, now: float) -> None:
@@ -224,7 +224,7 @@ class TransferThread:
             begin = partial(self._consumer.load, alone=len(plan.loads) == 1 and not self._commands)
             for load in plan.loads:
                 self._try(begin, load, now, partial(self._fail_load, load, now))
-            self._consumer.finished_writes(now)  # before anything else: the engine waits for it
+            self._consumer.finished_writes(now)  # before all other work: the engine waits for these results
             for request_id in plan.cancels:
                 self._try(self._consumer.cancel, request_id, now)
             for request_id in plan.releases:
@@ -232,7 +232,7 @@ class TransferThread:
         return self._grant(now) or busy
 
     def _grant(self, now: float) -> bool:
-        """Grant the leases whose blocks the device has filled. An ask that comes first is held."""
+        """Grant the leases whose blocks the device has filled. P holds an ask that arrives before the grant."""
         ready: list[LeaseGrant] = []
         left: list[tuple[LeaseGrant, DeviceEvent | None]] = []
         for grant, computed in self._computing:
@@ -252,7 +252,7 @@ class TransferThread:
         now: float,
         otherwise: Callable[[], None] | None = None,
     ) -> None:
-        """One command; an error of one must not lose the others, and the engine still hears of this one."""
+        """Run one command. Its error must not stop the other commands. ``otherwise`` then reports it to the engine."""
         try:
             act(item, now)
         except Exception:
@@ -265,12 +265,12 @@ class TransferThread:
                     logger.exception("kvferry: unexpected error after an error")
 
     def _fail_load(self, load: Load, now: float) -> None:
-        """A load that broke while it was started: what did start is drained before it is reported."""
+        """Fail a load that raised an error at its start. Copies that have begun must end before it is reported."""
         if not self._consumer.cancel(load.request_id, now):
             self._report(FinishedLoad(load.request_id, False, load.peer.engine_id))
 
     def _report(self, finished: FinishedLoad) -> None:
-        """A load has ended: the engine may know at once."""
+        """Report a load that has ended, at once."""
         self._finished.append(finished)
         self._results_ready.set()
 
@@ -285,10 +285,10 @@ class TransferThread:
             self._results_ready.set()
 
     def _sleep(self) -> None:
-        if self._wake_pending:  # only now: the turn that we were woken for is not to wait for this
+        if self._wake_pending:  # drained only here, so that the turn after the wake-up starts without this delay
             self._wake_pending = False
             self._waker.drain()
-            return  # what somebody has left since that turn is looked at before we sleep
+            return  # work that was posted since that turn comes before the sleep
         awake = False
         for plane in list(self._unarmed):
             if plane.arm():
@@ -320,7 +320,8 @@ class TransferThread:
             self._ready_sockets.add(what)
 
     def _shut(self) -> None:
-        """The engine gets its blocks back after this, whatever fails here: so nobody may believe in them any more."""
+        """Close everything. The engine reuses its blocks after this call, also after an error here, so posted grants
+        are withdrawn first."""
         for act in (
             self._producer.withdraw,
             self._rank_context.caches.copies.close,

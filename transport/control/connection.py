@@ -31,7 +31,7 @@ def _client_context() -> zmq.Context[zmq.Socket[bytes]]:
 class Connection:
     """D's end: a connection to one rank of P. It connects once; when it is lost, close it and make another.
 
-    Messages may be sent at once; they leave when the connection stands.
+    ``send`` may be called at once; the messages leave when the connection is established.
 
     Args:
         host: an address, or a name; a name is looked up on a thread of its own.
@@ -43,10 +43,11 @@ class Connection:
     Attributes:
         socket, monitor: for ``zmq.Poller``; when ``monitor`` is readable call :meth:`poll_monitor`.
         address: the numeric address of ``host``, once it is known.
-        connected: the connection stands.
-        lost: it stood and is gone, or could not be made; final.
-        reason: why it is lost, one line.
-        dropped: messages not passed on, by reason: "frames", "oversize"; not sent: "full", "gone".
+        connected: the connection is established.
+        lost: the connection was established and is gone, or could not be made; final.
+        reason: why the connection is lost, one line.
+        dropped: the number of dropped messages by reason: "frames" and "oversize" are messages received, "full" and
+            "gone" are messages not sent.
     """
 
     def __init__(
@@ -65,10 +66,10 @@ class Connection:
         self._deadline = time.monotonic() + connect_timeout
         self._timeout = connect_timeout
         self._filter = framing.Filter(f"connection to {host}:{port}", max_message_bytes, self.dropped)
-        self._waiting: list[list[bytes]] = []  # sent before the name was known
+        self._waiting: list[list[bytes]] = []  # sent before the name was resolved
         self.socket: zmq.Socket[bytes] = _client_context().socket(zmq.DEALER)
         framing.tune(self.socket, max_message_bytes)
-        self.socket.reconnect_ivl = -1  # what was queued for one life of P must not reach the next
+        self.socket.reconnect_ivl = -1  # messages for one incarnation of P must not reach the next
         self.socket.connect_timeout = max(1, int(connect_timeout * 1e3))
         configure_curve(self.socket, curve, server=False)
         events = zmq.EVENT_HANDSHAKE_SUCCEEDED | HANDSHAKE_FAILED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
@@ -80,12 +81,12 @@ class Connection:
             self._connect(host)
         else:
             self._lookup = _Lookup(host)
-            self._lookup.join(0.02)  # an answer from a file or a near cache comes within it
+            self._lookup.join(0.02)  # an answer from a file or a near cache takes less
             self._resolved()
 
     @property
     def lost(self) -> bool:
-        """Whether the connection is gone for good; looks at the clock while it is being made."""
+        """Whether the connection is gone for good; checks ``connect_timeout`` while it is being made."""
         if not self._lost and not self.connected and time.monotonic() > self._deadline:
             self.poll_monitor()
             if not self.connected:
@@ -93,7 +94,7 @@ class Connection:
         return self._lost
 
     def poll_monitor(self) -> None:
-        """Take note of what happened to the connection: sets ``connected``, ``lost`` and ``reason``."""
+        """Read the events of the connection, and set ``connected``, ``lost`` and ``reason``."""
         self._resolved()
         for event, _ in self._monitor.read():
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
@@ -106,7 +107,7 @@ class Connection:
                 self._lose("nobody listens there, or no way leads there; is the engine up, and its address told right?")
 
     def receive(self) -> list[list[bytes]]:
-        """The messages that are there now, at most some hundreds; the poller tells of more."""
+        """The messages that are there now, at most some hundreds; the poller reports further ones."""
         messages = []
         for _ in range(framing.BATCH):
             frames = framing.read(self.socket, framing.FRAMES)
@@ -117,7 +118,7 @@ class Connection:
         return messages
 
     def send(self, frames: list[bytes]) -> bool:
-        """Queue a message; False: the connection is lost, or the queue is full because P does not read."""
+        """Queue a message. False: the connection is lost, or the queue is full because P does not read."""
         self._resolved()
         if self._lost:
             failure = errno.EHOSTUNREACH
@@ -132,7 +133,7 @@ class Connection:
         return not failure
 
     def close(self) -> None:
-        """Unsent messages are dropped. Idempotent."""
+        """Close the connection and drop unsent messages. Idempotent."""
         if not self.socket.closed:
             unwatch(self.socket)
             self.socket.close(0)
@@ -148,7 +149,7 @@ class Connection:
         """Why the handshake failed."""
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             return "the peer refused us: its CURVE key is another, or it has as many peers as it takes"
-        # On a mismatch of mechanisms either end may be the first to see it; the other is just hung up on.
+        # Either end may be the first to see a mismatch of mechanisms; the other end sees only a closed connection.
         return (
             "the peer hung up during the handshake; it is no KVFerry control port, or CURVE keys are set on one side "
             f"only or differ (this engine has {'keys' if self._curve else 'none'})"
@@ -159,7 +160,7 @@ class Connection:
         self.socket.ipv6 = ":" in address
         seconds = framing.silence(address)
         framing.keep_watch(self.socket, seconds)
-        self.socket.tcp_maxrt = int(seconds * 1e3)  # TCP counts a peer that does not read as one that does not answer
+        self.socket.tcp_maxrt = int(seconds * 1e3)  # for TCP a peer that does not read does not answer
         try:
             self.socket.connect(framing.url(address, self.port))
         except zmq.ZMQError as error:

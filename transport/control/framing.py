@@ -1,4 +1,4 @@
-"""What both ends of the control plane share: limits, socket options, and the framing of a message."""
+"""Limits, socket options, and the framing of a message, for both ends of the control plane."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from kvferry.transport.host import is_ours
 from kvferry.transport.wake import RateLimitedLog
 
 SILENCE_SECONDS = 15.0
-"""How long a peer on another host may say nothing. Hosts have been seen to stand still for seven seconds."""
+"""How long a peer on another host may send nothing. Hosts have been seen to stand still for seven seconds."""
 SILENCE_HERE_SECONDS = 300.0
-"""The same on this host, whose kernel tells at once of a process that has ended. Where others spin on all cores
-with ``sched_yield``, as vLLM's workers do, a thread has been seen to wait 48 seconds for one (Linux 6.18)."""
+"""How long a peer on this host may send nothing; the kernel reports at once when a process of this host ends. Where
+other threads spin on all cores with ``sched_yield``, as vLLM's workers do, a thread has been seen to wait 48 seconds
+for a core (Linux 6.18)."""
 HEARTBEATS = 10
-"""In that time; libzmq's own thread sends and answers them."""
+"""Heartbeats within the time of silence; libzmq's own thread sends and answers them."""
 CONNECT_TIMEOUT_SECONDS = 10.0
 HANDSHAKE_SECONDS = 10.0
 FRAMES = 3
@@ -25,18 +26,18 @@ FRAMES = 3
 MAX_PEERS = 2048
 """Connections of one listener at once."""
 MIN_BACKLOG_BYTES = 16 << 20
-"""What a connection may send before its message is whole; eight times the largest message where that is more."""
+"""Bytes that a connection may send before its message is whole; eight times the largest message where that is more."""
 SEND_QUEUE, RECEIVE_QUEUE = 1024, 64
-"""Messages that libzmq holds per connection; beyond, send() says False and the sender's TCP waits."""
+"""Messages that libzmq holds per connection. Beyond that, send() returns False, and the sender's TCP waits."""
 BATCH = 512
-"""Messages of one receive() call: a flood must not keep the serving thread from its other work."""
+"""Messages of one receive() call: many messages must not keep the serving thread from its other work."""
 _READABLE = int(zmq.POLLIN)
-"""As an enumeration's member it would be combined in Python."""
+"""An int: operators on the enumeration's members run Python code."""
 _log = RateLimitedLog(logging.getLogger("vllm.kvferry.transport"))
 
 
 def tune(socket: zmq.Socket[bytes], max_message_bytes: int) -> None:
-    """Bound what libzmq holds."""
+    """Bound the messages that libzmq holds, and their size."""
     socket.linger = 0
     socket.sndhwm, socket.rcvhwm = SEND_QUEUE, RECEIVE_QUEUE
     socket.maxmsgsize = max_message_bytes
@@ -47,24 +48,24 @@ def tune(socket: zmq.Socket[bytes], max_message_bytes: int) -> None:
 
 
 def silence(address: str) -> float:
-    """Seconds that a peer at ``address`` may say nothing."""
+    """Seconds for which a peer at ``address`` may send nothing."""
     return SILENCE_HERE_SECONDS if is_ours(address) else SILENCE_SECONDS
 
 
 def keep_watch(socket: zmq.Socket[bytes], seconds: float) -> None:
-    """End connections on which nothing is heard for ``seconds``. Before bind or connect."""
+    """End connections on which nothing arrives for ``seconds``. Call it before bind or connect."""
     milliseconds = int(seconds * 1e3)
     socket.heartbeat_ivl = milliseconds // HEARTBEATS
     socket.heartbeat_timeout = milliseconds - milliseconds // HEARTBEATS
 
 
 def url(address: str, port: int | str) -> str:
-    """ZMQ's name of a numeric address and port; "*" finds a port."""
+    """ZMQ's name of a numeric address and port; the port "*" lets ZMQ find a free one."""
     return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
 
 
 def waiting(socket: zmq.Socket[bytes]) -> bool:
-    """Whether a message is there. To receive in vain costs two to three times as much, for that raises."""
+    """Whether a message is there. A receive without a message costs two to three times as much, because it raises."""
     try:
         return bool(int(socket.get(zmq.EVENTS)) & _READABLE)
     except zmq.ZMQError:  # the socket or the context is closed
@@ -72,7 +73,7 @@ def waiting(socket: zmq.Socket[bytes]) -> bool:
 
 
 def read(socket: zmq.Socket[bytes], max_frames: int) -> list[bytes] | None:
-    """One message, of which at most ``max_frames + 1`` frames are kept; None where there is none now."""
+    """One message, of which at most ``max_frames + 1`` frames are kept; None where no message is there now."""
     if not waiting(socket):
         return None
     try:
@@ -82,7 +83,7 @@ def read(socket: zmq.Socket[bytes], max_frames: int) -> list[bytes] | None:
 
 
 def rest(socket: zmq.Socket[bytes], frames: list[bytes], max_frames: int) -> list[bytes]:
-    """``frames`` and those that follow in the same message; libzmq hands over whole messages only."""
+    """``frames`` and the frames that follow in the same message; libzmq delivers whole messages only."""
     while socket.rcvmore:
         frame = socket.recv(zmq.NOBLOCK)
         if len(frames) <= max_frames:
@@ -91,7 +92,7 @@ def rest(socket: zmq.Socket[bytes], frames: list[bytes], max_frames: int) -> lis
 
 
 def source(frame: zmq.Frame) -> int:
-    """The file descriptor of the connection that a frame came by, -1 where libzmq does not say."""
+    """The file descriptor of the connection that a frame came by; -1 where libzmq does not report it."""
     try:
         return int(frame.get("__fd"))
     except (zmq.ZMQError, ValueError):
@@ -99,7 +100,7 @@ def source(frame: zmq.Frame) -> int:
 
 
 def send(socket: zmq.Socket[bytes], frames: list[bytes]) -> int:
-    """0, or the error number."""
+    """Send a message without waiting. Returns 0, or the error number."""
     try:
         socket.send_multipart(frames, zmq.NOBLOCK)
     except zmq.ZMQError as error:
@@ -108,13 +109,13 @@ def send(socket: zmq.Socket[bytes], frames: list[bytes]) -> int:
 
 
 class Filter:
-    """Drops what is not framed as our messages are, and counts it."""
+    """Drops messages that are not framed as ours are, and counts them."""
 
     def __init__(self, label: str, max_message_bytes: int, dropped: Counter[str]) -> None:
         self._label, self._max, self.dropped = label, max_message_bytes, dropped
 
     def passes(self, frames: list[bytes]) -> bool:
-        """Whether ``frames`` are as many as a message has, and not too long in sum."""
+        """Whether ``frames`` has the number of frames of a message, and their sum is within the limit."""
         size = sum(map(len, frames))
         if len(frames) != FRAMES:
             return self._drop("frames", f"not {FRAMES} frames")

@@ -16,23 +16,23 @@ from kvferry.transport.errors import ConfigError
 
 
 class Listener:
-    """P's end: takes messages of any number of peers, and answers each.
+    """P's end: receives messages from any number of peers, and sends each peer its answers.
 
     Args:
         host: the one address to bind, or a name of it; never all interfaces.
         port: 0 finds a free one.
-        curve: the deployment's key pair; only its holders get in. None: everybody who reaches the port.
+        curve: the deployment's key pair; only peers that hold it are admitted. None: every peer is admitted.
         max_message_bytes: bound on the sum of a message's frames.
         max_peers: connections at once; at most half of the process's limit of open files.
 
     Attributes:
-        port, endpoint: where it listens, ``tcp://address:port``.
+        port, endpoint: the port, and the address ``tcp://address:port``, on which it listens.
         socket: for ``zmq.Poller``.
-        dropped: what was not served, by reason: "handshake", "key" and "peers" are connections; "frames",
+        dropped: the number of refusals by reason: "handshake", "key" and "peers" are connections; "frames",
             "oversize" and "identity" are messages received; "gone" and "full" are messages not sent.
 
     Raises:
-        ConfigError: a port in use, an address that is not ours, all interfaces; one line.
+        ConfigError: the port is in use, the address is not ours, or means all interfaces; one line.
     """
 
     def __init__(
@@ -47,11 +47,11 @@ class Listener:
         address = _own_address(host)
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self.dropped: Counter[str] = Counter()
-        # A context of its own: its I/O thread and its gate end with it.
+        # A context of its own: its I/O thread and its ZAP handler end with it.
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         framing.tune(self.socket, max_message_bytes)
-        # Some peers are on this host. That another host is gone TCP tells; nothing here waits for a D that only hangs.
+        # Some peers are on this host. TCP reports the loss of another host; nothing here waits for a D that only hangs.
         framing.keep_watch(self.socket, framing.SILENCE_HERE_SECONDS)
         self.socket.router_mandatory = True
         self.socket.ipv6 = ":" in address
@@ -78,7 +78,7 @@ class Listener:
         self._filter = framing.Filter(self._guarded.label, max_message_bytes, self.dropped)
 
     def receive(self) -> list[tuple[bytes, list[bytes]]]:
-        """``(identity, frames)`` of the messages that are there now, at most some hundreds; the poller tells of more.
+        """``(identity, frames)`` of the messages that are there now, at most some hundreds; the poller reports more.
 
         The identity names one connection: a D that reconnects gets a new one.
         """
@@ -92,14 +92,14 @@ class Listener:
             except zmq.ZMQError:  # the socket or the context is closed
                 break
             self._guarded.backlog.served.add(framing.source(first))
-            if identity[:1] != b"\0" or len(identity) != 5:  # chosen by the peer; ours libzmq makes up
+            if identity[:1] != b"\0" or len(identity) != 5:  # chosen by the peer, not made by libzmq
                 self.dropped["identity"] += 1
             elif self._filter.passes(frames):
                 messages.append((identity, frames))
         return messages
 
     def send(self, identity: bytes, frames: list[bytes]) -> bool:
-        """Queue a message for one peer; False: it is gone, or its queue is full because it does not read."""
+        """Queue a message for one peer. False: the peer is gone, or its queue is full because it does not read."""
         failure = framing.send(self.socket, [identity, *frames])
         if failure:
             self.dropped["full" if failure == zmq.EAGAIN else "gone"] += 1
@@ -107,11 +107,11 @@ class Listener:
 
     @property
     def peers(self) -> int:
-        """Peers connected now."""
+        """The number of peers that are connected now."""
         return self._gate.connections()
 
     def close(self) -> None:
-        """Unsent messages are dropped. Idempotent."""
+        """Close the listener and drop unsent messages. Idempotent."""
         if not self.socket.closed:
             unwatch(self.socket)
             self.socket.close(0)

@@ -1,8 +1,8 @@
 """Ends connections that send without end. Linux only (``TCP_INFO``).
 
-ZMQ bounds the size of a frame and the number of messages it queues, but not the frames of one message: a peer that
-never sends the last frame makes libzmq keep all of them. So the bytes that arrived on each connection since the last
-whole message are watched from outside.
+ZMQ bounds the size of a frame and the number of queued messages, but not the number of frames of one message: a peer
+that never sends the last frame makes libzmq keep all frames. So KVFerry reads from the kernel how many bytes arrived on
+each connection since its last whole message.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _HEARTBEAT_BYTES_PER_SECOND = 64.0
 
 
 def _open(fd: int, port: int) -> socket.socket | None:
-    """A second handle of a connection that came in at ``port``; None where ``fd`` is something else by now."""
+    """A second handle of a connection that was accepted at ``port``; None where ``fd`` is another file by now."""
     try:
         handle = socket.socket(fileno=os.dup(fd))
     except OSError:
@@ -32,7 +32,7 @@ def _open(fd: int, port: int) -> socket.socket | None:
 
 
 def bytes_received(fd: int, port: int) -> int | None:
-    """Bytes that ever arrived on the TCP connection ``fd``; None where it cannot be told."""
+    """Bytes that ever arrived on the TCP connection ``fd``; None where the number cannot be read."""
     handle = _open(fd, port)
     if handle is None:
         return None
@@ -45,7 +45,7 @@ def bytes_received(fd: int, port: int) -> int | None:
 
 
 def shutdown_connection(fd: int, port: int) -> bool:
-    """Shut the TCP connection ``fd`` down, if it still is one of ``port``; libzmq then closes it."""
+    """Shut the TCP connection ``fd`` down, if it still is a connection of ``port``; libzmq then closes it."""
     handle = _open(fd, port)
     if handle is None:
         return False
@@ -56,9 +56,9 @@ def shutdown_connection(fd: int, port: int) -> bool:
 
 @dataclass
 class UnreadBytesGuard:
-    """Bytes of each connection that no whole message has come of.
+    """Counts the bytes that arrived on each connection since its last whole message.
 
-    ``served`` is filled by the thread that receives (a set's ``add`` is atomic): connections of which a message came.
+    ``served``: the connections on which a message came. The receiving thread adds them (a set's ``add`` is atomic).
     """
 
     limit: int
@@ -66,7 +66,7 @@ class UnreadBytesGuard:
     _since: dict[int, float] = field(default_factory=dict)  # bytes at the last message, plus heartbeats since
 
     def over(self, connections: list[int], port: int, seconds: float) -> list[int]:
-        """Those with more than ``limit`` unserved bytes; ``seconds`` have passed since the last call."""
+        """The connections with more than ``limit`` unserved bytes; ``seconds`` have passed since the last call."""
         found = []
         alive = set(connections)
         self._since = {fd: since for fd, since in self._since.items() if fd in alive}
@@ -75,7 +75,7 @@ class UnreadBytesGuard:
             if total is None:
                 continue
             since = self._since.get(fd, 0.0) + _HEARTBEAT_BYTES_PER_SECOND * seconds
-            if fd in self.served or since > total:  # a whole message, an idle peer, or a new one in its place
+            if fd in self.served or since > total:  # a whole message, an idle peer, or a new connection
                 self.served.discard(fd)
                 since = float(total)
             self._since[fd] = since

@@ -1,8 +1,8 @@
-"""Who may connect to a port of ours: CURVE keys, the ZAP handler, and the count of connections.
+"""Access to our ports: CURVE keys, the ZAP handler, and the count of connections.
 
 libzmq asks a ZAP handler about every new connection of a socket that has a ZAP domain; one handler per context, at
 a fixed in-process address (https://rfc.zeromq.org/spec/27/). It runs on a thread of its own that sleeps in a
-blocking call, so that a new connection never waits for the thread that serves, nor the other way round.
+blocking call. So a new connection never waits for the thread that serves, and that thread never waits for it.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ HANDSHAKE_FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
 BACKLOG_SECONDS = 0.25
-"""Between two looks at what the connections of a guarded socket have sent."""
+"""Seconds between two checks of the bytes that the connections of a guarded socket have sent."""
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 _Z85_KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 
 
 @dataclass(frozen=True)
 class CurveKeys:
-    """The one key pair of a deployment, Z85 text of 40 characters each; whoever holds it may connect.
+    """The one key pair of a deployment, Z85 text of 40 characters each. A peer that holds the pair may connect.
 
     Raises:
         ConfigError: a key is not Z85, or the two are not a pair.
@@ -60,10 +60,10 @@ class CurveKeys:
 def configure_curve(socket: zmq.Socket[bytes], keys: CurveKeys | None, *, server: bool) -> None:
     """Encrypt and authenticate ``socket``; call it before bind or connect. Nothing happens where ``keys`` is None.
 
-    A server socket gets a :class:`Gate` in its context, which lets in only clients that hold the same pair.
+    A server socket gets a :class:`ZapHandler` in its context, which admits only clients that hold the same pair.
 
     Raises:
-        TransportError: another ZAP handler sits in the socket's context.
+        TransportError: the socket's context already has another ZAP handler.
     """
     if keys is None:
         return
@@ -77,10 +77,10 @@ def configure_curve(socket: zmq.Socket[bytes], keys: CurveKeys | None, *, server
 
 
 class Monitor:
-    """A socket's connection events, ``(event, value)``; ``socket`` is for a poller. libzmq's event numbers.
+    """A socket's connection events, ``(event, value)``, with libzmq's event numbers; ``socket`` is for a poller.
 
-    Call :func:`unwatch` before the watched socket or this end is closed: an event that nobody takes any more blocks
-    libzmq's thread for ever, and every socket of the context with it.
+    Call :func:`unwatch` before the watched socket or this end is closed: an event that is never read blocks libzmq's
+    thread for ever, and with it every socket of the context.
     """
 
     def __init__(self, watched: zmq.Socket[bytes], events: int) -> None:
@@ -88,11 +88,11 @@ class Monitor:
         watched.monitor(address, events)
         self.socket: zmq.Socket[bytes] = watched.context.socket(zmq.PAIR)
         self.socket.linger = 0
-        self.socket.rcvhwm = 0  # libzmq's I/O thread would block on a full queue, and every connection with it
+        self.socket.rcvhwm = 0  # a full queue would block libzmq's I/O thread, and with it every connection
         self.socket.connect(address)
 
     def read(self) -> list[tuple[int, int]]:
-        """All events that are there now."""
+        """All events that have arrived and are not read yet."""
         events = []
         while (frames := framing.read(self.socket, 1)) is not None:
             events.append(_EVENT.unpack(frames[0]))
@@ -109,7 +109,7 @@ def unwatch(watched: zmq.Socket[bytes]) -> None:
 
 @dataclass
 class ServerSocket:
-    """One server socket: whom it lets in, and its connections as far as its monitor told.
+    """One server socket: the key and the limit of its connections, and the connections that its monitor reported.
 
     The owner sets ``port`` and ``label`` once it is bound, and adds to ``backlog.served``.
     """
@@ -127,7 +127,7 @@ class ServerSocket:
 
 
 class ZapHandler:
-    """The ZAP handler of one context, and the watch over its guarded sockets. Ends with the context's last use."""
+    """The ZAP handler of one context, which also watches its guarded sockets. Ends with the context's last use."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self._context = context
@@ -136,7 +136,7 @@ class ZapHandler:
         self._zap: zmq.Socket[bytes] = context.socket(zmq.REP)
         self._zap.linger = 0
         try:
-            self._zap.bind(_ZAP_ADDRESS)  # before any guarded socket binds: without a handler libzmq lets all in
+            self._zap.bind(_ZAP_ADDRESS)  # before any guarded socket binds: without a handler libzmq admits all
         except zmq.ZMQError as error:
             self._zap.close(0)
             raise TransportError(
@@ -161,10 +161,10 @@ class ZapHandler:
         dropped: Counter[str] | None = None,
         label: str = "data port",
     ) -> ServerSocket:
-        """Let in only holders of ``keys`` and, where ``limit`` is given, so many connections at once.
+        """Admit only holders of ``keys``, and at most ``limit`` connections at once where ``limit`` is given.
 
         ``dropped`` counts the refusals: "handshake" (not ZMTP, another mechanism, too slow), "key", "peers", and
-        "flood" (more than ``backlog_bytes`` and no whole message).
+        "flood" (more than ``backlog_bytes`` arrived and no whole message).
         """
         domain = b"kvferry-%d" % next(_serial)
         public = None if keys is None else z85.decode(keys.public)
@@ -182,7 +182,7 @@ class ZapHandler:
         return entry
 
     def connections(self) -> int:
-        """Connections through the handshake, of all guarded sockets with a limit."""
+        """The number of connections that have completed the handshake, over all guarded sockets with a limit."""
         with self._lock:
             return sum(len(entry.ready) for entry in self._guarded.values())
 
@@ -217,7 +217,7 @@ class ZapHandler:
                 end.close(0)
 
     def _turn(self, poller: zmq.Poller) -> bool:
-        """Sleep until something happens, and see to it; False at the end."""
+        """Sleep until an event arrives, and handle it; False when the thread must end."""
         ready = dict(poller.poll(self._check_backlogs()))
         if self._inbox in ready and self._inbox.recv() == b"end":
             return False
@@ -232,7 +232,8 @@ class ZapHandler:
         return True
 
     def _check_backlogs(self) -> int | None:
-        """Cut connections that send without end; milliseconds until the next look, None where nobody is connected."""
+        """Shut down connections that send without end. Returns the milliseconds until the next check, or None where
+        there is no connection."""
         now = time.monotonic()
         with self._lock:
             entries = [(entry, [*entry.handshaking, *entry.ready]) for entry in self._guarded.values() if entry.port]
@@ -245,7 +246,7 @@ class ZapHandler:
                     with self._lock:
                         self._count(entry, "flood")
         self._checked = now
-        interval = BACKLOG_SECONDS * max(1.0, connections / 64)  # a look at one connection takes microseconds
+        interval = BACKLOG_SECONDS * max(1.0, connections / 64)  # the check of one connection takes microseconds
         self._next_check = now + interval
         return int(interval * 1e3) if connections else None
 
@@ -264,10 +265,10 @@ class ZapHandler:
         return True
 
     def _apply_link_state(self, entry: ServerSocket, event: int, value: int) -> None:
-        """One event. Only ACCEPTED and DISCONNECTED name the connection (by file descriptor).
+        """Apply one event. Only ACCEPTED and DISCONNECTED name the connection (by file descriptor).
 
-        A handshake takes less than a millisecond, so one that succeeded was the youngest; one that failed is
-        followed by its own DISCONNECTED at once, from the same I/O thread.
+        A handshake takes less than a millisecond, so a handshake that succeeded was the youngest. After a handshake
+        that failed, the same I/O thread sends its DISCONNECTED at once.
         """
         if event == zmq.EVENT_ACCEPTED:
             entry.handshaking.append(value)
@@ -275,14 +276,14 @@ class ZapHandler:
             entry.ready.add(entry.handshaking.pop())
         elif event & HANDSHAKE_FAILED:
             entry.failed = True
-            if event != zmq.EVENT_HANDSHAKE_FAILED_AUTH:  # that one is counted where it was decided
+            if event != zmq.EVENT_HANDSHAKE_FAILED_AUTH:  # ``_judge`` has counted this refusal
                 self._count(entry, "handshake")
         elif event == zmq.EVENT_DISCONNECTED:
             if value in entry.handshaking:
                 entry.handshaking.remove(value)
                 if not entry.failed:
                     self._count(entry, "handshake")
-            elif entry.failed and entry.handshaking and value in entry.ready:  # taken for the youngest, wrongly
+            elif entry.failed and entry.handshaking and value in entry.ready:  # wrongly taken for the youngest
                 entry.ready.add(entry.handshaking.pop())
             entry.ready.discard(value)
             entry.failed = False
@@ -310,7 +311,7 @@ class ZapHandler:
         return [b"1.0", known, *status, b"", b""]
 
     def _judge(self, request: list[bytes]) -> str | None:
-        """Why this connection is refused, None where it is let in."""
+        """Why this connection is refused; None where it is admitted."""
         if len(request) < 6 or request[0] != b"1.0":
             return "version"
         domain, mechanism, credentials = request[2], request[5], request[6:]
@@ -336,7 +337,7 @@ _gates_lock = threading.Lock()
 
 
 def zap_handler_of(context: zmq.Context[zmq.Socket[bytes]]) -> ZapHandler:
-    """The gate of a context, made on first use."""
+    """The ZAP handler of a context, made on first use."""
     with _gates_lock:
         gate = _gates.get(context.underlying)
         if gate is None or gate.ended:

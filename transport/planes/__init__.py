@@ -1,1 +1,1 @@
-"""The data planes: one way to move KV bytes each."""
+"""The data planes: each module moves KV bytes in one way."""

@@ -1,8 +1,8 @@
 """Cross-memory attach: D reads P's pages with ``process_vm_readv``, straight into its own, in one pass. Same host only.
 
-There is no staging and no work on P, and the steps of Python are few whatever the size: beside a thread that keeps the
-interpreter busy every step costs a wait. P can neither see nor stop such a read, so the read proves nothing about P's
-blocks: the commit does.
+There is no staging and no work on P. A read takes few steps of Python, whatever its size: beside a thread that keeps
+the interpreter busy every step costs a wait. P can neither see nor stop such a read, so the read proves nothing about
+P's blocks: the commit proves that they were valid.
 
 D proves at the handshake that it reads the right process: P's offer contains a secret, and the address of that secret
 in P's memory.
@@ -34,8 +34,8 @@ from kvferry.transport.plane import Plane, PlaneContext, decode_payload
 MAX_VECTORS = 1024
 """IOV_MAX of Linux."""
 TURN_BYTES = 16 << 20
-"""Bytes that one turn of a plane copies, so that control messages wait for a few milliseconds at most; and few steps of
-Python however large the copy."""
+"""Bytes that one turn of a plane copies. Control messages wait for a few milliseconds at most, and a large copy still
+takes few steps of Python."""
 MAX_THREADS = 4
 SHARE_BYTES = 1 << 20
 """Threads share a turn, one per this many bytes at most: one thread cannot use all of a host's memory bandwidth, and
@@ -93,7 +93,7 @@ def _copy(pid: int, ranges: ByteRanges) -> None:
     """Copy ranges from another process, shared by threads. When it returns or raises, nothing writes ``dst`` any more.
 
     Raises:
-        TransportError: the process is gone, or an address is not its.
+        TransportError: the process is gone, or an address does not belong to it.
     """
     ends = np.cumsum(ranges.nbytes)
     shares = min(_threads(), int(ends[-1]) // SHARE_BYTES, len(ends))
@@ -137,7 +137,7 @@ class _CmaCopy(Copy):
         now, self._left = self._left.split(TURN_BYTES)
         try:
             _copy(self._pid, now)
-        except Exception as error:  # the copy's failure, not the plane's
+        except Exception as error:  # only this copy fails, not the plane
             self.peer_lost = isinstance(error, TransportError)
             self.end(str(error) if self.peer_lost else repr(error))
             return

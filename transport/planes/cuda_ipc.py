@@ -3,7 +3,7 @@
 A process that has one of P's handles reads and writes all of the allocation. So the handles do not travel. They lie in
 a file without a name, which D opens through ``/proc``, and the kernel opens it only for a process that may look into
 P's memory (the same user; see ptrace(2), PTRACE_MODE_READ). The offer names the process and the file, and contains a
-secret that tells P from another process of the same number.
+secret that distinguishes P from another process of the same number.
 
 P can neither see nor stop a read of its pages, so a read proves nothing about P's blocks; a grant that is still current
 after the read proves it. Mapping takes milliseconds, and unmapping has to wait for the copies under way, so both happen
@@ -32,7 +32,7 @@ from kvferry.transport.wake import Waker
 
 _SECRET_BYTES = 16
 _PROBE_BYTES = 2 << 20
-"""Large enough to be an allocation of its own: smaller blocks of memory share one."""
+"""Large enough to be an allocation of its own: smaller blocks of memory share an allocation."""
 _MAX_ALLOCATIONS = 512
 
 _Address = Annotated[int, Meta(ge=0, lt=1 << 62)]
@@ -114,7 +114,7 @@ class IpcChannel(PullChannel):
             for allocation, mapped in zip(memory.allocations, self._mapped, strict=False):
                 if cuda.address_range(mapped)[1] < allocation.nbytes:
                     raise TransportError("a mapping is smaller than P's allocation")
-        except Exception as error:  # whatever the driver reports, another plane may work
+        except Exception as error:  # after any error of the driver another plane may work
             self.error = PeerUnreachableError(f"cuda_ipc: P's memory cannot be mapped: {error}")
         else:
             self.ready = True

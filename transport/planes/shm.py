@@ -32,10 +32,10 @@ from kvferry.transport.planes.shm_arena import Arena
 from kvferry.transport.sockets import CHANNEL_BYTES, MAX_UNAUTHENTICATED, SECRET_BYTES, PendingConnections, Sockets
 
 BEST_SLOT_BYTES = 4 << 20
-"""Large enough that what a chunk costs beside its bytes does not count: a whole hand-over of 128 MiB takes
-47 / 40 / 31 / 31 ms of D's processor with slots of 1 / 2 / 4 / 8 MiB, though small ones stay in a core's cache."""
+"""Large enough for the fixed cost of a chunk not to count: a whole hand-over of 128 MiB takes 47 / 40 / 31 / 31 ms of
+D's processor with slots of 1 / 2 / 4 / 8 MiB, though small slots stay in a core's cache."""
 MAX_SLOTS = 8
-"""Slots of one channel; more only widen the footprint in the cache."""
+"""Slots of one channel; more slots would only use more of the cache."""
 
 _GEOMETRY = struct.Struct("<QI")
 """Slot bytes, number of slots."""
@@ -57,20 +57,20 @@ class _Attach(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Bell:
-    """The socket of one channel: whole records out, whole records in."""
+    """The socket of one channel, which sends and receives whole records."""
 
     def __init__(self, sock: socket.socket, record: struct.Struct) -> None:
         self.sock = sock
         self._record = record
 
     def ring(self, data: bytes) -> None:
-        """Send one record. Raises OSError: the peer is gone, or took none of more records than there are slots."""
+        """Send one record. Raises OSError: the peer is gone, or left more records unread than there are slots."""
         self.sock.send(data, socket.MSG_NOSIGNAL)
 
     def ready(self) -> tuple[list[tuple[int, ...]], bool]:
-        """The records that are there, and whether the peer is gone. Raises ProtocolError for a torn one."""
+        """The records that have arrived, and whether the peer is gone. Raises ProtocolError for a torn record."""
         records: list[tuple[int, ...]] = []
-        for _ in range(8 * MAX_SLOTS):  # a peer that floods must not keep us here
+        for _ in range(8 * MAX_SLOTS):  # a peer that sends without end must not keep us here
             try:
                 data = self.sock.recv(256)
             except BlockingIOError:
@@ -86,7 +86,7 @@ class _Bell:
 
 
 class ShmSendChannel(SendChannel):
-    """P's end; its slots are the arena's, which stays mapped until the last acquired one is back."""
+    """P's end. Its slots lie in the arena, which stays mapped until the last acquired slot is back."""
 
     def __init__(self, plane: ShmPlane, sock: socket.socket, arena: Arena) -> None:
         self.slot_bytes = arena.slot_bytes
@@ -132,7 +132,7 @@ class ShmSendChannel(SendChannel):
             self._unmap_if_done()
 
     def on_readable(self) -> None:
-        """The consumer freed slots, or went away."""
+        """The consumer freed slots, or is gone."""
         try:
             records, gone = self._bell.ready()
             for (index,) in records:
@@ -152,13 +152,13 @@ class ShmSendChannel(SendChannel):
         self._sent.clear()
 
     def _unmap_if_done(self) -> None:
-        if not self._taken:  # nor does a kernel pack into one
+        if not self._taken:  # and no kernel packs into a slot
             self._arena.close()
             self._plane._left_bytes += self._arena.slot_bytes * self._arena.num_slots
 
 
 class ShmRecvChannel(ExpectingChannel):
-    """D's end; messages are read where P packed them."""
+    """D's end. D reads messages from the slots into which P packed them."""
 
     def __init__(self, plane: ShmPlane, sock: socket.socket) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ class ShmRecvChannel(ExpectingChannel):
             self._unmap_if_done()
 
     def on_readable(self) -> None:
-        """The producer sent its memory, filled slots, or went away."""
+        """The producer sent its memory, filled slots, or is gone."""
         try:
             if self._arena is None and not self._take_arena():
                 return
@@ -260,7 +260,7 @@ class ShmPlane(Plane):
 
     @property
     def staging_bytes(self) -> int:
-        return self._limit_bytes - self._left_bytes  # D's are P's
+        return self._limit_bytes - self._left_bytes  # D's slots are P's slots
 
     def offer(self) -> bytes:
         if self._offer is None:
@@ -294,7 +294,7 @@ class ShmPlane(Plane):
 
     def accept(self, payload: bytes) -> tuple[SendChannel, bytes]:
         attach = decode_payload(payload, _Attach, "shm attach")
-        self.progress()  # D said hello before it sent this payload, so its hello is here
+        self.progress()  # D sent its hello before this payload, so the hello is here
         sock = None if self._lobby is None else self._lobby.take(attach.channel)
         if sock is None:
             raise TransportError("shm: the consumer of this channel never connected, or was refused")
@@ -358,7 +358,7 @@ class ShmPlane(Plane):
         return bool(uid == os.getuid())
 
     def _drop(self, channel: ShmSendChannel | ShmRecvChannel, sock: socket.socket) -> None:
-        """A channel closes, and its socket goes."""
+        """Forget a closed channel, and close its socket."""
         self.sockets.drop(sock)
         self._channels.discard(channel)
 

@@ -20,7 +20,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class Arena:
-    """``num_slots`` slots of ``slot_bytes``, mapped; unmapped by ``close``, or with the last user of its memory.
+    """``num_slots`` slots of ``slot_bytes``, mapped. ``close``, or the end of the last tensor on it, unmaps the arena.
 
     For caches of a GPU ``device`` its memory is page-locked from the mapping to just before the unmapping.
     """
@@ -35,8 +35,8 @@ class Arena:
         self._address: int = self._bytes.ctypes.data
         if device.type == "cuda":
             cuda.register_host(self._address, len(mapping), device, read_only=read_only)
-            # Every tensor on the memory holds this array, which holds the mapping, whose own weak references end only
-            # after the unmapping.
+            # Every tensor on the memory holds this array, and the array holds the mapping. A weak reference to the
+            # mapping itself would end only after the unmapping.
             weakref.finalize(self._bytes, cuda.unregister_host, self._address, device).atexit = False
 
     @classmethod
@@ -61,7 +61,7 @@ class Arena:
         """The arena behind a peer's descriptor, read-only. Takes over ``fd``.
 
         Raises:
-            ProtocolError: the descriptor is not what the peer said, or its file could shrink under us (SIGBUS).
+            ProtocolError: the file is not as the peer described it, or could shrink while it is mapped (SIGBUS).
             TransportError: it cannot be page-locked.
         """
         try:
@@ -90,9 +90,9 @@ class Arena:
         return torch.from_numpy(self._bytes[index * self.slot_bytes : (index + 1) * self.slot_bytes])
 
     def close(self) -> None:
-        """Unmap, at once or as soon as the last tensor on it is gone. Idempotent."""
+        """Unmap the arena, at once or as soon as the last tensor on it is gone. Idempotent."""
         self._bytes = None
         mapping, self._mapping = self._mapping, None
         if mapping is not None:
-            with contextlib.suppress(BufferError):  # a slot's tensor is alive: the mapping goes with it
+            with contextlib.suppress(BufferError):  # a slot's tensor is alive: the mapping ends with it
                 mapping.close()

@@ -1,12 +1,12 @@
 """The TCP data plane: scattered pages of P to scattered pages of D, with no staging in between.
 
-P hands the kernel a vector of its pages, D one of its own, and one stream of messages crosses. A raw socket is as fast
-as UCX over TCP, and a pack and an unpack cost as much as the link: without them 64 MiB in blocks of 8 KiB move at
-4.4 GB/s over loopback, through UCX and staging slots at 2.9. Where the pieces of a page are too short for that, either
-side goes through a slot, and the other does not notice.
+P passes a vector of its pages to the kernel, D passes a vector of its own pages, and one stream carries the messages. A
+raw socket is as fast as UCX over TCP, and a pack and an unpack cost as much as the link: without them 64 MiB in blocks
+of 8 KiB move at 4.4 GB/s over loopback, through UCX and staging slots at 2.9 GB/s. Where the pieces of a page are too
+short for a vector, either side uses a slot, independently of the other side.
 
-D connects to P and sends the secret of P's offer and the channel's id. The stream is neither encrypted nor
-authenticated beyond that, like UCX's.
+D connects to P and sends the secret of P's offer and the channel's id. Like UCX's stream, this stream is not encrypted,
+and has no other authentication.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class TcpPlane(Plane):
         try:
             sock.connect(address)
         except BlockingIOError:
-            pass  # under way
+            pass  # the connection is being made
         except OSError as error:
             sock.close()
             raise PlaneUnavailableError(f"tcp: {host} cannot be reached: {error.strerror}") from None
@@ -137,7 +137,7 @@ class TcpPlane(Plane):
             if late.error is None and now > late.deadline:
                 late.fail("tcp: the consumer's connection did not come")
         for channel in [c for c in self.channels if isinstance(c, TcpRecvChannel)]:
-            if channel.check(now):  # it has a slot now; at the next shortage the others come first
+            if channel.check(now):  # the channel has a slot now; at the next shortage other channels come first
                 moved = True
                 self.channels[channel] = self.channels.pop(channel)
         return moved
@@ -156,13 +156,13 @@ class TcpPlane(Plane):
         self._closed = True
 
     def drop(self, channel: TcpSendChannel | TcpRecvChannel) -> None:
-        """A channel was closed."""
+        """Forget a closed channel."""
         self.channels.pop(channel, None)
         if isinstance(channel, TcpSendChannel):
             self._awaited.pop(channel.id, None)
 
     def nowhere(self, nbytes: int) -> Pieces:
-        """Memory to receive bytes into that belong to no message any more."""
+        """Memory for received bytes that belong to no message any more."""
         return repeated(self._waste, nbytes)
 
     def _senders(self) -> Iterator[TcpSendChannel]:
@@ -179,7 +179,7 @@ class TcpPlane(Plane):
 
 
 def _numeric(host: str, port: int) -> tuple[Any, ...]:
-    """Family and address of a numeric host; never asks a name server."""
+    """Family and address of a numeric host, without a name server."""
     try:
         return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[0]
     except OSError as error:

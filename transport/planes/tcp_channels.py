@@ -26,16 +26,16 @@ logger = logging.getLogger("vllm.kvferry.tcp")
 
 CONNECT_SECONDS = 10.0
 _BYTES_PER_TURN = 32 << 20
-"""Moved on one channel before the others have their turn."""
+"""Bytes moved on one channel before the other channels are served."""
 _SILENCE_SECONDS = 30
-"""A host that acknowledges nothing for that long, or a D that takes nothing, is gone; so is a P that stops in the
-middle of a message."""
+"""A host that acknowledges nothing for this long counts as gone. So does a D that takes no bytes, and a P that stops in
+the middle of a message."""
 
 
 class TcpSendChannel(SendChannel):
-    """P's end. One message is on its way at a time; there is nothing to send on before D's connection has come.
+    """P's end. One message is on its way at a time; nothing can be sent before D's connection has arrived.
 
-    ``_taken`` counts the slots that are being packed, ``_waiting`` holds those that were sent meanwhile.
+    ``_taken`` counts the slots that are being packed, ``_waiting`` holds the slots that were sent meanwhile.
     """
 
     sends_in_place: ClassVar[bool] = True
@@ -57,10 +57,10 @@ class TcpSendChannel(SendChannel):
         return message.tag if message is not None and message.paged else None
 
     def connected(self, sock: socket.socket) -> None:
-        """D's connection is here."""
+        """D's connection has arrived."""
         self.sock = sock
-        # Ends the stream at once when this process ends: otherwise the kernel would first deliver what is unsent, and
-        # a D that takes nothing just now would not notice our death.
+        # Ends the stream at once when this process ends: otherwise the kernel would first deliver the unsent bytes, and
+        # a D that takes no bytes at that time would not notice our death.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         _tune(sock)
         self._plane.sockets.watch(sock, self.on_readable)
@@ -75,7 +75,7 @@ class TcpSendChannel(SendChannel):
 
     def send(self, slot: Slot, nbytes: int, tag: int) -> None:
         assert 0 < nbytes <= slot.nbytes
-        if not self._open:  # broke since ``acquire``
+        if not self._open:  # the connection broke after ``acquire``
             self.give_back(slot)
             return
         self._taken -= 1
@@ -133,7 +133,7 @@ class TcpSendChannel(SendChannel):
         return self.sock is not None and self.error is None and not self._closed
 
     def _go_on(self) -> None:
-        """Send what waits for as long as the socket takes it."""
+        """Send the waiting messages for as long as the socket takes bytes."""
         while self._open and self._message is None and self._waiting:
             slot, nbytes, tag = self._waiting.popleft()
             self._message = Outgoing(tag, Pieces(np.array([slot.address]), np.array([nbytes])), slot)
@@ -184,7 +184,7 @@ class TcpRecvChannel(ExpectingChannel):
         self._hello = hello
         self.deadline = time.monotonic() + CONNECT_SECONDS
         self._header = np.zeros(HEADER.size, dtype=np.uint8)
-        self._whole = np.zeros(1, dtype=np.uint8)  # what came behind the last message
+        self._whole = np.zeros(1, dtype=np.uint8)  # the last byte of the last message
         self._head = self._new_head()
         self._arriving: Arriving | None = None
         self._received_at = 0.0
@@ -223,8 +223,8 @@ class TcpRecvChannel(ExpectingChannel):
         return self._head.left == 0 and self._arriving is None and self.error is None
 
     def check(self, now: float) -> bool:
-        """Fail where the connection does not come about, or P stopped in the middle of a message. Go on where a slot
-        was missing and is there now; whether that was so."""
+        """Fail where no connection is made in time, or P stopped in the middle of a message. Where a message waited for
+        a slot and a slot is free now, go on. Returns whether it went on."""
         if self.error is not None:
             return False
         if self._hello and now > self.deadline:
@@ -257,7 +257,7 @@ class TcpRecvChannel(ExpectingChannel):
             self._plane.sockets.watch(self._sock, self.on_readable)
 
     def on_readable(self) -> None:
-        """Take in what has come, up to a turn's worth."""
+        """Receive the bytes that have arrived, at most ``_BYTES_PER_TURN``."""
         left = _BYTES_PER_TURN
         try:
             while left > 0 and self.error is None and not self._closed:
@@ -284,7 +284,7 @@ class TcpRecvChannel(ExpectingChannel):
         return Vector(Pieces(np.array([self._header.ctypes.data]), np.array([HEADER.size])))
 
     def _begin(self) -> bool:
-        """A header is here: see where its message goes; False where there is no slot for it now."""
+        """A header has arrived: choose the memory of its message. False where no slot is free for it now."""
         tag, nbytes = HEADER.unpack(self._header.tobytes())
         expected = self.expected.get(tag)
         if not 0 < nbytes <= self._plane.slot_bytes or (expected is not None and expected.nbytes != nbytes):
@@ -297,7 +297,7 @@ class TcpRecvChannel(ExpectingChannel):
         elif expected.into is not None:
             try:
                 pieces = expected.into()
-            except Exception:  # an error there is this message's, not everybody's
+            except Exception:  # the error affects this message only
                 logger.exception("kvferry: no place for a message")
                 pieces, reported = self._plane.nowhere(nbytes), 0
         else:
@@ -339,7 +339,7 @@ def _nothing() -> None:
 
 
 def _tune(sock: socket.socket) -> None:
-    """For a stream of large messages whose end must be noticed."""
+    """Set the socket's options for a stream of large messages whose end must be noticed."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)):

@@ -13,7 +13,7 @@ from kvferry.transport.channels import Pieces, Slot
 from kvferry.transport.planes.vectors import Vector
 
 HEADER = struct.Struct("<QQ")
-"""Tag, bytes that follow, without the last one."""
+"""The tag, and the number of bytes that follow without the last byte."""
 COMPLETE: npt.NDArray[np.uint8] = np.ones(1, dtype=np.uint8)
 """The last byte of a message whose bytes are all P's. Zero where P stopped reading its pages before they were sent: P's
 control message about that goes over another socket, and may arrive later."""
@@ -35,7 +35,7 @@ class Outgoing:
         self.vector = Vector(together(self._of_header(HEADER.size), pieces, byte(COMPLETE)))
 
     def stop_reading(self, instead: Callable[[int], Pieces]) -> None:
-        """Read no page any more: the unsent rest is ``instead(number of bytes)``, zeros, and so is the last byte."""
+        """Read no page any more: the unsent rest becomes ``instead(number of bytes)``, zeros, and the last byte 0."""
         self.paged = False
         head = max(0, HEADER.size - self.vector.done)
         rest = instead(self.vector.left - head)
@@ -58,10 +58,10 @@ class Arriving:
 
 
 def together(*parts: Pieces) -> Pieces:
-    """One after the other."""
+    """The pieces of all ``parts``, one after the other."""
     return Pieces(*(np.concatenate(each) for each in zip(*parts, strict=True)))
 
 
 def byte(of: npt.NDArray[np.uint8]) -> Pieces:
-    """The one byte of an array."""
+    """The one byte of an array, as pieces."""
     return Pieces(np.array([of.ctypes.data]), np.array([1]))

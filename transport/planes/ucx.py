@@ -3,10 +3,10 @@
 Both sides make an endpoint to the other's worker address, so that each notices the other's death. There is no UCX
 listener: UCXX's binds to all interfaces.
 
-D posts no receive for a message that may never come. It probes for what has arrived, which for all but small messages
-is only the sender's announcement, and receives it by its handle into a slot. So nothing has to be cancelled, which
-UCXX cannot do for one request, and D without a free slot holds P back by not answering. What comes for a closed
-channel is received and dropped, so that P's sends complete and its slots come back.
+D posts no receive for a message that may never come. It probes for arrived messages, and receives each by its handle
+into a slot. Of all but small messages only the sender's announcement has arrived by then. So no receive has to be
+cancelled, which UCXX cannot do for one request. A D without a free slot slows P down, because it does not answer the
+announcement. D receives and drops messages for a closed channel, so that P's sends complete and P's slots become free.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from kvferry.transport.planes.ucx_worker import UcxAnnouncement, UcxArray, UcxEn
 from kvferry.transport.staging import SlotPool
 
 _WINDOWS, _GPU_WINDOWS = (4, 2), (6, 3)
-"""Messages of one channel that P has in flight, and that D receives at the same time. UCX moves all that it may at the
-same time, so that with many they end together, and neither side copies while the link works. On a GPU copies are short,
-and what keeps a link waiting is the way of an announcement."""
+"""Messages of one channel that P has in flight, and that D receives at the same time. UCX moves all its messages at the
+same time, so many messages would end together, and neither side would copy while the link works. On a GPU copies are
+short, and the link waits for the announcements instead."""
 _MAX_PENDING = 4096
-"""Messages that are announced and wait for their turn or for a slot."""
+"""Bound on the messages that are announced and wait for their turn or for a slot."""
 _SPIN_SECONDS = 2e-3
-"""With GPU memory, how long the worker is polled after something has moved and while more is on its way: one slot takes
-0.1 ms over NVLink, and the end of a copy by the GPU wakes a sleeper late."""
+"""With GPU memory, how long the worker is polled after bytes have moved and while more are on their way: one slot takes
+0.1 ms over NVLink, and the end of a copy by the GPU wakes a sleeping thread late."""
 _CLOSE_MESSAGE_BYTES = 1
 """The size of the message that closes a channel."""
 _CLOSE_SECONDS = 0.5
-"""At most, for what is in flight when the plane closes."""
+"""Bound on the wait for the messages in flight when the plane closes."""
 
 _Address = Annotated[bytes, Meta(min_length=8, max_length=32 << 10)]
 _Checksum = Annotated[int, Meta(ge=0, lt=1 << 32)]
@@ -85,7 +85,7 @@ class UcxPlane(Plane):
         slot_bytes, staging_bytes, device = context.slot_bytes, context.staging_bytes, context.memory.device
         self._on_gpu = device.type != "cpu"
         if self._on_gpu:
-            cuda.load()  # before the first hand-over allocates its slots: it is known here what is missing
+            cuda.load()  # before the first hand-over allocates its slots: a missing driver is reported here
         # A peer that stops must not hold every slot.
         most = max(1, staging_bytes // slot_bytes - 1)
         self.window, self._receives = (min(n, most) for n in (_GPU_WINDOWS if self._on_gpu else _WINDOWS))
@@ -105,7 +105,7 @@ class UcxPlane(Plane):
 
     @property
     def retired_slots(self) -> int:
-        """Slots of closed channels that UCX has not let go of."""
+        """The number of slots of closed channels that UCX still holds."""
         return self.send_pool.retired + self._recv_pool.retired
 
     @property
@@ -182,7 +182,7 @@ class UcxPlane(Plane):
 
     @property
     def _expecting(self) -> bool:
-        """Whether messages are on their way, or about to be."""
+        """Whether messages are on their way, or will soon be."""
         if self.transfers or self.by_tag:
             return True
         return any(isinstance(channel, UcxSendChannel) and channel.in_flight for channel in self._channels.values())
@@ -192,8 +192,8 @@ class UcxPlane(Plane):
             return
         for channel in list(self._channels.values()):
             channel.close()
-        # UCX does not complete what is in flight when its endpoint closes, and that keeps the worker, with its
-        # connections, alive: peers who receive get the time to do so, and our close message.
+        # UCX does not complete the messages in flight when their endpoint closes, and these keep the worker alive, with
+        # its connections. So peers get time to receive them and our close message.
         deadline = time.monotonic() + _CLOSE_SECONDS
         while (self.transfers or self._farewells) and time.monotonic() < deadline:
             self.progress()
@@ -204,11 +204,12 @@ class UcxPlane(Plane):
         self._farewells.clear()
 
     def note_activity(self) -> None:
-        """Something is about to move."""
+        """Record that a message will move now: the worker is polled for ``_SPIN_SECONDS``."""
         self._moved_at = time.monotonic()
 
     def progress_once(self) -> None:
-        """Keep the link busy between the copies of a batch, each of which takes as long as emptying its buffers."""
+        """Keep the link busy between the copies of a batch: one copy takes as long as the link needs to empty its
+        buffers."""
         if not self._closed:
             self._worker.progress()
             self._receive()
@@ -227,7 +228,7 @@ class UcxPlane(Plane):
         self.progress_once()
 
     def send_close(self, channel: UcxSendChannel | UcxRecvChannel) -> None:
-        """A channel is closed: tell the peer, and account for the slots that UCX still holds."""
+        """Send the close message of a closed channel, and retire the slots that UCX still holds."""
         self._channels.pop(channel.close_message, None)
         for transfer in self.transfers:
             if transfer.channel is channel and not transfer.retired:
@@ -243,12 +244,12 @@ class UcxPlane(Plane):
         return self._worker.link(peer_address.address)
 
     def _receive(self) -> bool:
-        """Learn what has been announced, and begin to receive it as far as there are slots."""
+        """Probe for announced messages, and begin to receive as many as there are free slots."""
         while len(self._pending) < _MAX_PENDING and (message := self._worker.probe()) is not None:
             if message.nbytes > _CLOSE_MESSAGE_BYTES or message.tag in self.by_tag:
                 self._pending.append(message)
                 continue
-            closing = self._channels.get(message.tag)  # None where we have closed it, too
+            closing = self._channels.get(message.tag)  # None where we have closed the channel, too
             if closing is not None:
                 closing.fail(f"ucx: the {closing.peer} closed the channel")
             self._drop(message)
@@ -269,7 +270,8 @@ class UcxPlane(Plane):
         return len(waiting) < before
 
     def _drop(self, close_message: UcxAnnouncement) -> None:
-        """It needs no slot: on a GPU a P that receives nothing else would allocate all of them for it."""
+        """Receive and drop a close message, without a slot: on a GPU a P that receives nothing else would allocate all
+        its slots for it."""
         with contextlib.suppress(TransportError):
             nowhere = self._worker.memory(torch.empty(_CLOSE_MESSAGE_BYTES, dtype=torch.uint8))
             self._farewells.append((self._worker.receive(close_message, nowhere), nowhere))
@@ -282,7 +284,7 @@ class UcxPlane(Plane):
                 channel.fail(f"ucx: message {message.tag:#x} has {message.nbytes} bytes, expected {expected}")
                 channel = None
         if message.nbytes > self._slot_bytes:
-            return  # not ours and too large to take in and drop; its sender waits for ever
+            return  # not ours, and too large to receive and drop; its sender waits for ever
         slot: Slot | None = None
         try:
             slot = self._recv_pool.take()
@@ -299,7 +301,7 @@ class UcxPlane(Plane):
         self.transfers.append(UcxTransfer(request, slot, channel, message.tag, message.nbytes))
 
     def _reap(self) -> bool:
-        """Finish the transfers that UCX is done with."""
+        """Finish the transfers that UCX has completed."""
         waiting = []
         for transfer in self.transfers:
             if transfer.request.completed:

@@ -1,4 +1,4 @@
-"""The two ends of a UCX channel. What either has in the hands of UCX is a ``UcxTransfer`` in the plane's list."""
+"""The two ends of a UCX channel. Each message that UCX sends or receives is a ``UcxTransfer`` in the plane's list."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class UcxTransfer:
-    """A message in the hands of UCX, with the slot it occupies; ``channel`` is None for one to be dropped."""
+    """A message that UCX sends or receives, with its slot; ``channel`` is None for a message to be dropped."""
 
     request: UcxRequest
     slot: Slot
@@ -43,7 +43,7 @@ class UcxSendChannel(SendChannel):
         if self.closed or self.error is not None or self.in_flight >= self._plane.window:
             return None
         slot = self._plane.send_pool.take()
-        if slot is not None:  # else nothing moves, and the mover may sleep
+        if slot is not None:  # else nothing moves, and the transfer thread may sleep
             self.in_flight += 1
             self._plane.note_activity()
         return slot

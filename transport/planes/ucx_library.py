@@ -1,4 +1,4 @@
-"""UCXX loaded and configured: the one place that imports it, and the UCX settings that we ship."""
+"""Loads and configures UCXX. This module alone imports UCXX, and it has the UCX settings that KVFerry ships."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from kvferry.transport.errors import PlaneUnavailableError
 
 DEFAULTS = {"TCP_TX_SEG_SIZE": "512k", "TCP_RX_SEG_SIZE": "512k"}
-"""UCX settings of ours, each used where the environment has no ``UCX_<name>``.
+"""KVFerry's UCX settings. Each is used where the environment has no ``UCX_<name>``.
 
 TCP segments of 512 KiB, not 8 KiB: 4.5 against 1.4 GB/s over loopback with messages of 4 MiB; 256 KiB to 1 MiB
 measure alike, 128 KiB and 4 MiB are slower.
@@ -29,7 +29,7 @@ def load_ucxx() -> Any:
     Raises:
         PlaneUnavailableError: it is not installed, does not load, or is too old.
     """
-    # UCXX itself sets variables that builds of UCX without CUDA then warn about.
+    # UCXX itself sets variables, and builds of UCX without CUDA warn about them.
     os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
     try:
         import ucxx
@@ -46,8 +46,8 @@ def load_ucxx() -> Any:
 def settings_for(host: str, environ: Mapping[str, str]) -> dict[str, str]:
     """UCX settings (names without ``UCX_``) for a worker that peers reach at the local address ``host``.
 
-    UCX listens on every network device it may use. Without RDMA hardware that is narrowed to the device of ``host``;
-    with it the device list stays UCX's own, because the device of an address names only its Ethernet side.
+    UCX listens on every network device that it may use. Without RDMA hardware the list is narrowed to the device of
+    ``host``. With RDMA hardware UCX keeps its own list, because the device of an address names only its Ethernet side.
     """
     settings = dict(DEFAULTS)
     device = None if _has_rdma() else device_of(host)

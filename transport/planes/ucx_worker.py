@@ -12,15 +12,15 @@ from kvferry.transport.errors import PlaneUnavailableError, TransportError
 from kvferry.transport.planes.ucx_library import load_ucxx, settings_for
 
 UcxArray = Any
-"""UCXX's ``Array``: memory as it takes it, looked up in a tensor once. Keeps that alive; ``nbytes``."""
+"""UCXX's ``Array``: the memory of a tensor in the form that UCXX takes. It keeps the tensor alive; ``nbytes``."""
 _DONE = 0
 """UCS_OK."""
 _CLOSE_ROUNDS = 100
-"""Of progress that closing gives the endpoints; what is left ends with the worker."""
+"""Rounds of progress for closing the endpoints. Endpoints that are still open then end with the worker."""
 
 
 class UcxRequest:
-    """A send or a receive in the hands of UCX."""
+    """A send or a receive that UCX carries out."""
 
     __slots__ = ("_request",)
 
@@ -29,17 +29,17 @@ class UcxRequest:
 
     @property
     def completed(self) -> bool:
-        """UCX is done with the memory, well or not."""
+        """UCX uses the memory no more, whether the request succeeded or failed."""
         return bool(self._request.completed)
 
     @property
     def ok(self) -> bool:
-        """Of a completed one: the bytes have moved."""
+        """The bytes have moved; only for a completed request."""
         return bool(self._request.status == _DONE)
 
 
 class UcxEndpoint:
-    """An endpoint to one peer process, always with error handling, so that its death is noticed."""
+    """An endpoint to one peer process, always with error handling, so that the death of the peer is noticed."""
 
     def __init__(self, worker: UcxWorker, endpoint: Any) -> None:
         self._worker = worker
@@ -52,7 +52,7 @@ class UcxEndpoint:
 
     @property
     def reason(self) -> str:
-        """UCX's word for why the link is not alive."""
+        """UCX's name of the error that ended the link."""
         try:
             if self._endpoint is not None:
                 self._endpoint.raise_on_error()
@@ -74,9 +74,9 @@ class UcxEndpoint:
             raise TransportError(f"ucx: sending failed: {error}") from None
 
     def close(self) -> Any:
-        """Begin to close; the request, or ``None`` where there is nothing to close."""
+        """Begin to close. Returns the request, or ``None`` where there is nothing to close."""
         endpoint, self._endpoint = self._endpoint, None
-        # UCXX returns a null request for an endpoint that broke, and touching that crashes.
+        # UCXX returns a null request for a broken endpoint, and any use of that request crashes.
         if endpoint is not None and endpoint.alive:
             with contextlib.suppress(Exception):
                 return endpoint.close()
@@ -98,7 +98,7 @@ class UcxWorker:
     """One UCX worker, without thread mode and without asyncio; all calls from one thread.
 
     There is one link per peer process, and it stays until that process is gone: UCX over TCP leaves a connection
-    behind whenever an endpoint between two living workers is closed.
+    behind for each endpoint that is closed between two living workers.
 
     Raises:
         PlaneUnavailableError: UCXX or UCX cannot be had.
@@ -115,7 +115,7 @@ class UcxWorker:
             self._context = self._ucx.UCXContext(settings_for(host, os.environ), (feature.TAG, feature.WAKEUP))
             self._worker = self._ucx.UCXWorker(self._context)
             self._worker.init_blocking_progress_mode()
-        except Exception as error:  # whatever UCX finds missing on this machine
+        except Exception as error:  # any reason why UCX does not start on this machine
             raise PlaneUnavailableError(f"ucx: UCX does not start on {host}: {error}") from None
         self.fd: int = self._worker.epoll_file_descriptor
         self.address = bytes(self._worker.address)
@@ -131,7 +131,7 @@ class UcxWorker:
         link = self._links.get(address)
         if link is not None and link.alive:
             return link
-        if address[0] != self.address[0]:  # the format's version and flags; UCX aborts the process on another
+        if address[0] != self.address[0]:  # the version and flags of the format; UCX aborts the process on others
             raise PlaneUnavailableError(
                 f"ucx: the peer's worker address is of format {address[0]:#x}, ours is {self.address[0]:#x}; "
                 "run the same UCX release on both sides"
@@ -148,7 +148,7 @@ class UcxWorker:
         return self._links[address]
 
     def progress(self) -> None:
-        """Move what can be moved. UCXX loops inside, without the GIL, until nothing more moves."""
+        """Move the bytes that can move now. UCXX loops inside, without the GIL, until nothing more moves."""
         self._worker.progress()
 
     def prune(self) -> None:
@@ -157,27 +157,27 @@ class UcxWorker:
             del self._links[address]
 
     def arm(self) -> bool:
-        """True: ``fd`` becomes readable with the next event. False: there is one already."""
+        """True: ``fd`` becomes readable with the next event. False: an event is there already."""
         return bool(self._worker.arm())
 
     def probe(self) -> UcxAnnouncement | None:
-        """The next message that is not received yet; receive it, or its sender waits for ever."""
+        """The next message that is not received yet. The caller must receive it, or its sender waits for ever."""
         probe = self._worker.tag_probe(self._any_tag, self._any_mask, True)
         return UcxAnnouncement(probe) if probe.matched else None
 
     def memory(self, data: torch.Tensor) -> UcxArray:
-        """``data`` (uint8, contiguous) as UCXX takes it.
+        """``data`` (uint8, contiguous) in the form that UCXX takes.
 
         Raises:
             TransportError: UCXX refused.
         """
         try:
             return self._make_array(data if data.is_cuda else data.numpy())
-        except Exception as error:  # whatever there is, the slot that this is of must come back
+        except Exception as error:  # on any error the caller must get its slot back
             raise TransportError(f"ucx: memory cannot be used: {error!r}") from None
 
     def receive(self, message: UcxAnnouncement, into: UcxArray) -> UcxRequest:
-        """Receive into ``into``, at least ``message.nbytes``.
+        """Receive into ``into``, which must hold at least ``message.nbytes``.
 
         Raises:
             TransportError: UCX refused.
@@ -189,8 +189,8 @@ class UcxWorker:
             raise TransportError(f"ucx: receiving failed: {error}") from None
 
     def close(self) -> None:
-        """Close the links and the worker; what is in flight breaks off, and peers see their link go down."""
-        self._worker.progress()  # what was just sent goes out
+        """Close the links and the worker. Messages in flight break off, and peers see that their link is down."""
+        self._worker.progress()  # sends the messages that were just handed to UCX
         closing = [request for link in self._links.values() if (request := link.close()) is not None]
         for _ in range(_CLOSE_ROUNDS):
             self._worker.progress()

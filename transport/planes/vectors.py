@@ -1,4 +1,4 @@
-"""Memory in pieces, as ``sendmsg`` and ``recvmsg`` take it, so that scattered pages need no staging."""
+"""Memory in pieces, in the form of ``sendmsg`` and ``recvmsg``, so that scattered pages need no staging."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ MAX_PIECES = 1024
 """IOV_MAX of Linux."""
 
 RECEIVE_BYTES = 256 << 10
-"""Taken in by one call. While one copies, the sender's packets queue up at the socket: with 256 KiB / 512 KiB / 1 MiB
-a call, 64 MiB over loopback in pieces of 8 KiB moved at 4.5 / 4.5 / 3.4 GB/s. Sending has no such limit."""
+"""Bytes that one call receives at most. During its copy the sender's packets queue up at the socket: with calls of
+256 KiB / 512 KiB / 1 MiB, 64 MiB over loopback in pieces of 8 KiB moved at 4.5 / 4.5 / 3.4 GB/s. Sending needs no such
+limit."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _FLAGS = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
@@ -58,15 +59,15 @@ class Vector:
 
     @property
     def left(self) -> int:
-        """Bytes still to come."""
+        """Bytes that have not moved yet."""
         return self.nbytes - self.done
 
     def send(self, sock: socket.socket) -> int:
-        """Send what the socket takes now. Raises OSError as ``socket.send`` does; BlockingIOError where it is full."""
+        """Send the bytes that the socket takes now. Raises OSError as ``socket.send`` does: BlockingIOError if full."""
         return self._call(_libc.sendmsg, sock, self.nbytes)
 
     def receive(self, sock: socket.socket) -> int:
-        """Receive what is there; 0 at the end of the stream. Raises OSError as ``socket.recv`` does."""
+        """Receive the bytes that are there; 0 at the end of the stream. Raises OSError as ``socket.recv`` does."""
         return self._call(_libc.recvmsg, sock, RECEIVE_BYTES)
 
     def _call(self, function: Any, sock: socket.socket, limit: int) -> int:
@@ -74,7 +75,7 @@ class Vector:
         begin = int(self._ends[first - 1]) if first else 0
         address, nbytes = self._iov[first]
         skip = np.uint64(self.done - begin)
-        self._iov[first] = address + skip, nbytes - skip  # the piece that was left off in
+        self._iov[first] = address + skip, nbytes - skip  # the piece in which the last call stopped
         header = self._header
         header.msg_iov = self._iov.ctypes.data + 16 * first
         count = min(MAX_PIECES, len(self._iov) - first)
@@ -93,7 +94,7 @@ class Vector:
 
 
 def repeated(buffer: npt.NDArray[np.uint8], nbytes: int) -> Pieces:
-    """``nbytes`` in all, out of the same buffer over and over."""
+    """Pieces with ``nbytes`` bytes in all, each of them in the same buffer."""
     count = -(-nbytes // buffer.nbytes)
     sizes = np.full(count, buffer.nbytes, dtype=np.int64)
     sizes[-1] = nbytes - buffer.nbytes * (count - 1)

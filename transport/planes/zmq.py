@@ -1,9 +1,9 @@
-"""The ZMQ data plane, for hosts without UCX: the staging protocol over multipart messages, without copies of ours.
+"""The ZMQ data plane, for hosts without UCX: slots travel as multipart messages, without copies by KVFerry.
 
-P binds one ROUTER; each channel of D connects one DEALER whose routing id is a secret that only P learns, through the
-handshake. ZMQ sends straight from P's slot, and D unpacks straight from the frame that ZMQ received into; a GPU cannot
-read frames, so for its kernels D copies each into a page-locked slot. What keeps the memory of both bounded is a
-window: D returns a credit for every message it is done with.
+P binds one ROUTER; each channel of D connects one DEALER. Its routing id is a secret that only P learns, through the
+handshake. ZMQ sends straight from P's slot, and D unpacks straight from the frame that ZMQ received into. A GPU cannot
+read frames, so for its kernels D copies each frame into a page-locked slot. A window bounds the memory of both sides: D
+returns a credit for every message that it has released.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ from kvferry.transport.staging import SlotPool
 _WINDOW = 8
 """Messages of one channel between P's pack and D's unpack; fewer where D's staging memory is short."""
 _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 5000, 20000
-"""For hosts that fall silent; long, because a starved host is not a dead one, and the control plane asks oftener."""
+"""For hosts that fall silent. The times are long, because a busy host is not dead, and the control plane checks more
+often."""
 _PING_SECONDS = 1.0
 _WATCH_SECONDS = 0.005
 _DEATH_SECONDS = 0.1
-"""How long after a disconnect its channel may take to become unreachable."""
+"""How long after a disconnect ZMQ may still take messages for the channel."""
 _BATCH = 256
-"""Messages taken in by one call, so that a flood does not keep the caller from its other work."""
+"""Bound on the messages received by one call, so that many messages do not keep the caller from its other work."""
 _MAX_REQUEST_BYTES = 4096
-"""Of what D sends to P; credits take 9 bytes, the handshake of CURVE some hundred."""
+"""Bound on a message from D to P. A credit takes 9 bytes, a message of the CURVE handshake some hundred."""
 
 
 class _Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -49,7 +50,7 @@ class _Attach(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class ZmqPlane(Plane):
     """One ROUTER for all consumers, one DEALER per producer. ``context.staging_bytes`` bounds P's slots, and the frames
-    that D holds; for caches on a GPU half of it is for D's slots."""
+    that D holds; for caches on a GPU half of these bytes is for D's slots."""
 
     name: ClassVar[str] = "zmq"
 
@@ -128,7 +129,7 @@ class ZmqPlane(Plane):
             if channel.error is None:
                 moved |= channel.progress()
         now = time.monotonic()
-        if now - self._last_progress > _PING_SECONDS:  # time without the processor does not count
+        if now - self._last_progress > _PING_SECONDS:  # time in which this thread did not run does not count
             for sender in self._senders.values():
                 sender.extend(now - self._last_progress)
             for channel in self._receivers:
@@ -160,11 +161,11 @@ class ZmqPlane(Plane):
             self._bound.close(0)
         self._bound = self._bound_monitor = None
         self._closed = True
-        # Waits for libzmq's own thread, and for a CURVE gate's, so not here.
+        # ``term`` waits for libzmq's own thread and for a ZAP handler's thread, so another thread calls it.
         threading.Thread(target=self._context.term, name="kvferry-zmq-term", daemon=True).start()
 
     def drop(self, channel: ZmqSendChannel | ZmqRecvChannel) -> None:
-        """A channel was closed."""
+        """Forget a closed channel."""
         if isinstance(channel, ZmqSendChannel):
             self._senders.pop(channel.id, None)
         else:
@@ -172,11 +173,11 @@ class ZmqPlane(Plane):
             self._window_left += channel.window
 
     def put_later(self, slot: Slot, tracker: Any) -> None:
-        """A slot without credit: it is free once ZMQ does not use it any more."""
+        """Free a slot for which no credit will come, once ZMQ does not use it any more."""
         self._busy.append((slot, tracker))
 
     def router(self) -> zmq.Socket[bytes]:
-        """Where P sends from."""
+        """The socket from which P sends."""
         assert self._bound is not None
         return self._bound
 
@@ -208,7 +209,7 @@ class ZmqPlane(Plane):
         self._port = int(endpoint.rstrip(b"\0").rsplit(b":", 1)[1])
 
     def _serve(self) -> bool:
-        """Take in what consumers sent; messages of unknown channels are dropped."""
+        """Receive the messages of consumers, and drop messages of unknown channels."""
         moved = False
         for _ in range(_BATCH):
             try:
@@ -220,7 +221,7 @@ class ZmqPlane(Plane):
             if channel is not None and channel.error is None:
                 channel.on_message(frames[1] if len(frames) == 2 else b"")
         assert self._bound_monitor is not None
-        if self._bound_monitor.read():  # a consumer left, and ZMQ does not name it
+        if self._bound_monitor.read():  # a consumer disconnected, and ZMQ does not name it
             moved = True
             self._watch_until = time.monotonic() + _DEATH_SECONDS
             self._next_ping = 0.0

@@ -1,6 +1,6 @@
 """The two ends of a ZMQ channel, and their messages.
 
-Frames after the routing id: P to D ``[b"m" + tag + nbytes, bytes]``, ``[b"p"]`` (are you there) and ``[b"b"]`` (bye);
+Frames after the routing id: P to D ``[b"m" + tag + nbytes, bytes]``, ``[b"p"]`` (ping) and ``[b"b"]`` (close);
 D to P ``[b"h"]`` (hello) and ``[b"c" + tag]`` (credit). Numbers are little endian.
 """
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvferry.transport.planes.zmq import ZmqPlane
 
 _HEADER = struct.Struct("<cQQ")
-"""Kind, tag, bytes."""
+"""Kind, tag, number of bytes."""
 _CREDIT = struct.Struct("<cQ")
 """Kind, tag."""
 CHANNEL_BYTES = 16
@@ -43,7 +43,7 @@ _LOST = int(
 
 
 class ZmqSendChannel(SendChannel):
-    """P's end. A slot is busy until D returned its credit and ZMQ let go of it."""
+    """P's end. A slot is in use until D has returned its credit and ZMQ uses it no more."""
 
     def __init__(self, plane: ZmqPlane, channel: bytes, slot_bytes: int, window: int) -> None:
         self.slot_bytes = slot_bytes
@@ -92,13 +92,13 @@ class ZmqSendChannel(SendChannel):
             self._give_up()
 
     def on_message(self, frame: bytes) -> None:
-        """A hello or a credit."""
+        """Handle a hello or a credit."""
         if frame == b"h":
             self._connected = True
             return
         if len(frame) == _CREDIT.size and frame[:1] == b"c":
             sent = self._sent.pop(_CREDIT.unpack(frame)[1], None)
-            if sent is not None:  # it is all there, so nothing reads the slot any more
+            if sent is not None:  # D has the whole message, so nothing reads the slot any more
                 self.give_back(sent[0])
                 return
         self.fail(f"zmq: the consumer sent {frame[:16]!r}, expected the credit of a message")
@@ -135,7 +135,7 @@ class ZmqRecvChannel(ExpectingChannel):
     def __init__(self, plane: ZmqPlane, host: str, port: int, window: int) -> None:
         super().__init__()
         self._plane = plane
-        self.id = b"k" + secrets.token_bytes(CHANNEL_BYTES - 1)  # ZMQ keeps ids that start with 0 to itself
+        self.id = b"k" + secrets.token_bytes(CHANNEL_BYTES - 1)  # ZMQ reserves ids that start with 0
         self.window = window
         self._waiting: deque[tuple[int, zmq.Frame]] = deque()
         self._closed = False
@@ -145,7 +145,7 @@ class ZmqRecvChannel(ExpectingChannel):
         self.socket.routing_id = self.id
         self.socket.rcvhwm = window + 8
         self.socket.maxmsgsize = plane.slot_bytes
-        self.socket.reconnect_ivl = -1  # the producer listens already; a connection that is lost stays lost
+        self.socket.reconnect_ivl = -1  # the producer listens already; a lost connection stays lost
         self.monitor = Monitor(self.socket, _LOST)
         self.socket.ipv6 = ":" in host
         try:
@@ -164,7 +164,7 @@ class ZmqRecvChannel(ExpectingChannel):
             self._shut()
 
     def progress(self) -> bool:
-        """Take in what the producer sent; ``True`` if that was anything."""
+        """Receive the messages of the producer; ``True`` if there were any."""
         moved = self._copy_waiting()
         for _ in range(2 * self.window):
             try:
@@ -188,7 +188,7 @@ class ZmqRecvChannel(ExpectingChannel):
 
     @property
     def starved(self) -> bool:
-        """A message is here and waits for a slot."""
+        """Whether a received message waits for a slot."""
         return bool(self._waiting) and self.error is None
 
     def extend(self, seconds: float) -> None:
@@ -231,7 +231,7 @@ class ZmqRecvChannel(ExpectingChannel):
             self.arrived.append(Received(tag, _address(frame), nbytes, partial(self._release, tag, held)))
 
     def _copy_waiting(self) -> bool:
-        """Copy messages into slots for as long as there are any; whether one moved on."""
+        """Copy waiting messages into slots for as long as slots are free. Returns whether it handled any message."""
         before, pool = len(self._waiting), self._plane.recv_pool
         while self._waiting and pool is not None:
             tag, frame = self._waiting[0]
@@ -241,7 +241,7 @@ class ZmqRecvChannel(ExpectingChannel):
                 continue
             try:
                 slot = pool.take()
-            except Exception as error:  # no page-locked memory: this channel's failure, not everybody's
+            except Exception as error:  # no page-locked memory: only this channel fails
                 self.fail(f"zmq: no staging slot can be had: {error}")
                 self._waiting.clear()
                 break
@@ -273,11 +273,11 @@ class ZmqRecvChannel(ExpectingChannel):
         self._waiting.clear()
 
     def _shut(self) -> None:
-        unwatch(self.socket)  # before its reader goes, or libzmq blocks
+        unwatch(self.socket)  # before the monitor closes, or libzmq blocks
         self.monitor.close()
         self.socket.close(0)
 
 
 def _address(frame: zmq.Frame) -> int:
-    """Of the first byte of a frame that is not empty."""
+    """The address of the first byte of a frame that is not empty."""
     return int(np.frombuffer(frame.buffer, dtype=np.uint8).ctypes.data)

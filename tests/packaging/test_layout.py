@@ -1,0 +1,93 @@
+"""The floors of the product: imports go downwards, one folder imports vLLM, no public class name exists twice."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FLOORS = ("transport", "kernels", "geometry", "binding", "protocol", "transfer", "engine", "vllm")
+"""From the ground up. A module imports from its own floor and from those below; ``binding`` stands beside the floors
+above it: nothing but the documentation imports it."""
+TOPS = ("connector", "transport", "kernels")
+
+
+def modules() -> list[Path]:
+    return sorted(path for top in TOPS for path in (ROOT / top).rglob("*.py"))
+
+
+def floor(parts: tuple[str, ...]) -> str | None:
+    """The floor of a module by its path below the repository; ``None`` for connector/config.py, which all import."""
+    if parts[0] in ("transport", "kernels"):
+        return parts[0]
+    return parts[1] if len(parts) > 1 and parts[1] in FLOORS else None
+
+
+def imports(path: Path) -> list[tuple[str, ...]]:
+    """The modules of ours that a file imports, also inside functions, as paths below the repository."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, f"{path}: imports are absolute"
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        found += [tuple(name.split(".")[1:]) for name in names if name.startswith("kvferry.")]
+    return [parts for parts in found if len(parts) > 1 or parts[0] in ("transport", "kernels")]
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_go_downwards(path: Path) -> None:
+    own = floor(path.relative_to(ROOT).parts)
+    for parts in imports(path):
+        other = floor(parts)
+        if own in ("transport", "kernels"):
+            assert parts[0] != "connector", f"{'.'.join(parts)}: {own} knows nothing of connector"
+        if own is None:
+            assert other in (None, "transport", "geometry"), f"{'.'.join(parts)} is imported by connector/config.py"
+        elif other is not None:
+            assert FLOORS.index(other) <= FLOORS.index(own), f"{'.'.join(parts)} is above {own}"
+            assert other != "binding" or own == "binding", f"{own} imports {'.'.join(parts)}"
+
+
+def test_vllm_is_imported_in_one_folder() -> None:
+    importing = set()
+    for path in modules():
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+            if any(name.split(".")[0] == "vllm" for name in names):
+                importing.add(path.relative_to(ROOT).parent.as_posix())
+    assert importing == {"connector/vllm"}
+
+
+def test_no_public_class_name_exists_twice() -> None:
+    where: dict[str, list[str]] = defaultdict(list)
+    for path in modules():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                where[node.name].append(path.relative_to(ROOT).as_posix())
+    assert len(where) > 100
+    assert not {name: paths for name, paths in where.items() if len(paths) > 1}
+
+
+def test_every_term_of_the_glossary_that_is_a_type_exists() -> None:
+    defined = {
+        node.name
+        for path in modules()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    }
+    named = set(re.findall(r"`([A-Z][A-Za-z]+)`", (ROOT / "docs" / "glossary.md").read_text()))
+    assert len(named) > 15 and not named - defined, f"no such type: {sorted(named - defined)}"
+
+
+@pytest.mark.parametrize(
+    "folder", [*(f"connector.{name}" for name in FLOORS[2:]), "transport.planes", "transport.control"]
+)
+def test_every_folder_has_a_docstring(folder: str) -> None:
+    assert importlib.import_module(f"kvferry.{folder}").__doc__
