@@ -29,6 +29,12 @@ class Config:
     layers: int
     slot_bytes: int
     staging_bytes: int
+    curve: list[str]
+    """A CURVE key pair, for ``ENCRYPTED``."""
+
+
+ENCRYPTED = "zmq, encrypted"
+"""The plane ``zmq`` under CURVE."""
 
 
 class Cache:

@@ -28,6 +28,8 @@ from typing import Any
 
 import empty_handover
 import report
+import zmq
+from host_endpoints import ENCRYPTED
 
 from kvferry.transport.channels import CPU
 from kvferry.transport.registry import preferred_planes
@@ -35,7 +37,7 @@ from kvferry.transport.registry import preferred_planes
 HERE = Path(__file__).resolve().parent
 PLANES = preferred_planes(CPU)
 SAME_HOST = ("cma", "shm", "tcp", "ucx", "zmq", "nixl")
-TCP = ("tcp", "ucx", "zmq", "nixl", "ucxx raw", "raw socket")
+TCP = ("tcp", "ucx", "zmq", ENCRYPTED, "nixl", "ucxx raw", "raw socket")
 BULK = ("ucxx raw", "raw socket", "memcpy")
 
 
@@ -143,6 +145,7 @@ def summarise(rates: dict[tuple[str, str, int], float], sizes: list[int]) -> dic
     ratios = {
         "ucx_vs_staged_ceiling": rate("tcp", "ucx", best) / ceiling,
         "zmq_tcp_vs_raw_socket": rate("tcp", "zmq", best) / rate("tcp", "raw socket"),
+        "zmq_encrypted_vs_zmq": rate("tcp", ENCRYPTED, best) / rate("tcp", "zmq", best),
     }
     for kib in (8, 32):
         if kib in sizes:
@@ -232,6 +235,7 @@ def main() -> None:
         "layers": options.layers,
         "slot_bytes": int(options.slot_mib * (1 << 20)),
         "staging_bytes": 256 << 20,
+        "curve": [key.decode() for key in zmq.curve_keypair()],
     }
     if options.sweep_shm:
         sweep_shm(config, options.rounds)

@@ -269,12 +269,14 @@ class Consumer:
                 self._lease_keeper.release(active_load.load.request_id, now)
             case handover.ReportLoad(reason):
                 self._active_loads.pop(active_load.load.request_id, None)
-                if reason is None:
-                    self._report_success(active_load)
-                else:
-                    self._report_failure(active_load.load, reason, _stories(active_load))
-                for read in active_load.reads:
-                    self._step_read(read, HandoverEnded(), now)
+                try:
+                    if reason is None:
+                        self._report_success(active_load)
+                    else:
+                        self._report_failure(active_load.load, reason, _stories(active_load))
+                finally:
+                    for read in active_load.reads:
+                        self._step_read(read, HandoverEnded(), now)
 
     def _plan_and_ask(self, active_load: ActiveLoad, now: float) -> None:
         ours, tokens = self._rank_context.caches.geometry, active_load.load.tokens
@@ -394,6 +396,9 @@ class Consumer:
             self._receiver.expect(read)
         except GeometryError as error:
             failure = Reason("incompatible", str(error))
+        except Exception as error:  # some chunks may be announced: the read must be cancelled, not forgotten
+            logger.exception("kvferry: chunks of %s could not be announced", load.request_id)
+            failure = Reason("internal", repr(error))
         self._step_read(read, ReadAsked(len(read.tags), "asked" if read.link.pulls else "pushed"), now)
         if failure is not None:
             self._step_read(read, ReadFailed(failure), now)

@@ -304,16 +304,24 @@ class Producer:
             logger.warning("kvferry: lease of %s expired: %s", held.grant.request_id, why)
 
     def _step_read(self, outgoing: OutgoingRead, event: outgoing_read.OutgoingReadEvent, now: float) -> None:
+        """Perform every effect of an event, whatever an earlier one raises: a read that never ends keeps its lease."""
         for effect in outgoing.lifetime.step(event, now):
-            match effect:
-                case outgoing_read.DenyRead(why):
-                    self._read_failed(outgoing, why)
-                case outgoing_read.StopSending():
-                    if self._sender.stop(outgoing):
-                        self._step_read(outgoing, outgoing_read.CopiesEnded(), now)
-                case outgoing_read.EndRead():
-                    self._sender.forget(outgoing)
-                    self._step(outgoing.token, lease.ReadEnded(outgoing.key), now)
+            try:
+                self._perform(outgoing, effect, now)
+            except Exception:
+                logger.exception("kvferry: unexpected error in %s of a read", type(effect).__name__)
+                self._rank_context.stats.failed("internal")
+
+    def _perform(self, outgoing: OutgoingRead, effect: outgoing_read.OutgoingReadEffect, now: float) -> None:
+        match effect:
+            case outgoing_read.DenyRead(why):
+                self._read_failed(outgoing, why)
+            case outgoing_read.StopSending():
+                if self._sender.stop(outgoing):
+                    self._step_read(outgoing, outgoing_read.CopiesEnded(), now)
+            case outgoing_read.EndRead():
+                self._sender.forget(outgoing)
+                self._step(outgoing.token, lease.ReadEnded(outgoing.key), now)
 
     def _read_failed(self, outgoing: OutgoingRead, why: str) -> None:
         session, text = outgoing.session, f"{why}; the read at P: {outgoing.lifetime.story()}"

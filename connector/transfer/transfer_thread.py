@@ -217,19 +217,34 @@ class TransferThread:
             plan, event, computed = self._commands.popleft()
             self._consumer.identify(plan.consumer)
             self._computing += zip_longest(plan.leases, computed)
-            if event is not None and plan.loads:
-                self._rank_context.caches.copies.wait_event(event)
+            loads = plan.loads if self._copies_wait(event, plan.loads, now) else ()
             for keep in plan.keeps:
                 self._try(self._consumer.keep, keep, now)
-            begin = partial(self._consumer.load, alone=len(plan.loads) == 1 and not self._commands)
-            for load in plan.loads:
+            begin = partial(self._consumer.load, alone=len(loads) == 1 and not self._commands)
+            for load in loads:
                 self._try(begin, load, now, partial(self._fail_load, load, now))
-            self._consumer.finished_writes(now)  # before all other work: the engine waits for these results
+            self._try(self._finished_writes, None, now)  # before all other work: the engine waits for these results
             for request_id in plan.cancels:
                 self._try(self._consumer.cancel, request_id, now)
             for request_id in plan.releases:
                 self._try(self._consumer.release, request_id, now)
         return self._grant(now) or busy
+
+    def _copies_wait(self, event: DeviceEvent | None, loads: Sequence[Load], now: float) -> bool:
+        """Have the copies of ``loads`` wait for the engine's event. Where the device refuses, the loads fail."""
+        if event is None or not loads:
+            return True
+        try:
+            self._rank_context.caches.copies.wait_event(event)
+        except Exception:
+            logger.exception("kvferry: %d loads fail: their copies cannot wait for the engine", len(loads))
+            for load in loads:
+                self._try(self._fail_load, load, now)
+            return False
+        return True
+
+    def _finished_writes(self, _: None, now: float) -> None:
+        self._consumer.finished_writes(now)
 
     def _grant(self, now: float) -> bool:
         """Grant the leases whose blocks the device has filled. P holds an ask that arrives before the grant."""

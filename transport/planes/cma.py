@@ -14,6 +14,7 @@ import ctypes
 import errno
 import os
 import secrets
+import threading
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -85,8 +86,21 @@ def _threads() -> int:
 
 
 @cache
-def _helpers() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(MAX_THREADS - 1, "kvferry-cma")
+def _helpers() -> ThreadPoolExecutor | None:
+    """The helper threads; ``None`` where the system refuses one.
+
+    All of them start here: an executor that could not start a thread later would raise after it had queued a share.
+    """
+    executor, started = ThreadPoolExecutor(MAX_THREADS - 1, "kvferry-cma"), threading.Event()
+    try:
+        for _ in range(MAX_THREADS - 1):  # each submission finds no idle thread, so each one starts a thread
+            executor.submit(started.wait)
+    except RuntimeError:
+        executor.shutdown(wait=False)
+        return None
+    finally:
+        started.set()
+    return executor
 
 
 def _copy(pid: int, ranges: ByteRanges) -> None:
@@ -97,12 +111,13 @@ def _copy(pid: int, ranges: ByteRanges) -> None:
     """
     ends = np.cumsum(ranges.nbytes)
     shares = min(_threads(), int(ends[-1]) // SHARE_BYTES, len(ends))
-    if shares < 2:
+    helpers = _helpers() if shares > 1 else None
+    if helpers is None:
         _copy_share(pid, ranges)
         return
     cuts = [0, *np.searchsorted(ends, int(ends[-1]) * np.arange(1, shares) // shares), len(ends)]
     parts = [ByteRanges(*(column[slice(*cut)] for column in ranges)) for cut in pairwise(cuts)]
-    others = [_helpers().submit(_copy_share, pid, part) for part in parts[1:]]
+    others = [helpers.submit(_copy_share, pid, part) for part in parts[1:]]
     try:
         _copy_share(pid, parts[0])
     finally:
@@ -134,8 +149,8 @@ class _CmaCopy(Copy):
     def turn(self) -> None:
         """Copy the next ``TURN_BYTES``, on this thread and the helpers."""
         assert self._left is not None
-        now, self._left = self._left.split(TURN_BYTES)
         try:
+            now, self._left = self._left.split(TURN_BYTES)
             _copy(self._pid, now)
         except Exception as error:  # only this copy fails, not the plane
             self.peer_lost = isinstance(error, TransportError)

@@ -32,6 +32,8 @@ _HEADER = struct.Struct("<cQQ")
 _CREDIT = struct.Struct("<cQ")
 """Kind, tag."""
 CHANNEL_BYTES = 16
+CURVE_BYTES = 64
+"""CURVE adds 33 bytes to a frame (command name, nonce, flags, MAC: RFC 26). libzmq includes them in ``maxmsgsize``."""
 CONNECT_SECONDS = 10.0
 _LOST = int(
     zmq.EVENT_DISCONNECTED
@@ -144,7 +146,7 @@ class ZmqRecvChannel(ExpectingChannel):
         self.socket = plane.socket(zmq.DEALER, server=False)
         self.socket.routing_id = self.id
         self.socket.rcvhwm = window + 8
-        self.socket.maxmsgsize = plane.slot_bytes
+        self.socket.maxmsgsize = plane.slot_bytes + CURVE_BYTES
         self.socket.reconnect_ivl = -1  # the producer listens already; a lost connection stays lost
         self.monitor = Monitor(self.socket, _LOST)
         self.socket.ipv6 = ":" in host
