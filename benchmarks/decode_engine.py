@@ -110,8 +110,8 @@ class Decoder:
             gate, up = (F.rms_norm(x, (shape.hidden,)) @ gate_up).chunk(2, dim=-1)
             x = x + (F.silu(gate) * up) @ down
         self.tokens = (x @ self.embedding.T).argmax(-1)
-        told: list[int] = self.tokens.tolist()
-        return told
+        token_ids: list[int] = self.tokens.tolist()
+        return token_ids
 
     def _random(self, *sizes: int, scale: float = 0.02) -> torch.Tensor:
         return torch.empty(sizes, dtype=self.shape.dtype, device=self.device).normal_(0, scale)

@@ -60,10 +60,10 @@ class NixlEndpoint(ArenaEndpoint):
         if blob is None:
             metadata = base64.b64encode(self.agent.get_agent_metadata()).decode()
             return json.dumps({"metadata": metadata, "base": self.arena.data_ptr()})
-        told = json.loads(blob)
-        name = self.agent.add_remote_agent(base64.b64decode(told["metadata"]))
+        description = json.loads(blob)
+        name = self.agent.add_remote_agent(base64.b64decode(description["metadata"]))
         self.name = name.decode() if isinstance(name, bytes) else name
-        self.base = int(told["base"])
+        self.base = int(description["base"])
         return None
 
     def _rows(self, point: Point, way: str, side: Side, base: int) -> Any:
@@ -123,8 +123,9 @@ class MappedEndpoint(ArenaEndpoint):
         if blob is None:
             base, _ = _checked(self.driver.cuMemGetAddressRange(self.arena.data_ptr()))
             handle = _checked(self.runtime.cudaIpcGetMemHandle(int(base)))
-            told = ctypes.string_at(int(handle.getPtr()), HANDLE_BYTES)
-            return json.dumps({"handle": base64.b64encode(told).decode(), "offset": self.arena.data_ptr() - int(base)})
+            handle_bytes = ctypes.string_at(int(handle.getPtr()), HANDLE_BYTES)
+            offset = self.arena.data_ptr() - int(base)
+            return json.dumps({"handle": base64.b64encode(handle_bytes).decode(), "offset": offset})
         found = json.loads(blob)
         handle = self.runtime.cudaIpcMemHandle_t()
         ctypes.memmove(int(handle.getPtr()), base64.b64decode(found["handle"]), HANDLE_BYTES)
@@ -196,15 +197,15 @@ class UcxxRawEndpoint(ArenaEndpoint):
         from kvferry.transport.planes.ucx_worker import UcxWorker
 
         self.worker = UcxWorker("127.0.0.1")
-        self.told = False
+        self.address_sent = False
         self.todo: list[UcxArray] = []
 
     def exchange(self, blob: str | None, peer: str = "main") -> str | None:
         if blob is not None:
             self.link = self.worker.link(base64.b64decode(blob))
-        if self.told:
+        if self.address_sent:
             return None
-        self.told = True
+        self.address_sent = True
         return base64.b64encode(self.worker.address).decode()
 
     def serve(self, point: str, way: str, repeats: int) -> Any:

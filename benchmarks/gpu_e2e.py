@@ -9,8 +9,9 @@ only. From a checkout without an installation, ``.typing`` stands for it:
     python benchmarks/gpu_e2e.py --json .bench/gpu_e2e.json --plot .bench/gpu_e2e.png
     python benchmarks/gpu_e2e.py --cpu --lengths 97 385 --no-load        # the same on the CPU, to try it out
 
-Both connectors are told to fail requests whose load fails, vLLM's default; so D takes a hand-over of KVFerry inside its
-step where it computes nothing else. With ``--policy recompute`` it goes on beside the steps, as NIXL's does either way.
+Engines run as users run them: with CUDA graphs, for few batch sizes so that they start quickly, and with the policy
+``recompute``, under which a prompt whose load fails is computed by D. ``--policy fail`` is vLLM's default; then the
+request fails.
 
 The model is a Llama of 128 KiB of KV per token, narrow beside that, with made-up weights. Hand-over time is D's time to
 the first token of a prompt that P holds, less the time that the same D takes for the same prompt out of its own prefix
@@ -293,7 +294,7 @@ def result_of(pairs: Sequence[Pair], rounds: dict[str, int], setup: Setup, polic
         name = f"handover_vs_nixl_{state}"
         where = f"{lengths[-1]} tokens, medians of {count} rounds"
         print(f"{name} {ratios[name]}  ({where})  {verdict(name, ratios[name])}")
-    how = {"policy": policy, "planes": dict(planes), "ucx_lanes": lanes}
+    how = {"policy": policy, "cuda_graphs": bool(setup.gpus[1]), "planes": dict(planes), "ucx_lanes": lanes}
     return {"ratios": ratios, "figures": figures, "rows": rows, **how}
 
 
@@ -307,7 +308,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path, help="a PNG; needs matplotlib")
     parser.add_argument("--plane", default="auto", help="KVFerry's data plane")
-    parser.add_argument("--policy", choices=("fail", "recompute"), default="fail", help="kv_load_failure_policy")
+    parser.add_argument("--policy", choices=("fail", "recompute"), default="recompute", help="kv_load_failure_policy")
     parser.add_argument("--lengths", type=int, nargs="+", metavar="TOKENS", help="a multiple of the block, plus 1")
     parser.add_argument("--rounds", type=int, default=5, help="per state, at least")
     parser.add_argument("--repeats", type=int, default=2, help="per prompt length, connector and round")
@@ -315,7 +316,7 @@ def main() -> int:
     parser.add_argument("--kv-gib", type=int, help="KV cache of each engine, 24 on a GPU")
     parser.add_argument("--no-load", action="store_true", help="without `vllm bench serve`")
     parser.add_argument("--load-requests", type=int, default=48)
-    parser.add_argument("--start-seconds", type=float, default=240, help="after which engines must be up")
+    parser.add_argument("--start-seconds", type=float, default=400, help="after which engines must be up")
     parser.add_argument("--cpu", action="store_true", help="a small model on the CPU")
     parser.add_argument("--folder", type=Path, default=ROOT / ".bench" / "gpu_e2e", help="for model and logs")
     args = parser.parse_args()

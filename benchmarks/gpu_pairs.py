@@ -70,10 +70,10 @@ class Process:
                 raise ProcessError(self._ended())
             self._buffered += data
         line, self._buffered = self._buffered.split(b"\n", 1)
-        told = json.loads(line)
-        if "error" in told:
-            raise ProcessError(told["error"])
-        return told["answer"]
+        reply = json.loads(line)
+        if "error" in reply:
+            raise ProcessError(reply["error"])
+        return reply["answer"]
 
     def ask(self, do: str, **arguments: Any) -> Any:
         self.tell(do, **arguments)
@@ -197,8 +197,8 @@ def move(source: Process, target: Process, way: str, point: str, repeats: int, p
     return seconds
 
 
-def _settle(source: Process, alone: bool, told: bool) -> Any:
-    if told:
+def _settle(source: Process, alone: bool, serving: bool) -> Any:
+    if serving:
         return source.answer()
     return None if alone else source.ask("synchronize")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tables import RECOMMENDED_POLICY, load, policy_sentence, table
+from tables import load, policy_sentence, table
 
 Rows = Mapping[tuple[str, str], Mapping[str, Any]]
 
@@ -159,13 +159,13 @@ def end_to_end() -> str:
     first = [figures[f"first_handover_ms_{connector}"] for connector in CONNECTORS]
     return "\n\n".join(
         [
-            f"{policy_sentence(result['policy'])}{_of_policy(result['policy'])} {machine(result, *PACKAGES, 'vllm')}",
+            f"{policy_sentence(result['policy'])} {machine(result, *PACKAGES, 'vllm')}",
             "Two vLLM engines per connector, P on one GPU and D on the other, `benchmarks/gpu_e2e.py`. D is idle, and "
-            "the engines run without CUDA graphs. TTFT is D's time to first token for a prompt whose KV comes from P. "
-            "Hand-over time is TTFT minus the time to first token of the same prompt from the prefix cache of the same "
-            f"D. Medians, with the 99th percentile in parentheses; {rounds}. The two connectors have "
-            "different cache-hit times, and TTFT varies by some milliseconds from request to request: compare TTFT "
-            "where hand-over times are close.",
+            f"the engines run {'with' if result.get('cuda_graphs') else 'without'} CUDA graphs. TTFT is D's time to "
+            "first token for a prompt whose KV comes from P. Hand-over time is TTFT minus the time to first token of "
+            "the same prompt from the prefix cache of the same D. Medians, with the 99th percentile in parentheses; "
+            f"{rounds}. The two connectors have different cache-hit times, and TTFT varies by some milliseconds from "
+            "request to request: compare TTFT where hand-over times are close.",
             "`fresh`: blocks that were never used, in the order of memory. `scattered`: after traffic of many short "
             "prompts. `emptied`: scattered, and vLLM's prefix cache was emptied, so that no block is evicted.",
             table([*head, "TTFT, KVFerry, ms", "TTFT, NIXL, ms"], lines),
@@ -176,15 +176,35 @@ def end_to_end() -> str:
     )
 
 
-def _of_policy(policy: str) -> str:
-    """What a policy that is not the recommended one changes in the figures."""
-    if policy == RECOMMENDED_POLICY:
-        return ""
-    return (
-        " With `fail`, an idle D computes in the same step in which it loads (`step_load_seconds`); with "
-        f"`{RECOMMENDED_POLICY}` vLLM schedules the request some engine steps after the load. So these hand-over times "
-        f"of KVFerryConnector do not hold for `{RECOMMENDED_POLICY}`. No result for `{RECOMMENDED_POLICY}` on GPUs is "
-        "in this repository yet."
+def busy() -> str:
+    """Hand-over time on a D that decodes, the way that loads went, and the gaps of the sequences that it decodes."""
+    result = load("gpu_busy")
+    found = {(row["sequences"], row["tokens"], row["connector"]): row for row in result["rows"]}
+    lines = []
+    for sequences, tokens in dict.fromkeys((sequences, tokens) for sequences, tokens, _ in found):
+        ours, theirs = (found[sequences, tokens, connector] for connector in CONNECTORS)
+        times = [
+            f"{r['handover_ms']:.1f} ({r['handover_p25_ms']:.1f} to {r['handover_p75_ms']:.1f})" for r in (ours, theirs)
+        ]
+        ways = ", ".join(f"{count} {way}" for way, count in ours["ways"].items())
+        gaps = [
+            "" if row[f"{which}_p99_ms"] is None else f"{row[f'{which}_p99_ms']:.1f} / {row[f'{which}_max_ms']:.1f}"
+            for row, which in ((ours, "gap"), (theirs, "gap"), (ours, "local_gap"), (ours, "quiet"))
+        ]
+        lines.append([str(sequences), str(tokens), *times, ways, *gaps])
+    head = ["D decodes", "prompt tokens", "hand-over, KVFerry, ms", "hand-over, NIXL, ms", "KVFerry's loads"]
+    gap_heads = [f"gaps, ms, {what}" for what in ("KVFerry", "NIXL", "local hit", "quiet")]
+    return "\n\n".join(
+        [
+            f"{policy_sentence(result['policy'])} {machine(result, *PACKAGES, 'vllm')}",
+            "Two vLLM engines per connector, with CUDA graphs and asynchronous scheduling, `benchmarks/gpu_busy.py`. "
+            "Hand-over time is D's time to first token with KV from P, minus that of the same prompt from the prefix "
+            "cache of the same D under the same load: medians with quartiles. Gaps are the times between the tokens of "
+            "the sequences that D decodes, 99th percentile / largest: within one period after a hand-over, after a "
+            "request whose prompt D has in its prefix cache, and without either.",
+            table([*head, *gap_heads], lines),
+            f"![hand-over time by prompt length, and two hand-overs in time]({PLOTS}/gpu_busy.png)",
+        ]
     )
 
 
@@ -199,8 +219,7 @@ def under_load() -> str:
     ]
     return "\n\n".join(
         [
-            f"{policy_sentence(result['policy'])} KVFerryConnector loads inside a step only while D has no other "
-            "request.",
+            policy_sentence(result["policy"]),
             f"vLLM's `bench serve` through a router, on the machine above: {first['requests']} prompts of "
             f"{first['tokens']} tokens, {first['output']} output tokens each, {first['beside']} requests at a time, in "
             "the order of the runs. The runs last seconds, which is too short to compare the time per output token.",

@@ -73,14 +73,14 @@ class UcxxRaw:
         self.worker = UcxWorker("127.0.0.1")
         memory = torch.ones(config.mib << 20, dtype=torch.uint8)
         self.pieces = [self.worker.memory(piece) for piece in memory.split(RAW_MESSAGE)]
-        self.told = False
+        self.address_sent = False
 
     def exchange(self, blob: bytes | None) -> bytes | None:
         if blob is not None:
             self.link = self.worker.link(blob)
-        if self.told:
+        if self.address_sent:
             return None
-        self.told = True
+        self.address_sent = True
         return self.worker.address
 
     def move(self, kib: int) -> float | None:

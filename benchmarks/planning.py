@@ -170,7 +170,7 @@ class Scale:
         self.form = self._rank(0, p_tp)
         self.reads = TpKVTopology.between(local, self.form).sources()
         encode = msgspec.msgpack.encode
-        self._told = [encode(self._rank(read.p_rank, p_tp)) for read in self.reads]
+        self._encoded = [encode(self._rank(read.p_rank, p_tp)) for read in self.reads]
 
     def _rank(self, rank: int, size: int) -> RankGeometry:
         start, count = TpKVTopology.head_interval(rank, size, self.heads)
@@ -190,8 +190,8 @@ class Scale:
         topology = TpKVTopology.between(self.local, self.form)
         reads = topology.sources()
         remotes = {
-            (0, read.p_rank): msgspec.msgpack.decode(told, type=RankGeometry)
-            for read, told in zip(reads, self._told, strict=True)
+            (0, read.p_rank): msgspec.msgpack.decode(encoded, type=RankGeometry)
+            for read, encoded in zip(reads, self._encoded, strict=True)
         }
         plans = plan_all(self.local, remotes, self.tokens)
         releases = topology.release_ranks()

@@ -38,8 +38,8 @@ def _gpus() -> dict[str, str]:
     """Names, and the driver's version where its tool is at hand."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
-        told = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
-        names, drivers = zip(*(line.split(", ") for line in told.strip().splitlines()), strict=True)
+        output = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
+        names, drivers = zip(*(line.split(", ") for line in output.strip().splitlines()), strict=True)
     except (OSError, ValueError, subprocess.SubprocessError):
         names = tuple(torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count()))
         drivers = ("unknown" if names else "none",)

@@ -97,6 +97,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "figure": gpu_summary.figure,
     "gpu-bandwidth": gpu_summary.bandwidth,
     "gpu-end-to-end": gpu_summary.end_to_end,
+    "gpu-busy": gpu_summary.busy,
     "gpu-load": gpu_summary.under_load,
     "gpu-decode": gpu_summary.slow_down,
     "cpu-end-to-end": cpu_end_to_end,

@@ -60,14 +60,14 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     copy_sms: Annotated[
         int, Meta(ge=1, le=1024), _doc("how many SMs of the GPU a copy may take while the engine computes")
     ] = 20
-    step_load_seconds: Annotated[
+    step_hold_seconds: Annotated[
         Annotated[float, Meta(ge=0, le=1)],
         _doc(
-            "only with kv_load_failure_policy fail: where D has no other request and expects a hand-over to take at "
-            "most this long, it loads and computes in the same step; the step waits for the hand-over (if P grants it "
-            "late, at most ask_hold_seconds); 0: never"
+            "how long a load may hold up a step of other requests; D loads inside the step that computes with the "
+            "tokens where the copy should need at most this much longer than the step before; other loads go beside "
+            "the steps, which takes about three steps more; 0: all do"
         ),
-    ] = 0.02
+    ] = 0.01
     lease_seconds: Annotated[_Seconds, _doc("how long P holds the blocks of a prompt if no message from D arrives")] = (
         30.0
     )

@@ -237,13 +237,15 @@ class Copy:
     ``peer_lost``: the copy failed because the peer, or its memory, is gone. ``moved``: bytes that are in place so far,
     for copies that take long; 0 where the plane does not count. ``on_stream``: the copy is part of the stream of
     copies of the rank's device, so that the engine's device can wait for it; a plane's own copies are not.
+    ``ended_at``: when it was seen to end, by ``time.monotonic``; 0 where nobody noted it.
     """
 
-    __slots__ = ("done", "error", "moved", "on_stream", "peer_lost")
+    __slots__ = ("done", "ended_at", "error", "moved", "on_stream", "peer_lost")
 
     def __init__(self, *, done: bool = False, on_stream: bool = False) -> None:
         self.done = done
         self.error = ""
+        self.ended_at = 0.0
         self.moved = 0
         self.on_stream = on_stream
         self.peer_lost = False

@@ -141,8 +141,8 @@ def select_common_block_size(
     for size in sorted(exact, reverse=True):
         if kv_manager_block_size % size == 0 and all(_takes(supported, size) for supported in sizes):
             return size
-    told = "; ".join(f"{_name(backend)} takes {list(s)}" for backend, s in zip(backends, sizes, strict=True))
-    raise GeometryError(f"no kernel block size divides a manager block of {kv_manager_block_size} tokens: {told}")
+    supported = "; ".join(f"{_name(backend)} takes {list(s)}" for backend, s in zip(backends, sizes, strict=True))
+    raise GeometryError(f"no kernel block size divides a manager block of {kv_manager_block_size} tokens: {supported}")
 
 
 def _takes(supported: Sequence[Any], size: int) -> bool:

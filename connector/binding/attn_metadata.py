@@ -27,7 +27,10 @@ from kvferry.transport.errors import ConfigError, GeometryError
 
 
 class AttentionCGSupport(enum.Enum):
-    """Batches of which a backend's kernels can be captured in a CUDA graph; the greater value includes the lesser."""
+    """Batches of which a backend's kernels can be captured in a CUDA graph; the greater value includes the lesser.
+
+    Names and values are vLLM's, so that vLLM's builders can answer with their own enum.
+    """
 
     ALWAYS = 3
     """Any batch, prefill and decode mixed."""

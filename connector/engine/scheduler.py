@@ -2,8 +2,8 @@
 
 On D, ``request_lifetime.REQUEST`` decides what becomes of a request; its effects are the parts of the step plans.
 
-Most hand-overs go on beside the engine's steps: vLLM schedules the request again two steps after the hand-over has
-ended. An engine that has no other request is faster when it waits for the load inside the step that computes with it.
+A load goes inside the step that computes with it where ``step_load_rule`` permits, else beside the engine's steps. Of
+a load beside the steps, vLLM sees the end at the launch of a step, and schedules the request two steps later.
 """
 
 from __future__ import annotations
@@ -16,10 +16,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from kvferry.connector.config import Settings
 from kvferry.connector.engine.block_contents import covers, first_held, used_blocks
 from kvferry.connector.engine.plan_builder import StepPlanBuilder
 from kvferry.connector.engine.prompt_checks import check_kept, check_prompt
+from kvferry.connector.engine.step_load_rule import StepLoadRule
+from kvferry.connector.engine.steps_in_flight import StepsInFlight
 from kvferry.connector.engine.transfer_params import (
     RemotePrompt,
     check_reachable,
@@ -46,9 +50,6 @@ from kvferry.transport.errors import ProtocolError
 
 logger = logging.getLogger("vllm.kvferry.scheduler")
 
-SPARE_BLOCKS = 16
-"""Free blocks that must be left beside the blocks of a request that is loaded inside a step. With fewer, vLLM 0.26 may
-preempt the request in the next step, before it knows that the load has failed, and deliver a token computed with it."""
 _CHILD = re.compile(r"^\d+_.")
 """From a request with ``n > 1`` vLLM makes requests with the ids ``0_ID``, ``1_ID``, …"""
 
@@ -83,6 +84,8 @@ class SchedulerHalf:
         host_id: str = "",
         lookahead: int = 0,
         step_loads: bool = False,
+        steps: StepsInFlight | None = None,
+        shares_steps: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
@@ -97,6 +100,10 @@ class SchedulerHalf:
             host_id: names this host; empty where that is unknown.
             lookahead: prompt tokens at the end that D must compute itself, for the model that drafts.
             step_loads: the engine copes with loads that end in the step that computes with them, also where they fail.
+            steps: the engine's steps in flight, to which the caller reports the steps that were processed and the
+                blocks that were freed. ``None`` where it cannot report all: then copies wait for the engine's device,
+                and no load goes inside a step.
+            shares_steps: other engines' steps wait for this engine's, as with data-parallel ranks.
             clock: seconds, never going back.
         """
         self._settings = settings
@@ -114,9 +121,9 @@ class SchedulerHalf:
         self._plan = StepPlanBuilder(secrets.token_bytes(16))
         self._clock = clock
         self._estimates = TransferEstimates(tp_size)
-        self._step_seconds = settings.step_load_seconds if step_loads and consumes else 0.0
-        self.free_blocks: Callable[[], int] = lambda: 0
-        """How many blocks of the engine's pool are free; 0 where that is unknown."""
+        self._rule = StepLoadRule(settings.step_hold_seconds if step_loads and consumes and steps else 0.0)
+        self._steps = steps
+        self._others = shares_steps
 
     def set_ranks(self, ranks: Iterable[RankAddress]) -> None:
         """Take the addresses at which this engine's ranks listen."""
@@ -177,7 +184,7 @@ class SchedulerHalf:
             return 0, False
         prompt = request.num_prompt_tokens
         stop = min(remote_prompt.num_tokens, prompt - max(self._lookahead, 0 if self._whole else 1))
-        if min(stop, prompt - 1) <= num_local:
+        if min(stop, prompt - 1) <= num_local or request.whole_prompt:
             self._advance(entry, request_lifetime.EngineAnswered(num_local))
             return 0, False
         try:
@@ -185,19 +192,21 @@ class SchedulerHalf:
         except ProtocolError as error:
             self._refuse(entry, error)
             return 0, False
-        in_step = self._in_step(remote_prompt.peer, prompt, stop - num_local)
+        in_step = self._in_step(remote_prompt.peer, stop - num_local)
         self._advance(entry, request_lifetime.EngineAnswered(num_local, in_step))
         if in_step:
             return min(stop, prompt - 1) - num_local, False  # vLLM schedules it at once, with a token to compute
         return stop - num_local, True
 
-    def _in_step(self, peer: PeerEngine, prompt: int, tokens: int) -> bool:
-        """Whether the engine has nothing else to do until a load of ``tokens`` has ended, and the load ends soon."""
-        if not self._step_seconds or len(self._requests) > 1 or not self._whole:
+    def _in_step(self, peer: PeerEngine, tokens: int) -> bool:
+        """Whether a load of ``tokens`` may go inside the step that is being scheduled."""
+        if not self._whole or self._steps is None:
             return False  # vLLM copies a state to where the step works on it before the connector sees the step
-        if self.free_blocks() < sum(-(-prompt // table.block_size) for table in self._tables) + SPARE_BLOCKS:
-            return False
-        return self._estimates.seconds(peer.engine_id, tokens, self._clock()) <= self._step_seconds
+        now = self._clock()
+        seconds = self._estimates.seconds(peer.engine_id, tokens, now)
+        # Copies that must wait for the steps in flight gain nothing from the time that these take.
+        left = 0.0 if self._steps.unknown_freed else self._steps.seconds_left(now)
+        return self._rule.fits(seconds, left, others=self._others or len(self._requests) > 1)
 
     def after_alloc(self, request: RequestView, block_ids: Sequence[Sequence[int]], num_external: int) -> None:
         """vLLM has decided: load ``num_external`` tokens into these blocks, or nothing."""
@@ -208,6 +217,8 @@ class SchedulerHalf:
             self._advance(entry, request_lifetime.LoadDeclined())
         else:
             load = self._load(entry.request_id, entry.remote_prompt, entry.lifetime.state, block_ids, num_external)
+            if load.now:
+                self._rule.planned(self._estimates.seconds(load.peer.engine_id, num_external, self._clock()))
             self._advance(entry, request_lifetime.BlocksAllocated(load))
 
     def _load(
@@ -220,6 +231,7 @@ class SchedulerHalf:
     ) -> Load:
         stop = state.start + num_external
         tables = list(zip(self._tables, block_ids, strict=True))
+        written = (block_id for table, ids in tables for block_id in ids[state.start // table.block_size :])
         return Load(
             request_id=request_id,
             token=remote_prompt.token,
@@ -231,6 +243,7 @@ class SchedulerHalf:
             ),
             prompt=remote_prompt.prompt,
             now=state.in_step,
+            behind=self._steps is None or self._steps.may_use(written),
         )
 
     def loads_finished(
@@ -317,15 +330,32 @@ class SchedulerHalf:
 
     # --- every step ---------------------------------------------------------------------------------------------
 
-    def take_plan(self, *, idle: bool = False, computed: Collection[str] = ()) -> StepPlan:
+    def take_plan(
+        self, *, idle: bool = False, computed: Collection[str] = (), preempted: Collection[str] = ()
+    ) -> StepPlan:
         """The work of the workers since the last step.
 
         Args:
             idle: the engine computes nothing in this step.
             computed: the requests that the engine computes tokens of in this step.
+            preempted: the requests whose blocks the engine has taken since the last step.
         """
         plan = self._plan.take(idle=idle)
+        self._rule.next_step()
+        if self._steps is not None:
+            if preempted:
+                self._steps.freed(None)
+                plan = self._behind_all(plan, self._steps)
+            self._steps.scheduled()
         if self._prefills:
             for request_id in self._prefills.keys() & computed:
                 self._prefills[request_id].computed_in = plan.step
         return plan
+
+    @staticmethod
+    def _behind_all(plan: StepPlan, steps: StepsInFlight) -> StepPlan:
+        """The plan with its loads behind the steps in flight: the engine may have preempted a request before it gave
+        blocks to the loads, and says so only now."""
+        behind = steps.may_use(())
+        loads = tuple(msgspec.structs.replace(load, behind=load.behind or behind) for load in plan.loads)
+        return msgspec.structs.replace(plan, loads=loads)

@@ -1,8 +1,8 @@
 """The worker half: one rank's caches, its transfer thread, and the results of each step. No vLLM.
 
-The engine's thread calls in here. Five calls may block: ``register`` at start-up, ``close`` at the end, ``begin_now``
-and ``finish_now`` for loads that the engine computes with in the same step, and ``take_results`` for a moment, in a
-step that computes nothing.
+The engine's thread calls in here. Four calls may block: ``register`` at start-up, ``close`` at the end, ``begin_step``
+until the copies are under way with which the step computes, and ``take_results`` for a moment, in a step that computes
+nothing.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from __future__ import annotations
 import logging
 import secrets
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from kvferry.connector.config import Settings
 from kvferry.connector.engine.load_ledger import LoadLedger
+from kvferry.connector.engine.step_outcome import LOOK_SECONDS, StepOutcome
 from kvferry.connector.engine.worker_setup import bind_caches, make_planes
 from kvferry.connector.geometry.engine_types import LayerGroup, RankInfo
 from kvferry.connector.geometry.regions import ElementOrder
@@ -37,18 +38,24 @@ asynchronous scheduling."""
 IDLE_WAIT_SECONDS = 5e-3
 """How long a step that computes nothing waits for a load to end; 1 GiB takes less. Without the wait the engine's thread
 would spin in Python, and take the interpreter and a core from the transfer thread. A new request may wait as long."""
-LOOK_SECONDS = 0.2
-"""How often a step that waits for a load checks that the transfer thread is alive."""
-GIVE_UP_SECONDS = 1.0
-"""A step gives up a load that it computes with so long after P gives up an ask without a lease. A load beside the steps
-fails as late where P never grants its lease. A load that fits inside a step is expected to end far earlier."""
+BEGIN_SECONDS = 1e-3
+"""How long the engine's thread leaves the interpreter to the transfer thread when it has posted loads inside a step;
+their copies are under way after 0.3 to 0.6 ms. Running beside each other, both threads take longer."""
+PATIENCE_SECONDS = 1.0
+"""How long a step is held back at most until the copies of its loads are under way, 0.2 ms as a rule. A load that is
+given up then is computed by the engine itself. Where it would fail its request instead, P may take
+``ask_hold_seconds`` more to grant the lease."""
 
 
 class WorkerHalf:
     """One rank. ``register`` starts it, ``close`` ends it."""
 
-    def __init__(self, settings: Settings, info: RankInfo, groups: Sequence[LayerGroup]) -> None:
+    def __init__(
+        self, settings: Settings, info: RankInfo, groups: Sequence[LayerGroup], *, loads_fail_requests: bool = False
+    ) -> None:
+        """``loads_fail_requests``: a load that fails ends its request, so a step gives up no load that may succeed."""
         self._settings = settings
+        self._patience = PATIENCE_SECONDS + (settings.ask_hold_seconds if loads_fail_requests else 0.0)
         self._info = info
         self._groups = tuple(groups)
         self._tables: tuple[int, ...] = ()  # the block table of each region
@@ -57,7 +64,7 @@ class WorkerHalf:
         self._address: RankAddress | None = None
         self._consumer = bytes(16)
         self._ledger = LoadLedger()
-        self._waiting = RunningClock()  # since the step's work was posted, and again since its forward
+        self._outcome: StepOutcome | None = None  # of the loads that the step under way computes with
         self._estimates: dict[EstimateKey, TransferEstimate] = {}
         self._events: deque[tuple[int, DeviceEvent]] = deque(maxlen=MAX_EVENTS)
         self._idle = False
@@ -129,65 +136,52 @@ class WorkerHalf:
     # --- every step ---------------------------------------------------------------------------------------------
 
     def post(self, plan: StepPlan) -> None:
-        """Start a step's work; must come before the engine runs the step. ``begin_now`` and ``finish_now`` follow."""
-        assert self._transfer_thread is not None, "caches are registered before the first step"
+        """Start a step's work; must come before the engine runs it. ``begin_step`` and ``take_outcome`` follow. Waits
+        up to ``BEGIN_SECONDS`` until the copies are under way with which the step computes."""
+        thread = self._transfer_thread
+        assert thread is not None, "caches are registered before the first step"
         self._consumer, self._idle = plan.consumer, plan.idle
         ours = by_region(plan, self._tables)
-        self._ledger.post(ours.loads, (lease.request_id for lease in plan.leases))
-        if self._ledger.in_step:
-            self._waiting = RunningClock()
-        self._copies.idle = plan.idle or bool(self._ledger.in_step)
+        inside = tuple(load for load in ours.loads if load.now)
+        self._outcome = StepOutcome(inside, lambda: thread.alive) if inside else None
+        self._ledger.post((load for load in ours.loads if not load.now), (lease.request_id for lease in plan.leases))
+        self._copies.idle = plan.idle
         event = self._copies.record_event()
         if event is not None:
             self._events.append((plan.step, event))
         computed = [self._computed(lease.step) for lease in plan.leases]
-        self._transfer_thread.post(ours, event, computed)
+        thread.post(ours, event, computed, self._outcome)
+        if self._outcome is not None:  # while this thread sleeps, the transfer thread has the interpreter to itself
+            self._outcome.wait_begun(BEGIN_SECONDS)
 
     def _computed(self, step: int) -> DeviceEvent | None:
         """The first event that was recorded after a step was given to the device, so that it passes after the step."""
         return next((event for number, event in self._events if number > step), None)
 
-    def begin_now(self) -> None:
-        """Block until the engine may give its device this step's forward: until the loads that the step computes with
-        have ended, or their copies are under way and the device waits for them. Must come before the forward."""
-        if not self._ledger.in_step:
+    def begin_step(self) -> None:
+        """Block until the copies of the loads that this step computes with are under way, and make the device wait for
+        them. A load whose copies do not begin in time is given up. Must come before the forward."""
+        outcome = self._outcome
+        if outcome is None:
             return
-        self._wait_in_step(lambda: self._ledger.step_may_begin)
-        self._copies.idle = self._idle
-
-    def finish_now(self) -> set[str]:
-        """Block until the loads that this step computes with have ended; the requests whose loads have failed.
-        ``take_results`` does not report these loads. Must come before the engine reports what it has computed."""
-        if self._ledger.in_step:
-            self._wait_in_step(lambda: not self._ledger.in_step)
-        return self._ledger.take_failed_in_step()
-
-    def _wait_in_step(self, done: Callable[[], bool]) -> None:
         assert self._transfer_thread is not None
-        give_up = self._settings.ask_hold_seconds + GIVE_UP_SECONDS
-        while True:
-            alive = self._transfer_thread.alive
-            self._collect()
-            self._hold_device()
-            if done():
-                return
-            if not alive:
-                break
-            waited = self._waiting.turn()
-            if waited >= give_up:  # then it ends as soon as nothing writes its blocks any more
-                logger.error("kvferry: the engine has waited %.0f s for loads: %s", waited, self._ledger.stories())
-                self._transfer_thread.post(StepPlan(consumer=self._consumer, cancels=self._ledger.in_step))
-                give_up = 2 * waited
-            self._waiting.sleeps(LOOK_SECONDS)
-            self._transfer_thread.wait(LOOK_SECONDS, inside=True)
-        self._end_with_thread()
+        clock, waited = RunningClock(), 0.0
+        clock.sleeps(LOOK_SECONDS)
+        while not outcome.wait_begun(self._patience - waited) and waited < self._patience:
+            waited = clock.turn()
+            clock.sleeps(LOOK_SECONDS)
+        late = outcome.give_up()
+        if late:
+            logger.error("kvferry: a step has waited %.1f s for its loads and goes on: %s", waited, outcome.story())
+            self._transfer_thread.post(StepPlan(consumer=self._consumer, cancels=late))
+        if outcome.device_must_wait:
+            self._copies.make_engine_wait()
 
-    def _hold_device(self) -> None:
-        """Make the device wait for the copies of the loads that the step computes with, once all are under way."""
-        assert self._transfer_thread is not None
-        for load in self._transfer_thread.take_begun():
-            if self._ledger.copies_begun(load):
-                self._copies.make_engine_wait()
+    def take_outcome(self) -> StepOutcome | None:
+        """What becomes of the loads that this step computes with; ``None`` where there are none. Must be final before
+        the engine uses what the step has computed."""
+        outcome, self._outcome = self._outcome, None
+        return outcome
 
     def _end_with_thread(self) -> None:
         logger.error(
@@ -205,8 +199,8 @@ class WorkerHalf:
         if self._transfer_thread is None:
             return
         for finished in self._transfer_thread.take_finished():
-            self._ledger.load_ended(finished.request_id, ok=finished.ok)
-            source = finished.engine_id, self._info.tp_rank
+            self._ledger.load_ended(finished.load, ok=finished.ok)
+            source = finished.load.peer.engine_id, self._info.tp_rank
             if self._estimates.get(source) != UNKNOWN:  # a fast hand-over does not outweigh a failed one
                 self._estimates[source] = finished.estimate
 

@@ -32,10 +32,10 @@ def layer_cache_dtype(
     if not hasattr(spec, "head_size"):
         return None
     names_of = {str(getattr(layers.get(name), "kv_cache_dtype", cache_dtype)) for name in names} or {cache_dtype}
-    told = sorted({canonical(str(spec.dtype) if name == "auto" else name) for name in names_of})
-    if len(told) > 1:
-        raise ConfigError(f"layers {names[0]!r} and others of its group have KV caches of dtypes {', '.join(told)}")
-    dtype = told[0]
+    dtypes = sorted({canonical(str(spec.dtype) if name == "auto" else name) for name in names_of})
+    if len(dtypes) > 1:
+        raise ConfigError(f"layers {names[0]!r} and others of its group have KV caches of dtypes {', '.join(dtypes)}")
+    dtype = dtypes[0]
     packed = getattr(spec, "state_content_bytes", None) or getattr(spec, "num_head_slots", None)
     keys = None if packed else int(spec.head_size)
     if dtype not in SCALED:

@@ -131,18 +131,18 @@ def check_same_elements(
             return
         i, j = differing[0]
         what = f"scales of K and V of layer {ours.layers[i]!r}"
-        told = [" and ".join(f"{scale:.9g}" for scale in scales(*side)) for side in ((ours, i), (theirs, j))]
+        values = [" and ".join(f"{scale:.9g}" for scale in scales(*side)) for side in ((ours, i), (theirs, j))]
     else:
-        what, told = f"dtype of {name}", [ours.dtype, theirs.dtype]
+        what, values = f"dtype of {name}", [ours.dtype, theirs.dtype]
     why = _not_converted(ours, theirs, places) if convert else "convert_dtype is off"
     if why:
-        raise IncompatiblePeerError(f"{what} ({why})", *told)
+        raise IncompatiblePeerError(f"{what} ({why})", *values)
     sizes = [region.content_bytes // CONVERTIBLE[region.dtype].itemsize for region in (ours, theirs)]
     if sizes[0] != sizes[1]:
         raise IncompatiblePeerError(f"elements per head and token of {name}", *sizes)
     if _scaled(ours, theirs, places) and ours.keys != theirs.keys:
-        told = ["unknown" if keys is None else str(keys) for keys in (ours.keys, theirs.keys)]
-        raise IncompatiblePeerError(f"elements of K in {name}", *told)
+        values = ["unknown" if keys is None else str(keys) for keys in (ours.keys, theirs.keys)]
+        raise IncompatiblePeerError(f"elements of K in {name}", *values)
 
 
 def _not_converted(ours: RegionGeometry, theirs: RegionGeometry, places: list[tuple[int, int]]) -> str:

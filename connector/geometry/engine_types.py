@@ -56,7 +56,7 @@ class LayerGroup:
     """Layers of one kind and head count under one block table, number ``table``; see ``RegionGeometry``.
 
     ``block_size`` counts the tokens of a block on one rank: only tokens that ``sharding`` gives the rank. Without
-    ``numbers`` the tensors define the dtype. ``sections``: the sections of each page of a state. Each section has a
+    ``cache_dtype`` the tensors define the dtype. ``sections``: the sections of each page of a state. Each section has a
     head count of its own, which replaces ``total_heads``.
     """
 
@@ -68,7 +68,7 @@ class LayerGroup:
     packing: str = ""
     table: int = 0
     sharding: TokenSharding = UNSHARDED[0]
-    numbers: CacheDtype | None = None
+    cache_dtype: CacheDtype | None = None
     sections: tuple[Section, ...] = ()
 
     @property

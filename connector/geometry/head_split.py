@@ -1,7 +1,12 @@
-"""How ranks split KV heads, and the choice of the rank that each head is read from. Pure integers.
+"""How ranks split KV heads, and which P rank each D rank reads a head from. Pure integers.
 
-These functions are private to ``topology``: every other module asks ``TpKVTopology``. ``d_`` names D's side, the local
-one; ``p_`` names P's side, the remote one.
+With H heads and T tensor-parallel ranks, rank r holds the heads from ``r * H // T`` to ``(r + 1) * H // T``, end
+excluded, and at least one head. Where T divides H, or H divides T, this is vLLM's split
+(``ModelConfig.get_num_kv_heads``, and the weight loader of ``QKVParallelLinear``). All choices depend on sizes only, so
+P and D compute the same ones without a message.
+
+These functions are private to ``topology``; all other modules use ``TpKVTopology``. ``d_`` names D's side, the local
+one; ``p_`` names P's side, the remote one. Intervals are ``(first, count)``.
 """
 
 from __future__ import annotations
@@ -14,13 +19,14 @@ from kvferry.connector.geometry.token_sharding import TokenSharding
 from kvferry.transport.errors import GeometryError
 
 MAX_RANKS = 4096
-"""Bound on a tensor-parallel size. A peer names its own, and the release map has one entry per rank."""
+"""Bound on a tensor-parallel size. Peers send their size, and the release map has one entry per rank."""
 MAX_HEADS = 1 << 16
-"""Bound on a model's KV heads, which peers name too."""
+"""Bound on a model's KV heads. Peers send this number too."""
 
 
 class HeadRead(NamedTuple):
-    """Global KV heads ``[first_head, first_head + num_heads)``, which P's tensor-parallel rank ``p_rank`` holds."""
+    """A read from P's tensor-parallel rank ``p_rank``: the global KV heads from ``first_head`` to
+    ``first_head + num_heads``, end excluded."""
 
     p_rank: int
     first_head: int
@@ -28,7 +34,11 @@ class HeadRead(NamedTuple):
 
 
 def check(rank: int, size: int, total_heads: int) -> None:
-    """Raises GeometryError where a rank, a size or a head count is out of range."""
+    """Check that a rank, a tensor-parallel size and a head count are in range.
+
+    Raises:
+        GeometryError: one of them is not; names it.
+    """
     if not 1 <= size <= MAX_RANKS:
         raise GeometryError(f"tensor-parallel size {size} is outside 1..{MAX_RANKS}")
     if not 0 <= rank < size:
@@ -45,7 +55,11 @@ def head_interval(rank: int, tp_size: int, total_heads: int) -> tuple[int, int]:
 
 
 def _holders(head: int, size: int, total_heads: int) -> tuple[int, int]:
-    """The ranks that hold a head as ``(first, count)``. ``count`` is above 1 only where heads are replicated."""
+    """The ranks that hold a head as ``(first, count)``. ``count`` is above 1 only where heads are replicated.
+
+    The inverse of ``head_interval``. ``last`` is the greatest rank r with ``r * H // T <= head``. Without replicas it
+    is the only holder; with replicas the first holder is the smallest r with ``r * H // T >= head``.
+    """
     last = ((head + 1) * size - 1) // total_heads
     first = min(last, -(-head * size // total_heads))
     return first, last - first + 1
@@ -88,7 +102,11 @@ def sources(
 
 
 def _replica(head: int, d_rank: int, d_size: int, p_size: int, total_heads: int) -> int:
-    """The P rank that D's rank reads a head from, where all ranks that hold it hold all of its tokens."""
+    """The P rank that D's rank reads a head from, where each holder of the head has all of its tokens.
+
+    The D ranks that hold the head (readers) spread evenly over the P ranks that hold it (replicas): reader i of n reads
+    from replica ``i * replicas // n``.
+    """
     first_reader, num_readers = _holders(head, d_size, total_heads)
     first_replica, num_replicas = _holders(head, p_size, total_heads)
     return first_replica + (d_rank - first_reader) * num_replicas // num_readers
@@ -103,7 +121,14 @@ def _shard_holders(
     d_sharding: TokenSharding,
     p_sharding: TokenSharding,
 ) -> list[int]:
-    """One replica of each of P's shares of a head that has tokens of D's rank, by P rank."""
+    """The P ranks that D's rank reads a head from, where ranks shard its tokens: one for each of P's shards that has
+    tokens of D's rank, in the order of the shards.
+
+    The rank of P's shard s is s modulo P's sharding size, so every ``p_sharding.size``-th holder is a replica of the
+    same shard. As in ``_replica``, the readers of a shard spread evenly over its replicas. Readers are the D ranks that
+    hold the head and whose own shard has tokens in common with s (``meeting``). ``before``, ``place`` and ``beyond``
+    count such ranks below the first reader, below D's rank, and below the end of the readers.
+    """
     first_reader, num_readers = _holders(head, d_size, total_heads)
     first_replica, num_replicas = _holders(head, p_size, total_heads)
     found, meets = [], _meeting(d_sharding, p_sharding)
@@ -125,7 +150,7 @@ def _shard_holders(
 
 @lru_cache(maxsize=256)
 def _meeting(d_sharding: TokenSharding, p_sharding: TokenSharding) -> tuple[tuple[int, ...], ...]:
-    """For each of P's shares, D's shares that have tokens in common with it."""
+    """For each of P's shards, the numbers of D's shards that have tokens in common with it, ascending."""
     return tuple(
         tuple(d for d in range(d_sharding.size) if d_sharding.shard(d).meets(p_sharding.shard(p)))
         for p in range(p_sharding.size)
@@ -159,7 +184,15 @@ def release_maps(
     d_shardings: tuple[TokenSharding, ...],
     p_shardings: tuple[TokenSharding, ...],
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
-    """The D ranks that release at each P rank (``TpKVTopology.release_map``), and the P ranks by D rank."""
+    """The D ranks that release at each P rank (``TpKVTopology.release_map``), and the P ranks at which each D rank
+    releases.
+
+    Every D rank releases where it reads. A P rank from which no D rank reads gets one D rank: otherwise its lease would
+    last until it expires.
+
+    Raises:
+        GeometryError: a size is out of range.
+    """
     check(0, p_size, 1)
     check(0, d_size, 1)
     by_p: list[list[int]] = [[] for _ in range(p_size)]

@@ -93,27 +93,27 @@ def rope(config: Any, max_model_len: int) -> dict[str, Any] | None:
     Releases of transformers before 5 have ``rope_theta`` and ``rope_scaling``, Gemma 3 ``rope_local_base_freq`` for its
     windowed layers. Later releases have ``rope_parameters``, with an entry per layer type where layers differ.
     """
-    told = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    nested = {name: inner for name, inner in told.items() if isinstance(inner, Mapping)}
+    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    nested = {name: inner for name, inner in parameters.items() if isinstance(inner, Mapping)}
     local = getattr(config, "rope_local_base_freq", None)
     if nested:
         found = {name: _rope(config, inner, max_model_len) for name, inner in nested.items()}
     elif local is not None:
         found = {
-            "full_attention": _rope(config, told, max_model_len),
+            "full_attention": _rope(config, parameters, max_model_len),
             "sliding_attention": _rope(config, {"rope_theta": local}, max_model_len),
         }
-    elif told or getattr(config, "rope_theta", None) is not None:
-        return _rope(config, told, max_model_len)
+    elif parameters or getattr(config, "rope_theta", None) is not None:
+        return _rope(config, parameters, max_model_len)
     else:
         return None
     every = list(found.values())
     return every[0] if all(one == every[0] for one in every) else found
 
 
-def _rope(config: Any, told: Mapping[str, Any], max_model_len: int) -> dict[str, Any]:
+def _rope(config: Any, parameters: Mapping[str, Any], max_model_len: int) -> dict[str, Any]:
     """One set of rotary parameters, without the parameters that have their default value."""
-    found = {name: value for name, value in told.items() if not _unset(value) and not isinstance(value, Mapping)}
+    found = {name: value for name, value in parameters.items() if not _unset(value) and not isinstance(value, Mapping)}
     kind = found.pop("rope_type", None) or found.get("type") or "default"
     found.pop("type", None)
     kind = _OLD_ROPE_TYPES.get(kind, kind)
@@ -159,10 +159,10 @@ def _layer_types(config: Any) -> str | None:
 
 def _quantization(hf_config: Any, text_config: Any, engine: str | None) -> dict[str, Any]:
     """Quantisation of the weights, in the checkpoint's own names if it has any: engines also name methods by kernel."""
-    told = getattr(hf_config, "quantization_config", None) or getattr(text_config, "quantization_config", None) or {}
-    told = told.to_dict() if hasattr(told, "to_dict") else told
-    inner = told.get("quantization")
-    entries = {**told, **(inner if isinstance(inner, Mapping) else {})}
+    entries = getattr(hf_config, "quantization_config", None) or getattr(text_config, "quantization_config", None) or {}
+    entries = entries.to_dict() if hasattr(entries, "to_dict") else entries
+    inner = entries.get("quantization")
+    entries = {**entries, **(inner if isinstance(inner, Mapping) else {})}
     method = str(entries.get("quant_method") or engine or "").lower()
     facts: dict[str, Any] = {"quantization": _METHODS.get(method, method)}
     for name, keys in _QUANTIZATION.items():

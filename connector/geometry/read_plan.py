@@ -1,8 +1,8 @@
-"""What one rank reads from another, as spans. Pure. Axes ``[L, B, H, N, C]``.
+"""The plan of a read: the spans that one rank of D reads from one rank of P. Pure. Axes ``[L, B, H, N, C]``.
 
-A span is a box in (layer, head, token) space of one of P's regions (``spans.Span``, P's numbering). Blocks do
-not appear: tokens count from the start of the prompt on both sides, and each side finds those that both hold
-(``token_sharding.TokenShard``) through its own block table.
+A span is a box of layers, heads and tokens of one of P's regions (``spans.Span``), in P's numbers of layers and heads.
+Tokens count from the start of the prompt on both sides. A plan contains no blocks: each side finds the tokens that both
+sides hold (``token_sharding.TokenShard``) through its own block table.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from kvferry.transport.errors import IncompatiblePeerError
 
 
 class PlannedSpan(NamedTuple):
-    """A span to read, and where it goes: region ``region``, first ``layer`` and first ``head`` in D's own numbering.
+    """A span to read, and its destination: ``region``, first ``layer`` and first ``head`` in D's numbers.
 
-    Layer and head counts and tokens are the span's, but for those outside P's ``shard``.
+    The destination has the layer count, head count and tokens of the span. ``shard`` is P's: this P rank sends only the
+    tokens of the span that the shard holds.
     """
 
     span: Span
@@ -37,21 +38,22 @@ class PlannedSpan(NamedTuple):
 
 
 def plan_reads(local: RankGeometry, remote: RankGeometry, tokens: Sequence[tuple[int, int]]) -> tuple[PlannedSpan, ...]:
-    """The spans that D's rank reads from one P rank: in each region the heads that ``TpKVTopology.sources`` has of this
-    P rank. A packed cache is read whole or in parts (``packing.excluded_regions``).
+    """The spans that D's rank reads from one P rank. In each region these are the heads that ``TpKVTopology.sources``
+    assigns to this P rank. A packed cache is read whole or in parts, never both (``packing.excluded_regions``).
 
     Args:
         local: D's rank.
         remote: P's rank.
-        tokens: per local region, the tokens to read as (start, stop). A packed region is read in whole tiles.
+        tokens: for each local region, the tokens to read as (start, stop), stop excluded. In a packed region the plan
+            widens them to whole tiles.
 
     Returns:
-        Spans that do not overlap; layers that this P rank does not hold are left out. ``check_complete`` takes the
-        plans of all P ranks in ``TpKVTopology.source_ranks``, of every stage, and finds whether something is missing.
+        Spans that do not overlap. The plan leaves out layers that this P rank does not hold. ``check_complete`` takes
+        the plans of all P ranks in ``TpKVTopology.source_ranks``, of all stages, and finds missing layers and heads.
 
     Raises:
         IncompatiblePeerError: P's rank does not hold the heads.
-        GeometryError: a layer listed twice.
+        GeometryError: P lists a layer twice.
     """
     assert len(tokens) == len(local.regions)
     planned: list[PlannedSpan] = []
@@ -70,10 +72,16 @@ def plan_reads(local: RankGeometry, remote: RankGeometry, tokens: Sequence[tuple
 
 
 def check_complete(local: RankGeometry, planned: Iterable[PlannedSpan], tokens: Sequence[tuple[int, int]]) -> None:
-    """Check that the plans of all sources together bring every layer and head that D needs exactly once.
+    """Check that the plans of all P ranks together contain every layer and head that D needs exactly once.
+
+    Args:
+        local: D's rank.
+        planned: the spans of the plans of all P ranks.
+        tokens: as for ``plan_reads``. A region without tokens to read needs nothing.
 
     Raises:
-        IncompatiblePeerError: names the first layer that no P rank holds, or that more than one stage holds.
+        IncompatiblePeerError: names the first layer that no P rank holds, or that more than one stage holds, or whose
+            tokens some shards lack.
     """
     boxes: list[_Box] = []
     shared: dict[int, list[PlannedSpan]] = {}
@@ -94,19 +102,21 @@ def check_complete(local: RankGeometry, planned: Iterable[PlannedSpan], tokens: 
 
 
 _Box = tuple[int, int, int, int, int]
-"""A region, its first layer and how many, its first head and how many."""
+"""Layers and heads of one of D's regions: (region, first layer, number of layers, first head, number of heads)."""
 
 
 @lru_cache(maxsize=32)
 def _check_boxes(local: RankGeometry, boxes: tuple[_Box, ...], wanted: tuple[bool, ...]) -> None:
-    """``check_complete`` if each rank of P holds all tokens: the result is then the same for all prompts."""
+    """``check_complete`` where each rank of P holds all tokens. The result is the same for all prompts, so it is
+    cached; an error is not."""
     _check_once(local, _counts(local, boxes, {}), wanted)
 
 
 def _counts(
     local: RankGeometry, boxes: Iterable[_Box], times: Mapping[int, npt.NDArray[np.int64]]
 ) -> list[npt.NDArray[np.int64]]:
-    """How often each (layer, head) comes, per region: the sum of ``boxes`` and ``times``."""
+    """How often the plans contain each (layer, head): for each region an array ``[L, H]``, the sum of ``boxes`` and
+    ``times`` (by region number)."""
     counts = [np.zeros((len(region.layers), region.num_heads), dtype=np.int64) for region in local.regions]
     for region, layer, num_layers, head, num_heads in boxes:
         counts[region][layer : layer + num_layers, head : head + num_heads] += 1
@@ -120,7 +130,11 @@ def _counts(
 
 
 def _check_once(local: RankGeometry, counts: Iterable[npt.NDArray[np.int64]], wanted: Iterable[bool]) -> None:
-    """Raises IncompatiblePeerError as ``check_complete`` does."""
+    """Check that each (layer, head) of the wanted regions is in the plans once: ``counts`` are arrays ``[L, H]``.
+
+    Raises:
+        IncompatiblePeerError: as for ``check_complete``.
+    """
     for region, count, needed in zip(local.regions, counts, wanted, strict=True):
         if not needed or bool((count == 1).all()):
             continue
@@ -133,10 +147,12 @@ def _check_once(local: RankGeometry, counts: Iterable[npt.NDArray[np.int64]], wa
 
 
 def _times(region: RegionGeometry, items: Sequence[PlannedSpan], tokens: tuple[int, int]) -> npt.NDArray[np.int64]:
-    """How often each (layer, head) of a region comes in all of its tokens, from ranks that shard them.
+    """How often the plans contain each (layer, head) of a region whose tokens P's ranks shard: an array ``[L, H]``.
+
+    A (layer, head) counts once if all shards that have tokens of D's rank bring it once.
 
     Raises:
-        IncompatiblePeerError: some tokens come oftener than others.
+        IncompatiblePeerError: one shard brings a (layer, head) more often than another shard.
     """
     shardings = {item.shard.sharding for item in items}
     found = np.zeros((len(region.layers), region.num_heads), dtype=np.int64)
@@ -158,8 +174,11 @@ def _times(region: RegionGeometry, items: Sequence[PlannedSpan], tokens: tuple[i
 
 
 class _Route(NamedTuple):
-    """What a region here and one of P's have in common, of any prompt: some heads of ``num_layers`` layers, from
-    number ``layer`` of ``region`` on, and from ``first`` of ``theirs``."""
+    """Consecutive layers and heads that D's rank reads from one of P's regions, for any prompt.
+
+    ``num_layers`` layers: from number ``layer`` on in D's region ``region``, from number ``first`` on in P's region
+    ``theirs``. ``heads`` are global KV heads.
+    """
 
     region: int
     layer: int
@@ -171,10 +190,10 @@ class _Route(NamedTuple):
 
 @lru_cache(maxsize=32)
 def _routes(local: RankGeometry, remote: RankGeometry) -> tuple[_Route, ...]:
-    """The same for every hand-over between two ranks, and more work than all that depends on the prompt.
+    """The part of a plan that is the same for all prompts. It takes more time than the rest, so it is cached.
 
     Raises:
-        GeometryError: a layer listed twice.
+        GeometryError: P lists a layer twice.
     """
     held, over, topology = layer_index(remote), excluded_regions(local, remote), TpKVTopology.between(local, remote)
     from_it: dict[tuple[int, TokenSharding, TokenSharding], HeadRead | None] = {}
@@ -192,7 +211,8 @@ def _routes(local: RankGeometry, remote: RankGeometry) -> tuple[_Route, ...]:
 
 
 def _runs(ours: RegionGeometry, held: LayerIndex) -> list[tuple[int, int, int, int]]:
-    """Layers consecutive on both sides, as (first here, region there, first there, count)."""
+    """Layers that are consecutive on both sides, as (first layer in D's region, P's region, first layer in P's region,
+    number of layers). ``held``: P's layers."""
     runs: list[tuple[int, int, int, int]] = []
     for place, layer in enumerate(ours.layers):
         where = held.get((ours.part, layer))
@@ -208,7 +228,11 @@ def _runs(ours: RegionGeometry, held: LayerIndex) -> list[tuple[int, int, int, i
 
 
 def _head_box(ours: RegionGeometry, theirs: RegionGeometry, heads: HeadRead) -> tuple[int, int]:
-    """The first of ``heads`` in D's numbering and in P's."""
+    """The number of the first of ``heads`` in D's region, and in P's region.
+
+    Raises:
+        IncompatiblePeerError: P's region does not hold all of these heads.
+    """
     low, high = heads.first_head, heads.first_head + heads.num_heads
     if low < theirs.head_start or high > theirs.head_start + theirs.num_heads:
         raise IncompatiblePeerError(

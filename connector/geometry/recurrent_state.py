@@ -1,12 +1,14 @@
 """The state of a recurrent layer as sections, each of which is sharded over tensor-parallel ranks by itself. Pure.
 
-A rank keeps one page per state: a convolution's last inputs, then the recurrent state, back to back, in a dense array
-each; some families have only one of the two. The convolution runs over several projections side by side, and every rank
-has its shard of each: ``[its x | its B | its C]``. So a page as a whole belongs to one tensor-parallel size, and a
-section of it is heads like any others, of rows x C content bytes. Axes ``[L, B, H, N, C]``, rows in the place of N.
+A rank keeps one page per state. The page holds two dense arrays, back to back: the last inputs of the convolution, then
+the recurrent state. Some families have only one of the two arrays. The convolution runs over several projections side
+by side, and every rank holds its shard of each projection: ``[its x | its B | its C]``. So ranks of engines with
+different tensor-parallel sizes cannot exchange whole pages, but they can exchange sections: a section has heads like
+any other cache, each of ``rows`` x ``content_bytes``. Axes ``[L, B, H, N, C]``, with the rows in the place of N. All
+offsets and strides are in bytes.
 
-vLLM defines the order of the arrays, their content and their sharding: ``MambaBase.bind_kv_cache``, the layers'
-weight loaders, and ``MambaStateShapeCalculator``.
+vLLM defines the order of the arrays, their content and their sharding: ``MambaBase.bind_kv_cache``, the weight loaders
+of the layers, and ``MambaStateShapeCalculator``.
 """
 
 from __future__ import annotations
@@ -16,13 +18,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 CHANNEL_UNITS = 2**8 * 3**2 * 5 * 7
-"""Where channels are sharded one by one, this many at most count as heads: the size of a shard then divides for every
-tensor-parallel size in use, and a plan need not look at thousands of heads."""
+"""Bound on the heads of a projection whose channels are sharded one by one. One channel per head would give plans of
+thousands of heads. The number has many divisors, so that the heads divide by every tensor-parallel size in use."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateArray:
-    """One array of a state page as a rank holds it; ``item`` bytes per element."""
+    """One dense array of a state page as a rank holds it. ``dtype``: torch's name. ``item``: bytes of an element."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -31,11 +33,12 @@ class StateArray:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A part of every page: byte c of (head, row) lies at ``offset + head * head_stride + row * row_stride + c`` of it.
+    """A part of every page. Byte c of (head, row) lies at byte ``offset + head * head_stride + row * row_stride + c``
+    of the page.
 
-    ``total_heads`` counts the heads of all ranks, ``heads`` the heads of one rank. A head has
-    ``rows`` rows of ``content_bytes``.
-    ``packing``: the order that must agree on a peer beside these sizes, see ``RegionGeometry``.
+    ``total_heads`` counts the different heads of all ranks, ``heads`` the heads of one rank. A head has ``rows`` rows
+    of ``content_bytes`` bytes. ``packing`` names the order of the content; P and D must have the same one
+    (``RegionGeometry``).
     """
 
     name: str
@@ -51,14 +54,15 @@ class Section:
 
     @property
     def end(self) -> int:
-        """The first byte of a page behind it."""
+        """The byte of a page that follows the last byte of the section."""
         last = (self.heads - 1) * self.head_stride + (self.rows - 1) * self.row_stride
         return self.offset + last + self.content_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class _Projection:
-    """Side by side with others in a convolution: ``heads`` of ``channels`` each on a rank."""
+    """One of the projections that lie side by side in a convolution. A rank holds ``heads`` of its ``total_heads``
+    heads, each of ``channels`` channels."""
 
     name: str
     total_heads: int
@@ -67,8 +71,11 @@ class _Projection:
 
 
 def whole_page(nbytes: int, total_heads: int, packing: str) -> Section:
-    """A page of ``nbytes`` as its only section: one head, of ``total_heads`` different ones on all ranks. Its rows mean
-    nothing; they let a message hold less than all of it."""
+    """The only section of a page that cannot be divided: the page's ``nbytes`` bytes are one head.
+
+    All ranks together have ``total_heads`` different pages. The section has up to 1024 rows, which mean nothing: they
+    let a message carry less than the page.
+    """
     rows = math.gcd(nbytes, 1024)
     row = nbytes // rows
     return Section("", total_heads, 1, rows, row, 0, nbytes, row, "int8", packing)
@@ -83,16 +90,20 @@ def sections(
     group_counts: frozenset[int] = frozenset(),
     order: str = "",
 ) -> tuple[Section, ...]:
-    """The sections of a page. None where its sharding is not known: the page must then stay whole.
+    """The sections of a page, in the order of their bytes. Empty where KVFerry does not know how ranks shard the page:
+    the family or the form of its arrays is unknown, or their sizes fit no or more than one sharding. Then the page must
+    stay whole (``whole_page``).
 
     Args:
         family: the name of vLLM's ``MambaAttentionBackendEnum``.
-        arrays: the arrays of one rank, in their order in the page: ``[inputs, channels]`` of the convolution, or the
-            reverse where ``dim_first``; the recurrent state with heads, or channels, first.
-        tp_size: ranks that share a state.
-        group_counts: how many groups Mamba2's B and C may have in the whole model. Ranks beyond a single group hold
-            copies of it, which their shapes do not tell from groups of their own.
-        order: names an order of the content that is a platform's own.
+        arrays: the arrays of one rank, in their order in the page. The convolution is ``[inputs, channels]``, or
+            ``[channels, inputs]`` with ``dim_first``. The recurrent state is ``[heads, head size, state size]``, or
+            ``[channels, state size]`` for Mamba1.
+        tp_size: tensor-parallel ranks of the engine.
+        dim_first: whether the convolution keeps the inputs of a channel together (vLLM's layout ``DS``).
+        group_counts: the numbers of groups that Mamba2's B and C may have in the whole model. A rank with one group may
+            hold a copy of the model's only group, or a group of its own; the shapes are the same.
+        order: the name of a platform's own order of the content; a part of ``Section.packing``.
     """
     dims = tuple(len(array.shape) for array in arrays)
     if (family, dims) not in _FAMILIES:
@@ -120,12 +131,13 @@ _FAMILIES = {
     ("SHORT_CONV", (2,)),
     ("LINEAR", (3,)),
 }
-"""Families and the dimensions of their arrays. Others of the same name (replay rings) hold more, shared in ways of
-their own."""
+"""The known families, with the number of dimensions of each of their arrays. A family with other arrays (replay rings)
+keeps more than these two, in an order that is not known here."""
 
 
 def _units(channels: int, tp_size: int) -> tuple[int, int]:
-    """Channels that are sharded one by one, as heads: (all ranks', one rank's); none where they do not divide."""
+    """Heads for ``channels`` channels of a rank that are sharded one by one: (heads of all ranks, heads of one rank).
+    The second is 0 where the first does not divide by ``tp_size``."""
     total = math.gcd(channels * tp_size, CHANNEL_UNITS)
     return (total, total // tp_size) if total % tp_size == 0 else (total, 0)
 
@@ -133,7 +145,13 @@ def _units(channels: int, tp_size: int) -> tuple[int, int]:
 def _projections(
     family: str, channels: int, state: StateArray | None, tp_size: int, group_counts: frozenset[int]
 ) -> list[_Projection]:
-    """What the convolution's channels are, in order; none where they do not add up."""
+    """The projections of the convolution, in the order of its channels; empty where their channels do not add up to
+    ``channels``, or where the number of groups is ambiguous.
+
+    Mamba1 and short convolutions have one projection. Mamba2 has ``x | B | C``: x has the heads of the state, B and C
+    have ``state_size`` channels per group. Gated delta nets have ``q | k | v``: v has the heads of the state, q and k
+    have ``state_size`` channels per head.
+    """
     if family in ("MAMBA1", "SHORT_CONV"):
         total, heads = _units(channels, tp_size)
         return [_Projection("conv.x", total, heads, channels // heads if heads else 0)]
@@ -158,6 +176,8 @@ def _projections(
 def _of_convolution(
     conv: StateArray, projections: Sequence[_Projection], dim_first: bool, order: str
 ) -> Iterator[Section]:
+    """The section of each projection. A row is one input of all channels of a head (vLLM's layout ``SD``), or with
+    ``dim_first`` all inputs of one channel."""
     taps, width = reversed(conv.shape) if dim_first else conv.shape
     first = 0
     for part in projections:
@@ -178,6 +198,7 @@ def _of_convolution(
 
 
 def _of_state(state: StateArray, offset: int, tp_size: int, order: str) -> Section:
+    """The section of the recurrent state, which begins at byte ``offset`` of the page. A row is the last axis."""
     total, heads = state.shape[0] * tp_size, state.shape[0]
     if len(state.shape) == 2:
         total, heads = _units(state.shape[0], tp_size)

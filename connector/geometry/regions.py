@@ -1,9 +1,9 @@
-"""From the caches that an engine registers to regions: layers that lie in memory alike, under one block table.
+"""The regions of a rank, from the caches that its engine registers.
 
-A region is what plans, packing and the handshake deal with. A layer group gives one, or more where its layers differ in
-form, and one for each section of a state. Beside a cache whose backend packs blocks in an order that can be divided
-there are its keys and its values (``packing``). Layers that use another one's cache are left out: their bytes are that
-layer's.
+A region has layers of one form, with one block table. Plans, packing and the handshake use regions. A layer group has
+one region for each form of its caches; a group of states has one for each section and form. Some backends pack blocks
+in an order that can be divided: then the keys and the values are regions beside the whole cache (``packing``). A layer
+that uses the cache of another layer is in no region.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from kvferry.connector.geometry.view import CacheView, TensorLike, view_of
 from kvferry.transport.errors import GeometryError
 
 ElementOrder = Callable[[str], NDArray[np.int64] | None]
-"""Gives the index of each element inside a (block, head) of a layer, as ``packing.split_packed`` takes it; None if the
-backend's order is not known."""
+"""By layer name, the index of each element inside a (block, head), ``[2, N, D]`` as ``packing.split_packed`` takes it;
+``None`` if the backend's order is not known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """``table``: the number of the block table that maps its tokens."""
+    """A region as its peers see it (``geometry``), and where it lies in memory (``view``). ``table``: the number of the
+    block table that maps its tokens to blocks."""
 
     table: int
     geometry: RegionGeometry
@@ -44,17 +45,18 @@ def regions(
     num_blocks: int | None = None,
     places: ElementOrder | None = None,
 ) -> list[Region]:
-    """The regions of one rank, in order of ``groups``. A group of which a pipeline stage has no layers gives none.
+    """The regions of one rank, in the order of ``groups``. A group without layers on this pipeline stage has no region.
 
     Args:
-        groups: the engine's layer groups.
+        groups: the layer groups of the engine, with the layers of this rank.
         kv_caches: by layer name, ``[B, H, N, C]`` or ``[B, N, C]``.
         info: the rank's place.
         num_blocks: manager blocks, where known.
-        places: called for one layer of each packed group.
+        places: the order of packed elements; called for one layer of each packed group.
 
     Raises:
-        GeometryError: a cache that is missing, or of a form that is not carried; names the layer.
+        GeometryError: a cache is missing, has a form that is not carried, or has another number of heads than the rank
+            should hold; names the layer.
     """
     found = []
     for group in groups:
@@ -83,7 +85,12 @@ def rank_geometry(info: RankInfo, groups: Sequence[LayerGroup], found: Sequence[
 
 
 def _alike(group: LayerGroup, kv_caches: Mapping[str, TensorLike]) -> list[dict[str, TensorLike]]:
-    """A group's caches by layer name, those of one form together; each place in memory once."""
+    """The caches of a group by layer name, one mapping for each form. Of layers that share a cache only the first one
+    is there.
+
+    Raises:
+        GeometryError: a cache is missing; names the layer.
+    """
     by_form: dict[object, dict[str, TensorLike]] = {}
     places: set[tuple[int, object]] = set()
     for name in group.layers:
@@ -99,15 +106,20 @@ def _alike(group: LayerGroup, kv_caches: Mapping[str, TensorLike]) -> list[dict[
 
 
 def _parts(group: LayerGroup, view: CacheView, places: ElementOrder | None) -> tuple[PackedPart, ...]:
-    """Where the order of packed blocks is not known they stay whole, and pass to blocks of the same size only."""
+    """The whole cache and, where the order of its packed blocks is known, its keys and its values.
+
+    Packed blocks whose order is not known stay whole: the tile is the kernel block, so a peer must have the same block
+    size.
+    """
     order = places(view.layers[0]) if group.packing and places is not None else None
     parts = () if order is None else split_packed(view, order)
     return parts or (PackedPart("", view, group.packing, view.block_size if group.packing else 1),)
 
 
 def _geometry(group: LayerGroup, part: PackedPart, info: RankInfo) -> RegionGeometry:
-    view, numbers = part.view, group.numbers or CacheDtype(part.view.dtype)
+    view, cache_dtype = part.view, group.cache_dtype or CacheDtype(part.view.dtype)
     start, count = _held(view, info, group.total_heads)
+    scales = cache_dtype.scales
     return RegionGeometry(
         kind=group.kind,
         layers=view.layers,
@@ -116,9 +128,9 @@ def _geometry(group: LayerGroup, part: PackedPart, info: RankInfo) -> RegionGeom
         num_heads=count,
         total_heads=group.total_heads,
         content_bytes=view.content_bytes,
-        dtype=canonical(numbers.dtype),
-        keys=numbers.keys,
-        scales=tuple(numbers.scales.get(layer, (1.0, 1.0)) for layer in view.layers) if numbers.scales else (),
+        dtype=canonical(cache_dtype.dtype),
+        keys=cache_dtype.keys,
+        scales=tuple(scales.get(layer, (1.0, 1.0)) for layer in view.layers) if scales else (),
         window=group.window,
         part=part.part,
         packing=part.packing,
@@ -129,6 +141,11 @@ def _geometry(group: LayerGroup, part: PackedPart, info: RankInfo) -> RegionGeom
 
 
 def _held(view: CacheView, info: RankInfo, total_heads: int) -> tuple[int, int]:
+    """The global KV heads of the rank as ``(start, count)``.
+
+    Raises:
+        GeometryError: the cache has another number of heads.
+    """
     start, count = TpKVTopology.head_interval(info.tp_rank, info.tp_size, total_heads)
     if view.num_heads != count:
         raise GeometryError(
@@ -139,7 +156,12 @@ def _held(view: CacheView, info: RankInfo, total_heads: int) -> tuple[int, int]:
 
 
 def _section_view(section: Section, pages: CacheView) -> CacheView:
-    """A section of pages that are raw bytes, ``[B, 1, 1, C]``; its rows take the place of tokens."""
+    """The view of a section, ``[B, heads, rows, content_bytes]``. ``pages``: the view of the pages as raw bytes,
+    ``[B, 1, 1, C]``.
+
+    Raises:
+        GeometryError: the pages have another form, or fewer bytes than the section needs.
+    """
     if (pages.num_heads, pages.block_size) != (1, 1) or pages.content_bytes < section.end:
         raise GeometryError(
             f"layer {pages.layers[0]!r}: pages of [{pages.num_heads}, {pages.block_size}, {pages.content_bytes}], "

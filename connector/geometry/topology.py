@@ -284,7 +284,7 @@ class TpKVTopology:
         """The engine that a question is about."""
         if remote_engine_id is not None:
             return remote_engine_id
-        known = [engine_id for engine_id in self.remote_tp_size if engine_id != self.engine_id]
+        known = [*self.remote_tp_size.keys() - {self.engine_id}]
         if len(known) != 1:
             raise GeometryError(f"{len(known)} remote engines are known, expected one; name the engine or its size")
         return known[0]

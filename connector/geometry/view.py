@@ -1,9 +1,9 @@
 """A KV cache as base addresses and strides. Axes ``[L, B, H, N, C]``; every stride is in bytes.
 
 L layers, B kernel blocks, H KV heads, N tokens in a kernel block, C content bytes per (head, token), K and V together.
-A manager block (page) is what block ids number; attention kernels may see it split into several kernel blocks.
-Derived from the shape, the strides and the address of each tensor. Padding, several layers in one allocation and
-layers interleaved inside a block all come down to bases and strides; no torch here, no vLLM.
+Block ids number manager blocks (pages). Attention kernels may see a manager block split into several kernel blocks.
+A view comes from the shape, the strides and the address of each tensor. Bases and strides express padding, several
+layers in one allocation, and layers interleaved inside a block. This module imports neither torch nor vLLM.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class TensorLike(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CacheView:
-    """One region of the caches of one rank: layers that lie in memory alike.
+    """Where one region lies in the memory of its rank: layers with the same strides and a base address each.
 
     Byte c of (layer, block, head, token) lies at
     ``bases[layer] + block * block_stride + head * head_stride + token * token_stride + c``.
 
-    Where a token's content does not lie together it is cut into ``rows`` pieces of equal length, ``row_bytes``,
-    ``row_stride`` apart: byte c is byte ``c % row_bytes`` of row ``c // row_bytes``.
+    The content of a (head, token) may lie in ``rows`` pieces of ``row_bytes`` bytes each, ``row_stride`` bytes apart.
+    Then byte c is byte ``c % row_bytes`` of row ``c // row_bytes``.
     """
 
     layers: tuple[str, ...]
@@ -65,12 +65,13 @@ class CacheView:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a (head, token) that lie together."""
+        """Contiguous bytes of a (head, token)."""
         return self.content_bytes // self.rows
 
     @property
     def layout(self) -> str:
-        """``HND`` (a head's tokens lie together), ``NHD`` (a token's heads do), or ``HND/NHD`` with one of either."""
+        """``HND``: the tokens of a head lie together. ``NHD``: the heads of a token lie together. ``HND/NHD``: there is
+        one head or one token, so both hold."""
         if self.num_heads == 1 or self.block_size == 1:
             return "HND/NHD"
         return "HND" if self.head_stride > self.token_stride else "NHD"
@@ -92,16 +93,18 @@ class CacheView:
 
 
 def view_of(tensors: Mapping[str, TensorLike], page_tokens: int, num_pages: int | None = None) -> CacheView:
-    """The view of layers that lie in memory alike, from the tensors that the engine registers.
+    """The view of layers with the same form, from the tensors that the engine registers.
 
     Args:
-        tensors: by layer name, in order: ``[B, H, N, C]`` or, for MLA, ``[B, N, C]``; any strides with C contiguous.
+        tensors: by layer name, in order: ``[B, H, N, C]`` or, for MLA, ``[B, N, C]``. C is contiguous and counts
+            elements; the other strides are free.
         page_tokens: tokens of a manager block; a multiple of N.
-        num_pages: manager blocks, where known. It tells a split block from states that each stand for several tokens,
-            which a shape alone does not.
+        num_pages: manager blocks, where known. It distinguishes a manager block that is split into kernel blocks from
+            a state that stands for several tokens: the shapes are the same.
 
     Raises:
-        GeometryError: a tensor that is not of this form, or one that differs from its group; names the layer.
+        GeometryError: no layer; a tensor without this form, whose elements overlap, or that differs from the first
+            tensor; a block count or ``page_tokens`` that does not fit. Names the layer.
     """
     if not tensors:
         raise GeometryError("a layer group has no layers, expected at least one")
@@ -146,10 +149,10 @@ def view_of(tensors: Mapping[str, TensorLike], page_tokens: int, num_pages: int 
 
 
 def check_block_ids(view: CacheView, block_ids: Sequence[int] | NDArray[np.integer]) -> NDArray[np.int64]:
-    """Manager block ids as an array, each known to lie in the cache.
+    """Manager block ids as an array ``[n]``, after a check that each of them is in the cache.
 
     Raises:
-        GeometryError: an id out of range; names the first one.
+        GeometryError: the ids are not a flat list, or an id is out of range; names the first one.
     """
     ids = np.asarray(block_ids, dtype=np.int64)
     if ids.ndim != 1:
@@ -161,15 +164,16 @@ def check_block_ids(view: CacheView, block_ids: Sequence[int] | NDArray[np.integ
 
 
 def first_outside(ids: NDArray[np.int64], bound: int) -> int | None:
-    """The first of ``ids`` that is not in ``0..bound``, bound excluded."""
-    unsigned = ids.view(np.uint64)  # in which those below 0 are above
+    """The first of ``ids`` that is below 0 or not below ``bound``; ``None`` where there is none."""
+    unsigned = ids.view(np.uint64)  # negative ids become larger than any bound
     if not len(ids) or int(np.maximum.reduce(unsigned)) < bound:
         return None
     return int(ids[unsigned >= bound][0])
 
 
 def split_pages(ids: NDArray[np.int64], blocks_per_page: int) -> NDArray[np.int64]:
-    """Manager block ids as kernel block ids."""
+    """The kernel block ids of manager blocks, ``[len(ids) * blocks_per_page]``. Manager block i consists of the kernel
+    blocks from ``i * blocks_per_page`` on. Checks nothing."""
     if blocks_per_page == 1:
         return ids
     split = np.arange(blocks_per_page, dtype=np.int64)
@@ -177,18 +181,18 @@ def split_pages(ids: NDArray[np.int64], blocks_per_page: int) -> NDArray[np.int6
 
 
 def kernel_block_ids(view: CacheView, block_ids: Sequence[int] | NDArray[np.integer]) -> NDArray[np.int64]:
-    """Manager block ids expanded to kernel block ids, in token order: ``len(block_ids) * blocks_per_page``.
+    """The kernel block ids of manager blocks, in the order of the tokens: ``[len(block_ids) * blocks_per_page]``.
 
     Raises:
-        GeometryError: an id out of range; names it.
+        GeometryError: the ids are not a flat list, or an id is out of range; names the first one.
     """
     return split_pages(check_block_ids(view, block_ids), view.blocks_per_page)
 
 
 @lru_cache(maxsize=256)
 def row_bases(bases: tuple[int, ...], rows: int, row_stride: int) -> NDArray[np.int64]:
-    """The address of every row of every layer, ``len(bases) * rows``, the rows of a layer together. Not to be written:
-    the same for every hand-over of these layers."""
+    """The address of every row of every layer, ``[len(bases) * rows]``, the rows of a layer together. The array is
+    read-only, because all hand-overs of these layers share it."""
     first = np.asarray(bases, dtype=np.int64)
     found = first if rows == 1 else (first[:, None] + row_stride * np.arange(rows, dtype=np.int64)).reshape(-1)
     found.setflags(write=False)
@@ -197,7 +201,8 @@ def row_bases(bases: tuple[int, ...], rows: int, row_stride: int) -> NDArray[np.
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """What the layers of a group have in common: ``shape`` over [B, H, N, C] and ``strides``, both with bytes for C."""
+    """The attributes that all tensors of a view share: the shape ``[B, H, N, C]`` and the strides of B, H and N, in
+    bytes; C counts bytes."""
 
     shape: tuple[int, int, int, int]
     strides: tuple[int, int, int]
@@ -206,6 +211,11 @@ class _Form:
 
 
 def _form(name: str, tensor: TensorLike) -> _Form:
+    """The form of a tensor, which has one head where it has no axis H.
+
+    Raises:
+        GeometryError: another number of axes, an empty tensor, a content that is not contiguous, elements that overlap.
+    """
     shape, stride, item = tuple(tensor.shape), tuple(tensor.stride()), int(tensor.element_size())
     if len(shape) == 3:
         shape, stride = (shape[0], 1, *shape[1:]), (stride[0], 0, *stride[1:])
@@ -222,7 +232,7 @@ def _form(name: str, tensor: TensorLike) -> _Form:
         )
     blocks, heads, tokens, content = (int(size) for size in shape)
     content *= item
-    # The stride of a dimension of one is never used, and engines leave anything there.
+    # No address depends on the stride of an axis of length 1, and engines leave any value there.
     token_stride = int(stride[2]) * item if tokens > 1 else content
     head_stride = int(stride[1]) * item if heads > 1 else token_stride * tokens
     block_stride = int(stride[0]) * item if blocks > 1 else max(head_stride * heads, token_stride * tokens)
@@ -236,7 +246,12 @@ def _form(name: str, tensor: TensorLike) -> _Form:
 
 
 def _check_distinct(name: str, dims: Sequence[tuple[int, int]], content: int) -> None:
-    """No two elements share a byte: each stride steps over all that the smaller ones reach."""
+    """Check that no two (block, head, token) share a byte: each stride must be at least as long as all that the axes of
+    smaller strides cover together. ``dims``: length and stride of each axis; ``content``: C, in bytes.
+
+    Raises:
+        GeometryError: the elements overlap.
+    """
     reach = content
     for size, stride in sorted((dim for dim in dims if dim[0] > 1), key=lambda dim: dim[1]):
         if stride < reach:

@@ -13,7 +13,7 @@ a phase ends when every source has passed it::
 
 Only MOVING can have I/O that writes D's pages. A failure before or after it ends the hand-over at once. A failure
 during it drains first: D keeps the pages until ``SourceDrained`` has come from every source. Exactly one ``ReportLoad``
-leaves the machine, whatever happens (``TRANSITIONS`` is total over live phases).
+leaves the machine, whatever happens (``HANDOVER`` is total).
 """
 
 from __future__ import annotations
@@ -46,15 +46,6 @@ class Reason(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.text}"
-
-
-LIVE = (
-    HandoverPhase.HANDSHAKING,
-    HandoverPhase.READY,
-    HandoverPhase.MOVING,
-    HandoverPhase.COMMITTING,
-    HandoverPhase.DRAINING,
-)
 
 
 class Timeouts(msgspec.Struct, frozen=True):

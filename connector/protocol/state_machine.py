@@ -34,6 +34,10 @@ class Tick(msgspec.Struct, frozen=True):
     """Time has passed: a deadline may be over."""
 
 
+class _Begin:
+    """In a history, in place of an event: the lifetime has begun."""
+
+
 class Step(NamedTuple):
     """One change of phase: its time in seconds of the owner's clock, its event, and the new phase."""
 
@@ -78,38 +82,45 @@ class TransitionTable(Generic[S, E, F]):
         if unknown:
             raise ValueError(f"{name}: a row for an event that is not listed, {_named(unknown[0])}")
         self.rows: Mapping[tuple[enum.Enum, type], Transition[S, E, F]] = found
+        # By the phase's value: Python computes the hash of an enumeration's member in Python, and a hand-over takes 18
+        # steps while a request waits.
+        self._by_value = {(event, phase.value): transition for (phase, event), transition in found.items()}
 
     def step(self, state: S, event: E, now: float) -> Outcome[S, F]:
         """The state after an event, and the effects that the owner of the lifetime must perform."""
-        return self.rows[state.phase, type(event)](state, event, now)
+        return self._by_value[type(event), state.phase._value_](state, event, now)
 
 
 class Lifetime(Generic[S, E, F]):
     """One lifetime under way: its state, and the last changes of its phase."""
 
-    __slots__ = ("_history", "_table", "state")
+    __slots__ = ("_history", "_step", "state")
 
     def __init__(self, table: TransitionTable[S, E, F], state: S, now: float) -> None:
-        self._table = table
+        self._step = table.step
         self.state = state
-        self._history = deque([Step(now, "", str(state.phase.value))], maxlen=MAX_HISTORY)
+        # Times, types and phases; ``history`` makes text of them, for a log line only.
+        self._history: deque[tuple[float, type, enum.Enum]] = deque([(now, _Begin, state.phase)], maxlen=MAX_HISTORY)
 
     def step(self, event: E, now: float) -> tuple[F, ...]:
         """Take one event. Returns the effects that the owner must perform."""
         before = self.state.phase
-        self.state, effects = self._table.step(self.state, event, now)
-        if self.state.phase is not before:
-            self._history.append(Step(now, type(event).__name__, str(self.state.phase.value)))
+        self.state, effects = self._step(self.state, event, now)
+        phase = self.state.phase
+        if phase is not before:
+            self._history.append((now, type(event), phase))
         return effects
 
     @property
     def history(self) -> tuple[Step, ...]:
         """The last changes of phase, the oldest first."""
-        return tuple(self._history)
+        return tuple(
+            Step(at, "" if event is _Begin else event.__name__, str(phase.value)) for at, event, phase in self._history
+        )
 
     def story(self) -> str:
         """The history in one line, each phase with its seconds after the first: ``ready 0.0 s, moving +0.002 s``."""
-        first, *later = self._history
+        first, *later = self.history
         steps = [f"{step.phase} +{step.at - first.at:.3f} s ({step.event})" for step in later]
         return ", ".join([first.phase, *steps])
 

@@ -72,7 +72,8 @@ class Load(msgspec.Struct, frozen=True):
 
     ``prompt`` is the digest of the prompt that P must hold under this lease; it is empty where D does not check it. D
     must check because the lease's parameters came with the client's request. ``now``: the engine computes with the
-    loaded tokens in the step of this plan.
+    loaded tokens in the step of this plan. ``behind``: a step in flight may still use the blocks, so the copies wait
+    for the work that the device was given before this step.
     """
 
     request_id: str
@@ -82,6 +83,7 @@ class Load(msgspec.Struct, frozen=True):
     tokens: tuple[tuple[int, int], ...]
     prompt: str = ""
     now: bool = False
+    behind: bool = True
 
 
 class StepPlan(msgspec.Struct, frozen=True):

@@ -21,7 +21,7 @@ from kvferry.connector.geometry.rank_geometry import PageLayout, RankGeometry, R
 from kvferry.connector.geometry.spans import Span, chunks
 from kvferry.connector.geometry.token_sharding import TokenBlocks, TokenShard, common_blocks
 from kvferry.connector.geometry.view import CacheView, kernel_block_ids, row_bases
-from kvferry.connector.transfer.copies import Copies
+from kvferry.connector.transfer.copies import Copies, WaitPolicy
 from kvferry.kernels.convert import unpack_converted
 from kvferry.kernels.launch import prepare
 from kvferry.kernels.paged_copy import Pages, copy_pages, wire_pages
@@ -107,28 +107,28 @@ class RankCaches:
 
     def pack(self, address: int, box: PageBox, staging: torch.device = CPU, *, alone: bool = False) -> Copy:
         """Copy ``box`` of the pages to staging memory in wire order, ``[L][R][H][T][C / R]``; R is ``view.rows``.
-        ``staging``: the device of the staging memory. ``alone``: as in ``Copies.start``."""
+        ``staging``: the device of the staging memory. ``alone``: no other hand-over could go on during the copy."""
         pack = partial(self._copy_wire, address, box, to_wire=True)
-        brief = self._brief(box, staging)
-        return self.copies.start(pack, brief=brief, alone=alone and brief)  # else other chunks could be sent meanwhile
+        return self.copies.start(pack, self._wait_policy(box, staging, alone=alone))
 
     def unpack(self, address: int, box: PageBox, staging: torch.device = CPU, *, alone: bool = False) -> Copy:
         """Copy wire bytes at ``address`` to ``box`` of the pages. They are converted where ``box.source`` is given."""
-        brief = self._brief(box, staging)
+        wait = self._wait_policy(box, staging, alone=alone)
         if box.source is None:
             unpack = partial(self._copy_wire, address, box, to_wire=False)
-            return self.copies.start(unpack, brief=brief, alone=alone and brief)
+            return self.copies.start(unpack, wait)
         conversion = box.source.conversion(self.geometry.regions[box.region], box.layer, box.num_layers)
         unpack = partial(
             unpack_converted, self.pages(box), address, conversion, num_heads=box.num_heads,
             num_tokens=box.num_tokens, device=self.device, sms=self.copies.sms,
         )  # fmt: skip
-        return self.copies.start(unpack, brief=brief, alone=alone and brief)
+        return self.copies.start(unpack, wait)
 
-    def _brief(self, box: PageBox, staging: torch.device) -> bool:
-        """Whether a copy between pages and staging memory takes no longer than waking another thread."""
+    def _wait_policy(self, box: PageBox, staging: torch.device, *, alone: bool) -> WaitPolicy:
+        """The policy for a copy between pages and staging memory. During a long one other chunks can be sent."""
         limit = BRIEF_BYTES if self.copies.idle else BRIEF_LOCAL_BYTES
-        return staging == self.device and self.nbytes(box) <= limit
+        brief = staging == self.device and self.nbytes(box) <= limit
+        return WaitPolicy.UNTIL_DONE if alone and brief else WaitPolicy.NONE
 
     def fetch(self, boxes: Sequence[tuple[PageBox, Pages]], *, alone: bool = False) -> Copy:
         """Copy a peer's pages, which are mapped in this process, to boxes of our pages, each in one pass."""
@@ -137,8 +137,12 @@ class RankCaches:
             for box, theirs in boxes:
                 self._copy(self.pages(box), theirs, box, over_link=True)
 
-        brief = sum(self.nbytes(box) for box, _ in boxes) <= BRIEF_BYTES
-        return self.copies.start(enqueue, brief=brief, alone=alone)
+        wait = WaitPolicy.NONE
+        if alone and sum(self.nbytes(box) for box, _ in boxes) <= BRIEF_BYTES:
+            wait = WaitPolicy.UNTIL_DONE
+        elif alone and self.copies.idle:
+            wait = WaitPolicy.BOUNDED
+        return self.copies.start(enqueue, wait)
 
     def warm_up(self) -> None:
         """Allocate the memory that launches need. Compile the kernels by copies that change no page. Blocks."""

@@ -1,4 +1,4 @@
-"""D's half of the transfer thread: hand-overs, their reads, the links to P's ranks, and the leases that D keeps.
+"""D's half of the transfer thread: hand-overs and their reads.
 
 The tables ``handover`` and ``source_read`` decide. This file performs their effects and gives them events.
 """
@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
-
-import msgspec
+from collections import deque
+from collections.abc import Callable, Collection, Iterable
+from functools import partial
 
 from kvferry.connector.geometry.read_plan import check_complete, plan_reads
 from kvferry.connector.geometry.spans import check_spans
@@ -34,31 +34,16 @@ from kvferry.connector.protocol.source_read import (
     StopRead,
 )
 from kvferry.connector.protocol.state_machine import Lifetime, Tick
-from kvferry.connector.protocol.step_plan import KeepLease, Load, PeerEngine, RankAddress, unpack_ids
-from kvferry.connector.protocol.transfer_estimate import UNKNOWN, TransferEstimate
+from kvferry.connector.protocol.step_plan import KeepLease, Load, unpack_ids
 from kvferry.connector.transfer.lease_keeper import LeaseKeeper
 from kvferry.connector.transfer.link import Link
+from kvferry.connector.transfer.links import Links
+from kvferry.connector.transfer.load_reports import FinishedLoad, LoadReports, OnBegun, grant_stands
 from kvferry.connector.transfer.rank_context import RankContext
 from kvferry.connector.transfer.receiver import ActiveLoad, Happening, Receiver, SourceRead
 from kvferry.transport.errors import GeometryError, KVFerryError, ProtocolError
 
 logger = logging.getLogger("vllm.kvferry.consumer")
-
-FAILED_LINK_SECONDS = 1.0
-"""D keeps a failed link for this time, so that a burst of requests for a dead peer fails at once."""
-IDLE_LINK_SECONDS = 120.0
-"""D closes a link that was not used for this time, so that its staging memory serves other peers."""
-MAX_STORIES = 4
-"""Reads whose phases are in the log line of a failed hand-over."""
-
-
-class FinishedLoad(msgspec.Struct, frozen=True):
-    """The result of one load from the engine ``engine_id``, reported once."""
-
-    request_id: str
-    ok: bool
-    engine_id: str
-    estimate: TransferEstimate = UNKNOWN
 
 
 class Consumer:
@@ -67,26 +52,26 @@ class Consumer:
     def __init__(
         self,
         rank_context: RankContext,
-        begun: Callable[[Load], None],
+        begun: OnBegun,
         finished: Callable[[FinishedLoad], None],
     ) -> None:
         """
         Args:
             rank_context: this rank.
-            begun: called with each load inside a step once all its copies are under way, unless they have ended.
-            finished: called with the result of each load as soon as it has ended.
+            begun, finished: as ``LoadReports`` takes them.
 
         ``now`` of all methods is in seconds of a ``RunningClock``.
         """
         self._rank_context = rank_context
-        self._on_begun, self._on_finished = begun, finished
+        self._reports = LoadReports(rank_context.stats, begun, finished)
         self._timeouts = handover.Timeouts(
             rank_context.settings.handshake_timeout_seconds, rank_context.settings.transfer_timeout_seconds
         )
-        self._links: dict[RankAddress, Link] = {}
-        self._active_loads: dict[str, ActiveLoad] = {}
+        self._links = Links(rank_context)
+        self._active_loads: list[ActiveLoad] = []  # two of them may have one request id, see ``FinishedLoad``
         self._receiver = Receiver(rank_context.caches)
-        self._lease_keeper = LeaseKeeper(rank_context, self._link)
+        self._lease_keeper = LeaseKeeper(rank_context, self._links.get)
+        self._later: deque[Callable[[], None]] = deque()  # what follows reports, until the next tick
 
     # --- commands from the engine -------------------------------------------------------------------------------
 
@@ -102,12 +87,19 @@ class Consumer:
         """The request loads nothing."""
         self._lease_keeper.release(request_id, now)
 
-    def cancel(self, request_id: str, now: float) -> bool:
-        """Cancel a load. It is still reported, once nothing can write its blocks. ``False``: it was reported before."""
-        active_load = self._active_loads.get(request_id)
-        if active_load is not None:
+    def cancel(self, request_id: str, now: float) -> None:
+        """Cancel the loads of a request. They are still reported, once nothing can write their blocks."""
+        for active_load in [each for each in self._active_loads if each.load.request_id == request_id]:
             self._step(active_load, handover.CancelLoad(), now)
-        return active_load is not None
+
+    def fail(self, load: Load, now: float) -> None:
+        """Fail a load whose start raised an error. Copies that have begun must end before it is reported."""
+        for active_load in self._active_loads:
+            if active_load.load is load:
+                self._step(active_load, handover.CancelLoad(), now)
+                return
+        self._reports.not_started(load)
+        self._lease_keeper.release(load.request_id, now, load.token)
 
     def load(self, load: Load, now: float, *, alone: bool = False) -> None:
         """Start a hand-over. ``alone``: no other hand-over is about to begin."""
@@ -117,17 +109,18 @@ class Consumer:
             for region, (start, stop) in enumerate(load.tokens):
                 if stop > start:
                     self._rank_context.caches.check_held(region, ids[region], start, stop)
-            addresses = list(self._addresses(load.peer))
+            addresses = list(self._links.source_addresses(load.peer))
         except KVFerryError as error:
-            self._report_failure(load, Reason("incompatible", str(error)))
-            self._lease_keeper.release(load.request_id, now)
+            self._reports.failed(load, Reason("incompatible", str(error)))
+            self._lease_keeper.release(load.request_id, now, load.token)
             return
         state, effects = handover.begin(len(addresses), self._timeouts, now)
         lifetime = Lifetime(handover.HANDOVER, state, now)
-        active_load = ActiveLoad(load, lifetime, time.monotonic(), ids, alone)
-        self._active_loads[load.request_id] = active_load
+        # A step that computes with the load begins once its copies are under way, so this thread waits for none.
+        active_load = ActiveLoad(load, lifetime, time.monotonic(), ids, alone and not load.now)
+        self._active_loads.append(active_load)
         for number, address in enumerate(addresses):
-            link = self._link(load.peer, address)
+            link = self._links.get(load.peer, address)
             self._receiver.new(active_load, number, link, now)
             link.start_handshake(now)
         self._perform(active_load, effects, now)
@@ -143,7 +136,7 @@ class Consumer:
     def serve(self, now: float, ready: Collection[object] | None = None) -> bool:
         """Handle the messages that have arrived. Returns whether there is more to do at once. ``ready``: the readable
         sockets; ``None`` is any, and then deadlines are checked too."""
-        for link in list(self._links.values()):
+        for link in self._links:
             try:
                 for reply in link.serve(now) if ready is None or link.has_events(ready) else ():
                     self._reply(link, reply, now)
@@ -157,16 +150,11 @@ class Consumer:
 
     def tick(self, now: float) -> None:
         """Check deadlines, renew leases, close links that have failed long enough or that are not used."""
-        for active_load in list(self._active_loads.values()):
+        self._catch_up()
+        for active_load in list(self._active_loads):
             self._step(active_load, Tick(), now)
         self._lease_keeper.tick(now)
-        for address, link in list(self._links.items()):
-            if link.used or self._receiver.through(link):
-                link.used, link.used_at = False, now
-            failed = link.handled_phase is LinkPhase.FAILED and now >= link.failed_at + FAILED_LINK_SECONDS
-            if failed or now >= link.used_at + IDLE_LINK_SECONDS:
-                link.close()
-                del self._links[address]
+        self._links.close_unused(now, self._receiver.through)
 
     def renew_now(self) -> None:
         """Renew at the next tick: this thread was delayed while P's deadlines went on."""
@@ -174,43 +162,23 @@ class Consumer:
 
     @property
     def live(self) -> bool:
-        """Whether any deadline is running."""
-        failed = any(link.phase is LinkPhase.FAILED for link in self._links.values())
-        return bool(self._active_loads or self._lease_keeper or failed)
+        """Whether a deadline is running, or something is left for the next tick."""
+        return bool(self._later or self._active_loads or self._lease_keeper or self._links.any_failed)
 
     @property
     def links(self) -> list[Link]:
-        return [link for link in self._links.values() if link.phase is not LinkPhase.FAILED]
+        return self._links.usable
 
     def close(self, now: float) -> None:
         """Release every lease and close the links; loads that still run are reported as failed."""
-        for active_load in list(self._active_loads.values()):
+        for active_load in list(self._active_loads):
             self._step(active_load, handover.CancelLoad(Reason("cancelled", "the engine is shutting down")), now)
         self._collect(now)  # handle the copies that have just ended
+        self._catch_up()
         self._lease_keeper.close_all(now)
-        for link in self._links.values():
-            link.close()
-        self._links.clear()
+        self._links.close()
 
-    # --- links --------------------------------------------------------------------------------------------------
-
-    def _addresses(self, peer: PeerEngine) -> Iterator[RankAddress]:
-        p_ranks = self._rank_context.topology(peer).source_ranks()
-        if not p_ranks:
-            raise KVFerryError(f"none of P's {peer.tp_size} tensor-parallel ranks holds tokens of ours")
-        by_rank = {(rank.pp_rank, rank.tp_rank): rank for rank in peer.ranks}
-        for pp_rank in range(peer.pp_size):
-            for p_rank in p_ranks:
-                address = by_rank.get((pp_rank, p_rank))
-                if address is None:
-                    raise KVFerryError(f"P named no address for its rank pp{pp_rank} tp{p_rank}")
-                yield address
-
-    def _link(self, peer: PeerEngine, address: RankAddress) -> Link:
-        link = self._links.get(address)
-        if link is None:
-            link = self._links[address] = Link(self._rank_context, peer, address)
-        return link
+    # --- hand-overs ---------------------------------------------------------------------------------------------
 
     def _link_changed(self, link: Link, now: float) -> None:
         for read in self._receiver.through(link):
@@ -229,19 +197,10 @@ class Consumer:
         elif read.link.phase is LinkPhase.FAILED:
             self._step_read(read, ReadFailed(read.link.failure), now)
 
-    # --- hand-overs ---------------------------------------------------------------------------------------------
-
     def _step(self, active_load: ActiveLoad, event: handover.HandoverEvent, now: float) -> None:
         self._perform(active_load, active_load.lifetime.step(event, now), now)
         if active_load.load.now:
-            self._report_begun(active_load)
-
-    def _report_begun(self, active_load: ActiveLoad) -> None:
-        """Report that all copies are under way. The engine's device can wait for them in place of its thread."""
-        moving = active_load.lifetime.state.phase is handover.HandoverPhase.MOVING
-        if moving and not active_load.begun and all(read.state.all_begun for read in active_load.reads):
-            active_load.begun = True
-            self._on_begun(active_load.load)
+            self._reports.begun(active_load, self._receiver.copies_of)
 
     def _perform(self, active_load: ActiveLoad, effects: tuple[handover.HandoverEffect, ...], now: float) -> None:
         """Perform every effect, also after an error in one: a load must be reported, and its lease released."""
@@ -266,17 +225,35 @@ class Consumer:
                 for read in active_load.reads:
                     self._step_read(read, StopRead(), now)
             case handover.ReleaseLease():
-                self._lease_keeper.release(active_load.load.request_id, now)
+                load = active_load.load
+                release = partial(self._lease_keeper.release, load.request_id, now, load.token)
+                self._after_report(active_load, release)
             case handover.ReportLoad(reason):
-                self._active_loads.pop(active_load.load.request_id, None)
+                self._active_loads.remove(active_load)
                 try:
                     if reason is None:
-                        self._report_success(active_load)
+                        self._after_report(active_load, self._reports.succeeded(active_load))
                     else:
-                        self._report_failure(active_load.load, reason, _stories(active_load))
+                        self._reports.failed(active_load.load, reason, active_load)
                 finally:
                     for read in active_load.reads:
                         self._step_read(read, HandoverEnded(), now)
+
+    def _after_report(self, active_load: ActiveLoad, act: Callable[[], None]) -> None:
+        """Do now what no request waits for. Of a load inside a step that stands, do it at the next tick: the engine's
+        thread is at work on the step, and needs the interpreter."""
+        if active_load.load.now and active_load.lifetime.state.phase is handover.HandoverPhase.DONE:
+            self._later.append(act)
+        else:
+            act()
+
+    def _catch_up(self) -> None:
+        while self._later:
+            try:
+                self._later.popleft()()
+            except Exception:
+                logger.exception("kvferry: unexpected error after a load was reported")
+                self._rank_context.stats.failed("internal")
 
     def _plan_and_ask(self, active_load: ActiveLoad, now: float) -> None:
         ours, tokens = self._rank_context.caches.geometry, active_load.load.tokens
@@ -298,38 +275,6 @@ class Consumer:
     def _commit(self, active_load: ActiveLoad, now: float) -> None:
         for read in active_load.reads:
             self._step_read(read, CommitWanted(), now)
-
-    def _report_success(self, active_load: ActiveLoad) -> None:
-        """Report to the engine before the log line is written: a request waits for the report."""
-        load, tokens = active_load.load, _num_tokens(active_load.load)
-        seconds = time.monotonic() - active_load.started
-        planes = sorted({read.link.plane.name for read in active_load.reads if read.link.plane is not None})
-        plane = "+".join(planes) or "none"
-        posted = all(read.state.fence == "posted" for read in active_load.reads if read.planned)
-        estimate = TransferEstimate(seconds, max(1, tokens)) if posted else UNKNOWN
-        milliseconds = seconds * 1e3
-        try:
-            self._rank_context.stats.finished(
-                nbytes=active_load.nbytes, milliseconds=milliseconds, plane=plane, tokens=tokens
-            )
-        finally:
-            self._on_finished(FinishedLoad(load.request_id, True, load.peer.engine_id, estimate))
-        logger.info(
-            "kvferry: hand-over of %s done: %d tokens, %d bytes in %.2f ms over %s from %s%s",
-            load.request_id, tokens, active_load.nbytes, milliseconds, plane, load.peer.engine_id[:8],
-            ", inside the step" if load.now else "",
-        )  # fmt: skip
-
-    def _report_failure(self, load: Load, reason: Reason, stories: str = "") -> None:
-        """``stories``: the phases that the hand-over and its reads went through, for the log."""
-        try:
-            self._rank_context.stats.failed(reason.kind)
-        finally:
-            self._on_finished(FinishedLoad(load.request_id, False, load.peer.engine_id))
-        logger.warning(
-            "kvferry: hand-over of %s failed, %d tokens not loaded: %s%s",
-            load.request_id, _num_tokens(load), reason, f" [{stories}]" if stories else "",
-        )  # fmt: skip
 
     # --- reads --------------------------------------------------------------------------------------------------
 
@@ -353,8 +298,7 @@ class Consumer:
             case SendCommit():
                 read.link.send(messages.Commit(read=read.number, token=read.active_load.load.token))
             case CheckPostedGrant():
-                stands = read.note is not None and read.note.is_current and read.link.phase is not LinkPhase.FAILED
-                self._step_read(read, CommitAnswered(stands), now)
+                self._step_read(read, CommitAnswered(grant_stands(read)), now)
             case CancelRead():
                 self._step_reads(self._receiver.cancel(read), now)
             case ForgetRead():
@@ -445,15 +389,5 @@ class Consumer:
                 self._step_reads(self._receiver.on_stopped(read, reply.sent), now)
 
     def _collect(self, now: float) -> bool:
-        self._step_reads(self._receiver.collect(list(self._links.values())), now)
+        self._step_reads(self._receiver.collect(self._links), now)
         return self._receiver.backlog
-
-
-def _num_tokens(load: Load) -> int:
-    return max((stop - start for start, stop in load.tokens), default=0)
-
-
-def _stories(active_load: ActiveLoad) -> str:
-    """The phases of the hand-over and of each of its reads, with their times."""
-    reads = [f"{read.link.name}: {read.lifetime.story()}" for read in active_load.reads]
-    return "; ".join([active_load.lifetime.story(), *reads[:MAX_STORIES]])

@@ -8,9 +8,11 @@ computes with the copied data, the engine's stream waits for the copy.
 
 from __future__ import annotations
 
+import enum
 import math
 import queue
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
@@ -21,10 +23,19 @@ from kvferry.transport import cuda
 from kvferry.transport.channels import CPU, Copy
 
 PATIENCE_SECONDS = 4e-3
-"""How long the transfer thread itself waits for the only copy under way while the engine is idle. 1 GiB over NVLink
-takes 3 ms, and waking two threads one after the other takes 0.2 ms."""
+"""A bounded wait of the transfer thread. 1 GiB over NVLink takes 3 ms, and waking two threads one after the other takes
+0.2 ms."""
 _CLOSE_SECONDS = 5.0
 """A GPU that has not ended a copy after this time hangs."""
+
+
+class WaitPolicy(enum.Enum):
+    """Whether the transfer thread itself waits for the end of a copy before it goes on. The value is its longest wait,
+    in seconds. It waits for no copy that stands behind other work of the device."""
+
+    NONE = 0.0
+    BOUNDED = PATIENCE_SECONDS
+    UNTIL_DONE = math.inf
 
 
 DeviceEvent = cuda.Event
@@ -46,10 +57,10 @@ class Copies(ABC):
         """Called, from any thread, at the end of each copy that was not done when ``start`` returned."""
 
     @abstractmethod
-    def start(self, enqueue: Callable[[], None], *, brief: bool = False, alone: bool = False) -> Copy:
+    def start(self, enqueue: Callable[[], None], wait: WaitPolicy = WaitPolicy.NONE) -> Copy:
         """Start a copy. ``enqueue`` launches its kernels; the copy is done when all of them have ended. An error of
-        ``enqueue`` is raised here, and then none of its kernels runs any more. ``alone``: no other work could go on
-        during the copy. ``brief``: the copy takes less time than waking a thread."""
+        ``enqueue`` is raised here, and then none of its kernels runs any more. ``wait``: whether this call waits for
+        the end of the copy."""
 
     @abstractmethod
     def record_event(self) -> DeviceEvent | None:
@@ -79,7 +90,7 @@ class HostCopies(Copies):
 
     device = CPU
 
-    def start(self, enqueue: Callable[[], None], *, brief: bool = False, alone: bool = False) -> Copy:
+    def start(self, enqueue: Callable[[], None], wait: WaitPolicy = WaitPolicy.NONE) -> Copy:
         enqueue()
         return Copy(done=True, on_stream=True)
 
@@ -124,7 +135,7 @@ class GpuCopies(Copies):
     def sms(self) -> int | None:  # type: ignore[override]
         return None if self.idle else self._sms
 
-    def start(self, enqueue: Callable[[], None], *, brief: bool = False, alone: bool = False) -> Copy:
+    def start(self, enqueue: Callable[[], None], wait: WaitPolicy = WaitPolicy.NONE) -> Copy:
         self._bind()
         copy, event = Copy(on_stream=True), self._events.pop() if self._events else cuda.Event()
         try:
@@ -133,8 +144,7 @@ class GpuCopies(Copies):
             self._stream.synchronize()  # some of the kernels may have been launched
             raise
         event.record(self._handle)
-        seconds = 0.0 if not alone else math.inf if brief else PATIENCE_SECONDS if self.idle else 0.0
-        if not (seconds and self._unhindered and self._await(copy, event, seconds)):
+        if wait is WaitPolicy.NONE or not (self._unhindered and self._await(copy, event, wait.value)):
             self._last = copy
             self._started.put((copy, event))
         return copy
@@ -162,6 +172,7 @@ class GpuCopies(Copies):
             copy.error = str(error)
         else:
             self._events.append(event)
+        copy.ended_at = time.monotonic()
         copy.done = True
         return True
 

@@ -79,9 +79,12 @@ class LeaseKeeper:
         self._token_of[request_id] = token
         self._step(kept, kept_lease.LeaseWanted(request_id, siblings), now)
 
-    def release(self, request_id: str, now: float) -> None:
-        """``request_id`` will not read any more. The last request of a lease releases it. Raises nothing."""
-        token = self._token_of.pop(request_id, None)
+    def release(self, request_id: str, now: float, token: bytes | None = None) -> None:
+        """``request_id`` will not read any more under ``token``, or, without one, under the lease that it kept last.
+        The last request of a lease releases it. Raises nothing."""
+        last = self._token_of.get(request_id)
+        if token is None or token == last:
+            token = self._token_of.pop(request_id, None)
         kept = self._kept.get(token) if token is not None else None
         if kept is not None:
             self._step(kept, kept_lease.LeaseUnwanted(request_id), now)

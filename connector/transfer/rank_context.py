@@ -34,9 +34,15 @@ class RankContext:
     stats: HandoverStats = field(default_factory=HandoverStats)
     log: RateLimitedLog = field(default_factory=lambda: RateLimitedLog(logging.getLogger("vllm.kvferry.peer")))
 
+    _last_topology: tuple[EngineForm | None, TpKVTopology | None] = None, None
+
     def topology(self, peer: EngineForm) -> TpKVTopology:
         """The topology of this rank, as D, and the P engine ``peer``: the same object for every peer of that form."""
-        return TpKVTopology.between(self.caches.geometry, peer)
+        last, topology = self._last_topology
+        if last is not peer or topology is None:  # a hand-over asks three times, for the same peer
+            topology = TpKVTopology.between(self.caches.geometry, peer)
+            self._last_topology = peer, topology
+        return topology
 
     def plane(self, name: str) -> Plane | None:
         """The plane with this name, or ``None`` where this rank does not have it."""

@@ -43,9 +43,10 @@ UNPACKS_PER_TURN = 4
 """Messages that the thread unpacks before it looks at control messages again."""
 
 
-class ActiveLoad(msgspec.Struct):
+class ActiveLoad(msgspec.Struct, eq=False):
     """One request's hand-over on this rank. ``ids``: kernel block ids per region. ``alone``: no other hand-over began
-    in the same step. ``begun``: the engine knows that all copies are under way; only for a load inside a step."""
+    in the same step. ``begun``: the engine knows that all copies are under way; only for a load inside a step.
+    ``copied_at``: the end of its last copy, by ``time.monotonic``, where it was noted."""
 
     load: Load
     lifetime: Lifetime[handover.Handover, handover.HandoverEvent, handover.HandoverEffect]
@@ -55,6 +56,7 @@ class ActiveLoad(msgspec.Struct):
     begun: bool = False
     reads: list[SourceRead] = msgspec.field(default_factory=list)
     nbytes: int = 0
+    copied_at: float = 0.0
 
 
 class SourceRead(msgspec.Struct, eq=False):
@@ -216,7 +218,8 @@ class Receiver:
         """Let no channel write D's pages for this read, and ask P to stop sending.
 
         A copy that cannot be cancelled goes on, and ``finished_writes`` yields an event when it ends. Messages under
-        way end in staging memory or are dropped; P's ``Stopped`` contains their number.
+        way end in staging memory or are dropped; P's ``Stopped`` contains their number. Where none is left, the read
+        need not wait for it.
         """
         posted: set[int] = set()
         channel = read.link.channel
@@ -233,6 +236,8 @@ class Receiver:
         if read.link.phase is LinkPhase.ATTACHED:
             highest = max((tag & 0xFFFFFFFF for tag in posted & read.tags), default=-1)
             read.link.send(messages.Cancel(read=read.number, posted=highest + 1))
+        if read.state.left and not read.tags:  # no copy of the last message has begun, because the message was bad
+            yield read, MessagesLeft(0)
 
     def on_stopped(self, read: SourceRead, sent: int) -> Iterator[Happening]:
         """Handle a Stopped. P has sent the first ``sent`` chunks of the read, or empty messages, and sends no more."""
@@ -270,9 +275,15 @@ class Receiver:
             if write.message is not None:
                 write.message.release()
             failure = _failure(write.copy)
+            load = write.read.active_load
+            load.copied_at = max(load.copied_at, write.copy.ended_at)
             if failure is None and not write.read.state.stopped:
-                write.read.active_load.nbytes += write.nbytes - (write.seen or 0)
+                load.nbytes += write.nbytes - (write.seen or 0)
             yield write.read, WriteEnded(failure)
+
+    def copies_of(self, active_load: ActiveLoad) -> list[Copy]:
+        """The copies of a load that are under way."""
+        return [write.copy for write in self._writing if write.read.active_load is active_load]
 
     @property
     def backlog(self) -> bool:

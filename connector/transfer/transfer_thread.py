@@ -16,13 +16,14 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import zip_longest
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import zmq
 
 from kvferry.connector.protocol.step_plan import LeaseGrant, Load, StepPlan
-from kvferry.connector.transfer.consumer import Consumer, FinishedLoad
+from kvferry.connector.transfer.consumer import Consumer
 from kvferry.connector.transfer.copies import DeviceEvent
+from kvferry.connector.transfer.load_reports import Check, FinishedLoad
 from kvferry.connector.transfer.producer import Producer
 from kvferry.connector.transfer.rank_context import RankContext
 from kvferry.transport.control.listener import Listener
@@ -50,6 +51,30 @@ worker spins so between steps. At Python's default of 5 ms a hand-over of 138 MB
 _Item = TypeVar("_Item")
 
 
+class StepLoadListener(Protocol):
+    """Takes what happens to the loads inside one step. The transfer thread calls it."""
+
+    def begun(self, load: Load, stands: Check | None = None) -> None:
+        """All copies of a load are under way. A load of another step is ignored. ``stands``: whether the copies have
+        ended, without an error, under a lease that stands; any thread may call it."""
+
+    def ended(self, load: Load, ok: bool) -> None:
+        """A load has ended, and nothing writes its blocks any more. A load of another step is ignored."""
+
+    def yield_to_engine(self) -> None:
+        """Wait while the engine's threads have more urgent work, for some milliseconds at most."""
+
+    def interrupt(self) -> None:
+        """End ``yield_to_engine``: there is new work."""
+
+    @property
+    def final(self) -> bool:
+        """Whether all loads have ended."""
+
+
+_Command = tuple[StepPlan, DeviceEvent | None, Sequence[DeviceEvent | None], StepLoadListener | None]
+
+
 class TransferThread:
     """One rank's transfer thread.
 
@@ -61,9 +86,9 @@ class TransferThread:
         self._listener = listener
         self._time = RunningClock()
         self._waker = Waker()
-        self._commands: deque[tuple[StepPlan, DeviceEvent | None, Sequence[DeviceEvent | None]]] = deque()
+        self._commands: deque[_Command] = deque()
         self._computing: list[tuple[LeaseGrant, DeviceEvent | None]] = []
-        self._begun: deque[Load] = deque()
+        self._listeners: list[StepLoadListener] = []  # of loads inside steps that are not final
         self._finished: deque[FinishedLoad] = deque()
         self._freed: deque[str] = deque()
         self._results_ready = threading.Event()
@@ -93,24 +118,27 @@ class TransferThread:
             raise GeometryError(f"copies on {self._rank_context.caches.device} do not work: {self._cold!r}")
 
     def post(
-        self, plan: StepPlan, event: DeviceEvent | None = None, computed: Sequence[DeviceEvent | None] = ()
+        self,
+        plan: StepPlan,
+        event: DeviceEvent | None = None,
+        computed: Sequence[DeviceEvent | None] = (),
+        listener: StepLoadListener | None = None,
     ) -> None:
-        """Post the work of one step. ``event``: the device must have reached it before blocks are written.
-        ``computed``: one event per lease; the device must have reached it before the blocks of the lease are read."""
+        """Post the work of one step. ``event``: the device must have reached it before the blocks of loads ``behind``
+        are written. ``computed``: one event per lease; the device must have reached it before the blocks of the lease
+        are read. ``listener``: takes the reports of the loads inside the step, from this thread."""
         if not plan.empty:
-            self._commands.append((plan, event, computed))
+            self._commands.append((plan, event, computed, listener))
             self._waker.wake()
+            for earlier in self._listeners:
+                earlier.interrupt()
 
-    def wait(self, timeout: float, *, inside: bool = False) -> None:
+    def wait(self, timeout: float) -> None:
         """Block for up to ``timeout`` seconds. Returns early if there is a result to take: a load that ended, or the
-        freed blocks of a lease. ``inside`` a step: a load that ended, or a load whose copies are all under way."""
+        freed blocks of a lease."""
         self._results_ready.clear()
-        if not (self._finished or (self._begun if inside else self._freed)):  # after the clear: nothing is missed
+        if not (self._finished or self._freed):  # after the clear: nothing is missed
             self._results_ready.wait(timeout)
-
-    def take_begun(self) -> list[Load]:
-        """The loads inside a step whose copies are all under way, as they were posted; each is returned once."""
-        return _drain(self._begun)
 
     def take_finished(self) -> list[FinishedLoad]:
         """The loads that have ended; each is returned once."""
@@ -214,37 +242,41 @@ class TransferThread:
     def _run_commands(self, now: float) -> bool:
         busy = bool(self._commands)
         for _ in range(len(self._commands)):
-            plan, event, computed = self._commands.popleft()
+            plan, event, computed, listener = self._commands.popleft()
+            if listener is not None:
+                self._listeners.append(listener)
             self._consumer.identify(plan.consumer)
             self._computing += zip_longest(plan.leases, computed)
-            loads = plan.loads if self._copies_wait(event, plan.loads, now) else ()
+            for request_id in plan.cancels:  # first: they are of earlier plans' loads, also where an id comes again
+                self._try(request_id, partial(self._consumer.cancel, request_id, now))
             for keep in plan.keeps:
-                self._try(self._consumer.keep, keep, now)
-            begin = partial(self._consumer.load, alone=len(loads) == 1 and not self._commands)
+                self._try(keep, partial(self._consumer.keep, keep, now))
+            loads = plan.loads if self._copies_wait(event, plan.loads, now) else ()
+            alone = len(loads) == 1 and not self._commands
             for load in loads:
-                self._try(begin, load, now, partial(self._fail_load, load, now))
-            self._try(self._finished_writes, None, now)  # before all other work: the engine waits for these results
-            for request_id in plan.cancels:
-                self._try(self._consumer.cancel, request_id, now)
+                begin = partial(self._consumer.load, load, now, alone=alone)
+                self._try(load, begin, partial(self._consumer.fail, load, now))
+            # Before all other work: the engine waits for these results.
+            self._try("copies that have ended", partial(self._consumer.finished_writes, now))
             for request_id in plan.releases:
-                self._try(self._consumer.release, request_id, now)
+                self._try(request_id, partial(self._consumer.release, request_id, now))
+            if listener is not None and not self._commands and not any(p.active for p in self._rank_context.planes):
+                listener.yield_to_engine()
         return self._grant(now) or busy
 
     def _copies_wait(self, event: DeviceEvent | None, loads: Sequence[Load], now: float) -> bool:
-        """Have the copies of ``loads`` wait for the engine's event. Where the device refuses, the loads fail."""
-        if event is None or not loads:
+        """Have copies from now on wait for the engine's event, if one of ``loads`` must. Where the device refuses, the
+        loads fail."""
+        if event is None or not any(load.behind for load in loads):
             return True
         try:
             self._rank_context.caches.copies.wait_event(event)
         except Exception:
             logger.exception("kvferry: %d loads fail: their copies cannot wait for the engine", len(loads))
             for load in loads:
-                self._try(self._fail_load, load, now)
+                self._try(load, partial(self._consumer.fail, load, now))
             return False
         return True
-
-    def _finished_writes(self, _: None, now: float) -> None:
-        self._consumer.finished_writes(now)
 
     def _grant(self, now: float) -> bool:
         """Grant the leases whose blocks the device has filled. P holds an ask that arrives before the grant."""
@@ -257,19 +289,14 @@ class TransferThread:
                 left.append((grant, computed))
         self._computing = left
         for grant in ready:
-            self._try(self._producer.grant, grant, now, partial(self._freed.append, grant.request_id))
+            self._try(grant, partial(self._producer.grant, grant, now), partial(self._freed.append, grant.request_id))
         return bool(ready)
 
-    def _try(
-        self,
-        act: Callable[[_Item, float], object],
-        item: _Item,
-        now: float,
-        otherwise: Callable[[], None] | None = None,
-    ) -> None:
-        """Run one command. Its error must not stop the other commands. ``otherwise`` then reports it to the engine."""
+    def _try(self, item: object, act: Callable[[], object], otherwise: Callable[[], None] | None = None) -> None:
+        """Run one command, which is about ``item``. Its error must not stop the other commands. ``otherwise`` then
+        reports it to the engine."""
         try:
-            act(item, now)
+            act()
         except Exception:
             logger.exception("kvferry: unexpected error with %s", item)
             self._rank_context.stats.failed("internal")
@@ -279,19 +306,18 @@ class TransferThread:
                 except Exception:
                     logger.exception("kvferry: unexpected error after an error")
 
-    def _fail_load(self, load: Load, now: float) -> None:
-        """Fail a load that raised an error at its start. Copies that have begun must end before it is reported."""
-        if not self._consumer.cancel(load.request_id, now):
-            self._report(FinishedLoad(load.request_id, False, load.peer.engine_id))
-
     def _report(self, finished: FinishedLoad) -> None:
         """Report a load that has ended, at once."""
         self._finished.append(finished)
         self._results_ready.set()
+        if finished.load.now:
+            for listener in self._listeners:
+                listener.ended(finished.load, finished.ok)
+            self._listeners = [listener for listener in self._listeners if not listener.final]
 
-    def _report_begun(self, load: Load) -> None:
-        self._begun.append(load)
-        self._results_ready.set()
+    def _report_begun(self, load: Load, stands: Check | None) -> None:
+        for listener in self._listeners:
+            listener.begun(load, stands)
 
     def _publish(self) -> None:
         freed = self._producer.take_freed()

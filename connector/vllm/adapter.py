@@ -1,12 +1,16 @@
 """``KVFerryConnector``: vLLM's connector contract, method by method, over the scheduler half and the worker half.
 
-Plans and leases go to the mover in ``bind_connector_metadata``, which precedes the forward in every release;
-``start_load_kv`` runs after it in 0.32, a whole prefill later.
+A step's plan is posted to the transfer thread when the model runner gets the step, at the latest in
+``bind_connector_metadata``, which precedes the forward in every release; ``start_load_kv`` runs after it in 0.32.
+
+vLLM's contract has no calls at two moments, so two methods are wrapped: ``execute_model`` of the model runner, here,
+and ``update_from_output`` of the scheduler, in ``step_load_recovery``.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -16,11 +20,14 @@ import torch
 
 from kvferry.connector.config import load_settings
 from kvferry.connector.engine.scheduler import SchedulerHalf
+from kvferry.connector.engine.steps_in_flight import StepsInFlight
 from kvferry.connector.engine.worker import WorkerHalf
-from kvferry.connector.protocol.step_plan import Load, RankAddress, StepPlan, unpack_ids
-from kvferry.connector.protocol.transfer_estimate import EstimateKey, TransferEstimate
-from kvferry.connector.vllm import compat
+from kvferry.connector.protocol.step_plan import RankAddress, StepPlan
+from kvferry.connector.vllm import compat, from_vllm
+from kvferry.connector.vllm.callers import find_model_runner, find_scheduler
 from kvferry.connector.vllm.prometheus import KVFerryPromMetrics, KVFerryStats
+from kvferry.connector.vllm.step_load_recovery import StepLoadRecovery, filled_blocks
+from kvferry.connector.vllm.worker_meta import KVFerryWorkerMeta
 from kvferry.transport.host import host_id
 
 if TYPE_CHECKING:
@@ -44,18 +51,6 @@ class KVFerryHandshake(compat.KVConnectorHandshakeMetadata):  # type: ignore[mis
     address: RankAddress
 
 
-@dataclass
-class KVFerryWorkerMeta(compat.KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """How long workers' hand-overs took, on its way to the scheduler. ``lost``: one that its step computed with has
-    failed."""
-
-    estimates: dict[EstimateKey, TransferEstimate]
-    lost: bool = False
-
-    def aggregate(self, other: KVFerryWorkerMeta) -> KVFerryWorkerMeta:
-        return KVFerryWorkerMeta(self.estimates | other.estimates, self.lost or other.lost)
-
-
 class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: ignore[misc]
     """The plug-in. One instance in the scheduler's process, one in each worker's."""
 
@@ -68,31 +63,43 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
         settings = load_settings(transfer.kv_connector_extra_config)
         compat.check_config(vllm_config, kv_cache_config)
         self._config = kv_cache_config
-        self._groups = compat.transfer_group_ids(kv_cache_config)
+        self._groups = from_vllm.transfer_group_ids(kv_cache_config)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
-        self._failed_blocks: dict[str, set[int]] = {}
+        self._failed_blocks: dict[str, frozenset[int]] = {}
         self._invalid: set[int] = set()
-        self._now: list[Load] = []  # that the step under way computes with
-        self._lost = False
-        self._pool: Any = None
+        self._posted: StepPlan | None = None
+        self._recovery: StepLoadRecovery | None = None
+        self._steps: StepsInFlight | None = None
         if role == compat.KVConnectorRole.SCHEDULER:
             parallel = vllm_config.parallel_config
             self._alone = self.stepping_alone(parallel)
-            fails = compat.loads_fail_requests(vllm_config)
+            fails = from_vllm.loads_fail_requests(vllm_config)
+            tables = from_vllm.block_tables(vllm_config, kv_cache_config)
+            scheduler = find_scheduler()
+            if scheduler is not None and transfer.is_kv_consumer and from_vllm.blocks_leave_at_end(kv_cache_config):
+                self._steps = StepsInFlight()
+                self._recovery = StepLoadRecovery(
+                    scheduler,
+                    block_size=tables[0].block_size,
+                    ranks=parallel.world_size,
+                    fails=fails,
+                    processed=self._processed,
+                )
             self._scheduler = SchedulerHalf(
                 settings,
                 str(transfer.engine_id),
-                compat.block_tables(vllm_config, kv_cache_config),
+                tables,
                 tp_size=parallel.tensor_parallel_size,
                 pp_size=parallel.pipeline_parallel_size,
                 produces=transfer.is_kv_producer,
                 consumes=transfer.is_kv_consumer,
                 host_id=host_id(),
                 lookahead=compat.prefill_lookahead(vllm_config),
-                # Where a load fails in the step that computes with it, the request must fail: recomputing, vLLM would
-                # go on with what the next step, scheduled by then, made of it. It must find it by its blocks, too.
-                step_loads=self._alone and fails and len(kv_cache_config.kv_cache_groups) == 1,
+                # A pipeline stage's output leaves before the last stage has the tokens.
+                step_loads=parallel.pipeline_parallel_size == 1,
+                steps=self._steps,
+                shares_steps=parallel.data_parallel_size > 1,
             )
             if transfer.is_kv_consumer and fails:
                 logger.warning(
@@ -100,10 +107,15 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
                     'set "kv_load_failure_policy": "recompute" to have it prefilled locally instead'
                 )
         else:
-            tables = compat.block_tables(vllm_config, kv_cache_config)
+            tables = from_vllm.block_tables(vllm_config, kv_cache_config)
             self._block_size = tables[0].block_size if tables else 1
-            groups = compat.layer_groups(vllm_config, kv_cache_config)
-            self._worker = WorkerHalf(settings, compat.rank_info(vllm_config, settings.model_tag), groups)
+            groups = from_vllm.layer_groups(vllm_config, kv_cache_config)
+            self._worker = WorkerHalf(
+                settings,
+                from_vllm.rank_info(vllm_config, settings.model_tag),
+                groups,
+                loads_fail_requests=from_vllm.loads_fail_requests(vllm_config),
+            )
 
     @staticmethod
     def stepping_alone(parallel: Any) -> bool:
@@ -134,14 +146,14 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
     # --- scheduler side -----------------------------------------------------------------------------------------
 
     def on_new_request(self, request: Any) -> None:
-        view = compat.request_view(request)
+        view = from_vllm.request_view(request)
         count = self._scheduling.num_tokens_for_d(view)
         if count and view.prompt_token_ids is not None:
             compat.truncate_prompt(request, count)
         self._scheduling.on_new_request(view)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        return self._scheduling.num_new_matched_tokens(compat.request_view(request), num_computed_tokens)
+        return self._scheduling.num_new_matched_tokens(from_vllm.request_view(request), num_computed_tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
         """A hand-over carries the request's own blocks, of every transfer group."""
@@ -149,25 +161,25 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         block_ids = blocks.get_block_ids() if num_external_tokens else ((),) * len(self._config.kv_cache_groups)
-        self._scheduling.after_alloc(compat.request_view(request), self._select(block_ids), num_external_tokens)
+        self._scheduling.after_alloc(from_vllm.request_view(request), self._select(block_ids), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVFerryMetadata:
         idle = self._alone and scheduler_output.total_num_scheduled_tokens == 0
         computed = scheduler_output.num_scheduled_tokens.keys()
-        return KVFerryMetadata(self._scheduling.take_plan(idle=idle, computed=computed))
+        preempted = getattr(scheduler_output, "preempted_req_ids", None) or ()
+        plan = self._scheduling.take_plan(idle=idle, computed=computed, preempted=preempted)
+        if self._recovery is not None:
+            self._recovery.scheduled(scheduler_output, plan.loads)
+        return KVFerryMetadata(plan)
+
+    def _processed(self, computed: bool) -> None:
+        assert self._steps is not None
+        self._steps.processed(time.monotonic(), computed=computed)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        told = connector_output.kv_connector_worker_meta
-        ours = told if isinstance(told, KVFerryWorkerMeta) else None
-        if ours is not None and ours.lost:
-            # Its blocks have been in the prefix cache since the step was scheduled. vLLM fails the requests that it
-            # finds running on them; of one that was aborted meanwhile it forgets nothing, nor what was made from it.
-            self._pool.evict_blocks(set(range(self._pool.num_gpu_blocks)))
-        self._scheduling.loads_finished(connector_output.finished_recving or (), ours.estimates if ours else None)
-
-    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        self._pool = gpu_block_pool
-        self._scheduling.free_blocks = gpu_block_pool.get_num_free_blocks
+        meta = connector_output.kv_connector_worker_meta
+        estimates = meta.estimates if isinstance(meta, KVFerryWorkerMeta) else None
+        self._scheduling.loads_finished(connector_output.finished_recving or (), estimates)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
@@ -175,8 +187,10 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        view, ids = compat.request_view(request), self._select(block_ids)
-        return self._scheduling.request_finished(view, ids, completed=compat.completed(request))
+        if self._steps is not None:
+            self._steps.freed(block_id for ids in block_ids for block_id in ids)
+        view, ids = from_vllm.request_view(request), self._select(block_ids)
+        return self._scheduling.request_finished(view, ids, completed=from_vllm.completed(request))
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
         self._set_ranks(metadata.values())
@@ -184,9 +198,9 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
         self._set_ranks(metadata.values())
 
-    def _set_ranks(self, told: Iterable[Any]) -> None:
+    def _set_ranks(self, metadata: Iterable[Any]) -> None:
         """MultiConnector tells all its children what the first of them had to tell."""
-        handshakes = list(told)
+        handshakes = list(metadata)
         ours = [handshake.address for handshake in handshakes if isinstance(handshake, KVFerryHandshake)]
         if ours:
             self._scheduling.set_ranks(ours)
@@ -210,8 +224,30 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         compat.permit_amx()
-        places = partial(compat.element_order, self._vllm_config)
-        self._working.register(kv_caches, compat.num_blocks(self._config), places)
+        places = partial(from_vllm.element_order, self._vllm_config)
+        runner = find_model_runner()
+        if runner is not None:
+            self._start_with(runner)
+        self._working.register(kv_caches, from_vllm.num_blocks(self._config), places)
+
+    def _start_with(self, runner: Any) -> None:
+        """Start a step's loads when the model runner gets the step, not when it has prepared it: a millisecond or two
+        for a new request, and more for a long one."""
+        execute = runner.execute_model
+
+        def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+            metadata = scheduler_output.kv_connector_metadata
+            # The runner may give the device work on new blocks first; loads ``behind`` it are posted after it.
+            if isinstance(metadata, KVFerryMetadata) and not any(load.behind for load in metadata.plan.loads):
+                self._post(metadata.plan)
+            return execute(scheduler_output, *args, **kwargs)
+
+        runner.execute_model = execute_model
+
+    def _post(self, plan: StepPlan) -> None:
+        if plan is not self._posted:
+            self._posted = plan
+            self._working.post(plan)
 
     def get_handshake_metadata(self) -> KVFerryHandshake | None:
         address = self._working.address
@@ -220,37 +256,21 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)
         plan = connector_metadata.plan
-        self._working.post(plan)  # before anything else: it is what the request waits for
+        self._post(plan)
         if not compat.HAS_TRANSFER_RESULTS:
-            self._failed_blocks |= {load.request_id: self._filled(load) for load in plan.loads if not load.now}
-        self._now = [load for load in plan.loads if load.now]
-        self._working.begin_now()
-
-    def _finish_now(self) -> None:
-        """See whether what the step computes with has come. vLLM asks for results after it has given its device the
-        forward, and before it tells of any token."""
-        loads, self._now = self._now, []
-        failed = self._working.finish_now()
-        self._lost |= bool(failed)
-        for load in loads:
-            if load.request_id in failed:
-                self._invalid |= self._filled(load)
-
-    def _filled(self, load: Load) -> set[int]:
-        """The blocks that a load fills; not those of a local prefix hit before them, which others use too."""
-        return set(unpack_ids(load.block_ids[0])[load.tokens[0][0] // self._block_size :].tolist())
+            beside = (load for load in plan.loads if not load.now)
+            self._failed_blocks |= {load.request_id: filled_blocks(load, self._block_size) for load in beside}
+        self._working.begin_step()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> compat.KVConnectorTransferResults:
-        self._finish_now()
         results = self._working.take_results()
         return compat.KVConnectorTransferResults(results.sent, results.received, results.failed)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """0.26: failures are told by block id, in the same step."""
-        self._finish_now()
         results = self._working.take_results()
         for request_id in results.received:
-            blocks = self._failed_blocks.pop(request_id, set())
+            blocks = self._failed_blocks.pop(request_id, frozenset())
             if request_id in results.failed:
                 self._invalid |= blocks
         return results.sent or None, results.received or None
@@ -260,10 +280,11 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
         return invalid
 
     def build_connector_worker_meta(self) -> KVFerryWorkerMeta | None:
-        estimates, lost = self._working.take_estimates(), self._lost
-        self._lost = False
+        estimates, outcome = self._working.take_estimates(), self._working.take_outcome()
         # Below MultiConnector its configuration counts, of which we see nothing: then no load is taken inside a step.
-        return KVFerryWorkerMeta(estimates, lost) if (estimates or lost) and compat.speaks_for_engine(self) else None
+        if not (estimates or outcome) or not compat.speaks_for_engine(self):
+            return None
+        return KVFerryWorkerMeta(estimates, outcome)
 
     def get_kv_connector_stats(self) -> KVFerryStats | None:
         if self._worker is None or self._worker.rank_context is None:

@@ -122,14 +122,14 @@ def test_drafts_priorities_and_too_few_blocks(shared: SharedEngines) -> None:
 
         def through(number: int, p: Server = p, d: Server = d) -> Any:
             ids, common = prompts[number], {"priority": number % 3, "cache_salt": d.name}
-            told = prefill_leg(p, ids, max_tokens=60 if p is busy else 1, **common)
-            return complete(d, ids, max_tokens=60, kv_transfer_params=told, **common)
+            params = prefill_leg(p, ids, max_tokens=60 if p is busy else 1, **common)
+            return complete(d, ids, max_tokens=60, kv_transfer_params=params, **common)
 
         with ThreadPoolExecutor(len(prompts)) as pool:
             answers = list(pool.map(through, range(len(prompts))))
         assert [tokens_of(answer) for answer in answers] == alone
         assert preemptions(busy) > preempted, "blocks were to run out"
-        counted(d, before, sum(map(len, prompts)))
+        counted(d, before, sum(map(len, prompts)), requests=len(prompts))
         mine, theirs = records(d), records(p)
         assert [differ(mine, theirs, ids) for ids in prompts] == [None] * len(prompts)
         no_block_held(p, d)

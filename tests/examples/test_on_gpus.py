@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError
@@ -33,6 +34,13 @@ def test_an_engine_on_gpus_sees_its_own_and_takes_its_share(started: Any) -> Non
     assert engine.environment["CUDA_VISIBLE_DEVICES"] == "3,2"
     assert not [name for name in engine.environment if name.startswith("VLLM_CPU")]
     assert engine.command[engine.command.index("--kv-cache-memory-bytes") + 1] == str(1 << 30)
+
+
+def test_an_engine_on_gpus_runs_with_cuda_graphs_of_few_sizes(started: Any) -> None:
+    command = started(gpus=(0,), graph_sizes=(1, 40)).command
+    assert "--enforce-eager" not in command
+    assert json.loads(command[command.index("--compilation-config") + 1]) == {"cudagraph_capture_sizes": [1, 40]}
+    assert "--enforce-eager" in started().command
 
 
 def test_an_engine_on_the_cpu_is_told_nothing_of_gpus(started: Any) -> None:

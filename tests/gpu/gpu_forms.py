@@ -13,7 +13,7 @@ PLANES = ("cuda_ipc", "ucx")
 @dataclass(frozen=True)
 class Form:
     """One engine. ``beside``: a D on the first GPU, as every P's first rank is. ``heads``: KV heads of its model.
-    ``policy``: of failed loads; with "fail" a D that is idle loads inside its step."""
+    ``policy``: of failed loads."""
 
     role: Literal["P", "D"]
     tensor: int = 1

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kvferry.connector.transfer.copies import PATIENCE_SECONDS, GpuCopies
+from kvferry.connector.transfer.copies import PATIENCE_SECONDS, GpuCopies, WaitPolicy
 from kvferry.transport.channels import Copy
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -38,28 +38,24 @@ def busy(cycles: int = LONG) -> None:
     torch.cuda._sleep(cycles)
 
 
-def test_a_brief_one_has_ended_on_return_where_nothing_else_could_go_on(copies: GpuCopies) -> None:
-    assert copies.start(lambda: busy(LONG // 10), brief=True, alone=True).done
-    assert not copies.start(lambda: busy(LONG // 10), brief=True).done
+def test_one_that_is_waited_for_has_ended_on_return(copies: GpuCopies) -> None:
+    assert copies.start(lambda: busy(LONG // 10), WaitPolicy.UNTIL_DONE).done
+    assert not copies.start(lambda: busy(LONG // 10)).done
 
 
 def test_the_end_of_one_that_was_not_waited_for_is_told(copies: GpuCopies) -> None:
-    told, started = threading.Event(), threading.Event()
-    copies.on_done = lambda: told.set() if started.is_set() else None  # not of the fixture's
+    ended, started = threading.Event(), threading.Event()
+    copies.on_done = lambda: ended.set() if started.is_set() else None  # not of the fixture's
     started.set()
     copy = copies.start(busy)
     assert not copy.done
-    assert told.wait(60) and copy.done and not copy.error
+    assert ended.wait(60) and copy.done and not copy.error
 
 
-def test_an_idle_engine_s_is_waited_for_with_patience(copies: GpuCopies) -> None:
-    beside = copies.start(lambda: busy(LONG // 1000), alone=True)
-    assert not beside.done, "the engine computes"
-    wait_for(beside)
-    copies.idle = True
-    assert copies.start(lambda: busy(LONG // 1000), alone=True).done
+def test_a_bounded_wait_ends_before_a_long_copy(copies: GpuCopies) -> None:
+    assert copies.start(lambda: busy(LONG // 1000), WaitPolicy.BOUNDED).done
     begun = time.monotonic()
-    copy = copies.start(busy, alone=True)
+    copy = copies.start(busy, WaitPolicy.BOUNDED)
     assert not copy.done and PATIENCE_SECONDS <= time.monotonic() - begun < 0.2
     copies.synchronize()
 
@@ -72,7 +68,7 @@ def test_none_is_waited_for_behind_what_the_engine_does(copies: GpuCopies) -> No
         flag.fill_(1)
         copies.wait_event(copies.record_event())
     found = torch.empty(1, device=copies.device)
-    copy = copies.start(lambda: found.copy_(flag), brief=True, alone=True)
+    copy = copies.start(lambda: found.copy_(flag), WaitPolicy.UNTIL_DONE)
     assert not copy.done
     copies.synchronize()
     assert found.item() == 1

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kvferry.connector.engine import worker_setup
-from kvferry.connector.transfer.copies import Copies, DeviceEvent
+from kvferry.connector.transfer.copies import Copies, DeviceEvent, WaitPolicy
 from kvferry.transport.channels import Copy
 
 
@@ -28,15 +28,15 @@ class SlowCopies(Copies):
         self.gate.set()
         self.error = ""
         self.running = 0
-        self.alone: list[bool] = []  # of each copy
+        self.waits: list[WaitPolicy] = []  # of each copy
         self.held: list[threading.Event] = []  # what the engine's device waits for
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def start(self, enqueue: Callable[[], None], *, brief: bool = False, alone: bool = False) -> Copy:
+    def start(self, enqueue: Callable[[], None], wait: WaitPolicy = WaitPolicy.NONE) -> Copy:
         copy = Copy(on_stream=True)
-        self.alone.append(alone)
+        self.waits.append(wait)
         self.running += 1
         self._queue.put(partial(self._copy, copy, enqueue))
         return copy
@@ -52,6 +52,7 @@ class SlowCopies(Copies):
             enqueue()
         copy.error = self.error
         self.running -= 1
+        copy.ended_at = time.monotonic()
         copy.done = True
         self.on_done()
 

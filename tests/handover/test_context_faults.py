@@ -39,9 +39,9 @@ def loads(name: str, d: Rank, p: list[Rank], engine: PeerEngine) -> bool:
 
 def test_p_said_that_all_its_ranks_hold_all_tokens(producers: list[Rank]) -> None:
     d = Rank(engine_id="engine-d", total_heads=1, settings=Settings(plane="shm"))
-    told = msgspec.structs.replace(peer(producers), shardings=(TWO,))
-    assert loads("told-right", d, producers, told)
-    assert not loads("told-wrong", d, producers, msgspec.structs.replace(told, shardings=UNSHARDED))
+    p_engine = msgspec.structs.replace(peer(producers), shardings=(TWO,))
+    assert loads("told-right", d, producers, p_engine)
+    assert not loads("told-wrong", d, producers, msgspec.structs.replace(p_engine, shardings=UNSHARDED))
     d.close()
 
 
@@ -49,9 +49,9 @@ def test_p_said_that_ranks_share_tokens_out_which_hold_other_heads() -> None:
     """A rank of D whose tokens then nobody has must not take that for nothing to load."""
     p = [Rank(engine_id="engine-p", tp_rank=n, tp_size=2, total_heads=2) for n in range(2)]
     d = Rank(engine_id="engine-d", tp_rank=1, tp_size=4, total_heads=2, sharding=TWO)
-    told = peer(p)
-    assert loads("told-right", d, p, told)
-    assert not loads("told-wrong", d, p, msgspec.structs.replace(told, shardings=(TWO,)))
+    p_engine = peer(p)
+    assert loads("told-right", d, p, p_engine)
+    assert not loads("told-wrong", d, p, msgspec.structs.replace(p_engine, shardings=(TWO,)))
     for rank in (*p, d):
         rank.close()
 

@@ -33,8 +33,8 @@ def facts(*changes: dict[str, Any]) -> dict[str, str]:
     """Of a configuration. ``engine``: what stands outside of it."""
     config = {name: value for change in changes for name, value in change.items()}
     engine = {"quantization": None, "max_model_len": 2048, **config.pop("engine", {})}
-    told = SimpleNamespace(**config)
-    return model_identity(told, told, **engine)
+    hf_config = SimpleNamespace(**config)
+    return model_identity(hf_config, hf_config, **engine)
 
 
 def awq(**changes: Any) -> dict[str, Any]:
@@ -155,9 +155,9 @@ def test_another_model_is_refused_by_name(
     with caplog.at_level("WARNING", "vllm.kvferry"):
         _, d = outcome(group, facts(OLD, theirs), facts(OLD, ours))
     assert d.failed == {"req-d"}
-    told = [record.getMessage() for record in caplog.records if record.name == "vllm.kvferry.link"]
-    assert len(told) == 1 and "\n" not in told[0]
-    assert f"peer refused: {line}" in told[0]
+    messages = [record.getMessage() for record in caplog.records if record.name == "vllm.kvferry.link"]
+    assert len(messages) == 1 and "\n" not in messages[0]
+    assert f"peer refused: {line}" in messages[0]
 
 
 def test_every_fact_there_is_fits_into_a_message(group: RankGroup) -> None:
@@ -172,7 +172,7 @@ def test_every_fact_there_is_fits_into_a_message(group: RankGroup) -> None:
     every |= {"quantization_config": {name: "y" * 3000 for names in module._QUANTIZATION.values() for name in names}}
     every |= {"architectures": ["\x1b[1m" * 600], "head_dim": 8, "sliding_window": 9, "engine": {"tag": "t"}}
     every["engine"]["quantization"] = "fp8"
-    told = facts(OLD, every)
-    assert {"rope", "quantization", "model_tag", "no_rope_layers", "layer_types"} < set(told)
-    _, d = outcome(group, told, told)
+    model = facts(OLD, every)
+    assert {"rope", "quantization", "model_tag", "no_rope_layers", "layer_types"} < set(model)
+    _, d = outcome(group, model, model)
     assert not d.failed

@@ -29,23 +29,24 @@ def hand_over(p: Rank, d: Rank) -> None:
     ("theirs", "ours", "settings", "named"),
     [
         (
-            {"content": 16, "numbers": CacheDtype("float16")}, {"content": 16, "numbers": CacheDtype("bfloat16")},
+            {"content": 16, "cache_dtype": CacheDtype("float16")},
+            {"content": 16, "cache_dtype": CacheDtype("bfloat16")},
             Settings(),
             "dtype of layer 'model.layers.0.attn' (convert_dtype is off) differs, ours is bfloat16, the peer's is "
             "float16",
         ),
         (
-            {"numbers": fp8()}, {"numbers": fp8("fp8_e5m2")}, Settings(),
+            {"cache_dtype": fp8()}, {"cache_dtype": fp8("fp8_e5m2")}, Settings(),
             "dtype of layer 'model.layers.0.attn' (convert_dtype is off) differs, ours is float8_e5m2, the peer's is "
             "float8_e4m3fn",
         ),
         (
-            {"numbers": fp8(layer_2=(0.75, 0.125))}, {"numbers": fp8()}, Settings(),
+            {"cache_dtype": fp8(layer_2=(0.75, 0.125))}, {"cache_dtype": fp8()}, Settings(),
             "scales of K and V of layer 'model.layers.2.attn' (convert_dtype is off) differs, ours is 0.5 and 0.125, "
             "the peer's is 0.75 and 0.125",
         ),
         (
-            {"numbers": fp8(), "packing": "tiles"}, {"numbers": fp8("fp8_e5m2"), "packing": "tiles"}, CONVERTS,
+            {"cache_dtype": fp8(), "packing": "tiles"}, {"cache_dtype": fp8("fp8_e5m2"), "packing": "tiles"}, CONVERTS,
             "dtype of layer 'model.layers.0.attn' (blocks whose tokens are packed are not converted) differs",
         ),
     ],
@@ -69,8 +70,8 @@ def test_numbers_that_differ_are_refused_by_name(
 @pytest.mark.parametrize("settings", [Settings(), CONVERTS], ids=["off", "on"])
 @pytest.mark.parametrize("name", ["fp8", "fp8_e4m3", "float8_e4m3fn"])
 def test_the_same_numbers_by_any_name_are_copied(group: RankGroup, name: str, settings: Settings) -> None:
-    p = group.rank(numbers=fp8())
-    d = group.rank(engine_id="engine-d", numbers=fp8(name), settings=settings, layout="NHD")
+    p = group.rank(cache_dtype=fp8())
+    d = group.rank(engine_id="engine-d", cache_dtype=fp8(name), settings=settings, layout="NHD")
     p.fill(THEIRS, TOKENS)
     hand_over(p, d)
     assert not d.failed and torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS)), "bit for bit, NaN as well"
@@ -79,8 +80,8 @@ def test_the_same_numbers_by_any_name_are_copied(group: RankGroup, name: str, se
 
 def test_other_scales_of_the_same_dtype_are_converted(group: RankGroup, caplog: pytest.LogCaptureFixture) -> None:
     """Layer 1 has other scales on D; those of the others agree, and so do their numbers."""
-    p = group.rank(numbers=fp8())
-    d = group.rank(engine_id="engine-d", numbers=fp8(layer_1=(1.0, 0.5)), settings=CONVERTS)
+    p = group.rank(cache_dtype=fp8())
+    d = group.rank(engine_id="engine-d", cache_dtype=fp8(layer_1=(1.0, 0.5)), settings=CONVERTS)
     finite = (torch.arange(1 << 8, dtype=torch.int32) % 127).to(torch.uint8)  # 0x7f would be NaN
     for n, name in enumerate(p.layers):
         stored = p.caches[name].view(torch.uint8)
@@ -103,8 +104,8 @@ def test_a_plane_that_copies_bytes_is_not_had_by_asking_for_it(
     group: RankGroup, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings = Settings(convert_dtype=True, plane="cma")
-    p = group.rank(numbers=fp8())
-    d = group.rank(engine_id="engine-d", numbers=fp8("fp8_e5m2"), settings=settings)
+    p = group.rank(cache_dtype=fp8())
+    d = group.rank(engine_id="engine-d", cache_dtype=fp8("fp8_e5m2"), settings=settings)
     with caplog.at_level("WARNING", "vllm.kvferry"):
         hand_over(p, d)
     assert d.failed == {"req-d"}

@@ -10,13 +10,13 @@ import pytest
 
 from kvferry.connector.config import Settings
 from kvferry.connector.engine import worker
-from kvferry.connector.protocol.step_plan import LeaseGrant, StepPlan, pack_ids
+from kvferry.connector.protocol.step_plan import LeaseGrant, Load, PeerEngine, StepPlan, pack_ids
 from kvferry.connector.protocol.transfer_estimate import UNKNOWN, TransferEstimate
-from kvferry.connector.transfer.consumer import FinishedLoad
+from kvferry.connector.transfer.load_reports import FinishedLoad
 from tests.handover.gates import PATIENT
 from tests.handover.opening import OURS, THEIRS, TOKENS, another_works
 from tests.handover.rank_group import RankGroup
-from tests.support.ranks import Rank, grant, load_plan, peer, wait
+from tests.support.ranks import Rank, grant, load_plan, peer, standing, wait
 
 
 @pytest.fixture
@@ -68,16 +68,20 @@ def test_a_step_that_waits_for_its_load_sleeps(pair: tuple[Rank, Rank], monkeypa
     another_works(p, d)
     mover = d.worker._transfer_thread
     assert mover is not None
-    waits, real = [], mover.wait
-    monkeypatch.setattr(mover, "wait", lambda *args, **kwargs: (waits.append(1), real(*args, **kwargs)))
+    monkeypatch.setattr(d.worker, "_patience", 60.0)
     mover._freed.append("a lease of ours")
     token = secrets.token_bytes(16)
     lease = StepPlan(leases=(LeaseGrant("req-p", token, TOKENS, (pack_ids(THEIRS),)),))
     threading.Timer(0.5, lambda: p.worker.post(lease)).start()
     d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS, now=True))
-    d.worker.begin_now()
-    assert len(waits) < 20
-    assert d.worker.finish_now() == set()
+    waits: list[float] = []
+    outcome = d.worker._outcome
+    assert outcome is not None
+    real = outcome.wait_begun
+    monkeypatch.setattr(outcome, "wait_begun", lambda seconds: (waits.append(seconds), real(seconds))[1])
+    d.worker.begin_step()
+    assert 1 < len(waits) < 20
+    assert standing(d) == {"req-d"}
     assert not d.worker.take_results().received, "the engine knows"
 
 
@@ -96,8 +100,9 @@ def test_a_failure_is_told_of_an_engine_though_another_load_of_the_same_step_was
     d = pair[1]
     mover = d.worker._transfer_thread
     assert mover is not None
+    load = Load("req", b"t" * 16, PeerEngine("engine-p", 1, 1, 30.0, ()), (), ())
     for estimate in (UNKNOWN, TransferEstimate(0.001, 100)):
-        mover._finished.append(FinishedLoad("req", estimate is not UNKNOWN, "engine-p", estimate))
+        mover._finished.append(FinishedLoad(load, estimate is not UNKNOWN, estimate))
     assert d.worker.take_estimates() == {("engine-p", 0): UNKNOWN}
-    mover._finished.append(FinishedLoad("req", True, "engine-p", TransferEstimate(0.001, 100)))
+    mover._finished.append(FinishedLoad(load, True, TransferEstimate(0.001, 100)))
     assert d.worker.take_estimates() == {("engine-p", 0): TransferEstimate(0.001, 100)}

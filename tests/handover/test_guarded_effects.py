@@ -9,10 +9,11 @@ import torch
 import zmq
 
 from kvferry.connector.config import Settings
+from kvferry.connector.protocol import messages
 from tests.handover.gates import PATIENT, halves
 from tests.handover.opening import OURS, THEIRS, TOKENS, another_works
 from tests.handover.rank_group import RankGroup
-from tests.support.ranks import Rank, grant, load_plan, peer, wait
+from tests.support.ranks import SOON, Rank, grant, load_plan, peer, wait
 
 
 def two(group: RankGroup, plane: str, **form: Any) -> tuple[Rank, Rank]:
@@ -82,7 +83,37 @@ def test_copies_that_cannot_wait_for_the_engine(group: RankGroup, monkeypatch: p
     monkeypatch.setattr(copies, "record_event", object)
     monkeypatch.setattr(copies, "wait_event", breaks)
     begin(p, d)
+    assert wait(lambda: d.received == d.failed == {"req-d"} and p.sent == {"req-p"}, [p, d]), "P has its blocks back"
+
+
+def test_a_load_that_breaks_before_it_begins_releases_its_lease(
+    group: RankGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p, d = two(group, "shm")
+    monkeypatch.setattr(halves(d)[1]._links, "source_addresses", breaks)
+    begin(p, d)
+    assert wait(lambda: d.received == d.failed == {"req-d"} and p.sent == {"req-p"}, [p, d]), "P has its blocks back"
+    monkeypatch.undo()
+    another_works(p, d)
+
+
+def test_a_read_whose_last_message_is_bad_does_not_wait_for_p(
+    group: RankGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No message of it can arrive any more, so it is forgotten also where P never answers the Cancel."""
+    p, d = two(group, "shm")
+    consumer = halves(d)[1]
+    reply = consumer._reply
+
+    def all_but_stopped(link: Any, message: Any, now: float) -> None:
+        if not isinstance(message, messages.Stopped):
+            reply(link, message, now)
+
+    monkeypatch.setattr(consumer, "_reply", all_but_stopped)
+    monkeypatch.setattr(type(consumer._receiver._caches), "unpack", breaks)
+    begin(p, d)
     assert wait(lambda: d.received == d.failed == {"req-d"}, [p, d])
+    assert wait(lambda: not consumer._receiver, [p, d], SOON)
 
 
 def test_encrypted_kv_bytes_in_full_slots(group: RankGroup) -> None:

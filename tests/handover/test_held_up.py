@@ -106,7 +106,7 @@ def test_d_renews_at_once_after_it_was_held_up(group: RankGroup, when: str) -> N
     plan = StepPlan(consumer=b"c" * 16, keeps=(KeepLease("req-d", token, peer([p]), False),))
     mover = d.worker._transfer_thread
     if when == "meanwhile":
-        mover._commands.append((plan, None, ()))
+        mover._commands.append((plan, None, (), None))
     else:
         d.worker.post(plan)
         assert wait(lambda: bool(halves(d)[1]._lease_keeper), [p, d])

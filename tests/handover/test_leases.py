@@ -63,7 +63,7 @@ def test_the_commit_is_a_fence(group: RankGroup) -> None:
     let_time_pass(p, 60)
     assert wait(lambda: p.sent == {"req-p"}, [p, d], SOON)
     gate.open()
-    (job,) = halves(d)[1]._active_loads.values()
+    (job,) = halves(d)[1]._active_loads
     halves(d)[1]._commit(job, time.monotonic())
     assert wait(lambda: d.failed == {"req-d"}, [p, d], SOON)
     assert torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS)), "the bytes were right: only the commit refused them"

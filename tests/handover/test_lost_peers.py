@@ -82,7 +82,7 @@ def test_a_p_that_stops_is_read_all_the_same(group: RankGroup) -> None:
     p.fill(THEIRS, TOKENS)
     warm_up(p, d)
     token = p.grant("req-p", THEIRS, TOKENS)
-    (link,) = halves(d)[1]._links.values()
+    (link,) = halves(d)[1]._links
     assert link.board is not None and wait(lambda: link.board.find(token) is not None, [d])
     p.signal(signal.SIGSTOP)
     d.worker.post(load_plan("req-d", token, remote_peer([p]), OURS, 0, TOKENS))

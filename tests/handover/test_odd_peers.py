@@ -17,7 +17,7 @@ from kvferry.connector.geometry.token_sharding import TokenShard, TokenSharding
 from kvferry.connector.protocol import messages
 from kvferry.connector.protocol.metrics import no_figures
 from kvferry.connector.protocol.step_plan import LeaseGrant, StepPlan, pack_ids
-from kvferry.connector.transfer import consumer, producer, transfer_thread
+from kvferry.connector.transfer import links, producer, transfer_thread
 from kvferry.transport.control.connection import Connection
 from kvferry.transport.errors import GeometryError
 from kvferry.transport.plane import PlaneContext
@@ -165,13 +165,14 @@ def test_a_d_that_p_has_forgotten_greets_again(group: RankGroup) -> None:
     another_works(p, d)
 
 
-@pytest.mark.parametrize("where", ["_link", "_perform"], ids=["before it is known", "after it has asked"])
+@pytest.mark.parametrize("where", ["get", "_perform"], ids=["before it is known", "after it has asked"])
 def test_a_load_that_breaks_while_it_starts_is_reported(
     pair: tuple[Rank, Rank], where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     p, d = pair
     half = halves(d)[1]
-    real, calls = getattr(half, where), []
+    owner = half._links if where == "get" else half
+    real, calls = getattr(owner, where), []
 
     def breaks(*args: Any) -> Any:
         if not calls:
@@ -180,7 +181,7 @@ def test_a_load_that_breaks_while_it_starts_is_reported(
         return real(*args)
 
     token = grant([p], "req-p", THEIRS, TOKENS)
-    monkeypatch.setattr(half, where, breaks)
+    monkeypatch.setattr(owner, where, breaks)
     d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
     assert wait(lambda: d.failed == {"req-d"}, [p, d])
     monkeypatch.undo()
@@ -226,7 +227,7 @@ def test_a_link_that_nobody_uses_gives_its_staging_back(group: RankGroup, monkey
     in_use = plane._left_bytes
     assert in_use < settings.staging_bytes
     assert not wait(lambda: plane._left_bytes != in_use, [p, d], 0.5), "not at once: the next hand-over wants it"
-    monkeypatch.setattr(consumer, "IDLE_LINK_SECONDS", 0.3)
+    monkeypatch.setattr(links, "IDLE_LINK_SECONDS", 0.3)
     assert wait(lambda: plane._left_bytes == settings.staging_bytes and not halves(p)[0]._sessions._sessions, [p, d])
     another_works(p, d)
 

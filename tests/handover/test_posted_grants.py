@@ -146,7 +146,7 @@ def test_a_mover_that_ends_leaves_no_note(pair: Pair, monkeypatch: pytest.Monkey
     p, d = pair
     token = grant([p], "req-p", THEIRS, TOKENS)
     posted(p, token)
-    (theirs,) = halves(d)[1]._links.values()
+    (theirs,) = halves(d)[1]._links
     note = theirs.board.find(token)
     assert note is not None and note.is_current
 
@@ -164,9 +164,9 @@ def test_a_load_that_was_waited_for_is_reported_once(pair: Pair, monkeypatch: py
     """Also where something breaks after its report: the engine dies of a second one. The copy is waited for, as on a
     GPU, so that the hand-over ends in the turn that it began in."""
     p, d = pair
-    consumer, told = halves(d)[1], []
+    consumer, reported = halves(d)[1], []
     reads = consumer._receiver
-    begin_pull, tell, close = reads.begin_pull, consumer._on_finished, consumer._lease_keeper.release
+    begin_pull, tell, close = reads.begin_pull, consumer._reports._on_finished, consumer._lease_keeper.release
 
     def copied(read: Any, grant: Any) -> Any:
         happenings = list(begin_pull(read, grant))
@@ -174,22 +174,22 @@ def test_a_load_that_was_waited_for_is_reported_once(pair: Pair, monkeypatch: py
         assert reads._writing[-1].copy.done
         return happenings
 
-    def broken(request_id: str, now: float) -> None:
-        close(request_id, now)
+    def broken(*args: Any) -> None:
+        close(*args)
         raise OSError(24, "Too many open files")
 
     def noted(finished: Any) -> None:
-        told.append((finished.request_id, finished.ok))
+        reported.append((finished.load.request_id, finished.ok))
         tell(finished)
 
     for owner, name, value in (
-        (reads, "begin_pull", copied), (consumer, "_on_finished", noted), (consumer._lease_keeper, "release", broken),
-        (d.worker._transfer_thread, "_report", noted),
+        (reads, "begin_pull", copied), (consumer._reports, "_on_finished", noted),
+        (consumer._lease_keeper, "release", broken),
     ):  # fmt: skip
         monkeypatch.setattr(owner, name, value)
     token = grant([p], "req-p", THEIRS, TOKENS)
     posted(p, token)
     d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS, watch=False))
     assert wait(lambda: "req-d" in d.received, [p, d])
-    assert not wait(lambda: len(told) > 1, [p, d], 0.2)
-    assert told == [("req-d", True)] and torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS))
+    assert not wait(lambda: len(reported) > 1, [p, d], 0.2)
+    assert reported == [("req-d", True)] and torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS))

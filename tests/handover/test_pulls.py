@@ -16,7 +16,7 @@ from kvferry.transport.planes import cma
 from tests.handover.gates import Gate, halves
 from tests.handover.opening import OURS, THEIRS, TOKENS, another_works, begin
 from tests.handover.rank_group import RankGroup
-from tests.support.ranks import Rank, grant, load_plan, peer, reason_of, wait
+from tests.support.ranks import Rank, grant, load_plan, peer, reason_of, standing, wait
 
 TURN_BYTES = 4096
 """A hand-over takes some 25 turns."""
@@ -44,14 +44,14 @@ def test_a_step_waits_for_the_end_of_the_copy(pair: tuple[Rank, Rank]) -> None:
     gate = Gate(plane_of(d), "progress", lambda: False)
     token = grant([p], "req-p", THEIRS, TOKENS)
     d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS, now=True))
-    step = threading.Thread(target=d.worker.begin_now)
+    step = threading.Thread(target=d.worker.begin_step)
     step.start()
     assert wait(lambda: bool(plane_of(d).copies))
     step.join(0.3)
     assert step.is_alive(), "the engine would compute with blocks that are not there yet"
     gate.open()
     step.join(60)
-    assert d.worker.finish_now() == set()
+    assert standing(d) == {"req-d"}
     assert torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS))
 
 
@@ -71,7 +71,7 @@ def test_a_copy_that_goes_on_may_take_longer_than_the_time_out(pair: tuple[Rank,
     loads, seen = halves(d)[1]._active_loads, set()
 
     def done() -> bool:
-        seen.update(load.nbytes for load in list(loads.values()))
+        seen.update(load.nbytes for load in list(loads))
         return "req-d" in d.received
 
     assert wait(done, [p, d])

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import secrets
 import threading
-import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -19,11 +17,12 @@ from kvferry.connector.config import Settings
 from kvferry.connector.engine import worker
 from kvferry.connector.protocol.source_read import ReadPhase
 from kvferry.connector.protocol.step_plan import LeaseGrant, StepPlan, pack_ids
+from kvferry.connector.transfer.copies import WaitPolicy
 from tests.handover import opening
 from tests.handover.gates import halves
 from tests.handover.rank_group import RankGroup
 from tests.handover.slow_copies import SlowCopies, install
-from tests.support.ranks import Rank, grant, let_time_pass, load_plan, peer, reason_of, wait
+from tests.support.ranks import Rank, grant, let_time_pass, load_plan, peer, reason_of, standing, wait
 from tests.transport.plane_list import PUSH, host_planes
 
 PLANES = host_planes(PUSH)
@@ -130,8 +129,8 @@ def test_a_copy_that_fails_fails_its_request(
         begin(p, d)
         assert wait(lambda: d.failed == {"req-d"} and p.sent == {"req-p"}, [p, d])
     if side == 0:  # both sides log how far the read had come at P
-        told = [r.getMessage() for r in caplog.records if "; the read at P: sending, draining +" in r.getMessage()]
-        assert len(told) == 2 and all("could not be packed: CUDA error" in line for line in told), caplog.text
+        lines = [r.getMessage() for r in caplog.records if "; the read at P: sending, draining +" in r.getMessage()]
+        assert len(lines) == 2 and all("could not be packed: CUDA error" in line for line in lines), caplog.text
     copies[side].error = ""
     begin(p, d, "again")
     assert wait(lambda: d.received == {"req-d", "again-d"}, [p, d])
@@ -179,53 +178,51 @@ def test_the_mover_may_wait_for_copies_of_the_only_load_alone(
     p, d = pair
     begin(p, d)
     assert wait(lambda: d.received == {"req-d"} and p.sent == {"req-p"}, [p, d])
-    assert all(each.alone and all(each.alone) for each in copies)
-    copies[1].alone.clear()
+    assert [set(each.waits) for each in copies] == [{WaitPolicy.UNTIL_DONE}] * 2
+    copies[1].waits.clear()
     tables = {f"{n}": (secrets.token_bytes(16), ours) for n, ours in enumerate([OURS, [*range(1, 10), *range(23, 27)]])}
     leases = (LeaseGrant(f"p{n}", token, TOKENS, (pack_ids(THEIRS),)) for n, (token, _) in tables.items())
     p.worker.post(StepPlan(leases=tuple(leases)))
     plans = [load_plan(f"d{n}", token, peer([p]), ours, 0, TOKENS) for n, (token, ours) in tables.items()]
     d.worker.post(StepPlan(plans[0].consumer, loads=(*plans[0].loads, *plans[1].loads)))
     assert wait(lambda: d.received >= {"d0", "d1"} and p.sent >= {"p0", "p1"}, [p, d]) and not d.failed
-    assert copies[1].alone and not any(copies[1].alone)
+    assert set(copies[1].waits) == {WaitPolicy.NONE}
 
 
 def test_copies_hear_whether_the_engine_computes(pair: tuple[Rank, Rank], copies: list[SlowCopies]) -> None:
-    """In a step that is idle, and while a step waits for what it computes with."""
+    """Beside a step that computes they take few SMs, also those that the next step waits for."""
     p, d = pair
     begin(p, d, "first")  # so that the next one finds its link
     assert wait(lambda: d.received == {"first-d"} and p.sent == {"first-p"}, [p, d]) and not copies[1].idle
     d.worker.post(StepPlan(idle=True))
     assert copies[1].idle
     token = grant([p], "req-p", THEIRS, TOKENS)
-    copies[1].gate.clear()
     d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS, now=True))
-    assert copies[1].idle
-    d.worker.begin_now()
-    assert not copies[1].idle, "from here on it computes"
-    copies[1].gate.set()
-    assert d.worker.finish_now() == set()
+    assert not copies[1].idle
+    d.worker.begin_step()
+    assert standing(d) == {"req-d"}
 
 
-def once_it_waits(d: Rank, act: Callable[[], None]) -> None:
-    """Have this done when D's step waits for the first time."""
-    mover = d.worker._transfer_thread
-    assert mover is not None
-    wait_on = mover.wait
+def once_it_waits(d: Rank, act: Callable[[], object]) -> None:
+    """Have this done when the step of D that was posted waits for the first time."""
+    outcome = d.worker._outcome
+    assert outcome is not None
+    d.worker._patience = 60.0
+    wait_begun = outcome.wait_begun
 
-    def act_and_wait(timeout: float, *, inside: bool = False) -> None:
-        mover.wait = wait_on  # type: ignore[method-assign]
+    def act_and_wait(seconds: float) -> bool:
+        outcome.wait_begun = wait_begun  # type: ignore[method-assign]
         act()
-        wait_on(timeout, inside=inside)
+        return wait_begun(seconds)
 
-    mover.wait = act_and_wait  # type: ignore[method-assign]
+    outcome.wait_begun = act_and_wait  # type: ignore[method-assign]
 
 
 def begin_inside(p: Rank, d: Rank) -> StepPlan:
     """A step of D computes with a prompt of P, and has begun."""
     plan = load_plan("req-d", grant([p], "req-p", THEIRS, TOKENS), peer([p]), OURS, 0, TOKENS, now=True)
     d.worker.post(plan)
-    d.worker.begin_now()
+    d.worker.begin_step()
     return plan
 
 
@@ -236,35 +233,42 @@ def test_a_step_goes_on_as_soon_as_its_device_waits_for_the_last_copy(
     p, d = pair
     copies[1].gate.clear()
     begin_inside(p, d)
-    assert copies[1].running > 1 and not any(copies[1].alone), "the mover waits for none of them either"
+    assert copies[1].running > 1 and set(copies[1].waits) == {WaitPolicy.NONE}, (
+        "the mover waits for none of them either"
+    )
     (reached,) = copies[1].held
     assert not reached.is_set()
     copies[1].gate.set()
     assert reached.wait(60)
     assert torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS)), "what it computes with"
-    assert d.worker.finish_now() == set()
+    assert standing(d) == {"req-d"}
     assert wait(lambda: p.sent == {"req-p"}, [p, d]) and not d.received, "the engine knows"
+
+
+def two_producers(group: RankGroup) -> tuple[list[Rank], Rank]:
+    """P's two ranks with a prompt, and D, which reads from both."""
+    settings = Settings(plane="shm", slot_bytes=64 << 10, staging_bytes=1 << 20)
+    p = [group.rank(tp_rank=rank, tp_size=2, settings=settings) for rank in (0, 1)]
+    for rank in p:
+        rank.fill(THEIRS, TOKENS)
+    return p, group.rank(engine_id="engine-d", settings=settings)
 
 
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_device_waits_for_the_copies_from_all_ranks(group: RankGroup, copies: list[SlowCopies], late: int) -> None:
     """One of which is late to grant."""
-    settings = Settings(plane="shm", slot_bytes=64 << 10, staging_bytes=1 << 20)
-    p = [group.rank(tp_rank=rank, tp_size=2, settings=settings) for rank in (0, 1)]
-    d = group.rank(engine_id="engine-d", settings=settings)
-    for rank in p:
-        rank.fill(THEIRS, TOKENS)
+    p, d = two_producers(group)
     token = grant([p[1 - late]], "req-p", THEIRS, TOKENS)
     lease = LeaseGrant("req-p", token, TOKENS, (pack_ids(THEIRS),))
     copies[2].gate.clear()
     d.worker.post(load_plan("req-d", token, peer(p), OURS, 0, TOKENS, now=True))
     assert wait(lambda: copies[2].running > 0, p)
     once_it_waits(d, lambda: p[late].worker.post(StepPlan(leases=(lease,))))
-    d.worker.begin_now()
+    d.worker.begin_step()
     copies[2].gate.set()
     assert copies[2].held[0].wait(60)
     assert torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS))
-    assert d.worker.finish_now() == set()
+    assert standing(d) == {"req-d"}
     assert wait(lambda: all(rank.sent == {"req-p"} for rank in p), [*p, d])
 
 
@@ -277,7 +281,7 @@ def test_a_step_hears_of_a_copy_that_failed_before_its_tokens_count(
     begin_inside(p, d)
     assert copies[1].held and copies[1].running
     threading.Timer(0.2, copies[1].gate.set).start()
-    assert d.worker.finish_now() == {"req-d"}
+    assert not standing(d)
     assert copies[1].running == 0, "nothing writes its blocks any more"
     assert wait(lambda: p.sent == {"req-p"}, [p, d]) and not d.received
 
@@ -293,43 +297,67 @@ def test_a_step_hears_of_a_lease_that_ended_while_its_device_waited(
     read.note = SimpleNamespace(is_current=False)
     read.lifetime.state = msgspec.structs.replace(read.state, fence="posted")
     copies[1].gate.set()
-    assert d.worker.finish_now() == {"req-d"}
+    assert not standing(d)
     assert wait(lambda: p.sent == {"req-p"}, [p, d]) and not d.received
 
 
-def test_a_load_that_does_not_end_while_the_device_waits_is_given_up(
+def test_a_load_whose_copies_do_not_begin_in_time_is_given_up(
+    group: RankGroup, copies: list[SlowCopies], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank of P has granted nothing. Nobody computes on until the copies from the other have ended."""
+    p, d = two_producers(group)
+    token = grant([p[0]], "req-p", THEIRS, TOKENS)
+    copies[2].gate.clear()
+    d.worker.post(load_plan("req-d", token, peer(p), OURS, 0, TOKENS, now=True))
+    assert wait(lambda: copies[2].running > 0, p)
+    monkeypatch.setattr(d.worker, "_patience", 0.3)
+    d.worker.begin_step()
+    assert not copies[2].held, "the forward reads what nobody uses"
+    outcome = d.worker.take_outcome()
+    assert outcome is not None and not outcome.waiting and not outcome.device_must_wait
+    ended = threading.Thread(target=outcome.standing)
+    ended.start()
+    ended.join(0.5)
+    assert ended.is_alive() and not outcome.final, "not before the last copy into its blocks"
+    copies[2].gate.set()
+    ended.join(60)
+    assert not outcome.standing() and copies[2].running == 0
+    assert reason_of(d) == "cancelled", "and not because the hand-over's own time was over"
+    assert wait(lambda: p[0].sent == {"req-p"}, [*p, d]) and not d.received
+
+
+def test_a_load_that_begins_after_it_was_given_up_fails_though_all_of_it_arrives(
     pair: tuple[Rank, Rank], copies: list[SlowCopies], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The forward may have read the blocks before."""
     p, d = pair
-    copies[1].gate.clear()
-    begin_inside(p, d)
-    monkeypatch.setattr(worker, "GIVE_UP_SECONDS", 0.3 - d.settings.ask_hold_seconds)
-    (read,) = halves(d)[1]._receiver._reads.values()
-
-    def open_late() -> None:
-        wait(lambda: read.state.stopped)
-        time.sleep(0.2)
-        copies[1].gate.set()
-
-    threading.Thread(target=open_late).start()
-    assert d.worker.finish_now() == {"req-d"}
-    assert copies[1].gate.is_set() and copies[1].running == 0, "not before the last copy into its blocks"
-    assert reason_of(d) == "cancelled", "and not because the hand-over's own time was over"
-    assert wait(lambda: p.sent == {"req-p"}, [p, d]) and not d.received
+    mover = d.worker._transfer_thread
+    assert mover is not None
+    monkeypatch.setattr(mover._consumer, "cancel", lambda *_: None)  # it comes too late
+    copies[0].gate.clear()
+    token = grant([p], "req-p", THEIRS, TOKENS)
+    d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS, now=True))
+    monkeypatch.setattr(d.worker, "_patience", 0.2)
+    d.worker.begin_step()
+    copies[0].gate.set()
+    assert not standing(d) and wait(lambda: p.sent == {"req-p"}, [p, d])
+    assert torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS)) and not copies[1].held
 
 
-def test_time_in_which_the_engine_stood_still_is_not_counted(pair: tuple[Rank, Rank], copies: list[SlowCopies]) -> None:
+def test_time_in_which_the_engine_stood_still_is_not_counted(
+    pair: tuple[Rank, Rank], copies: list[SlowCopies], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host has stopped it for ten minutes; P's message was there all the time."""
     p, d = pair
-    copies[1].gate.clear()
-    begin_inside(p, d)
-    d.worker._waiting._clock = lambda: time.monotonic() + 600
-
-    def open_late() -> None:
-        time.sleep(0.5)
-        copies[1].gate.set()
-
-    threading.Thread(target=open_late).start()
-    assert d.worker.finish_now() == set()
+    clock = worker.RunningClock
+    monkeypatch.setattr(worker, "RunningClock", lambda: clock(iter([0.0, *(600.0 + n for n in range(100))]).__next__))
+    token = grant([p], "req-p", THEIRS, TOKENS)
+    copies[0].gate.clear()
+    d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS, now=True))
+    monkeypatch.setattr(d.worker, "_patience", 4.0)
+    threading.Timer(0.5, copies[0].gate.set).start()
+    d.worker.begin_step()
+    assert standing(d) == {"req-d"}
     assert wait(lambda: p.sent == {"req-p"}, [p, d])
 
 
@@ -339,12 +367,12 @@ def test_the_transfer_thread_ends_while_the_device_waits(
     p, d = pair
     copies[1].gate.clear()
     begin_inside(p, d)
-    mover = d.worker._transfer_thread
-    assert mover is not None
-    mover._finished = deque(maxlen=0)  # whatever it says in the end is lost
+    mover, outcome = d.worker._transfer_thread, d.worker._outcome
+    assert mover is not None and outcome is not None
+    monkeypatch.setattr(outcome, "ended", lambda *_: None)  # whatever it says in the end is lost
     threading.Timer(0.2, copies[1].gate.set).start()
     mover.close(60)
-    assert d.worker.finish_now() == {"req-d"}
+    assert not standing(d)
 
 
 def test_what_is_told_of_another_load_of_that_name_counts_for_nothing(
@@ -352,28 +380,30 @@ def test_what_is_told_of_another_load_of_that_name_counts_for_nothing(
 ) -> None:
     p, d = pair
     old = begin_inside(p, d)
-    assert d.worker.finish_now() == set() and wait(lambda: p.sent == {"req-p"}, [p, d])
-    assert d.worker._transfer_thread is not None
-    d.worker._transfer_thread._begun.append(old.loads[0])
+    assert standing(d) == {"req-d"} and wait(lambda: p.sent == {"req-p"}, [p, d])
     token = secrets.token_bytes(16)
     lease = LeaseGrant("req-p2", token, TOKENS, (pack_ids(THEIRS),))
-    once_it_waits(d, lambda: p.worker.post(StepPlan(leases=(lease,))))
     copies[1].gate.clear()
     d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS, now=True))
-    d.worker.begin_now()
+    outcome = d.worker._outcome
+    assert outcome is not None
+    outcome.begun(old.loads[0])
+    outcome.ended(old.loads[0], True)
+    once_it_waits(d, lambda: p.worker.post(StepPlan(leases=(lease,))))
+    d.worker.begin_step()
     assert copies[1].running, "this one's copies"
     copies[1].gate.set()
-    assert d.worker.finish_now() == set()
+    assert standing(d) == {"req-d"}
 
 
 def test_of_copies_that_end_at_once_nobody_is_told(group: RankGroup) -> None:
     p, d = group.rank(), group.rank(engine_id="engine-d")
     p.fill(THEIRS, TOKENS)
-    told: list[object] = []
-    halves(d)[1]._on_begun = told.append
+    begun: list[object] = []
+    halves(d)[1]._reports._on_begun = begun.append
     begin_inside(p, d)
-    assert d.worker.finish_now() == set() and torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS))
-    assert wait(lambda: p.sent == {"req-p"}, [p, d]) and not told
+    assert standing(d) == {"req-d"} and torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS))
+    assert wait(lambda: p.sent == {"req-p"}, [p, d]) and not begun
 
 
 def test_a_step_does_not_begin_with_a_load_that_was_refused(pair: tuple[Rank, Rank], copies: list[SlowCopies]) -> None:
@@ -383,6 +413,6 @@ def test_a_step_does_not_begin_with_a_load_that_was_refused(pair: tuple[Rank, Ra
     assert wait(lambda: d.received == {"first-d"} and p.sent == {"first-p"}, [p, d])
     p.close()
     d.worker.post(load_plan("req-d", bytes(16), peer([p]), OURS, 0, TOKENS, now=True))
-    d.worker.begin_now()
+    d.worker.begin_step()
     assert not copies[1].held
-    assert d.worker.finish_now() == {"req-d"} and d.worker.finish_now() == set()
+    assert not standing(d) and d.worker.take_outcome() is None

@@ -21,6 +21,7 @@ from kvferry.connector.geometry.recurrent_state import StateArray, sections
 from kvferry.connector.geometry.token_sharding import TokenSharding
 from kvferry.connector.protocol import messages
 from kvferry.connector.protocol.step_plan import KeepLease, LeaseGrant, Load, PeerEngine, StepPlan, pack_ids
+from kvferry.connector.transfer.copies import WaitPolicy
 from kvferry.connector.transfer.receiver import SourceRead
 from kvferry.transport.channels import Copy
 from tests.ranks.caches import RankCaches, Table, layer_name
@@ -54,7 +55,7 @@ class HostedRank:
                 table.kind, tuple(map(layer_name, table.layers)), form.block,
                 1 if table.kind == "mla" else model.heads, table=number,
                 sharding=TokenSharding(form.dcp, form.interleave),
-                numbers=self._numbers(table),
+                cache_dtype=self._cache_dtype(table),
             )
             for number, table in enumerate(self.caches.tables)
         ]  # fmt: skip
@@ -70,7 +71,7 @@ class HostedRank:
         self.computed = False  # a step has read the caches
         self._listen_in()
 
-    def _numbers(self, table: Table) -> CacheDtype | None:
+    def _cache_dtype(self, table: Table) -> CacheDtype | None:
         """As vLLM tells of them: bytes say nothing."""
         form = self.pairing.form(self.side)
         if form.dtype == "int32":
@@ -135,33 +136,38 @@ class HostedRank:
         copies = self.worker.rank_context.caches.copies
         start = copies.start
 
-        def late(enqueue: Callable[[], None], **how: bool) -> Copy:
+        def late(enqueue: Callable[[], None], wait: WaitPolicy = WaitPolicy.NONE) -> Copy:
             def act() -> None:
                 torch.cuda._sleep(LATE)
                 enqueue()
 
-            return start(act, **how)
+            return start(act, wait)
 
         copies.start = late  # type: ignore[method-assign,assignment]
 
     def compute(self) -> None:
         """A step that computes with its load: its device reads the caches when the engine would."""
-        self.worker.begin_now()
+        self.worker.begin_step()
         self.caches.download()
-        self.failed = bool(self.worker.finish_now())
+        outcome = self.worker.take_outcome()
+        self.failed = outcome is None or not outcome.standing()
         self.done = self.computed = True
 
     def poll(self) -> None:
         results = self.worker.take_results()
-        told = results.sent if self.side == "p" else results.received
-        assert not (told and self.done), "told twice"
-        self.done |= bool(told)
+        reported = results.sent if self.side == "p" else results.received
+        assert not (reported and self.done), "told twice"
+        self.done |= bool(reported)
         self.failed |= bool(results.failed)
 
     def seen(self) -> dict[str, Any]:
         """What compare.py is given of this rank."""
         assert self.worker.rank_context is not None
         figures = self.worker.rank_context.stats.take()
+        end = time.monotonic() + 60
+        while figures is None and self.computed and not self.failed and time.monotonic() < end:
+            time.sleep(1e-3)  # a load inside a step is counted after it was reported
+            figures = self.worker.rank_context.stats.take()
         finished = figures["finished"] if figures is not None else {}
         return {
             "rank": self.rank,

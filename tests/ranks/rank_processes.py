@@ -98,8 +98,8 @@ class RankProcesses:
                 host.start("open", pairing=str(pairing), side=side, ranks=ranks,
                            engine_id=f"engine-{side}{number}", gpus=self.gpus)  # fmt: skip
         for host in p_hosts:
-            told = [base64.b64decode(address) for address in host.answer(120)]
-            addresses += [msgspec.msgpack.decode(address, type=RankAddress) for address in told]
+            answers = [base64.b64decode(address) for address in host.answer(120)]
+            addresses += [msgspec.msgpack.decode(address, type=RankAddress) for address in answers]
         for host in d_hosts:
             host.answer(120)
         shardings = (TokenSharding(pairing.p.dcp, pairing.p.interleave),)

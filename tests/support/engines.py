@@ -41,6 +41,8 @@ _ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
+GRAPH_SIZES = (1, 2, 4, 8, 16)
+"""Batch sizes that engines on GPUs capture CUDA graphs for: few, because each one takes time at the start."""
 # Engines on the CPU: no binding of threads, small cache.
 CPU_ENVIRONMENT = {**_ENVIRONMENT, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 # Engines on GPUs: a sampler that needs no compiler on the machine, and nothing of NVLink multicast, which a virtual
@@ -181,26 +183,31 @@ class ServerGroup:
         gpus: Sequence[int] = (),
         kv_cache_bytes: int = 2 << 30,
         policy: str = "recompute",
+        graph_sizes: Sequence[int] = GRAPH_SIZES,
     ) -> Server:
         """Start a vLLM engine; it answers only after ``wait_ready``.
 
         ``dtype`` is the model's (vLLM would take bfloat16 for a float32 one); ``connector`` None starts one without
         a connector; ``extra`` is its ``kv_connector_extra_config``, ``policy`` that of failed loads; ``kv_bytes``
         loads the worker extension of kv_bytes.py. ``gpus``: it sees these and no others, and each of its ranks has
-        ``kv_cache_bytes`` for KV, so that engines share a GPU; none: it runs on the CPU.
+        ``kv_cache_bytes`` for KV, so that engines share a GPU; none: it runs on the CPU, without a compiler. On GPUs
+        it compiles the model and captures CUDA graphs for batches of ``graph_sizes`` tokens.
         """
         port = port or free_port()
         command = [*vllm_command(), "serve", str(model)]
         command += ["--served-model-name", "model", "--host", host, "--port", str(port)]
         command += ["--max-model-len", str(max_model_len), "--max-num-batched-tokens", str(max_model_len)]
         command += ["--dtype", dtype]
-        command += ["--block-size", str(block_size), "--enforce-eager", "--max-num-seqs", "16"]
+        command += ["--block-size", str(block_size), "--max-num-seqs", "16"]
         env = {**(GPU_ENVIRONMENT if gpus else CPU_ENVIRONMENT), "VLLM_HOST_IP": host}
         env["PYTHONPATH"] = python_path()
         if gpus:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
             # the share is only what must be free at the start
             command += ["--kv-cache-memory-bytes", str(kv_cache_bytes), "--gpu-memory-utilization", "0.05"]
+            command += ["--compilation-config", json.dumps({"cudagraph_capture_sizes": list(graph_sizes)})]
+        else:
+            command += ["--enforce-eager"]
         if kv_bytes:
             command += ["--worker-extension-cls", "tests.support.kv_bytes.KVBytes"]
         if connector:
@@ -238,7 +245,7 @@ class ServerGroup:
             EngineError: one of them ended, or the time is over; with the end of its log.
         """
         waiting = [s for s in (self.servers if servers is None else servers) if s.ready_seconds is None]
-        begun = told = time.monotonic()
+        begun = logged_at = time.monotonic()
         while waiting:
             for server in list(waiting):
                 if not server.alive:
@@ -259,8 +266,8 @@ class ServerGroup:
                     f"{late.name} did not answer on {late.url}/health within {timeout:.0f} s; "
                     f"the end of {late.log}:\n{late.log_tail()}"
                 )
-            if now - told >= 5:
-                told = now
+            if now - logged_at >= 5:
+                logged_at = now
                 self._say("\n".join(f"  {s.name}: starting, {now - s.started:.0f} s ({s.stage()})" for s in waiting))
             if waiting:
                 time.sleep(0.2)

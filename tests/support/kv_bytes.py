@@ -234,8 +234,8 @@ class KVBytes:
             seen = _Seen(list(new.prompt_token_ids), new.num_computed_tokens, [list(ids) for ids in new.block_ids])
             self._kvb_seen[new.req_id] = seen
             if seen.computed:
-                self._kvb_flip(seen)
                 if "state" in kinds:
+                    self._kvb_flip(seen)
                     self._kvb_record_loaded(new.req_id, seen)
                 else:
                     self._kvb_due.append((new.req_id, seen))
@@ -260,8 +260,10 @@ class KVBytes:
     def _kvb_after(self, step: Any) -> None:
         if not self._kvb_on:
             return
-        while self._kvb_due:
-            self._kvb_record_loaded(*self._kvb_due.pop(0))
+        while self._kvb_due:  # also loads that have landed inside this step
+            request_id, loaded = self._kvb_due.pop(0)
+            self._kvb_flip(loaded)
+            self._kvb_record_loaded(request_id, loaded)
         for request_id, count in step.num_scheduled_tokens.items():
             seen = self._kvb_seen.get(request_id)
             if seen is not None and seen.computed < len(seen.prompt) <= seen.computed + count:

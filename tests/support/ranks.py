@@ -63,7 +63,7 @@ class Rank:
         packing: str = "",
         places: ElementOrder | None = None,
         sharding: TokenSharding = WHOLE_SPLIT,
-        numbers: CacheDtype | None = None,
+        cache_dtype: CacheDtype | None = None,
     ) -> None:
         self.block_size, self.content = block_size, content
         first, count = TpKVTopology.head_interval(tp_rank, tp_size, total_heads)
@@ -94,7 +94,7 @@ class Rank:
                     total_heads,
                     packing=packing,
                     sharding=sharding,
-                    numbers=numbers,
+                    cache_dtype=cache_dtype,
                 )
             ],
         )
@@ -185,6 +185,13 @@ def wait(condition: Callable[[], bool], ranks: Sequence[Rank] = (), seconds: flo
     return False
 
 
+def standing(rank: Rank) -> frozenset[str]:
+    """The requests whose loads stand, of the step that the rank has begun. Waits until that is known."""
+    outcome = rank.worker.take_outcome()
+    assert outcome is not None, "the step has loads"
+    return outcome.standing()
+
+
 def reason_of(rank: Rank) -> str:
     """The kind of the one failure that the rank counted."""
     assert rank.worker.rank_context is not None
@@ -214,4 +221,4 @@ def no_failed_link(d: Rank) -> bool:
     """Whether D would try anew: a failed link answers for a second."""
     mover = d.worker._transfer_thread
     assert mover is not None
-    return all(link.phase is not LinkPhase.FAILED for link in list(mover._consumer._links.values()))
+    return all(link.phase is not LinkPhase.FAILED for link in mover._consumer._links)

@@ -155,9 +155,10 @@ def records(server: Server) -> list[dict[str, Any]]:
     return list(first)
 
 
-def counted(server: Server, before: Count, tokens: int, replica: int | None = None) -> Count:
-    """What has been loaded since ``before``, once it is all but the last of so many tokens, none of them failed."""
-    wanted = before.external + tokens - 1
+def counted(server: Server, before: Count, tokens: int, replica: int | None = None, requests: int = 1) -> Count:
+    """What has been loaded since ``before``, once it is all but the last of each request's tokens, none of them failed.
+    ``tokens``: of all ``requests`` together."""
+    wanted = before.external + tokens - requests
     eventually(lambda: count(server, replica).external >= wanted, f"{tokens} tokens are counted as loaded")
     grown = count(server, replica) - before
     assert grown.external <= tokens and grown.failed == 0

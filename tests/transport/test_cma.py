@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import resource
+import threading
 import time
 from collections.abc import Iterator
 
@@ -84,6 +86,45 @@ def test_scattered_runs_arrive(
     assert not copy.error and copy.moved == 256 * count
     assert (into.reshape(count, 256) == np.arange(256, dtype=np.uint8)).all()
     plane.close()
+    plane.close()
+
+
+def helper_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("kvferry-cma")]
+
+
+@pytest.mark.parametrize("started", range(cma.MAX_THREADS - 1))
+def test_without_helper_threads_the_plane_copies_alone(
+    child: tuple[Program, bytes, int], started: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system starts some of the helper threads and refuses the next one: the thread limit of a container."""
+    _, offer, address = child
+    monkeypatch.setattr(cma, "_threads", lambda: cma.MAX_THREADS)
+    monkeypatch.setattr(cma, "_helpers", functools.cache(cma._helpers.__wrapped__))
+    before, attempts, start = helper_threads(), 0, threading.Thread.start
+
+    def limited_start(thread: threading.Thread) -> None:
+        nonlocal attempts
+        if thread.name.startswith("kvferry-cma"):
+            attempts += 1
+            if attempts > started:
+                raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited_start)
+    plane = CmaPlane(CONTEXT)
+    reader, _ = plane.connect(offer, "127.0.0.1")
+    for _ in range(2):  # the second copy must not try again
+        into = np.zeros(8 << 20, dtype=np.uint8)
+        offsets = np.arange(0, 8 << 20, 1 << 20)
+        copy = ended(plane, reader.read(Read(into.ctypes.data + offsets, address + offsets, np.full(8, 1 << 20))))
+        assert not copy.error and copy.moved == 8 << 20
+        assert (into.reshape(-1, 256) == np.arange(256, dtype=np.uint8)).all()
+    assert attempts == started + 1
+    end = time.monotonic() + 10
+    while len(left := helper_threads()) > len(before) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert set(left) <= set(before), "the threads that did start have ended"
     plane.close()
 
 

@@ -247,13 +247,13 @@ def test_a_producer_that_stops_in_the_middle(ends: Ends, monkeypatch: pytest.Mon
 def test_silent_strangers_do_not_keep_others_out(ends: Ends) -> None:
     offer = ends.p._offer
     assert offer is not None
-    lobby = ends.p._lobby
-    assert lobby is not None
+    pending = ends.p.pending
+    assert pending is not None
     silent: list[socket.socket] = []
     for count in range(10, 110, 10):  # not more at once than the listener queues
         silent += [socket.create_connection(("127.0.0.1", offer.port)) for _ in range(10)]
         inside = min(count, MAX_UNAUTHENTICATED)
-        assert ends.until(lambda inside=inside: len(lobby._strangers) == inside)  # type: ignore[misc]
+        assert ends.until(lambda inside=inside: len(pending._strangers) == inside)  # type: ignore[misc]
     receiver, payload = ends.d.connect(ends.p.offer(), "127.0.0.1")
     sender, _ = ends.p.accept(payload)
     assert isinstance(sender, TcpSendChannel)

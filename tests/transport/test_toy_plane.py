@@ -36,11 +36,12 @@ from kvferry.transport.channels import (
     SendChannel,
     Slot,
 )
-from kvferry.transport.errors import ConfigError, PlaneUnavailableError, TransportError
+from kvferry.transport.errors import ConfigError, PlaneUnavailableError
 from kvferry.transport.host import PeerProcess
 from kvferry.transport.plane import Plane, PlaneContext, decode_payload
 from kvferry.transport.registry import PlaneSpec, Use, make_plane, plane_names, plane_spec, preferred_planes
-from kvferry.transport.sockets import CHANNEL_BYTES, ENDED, READABLE, WRITABLE, PendingConnections, Sockets
+from kvferry.transport.socket_plane import SocketAttach, SocketPlane
+from kvferry.transport.sockets import ENDED, READABLE, WRITABLE
 from kvferry.transport.staging import SlotPool
 
 PUSH = PlaneSpec(
@@ -61,11 +62,6 @@ WINDOW = 2
 class PushOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: Annotated[bytes, Meta(min_length=2, max_length=107)]
     secret: Annotated[bytes, Meta(min_length=32, max_length=32)]
-
-
-class PushAttach(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    channel: Annotated[bytes, Meta(min_length=CHANNEL_BYTES, max_length=CHANNEL_BYTES)]
-    slot_bytes: Annotated[int, Meta(ge=4096, le=1 << 40)]
 
 
 class ToySender(SendChannel):
@@ -100,7 +96,7 @@ class ToySender(SendChannel):
         self._plane.send_pool.put(slot)
 
     def close(self) -> None:
-        self._plane.drop(self)
+        self._plane.drop(self, self.sock)
 
     def _give_up(self) -> None:
         self._plane.sockets.mute(self.sock)
@@ -195,21 +191,17 @@ class ToyReceiver(ExpectingChannel):
     def close(self) -> None:
         self._give_up()
         self.release_arrived()
-        self._plane.drop(self)
+        self._plane.drop(self, self.sock)
 
 
-class ToyPushPlane(Plane):
+class ToyPushPlane(SocketPlane):
     name: ClassVar[str] = "toy_push"
 
     def __init__(self, context: PlaneContext) -> None:
-        self.slot_bytes = context.slot_bytes
-        self.sockets = Sockets()
+        super().__init__(context.slot_bytes)
         self.send_pool = SlotPool(context.slot_bytes, context.staging_bytes)
         self.recv_pool = SlotPool(context.slot_bytes, context.staging_bytes)
-        self.channels: set[ToySender | ToyReceiver] = set()
         self._offer: PushOffer | None = None
-        self._pending: PendingConnections | None = None
-        self._closed = False
 
     @property
     def staging_bytes(self) -> int:
@@ -218,49 +210,30 @@ class ToyPushPlane(Plane):
     def offer(self) -> bytes:
         if self._offer is None:
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-            self._offer = PushOffer(b"\0toy-" + secrets.token_hex(16).encode(), secrets.token_bytes(32))
-            listener.bind(self._offer.name)
+            name = b"\0toy-" + secrets.token_hex(16).encode()
+            listener.bind(name)
             listener.listen(64)
-            self._pending = PendingConnections(self.sockets, listener, self._offer.secret)
+            self._offer = PushOffer(name, self.listen(listener))
         return msgspec.msgpack.encode(self._offer)
 
     def connect(self, offer: bytes, host: str) -> tuple[ToyReceiver, bytes]:
         theirs = decode_payload(offer, PushOffer, "toy offer")
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        attach = PushAttach(secrets.token_bytes(CHANNEL_BYTES), self.slot_bytes)
         try:
-            sock.connect(theirs.name)
-            sock.send(theirs.secret + attach.channel, socket.MSG_NOSIGNAL)
+            sock, attach = self.connect_unix(socket.SOCK_STREAM, theirs.name, theirs.secret)
         except OSError as error:
-            sock.close()
             raise PlaneUnavailableError(f"the producer cannot be reached: {error.strerror}") from None
         channel = ToyReceiver(self, sock)
-        self.channels.add(channel)
+        self.channels[channel] = None
         return channel, msgspec.msgpack.encode(attach)
 
     def accept(self, payload: bytes) -> tuple[ToySender, bytes]:
-        attach = decode_payload(payload, PushAttach, "toy attach")
-        self.progress()
-        sock = None if self._pending is None else self._pending.take(attach.channel)
-        if sock is None:
-            raise TransportError("toy: the consumer of this channel never connected")
-        channel = ToySender(self, sock, min(self.slot_bytes, attach.slot_bytes))
-        self.channels.add(channel)
+        attach = decode_payload(payload, SocketAttach, "toy attach")
+        channel = ToySender(self, self.take_connection(attach.channel), min(self.slot_bytes, attach.slot_bytes))
+        self.channels[channel] = None
         return channel, b""
 
-    def pollables(self) -> list[tuple[int | zmq.Socket[bytes], int]]:
-        return [] if self._closed else [(self.sockets.fd, zmq.POLLIN)]
-
-    @property
-    def active(self) -> bool:
-        return bool(self.channels)
-
     def progress(self) -> bool:
-        if self._closed:
-            return False
-        moved = self.sockets.progress()
-        if self._pending is not None:
-            self._pending.expire()
+        moved = super().progress()
         for channel in self._starved:
             if self.recv_pool.free:
                 channel.on_readable()
@@ -273,20 +246,6 @@ class ToyPushPlane(Plane):
 
     def arm(self) -> bool:
         return not (self._starved and self.recv_pool.free)
-
-    def drop(self, channel: ToySender | ToyReceiver) -> None:
-        if channel in self.channels:
-            self.channels.remove(channel)
-            self.sockets.drop(channel.sock)
-
-    def close(self) -> None:
-        if not self._closed:
-            for channel in list(self.channels):
-                channel.close()
-            if self._pending is not None:
-                self._pending.close()
-            self.sockets.close()
-            self._closed = True
 
 
 # --- a PULL plane -------------------------------------------------------------------------------------------------

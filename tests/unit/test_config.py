@@ -37,8 +37,8 @@ def test_an_empty_variable_is_unset():
 
 def test_the_told_host():
     assert load_settings({"side_channel_host": "10.0.0.1"}, {}).advertised_host == "10.0.0.1"
-    told = load_settings({"side_channel_host": "10.0.0.1", "advertise_host": "p.example"}, {})
-    assert told.advertised_host == "p.example"
+    settings = load_settings({"side_channel_host": "10.0.0.1", "advertise_host": "p.example"}, {})
+    assert settings.advertised_host == "p.example"
 
 
 @pytest.mark.parametrize("host", ["10.0.0.1", "::1", "fe80::1%eth0", "node-7.example.org", "localhost"])

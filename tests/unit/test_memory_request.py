@@ -65,9 +65,9 @@ def test_external_weights_count_towards_the_share() -> None:
 def test_too_little_is_free() -> None:
     with pytest.raises(
         ConfigError, match=r"device cuda:1: 1.00 GiB of 2.00 GiB are free, expected 1.50 GiB by"
-    ) as told:
+    ) as raised:
         request_memory(snapshot(2 * GIB, GIB, device_="cuda:1"), config(0.75))
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(raised.value)
     with pytest.raises(ConfigError, match="device xpu:0: "):
         request_memory(snapshot(2 * GIB, GIB, device="xpu:0"), config(0.75))
     with pytest.raises(ConfigError, match="device of the engine: "):

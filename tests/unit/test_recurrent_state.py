@@ -70,12 +70,12 @@ def test_channels_count_alike_for_every_size() -> None:
 
 
 @pytest.mark.parametrize(
-    ("held", "tp", "told", "total"),
+    ("held", "tp", "group_counts", "total"),
     [(4, 2, set(), 8), (1, 1, set(), 1), (1, 4, {1}, 1), (1, 4, {4}, 4), (1, 4, {4, 8}, 4)],
 )
-def test_groups_of_all_ranks(held: int, tp: int, told: set[int], total: int) -> None:
+def test_groups_of_all_ranks(held: int, tp: int, group_counts: set[int], total: int) -> None:
     found = sections(
-        "MAMBA2", arrays((3, 8 + 2 * held * 6), (2, 4, 6)), tp, dim_first=False, group_counts=frozenset(told)
+        "MAMBA2", arrays((3, 8 + 2 * held * 6), (2, 4, 6)), tp, dim_first=False, group_counts=frozenset(group_counts)
     )
     assert [(section.name, section.total_heads) for section in found] == [
         ("conv.x", 2 * tp),
@@ -86,7 +86,7 @@ def test_groups_of_all_ranks(held: int, tp: int, told: set[int], total: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("family", "shapes", "tp", "told"),
+    ("family", "shapes", "tp", "group_counts"),
     [
         ("MAMBA2", [(3, 20), (2, 4, 6)], 4, set()),  # one group to a rank: copies, or its own
         ("MAMBA2", [(3, 20), (2, 4, 6)], 4, {1, 4}),
@@ -102,8 +102,8 @@ def test_groups_of_all_ranks(held: int, tp: int, told: set[int], total: int) -> 
         ("CUSTOM", [(3, 20), (2, 4, 6)], 1, {1}),
     ],
 )
-def test_what_is_not_understood_has_none(family: str, shapes: Shapes, tp: int, told: set[int]) -> None:
-    assert sections(family, arrays(*shapes), tp, dim_first=False, group_counts=frozenset(told)) == ()
+def test_what_is_not_understood_has_none(family: str, shapes: Shapes, tp: int, group_counts: set[int]) -> None:
+    assert sections(family, arrays(*shapes), tp, dim_first=False, group_counts=frozenset(group_counts)) == ()
 
 
 @pytest.mark.parametrize("size", [1, 7, 1024, 10112, 4 << 20])

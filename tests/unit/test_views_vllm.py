@@ -30,7 +30,7 @@ from vllm.v1.core.kv_cache_utils import (  # noqa: E402
 )
 from vllm.v1.worker.utils import allocate_kv_cache  # noqa: E402
 
-from kvferry.connector.vllm.compat import block_tables, layer_groups  # noqa: E402
+from kvferry.connector.vllm.from_vllm import block_tables, layer_groups  # noqa: E402
 
 LAYOUTS = list(kvi.KVCacheLayout)
 PAGES = 5

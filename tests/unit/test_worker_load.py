@@ -27,37 +27,26 @@ def run(state: w.WorkerLoad, *events: w.WorkerLoadEvent) -> tuple[w.WorkerLoad, 
 
 
 @pytest.mark.parametrize("ok", [True, False])
-def test_beside_the_steps(ok: bool) -> None:
+def test_its_end_is_reported_once(ok: bool) -> None:
     posted = load()
-    state, effects = run(w.post_load(posted), w.CopiesBegun(posted))
-    assert (state.phase, effects) == (PHASE.BESIDE, [])
-    state, effects = run(state, w.LoadEnded(ok), w.LoadEnded(not ok), w.ThreadEnded())
+    state, effects = run(
+        w.post_load(posted), w.LoadBesideEnded(posted, ok), w.LoadBesideEnded(posted, not ok), w.ThreadEnded()
+    )
     assert (state.phase, effects) == (PHASE.ENDED, [w.ReportBeside(ok)])
 
 
-@pytest.mark.parametrize("ok", [True, False])
-@pytest.mark.parametrize("waits", [True, False])
-def test_in_a_step(ok: bool, waits: bool) -> None:
-    posted = load(now=True)
-    state, effects = run(w.post_load(posted), *((w.CopiesBegun(posted), w.CopiesBegun(posted)) if waits else ()))
-    assert state.phase is (PHASE.DEVICE_WAITS if waits else PHASE.IN_STEP)
-    assert effects == ([w.HoldDevice()] if waits else []), "the device is held once"
-    state, effects = run(state, w.LoadEnded(ok), w.CopiesBegun(posted), w.ThreadEnded(), w.LoadEnded(not ok))
-    assert (state.phase, effects) == (PHASE.ENDED, [w.ReportInStep(ok)])
+def test_the_end_of_the_thread_fails_it() -> None:
+    posted = load()
+    state, effects = run(w.post_load(posted), w.ThreadEnded(), w.LoadBesideEnded(posted, True))
+    assert (state.phase, effects) == (PHASE.ENDED, [w.ReportBeside(False)])
 
 
-@pytest.mark.parametrize("now", [True, False])
-def test_the_end_of_the_thread_fails_it(now: bool) -> None:
-    state, effects = run(w.post_load(load(now=now)), w.ThreadEnded(), w.LoadEnded(True))
-    assert state.phase is PHASE.ENDED
-    assert effects == [w.ReportInStep(False) if now else w.ReportBeside(False)]
-
-
-def test_the_copies_of_an_earlier_load_of_that_id_count_for_nothing() -> None:
-    posted, earlier = load(now=True), load(now=True)
+def test_the_end_of_an_earlier_load_of_that_id_counts_for_nothing() -> None:
+    posted, earlier = load(), load()
     assert posted == earlier and posted is not earlier
-    state, effects = run(w.post_load(posted), w.CopiesBegun(earlier))
-    assert (state.phase, effects) == (PHASE.IN_STEP, [])
+    state, effects = run(w.post_load(posted), w.LoadBesideEnded(earlier, True))
+    assert (state.phase, effects) == (PHASE.POSTED, [])
+    assert run(state, w.LoadBesideEnded(posted, True))[0].phase is PHASE.ENDED
 
 
 # --- the ledger -------------------------------------------------------------------------------------------------
@@ -65,48 +54,46 @@ def test_the_copies_of_an_earlier_load_of_that_id_count_for_nothing() -> None:
 
 def test_a_failure_is_received_too_and_everything_is_taken_once() -> None:
     ledger = LoadLedger()
-    ledger.post([load("a"), load("b"), load("c", now=True)], ["p"])
-    ledger.load_ended("a", ok=False)
-    ledger.load_ended("c", ok=False)
+    a, b = load("a"), load("b")
+    ledger.post([a, b], ["p"])
+    ledger.load_ended(a, ok=False)
     ledger.lease_freed("p")
     for _ in range(2):  # of what was never posted nothing is reported
-        ledger.load_ended("x", ok=True)
+        ledger.load_ended(load("x"), ok=True)
         ledger.lease_freed("x")
-    assert ledger.take_results() == StepResults({"p"}, {"a"}, {"a"}) and ledger.take_failed_in_step() == {"c"}
-    assert ledger.take_results() == StepResults() and ledger.take_failed_in_step() == set()
+    assert ledger.owes and not ledger.awaits_load, "a report is there to be taken"
+    assert ledger.take_results() == StepResults({"p"}, {"a"}, {"a"})
+    assert ledger.take_results() == StepResults()
     assert ledger.owes and ledger.awaits_load
-    ledger.load_ended("b", ok=True)
+    ledger.load_ended(b, ok=True)
     assert not ledger.owes and not ledger.awaits_load
     assert ledger.take_results() == StepResults(received={"b"})
 
 
-def test_a_step_begins_when_its_device_waits_for_all_its_loads() -> None:
-    ledger, one, two = LoadLedger(), load("a", now=True), load("b", now=True)
-    ledger.post([one, two, load("c")], ())
-    assert set(ledger.in_step) == {"a", "b"} and not ledger.step_may_begin
-    assert ledger.copies_begun(one) and not ledger.step_may_begin
-    ledger.load_ended("b", ok=False)
-    assert ledger.step_may_begin and ledger.in_step == ("a",)
-    ledger.load_ended("a", ok=True)
-    assert ledger.step_may_begin and not ledger.in_step and ledger.take_failed_in_step() == {"b"}
-    assert ledger.take_results() == StepResults(), "the step has them"
+def test_a_load_inside_a_step_is_not_its_own() -> None:
+    """Nor where a load beside the steps has that id."""
+    ledger, beside, inside = LoadLedger(), load("a"), load("a", now=True)
+    ledger.load_ended(inside, ok=True)
+    assert ledger.take_results() == StepResults()
+    ledger.post([beside], ())
+    ledger.load_ended(inside, ok=False)
+    assert ledger.take_results() == StepResults() and ledger.awaits_load
+    ledger.load_ended(beside, ok=True)
+    assert ledger.take_results() == StepResults(received={"a"})
 
 
 def test_a_log_line_has_the_histories_of_some() -> None:
     ledger = LoadLedger(clock=iter(range(100)).__next__)
-    posted = load("a", now=True)
-    ledger.post([posted], ())
-    ledger.copies_begun(posted)
-    assert ledger.stories() == "a (in a step, the device waits +1.000 s (CopiesBegun))"
+    ledger.post([load("a")], ())
+    assert ledger.stories() == "a (posted)"
     ledger.post([load(str(n)) for n in range(10)], ())
-    assert ledger.stories().endswith("6 (beside the steps) and 3 more")
+    assert ledger.stories().endswith("6 (posted) and 3 more")
 
 
 NAMES = "abc"
 act = st.one_of(
-    st.tuples(st.just("post"), st.sampled_from(NAMES), st.booleans()),
-    st.tuples(st.sampled_from(["begun", "lease", "freed"]), st.sampled_from(NAMES), st.none()),
-    st.tuples(st.just("ended"), st.sampled_from(NAMES), st.booleans()),
+    st.tuples(st.sampled_from(["post", "lease", "freed"]), st.sampled_from(NAMES), st.none()),
+    st.tuples(st.sampled_from(["ended", "earlier"]), st.sampled_from(NAMES), st.booleans()),
     st.tuples(st.sampled_from(["take", "thread"]), st.none(), st.none()),
 )
 
@@ -118,23 +105,21 @@ def test_whatever_happens_every_id_is_reported_once(script: list[tuple[str, str 
     leased: set[str] = set()
 
     def take() -> None:
-        results, failed = ledger.take_results(), ledger.take_failed_in_step()
-        assert results.failed <= results.received and not results.received & failed
-        assert all(not owed.pop(name).now for name in results.received), "it is owed, and beside the steps"
-        assert all(owed.pop(name).now for name in failed)
-        for name in [name for name, each in owed.items() if each.now and name not in ledger.in_step]:
-            del owed[name]  # it came, and the step has computed with it
+        results = ledger.take_results()
+        assert results.failed <= results.received <= owed.keys()
+        for name in results.received:
+            del owed[name]
         assert results.sent <= leased
         leased.difference_update(results.sent)
 
     for what, name, flag in script:
         if what == "post" and name not in owed:
-            owed[str(name)] = load(str(name), now=bool(flag))
+            owed[str(name)] = load(str(name))
             ledger.post([owed[str(name)]], ())
-        elif what == "begun" and name in owed:
-            ledger.copies_begun(owed[name])
         elif what == "ended":
-            ledger.load_ended(str(name), ok=bool(flag))
+            ledger.load_ended(owed.get(str(name)) or load(str(name)), ok=bool(flag))
+        elif what == "earlier":
+            ledger.load_ended(load(str(name), now=bool(flag)), ok=bool(flag))
         elif what == "lease" and name not in leased:
             leased.add(str(name))
             ledger.post((), [str(name)])

@@ -31,7 +31,7 @@ from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from kvferry.connector.engine import scheduler
-from kvferry.connector.vllm import compat
+from kvferry.connector.vllm import from_vllm
 from tests.support.families import ALL, WINDOW, Family
 from tests.vllm.stepped_family import FamilyEngine
 
@@ -141,7 +141,7 @@ def main() -> None:
     folder, tasks = Path(sys.argv[1]), [name.partition(":") for name in sys.argv[2:]]
     unpacked = SimpleNamespace(is_cpu=lambda: False, is_fp8_fnuz=lambda: False)
     no_triton = "vllm.model_executor.layers.mamba.gdn.olmo_gdn_linear_attn.set_triton_allocator"
-    with mock.patch.object(compat, "current_platform", unpacked), mock.patch(no_triton, lambda device: None):
+    with mock.patch.object(from_vllm, "current_platform", unpacked), mock.patch(no_triton, lambda device: None):
         start_groups(folder)
         for name, _, planted in tasks:
             try:

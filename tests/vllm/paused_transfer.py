@@ -77,7 +77,8 @@ class PausedTransfer:
 
 def job_of(engine: Engine, request_id: str) -> Any:
     """D's hand-over of a request, or None."""
-    return mover_of(engine)._consumer._active_loads.get(request_id)
+    loads = mover_of(engine)._consumer._active_loads
+    return next((each for each in list(loads) if each.load.request_id == request_id), None)
 
 
 def in_phase(

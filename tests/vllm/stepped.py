@@ -33,6 +33,8 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from kvferry.connector.vllm.step_load_recovery import filled_blocks
+from kvferry.connector.vllm.worker_meta import standing_loads
 from tests.support.clocks import put_forward
 from tests.vllm.labelled import BLOCK, HEAD_SIZE, HEADS, LAYERS, labels
 from tests.vllm.stepped_config import engine_config
@@ -121,7 +123,8 @@ class Engine:
         self.device: Callable[[], None] = lambda: None
         """Called before a forward reads: what a device waits for while its thread goes on."""
         self._lost: set[int] = set()  # blocks that loads inside steps failed to fill, until the scheduler hears of it
-        self._wrong: list[tuple[set[int], str]] = []  # what the forward has read beside right KV, and in which blocks
+        # Requests whose forward has read other than right KV, in which blocks, and where.
+        self._wrong: list[tuple[str, set[int], str]] = []
         heads = max(1, HEADS // tp)
         form = {"block_size": block, "num_kv_heads": heads, "head_size": HEAD_SIZE, "dtype": torch.float32}
         groups = [KVCacheGroupSpec(self.layers, spec or FullAttentionSpec(**form))]
@@ -145,9 +148,9 @@ class Engine:
         except BaseException:
             self.close()
             raise
-        told = {(0, worker.rank): worker.connector.get_handshake_metadata() for worker in self.workers}
-        if all(metadata is not None for metadata in told.values()):
-            self.connector.set_xfer_handshake_metadata_pp_aware(told)
+        handshakes = {(0, worker.rank): worker.connector.get_handshake_metadata() for worker in self.workers}
+        if all(metadata is not None for metadata in handshakes.values()):
+            self.connector.set_xfer_handshake_metadata_pp_aware(handshakes)
         self._aggregator = KVOutputAggregator.from_connector(self.connector, tp)
         self._pipe = multiprocessing.Pipe()
         self.answers: dict[str, Answer] = {}
@@ -224,7 +227,7 @@ class Engine:
         self._memory.begin(step)
         turns = {name: self._memory.turn(self.scheduler.requests[name], step) for name in step.num_scheduled_tokens}
         carried = [worker.run(step, lambda w: self._forward(w, turns)) for worker in self.workers]
-        sampled = self._memory.sample(turns)
+        sampled = self._memory.sample(turns, {request_id for request_id, _, _ in self._wrong})
         self.drafts_kept += sum(max(0, len(tokens) - 1) for tokens in sampled)
         index = {request_id: number for number, request_id in enumerate(turns)}
         merged = self._aggregator.aggregate(
@@ -233,7 +236,8 @@ class Engine:
         assert merged is not None
         if merged.kv_connector_output is not None:
             self._lost |= merged.kv_connector_output.invalid_block_ids
-        for blocks, text in self._wrong:  # what vLLM makes of what it was told is seen in the answers
+        self._lost |= self._not_filled(step, merged)
+        for _, blocks, text in self._wrong:  # what vLLM makes of what it was told is seen in the answers
             assert self._lost & blocks, text
         self._wrong.clear()
         self._outputs.append((step, merged))
@@ -247,6 +251,7 @@ class Engine:
             self.before_update(step)
         if merged.kv_connector_output is not None:
             self._lost -= merged.kv_connector_output.invalid_block_ids
+        self._lost -= self._not_filled(step, merged)
         if merged.kv_connector_output is not None and merged.kv_connector_output.kv_connector_stats:
             self.stats.append(merged.kv_connector_output.kv_connector_stats)
         for client in self.scheduler.update_from_output(step, merged).values():
@@ -258,6 +263,14 @@ class Engine:
                     answer.finish = str(output.finish_reason)
                 if output.prefill_stats is not None:
                     answer.external = output.prefill_stats.num_external_cached_tokens
+
+    def _not_filled(self, step: Any, merged: ModelRunnerOutput) -> set[int]:
+        """The blocks that loads inside the step failed to fill."""
+        carried = merged.kv_connector_output
+        stand = standing_loads(carried.kv_connector_worker_meta if carried else None)
+        loads = getattr(getattr(step.kv_connector_metadata, "plan", None), "loads", ())
+        failed = [load for load in loads if load.now and stand[load.request_id] < self.tp]
+        return set().union(*(filled_blocks(load, self.block * self.dcp) for load in failed))
 
     def _note(self, metadata: Any) -> None:
         for child in getattr(metadata, "metadata", (metadata,)):
@@ -284,10 +297,11 @@ class Engine:
             wrong = differs.any(dim=3).any(dim=1).any(dim=0).nonzero().flatten().tolist()
             if wrong:
                 text = f"{request_id}: wrong KV at positions {[held[n] for n in wrong]} of {turn.start}"
-                self._wrong.append((set(tables[0]), text))
+                self._wrong.append((request_id, set(tables[0]), text))
             ours = int(((found[0] & 1) == self.origin).all(dim=2).all(dim=0).sum())
             self.origins.setdefault(request_id, Origins(ours, len(held) - ours))
-            worker.write(tables, turn.start, turn.ids[turn.start :])
+            made = turn.ids[turn.start :]  # from wrong KV comes wrong KV
+            worker.write(tables, turn.start, [token + 1 for token in made] if wrong else made)
 
     # --- state --------------------------------------------------------------------------------------------------
 
@@ -296,18 +310,23 @@ class Engine:
         return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
 
     @property
+    def all_loads(self) -> Counter[str]:
+        """Those beside the steps and inside them; which of the two a load was depends on how fast others were."""
+        return self.loads + self.step_loads
+
+    @property
     def idle(self) -> bool:
         """Nothing left: no request, all blocks free, every load and every lease reported by every worker."""
-        told = all(w.received == self.loads and w.sent == self.leases for w in self.workers)
-        told = told and not self._outputs
-        return told and not self.scheduler.requests and self.free_blocks == self.baseline
+        all_reported = all(w.received == self.loads and w.sent == self.leases for w in self.workers)
+        all_reported = all_reported and not self._outputs
+        return all_reported and not self.scheduler.requests and self.free_blocks == self.baseline
 
     def why_busy(self) -> str:
         requests = {name: str(request.status) for name, request in self.scheduler.requests.items()}
-        told = [(dict(w.received), dict(w.sent)) for w in self.workers]
+        reported = [(dict(w.received), dict(w.sent)) for w in self.workers]
         return (
             f"requests {requests}, {self.free_blocks} of {self.baseline} blocks free, loads {dict(self.loads)}, "
-            f"leases {dict(self.leases)}, workers reported (received, sent) {told}"
+            f"leases {dict(self.leases)}, workers reported (received, sent) {reported}"
         )
 
     def close(self) -> None:
@@ -335,7 +354,7 @@ def settle(*engines: Engine, seconds: float = 90.0) -> None:
     for engine in engines:
         engine.step()
         assert engine.idle, engine.why_busy()
-        loads = engine.loads + engine.step_loads
+        loads = engine.all_loads
         assert max([0, *loads.values()]) <= 1, f"loaded twice: {loads}"
 
 

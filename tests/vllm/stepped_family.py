@@ -258,10 +258,10 @@ class FamilyEngine:
         if output is not None:
             self.failed += len(output.failed_recving or ())
         names = list(sampled)
-        told = ModelRunnerOutput(
+        output = ModelRunnerOutput(
             names, {name: n for n, name in enumerate(names)}, list(sampled.values()), kv_connector_output=output
         )
-        for client in self.scheduler.update_from_output(step, told).values():
+        for client in self.scheduler.update_from_output(step, output).values():
             for part in client.outputs:
                 answer = self.answers[part.request_id]
                 answer.tokens += part.new_token_ids

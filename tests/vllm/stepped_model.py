@@ -6,12 +6,15 @@ drafts, keeps those that the model agrees with, and computes the rest anew.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request
+
+WRONG = 1
+"""What the model says after wrong KV; after right KV it never does."""
 
 
 def next_token(ids: Sequence[int]) -> int:
@@ -69,11 +72,12 @@ class RunnerMemory:
         ids = [*known, *drafts][: start + count]
         return Turn(ids, start, drafts, complete=start + count - places >= len(known))
 
-    def sample(self, turns: dict[str, Turn]) -> list[list[int]]:
-        """The step's tokens by request; drafts for the next one are made after them."""
+    def sample(self, turns: dict[str, Turn], wrong: Collection[str] = ()) -> list[list[int]]:
+        """The step's tokens by request; drafts for the next one are made after them. ``wrong``: requests that the step
+        computed from wrong KV, whose tokens are ``WRONG``."""
         sampled = []
         for request_id, turn in turns.items():
-            tokens = turn.sampled()
+            tokens = [WRONG] * len(turn.sampled()) if request_id in wrong else turn.sampled()
             known = [*turn.ids[: len(turn.ids) - len(turn.drafts)], *tokens]
             sampled.append(tokens)
             self._drafts[request_id] = self._draft(known) if turn.complete else []
@@ -94,5 +98,5 @@ class RunnerMemory:
 
     def _tokens(self, request: Request) -> list[int]:
         """A request's tokens as the runner knows them: those that the scheduler has not seen yet as well."""
-        told, known = list(request.all_token_ids), self._known.get(request.request_id, [])
-        return known if known[: len(told)] == told else told
+        token_ids, known = list(request.all_token_ids), self._known.get(request.request_id, [])
+        return known if known[: len(token_ids)] == token_ids else token_ids

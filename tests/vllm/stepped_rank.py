@@ -21,7 +21,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
-from kvferry.connector.vllm import compat
+from kvferry.connector.vllm import from_vllm
 from tests.vllm.labelled import CONTENT, HEADS, labels
 
 RUNNERS = ("v1", "v2", "v026")
@@ -182,8 +182,8 @@ class Worker:
 def _rank(rank: int) -> Iterator[None]:
     """There are no process groups here; the ranks are told by hand. And no CPU attention, which packs its blocks."""
     with (
-        mock.patch.object(compat, "get_tensor_model_parallel_rank", lambda: rank),
-        mock.patch.object(compat, "_packing", lambda config, spec, layers: ""),
-        mock.patch.object(compat, "get_pp_group", lambda: SimpleNamespace(rank_in_group=0)),
+        mock.patch.object(from_vllm, "get_tensor_model_parallel_rank", lambda: rank),
+        mock.patch.object(from_vllm, "_packing", lambda config, spec, layers: ""),
+        mock.patch.object(from_vllm, "get_pp_group", lambda: SimpleNamespace(rank_in_group=0)),
     ):
         yield

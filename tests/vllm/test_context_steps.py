@@ -12,7 +12,7 @@ import pytest
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 
 from kvferry.connector.geometry.token_sharding import TokenSharding
-from kvferry.connector.vllm import compat
+from kvferry.connector.vllm import compat, from_vllm
 from kvferry.transport.errors import ConfigError
 from tests.support.tiny_model import ModelSpec, build_model
 from tests.vllm.engine_group import EngineGroup
@@ -21,7 +21,7 @@ from tests.vllm.stepped import PREFILL, Engine, prefill, run, settle
 from tests.vllm.stepped_config import model_config
 
 pytestmark = pytest.mark.vllm
-if not hasattr(compat, "shardings") or not compat.HAS_TRANSFER_RESULTS:
+if not hasattr(from_vllm, "shardings") or not compat.HAS_TRANSFER_RESULTS:
     pytest.skip("this vLLM shares tokens out by other rules", allow_module_level=True)
 
 ROOM: dict[str, Any] = {"slot_bytes": 64 << 10, "staging_bytes": 1 << 20}
@@ -73,7 +73,7 @@ def test_any_form_to_any_form(context: EngineGroup, p_form: dict[str, int], d_fo
     p, d = context.engine(0, extra=ROOM, **p_form), context.engine(1, extra=ROOM, **d_form)
     for tokens in (70, 3, 2 * BLOCK * 4):
         request_id = hand_over(p, d, prompt(tokens, tokens))
-        assert d.answers[request_id].external == tokens
+        assert d.answers[request_id].external == tokens - d.step_loads[request_id]
         assert d.computed[request_id] == 4, "the last prompt token, and what is decoded"
     settle(p, d)
     assert not any(w.failed for w in d.workers)
@@ -85,26 +85,26 @@ def test_a_prefix_hit_is_whole_blocks_of_all_ranks(context: EngineGroup) -> None
     local = d.add(ids[:70])
     run([d], lambda: d.answers[local].finish is not None)
     request_id = hand_over(p, d, ids)
-    assert d.answers[request_id].external == 100 - 2 * (2 * BLOCK)
+    assert d.answers[request_id].external == 100 - 2 * (2 * BLOCK) - d.step_loads[request_id]
     again = hand_over(p, d, ids)
-    assert d.answers[again].external == 100 - 3 * (2 * BLOCK)
+    assert d.answers[again].external == 100 - 3 * (2 * BLOCK) - d.step_loads[again]
     settle(p, d)
 
 
 def test_what_vllm_tells_of_it(context: EngineGroup) -> None:
     engine = context.engine(0, extra=ROOM, **TWO)
-    assert compat.shardings(engine.config, engine.kv_config) == (TokenSharding(2, BLOCK),)
-    (table,) = compat.block_tables(engine.config, engine.kv_config)
-    (group,) = compat.layer_groups(engine.config, engine.kv_config)
+    assert from_vllm.shardings(engine.config, engine.kv_config) == (TokenSharding(2, BLOCK),)
+    (table,) = from_vllm.block_tables(engine.config, engine.kv_config)
+    (group,) = from_vllm.layer_groups(engine.config, engine.kv_config)
     assert (table.block_size, group.block_size, group.total_heads) == (2 * BLOCK, BLOCK, HEADS)
     parallel = engine.config.parallel_config
     parallel.dcp_kv_cache_interleave_size = 4  # the old name, which vLLM's workers put in place of the new one
-    assert compat.shardings(engine.config, engine.kv_config) == (TokenSharding(2, 4),)
+    assert from_vllm.shardings(engine.config, engine.kv_config) == (TokenSharding(2, 4),)
     assert parallel.cp_kv_cache_interleave_size == BLOCK, "vLLM's own is left as it is"
     params = engine.add(prompt(40), PREFILL)
     run([engine], lambda: engine.answers[params].finish is not None)
-    told = engine.answers[params].params
-    assert told is not None and told["dcp_size"] == 2
+    answer = engine.answers[params].params
+    assert answer is not None and answer["dcp_size"] == 2
 
 
 def test_a_replicated_cache_beside_shared_ones(context: EngineGroup) -> None:
@@ -113,9 +113,9 @@ def test_a_replicated_cache_beside_shared_ones(context: EngineGroup) -> None:
     (shared,) = engine.kv_config.kv_cache_groups
     drafter = KVCacheGroupSpec(["drafter"], replace(shared.kv_cache_spec, dcp_sharded=False))
     both = replace(engine.kv_config, kv_cache_groups=[shared, drafter])
-    assert compat.shardings(engine.config, both) == (TokenSharding(2, BLOCK), TokenSharding())
-    assert [table.block_size for table in compat.block_tables(engine.config, both)] == [2 * BLOCK, BLOCK]
-    assert [group.sharding.size for group in compat.layer_groups(engine.config, both)] == [2, 1]
+    assert from_vllm.shardings(engine.config, both) == (TokenSharding(2, BLOCK), TokenSharding())
+    assert [table.block_size for table in from_vllm.block_tables(engine.config, both)] == [2 * BLOCK, BLOCK]
+    assert [group.sharding.size for group in from_vllm.layer_groups(engine.config, both)] == [2, 1]
 
 
 def test_what_cannot_be_carried_is_refused_at_start(context: EngineGroup, grouped: Any) -> None:

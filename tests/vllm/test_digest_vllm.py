@@ -18,7 +18,7 @@ from vllm.model_executor.layers.attention import Attention
 from kvferry.connector.geometry.cache_dtype import layer_cache_dtype
 from kvferry.connector.geometry.model_identity import model_identity
 from kvferry.connector.transfer.rank_context import check_model
-from kvferry.connector.vllm import compat
+from kvferry.connector.vllm import compat, from_vllm
 from kvferry.kernels.convert import Conversion, unpack_converted
 from kvferry.kernels.paged_copy import wire_pages
 from kvferry.transport.errors import ConfigError, IncompatiblePeerError
@@ -59,14 +59,14 @@ def engine(folder: Path, cache: dict[str, Any] | None = None, **options: Any) ->
     ids=str,
 )
 def test_what_may_differ(folder: Path, options: dict[str, Any]) -> None:
-    check_model(compat.model_identity_of(engine(folder)), compat.model_identity_of(engine(folder, **options)))
+    check_model(from_vllm.model_identity_of(engine(folder)), from_vllm.model_identity_of(engine(folder, **options)))
 
 
 def test_weights_elsewhere_and_another_release_that_writes_the_same_model_otherwise(
     folder: Path, tmp_path: Path
 ) -> None:
-    ours = compat.model_identity_of(engine(folder))
-    check_model(ours, compat.model_identity_of(engine(build_model(tmp_path / "elsewhere", SPEC))))
+    ours = from_vllm.model_identity_of(engine(folder))
+    check_model(ours, from_vllm.model_identity_of(engine(build_model(tmp_path / "elsewhere", SPEC))))
     config = engine(folder).model_config.hf_config.to_dict()
     rope = config.pop("rope_parameters")
     old = SimpleNamespace(**config, rope_theta=rope["rope_theta"], rope_scaling=None)  # transformers 4
@@ -92,13 +92,14 @@ def test_what_must_not(folder: Path, overrides: dict[str, Any], name: str) -> No
         IncompatiblePeerError, match=rf"^peer refused: {name} differs, ours is .*, the peer's is [^\n]*$"
     ):
         check_model(
-            compat.model_identity_of(engine(folder)), compat.model_identity_of(engine(folder, hf_overrides=overrides))
+            from_vllm.model_identity_of(engine(folder)),
+            from_vllm.model_identity_of(engine(folder, hf_overrides=overrides)),
         )
 
 
 def test_quantised_weights(folder: Path) -> None:
     ours, theirs = (
-        compat.model_identity_of(engine(folder, dtype="bfloat16", quantization=name))
+        from_vllm.model_identity_of(engine(folder, dtype="bfloat16", quantization=name))
         for name in (None, "fp8_per_tensor")
     )
     with pytest.raises(
@@ -132,8 +133,8 @@ def test_dtype_and_scales_of_real_layers(folder: Path, dtype: str, cache_dtype: 
     layers = {name: attention(config, name) for name in names}
     layers[names[1]]._k_scale_float, layers[names[1]]._v_scale_float = 0.5, 0.25  # as a checkpoint with scales
     spec = layers[names[0]].get_kv_cache_spec(config)
-    told = config.compilation_config.static_forward_context
-    numbers = layer_cache_dtype(spec, names, told, config.cache_config.cache_dtype)
+    forward_context = config.compilation_config.static_forward_context
+    numbers = layer_cache_dtype(spec, names, forward_context, config.cache_config.cache_dtype)
     assert numbers is not None and (numbers.dtype, numbers.keys) == (expected, 32)
     scaled = expected.startswith("float8")
     assert dict(numbers.scales) == ({names[0]: (1.0, 1.0), names[1]: (0.5, 0.25)} if scaled else {})

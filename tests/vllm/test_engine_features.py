@@ -58,7 +58,7 @@ def hand_all_over(p: Engine, d: Engine, prompts: list[list[int]], on_p: int, on_
     for name, ids in zip(names, prompts, strict=True):
         assert p.answers[name].tokens == tokens_after(ids, on_p)
         assert d.answers[passed[name]].tokens == tokens_after(ids, on_d)
-        assert d.origins[passed[name]].theirs == len(ids) - 1 and d.loads[passed[name]] == 1
+        assert d.origins[passed[name]].theirs == len(ids) - 1 and d.all_loads[passed[name]] == 1
     return [(name, passed[name]) for name in names]
 
 
@@ -239,7 +239,7 @@ def test_an_urgent_request_takes_the_blocks_of_another_on_d(group: EngineGroup, 
     run([p, d], lambda: d.answers[patient].finish is not None)
     assert d.answers[patient].tokens == tokens_after(prompt(110), 60)
     assert d.answers[urgent].tokens == tokens_after(prompt(120, 1), 40)
-    assert d.loads[patient] == d.loads[urgent] == 1
+    assert d.all_loads[patient] == d.all_loads[urgent] == 1
     settle(p, d)
 
 
@@ -280,7 +280,7 @@ def test_drafts_on_both_sides(group: EngineGroup, monkeypatch: pytest.MonkeyPatc
         request_id = d.add(ids, p.answers[on_p].params, max_tokens=30)
         run([p, d], lambda request_id=request_id: d.answers[request_id].finish is not None)  # type: ignore[misc]
         assert d.origins[request_id].theirs == tokens - 1
-        assert d.answers[request_id].external == tokens
+        assert d.answers[request_id].external == tokens - d.step_loads[request_id]
         assert d.answers[request_id].tokens == tokens_after(ids, 30)
     assert p.drafts_kept and d.drafts_kept
     settle(p, d)
@@ -315,14 +315,14 @@ def test_a_conversation_between_ds_with_and_without_a_hand_over(group: EngineGro
     p, with_one, without = group.engine(0), group.engine(1), group.engine(1)
     said = prompt(40)
     for turn in range(6):
-        d, told = (with_one, prefill(p, said)) if turn % 2 == 0 else (without, None)
-        request_id = d.add(said, told, max_tokens=20)
+        d, params = (with_one, prefill(p, said)) if turn % 2 == 0 else (without, None)
+        request_id = d.add(said, params, max_tokens=20)
         run([p, d], lambda d=d, request_id=request_id: d.answers[request_id].finish is not None)  # type: ignore[misc]
         assert d.answers[request_id].tokens == tokens_after(said, 20)
-        assert d.loads[request_id] == (told is not None)
+        assert d.all_loads[request_id] == (params is not None)
         said = said + d.answers[request_id].tokens + prompt(13, turn)
     settle(p, with_one, without)
-    assert not without.loads
+    assert not without.all_loads
 
 
 # --- data parallelism -------------------------------------------------------------------------------------------
@@ -354,8 +354,8 @@ def replicas(group: EngineGroup, origin: int, tp: int) -> list[Engine]:
             engines = [group.engine(origin, dp_rank=rank, tp=tp, extra=extra) for rank in range(2)]
         except ConfigError:
             continue  # somebody else took one
-        told = [rank.port for engine in engines for rank in engine.connector._scheduler._us.ranks]
-        assert told == list(range(first, first + 2 * tp))
+        taken = [rank.port for engine in engines for rank in engine.connector._scheduler._us.ranks]
+        assert taken == list(range(first, first + 2 * tp))
         return engines
     raise AssertionError("no ports to be had")
 
@@ -369,8 +369,8 @@ def test_every_data_parallel_rank_is_an_engine_of_its_own(group: EngineGroup, p_
     params = {rank: prefill(p, ids[rank]) for rank, p in enumerate(on_p)}
     assert [params[rank]["remote_engine_id"].rpartition("_")[2] for rank in range(2)] == ["dp0", "dp1"]
     for rank, d in itertools.product(range(2), on_d):
-        told = params[rank] if d is on_d[rank] else prefill(on_p[rank], ids[rank])
-        request_id = d.add(ids[rank], told, max_tokens=4)
+        rank_params = params[rank] if d is on_d[rank] else prefill(on_p[rank], ids[rank])
+        request_id = d.add(ids[rank], rank_params, max_tokens=4)
         run(everyone, lambda d=d, request_id=request_id: d.answers[request_id].finish is not None)  # type: ignore[misc]
         assert d.origins[request_id].theirs == 99
         assert d.answers[request_id].tokens == tokens_after(ids[rank], 4)

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from vllm.config import ParallelConfig
 
+from kvferry.connector.protocol.step_plan import Load, PeerEngine
 from kvferry.connector.transfer import lease_keeper
-from kvferry.connector.transfer.consumer import FinishedLoad
+from kvferry.connector.transfer.load_reports import FinishedLoad
 from tests.vllm.engine_group import EngineGroup
 from tests.vllm.labelled import BLOCK, prompt
 from tests.vllm.stepped import PREFILL, Engine, eventually, let_time_pass, mover_of, prefill, renew_after, run, settle
@@ -268,7 +269,8 @@ def test_what_vllm_does_not_know_never_reaches_it(pair: Pair) -> None:
     p, d = pair
     request_id = hand_over(p, d, prompt(40))
     settle(p, d)
-    for told in (("unknown", True), (request_id, True), (request_id, False)):
-        mover_of(d)._finished.append(FinishedLoad(*told, "P"))
+    engine = PeerEngine("P", 1, 1, 30.0, ())
+    for name, ok in (("unknown", True), (request_id, True), (request_id, False)):
+        mover_of(d)._finished.append(FinishedLoad(Load(name, b"t" * 16, engine, (), ()), ok))
     mover_of(p)._freed.extend(["unknown", *p.leases])
     settle(p, d)

@@ -34,7 +34,7 @@ from kvferry.connector.geometry.token_sharding import TokenBlocks  # noqa: E402
 from kvferry.connector.geometry.view import view_of  # noqa: E402
 from kvferry.connector.transfer.caches import PageBox, RankCaches  # noqa: E402
 from kvferry.connector.transfer.copies import HostCopies  # noqa: E402
-from kvferry.connector.vllm import compat  # noqa: E402
+from kvferry.connector.vllm import from_vllm  # noqa: E402
 
 LAYERS, BLOCKS, UNTOUCHED = ("a", "b"), 7, 0xAB
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -72,7 +72,7 @@ class Side:
             model_config=SimpleNamespace(dtype=self.dtype),
             compilation_config=SimpleNamespace(static_forward_context={"a": attention}),
         )
-        places = compat.element_order(config, "a")
+        places = from_vllm.element_order(config, "a")
         assert places is not None
         return places
 
@@ -196,11 +196,11 @@ def test_another_backend_has_no_order_that_we_know() -> None:
     layer = SimpleNamespace(kv_cache=torch.zeros(1, 1, 32, 64), isa="vec", impl=object())
     for context in ({"a": layer}, {"a": SimpleNamespace()}, {}):
         config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=context))
-        assert compat.element_order(config, "a") is None
+        assert from_vllm.element_order(config, "a") is None
 
 
 @pytest.mark.parametrize(("layer", "packing"), [("DeepseekV32IndexerCache", "indexer"), ("MLAAttention", "")])
 def test_an_indexer_on_a_gpu_packs_its_blocks(layer: str, packing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
     spec = SimpleNamespace(block_size=64, head_size=132)
-    assert compat._packing(SimpleNamespace(), spec, [type(layer, (), {})()]) == packing
+    assert from_vllm._packing(SimpleNamespace(), spec, [type(layer, (), {})()]) == packing

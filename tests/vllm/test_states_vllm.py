@@ -28,8 +28,8 @@ from kvferry.connector.geometry.compatibility import compatible  # noqa: E402
 from kvferry.connector.geometry.engine_types import RankInfo  # noqa: E402
 from kvferry.connector.geometry.rank_geometry import RankGeometry  # noqa: E402
 from kvferry.connector.protocol.step_plan import KeepLease, LeaseGrant, Load, PeerEngine, StepPlan, pack_ids  # noqa: E402
-from kvferry.connector.vllm import compat  # noqa: E402
-from kvferry.connector.vllm.compat import layer_groups  # noqa: E402
+from kvferry.connector.vllm import from_vllm  # noqa: E402
+from kvferry.connector.vllm.from_vllm import layer_groups  # noqa: E402
 from kvferry.transport.errors import IncompatiblePeerError  # noqa: E402
 from tests.vllm.sharded_states import FAMILIES, Family, states, write  # noqa: E402
 
@@ -63,7 +63,9 @@ def conv_order(name: str | None, monkeypatch: pytest.MonkeyPatch) -> Iterator[st
 class Rank:
     """One rank of a hybrid: two layers of states under one block table, one with KV heads under another."""
 
-    def __init__(self, family: Family, rank: int, tp: int, name: str, plane: str = "tcp", told: bool = True) -> None:
+    def __init__(
+        self, family: Family, rank: int, tp: int, name: str, plane: str = "tcp", groups_known: bool = True
+    ) -> None:
         self.family, self.rank, self.tp = family, rank, tp
         spec = family.spec(tp)
         full = kvi.FullAttentionSpec(BLOCK, num_kv_heads=max(1, HEADS // tp), head_size=4, dtype=torch.float32)
@@ -74,7 +76,7 @@ class Rank:
         self.caches = self._views(self.memory, page)
         self.caches[ATTENTION] = torch.full((BLOCKS, max(1, HEADS // tp), BLOCK, 8), -1.0)
         self.page = page
-        self.groups = layer_groups(engine_of(tp, family.groups if told else None), config)
+        self.groups = layer_groups(engine_of(tp, family.groups if groups_known else None), config)
         info = RankInfo(name, tp_rank=rank, tp_size=tp, pp_rank=0, pp_size=1, model={"architectures": "Hybrid"})
         settings = Settings(plane=plane, slot_bytes=64 << 10, staging_bytes=16 << 20)
         self.worker = WorkerHalf(settings, info, self.groups)
@@ -235,7 +237,7 @@ def test_states_in_another_order_are_refused_by_name(
         says = "ours is SD of 3 inputs cpu, .* DS of 3 inputs cpu$"
     else:
         monkeypatch.setattr(
-            compat, "current_platform", SimpleNamespace(is_cpu=lambda: False, is_fp8_fnuz=lambda: False)
+            from_vllm, "current_platform", SimpleNamespace(is_cpu=lambda: False, is_fp8_fnuz=lambda: False)
         )
         says = "ours is SD of 3 inputs cpu, .* SD of 3 inputs$"
     p = engines(family, 1, "p")
@@ -252,11 +254,11 @@ UNKNOWN = [(replace(FAMILIES["mamba2"], ring=True), True), (FAMILIES["mamba2"], 
 """A family, and whether the model's configuration tells how many groups it has."""
 
 
-@pytest.mark.parametrize(("family", "told"), UNKNOWN, ids=["replay ring", "number of groups"])
+@pytest.mark.parametrize(("family", "groups_known"), UNKNOWN, ids=["replay ring", "number of groups"])
 def test_states_that_are_shared_in_unknown_ways_pass_between_equal_sizes(
-    engines: Any, default_order: str, family: Family, told: bool
+    engines: Any, default_order: str, family: Family, groups_known: bool
 ) -> None:
-    p, d = engines(family, 4, "p", told=told), engines(family, 4, "d", told=told)
+    p, d = engines(family, 4, "p", groups_known=groups_known), engines(family, 4, "d", groups_known=groups_known)
     assert {group.part for group in geometry(d[0]).regions} == {""}
     for rank in p:
         content = torch.randint(-128, 128, rank.caches[LAYERS[0]][3].shape, dtype=torch.int8)
@@ -270,10 +272,13 @@ def test_states_that_are_shared_in_unknown_ways_pass_between_equal_sizes(
 
 
 @pytest.mark.parametrize(("p_tp", "d_tp"), [(4, 2), (2, 4), (1, 4)])
-@pytest.mark.parametrize(("family", "told"), UNKNOWN, ids=["replay ring", "number of groups"])
+@pytest.mark.parametrize(("family", "groups_known"), UNKNOWN, ids=["replay ring", "number of groups"])
 def test_states_that_are_shared_in_unknown_ways_are_refused_between_others(
-    engines: Any, default_order: str, family: Family, told: bool, p_tp: int, d_tp: int
+    engines: Any, default_order: str, family: Family, groups_known: bool, p_tp: int, d_tp: int
 ) -> None:
-    (p, *_), (d, *_) = engines(family, p_tp, "p", told=told), engines(family, d_tp, "d", told=told)
+    (p, *_), (d, *_) = (
+        engines(family, p_tp, "p", groups_known=groups_known),
+        engines(family, d_tp, "d", groups_known=groups_known),
+    )
     with pytest.raises(IncompatiblePeerError, match=r"(total_heads|packing) of layer 'model\.layers\.0\.mixer'"):
         compatible(geometry(d), geometry(p))

@@ -22,14 +22,14 @@ from functools import partial
 from typing import Annotated, ClassVar
 
 import msgspec
-import zmq
 from msgspec import Meta
 
 from kvferry.transport.channels import ExpectingChannel, Received, RecvChannel, SendChannel, Slot
 from kvferry.transport.errors import PlaneUnavailableError, ProtocolError, TransportError
-from kvferry.transport.plane import Plane, PlaneContext, decode_payload
+from kvferry.transport.plane import PlaneContext, decode_payload
 from kvferry.transport.planes.shm_arena import Arena
-from kvferry.transport.sockets import CHANNEL_BYTES, MAX_UNAUTHENTICATED, SECRET_BYTES, PendingConnections, Sockets
+from kvferry.transport.socket_plane import SocketAttach, SocketPlane
+from kvferry.transport.sockets import MAX_UNAUTHENTICATED, SECRET_BYTES
 
 BEST_SLOT_BYTES = 4 << 20
 """Large enough for the fixed cost of a chunk not to count: a whole hand-over of 128 MiB takes 47 / 40 / 31 / 31 ms of
@@ -49,11 +49,6 @@ class _Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: Annotated[bytes, Meta(min_length=2, max_length=107)]
     secret: Annotated[bytes, Meta(min_length=SECRET_BYTES, max_length=SECRET_BYTES)]
     uid: Annotated[int, Meta(ge=0, lt=1 << 32)]
-
-
-class _Attach(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    channel: Annotated[bytes, Meta(min_length=CHANNEL_BYTES, max_length=CHANNEL_BYTES)]
-    slot_bytes: Annotated[int, Meta(ge=4096, le=1 << 40)]
 
 
 class _Bell:
@@ -127,7 +122,7 @@ class ShmSendChannel(SendChannel):
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            self._plane._drop(self, self._bell.sock)
+            self._plane.drop(self, self._bell.sock)
             self._slots.clear()
             self._unmap_if_done()
 
@@ -172,7 +167,7 @@ class ShmRecvChannel(ExpectingChannel):
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            self._plane._drop(self, self._sock)
+            self._plane.drop(self, self._sock)
             self.release_arrived()
             self._unmap_if_done()
 
@@ -205,7 +200,7 @@ class ShmRecvChannel(ExpectingChannel):
                 os.close(fd)
             raise ProtocolError(f"shm: {len(data)} bytes and {len(fds)} descriptors, expected the producer's memory")
         slot_bytes, num_slots = _GEOMETRY.unpack(data)
-        if slot_bytes > self._plane._slot_bytes or not 0 < num_slots <= MAX_SLOTS:
+        if slot_bytes > self._plane.slot_bytes or not 0 < num_slots <= MAX_SLOTS:
             os.close(fds[0])
             raise ProtocolError(f"shm: the producer made {num_slots} slots of {slot_bytes} bytes, which is too large")
         self._arena = Arena.attach(fds[0], slot_bytes, num_slots, self._plane._device)
@@ -243,20 +238,16 @@ class ShmRecvChannel(ExpectingChannel):
             self._arena.close()
 
 
-class ShmPlane(Plane):
+class ShmPlane(SocketPlane):
     """Shared memory of this host; ``slot_bytes`` above ``BEST_SLOT_BYTES`` is lowered to it."""
 
     name: ClassVar[str] = "shm"
 
     def __init__(self, context: PlaneContext) -> None:
-        self._slot_bytes = min(context.slot_bytes, BEST_SLOT_BYTES)
+        super().__init__(min(context.slot_bytes, BEST_SLOT_BYTES))
         self._limit_bytes = self._left_bytes = context.staging_bytes
         self._device = context.memory.device
-        self.sockets = Sockets()
-        self._lobby: PendingConnections | None = None
         self._offer: _Offer | None = None
-        self._channels: set[ShmSendChannel | ShmRecvChannel] = set()
-        self._closed = False
 
     @property
     def staging_bytes(self) -> int:
@@ -268,43 +259,35 @@ class ShmPlane(Plane):
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
             listener.bind(name)
             listener.listen(MAX_UNAUTHENTICATED)
-            self._offer = _Offer(name, secrets.token_bytes(SECRET_BYTES), os.getuid())
-            self._lobby = PendingConnections(self.sockets, listener, self._offer.secret, welcome=self._same_user)
+            self._offer = _Offer(name, self.listen(listener, welcome=_same_user), os.getuid())
         return msgspec.msgpack.encode(self._offer)
 
     def connect(self, offer: bytes, host: str) -> tuple[RecvChannel, bytes]:
         theirs = decode_payload(offer, _Offer, "shm offer")
         if theirs.uid != os.getuid():
             raise PlaneUnavailableError(f"shm: the producer runs as uid {theirs.uid}, we run as {os.getuid()}")
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
-        channel_id = secrets.token_bytes(CHANNEL_BYTES)
         try:
-            sock.connect(theirs.name)
-            sock.send(theirs.secret + channel_id, socket.MSG_NOSIGNAL)
+            sock, attach = self.connect_unix(socket.SOCK_SEQPACKET, theirs.name, theirs.secret)
         except OSError as error:
-            sock.close()
             reason = "it is on another host or in another network namespace, or gone"
             if isinstance(error, BlockingIOError):
                 reason = "too many consumers are connecting to it right now"
             raise PlaneUnavailableError(f"shm: the producer cannot be reached ({error.strerror}): {reason}") from None
         channel = ShmRecvChannel(self, sock)
-        self._channels.add(channel)
+        self.channels[channel] = None
         self.sockets.watch(sock, channel.on_readable)
-        return channel, msgspec.msgpack.encode(_Attach(channel_id, self._slot_bytes))
+        return channel, msgspec.msgpack.encode(attach)
 
     def accept(self, payload: bytes) -> tuple[SendChannel, bytes]:
-        attach = decode_payload(payload, _Attach, "shm attach")
-        self.progress()  # D sent its hello before this payload, so the hello is here
-        sock = None if self._lobby is None else self._lobby.take(attach.channel)
-        if sock is None:
-            raise TransportError("shm: the consumer of this channel never connected, or was refused")
-        slot_bytes = min(self._slot_bytes, attach.slot_bytes)
+        attach = decode_payload(payload, SocketAttach, "shm attach")
+        sock = self.take_connection(attach.channel)
+        slot_bytes = min(self.slot_bytes, attach.slot_bytes)
         num_slots = min(MAX_SLOTS, max(2, self._left_bytes // (2 * slot_bytes)))
         nbytes = slot_bytes * num_slots
         if nbytes > self._left_bytes:
             self.sockets.drop(sock)
             raise TransportError(
-                f"shm: staging memory is used up by {len(self._channels)} channels; raise staging_bytes"
+                f"shm: staging memory is used up by {len(self.channels)} channels; raise staging_bytes"
             )
         try:
             arena, fd = Arena.create(slot_bytes, num_slots, self._device)
@@ -321,46 +304,14 @@ class ShmPlane(Plane):
             os.close(fd)
         self._left_bytes -= nbytes
         channel = ShmSendChannel(self, sock, arena)
-        self._channels.add(channel)
+        self.channels[channel] = None
         self.sockets.watch(sock, channel.on_readable)
         return channel, b""
 
-    def pollables(self) -> list[tuple[int | zmq.Socket[bytes], int]]:
-        return [] if self._closed else [(self.sockets.fd, zmq.POLLIN)]
 
-    @property
-    def active(self) -> bool:
-        return bool(self._channels)
-
-    def progress(self) -> bool:
-        if self._closed:
-            return False
-        moved = self.sockets.progress()
-        if self._lobby is not None:
-            self._lobby.expire()
-        return moved
-
-    def arm(self) -> bool:
-        return True  # the epoll descriptor is level-triggered
-
-    def close(self) -> None:
-        if self._closed:
-            return
-        for channel in list(self._channels):
-            channel.close()
-        if self._lobby is not None:
-            self._lobby.close()
-        self.sockets.close()
-        self._closed = True
-
-    def _same_user(self, sock: socket.socket) -> bool:
-        _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        return bool(uid == os.getuid())
-
-    def _drop(self, channel: ShmSendChannel | ShmRecvChannel, sock: socket.socket) -> None:
-        """Forget a closed channel, and close its socket."""
-        self.sockets.drop(sock)
-        self._channels.discard(channel)
+def _same_user(sock: socket.socket) -> bool:
+    _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return bool(uid == os.getuid())
 
 
 def _recv_fd(sock: socket.socket) -> tuple[bytes, list[int], int]:

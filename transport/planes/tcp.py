@@ -11,7 +11,6 @@ and has no other authentication.
 
 from __future__ import annotations
 
-import secrets
 import socket
 import time
 from collections.abc import Iterator
@@ -20,15 +19,15 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 import numpy as np
 import numpy.typing as npt
-import zmq
 from msgspec import Meta
 
-from kvferry.transport.channels import Pieces, RecvChannel, SendChannel
+from kvferry.transport.channels import Channel, Pieces, RecvChannel, SendChannel
 from kvferry.transport.errors import PlaneUnavailableError, ProtocolError, TransportError
-from kvferry.transport.plane import Plane, PlaneContext, decode_payload
+from kvferry.transport.plane import PlaneContext, decode_payload
 from kvferry.transport.planes.tcp_channels import TcpRecvChannel, TcpSendChannel
 from kvferry.transport.planes.vectors import repeated
-from kvferry.transport.sockets import CHANNEL_BYTES, MAX_UNAUTHENTICATED, SECRET_BYTES, PendingConnections, Sockets
+from kvferry.transport.socket_plane import SocketAttach, SocketPlane
+from kvferry.transport.sockets import MAX_UNAUTHENTICATED, SECRET_BYTES
 from kvferry.transport.staging import SlotPool
 
 _SCRATCH_BYTES = 256 << 10
@@ -41,13 +40,8 @@ class _Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     secret: Annotated[bytes, Meta(min_length=SECRET_BYTES, max_length=SECRET_BYTES)]
 
 
-class _Attach(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    channel: Annotated[bytes, Meta(min_length=CHANNEL_BYTES, max_length=CHANNEL_BYTES)]
-    slot_bytes: Annotated[int, Meta(ge=4096, le=1 << 40)]
-
-
-class TcpPlane(Plane):
-    """One listening socket for all consumers, one connection per channel. For caches of a GPU, whose pages no socket
+class TcpPlane(SocketPlane):
+    """One TCP connection per channel. For caches of a GPU, whose pages no socket
     reads, every message goes through page-locked slots. In host memory only messages of short pieces need slots."""
 
     name: ClassVar[str] = "tcp"
@@ -55,19 +49,15 @@ class TcpPlane(Plane):
     def __init__(self, context: PlaneContext) -> None:
         gpu = context.memory.device.type == "cuda"
         slot_bytes, staging_bytes = context.slot_bytes, context.staging_bytes
-        self.slot_bytes = slot_bytes
+        super().__init__(slot_bytes)
         self.window = _GPU_WINDOW if gpu else 1
-        self.sockets = Sockets()
         self.send_pool = SlotPool(slot_bytes, staging_bytes, page_locked=gpu)
         self.recv_pool = SlotPool(slot_bytes, staging_bytes, page_locked=gpu)
-        self.channels: dict[TcpSendChannel | TcpRecvChannel, None] = {}
         self.zeros: npt.NDArray[np.uint8] = np.zeros(_SCRATCH_BYTES, dtype=np.uint8)
         self._waste: npt.NDArray[np.uint8] = np.empty(_SCRATCH_BYTES, dtype=np.uint8)
         self._host = context.host
-        self._lobby: PendingConnections | None = None
         self._offer: _Offer | None = None
         self._awaited: dict[bytes, TcpSendChannel] = {}
-        self._closed = False
 
     @property
     def staging_bytes(self) -> int:
@@ -87,8 +77,7 @@ class TcpPlane(Plane):
                 listener.close()
                 raise PlaneUnavailableError(f"tcp: cannot listen on {self._host}: {error.strerror}") from None
             port = listener.getsockname()[1]
-            self._offer = _Offer(port, secrets.token_bytes(SECRET_BYTES))
-            self._lobby = PendingConnections(self.sockets, listener, self._offer.secret, arrived=self._came)
+            self._offer = _Offer(port, self.listen(listener, arrived=self._came))
         return msgspec.msgpack.encode(self._offer)
 
     def connect(self, offer: bytes, host: str) -> tuple[RecvChannel, bytes]:
@@ -102,14 +91,14 @@ class TcpPlane(Plane):
         except OSError as error:
             sock.close()
             raise PlaneUnavailableError(f"tcp: {host} cannot be reached: {error.strerror}") from None
-        channel_id = secrets.token_bytes(CHANNEL_BYTES)
-        channel = TcpRecvChannel(self, sock, theirs.secret + channel_id)
+        attach = self.new_attach()
+        channel = TcpRecvChannel(self, sock, theirs.secret + attach.channel)
         self.channels[channel] = None
-        return channel, msgspec.msgpack.encode(_Attach(channel_id, self.slot_bytes))
+        return channel, msgspec.msgpack.encode(attach)
 
     def accept(self, payload: bytes) -> tuple[SendChannel, bytes]:
-        attach = decode_payload(payload, _Attach, "tcp attach")
-        if self._lobby is None:
+        attach = decode_payload(payload, SocketAttach, "tcp attach")
+        if self.pending is None:
             raise TransportError("tcp: a consumer answers an offer that was never made")
         if attach.channel in self._awaited or any(channel.id == attach.channel for channel in self._senders()):
             raise ProtocolError("tcp attach: this channel exists already")
@@ -119,19 +108,10 @@ class TcpPlane(Plane):
         self._came(attach.channel)  # D's connection may be here before its Attach, or after
         return channel, b""
 
-    def pollables(self) -> list[tuple[int | zmq.Socket[bytes], int]]:
-        return [] if self._closed else [(self.sockets.fd, zmq.POLLIN)]
-
-    @property
-    def active(self) -> bool:
-        return bool(self.channels)
-
     def progress(self) -> bool:
         if self._closed:
             return False
-        moved = self.sockets.progress()
-        if self._lobby is not None:
-            self._lobby.expire()
+        moved = super().progress()
         now = time.monotonic()
         for late in self._awaited.values():
             if late.error is None and now > late.deadline:
@@ -145,19 +125,8 @@ class TcpPlane(Plane):
     def arm(self) -> bool:
         return not any(isinstance(c, TcpRecvChannel) and c.starved and self.recv_pool.free for c in self.channels)
 
-    def close(self) -> None:
-        if self._closed:
-            return
-        for channel in list(self.channels):
-            channel.close()
-        if self._lobby is not None:
-            self._lobby.close()
-        self.sockets.close()
-        self._closed = True
-
-    def drop(self, channel: TcpSendChannel | TcpRecvChannel) -> None:
-        """Forget a closed channel."""
-        self.channels.pop(channel, None)
+    def drop(self, channel: Channel, sock: socket.socket | None) -> None:
+        super().drop(channel, sock)
         if isinstance(channel, TcpSendChannel):
             self._awaited.pop(channel.id, None)
 
@@ -170,9 +139,9 @@ class TcpPlane(Plane):
 
     def _came(self, channel_id: bytes) -> None:
         """Join a channel and its connection once both are here."""
-        assert self._lobby is not None
+        assert self.pending is not None
         channel = self._awaited.get(channel_id)
-        sock = self._lobby.take(channel_id) if channel is not None else None
+        sock = self.pending.take(channel_id) if channel is not None else None
         if channel is not None and sock is not None:
             del self._awaited[channel_id]
             channel.connected(sock)

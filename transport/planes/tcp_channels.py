@@ -102,9 +102,7 @@ class TcpSendChannel(SendChannel):
         if not self._closed:
             self._closed = True
             self._forget_messages()
-            if self.sock is not None:
-                self._plane.sockets.drop(self.sock)
-            self._plane.drop(self)
+            self._plane.drop(self, self.sock)
 
     def _give_up(self) -> None:
         self._forget_messages()
@@ -208,10 +206,9 @@ class TcpRecvChannel(ExpectingChannel):
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            self._plane.sockets.drop(self._sock)
+            self._plane.drop(self, self._sock)
             self.release_arrived()
             self._drop_arriving()
-            self._plane.drop(self)
 
     def _give_up(self) -> None:
         self._plane.sockets.mute(self._sock)

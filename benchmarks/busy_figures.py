@@ -1,0 +1,188 @@
+"""Rows, ratios and figures of ``gpu_busy.py`` from what its turns measured, and from results of several runs."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from busy_turns import BusyPair, Cell, Marks, Sample
+
+OURS, THEIRS = "KVFerryConnector", "NixlConnector"
+BUSY = 32
+"""Decoding sequences of the busy D that figures are of."""
+SIZES = {"2k": 2001, "8k": 8001, "32k": 32001}
+STAGES = (
+    "arrived",
+    "planned",
+    "allocated",
+    "posted",
+    "bound",
+    "launched",
+    "begun",
+    "gpu_begun",
+    "gpu_ended",
+    "ended",
+    "reported",
+    "scheduled",
+    "token",
+)
+TARGETS = {
+    "busy_vs_nixl_2k": 0.1, "busy_vs_nixl_8k": 0.1, "busy_handover_ms_2k": 0.5, "busy_handover_ms_8k": 1.5,
+    "idle_handover_ms_8k": 3.5, "gap_p99_ratio": 1.15,
+}  # fmt: skip
+"""The most that each may be."""
+Row = dict[str, Any]
+
+
+def percentile(values: Sequence[float], percent: int) -> float | None:
+    """None of less than two values."""
+    if len(values) < 2:
+        return None
+    return round(statistics.quantiles(values, n=100, method="inclusive")[percent - 1], 3)
+
+
+def copy_ms(marks: Marks) -> float | None:
+    """From the first copy's begin to the last one's end: on the GPU where that is known, else for the host."""
+    begin, end = marks["on_gpu"] if "on_gpu" in marks else (marks.get("begun"), marks.get("ended"))
+    return None if begin is None or end is None else (end - begin) * 1e3
+
+
+def rows_of(pair: BusyPair) -> list[Row]:
+    """One row for each cell and prompt length."""
+    cells = dict.fromkeys((sample.cell, sample.tokens) for sample in pair.measured)
+    return [
+        row_of(pair.connector, [s for s in pair.measured if (s.cell, s.tokens) == key], pair.quiet.get(key[0], []))
+        for key in cells
+    ]
+
+
+def row_of(connector: str, samples: list[Sample], quiet: list[float]) -> Row:
+    def p50(value: Callable[[Sample], float | None]) -> float | None:
+        found = [number for sample in samples if (number := value(sample)) is not None]
+        return round(statistics.median(found), 3) if found else None
+
+    handovers = [sample.handover for sample in samples]
+    ways = [sample.loaded["way"] for sample in samples]
+    gaps, local = ([gap for s in samples for gap in getattr(s, name)] for name in ("gaps", "local_gaps"))
+    tables = [s.loaded["in_sequence"] for s in samples if "in_sequence" in s.loaded]
+    return {
+        "connector": connector, "order": samples[0].cell.order, "sequences": samples[0].cell.sequences,
+        "tokens": samples[0].tokens, "samples": len(samples),
+        "handover_ms": p50(lambda s: s.handover),
+        "handover_p25_ms": percentile(handovers, 25), "handover_p75_ms": percentile(handovers, 75),
+        "from_plan_ms": p50(lambda s: s.from_plan),
+        "ttft_ms": p50(lambda s: s.ttft("loaded")), "local_ttft_ms": p50(lambda s: s.ttft("local")),
+        "copy_ms": p50(lambda s: copy_ms(s.loaded)), "logged_ms": p50(lambda s: s.loaded.get("logged_ms")),
+        "ways": {way: ways.count(way) for way in sorted(set(ways))},
+        "planes": sorted({s.loaded["plane"] for s in samples if "plane" in s.loaded}),
+        "in_sequence": round(statistics.median(tables), 3) if tables else None,
+        "gap_p50_ms": percentile(gaps, 50), "gap_p99_ms": percentile(gaps, 99), "gap_max_ms": most(gaps),
+        "local_gap_p99_ms": percentile(local, 99), "local_gap_max_ms": most(local),
+        "quiet_p50_ms": percentile(quiet, 50), "quiet_p99_ms": percentile(quiet, 99), "quiet_max_ms": most(quiet),
+        "gaps": len(gaps), "quiet_gaps": len(quiet),
+        "all_handover_ms": [round(value, 2) for value in handovers],
+    }  # fmt: skip
+
+
+def most(values: Sequence[float]) -> float | None:
+    return round(max(values), 3) if values else None
+
+
+def timelines_of(pair: BusyPair) -> list[Row]:
+    """For each cell, prompt length and way the hand-over nearest to the median: milliseconds since it arrived."""
+    keys = dict.fromkeys((sample.cell, sample.tokens, sample.loaded["way"]) for sample in pair.measured)
+    return [timeline(pair.connector, *key, pair.measured) for key in keys]
+
+
+def timeline(connector: str, cell: Cell, tokens: int, way: str, measured: Iterable[Sample]) -> Row:
+    samples = [s for s in measured if (s.cell, s.tokens, s.loaded["way"]) == (cell, tokens, way)]
+    middle = statistics.median(sample.handover for sample in samples)
+    chosen = min(samples, key=lambda sample: abs(sample.handover - middle))
+    marks = dict(chosen.loaded)
+    if "on_gpu" in marks:
+        marks["gpu_begun"], marks["gpu_ended"] = marks["on_gpu"]
+    began = marks["arrived"]
+    return {
+        "connector": connector, "order": cell.order, "sequences": cell.sequences, "tokens": tokens, "way": way,
+        "handover_ms": round(chosen.handover, 3), "local_ttft_ms": round(chosen.ttft("local"), 3),
+        "marks": {name: round((marks[name] - began) * 1e3, 3) for name in STAGES if name in marks},
+        "steps": [round((at - began) * 1e3, 3) for at in chosen.steps],
+    }  # fmt: skip
+
+
+def summed_up(rows: list[Row]) -> tuple[dict[str, float], dict[str, float]]:
+    """Ratios and figures; those of which a cell was not measured are left out."""
+    found = {(r["connector"], r["order"], r["sequences"], r["tokens"]): r for r in rows}
+    ratios: dict[str, float] = {}
+    figures: dict[str, float] = {}
+    for name, tokens in SIZES.items():
+        ours, theirs = (found.get((connector, "fresh", BUSY, tokens)) for connector in (OURS, THEIRS))
+        if ours and theirs:
+            for key, what in (("busy", "handover_ms"), ("busy_from_plan", "from_plan_ms")):
+                if theirs[what] > 0:
+                    ratios[f"{key}_vs_nixl_{name}"] = round(ours[what] / theirs[what], 4)
+        if ours:
+            figures |= {f"busy_handover_ms_{name}": ours["handover_ms"]}
+            figures |= {f"busy_from_plan_ms_{name}": ours["from_plan_ms"]}
+            figures |= {f"copy_ms_{name}": ours["copy_ms"]} if ours["copy_ms"] is not None else {}
+            figures |= gap_figures(ours, "" if name == "8k" else f"_{name}")
+        if idle := found.get((OURS, "fresh", 0, tokens)):
+            figures[f"idle_handover_ms_{name}"] = idle["handover_ms"]
+    return ratios, figures
+
+
+def gap_figures(row: Row, ending: str) -> dict[str, float]:
+    """The gaps of the others during hand-overs against quiet ones; without an ending those at 8001 tokens."""
+    if row["quiet_p99_ms"] is None or row["gap_p99_ms"] is None:
+        return {}
+    return {
+        f"gap_p99_ratio{ending}": round(row["gap_p99_ms"] / row["quiet_p99_ms"], 3),
+        f"gap_max_ratio{ending}": round(row["gap_max_ms"] / row["quiet_max_ms"], 3),
+        f"gap_max_minus_quiet_p99_ms{ending}": round(row["gap_max_ms"] - row["quiet_p99_ms"], 3),
+    }
+
+
+def merged(paths: Iterable[Path]) -> Row:
+    """One result of several runs' files; of a cell that more than one has, the last counts."""
+    results = [json.loads(path.read_text()) for path in paths]
+    rows: dict[Any, Row] = {}
+    lines: dict[Any, Row] = {}
+    for result in results:
+        rows |= {(r["connector"], r["order"], r["sequences"], r["tokens"]): r for r in result["rows"]}
+        lines |= {(r["connector"], r["order"], r["sequences"], r["tokens"], r["way"]): r for r in result["timelines"]}
+    hows = [{name: value for name, value in r.items() if name not in ("rows", "timelines")} for r in results]
+    return result_of(list(rows.values()), list(lines.values())) | {"runs": hows}
+
+
+def result_of(rows: list[Row], timelines: list[Row]) -> Row:
+    ratios, figures = summed_up(rows)
+    return {"ratios": ratios, "figures": figures, "rows": rows, "timelines": timelines}
+
+
+def show(result: Row) -> None:
+    """Print the table, then ratios and figures with their targets."""
+    heads = ("hand-over", "p25", "p75", "from plan", "TTFT", "local hit", "copy", "gap p99", "max", "quiet p99", "max")
+    names = (
+        "handover_ms", "handover_p25_ms", "handover_p75_ms", "from_plan_ms", "ttft_ms", "local_ttft_ms", "copy_ms",
+        "gap_p99_ms", "gap_max_ms", "quiet_p99_ms", "quiet_max_ms",
+    )  # fmt: skip
+    print(
+        f"\n{'order':10}{'seqs':>5}{'tokens':>7}  {'ms, medians of':22}" + "".join(f"{h:>10}" for h in heads) + "  way"
+    )
+    for row in sorted(result["rows"], key=lambda r: (r["order"], r["sequences"], r["tokens"], r["connector"])):
+        cells = "".join(f"{'' if row[name] is None else format(row[name], '.2f'):>10}" for name in names)
+        who = f"{row['samples']} {row['connector']}"
+        print(f"{row['order']:10}{row['sequences']:5}{row['tokens']:7}  {who:22}{cells}  {ways_of(row)}")
+    print()
+    for kind in ("ratios", "figures"):
+        for name, value in result[kind].items():
+            limit = TARGETS.get(name)
+            verdict = "" if limit is None else f"<= {limit:g}  {'reached' if value <= limit else 'NOT REACHED'}"
+            print(f"{name:38}{value:10.3f}   {verdict}".rstrip())
+
+
+def ways_of(row: Row) -> str:
+    return ", ".join(f"{way} {count}" for way, count in row["ways"].items())

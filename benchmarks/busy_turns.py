@@ -1,0 +1,268 @@
+"""One turn of ``gpu_busy.py``: a decoder under a steady load, quiet, then with hand-overs and local hits in pairs."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import socket
+import time
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from engine_pair import Pair, body, prefill_leg
+
+from tests.support.pd_client import METRICS
+from tests.support.server import EngineError, Server, metric_sum
+
+BACKGROUND_TOKENS = 64
+"""Of a background sequence's prompt."""
+SETTLE_SECONDS = 0.3
+"""Before anything is measured: the first steps of a batch are none of many."""
+STEADY = 0.98
+"""Of the steps must have a token for each background sequence; none may end, wait or be preempted meanwhile."""
+DONE = re.compile(r"hand-over of \S*?(fg-\d+)\S* done: \d+ tokens, \d+ bytes in ([\d.]+) ms over (\S+) from")
+AROUND_SECONDS = 0.02
+"""Before and after a hand-over, for which the steps of D stay known."""
+Marks = dict[str, Any]
+Steps = list[tuple[float, int]]
+"""When D told of tokens of the background, and of how many sequences."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What a turn varies but the connector: order of D's free blocks, decoding sequences."""
+
+    order: str
+    sequences: int
+
+
+@dataclass(frozen=True)
+class Pace:
+    """``pairs``: hand-overs of each length in a turn, each with a local hit behind it. ``period``: seconds from one
+    request to the next."""
+
+    pairs: int
+    period: float
+
+
+@dataclass
+class Sample:
+    """One hand-over and the local hit of the same prompt behind it. ``gaps``: milliseconds between the tokens of the
+    background, from the hand-over's arrival on, for a period; ``local_gaps``: of the local hit, likewise. ``steps``:
+    when D told of the background's tokens, around the hand-over."""
+
+    cell: Cell
+    tokens: int
+    loaded: Marks
+    local: Marks
+    gaps: list[float]
+    local_gaps: list[float]
+    steps: list[float]
+
+    @property
+    def handover(self) -> float:
+        """Milliseconds of the time to first token that the hand-over costs."""
+        return self.ttft("loaded") - self.ttft("local")
+
+    @property
+    def from_plan(self) -> float:
+        """As ``handover``, without the wait for the engine to look at its queue: that wait is the same in both, and
+        differs from request to request by as much as a step takes."""
+        return self.ttft("loaded", "planned") - self.ttft("local", "planned")
+
+    def ttft(self, which: str, since: str = "arrived") -> float:
+        marks: Marks = getattr(self, which)
+        return float(marks["token"] - marks[since]) * 1e3
+
+
+@dataclass
+class BusyPair(Pair):
+    """Engines of one connector; ``notes`` is what D's scheduler writes. ``prompts``: by length, held by P.
+    ``longest``: tokens of a sequence."""
+
+    notes: Path = Path()
+    prompts: dict[int, list[list[int]]] = field(default_factory=dict)
+    measured: list[Sample] = field(default_factory=list)
+    quiet: dict[Cell, list[float]] = field(default_factory=dict)
+    followed: int = 0
+    read: int = 0
+    longest: int = 4096
+    failed_before: list[float] = field(default_factory=list)
+
+    def words(self, tokens: int) -> list[int]:
+        return [self.rng.randrange(2, self.vocabulary) for _ in range(tokens)]
+
+    def prefill_all(self, lengths: list[int], count: int) -> None:
+        """Make the prompts and have P compute them. P finds them in its prefix cache from then on."""
+        for tokens in lengths:
+            self.prompts[tokens] = [self.words(tokens) for _ in range(count)]
+            for prompt in self.prompts[tokens]:
+                self.prefill.post("/v1/completions", body(prompt))
+
+    def connect(self, pace: Pace) -> None:
+        """Hand prompts over until one comes: the first pays for the handshake, which may fail on a busy machine.
+
+        Raises:
+            EngineError: none of them came.
+        """
+        tokens, prompts = next(iter(self.prompts.items()))
+        for last in [False] * 4 + [True]:
+            self.collect("fresh")
+            names = self.ask(prompts[0], pace)
+            marks, _ = self.collect("fresh")
+            try:
+                self.check(tokens, (marks.get(names[0], {}), marks.get(names[1], {})))
+                break
+            except EngineError:
+                if last:
+                    raise
+        self.failed_before = self.failures()
+
+    def failures(self) -> list[float]:
+        return [metric_sum(engine.metrics(), METRICS[self.connector].failed) or 0.0 for engine in self.engines]
+
+    def check_failed(self) -> None:
+        """No hand-over may have failed since ``connect``."""
+        failed = self.failures()
+        if failed != self.failed_before:
+            raise EngineError(f"{self.connector}: failed hand-overs of P, D: {failed}, before {self.failed_before}")
+
+    def turn(self, cell: Cell, pace: Pace, *, keep: bool = True) -> None:
+        """Measure every length on an empty prefix cache; with ``keep`` the samples count.
+
+        Raises:
+            EngineError: a prompt was computed that should have been loaded or found, or the load was not steady.
+        """
+        self.collect(cell.order)
+        prompts = [self.words(BACKGROUND_TOKENS) for _ in range(cell.sequences)]
+        background = Background(self.decode, prompts, self.longest)
+        begin = end = time.monotonic()
+        asked = []
+        try:
+            if cell.sequences:
+                background.start()
+                begin = time.monotonic()
+                time.sleep(pace.pairs * pace.period)
+                end = time.monotonic()
+            for number in range(pace.pairs):
+                asked += [(tokens, self.ask(self.prompts[tokens][number], pace)) for tokens in self.prompts]
+        finally:
+            background.stop()
+        marks, steps = self.collect(cell.order)
+        samples = []
+        for tokens, names in asked:
+            self.check(tokens, both := (marks.get(names[0], {}), marks.get(names[1], {})))
+            samples.append(sample_of(cell, tokens, both, steps, pace.period))
+        counts = [count for at, count in steps if begin <= at <= samples[-1].local["token"]]
+        if cell.sequences and counts.count(cell.sequences) < STEADY * len(counts):
+            raise EngineError(f"{self.connector}: in a step {set(counts)} of {cell.sequences} sequences got a token")
+        if keep:
+            self.measured += samples
+            self.quiet.setdefault(cell, []).extend(gaps_between(steps, begin, end))
+
+    def ask(self, prompt: list[int], pace: Pace) -> tuple[str, str]:
+        """Hand one prompt over, and ask D for it again; the names of both requests."""
+        params = prefill_leg(self.prefill, body(prompt))
+        return self._ask(body(prompt) | {"kv_transfer_params": params}, pace), self._ask(body(prompt), pace)
+
+    def _ask(self, request: dict[str, Any], pace: Pace) -> str:
+        self.followed += 1
+        name, began = f"fg-{self.followed}", time.monotonic()
+        self.decode.post("/v1/completions", request, headers={"X-Request-Id": name})
+        time.sleep(max(0.0, began + pace.period - time.monotonic()))
+        return name
+
+    def collect(self, order: str) -> tuple[dict[str, Marks], Steps]:
+        """What D noted since the last call. Behind it D's prefix cache is empty, and its free blocks are in order.
+
+        Raises:
+            EngineError: blocks are still held after a minute.
+        """
+        self.notes.with_name(f"{self.notes.name}.order").write_text(order)
+        deadline = time.monotonic() + 60
+        while not self.decode.post("/reset_prefix_cache")["success"]:
+            if time.monotonic() > deadline:
+                raise EngineError(f"{self.decode.name}: blocks are still held 60 s after the last request")
+            time.sleep(0.05)
+        marks: dict[str, Marks] = {}
+        steps: Steps = []
+        with self.notes.open() as file:
+            file.seek(self.read)
+            for line in iter(file.readline, ""):
+                noted = json.loads(line)
+                for name, values in noted["requests"].items():
+                    marks.setdefault(name, {"name": name}).update(values)
+                steps += [(at, count) for at, count in noted["steps"]]
+            self.read = file.tell()
+        for of_rank in self.decode.rpc("busy_take"):
+            for name, values in of_rank.items():
+                marks.setdefault(name, {"name": name}).update(values)
+        return marks, steps
+
+    def check(self, tokens: int, pair: tuple[Marks, Marks]) -> None:
+        """That the hand-over came from P, and the local hit out of the prefix cache, all but the last token."""
+        loaded, local = pair
+        right = loaded.get("external", 0) >= tokens - 1 and not local.get("external")
+        if not right or any("token" not in marks or marks.get("computed") != 1 for marks in pair):
+            raise EngineError(f"{self.connector}: {tokens} tokens were to be loaded and found, but {pair}")
+
+    def add_logged(self) -> None:
+        """Add to the samples what KVFerry wrote to D's log of each hand-over: its milliseconds and its data plane."""
+        found = {name: (float(ms), plane) for name, ms, plane in DONE.findall(self.decode.log_text())}
+        for sample in self.measured:
+            if (said := found.get(sample.loaded["name"])) is not None:
+                sample.loaded["logged_ms"], sample.loaded["plane"] = said
+
+
+class Background:
+    """Sequences that D decodes until they are stopped; they are one request of a client that leaves."""
+
+    def __init__(self, decode: Server, prompts: list[list[int]], longest: int) -> None:
+        self._decode, self._prompts, self._longest = decode, prompts, longest
+        self._connection: http.client.HTTPConnection | None = None
+
+    def start(self) -> None:
+        """Return when all of them decode.
+
+        Raises:
+            EngineError: they do not within a minute.
+        """
+        request = {
+            "model": "model", "prompt": self._prompts, "max_tokens": self._longest - BACKGROUND_TOKENS - 1,
+            "ignore_eos": True, "temperature": 0,
+        }  # fmt: skip
+        headers = {"Content-Type": "application/json", "X-Request-Id": "bg-0"}
+        self._connection = http.client.HTTPConnection(self._decode.host, self._decode.port)
+        self._connection.request("POST", "/v1/completions", json.dumps(request), headers)
+        deadline = time.monotonic() + 60
+        while metric_sum(self._decode.metrics(), "vllm:num_requests_running") != len(self._prompts):
+            if time.monotonic() > deadline:
+                raise EngineError(f"{self._decode.name} does not decode {len(self._prompts)} sequences after 60 s")
+            time.sleep(0.05)
+        time.sleep(SETTLE_SECONDS)
+
+    def stop(self) -> None:
+        if self._connection is not None:
+            assert self._connection.sock is not None
+            self._connection.sock.shutdown(socket.SHUT_RDWR)  # vLLM aborts what nobody waits for
+            self._connection.close()
+            self._connection = None
+
+
+def sample_of(cell: Cell, tokens: int, pair: tuple[Marks, Marks], steps: Steps, period: float) -> Sample:
+    loaded, local = pair
+    gaps, local_gaps = (
+        gaps_between(steps, marks["arrived"], marks["arrived"] + max(period, marks["token"] - marks["arrived"]))
+        for marks in pair
+    )
+    around = [at for at, _ in steps if loaded["arrived"] - AROUND_SECONDS < at < loaded["token"] + AROUND_SECONDS]
+    return Sample(cell, tokens, loaded, local, gaps, local_gaps, around)
+
+
+def gaps_between(steps: Steps, begin: float, end: float) -> list[float]:
+    """Milliseconds between consecutive tokens of a background sequence, for tokens in this time."""
+    times = [at for at, _ in steps]
+    return [(after - before) * 1e3 for before, after in pairwise(times) if begin < after <= end]

@@ -1,0 +1,42 @@
+"""Whether a load goes on inside the step that computes with it. Pure.
+
+A load inside the step costs its request no step: the step is launched at once, and the device waits for what the copy
+still needs when the step's kernels could begin. The other requests in the step wait as long. So the rule is one
+comparison: that time, for all loads of the step together, is at most ``step_hold_seconds``. A load that does not fit
+goes on beside the steps, and its request is scheduled about three steps after its end.
+"""
+
+from __future__ import annotations
+
+ALONE_SECONDS = 0.05
+"""The most for which a step may wait that computes for no other request. A request that arrives meanwhile waits."""
+
+
+class StepLoadRule:
+    """The loads inside the step that is being scheduled."""
+
+    def __init__(self, hold_seconds: float) -> None:
+        """``hold_seconds``: the most that loads may hold up a step of other requests; 0: no load goes inside a step."""
+        self._hold_seconds = hold_seconds
+        self._planned = 0.0
+
+    def fits(self, copy_seconds: float, seconds_left: float, *, others: bool) -> bool:
+        """Whether a load may go inside the next step.
+
+        Args:
+            copy_seconds: the most that the load should take; infinite where nothing is known.
+            seconds_left: how long the device is busy until the step's kernels can begin.
+            others: the engine has other requests, which the step may compute.
+        """
+        if not self._hold_seconds:
+            return False
+        most = self._hold_seconds if others or self._planned else max(self._hold_seconds, ALONE_SECONDS)
+        return self._planned + copy_seconds - seconds_left <= most
+
+    def planned(self, copy_seconds: float) -> None:
+        """A load goes inside the next step. Copies of one step follow each other."""
+        self._planned += copy_seconds
+
+    def next_step(self) -> None:
+        """The step was scheduled."""
+        self._planned = 0.0

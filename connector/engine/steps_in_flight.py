@@ -1,0 +1,67 @@
+"""The steps that were scheduled and whose output has not been seen. Pure: no I/O, no clock of its own.
+
+With asynchronous scheduling an engine schedules a step while its device runs the one before. Two questions follow from
+the steps in flight: which blocks they may still use, and how long the device is busy with them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+REMEMBERED_STEPS = 8
+"""Steps of which the shortest counts as the time of the next."""
+
+
+class StepsInFlight:
+    """Counts steps, and keeps the blocks that were freed while a step was in flight that may use them."""
+
+    def __init__(self) -> None:
+        self._scheduled = self._processed = 0
+        self._freed: deque[tuple[int, frozenset[int] | None]] = deque()  # last step that may use them; None: any block
+        self._seconds: deque[float] = deque(maxlen=REMEMBERED_STEPS)
+        self._processed_at: float | None = None
+
+    # --- what happens -------------------------------------------------------------------------------------------
+
+    def scheduled(self) -> None:
+        """A step was scheduled."""
+        self._scheduled += 1
+
+    def processed(self, now: float, *, computed: bool = True) -> None:
+        """The output of the oldest step in flight has been seen at ``now`` seconds, so its device work has ended.
+        ``computed``: it computed tokens."""
+        busy = self._scheduled > self._processed + 1  # the device has gone on at once
+        self._processed = min(self._processed + 1, self._scheduled)
+        if self._processed_at is not None and computed:
+            self._seconds.append(now - self._processed_at)
+        self._processed_at = now if busy else None
+        while self._freed and self._freed[0][0] <= self._processed:
+            self._freed.popleft()
+
+    def freed(self, block_ids: Iterable[int] | None) -> None:
+        """A request no longer holds these blocks; ``None``: it is not known which. Steps in flight may use them."""
+        if self._scheduled > self._processed:
+            self._freed.append((self._scheduled, None if block_ids is None else frozenset(block_ids)))
+
+    # --- what follows -------------------------------------------------------------------------------------------
+
+    def may_use(self, block_ids: Iterable[int]) -> bool:
+        """Whether a step in flight may still read or write one of these blocks, which the engine has freed."""
+        if not self._freed:
+            return False
+        wanted = set(block_ids)
+        return any(freed is None or not wanted.isdisjoint(freed) for _, freed in self._freed)
+
+    @property
+    def unknown_freed(self) -> bool:
+        """Whether blocks were freed of which it is not known which, and steps in flight may use them."""
+        return any(freed is None for _, freed in self._freed)
+
+    def seconds_left(self, now: float) -> float:
+        """How long the device is busy at least with the steps in flight: for the step that is scheduled now, the time
+        from its launch until its kernels can begin. 0 where no step is in flight or no time is known."""
+        ahead = self._scheduled - self._processed
+        if not ahead or not self._seconds or self._processed_at is None:
+            return 0.0
+        return max(0.0, ahead * min(self._seconds) - (now - self._processed_at))

@@ -1,0 +1,135 @@
+"""What a rank of D reports of its loads: to the engine, to the metrics, to the log."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from kvferry.connector.protocol.handover import HandoverPhase, Reason
+from kvferry.connector.protocol.link_state import LinkPhase
+from kvferry.connector.protocol.metrics import HandoverStats
+from kvferry.connector.protocol.step_plan import Load
+from kvferry.connector.protocol.transfer_estimate import UNKNOWN, TransferEstimate
+from kvferry.connector.transfer.receiver import ActiveLoad, SourceRead
+from kvferry.transport.channels import Copy
+
+logger = logging.getLogger("vllm.kvferry.consumer")
+
+MAX_STORIES = 4
+"""Reads whose phases are in the log line of a failed hand-over."""
+
+Check = Callable[[], bool | None]
+"""Whether a load stands; ``None`` while its copies are under way. Any thread may call it."""
+OnBegun = Callable[[Load, Check | None], None]
+
+
+class FinishedLoad(msgspec.Struct, frozen=True):
+    """The result of one load, reported once. ``load``: the load as it was posted. Its request id may name two loads,
+    of which the first was cancelled and still drains."""
+
+    load: Load
+    ok: bool
+    estimate: TransferEstimate = UNKNOWN
+
+
+class LoadReports:
+    """Reports to the engine come first, and also after an error of the metrics: a request waits for them."""
+
+    def __init__(
+        self,
+        stats: HandoverStats,
+        begun: OnBegun,
+        finished: Callable[[FinishedLoad], None],
+    ) -> None:
+        """
+        Args:
+            stats: this rank's metrics.
+            begun: called with each load inside a step once all its copies are under way, unless they have ended, and
+                with the question whether the load stands, which any thread may ask; ``None`` where P must answer it.
+            finished: called with the result of each load as soon as it has ended.
+        """
+        self._stats = stats
+        self._on_begun, self._on_finished = begun, finished
+
+    def begun(self, active_load: ActiveLoad, copies: Callable[[ActiveLoad], list[Copy]]) -> None:
+        """Report, once, that all copies are under way. The engine's device can wait for them in place of its thread."""
+        moving = active_load.lifetime.state.phase is HandoverPhase.MOVING
+        if moving and not active_load.begun and all(read.state.all_begun for read in active_load.reads):
+            active_load.begun = True
+            reads = [read for read in active_load.reads if read.planned]
+            under_way = copies(active_load)
+            posted = all(read.state.fence == "posted" for read in reads)
+
+            def ended_well() -> bool | None:
+                if not all(copy.done for copy in under_way):
+                    return None
+                return not any(copy.error for copy in under_way) and all(map(grant_stands, reads))
+
+            stands = ended_well if posted else None
+            self._on_begun(active_load.load, stands)
+
+    def succeeded(self, active_load: ActiveLoad) -> Callable[[], None]:
+        """The load has ended, and its tokens are in the blocks. The call that is returned logs it, and counts a load
+        inside a step, which the engine does not look at that soon."""
+        load, tokens = active_load.load, _num_tokens(active_load.load)
+        # This thread may come to it late, see ``yield_to_engine``.
+        seconds = (active_load.copied_at or time.monotonic()) - active_load.started
+        planes = sorted({read.link.plane.name for read in active_load.reads if read.link.plane is not None})
+        plane = "+".join(planes) or "none"
+        posted = all(read.state.fence == "posted" for read in active_load.reads if read.planned)
+        estimate = TransferEstimate(seconds, max(1, tokens)) if posted else UNKNOWN
+        nbytes, milliseconds = active_load.nbytes, seconds * 1e3
+
+        def count() -> None:
+            self._stats.finished(nbytes=nbytes, milliseconds=milliseconds, plane=plane, tokens=tokens)
+
+        def log() -> None:
+            logger.info(
+                "kvferry: hand-over of %s done: %d tokens, %d bytes in %.2f ms over %s from %s%s",
+                load.request_id, tokens, nbytes, milliseconds, plane, load.peer.engine_id[:8],
+                ", inside the step" if load.now else "",
+            )  # fmt: skip
+
+        def count_and_log() -> None:
+            count()
+            log()
+
+        try:
+            if not load.now:
+                count()
+        finally:
+            self._on_finished(FinishedLoad(load, True, estimate))
+        return count_and_log if load.now else log
+
+    def failed(self, load: Load, reason: Reason, active_load: ActiveLoad | None = None) -> None:
+        """The load has ended, and its tokens are not in the blocks. ``active_load``: its hand-over, if it has begun."""
+        try:
+            self._stats.failed(reason.kind)
+        finally:
+            self._on_finished(FinishedLoad(load, False))
+        logger.warning(
+            "kvferry: hand-over of %s failed, %d tokens not loaded: %s%s",
+            load.request_id, _num_tokens(load), reason, "" if active_load is None else f" [{_stories(active_load)}]",
+        )  # fmt: skip
+
+    def not_started(self, load: Load) -> None:
+        """The load was not started because of an error, which was logged where it was raised."""
+        self._on_finished(FinishedLoad(load, False))
+
+
+def grant_stands(read: SourceRead) -> bool:
+    """Whether the grant that P posted for a read has been posted without a break since D found it."""
+    return read.note is not None and read.note.is_current and read.link.phase is not LinkPhase.FAILED
+
+
+def _num_tokens(load: Load) -> int:
+    return max((stop - start for start, stop in load.tokens), default=0)
+
+
+def _stories(active_load: ActiveLoad) -> str:
+    """The phases of the hand-over and of each of its reads, with their times."""
+    reads = [f"{read.link.name}: {read.lifetime.story()}" for read in active_load.reads]
+    return "; ".join([active_load.lifetime.story(), *reads[:MAX_STORIES]])

@@ -1,0 +1,315 @@
+"""vLLM's configuration, cache specifications and requests as KVFerry's structs.
+
+A spec is a vLLM ``KVCacheSpec``, the form of the cache of some layers. Values that only some releases have are read
+with a default.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Sequence
+from copy import copy
+from math import prod
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvferry.connector.geometry import model_identity, packing
+from kvferry.connector.geometry.cache_dtype import layer_cache_dtype
+from kvferry.connector.geometry.engine_types import BlockTable, LayerGroup, RankInfo, RequestView
+from kvferry.connector.geometry.rank_geometry import CacheKind
+from kvferry.connector.geometry.recurrent_state import Section, StateArray, sections, whole_page
+from kvferry.connector.geometry.token_sharding import UNSHARDED, TokenSharding
+from kvferry.transport.errors import ConfigError
+from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
+from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec, MLAAttentionSpec
+from vllm.v1.request import RequestStatus
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+
+def block_tables(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[BlockTable, ...]:
+    """The block tables of vLLM's transferable KV cache groups.
+
+    Raises:
+        ConfigError: a kind of cache that is not known; names it.
+    """
+    tables = []
+    for index, sharding in zip(
+        transfer_group_ids(kv_cache_config), shardings(vllm_config, kv_cache_config), strict=True
+    ):
+        spec = first_spec(kv_cache_config.kv_cache_groups[index].kv_cache_spec)
+        kind, window = cache_kind(spec)
+        extra = getattr(spec, "extra_retained_tokens", 0)
+        tables.append(BlockTable(kind, spec.block_size * sharding.size, window, extra, sharding))
+    return tuple(tables)
+
+
+def layer_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[LayerGroup, ...]:
+    """The layers of vLLM's transferable KV cache groups, those of one specification together.
+
+    Raises:
+        ConfigError: a kind of cache that is not known, or fp8 scales that are not carried; names it.
+    """
+    groups = []
+    shared = shardings(vllm_config, kv_cache_config)
+    layers = vllm_config.compilation_config.static_forward_context
+    configured = str(vllm_config.cache_config.cache_dtype)
+    for table, index in enumerate(transfer_group_ids(kv_cache_config)):
+        group = kv_cache_config.kv_cache_groups[index]
+        inner = getattr(group.kv_cache_spec, "kv_cache_specs", None)  # layers of one type whose sizes differ
+        alike: dict[KVCacheSpec, list[str]] = {}
+        for name in group.layer_names:
+            alike.setdefault(inner[name] if inner else group.kv_cache_spec, []).append(name)
+        for spec, names in (alike or {first_spec(group.kv_cache_spec): []}).items():
+            kind, window = cache_kind(spec)
+            heads = _total_heads(vllm_config, spec)
+            if kind == "state":
+                parts = _sections(vllm_config, spec, heads)
+                groups.append(LayerGroup(kind, tuple(names), 1, heads, table=table, sections=parts))
+                continue
+            packing = _packing(vllm_config, spec, [layers.get(name) for name in names])
+            cache_dtype = layer_cache_dtype(spec, names, layers, configured, fnuz=current_platform.is_fp8_fnuz())
+            groups.append(
+                LayerGroup(
+                    kind,
+                    tuple(names),
+                    spec.block_size,
+                    heads,
+                    window,
+                    packing,
+                    table,
+                    shared[table],
+                    cache_dtype=cache_dtype,
+                )
+            )
+    return tuple(groups)
+
+
+def element_order(vllm_config: VllmConfig, layer: str) -> NDArray[np.int64] | None:
+    """Where vLLM's CPU attention puts each element inside a (block, head) of a layer's cache: ``packing.split``.
+
+    Its own writer is asked, with the instruction set and cache dtype that the layer uses.
+
+    Returns:
+        [2, N, D] for keys and values, N tokens of a kernel block; None where another backend wrote the cache, or its
+        writer is not as it is known, so that nothing can be said of its order.
+    """
+    if not current_platform.is_cpu():
+        return None
+    try:
+        from vllm import _custom_ops
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+
+        attention = vllm_config.compilation_config.static_forward_context[layer]
+        cache, isa, impl = attention.kv_cache, attention.isa, attention.impl
+        if not isinstance(impl, CPUAttentionBackendImpl):
+            return None
+        writer, cache_dtype = _custom_ops.cpu_attn_reshape_and_cache, impl.kv_cache_dtype
+        _, _, tokens, content = cache.shape
+    except (ImportError, AttributeError, KeyError, ValueError):  # another vLLM
+        return None
+    held = cache.dtype
+    if held == torch.uint8:
+        held = torch.float8_e5m2 if cache_dtype == "fp8_e5m2" else torch.float8_e4m3fn
+
+    def write(*tensors: torch.Tensor) -> None:
+        writer(*tensors, isa, k_scale=1.0, v_scale=1.0, kv_cache_dtype=cache_dtype)
+
+    given = vllm_config.model_config.dtype
+    return packing.element_order(write, tokens, content // 2, given=given, stored=cache.dtype, held=held)
+
+
+def transfer_group_ids(kv_cache_config: KVCacheConfig) -> tuple[int, ...]:
+    """The KV cache groups that are handed over; in 0.26 all are."""
+    ids = getattr(kv_cache_config, "transfer_group_ids", None)
+    return tuple(range(len(kv_cache_config.kv_cache_groups))) if ids is None else tuple(ids)
+
+
+def shardings(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[TokenSharding, ...]:
+    """How ranks share out the tokens of each transferable KV cache group, under decode context parallelism.
+
+    Every n-th ``cp_kv_cache_interleave_size`` tokens are a rank's (``_compute_slot_mappings_kernel``). vLLM's workers
+    change that setting when they begin, and its scheduler does not hear of it, so the same is done to a copy here.
+    """
+    groups = [kv_cache_config.kv_cache_groups[index] for index in transfer_group_ids(kv_cache_config)]
+    size = vllm_config.parallel_config.decode_context_parallel_size
+    if size == 1:
+        return UNSHARDED * len(groups)
+    config = copy(vllm_config)
+    config.parallel_config = copy(vllm_config.parallel_config)
+    config.adjust_dcp_kv_cache_interleave_size(kv_cache_config)
+    sharding = TokenSharding(size, config.parallel_config.cp_kv_cache_interleave_size)
+    return tuple(sharding if group.kv_cache_spec.dcp_sharded else UNSHARDED[0] for group in groups)
+
+
+def first_spec(spec: KVCacheSpec) -> KVCacheSpec:
+    """The spec of a KV cache group, or of its first layer where the sizes of its layers differ."""
+    inner = getattr(spec, "kv_cache_specs", None)
+    return next(iter(inner.values())) if inner else spec
+
+
+def cache_kind(spec: KVCacheSpec) -> tuple[CacheKind, int]:
+    """The kind of cache, and its window in tokens (0 for none).
+
+    A spec is known by the name of its class: a class that a later release adds may free blocks by rules of its own,
+    also where it inherits from a known one.
+
+    Raises:
+        ConfigError: a kind that is not carried; names it.
+    """
+    name = type(spec).__name__
+    if name in ("MLAAttentionSpec", "HiddenStateCacheSpec"):
+        return "mla", 0
+    if name in ("SlidingWindowSpec", "SlidingWindowMLASpec"):
+        return "sliding_window", int(spec.sliding_window)
+    if name == "ChunkedLocalAttentionSpec":
+        return "chunked_local", int(spec.attention_chunk_size)
+    if name in ("FullAttentionSpec", "SinkFullAttentionSpec"):
+        return "full", 0
+    if name == "MambaSpec":
+        return "state", 0
+    raise ConfigError(f"KV caches of kind {name} are not carried; run this model without KVFerry")
+
+
+def blocks_leave_at_end(kv_cache_config: KVCacheConfig) -> bool:
+    """Whether a request keeps its blocks until it ends or is preempted, and nobody but the model and a load writes
+    them: vLLM takes blocks outside a window from running requests, and zeroes new blocks where it keeps states."""
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1 or getattr(kv_cache_config, "needs_kv_cache_zeroing", False):
+        return False
+    kind, _ = cache_kind(first_spec(groups[0].kv_cache_spec))
+    return kind in ("full", "mla")
+
+
+def _total_heads(vllm_config: VllmConfig, spec: KVCacheSpec) -> int:
+    """Heads of a cache over all tensor-parallel ranks; 1 where every rank holds the same.
+
+    vLLM tells those of a rank: the model's over the ranks, and one where there are more ranks than heads. Then the
+    configuration has the number, and where it has more than one that fits, the heads count as not replicated.
+    """
+    shards = getattr(spec, "max_tp_shards", None)  # 0.32
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    if isinstance(spec, MLAAttentionSpec) or shards == 1:
+        return 1
+    if isinstance(spec, MambaSpec):  # of a state that is of one piece
+        return 1 if getattr(spec, "tp_replicated", False) else ranks
+    held = int(getattr(spec, "num_kv_heads", 1))
+    model = vllm_config.model_config
+    named = {int(model.get_total_num_kv_heads())}
+    config = vars(model.hf_text_config) if hasattr(model.hf_text_config, "__dict__") else {}
+    named |= {value for name, value in config.items() if "key_value_heads" in name and isinstance(value, int)}
+    fitting = {heads for heads in named if max(1, heads // ranks) == held}
+    return fitting.pop() if len(fitting) == 1 else held * ranks
+
+
+def _sections(vllm_config: VllmConfig, spec: MambaSpec, pieces: int) -> tuple[Section, ...]:
+    """Of a state, whose cache is raw bytes. Where every rank holds all of it, or it is not known how they share it, the
+    page as a whole, of which there are ``pieces`` different ones."""
+    arrays = [
+        StateArray(tuple(shape), str(dtype).removeprefix("torch."), dtype.itemsize)
+        for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
+    ]
+    conv_order = os.environ.get("VLLM_SSM_CONV_STATE_LAYOUT") or "SD"
+    order = " cpu" if current_platform.is_cpu() else ""  # vLLM's CPU kernels keep a head's state transposed
+    found: tuple[Section, ...] = ()
+    if not getattr(spec, "tp_replicated", False):
+        config = vllm_config.model_config.hf_text_config
+        groups = (getattr(config, name, None) for name in ("n_groups", "mamba_n_groups", "mamba_ngroups"))
+        found = sections(
+            getattr(spec.mamba_type, "name", ""),
+            arrays,
+            vllm_config.parallel_config.tensor_parallel_size,
+            dim_first=conv_order == "DS",
+            group_counts=frozenset(count for count in groups if isinstance(count, int)),
+            order=order,
+        )
+    content = sum(prod(array.shape) * array.item for array in arrays)
+    named = "+".join(f"{list(array.shape)} {array.dtype}" for array in arrays)
+    return found or (whole_page(content, pieces, f"{conv_order} {named}{order}"[:256]),)
+
+
+def _packing(vllm_config: VllmConfig, spec: KVCacheSpec, layers: Sequence[object]) -> str:
+    """The order that a backend keeps tokens in inside a block, where that is not one after the other.
+
+    vLLM's CPU attention stores keys transposed or in pairs, by instruction set; the shape of its cache does not tell.
+    On a GPU the indexer of sparse MLA keeps the scales of a block's keys behind all of them
+    (``indexer_k_quant_and_cache``).
+    """
+    if not current_platform.is_cpu():
+        return "indexer" if any("Indexer" in type(layer).__name__ for layer in layers) else ""
+    head_size = getattr(spec, "head_size", None)
+    try:
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+        # Of the model's dtype, also where the cache is fp8.
+        isa = _get_attn_isa(vllm_config.model_config.dtype, spec.block_size, head_size)
+    except (ImportError, AttributeError, TypeError):  # another vLLM: packed all the same, the order has no name
+        isa = "unknown"
+    return f"cpu {platform.machine()} {isa}"
+
+
+def rank_info(vllm_config: VllmConfig, model_tag: str | None = None) -> RankInfo:
+    """This worker's place, from vLLM's own process groups. ``model_tag``: that of the settings."""
+    parallel = vllm_config.parallel_config
+    return RankInfo(
+        engine_id=str(vllm_config.kv_transfer_config.engine_id),
+        tp_rank=get_tensor_model_parallel_rank(),
+        tp_size=parallel.tensor_parallel_size,
+        pp_rank=get_pp_group().rank_in_group,
+        pp_size=parallel.pipeline_parallel_size,
+        model=model_identity_of(vllm_config, model_tag),
+        dp_rank=getattr(parallel, "data_parallel_index", 0),
+    )
+
+
+def model_identity_of(vllm_config: VllmConfig, tag: str | None = None) -> dict[str, str]:
+    """``model_identity`` of vLLM's configuration. ``tag``: ``model_tag`` of the settings."""
+    model = vllm_config.model_config
+    return model_identity.model_identity(
+        model.hf_config,
+        model.hf_text_config,
+        quantization=model.quantization,
+        max_model_len=model.max_model_len,
+        tag=tag,
+    )
+
+
+def request_view(request: Request) -> RequestView:
+    """What the scheduler half reads of a request."""
+    extra = [feature.identifier for feature in getattr(request, "mm_features", None) or ()]
+    if request.lora_request is not None:
+        extra.append(f"lora:{request.lora_request.lora_name}")
+    return RequestView(
+        request_id=request.request_id,
+        params=request.kv_transfer_params,
+        # Beside embeddings there are ids that stand for them, alike for all.
+        prompt_token_ids=None if getattr(request, "prompt_embeds", None) is not None else request.prompt_token_ids,
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_computed_tokens=request.num_computed_tokens,
+        extra=tuple(extra),
+        rejected=bool(getattr(request, "abort_immediately", False)),
+        whole_prompt=bool(request.get_skip_reading_prefix_cache()),
+    )
+
+
+def completed(request: Request) -> bool:
+    """Whether a finished request ended by itself: by length or by a stop, not by abort or error."""
+    return request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+
+
+def loads_fail_requests(vllm_config: VllmConfig) -> bool:
+    """Whether a failed load fails its request (vLLM's default) instead of being recomputed."""
+    return bool(vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute")
+
+
+def num_blocks(kv_cache_config: KVCacheConfig) -> int:
+    """Manager blocks of the device pool."""
+    return int(kv_cache_config.num_blocks)

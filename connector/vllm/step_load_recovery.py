@@ -1,0 +1,186 @@
+"""What follows when a load fails inside the step that computes with it.
+
+vLLM has scheduled further steps by then, and its own recovery does not know of them: it would take the outputs of steps
+in flight, which were computed from the blocks that were not filled. So this module looks at each step's output before
+vLLM does. It finds every request that has used a block of a failed load, takes what they computed from these blocks out
+of the prefix cache, and preempts them, with the outputs of their steps in flight dropped. vLLM computes them anew.
+Where ``kv_load_failure_policy`` is ``fail``, vLLM ends these requests by itself once it knows the blocks.
+
+vLLM gives a connector no call before it looks at an output, so the scheduler's ``update_from_output`` is wrapped.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvferry.connector.protocol.step_plan import Load, unpack_ids
+from kvferry.connector.vllm import compat
+from kvferry.connector.vllm.worker_meta import standing_loads
+
+logger = logging.getLogger("vllm.kvferry.adapter")
+
+
+@dataclass
+class _Suspect:
+    """A load inside a step whose output has not been seen.
+
+    ``tables``: of each step since, the requests with all their blocks, or with those that were added. They are looked
+    at only if the load fails. Then ``users`` are the requests that were scheduled with a block that the load should
+    have filled, and ``derived`` their blocks from the first of these on.
+    """
+
+    load: Load
+    tables: list[tuple[str, Sequence[int], bool]] = field(default_factory=list)
+    users: set[str] = field(default_factory=set)
+    derived: set[int] = field(default_factory=set)
+
+    def find_users(self, block_size: int, held: Iterable[tuple[str, Sequence[int]]]) -> None:
+        """Of the steps since, and of the requests that hold blocks now."""
+        blocks = filled_blocks(self.load, block_size)
+        self.users.add(self.load.request_id)
+        self.derived.update(blocks)
+        for request_id, ids, is_all in [*self.tables, *((name, ids, True) for name, ids in held)]:
+            first = next((n for n, block_id in enumerate(ids) if block_id in blocks), None) if is_all else 0
+            if first is not None and (is_all or request_id in self.users):
+                self.users.add(request_id)
+                self.derived.update(ids[first:])
+
+
+@dataclass
+class _Step:
+    """A step in flight. ``stale``: requests whose outputs of this step must not be used."""
+
+    output: Any
+    suspects: list[_Suspect]
+    stale: set[str] = field(default_factory=set)
+
+
+class StepLoadRecovery:
+    """All steps in flight of one engine, and the loads inside them. Called by vLLM's scheduler, by one thread."""
+
+    def __init__(
+        self, scheduler: Any, *, block_size: int, ranks: int, fails: bool, processed: Callable[[bool], None]
+    ) -> None:
+        """
+        Args:
+            scheduler: vLLM's, which may be half constructed. Its ``update_from_output`` is wrapped.
+            block_size: tokens of a block of its only KV cache group.
+            ranks: how many worker halves report on each load.
+            fails: a failed load ends its request, by ``kv_load_failure_policy``.
+            processed: called with each step whose output has come; whether it computed tokens.
+        """
+        self._scheduler, self._block_size, self._ranks, self._fails = scheduler, block_size, ranks, fails
+        self._processed = processed
+        self._steps: deque[_Step] = deque()
+        self._update = scheduler.update_from_output
+        scheduler.update_from_output = self.update_from_output
+
+    # --- what vLLM reports --------------------------------------------------------------------------------------
+
+    def scheduled(self, output: Any, loads: Iterable[Load]) -> None:
+        """A step was scheduled. ``loads``: all loads of its plan."""
+        self._steps.append(_Step(output, [_Suspect(load) for load in loads if load.now]))
+        suspects = [suspect for step in self._steps for suspect in step.suspects]
+        if suspects:
+            self._note_tables(output, suspects)
+
+    def _note_tables(self, output: Any, suspects: list[_Suspect]) -> None:
+        tables = [(new.req_id, new.block_ids[0], True) for new in output.scheduled_new_reqs]
+        cached = output.scheduled_cached_reqs
+        for request_id, new_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if new_ids is not None:  # for a resumed request all its blocks
+                tables.append((request_id, new_ids[0], request_id in cached.resumed_req_ids))
+        for suspect in suspects:
+            suspect.tables += tables
+
+    # --- a step's output ----------------------------------------------------------------------------------------
+
+    def update_from_output(self, output: Any, result: Any) -> Any:
+        """In place of the scheduler's method of this name."""
+        step = self._take(output)
+        if step is not None:
+            failed = self._failed(step, result)
+            if failed:
+                self._recover(failed, step, result)
+            for request_id in step.stale:
+                _drop(result, request_id)
+        self._processed(output.total_num_scheduled_tokens > 0)
+        return self._update(output, result)
+
+    def _take(self, output: Any) -> _Step | None:
+        place = next((n for n, step in enumerate(self._steps) if step.output is output), None)
+        if place is None:
+            return None
+        skipped = [self._steps.popleft() for _ in range(place)]  # their outputs have not come: nothing says they stand
+        step = self._steps.popleft()
+        step.suspects = [suspect for one in (*skipped, step) for suspect in one.suspects]
+        return step
+
+    def _failed(self, step: _Step, result: Any) -> list[_Suspect]:
+        if not step.suspects:
+            return []
+        carried = result.kv_connector_output
+        standing = standing_loads(carried.kv_connector_worker_meta if carried else None)
+        return [suspect for suspect in step.suspects if standing.get(suspect.load.request_id, 0) < self._ranks]
+
+    def _recover(self, failed: list[_Suspect], step: _Step, result: Any) -> None:
+        scheduler = self._scheduler
+        held = [  # also by requests that wait for a load beside the steps
+            (name, scheduler.kv_cache_manager.get_block_ids(name)[0]) for name in scheduler.requests
+        ]
+        for suspect in failed:
+            suspect.find_users(self._block_size, held)
+        users = set[str]().union(*(suspect.users for suspect in failed))
+        running = [request for request in scheduler.running if request.request_id in users]
+        # Out of the prefix cache, and also blocks of requests that have ended since, which vLLM no longer finds.
+        scheduler.kv_cache_manager.evict_blocks(set[int]().union(*(suspect.derived for suspect in failed)))
+        if self._fails:
+            users -= {request.request_id for request in running}  # vLLM ends these, and drops their outputs
+            self._report_blocks(failed, result)
+        else:
+            for request in reversed(running):  # each goes before the requests that wait
+                compat.preempt(scheduler, request, time.monotonic())
+            names = ", ".join(suspect.load.request_id for suspect in failed)
+            logger.warning(
+                "kvferry: the hand-over of %s failed inside its step: %d request(s) are computed here, from the start",
+                names, len(users),
+            )  # fmt: skip
+        self._restart_waiting(users, step)
+
+    def _report_blocks(self, failed: list[_Suspect], result: Any) -> None:
+        """vLLM finds the running requests on these blocks, and those that wait for a load beside the steps."""
+        if result.kv_connector_output is None:
+            result.kv_connector_output = compat.KVConnectorOutput()
+        carried = result.kv_connector_output
+        blocks = set[int]().union(*(filled_blocks(suspect.load, self._block_size) for suspect in failed))
+        carried.invalid_block_ids = set(carried.invalid_block_ids or ()) | blocks
+
+    def _restart_waiting(self, request_ids: Collection[str], step: _Step) -> None:
+        """Drop the outputs in flight of requests that do not run, and what they hold of the blocks."""
+        for flying in (step, *self._steps):
+            flying.stale |= flying.output.num_scheduled_tokens.keys() & request_ids
+        for request_id in request_ids:
+            request = self._scheduler.requests.get(request_id)
+            if request is not None and not request.is_finished():
+                compat.restart_waiting(self._scheduler, request)
+
+
+def _drop(result: Any, request_id: str) -> None:
+    """Leave nothing of a request in the output of a step."""
+    index = result.req_id_to_index.get(request_id)
+    if index is not None and result.sampled_token_ids:
+        result.sampled_token_ids[index] = []
+    if index is not None and result.pooler_output:
+        result.pooler_output[index] = None
+    if result.prompt_logprobs_dict:
+        result.prompt_logprobs_dict.pop(request_id, None)
+
+
+def filled_blocks(load: Load, block_size: int) -> frozenset[int]:
+    """The ids of the blocks that a load fills in the first block table; not those of a local prefix hit before them."""
+    return frozenset(unpack_ids(load.block_ids[0])[load.tokens[0][0] // block_size :].tolist())

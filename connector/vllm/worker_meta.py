@@ -1,0 +1,51 @@
+"""What a worker half sends its engine's scheduler with each step's output."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from kvferry.connector.engine.step_outcome import StepOutcome
+from kvferry.connector.protocol.transfer_estimate import EstimateKey, TransferEstimate
+from kvferry.connector.vllm import compat
+
+
+class KVFerryWorkerMeta(compat.KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """How long hand-overs took, and which loads inside the step stand.
+
+    vLLM makes this object when it has launched the step, and reads it when the step's tokens are there. It is known
+    then whether the loads stand, and not before. So the answer is taken as late as possible: where the object leaves
+    the process, and where the scheduler of the same process asks. Both wait for the transfer thread, for one turn.
+    """
+
+    def __init__(
+        self,
+        estimates: Mapping[EstimateKey, TransferEstimate],
+        outcome: StepOutcome | None = None,
+        standing: Mapping[str, int] | None = None,
+    ) -> None:
+        """``outcome``: of this rank's loads inside the step. ``standing``: for each request, the number of other ranks
+        whose load stands."""
+        self.estimates = dict(estimates)
+        self._outcome = outcome
+        self._standing = Counter(standing or {})
+
+    def standing(self) -> Counter[str]:
+        """The number of ranks on which the load of each request stands. Waits until that is known."""
+        if self._outcome is not None:
+            self._standing.update(self._outcome.standing())
+            self._outcome = None
+        return self._standing
+
+    def aggregate(self, other: KVFerryWorkerMeta) -> KVFerryWorkerMeta:
+        """Of two sets of ranks."""
+        return KVFerryWorkerMeta(self.estimates | other.estimates, standing=self.standing() + other.standing())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return KVFerryWorkerMeta, (self.estimates, None, dict(self.standing()))
+
+
+def standing_loads(meta: object) -> Counter[str]:
+    """The number of ranks on which each load inside the step stands, of what vLLM carries as worker metadata."""
+    return meta.standing() if isinstance(meta, KVFerryWorkerMeta) else Counter()

@@ -1,0 +1,47 @@
+"""``benchmarks/gpu_busy.py`` on the CPU: every cell is measured, every hand-over checked by the benchmark itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.engines import ROOT, python_path
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
+STAGES = ["arrived", "planned", "allocated", "begun", "ended", "reported", "scheduled", "token"]
+
+
+def run(tmp_path: Path, *options: str) -> dict:  # type: ignore[type-arg]
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu_busy.py"), "--device", "cpu"]
+    command += ["--folder", str(tmp_path), "--json", str(tmp_path / "busy.json"), *options]
+    environment = os.environ | {"PYTHONPATH": python_path()}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=800, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return json.loads((tmp_path / "busy.json").read_text())
+
+
+@pytest.mark.parametrize(("policy", "ways"), [("recompute", {"in the step"}), ("fail", {"in the step"})])
+def test_every_cell_has_its_samples(tmp_path: Path, policy: str, ways: set[str]) -> None:
+    """Loads go inside the step under both policies, also beside sequences that D decodes."""
+    options = ["--samples", "2", "--policy", policy, "--orders", "scattered", "--kv-config", '{"step_hold_seconds": 1}']
+    result = run(tmp_path, *options, "--start-seconds", "400")
+    rows = {(row["sequences"], row["tokens"]): row for row in result["rows"]}
+    assert rows.keys() == {(sequences, tokens) for sequences in (0, 4) for tokens in (97, 385)}
+    for (sequences, _), row in rows.items():
+        assert row["samples"] == 2 and row["logged_ms"] > 0 and row["copy_ms"] > 0
+        assert row["in_sequence"] < 0.5, "the blocks of a scattered table have few neighbours"
+        assert (row["quiet_gaps"] > 0) == (row["gaps"] > 0) == (sequences > 0)
+        assert row["ttft_ms"] > row["local_ttft_ms"] / 4 > 0
+    assert ways & rows[0, 97]["ways"].keys()
+    for line in result["timelines"]:
+        order = [stage for stage in STAGES if stage in line["marks"]]
+        left_out = ("bound", "launched") if line["way"] == "beside the steps" else ("reported",)
+        wanted = [stage for stage in STAGES if stage not in (*left_out, "gpu_begun", "gpu_ended")]
+        assert order == wanted, line
+        times = [line["marks"][stage] for stage in ("arrived", "planned", "allocated", "begun", "ended", "token")]
+        assert times == sorted(times), line

@@ -1,0 +1,78 @@
+"""A load under a request id whose earlier load was cancelled and still drains: each has its own end and lease."""
+
+from __future__ import annotations
+
+import secrets
+
+import pytest
+import torch
+
+from kvferry.connector.config import Settings
+from kvferry.connector.protocol.step_plan import LeaseGrant, StepPlan, pack_ids
+from tests.handover.gates import PATIENT, halves
+from tests.handover.opening import OURS, THEIRS, TOKENS, begin
+from tests.handover.rank_group import RankGroup
+from tests.handover.slow_copies import SlowCopies, install
+from tests.support.ranks import Rank, load_plan, peer, wait
+
+Pair = tuple[Rank, Rank, SlowCopies]
+OTHERS = [20, 21, 22, 23, 24, 25, 26]
+"""Blocks of the second load."""
+
+
+@pytest.fixture
+def pair(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> Pair:
+    """P with a prompt, D, and D's copies; a copy of the first load is under way."""
+    copies = install(monkeypatch)
+    settings = Settings(plane="shm", **PATIENT)
+    p, d = group.rank(settings=settings), group.rank(settings=settings, engine_id="engine-d")
+    p.fill(THEIRS, TOKENS)
+    copies[1].gate.clear()
+    begin(p, d)
+    assert wait(lambda: copies[1].running > 0, [p, d])
+    return p, d, copies[1]
+
+
+def load_again(p: Rank, d: Rank, *, one_plan: bool) -> LeaseGrant:
+    """Cancel the first load and post the second one. Its lease, which P does not have yet."""
+    lease = LeaseGrant("again-p", secrets.token_bytes(16), TOKENS, (pack_ids(THEIRS),))
+    plan = load_plan("req-d", lease.token, peer([p]), OTHERS, 0, TOKENS)
+    cancels = ("req-d",)
+    if not one_plan:
+        d.worker.post(StepPlan(plan.consumer, cancels=cancels))
+    d.worker.post(StepPlan(plan.consumer, keeps=plan.keeps, loads=plan.loads, cancels=cancels if one_plan else ()))
+    return lease
+
+
+@pytest.mark.parametrize("one_plan", [False, True])
+def test_the_end_of_the_first_is_not_that_of_the_second(pair: Pair, one_plan: bool) -> None:
+    p, d, copies = pair
+    loads = halves(d)[1]._active_loads
+    first = loads[0].load
+    lease = load_again(p, d, one_plan=one_plan)
+    assert wait(lambda: len(loads) == 2, [p, d])
+    copies.gate.set()
+    assert wait(lambda: p.sent == {"req-p"}, [p, d]), "the first has ended, and released its lease"
+    assert len(loads) == 1 and loads[0].load is not first
+    assert not wait(lambda: bool(d.received), [p, d], 0.2), "the second has not ended"
+    p.worker.post(StepPlan(leases=(lease,)))
+    assert wait(lambda: d.received == {"req-d"} and p.sent == {"req-p", "again-p"}, [p, d])
+    assert not d.failed and torch.equal(d.read(OTHERS, TOKENS), d.wanted(TOKENS))
+    assert wait(lambda: not halves(d)[1]._lease_keeper, [p, d])
+
+
+def test_the_second_fails_by_itself_where_it_cannot_start(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    p, d, copies = pair
+
+    def breaks(*_: object) -> None:
+        raise OSError(24, "planted")
+
+    monkeypatch.setattr(halves(d)[1]._links, "source_addresses", breaks)
+    lease = load_again(p, d, one_plan=False)
+    assert wait(lambda: d.received == d.failed == {"req-d"}, [p, d]), "its report does not wait for the first"
+    assert copies.running and len(halves(d)[1]._active_loads) == 1
+    p.worker.post(StepPlan(leases=(lease,)))
+    assert wait(lambda: p.sent == {"again-p"}, [p, d])
+    copies.gate.set()
+    assert wait(lambda: p.sent == {"req-p", "again-p"}, [p, d])
+    assert d.failed == {"req-d"} and OURS != OTHERS

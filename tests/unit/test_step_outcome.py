@@ -1,0 +1,232 @@
+"""The loads of one step between three threads: who waits for what, and that nobody waits for a thread that is gone."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from kvferry.connector.engine import step_outcome
+from kvferry.connector.engine.step_outcome import StepOutcome
+from kvferry.connector.protocol.step_plan import Load, PeerEngine
+
+P = PeerEngine("p", 1, 1, 30.0, ())
+LONG = 600.0
+"""Seconds that nobody waits for."""
+
+
+def load(request_id: str = "r") -> Load:
+    return Load(request_id, b"t" * 16, P, (), (), now=True)
+
+
+def outcome_of(*loads: Load, alive: Callable[[], bool] = lambda: True) -> StepOutcome:
+    return StepOutcome(loads, alive)
+
+
+def until_begun(outcome: StepOutcome) -> bool:
+    """As the engine's thread waits: again and again, for as long as it is patient."""
+    end = time.monotonic() + 60
+    while not (begun := outcome.wait_begun(LONG)) and time.monotonic() < end:
+        pass
+    return begun
+
+
+class Aside:
+    """What another thread returns."""
+
+    def __init__(self, act: Callable[[], object]) -> None:
+        self._found: list[object] = []
+        self._thread = threading.Thread(target=lambda: self._found.append(act()), daemon=True)
+        self._thread.start()
+
+    @property
+    def waits(self) -> bool:
+        self._thread.join(0.05)
+        return self._thread.is_alive()
+
+    def result(self) -> object:
+        self._thread.join(60)
+        (found,) = self._found
+        return found
+
+
+def test_the_engine_waits_for_the_beginning_and_the_output_for_the_end() -> None:
+    one, two = load("a"), load("b")
+    outcome = outcome_of(one, two)
+    engine, output = Aside(lambda: until_begun(outcome)), Aside(outcome.standing)
+    outcome.begun(one)
+    assert engine.waits and outcome.waiting == ("b",) and outcome.device_must_wait
+    outcome.begun(two)
+    assert engine.result() is True and outcome.give_up() == ()
+    outcome.ended(one, True)
+    assert output.waits and not outcome.final
+    outcome.ended(two, False)
+    assert output.result() == {"a"} and outcome.final and not outcome.device_must_wait
+    assert outcome.standing() == {"a"}, "whoever asks, and as often"
+
+
+def test_a_load_may_end_without_having_begun() -> None:
+    """Copies that are done at once, and loads that are refused."""
+    one, two = load("a"), load("b")
+    outcome = outcome_of(one, two)
+    outcome.ended(one, True)
+    outcome.ended(two, False)
+    assert outcome.wait_begun(LONG) and not outcome.device_must_wait and outcome.standing() == {"a"}
+
+
+def test_what_is_given_up_fails_after_its_copies_have_ended() -> None:
+    one, two = load("a"), load("b")
+    outcome = outcome_of(one, two)
+    outcome.begun(one)
+    assert not outcome.wait_begun(0.01)
+    assert outcome.give_up() == ("b",) and outcome.give_up() == (), "each is named once"
+    assert not outcome.waiting and outcome.device_must_wait, "for the other one"
+    outcome.begun(two)
+    outcome.ended(one, True)
+    assert Aside(outcome.standing).waits and not outcome.device_must_wait, "copies may still write its blocks"
+    outcome.ended(two, True)
+    assert outcome.standing() == {"a"}
+
+
+def test_a_wait_for_the_beginning_is_short_where_it_is_to_be() -> None:
+    outcome = outcome_of(load())
+    begun = time.monotonic()
+    assert not outcome.wait_begun(0.0)
+    assert time.monotonic() - begun < 30
+    assert outcome.waiting == ("r",), "it is still waited for, until it is given up"
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_nobody_waits_for_a_thread_that_is_gone(monkeypatch: pytest.MonkeyPatch, begun: bool) -> None:
+    monkeypatch.setattr(step_outcome, "LOOK_SECONDS", 0.02)
+    alive, one, two = threading.Event(), load("a"), load("b")
+    alive.set()
+    outcome = outcome_of(one, two, alive=alive.is_set)
+    outcome.ended(one, True)
+    if begun:
+        outcome.begun(two)
+    else:
+        engine = Aside(lambda: until_begun(outcome))
+        assert engine.waits
+    output = Aside(outcome.standing)
+    assert output.waits
+    alive.clear()
+    if not begun:
+        assert engine.result() is True, "there is nothing to wait for"
+    assert output.result() == {"a"}, "what it has said counts"
+    outcome.ended(two, True)
+    assert outcome.standing() == {"a"}
+
+
+def test_a_load_of_another_step_with_the_same_id_is_another_one() -> None:
+    ours, earlier = load(), load()
+    assert ours == earlier and ours is not earlier
+    outcome = outcome_of(ours)
+    outcome.begun(earlier)
+    outcome.ended(earlier, True)
+    assert outcome.waiting == ("r",) and not outcome.final
+    outcome.ended(ours, False)
+    outcome.ended(earlier, True)
+    assert outcome.standing() == frozenset()
+
+
+def test_a_step_without_loads_waits_for_nothing() -> None:
+    outcome = outcome_of(alive=lambda: False)
+    assert outcome.wait_begun(LONG) and outcome.give_up() == () and outcome.standing() == frozenset()
+
+
+def test_a_log_line_has_all_histories() -> None:
+    clock = iter([0.0, 0.0, 0.5, 2.0]).__next__
+    one, two = load("a"), load("b")
+    outcome = StepOutcome([one, two], lambda: True, clock)
+    outcome.begun(one)
+    outcome.ended(one, False)
+    assert outcome.story() == "a (posted, under way +0.500 s (CopiesBegun), failed +2.000 s (LoadEnded)), b (posted)"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_three_threads(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Whatever happens when: all threads come to an end, and what stands was under way when the forward was launched
+    and has arrived."""
+    monkeypatch.setattr(step_outcome, "LOOK_SECONDS", 0.005)
+    draw = random.Random(seed)
+    loads = [load(str(n)) for n in range(6)]
+    ok = {each.request_id: draw.random() < 0.7 for each in loads}
+    dies = draw.random() < 0.3
+    script = [(each, what) for each in loads for what in ("begun", "ended")]
+    draw.shuffle(script)
+
+    def transfer() -> None:
+        for each, what in script[: draw.randrange(len(script)) if dies else None]:
+            time.sleep(draw.random() * 2e-3)
+            outcome.begun(each) if what == "begun" else outcome.ended(each, ok[each.request_id])
+
+    thread = threading.Thread(target=transfer, daemon=True)
+    outcome = StepOutcome(loads, thread.is_alive)
+    thread.start()
+    output = Aside(outcome.standing)
+    outcome.wait_begun(draw.random() * 0.02)
+    given_up = set(outcome.give_up())
+    standing = output.result()
+    assert isinstance(standing, frozenset) and standing <= {name for name, good in ok.items() if good}
+    assert not standing & given_up and outcome.final
+    if not dies:
+        assert standing == {name for name, good in ok.items() if good} - given_up
+
+
+def test_what_the_output_finds_by_itself_needs_no_transfer_thread() -> None:
+    """The copies have ended under a lease that stands: the transfer thread may say so later, and changes nothing."""
+    ours, ended = load(), [False]
+    outcome = outcome_of(ours)
+    outcome.begun(ours, lambda: ended[0] or None)
+    output = Aside(outcome.standing)
+    assert not outcome.final, "copies are under way"
+    ended[0] = True
+    assert output.result() == {"r"}
+    outcome.ended(ours, False)
+    assert outcome.standing() == {"r"}
+
+
+def test_where_the_check_fails_the_transfer_thread_decides() -> None:
+    for ok in (False, True):
+        ours = load()
+        outcome = outcome_of(ours)
+        outcome.begun(ours, lambda: False)
+        output = Aside(outcome.standing)
+        outcome.ended(ours, ok)
+        assert output.result() == ({"r"} if ok else frozenset())
+
+
+def test_what_was_given_up_stands_by_no_check() -> None:
+    ours = load()
+    outcome = outcome_of(ours)
+    assert outcome.give_up() == ("r",)
+    outcome.begun(ours, lambda: True)
+    outcome.ended(ours, True)
+    assert outcome.standing() == frozenset()
+
+
+@pytest.mark.parametrize("what", ["the time is over", "answered", "new work", "failed", "ended", "not under way"])
+def test_the_transfer_thread_leaves_the_interpreter_until(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    monkeypatch.setattr(step_outcome, "YIELD_SECONDS", 0.02 if what == "the time is over" else LONG)
+    ours, answer = load(), [None]
+    outcome = outcome_of(ours)
+    if what != "not under way":
+        outcome.begun(ours, lambda: answer[0])
+    if what == "ended":
+        outcome.ended(ours, True)
+    transfer = Aside(outcome.yield_to_engine)
+    if what == "new work":
+        outcome.interrupt()
+    if what in ("answered", "failed"):
+        assert transfer.waits
+        answer[0] = what == "answered"  # type: ignore[call-overload]
+        output = Aside(outcome.standing)
+        if what == "failed":  # only the transfer thread can say so
+            transfer.result()
+            outcome.ended(ours, False)
+        assert output.result() == ({"r"} if what == "answered" else frozenset())
+    transfer.result()

@@ -1,0 +1,285 @@
+"""Copies wait for the engine's device where a block that they write may still be in use by steps in flight, and only
+there. The device here computes later than its step is launched, as GPUs do; what it writes then lands over a copy that
+did not wait.
+
+vLLM by itself keeps such blocks until those steps have ended (``defer_block_free``), which is switched off here.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import msgspec
+import pytest
+from vllm.v1.request import RequestStatus
+
+from kvferry.connector.engine import worker_setup
+from kvferry.connector.engine.steps_in_flight import StepsInFlight
+from kvferry.connector.engine.worker import WorkerHalf
+from kvferry.connector.protocol.step_plan import Load, StepPlan
+from kvferry.connector.protocol.transfer_estimate import TransferEstimates
+from tests.handover.slow_copies import SlowCopies
+from tests.vllm.engine_group import EngineGroup
+from tests.vllm.labelled import prompt
+from tests.vllm.stepped import Engine, eventually, mover_of, run, settle
+from tests.vllm.stepped_model import WRONG
+from tests.vllm.test_step_loads import add, continued, pair_of, to_the_end
+
+pytestmark = pytest.mark.vllm
+
+
+class Event:
+    """A point in the order of the device's work."""
+
+    def __init__(self, *, reached: bool) -> None:
+        self._reached = threading.Event()
+        if reached:
+            self._reached.set()
+
+    def reach(self) -> None:
+        self._reached.set()
+
+    def query(self) -> bool:
+        return self._reached.is_set()
+
+    def wait(self) -> None:
+        assert self._reached.wait(60)
+
+
+class OrderedCopies(SlowCopies):
+    """Copies in the order of a stream, which can be made to wait for the device's work."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.work_left: Callable[[], bool] = lambda: False
+        self.events: list[Event] = []
+        self.awaited: list[Event] = []
+
+    def record_event(self) -> Event:  # type: ignore[override]
+        self.events.append(Event(reached=not self.work_left()))
+        return self.events[-1]
+
+    def wait_event(self, event: Event) -> None:  # type: ignore[override]
+        self.awaited.append(event)
+        self._queue.put(event.wait)
+
+
+class Device:
+    """D's device: while ``late``, what a step writes is written when the device comes to it."""
+
+    def __init__(self, d: Engine, copies: OrderedCopies) -> None:
+        self.late = False
+        self._d, self._copies = d, copies
+        self._writes: list[Callable[[], None]] = []
+        self._write = d.workers[0].write
+        d.workers[0].write = self._put_aside  # type: ignore[method-assign]
+        copies.work_left = lambda: bool(self._writes)
+        d.device = self._before_a_forward
+
+    def _put_aside(self, *args: Any) -> None:
+        if self.late:
+            self._writes.append(partial(self._write, *args))
+        else:
+            self._write(*args)
+
+    def _before_a_forward(self) -> None:
+        """The device's own order: first what it was given before, then the copies that it waits for."""
+        if self._writes:
+            self.go_on()
+        for held in self._copies.held:
+            assert held.wait(60)
+
+    def go_on(self) -> None:
+        """Come to the end of all work, at the worst moment: after the copies that need not wait."""
+        if not self._copies.awaited:
+            eventually(lambda: not self._copies.running)
+        for write in self._writes:
+            write()
+        self._writes.clear()
+        for event in self._copies.events:
+            event.reach()
+
+
+class Scene:
+    """P and D, of which D is a step ahead of its device; what D loads may or must not wait."""
+
+    def __init__(self, group: EngineGroup, monkeypatch: pytest.MonkeyPatch, **kwargs: Any) -> None:
+        made: list[OrderedCopies] = []
+
+        def make(*_: Any) -> OrderedCopies:
+            made.append(OrderedCopies())
+            return made[-1]
+
+        monkeypatch.setattr(worker_setup, "copies_on", make)
+        monkeypatch.setattr(TransferEstimates, "seconds", lambda *_: 0.0)
+        self.inside = kwargs.pop("inside", True)
+        self.posted: list[Load] = []
+        """All loads that D's worker is given."""
+        self.behind: bool | None = None
+        """What loads are given in place of what they should."""
+        post = WorkerHalf.post
+
+        def posted(half: WorkerHalf, plan: StepPlan) -> None:
+            if self.behind is not None:
+                loads = tuple(msgspec.structs.replace(load, behind=self.behind) for load in plan.loads)
+                plan = msgspec.structs.replace(plan, loads=loads)
+            self.posted += plan.loads
+            post(half, plan)
+
+        monkeypatch.setattr(WorkerHalf, "post", posted)
+        extra = {"plane": "shm"} | ({} if self.inside else {"step_hold_seconds": 0.0})
+        self.p, self.d = pair_of(group, extra, policy="recompute", **({"ahead": 1, "num_blocks": 31} | kwargs))
+        self.d.scheduler.defer_block_free = False
+        self.copies = made[1]
+        self.device = Device(self.d, self.copies)
+
+    def meet(self) -> None:
+        """A first hand-over, so that the next one finds its link."""
+        to_the_end(self.d, add(self.p, self.d, prompt(40, 1)))
+        settle(self.p, self.d)
+        self.posted.clear()
+        self.copies.awaited.clear()
+
+    def a_step_in_flight(self) -> str:
+        """A request whose prompt the device has not begun to compute, though the step is launched: half of all
+        blocks, so that the next one needs some of them."""
+        request_id = self.d.add(prompt(250, 5), max_tokens=5)
+        self.device.late = True
+        self.d.step()
+        self.device.late = False
+        assert self.d.computed[request_id] == 250 and self.device._writes
+        return request_id
+
+    def load(self) -> tuple[str, list[int]]:
+        ids = prompt(300, 9)
+        return add(self.p, self.d, ids, max_tokens=5), ids
+
+    def to_the_end(self, request_id: str) -> None:
+        while self.d.answers[request_id].finish is None:
+            self.d.step()
+            if self.device._writes:
+                self.device.go_on()
+
+
+@pytest.fixture(params=[True, False], ids=["inside the step", "beside the steps"])
+def scene(group: EngineGroup, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Scene:
+    scene = Scene(group, monkeypatch, inside=request.param)
+    scene.meet()
+    return scene
+
+
+@pytest.mark.parametrize("how", ["aborted", "preempted"])
+def test_blocks_that_a_step_in_flight_writes_are_written_after_it(scene: Scene, how: str) -> None:
+    d = scene.d
+    victim = scene.a_step_in_flight()
+    request_id, ids = scene.load()
+    if how == "preempted":
+        d.preempt(victim)
+        d.scheduler.waiting.remove_requests([d.scheduler.requests[victim]])  # not before the other one
+        d.scheduler.waiting.add_request(d.scheduler.requests[victim])
+    else:
+        d.abort(victim)
+    scene.to_the_end(request_id)
+    assert [load.now for load in scene.posted] == [scene.inside]
+    assert scene.posted[0].behind and scene.copies.awaited, "its copies waited"
+    assert d.answers[request_id].tokens == continued(ids, 5)
+    assert d.origins[request_id].theirs == 299
+    run([d], lambda: not d.scheduler.requests)
+    settle(scene.p, d)
+
+
+def test_they_would_be_written_over(scene: Scene) -> None:
+    """The same, with copies that do not wait: the overlap is real."""
+    d = scene.d
+    scene.behind = False
+    victim = scene.a_step_in_flight()
+    request_id, ids = scene.load()
+    d.abort(victim)
+    with pytest.raises(AssertionError, match=f"{request_id}: wrong KV at positions"):
+        scene.to_the_end(request_id)
+    assert not scene.copies.awaited
+    assert WRONG not in continued(ids, 5)
+
+
+def test_blocks_that_no_step_uses_are_written_at_once(group: EngineGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside a step in flight, and after the end of one whose blocks another took."""
+    scene = Scene(group, monkeypatch, num_blocks=61)
+    scene.meet()
+    d = scene.d
+    victim = scene.a_step_in_flight()
+    request_id, ids = scene.load()
+    scene.to_the_end(request_id)
+    scene.to_the_end(victim)
+    assert [(load.behind, load.now) for load in scene.posted] == [(False, True)] and not scene.copies.awaited
+    assert d.answers[request_id].tokens == continued(ids, 5)
+    assert d.answers[victim].tokens == continued(prompt(250, 5), 5)
+    settle(scene.p, d)
+
+
+def test_blocks_of_a_step_that_has_ended_are_written_at_once(scene: Scene) -> None:
+    d = scene.d
+    victim = scene.a_step_in_flight()
+    scene.device.go_on()
+    d.abort(victim)
+    while d._outputs:
+        d.step()
+    request_id, ids = scene.load()
+    scene.to_the_end(request_id)
+    assert [load.behind for load in scene.posted] == [False] and not scene.copies.awaited
+    assert d.answers[request_id].tokens == continued(ids, 5)
+    settle(scene.p, d)
+
+
+def test_blocks_that_are_given_up_after_a_failed_load_are_written_after_the_steps_in_flight(
+    group: EngineGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request that has used them is preempted between two steps, with one of its steps in flight."""
+    scene = Scene(group, monkeypatch)
+    scene.meet()
+    p, d = scene.p, scene.d
+    failed = add(p, d, prompt(250, 5), max_tokens=5)
+    scene.copies.error = "CUDA error: out of order"
+    d.step()
+    scene.device.late = True
+    d.step()
+    scene.device.late = False
+    scene.copies.error = ""
+    assert scene.device._writes and d.status(failed) is RequestStatus.PREEMPTED
+    d.abort(failed)
+    request_id, ids = scene.load()
+    scene.to_the_end(request_id)
+    assert scene.copies.awaited
+    assert d.answers[request_id].tokens == continued(ids, 5)
+    settle(p, d)
+
+
+def test_where_blocks_leave_before_the_end_copies_always_wait(
+    group: EngineGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A window gives back blocks of requests that go on, of which nobody hears."""
+    scene = Scene(group, monkeypatch, window=64, num_blocks=81)
+    assert scene.d.connector._steps is None
+    for number in range(2):
+        to_the_end(scene.d, add(scene.p, scene.d, prompt(150, number)))
+        settle(scene.p, scene.d)
+    assert [(load.behind, load.now) for load in scene.posted] == [(True, False)] * 2
+    assert len(scene.copies.awaited) == 2
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_without_a_count_of_steps_copies_wait(
+    group: EngineGroup, monkeypatch: pytest.MonkeyPatch, counted: bool
+) -> None:
+    scene = Scene(group, monkeypatch)
+    scene.meet()
+    half = scene.d.connector._scheduler
+    half._steps = StepsInFlight() if counted else None
+    request_id, ids = scene.load()
+    to_the_end(scene.d, request_id)
+    assert [load.behind for load in scene.posted] == [not counted]
+    assert bool(scene.copies.awaited) is not counted
+    assert scene.d.answers[request_id].tokens == continued(ids, 5)
+    assert mover_of(scene.d).alive

@@ -1,0 +1,121 @@
+"""A data plane of which every channel is one connection: P listens on one socket for all consumers, D connects.
+
+This file has what such planes share: the listening socket and its pending connections, the table of the open channels,
+and the interface to the caller's poll loop. A plane derives from ``SocketPlane`` and adds its offer and its channels.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections.abc import Callable
+from typing import Annotated
+
+import msgspec
+import zmq
+from msgspec import Meta
+
+from kvferry.transport.channels import Channel
+from kvferry.transport.errors import TransportError
+from kvferry.transport.plane import Plane
+from kvferry.transport.sockets import CHANNEL_BYTES, SECRET_BYTES, PendingConnections, Sockets
+
+
+class SocketAttach(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """D's payload for P's ``accept``: the id that D's connection sends in its hello, and the bytes of D's slots."""
+
+    channel: Annotated[bytes, Meta(min_length=CHANNEL_BYTES, max_length=CHANNEL_BYTES)]
+    slot_bytes: Annotated[int, Meta(ge=4096, le=1 << 40)]
+
+
+class SocketPlane(Plane):
+    """``channels`` are the open channels of P and D, in the order in which they are served.
+
+    ``pending`` are P's new connections; ``None`` before ``listen``.
+    """
+
+    def __init__(self, slot_bytes: int) -> None:
+        self.slot_bytes = slot_bytes
+        self.sockets = Sockets()
+        self.channels: dict[Channel, None] = {}
+        self.pending: PendingConnections | None = None
+        self._closed = False
+
+    def listen(
+        self,
+        listener: socket.socket,
+        *,
+        welcome: Callable[[socket.socket], bool] = lambda sock: True,
+        arrived: Callable[[bytes], None] = lambda channel: None,
+    ) -> bytes:
+        """P: accept connections on a non-blocking, listening socket; see ``PendingConnections``. Returns the secret
+        that every D must send, for the offer."""
+        secret = secrets.token_bytes(SECRET_BYTES)
+        self.pending = PendingConnections(self.sockets, listener, secret, welcome=welcome, arrived=arrived)
+        return secret
+
+    def new_attach(self) -> SocketAttach:
+        """D: the payload of a new channel."""
+        return SocketAttach(secrets.token_bytes(CHANNEL_BYTES), self.slot_bytes)
+
+    def connect_unix(self, kind: int, address: bytes, secret: bytes) -> tuple[socket.socket, SocketAttach]:
+        """D: a new Unix socket of type ``kind`` that is connected to ``address`` and has sent its hello, and the
+        payload of its channel. A Unix socket connects without a wait, so D's hello arrives before D's payload.
+
+        Raises:
+            OSError: P is not there, or its queue of new connections is full (``BlockingIOError``).
+        """
+        sock, attach = socket.socket(socket.AF_UNIX, kind | socket.SOCK_NONBLOCK), self.new_attach()
+        try:
+            sock.connect(address)
+            sock.send(secret + attach.channel, socket.MSG_NOSIGNAL)
+        except OSError:
+            sock.close()
+            raise
+        return sock, attach
+
+    def take_connection(self, channel: bytes) -> socket.socket:
+        """P: the connection of a channel whose hello arrives before its payload, see ``connect_unix``.
+
+        Raises:
+            TransportError: there is none.
+        """
+        self.progress()
+        sock = None if self.pending is None else self.pending.take(channel)
+        if sock is None:
+            raise TransportError(f"{self.name}: the consumer of this channel never connected, or was refused")
+        return sock
+
+    def drop(self, channel: Channel, sock: socket.socket | None) -> None:
+        """Forget a channel that closes, and close its socket. Idempotent."""
+        self.channels.pop(channel, None)
+        if sock is not None:
+            self.sockets.drop(sock)
+
+    def pollables(self) -> list[tuple[int | zmq.Socket[bytes], int]]:
+        return [] if self._closed else [(self.sockets.fd, zmq.POLLIN)]
+
+    @property
+    def active(self) -> bool:
+        return bool(self.channels)
+
+    def progress(self) -> bool:
+        if self._closed:
+            return False
+        moved = self.sockets.progress()
+        if self.pending is not None:
+            self.pending.expire()
+        return moved
+
+    def arm(self) -> bool:
+        return True  # the epoll descriptor is level-triggered
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        for channel in list(self.channels):
+            channel.close()
+        if self.pending is not None:
+            self.pending.close()
+        self.sockets.close()
+        self._closed = True
