@@ -36,8 +36,8 @@ class SlowCopies(Copies):
 
     def start(self, enqueue: Callable[[], None], wait: WaitPolicy = WaitPolicy.NONE) -> Copy:
         copy = Copy(on_stream=True)
-        self.waits.append(wait)
         self.running += 1
+        self.waits.append(wait)  # after it: who sees the wait sees that the copy runs
         self._queue.put(partial(self._copy, copy, enqueue))
         return copy
 

@@ -62,12 +62,11 @@ def test_p_is_killed(group: RankGroup, plane: str, when: str) -> None:
     token = p.grant("req-p", THEIRS, TOKENS)
     gate = Gate(halves(d)[1], "_collect", lambda now: False) if when == "in flight" else None
     if when == "idle":
-        p.signal(signal.SIGKILL)
+        p.kill()
     d.worker.post(load_plan("req-d", token, remote_peer([p]), OURS, 0, TOKENS))
     if gate is not None:
         assert wait(lambda: gate.calls > 3, [d])
-        p.signal(signal.SIGKILL)
-        time.sleep(0.1)
+        p.kill()
         gate.open()
     assert wait(lambda: d.received >= {"req-d"}, [d], SOON)
     assert "req-d" in d.failed
@@ -123,7 +122,7 @@ def test_d_is_killed(group: RankGroup, plane: str) -> None:
     token = grant([p], "req-p", THEIRS, TOKENS)
     d.load("req-d", token, peer([p]), OURS, TOKENS)
     assert wait(lambda: bool(halves(p)[0]._sender), [p])
-    d.signal(signal.SIGKILL)
+    d.kill()
     gate.open()
     assert wait(lambda: not halves(p)[0]._sender, [p], SOON)
     let_time_pass(p, 1000)

@@ -83,6 +83,11 @@ class RemoteRank:
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
 
+    def kill(self) -> None:
+        """SIGKILL; returns when the process has ended. Until then its memory may still be read."""
+        self.process.kill()
+        self.process.wait(60)
+
     def close(self) -> None:
         """End it, whatever state it is in."""
         self.process.close()

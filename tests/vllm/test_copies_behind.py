@@ -72,6 +72,8 @@ class Device:
 
     def __init__(self, d: Engine, copies: OrderedCopies) -> None:
         self.late = False
+        self.loads: Callable[[], int] = lambda: 0
+        """The number of loads that D's worker was given, each of one copy."""
         self._d, self._copies = d, copies
         self._writes: list[Callable[[], None]] = []
         self._write = d.workers[0].write
@@ -94,8 +96,8 @@ class Device:
 
     def go_on(self) -> None:
         """Come to the end of all work, at the worst moment: after the copies that need not wait."""
-        if not self._copies.awaited:
-            eventually(lambda: not self._copies.running)
+        copies = self._copies
+        eventually(lambda: copies.awaited or (len(copies.waits) >= self.loads() and not copies.running))
         for write in self._writes:
             write()
         self._writes.clear()
@@ -135,13 +137,14 @@ class Scene:
         self.d.scheduler.defer_block_free = False
         self.copies = made[1]
         self.device = Device(self.d, self.copies)
+        self.device.loads = lambda: len(self.posted)
 
     def meet(self) -> None:
         """A first hand-over, so that the next one finds its link."""
         to_the_end(self.d, add(self.p, self.d, prompt(40, 1)))
         settle(self.p, self.d)
-        self.posted.clear()
-        self.copies.awaited.clear()
+        for seen in (self.posted, self.copies.awaited, self.copies.waits):
+            seen.clear()
 
     def a_step_in_flight(self) -> str:
         """A request whose prompt the device has not begun to compute, though the step is launched: half of all
