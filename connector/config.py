@@ -63,8 +63,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     step_hold_seconds: Annotated[
         Annotated[float, Meta(ge=0, le=1)],
         _doc(
-            "how long a load may hold up a step of other requests; D loads inside the step that computes with the "
-            "tokens where the copy should need at most this much longer than the step before; other loads go beside "
+            "how long a load may be expected to hold up a step of others; D loads inside the step that computes with "
+            "the tokens if the copy should need at most this much longer than the step before; other loads go beside "
             "the steps, which takes about three steps more; 0: all do"
         ),
     ] = 0.01

@@ -172,7 +172,8 @@ def main() -> int:
     path = args.folder / "report.json"
     path.write_text(json.dumps(report, indent=1) + "\n")
     print(
-        "\nMiB and hand-over ms as D's connector reports them; TTFT through the router, without the byte check's time"
+        "\nMiB and hand-over ms by D's connector; TTFT through the router, without the time of the byte check.\n"
+        "A load inside an engine step leaves the last prompt token to D, so it loads one token less."
     )
     for problem in problems:
         print(f"PROBLEM  {problem}", file=sys.stderr)
