@@ -63,6 +63,8 @@ class ByteRanges(NamedTuple):
 
     def split(self, nbytes: int) -> tuple[ByteRanges, ByteRanges | None]:
         """The first ranges, about ``nbytes`` together and at least one range, and the rest; ``None`` for no rest."""
+        if int(self.nbytes.sum()) <= nbytes:
+            return self, None
         count = max(1, int(np.searchsorted(np.cumsum(self.nbytes), nbytes, side="right")))
         first, rest = (ByteRanges(*(column[part] for column in self)) for part in (slice(count), slice(count, None)))
         return first, rest if len(rest.nbytes) else None

@@ -140,7 +140,7 @@ class Plane(ABC):
 
     @abstractmethod
     def pollables(self) -> list[tuple[int | zmq.Socket[bytes], int]]:
-        """File descriptors and sockets with their events, for ``zmq.Poller``. They change with the channels."""
+        """File descriptors and sockets with their events, for ``zmq.zmq_poll``. They change with the channels."""
 
     @property
     def active(self) -> bool:

@@ -37,8 +37,10 @@ class Waker:
         """Make ``fd`` readable. Thread-safe, a few microseconds, never blocks, harmless after :meth:`close`."""
         with self._lock:  # without it a wake() beside close() could write to another file that got the same number
             if not self._closed:
-                with contextlib.suppress(BlockingIOError):  # the counter is full: the poller is awake already
+                try:
                     os.eventfd_write(self.fd, 1)
+                except BlockingIOError:
+                    return  # the counter is full: the poller is awake already
 
     def drain(self) -> bool:
         """Make ``fd`` unreadable again; True if ``wake`` was called before. Look at the work only after this call."""

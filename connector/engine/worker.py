@@ -142,11 +142,12 @@ class WorkerHalf:
         assert thread is not None, "caches are registered before the first step"
         self._consumer, self._idle = plan.consumer, plan.idle
         ours = by_region(plan, self._tables)
-        inside = tuple(load for load in ours.loads if load.now)
+        inside = tuple([load for load in ours.loads if load.now])
         self._outcome = StepOutcome(inside, lambda: thread.alive) if inside else None
-        self._ledger.post((load for load in ours.loads if not load.now), (lease.request_id for lease in plan.leases))
-        self._copies.idle = plan.idle
-        event = self._copies.record_event()
+        self._ledger.post([load for load in ours.loads if not load.now], [lease.request_id for lease in plan.leases])
+        copies = self._copies
+        copies.idle = plan.idle
+        event = copies.record_event()
         if event is not None:
             self._events.append((plan.step, event))
         computed = [self._computed(lease.step) for lease in plan.leases]

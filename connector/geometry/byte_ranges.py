@@ -38,6 +38,8 @@ def byte_ranges(to: Pages, of: Pages, num_heads: int, num_tokens: int, content_b
         each = np.arange(num_tokens, dtype=np.int64)
         return _build(to, of, each, np.full(num_tokens, content_bytes), heads)
     whole = (lengths * content_bytes == to.head_stride) & (to.head_stride == of.head_stride)
+    if not whole.any():
+        return _build(to, of, starts, lengths * content_bytes, heads)
     parts = [
         _build(to, of, starts[whole], lengths[whole] * row, heads[:1]),
         _build(to, of, starts[~whole], lengths[~whole] * content_bytes, heads),
@@ -57,23 +59,26 @@ def _segments(to: Pages, of: Pages, num_tokens: int) -> tuple[Int64s, Int64s]:
     """First tokens and lengths of the pieces that leave no block on either side."""
     cuts = [np.arange(-side.token % side.block_size, num_tokens, side.block_size, dtype=np.int64) for side in (to, of)]
     edges = np.unique(np.concatenate([np.array([0, num_tokens]), *cuts]))
-    return edges[:-1], np.diff(edges)
+    return edges[:-1], edges[1:] - edges[:-1]
 
 
 def _build(to: Pages, of: Pages, starts: Int64s, nbytes: Int64s, heads: Int64s) -> ByteRanges:
     """All layers x starts x heads."""
-    shape = (len(to.bases), len(starts), len(heads))
+    lengths = np.empty((len(to.bases), len(starts), len(heads)), dtype=np.int64)
+    lengths[:] = nbytes[:, None]
     addresses = []
     for side in (to, of):
         block, within = np.divmod(starts + side.token, side.block_size)
         offsets = side.block_ids[block] * side.block_stride + within * side.token_stride
         head = (heads + side.head) * side.head_stride
         addresses.append((side.bases[:, None, None] + offsets[None, :, None] + head[None, None, :]).reshape(-1))
-    return ByteRanges(addresses[0], addresses[1], np.broadcast_to(nbytes[None, :, None], shape).reshape(-1))
+    return ByteRanges(addresses[0], addresses[1], lengths.reshape(-1))
 
 
 def join_ranges(parts: list[ByteRanges]) -> ByteRanges:
     """All runs of ``parts``, which has at least one element."""
+    if len(parts) == 1:
+        return parts[0]
     return ByteRanges(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
 
 

@@ -91,11 +91,13 @@ def check_complete(local: RankGeometry, planned: Iterable[PlannedSpan], tokens: 
         else:
             shared.setdefault(item.region, []).append(item)
     wanted = tuple(
-        stop > start and region.shard.count(stop) > region.shard.count(start)
-        for region, (start, stop) in zip(local.regions, tokens, strict=True)
+        [
+            num_common_tokens(region.shard, region.shard, start, stop) > 0
+            for region, (start, stop) in zip(local.regions, tokens, strict=True)
+        ]
     )
-    times = {index: _times(local.regions[index], items, tokens[index]) for index, items in shared.items()}
-    if times:
+    if shared:
+        times = {index: _times(local.regions[index], items, tokens[index]) for index, items in shared.items()}
         _check_once(local, _counts(local, boxes, times), wanted)
     else:
         _check_boxes(local, tuple(boxes), wanted)

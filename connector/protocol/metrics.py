@@ -163,10 +163,11 @@ def _extend(into: Samples, other: Samples) -> None:
     """Keep the first MAX_SAMPLES of both in order, and the sums of all further samples."""
     columns: tuple[Literal["microseconds", "nbytes", "tokens"], ...] = ("microseconds", "nbytes", "tokens")
     room = max(0, MAX_SAMPLES - len(into["microseconds"]))
-    over = (len(other["microseconds"][room:]), *(sum(other[name][room:]) for name in columns))
-    into["rest"] = [a + b + c for a, b, c in zip(into["rest"], other["rest"], over, strict=True)]
+    over = [len(other["microseconds"][room:])]
     for name in columns:
+        over.append(sum(other[name][room:]))
         into[name].extend(other[name][:room])
+    into["rest"] = [sum(parts) for parts in zip(into["rest"], other["rest"], over, strict=True)]
 
 
 def _count(counts: dict[str, int], reason: str, by: int = 1) -> None:

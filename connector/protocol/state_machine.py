@@ -84,20 +84,20 @@ class TransitionTable(Generic[S, E, F]):
         self.rows: Mapping[tuple[enum.Enum, type], Transition[S, E, F]] = found
         # By the phase's value: Python computes the hash of an enumeration's member in Python, and a hand-over takes 18
         # steps while a request waits.
-        self._by_value = {(event, phase.value): transition for (phase, event), transition in found.items()}
+        self.by_value = {(event, phase.value): transition for (phase, event), transition in found.items()}
 
     def step(self, state: S, event: E, now: float) -> Outcome[S, F]:
         """The state after an event, and the effects that the owner of the lifetime must perform."""
-        return self._by_value[type(event), state.phase._value_](state, event, now)
+        return self.by_value[type(event), state.phase._value_](state, event, now)
 
 
 class Lifetime(Generic[S, E, F]):
     """One lifetime under way: its state, and the last changes of its phase."""
 
-    __slots__ = ("_history", "_step", "state")
+    __slots__ = ("_history", "_transitions", "state")
 
     def __init__(self, table: TransitionTable[S, E, F], state: S, now: float) -> None:
-        self._step = table.step
+        self._transitions = table.by_value
         self.state = state
         # Times, types and phases; ``history`` makes text of them, for a log line only.
         self._history: deque[tuple[float, type, enum.Enum]] = deque([(now, _Begin, state.phase)], maxlen=MAX_HISTORY)
@@ -105,10 +105,11 @@ class Lifetime(Generic[S, E, F]):
     def step(self, event: E, now: float) -> tuple[F, ...]:
         """Take one event. Returns the effects that the owner must perform."""
         before = self.state.phase
-        self.state, effects = self._step(self.state, event, now)
+        kind = type(event)
+        self.state, effects = self._transitions[kind, before._value_](self.state, event, now)
         phase = self.state.phase
         if phase is not before:
-            self._history.append((now, type(event), phase))
+            self._history.append((now, kind, phase))
         return effects
 
     @property

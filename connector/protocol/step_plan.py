@@ -128,11 +128,14 @@ def by_region(plan: StepPlan, tables: Sequence[int]) -> StepPlan:
     if not (plan.leases or plan.loads):
         return plan
     leases = tuple(
-        msgspec.structs.replace(lease, block_ids=tuple(lease.block_ids[n] for n in tables)) for lease in plan.leases
+        msgspec.structs.replace(lease, block_ids=tuple(map(lease.block_ids.__getitem__, tables)))
+        for lease in plan.leases
     )
     loads = tuple(
         msgspec.structs.replace(
-            load, block_ids=tuple(load.block_ids[n] for n in tables), tokens=tuple(load.tokens[n] for n in tables)
+            load,
+            block_ids=tuple(map(load.block_ids.__getitem__, tables)),
+            tokens=tuple(map(load.tokens.__getitem__, tables)),
         )
         for load in plan.loads
     )

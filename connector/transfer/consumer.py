@@ -109,7 +109,7 @@ class Consumer:
             for region, (start, stop) in enumerate(load.tokens):
                 if stop > start:
                     self._rank_context.caches.check_held(region, ids[region], start, stop)
-            addresses = list(self._links.source_addresses(load.peer))
+            addresses = self._links.source_addresses(load.peer)
         except KVFerryError as error:
             self._reports.failed(load, Reason("incompatible", str(error)))
             self._lease_keeper.release(load.request_id, now, load.token)
@@ -198,7 +198,9 @@ class Consumer:
             self._step_read(read, ReadFailed(read.link.failure), now)
 
     def _step(self, active_load: ActiveLoad, event: handover.HandoverEvent, now: float) -> None:
-        self._perform(active_load, active_load.lifetime.step(event, now), now)
+        effects = active_load.lifetime.step(event, now)
+        if effects:
+            self._perform(active_load, effects, now)
         if active_load.load.now:
             self._reports.begun(active_load, self._receiver.copies_of)
 

@@ -7,15 +7,15 @@ could not be sent is sent again after the next interval, and a lease whose relea
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache, partial
 
 from kvferry.connector.protocol import kept_lease, messages
 from kvferry.connector.protocol.state_machine import Lifetime, Tick
 from kvferry.connector.protocol.step_plan import PeerEngine, RankAddress
 from kvferry.connector.transfer.link import Link
-from kvferry.connector.transfer.rank_context import RankContext
+from kvferry.connector.transfer.rank_context import P_ENGINES, RankContext
 from kvferry.transport.errors import GeometryError
 
 logger = logging.getLogger("vllm.kvferry.lease_keeper")
@@ -58,6 +58,8 @@ class LeaseKeeper:
         self._link = link
         self._kept: dict[bytes, LeaseAtPeer] = {}
         self._token_of: dict[str, bytes] = {}
+        self._addresses = lru_cache(maxsize=P_ENGINES)(self._release_addresses)
+        self.expected = lru_cache(maxsize=P_ENGINES * 16)(self._expected)
         self.consumer = bytes(16)
         """This life of this engine, the same on all of its ranks; set by the first step plan."""
 
@@ -95,10 +97,9 @@ class LeaseKeeper:
         for kept in list(self._kept.values()):
             self._step(kept, Tick(), now, due)
         for address, (peer, tokens) in due.items():
-            with self._guard("renewal", address):
-                for start in range(0, len(tokens), RENEWED_AT_ONCE):
-                    part = tuple(tokens[start : start + RENEWED_AT_ONCE])
-                    self._link(peer, address).send(messages.Renew(tokens=part))
+            for start in range(0, len(tokens), RENEWED_AT_ONCE):
+                part = tuple(tokens[start : start + RENEWED_AT_ONCE])
+                self._send("renewal", peer, address, partial(messages.Renew, tokens=part))
 
     def renew_now(self) -> None:
         """Renew every lease at the next tick."""
@@ -111,11 +112,12 @@ class LeaseKeeper:
             self._step(kept, kept_lease.KeepingEnded(), now)
         self._token_of.clear()
 
-    def expected(self, peer: PeerEngine, p_rank: int) -> tuple[int, ...]:
+    def _expected(self, peer: PeerEngine, p_rank: int) -> tuple[int, ...]:
         """The D ranks, of every pipeline stage, that release at P's rank ``p_rank``."""
         return self._rank_context.topology(peer).expected_consumers(p_rank)
 
-    def _addresses(self, peer: PeerEngine) -> tuple[RankAddress, ...]:
+    def _release_addresses(self, peer: PeerEngine) -> tuple[RankAddress, ...]:
+        """P's ranks at which this D rank renews and releases."""
         strange = [address.tp_rank for address in peer.ranks if not 0 <= address.tp_rank < peer.tp_size]
         if strange:
             raise GeometryError(f"P names a tensor-parallel rank {strange[0]}, expected one below {peer.tp_size}")
@@ -140,22 +142,28 @@ class LeaseKeeper:
     def _send_release(self, kept: LeaseAtPeer) -> None:
         del self._kept[kept.token]
         for address in kept.addresses:
-            with self._guard("release", address, kept):
-                self._link(kept.peer, address).send(
-                    messages.Release(
-                        token=kept.token,
-                        consumer=self.consumer,
-                        consumer_rank=self.rank,
-                        expected=self.expected(kept.peer, address.tp_rank),
-                    )
-                )
+            self._send("release", kept.peer, address, partial(self._release_of, kept, address), kept)
 
-    @contextmanager
-    def _guard(self, what: str, address: RankAddress, kept: LeaseAtPeer | None = None) -> Iterator[None]:
-        """Count a failure to send to one P rank, and log it at a limited rate. A failure must not affect other leases,
-        nor the report of the load for which D kept the lease."""
+    def _release_of(self, kept: LeaseAtPeer, address: RankAddress) -> messages.Release:
+        return messages.Release(
+            token=kept.token,
+            consumer=self.consumer,
+            consumer_rank=self.rank,
+            expected=self.expected(kept.peer, address.tp_rank),
+        )
+
+    def _send(
+        self,
+        what: str,
+        peer: PeerEngine,
+        address: RankAddress,
+        message: Callable[[], messages.Renew | messages.Release],
+        kept: LeaseAtPeer | None = None,
+    ) -> None:
+        """Make a message and send it to one P rank. A failure is counted, and logged at a limited rate. It must not
+        affect other leases, nor the report of the load for which D kept the lease."""
         try:
-            yield
+            self._link(peer, address).send(message())
         except Exception as error:
             self._rank_context.stats.dropped(f"{what} not sent")
             self._rank_context.log.warning(

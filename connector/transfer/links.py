@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import lru_cache
+from itertools import product
 
 from kvferry.connector.protocol.link_state import LinkPhase
 from kvferry.connector.protocol.step_plan import PeerEngine, RankAddress
 from kvferry.connector.transfer.link import Link
-from kvferry.connector.transfer.rank_context import RankContext
+from kvferry.connector.transfer.rank_context import P_ENGINES, RankContext
 from kvferry.transport.errors import KVFerryError
 
 FAILED_LINK_SECONDS = 1.0
@@ -22,6 +24,7 @@ class Links:
     def __init__(self, rank_context: RankContext) -> None:
         self._rank_context = rank_context
         self._links: dict[RankAddress, Link] = {}
+        self.source_addresses = lru_cache(maxsize=P_ENGINES)(self._source_addresses)
 
     def __iter__(self) -> Iterator[Link]:
         return iter(list(self._links.values()))
@@ -36,7 +39,7 @@ class Links:
             link = self._links[address] = Link(self._rank_context, peer, address)
         return link
 
-    def source_addresses(self, peer: PeerEngine) -> Iterator[RankAddress]:
+    def _source_addresses(self, peer: PeerEngine) -> tuple[RankAddress, ...]:
         """The ranks of P that this rank reads from.
 
         Raises:
@@ -46,12 +49,11 @@ class Links:
         if not p_ranks:
             raise KVFerryError(f"none of P's {peer.tp_size} tensor-parallel ranks holds tokens of ours")
         by_rank = {(rank.pp_rank, rank.tp_rank): rank for rank in peer.ranks}
-        for pp_rank in range(peer.pp_size):
-            for p_rank in p_ranks:
-                address = by_rank.get((pp_rank, p_rank))
-                if address is None:
-                    raise KVFerryError(f"P named no address for its rank pp{pp_rank} tp{p_rank}")
-                yield address
+        wanted = list(product(range(peer.pp_size), p_ranks))
+        missing = [rank for rank in wanted if rank not in by_rank]
+        if missing:
+            raise KVFerryError("P named no address for its rank pp{} tp{}".format(*missing[0]))
+        return tuple(by_rank[rank] for rank in wanted)
 
     @property
     def usable(self) -> list[Link]:

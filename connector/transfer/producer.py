@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvferry.connector.protocol import lease, messages, outgoing_read
@@ -59,17 +60,22 @@ class HeldAsk:
 class Producer:
     """All leases of this rank and all reads under them. Used by the transfer thread only."""
 
-    def __init__(self, rank_context: RankContext, listener: Listener) -> None:
+    def __init__(self, rank_context: RankContext, listener: Listener, freed: Callable[[str], None]) -> None:
+        """``freed``: called with each request of whose lease nothing reads the blocks any more."""
         self._rank_context = rank_context
+        self._on_freed = freed
         self._listener = listener
         self._leases: dict[bytes, HeldLease] = {}
         self._ended: OrderedDict[bytes, None] = OrderedDict()
         self._board = GrantBoard()
+        # A grant is not posted where the engine may have freed some of the blocks: there P must check each ask.
+        self._posts_grants = any(plane.pulls for plane in rank_context.planes) and all(
+            region.kind in ("full", "mla") for region in rank_context.caches.geometry.regions
+        )
         self._sessions = Sessions(rank_context, self._board.place)
         self._sender = Sender(rank_context.caches)
         self._waiting: list[HeldAsk] = []
         self._early: OrderedDict[bytes, list[lease.Released]] = OrderedDict()
-        self._freed: list[str] = []
 
     # --- commands from the engine -------------------------------------------------------------------------------
 
@@ -81,6 +87,8 @@ class Producer:
         self._leases[grant.token] = HeldLease(grant, ids, Lifetime(lease.LEASE, state, now), self._post(grant))
         for vote in self._early.pop(grant.token, ()):
             self._step(grant.token, vote, now)
+        if not self._waiting:
+            return
         early = [held for held in self._waiting if held.ask.token == grant.token]
         self._waiting = [held for held in self._waiting if held.ask.token != grant.token]
         for held in early:
@@ -93,11 +101,8 @@ class Producer:
                 self._deny(held, held.ask.read, "failed", repr(error))
 
     def _post(self, grant: LeaseGrant) -> int | None:
-        """Post a grant on the grant board. A D that reads P's pages by itself then needs neither an ask nor a commit.
-        A grant is not posted where the engine may have freed some of the blocks: there P must check each ask."""
-        if not any(plane.pulls for plane in self._rank_context.planes):
-            return None
-        if any(region.kind not in ("full", "mla") for region in self._rank_context.caches.geometry.regions):
+        """Post a grant on the grant board. A D that reads P's pages by itself then needs no ask and no commit."""
+        if not self._posts_grants:
             return None
         return self._board.post(grant.token, messages.encode_grant(_granted(grant, 0)))
 
@@ -122,6 +127,8 @@ class Producer:
 
     def pump(self, now: float) -> bool:
         """Pack and send chunks of the reads in turn. Returns whether any chunk was packed or sent."""
+        if self._sender.idle:
+            return False
         for outgoing in self._sender.drained():
             self._step_read(outgoing, outgoing_read.CopiesEnded(), now)
         packed = 0
@@ -146,11 +153,6 @@ class Producer:
             self._deny(held, held.ask.read, "unknown", "no such lease was granted here in time")
         for session in self._sessions.gone():
             self._end_session(session, now)
-
-    def take_freed(self) -> list[str]:
-        """The requests whose blocks have become free since the last call: nothing reads these blocks any more."""
-        freed, self._freed = self._freed, []
-        return freed
 
     @property
     def live(self) -> bool:
@@ -296,7 +298,7 @@ class Producer:
         self._ended[token] = None
         while len(self._ended) > ENDED_TOKENS:
             self._ended.popitem(last=False)
-        self._freed.append(held.grant.request_id)
+        self._on_freed(held.grant.request_id)
         self._rank_context.stats.lease_ended(reason)
         if reason != "released":
             cap = self._rank_context.settings.lease_cap_seconds

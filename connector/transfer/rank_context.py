@@ -18,6 +18,9 @@ from kvferry.transport.errors import IncompatiblePeerError
 from kvferry.transport.plane import Plane
 from kvferry.transport.wake import RateLimitedLog
 
+P_ENGINES = 64
+"""P engines of which D remembers what is the same for all hand-overs from them: ranks, and their addresses."""
+
 
 @dataclass
 class RankContext:
@@ -34,15 +37,9 @@ class RankContext:
     stats: HandoverStats = field(default_factory=HandoverStats)
     log: RateLimitedLog = field(default_factory=lambda: RateLimitedLog(logging.getLogger("vllm.kvferry.peer")))
 
-    _last_topology: tuple[EngineForm | None, TpKVTopology | None] = None, None
-
     def topology(self, peer: EngineForm) -> TpKVTopology:
         """The topology of this rank, as D, and the P engine ``peer``: the same object for every peer of that form."""
-        last, topology = self._last_topology
-        if last is not peer or topology is None:  # a hand-over asks three times, for the same peer
-            topology = TpKVTopology.between(self.caches.geometry, peer)
-            self._last_topology = peer, topology
-        return topology
+        return TpKVTopology.between(self.caches.geometry, peer)
 
     def plane(self, name: str) -> Plane | None:
         """The plane with this name, or ``None`` where this rank does not have it."""

@@ -258,8 +258,10 @@ class Receiver:
                 self._arrived.extend((link, message) for message in channel.poll())
         for _ in range(min(UNPACKS_PER_TURN, len(self._arrived))):
             yield from self._unpack(*self._arrived.popleft())
-        yield from self.finished_writes()
         self._moving = False
+        if not self._writing:
+            return
+        yield from self.finished_writes()
         for write in [write for write in self._writing if not write.copy.on_stream]:
             before, write.seen = write.seen, write.copy.moved
             if write.seen != before:

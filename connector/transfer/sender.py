@@ -88,6 +88,11 @@ class Sender:
         """How many reads are SENDING or SENT."""
         return len(self._outgoing)
 
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to send, and no stopped read whose pages a copy still reads."""
+        return not (self._outgoing or self._draining)
+
     def of(self, wanted: Callable[[OutgoingRead], bool]) -> list[OutgoingRead]:
         """The reads that are SENDING or SENT, and for which ``wanted`` is true."""
         return [outgoing for outgoing in self._outgoing if wanted(outgoing)]

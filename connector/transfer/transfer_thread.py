@@ -49,6 +49,7 @@ worker spins so between steps. At Python's default of 5 ms a hand-over of 138 MB
 
 
 _Item = TypeVar("_Item")
+Pollable = int | zmq.Socket[bytes]
 
 
 class StepLoadListener(Protocol):
@@ -92,6 +93,7 @@ class TransferThread:
         self._finished: deque[FinishedLoad] = deque()
         self._freed: deque[str] = deque()
         self._results_ready = threading.Event()
+        self._work_posted = False  # any thread sets it, before it wakes this one
         self._wake_pending = False  # the waker has fired and is not drained yet
         self._ready_sockets: set[object] | None = None  # readable sockets, planes with events; None: any may have one
         self._unarmed: set[Plane] = set()  # planes that must be armed again before they can wake this thread
@@ -99,9 +101,9 @@ class TransferThread:
         self._cold: Exception | None = None
         self._stopping = False
         self._consumer = Consumer(rank_context, self._report_begun, self._report)
-        self._producer = Producer(rank_context, listener)
+        self._producer = Producer(rank_context, listener, self._report_freed)
         self._thread = threading.Thread(target=self._run, name="kvferry-transfer", daemon=True)
-        rank_context.caches.copies.on_done = self._waker.wake
+        rank_context.caches.copies.on_done = self._wake
 
     def start(self) -> None:
         """Start the thread, and return once its kernels are compiled. This call shortens the interpreter's switch
@@ -129,7 +131,7 @@ class TransferThread:
         are read. ``listener``: takes the reports of the loads inside the step, from this thread."""
         if not plan.empty:
             self._commands.append((plan, event, computed, listener))
-            self._waker.wake()
+            self._wake()
             for earlier in self._listeners:
                 earlier.interrupt()
 
@@ -151,13 +153,18 @@ class TransferThread:
     def close(self, timeout: float = 5.0) -> None:
         """Stop the thread, close sockets, channels and staging. Idempotent."""
         self._stopping = True
-        self._waker.wake()
+        self._wake()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(timeout)
 
     @property
     def alive(self) -> bool:
         return self._thread.is_alive()
+
+    def _wake(self) -> None:
+        """Have the thread look at its work once more. Any thread may call this."""
+        self._work_posted = True
+        self._waker.wake()
 
     # --- the thread ---------------------------------------------------------------------------------------------
 
@@ -204,8 +211,12 @@ class TransferThread:
                     self._tick(now)
 
     def _turn(self, now: float) -> bool:
+        """Look at all work. Returns whether there is more to do at once."""
+        self._work_posted = busy = False  # before the first look, so that nothing is missed
         try:
-            busy = self._run_commands(now)
+            self._run_commands(now)
+            if self._computing:
+                self._grant(now)
         finally:
             if self._time.late:
                 self._consumer.renew_now()
@@ -218,7 +229,6 @@ class TransferThread:
             busy |= self._producer.serve(now)
         busy |= self._consumer.serve(now, ready)
         busy |= self._producer.pump(now)
-        self._publish()
         return busy
 
     def _progress(self, plane: Plane) -> bool:
@@ -237,10 +247,8 @@ class TransferThread:
         self._consumer.tick(now)
         self._producer.tick(now)
         self._rank_context.stats.dropped_so_far("listener", self._listener.dropped)
-        self._publish()
 
-    def _run_commands(self, now: float) -> bool:
-        busy = bool(self._commands)
+    def _run_commands(self, now: float) -> None:
         for _ in range(len(self._commands)):
             plan, event, computed, listener = self._commands.popleft()
             if listener is not None:
@@ -262,7 +270,6 @@ class TransferThread:
                 self._try(request_id, partial(self._consumer.release, request_id, now))
             if listener is not None and not self._commands and not any(p.active for p in self._rank_context.planes):
                 listener.yield_to_engine()
-        return self._grant(now) or busy
 
     def _copies_wait(self, event: DeviceEvent | None, loads: Sequence[Load], now: float) -> bool:
         """Have copies from now on wait for the engine's event, if one of ``loads`` must. Where the device refuses, the
@@ -278,7 +285,7 @@ class TransferThread:
             return False
         return True
 
-    def _grant(self, now: float) -> bool:
+    def _grant(self, now: float) -> None:
         """Grant the leases whose blocks the device has filled. P holds an ask that arrives before the grant."""
         ready: list[LeaseGrant] = []
         left: list[tuple[LeaseGrant, DeviceEvent | None]] = []
@@ -289,8 +296,7 @@ class TransferThread:
                 left.append((grant, computed))
         self._computing = left
         for grant in ready:
-            self._try(grant, partial(self._producer.grant, grant, now), partial(self._freed.append, grant.request_id))
-        return bool(ready)
+            self._try(grant, partial(self._producer.grant, grant, now), partial(self._report_freed, grant.request_id))
 
     def _try(self, item: object, act: Callable[[], object], otherwise: Callable[[], None] | None = None) -> None:
         """Run one command, which is about ``item``. Its error must not stop the other commands. ``otherwise`` then
@@ -309,7 +315,7 @@ class TransferThread:
     def _report(self, finished: FinishedLoad) -> None:
         """Report a load that has ended, at once."""
         self._finished.append(finished)
-        self._results_ready.set()
+        self._set_results_ready()
         if finished.load.now:
             for listener in self._listeners:
                 listener.ended(finished.load, finished.ok)
@@ -319,17 +325,22 @@ class TransferThread:
         for listener in self._listeners:
             listener.begun(load, stands)
 
-    def _publish(self) -> None:
-        freed = self._producer.take_freed()
-        self._freed.extend(freed)
-        if freed:
+    def _report_freed(self, request_id: str) -> None:
+        """Report that nothing reads the leased blocks of a request any more."""
+        self._freed.append(request_id)
+        self._set_results_ready()
+
+    def _set_results_ready(self) -> None:
+        """Let ``wait`` return. It clears the event before it looks, so it misses no result that was appended before."""
+        if not self._results_ready.is_set():
             self._results_ready.set()
 
     def _sleep(self) -> None:
         if self._wake_pending:  # drained only here, so that the turn after the wake-up starts without this delay
             self._wake_pending = False
             self._waker.drain()
-            return  # work that was posted since that turn comes before the sleep
+        if self._work_posted:
+            return
         awake = False
         for plane in list(self._unarmed):
             if plane.arm():
@@ -337,22 +348,19 @@ class TransferThread:
             else:
                 self._mark_ready(plane)
                 awake = True
-        poller = zmq.Poller()
-        poller.register(self._waker.fd, zmq.POLLIN)
-        poller.register(self._listener.socket, zmq.POLLIN)
+        pollables: list[tuple[Pollable, int]] = [(self._waker.fd, zmq.POLLIN), (self._listener.socket, zmq.POLLIN)]
         for link in self._consumer.links:
-            poller.register(link.connection.socket, zmq.POLLIN)
-            poller.register(link.connection.monitor, zmq.POLLIN)
-        planes: dict[int | zmq.Socket[bytes], Plane] = {}
+            pollables += (link.connection.socket, zmq.POLLIN), (link.connection.monitor, zmq.POLLIN)
+        planes: dict[Pollable, Plane] = {}
         for plane in self._rank_context.planes:
             for pollable, events in plane.pollables():
-                poller.register(pollable, events)
+                pollables.append((pollable, events))
                 planes[pollable] = plane
         live = self._consumer.live or self._producer.live
         seconds = COMPUTING_SECONDS if self._computing else TICK_SECONDS if live else IDLE_SECONDS
         seconds = 0.0 if awake else seconds
         self._time.sleeps(seconds)
-        for pollable, _ in poller.poll(int(seconds * 1e3)):
+        for pollable, _ in zmq.zmq_poll(pollables, int(seconds * 1e3)):
             self._mark_ready(planes.get(pollable, pollable))
             self._wake_pending |= pollable == self._waker.fd
 
@@ -368,7 +376,6 @@ class TransferThread:
             self._rank_context.caches.copies.close,
             lambda: self._consumer.close(self._time.turn()),
             self._producer.close,
-            self._publish,
             *(plane.close for plane in self._rank_context.planes),
             self._listener.close,
             self._waker.close,

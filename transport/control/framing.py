@@ -31,8 +31,8 @@ SEND_QUEUE, RECEIVE_QUEUE = 1024, 64
 """Messages that libzmq holds per connection. Beyond that, send() returns False, and the sender's TCP waits."""
 BATCH = 512
 """Messages of one receive() call: many messages must not keep the serving thread from its other work."""
-_READABLE = int(zmq.POLLIN)
-"""An int: operators on the enumeration's members run Python code."""
+_READABLE, _NOBLOCK, _MORE = int(zmq.POLLIN), int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
+"""Ints: operators on the enumerations' members run Python code."""
 _log = RateLimitedLog(logging.getLogger("vllm.kvferry.transport"))
 
 
@@ -84,7 +84,7 @@ def read(socket: zmq.Socket[bytes], max_frames: int) -> list[bytes] | None:
 
 def rest(socket: zmq.Socket[bytes], frames: list[bytes], max_frames: int) -> list[bytes]:
     """``frames`` and the frames that follow in the same message; libzmq delivers whole messages only."""
-    while socket.rcvmore:
+    while socket.get(zmq.RCVMORE):  # ``socket.rcvmore`` takes three times as long
         frame = socket.recv(zmq.NOBLOCK)
         if len(frames) <= max_frames:
             frames.append(frame)
@@ -102,7 +102,9 @@ def source(frame: zmq.Frame) -> int:
 def send(socket: zmq.Socket[bytes], frames: list[bytes]) -> int:
     """Send a message without waiting. Returns 0, or the error number."""
     try:
-        socket.send_multipart(frames, zmq.NOBLOCK)
+        for frame in frames[:-1]:
+            socket.send(frame, _MORE)
+        socket.send(frames[-1], _NOBLOCK)
     except zmq.ZMQError as error:
         return error.errno or errno.EIO
     return 0

@@ -109,13 +109,14 @@ def _copy(pid: int, ranges: ByteRanges) -> None:
     Raises:
         TransportError: the process is gone, or an address does not belong to it.
     """
-    ends = np.cumsum(ranges.nbytes)
-    shares = min(_threads(), int(ends[-1]) // SHARE_BYTES, len(ends))
+    total = int(ranges.nbytes.sum())
+    shares = min(_threads(), total // SHARE_BYTES, len(ranges.nbytes))
     helpers = _helpers() if shares > 1 else None
     if helpers is None:
         _copy_share(pid, ranges)
         return
-    cuts = [0, *np.searchsorted(ends, int(ends[-1]) * np.arange(1, shares) // shares), len(ends)]
+    ends = np.cumsum(ranges.nbytes)
+    cuts = [0, *np.searchsorted(ends, total * np.arange(1, shares) // shares), len(ends)]
     parts = [ByteRanges(*(column[slice(*cut)] for column in ranges)) for cut in pairwise(cuts)]
     others = [helpers.submit(_copy_share, pid, part) for part in parts[1:]]
     try:
