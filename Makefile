@@ -7,7 +7,7 @@ PYTEST := $(BIN)/pytest
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-engines test-gpu sweep lint docs bench bench-gpu clean
+.PHONY: help install demo test test-engines test-gpu sweep explore lint docs bench bench-gpu clean
 
 help:
 	@echo "make install       everything into $(VENV): torch and vLLM for the CPU, UCX, NIXL to compare with, tools"
@@ -16,6 +16,7 @@ help:
 	@echo "make test-engines  those"
 	@echo "make test-gpu      those for two and more GPUs, by the interpreter GPU_PYTHON=... that has vLLM for GPUs"
 	@echo "make sweep         500 hand-overs between random forms of P and D (SEED=... repeats one run)"
+	@echo "make explore       property tests with examples drawn anew for SECONDS=600 (SEED=... repeats a round)"
 	@echo "make lint          ruff and mypy --strict"
 	@echo "make docs          write the generated tables of README.md and docs/"
 	@echo "make bench         the benchmarks; tables here, JSON in .bench/ (RESULTS=...)"
@@ -58,6 +59,10 @@ test-gpu:
 
 sweep: install
 	$(BIN)/python tests/ranks/sweep.py --count 500 $(if $(SEED),--seed $(SEED))
+
+SECONDS ?= 600
+explore: install
+	$(BIN)/python tests/explore.py --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
 
 lint: install
 	$(BIN)/ruff check .

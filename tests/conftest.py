@@ -1,7 +1,7 @@
 """How all tests run: property tests draw the same examples in every run, however slow the machine is at the moment, and
 long files begin first.
 
-``pytest --hypothesis-profile default`` draws anew.
+The profile ``explore`` draws anew: ``make explore``.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 settings.register_profile("repeatable", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("explore", settings.get_profile("repeatable"), derandomize=False, print_blob=True)
 settings.load_profile("repeatable")
 
 LONGEST_FIRST = (
