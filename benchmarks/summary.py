@@ -8,14 +8,14 @@ measures the CPU results again, ``make bench-gpu`` with the same option the GPU 
 
 from __future__ import annotations
 
-import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
 import gpu_summary
-from tables import load, policy_sentence, table
+from comparison import compared_cells
+from tables import COMPARED_HEADS, INTERVAL, RULE, load, policy_sentence, table
 
 NAMES = {
     "nixl": "NIXL",
@@ -37,29 +37,19 @@ def machine(result: dict[str, Any]) -> str:
 def cpu_end_to_end() -> str:
     """Hand-over time and time to first token per prompt length, both connectors."""
     result = load("e2e_vs_nixl")
-    found: dict[tuple[int, int], dict[str, dict[str, Any]]] = defaultdict(dict)
-    for row in result["rows"]:
-        found[row["layers"], row["tokens"]][row["connector"]] = row
-
-    def cells(row: dict[str, Any]) -> list[str]:
-        handover = f"{row['handover_ms']:.0f} ({row['low_ms']:.0f} to {row['high_ms']:.0f})"
-        return [handover, f"{statistics.median(row['loaded_ms']):.0f}"]
-
+    mib = {(row["layers"], row["tokens"]): row["mib"] for row in result["rows"]}
     rows = []
-    for (layers, tokens), pair in sorted(found.items(), reverse=True):
-        ours, theirs = (cells(pair[connector]) for connector in gpu_summary.CONNECTORS)
-        mib = f"{pair['KVFerryConnector']['mib']:.0f}"
-        rows.append([str(layers), str(tokens), mib, ours[0], theirs[0], ours[1], theirs[1]])
-    head = ["layers", "prompt tokens", "MiB", "hand-over, KVFerry, ms", "hand-over, NIXL, ms"]
+    for found in sorted(result["comparisons"], key=lambda found: (found["layers"], found["tokens"]), reverse=True):
+        key = found["layers"], found["tokens"]
+        rows.append([*map(str, key), f"{mib[key]:.0f}", *compared_cells(found, digits=0)])
+    head = ["layers", "prompt tokens", "MiB", *COMPARED_HEADS]
     return "\n\n".join(
         [
             f"{policy_sentence(result.get('policy', CPU_POLICY))} Machine: {machine(result)}.",
-            "Two vLLM engines on one host, `benchmarks/e2e_vs_nixl.py`. TTFT is D's time to first token for a prompt "
-            "whose KV comes from P. Hand-over time is TTFT minus the time to first token of the same prompt from "
-            "the prefix cache of a D; for both connectors the smaller of the two median cache-hit times is subtracted. "
-            "Medians, with quartiles in parentheses. NixlConnector runs with one progress thread; with vLLM's default "
-            "of four, its handshakes mostly do not finish on two cores.",
-            table([*head, "TTFT, KVFerry, ms", "TTFT, NIXL, ms"], rows),
+            f"Two vLLM engines on one host, `benchmarks/e2e_vs_nixl.py`. {RULE} {INTERVAL} The machine was shared, "
+            "and the spread is large: an interval that contains 0 shows no difference. NixlConnector runs with one "
+            "progress thread; with vLLM's default of four, its handshakes mostly do not finish on two cores.",
+            table(head, rows),
         ]
     )
 
