@@ -22,6 +22,7 @@ import torch
 import zmq
 from host_baselines import Memcpy, NixlSource, NixlTarget, SocketRaw, UcxxRaw
 from host_endpoints import ENCRYPTED, Cache, Config, Endpoint, ReadSource, stopped
+from tables import NIXL, NIXL_THREAD
 
 from kvferry.connector.geometry.byte_ranges import byte_ranges
 from kvferry.connector.geometry.spans import Chunk
@@ -191,8 +192,10 @@ def contender(kind: str, role: str, config: Config, caches: dict[int, Cache]) ->
         return (PlaneSource if role == "source" else PlaneTarget)(kind, config, caches)
     if kind == "cma":
         return (CmaSource if role == "source" else CmaTarget)(kind, config, caches)
-    if kind == "nixl":
-        return (NixlSource if role == "source" else NixlTarget)(role, config, caches)
+    if kind in (NIXL, NIXL_THREAD):
+        if role == "source":
+            return NixlSource(role, config, caches)
+        return NixlTarget(role, config, caches, thread=kind == NIXL_THREAD)
     return {"ucxx raw": UcxxRaw, "raw socket": SocketRaw, "memcpy": Memcpy}[kind](role, config, caches)
 
 

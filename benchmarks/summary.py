@@ -15,7 +15,7 @@ from typing import Any
 
 import gpu_summary
 from comparison import compared_cells
-from tables import COMPARED_HEADS, INTERVAL, RULE, load, policy_sentence, table
+from tables import COMPARED_HEADS, INTERVAL, NIXL, NIXL_THREAD, RULE, load, policy_sentence, table
 
 NAMES = {
     "nixl": "NIXL",
@@ -75,11 +75,31 @@ def cpu_bandwidth() -> str:
     return "\n\n".join(
         [
             f"{gpu_summary.NO_POLICY} Machine: {machine(result)}.",
-            "GB/s of scattered blocks in host memory, between two processes, `benchmarks/host_planes.py`. NIXL runs "
-            "with its progress thread and is polled in a loop; on two cores its rate depends on this choice.",
+            "GB/s of scattered blocks in host memory, between two processes, `benchmarks/host_planes.py`. "
+            + nixl_form(result),
             table(["link", "plane", *(f"{kib} KiB" for kib in sizes), "contiguous"], rows),
             f"Time of a hand-over with almost no data, `benchmarks/empty_handover.py`: {times}.",
         ]
+    )
+
+
+def nixl_form(result: dict[str, Any]) -> str:
+    """How NIXL ran, and what the other form of it does."""
+    forms = load("nixl_forms")
+    rates = {(row["link"], row["block_kib"], row["kind"]): row["gb_per_s"] for row in forms["rows"]}
+    gains = [rate / rates[link, kib, NIXL_THREAD] for (link, kib, kind), rate in rates.items() if kind == NIXL]
+    factor = f"{min(gains):.1f} to {max(gains):.1f} times"
+    run = f"in a run of both in turn, medians of {forms['rounds']} rounds"
+    file = f"[nixl_forms.json]({gpu_summary.PLOTS}/nixl_forms.json)"
+    where = f"on a loaded machine of {forms['versions']['cpus']} cores ({file})"
+    if result.get("nixl_progress_thread_on_d", True):
+        return (
+            "In this result NIXL runs with a progress thread on D, beside the loop that polls. Without it NIXL is "
+            f"{factor} as fast {run} {where}; the benchmark runs it without by now."
+        )
+    return (
+        "NIXL is polled in a loop on D, without a progress thread beside it. This is its better form: it is "
+        f"{factor} as fast {run} {where}."
     )
 
 

@@ -10,6 +10,8 @@ RESULTS = Path(__file__).resolve().parent / "results"
 RECOMMENDED_POLICY = "recompute"
 """What README.md recommends for ``kv_load_failure_policy``."""
 
+NIXL, NIXL_THREAD = "nixl", "nixl, progress thread on D"
+"""NIXL, whose progress thread on P serves; D polls in a loop, with or without a progress thread beside it."""
 RULE = (
     "TTFT is D's time to first token for a prompt whose KV comes from P. The difference is the median TTFT of KVFerry "
     "minus that of NIXL; below 0 KVFerry is faster. Hand-over time is the median TTFT minus a baseline that is the "

@@ -9,8 +9,7 @@ to the client. Both legs carry one ``X-Request-Id``.
 - P fails (no connection, an error, too late, no parameters): D gets the request alone and prefills by itself.
 - The client goes away: the decode leg is cancelled. The prefill leg may end, within ``Timeouts.abandoned_prefill``; its
   parameters go to D all the same, for one token: else P would hold the prompt's blocks until its lease ends.
-- A kept connection breaks before a byte of the answer, as after an engine was idle: the leg is sent once more, on a
-  connection of its own.
+- A kept connection breaks before a byte of the answer: the leg is sent once more, on a connection of its own.
 - ``kv_transfer_params`` of clients are dropped: they name hosts that D would connect to.
 
 Several ``--prefill`` and ``--decode`` take turns. It keeps no state: run as many routers as you like.
