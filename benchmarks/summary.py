@@ -103,6 +103,31 @@ def nixl_form(result: dict[str, Any]) -> str:
     )
 
 
+def idle_step() -> str:
+    """What the connector costs a step that hands nothing over."""
+    result = load("idle_step")
+    figures = result["figures"]
+    parts = [
+        ["the whole step, with KVFerry minus without a connector", "idle_step_us"],
+        ["of it in KVFerry's methods: scheduler", "hooks_scheduler_us"],
+        ["of it in KVFerry's methods: worker", "hooks_worker_us"],
+        ["besides, for each attention layer whose hooks vLLM calls", "layer_us"],
+    ]
+    spread = f" ({figures['idle_step_low_us']:.1f} to {figures['idle_step_high_us']:.1f})"
+    rows = [[text, f"{figures[name]:.1f}{spread if name == 'idle_step_us' else ''}"] for text, name in parts]
+    return "\n\n".join(
+        [
+            f"No request is handed over in this measurement. Machine: {machine(result)}.",
+            "Microseconds that the connector adds to a step that hands nothing over, `benchmarks/idle_step.py`: "
+            "vLLM's scheduler and the calls of its model runner around an empty forward, "
+            f"{result['requests']} requests that decode. Steps with and without the connector take turns; median of "
+            f"{result['rounds'] * result['steps']} differences, with its 95 % confidence interval. What vLLM itself "
+            "does where it has a connector is in the difference.",
+            table(["part", "us"], rows),
+        ]
+    )
+
+
 SECTIONS: dict[str, Callable[[], str]] = {
     "figure": gpu_summary.figure,
     "gpu-bandwidth": gpu_summary.bandwidth,
@@ -112,6 +137,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "gpu-decode": gpu_summary.slow_down,
     "cpu-end-to-end": cpu_end_to_end,
     "cpu-bandwidth": cpu_bandwidth,
+    "idle-step": idle_step,
 }
 
 
