@@ -251,9 +251,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=ROOT / ".bench" / "idle_step", help="for the model")
     args = parser.parse_args()
     if not (1 <= args.steps <= 440 and args.rounds >= 1 and 1 <= args.requests <= 8):
-        parser.error(
-            f"--steps {args.steps}, --rounds {args.rounds}, --requests {args.requests}: expected 1 to 440, ..."
-        )
+        given = f"--steps {args.steps}, --rounds {args.rounds}, --requests {args.requests}"
+        parser.error(f"{given}: expected steps from 1 to 440, 1 round or more, requests from 1 to 8")
     result = measure(args)
     for row in result["rows"]:
         print("round {round}: {with_us} us with, {without_us} us without, difference {difference_us} us".format(**row))
