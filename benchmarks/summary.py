@@ -117,7 +117,7 @@ def idle_step() -> str:
     rows = [[text, f"{figures[name]:.1f}{spread if name == 'idle_step_us' else ''}"] for text, name in parts]
     return "\n\n".join(
         [
-            f"No request is handed over in this measurement. Machine: {machine(result)}.",
+            f"No vLLM engine takes part in this measurement beyond its scheduler, and no request is handed over. Machine: {machine(result)}.",
             "Microseconds that the connector adds to a step that hands nothing over, `benchmarks/idle_step.py`: "
             "vLLM's scheduler and the calls of its model runner around an empty forward, "
             f"{result['requests']} requests that decode. Steps with and without the connector take turns; median of "
