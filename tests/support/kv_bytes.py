@@ -217,7 +217,7 @@ class KVBytes:
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         context = self.vllm_config.compilation_config.static_forward_context  # type: ignore[attr-defined]
         self._kvb_table = {
-            name: _cached(index, group.kv_cache_spec, name, context[name])
+            name: cached_layer(index, group.kv_cache_spec, name, context[name])
             for index, group in enumerate(runner.kv_cache_config.kv_cache_groups)
             for name in group.layer_names
             if not getattr(context[name], "kv_sharing_target_layer_name", None)
@@ -303,7 +303,7 @@ class KVBytes:
         )
 
 
-def _cached(group: int, spec: Any, name: str, layer: Any) -> Cached:
+def cached_layer(group: int, spec: Any, name: str, layer: Any) -> Cached:
     """What vLLM's specification of a layer's cache says, by what it has."""
     spec = getattr(spec, "kv_cache_specs", {}).get(name, spec)  # layers of one group whose sizes differ
     tensors = tuple(layer.kv_cache) if isinstance(layer.kv_cache, list | tuple) else (layer.kv_cache,)
