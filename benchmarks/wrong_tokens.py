@@ -49,6 +49,8 @@ EXTRA = {
     "handshake_timeout_seconds": 60.0, "transfer_timeout_seconds": 60.0,
 }  # fmt: skip
 """Two cores that engines, tests and this process share: copies take longer than on a machine that serves."""
+PROBE = ("--worker-extension-cls", "planted_faults.FaultProbe")
+AHEAD = ("--worker-extension-cls", "ahead_faults.FaultProbe", "--scheduler-cls", "ahead_on_cpu.AheadScheduler")
 AT_ONCE = 3
 """Groups of requests."""
 DECODING = 4
@@ -244,8 +246,8 @@ def start(group: PatientServerGroup, name: str, model: Path, connector: str | No
     return group.engine(
         name, model, connector=connector, extra=EXTRA if connector else None, kv_bytes=False,
         environment={"PYTHONPATH": python_path(HERE)}, max_model_len=1024,
-        arguments=["--worker-extension-cls", "planted_faults.FaultProbe", "--max-num-batched-tokens", "512",
-                   "--max-num-seqs", "32", "--disable-uvicorn-access-log", *arguments],
+        arguments=["--max-num-batched-tokens", "512", "--max-num-seqs", "32", "--disable-uvicorn-access-log",
+                   *arguments],
     )  # fmt: skip
 
 
@@ -258,11 +260,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     draw.plant(groups, args.share, kills)
     beside = [draw.ask(draw.words(40), DECODING_TOKENS, handed_over=False) for _ in range(3 * DECODING)]
     with PatientServerGroup(args.folder / "logs") as group:
-        plain = start(group, "plain", model, None)
-        d = start(group, "decode", model, "KVFerryConnector")
+        plain = start(group, "plain", model, None, *PROBE)
+        d = start(group, "decode", model, "KVFerryConnector", *(AHEAD if args.scheduling == "ahead" else PROBE))
 
         def start_p() -> Server:
-            return start(group, "prefill", model, "KVFerryConnector", "--no-enable-prefix-caching")
+            return start(group, "prefill", model, "KVFerryConnector", *PROBE, "--no-enable-prefix-caching")
 
         p = Prefill(group, start_p)
         p.ready()
@@ -306,7 +308,7 @@ def result_of(
     return {
         "ratios": {}, "figures": figures, "rows": rows, "answered": dict(outcome.answered), "held": held,
         "errors": outcome.errors + outcome.hung + run.actor.errors, "policy": "recompute",
-        "seed": args.seed, "count": args.count, "share": args.share, "settings": EXTRA,
+        "scheduling": args.scheduling, "seed": args.seed, "count": args.count, "share": args.share, "settings": EXTRA,
     }  # fmt: skip
 
 
@@ -329,6 +331,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--share", type=float, default=0.1, help="of hand-overs in which a failure is planted")
     parser.add_argument("--kills", type=int, help="how often P is killed; by default once for 300 hand-overs")
+    parser.add_argument("--scheduling", choices=("ahead", "sync"), default="ahead", help="of D's steps")
     parser.add_argument("--trust-all", action="store_true", help="break D: it takes each read for a good one")
     parser.add_argument("--folder", type=Path, default=HERE.parent / ".bench" / "wrong_tokens", help="model and logs")
     args = parser.parse_args()

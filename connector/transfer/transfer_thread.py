@@ -266,8 +266,8 @@ class TransferThread:
                 self._try(load, begin, partial(self._consumer.fail, load, now))
             # Before all other work: the engine waits for these results.
             self._try("copies that have ended", partial(self._consumer.finished_writes, now))
-            for request_id in plan.releases:
-                self._try(request_id, partial(self._consumer.release, request_id, now))
+            for release in plan.releases:
+                self._try(release, partial(self._consumer.release, release, now))
             if listener is not None and not self._commands and not any(p.active for p in self._rank_context.planes):
                 listener.yield_to_engine()
 
