@@ -9,12 +9,15 @@ engine's process and in the worker's, and CUDA's streams and events, which a CPU
 
 from __future__ import annotations
 
+import logging
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+logger = logging.getLogger("vllm.kvferry.ahead")
 
 
 class AheadScheduler(AsyncScheduler):
@@ -23,6 +26,19 @@ class AheadScheduler(AsyncScheduler):
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         vllm_config.scheduler_config.async_scheduling = True
         super().__init__(vllm_config, *args, **kwargs)
+        self._in_flight = self._most_in_flight = 0
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().schedule(*args, **kwargs)
+        self._in_flight += 1
+        if self._in_flight > self._most_in_flight:
+            self._most_in_flight = self._in_flight
+            logger.info("ahead: %d steps in flight", self._in_flight)
+        return output
+
+    def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
+        self._in_flight -= 1
+        return super().update_from_output(*args, **kwargs)
 
 
 class Passed:

@@ -167,6 +167,7 @@ class Actor:
         self._act = act
         self.errors: list[str] = []
         self._listener = socket.socket(socket.AF_UNIX)
+        path.unlink(missing_ok=True)  # of an earlier run in this folder
         self._listener.bind(str(path))
         self._listener.listen()
         threading.Thread(target=self._serve, daemon=True).start()

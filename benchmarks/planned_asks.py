@@ -23,6 +23,7 @@ KINDS = (
     "client left",
 )
 KILLED = "P killed during the copy"
+WRONG_BYTE = "wrong byte after the load"
 VOCABULARY = range(2, 1000)
 LENGTHS = ((2, 31, 1), (33, 130, 4), (131, 400, 4), (401, 700, 1))
 """Tokens of a prompt: from, to, how often."""
@@ -95,7 +96,7 @@ class Draw:
             left -= sum(ask.handed_over for ask in groups[-1])
         return groups
 
-    def plant(self, groups: list[list[Ask]], share: float, kills: int) -> None:
+    def plant(self, groups: list[list[Ask]], share: float, kills: int, kinds: Sequence[str] = KINDS) -> None:
         """Plant faults in a ``share`` of the hand-overs, ``kills`` of which kill P. Others that reach D together with a
         fault's request begin alike, so the first of a group is as likely as all others of it."""
         handed = [ask for asks in groups for ask in asks if ask.handed_over]
@@ -105,7 +106,7 @@ class Draw:
         chosen = half + self.rng.sample([ask for ask in handed if ask not in half], count - len(half))
         self.rng.shuffle(chosen)
         for number, ask in enumerate(chosen):
-            ask.fault = KILLED if number < kills else KINDS[number % len(KINDS)]
+            ask.fault = KILLED if number < kills else kinds[number % len(kinds)]
 
 
 def ask_plain(plain: Server, asks: Sequence[Ask], draw: Draw) -> int:

@@ -86,7 +86,7 @@ class FaultProbe:
         return digests
 
     def wt_wrong_byte(self, name: str) -> None:
-        """Change one byte of this request's KV after the step that computed with its load."""
+        """Change the byte of a sign and an exponent of this request's KV, after the step that computed with its load."""
         self._wt_wrong_bytes.add(name)
 
     def _wt_find_layers(self) -> list[Cached]:
@@ -128,7 +128,7 @@ class FaultProbe:
                 continue
             if name in self._wt_wrong_bytes:
                 self._wt_wrong_bytes.remove(name)
-                self._wt_layers[0].flip(followed.blocks[0], followed.computed)
+                self._wt_layers[0].flip(followed.blocks[0], followed.computed, byte=3, bits=0x81)
             if followed.computed + count == followed.stop:
                 rows = [self._wt_digest(layer, followed) for layer in self._wt_layers]
                 digest = torch.stack(rows).to(torch.float32).numpy().tobytes()

@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / ".typing"))
 import numpy as np
 import report
 from faulty_pair import Actor, Prefill
-from planned_asks import KILLED, KINDS, Ask, Draw, ask_plain, digest_of
+from planned_asks import KILLED, KINDS, WRONG_BYTE, Ask, Draw, ask_plain, digest_of
 
 from tests.support.engines import python_path
 from tests.support.served import START_SECONDS, PatientServerGroup, eventually, usage
@@ -66,6 +66,10 @@ DURING = {
     "connection cut during the copy": lambda p, name: p.cut(),
     KILLED: lambda p, name: p.kill(),
 }
+UNSEEN = ("P's pages reused during the copy", WRONG_BYTE)
+"""Faults that end in wrong KV where D does not check what it has read, or where nothing can check it."""
+SELFTEST_COUNT = 24
+MUST_BE_0 = ("wrong_tokens", "wrong_kv", "hung", "errors", "held_at_the_end")
 SHORT = {"given up by the engine": "given up"}
 DONE = re.compile(r"kvferry: hand-over of \S*?(wt\d+-\d+)\S* done: .*?(, inside the step)?$", re.MULTILINE)
 FAILED = re.compile(r"kvferry: hand-over of \S*?(wt\d+-\d+)\S* failed, ")
@@ -117,6 +121,8 @@ class Run:
         params = self.p.leg(ask.body, ask.name)
         if ask.fault == "lease ended before the load":
             self.p.end_lease(ask.name)
+        elif ask.fault == WRONG_BYTE:
+            self.d.rpc("wt_wrong_byte", ask.name)
         elif ask.fault in DURING or ask.fault in ("copy error", *SHORT):
             self.d.rpc("wt_plant", ask.name, SHORT.get(ask.fault, ask.fault))
         return params
@@ -226,7 +232,7 @@ def rows_of(run: Run, groups: list[list[Ask]]) -> list[dict[str, Any]]:
     failed |= inside_failed
     rows = []
     handed = [ask for asks in groups for ask in asks if ask.handed_over]
-    for kind in (None, *KINDS, KILLED):
+    for kind in dict.fromkeys((None, *KINDS, KILLED, *(ask.fault for ask in handed))):
         names = {ask.name for ask in handed if ask.fault == kind}
         rows.append(
             {
@@ -257,7 +263,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     draw = Draw(args.seed)
     groups = draw.groups(args.count)
     kills = args.kills if args.kills is not None else -(-args.count // 300)
-    draw.plant(groups, args.share, kills)
+    draw.plant(groups, args.share, kills, UNSEEN if args.selftest else KINDS)
     beside = [draw.ask(draw.words(40), DECODING_TOKENS, handed_over=False) for _ in range(3 * DECODING)]
     with PatientServerGroup(args.folder / "logs") as group:
         plain = start(group, "plain", model, None, *PROBE)
@@ -277,7 +283,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         run = Run(p, d, group, args.seed)
         try:
             d.rpc("wt_plant_here", str(run.path))
-            if args.trust_all:
+            if args.selftest:
                 d.rpc("wt_trust_all")
             run.all(groups, beside)
             held = run.left()
@@ -287,6 +293,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             p.close()
         if not d.alive:
             raise EngineError(f"D has ended\n{d.log_tail()}")
+        if args.scheduling == "ahead" and "ahead: 2 steps in flight" not in d.log_text():
+            raise EngineError("D was to schedule a step while another one runs, and never did")
     return result_of(run, rows, held, args) | {"seconds": round(time.monotonic() - began)}
 
 
@@ -320,8 +328,6 @@ def show(result: dict[str, Any]) -> None:
     print()
     for name, value in (result["figures"] | result["answered"]).items():
         print(f"{name:30}{value:>12.6g}")
-    for error in result["errors"]:
-        print(f"ERROR  {error}")
 
 
 def main() -> int:
@@ -332,9 +338,11 @@ def main() -> int:
     parser.add_argument("--share", type=float, default=0.1, help="of hand-overs in which a failure is planted")
     parser.add_argument("--kills", type=int, help="how often P is killed; by default once for 300 hand-overs")
     parser.add_argument("--scheduling", choices=("ahead", "sync"), default="ahead", help="of D's steps")
-    parser.add_argument("--trust-all", action="store_true", help="break D: it takes each read for a good one")
+    parser.add_argument("--selftest", action="store_true", help="break D so that wrong KV is used, which must be seen")
     parser.add_argument("--folder", type=Path, default=HERE.parent / ".bench" / "wrong_tokens", help="model and logs")
     args = parser.parse_args()
+    if args.selftest:
+        args.count, args.share, args.kills = min(args.count, SELFTEST_COUNT), 0.5, 0
     try:
         result = measure(args)
     except EngineError as error:
@@ -342,9 +350,22 @@ def main() -> int:
         return 1
     show(result)
     report.write(args.json, result)
-    figures = result["figures"]
-    bad = [name for name in ("wrong_tokens", "wrong_kv", "hung", "errors", "held_at_the_end") if figures[name]]
+    bad = unseen(result["rows"]) if args.selftest else [name for name in MUST_BE_0 if result["figures"][name]]
+    for what in (*bad, *result["errors"]):
+        print(f"FAILED  {what}", file=sys.stderr)
     return int(bool(bad or result["errors"]))
+
+
+def unseen(rows: list[dict[str, Any]]) -> list[str]:
+    """What the comparison of a broken D has missed."""
+    by_kind = {row["planted"]: row for row in rows}
+    reused, byte = (by_kind[kind] for kind in UNSEEN)
+    seen = {
+        "reused pages under a fence that holds nothing: no wrong token": reused["wrong_tokens"] > 0,
+        "reused pages under a fence that holds nothing: no wrong KV": reused["wrong_kv"] > 0,
+        "one wrong byte: not each was seen": byte["wrong_kv"] == byte["handovers"] - byte["failed"] > 0,
+    }
+    return [text for text, was_seen in seen.items() if not was_seen]
 
 
 if __name__ == "__main__":
