@@ -35,7 +35,7 @@ class StepPlanBuilder:
             case request_lifetime.PlanRelease(token):
                 self._releases.append(ReleaseLease(request_id, token))
 
-    def take(self, *, idle: bool) -> StepPlan:
+    def take(self, *, idle: bool, after_prefill: bool) -> StepPlan:
         """The plan of the next step, with everything that was added since the last one."""
         self.step += 1
         plan = StepPlan(
@@ -47,6 +47,7 @@ class StepPlanBuilder:
             releases=tuple(self._releases),
             idle=idle,
             step=self.step,
+            after_prefill=after_prefill,
         )
         self._reset()
         return plan

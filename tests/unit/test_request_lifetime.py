@@ -156,8 +156,8 @@ def test_a_lease_names_the_last_step_that_computed_its_request() -> None:
     scheduler.set_ranks(P.ranks)
     done = RequestView("r", {"do_remote_decode": True}, IDS, 65, 65)
     scheduler.on_new_request(done)
-    for computed in (["r"], ["r", "x"], ["x"], []):
-        scheduler.take_plan(computed=computed)
+    plans = [scheduler.take_plan(computed=computed) for computed in (["r"], ["r", "x"], ["x"], [])]
+    assert [plan.after_prefill for plan in plans[1:]] == [True, True, False]
     held, params = scheduler.request_finished(done, [[1, 2, 3, 4, 5]], completed=True)
     (lease,) = scheduler.take_plan().leases
     assert held and params is not None and (lease.request_id, lease.step) == ("r", 2)
