@@ -1,4 +1,4 @@
-"""What ``wrong_tokens.py`` installs in its engines: failures in chosen hand-overs, and digests of the KV behind answers.
+"""What ``wrong_tokens.py`` installs in its engines: failures in chosen hand-overs, digests of the KV behind answers.
 
     vllm serve ... --worker-extension-cls planted_faults.FaultProbe
 
@@ -86,7 +86,7 @@ class FaultProbe:
         return digests
 
     def wt_wrong_byte(self, name: str) -> None:
-        """Change the byte of a sign and an exponent of this request's KV, after the step that computed with its load."""
+        """Change a byte of sign and exponent of this request's KV, after the step that computed with its load."""
         self._wt_wrong_bytes.add(name)
 
     def _wt_find_layers(self) -> list[Cached]:

@@ -196,7 +196,10 @@ class Run:
                 for number, _ in enumerate(pool.map(self.hand_over, groups), 1):
                     done += sum(ask.handed_over for ask in groups[number - 1])
                     if number % 100 == 0:
-                        print(f"{time.monotonic() - began:4.0f} s: {done} hand-overs, P killed {self.p.killed}", flush=True)
+                        print(
+                            f"{time.monotonic() - began:4.0f} s: {done} hand-overs, P killed {self.p.killed}",
+                            flush=True,
+                        )
         finally:
             self._stop.set()
             for decoder in decoders:
@@ -246,6 +249,11 @@ def rows_of(run: Run, groups: list[list[Ask]]) -> list[dict[str, Any]]:
             }
         )  # fmt: skip
     return rows
+
+
+def others_on_failed_blocks(log: str) -> int:
+    """The requests that were computed anew because a load of another one had failed."""
+    return sum(int(count) - len(NAMES.findall(names)) for names, count in RECOVERED.findall(log))
 
 
 def start(group: PatientServerGroup, name: str, model: Path, connector: str | None, *arguments: str) -> Server:
@@ -298,16 +306,16 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     return result_of(run, rows, held, args) | {"seconds": round(time.monotonic() - began)}
 
 
-def result_of(
-    run: Run, rows: list[dict[str, Any]], held: dict[str, float], args: argparse.Namespace
-) -> dict[str, Any]:
+def result_of(run: Run, rows: list[dict[str, Any]], held: dict[str, float], args: argparse.Namespace) -> dict[str, Any]:
     outcome = run.outcome
     figures = {
         "handovers": sum(row["handovers"] for row in rows),
         "planted": sum(row["handovers"] for row in rows if row["planted"] != "nothing"),
         "failed": sum(row["failed"] for row in rows),
         "failed_inside_step": sum(row["failed_inside_step"] for row in rows),
+        "others_on_failed_blocks": others_on_failed_blocks(run.d.log_text()),
         "loaded_inside_step": sum(row["loaded_inside_step"] for row in rows),
+        "loaded_beside": sum(row["loaded_beside"] for row in rows),
         "answers": outcome.answered.total(),
         "wrong_tokens": len(outcome.wrong_tokens), "wrong_kv": len(outcome.wrong_kv),
         "hung": len(outcome.hung), "errors": len(outcome.errors), "p_killed": run.p.killed,

@@ -143,7 +143,7 @@ class WorkerHalf:
         self._consumer, self._idle = plan.consumer, plan.idle
         ours = by_region(plan, self._tables)
         inside = tuple([load for load in ours.loads if load.now])
-        self._outcome = StepOutcome(inside, lambda: thread.alive) if inside else None
+        self._outcome = StepOutcome(inside, lambda: thread.alive, thread.end_yield) if inside else None
         self._ledger.post([load for load in ours.loads if not load.now], [lease.request_id for lease in plan.leases])
         copies = self._copies
         copies.idle = plan.idle

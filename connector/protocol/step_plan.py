@@ -96,10 +96,10 @@ class Load(msgspec.Struct, frozen=True):
 class StepPlan(msgspec.Struct, frozen=True):
     """The work of one engine step.
 
-    ``consumer`` names this life of this engine to P. ``cancels``: loads to cancel. ``releases``: kept
-    leases under which a request will load nothing. ``idle``: the engine computes nothing in this step, so a worker may wait for its
-    loads. ``step``: the number of this step. ``after_prefill``: the step before computed a prompt that will be handed
-    over from here. Its lease comes with a later plan, and is granted when that step has ended.
+    ``consumer`` names this life of this engine to P. ``cancels``: loads to cancel. ``releases``: kept leases
+    under which a request will load nothing. ``idle``: the engine computes nothing in this step, so a worker may wait
+    for its loads. ``step``: the number of this step. ``after_prefill``: the step before computed a prompt that will be
+    handed over from here. Its lease comes with a later plan, and is granted when that step has ended.
     """
 
     consumer: bytes = bytes(16)
