@@ -111,10 +111,11 @@ class TransferThread:
         are written. ``computed``: one event per lease; the device must have reached it before the blocks of the lease
         are read. ``listener``: takes the reports of the loads inside the step, from this thread."""
         if not plan.empty:
+            earlier = tuple(self._listeners)  # before the thread can add this listener
             self._commands.append((plan, event, computed, listener))
             self._wake()
-            for earlier in self._listeners:
-                earlier.interrupt()
+            for other in earlier:
+                other.interrupt()
 
     def wait(self, timeout: float) -> None:
         """Block for up to ``timeout`` seconds. Returns early if there is a result to take: a load that ended, or the
