@@ -113,15 +113,16 @@ def wrong_tokens() -> str:
         [
             f"{policy_sentence(result['policy'])} Machine: {machine(result)}.",
             f"Two vLLM engines with a small model in fp32, plane `cma`, seed {result['seed']}, "
-            "`benchmarks/wrong_tokens.py`. A failure is planted in one of ten hand-overs. D decodes four sequences beside "
-            "them and schedules each step while the step before runs, as on GPUs. The tokens and the KV of each "
+            f"`step_hold_seconds` {result['settings']['step_hold_seconds']:g}, `benchmarks/wrong_tokens.py`. "
+            "A failure is planted in one of ten hand-overs. D decodes four sequences "
+            "beside them and schedules each step while the step before runs, as on GPUs. The tokens and the KV of each "
             f"answer are compared with those of a plain engine: {every} answers, of which {answered['decoded beside']} "
-            f"are of sequences beside and {answered['not handed over']} of requests without a hand-over. A cut, a killed "
-            "P and a load that is given up also fail hand-overs beside them.",
+            f"are of sequences beside and {answered['not handed over']} of requests without a hand-over. A cut, a "
+            "killed P and a load that is given up also fail hand-overs beside them.",
             table(head, rows),
             f"{figures['others_on_failed_blocks']} requests were computed anew because they had found the blocks of "
-            f"another request's failed load in the prefix cache. Requests that hung: {figures['hung']}. Blocks and leases "
-            f"held at the end: {figures['held_at_the_end']:g}. Largest difference of KV, by rounding: "
+            f"another request's failed load in the prefix cache. Requests that hung: {figures['hung']}. Blocks and "
+            f"leases held at the end: {figures['held_at_the_end']:g}. Largest difference of KV, by rounding: "
             f"{figures['largest_kv_difference']:.0e} of its root mean square; above 1e-3 counts as wrong. "
             "Hand-overs in no column found all their tokens in D's prefix cache, or their client left first. With "
             "`--selftest`, D takes each read for a good one, and the same comparison finds wrong tokens and each wrong "

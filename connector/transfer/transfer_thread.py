@@ -51,8 +51,6 @@ worker spins so between steps. At Python's default of 5 ms a hand-over of 138 MB
 
 _Item = TypeVar("_Item")
 Pollable = int | zmq.Socket[bytes]
-
-
 _Command = tuple[StepPlan, DeviceEvent | None, Sequence[DeviceEvent | None], StepLoadListener | None]
 
 

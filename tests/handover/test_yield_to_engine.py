@@ -1,4 +1,4 @@
-"""The transfer thread leaves the interpreter to the engine's threads in a step with loads, but no peer waits for that."""
+"""The transfer thread leaves the interpreter to the engine's threads in a step with loads; no peer waits for that."""
 
 from __future__ import annotations
 
