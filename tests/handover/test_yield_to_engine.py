@@ -13,7 +13,7 @@ from tests.handover.gates import PATIENT
 from tests.handover.opening import OURS, THEIRS, TOKENS
 from tests.handover.rank_group import RankGroup
 from tests.handover.slow_copies import install
-from tests.support.ranks import Rank, grant, load_plan, peer, standing, wait
+from tests.support.ranks import Rank, grant, load_plan, peer, wait
 
 OTHERS = [block + 12 for block in OURS]
 
@@ -23,8 +23,13 @@ def no_board(place: object) -> None:
     raise OSError(24, "Too many open files")
 
 
-def hand_over(p: Rank, d: Rank, name: str) -> None:
-    token = grant([p], f"{name}-p", THEIRS, TOKENS)
+def leased(p: Rank, name: str) -> bytes:
+    token, thread = grant([p], f"{name}-p", THEIRS, TOKENS), p.worker._transfer_thread
+    assert thread is not None and wait(lambda: token in thread._producer._leases)
+    return token
+
+
+def hand_over(p: Rank, d: Rank, name: str, token: bytes) -> None:
     d.worker.post(load_plan(f"{name}-d", token, peer([p], engine_id=name), OTHERS, 0, TOKENS))
     assert wait(lambda: f"{name}-d" in d.received and f"{name}-p" in p.sent, [p, d]) and not d.failed
     assert torch.equal(d.read(OTHERS, TOKENS), d.wanted(TOKENS))
@@ -40,19 +45,18 @@ def test_a_control_message_ends_the_wait(group: RankGroup, monkeypatch: pytest.M
     p, both, d = (group.rank(settings=settings, engine_id=name) for name in ("first", "second", "third"))
     for rank in (p, both):
         rank.fill(THEIRS, TOKENS)
-    hand_over(p, both, "first")
+    hand_over(p, both, "first", leased(p, "first"))
     monkeypatch.setattr(link, "BoardReader", no_board)  # so that D asks
-    hand_over(both, d, "second")
+    hand_over(both, d, "second", leased(both, "second"))
 
-    token = grant([p], "step-p", THEIRS, TOKENS)
-    assert p.worker._transfer_thread is not None
-    assert wait(lambda: token in p.worker._transfer_thread._producer._leases)  # type: ignore[union-attr]
+    step, asked = leased(p, "step"), leased(both, "second")
     copies[1].gate.clear()
-    both.worker.post(load_plan("step-d", token, peer([p], engine_id="first"), OURS, 0, TOKENS, now=True))
+    both.worker.post(load_plan("step-d", step, peer([p], engine_id="first"), OURS, 0, TOKENS, now=True))
     both.worker.begin_step()
+    outcome = both.worker.take_outcome()
     thread = both.worker._transfer_thread
-    assert thread is not None and wait(lambda: thread._yielding)
-    hand_over(both, d, "second")
+    assert outcome is not None and thread is not None and wait(lambda: thread._yielding)
+    hand_over(both, d, "second", asked)
     assert copies[1].running, "the load is still under way"
     copies[1].gate.set()
-    assert standing(both) == {"step-d"}
+    assert outcome.standing() == {"step-d"}
