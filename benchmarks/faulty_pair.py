@@ -151,8 +151,14 @@ class Prefill:
             proxy.cut()
 
     def end_lease(self, name: str, *, reuse: bool = False) -> bool:
-        """Whether there was one to end."""
-        ended: bool = self.wait().rpc("wt_end_lease", name, str(int(reuse)))[0]
+        """Whether there was one to end: none where P is killed first."""
+        server, killed = self.wait(), self.killed
+        try:
+            ended: bool = server.rpc("wt_end_lease", name, str(int(reuse)))[0]
+        except EngineError:
+            if self.killed == killed:
+                raise
+            return False
         return ended
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import random
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,7 +124,6 @@ def ask_plain(plain: Server, asks: Sequence[Ask], draw: Draw) -> int:
 
 def _batch(plain: Server, asks: list[Ask]) -> list[Ask]:
     """Ask for several prompts at once. Returns the ones whose answers are not clear."""
-    from concurrent.futures import ThreadPoolExecutor
 
     def answer(ask: Ask) -> bool:
         body = ask.body | {"logprobs": 2, "return_tokens_as_token_ids": True}
