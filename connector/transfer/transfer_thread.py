@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import zip_longest
-from typing import TypeVar
 
 import zmq
 
@@ -49,7 +48,6 @@ worker spins so between steps. At Python's default of 5 ms a hand-over of 138 MB
 490 ms, at 0.1 ms 180 ms."""
 
 
-_Item = TypeVar("_Item")
 Pollable = int | zmq.Socket[bytes]
 _Command = tuple[StepPlan, DeviceEvent | None, Sequence[DeviceEvent | None], StepLoadListener | None]
 
@@ -124,11 +122,11 @@ class TransferThread:
 
     def take_finished(self) -> list[FinishedLoad]:
         """The loads that have ended; each is returned once."""
-        return _drain(self._finished)
+        return [self._finished.popleft() for _ in range(len(self._finished))]
 
     def take_freed(self) -> list[str]:
         """The requests whose leased blocks may be freed; each is returned once."""
-        return _drain(self._freed)
+        return [self._freed.popleft() for _ in range(len(self._freed))]
 
     def close(self, timeout: float = 5.0) -> None:
         """Stop the thread, close sockets, channels and staging. Idempotent."""
@@ -396,10 +394,3 @@ class TransferThread:
                 act()
             except Exception:
                 logger.exception("kvferry: unexpected error while the transfer thread ends")
-
-
-def _drain(queue: deque[_Item]) -> list[_Item]:
-    items = []
-    while queue:
-        items.append(queue.popleft())
-    return items
