@@ -67,7 +67,7 @@ class KeepLease(msgspec.Struct, frozen=True):
     siblings: bool
 
 
-class ReleaseLease(msgspec.Struct, frozen=True):
+class UnneededLease(msgspec.Struct, frozen=True):
     """D: a request that will load nothing under this lease. The token tells it from an earlier request with its id."""
 
     request_id: str
@@ -107,7 +107,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     keeps: tuple[KeepLease, ...] = ()
     loads: tuple[Load, ...] = ()
     cancels: tuple[str, ...] = ()
-    releases: tuple[ReleaseLease, ...] = ()
+    releases: tuple[UnneededLease, ...] = ()
     idle: bool = False
     step: int = 0
     after_prefill: bool = False

@@ -34,7 +34,7 @@ from kvferry.connector.protocol.source_read import (
     StopRead,
 )
 from kvferry.connector.protocol.state_machine import Lifetime, Tick
-from kvferry.connector.protocol.step_plan import KeepLease, Load, ReleaseLease, unpack_ids
+from kvferry.connector.protocol.step_plan import KeepLease, Load, UnneededLease, unpack_ids
 from kvferry.connector.transfer.lease_keeper import LeaseKeeper
 from kvferry.connector.transfer.link import Link
 from kvferry.connector.transfer.links import Links
@@ -83,7 +83,7 @@ class Consumer:
         """Keep a lease alive until its request is loaded or released."""
         self._lease_keeper.keep(keep.token, keep.peer, keep.request_id, now, siblings=keep.siblings)
 
-    def release(self, release: ReleaseLease, now: float) -> None:
+    def release(self, release: UnneededLease, now: float) -> None:
         """The request loads nothing under this lease."""
         self._lease_keeper.release(release.token, release.request_id, now)
 

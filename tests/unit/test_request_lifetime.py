@@ -13,7 +13,7 @@ from kvferry.connector.engine.scheduler import SchedulerHalf
 from kvferry.connector.engine.transfer_params import RemotePrompt, prompt_digest, to_transfer_params
 from kvferry.connector.geometry.engine_types import BlockTable, RequestView
 from kvferry.connector.protocol import request_lifetime as r
-from kvferry.connector.protocol.step_plan import KeepLease, Load, PeerEngine, RankAddress, ReleaseLease
+from kvferry.connector.protocol.step_plan import KeepLease, Load, PeerEngine, RankAddress, UnneededLease
 
 PHASE = r.RequestPhase
 P = PeerEngine("p", 1, 1, 30.0, (RankAddress(0, 0, "10.0.0.1", 1234, bytes(16)),))
@@ -127,7 +127,7 @@ def test_once_decided_the_engine_gets_the_same_answer_ever_after(end: str) -> No
     plan = scheduler.take_plan()
     assert [keep.request_id for keep in plan.keeps] == ["r"]
     assert ([load.tokens for load in plan.loads], plan.releases) == (
-        ([], (ReleaseLease("r", PROMPT.token),)) if end == "nothing" else ([((0, 65),)], ())
+        ([], (UnneededLease("r", PROMPT.token),)) if end == "nothing" else ([((0, 65),)], ())
     )
     if end == "loaded":
         scheduler.loads_finished(["r"])
@@ -145,7 +145,7 @@ def test_what_d_cannot_use_is_released_and_logged_once_with_its_history(caplog: 
         for _ in range(3):
             assert scheduler.num_new_matched_tokens(view(OTHER), 0) == (0, False)
     plan = scheduler.take_plan()
-    assert (len(plan.keeps), plan.releases) == (1, (ReleaseLease("r", PROMPT.token),))
+    assert (len(plan.keeps), plan.releases) == (1, (UnneededLease("r", PROMPT.token),))
     (line,) = [record.getMessage() for record in caplog.records]
     assert "prefills locally: P prefilled another prompt" in line
     assert "; the request: new, offered +0.000 s (PromptOffered), computed here +0.000 s (OfferRefused)" in line

@@ -7,8 +7,8 @@ from kvferry.connector.protocol.step_plan import (
     LeaseGrant,
     Load,
     PeerEngine,
-    ReleaseLease,
     StepPlan,
+    UnneededLease,
     by_region,
     pack_ids,
 )
@@ -24,7 +24,7 @@ def test_a_plan_of_some_groups() -> None:
         keeps=(KeepLease("b", b"t" * 16, PEER, False),),
         loads=(Load("b", b"t" * 16, PEER, IDS, ((0, 9), (1, 9), (2, 9))),),
         cancels=("c",),
-        releases=(ReleaseLease("d", b"t" * 16),),
+        releases=(UnneededLease("d", b"t" * 16),),
         idle=True,
     )
     some = by_region(plan, (0, 2))
