@@ -117,13 +117,52 @@ def idle_step() -> str:
     rows = [[text, f"{figures[name]:.1f}{spread if name == 'idle_step_us' else ''}"] for text, name in parts]
     return "\n\n".join(
         [
-            f"No vLLM engine takes part in this measurement beyond its scheduler, and no request is handed over. Machine: {machine(result)}.",
+            "No vLLM engine takes part in this measurement beyond its scheduler, and no request is handed over. "
+            f"Machine: {machine(result)}.",
             "Microseconds that the connector adds to a step that hands nothing over, `benchmarks/idle_step.py`: "
             "vLLM's scheduler and the calls of its model runner around an empty forward, "
             f"{result['requests']} requests that decode. Steps with and without the connector take turns; median of "
             f"{result['rounds'] * result['steps']} differences, with its 95 % confidence interval. What vLLM itself "
             "does where it has a connector is in the difference.",
             table(["part", "us"], rows),
+        ]
+    )
+
+
+def wrong_tokens() -> str:
+    """What became of hand-overs with planted failures, by kind."""
+    result = load("wrong_tokens")
+    figures, answered = result["figures"], result["answered"]
+    rows = [
+        [
+            row["planted"], str(row["handovers"]), str(row["failed"]), str(row["failed_inside_step"]),
+            str(row["loaded_inside_step"]), str(row["loaded_beside"]), str(row["wrong_tokens"]), str(row["wrong_kv"]),
+        ]
+        for row in result["rows"] if row["handovers"]
+    ]  # fmt: skip
+    head = [
+        "planted in the hand-over", "hand-overs", "failed", "of these inside a step", "loaded inside a step",
+        "loaded beside the steps", "wrong tokens", "wrong KV",
+    ]  # fmt: skip
+    every = sum(answered.values())
+    return "\n\n".join(
+        [
+            f"{policy_sentence(result['policy'])} Machine: {machine(result)}.",
+            f"Two vLLM engines with a small model in fp32, plane `cma`, seed {result['seed']}, "
+            f"`step_hold_seconds` {result['settings']['step_hold_seconds']:g}, `benchmarks/wrong_tokens.py`. "
+            "A failure is planted in one of ten hand-overs. D decodes four sequences "
+            "beside them and schedules each step while the step before runs, as on GPUs. The tokens and the KV of each "
+            f"answer are compared with those of a plain engine: {every} answers, of which {answered['decoded beside']} "
+            f"are of sequences beside and {answered['not handed over']} of requests without a hand-over. A cut, a "
+            "killed P and a load that is given up also fail hand-overs beside them.",
+            table(head, rows),
+            f"{figures['others_on_failed_blocks']} requests were computed anew because they had found the blocks of "
+            f"another request's failed load in the prefix cache. Requests that hung: {figures['hung']}. Blocks and "
+            f"leases held at the end: {figures['held_at_the_end']:g}. Largest difference of KV, by rounding: "
+            f"{figures['largest_kv_difference']:.0e} of its root mean square; above 1e-3 counts as wrong. "
+            "Hand-overs in no column found all their tokens in D's prefix cache, or their client left first. With "
+            "`--selftest`, D takes each read for a good one, and the same comparison finds wrong tokens and each wrong "
+            "byte.",
         ]
     )
 
@@ -136,6 +175,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "gpu-load": gpu_summary.under_load,
     "gpu-decode": gpu_summary.slow_down,
     "cpu-end-to-end": cpu_end_to_end,
+    "cpu-wrong-tokens": wrong_tokens,
     "cpu-bandwidth": cpu_bandwidth,
     "idle-step": idle_step,
 }

@@ -340,7 +340,9 @@ class SchedulerHalf:
             computed: the requests that the engine computes tokens of in this step.
             preempted: the requests whose blocks the engine has taken since the last step.
         """
-        plan = self._plan.take(idle=idle)
+        last = self._plan.step
+        after_prefill = any(entry.computed_in == last for entry in self._prefills.values())
+        plan = self._plan.take(idle=idle, after_prefill=after_prefill)
         self._rule.next_step()
         if self._steps is not None:
             if preempted:

@@ -33,8 +33,8 @@ from kvferry.transport.wake import RunningClock
 logger = logging.getLogger("vllm.kvferry.worker")
 
 MAX_EVENTS = 64
-"""Steps that a lease may lag behind the step that computed it: one in flight per pipeline stage, and one more with
-asynchronous scheduling."""
+"""Events that are kept. A lease lags behind the step that computed it by one step for each pipeline stage, and by one
+more with asynchronous scheduling."""
 IDLE_WAIT_SECONDS = 5e-3
 """How long a step that computes nothing waits for a load to end; 1 GiB takes less. Without the wait the engine's thread
 would spin in Python, and take the interpreter and a core from the transfer thread. A new request may wait as long."""
@@ -143,20 +143,30 @@ class WorkerHalf:
         self._consumer, self._idle = plan.consumer, plan.idle
         ours = by_region(plan, self._tables)
         inside = tuple([load for load in ours.loads if load.now])
-        self._outcome = StepOutcome(inside, lambda: thread.alive) if inside else None
+        self._outcome = StepOutcome(inside, lambda: thread.alive, thread.end_yield) if inside else None
         self._ledger.post([load for load in ours.loads if not load.now], [lease.request_id for lease in plan.leases])
         copies = self._copies
         copies.idle = plan.idle
-        event = copies.record_event()
-        if event is not None:
-            self._events.append((plan.step, event))
+        event = self._record_event(copies, plan)
         computed = [self._computed(lease.step) for lease in plan.leases]
         thread.post(ours, event, computed, self._outcome)
         if self._outcome is not None:  # while this thread sleeps, the transfer thread has the interpreter to itself
             self._outcome.wait_begun(BEGIN_SECONDS)
 
+    def _record_event(self, copies: Copies, plan: StepPlan) -> DeviceEvent | None:
+        """The work that the device was given before this step, where a load of the plan waits for it, or a lease of
+        this plan or of a later one. With steps in flight a lease comes two steps after its prompt was computed. By an
+        event of its own plan it would wait for the step between too, so the event is recorded before that step."""
+        if not (plan.after_prefill or plan.leases or any([load.behind for load in plan.loads])):
+            return None
+        event = copies.record_event()
+        if event is not None:
+            self._events.append((plan.step, event))
+        return event
+
     def _computed(self, step: int) -> DeviceEvent | None:
-        """The first event that was recorded after a step was given to the device, so that it passes after the step."""
+        """The first event that was recorded after a step was given to the device, so that it passes after the step.
+        One was recorded for the lease's own plan at the latest."""
         return next((event for number, event in self._events if number > step), None)
 
     def begin_step(self) -> None:

@@ -67,6 +67,13 @@ class KeepLease(msgspec.Struct, frozen=True):
     siblings: bool
 
 
+class UnneededLease(msgspec.Struct, frozen=True):
+    """D: a request that will load nothing under this lease. The token tells it from an earlier request with its id."""
+
+    request_id: str
+    token: bytes
+
+
 class Load(msgspec.Struct, frozen=True):
     """D: fetch tokens ``[start, stop)`` of every block table into its ``block_ids`` (packed by ``pack_ids``).
 
@@ -89,9 +96,10 @@ class Load(msgspec.Struct, frozen=True):
 class StepPlan(msgspec.Struct, frozen=True):
     """The work of one engine step.
 
-    ``consumer`` names this life of this engine to P. ``cancels``: loads to cancel. ``releases``: requests with a kept
-    lease that will load nothing. ``idle``: the engine computes nothing in this step, so a worker may wait for its
-    loads. ``step``: the number of this step.
+    ``consumer`` names this life of this engine to P. ``cancels``: loads to cancel. ``releases``: kept leases
+    under which a request will load nothing. ``idle``: the engine computes nothing in this step, so a worker may wait
+    for its loads. ``step``: the number of this step. ``after_prefill``: the step before computed a prompt that will be
+    handed over from here. Its lease comes with a later plan, and is granted when that step has ended.
     """
 
     consumer: bytes = bytes(16)
@@ -99,9 +107,10 @@ class StepPlan(msgspec.Struct, frozen=True):
     keeps: tuple[KeepLease, ...] = ()
     loads: tuple[Load, ...] = ()
     cancels: tuple[str, ...] = ()
-    releases: tuple[str, ...] = ()
+    releases: tuple[UnneededLease, ...] = ()
     idle: bool = False
     step: int = 0
+    after_prefill: bool = False
 
     @property
     def empty(self) -> bool:

@@ -34,7 +34,7 @@ from kvferry.connector.protocol.source_read import (
     StopRead,
 )
 from kvferry.connector.protocol.state_machine import Lifetime, Tick
-from kvferry.connector.protocol.step_plan import KeepLease, Load, unpack_ids
+from kvferry.connector.protocol.step_plan import KeepLease, Load, UnneededLease, unpack_ids
 from kvferry.connector.transfer.lease_keeper import LeaseKeeper
 from kvferry.connector.transfer.link import Link
 from kvferry.connector.transfer.links import Links
@@ -83,9 +83,9 @@ class Consumer:
         """Keep a lease alive until its request is loaded or released."""
         self._lease_keeper.keep(keep.token, keep.peer, keep.request_id, now, siblings=keep.siblings)
 
-    def release(self, request_id: str, now: float) -> None:
-        """The request loads nothing."""
-        self._lease_keeper.release(request_id, now)
+    def release(self, release: UnneededLease, now: float) -> None:
+        """The request loads nothing under this lease."""
+        self._lease_keeper.release(release.token, release.request_id, now)
 
     def cancel(self, request_id: str, now: float) -> None:
         """Cancel the loads of a request. They are still reported, once nothing can write their blocks."""
@@ -99,7 +99,7 @@ class Consumer:
                 self._step(active_load, handover.CancelLoad(), now)
                 return
         self._reports.not_started(load)
-        self._lease_keeper.release(load.request_id, now, load.token)
+        self._lease_keeper.release(load.token, load.request_id, now)
 
     def load(self, load: Load, now: float, *, alone: bool = False) -> None:
         """Start a hand-over. ``alone``: no other hand-over is about to begin."""
@@ -112,7 +112,7 @@ class Consumer:
             addresses = self._links.source_addresses(load.peer)
         except KVFerryError as error:
             self._reports.failed(load, Reason("incompatible", str(error)))
-            self._lease_keeper.release(load.request_id, now, load.token)
+            self._lease_keeper.release(load.token, load.request_id, now)
             return
         state, effects = handover.begin(len(addresses), self._timeouts, now)
         lifetime = Lifetime(handover.HANDOVER, state, now)
@@ -228,7 +228,7 @@ class Consumer:
                     self._step_read(read, StopRead(), now)
             case handover.ReleaseLease():
                 load = active_load.load
-                release = partial(self._lease_keeper.release, load.request_id, now, load.token)
+                release = partial(self._lease_keeper.release, load.token, load.request_id, now)
                 self._after_report(active_load, release)
             case handover.ReportLoad(reason):
                 self._active_loads.remove(active_load)

@@ -57,7 +57,6 @@ class LeaseKeeper:
         """This rank's number in its engine, over all pipeline stages."""
         self._link = link
         self._kept: dict[bytes, LeaseAtPeer] = {}
-        self._token_of: dict[str, bytes] = {}
         self._addresses = lru_cache(maxsize=P_ENGINES)(self._release_addresses)
         self.expected = lru_cache(maxsize=P_ENGINES * 16)(self._expected)
         self.consumer = bytes(16)
@@ -78,16 +77,12 @@ class LeaseKeeper:
             state = kept_lease.keep_lease(now, interval, SIBLING_SECONDS)
             kept = LeaseAtPeer(token, peer, self._addresses(peer), Lifetime(kept_lease.KEPT_LEASE, state, now))
             self._kept[token] = kept
-        self._token_of[request_id] = token
         self._step(kept, kept_lease.LeaseWanted(request_id, siblings), now)
 
-    def release(self, request_id: str, now: float, token: bytes | None = None) -> None:
-        """``request_id`` will not read any more under ``token``, or, without one, under the lease that it kept last.
-        The last request of a lease releases it. Raises nothing."""
-        last = self._token_of.get(request_id)
-        if token is None or token == last:
-            token = self._token_of.pop(request_id, None)
-        kept = self._kept.get(token) if token is not None else None
+    def release(self, token: bytes, request_id: str, now: float) -> None:
+        """``request_id`` will not read any more under ``token``. The last request of a lease releases it. Raises
+        nothing."""
+        kept = self._kept.get(token)
         if kept is not None:
             self._step(kept, kept_lease.LeaseUnwanted(request_id), now)
 
@@ -110,7 +105,6 @@ class LeaseKeeper:
         """Release every lease."""
         for kept in list(self._kept.values()):
             self._step(kept, kept_lease.KeepingEnded(), now)
-        self._token_of.clear()
 
     def _expected(self, peer: PeerEngine, p_rank: int) -> tuple[int, ...]:
         """The D ranks, of every pipeline stage, that release at P's rank ``p_rank``."""

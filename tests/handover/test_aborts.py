@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kvferry.connector.config import Settings
-from kvferry.connector.protocol.step_plan import KeepLease, LeaseGrant, StepPlan, pack_ids
+from kvferry.connector.protocol.step_plan import KeepLease, LeaseGrant, StepPlan, UnneededLease, pack_ids
 from kvferry.transport.planes import tcp_channels
 from tests.handover.gates import PATIENT, Gate, halves
 from tests.handover.opening import OURS, THEIRS, TOKENS, another_works, begin
@@ -52,7 +52,7 @@ def test_before_it_was_scheduled(pair: tuple[Rank, Rank]) -> None:
     p, d = pair
     token = grant([p], "req-p", THEIRS, TOKENS)
     d.worker.post(StepPlan(consumer=b"c" * 16, keeps=(KeepLease("req-d", token, peer([p]), False),)))
-    d.worker.post(StepPlan(consumer=b"c" * 16, releases=("req-d",)))
+    d.worker.post(StepPlan(consumer=b"c" * 16, releases=(UnneededLease("req-d", token),)))
     assert wait(lambda: p.sent == {"req-p"}, [p, d])
     d.poll()
     assert not d.received, "what was never started is never reported"
