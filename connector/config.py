@@ -15,6 +15,7 @@ import msgspec.inspect
 from msgspec import Meta
 
 from kvferry.connector.geometry.rank_geometry import PRINTABLE
+from kvferry.transport.allowed_peers import LOOPBACK, AllowedPeers, is_loopback
 from kvferry.transport.errors import ConfigError, did_you_mean
 from kvferry.transport.registry import plane_names
 
@@ -81,6 +82,14 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     transfer_timeout_seconds: Annotated[_Seconds, _doc("how long a hand-over may make no progress before it fails")] = (
         30.0
     )
+    allowed_peers: Annotated[
+        Annotated[tuple[Annotated[str, Meta(max_length=64)], ...], Meta(max_length=256)] | None,
+        _doc(
+            "networks that D may connect to, such as 10.1.0.0/16; requests name the addresses of P; in the environment "
+            "separated by commas. Where unset, keys decide; without keys D connects to loopback only, and must have "
+            "the list where side_channel_host is no loopback address"
+        ),
+    ] = None
     convert_dtype: Annotated[
         bool, _doc("on D: convert KV of another dtype or with other fp8 scales; where False, such a P is refused")
     ] = False
@@ -122,6 +131,7 @@ ENVIRONMENT = {
     "side_channel_port": "KVFERRY_SIDE_CHANNEL_PORT",
     "advertise_host": "KVFERRY_ADVERTISE_HOST",
     "plane": "KVFERRY_PLANE",
+    "allowed_peers": "KVFERRY_ALLOWED_PEERS",
     "curve_public_key": "KVFERRY_CURVE_PUBLIC_KEY",
     "curve_secret_key": "KVFERRY_CURVE_SECRET_KEY",  # vLLM writes the extra config to its log, the environment not
 }
@@ -151,7 +161,7 @@ def load_settings(extra: Mapping[str, Any], environ: Mapping[str, str] | None = 
     origin: dict[str, str] = {}
     for field, variable in ENVIRONMENT.items():
         if text := environ.get(variable, "").strip():
-            values[field] = int(text) if field.endswith("port") and text.isascii() and text.isdigit() else text
+            values[field] = _from_text(field, text)
             origin[field] = variable
     for name, value in extra.items():
         values[name] = value
@@ -169,6 +179,29 @@ def load_settings(extra: Mapping[str, Any], environ: Mapping[str, str] | None = 
     settings = msgspec.convert(values, Settings)
     _check_together(settings)
     return settings
+
+
+def _from_text(field: str, text: str) -> object:
+    if field == "allowed_peers":
+        return [item.strip() for item in text.split(",")]
+    return int(text) if field.endswith("port") and text.isascii() and text.isdigit() else text
+
+
+def peers_of(settings: Settings, *, consumes: bool = True) -> AllowedPeers:
+    """The peers that an engine connects to. ``consumes``: it connects to peers at all, as D.
+
+    Raises:
+        ConfigError: the engine has no keys, is reached from other hosts, and has no list.
+    """
+    networks = settings.allowed_peers
+    if networks is None and settings.curve_secret_key is None:
+        if consumes and not is_loopback(settings.side_channel_host):
+            raise ConfigError(
+                f"allowed_peers: unset, and this engine has no keys and listens on {settings.side_channel_host}; name "
+                "the networks of its prefill engines (KVFERRY_ALLOWED_PEERS=10.1.0.0/16), or give it keys"
+            )
+        networks = LOOPBACK
+    return AllowedPeers(networks)
 
 
 def plane_choices() -> tuple[str, ...]:
@@ -200,6 +233,7 @@ def _check_together(settings: Settings) -> None:
     _check_host("side_channel_host", settings.side_channel_host)
     if settings.advertise_host is not None:
         _check_host("advertise_host", settings.advertise_host)
+    AllowedPeers(settings.allowed_peers)
     slot_bytes = settings.slot_bytes or 4 * _MIB
     if settings.staging_bytes is not None and settings.staging_bytes < 4 * slot_bytes:
         raise ConfigError(

@@ -14,13 +14,13 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from kvferry.connector.config import Settings
+from kvferry.connector.config import Settings, peers_of
 from kvferry.connector.engine.load_ledger import LoadLedger
 from kvferry.connector.engine.step_outcome import LOOK_SECONDS, StepOutcome
 from kvferry.connector.engine.worker_setup import bind_caches, make_planes
 from kvferry.connector.geometry.engine_types import LayerGroup, RankInfo
 from kvferry.connector.geometry.regions import ElementOrder
-from kvferry.connector.protocol.messages import MAX_MESSAGE_BYTES
+from kvferry.connector.protocol.messages import MAX_REQUEST_BYTES
 from kvferry.connector.protocol.step_plan import RankAddress, StepPlan, StepResults, by_region
 from kvferry.connector.protocol.transfer_estimate import UNKNOWN, EstimateKey, TransferEstimate
 from kvferry.connector.transfer.copies import Copies, DeviceEvent
@@ -51,9 +51,26 @@ class WorkerHalf:
     """One rank. ``register`` starts it, ``close`` ends it."""
 
     def __init__(
-        self, settings: Settings, info: RankInfo, groups: Sequence[LayerGroup], *, loads_fail_requests: bool = False
+        self,
+        settings: Settings,
+        info: RankInfo,
+        groups: Sequence[LayerGroup],
+        *,
+        loads_fail_requests: bool = False,
+        consumes: bool = True,
     ) -> None:
-        """``loads_fail_requests``: a load that fails ends its request, so a step gives up no load that may succeed."""
+        """
+        Args:
+            settings: of this engine.
+            info: this rank.
+            groups: the layers whose caches are handed over.
+            loads_fail_requests: a load that fails ends its request, so a step gives up no load that may succeed.
+            consumes: this engine loads prompts, as D.
+
+        Raises:
+            ConfigError: the settings leave open to which peers D may connect.
+        """
+        self._allowed_peers = peers_of(settings, consumes=consumes)
         self._settings = settings
         self._patience = PATIENCE_SECONDS + (settings.ask_hold_seconds if loads_fail_requests else 0.0)
         self._info = info
@@ -83,8 +100,8 @@ class WorkerHalf:
 
         Raises:
             GeometryError: caches of a form that is not carried, or on a device on which kernels do not run.
-            ConfigError: the control port cannot be bound.
-            PlaneUnavailableError: the data plane that the settings name cannot be had.
+            ConfigError: the control port cannot be bound, or the data plane that the settings name cannot be used.
+            PlaneUnavailableError: the rank can have no data plane.
         """
         settings, info = self._settings, self._info
         caches, self._tables = bind_caches(settings, info, self._groups, kv_caches, num_blocks, places)
@@ -92,8 +109,9 @@ class WorkerHalf:
         if settings.curve_public_key is not None and settings.curve_secret_key is not None:
             curve = CurveKeys(settings.curve_public_key, settings.curve_secret_key)
         port = settings.side_channel_port and settings.side_channel_port + info.port_offset
-        listener = Listener(settings.side_channel_host, port, curve=curve, max_message_bytes=MAX_MESSAGE_BYTES)
+        listener = Listener(settings.side_channel_host, port, curve=curve, max_message_bytes=MAX_REQUEST_BYTES)
         rank_context = RankContext(settings, info.engine_id, secrets.token_bytes(16), info.model, caches, curve)
+        rank_context.allowed_peers = self._allowed_peers
         try:
             rank_context.planes, rank_context.missing_planes = make_planes(settings, curve, caches)
             self._transfer_thread = TransferThread(rank_context, listener)

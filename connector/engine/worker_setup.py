@@ -14,7 +14,7 @@ from kvferry.connector.transfer.caches import RankCaches
 from kvferry.connector.transfer.copies import copies_on
 from kvferry.transport.channels import CPU
 from kvferry.transport.control.zap_auth import CurveKeys, configure_curve
-from kvferry.transport.errors import GeometryError, PlaneUnavailableError
+from kvferry.transport.errors import ConfigError, GeometryError, PlaneUnavailableError
 from kvferry.transport.plane import Plane, PlaneContext, PlaneMemory
 from kvferry.transport.registry import best_slot_bytes, best_staging_bytes, make_plane, preferred_planes
 
@@ -63,7 +63,8 @@ def make_planes(settings: Settings, curve: CurveKeys | None, caches: RankCaches)
         The planes in order of preference; by the name of each other plane, why this rank cannot have it.
 
     Raises:
-        PlaneUnavailableError: the rank cannot have the data plane that the settings name, or it can have none.
+        ConfigError: the rank cannot have the data plane that the settings name.
+        PlaneUnavailableError: the rank can have no data plane.
     """
     memory = PlaneMemory(caches.device, caches.ranges(), caches.copies.synchronize)
     names = preferred_planes(caches.device) if settings.plane == "auto" else (settings.plane,)
@@ -85,7 +86,10 @@ def make_planes(settings: Settings, curve: CurveKeys | None, caches: RankCaches)
                 raise PlaneUnavailableError(plane.cannot_serve)
         except PlaneUnavailableError as error:
             if settings.plane != "auto":
-                raise
+                choices = ", ".join(("auto", *preferred_planes(caches.device)))
+                raise ConfigError(
+                    f"plane: {settings.plane!r} cannot be used: {error}; expected one of {choices}"
+                ) from None
             missing[name] = str(error)
         else:
             planes.append(plane)

@@ -1,6 +1,7 @@
 """What the two halves of an engine send each other in one step. Plain data.
 
 The scheduler half sends one ``StepPlan``, the same to every rank. The worker half of each rank returns ``StepResults``.
+``repr`` of a struct with a lease's token is only its request: vLLM writes the plan to its log when an engine dies.
 """
 
 from __future__ import annotations
@@ -54,6 +55,9 @@ class LeaseGrant(msgspec.Struct, frozen=True):
     prompt: str = ""
     step: int = 0
 
+    def __repr__(self) -> str:
+        return f"LeaseGrant({self.request_id!r})"
+
 
 class KeepLease(msgspec.Struct, frozen=True):
     """D: a request that will need this lease. D renews the lease until the request is loaded or dropped.
@@ -65,6 +69,9 @@ class KeepLease(msgspec.Struct, frozen=True):
     token: bytes
     peer: PeerEngine
     siblings: bool
+
+    def __repr__(self) -> str:
+        return f"KeepLease({self.request_id!r})"
 
 
 class UnneededLease(msgspec.Struct, frozen=True):
@@ -91,6 +98,9 @@ class Load(msgspec.Struct, frozen=True):
     prompt: str = ""
     now: bool = False
     behind: bool = True
+
+    def __repr__(self) -> str:
+        return f"Load({self.request_id!r})"
 
 
 class StepPlan(msgspec.Struct, frozen=True):

@@ -41,7 +41,7 @@ from kvferry.connector.transfer.links import Links
 from kvferry.connector.transfer.load_reports import FinishedLoad, LoadReports, OnBegun, grant_stands
 from kvferry.connector.transfer.rank_context import RankContext
 from kvferry.connector.transfer.receiver import ActiveLoad, Happening, Receiver, SourceRead
-from kvferry.transport.errors import GeometryError, KVFerryError, ProtocolError
+from kvferry.transport.errors import GeometryError, KVFerryError, ProtocolError, TransportError, shortened
 
 logger = logging.getLogger("vllm.kvferry.consumer")
 
@@ -63,13 +63,14 @@ class Consumer:
         ``now`` of all methods is in seconds of a ``RunningClock``.
         """
         self._rank_context = rank_context
+        self._log = rank_context.log
         self._reports = LoadReports(rank_context.stats, begun, finished)
         self._timeouts = handover.Timeouts(
             rank_context.settings.handshake_timeout_seconds, rank_context.settings.transfer_timeout_seconds
         )
-        self._links = Links(rank_context)
         self._active_loads: list[ActiveLoad] = []  # two of them may have one request id, see ``FinishedLoad``
         self._receiver = Receiver(rank_context.caches)
+        self._links = Links(rank_context, self._receiver.through)
         self._lease_keeper = LeaseKeeper(rank_context, self._links.get)
         self._later: deque[Callable[[], None]] = deque()  # what follows reports, until the next tick
 
@@ -109,19 +110,19 @@ class Consumer:
             for region, (start, stop) in enumerate(load.tokens):
                 if stop > start:
                     self._rank_context.caches.check_held(region, ids[region], start, stop)
-            addresses = self._links.source_addresses(load.peer)
+            sources = [(self._links.get(address), address) for address in self._links.source_addresses(load.peer)]
         except KVFerryError as error:
-            self._reports.failed(load, Reason("incompatible", str(error)))
+            lost = isinstance(error, TransportError)
+            self._reports.failed(load, Reason("peer_lost" if lost else "incompatible", str(error)))
             self._lease_keeper.release(load.token, load.request_id, now)
             return
-        state, effects = handover.begin(len(addresses), self._timeouts, now)
+        state, effects = handover.begin(len(sources), self._timeouts, now)
         lifetime = Lifetime(handover.HANDOVER, state, now)
         # A step that computes with the load begins once its copies are under way, so this thread waits for none.
         active_load = ActiveLoad(load, lifetime, time.monotonic(), ids, alone and not load.now)
         self._active_loads.append(active_load)
-        for number, address in enumerate(addresses):
-            link = self._links.get(load.peer, address)
-            self._receiver.new(active_load, number, link, now)
+        for number, (link, address) in enumerate(sources):
+            self._receiver.new(active_load, number, link, address, now)
             link.start_handshake(now)
         self._perform(active_load, effects, now)
         for read in active_load.reads:
@@ -141,7 +142,7 @@ class Consumer:
                 for reply in link.serve(now) if ready is None or link.has_events(ready) else ():
                     self._reply(link, reply, now)
             except Exception as error:  # an error with one peer must not reach the others
-                logger.exception("kvferry: unexpected error with %s", link.name)
+                self._log.exception("link", "kvferry: unexpected error with %s", link.name)
                 link.fail("internal", repr(error))
             if link.phase is not link.handled_phase:
                 link.handled_phase = link.phase
@@ -154,7 +155,7 @@ class Consumer:
         for active_load in list(self._active_loads):
             self._step(active_load, Tick(), now)
         self._lease_keeper.tick(now)
-        self._links.close_unused(now, self._receiver.through)
+        self._links.close_unused(now)
 
     def renew_now(self) -> None:
         """Renew at the next tick: this thread was delayed while P's deadlines went on."""
@@ -193,7 +194,10 @@ class Consumer:
         if read.state.stopped:
             return
         if read.link.phase is LinkPhase.ATTACHED:
-            self._step(read.active_load, handover.SourceReady(read.state.source), now)
+            if (misfit := read.misfit()) is not None:
+                self._step_read(read, ReadFailed(misfit), now)
+            else:
+                self._step(read.active_load, handover.SourceReady(read.state.source), now)
         elif read.link.phase is LinkPhase.FAILED:
             self._step_read(read, ReadFailed(read.link.failure), now)
 
@@ -211,7 +215,7 @@ class Consumer:
                 self._perform_one(active_load, effect, now)
             except Exception as error:
                 name = type(effect).__name__
-                logger.exception("kvferry: unexpected error in %s of %s", name, active_load.load.request_id)
+                self._log.exception(name, "kvferry: unexpected error in %s of %s", name, active_load.load.request_id)
                 self._rank_context.stats.failed("internal")
                 if isinstance(effect, handover.AskSources | handover.CommitSources):
                     failed = handover.SourceFailed(0, Reason("internal", f"{name}: {error!r}"))
@@ -254,7 +258,7 @@ class Consumer:
             try:
                 self._later.popleft()()
             except Exception:
-                logger.exception("kvferry: unexpected error after a load was reported")
+                self._log.exception("later", "kvferry: unexpected error after a load was reported")
                 self._rank_context.stats.failed("internal")
 
     def _plan_and_ask(self, active_load: ActiveLoad, now: float) -> None:
@@ -290,7 +294,8 @@ class Consumer:
             try:
                 self._perform_read_effect(read, effect, now)
             except Exception as error:
-                logger.exception("kvferry: unexpected error in %s of read %d", type(effect).__name__, read.number)
+                name = type(effect).__name__
+                self._log.exception(name, "kvferry: unexpected error in %s of read %d", name, read.number)
                 self._rank_context.stats.failed("internal")
                 if isinstance(effect, SendCommit | CheckPostedGrant):
                     self._step_read(read, ReadFailed(Reason("internal", repr(error))), now)
@@ -332,7 +337,7 @@ class Consumer:
                 token=load.token,
                 consumer=self._lease_keeper.consumer,
                 consumer_rank=self._lease_keeper.rank,
-                expected=self._lease_keeper.expected(load.peer, read.link.address.tp_rank),
+                expected=self._lease_keeper.expected(load.peer, read.address.tp_rank),
                 spans=tuple(item.span for item in read.planned),
                 chunk_bytes=read.link.slot_bytes,
             )
@@ -379,11 +384,9 @@ class Consumer:
                 self._take_grant(read, reply, now)
             case messages.Deny():
                 kind: FailureKind = "expired" if reply.reason in ("expired", "unknown") else "denied"
-                detail = f": {reply.detail}" if reply.detail else ""
-                if (
-                    reply.reason == "detached"
-                ):  # P has ended its session with this D: the next hand-over makes a new link
-                    link.fail("peer_lost", f"P has no handshake of ours: {reply.detail}")
+                detail = f": {shortened(reply.detail)!r}" if reply.detail else ""
+                if reply.reason == "detached":  # P has ended its session with this D: the next load makes a new link
+                    link.fail("peer_lost", f"P has no handshake of ours{detail}")
                 self._step_read(read, ReadFailed(Reason(kind, f"P denied the read, {reply.reason}{detail}")), now)
             case messages.Committed():
                 self._step_read(read, CommitAnswered(reply.ok), now)

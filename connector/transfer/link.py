@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -15,6 +14,7 @@ from kvferry.connector.protocol.link_state import (
     LINK,
     ChoosePlane,
     DropPlane,
+    GreetingWanted,
     HandshakeWanted,
     LinkBroken,
     LinkEvent,
@@ -30,7 +30,7 @@ from kvferry.connector.protocol.link_state import (
     SendHello,
 )
 from kvferry.connector.protocol.messages import (
-    MAX_MESSAGE_BYTES,
+    MAX_REPLY_BYTES,
     Attach,
     Attached,
     AttachRefused,
@@ -57,11 +57,11 @@ from kvferry.transport.errors import (
     PlaneUnavailableError,
     ProtocolError,
     TransportError,
+    shortened,
 )
 from kvferry.transport.grant_board import BoardAddress, BoardReader
 from kvferry.transport.plane import Plane
-
-logger = logging.getLogger("vllm.kvferry.link")
+from kvferry.transport.wake import RateLimitedLog
 
 
 class Link:
@@ -70,11 +70,11 @@ class Link:
     ``link_state`` decides; this class performs its effects. A failed link is replaced, never used again.
     """
 
-    def __init__(self, rank_context: RankContext, peer: PeerEngine, address: RankAddress) -> None:
+    def __init__(self, rank_context: RankContext, address: RankAddress, log: RateLimitedLog) -> None:
         settings = rank_context.settings
         self._rank_context = rank_context
-        self.peer = peer
-        self.address = address
+        self._log = log
+        self._host, self._port, self._incarnation = address.host, address.port, address.incarnation
         self._now = 0.0  # the time that the last call passed
         self.lifetime = Lifetime(LINK, LinkState(settings.handshake_timeout_seconds), self._now)
         self.handled_phase = LinkPhase.CONNECTED  # the last phase that the owner has acted on
@@ -91,12 +91,14 @@ class Link:
         self._rejected: dict[str, str] = {}  # the reason of the rejection, by plane
         self._gpu_reached = True  # false once D's GPU has failed to reach P's GPU
         self.geometry: RankGeometry | None = None
+        self._engine_id = ""  # P's own, once it has answered
         self.connection = Connection(
-            address.host,
-            address.port,
+            self._host,
+            self._port,
             curve=rank_context.curve,
-            max_message_bytes=MAX_MESSAGE_BYTES,
+            max_message_bytes=MAX_REPLY_BYTES,
             connect_timeout=2 * settings.handshake_timeout_seconds,  # the deadline of the handshake comes first
+            refusal=rank_context.allowed_peers.refusal,
         )
 
     @property
@@ -106,8 +108,14 @@ class Link:
     @property
     def name(self) -> str:
         """The peer as a log line names it."""
-        where = f"{self.address.host}:{self.address.port}"
-        return f"{self.peer.engine_id[:8]} pp{self.address.pp_rank} tp{self.address.tp_rank} at {where}"
+        where = f"{self._host}:{self._port}"
+        if self.geometry is None:
+            return f"P at {where}"
+        return f"{self._engine_id[:8]} pp{self.geometry.pp_rank} tp{self.geometry.tp_rank} at {where}"
+
+    def _key(self, what: str) -> str:
+        """Under which lines of one kind about one peer are limited."""
+        return f"{what} {self._host}:{self._port}"
 
     @property
     def theirs(self) -> RankGeometry:
@@ -131,6 +139,11 @@ class Link:
         """Start the handshake, unless it was started before."""
         self._now = now
         self._step(HandshakeWanted())
+
+    def start_greeting(self, now: float) -> None:
+        """Make this D known to P, unless it is. P keeps a release that precedes its lease only from a known D."""
+        self._now = now
+        self._step(GreetingWanted())
 
     def send(self, message: Request) -> None:
         """Send, or fail the link where the peer cannot be reached. A failed link still carries messages, above all a
@@ -212,7 +225,8 @@ class Link:
                 case DropPlane(plane, why):
                     self._drop_plane(plane, why)
                 case ReportBroken(reason):
-                    logger.warning("kvferry: link to %s failed: %s [%s]", self.name, reason.text, self.lifetime.story())
+                    text = "kvferry: link to %s failed: %s [%s]"
+                    self._log.warning(self._key("failed"), text, self.name, reason.text, self.lifetime.story())
 
     def _hello(self) -> Hello:
         rank_context = self._rank_context
@@ -234,7 +248,7 @@ class Link:
                 self._check_welcome(reply)
                 self._step(PeerWelcomed())
             case AttachRefused():
-                self._step(PlaneRejected(reply.plane, reply.reason))
+                self._step(PlaneRejected(reply.plane, shortened(reply.reason)))
             case Attached():
                 self._on_attached(reply)
 
@@ -258,7 +272,7 @@ class Link:
         try:
             return BoardReader(address)
         except (PlaneUnavailableError, OSError) as error:
-            logger.info("kvferry: D asks %s for every grant: %s", self.name, error)
+            self._log.info(self._key("board"), "kvferry: D asks %s for every grant: %s", self.name, error)
             return None
 
     def _map_pages(self) -> None:
@@ -272,30 +286,36 @@ class Link:
     def _check_welcome(self, welcome: Welcome) -> None:
         if self.phase is not LinkPhase.GREETING:
             return  # the table refuses it
-        if welcome.incarnation != self.address.incarnation:
+        if welcome.incarnation != self._incarnation:
             raise KVFerryError("P was restarted since it made this hand-over; its KV cache is gone")
-        self._check_addressed(welcome.geometry)
         check_model(self._rank_context.model, welcome.model)
         ours = self._rank_context.caches.geometry
         compatible(ours, welcome.geometry, convert=self._rank_context.settings.convert_dtype)
-        self.geometry = welcome.geometry
+        self.geometry, self._engine_id = welcome.geometry, welcome.engine_id
         self.converted = converted_pairs(ours, welcome.geometry)
         if self.converted:
             pairs = {f"{welcome.geometry.regions[j].dtype} to {ours.regions[i].dtype}" for i, j in self.converted}
-            logger.info("kvferry: KV of %s is converted, %s", self.name, ", ".join(sorted(pairs)))
+            text = "kvferry: KV of %s is converted, %s"
+            self._log.info(self._key("converted"), text, self.name, ", ".join(sorted(pairs)))
         block_size = next((region.block_size for region in welcome.geometry.regions), 0)
-        logger.info("kvferry: %s: %s", self.name, self._rank_context.topology(self.peer).describe(block_size))
+        described = self._rank_context.topology(welcome.geometry).describe(block_size)
+        self._log.info(self._key("topology"), "kvferry: %s: %s", self.name, described)
         self._offers = {offer.name: offer.payload for offer in welcome.planes}
 
-    def _check_addressed(self, theirs: RankGeometry) -> None:
-        """Check that P's rank and engine have the form that the request's parameters named. D has chosen the ranks to
-        read from these parameters."""
+    def check_addressed(self, peer: PeerEngine, address: RankAddress) -> None:
+        """Check that this rank of P has the form that a request's parameters name. D has chosen the ranks to read from
+        these parameters.
+
+        Raises:
+            IncompatiblePeerError: it has another form.
+        """
+        theirs = self.theirs
         named = {
-            "tp_rank": self.address.tp_rank,
-            "pp_rank": self.address.pp_rank,
-            "tp_size": self.peer.tp_size,
-            "pp_size": self.peer.pp_size,
-            "shardings": self.peer.shardings,
+            "tp_rank": address.tp_rank,
+            "pp_rank": address.pp_rank,
+            "tp_size": peer.tp_size,
+            "pp_size": peer.pp_size,
+            "shardings": peer.shardings,
         }
         for field, value in named.items():
             if getattr(theirs, field) != value:
@@ -333,7 +353,7 @@ class Link:
                 continue
             self.plane = plane
             because = f" ({_listed(rejected)})" if rejected else ""
-            logger.info("kvferry: data plane to %s is %s%s", self.name, plane.name, because)
+            self._log.info(self._key(plane.name), "kvferry: data plane to %s is %s%s", self.name, plane.name, because)
             self._step(PlaneChosen(plane.name))
             self.send(Attach(plane=plane.name, payload=payload))
             return

@@ -13,6 +13,7 @@ from kvferry.connector.config import Settings
 from kvferry.connector.geometry.topology import EngineForm, TpKVTopology
 from kvferry.connector.protocol.metrics import HandoverStats
 from kvferry.connector.transfer.caches import RankCaches
+from kvferry.transport.allowed_peers import LOOPBACK, AllowedPeers
 from kvferry.transport.control.zap_auth import CurveKeys
 from kvferry.transport.errors import IncompatiblePeerError
 from kvferry.transport.plane import Plane
@@ -33,6 +34,7 @@ class RankContext:
     caches: RankCaches
     curve: CurveKeys | None
     planes: Sequence[Plane] = ()
+    allowed_peers: AllowedPeers = field(default_factory=lambda: AllowedPeers(LOOPBACK))
     missing_planes: Mapping[str, str] = field(default_factory=dict)
     stats: HandoverStats = field(default_factory=HandoverStats)
     log: RateLimitedLog = field(default_factory=lambda: RateLimitedLog(logging.getLogger("vllm.kvferry.peer")))

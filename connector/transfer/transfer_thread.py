@@ -60,6 +60,7 @@ class TransferThread:
 
     def __init__(self, rank_context: RankContext, listener: Listener) -> None:
         self._rank_context = rank_context
+        self._log = rank_context.log
         self._listener = listener
         self._time = RunningClock()
         self._waker = Waker()
@@ -180,7 +181,7 @@ class TransferThread:
                 if self._time.late:
                     late = f"{self._time.late:.1f}"
                     text = f"kvferry: the transfer thread was held up for {late} s; is the host overloaded, or paused?"
-                    self._rank_context.log.warning("held up", "%s", text)  # noqa: PLE1205 (not a logging.Logger)
+                    self._log.warning("held up", "%s", text)
                 if not busy:
                     self._sleep()
             except Exception:  # an error in one turn must not end the thread
@@ -207,7 +208,7 @@ class TransferThread:
         for plane in self._rank_context.planes:
             if ready is None or plane in ready or plane.active:
                 busy |= self._progress(plane)
-        if ready is None or self._listener.socket in ready:
+        if ready is None or self._producer.has_arrived or self._listener.socket in ready:
             busy |= self._producer.serve(now)
         busy |= self._consumer.serve(now, ready)
         busy |= self._producer.pump(now)
@@ -221,7 +222,7 @@ class TransferThread:
         except Exception as error:
             self._rank_context.stats.failed("internal")
             text = f"kvferry: unexpected error in data plane {plane.name}: {error!r}"
-            self._rank_context.log.warning(f"plane {plane.name}", "%s", text)
+            self._log.warning(f"plane {plane.name}", "%s", text)
             time.sleep(TICK_SECONDS)  # the error may occur in every turn
             return False
 
@@ -309,13 +310,15 @@ class TransferThread:
         try:
             act()
         except Exception:
-            logger.exception("kvferry: unexpected error with %s", item)
+            # Not ``item`` itself: it contains the token of a lease.
+            what = getattr(item, "request_id", item)
+            self._log.exception("command", "kvferry: unexpected error with %s", what)
             self._rank_context.stats.failed("internal")
             if otherwise is not None:
                 try:
                     otherwise()
                 except Exception:
-                    logger.exception("kvferry: unexpected error after an error")
+                    self._log.exception("otherwise", "kvferry: unexpected error after an error")
 
     def _report(self, finished: FinishedLoad) -> None:
         """Report a load that has ended, at once."""

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from kvferry.connector.config import Settings
-from kvferry.connector.geometry.spans import MAX_RANGES, check_spans
+from kvferry.connector.geometry.spans import MAX_RANGES, MAX_SPANS, check_spans
 from kvferry.connector.geometry.token_sharding import TokenShard, TokenSharding
 from kvferry.connector.protocol import messages
 from kvferry.connector.protocol.metrics import no_figures
 from kvferry.connector.protocol.step_plan import LeaseGrant, StepPlan, pack_ids
-from kvferry.connector.transfer import links, producer, transfer_thread
+from kvferry.connector.transfer import early_requests, links, transfer_thread
 from kvferry.transport.control.connection import Connection
 from kvferry.transport.errors import GeometryError
 from kvferry.transport.plane import PlaneContext
@@ -143,8 +143,8 @@ def test_asks_that_wait_for_their_lease_are_bounded(
 ) -> None:
     raw.attach(raw.start_handshake())
     raw.answer(messages.Attached)
-    for read in range(producer.HELD_SPANS // 8192):
-        raw.ask(read, bytes([read]) * 16, spans=8192)
+    for read in range(early_requests.HELD_SPANS // MAX_SPANS):
+        raw.ask(read, bytes([read]) * 16, spans=MAX_SPANS)
     assert "too many asks" in raw.answer(messages.Deny).detail
     another_works(*pair)
 

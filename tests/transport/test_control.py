@@ -367,3 +367,17 @@ def test_rate_limited_log(caplog):
     lines = [record.getMessage() for record in caplog.records if record.name == "test.rate"]
     assert lines[:3] == ["bad thing", "other", "bad thing (and 4 more like this)"]
     assert len(limited._keys) == 3, "keys that a peer makes up are bounded"
+    assert len(lines) == 3 + 100
+
+
+def test_all_keys_together_are_limited(caplog):
+    now = [0.0]
+    limited = RateLimitedLog(logging.getLogger("test.rate"), 10, max_lines=5, clock=lambda: now[0])
+    with caplog.at_level(logging.INFO, "test.rate"):
+        for number in range(1000):
+            limited.info(f"key {number}", "x" * 100_000)
+        now[0] = 10
+        limited.warning("key 999", "back %s", "again")
+    lines = [record.getMessage() for record in caplog.records if record.name == "test.rate"]
+    assert len(lines) == 6 and max(map(len, lines)) <= RateLimitedLog.MAX_LINE
+    assert lines[-1] == "back again (and 1 more like this)"

@@ -9,6 +9,7 @@ import socket as _socket
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 
 import zmq
 
@@ -39,6 +40,8 @@ class Connection:
         curve: the deployment's key pair, None without CURVE.
         max_message_bytes: bound on the sum of a message's frames.
         connect_timeout: seconds until a peer that does not answer counts as lost.
+        refusal: says why there must be no connection to a numeric address; empty where there may be one. A name is
+            resolved once, and the connection goes to the address that was judged.
 
     Attributes:
         socket, monitor: for ``zmq.Poller``; when ``monitor`` is readable call :meth:`poll_monitor`.
@@ -58,10 +61,12 @@ class Connection:
         curve: CurveKeys | None = None,
         max_message_bytes: int,
         connect_timeout: float = framing.CONNECT_TIMEOUT_SECONDS,
+        refusal: Callable[[str], str] | None = None,
     ) -> None:
         self.host, self.port, self.connected, self.reason = host, port, False, ""
         self.dropped: Counter[str] = Counter()
         self._curve = curve is not None
+        self._refusal = refusal
         self._lost = False
         self._deadline = time.monotonic() + connect_timeout
         self._timeout = connect_timeout
@@ -156,6 +161,10 @@ class Connection:
         )
 
     def _connect(self, address: str) -> None:
+        refused = "" if self._refusal is None else self._refusal(address)
+        if refused:
+            self._lose(refused)
+            return
         self.address = address
         self.socket.ipv6 = ":" in address
         seconds = framing.silence(address)
