@@ -85,7 +85,7 @@ def test_a_release_by_a_d_that_never_asked_precedes_the_lease(pair: tuple[Rank, 
     p, d = pair
     token, producer = secrets.token_bytes(16), halves(p)[0]
     keep = KeepLease("req-d", token, peer([p]), False)
-    d.worker.post(StepPlan(consumer=b"c" * 16, keeps=(keep,), releases=("req-d",)))
+    d.worker.post(StepPlan(consumer=b"c" * 16, keeps=(keep,), releases=(UnneededLease("req-d", token),)))
     assert wait(lambda: any(key[0] == token for key in producer._early.votes), [p, d])
     p.worker.post(StepPlan(leases=(LeaseGrant("req-p", token, TOKENS, (pack_ids(THEIRS),)),)))
     assert wait(lambda: p.sent == {"req-p"}, [p, d])

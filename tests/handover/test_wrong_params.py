@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from kvferry.connector.config import Settings
 from kvferry.connector.engine.worker import WorkerHalf
-from kvferry.connector.protocol.step_plan import KeepLease, StepPlan
+from kvferry.connector.protocol.step_plan import KeepLease, StepPlan, UnneededLease
 from kvferry.connector.transfer import lease_keeper, links
 from kvferry.transport.allowed_peers import AllowedPeers
 from kvferry.transport.control import connection as control
@@ -58,7 +58,9 @@ def test_many_addresses_do_not_make_many_links(pair: tuple[Rank, Rank], monkeypa
         for number in range(30):
             life = replace(real.ranks[0], port=mute.getsockname()[1], incarnation=bytes([number]) * 16)
             keep = KeepLease(f"r{number}", bytes([number]) * 16, replace(real, ranks=(life,)), False)
-            d.worker.post(StepPlan(consumer=b"c" * 16, keeps=(keep,), releases=(f"r{number}",)))
+            d.worker.post(
+                StepPlan(consumer=b"c" * 16, keeps=(keep,), releases=(UnneededLease(f"r{number}", keep.token),))
+            )
         another_works(p, d)
         assert 2 <= len(halves(d)[1]._links) <= 8, "of 31"
 
