@@ -68,7 +68,7 @@ docs: install
 	$(BIN)/python docs/generate.py
 
 RESULTS ?= .bench
-BENCHMARKS := planning paged_copy layout_change kv_postprocess empty_handover host_planes e2e_vs_nixl
+BENCHMARKS := planning paged_copy layout_change kv_postprocess empty_handover control_round_trip host_planes e2e_vs_nixl
 bench: install
 	@set -e; for name in $(BENCHMARKS); do echo "== $$name"; \
 	  $(BIN)/python benchmarks/$$name.py --json $(RESULTS)/$$name.json; done

@@ -39,8 +39,11 @@ from kvferry.transport.grant_board import BoardAddress
 
 MAGIC = b"kvferry"
 PROTOCOL_VERSION = 5
-MAX_MESSAGE_BYTES = 8 << 20
-"""Bound on one control message; 8192 layer names or 2 million block ids fit."""
+MAX_REQUEST_BYTES = 1 << 20
+"""Bound on a message of D: the largest, a Hello with 8192 layer names or an Ask with 8192 spans, takes some hundred
+KiB."""
+MAX_REPLY_BYTES = 8 << 20
+"""Bound on a message of P: a grant of 2 million block ids fits."""
 
 Token = Annotated[bytes, Meta(min_length=16, max_length=16)]
 """Names a lease: 128 random bits. A D that sends this token may read."""
@@ -192,7 +195,7 @@ class Release(_Message, frozen=True):
 
 
 class Renew(_Message, frozen=True):
-    tokens: Annotated[tuple[Token, ...], Meta(max_length=65536)]
+    tokens: Annotated[tuple[Token, ...], Meta(max_length=32768)]
 
 
 Request = Hello | Attach | Ask | Cancel | Commit | Release | Renew
@@ -228,8 +231,8 @@ def _body(frames: list[bytes]) -> bytes:
     if frames[1] != _VERSION_FRAME:
         theirs = int.from_bytes(frames[1], "big")
         raise VersionError(theirs)
-    if len(frames[2]) > MAX_MESSAGE_BYTES:
-        raise ProtocolError(f"message of {len(frames[2])} bytes, limit {MAX_MESSAGE_BYTES}")
+    if len(frames[2]) > MAX_REPLY_BYTES:
+        raise ProtocolError(f"message of {len(frames[2])} bytes, limit {MAX_REPLY_BYTES}")
     return frames[2]
 
 

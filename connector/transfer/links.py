@@ -56,11 +56,6 @@ class Links:
         return tuple(by_rank[rank] for rank in wanted)
 
     @property
-    def usable(self) -> list[Link]:
-        """The links that have not failed."""
-        return [link for link in self._links.values() if link.phase is not LinkPhase.FAILED]
-
-    @property
     def any_failed(self) -> bool:
         return any(link.phase is LinkPhase.FAILED for link in self._links.values())
 

@@ -111,7 +111,7 @@ class Producer:
     def serve(self, now: float) -> bool:
         """Answer the messages that have arrived. Returns whether there were any."""
         arrived = self._listener.receive()
-        for identity, frames in arrived:
+        for identity, frames, _ in arrived:
             try:
                 self._request(identity, messages.decode_request(frames), now)
             except messages.VersionError as error:

@@ -349,8 +349,8 @@ class TransferThread:
                 self._mark_ready(plane)
                 awake = True
         pollables: list[tuple[Pollable, int]] = [(self._waker.fd, zmq.POLLIN), (self._listener.socket, zmq.POLLIN)]
-        for link in self._consumer.links:
-            pollables += (link.connection.socket, zmq.POLLIN), (link.connection.monitor, zmq.POLLIN)
+        for socket in self._rank_context.dialer.pollables:
+            pollables.append((socket, zmq.POLLIN))
         planes: dict[Pollable, Plane] = {}
         for plane in self._rank_context.planes:
             for pollable, events in plane.pollables():
@@ -375,6 +375,7 @@ class TransferThread:
             self._producer.withdraw,
             self._rank_context.caches.copies.close,
             lambda: self._consumer.close(self._time.turn()),
+            self._rank_context.dialer.close,
             self._producer.close,
             *(plane.close for plane in self._rank_context.planes),
             self._listener.close,

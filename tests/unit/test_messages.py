@@ -18,7 +18,8 @@ from kvferry.connector.geometry.spans import Span
 from kvferry.connector.protocol import messages
 from kvferry.connector.protocol.messages import (
     MAGIC,
-    MAX_MESSAGE_BYTES,
+    MAX_REPLY_BYTES,
+    MAX_REQUEST_BYTES,
     PROTOCOL_VERSION,
     Ask,
     Attach,
@@ -192,8 +193,8 @@ def test_malformed_bodies_are_refused(content):
 
 
 def test_a_body_over_the_limit_is_refused_before_it_is_read():
-    texts = refused(wrapped(bytes(MAX_MESSAGE_BYTES + 1)))
-    assert str(MAX_MESSAGE_BYTES + 1) in texts[0] and str(MAX_MESSAGE_BYTES) in texts[0]
+    texts = refused(wrapped(bytes(MAX_REPLY_BYTES + 1)))
+    assert str(MAX_REPLY_BYTES + 1) in texts[0] and str(MAX_REPLY_BYTES) in texts[0]
 
 
 def raw(message, **changes):
@@ -333,5 +334,6 @@ def test_the_largest_real_messages_fit():
     ask = msgspec.structs.replace(ASK, spans=(SPAN,) * 8192)
     for message, decode in ((hello, decode_request), (ask, decode_request), (grant, decode_reply)):
         frames = encode(message)
-        assert sum(map(len, frames)) <= MAX_MESSAGE_BYTES
+        limit = MAX_REPLY_BYTES if message is grant else MAX_REQUEST_BYTES
+        assert sum(map(len, frames)) <= limit
         assert decode(frames) == message

@@ -24,7 +24,7 @@ HERE, THERE = "0123456789abcdef", "fedcba9876543210"
 
 
 def remote_prompt(host: str = "127.0.0.1", tp_size: int = 2) -> RemotePrompt:
-    ranks = tuple(RankAddress(0, r, host, 5000 + r, bytes([r]) * 16) for r in range(tp_size))
+    ranks = tuple(RankAddress(0, r, host, 5000 + r, bytes([r]) * 16, "0123456789ab") for r in range(tp_size))
     return RemotePrompt(b"t" * 16, 77, prompt_digest([1, 2, 3]), PeerEngine("engine-p", tp_size, 1, 30.0, ranks, HERE))
 
 

@@ -24,9 +24,16 @@ HANDSHAKE_SECONDS = 10.0
 FRAMES = 3
 """Frames of one message, the routing identity not counted."""
 MAX_PEERS = 2048
-"""Connections of one listener at once."""
-MIN_BACKLOG_BYTES = 16 << 20
-"""Bytes that a connection may send before its message is whole; eight times the largest message where that is more."""
+"""Connections of one listener at once; at most half of the process's limit of open files."""
+MAX_HALF_OPEN = 256
+"""Connections of one listener at once on which no whole message has come yet; one more ends the oldest of them."""
+MAX_HALF_OPEN_BYTES = 16 << 20
+"""Bytes that half-open connections of a ZMQ listener may have sent, all together. libzmq accepts a message of the full
+size before the handshake; an honest peer sends some hundred bytes then."""
+MAX_UNFINISHED_BYTES = 64 << 20
+"""Bytes of unfinished messages that one end holds, over all of its connections."""
+UNFINISHED_SECONDS = 60.0
+"""How long the bytes of one message may take to come."""
 SEND_QUEUE, RECEIVE_QUEUE = 1024, 64
 """Messages that libzmq holds per connection. Beyond that, send() returns False, and the sender's TCP waits."""
 BATCH = 512
@@ -97,6 +104,15 @@ def source(frame: zmq.Frame) -> int:
         return int(frame.get("__fd"))
     except (zmq.ZMQError, ValueError):
         return -1
+
+
+def peer_address(frame: zmq.Frame) -> str:
+    """The numeric address of the peer that sent a frame, as its connection has it; empty where libzmq does not report
+    it. An IPv4 peer of an IPv6 socket has its IPv4 address."""
+    try:
+        return str(frame.get("Peer-Address")).removeprefix("::ffff:")
+    except (zmq.ZMQError, ValueError):
+        return ""
 
 
 def send(socket: zmq.Socket[bytes], frames: list[bytes]) -> int:
