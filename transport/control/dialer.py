@@ -70,6 +70,9 @@ class Connection(ABC):
                 self._unsent.append(frames)
         else:
             failure = self._transmit(frames)
+            if failure and failure != zmq.EAGAIN:
+                self._dialer.progress()  # the reason may have arrived
+                self.lose("the peer is gone")
         if failure:
             self.dropped["full" if failure == zmq.EAGAIN else "gone"] += 1
         return not failure
