@@ -51,12 +51,13 @@ class BareZmqListener(Listener):
             first = self.socket.recv(zmq.NOBLOCK, copy=False)
             identity, *frames = framing.rest(self.socket, [first.bytes], framing.FRAMES + 1)
             framing.source(first)
-            if self._filter.passes(frames):
-                messages.append((identity, frames, framing.peer_address(first)))
+            message = self._filter.unpack(frames)
+            if message is not None:
+                messages.append((identity, message, framing.peer_address(first)))
         return messages
 
     def send(self, identity: bytes, frames: list[bytes]) -> bool:
-        return not framing.send(self.socket, [identity, *frames])
+        return not framing.send(self.socket, [identity, framing.pack(frames)])
 
     @property
     def peers(self) -> int:

@@ -72,7 +72,7 @@ class CurveConnection(Connection):
     def _transmit(self, frames: list[bytes]) -> int:
         if self.lane is None:
             return errno.EHOSTUNREACH
-        return framing.send(self.lane.socket, [self.identity, *frames])
+        return framing.send(self.lane.socket, [self.identity, framing.pack(frames)])
 
     def _shut(self) -> None:
         lane, self.lane = self.lane, None
@@ -147,8 +147,9 @@ class Lane:
             connection = self.by_identity.get(identity)
             if connection is not None:
                 self._unread.served.add(connection.fd)
-                if connection.filter.passes(frames):
-                    connection.deliver(frames)
+                message = connection.filter.unpack(frames)
+                if message is not None:
+                    connection.deliver(message)
         if now >= self._check_at:
             self._check_at = now + _CHECK_SECONDS
             self._check_unread(now)

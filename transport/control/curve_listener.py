@@ -53,12 +53,14 @@ class CurveListener(Listener):
             self._guarded.served.add(framing.source(first))
             if identity[:1] != b"\0" or len(identity) != 5:  # chosen by the peer, not made by libzmq
                 self.dropped["identity"] += 1
-            elif self._filter.passes(frames):
-                messages.append((identity, frames, framing.peer_address(first)))
+                continue
+            message = self._filter.unpack(frames)
+            if message is not None:
+                messages.append((identity, message, framing.peer_address(first)))
         return messages
 
     def send(self, identity: bytes, frames: list[bytes]) -> bool:
-        failure = framing.send(self.socket, [identity, *frames])
+        failure = framing.send(self.socket, [identity, framing.pack(frames)])
         if failure:
             self.dropped["full" if failure == zmq.EAGAIN else "gone"] += 1
         return not failure
