@@ -55,7 +55,9 @@ def test_a_file_is_never_replaced(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content", [b"", SECRET[:20].encode(), b"\n" * 41, b"%" * 40, SECRET.encode() + b"x", bytes(99)]
+    "content",
+    [b"", SECRET[:20].encode(), b"\n" * 41, b"%" * 40, SECRET.encode() + b"x", bytes(99)],
+    ids=["empty", "partial", "newlines", "over", "longer", "zeros"],
 )
 def test_a_file_without_a_key(tmp_path, content):
     path = tmp_path / "key"
