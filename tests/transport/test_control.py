@@ -15,7 +15,7 @@ from kvferry.transport.control import framing
 from kvferry.transport.errors import ConfigError
 from kvferry.transport.wake import RateLimitedLog, Waker
 from tests.support.fork_server import fork_server
-from tests.transport.control_ends import KEYS, LIMIT, MESSAGE, Dialed, arrived, listening, readable, until
+from tests.transport.control_ends import KEYS, LIMIT, MESSAGE, Dialed, arrived, exchanged, listening, readable, until
 
 
 @pytest.fixture(params=[KEYS, None], ids=["keys", "insecure"])
@@ -247,8 +247,7 @@ def test_a_server_that_speaks_http(connect):
 
 def test_the_listener_closes(listener, connect):
     connection = connect(listener.port)
-    connection.send(MESSAGE)
-    arrived(listener)
+    assert exchanged(listener, connection)
     listener.close()
     assert until(lambda: connection.state[1])
     assert not connection.connected and "gone" in connection.reason and not connection.send(MESSAGE)

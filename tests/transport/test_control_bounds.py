@@ -5,15 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import time
 
 import pytest
-import zmq
 
 from kvferry.transport.control import framing, zap_auth
+from kvferry.transport.control.unread_bytes import UnreadBytesGuard
 from tests.support.fork_server import fork_server
 from tests.transport.control_ends import KEYS, LIMIT, MESSAGE, Dialed, listening, resident_mib, until
-from tests.transport.control_strangers import SENDER, closed_by_peer, message, raw, served, zmq_peer
+from tests.transport.control_strangers import closed_by_peer, message, raw, served
 
 
 @pytest.fixture(autouse=True)
@@ -55,8 +54,9 @@ while True:
 
 
 @pytest.mark.parametrize("mode", ["keys", "insecure"])
-def test_silent_connections_take_no_descriptor_from_good_peers(mode):
+def test_silent_connections_take_no_descriptor_from_good_peers(mode, monkeypatch):
     """480 silent connections at a process that may open 512 files: the oldest are ended."""
+    monkeypatch.undo()
     keys = KEYS if mode == "keys" else None
     with fork_server().start("-c", FEW_FILES, mode, text=True) as process:
         port = int(process.stdout.readline())
@@ -108,46 +108,54 @@ def test_a_message_that_takes_too_long_is_cut(monkeypatch):
     listener.close()
 
 
-def test_a_key_holder_that_sends_without_end_is_cut(monkeypatch):
-    """ZMQ bounds neither the frames of a message nor their sum, and keeps them until the last has come."""
-    monkeypatch.setattr(zap_auth, "UNREAD_SECONDS", 0.05)
+def test_bytes_before_the_handshake_are_bounded():
+    """libzmq takes a whole message before it looks at it."""
     listener = listening()
     good = Dialed(listener.port)
     served(listener, good)
-    with zmq_peer(listener, sndhwm=50) as peer:
-        before, begun, sent = resident_mib(), time.monotonic(), 0
-        while not listener.dropped["flood"] and time.monotonic() - begun < 60:
-            with contextlib.suppress(zmq.Again):
-                peer.send(bytes(60_000), zmq.SNDMORE | zmq.NOBLOCK)
-                sent += 60_000
-            if sent % 9_000_000 == 0:
-                time.sleep(0.06)
-        assert listener.dropped["flood"] == 1, f"{sent >> 20} MiB were taken in"
-        assert resident_mib() - before < 400
+    greeting = b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\x01CURVE" + bytes(15) + b"\0" + bytes(31)
+    most = greeting + b"\x06" + (LIMIT - 100).to_bytes(8, "big") + bytes(LIMIT - 101)
+    with contextlib.ExitStack() as stack:
+        before = resident_mib()
+        for _ in range(100):
+            endless(stack.enter_context(raw(listener)), most, listener, len(most))
+        assert until(lambda: listener.dropped["flood"] >= 30)
+        assert resident_mib() - before < 110
     served(listener, good)
     good.close()
     listener.close()
 
 
-def test_a_p_that_sends_without_end_is_cut(monkeypatch):
-    """P holds a key, and D keeps no more of it than of anybody."""
-    monkeypatch.setattr("kvferry.transport.control.curve_dialer._CHECK_SECONDS", 0.02)
-    context = zmq.Context()
-    server = context.socket(zmq.ROUTER)
-    server.linger = 0
-    server.curve_server, server.curve_publickey, server.curve_secretkey = True, SENDER, KEYS.secret.encode()
-    d = Dialed(server.bind_to_random_port("tcp://127.0.0.1"))
-    d.send(MESSAGE)
-    assert until(lambda: server.poll(10))
-    identity = server.recv_multipart()[0]
-    server.send(identity, zmq.SNDMORE)
-    begun = time.monotonic()
-    while not d.lost and time.monotonic() - begun < 60:
-        with contextlib.suppress(zmq.ZMQError):
-            server.send(bytes(60_000), zmq.SNDMORE | zmq.NOBLOCK)
-    assert "many bytes arrived and no whole message" in d.reason
-    d.close()
-    context.destroy(0)
+def test_unread_bytes_are_counted_over_all_connections():
+    """Of a real connection each; a ZMQ client sends no part of a message before its end is there."""
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        port = server.getsockname()[1]
+        pairs = []
+        for _ in range(3):
+            client = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+            pairs.append((client, stack.enter_context(server.accept()[0])))
+        fds = [accepted.fileno() for _, accepted in pairs]
+        watched = [(fd, port) for fd in fds]
+
+        def send(number, size):
+            client, accepted = pairs[number]
+            client.sendall(bytes(size))
+            assert len(accepted.recv(size, socket.MSG_WAITALL)) == size
+
+        guard = UnreadBytesGuard(limit=300_000)
+        for number in range(3):
+            send(number, 99_000)
+        assert guard.over(watched, 0.0) == []
+        send(1, 10_000)
+        assert guard.over(watched, 1.0) == [fds[1]], "the sum is too large, and it has the most"
+        guard.served.add(fds[1])
+        assert guard.over(watched, 2.0) == [], "a whole message came"
+        send(2, 290_000)
+        assert guard.over(watched[2:], 3.0) == [fds[2]]
+        guard.forget(fds[2])
+        assert guard.over(watched[:2], framing.UNFINISHED_SECONDS + 1.0) == [fds[0]], "its message takes too long"
+        assert guard.over([(fds[0], port + 1)], 9e9) == [], "a descriptor of another port is another file by now"
 
 
 def test_much_traffic_that_is_served_is_no_flood(listener, good, monkeypatch):

@@ -141,7 +141,7 @@ while True:
 
 
 @pytest.mark.parametrize("mode", ["keys", "insecure"])
-def test_a_spoofed_routing_id_ends_no_process(mode):
+def test_a_spoofed_routing_id_ends_no_process(mode, monkeypatch):
     """libzmq aborts where its own counter reaches a routing id that a peer has chosen. A fresh process counts from
     0x6b8b4567, so that a stranger need not guess."""
 
@@ -159,6 +159,7 @@ def test_a_spoofed_routing_id_ends_no_process(mode):
                 peer.settimeout(0.02)
                 peer.recv(200)
             kept.append(peer)
+        monkeypatch.undo()
         keys = KEYS if mode == "keys" else None
         connection = Dialed(port, keys=keys)
         assert connection.send(MESSAGE) and until(connection.receive) == [MESSAGE]
@@ -201,7 +202,6 @@ def test_peers_are_bounded(keys):
 
     def connection():
         ends.append(Dialed(listener.port, keys=keys, timeout=300))
-        ends[-1].send(MESSAGE)
         return ends[-1]
 
     try:
@@ -209,6 +209,8 @@ def test_peers_are_bounded(keys):
             served(listener, connection())
             listener.receive()
         more = [connection() for _ in range(5)]
+        for end in more:
+            end.send(MESSAGE)
         assert until(lambda: (listener.receive(), all(end.lost for end in more))[1])
         assert "as many peers as it takes" in more[0].reason and listener.peers == 3
         assert listener.dropped["peers"] + listener.dropped["half-open"] == 5

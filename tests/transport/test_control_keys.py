@@ -68,7 +68,7 @@ def lines_of(caplog, port):
         ),
         (KEYS, None, None, "this engine is insecure, and the peer is not", None),
         (None, KEYS, None, "the peer is insecure, and this engine is not", None),
-        (KEYS, None, "", "the peer uses keys, and this engine is insecure", "`insecure` is set on one side only"),
+        (KEYS, None, "", "this engine is insecure", "`insecure` is set on one side only"),
         (None, KEYS, KEYS.fingerprint, "it is insecure", "the peer uses keys, and this engine is insecure"),
         (OTHERS, KEYS, KEYS.fingerprint, "its key is not the one that it has named", "the handshake failed"),
     ],

@@ -63,7 +63,7 @@ def read_key_file(path: Path) -> str:
     except OSError as error:
         why = "it is a symbolic link" if error.errno == errno.ELOOP else error.strerror
         raise ConfigError(f"key_file: {path} cannot be used: {why}; expected a regular file of this user") from None
-    with os.fdopen(fd, "rb") as file:
+    try:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
             raise ConfigError(f"key_file: {path} is no regular file; name one that `kvferry keygen` made")
@@ -76,7 +76,9 @@ def read_key_file(path: Path) -> str:
                 f"key_file: {path} has mode {stat.S_IMODE(found.st_mode):04o}, so others may read it; expected 0600. "
                 "Make a new key with `kvferry keygen`"
             )
-        content = file.read(_KEY_CHARACTERS + 2)
+        content = os.read(fd, _KEY_CHARACTERS + 2)
+    finally:
+        os.close(fd)
     text = content.removesuffix(b"\n").decode("ascii", "replace")
     try:
         raw_key("key_file", text)
