@@ -9,6 +9,7 @@ import zmq
 
 from kvferry.transport.control import framing
 from kvferry.transport.control.dialer import make_dialer
+from kvferry.transport.control.key_file import shared_key
 from kvferry.transport.control.keys import Keys
 from kvferry.transport.control.listener import listen
 
@@ -20,7 +21,8 @@ def new_keys(*peers):
     return Keys(zmq.curve_keypair()[1].decode(), peers)
 
 
-KEYS = new_keys()
+KEYS = Keys(shared_key())
+"""The same in all processes of a test."""
 _dialed: set[Dialed] = set()
 
 
