@@ -52,8 +52,8 @@ class CurveConnection(Connection):
                 self.lose(f"the peer refused us: it does not admit our key {self._curve.keys.fingerprint}")
         elif event & HANDSHAKE_FAILED or (event == zmq.EVENT_DISCONNECTED and not self.connected):
             self.lose(
-                "the peer hung up during the handshake; it is no KVFerry control port, it is insecure, or its key is "
-                "not the one that it has named"
+                "the peer hung up during the handshake; it is no KVFerry control port, it is insecure, it has as many "
+                "peers as it takes, or its key is not the one that it has named"
             )
         elif event == zmq.EVENT_DISCONNECTED and value == self.fd:
             self.lose("the peer is gone")
