@@ -30,7 +30,6 @@ from typing import Any
 import empty_handover
 import report
 import zmq
-from host_endpoints import ENCRYPTED
 from tables import NIXL, NIXL_THREAD
 
 from kvferry.transport.channels import CPU
@@ -39,7 +38,7 @@ from kvferry.transport.registry import preferred_planes
 HERE = Path(__file__).resolve().parent
 PLANES = preferred_planes(CPU)
 SAME_HOST = ("cma", "shm", "tcp", "ucx", "zmq", "nixl")
-TCP = ("tcp", "ucx", "zmq", ENCRYPTED, "nixl", "ucxx raw", "raw socket")
+TCP = ("tcp", "ucx", "zmq", "nixl", "ucxx raw", "raw socket")
 BULK = ("ucxx raw", "raw socket", "memcpy")
 
 
@@ -147,7 +146,6 @@ def summarise(rates: dict[tuple[str, str, int], float], sizes: list[int]) -> dic
     ratios = {
         "ucx_vs_staged_ceiling": rate("tcp", "ucx", best) / ceiling,
         "zmq_tcp_vs_raw_socket": rate("tcp", "zmq", best) / rate("tcp", "raw socket"),
-        "zmq_encrypted_vs_zmq": rate("tcp", ENCRYPTED, best) / rate("tcp", "zmq", best),
     }
     for kib in (8, 32):
         if kib in sizes:
@@ -255,7 +253,7 @@ def main() -> None:
         "layers": options.layers,
         "slot_bytes": int(options.slot_mib * (1 << 20)),
         "staging_bytes": 256 << 20,
-        "curve": [key.decode() for key in zmq.curve_keypair()],
+        "secret_key": zmq.curve_keypair()[1].decode(),
     }
     if options.sweep_shm:
         sweep_shm(config, options.rounds)

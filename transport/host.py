@@ -6,11 +6,15 @@ import errno
 import hashlib
 import ipaddress
 import os
+import resource
 import select
 import socket
 import stat
 from functools import cache
 from pathlib import Path
+
+MOST_FILES = 1 << 16
+"""Open files that a process with thousands of links needs at most."""
 
 
 @cache
@@ -78,3 +82,13 @@ class PeerProcess:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+def raise_file_limit() -> int:
+    """Let this process open as many files as the system allows it, because each link takes one. Returns the limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        return wanted
+    return soft

@@ -37,13 +37,11 @@ import torch
 import zmq
 
 from kvferry.transport.channels import CPU, DChannel, PChannel
+from kvferry.transport.control.keys import Keys
 from kvferry.transport.errors import ProtocolError
 
 MAX_PAYLOAD_BYTES = 64 << 10
 """Bound on the bytes that a plane puts into the handshake."""
-
-ConfigureSocket = Callable[[zmq.Socket[bytes], bool], None]
-"""Sets a ZMQ socket up before it binds (``True``) or connects (``False``), with CURVE where that is switched on."""
 
 
 @dataclass(frozen=True)
@@ -67,14 +65,14 @@ class PlaneContext:
         host: the local address to listen on; a plane listens on no other.
         slot_bytes: size of a staging slot, which bounds a message. Peers with different sizes use the smaller one.
         staging_bytes: bound on the staging memory, for each direction.
-        configure_socket: called with every ZMQ socket before it binds or connects.
+        keys: the keys of this engine; None where it is insecure.
         memory: the memory to carry.
     """
 
     host: str
     slot_bytes: int
     staging_bytes: int
-    configure_socket: ConfigureSocket | None = None
+    keys: Keys | None = None
     memory: PlaneMemory = HOST
 
 

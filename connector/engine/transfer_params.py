@@ -20,7 +20,7 @@ from kvferry.connector.geometry.topology import MAX_RANKS
 from kvferry.connector.protocol.step_plan import PeerEngine, RankAddress
 from kvferry.transport.errors import ProtocolError, quoted
 
-PARAMS_VERSION = 2
+PARAMS_VERSION = 3
 MAX_PORT = 65535
 
 _Hex16 = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
@@ -32,6 +32,7 @@ _Rank = tuple[
     Annotated[str, Meta(max_length=255, pattern=_PRINTABLE)],
     Annotated[int, Meta(ge=1, le=MAX_PORT)],
     _Hex16,
+    Annotated[str, Meta(pattern=r"^([0-9a-f]{12})?\Z")],
 ]
 
 
@@ -103,7 +104,7 @@ def to_transfer_params(remote_prompt: RemotePrompt) -> dict[str, Any]:
             "host_id": peer.host_id,
             "kept": [list(item) for item in remote_prompt.kept],
             "shardings": [[sharding.size, sharding.interleave] for sharding in peer.shardings],
-            "ranks": [[r.pp_rank, r.tp_rank, r.host, r.port, r.incarnation.hex()] for r in peer.ranks],
+            "ranks": [[r.pp_rank, r.tp_rank, r.host, r.port, r.incarnation.hex(), r.key] for r in peer.ranks],
         },
     }
 
@@ -154,7 +155,9 @@ def from_transfer_params(
             f"kv_transfer_params names tp_size {wire.tp_size} and pp_size {wire.pp_size}; an engine of "
             f"this model has at most {max_sizes[0]} and {max_sizes[1]}"
         )
-    ranks = tuple(RankAddress(pp, tp, host, port, bytes.fromhex(life)) for pp, tp, host, port, life in wire.ranks)
+    ranks = tuple(
+        RankAddress(pp, tp, host, port, bytes.fromhex(life), key) for pp, tp, host, port, life, key in wire.ranks
+    )
     named = {(rank.pp_rank, rank.tp_rank) for rank in ranks}
     if len(named) != len(ranks) or len(ranks) != wire.tp_size * wire.pp_size:
         raise ProtocolError(

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from kvferry.connector.config import Settings, peers_of
+from kvferry.connector.config import Settings, load_keys, peers_of
 from kvferry.connector.engine.load_ledger import LoadLedger
 from kvferry.connector.engine.step_outcome import LOOK_SECONDS, StepOutcome
 from kvferry.connector.engine.worker_setup import bind_caches, make_planes
@@ -26,8 +26,8 @@ from kvferry.connector.protocol.transfer_estimate import UNKNOWN, EstimateKey, T
 from kvferry.connector.transfer.copies import Copies, DeviceEvent
 from kvferry.connector.transfer.rank_context import RankContext
 from kvferry.connector.transfer.transfer_thread import TransferThread
-from kvferry.transport.control.listener import Listener
-from kvferry.transport.control.zap_auth import CurveKeys
+from kvferry.transport.control.listener import listen
+from kvferry.transport.host import raise_file_limit
 from kvferry.transport.wake import RunningClock
 
 logger = logging.getLogger("vllm.kvferry.worker")
@@ -105,28 +105,39 @@ class WorkerHalf:
         """
         settings, info = self._settings, self._info
         caches, self._tables = bind_caches(settings, info, self._groups, kv_caches, num_blocks, places)
-        curve = None
-        if settings.curve_public_key is not None and settings.curve_secret_key is not None:
-            curve = CurveKeys(settings.curve_public_key, settings.curve_secret_key)
+        raise_file_limit()
+        keys = load_keys(settings)
+        if keys is None:
+            logger.warning(
+                "kvferry: insecure is set: whoever reaches the control port is admitted, and nothing is encrypted; "
+                "remove it, and give engines on other hosts the same secret_key"
+            )
         port = settings.side_channel_port and settings.side_channel_port + info.port_offset
-        listener = Listener(settings.side_channel_host, port, curve=curve, max_message_bytes=MAX_REQUEST_BYTES)
-        rank_context = RankContext(settings, info.engine_id, secrets.token_bytes(16), info.model, caches, curve)
+        listener = listen(settings.side_channel_host, port, keys=keys, max_message_bytes=MAX_REQUEST_BYTES)
+        rank_context = RankContext(settings, info.engine_id, secrets.token_bytes(16), info.model, caches, keys)
         rank_context.allowed_peers = self._allowed_peers
         try:
-            rank_context.planes, rank_context.missing_planes = make_planes(settings, curve, caches)
+            rank_context.planes, rank_context.missing_planes = make_planes(settings, keys, caches)
             self._transfer_thread = TransferThread(rank_context, listener)
         except BaseException:
             listener.close()  # an open socket would keep the process from ending
+            rank_context.dialer.close()
             caches.copies.close()
             raise
         self._rank_context = rank_context
         self._address = RankAddress(
-            info.pp_rank, info.tp_rank, settings.advertised_host, listener.port, rank_context.incarnation
+            info.pp_rank,
+            info.tp_rank,
+            settings.advertised_host,
+            listener.port,
+            rank_context.incarnation,
+            "" if keys is None else keys.fingerprint,
         )
         self._transfer_thread.start()
         logger.info(
-            "kvferry: rank pp%d tp%d serves %d cache region(s) at %s, data planes %s%s",
+            "kvferry: rank pp%d tp%d serves %d cache region(s) at %s, key %s, data planes %s%s",
             info.pp_rank, info.tp_rank, len(caches.views), listener.endpoint,
+            "none" if keys is None else keys.fingerprint,
             ", ".join(plane.name for plane in rank_context.planes),
             "".join(f"; no {name}: {why}" for name, why in rank_context.missing_planes.items())
             + "".join(f"; only as D over {p.name}: {p.cannot_serve}" for p in rank_context.planes if p.cannot_serve),

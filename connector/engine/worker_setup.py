@@ -13,7 +13,7 @@ from kvferry.connector.geometry.regions import ElementOrder, rank_geometry, regi
 from kvferry.connector.transfer.caches import RankCaches
 from kvferry.connector.transfer.copies import copies_on
 from kvferry.transport.channels import CPU
-from kvferry.transport.control.zap_auth import CurveKeys, configure_curve
+from kvferry.transport.control.keys import Keys
 from kvferry.transport.errors import ConfigError, GeometryError, PlaneUnavailableError
 from kvferry.transport.plane import Plane, PlaneContext, PlaneMemory
 from kvferry.transport.registry import best_slot_bytes, best_staging_bytes, make_plane, preferred_planes
@@ -56,7 +56,7 @@ def _device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if initialized else CPU
 
 
-def make_planes(settings: Settings, curve: CurveKeys | None, caches: RankCaches) -> tuple[list[Plane], dict[str, str]]:
+def make_planes(settings: Settings, keys: Keys | None, caches: RankCaches) -> tuple[list[Plane], dict[str, str]]:
     """Make the data planes of a rank.
 
     Returns:
@@ -77,7 +77,7 @@ def make_planes(settings: Settings, curve: CurveKeys | None, caches: RankCaches)
                 host=settings.side_channel_host,
                 slot_bytes=settings.slot_bytes or best_slot_bytes(name, caches.device, staging_bytes),
                 staging_bytes=staging_bytes,
-                configure_socket=lambda socket, server: configure_curve(socket, curve, server=server),
+                keys=keys,
                 memory=memory,
             )
             plane = make_plane(name, context)

@@ -18,13 +18,15 @@ from kvferry.connector.geometry.token_sharding import UNSHARDED, TokenSharding
 
 
 class RankAddress(msgspec.Struct, frozen=True):
-    """The address at which one rank of an engine listens, and the incarnation of that rank."""
+    """The address at which one rank of an engine listens, and the incarnation of that rank. ``key``: the fingerprint of
+    its public key; empty where it is insecure."""
 
     pp_rank: int
     tp_rank: int
     host: str
     port: int
     incarnation: bytes
+    key: str = ""
 
 
 class PeerEngine(msgspec.Struct, frozen=True):

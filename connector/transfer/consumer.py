@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Set
 from functools import partial
 
 from kvferry.connector.geometry.read_plan import check_complete, plan_reads
@@ -134,12 +134,15 @@ class Consumer:
         """Handle the copies into D's pages whose end this thread awaited when they began."""
         self._step_reads(self._receiver.finished_writes(), now)
 
-    def serve(self, now: float, ready: Collection[object] | None = None) -> bool:
+    def serve(self, now: float, ready: Set[object] | None = None) -> bool:
         """Handle the messages that have arrived. Returns whether there is more to do at once. ``ready``: the readable
         sockets; ``None`` is any, and then deadlines are checked too."""
+        dialer = self._rank_context.dialer
+        if ready is None or not ready.isdisjoint(dialer.pollables):
+            dialer.progress()
         for link in self._links:
             try:
-                for reply in link.serve(now) if ready is None or link.has_events(ready) else ():
+                for reply in link.serve(now) if ready is None or link.has_events else ():
                     self._reply(link, reply, now)
             except Exception as error:  # an error with one peer must not reach the others
                 self._log.exception("link", "kvferry: unexpected error with %s", link.name)
@@ -165,10 +168,6 @@ class Consumer:
     def live(self) -> bool:
         """Whether a deadline is running, or something is left for the next tick."""
         return bool(self._later or self._active_loads or self._lease_keeper or self._links.any_failed)
-
-    @property
-    def links(self) -> list[Link]:
-        return self._links.usable
 
     def close(self, now: float) -> None:
         """Release every lease and close the links; loads that still run are reported as failed."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from kvferry.connector.geometry.byte_ranges import check_layouts, translate_pages
@@ -30,7 +30,6 @@ from kvferry.connector.protocol.link_state import (
     SendHello,
 )
 from kvferry.connector.protocol.messages import (
-    MAX_REPLY_BYTES,
     Attach,
     Attached,
     AttachRefused,
@@ -48,7 +47,6 @@ from kvferry.connector.protocol.state_machine import Lifetime, Tick
 from kvferry.connector.protocol.step_plan import PeerEngine, RankAddress
 from kvferry.connector.transfer.rank_context import RankContext, check_model
 from kvferry.transport.channels import DChannel
-from kvferry.transport.control.connection import Connection
 from kvferry.transport.errors import (
     GeometryError,
     IncompatiblePeerError,
@@ -92,13 +90,11 @@ class Link:
         self._gpu_reached = True  # false once D's GPU has failed to reach P's GPU
         self.geometry: RankGeometry | None = None
         self._engine_id = ""  # P's own, once it has answered
-        self.connection = Connection(
+        self.connection = rank_context.dialer.connect(
             self._host,
             self._port,
-            curve=rank_context.curve,
-            max_message_bytes=MAX_REPLY_BYTES,
-            connect_timeout=2 * settings.handshake_timeout_seconds,  # the deadline of the handshake comes first
-            refusal=rank_context.allowed_peers.refusal,
+            key=address.key,
+            timeout=2 * settings.handshake_timeout_seconds,  # the deadline of the handshake comes first
         )
 
     @property
@@ -152,21 +148,22 @@ class Link:
         if self.connection.lost or not self.connection.send(encode(message)):
             self.fail("peer_lost", self.connection.reason or "its control connection takes no more messages")
 
-    def has_events(self, ready: Collection[object]) -> bool:
-        """Whether ``serve`` has work, if the sockets ``ready`` are readable."""
-        connection, channel = self.connection, self.channel
-        if self.phase is LinkPhase.MAPPING or (channel is not None and channel.error is not None):
+    @property
+    def has_events(self) -> bool:
+        """Whether ``serve`` has work."""
+        channel = self.channel
+        if self.connection.news or (channel is not None and channel.error is not None):
             return True
-        return connection.socket in ready or connection.monitor in ready
+        return self.phase is LinkPhase.MAPPING
 
     def serve(self, now: float) -> list[Reply]:
         """Advance the handshake. Returns the replies that do not belong to it."""
         self._now = now
         replies: list[Reply] = []
+        arrived = self.connection.receive()
         if self.phase is LinkPhase.FAILED:
             return replies
-        self.connection.poll_monitor()
-        for frames in self.connection.receive():
+        for frames in arrived:
             with self._errors_fail_the_link():
                 reply = decode_reply(frames)
                 if isinstance(reply, Welcome | Refused | Attached | AttachRefused):

@@ -23,9 +23,9 @@ IDLE_LINK_SECONDS = 120.0
 MAX_LINKS = 4096
 """Links at once. Requests name the addresses, and clients may send any."""
 
-Life = tuple[str, int, bytes]
-"""Host and port of a rank of P, and its incarnation. What else a request says of the rank may be wrong, and must not
-concern other requests: ``Link.check_addressed`` checks it for each hand-over."""
+Life = tuple[str, int, bytes, str]
+"""Host and port of a rank of P, its incarnation, and the fingerprint of its key. What else a request says of the rank
+may be wrong, and must not concern other requests: ``Link.check_addressed`` checks it for each hand-over."""
 
 
 class Links:
@@ -53,7 +53,7 @@ class Links:
         Raises:
             TransportError: no link can be opened.
         """
-        life = address.host, address.port, address.incarnation
+        life = address.host, address.port, address.incarnation, address.key
         link = self._links.get(life)
         if link is None:
             if len(self._links) >= MAX_LINKS:
@@ -88,11 +88,6 @@ class Links:
         if missing:
             raise KVFerryError("P named no address for its rank pp{} tp{}".format(*missing[0]))
         return tuple(by_rank[rank] for rank in wanted)
-
-    @property
-    def usable(self) -> list[Link]:
-        """The links that have not failed."""
-        return [link for link in self._links.values() if link.phase is not LinkPhase.FAILED]
 
     @property
     def any_failed(self) -> bool:

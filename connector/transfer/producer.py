@@ -68,7 +68,7 @@ class Producer:
         settings = rank_context.settings
         self._early = EarlyRequests(settings.ask_hold_seconds, settings.lease_seconds)
         self._replies = Replies(listener)
-        self._arrived: deque[tuple[bytes, list[bytes]]] = deque()
+        self._arrived: deque[tuple[bytes, list[bytes], str]] = deque()
 
     # --- commands from the engine -------------------------------------------------------------------------------
 
@@ -104,7 +104,7 @@ class Producer:
             self._arrived.extend(self._listener.receive())
         served, end = bool(self._arrived), time.monotonic() + SERVE_SECONDS
         while self._arrived:
-            identity, frames = self._arrived.popleft()
+            identity, frames, _ = self._arrived.popleft()
             try:
                 self._request(identity, messages.decode_request(frames), now)
             except messages.VersionError as error:

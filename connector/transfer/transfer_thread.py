@@ -373,8 +373,8 @@ class TransferThread:
     def _control_pollables(self) -> list[tuple[Pollable, int]]:
         """This thread's waker, and all sockets of control messages."""
         pollables: list[tuple[Pollable, int]] = [(self._waker.fd, zmq.POLLIN), (self._listener.socket, zmq.POLLIN)]
-        for link in self._consumer.links:
-            pollables += (link.connection.socket, zmq.POLLIN), (link.connection.monitor, zmq.POLLIN)
+        for socket in self._rank_context.dialer.pollables:
+            pollables.append((socket, zmq.POLLIN))
         return pollables
 
     def _mark_ready(self, what: object) -> None:
@@ -388,6 +388,7 @@ class TransferThread:
             self._producer.withdraw,
             self._rank_context.caches.copies.close,
             lambda: self._consumer.close(self._time.turn()),
+            self._rank_context.dialer.close,
             self._producer.close,
             *(plane.close for plane in self._rank_context.planes),
             self._listener.close,

@@ -18,13 +18,13 @@ from kvferry.connector.protocol import messages
 from kvferry.connector.protocol.metrics import no_figures
 from kvferry.connector.protocol.step_plan import LeaseGrant, StepPlan, pack_ids
 from kvferry.connector.transfer import early_requests, links, transfer_thread
-from kvferry.transport.control.connection import Connection
 from kvferry.transport.errors import GeometryError
 from kvferry.transport.plane import PlaneContext
 from kvferry.transport.planes.shm import ShmPlane
 from tests.handover.gates import PATIENT, Gate, halves
 from tests.handover.opening import OURS, THEIRS, TOKENS, another_works, begin
 from tests.handover.rank_group import RankGroup
+from tests.support.dialed import dialed
 from tests.support.ranks import Rank, grant, load_plan, no_failed_link, peer, wait
 
 ReplyT = TypeVar("ReplyT")
@@ -35,7 +35,7 @@ class RawD:
 
     def __init__(self, p: Rank, like: Rank) -> None:
         self._p, self._like = p, like
-        self._connection = Connection(p.address.host, p.address.port, curve=None, max_message_bytes=8 << 20)
+        self._connection = dialed(p, limit=8 << 20)
         self._replies: list[Any] = []
         self.plane = ShmPlane(PlaneContext("127.0.0.1", 64 << 10, 1 << 20))
 

@@ -29,7 +29,12 @@ class RemoteRank:
         threading.Thread(target=self._listen, daemon=True).start()
         hello = self._answer()
         self.address = RankAddress(
-            hello["pp_rank"], hello["tp_rank"], hello["host"], hello["port"], base64.b64decode(hello["incarnation"])
+            hello["pp_rank"],
+            hello["tp_rank"],
+            hello["host"],
+            hello["port"],
+            base64.b64decode(hello["incarnation"]),
+            hello["key"],
         )
         self.lease_seconds = float(hello["lease_seconds"])
 
@@ -117,7 +122,8 @@ def main() -> None:
 
     answer(
         pp_rank=address.pp_rank, tp_rank=address.tp_rank, host=address.host, port=address.port,
-        incarnation=base64.b64encode(address.incarnation).decode(), lease_seconds=rank.settings.lease_seconds,
+        incarnation=base64.b64encode(address.incarnation).decode(), key=address.key,
+        lease_seconds=rank.settings.lease_seconds,
     )  # fmt: skip
     for line in sys.stdin:
         order = json.loads(line)

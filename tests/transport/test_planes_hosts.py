@@ -12,15 +12,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import zmq
 
 from kvferry.transport.channels import CPU, RecvChannel, SendChannel
-from kvferry.transport.control.zap_auth import CurveKeys, configure_curve
+from kvferry.transport.control.keys import Keys
 from kvferry.transport.errors import PlaneUnavailableError
 from kvferry.transport.plane import Plane, PlaneContext
 from kvferry.transport.planes import ucx_library
 from kvferry.transport.registry import make_plane, plane_names, preferred_planes
 from tests.support.fork_server import fork_server
+from tests.transport.control_ends import KEYS, new_keys
 
 SLOT, STAGING = 1 << 20, 16 << 20
 
@@ -109,7 +109,9 @@ def test_nothing_listens_beyond_the_host(name: str) -> None:
     script = (
         "import sys; from kvferry.transport.registry import make_plane\n"
         "from kvferry.transport.plane import PlaneContext\n"
-        f"p = make_plane({name!r}, PlaneContext('127.0.0.1', {SLOT}, {STAGING})); p.offer()\n"
+        "from kvferry.transport.control.keys import Keys\n"
+        f"keys = Keys({KEYS.secret!r})\n"
+        f"p = make_plane({name!r}, PlaneContext('127.0.0.1', {SLOT}, {STAGING}, keys)); p.offer()\n"
         "print('up', flush=True); sys.stdin.read()"
     )
     with fork_server().start("-c", script) as process:
@@ -179,24 +181,16 @@ def test_shm_lets_only_its_own_user_in() -> None:
     p.close()
 
 
-def test_zmq_with_curve() -> None:
-    keys = CurveKeys(*(key.decode() for key in zmq.curve_keypair()))
-    others = CurveKeys(*(key.decode() for key in zmq.curve_keypair()))
+def test_zmq_with_keys() -> None:
+    ours, others = new_keys(), new_keys()
+    rotated = new_keys(ours.public)
 
-    def plane(pair: CurveKeys | None) -> Plane:
-        return make_plane(
-            "zmq",
-            PlaneContext(
-                host="127.0.0.1",
-                slot_bytes=SLOT,
-                staging_bytes=STAGING,
-                configure_socket=lambda socket, server: configure_curve(socket, pair, server=server),
-            ),
-        )
+    def plane(keys: Keys) -> Plane:
+        return make_plane("zmq", PlaneContext(host="127.0.0.1", slot_bytes=SLOT, staging_bytes=STAGING, keys=keys))
 
-    p = plane(keys)
-    for pair, welcome in ((keys, True), (others, False), (None, False)):
-        d = plane(pair)
+    p = plane(Keys(ours.secret, [rotated.public]))
+    for keys, welcome in ((ours, True), (rotated, True), (others, False)):
+        d = plane(keys)
         try:
             receiver, payload = d.connect(p.offer(), "127.0.0.1")
         except PlaneUnavailableError:  # P may refuse before the first message is queued
@@ -211,8 +205,13 @@ def test_zmq_with_curve() -> None:
     p.close()
 
 
+def test_zmq_needs_keys() -> None:
+    with pytest.raises(PlaneUnavailableError, match="needs keys, and this engine is insecure"):
+        make_plane("zmq", PlaneContext("127.0.0.1", SLOT, STAGING))
+
+
 def test_zmq_address_that_is_not_ours() -> None:
-    plane = make_plane("zmq", PlaneContext(host="192.0.2.77", slot_bytes=SLOT, staging_bytes=STAGING))
+    plane = make_plane("zmq", PlaneContext(host="192.0.2.77", slot_bytes=SLOT, staging_bytes=STAGING, keys=KEYS))
     with pytest.raises(PlaneUnavailableError, match=r"cannot listen on 192\.0\.2\.77"):
         plane.offer()
     plane.close()

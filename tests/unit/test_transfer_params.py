@@ -24,7 +24,7 @@ HERE, THERE = "0123456789abcdef", "fedcba9876543210"
 
 
 def remote_prompt(host: str = "127.0.0.1", tp_size: int = 2) -> RemotePrompt:
-    ranks = tuple(RankAddress(0, r, host, 5000 + r, bytes([r]) * 16) for r in range(tp_size))
+    ranks = tuple(RankAddress(0, r, host, 5000 + r, bytes([r]) * 16, "0123456789ab") for r in range(tp_size))
     return RemotePrompt(b"t" * 16, 77, prompt_digest([1, 2, 3]), PeerEngine("engine-p", tp_size, 1, 30.0, ranks, HERE))
 
 
@@ -85,11 +85,12 @@ def broken(**changes: Any) -> dict[str, Any]:
         (broken(shardings=[[2, 0]]), "shardings"),
         (broken(shardings=[[1, 1], [3, 1]]), "1, 3 of 2 ranks share tokens out"),
         (
-            broken(ranks=[[0, 0, "h", 1, "00" * 16], [0, 2, "h", 1, "00" * 16]]),
+            broken(ranks=[[0, 0, "h", 1, "00" * 16, ""], [0, 2, "h", 1, "00" * 16, ""]]),
             "a rank pp0 tp2, expected below pp1 and tp2",
         ),
         (broken(tp_size=3), "names 2 ranks, expected 1 x 3"),
-        (broken(ranks=[[0, 0, "h", 70000, "00" * 16]]), "ranks"),
+        (broken(ranks=[[0, 0, "h", 70000, "00" * 16, ""]]), "ranks"),
+        (broken(ranks=[[0, 0, "h", 1, "00" * 16, "a key\n"]]), "ranks"),
         (broken(engine_id="a\nb"), "engine_id"),
         ({**to_transfer_params(remote_prompt()), "kvferry": "text"}, "malformed"),
         ({**to_transfer_params(remote_prompt()), "kvferry": [1, 2]}, "malformed"),
