@@ -43,9 +43,10 @@ class RankContext:
     dialer: Dialer = field(init=False)
 
     def __post_init__(self) -> None:
-        self.dialer = make_dialer(
-            self.keys, max_message_bytes=MAX_REPLY_BYTES, refusal=lambda address: self.allowed_peers.refusal(address)
-        )
+        self.dialer = make_dialer(self.keys, max_message_bytes=MAX_REPLY_BYTES, refusal=self._refusal)
+
+    def _refusal(self, address: str) -> str:
+        return self.allowed_peers.refusal(address)
 
     def topology(self, peer: EngineForm) -> TpKVTopology:
         """The topology of this rank, as D, and the P engine ``peer``: the same object for every peer of that form."""
