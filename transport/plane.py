@@ -88,6 +88,9 @@ class Plane(ABC):
     pulls: ClassVar[bool] = False
     """Whether D reads P's pages by itself: ``connect`` then returns a ``PullChannel``, ``accept`` a ``PulledChannel``;
     else a ``RecvChannel`` and a ``SendChannel``."""
+    same_host: ClassVar[bool] = False
+    """Whether the plane joins processes of one host only. P then offers it only to a D that connects from this host:
+    an offer may name processes, files and addresses."""
     cannot_serve: str = ""
     """Why this process can be D over the plane, but not P; empty where it can be both."""
 
@@ -101,7 +104,8 @@ class Plane(ABC):
 
     @abstractmethod
     def offer(self) -> bytes:
-        """P: the data that a D needs to connect, at most ``MAX_PAYLOAD_BYTES``. The same for every D."""
+        """P: the data that a D needs to connect, at most ``MAX_PAYLOAD_BYTES``. It is made for one session with one D,
+        and may be made again for the next one at any time."""
 
     @abstractmethod
     def connect(self, offer: bytes, host: str) -> tuple[DChannel, bytes]:
@@ -132,7 +136,13 @@ class Plane(ABC):
         """
 
     def finish(self, channel: DChannel, reply: bytes) -> None:
-        """D: complete ``channel`` with P's reply. Raises ProtocolError where the reply is malformed."""
+        """D: complete ``channel`` with P's reply. Where ``channel`` reads a process of this host (``channel.process``),
+        the caller has checked before that this process is P.
+
+        Raises:
+            PlaneUnavailableError: this plane does not reach that P from here; the message gives the reason in one line.
+            ProtocolError: the reply is malformed.
+        """
         if reply:
             raise ProtocolError(f"plane {self.name}: Attached carries {len(reply)} bytes, expected none")
 
@@ -166,14 +176,14 @@ _decoders_lock = threading.Lock()
 threads of two ranks in one process."""
 
 
-def decode_payload(payload: bytes, kind: type[_S], what: str) -> _S:
+def decode_payload(payload: bytes, kind: type[_S], what: str, limit: int = MAX_PAYLOAD_BYTES) -> _S:
     """Decode the struct that a peer's plane put into the handshake.
 
     Raises:
-        ProtocolError: the payload is too large or not a ``kind``; the message starts with ``what``.
+        ProtocolError: the payload has more than ``limit`` bytes or is not a ``kind``; the message starts with ``what``.
     """
-    if len(payload) > MAX_PAYLOAD_BYTES:
-        raise ProtocolError(f"{what}: {len(payload)} bytes, limit {MAX_PAYLOAD_BYTES}")
+    if len(payload) > limit:
+        raise ProtocolError(f"{what}: {len(payload)} bytes, limit {limit}")
     try:
         decoded: _S = _decoder(kind).decode(payload)
         return decoded

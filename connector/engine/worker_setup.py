@@ -16,7 +16,7 @@ from kvferry.transport.channels import CPU
 from kvferry.transport.control.keys import Keys
 from kvferry.transport.errors import ConfigError, GeometryError, PlaneUnavailableError
 from kvferry.transport.plane import Plane, PlaneContext, PlaneMemory
-from kvferry.transport.registry import best_slot_bytes, best_staging_bytes, make_plane, preferred_planes
+from kvferry.transport.registry import best_slot_bytes, best_staging_bytes, make_plane, plane_spec, preferred_planes
 
 
 def bind_caches(
@@ -63,7 +63,7 @@ def make_planes(settings: Settings, keys: Keys | None, caches: RankCaches) -> tu
         The planes in order of preference; by the name of each other plane, why this rank cannot have it.
 
     Raises:
-        ConfigError: the rank cannot have the data plane that the settings name.
+        ConfigError: the rank cannot have the data plane that the settings name, or that plane needs keys.
         PlaneUnavailableError: the rank can have no data plane.
     """
     memory = PlaneMemory(caches.device, caches.ranges(), caches.copies.synchronize)
@@ -72,6 +72,13 @@ def make_planes(settings: Settings, keys: Keys | None, caches: RankCaches) -> tu
     planes: list[Plane] = []
     missing: dict[str, str] = {}
     for name in names:
+        if keys is None and (why := _needs_keys(name)):
+            if settings.plane != "auto":
+                raise ConfigError(
+                    f"plane: {name} needs keys, because {why}; remove the setting insecure, or name another plane"
+                )
+            missing[name] = f"it needs keys, because {why}"
+            continue
         try:
             context = PlaneContext(
                 host=settings.side_channel_host,
@@ -96,3 +103,10 @@ def make_planes(settings: Settings, keys: Keys | None, caches: RankCaches) -> tu
     if not planes:
         raise PlaneUnavailableError("no data plane: " + "; ".join(f"{name}: {why}" for name, why in missing.items()))
     return planes, missing
+
+
+def _needs_keys(name: str) -> str:
+    try:
+        return plane_spec(name).needs_keys
+    except PlaneUnavailableError:  # ``make_plane`` says so
+        return ""

@@ -22,7 +22,8 @@ D asks, P answers. One hand-over from one P rank to one D rank is a *read*, numb
 
 Version history: 1, the first; 2, grants posted on a board, large messages smaller at both ends of a span; 3, a last
 byte behind each message over TCP; 4, one small message at the end of a span; 5, fields by their present names, a
-refusal with typed fields, grants without the unused ``epoch`` and ``ready``.
+refusal with typed fields, grants without the unused ``epoch`` and ``ready``; 6, planes of one host name P's process
+only, and its files after D has attached.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from kvferry.transport.errors import ProtocolError
 from kvferry.transport.grant_board import BoardAddress
 
 MAGIC = b"kvferry"
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 MAX_REPLY_BYTES = 8 << 20
 """Bound on one message of P; 2 million block ids fit."""
 MAX_REQUEST_BYTES = 1 << 20

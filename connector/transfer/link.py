@@ -58,6 +58,8 @@ from kvferry.transport.errors import (
     shortened,
 )
 from kvferry.transport.grant_board import BoardAddress, BoardReader
+from kvferry.transport.host import is_ours
+from kvferry.transport.peer_process import PeerProcess
 from kvferry.transport.plane import Plane
 from kvferry.transport.wake import RateLimitedLog
 
@@ -84,6 +86,7 @@ class Link:
         self.slot_bytes = 0
         self.pages: tuple[PageLayout, ...] = ()
         self.board: BoardReader | None = None  # P's board of posted grants
+        self.process: PeerProcess | None = None  # P's process, where D reads the process itself
         self.converted: frozenset[tuple[int, int]] = frozenset()  # regions, D's and P's, whose dtypes or scales differ
         self._offers: dict[str, bytes] = {}
         self._rejected: dict[str, str] = {}  # the reason of the rejection, by plane
@@ -254,20 +257,28 @@ class Link:
             raise ProtocolError(f"Attached came while {self.phase.value}")
         if reply.plane != self.plane.name:
             return  # D has rejected this plane in the meantime
-        self.plane.finish(self.channel, reply.payload)
+        try:
+            self.plane.finish(self.channel, reply.payload)
+        except PlaneUnavailableError as error:
+            self._gpu_reached &= not isinstance(error, PeerUnreachableError)
+            self._step(PlaneRejected(reply.plane, str(error)))
+            return
         self.slot_bytes, self.pages = reply.slot_bytes, reply.pages
         if not self.plane.pulls:
             self._step(PlaneAttached(reply.plane, ready=True))
             return
         check_layouts(self.pages, self.theirs)
+        self.process = self.channel.process if self.channel.pulls else None
         self.board = None if reply.board is None else self._open_board(reply.board)
         self._step(PlaneAttached(reply.plane, ready=False))
         self._map_pages()
 
     def _open_board(self, address: BoardAddress) -> BoardReader | None:
         """P's board; without it D asks for every grant."""
+        if self.process is None:
+            return None
         try:
-            return BoardReader(address)
+            return BoardReader(self.process, address)
         except (PlaneUnavailableError, OSError) as error:
             self._log.info(self._key("board"), "kvferry: D asks %s for every grant: %s", self.name, error)
             return None
@@ -338,13 +349,16 @@ class Link:
         """
         rejected = {**self._rank_context.missing_planes, **self._rejected}
         for plane in self._rank_context.planes:
-            why = self._cannot_use(plane) if plane.name in self._offers else "P does not offer it"
+            why = self._cannot_use(plane)
             if why:
                 rejected.setdefault(plane.name, why)
                 continue
             try:
                 self.channel, payload = plane.connect(self._offers[plane.name], self.connection.address)
+                if self.channel.pulls and self.channel.process is not None:
+                    self.channel.process.check_holds_end(self.connection.ends)
             except PlaneUnavailableError as error:
+                self.detach()
                 self._gpu_reached &= not isinstance(error, PeerUnreachableError)
                 rejected[plane.name] = str(error)
                 continue
@@ -357,7 +371,11 @@ class Link:
         raise PlaneUnavailableError(f"no data plane in common: {_listed(rejected) or 'none offered'}")
 
     def _cannot_use(self, plane: Plane) -> str:
-        """Why D does not choose a plane that P offers; empty where D may choose it."""
+        """Why D does not choose a plane; empty where D may choose it."""
+        if plane.same_host and not is_ours(self.connection.address):
+            return "P is on another host"
+        if plane.name not in self._offers:
+            return "P does not offer it"
         if plane.pulls and self.converted:
             return "it copies bytes, and dtypes differ"
         if len(self._rank_context.planes) == 1:

@@ -144,8 +144,12 @@ class LoadReports:
 
 
 def grant_stands(read: SourceRead) -> bool:
-    """Whether the grant that P posted for a read has been posted without a break since D found it."""
-    return read.note is not None and read.note.is_current and read.link.phase is not LinkPhase.FAILED
+    """Whether the grant that P posted for a read has been posted without a break since D found it, and P's process has
+    not ended. Nobody withdraws the grants of a process that was killed, and its number may be another's by now: what D
+    has copied by that number is P's only if P lives after the copy."""
+    link = read.link
+    stands = read.note is not None and read.note.is_current and link.phase is not LinkPhase.FAILED
+    return stands and link.process is not None and not link.process.ended
 
 
 def _num_tokens(load: Load) -> int:

@@ -104,9 +104,9 @@ class Producer:
             self._arrived.extend(self._listener.receive())
         served, end = bool(self._arrived), time.monotonic() + SERVE_SECONDS
         while self._arrived:
-            identity, frames, _ = self._arrived.popleft()
+            identity, frames, address = self._arrived.popleft()
             try:
-                self._request(identity, messages.decode_request(frames), now)
+                self._request(identity, messages.decode_request(frames), now, address)
             except messages.VersionError as error:
                 ours, theirs = str(messages.PROTOCOL_VERSION), str(error.theirs)
                 self._reply(identity, messages.Refused(field="protocol version", ours=ours, theirs=theirs))
@@ -175,11 +175,11 @@ class Producer:
 
     # --- requests -----------------------------------------------------------------------------------------------
 
-    def _request(self, identity: bytes, request: messages.Request, now: float) -> None:
+    def _request(self, identity: bytes, request: messages.Request, now: float, address: str) -> None:
         session = self._sessions.find(identity)
         match request:
             case messages.Hello():
-                self._hello(identity, request, now)
+                self._hello(identity, request, now, address)
             case messages.Renew():
                 for token in request.tokens:
                     self._step(token, lease.Renewed(), now)
@@ -214,12 +214,12 @@ class Producer:
                 self._reply(identity, messages.Stopped(read=request.read, sent=0))
         raise ProtocolError(f"{type(request).__name__} before Hello")
 
-    def _hello(self, identity: bytes, hello: messages.Hello, now: float) -> None:
+    def _hello(self, identity: bytes, hello: messages.Hello, now: float, address: str) -> None:
         refused = self._sessions.check(hello)
         if refused is None:
             for session in self._sessions.displaced(identity):
                 self._end_session(session, now)
-        self._reply(identity, refused or self._sessions.begin(identity, hello))
+        self._reply(identity, refused or self._sessions.begin(identity, hello, address))
 
     def _ask(self, session: Session, ask: messages.Ask, now: float) -> None:
         held = self._leases.get(ask.token)

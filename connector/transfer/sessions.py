@@ -14,6 +14,7 @@ from kvferry.connector.transfer.rank_context import RankContext, check_model
 from kvferry.transport.channels import PChannel, SendChannel
 from kvferry.transport.errors import GeometryError, IncompatiblePeerError, ProtocolError, TransportError
 from kvferry.transport.grant_board import BoardAddress
+from kvferry.transport.host import is_ours
 from kvferry.transport.wake import RateLimitedLog
 
 logger = logging.getLogger("vllm.kvferry.sessions")
@@ -26,11 +27,13 @@ NO_SLOT_BYTES = messages.MIN_CHUNK_BYTES
 @dataclass(slots=True, eq=False)
 class Session:
     """One rank of D. ``shards``: the tokens that it can hold, one shard for each token sharding of its engine.
-    ``asked``: D has sent an ask over this session."""
+    ``address``: where D connected from; ``here``: that is this host. ``asked``: D has sent an ask over this session."""
 
     identity: bytes
     engine_id: str
     shards: frozenset[TokenShard]
+    address: str
+    here: bool
     channel: PChannel | None = None
     asked: bool = False
 
@@ -53,7 +56,6 @@ class Sessions:
         self._board = board
         self._log = RateLimitedLog(logger)
         self._sessions: OrderedDict[bytes, Session] = OrderedDict()
-        self._offers = tuple(messages.PlaneOffer(plane.name, plane.offer()) for plane in rank_context.planes)
 
     def find(self, identity: bytes) -> Session | None:
         """The session of a D rank that has sent a message. It moves to the end of the order of displacement."""
@@ -88,18 +90,24 @@ class Sessions:
         while len(self._sessions) >= SESSIONS:
             yield next(iter(self._sessions.values()))
 
-    def begin(self, identity: bytes, hello: messages.Hello) -> messages.Welcome:
-        """Begin a session for a Hello that has passed ``check``."""
+    def begin(self, identity: bytes, hello: messages.Hello, address: str) -> messages.Welcome:
+        """Begin a session for a Hello that has passed ``check`` and came from ``address``. Only a D on this host learns
+        of the planes that join processes of one host: their offers name processes and files."""
         theirs = hello.geometry
         shards = frozenset(sharding.shard(theirs.tp_rank) for sharding in theirs.shardings)
-        self._sessions[identity] = Session(identity, hello.engine_id, shards)
+        here = is_ours(address)
+        self._sessions[identity] = Session(identity, hello.engine_id, shards, address, here)
         rank_context = self._rank_context
         return messages.Welcome(
             engine_id=rank_context.engine_id,
             incarnation=rank_context.incarnation,
             geometry=rank_context.caches.geometry,
             model=dict(rank_context.model),
-            planes=self._offers,
+            planes=tuple(
+                messages.PlaneOffer(plane.name, plane.offer())
+                for plane in rank_context.planes
+                if here or not plane.same_host
+            ),
         )
 
     def attach(self, session: Session, attach: messages.Attach) -> messages.Attached | messages.AttachRefused:
@@ -108,6 +116,8 @@ class Sessions:
         try:
             if plane is None:
                 raise TransportError(f"plane {attach.plane!r} is not on offer")
+            if plane.same_host and not session.here:
+                raise TransportError(f"plane {attach.plane} joins processes of one host, D is at {session.address}")
             if session.channel is not None:
                 if session.asked:
                     raise TransportError("a data plane is attached already")
@@ -121,8 +131,9 @@ class Sessions:
         self._log.info(key, text, session.engine_id[:8], attach.plane)
         if session.channel.pulls:  # only a D that reads P's pages receives their addresses
             pages = self._rank_context.caches.page_layouts()
+            board = self._board if plane.same_host else None
             return messages.Attached(
-                plane=attach.plane, slot_bytes=NO_SLOT_BYTES, payload=reply, board=self._board, pages=pages
+                plane=attach.plane, slot_bytes=NO_SLOT_BYTES, payload=reply, board=board, pages=pages
             )
         return messages.Attached(plane=attach.plane, slot_bytes=session.channel.slot_bytes, payload=reply)
 

@@ -54,7 +54,7 @@ def test_another_protocol_version_is_refused_by_name(group: RankGroup, monkeypat
 
 
 def test_no_plane_in_common(group: RankGroup) -> None:
-    p, d = group.rank(settings=Settings(plane="shm")), group.rank(settings=Settings(plane="zmq"), engine_id="engine-d")
+    p, d = group.rank(settings=Settings(plane="shm")), group.rank(settings=Settings(plane="tcp"), engine_id="engine-d")
     p.fill(THEIRS, TOKENS)
     begin(p, d)
     assert wait(lambda: d.failed == {"req-d"}, [p, d], SOON)

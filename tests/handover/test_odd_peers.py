@@ -237,8 +237,10 @@ def test_staging_that_is_used_up_leads_to_the_next_plane(group: RankGroup) -> No
     p = group.rank(settings=Settings(staging_bytes=8 << 20))
     p.fill(THEIRS, TOKENS)
     producer = halves(p)[0]
-    sessions, reply, tick, late = producer._sessions, producer._reply, producer.tick, []
-    sessions._offers = tuple(offer for offer in sessions._offers if offer.name in ("shm", "zmq"))
+    reply, tick, late = producer._reply, producer.tick, []
+    context = p.worker.rank_context
+    assert context is not None
+    context.planes = [plane for plane in context.planes if plane.name in ("shm", "tcp")]
 
     def slowly(identity: bytes, message: object) -> None:
         if isinstance(message, messages.Refused):
@@ -260,7 +262,7 @@ def test_staging_that_is_used_up_leads_to_the_next_plane(group: RankGroup) -> No
         assert wait(lambda d=d, n=n: d.received == {f"d{n}"}, [p, d])  # type: ignore[misc]
         assert not d.failed
         planes.append(d.plane)
-    assert planes[0] == "shm" and planes[-1] == "zmq", planes
+    assert planes[0] == "shm" and planes[-1] == "tcp", planes
 
 
 def test_a_d_that_does_not_read_does_not_hold_up_the_others(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,7 +295,7 @@ def test_a_plane_that_breaks_does_not_stop_the_others(pair: tuple[Rank, Rank], m
 
     for rank in pair:
         assert rank.worker.rank_context is not None
-        broken = rank.worker.rank_context.plane("zmq")
+        broken = rank.worker.rank_context.plane("tcp")
         monkeypatch.setattr(broken, "progress", breaks)
     another_works(p, d)
     stats = d.worker.rank_context.stats

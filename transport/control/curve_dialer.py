@@ -36,7 +36,6 @@ class CurveConnection(Connection):
         self.identity = dialer.next_identity()
         self.endpoint = ""
         self.lane: Lane | None = None
-        self.fd = -1
         self.filter = framing.Filter(f"connection to {host}:{port}", dialer.max_message_bytes, self.dropped)
 
     def on_event(self, event: int, value: int) -> None:

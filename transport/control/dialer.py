@@ -12,6 +12,7 @@ import zmq
 
 from kvferry.transport.control import framing, lookup
 from kvferry.transport.control.keys import Keys, UnknownKeyError, key_of_peer
+from kvferry.transport.peer_process import Ends
 from kvferry.transport.wake import Waker
 
 Refusal = Callable[[str], str]
@@ -30,6 +31,7 @@ class Connection(ABC):
         address: the numeric address of ``host``, once it is known.
         connected: the connection is established.
         reason: why the connection is lost, one line.
+        fd: the descriptor of the TCP connection, once it is made.
         news: messages have arrived, or the connection was established or lost, since the last ``receive``.
         dropped: the number of dropped messages by reason: "frames" and "oversize" are messages received, "full" and
             "gone" are messages not sent.
@@ -41,6 +43,7 @@ class Connection(ABC):
         self.connected = self.news = False
         self.reason = ""
         self.dropped: Counter[str] = Counter()
+        self.fd = -1
         self._dialer = dialer
         self._lost = False
         self._timeout, self._deadline = timeout, time.monotonic() + timeout
@@ -56,6 +59,12 @@ class Connection(ABC):
             if not self.connected:
                 self.lose(f"no answer within {self._timeout:g} s; is the engine up, and the address the one to reach?")
         return self._lost
+
+    @property
+    def ends(self) -> Ends | None:
+        """The two ends of the TCP connection; ``None`` where there is none, or the system does not tell them."""
+        ends = Ends.of(self.fd)
+        return ends if ends is not None and ends.theirs[1] == self.port else None
 
     def receive(self) -> list[list[bytes]]:
         """The messages that have arrived, in order."""

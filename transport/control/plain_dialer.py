@@ -30,6 +30,7 @@ class PlainConnection(Connection):
         if error not in (0, errno.EINPROGRESS):
             sock.close()
             raise OSError(error, os.strerror(error))
+        self.fd = sock.fileno()
         self._stream = PlainStream(sock, self._plain.streams)
         self._plain.by_stream[self._stream] = self
         self._plain.sockets.watch(sock, self._progress, READABLE | WRITABLE)
