@@ -70,7 +70,7 @@ def broken(**changes: Any) -> dict[str, Any]:
         ({"do_remote_prefill": True}, "names no P"),
         ({"do_remote_prefill": True, "remote_engine_id": None, "kvferry": None}, "names no P"),
         ({"do_remote_prefill": True, "remote_engine_id": "x"}, "no 'kvferry' entry"),
-        (broken(v=1), "version is 1, expected 2"),
+        (broken(v=1), "version is 1, expected 3"),
         (broken(token="xyz"), "token"),
         (broken(num_tokens=0), "num_tokens"),
         (broken(num_tokens="77"), "num_tokens"),
