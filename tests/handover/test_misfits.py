@@ -89,7 +89,7 @@ def test_a_plane_that_p_has_no_room_on_is_passed_over(group: RankGroup, monkeypa
 @pytest.mark.parametrize(
     "frames",
     [
-        [b"GET / HTTP/1.1"],
+        [b"GET", b" / ", b"HTTP/1.1"],
         [messages.MAGIC, b"\0\1", b"\x80\x04\x95pickle"],
         [messages.MAGIC, b"\0\1", b"\xdf\xff\xff\xff\xff"],
         messages.encode(messages.Commit(read=1, token=bytes(16))),

@@ -14,7 +14,7 @@ from kvferry.connector.engine.worker import WorkerHalf
 from kvferry.connector.protocol.step_plan import KeepLease, StepPlan, UnneededLease
 from kvferry.connector.transfer import lease_keeper, links
 from kvferry.transport.allowed_peers import AllowedPeers
-from kvferry.transport.control import connection as control
+from kvferry.transport.control import lookup
 from kvferry.transport.errors import ConfigError
 from tests.handover.gates import PATIENT, halves
 from tests.handover.opening import OURS, THEIRS, TOKENS, another_works
@@ -140,7 +140,7 @@ def test_a_name_is_resolved_once_and_the_address_is_judged(
         asked.append(host)
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1" if len(asked) > 1 else "192.0.2.1", 0))]
 
-    monkeypatch.setattr(control._socket, "getaddrinfo", rebinds)
+    monkeypatch.setattr(lookup.socket, "getaddrinfo", rebinds)
     named = replace(peer([p]), ranks=(replace(p.address, host="rebinds.example"),))
     with caplog.at_level("WARNING", "vllm.kvferry"):
         d.worker.post(load_plan("req-d", b"t" * 16, named, OURS, 0, TOKENS))
@@ -151,8 +151,8 @@ def test_a_name_is_resolved_once_and_the_address_is_judged(
 
 def test_an_engine_without_keys_that_others_reach_needs_the_list(pair: tuple[Rank, Rank]) -> None:
     info, groups = pair[0].worker._info, pair[0].worker._groups
-    open_to_others = Settings(side_channel_host="192.0.2.1")
-    with pytest.raises(ConfigError, match=r"^allowed_peers: unset, and .* no keys and listens on 192\.0\.2\.1; name"):
+    open_to_others = Settings(side_channel_host="192.0.2.1", insecure=True)
+    with pytest.raises(ConfigError, match=r"^allowed_peers: unset, and .* is insecure and listens on 192\.0\.2\.1; name"):
         WorkerHalf(open_to_others, info, groups)
     WorkerHalf(open_to_others, info, groups, consumes=False)  # it connects to nobody
     WorkerHalf(replace(open_to_others, allowed_peers=("192.0.2.0/24",)), info, groups)

@@ -112,7 +112,7 @@ def test_links_lead_somewhere(page: str) -> None:
 
 
 def test_dead_links_are_found() -> None:
-    text = "[a](docs/none.md) [b](docs/settings.md#encryption) [c](docs/settings.md#none) [d](https://none.example)"
+    text = "[a](docs/none.md) [b](docs/settings.md#keys-and-encryption) [c](docs/settings.md#none) [d](https://none.example)"
     assert dead_links("README.md", text) == ["docs/none.md", "docs/settings.md#none"]
 
 

@@ -213,7 +213,7 @@ def test_peers_are_bounded(keys):
             end.send(MESSAGE)
         assert until(lambda: (listener.receive(), all(end.lost for end in more))[1])
         assert "as many peers as it takes" in more[0].reason and listener.peers == 3
-        assert listener.dropped["peers"] + listener.dropped["half-open"] == 5
+        assert listener.dropped["peers"] + listener.dropped["half-open"] >= 5
         ends[0].close()
         assert until(lambda: (listener.receive(), listener.peers)[1] == 2)
         served(listener, connection())
