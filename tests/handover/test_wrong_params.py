@@ -134,6 +134,8 @@ def test_a_name_is_resolved_once_and_the_address_is_judged(
 ) -> None:
     """A name server may answer with another address each time."""
     p, d = pair
+    assert d.worker.rank_context is not None
+    d.worker.rank_context.allowed_peers = AllowedPeers(["127.0.0.1"])
     asked: list[str] = []
 
     def rebinds(host: str, *_: Any, **__: Any) -> Any:
@@ -149,10 +151,10 @@ def test_a_name_is_resolved_once_and_the_address_is_judged(
     assert any("192.0.2.1 is not an allowed peer" in record.getMessage() for record in caplog.records)
 
 
-def test_an_engine_without_keys_that_others_reach_needs_the_list(pair: tuple[Rank, Rank]) -> None:
+def test_an_insecure_engine_that_others_reach_needs_the_list(pair: tuple[Rank, Rank]) -> None:
     info, groups = pair[0].worker._info, pair[0].worker._groups
     open_to_others = Settings(side_channel_host="192.0.2.1", insecure=True)
-    with pytest.raises(ConfigError, match=r"^allowed_peers: unset, and .* is insecure and listens on 192\.0\.2\.1; name"):
+    with pytest.raises(ConfigError, match=r"^allowed_peers: unset, .* is insecure and listens on 192\.0\.2\.1; name"):
         WorkerHalf(open_to_others, info, groups)
     WorkerHalf(open_to_others, info, groups, consumes=False)  # it connects to nobody
     WorkerHalf(replace(open_to_others, allowed_peers=("192.0.2.0/24",)), info, groups)
