@@ -77,6 +77,7 @@ def test_no_link_can_be_opened(pair: tuple[Rank, Rank], monkeypatch: pytest.Monk
     with caplog.at_level("WARNING", "vllm.kvferry"):
         d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
         assert wait(lambda: d.failed == {"req-d"}, [d])
+        assert wait(lambda: "hand-over of req-d failed" in caplog.text)  # it follows the report
     lines = [record for record in caplog.records if "Too many open files" in record.getMessage()]
     assert lines and not any(record.exc_info for record in caplog.records)
     assert any("hand-over of req-d failed" in record.getMessage() for record in lines)
