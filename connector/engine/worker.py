@@ -1,8 +1,8 @@
 """The worker half: one rank's caches, its transfer thread, and the results of each step. No vLLM.
 
-The engine's thread calls in here. Four calls may block: ``register`` at start-up, ``close`` at the end, ``begin_step``
-until the copies are under way with which the step computes, and ``take_results`` for a moment, in a step that computes
-nothing.
+The engine's thread calls in here. These calls may block: ``register`` at start-up, ``unregister`` and ``restore``
+around the engine's sleep, ``close`` at the end, ``begin_step`` until the copies are under way with which the step
+computes, and ``take_results`` for a moment, in a step that computes nothing.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 import secrets
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -21,6 +22,7 @@ from kvferry.connector.engine.worker_setup import bind_caches, make_planes
 from kvferry.connector.geometry.engine_types import LayerGroup, RankInfo
 from kvferry.connector.geometry.regions import ElementOrder
 from kvferry.connector.protocol.messages import MAX_MESSAGE_BYTES
+from kvferry.connector.protocol.metrics import HandoverStats
 from kvferry.connector.protocol.step_plan import RankAddress, StepPlan, StepResults, by_region
 from kvferry.connector.protocol.transfer_estimate import UNKNOWN, EstimateKey, TransferEstimate
 from kvferry.connector.transfer.copies import Copies, DeviceEvent
@@ -28,6 +30,7 @@ from kvferry.connector.transfer.rank_context import RankContext
 from kvferry.connector.transfer.transfer_thread import TransferThread
 from kvferry.transport.control.listener import Listener
 from kvferry.transport.control.zap_auth import CurveKeys
+from kvferry.transport.errors import TransportError
 from kvferry.transport.wake import RunningClock
 
 logger = logging.getLogger("vllm.kvferry.worker")
@@ -47,8 +50,24 @@ given up then is computed by the engine itself. Where it would fail its request 
 ``ask_hold_seconds`` more to grant the lease."""
 
 
+UNREGISTER_SECONDS = 30.0
+"""How long ``unregister`` waits for the end of the transfer thread. It takes milliseconds; a data plane
+with messages in flight to a peer that does not read takes some seconds."""
+ASLEEP = "its KV caches are unmapped, the engine sleeps"
+
+
+@dataclass(frozen=True)
+class _Registered:
+    """The arguments of ``register``."""
+
+    kv_caches: Mapping[str, torch.Tensor]
+    num_blocks: int | None
+    places: ElementOrder | None
+
+
 class WorkerHalf:
-    """One rank. ``register`` starts it, ``close`` ends it."""
+    """One rank. ``register`` starts it, ``close`` ends it. Between ``unregister`` and ``restore`` it touches no page of
+    the caches: what it is asked for fails, and is reported."""
 
     def __init__(
         self, settings: Settings, info: RankInfo, groups: Sequence[LayerGroup], *, loads_fail_requests: bool = False
@@ -59,6 +78,8 @@ class WorkerHalf:
         self._info = info
         self._groups = tuple(groups)
         self._tables: tuple[int, ...] = ()  # the block table of each region
+        self._registered: _Registered | None = None
+        self._asleep = False
         self._transfer_thread: TransferThread | None = None
         self._rank_context: RankContext | None = None
         self._address: RankAddress | None = None
@@ -68,6 +89,7 @@ class WorkerHalf:
         self._estimates: dict[EstimateKey, TransferEstimate] = {}
         self._events: deque[tuple[int, DeviceEvent]] = deque(maxlen=MAX_EVENTS)
         self._idle = False
+        self._stats = HandoverStats()  # of all lives of this rank
 
     # --- start and end ------------------------------------------------------------------------------------------
 
@@ -86,7 +108,13 @@ class WorkerHalf:
             ConfigError: the control port cannot be bound.
             PlaneUnavailableError: the data plane that the settings name cannot be had.
         """
-        settings, info = self._settings, self._info
+        self._registered = _Registered(kv_caches, num_blocks, places)
+        self._start(self._registered)
+
+    def _start(self, registered: _Registered) -> None:
+        """Begin a life of this rank: a new incarnation, at a port that may be another one."""
+        settings, info, kv_caches = self._settings, self._info, registered.kv_caches
+        num_blocks, places = registered.num_blocks, registered.places
         caches, self._tables = bind_caches(settings, info, self._groups, kv_caches, num_blocks, places)
         curve = None
         if settings.curve_public_key is not None and settings.curve_secret_key is not None:
@@ -94,6 +122,8 @@ class WorkerHalf:
         port = settings.side_channel_port and settings.side_channel_port + info.port_offset
         listener = Listener(settings.side_channel_host, port, curve=curve, max_message_bytes=MAX_MESSAGE_BYTES)
         rank_context = RankContext(settings, info.engine_id, secrets.token_bytes(16), info.model, caches, curve)
+        rank_context.stats = self._stats
+        self._stats.new_life()
         try:
             rank_context.planes, rank_context.missing_planes = make_planes(settings, curve, caches)
             self._transfer_thread = TransferThread(rank_context, listener)
@@ -114,9 +144,51 @@ class WorkerHalf:
             + "".join(f"; only as D over {p.name}: {p.cannot_serve}" for p in rank_context.planes if p.cannot_serve),
         )  # fmt: skip
 
+    def unregister(self) -> None:
+        """End every use of the caches' pages; the engine unmaps them after this call. Idempotent.
+
+        First all posted grants are withdrawn, so that no D accepts what it reads from now on. Then all loads are
+        cancelled, all leases end, the copies under way end, and every D is told that this life of the rank is over.
+        Loads that have not been reported fail, also those that have ended: their blocks are lost.
+
+        Raises:
+            TransportError: something may still use the pages; the engine must not unmap them.
+        """
+        thread = self._transfer_thread
+        if thread is None or self._asleep:
+            return
+        thread.close(UNREGISTER_SECONDS, "the engine goes to sleep")
+        if thread.alive:
+            raise TransportError(
+                f"the transfer thread has not ended after {UNREGISTER_SECONDS:g} s, and may use the KV caches' pages: "
+                "they must stay mapped"
+            )
+        self._copies.synchronize()
+        self._asleep, self._address = True, None
+        self._ledger.pages_gone()
+        logger.info("kvferry: rank pp%d tp%d sleeps: nothing is handed over", self._info.pp_rank, self._info.tp_rank)
+
+    def restore(self, kv_caches: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Serve again, after ``unregister``. Peers know nothing of this life of the rank: the scheduler half must get
+        the new ``address``. Idempotent.
+
+        Args:
+            kv_caches: where they are not the tensors that ``register`` got.
+
+        Raises:
+            as ``register``.
+        """
+        if not self._asleep:
+            return
+        assert self._registered is not None
+        if kv_caches is not None:
+            self._registered = _Registered(kv_caches, self._registered.num_blocks, self._registered.places)
+        self._start(self._registered)
+        self._asleep = False
+
     @property
     def address(self) -> RankAddress | None:
-        """Where peers reach this rank; ``None`` before ``register``."""
+        """Where peers reach this rank; ``None`` before ``register``, and between ``unregister`` and ``restore``."""
         return self._address
 
     @property
@@ -185,9 +257,8 @@ class WorkerHalf:
         return outcome
 
     def _end_with_thread(self) -> None:
-        logger.error(
-            "kvferry: the transfer thread has ended, so these loads fail: %s", self._ledger.stories() or "none"
-        )
+        why, level = ("the transfer thread has ended", logging.ERROR) if not self._asleep else (ASLEEP, logging.WARNING)
+        logger.log(level, "kvferry: %s, so these loads fail: %s", why, self._ledger.stories() or "none")
         self._ledger.thread_ended()
 
     def take_estimates(self) -> dict[EstimateKey, TransferEstimate]:
@@ -197,7 +268,7 @@ class WorkerHalf:
         return estimates
 
     def _collect(self) -> None:
-        if self._transfer_thread is None:
+        if self._transfer_thread is None or self._asleep:
             return
         for finished in self._transfer_thread.take_finished():
             self._ledger.load_ended(finished.load, ok=finished.ok)
@@ -212,7 +283,7 @@ class WorkerHalf:
         if self._idle and self._ledger.awaits_load:
             self._transfer_thread.wait(IDLE_WAIT_SECONDS)
         alive = self._transfer_thread.alive  # before its reports are taken, so that none is lost
-        for request_id in self._transfer_thread.take_freed():
+        for request_id in () if self._asleep else self._transfer_thread.take_freed():
             self._ledger.lease_freed(request_id)
         self._collect()
         if not alive and self._ledger.owes:

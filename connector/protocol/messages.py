@@ -22,7 +22,7 @@ D asks, P answers. One hand-over from one P rank to one D rank is a *read*, numb
 
 Version history: 1, the first; 2, grants posted on a board, large messages smaller at both ends of a span; 3, a last
 byte behind each message over TCP; 4, one small message at the end of a span; 5, fields by their present names, a
-refusal with typed fields, grants without the unused ``epoch`` and ``ready``.
+refusal with typed fields, grants without the unused ``epoch`` and ``ready``; 6, P says that it closes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from kvferry.transport.errors import ProtocolError
 from kvferry.transport.grant_board import BoardAddress
 
 MAGIC = b"kvferry"
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 MAX_MESSAGE_BYTES = 8 << 20
 """Bound on one control message; 8192 layer names or 2 million block ids fit."""
 
@@ -181,6 +181,12 @@ class Committed(_Message, frozen=True):
     ok: bool
 
 
+class Closing(_Message, frozen=True):
+    """P closes this connection: its leases have ended, and it grants no more under this incarnation."""
+
+    reason: Text
+
+
 class Release(_Message, frozen=True):
     """A vote to end the lease: rank ``consumer_rank`` of the D engine ``consumer`` will not read under this token
     again."""
@@ -197,7 +203,7 @@ class Renew(_Message, frozen=True):
 
 Request = Hello | Attach | Ask | Cancel | Commit | Release | Renew
 HandshakeReply = Welcome | Refused | Attached | AttachRefused
-Reply = HandshakeReply | Grant | Deny | Stopped | Committed
+Reply = HandshakeReply | Grant | Deny | Stopped | Committed | Closing
 Message = Request | Reply
 
 _grant_decoder: msgspec.msgpack.Decoder[Grant] = msgspec.msgpack.Decoder(Grant)

@@ -163,8 +163,15 @@ class Producer:
         """Withdraw all posted grants. After this call no reader accepts data that it has read. Idempotent."""
         self._board.close()
 
+    def say_closing(self, reason: str) -> bool:
+        """Tell every D that all leases have ended, and why. Returns whether there is any. ``close`` must follow."""
+        sessions = list(self._sessions)
+        for session in sessions:
+            self._reply(session.identity, messages.Closing(reason=reason))
+        return bool(sessions)
+
     def close(self) -> None:
-        """Drop every session. Leases end with the process."""
+        """Drop every session. The engine reuses the blocks of all leases after this call."""
         self.withdraw()
         self._sessions.close()
 

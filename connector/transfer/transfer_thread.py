@@ -40,6 +40,9 @@ BUSY_SECONDS = 1e-3
 COMPUTING_SECONDS = 1e-3
 """Seconds between two checks whether the device has filled the blocks of a lease. It nearly always has by then."""
 IDLE_SECONDS = 1.0
+CLOSING_SECONDS = 0.02
+"""How long the last message to each D, why P closes, stands alone. A D that sees it together with the end of the
+connection loses it: libzmq drops what it has not delivered then. D knows that P is gone in any case."""
 QUIET_SECONDS = 5.0
 """Seconds without a log line after an unexpected error was logged. An error in every turn would fill the disk."""
 SWITCH_SECONDS = 2e-5
@@ -100,6 +103,7 @@ class TransferThread:
         self._warm = threading.Event()
         self._cold: Exception | None = None
         self._stopping = False
+        self._closing = ""
         self._consumer = Consumer(rank_context, self._report_begun, self._report)
         self._producer = Producer(rank_context, listener, self._report_freed)
         self._thread = threading.Thread(target=self._run, name="kvferry-transfer", daemon=True)
@@ -150,8 +154,11 @@ class TransferThread:
         """The requests whose leased blocks may be freed; each is returned once."""
         return _drain(self._freed)
 
-    def close(self, timeout: float = 5.0) -> None:
-        """Stop the thread, close sockets, channels and staging. Idempotent."""
+    def close(self, timeout: float = 5.0, reason: str = "the engine ends") -> None:
+        """Stop the thread, close sockets, channels and staging. Idempotent. All loads that run are cancelled, all
+        leases end, and every D is told ``reason``. Where the thread is not ``alive`` afterwards, it has left the pages of the
+        caches alone; copies on a GPU may be under way until ``Copies.synchronize`` returns."""
+        self._closing = self._closing or reason
         self._stopping = True
         self._wake()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
@@ -373,8 +380,9 @@ class TransferThread:
         are withdrawn first."""
         for act in (
             self._producer.withdraw,
+            self._say_closing,
             self._rank_context.caches.copies.close,
-            lambda: self._consumer.close(self._time.turn()),
+            lambda: self._consumer.close(self._time.turn(), self._closing),
             self._producer.close,
             *(plane.close for plane in self._rank_context.planes),
             self._listener.close,
@@ -384,6 +392,10 @@ class TransferThread:
                 act()
             except Exception:
                 logger.exception("kvferry: unexpected error while the transfer thread ends")
+
+    def _say_closing(self) -> None:
+        if self._producer.say_closing(self._closing):
+            time.sleep(CLOSING_SECONDS)
 
 
 def _drain(queue: deque[_Item]) -> list[_Item]:

@@ -357,6 +357,8 @@ class Traffic:
 @pytest.mark.parametrize("seed", range(40))
 def test_same_results_as_vllms_own(seed: int) -> None:
     types = vllm_types()
+    if not hasattr(types.Report(), "failed_recving"):
+        pytest.skip("this vLLM's reports do not tell which loads failed")
     traffic = Traffic(types, seed)
     connector = SimpleNamespace(get_finished_count=lambda: traffic.expected)
     ours = KVOutputAggregator.from_connector(connector, traffic.world)
