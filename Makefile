@@ -59,9 +59,10 @@ test-gpu:
 
 # Downloads the release's wheel once, 340 MB. Skips are listed with their reasons.
 VLLM ?= 0.33.0
+VLLM_TESTS ?= tests/vllm tests/unit
 test-vllm: install
 	$(BIN)/python .ci/vllm_release.py $(VLLM)
-	PYTHONPATH=.typing:$(CURDIR)/.vllm-$(VLLM) OMP_NUM_THREADS=1 $(PYTEST) tests/vllm tests/unit -m "vllm and not engines" \
+	PYTHONPATH=.typing:$(CURDIR)/.vllm-$(VLLM) OMP_NUM_THREADS=1 $(PYTEST) $(VLLM_TESTS) -m "vllm and not engines" \
 	  -rs -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 sweep: install

@@ -156,8 +156,8 @@ class TransferThread:
 
     def close(self, timeout: float = 5.0, reason: str = "the engine ends") -> None:
         """Stop the thread, close sockets, channels and staging. Idempotent. All loads that run are cancelled, all
-        leases end, and every D is told ``reason``. Where the thread is not ``alive`` afterwards, it has left the pages of the
-        caches alone; copies on a GPU may be under way until ``Copies.synchronize`` returns."""
+        leases end, and every D is told ``reason``. Where the thread is not ``alive`` afterwards, it has left the pages
+        of the caches alone; copies on a GPU may be under way until ``Copies.synchronize`` returns."""
         self._closing = self._closing or reason
         self._stopping = True
         self._wake()

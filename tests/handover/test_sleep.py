@@ -228,8 +228,8 @@ def test_a_process_sleeps_again_and_again_under_load(group: RankGroup, plane: st
     p: RemoteRank = group.process(settings=quick, **WIDE)
     d = group.rank(settings=Settings(**quick), engine_id="engine-d", **WIDE)
     blocks, free = d.read, list(range(1, 32))
-    loaded = failed = 0
-    for life in range(8):
+    loaded = 0
+    for life, awaited in enumerate((4, 0, 1, 3, 2)):
         theirs = draw.sample(free, len(THEIRS))
         p.fill(theirs, TOKENS)
         tokens = {f"{life}-{n}": p.grant(f"{life}-{n}-p", theirs, TOKENS) for n in range(4)}
@@ -237,7 +237,6 @@ def test_a_process_sleeps_again_and_again_under_load(group: RankGroup, plane: st
         wipe(d, -7)
         for name, token in tokens.items():
             d.worker.post(load_plan(name, token, remote_peer([p]), ours[name], 0, TOKENS))
-        awaited = draw.randint(0, 4)
         assert wait(
             lambda life=life, awaited=awaited: sum(n.startswith(f"{life}-") for n in d.received) >= awaited, [d]
         )
@@ -246,10 +245,9 @@ def test_a_process_sleeps_again_and_again_under_load(group: RankGroup, plane: st
         for name in tokens.keys() - d.failed:
             assert torch.equal(blocks(ours[name], TOKENS), d.wanted(TOKENS)), name
             loaded += 1
-        failed += len(tokens.keys() & d.failed)
         p.wake()
         assert {f"{name}-p" for name in tokens} <= p.sent()
-    assert loaded and failed, (loaded, failed)
+    assert loaded >= 4
     p.fill(THEIRS, TOKENS)
     token = p.grant("last-p", THEIRS, TOKENS)
     d.worker.post(load_plan("last", token, remote_peer([p]), OURS, 0, TOKENS))
