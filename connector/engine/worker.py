@@ -257,8 +257,8 @@ class WorkerHalf:
         return outcome
 
     def _end_with_thread(self) -> None:
-        why, level = ("the transfer thread has ended", logging.ERROR) if not self._asleep else (ASLEEP, logging.WARNING)
-        logger.log(level, "kvferry: %s, so these loads fail: %s", why, self._ledger.stories() or "none")
+        why, level = (ASLEEP, logging.WARNING) if self._asleep else ("the transfer thread has ended", logging.ERROR)
+        logger.log(level, "kvferry: %s; loads that fail: %s", why, self._ledger.stories() or "none")
         self._ledger.thread_ended()
 
     def take_estimates(self) -> dict[EstimateKey, TransferEstimate]:

@@ -20,6 +20,7 @@ MODULES_026 = {
     "test_digest_vllm": "the configuration of 0.32's models",
     "test_families_vllm": "the caches of 0.32's models",
     "test_kv_postprocess_vllm": "0.26's functions take another layout",
+    "test_random_walk": "preempts as 0.32 does, which drops the outputs in flight",
     "test_step_load_recovery": "loads inside the step as 0.32 schedules them; tests/gpu runs them with 0.26",
     "test_step_loads": "loads inside the step as 0.32 schedules them; tests/gpu runs them with 0.26",
     "test_prometheus": "0.26's statistics have another form",
@@ -28,9 +29,11 @@ MODULES_026 = {
 TESTS_026 = {
     "test_026_with_a_window_is_refused": "needs a release that takes it",
     "test_026_with_several_groups_is_refused": "needs a release that takes it",
+    "test_an_urgent_request_takes_the_blocks_of_another_on_d": "preempts as 0.32 does",
     "test_another_child_is_chosen_to_load": "MultiConnector of 0.32",
     "test_as_one_of_several_children": "MultiConnector of 0.32",
     "test_chosen_before_another_child": "MultiConnector of 0.32",
+    "test_preempted_on_p": "preempts as 0.32 does",
     "test_figures_pass_through_multiconnector": "MultiConnector of 0.32",
     "test_figures_reach_vllms_log_line_and_prometheus": "0.26's statistics have another form",
 }

@@ -5,18 +5,28 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
+import multiprocessing
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator as TheirAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
+from kvferry.connector.engine.aggregator import KVOutputAggregator
+from kvferry.connector.engine.step_outcome import StepOutcome
+from kvferry.connector.protocol.step_plan import Load, PeerEngine, pack_ids
 from kvferry.connector.vllm import compat
 from kvferry.connector.vllm.adapter import KVFerryConnector
+from kvferry.connector.vllm.worker_meta import KVFerryWorkerMeta, standing_loads
 from kvferry.transport.errors import ConfigError
 from tests.vllm.engine_group import EngineGroup
 from tests.vllm.labelled import prompt
@@ -115,10 +125,11 @@ def test_engines_sleep_and_wake(group: EngineGroup, tp: int) -> None:
     p, d = group.engine(0, tp=tp), group.engine(1)
     hand_over(p, d)
     settle(p, d)
-    doomed = prefill(p, IDS)
+    other = prompt(100, 1)
+    doomed = prefill(p, other)
     sleep(p)
     run([p], lambda: p.idle)  # its leases have ended
-    request_id = d.add(IDS, doomed, max_tokens=3)
+    request_id = d.add(other, doomed, max_tokens=3)
     run([d], lambda: d.answers[request_id].finish is not None)
     assert d.origins[request_id].theirs == 0, "computed on D"
     d.scheduler.reset_prefix_cache()
@@ -190,6 +201,45 @@ def test_a_draining_p_serves_the_leases_that_it_holds(group: EngineGroup) -> Non
     assert half.leases_held == 0, "now the engine may end"
     half.stop_draining()
     assert prefill(p, prompt(60, 2))
+
+
+# --- fault tolerance --------------------------------------------------------------------------------------------
+
+
+def test_a_step_that_failed_is_in_flight_no_longer(group: EngineGroup) -> None:
+    """0.33 goes on after a worker has failed: no output comes of its step, and the reports of others come in one of its
+    own. Each step still counts once."""
+    d = group.engine(1)
+    steps = d.connector._steps
+    d.step()
+    d.scheduler.schedule()  # its output never comes
+    d.scheduler.update_from_output(SchedulerOutput.make_empty(), ModelRunnerOutput([], {}, []))
+    assert steps._scheduled == steps._processed + 1, "an output that is none of our steps' says nothing"
+    d.step()
+    assert steps._scheduled == steps._processed
+
+
+def test_a_salvaged_report_says_in_the_next_step_which_loads_stood() -> None:
+    """It leaves the worker that failed when its loads are final, and is merged with the reports of the next step."""
+    load = Load("inside", bytes(16), PeerEngine("p", 1, 1, 1.0, ()), (pack_ids([1]),), ((0, 16),), now=True)
+    outcome = StepOutcome((load,), lambda: True)
+    outcome.begun(load)
+    report = KVConnectorOutput(kv_connector_worker_meta=KVFerryWorkerMeta({}, outcome))
+    assert not report.is_empty(), "vLLM salvages it"
+    ended = threading.Timer(0.05, outcome.ended, (load, True))
+    ended.start()
+    here, there = multiprocessing.Pipe()
+    here.send(report)
+    report = there.recv()
+    ended.join()
+    ours, theirs = KVOutputAggregator(1), TheirAggregator(1)
+    for aggregator in (ours, theirs):
+        if not hasattr(aggregator, "ft_defer_kv_connector_outputs"):
+            continue
+        aggregator.ft_defer_kv_connector_outputs([copy.deepcopy(report), None])
+        merged = aggregator.aggregate([ModelRunnerOutput([], {}, [], kv_connector_output=KVConnectorOutput())])
+        assert merged is not None and merged.kv_connector_output is not None
+        assert standing_loads(merged.kv_connector_output.kv_connector_worker_meta) == {"inside": 1}
 
 
 if __name__ == "__main__":
