@@ -105,13 +105,14 @@ def test_a_copy_that_began_before_the_sleep_is_not_loaded(group: RankGroup) -> N
     gate = Gate(plane, "progress", lambda: False)
     begin(p, d)
     assert wait(lambda: bool(plane.copies))  # type: ignore[union-attr]
-    deaf = Gate(link, "serve", lambda now: [])
+    deaf, mute = Gate(link, "serve", lambda now: []), Gate(link, "send", lambda message: None)
     p.worker.unregister()
     wipe(p, -9)
     gate.open()
     assert wait(lambda: "req-d" in d.received, [d], SOON) and "req-d" in d.failed
     assert (d.read(OURS, TOKENS) == -9).any(), "it has read them"
     deaf.open()
+    mute.open()
 
 
 def test_d_sleeps_in_the_middle_of_a_load(pair: tuple[Rank, Rank]) -> None:
