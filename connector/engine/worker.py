@@ -268,7 +268,7 @@ class WorkerHalf:
         return estimates
 
     def _collect(self) -> None:
-        if self._transfer_thread is None or self._asleep:
+        if self._transfer_thread is None:
             return
         for finished in self._transfer_thread.take_finished():
             self._ledger.load_ended(finished.load, ok=finished.ok)
@@ -283,7 +283,7 @@ class WorkerHalf:
         if self._idle and self._ledger.awaits_load:
             self._transfer_thread.wait(IDLE_WAIT_SECONDS)
         alive = self._transfer_thread.alive  # before its reports are taken, so that none is lost
-        for request_id in () if self._asleep else self._transfer_thread.take_freed():
+        for request_id in self._transfer_thread.take_freed():
             self._ledger.lease_freed(request_id)
         self._collect()
         if not alive and self._ledger.owes:
