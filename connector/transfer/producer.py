@@ -6,6 +6,7 @@ The tables ``lease`` and ``outgoing_read`` decide. This file performs their effe
 from __future__ import annotations
 
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,6 +35,9 @@ HELD_SPANS = 1 << 16
 the memory."""
 PACKS_PER_TURN = 2
 """Chunks that the thread packs before it looks at control messages again."""
+CLOSING_SECONDS = 0.02
+"""How long the last message to each D, why P closes, stands alone. A D that sees it together with the end of the
+connection loses it: libzmq drops what it has not delivered then. D knows that P is gone in any case."""
 READ_FAILED = "read failed"
 """The log lines of failed reads share one limited rate under this key."""
 
@@ -163,12 +167,12 @@ class Producer:
         """Withdraw all posted grants. After this call no reader accepts data that it has read. Idempotent."""
         self._board.close()
 
-    def say_closing(self, reason: str) -> bool:
-        """Tell every D that all leases have ended, and why. Returns whether there is any. ``close`` must follow."""
-        sessions = list(self._sessions)
-        for session in sessions:
+    def say_closing(self, reason: str) -> None:
+        """Tell every D that all leases have ended, and why. Blocks for ``CLOSING_SECONDS``. ``close`` must follow."""
+        for session in self._sessions:
             self._reply(session.identity, messages.Closing(reason=reason))
-        return bool(sessions)
+        if len(self._sessions):
+            time.sleep(CLOSING_SECONDS)
 
     def close(self) -> None:
         """Drop every session. The engine reuses the blocks of all leases after this call."""

@@ -133,6 +133,9 @@ class Sessions:
             session.channel.close()
         self._sessions.pop(session.identity, None)
 
+    def __len__(self) -> int:
+        return len(self._sessions)
+
     def __iter__(self) -> Iterator[Session]:
         return iter(list(self._sessions.values()))
 

@@ -40,9 +40,6 @@ BUSY_SECONDS = 1e-3
 COMPUTING_SECONDS = 1e-3
 """Seconds between two checks whether the device has filled the blocks of a lease. It nearly always has by then."""
 IDLE_SECONDS = 1.0
-CLOSING_SECONDS = 0.02
-"""How long the last message to each D, why P closes, stands alone. A D that sees it together with the end of the
-connection loses it: libzmq drops what it has not delivered then. D knows that P is gone in any case."""
 QUIET_SECONDS = 5.0
 """Seconds without a log line after an unexpected error was logged. An error in every turn would fill the disk."""
 SWITCH_SECONDS = 2e-5
@@ -380,7 +377,7 @@ class TransferThread:
         are withdrawn first."""
         for act in (
             self._producer.withdraw,
-            self._say_closing,
+            lambda: self._producer.say_closing(self._closing),
             self._rank_context.caches.copies.close,
             lambda: self._consumer.close(self._time.turn(), self._closing),
             self._producer.close,
@@ -392,10 +389,6 @@ class TransferThread:
                 act()
             except Exception:
                 logger.exception("kvferry: unexpected error while the transfer thread ends")
-
-    def _say_closing(self) -> None:
-        if self._producer.say_closing(self._closing):
-            time.sleep(CLOSING_SECONDS)
 
 
 def _drain(queue: deque[_Item]) -> list[_Item]:
