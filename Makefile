@@ -7,7 +7,7 @@ PYTEST := $(BIN)/pytest
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-engines test-gpu test-vllm sweep lint docs bench bench-gpu clean
+.PHONY: help install demo test test-engines test-gpu test-vllm sweep explore lint docs bench bench-gpu clean
 
 help:
 	@echo "make install       everything into $(VENV): torch and vLLM for the CPU, UCX, NIXL to compare with, tools"
@@ -17,6 +17,7 @@ help:
 	@echo "make test-gpu      those for two and more GPUs, by the interpreter GPU_PYTHON=... that has vLLM for GPUs"
 	@echo "make test-vllm VLLM=0.33.0   tests of the vLLM adapter with another release's Python files (or 0.26.0)"
 	@echo "make sweep         500 hand-overs between random forms of P and D (SEED=... repeats one run)"
+	@echo "make explore       property tests with examples drawn anew for SECONDS=600 (SEED=... repeats a round)"
 	@echo "make lint          ruff and mypy --strict"
 	@echo "make docs          write the generated tables of README.md and docs/"
 	@echo "make bench         the benchmarks; tables here, JSON in .bench/ (RESULTS=...)"
@@ -68,6 +69,10 @@ test-vllm: install
 sweep: install
 	$(BIN)/python tests/ranks/sweep.py --count 500 $(if $(SEED),--seed $(SEED))
 
+SECONDS ?= 600
+explore: install
+	$(BIN)/python tests/explore.py --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
+
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -77,7 +82,8 @@ docs: install
 	$(BIN)/python docs/generate.py
 
 RESULTS ?= .bench
-BENCHMARKS := planning paged_copy layout_change kv_postprocess empty_handover host_planes e2e_vs_nixl
+BENCHMARKS := planning paged_copy layout_change kv_postprocess empty_handover control_round_trip idle_step host_planes \
+  e2e_vs_nixl wrong_tokens
 bench: install
 	@set -e; for name in $(BENCHMARKS); do echo "== $$name"; \
 	  $(BIN)/python benchmarks/$$name.py --json $(RESULTS)/$$name.json; done

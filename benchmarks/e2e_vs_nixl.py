@@ -1,20 +1,21 @@
 """Hand-over time between two vLLM engines, with KVFerryConnector and with vLLM's own NixlConnector, in one run.
 
     python benchmarks/e2e_vs_nixl.py [--json FILE] [--rounds 2] [--repeats 8] [--lengths 257 ...] [--layers 32 4]
+    python benchmarks/e2e_vs_nixl.py --again RESULT.json --json FILE           # compare the samples of a result again
 
-How it is measured: D's time to the first token of a prompt that P holds and D does not, less the time that D takes for
+How it is measured: D's time to the first token of a prompt that P holds and D does not, and the time that D takes for
 the same prompt when all of it is in its own prefix cache. Both compute one token (lengths are a multiple of the block
-plus one) and go the same way through HTTP, tokenizer and scheduler; what is left is the hand-over. P's own prefill is
-in neither: P answers from its prefix cache before the clock starts. Every hand-over is checked against vLLM's counter
-of tokens loaded from outside; one that failed is counted, and made again.
+plus one) and go the same way through HTTP, tokenizer and scheduler. P's own prefill is in neither: P answers from its
+prefix cache before the clock starts. Every hand-over is checked against vLLM's counter of tokens loaded from outside;
+one that failed is counted, and made again.
 
-What is subtracted is the same for both connectors, the lower of their medians: a prefix hit moves nothing, and what a
-connector's threads take from it is that connector's cost. (``spin_ms`` in the rows is how much that is.)
+``comparison.py`` has the rule by which the connectors are compared. ``spin_ms`` in the rows is what a connector's own
+prefix hits take longer than the baseline.
 
 The two connectors do not run at the same time: NIXL's threads spin on a core each, and an engine that is stopped
 meanwhile loses its peer. NIXL gets one progress thread instead of vLLM's four: with four, engines that have two cores
 between them mostly do not finish a handshake. Pairs of engines are started in the order A B B A, so that a drift of the
-machine falls on both. Figures are medians over rounds and repeats, with the first and the third quartile beside them.
+machine falls on both. Figures are medians over rounds and repeats.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / ".typing"))
 
 import report
+from comparison import OURS, THEIRS, comparison, difference_text, load_result
 
 from examples.lib.pd_router import PREFILL_TAG
 from tests.support.engines import ServerGroup
@@ -38,7 +40,6 @@ from tests.support.pd_client import stream
 from tests.support.server import EngineError, Server, metric_sum
 from tests.support.tiny_model import ModelSpec, build_model, prompt_of
 
-OURS, THEIRS = "KVFerryConnector", "NixlConnector"
 LENGTHS = (257, 513, 1025, 2049, 4001)
 BLOCK = 32
 LONG = 1000
@@ -114,62 +115,89 @@ def measure(connector: str, spec: ModelSpec, model: Path, args: argparse.Namespa
 
 
 def rows_of(spec: ModelSpec, found: dict[str, Samples]) -> list[dict[str, Any]]:
-    """One row per length and connector."""
-    rows = []
-    for tokens in found[OURS].loaded:
-        local = {name: statistics.median(samples.local[tokens]) for name, samples in found.items()}
-        base = min(local.values())
-        for connector, samples in found.items():
-            low, middle, high = statistics.quantiles(samples.loaded[tokens], n=4, method="inclusive")
-            row = {
-                "layers": spec.layers,
-                "tokens": tokens,
-                "connector": connector,
-                "mib": tokens * spec.kv_bytes_per_token / 2**20,
-                "handover_ms": middle - base,
-                "low_ms": low - base,
-                "high_ms": high - base,
-                "spin_ms": local[connector] - base,
-                "loaded_ms": [round(value, 1) for value in samples.loaded[tokens]],
-                "local_ms": [round(value, 1) for value in samples.local[tokens]],
+    """What was measured: one row per length and connector."""
+    return [
+        {
+            "layers": spec.layers,
+            "tokens": tokens,
+            "connector": connector,
+            "mib": round(tokens * spec.kv_bytes_per_token / 2**20, 2),
+            "loaded_ms": [round(value, 1) for value in samples.loaded[tokens]],
+            "local_ms": [round(value, 1) for value in samples.local[tokens]],
+        }
+        for tokens in found[OURS].loaded
+        for connector, samples in found.items()
+    ]
+
+
+def compared(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Rows with hand-over times and quartiles by the common baseline; comparisons, ratios and figures."""
+    measured = {(row["layers"], row["tokens"], row["connector"]): row for row in rows}
+    comparisons, figures = [], {}
+    for layers, tokens in dict.fromkeys((layers, tokens) for layers, tokens, _ in measured):
+        pair = [measured[layers, tokens, connector] for connector in (OURS, THEIRS)]
+        found = comparison(*(row["loaded_ms"] for row in pair), *(row["local_ms"] for row in pair))
+        comparisons.append({"layers": layers, "tokens": tokens} | found)
+        for row in pair:
+            low, middle, high = statistics.quantiles(row["loaded_ms"], n=4, method="inclusive")
+            own, base = statistics.median(row["local_ms"]), found["baseline_ms"]
+            times = {"handover_ms": middle - base, "low_ms": low - base, "high_ms": high - base}
+            row |= {
+                name: round(value, 2) for name, value in (times | {"spin_ms": own - base, "ttft_ms": middle}).items()
             }
-            rows.append({name: round(value, 2) if isinstance(value, float) else value for name, value in row.items()})
-    return rows
+            figures[f"handover_ms_{row['connector']}_{tokens}{suffix(layers)}"] = row["handover_ms"]
+    ratios = {}
+    for layers in dict.fromkeys(found["layers"] for found in comparisons):
+        of_layers = [found for found in comparisons if found["layers"] == layers and found["ratio"] is not None]
+        chosen = [found["ratio"] for found in of_layers if found["tokens"] >= LONG] or [f["ratio"] for f in of_layers]
+        ratios[f"handover_vs_nixl{suffix(layers)}"] = round(statistics.median(chosen), 3)
+    return {"ratios": ratios, "figures": figures, "comparisons": comparisons, "rows": rows}
 
 
-def shape(layers: int, args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, float], dict[str, float]]:
-    """Rows, ratios and figures of one model shape."""
+def suffix(layers: int) -> str:
+    return "" if layers == 32 else f"_{layers}_layers"
+
+
+def show(result: dict[str, Any]) -> None:
+    """TTFT of both, their difference with its interval, hand-over times."""
+    heads = ("layers", "tokens", "TTFT ours", "TTFT NIXL", "hand-over ours", "NIXL", "ratio")
+    print("\n" + "".join(f"{head:>15}" for head in heads) + "  ms; difference of TTFT (95 %)")
+    for found in result["comparisons"]:
+        times = [*found["ttft_ms"].values(), *found["handover_ms"].values()]
+        cells = [f"{found['layers']}", f"{found['tokens']}", *(f"{time:.1f}" for time in times)]
+        cells.append("" if found["ratio"] is None else f"{found['ratio']:.2f}")
+        print("".join(f"{cell:>15}" for cell in cells) + f"  {difference_text(found)}")
+    for name, value in result["ratios"].items():
+        print(f"{name} {value}  (median over prompts of {LONG} tokens and more; under 1 is ours faster)")
+
+
+def shape(layers: int, args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    """Rows of one model shape, and the times of the first hand-overs."""
     spec = ModelSpec(layers=layers, dtype="bfloat16")
     model = build_model(args.folder / f"model-{layers}", spec)
     found = {OURS: Samples(), THEIRS: Samples()}
     for turn in range(args.rounds):
         for connector in (OURS, THEIRS) if turn % 2 == 0 else (THEIRS, OURS):
             measure(connector, spec, model, args, found[connector])
-    rows = rows_of(spec, found)
-    suffix = "" if layers == 32 else f"_{layers}_layers"
-    times = {(row["connector"], row["tokens"]): row["handover_ms"] for row in rows}
-    ratios = {tokens: times[OURS, tokens] / times[THEIRS, tokens] for tokens in found[OURS].loaded}
-    figures = {f"handover_ms_{connector}_{tokens}{suffix}": value for (connector, tokens), value in times.items()}
-    figures |= {
-        f"first_handover_ms_{name}{suffix}": round(statistics.median(samples.first), 2)
+    first = {
+        f"first_handover_ms_{name}{suffix(layers)}": round(statistics.median(samples.first), 2)
         for name, samples in found.items()
     }
-    long = [ratio for tokens, ratio in ratios.items() if tokens >= LONG] or list(ratios.values())
-    print(f"\n{'layers':>6}{'tokens':>7}{'MiB':>7}  {'connector':18}{'hand-over ms':>12}{'quartiles':>16}{'ratio':>7}")
-    for row in rows:
-        ratio = f"{ratios[row['tokens']]:7.2f}" if row["connector"] == OURS else ""
-        quartiles = f"{row['low_ms']:.0f} to {row['high_ms']:.0f}"
-        print(
-            f"{row['layers']:6}{row['tokens']:7}{row['mib']:7.0f}  {row['connector']:18}{row['handover_ms']:12.1f}"
-            f"{quartiles:>16}{ratio}",
-            flush=True,
-        )
-    return rows, {f"handover_vs_nixl{suffix}": round(statistics.median(long), 3)}, figures
+    return rows_of(spec, found), first
+
+
+def again(path: Path) -> dict[str, Any]:
+    """A result whose samples are compared anew, with the versions that it was measured with."""
+    before = load_result(path)
+    result = compared(before["rows"])
+    first = {name: value for name, value in before["figures"].items() if name.startswith("first_")}
+    return before | result | {"figures": result["figures"] | first}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--again", type=Path, metavar="RESULT", help="measure nothing: compare its samples anew")
     parser.add_argument("--rounds", type=int, default=2, help="how often each pair of engines is started")
     parser.add_argument("--repeats", type=int, default=8, help="per prompt length and round")
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS), metavar="TOKENS")
@@ -182,18 +210,24 @@ def main() -> int:
             parser.error(f"--lengths: {tokens} is not a multiple of {BLOCK} plus one, see the description")
     if args.rounds * args.repeats < 2:
         parser.error(f"--repeats: {args.repeats} gives no quartiles, expected 2 or more")
-    result: dict[str, Any] = {"ratios": {}, "figures": {}, "rows": []}
+    if args.again:
+        result = again(args.again)
+        show(result)
+        report.save(args.json, result)
+        return 0
+    rows, first = [], {}
     try:
         for layers in args.layers:
-            rows, ratios, figures = shape(layers, args)
-            result["rows"] += rows
-            result["ratios"] |= ratios
-            result["figures"] |= figures
+            measured, firsts = shape(layers, args)
+            rows += measured
+            first |= firsts
+            show(compared(measured))
     except EngineError as error:
         print(f"FAILED  {error}", file=sys.stderr)
         return 1
-    for name, value in result["ratios"].items():
-        print(f"{name} {value}  (median over prompts of {LONG} tokens and more; under 1 is ours faster)")
+    result = compared(rows)
+    result["figures"] |= first
+    show(result)
     report.write(args.json, result)
     return 0
 

@@ -8,16 +8,18 @@ only. From a checkout without an installation, ``.typing`` stands for it:
     export PYTHONPATH=$SITE:$PWD/.typing        # $SITE: where vLLM, UCXX and NIXL are, if not installed
     python benchmarks/gpu_e2e.py --json .bench/gpu_e2e.json --plot .bench/gpu_e2e.png
     python benchmarks/gpu_e2e.py --cpu --lengths 97 385 --no-load        # the same on the CPU, to try it out
+    python benchmarks/gpu_e2e.py --again RESULT.json --json FILE         # compare the samples of a result again
 
 Engines run as users run them: with CUDA graphs, for few batch sizes so that they start quickly, and with the policy
 ``recompute``, under which a prompt whose load fails is computed by D. ``--policy fail`` is vLLM's default; then the
 request fails.
 
-The model is a Llama of 128 KiB of KV per token, narrow beside that, with made-up weights. Hand-over time is D's time to
-the first token of a prompt that P holds, less the time that the same D takes for the same prompt out of its own prefix
-cache, after a pause as long as P's prefill. Both compute one token (lengths are a multiple of the block plus one). P
-has answered before the clock starts; how long it took is in ``total``, the time to the first token as a client of the
-pair sees it.
+The model is a Llama of 128 KiB of KV per token, narrow beside that, with made-up weights. D's time to the first token
+is taken of a prompt that P holds, and of the same prompt out of D's own prefix cache, after a pause as long as P's
+prefill. Both compute one token (lengths are a multiple of the block plus one). ``comparison.py`` has the rule by which
+the connectors are compared: by the difference of these times; hand-over times have one baseline for both. P has
+answered before the clock starts; how long it took is in ``total``, the time to the first token as a client of the pair
+sees it.
 
 Every prompt is new. ``fresh``: the engines take blocks that were never used, in the order of memory. ``scattered``:
 after traffic of many short prompts that decoded side by side; how many blocks of a table lie right behind the one
@@ -50,6 +52,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / ".typing"))
 
 import report
+from comparison import OURS, THEIRS, comparison, difference_text, load_result, of_medians
 from engine_pair import Pair, once, sources
 from gpu_tables import verdict
 
@@ -58,7 +61,6 @@ from tests.support.fragment import block_count, empty_cache, scatter
 from tests.support.server import EngineError
 from tests.support.tiny_model import ModelSpec, build_model
 
-OURS, THEIRS = "KVFerryConnector", "NixlConnector"
 STATES = ("fresh", "scattered", "emptied")
 LANE = re.compile(r"\b(?:cuda_ipc|cuda_copy|cma|sysv|posix|tcp|rc_mlx5|rc_verbs)/\w+")
 ROOT = Path(__file__).resolve().parent.parent
@@ -129,16 +131,49 @@ def row_of(pair: Pair, state: str, tokens: int, spec: ModelSpec) -> dict[str, An
     def p99(values: list[float]) -> float:
         return round(statistics.quantiles(values, n=100, method="inclusive")[98], 3)
 
-    handover, loaded = [s.handover for s in samples], [s.loaded for s in samples]
+    loaded, local = [s.loaded for s in samples], [s.local for s in samples]
     total = [s.prefill + s.loaded for s in samples]
     return {
         "state": state, "tokens": tokens, "connector": pair.connector, "samples": len(samples),
         "mib": round(tokens * spec.kv_bytes_per_token / 2**20, 1),
-        "handover_ms": p50(handover), "handover_p99_ms": p99(handover),
-        "ttft_ms": p50(loaded), "ttft_p99_ms": p99(loaded), "local_ttft_ms": p50([s.local for s in samples]),
+        "ttft_ms": p50(loaded), "ttft_p99_ms": p99(loaded), "local_ttft_ms": p50(local),
         "total_ttft_ms": p50(total), "total_ttft_p99_ms": p99(total),
-        "all_handover_ms": [round(value, 2) for value in handover],
+        "all_ttft_ms": [round(value, 2) for value in loaded], "all_local_ttft_ms": [round(value, 2) for value in local],
     }  # fmt: skip
+
+
+def compared(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Rows with hand-over times by the common baseline; comparisons, and the ratio of each state at the longest prompt.
+    Results from before ``all_ttft_ms`` was kept have no intervals."""
+    found = {(row["state"], row["tokens"], row["connector"]): row for row in rows if row["state"] in STATES}
+    comparisons, ratios = [], {}
+    for state, tokens in dict.fromkeys((state, tokens) for state, tokens, _ in found):
+        pair = [found[state, tokens, connector] for connector in (OURS, THEIRS)]
+        if all("all_ttft_ms" in row for row in pair):
+            one = comparison(*(row["all_ttft_ms"] for row in pair), *(row["all_local_ttft_ms"] for row in pair))
+        else:
+            one = of_medians(*(row["ttft_ms"] for row in pair), *(row["local_ttft_ms"] for row in pair))
+        comparisons.append({"state": state, "tokens": tokens} | one)
+        ratios[f"handover_vs_nixl_{state}"] = one["ratio"]  # the last is of the longest prompt
+        for row in pair:
+            row["handover_ms"] = one["handover_ms"][row["connector"]]
+            row["handover_p99_ms"] = round(row["ttft_p99_ms"] - one["baseline_ms"], 2)
+    return {"ratios": ratios, "comparisons": comparisons, "rows": rows}
+
+
+def figures_of(rows: list[dict[str, Any]]) -> dict[str, float]:
+    return {
+        f"{key}_{row['connector']}_{row['state']}_{row['tokens']}": row[key]
+        for row in rows
+        for key in ("handover_ms", "handover_p99_ms", "ttft_ms")
+        if row["state"] in STATES
+    }
+
+
+def again(path: Path) -> dict[str, Any]:
+    """A result whose samples are compared anew, with the versions that it was measured with."""
+    before = load_result(path)
+    return before | compared(before["rows"]) | {"figures": before["figures"] | figures_of(before["rows"])}
 
 
 def loaded_runs(
@@ -162,7 +197,8 @@ def loaded_runs(
     return rows
 
 
-def show(rows: list[dict[str, Any]]) -> None:
+def show(result: dict[str, Any]) -> None:
+    rows = [row for row in result["rows"] if row["state"] in STATES]
     heads = ("hand-over ms", "p99", "D's TTFT ms", "p99", "local hit ms", "P and D ms", "p99")
     names = ("handover_ms", "handover_p99_ms", "ttft_ms", "ttft_p99_ms", "local_ttft_ms", "total_ttft_ms",
              "total_ttft_p99_ms")  # fmt: skip
@@ -170,6 +206,9 @@ def show(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         figures = "".join(f"{row[name]:13.2f}" for name in names)
         print(f"{row['state']:10}{row['tokens']:7}{row['mib']:7.0f}  {row['connector']:18}{figures}")
+    for found in result["comparisons"]:
+        where = f"{found['state']}, {found['tokens']} tokens"
+        print(f"D's TTFT, KVFerry - NIXL, {where}: {difference_text(found, 2)} ms")
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
@@ -268,19 +307,13 @@ def result_of(pairs: Sequence[Pair], rounds: dict[str, int], setup: Setup, polic
     """Ratios, figures, rows, and what KVFerry and UCX moved data over."""
     lengths = sorted({tokens for _, tokens in pairs[0].samples})
     rows = [row_of(pair, state, n, setup.spec) for state in rounds for n in lengths for pair in pairs]
-    found = {(row["state"], row["tokens"], row["connector"]): row for row in rows}
-    ratios, figures = {}, {}
-    for state, count in rounds.items():
-        ours, theirs = (found[state, lengths[-1], pair.connector]["handover_ms"] for pair in pairs)
-        ratios[f"handover_vs_nixl_{state}"] = round(ours / theirs, 4)
-        figures |= {f"rounds_{state}": count}
-    for row in rows:
-        name = f"{row['connector']}_{row['state']}_{row['tokens']}"
-        figures |= {f"{key}_{name}": row[key] for key in ("handover_ms", "handover_p99_ms", "ttft_ms")}
+    result = compared(rows)
+    ratios = result["ratios"]
+    figures: dict[str, Any] = {f"rounds_{state}": count for state, count in rounds.items()} | figures_of(rows)
     for pair in pairs:
         figures[f"first_handover_ms_{pair.connector}"] = round(max(s.handover for s in pair.first), 2)
         figures |= {f"blocks_in_sequence_{s}_{pair.connector}": share for s, share in pair.in_sequence.items()}
-    show(rows)
+    show(result)
     for pair in pairs:
         both = " and ".join(f"{sample.handover:.1f}" for sample in pair.first)
         print(f"first hand-over to a new peer, {lengths[-1]} tokens, {pair.connector}: {both} ms (either direction)")
@@ -295,7 +328,7 @@ def result_of(pairs: Sequence[Pair], rounds: dict[str, int], setup: Setup, polic
         where = f"{lengths[-1]} tokens, medians of {count} rounds"
         print(f"{name} {ratios[name]}  ({where})  {verdict(name, ratios[name])}")
     how = {"policy": policy, "cuda_graphs": bool(setup.gpus[1]), "planes": dict(planes), "ucx_lanes": lanes}
-    return {"ratios": ratios, "figures": figures, "rows": rows, **how}
+    return result | {"figures": figures} | how
 
 
 def gpu_names() -> list[str]:
@@ -306,6 +339,7 @@ def gpu_names() -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--again", type=Path, metavar="RESULT", help="measure nothing: compare its samples anew")
     parser.add_argument("--plot", type=Path, help="a PNG; needs matplotlib")
     parser.add_argument("--plane", default="auto", help="KVFerry's data plane")
     parser.add_argument("--policy", choices=("fail", "recompute"), default="recompute", help="kv_load_failure_policy")
@@ -320,6 +354,13 @@ def main() -> int:
     parser.add_argument("--cpu", action="store_true", help="a small model on the CPU")
     parser.add_argument("--folder", type=Path, default=ROOT / ".bench" / "gpu_e2e", help="for model and logs")
     args = parser.parse_args()
+    if args.again:
+        result = again(args.again)
+        show(result)
+        report.save(args.json, result)
+        if args.plot:
+            plot([row for row in result["rows"] if row["state"] in STATES], args.plot)
+        return 0
     setup = CPU if args.cpu else GPU
     args.lengths = args.lengths or list(setup.lengths)
     args.kv_gib = args.kv_gib or (1 if args.cpu else 24)

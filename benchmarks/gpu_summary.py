@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tables import load, policy_sentence, table
+from comparison import compared_cells
+from tables import COMPARED_HEADS, INTERVAL, RULE, load, policy_sentence, table
 
 Rows = Mapping[tuple[str, str], Mapping[str, Any]]
 
@@ -34,6 +35,10 @@ LONG = "_at_32k_tokens"
 PACKAGES = ("torch", "triton", "ucxx-cu13", "libucx-cu13", "nixl-cu13")
 CONNECTORS = ("KVFerryConnector", "NixlConnector")
 NO_POLICY = "No vLLM engine takes part in this measurement, so no `kv_load_failure_policy` applies."
+NO_INTERVAL = (
+    "This result has no times of single requests, so no confidence intervals: differences of some milliseconds may be "
+    "chance, as TTFT varies by as much from request to request."
+)
 PLOTS = "../benchmarks/results"
 """Seen from docs/."""
 
@@ -144,14 +149,12 @@ def bandwidth() -> str:
 def end_to_end() -> str:
     """Hand-over time and time to first token by prompt length and state of the block tables, both connectors."""
     result = load("gpu_e2e")
-    found = {(row["state"], row["tokens"], row["connector"]): row for row in result["rows"] if row["state"] != "load"}
+    mib = {(row["state"], row["tokens"]): row["mib"] for row in result["rows"] if row["state"] != "load"}
     lines = []
-    for state, tokens in dict.fromkeys((state, tokens) for state, tokens, _ in found):
-        pair = [found[state, tokens, connector] for connector in CONNECTORS]
-        cells = [f"{row['handover_ms']:.1f} ({row['handover_p99_ms']:.1f})" for row in pair]
-        cells += [f"{row['ttft_ms']:.1f}" for row in pair]
-        lines.append([state, str(tokens), f"{pair[0]['mib']:.0f}", *cells])
-    head = ["block tables", "prompt tokens", "MiB", "hand-over, KVFerry, ms", "hand-over, NIXL, ms"]
+    for found in result["comparisons"]:
+        key = found["state"], found["tokens"]
+        lines.append([*map(str, key), f"{mib[key]:.0f}", *compared_cells(found)])
+    has_intervals = all(found["ttft_difference_95_ms"] for found in result["comparisons"])
     figures = result["figures"]
     rounds = ", ".join(
         f"{figures[f'rounds_{state}']} rounds {state}" for state in dict.fromkeys(line[0] for line in lines)
@@ -161,14 +164,11 @@ def end_to_end() -> str:
         [
             f"{policy_sentence(result['policy'])} {machine(result, *PACKAGES, 'vllm')}",
             "Two vLLM engines per connector, P on one GPU and D on the other, `benchmarks/gpu_e2e.py`. D is idle, and "
-            f"the engines run {'with' if result.get('cuda_graphs') else 'without'} CUDA graphs. TTFT is D's time to "
-            "first token for a prompt whose KV comes from P. Hand-over time is TTFT minus the time to first token of "
-            "the same prompt from the prefix cache of the same D. Medians, with the 99th percentile in parentheses; "
-            f"{rounds}. The two connectors have different cache-hit times, and TTFT varies by some milliseconds from "
-            "request to request: compare TTFT where hand-over times are close.",
+            f"the engines run {'with' if result.get('cuda_graphs') else 'without'} CUDA graphs. {RULE} {rounds}. "
+            + (INTERVAL if has_intervals else NO_INTERVAL),
             "`fresh`: blocks that were never used, in the order of memory. `scattered`: after traffic of many short "
             "prompts. `emptied`: scattered, and vLLM's prefix cache was emptied, so that no block is evicted.",
-            table([*head, "TTFT, KVFerry, ms", "TTFT, NIXL, ms"], lines),
+            table(["block tables", "prompt tokens", "MiB", *COMPARED_HEADS], lines),
             f"The first hand-over from a new P, at the longest prompt: {first[0]:.0f} ms with KVFerryConnector, "
             f"{first[1]:.0f} ms with NixlConnector.",
             f"![hand-over time and D's time to first token by prompt length]({PLOTS}/gpu_e2e.png)",
@@ -191,17 +191,20 @@ def busy() -> str:
             "" if row[f"{which}_p99_ms"] is None else f"{row[f'{which}_p99_ms']:.1f} / {row[f'{which}_max_ms']:.1f}"
             for row, which in ((ours, "gap"), (theirs, "gap"), (ours, "local_gap"), (ours, "quiet"))
         ]
-        lines.append([str(sequences), str(tokens), *times, ways, *gaps])
-    head = ["D decodes", "prompt tokens", "hand-over, KVFerry, ms", "hand-over, NIXL, ms", "KVFerry's loads"]
+        ttft = [f"{row['ttft_ms']:.1f}" for row in (ours, theirs)]
+        lines.append([str(sequences), str(tokens), *ttft, *times, ways, *gaps])
+    head = ["D decodes", "prompt tokens", "TTFT, KVFerry, ms", "TTFT, NIXL, ms"]
+    head += ["own hand-over, KVFerry, ms", "own hand-over, NIXL, ms", "KVFerry's loads"]
     gap_heads = [f"gaps, ms, {what}" for what in ("KVFerry", "NIXL", "local hit", "quiet")]
     return "\n\n".join(
         [
             f"{policy_sentence(result['policy'])} {machine(result, *PACKAGES, 'vllm')}",
             "Two vLLM engines per connector, with CUDA graphs and asynchronous scheduling, `benchmarks/gpu_busy.py`. "
-            "Hand-over time is D's time to first token with KV from P, minus that of the same prompt from the prefix "
-            "cache of the same D under the same load: medians with quartiles. Gaps are the times between the tokens of "
-            "the sequences that D decodes, 99th percentile / largest: within one period after a hand-over, after a "
-            "request whose prompt D has in its prefix cache, and without either.",
+            "TTFT is D's time to first token with KV from P, the median. Own hand-over time is TTFT minus the time to "
+            "first token of the same prompt from the prefix cache of the same D under the same load: medians with "
+            "quartiles. The baselines of the two connectors differ, so compare them by TTFT. Gaps are the times "
+            "between the tokens of the sequences that D decodes, 99th percentile / largest: within one period after a "
+            "hand-over, after a request whose prompt D has in its prefix cache, and without either.",
             table([*head, *gap_heads], lines),
             f"![hand-over time by prompt length, and two hand-overs in time]({PLOTS}/gpu_busy.png)",
         ]

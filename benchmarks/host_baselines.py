@@ -18,10 +18,10 @@ RAW_MESSAGE, RAW_WINDOW = 4 << 20, 4
 class NixlSource(ReadSource):
     """NIXL reads from here; its progress thread serves."""
 
-    def __init__(self, role: str, config: Config, caches: dict[int, Cache]) -> None:
+    def __init__(self, role: str, config: Config, caches: dict[int, Cache], thread: bool = True) -> None:
         from nixl._api import nixl_agent, nixl_agent_config
 
-        self.agent = nixl_agent(f"{role}-{os.getpid()}", nixl_agent_config())
+        self.agent = nixl_agent(f"{role}-{os.getpid()}", nixl_agent_config(enable_prog_thread=thread))
         self.caches = caches
         self.registered = self.agent.register_memory(next(iter(caches.values())).memory)
         self.tables = {kib: [int(a) for a in cache.addresses()] for kib, cache in caches.items()}
@@ -33,7 +33,8 @@ class NixlSource(ReadSource):
 
 
 class NixlTarget(NixlSource):
-    """The target: READ of the same scattered blocks, from prepared lists."""
+    """The target: READ of the same scattered blocks, from prepared lists. ``thread``: a progress thread beside the
+    loop that polls; on two cores they take each other's time."""
 
     def exchange(self, blob: bytes | None) -> bytes | None:
         assert blob is not None

@@ -29,12 +29,8 @@ class Config:
     layers: int
     slot_bytes: int
     staging_bytes: int
-    curve: list[str]
-    """A CURVE key pair, for ``ENCRYPTED``."""
-
-
-ENCRYPTED = "zmq, encrypted"
-"""The plane ``zmq`` under CURVE."""
+    secret_key: str
+    """For the plane ``zmq``."""
 
 
 class Cache:

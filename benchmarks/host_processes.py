@@ -21,12 +21,13 @@ import numpy as np
 import torch
 import zmq
 from host_baselines import Memcpy, NixlSource, NixlTarget, SocketRaw, UcxxRaw
-from host_endpoints import ENCRYPTED, Cache, Config, Endpoint, ReadSource, stopped
+from host_endpoints import Cache, Config, Endpoint, ReadSource, stopped
+from tables import NIXL, NIXL_THREAD
 
 from kvferry.connector.geometry.byte_ranges import byte_ranges
 from kvferry.connector.geometry.spans import Chunk
 from kvferry.transport.channels import ByteRanges, Copy, PageRead, PullChannel, RecvChannel, SendChannel
-from kvferry.transport.control.zap_auth import CurveKeys, configure_curve
+from kvferry.transport.control.keys import Keys
 from kvferry.transport.plane import PlaneContext
 from kvferry.transport.registry import make_plane
 
@@ -35,14 +36,13 @@ class PlaneEndpoint:
     """Either end over one of our data planes."""
 
     def __init__(self, name: str, config: Config, caches: dict[int, Cache]) -> None:
-        keys = CurveKeys(*config.curve) if name == ENCRYPTED else None
         self.plane = make_plane(
-            name.removesuffix(ENCRYPTED.removeprefix("zmq")),
+            name,
             PlaneContext(
                 "127.0.0.1",
                 slot_bytes=config.slot_bytes,
                 staging_bytes=config.staging_bytes,
-                configure_socket=lambda socket, server: configure_curve(socket, keys, server=server),
+                keys=Keys(config.secret_key),
             ),
         )
         self.caches = caches
@@ -187,12 +187,14 @@ class CmaTarget(CmaSource):
 
 
 def contender(kind: str, role: str, config: Config, caches: dict[int, Cache]) -> Endpoint:
-    if kind in ("shm", "tcp", "ucx", "zmq", ENCRYPTED):
+    if kind in ("shm", "tcp", "ucx", "zmq"):
         return (PlaneSource if role == "source" else PlaneTarget)(kind, config, caches)
     if kind == "cma":
         return (CmaSource if role == "source" else CmaTarget)(kind, config, caches)
-    if kind == "nixl":
-        return (NixlSource if role == "source" else NixlTarget)(role, config, caches)
+    if kind in (NIXL, NIXL_THREAD):
+        if role == "source":
+            return NixlSource(role, config, caches)
+        return NixlTarget(role, config, caches, thread=kind == NIXL_THREAD)
     return {"ucxx raw": UcxxRaw, "raw socket": SocketRaw, "memcpy": Memcpy}[kind](role, config, caches)
 
 

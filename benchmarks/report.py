@@ -51,6 +51,11 @@ def write(path: Path | None, report: dict[str, Any]) -> None:
     """``report`` with the versions, to ``path`` if there is one; they are printed in any case."""
     report = report | {"versions": versions()}
     print("versions: " + ", ".join(f"{name} {value}" for name, value in report["versions"].items()))
+    save(path, report)
+
+
+def save(path: Path | None, report: dict[str, Any]) -> None:
+    """``report`` as it is, to ``path`` if there is one."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(report, indent=1) + "\n")

@@ -8,14 +8,14 @@ measures the CPU results again, ``make bench-gpu`` with the same option the GPU 
 
 from __future__ import annotations
 
-import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
 import gpu_summary
-from tables import load, policy_sentence, table
+from comparison import compared_cells
+from tables import COMPARED_HEADS, INTERVAL, NIXL, NIXL_THREAD, RULE, load, policy_sentence, table
 
 NAMES = {
     "nixl": "NIXL",
@@ -37,29 +37,19 @@ def machine(result: dict[str, Any]) -> str:
 def cpu_end_to_end() -> str:
     """Hand-over time and time to first token per prompt length, both connectors."""
     result = load("e2e_vs_nixl")
-    found: dict[tuple[int, int], dict[str, dict[str, Any]]] = defaultdict(dict)
-    for row in result["rows"]:
-        found[row["layers"], row["tokens"]][row["connector"]] = row
-
-    def cells(row: dict[str, Any]) -> list[str]:
-        handover = f"{row['handover_ms']:.0f} ({row['low_ms']:.0f} to {row['high_ms']:.0f})"
-        return [handover, f"{statistics.median(row['loaded_ms']):.0f}"]
-
+    mib = {(row["layers"], row["tokens"]): row["mib"] for row in result["rows"]}
     rows = []
-    for (layers, tokens), pair in sorted(found.items(), reverse=True):
-        ours, theirs = (cells(pair[connector]) for connector in gpu_summary.CONNECTORS)
-        mib = f"{pair['KVFerryConnector']['mib']:.0f}"
-        rows.append([str(layers), str(tokens), mib, ours[0], theirs[0], ours[1], theirs[1]])
-    head = ["layers", "prompt tokens", "MiB", "hand-over, KVFerry, ms", "hand-over, NIXL, ms"]
+    for found in sorted(result["comparisons"], key=lambda found: (found["layers"], found["tokens"]), reverse=True):
+        key = found["layers"], found["tokens"]
+        rows.append([*map(str, key), f"{mib[key]:.0f}", *compared_cells(found, digits=0)])
+    head = ["layers", "prompt tokens", "MiB", *COMPARED_HEADS]
     return "\n\n".join(
         [
             f"{policy_sentence(result.get('policy', CPU_POLICY))} Machine: {machine(result)}.",
-            "Two vLLM engines on one host, `benchmarks/e2e_vs_nixl.py`. TTFT is D's time to first token for a prompt "
-            "whose KV comes from P. Hand-over time is TTFT minus the time to first token of the same prompt from "
-            "the prefix cache of a D; for both connectors the smaller of the two median cache-hit times is subtracted. "
-            "Medians, with quartiles in parentheses. NixlConnector runs with one progress thread; with vLLM's default "
-            "of four, its handshakes mostly do not finish on two cores.",
-            table([*head, "TTFT, KVFerry, ms", "TTFT, NIXL, ms"], rows),
+            f"Two vLLM engines on one host, `benchmarks/e2e_vs_nixl.py`. {RULE} {INTERVAL} The machine was shared, "
+            "and the spread is large: an interval that contains 0 shows no difference. NixlConnector runs with one "
+            "progress thread; with vLLM's default of four, its handshakes mostly do not finish on two cores.",
+            table(head, rows),
         ]
     )
 
@@ -85,10 +75,94 @@ def cpu_bandwidth() -> str:
     return "\n\n".join(
         [
             f"{gpu_summary.NO_POLICY} Machine: {machine(result)}.",
-            "GB/s of scattered blocks in host memory, between two processes, `benchmarks/host_planes.py`. NIXL runs "
-            "with its progress thread and is polled in a loop; on two cores its rate depends on this choice.",
+            "GB/s of scattered blocks in host memory, between two processes, `benchmarks/host_planes.py`. "
+            + nixl_form(result),
             table(["link", "plane", *(f"{kib} KiB" for kib in sizes), "contiguous"], rows),
             f"Time of a hand-over with almost no data, `benchmarks/empty_handover.py`: {times}.",
+        ]
+    )
+
+
+def nixl_form(result: dict[str, Any]) -> str:
+    """How NIXL ran, and what the other form of it does."""
+    forms = load("nixl_forms")
+    rates = {(row["link"], row["block_kib"], row["kind"]): row["gb_per_s"] for row in forms["rows"]}
+    gains = [rate / rates[link, kib, NIXL_THREAD] for (link, kib, kind), rate in rates.items() if kind == NIXL]
+    factor = f"{min(gains):.1f} to {max(gains):.1f} times"
+    run = f"in a run of both in turn, medians of {forms['rounds']} rounds"
+    file = f"[nixl_forms.json]({gpu_summary.PLOTS}/nixl_forms.json)"
+    where = f"on a loaded machine of {forms['versions']['cpus']} cores ({file})"
+    if result.get("nixl_progress_thread_on_d", True):
+        return (
+            "In this result NIXL runs with a progress thread on D, beside the loop that polls. Without it NIXL is "
+            f"{factor} as fast {run} {where}; the benchmark runs it without by now."
+        )
+    return (
+        "NIXL is polled in a loop on D, without a progress thread beside it. This is its better form: it is "
+        f"{factor} as fast {run} {where}."
+    )
+
+
+def idle_step() -> str:
+    """What the connector costs a step that hands nothing over."""
+    result = load("idle_step")
+    figures = result["figures"]
+    parts = [
+        ["the whole step, with KVFerry minus without a connector", "idle_step_us"],
+        ["of it in KVFerry's methods: scheduler", "hooks_scheduler_us"],
+        ["of it in KVFerry's methods: worker", "hooks_worker_us"],
+        ["besides, for each attention layer whose hooks vLLM calls", "layer_us"],
+    ]
+    spread = f" ({figures['idle_step_low_us']:.1f} to {figures['idle_step_high_us']:.1f})"
+    rows = [[text, f"{figures[name]:.1f}{spread if name == 'idle_step_us' else ''}"] for text, name in parts]
+    return "\n\n".join(
+        [
+            "No vLLM engine takes part in this measurement beyond its scheduler, and no request is handed over. "
+            f"Machine: {machine(result)}.",
+            "Microseconds that the connector adds to a step that hands nothing over, `benchmarks/idle_step.py`: "
+            "vLLM's scheduler and the calls of its model runner around an empty forward, "
+            f"{result['requests']} requests that decode. Steps with and without the connector take turns; median of "
+            f"{result['rounds'] * result['steps']} differences, with its 95 % confidence interval. What vLLM itself "
+            "does where it has a connector is in the difference.",
+            table(["part", "us"], rows),
+        ]
+    )
+
+
+def wrong_tokens() -> str:
+    """What became of hand-overs with planted failures, by kind."""
+    result = load("wrong_tokens")
+    figures, answered = result["figures"], result["answered"]
+    rows = [
+        [
+            row["planted"], str(row["handovers"]), str(row["failed"]), str(row["failed_inside_step"]),
+            str(row["loaded_inside_step"]), str(row["loaded_beside"]), str(row["wrong_tokens"]), str(row["wrong_kv"]),
+        ]
+        for row in result["rows"] if row["handovers"]
+    ]  # fmt: skip
+    head = [
+        "planted in the hand-over", "hand-overs", "failed", "of these inside a step", "loaded inside a step",
+        "loaded beside the steps", "wrong tokens", "wrong KV",
+    ]  # fmt: skip
+    every = sum(answered.values())
+    return "\n\n".join(
+        [
+            f"{policy_sentence(result['policy'])} Machine: {machine(result)}.",
+            f"Two vLLM engines with a small model in fp32, plane `cma`, seed {result['seed']}, "
+            f"`step_hold_seconds` {result['settings']['step_hold_seconds']:g}, `benchmarks/wrong_tokens.py`. "
+            "A failure is planted in one of ten hand-overs. D decodes four sequences "
+            "beside them and schedules each step while the step before runs, as on GPUs. The tokens and the KV of each "
+            f"answer are compared with those of a plain engine: {every} answers, of which {answered['decoded beside']} "
+            f"are of sequences beside and {answered['not handed over']} of requests without a hand-over. A cut, a "
+            "killed P and a load that is given up also fail hand-overs beside them.",
+            table(head, rows),
+            f"{figures['others_on_failed_blocks']} requests were computed anew because they had found the blocks of "
+            f"another request's failed load in the prefix cache. Requests that hung: {figures['hung']}. Blocks and "
+            f"leases held at the end: {figures['held_at_the_end']:g}. Largest difference of KV, by rounding: "
+            f"{figures['largest_kv_difference']:.0e} of its root mean square; above 1e-3 counts as wrong. "
+            "Hand-overs in no column found all their tokens in D's prefix cache, or their client left first. With "
+            "`--selftest`, D takes each read for a good one, and the same comparison finds wrong tokens and each wrong "
+            "byte.",
         ]
     )
 
@@ -101,7 +175,9 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "gpu-load": gpu_summary.under_load,
     "gpu-decode": gpu_summary.slow_down,
     "cpu-end-to-end": cpu_end_to_end,
+    "cpu-wrong-tokens": wrong_tokens,
     "cpu-bandwidth": cpu_bandwidth,
+    "idle-step": idle_step,
 }
 
 

@@ -10,6 +10,23 @@ RESULTS = Path(__file__).resolve().parent / "results"
 RECOMMENDED_POLICY = "recompute"
 """What README.md recommends for ``kv_load_failure_policy``."""
 
+NIXL, NIXL_THREAD = "nixl", "nixl, progress thread on D"
+"""NIXL, whose progress thread on P serves; D polls in a loop, with or without a progress thread beside it."""
+RULE = (
+    "TTFT is D's time to first token for a prompt whose KV comes from P. The difference is the median TTFT of KVFerry "
+    "minus that of NIXL; below 0 KVFerry is faster. Hand-over time is the median TTFT minus a baseline that is the "
+    "same for both connectors: the median time to first token of the same prompt from the prefix cache of a D, of the "
+    "connector with the lower median."
+)
+"""The rule of ``comparison.py``."""
+INTERVAL = (
+    "In parentheses the 95 % confidence interval of the difference: a percentile bootstrap with 10,000 resamples, "
+    "which takes requests as independent."
+)
+COMPARED_HEADS = [
+    "TTFT, KVFerry, ms", "TTFT, NIXL, ms", "difference, ms", "hand-over, KVFerry, ms", "hand-over, NIXL, ms",
+]  # fmt: skip
+
 
 def load(name: str) -> dict[str, Any]:
     result: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())

@@ -9,12 +9,16 @@ from __future__ import annotations
 import ipaddress
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import msgspec.inspect
 from msgspec import Meta
 
 from kvferry.connector.geometry.rank_geometry import PRINTABLE
+from kvferry.transport.allowed_peers import LOOPBACK, AllowedPeers, is_loopback
+from kvferry.transport.control.key_file import read_key_file, shared_key
+from kvferry.transport.control.keys import Keys, raw_key
 from kvferry.transport.errors import ConfigError, did_you_mean
 from kvferry.transport.registry import plane_names
 
@@ -81,6 +85,14 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     transfer_timeout_seconds: Annotated[_Seconds, _doc("how long a hand-over may make no progress before it fails")] = (
         30.0
     )
+    allowed_peers: Annotated[
+        Annotated[tuple[Annotated[str, Meta(max_length=64)], ...], Meta(max_length=256)] | None,
+        _doc(
+            "networks that D may connect to, such as 10.1.0.0/16; requests name the addresses of P; in the environment "
+            "separated by commas. Where unset, keys decide; without keys D connects to loopback only, and must have "
+            "the list where side_channel_host is no loopback address"
+        ),
+    ] = None
     convert_dtype: Annotated[
         bool, _doc("on D: convert KV of another dtype or with other fp8 scales; where False, such a P is refused")
     ] = False
@@ -91,19 +103,31 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             "are equal"
         ),
     ] = None
-    curve_public_key: Annotated[
+    secret_key: Annotated[
         str | None,
         _doc(
-            "CURVE public key of this deployment (Z85); both keys together encrypt and authenticate the control port "
-            "and the zmq plane"
+            "secret key of this engine (Z85), the same for all engines or one for each; give it in the environment, "
+            "because vLLM logs the extra config"
         ),
     ] = None
-    curve_secret_key: Annotated[
+    key_file: Annotated[
         str | None,
         _doc(
-            "CURVE secret key of this deployment (Z85); give it in the environment, because vLLM logs the extra config"
+            "file with the secret key, as `kvferry keygen` makes it; where neither is set, all engines of one user on "
+            "one host share a file that the first of them makes"
         ),
     ] = None
+    peer_keys: Annotated[
+        tuple[Annotated[str, Meta(max_length=64)], ...],
+        Meta(max_length=1024),
+        _doc(
+            "public keys of peers that have another secret key, and that this engine admits and connects to; in the "
+            "environment separated by commas"
+        ),
+    ] = ()
+    insecure: Annotated[
+        bool, _doc("no keys: control messages are not encrypted, and whoever reaches the control port is admitted")
+    ] = False
 
     @property
     def advertised_host(self) -> str:
@@ -112,8 +136,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     def __repr__(self) -> str:
         shown = {name: getattr(self, name) for name in self.__struct_fields__}
-        if shown["curve_secret_key"] is not None:
-            shown["curve_secret_key"] = "***"
+        if shown["secret_key"] is not None:
+            shown["secret_key"] = "***"
         return f"Settings({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
 
@@ -122,8 +146,10 @@ ENVIRONMENT = {
     "side_channel_port": "KVFERRY_SIDE_CHANNEL_PORT",
     "advertise_host": "KVFERRY_ADVERTISE_HOST",
     "plane": "KVFERRY_PLANE",
-    "curve_public_key": "KVFERRY_CURVE_PUBLIC_KEY",
-    "curve_secret_key": "KVFERRY_CURVE_SECRET_KEY",  # vLLM writes the extra config to its log, the environment not
+    "allowed_peers": "KVFERRY_ALLOWED_PEERS",
+    "secret_key": "KVFERRY_SECRET_KEY",  # vLLM writes the extra config to its log, the environment not
+    "key_file": "KVFERRY_KEY_FILE",
+    "peer_keys": "KVFERRY_PEER_KEYS",
 }
 """Settings that an environment variable can give, and its name; an empty variable counts as unset."""
 
@@ -151,7 +177,7 @@ def load_settings(extra: Mapping[str, Any], environ: Mapping[str, str] | None = 
     origin: dict[str, str] = {}
     for field, variable in ENVIRONMENT.items():
         if text := environ.get(variable, "").strip():
-            values[field] = int(text) if field.endswith("port") and text.isascii() and text.isdigit() else text
+            values[field] = _from_text(field, text)
             origin[field] = variable
     for name, value in extra.items():
         values[name] = value
@@ -169,6 +195,29 @@ def load_settings(extra: Mapping[str, Any], environ: Mapping[str, str] | None = 
     settings = msgspec.convert(values, Settings)
     _check_together(settings)
     return settings
+
+
+def _from_text(field: str, text: str) -> object:
+    if field in ("allowed_peers", "peer_keys"):
+        return [item.strip() for item in text.split(",")]
+    return int(text) if field.endswith("port") and text.isascii() and text.isdigit() else text
+
+
+def peers_of(settings: Settings, *, consumes: bool = True) -> AllowedPeers:
+    """The peers that an engine connects to. ``consumes``: it connects to peers at all, as D.
+
+    Raises:
+        ConfigError: the engine is ``insecure``, is reached from other hosts, and has no list.
+    """
+    networks = settings.allowed_peers
+    if networks is None and settings.insecure:
+        if consumes and not is_loopback(settings.side_channel_host):
+            raise ConfigError(
+                f"allowed_peers: unset, and this engine is insecure and listens on {settings.side_channel_host}; name "
+                "the networks of its prefill engines (KVFERRY_ALLOWED_PEERS=10.1.0.0/16), or unset insecure"
+            )
+        networks = LOOPBACK
+    return AllowedPeers(networks)
 
 
 def plane_choices() -> tuple[str, ...]:
@@ -200,6 +249,7 @@ def _check_together(settings: Settings) -> None:
     _check_host("side_channel_host", settings.side_channel_host)
     if settings.advertise_host is not None:
         _check_host("advertise_host", settings.advertise_host)
+    AllowedPeers(settings.allowed_peers)
     slot_bytes = settings.slot_bytes or 4 * _MIB
     if settings.staging_bytes is not None and settings.staging_bytes < 4 * slot_bytes:
         raise ConfigError(
@@ -211,12 +261,36 @@ def _check_together(settings: Settings) -> None:
             f"lease_cap_seconds: {settings.lease_cap_seconds} is less than lease_seconds={settings.lease_seconds}; "
             "the cap is the longer of the two"
         )
-    if (settings.curve_public_key is None) != (settings.curve_secret_key is None):
-        raise ConfigError("curve_public_key and curve_secret_key go together: give both or neither")
-    for name in ("curve_public_key", "curve_secret_key"):
-        key = getattr(settings, name)
-        if key is not None and len(key) != 40:
-            raise ConfigError(f"{name}: {len(key)} characters, expected the 40 of a Z85 key (zmq.curve_keypair())")
+    if settings.secret_key is not None and settings.key_file is not None:
+        raise ConfigError("secret_key and key_file: both name this engine's key; give one of them")
+    if settings.insecure:
+        for name in ("secret_key", "key_file", "peer_keys"):
+            if getattr(settings, name):
+                raise ConfigError(f"insecure: {name} is set too; an engine has keys or is insecure, so remove one")
+    if settings.secret_key is not None:
+        raw_key("secret_key", settings.secret_key)
+    for number, key in enumerate(settings.peer_keys):
+        raw_key(f"peer_keys[{number}]", key)
+
+
+def load_keys(settings: Settings) -> Keys | None:
+    """The keys of an engine; the first engine of a user on a host makes them. ``None`` where it is insecure.
+
+    Raises:
+        ConfigError: the key file cannot be used or made; one line.
+    """
+    if settings.insecure:
+        return None
+    if settings.secret_key is not None:
+        return Keys(settings.secret_key, settings.peer_keys)
+    if settings.key_file is None:
+        return Keys(shared_key(), settings.peer_keys)
+    try:
+        return Keys(read_key_file(Path(settings.key_file)), settings.peer_keys)
+    except FileNotFoundError:
+        raise ConfigError(
+            f"key_file: {_short(settings.key_file)} does not exist; make it with `kvferry keygen {settings.key_file}`"
+        ) from None
 
 
 def settings_table(names: Sequence[str] = ()) -> str:
@@ -227,7 +301,7 @@ def settings_table(names: Sequence[str] = ()) -> str:
     for field in (fields[name] for name in names or fields):
         metas = getattr(hints[field.name], "__metadata__", ())
         text = next(m.description for m in metas if m.description)
-        default = "unset" if field.default is None else f"`{field.default}`"
+        default = "unset" if field.default in (None, ()) else f"`{field.default}`"
         variable = f"`{ENVIRONMENT[field.name]}`" if field.name in ENVIRONMENT else ""
         if field.name == "plane":
             text += f": {', '.join(plane_choices())}"

@@ -24,7 +24,7 @@ from kvferry.connector.config import settings_table
 from kvferry.connector.geometry.dtypes import error_table
 
 ROOT = Path(__file__).resolve().parent.parent
-README_SETTINGS = ("side_channel_host", "side_channel_port", "plane", "lease_seconds", "curve_secret_key")
+README_SETTINGS = ("side_channel_host", "side_channel_port", "plane", "lease_seconds", "key_file")
 
 
 def matrix() -> str:

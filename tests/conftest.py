@@ -1,16 +1,26 @@
 """How all tests run: property tests draw the same examples in every run, however slow the machine is at the moment, and
 long files begin first.
 
-``pytest --hypothesis-profile default`` draws anew.
+The profile ``explore`` draws anew: ``make explore``. The engines of a test process, and no others, share a key file.
 """
 
 from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import tempfile
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 settings.register_profile("repeatable", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("explore", settings.get_profile("repeatable"), derandomize=False, print_blob=True)
 settings.load_profile("repeatable")
+
+_runtime = tempfile.mkdtemp(prefix="kvferry-test-")
+os.environ["XDG_RUNTIME_DIR"] = _runtime
+atexit.register(shutil.rmtree, _runtime, ignore_errors=True)
 
 LONGEST_FIRST = (
     "tests/vllm/test_families_vllm.py",

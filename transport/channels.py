@@ -26,6 +26,7 @@ import numpy.typing as npt
 import torch
 
 from kvferry.transport.errors import TransportError
+from kvferry.transport.peer_process import PeerProcess
 
 Int64s = npt.NDArray[np.int64]
 
@@ -272,6 +273,10 @@ class PullChannel(Channel):
     """D's end of a PULL channel, from one rank of P. The plane's ``progress`` completes the copies."""
 
     pulls: ClassVar[Literal[True]] = True
+    process: PeerProcess | None = None
+    """P's process, where the channel reads a process of this host. D checks at the handshake that this process is at
+    the other end of its control connection, and before a load counts that this process has not ended: what was read by
+    its number was then read from P."""
     ready: bool = True
     """Whether ``translate`` and ``read`` may be called; a plane that needs time for that sets it later, or sets
     ``error``. A ``PeerUnreachableError`` there means that our GPU does not reach P's memory by any plane."""

@@ -6,7 +6,24 @@
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Iterable
+
+_repr = reprlib.Repr()
+_repr.maxstring = _repr.maxother = _repr.maxlong = 80
+
+
+def quoted(value: object) -> str:
+    """``repr`` of a value of a peer or a client for a log line: one line of some hundred characters, of any value."""
+    try:
+        return _repr.repr(value)[:400]
+    except Exception:  # an integer of more digits than Python prints
+        return f"a value of type {type(value).__name__}"
+
+
+def shortened(text: str, length: int = 300) -> str:
+    """A text of a peer, cut for a log line."""
+    return text if len(text) <= length else f"{text[: length - 4]} ..."
 
 
 class KVFerryError(Exception):
@@ -48,7 +65,8 @@ class IncompatiblePeerError(KVFerryError):
     """A peer's model or geometry does not fit ours; the message names the field and both values."""
 
     def __init__(self, field: str, ours: object, theirs: object) -> None:
-        super().__init__(f"peer refused: {field} differs, ours is {ours}, the peer's is {theirs}")
+        what, mine, other = (shortened(str(text)) for text in (field, ours, theirs))
+        super().__init__(f"peer refused: {what} differs, ours is {mine}, the peer's is {other}")
         self.field, self.ours, self.theirs = field, ours, theirs
 
 

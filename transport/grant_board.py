@@ -7,16 +7,23 @@ changed, the grant was valid during the whole read::
     P: place = board.post(key, text)              D: grant = reader.find(key)
     P: board.withdraw(place), then free pages     D: read the pages of the grant, then check grant.is_current
 
-The key of a grant is 16 random bytes, which also determine the slots where it may lie. The board has no name: readers
-open the writer's descriptor through ``/proc``, and the kernel admits only processes that may look into P's memory.
+The key of a grant is 16 random bytes, which also determine the slots where it may lie. The board has no name: D opens
+the writer's descriptor through ``/proc``, and the kernel admits only processes that may look into P's memory.
+
+A processor may show D the writer's stores in another order than they were made in: aarch64 does. So a grant carries a
+digest of its counter, key and text, and D takes no grant whose digest does not fit what D has copied from the board.
+The counter then only has to say that a grant was withdrawn. It is one aligned word; and between its store and the
+engine's next use of the pages lie the locks and system calls that carry P's report to the engine's scheduler.
 """
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import secrets
 import struct
+from hashlib import blake2b
 from typing import Annotated
 
 import msgspec
@@ -24,7 +31,7 @@ import numpy as np
 from msgspec import Meta
 
 from kvferry.transport.errors import PlaneUnavailableError
-from kvferry.transport.host import open_peer_file
+from kvferry.transport.peer_process import PeerProcess
 
 SLOTS = 512
 SLOT_BYTES = 16 << 10
@@ -32,16 +39,22 @@ SLOT_BYTES = 16 << 10
 PROBES = 8
 """Number of slots in which a grant may lie; its key determines the first of them."""
 KEY_BYTES = 16
-_HEADER = struct.Struct(f"<q{KEY_BYTES}sI")
+_DIGEST_BYTES = 16
+_HEADER = struct.Struct(f"<q{KEY_BYTES}s{_DIGEST_BYTES}sI")
+"""Counter, key, digest, bytes of the text."""
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _FIRST = SLOT_BYTES  # the board begins with a slot that holds its secret
 
 
 class BoardAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The address of a board: the writer's process and descriptor, and the secret that the board begins with."""
+    """The address of a board: the descriptor in P's process, and the secret that the board begins with."""
 
-    pid: Annotated[int, Meta(ge=1, le=1 << 30)]
     fd: Annotated[int, Meta(ge=0, le=1 << 30)]
     secret: Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+
+
+def _digest(counter: int, key: bytes, text: bytes) -> bytes:
+    return blake2b(text, digest_size=_DIGEST_BYTES, salt=key, person=counter.to_bytes(16, "little")).digest()
 
 
 def _slots(key: bytes) -> list[int]:
@@ -53,12 +66,13 @@ class GrantBoard:
     """The writer's end."""
 
     def __init__(self) -> None:
-        self._fd = os.memfd_create("kvferry-board", os.MFD_CLOEXEC)
+        self._fd = os.memfd_create("kvferry-board", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self._fd, _FIRST + SLOTS * SLOT_BYTES)
+        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
         self._memory = mmap.mmap(self._fd, 0)
         self._counters = np.frombuffer(self._memory, dtype=np.int64)
         self._taken: set[int] = set()
-        self.place = BoardAddress(os.getpid(), self._fd, secrets.token_bytes(KEY_BYTES))
+        self.place = BoardAddress(self._fd, secrets.token_bytes(KEY_BYTES))
         self._memory[:KEY_BYTES] = self.place.secret
 
     def post(self, key: bytes, text: bytes) -> int | None:
@@ -70,7 +84,8 @@ class GrantBoard:
         counter = int(self._counters[at // 8])
         counter += 1 - counter % 2  # odd: being written
         self._counters[at // 8] = counter
-        _HEADER.pack_into(self._memory, at, counter, key, len(text))
+        digest = _digest(counter + 1, key, text)
+        _HEADER.pack_into(self._memory, at, counter, key, digest, len(text))
         self._memory[at + _HEADER.size : at + _HEADER.size + len(text)] = text
         self._counters[at // 8] = counter + 1
         return at
@@ -105,37 +120,50 @@ class PostedGrant:
 
 
 class BoardReader:
-    """A reader's end.
+    """D's end.
+
+    Args:
+        process: P's process.
+        place: the board's address there.
 
     Raises:
-        PlaneUnavailableError: the board is another user's, in another process namespace, or gone.
+        PlaneUnavailableError: D may not look into P's process, P has ended, or the file is no board.
     """
 
-    def __init__(self, place: BoardAddress) -> None:
+    def __init__(self, process: PeerProcess, place: BoardAddress) -> None:
         try:
-            fd = open_peer_file(place.pid, place.fd)
+            fd = process.open_file(place.fd)
         except OSError as error:
             raise PlaneUnavailableError(f"P's board cannot be read: {error.strerror}") from None
         try:
-            if os.fstat(fd).st_size != _FIRST + SLOTS * SLOT_BYTES:
-                raise PlaneUnavailableError("P's board is none of ours")
-            self._memory = mmap.mmap(fd, 0, prot=mmap.PROT_READ)
+            self._memory = mmap.mmap(fd, 0, prot=mmap.PROT_READ) if _is_board(fd) else None
         finally:
             os.close(fd)
-        if not secrets.compare_digest(self._memory[:KEY_BYTES], place.secret):
-            raise PlaneUnavailableError("P's board is another one")
+        if self._memory is None or not secrets.compare_digest(self._memory[:KEY_BYTES], place.secret):
+            raise PlaneUnavailableError("P's board is another file")
         self._counters = np.frombuffer(self._memory, dtype=np.int64)
 
     def find(self, key: bytes) -> PostedGrant | None:
         """The grant of that key, if it is posted."""
-        for at in _slots(key):
-            counter = int(self._counters[at // 8])
-            _, found, nbytes = _HEADER.unpack_from(self._memory, at)
+        memory, counters = self._memory, self._counters
+        assert memory is not None
+        first = int.from_bytes(key[:8], "little")
+        for probe in range(PROBES):  # written out, see ``_slots``: a hand-over waits for each call here
+            at = _FIRST + (first + probe) % SLOTS * SLOT_BYTES
+            counter = int(counters[at // 8])
+            _, found, digest, nbytes = _HEADER.unpack_from(memory, at)
             if counter % 2 or found != key or nbytes > SLOT_BYTES - _HEADER.size:
                 continue
-            note = PostedGrant(
-                self._counters, at // 8, counter, self._memory[at + _HEADER.size : at + _HEADER.size + nbytes]
-            )
-            if note.is_current:
-                return note
+            text = memory[at + _HEADER.size : at + _HEADER.size + nbytes]
+            if int(counters[at // 8]) == counter and _digest(counter, key, text) == digest:
+                return PostedGrant(counters, at // 8, counter, text)
         return None
+
+
+def _is_board(fd: int) -> bool:
+    """Whether the file has the size of a board, and cannot shrink: a read behind its end would end this process."""
+    try:
+        sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+    except OSError:  # no memfd
+        return False
+    return bool(sealed) and os.fstat(fd).st_size == _FIRST + SLOTS * SLOT_BYTES

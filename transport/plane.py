@@ -37,13 +37,11 @@ import torch
 import zmq
 
 from kvferry.transport.channels import CPU, DChannel, PChannel
+from kvferry.transport.control.keys import Keys
 from kvferry.transport.errors import ProtocolError
 
 MAX_PAYLOAD_BYTES = 64 << 10
 """Bound on the bytes that a plane puts into the handshake."""
-
-ConfigureSocket = Callable[[zmq.Socket[bytes], bool], None]
-"""Sets a ZMQ socket up before it binds (``True``) or connects (``False``), with CURVE where that is switched on."""
 
 
 @dataclass(frozen=True)
@@ -67,14 +65,14 @@ class PlaneContext:
         host: the local address to listen on; a plane listens on no other.
         slot_bytes: size of a staging slot, which bounds a message. Peers with different sizes use the smaller one.
         staging_bytes: bound on the staging memory, for each direction.
-        configure_socket: called with every ZMQ socket before it binds or connects.
+        keys: the keys of this engine; None where it is insecure.
         memory: the memory to carry.
     """
 
     host: str
     slot_bytes: int
     staging_bytes: int
-    configure_socket: ConfigureSocket | None = None
+    keys: Keys | None = None
     memory: PlaneMemory = HOST
 
 
@@ -90,6 +88,9 @@ class Plane(ABC):
     pulls: ClassVar[bool] = False
     """Whether D reads P's pages by itself: ``connect`` then returns a ``PullChannel``, ``accept`` a ``PulledChannel``;
     else a ``RecvChannel`` and a ``SendChannel``."""
+    same_host: ClassVar[bool] = False
+    """Whether the plane joins processes of one host only. P then offers it only to a D that connects from this host:
+    an offer may name processes, files and addresses."""
     cannot_serve: str = ""
     """Why this process can be D over the plane, but not P; empty where it can be both."""
 
@@ -103,7 +104,8 @@ class Plane(ABC):
 
     @abstractmethod
     def offer(self) -> bytes:
-        """P: the data that a D needs to connect, at most ``MAX_PAYLOAD_BYTES``. The same for every D."""
+        """P: the data that a D needs to connect, at most ``MAX_PAYLOAD_BYTES``. It is made for one session with one D,
+        and may be made again for the next one at any time."""
 
     @abstractmethod
     def connect(self, offer: bytes, host: str) -> tuple[DChannel, bytes]:
@@ -134,7 +136,13 @@ class Plane(ABC):
         """
 
     def finish(self, channel: DChannel, reply: bytes) -> None:
-        """D: complete ``channel`` with P's reply. Raises ProtocolError where the reply is malformed."""
+        """D: complete ``channel`` with P's reply. Where ``channel`` reads a process of this host (``channel.process``),
+        the caller has checked before that this process is P.
+
+        Raises:
+            PlaneUnavailableError: this plane does not reach that P from here; the message gives the reason in one line.
+            ProtocolError: the reply is malformed.
+        """
         if reply:
             raise ProtocolError(f"plane {self.name}: Attached carries {len(reply)} bytes, expected none")
 
@@ -168,14 +176,14 @@ _decoders_lock = threading.Lock()
 threads of two ranks in one process."""
 
 
-def decode_payload(payload: bytes, kind: type[_S], what: str) -> _S:
+def decode_payload(payload: bytes, kind: type[_S], what: str, limit: int = MAX_PAYLOAD_BYTES) -> _S:
     """Decode the struct that a peer's plane put into the handshake.
 
     Raises:
-        ProtocolError: the payload is too large or not a ``kind``; the message starts with ``what``.
+        ProtocolError: the payload has more than ``limit`` bytes or is not a ``kind``; the message starts with ``what``.
     """
-    if len(payload) > MAX_PAYLOAD_BYTES:
-        raise ProtocolError(f"{what}: {len(payload)} bytes, limit {MAX_PAYLOAD_BYTES}")
+    if len(payload) > limit:
+        raise ProtocolError(f"{what}: {len(payload)} bytes, limit {limit}")
     try:
         decoded: _S = _decoder(kind).decode(payload)
         return decoded

@@ -12,8 +12,6 @@ is the name of the plane, and its value is a ``PlaneSpec``::
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -40,18 +38,15 @@ class Use:
 
     Args:
         rank: the place in the order of preference, where the plane with the lowest number comes first; the order is
-            the order of speed. KVFerry's own planes are 10 apart. A function where the place depends on the machine.
+            the order of speed. KVFerry's own planes are 10 apart.
         slot_bytes: the default size of a staging slot, a quarter of the staging memory at most; ``None``: always a
             quarter.
+        auto: whether KVFerry chooses the plane by itself; else only the setting ``plane`` does.
     """
 
-    rank: int | Callable[[], int]
+    rank: int
     slot_bytes: int | None = DEFAULT_SLOT_BYTES
-
-    @property
-    def place(self) -> int:
-        """``rank`` on this machine."""
-        return self.rank() if callable(self.rank) else self.rank
+    auto: bool = True
 
 
 @dataclass(frozen=True)
@@ -66,6 +61,8 @@ class PlaneSpec:
         host: how it carries caches in host memory; ``None``: it does not.
         gpu: how it carries caches on GPUs; ``None``: it does not.
         extra: what ``pip`` must install for it; empty where KVFerry alone is enough.
+        needs_keys: why the plane is used only where keys authenticate the control connections; empty where it needs
+            none.
     """
 
     name: str
@@ -75,6 +72,7 @@ class PlaneSpec:
     host: Use | None = None
     gpu: Use | None = None
     extra: str = ""
+    needs_keys: str = ""
 
     @property
     def memory(self) -> str:
@@ -96,14 +94,6 @@ class PlaneSpec:
             return cast("type[Plane]", getattr(import_module(module), name))
         except (ImportError, AttributeError) as error:
             raise PlaneUnavailableError(f"{self.plane} cannot be imported: {error}") from None
-
-
-def _ucx_rank_on_host() -> int:
-    """The place of ucx: after tcp, but before tcp where UCX uses RDMA. The UCX of the PyPI wheel has TCP only, and is
-    slower than the tcp plane (benchmarks/host_planes.py); a system's UCX on RDMA hardware is faster."""
-    from kvferry.transport.planes.ucx_library import uses_rdma
-
-    return 25 if uses_rdma(os.environ) else 40
 
 
 _PLANES = "kvferry.transport.planes"
@@ -150,15 +140,17 @@ register(
         "packed, sent as UCX messages, unpacked, all overlapped",
         # On a GPU the fixed cost of a message, on P and on D, is the time that NVLink takes for 64 MiB. So a slot is a
         # quarter of the staging memory, and D cuts a small hand-over into smaller chunks. On one host UCX moves GPU
-        # memory over NVLink; ``Plane.slower_because`` names the exceptions.
-        host=Use(_ucx_rank_on_host), gpu=Use(20, slot_bytes=None), extra="kvferry[ucx]",
+        # memory over NVLink; ``Plane.slower_because`` names the exceptions. In host memory the UCX of the PyPI wheel
+        # has TCP only, and is slower than the tcp plane (benchmarks/host_planes.py).
+        host=Use(40, auto=False), gpu=Use(20, slot_bytes=None), extra="kvferry[ucx]",
+        needs_keys="UCX does not check the addresses that peers send",
     )
 )  # fmt: skip
 register(
     PlaneSpec(
         "zmq", f"{_PLANES}.zmq:ZmqPlane", "anywhere",
-        "packed, sent as ZMQ messages, unpacked; with CURVE keys the KV bytes are encrypted",
-        host=Use(50), gpu=Use(50),
+        "packed, sent as encrypted ZMQ messages, unpacked",
+        host=Use(50, auto=False), gpu=Use(50, auto=False), needs_keys="it is the plane that encrypts the KV bytes",
     )
 )  # fmt: skip
 
@@ -202,8 +194,8 @@ def plane_specs() -> tuple[PlaneSpec, ...]:
 
 
 def preferred_planes(device: torch.device) -> tuple[str, ...]:
-    """The planes for memory of ``device``, the fastest first."""
-    uses = [(use.place, spec.name) for spec in plane_specs() if (use := spec.use(device)) is not None]
+    """The planes for memory of ``device`` that KVFerry chooses by itself, the fastest first."""
+    uses = [(use.rank, spec.name) for spec in plane_specs() if (use := spec.use(device)) is not None and use.auto]
     return tuple(name for _, name in sorted(uses))
 
 

@@ -18,7 +18,7 @@ from msgspec import Meta
 from kvferry.transport.channels import Channel
 from kvferry.transport.errors import TransportError
 from kvferry.transport.plane import Plane
-from kvferry.transport.sockets import CHANNEL_BYTES, SECRET_BYTES, PendingConnections, Sockets
+from kvferry.transport.sockets import CHANNEL_BYTES, PendingConnections, Secrets, Sockets
 
 
 class SocketAttach(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -39,6 +39,7 @@ class SocketPlane(Plane):
         self.sockets = Sockets()
         self.channels: dict[Channel, None] = {}
         self.pending: PendingConnections | None = None
+        self._secrets = Secrets()
         self._closed = False
 
     def listen(
@@ -47,12 +48,13 @@ class SocketPlane(Plane):
         *,
         welcome: Callable[[socket.socket], bool] = lambda sock: True,
         arrived: Callable[[bytes], None] = lambda channel: None,
-    ) -> bytes:
-        """P: accept connections on a non-blocking, listening socket; see ``PendingConnections``. Returns the secret
-        that every D must send, for the offer."""
-        secret = secrets.token_bytes(SECRET_BYTES)
-        self.pending = PendingConnections(self.sockets, listener, secret, welcome=welcome, arrived=arrived)
-        return secret
+    ) -> None:
+        """P: accept connections on a non-blocking, listening socket; see ``PendingConnections``."""
+        self.pending = PendingConnections(self.sockets, listener, self._secrets, welcome=welcome, arrived=arrived)
+
+    def new_secret(self) -> bytes:
+        """P: the secret of one offer, which the D of that offer must send."""
+        return self._secrets.new()
 
     def new_attach(self) -> SocketAttach:
         """D: the payload of a new channel."""

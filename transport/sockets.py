@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import hmac
+import secrets
 import select
 import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-SECRET_BYTES = 32
+SESSION_BYTES = 16
+SECRET_BYTES = 2 * SESSION_BYTES
 CHANNEL_BYTES = 16
 HELLO_SECONDS = 5.0
 """A new connection must send its hello within this time."""
@@ -18,7 +21,8 @@ WAIT_SECONDS = 30.0
 MAX_UNAUTHENTICATED = 64
 """Bound on the connections that have not sent their hello. One more connection closes the oldest of them."""
 MAX_WAITING = 1024
-"""Bound on the connections that have sent their hello and that no channel has taken yet."""
+"""Bound on the connections that have sent their hello and that no channel has taken yet. One more connection closes
+the oldest of them, and one more of the same session closes that session's."""
 _ADMITS = 64
 """Connections accepted by one call, before other sockets are served."""
 _NO_DESCRIPTOR_SECONDS = 1.0
@@ -79,19 +83,41 @@ class _Pending:
     sock: socket.socket
     deadline: float
     said: bytes = b""
+    session: bytes = b""
+
+
+class Secrets:
+    """Makes and checks secrets, one for each session with a peer, without a table of them: a secret is a random session
+    id and its MAC."""
+
+    def __init__(self) -> None:
+        self._key = secrets.token_bytes(32)
+
+    def new(self) -> bytes:
+        """A secret, ``SECRET_BYTES``."""
+        session = secrets.token_bytes(SESSION_BYTES)
+        return session + self._mac(session)
+
+    def session(self, secret: bytes) -> bytes | None:
+        """The session of a secret; ``None`` for bytes that ``new`` has not made."""
+        session = secret[:SESSION_BYTES]
+        return session if hmac.compare_digest(self._mac(session), secret[SESSION_BYTES:]) else None
+
+    def _mac(self, session: bytes) -> bytes:
+        return hashlib.blake2b(session, key=self._key, digest_size=SESSION_BYTES).digest()
 
 
 class PendingConnections:
     """Accepts connections and keeps each one until its channel takes it.
 
-    A new connection sends its hello: ``secret`` and the id of its channel, ``SECRET_BYTES + CHANNEL_BYTES`` in all. It
+    A new connection sends its hello: a secret and the id of its channel, ``SECRET_BYTES + CHANNEL_BYTES`` in all. It
     then sends nothing until it is served. A connection that sends other bytes, or no hello within ``HELLO_SECONDS``, is
-    closed.
+    closed. At most ``MAX_UNAUTHENTICATED + MAX_WAITING`` connections are held, one of each session.
 
     Args:
         sockets: the sockets that watch the listener and the connections.
         listener: a non-blocking, listening socket.
-        secret: the secret of the plane's offer, which every peer must send.
+        secrets: made the secrets of the plane's offers, of which every peer must send its own.
         welcome: returns whether a new connection may be accepted at all.
         arrived: called with the channel id of a connection that has sent its hello.
     """
@@ -100,24 +126,25 @@ class PendingConnections:
         self,
         sockets: Sockets,
         listener: socket.socket,
-        secret: bytes,
+        secrets: Secrets,
         *,
         welcome: Callable[[socket.socket], bool] = lambda sock: True,
         arrived: Callable[[bytes], None] = lambda channel: None,
     ) -> None:
         self._sockets = sockets
         self._listener = listener
-        self._secret = secret
+        self._secrets = secrets
         self._welcome = welcome
         self._arrived = arrived
         self._strangers: dict[int, _Pending] = {}
-        self._waiting: dict[bytes, _Pending] = {}
+        self._waiting: dict[bytes, _Pending] = {}  # by channel, oldest first
+        self._of_session: dict[bytes, bytes] = {}  # the channel of each session's waiting connection
         self._shut_until = 0.0
         sockets.watch(listener, self._admit)
 
     def take(self, channel: bytes) -> socket.socket | None:
         """The connection of that channel, if it has sent its hello and is still open; it is watched for reading."""
-        visitor = self._waiting.pop(channel, None)
+        visitor = self._forget(channel)
         return None if visitor is None else visitor.sock
 
     def expire(self) -> None:
@@ -126,7 +153,7 @@ class PendingConnections:
         for fd in [fd for fd, visitor in self._strangers.items() if visitor.deadline < now]:
             self._sockets.drop(self._strangers.pop(fd).sock)
         for channel in [c for c, visitor in self._waiting.items() if visitor.deadline < now]:
-            self._sockets.drop(self._waiting.pop(channel).sock)
+            self._cut(channel)
         if self._shut_until and now > self._shut_until:
             self._shut_until = 0.0
             self._sockets.watch(self._listener, self._admit)
@@ -136,6 +163,7 @@ class PendingConnections:
             self._sockets.drop(visitor.sock)
         self._strangers.clear()
         self._waiting.clear()
+        self._of_session.clear()
         self._sockets.drop(self._listener)
 
     def _admit(self) -> None:
@@ -149,7 +177,7 @@ class PendingConnections:
                 self._sockets.mute(self._listener)
                 return
             sock.setblocking(False)
-            if not self._welcome(sock) or len(self._waiting) >= MAX_WAITING:
+            if not self._welcome(sock):
                 sock.close()
                 continue
             if len(self._strangers) >= MAX_UNAUTHENTICATED:
@@ -170,15 +198,27 @@ class PendingConnections:
             return
         del self._strangers[visitor.sock.fileno()]
         secret, channel = visitor.said[:SECRET_BYTES], visitor.said[SECRET_BYTES:]
-        known = len(channel) == CHANNEL_BYTES and hmac.compare_digest(secret, self._secret)
-        if not known or channel in self._waiting:
+        session = self._secrets.session(secret) if len(channel) == CHANNEL_BYTES else None
+        if session is None or channel in self._waiting:
             self._sockets.drop(visitor.sock)
             return
-        visitor.deadline = time.monotonic() + WAIT_SECONDS
-        self._waiting[channel] = visitor
-        self._sockets.watch(visitor.sock, lambda: self._leave(channel))
+        if session in self._of_session:
+            self._cut(self._of_session[session])
+        elif len(self._waiting) >= MAX_WAITING:
+            self._cut(next(iter(self._waiting)))
+        visitor.deadline, visitor.session = time.monotonic() + WAIT_SECONDS, session
+        self._waiting[channel], self._of_session[session] = visitor, channel
+        self._sockets.watch(visitor.sock, lambda: self._cut(channel))  # before it is served, it may only close
         self._arrived(channel)
 
-    def _leave(self, channel: bytes) -> None:
-        visitor = self._waiting.pop(channel)  # before it is served, a connection may only close
-        self._sockets.drop(visitor.sock)
+    def _forget(self, channel: bytes) -> _Pending | None:
+        visitor = self._waiting.pop(channel, None)
+        if visitor is not None:
+            del self._of_session[visitor.session]
+        return visitor
+
+    def _cut(self, channel: bytes) -> None:
+        """Close a connection that has sent its hello."""
+        visitor = self._forget(channel)
+        if visitor is not None:
+            self._sockets.drop(visitor.sock)

@@ -90,11 +90,14 @@ class RunningClock:
 
 
 class RateLimitedLog:
-    """Warns at most once per ``seconds`` and key, and logs how many warnings of the key it suppressed. Thread-safe.
+    """Writes at most one line per ``seconds`` and key, and says how many lines of the key it suppressed. Thread-safe.
 
-    The number of keys is bounded, so a key may come from a peer: beyond ``max_keys`` the key that has been silent for
-    the longest time is forgotten.
+    Peers cause these lines, so all is bounded: a key may come from a peer, because at most ``max_lines`` lines are
+    written per ``seconds`` for all keys together, and beyond ``max_keys`` the key that has been silent for the longest
+    time is forgotten. A line has at most ``MAX_LINE`` characters.
     """
+
+    MAX_LINE = 2000
 
     def __init__(
         self,
@@ -102,34 +105,45 @@ class RateLimitedLog:
         seconds: float = 10.0,
         *,
         max_keys: int = 256,
+        max_lines: int = 100,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._logger, self._seconds, self._max_keys, self._clock = logger, seconds, max_keys, clock
+        self._max_lines, self._lines, self._since = max_lines, 0, clock()
         self._lock = threading.Lock()
         self._keys: dict[str, tuple[float, int]] = {}  # last warned at, suppressed since
 
+    def info(self, key: str, message: str, *args: object) -> bool:
+        """``logger.info(message, *args)``, or count it as suppressed; True where it was written."""
+        return self._log(logging.INFO, key, message, args)
+
     def warning(self, key: str, message: str, *args: object) -> bool:
-        """``logger.warning(message, *args)``, or count it as suppressed; True where it was written."""
+        """The same at WARNING."""
         return self._log(logging.WARNING, key, message, args)
 
     def error(self, key: str, message: str, *args: object) -> bool:
         """The same at ERROR."""
         return self._log(logging.ERROR, key, message, args)
 
-    def _log(self, level: int, key: str, message: str, args: tuple[object, ...]) -> bool:
+    def exception(self, key: str, message: str, *args: object) -> bool:
+        """The same at ERROR, with the traceback of the exception that is being handled."""
+        return self._log(logging.ERROR, key, message, args, traceback=True)
+
+    def _log(self, level: int, key: str, message: str, args: tuple[object, ...], *, traceback: bool = False) -> bool:
         now = self._clock()
         with self._lock:
-            known = self._keys.get(key)
-            if known is not None and now - known[0] < self._seconds:
-                self._keys[key] = (known[0], known[1] + 1)
-                return False
-            suppressed = 0 if known is None else known[1]
-            self._keys.pop(key, None)  # to the end: the first key has been silent longest
-            self._keys[key] = (now, 0)
+            if now - self._since >= self._seconds:
+                self._since, self._lines = now, 0
+            last, suppressed = self._keys.pop(key, (float("-inf"), 0))  # to the end: the first was silent longest
+            writes = now - last >= self._seconds and self._lines < self._max_lines
+            self._keys[key] = (now, 0) if writes else (last, suppressed + 1)
+            self._lines += writes
             while len(self._keys) > self._max_keys:
                 del self._keys[next(iter(self._keys))]
-        if suppressed:
-            self._logger.log(level, message + " (and %d more like this)", *args, suppressed)
-        else:
-            self._logger.log(level, message, *args)
-        return True
+        if writes:
+            text = message % args if args else message
+            if len(text) > self.MAX_LINE:
+                text = f"{text[: self.MAX_LINE - 4]} ..."
+            more = f" (and {suppressed} more like this)" if suppressed else ""
+            self._logger.log(level, "%s%s", text, more, exc_info=traceback)
+        return writes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvferry.connector.protocol import request_lifetime
-from kvferry.connector.protocol.step_plan import KeepLease, LeaseGrant, Load, StepPlan
+from kvferry.connector.protocol.step_plan import KeepLease, LeaseGrant, Load, StepPlan, UnneededLease
 
 
 class StepPlanBuilder:
@@ -21,7 +21,7 @@ class StepPlanBuilder:
         self._keeps: list[KeepLease] = []
         self._loads: list[Load] = []
         self._cancels: list[str] = []
-        self._releases: list[str] = []
+        self._releases: list[UnneededLease] = []
 
     def add(self, request_id: str, effect: request_lifetime.RequestEffect) -> None:
         """Add an effect of the lifetime of a request."""
@@ -32,10 +32,10 @@ class StepPlanBuilder:
                 self._loads.append(load)
             case request_lifetime.PlanCancel():
                 self._cancels.append(request_id)
-            case request_lifetime.PlanRelease():
-                self._releases.append(request_id)
+            case request_lifetime.PlanRelease(token):
+                self._releases.append(UnneededLease(request_id, token))
 
-    def take(self, *, idle: bool) -> StepPlan:
+    def take(self, *, idle: bool, after_prefill: bool) -> StepPlan:
         """The plan of the next step, with everything that was added since the last one."""
         self.step += 1
         plan = StepPlan(
@@ -47,6 +47,7 @@ class StepPlanBuilder:
             releases=tuple(self._releases),
             idle=idle,
             step=self.step,
+            after_prefill=after_prefill,
         )
         self._reset()
         return plan

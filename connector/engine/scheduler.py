@@ -30,9 +30,11 @@ from kvferry.connector.engine.transfer_params import (
     from_transfer_params,
     prompt_digest,
     to_transfer_params,
+    wants_load,
     wants_prefill,
 )
 from kvferry.connector.geometry.engine_types import BlockTable, RequestView
+from kvferry.connector.geometry.topology import MAX_RANKS
 from kvferry.connector.protocol import request_lifetime
 from kvferry.connector.protocol.request_lifetime import RequestEffect, RequestEvent, RequestPhase, RequestState
 from kvferry.connector.protocol.state_machine import Lifetime
@@ -47,6 +49,7 @@ from kvferry.connector.protocol.step_plan import (
 )
 from kvferry.connector.protocol.transfer_estimate import EstimateKey, TransferEstimate, TransferEstimates
 from kvferry.transport.errors import ProtocolError
+from kvferry.transport.wake import RateLimitedLog
 
 logger = logging.getLogger("vllm.kvferry.scheduler")
 
@@ -82,6 +85,7 @@ class SchedulerHalf:
         produces: bool,
         consumes: bool,
         host_id: str = "",
+        max_sizes: tuple[int, int] = (MAX_RANKS, MAX_RANKS),
         lookahead: int = 0,
         step_loads: bool = False,
         steps: StepsInFlight | None = None,
@@ -98,6 +102,7 @@ class SchedulerHalf:
             produces: this engine hands prompts over, as P.
             consumes: this engine loads prompts, as D.
             host_id: names this host; empty where that is unknown.
+            max_sizes: the largest tensor- and pipeline-parallel sizes that an engine of this model can have.
             lookahead: prompt tokens at the end that D must compute itself, for the model that drafts.
             step_loads: the engine copes with loads that end in the step that computes with them, also where they fail.
             steps: the engine's steps in flight, to which the caller reports the steps that were processed and the
@@ -112,7 +117,8 @@ class SchedulerHalf:
         self._whole = all(table.whole for table in self._tables)
         self._has_states = any(table.kind == "state" for table in self._tables)
         self._lookahead = lookahead
-        self._sizes = tp_size, pp_size
+        self._sizes, self._max_sizes = (tp_size, pp_size), max_sizes
+        self._log = RateLimitedLog(logger)
         self._produces, self._consumes = produces, consumes
         self._host_id = host_id
         self._us: PeerEngine | None = None
@@ -149,7 +155,8 @@ class SchedulerHalf:
         if self._produces and wants_prefill(request.params):
             self._prefills[request.request_id] = entry
         try:
-            entry.remote_prompt = from_transfer_params(request.params) if self._consumes else None
+            self._check_role(request)
+            entry.remote_prompt = from_transfer_params(request.params, self._max_sizes) if self._consumes else None
             if entry.remote_prompt is None:
                 self._advance(entry, request_lifetime.NothingOffered())
                 return
@@ -162,6 +169,20 @@ class SchedulerHalf:
                 check_prompt(request, entry.remote_prompt)
         except ProtocolError as error:
             self._refuse(entry, error)
+
+    def _check_role(self, request: RequestView) -> None:
+        """One line where a router sends a request of one role to an engine that has only the other."""
+        if wants_prefill(request.params) and not self._produces:
+            wrong, role, right = "to hand its prompt over (do_remote_decode)", "kv_consumer", "kv_producer"
+        elif wants_load(request.params) and not self._consumes:
+            wrong, role, right = "to load its prompt (do_remote_prefill)", "kv_producer", "kv_consumer"
+        else:
+            return
+        self._log.warning(
+            role,
+            "kvferry: %s asks this engine %s, but its kv_role is %s: nothing is handed over; start it as %s or kv_both",
+            request.request_id, wrong, role, right,
+        )  # fmt: skip
 
     def _refuse(self, entry: EngineRequest, why: ProtocolError) -> None:
         self._advance(entry, request_lifetime.OfferRefused())
@@ -367,7 +388,9 @@ class SchedulerHalf:
             computed: the requests that the engine computes tokens of in this step.
             preempted: the requests whose blocks the engine has taken since the last step.
         """
-        plan = self._plan.take(idle=idle)
+        last = self._plan.step
+        after_prefill = any(entry.computed_in == last for entry in self._prefills.values())
+        plan = self._plan.take(idle=idle, after_prefill=after_prefill)
         self._rule.next_step()
         if self._steps is not None:
             if preempted:

@@ -34,20 +34,25 @@ class StepOutcome:
     """The loads of one step, each until it is final."""
 
     def __init__(
-        self, loads: Sequence[Load], alive: Callable[[], bool], clock: Callable[[], float] = time.monotonic
+        self,
+        loads: Sequence[Load],
+        alive: Callable[[], bool],
+        wake: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
         Args:
             loads: as they are posted to the transfer thread.
             alive: whether the transfer thread runs.
+            wake: ends the transfer thread's ``wait`` of ``yield_to_engine``.
             clock: seconds, for the histories.
         """
-        self._alive, self._clock = alive, clock
+        self._alive, self._wake, self._clock = alive, wake, clock
         self._changed = threading.Condition()
         self._loads = loads
         self._lifetimes = [Lifetime(step_load.STEP_LOAD, StepLoad(), clock()) for _ in loads]
         self._checks: dict[int, Check] = {}  # by the place of a load
-        self._answered = self._interrupted = False
+        self._answered = self._interrupted = self._yielding = False
 
     # --- the transfer thread ------------------------------------------------------------------------------------
 
@@ -64,17 +69,35 @@ class StepOutcome:
         """A load has ended, and nothing writes its blocks any more. A load of another step is ignored."""
         self._step(load, step_load.LoadEnded(ok))
 
-    def yield_to_engine(self) -> None:
+    def yield_to_engine(self, wait: Callable[[float], bool]) -> None:
         """Where the copies of all loads are under way, wait for ``YIELD_SECONDS``, or until there is new work.
 
         Meanwhile the engine's threads prepare the step, launch it and take its output. Threads run Python one at a
-        time, and each change between them costs more than what this thread has to do next, which can wait."""
-        with self._changed:
-            if self.final:
-                return
-            self._changed.wait_for(lambda: self._answered or self._interrupted or bool(self.waiting), YIELD_SECONDS)
-            if self._answered:
-                self._changed.wait_for(lambda: self._interrupted, ANSWERED_SECONDS)
+        time, and each change between them costs more than what this thread has to do next, which can wait.
+
+        Args:
+            wait: waits for so many seconds, or until ``wake`` is called; returns whether a control message has arrived.
+        """
+        if self.final:
+            return
+        self._yielding = True
+        try:
+            ready = self._wait_until(
+                lambda: self._answered or self._interrupted or bool(self.waiting), YIELD_SECONDS, wait
+            )
+            if ready and self._answered:
+                self._wait_until(lambda: self._interrupted, ANSWERED_SECONDS, wait)
+        finally:
+            self._yielding = False
+
+    def _wait_until(self, condition: Callable[[], bool], seconds: float, wait: Callable[[float], bool]) -> bool:
+        """Whether the condition holds; if not, the time is over, or a control message has arrived."""
+        end = self._clock() + seconds
+        while not condition():
+            left = end - self._clock()
+            if left <= 0 or wait(left):
+                return False
+        return True
 
     def _step(self, load: Load, event: StepLoadEvent) -> None:
         with self._changed:
@@ -101,9 +124,12 @@ class StepOutcome:
 
     def interrupt(self) -> None:
         """The transfer thread has new work. Any thread may call this."""
-        with self._changed:
-            self._interrupted = True
-            self._changed.notify_all()
+        self._interrupted = True
+        self._end_yield()
+
+    def _end_yield(self) -> None:
+        if self._yielding:
+            self._wake()
 
     @property
     def waiting(self) -> tuple[str, ...]:
@@ -128,7 +154,7 @@ class StepOutcome:
                     self._all(step_load.ThreadEnded())
                 self._check()
             self._answered = True
-            self._changed.notify_all()
+            self._end_yield()
             return frozenset(self._in(StepLoadPhase.STANDS))
 
     def _check(self) -> None:
@@ -140,8 +166,7 @@ class StepOutcome:
             if answer:
                 lifetime.step(step_load.LoadEnded(True), self._clock())
             elif answer is not None:  # the transfer thread must say so, at once
-                self._interrupted = True
-                self._changed.notify_all()
+                self.interrupt()
 
     @property
     def final(self) -> bool:

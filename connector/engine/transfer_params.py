@@ -16,14 +16,15 @@ from msgspec import Meta
 
 from kvferry.connector.geometry.rank_geometry import CacheKind
 from kvferry.connector.geometry.token_sharding import UNSHARDED, TokenSharding
+from kvferry.connector.geometry.topology import MAX_RANKS
 from kvferry.connector.protocol.step_plan import PeerEngine, RankAddress
-from kvferry.transport.errors import ProtocolError
+from kvferry.transport.errors import ProtocolError, quoted
 
-PARAMS_VERSION = 2
+PARAMS_VERSION = 3
 MAX_PORT = 65535
 
 _Hex16 = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
-_PRINTABLE = r"^[^\x00-\x1f\x7f\ud800-\udfff]+\Z"
+_PRINTABLE = r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]+\Z"
 """The sender of the request chooses these strings, and KVFerry logs them: no line breaks, no half characters."""
 _Rank = tuple[
     Annotated[int, Meta(ge=0, lt=4096)],
@@ -31,6 +32,7 @@ _Rank = tuple[
     Annotated[str, Meta(max_length=255, pattern=_PRINTABLE)],
     Annotated[int, Meta(ge=1, le=MAX_PORT)],
     _Hex16,
+    Annotated[str, Meta(pattern=r"^([0-9a-f]{12})?\Z")],
 ]
 
 
@@ -102,7 +104,7 @@ def to_transfer_params(remote_prompt: RemotePrompt) -> dict[str, Any]:
             "host_id": peer.host_id,
             "kept": [list(item) for item in remote_prompt.kept],
             "shardings": [[sharding.size, sharding.interleave] for sharding in peer.shardings],
-            "ranks": [[r.pp_rank, r.tp_rank, r.host, r.port, r.incarnation.hex()] for r in peer.ranks],
+            "ranks": [[r.pp_rank, r.tp_rank, r.host, r.port, r.incarnation.hex(), r.key] for r in peer.ranks],
         },
     }
 
@@ -112,13 +114,21 @@ def wants_prefill(params: Mapping[str, Any] | None) -> bool:
     return isinstance(params, Mapping) and bool(params.get("do_remote_decode"))
 
 
-def from_transfer_params(params: Mapping[str, Any] | None) -> RemotePrompt | None:
-    """D: the prompt that P handed over; ``None`` if the request names none: D then prefills locally.
+def wants_load(params: Mapping[str, Any] | None) -> bool:
+    """D: whether the request says that P has computed its prompt."""
+    return isinstance(params, Mapping) and bool(params.get("do_remote_prefill"))
+
+
+def from_transfer_params(
+    params: Mapping[str, Any] | None, max_sizes: tuple[int, int] = (MAX_RANKS, MAX_RANKS)
+) -> RemotePrompt | None:
+    """D: the prompt that P handed over; ``None`` if the request names none: D then prefills locally. ``max_sizes``: the
+    largest tensor- and pipeline-parallel sizes of an engine of this model; D connects to all ranks that are named.
 
     Raises:
         ProtocolError: the parameters exist and cannot be used; one line.
     """
-    if not isinstance(params, Mapping) or not params.get("do_remote_prefill"):
+    if params is None or not wants_load(params):
         return None
     raw = params.get("kvferry")
     if raw is None:
@@ -133,14 +143,21 @@ def from_transfer_params(params: Mapping[str, Any] | None) -> RemotePrompt | Non
         )
     if isinstance(raw, Mapping) and raw.get("v") != PARAMS_VERSION:
         raise ProtocolError(
-            f"kv_transfer_params version is {raw.get('v')!r}, expected {PARAMS_VERSION}; "
+            f"kv_transfer_params version is {quoted(raw.get('v'))}, expected {PARAMS_VERSION}; "
             "run the same KVFerry release on both sides"
         )
     try:
         wire = msgspec.convert(raw, _Wire)
     except msgspec.ValidationError as error:
         raise ProtocolError(f"kv_transfer_params['kvferry'] is malformed: {error}") from None
-    ranks = tuple(RankAddress(pp, tp, host, port, bytes.fromhex(life)) for pp, tp, host, port, life in wire.ranks)
+    if wire.tp_size > max_sizes[0] or wire.pp_size > max_sizes[1]:
+        raise ProtocolError(
+            f"kv_transfer_params names tp_size {wire.tp_size} and pp_size {wire.pp_size}; an engine of "
+            f"this model has at most {max_sizes[0]} and {max_sizes[1]}"
+        )
+    ranks = tuple(
+        RankAddress(pp, tp, host, port, bytes.fromhex(life), key) for pp, tp, host, port, life, key in wire.ranks
+    )
     named = {(rank.pp_rank, rank.tp_rank) for rank in ranks}
     if len(named) != len(ranks) or len(ranks) != wire.tp_size * wire.pp_size:
         raise ProtocolError(

@@ -15,29 +15,29 @@ from dataclasses import dataclass
 
 import torch
 
-from kvferry.connector.config import Settings
+from kvferry.connector.config import Settings, load_keys, peers_of
 from kvferry.connector.engine.load_ledger import LoadLedger
 from kvferry.connector.engine.step_outcome import LOOK_SECONDS, StepOutcome
 from kvferry.connector.engine.worker_setup import bind_caches, make_planes
 from kvferry.connector.geometry.engine_types import LayerGroup, RankInfo
 from kvferry.connector.geometry.regions import ElementOrder
-from kvferry.connector.protocol.messages import MAX_MESSAGE_BYTES
+from kvferry.connector.protocol.messages import MAX_REQUEST_BYTES
 from kvferry.connector.protocol.metrics import HandoverStats
 from kvferry.connector.protocol.step_plan import RankAddress, StepPlan, StepResults, by_region
 from kvferry.connector.protocol.transfer_estimate import UNKNOWN, EstimateKey, TransferEstimate
 from kvferry.connector.transfer.copies import Copies, DeviceEvent
 from kvferry.connector.transfer.rank_context import RankContext
 from kvferry.connector.transfer.transfer_thread import TransferThread
-from kvferry.transport.control.listener import Listener
-from kvferry.transport.control.zap_auth import CurveKeys
+from kvferry.transport.control.listener import listen
 from kvferry.transport.errors import TransportError
+from kvferry.transport.host import raise_file_limit
 from kvferry.transport.wake import RunningClock
 
 logger = logging.getLogger("vllm.kvferry.worker")
 
 MAX_EVENTS = 64
-"""Steps that a lease may lag behind the step that computed it: one in flight per pipeline stage, and one more with
-asynchronous scheduling."""
+"""Events that are kept. A lease lags behind the step that computed it by one step for each pipeline stage, and by one
+more with asynchronous scheduling."""
 IDLE_WAIT_SECONDS = 5e-3
 """How long a step that computes nothing waits for a load to end; 1 GiB takes less. Without the wait the engine's thread
 would spin in Python, and take the interpreter and a core from the transfer thread. A new request may wait as long."""
@@ -70,9 +70,26 @@ class WorkerHalf:
     the caches: what it is asked for fails, and is reported."""
 
     def __init__(
-        self, settings: Settings, info: RankInfo, groups: Sequence[LayerGroup], *, loads_fail_requests: bool = False
+        self,
+        settings: Settings,
+        info: RankInfo,
+        groups: Sequence[LayerGroup],
+        *,
+        loads_fail_requests: bool = False,
+        consumes: bool = True,
     ) -> None:
-        """``loads_fail_requests``: a load that fails ends its request, so a step gives up no load that may succeed."""
+        """
+        Args:
+            settings: of this engine.
+            info: this rank.
+            groups: the layers whose caches are handed over.
+            loads_fail_requests: a load that fails ends its request, so a step gives up no load that may succeed.
+            consumes: this engine loads prompts, as D.
+
+        Raises:
+            ConfigError: the settings leave open to which peers D may connect.
+        """
+        self._allowed_peers = peers_of(settings, consumes=consumes)
         self._settings = settings
         self._patience = PATIENCE_SECONDS + (settings.ask_hold_seconds if loads_fail_requests else 0.0)
         self._info = info
@@ -105,8 +122,8 @@ class WorkerHalf:
 
         Raises:
             GeometryError: caches of a form that is not carried, or on a device on which kernels do not run.
-            ConfigError: the control port cannot be bound.
-            PlaneUnavailableError: the data plane that the settings name cannot be had.
+            ConfigError: the control port cannot be bound, or the data plane that the settings name cannot be used.
+            PlaneUnavailableError: the rank can have no data plane.
         """
         self._registered = _Registered(kv_caches, num_blocks, places)
         self._start(self._registered)
@@ -116,29 +133,41 @@ class WorkerHalf:
         settings, info, kv_caches = self._settings, self._info, registered.kv_caches
         num_blocks, places = registered.num_blocks, registered.places
         caches, self._tables = bind_caches(settings, info, self._groups, kv_caches, num_blocks, places)
-        curve = None
-        if settings.curve_public_key is not None and settings.curve_secret_key is not None:
-            curve = CurveKeys(settings.curve_public_key, settings.curve_secret_key)
+        raise_file_limit()
+        keys = load_keys(settings)
+        if keys is None:
+            logger.warning(
+                "kvferry: insecure is set: whoever reaches the control port is admitted, and nothing is encrypted; "
+                "remove it, and give engines on other hosts the same secret_key"
+            )
         port = settings.side_channel_port and settings.side_channel_port + info.port_offset
-        listener = Listener(settings.side_channel_host, port, curve=curve, max_message_bytes=MAX_MESSAGE_BYTES)
-        rank_context = RankContext(settings, info.engine_id, secrets.token_bytes(16), info.model, caches, curve)
+        listener = listen(settings.side_channel_host, port, keys=keys, max_message_bytes=MAX_REQUEST_BYTES)
+        rank_context = RankContext(settings, info.engine_id, secrets.token_bytes(16), info.model, caches, keys)
+        rank_context.allowed_peers = self._allowed_peers
         rank_context.stats = self._stats
         self._stats.new_life()
         try:
-            rank_context.planes, rank_context.missing_planes = make_planes(settings, curve, caches)
+            rank_context.planes, rank_context.missing_planes = make_planes(settings, keys, caches)
             self._transfer_thread = TransferThread(rank_context, listener)
         except BaseException:
             listener.close()  # an open socket would keep the process from ending
+            rank_context.dialer.close()
             caches.copies.close()
             raise
         self._rank_context = rank_context
         self._address = RankAddress(
-            info.pp_rank, info.tp_rank, settings.advertised_host, listener.port, rank_context.incarnation
+            info.pp_rank,
+            info.tp_rank,
+            settings.advertised_host,
+            listener.port,
+            rank_context.incarnation,
+            "" if keys is None else keys.fingerprint,
         )
         self._transfer_thread.start()
         logger.info(
-            "kvferry: rank pp%d tp%d serves %d cache region(s) at %s, data planes %s%s",
+            "kvferry: rank pp%d tp%d serves %d cache region(s) at %s, key %s, data planes %s%s",
             info.pp_rank, info.tp_rank, len(caches.views), listener.endpoint,
+            "none" if keys is None else keys.fingerprint,
             ", ".join(plane.name for plane in rank_context.planes),
             "".join(f"; no {name}: {why}" for name, why in rank_context.missing_planes.items())
             + "".join(f"; only as D over {p.name}: {p.cannot_serve}" for p in rank_context.planes if p.cannot_serve),
@@ -215,20 +244,30 @@ class WorkerHalf:
         self._consumer, self._idle = plan.consumer, plan.idle
         ours = by_region(plan, self._tables)
         inside = tuple([load for load in ours.loads if load.now])
-        self._outcome = StepOutcome(inside, lambda: thread.alive) if inside else None
+        self._outcome = StepOutcome(inside, lambda: thread.alive, thread.end_yield) if inside else None
         self._ledger.post([load for load in ours.loads if not load.now], [lease.request_id for lease in plan.leases])
         copies = self._copies
         copies.idle = plan.idle
-        event = copies.record_event()
-        if event is not None:
-            self._events.append((plan.step, event))
+        event = self._record_event(copies, plan)
         computed = [self._computed(lease.step) for lease in plan.leases]
         thread.post(ours, event, computed, self._outcome)
         if self._outcome is not None:  # while this thread sleeps, the transfer thread has the interpreter to itself
             self._outcome.wait_begun(BEGIN_SECONDS)
 
+    def _record_event(self, copies: Copies, plan: StepPlan) -> DeviceEvent | None:
+        """The work that the device was given before this step, where a load of the plan waits for it, or a lease of
+        this plan or of a later one. With steps in flight a lease comes two steps after its prompt was computed. By an
+        event of its own plan it would wait for the step between too, so the event is recorded before that step."""
+        if not (plan.after_prefill or plan.leases or any([load.behind for load in plan.loads])):
+            return None
+        event = copies.record_event()
+        if event is not None:
+            self._events.append((plan.step, event))
+        return event
+
     def _computed(self, step: int) -> DeviceEvent | None:
-        """The first event that was recorded after a step was given to the device, so that it passes after the step."""
+        """The first event that was recorded after a step was given to the device, so that it passes after the step.
+        One was recorded for the lease's own plan at the latest."""
         return next((event for number, event in self._events if number > step), None)
 
     def begin_step(self) -> None:

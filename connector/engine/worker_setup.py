@@ -13,10 +13,10 @@ from kvferry.connector.geometry.regions import ElementOrder, rank_geometry, regi
 from kvferry.connector.transfer.caches import RankCaches
 from kvferry.connector.transfer.copies import copies_on
 from kvferry.transport.channels import CPU
-from kvferry.transport.control.zap_auth import CurveKeys, configure_curve
-from kvferry.transport.errors import GeometryError, PlaneUnavailableError
+from kvferry.transport.control.keys import Keys
+from kvferry.transport.errors import ConfigError, GeometryError, PlaneUnavailableError
 from kvferry.transport.plane import Plane, PlaneContext, PlaneMemory
-from kvferry.transport.registry import best_slot_bytes, best_staging_bytes, make_plane, preferred_planes
+from kvferry.transport.registry import best_slot_bytes, best_staging_bytes, make_plane, plane_spec, preferred_planes
 
 
 def bind_caches(
@@ -56,14 +56,15 @@ def _device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if initialized else CPU
 
 
-def make_planes(settings: Settings, curve: CurveKeys | None, caches: RankCaches) -> tuple[list[Plane], dict[str, str]]:
+def make_planes(settings: Settings, keys: Keys | None, caches: RankCaches) -> tuple[list[Plane], dict[str, str]]:
     """Make the data planes of a rank.
 
     Returns:
         The planes in order of preference; by the name of each other plane, why this rank cannot have it.
 
     Raises:
-        PlaneUnavailableError: the rank cannot have the data plane that the settings name, or it can have none.
+        ConfigError: the rank cannot have the data plane that the settings name, or that plane needs keys.
+        PlaneUnavailableError: the rank can have no data plane.
     """
     memory = PlaneMemory(caches.device, caches.ranges(), caches.copies.synchronize)
     names = preferred_planes(caches.device) if settings.plane == "auto" else (settings.plane,)
@@ -71,12 +72,19 @@ def make_planes(settings: Settings, curve: CurveKeys | None, caches: RankCaches)
     planes: list[Plane] = []
     missing: dict[str, str] = {}
     for name in names:
+        if keys is None and (why := _needs_keys(name)):
+            if settings.plane != "auto":
+                raise ConfigError(
+                    f"plane: {name} needs keys, because {why}; remove the setting insecure, or name another plane"
+                )
+            missing[name] = f"it needs keys, because {why}"
+            continue
         try:
             context = PlaneContext(
                 host=settings.side_channel_host,
                 slot_bytes=settings.slot_bytes or best_slot_bytes(name, caches.device, staging_bytes),
                 staging_bytes=staging_bytes,
-                configure_socket=lambda socket, server: configure_curve(socket, curve, server=server),
+                keys=keys,
                 memory=memory,
             )
             plane = make_plane(name, context)
@@ -85,10 +93,20 @@ def make_planes(settings: Settings, curve: CurveKeys | None, caches: RankCaches)
                 raise PlaneUnavailableError(plane.cannot_serve)
         except PlaneUnavailableError as error:
             if settings.plane != "auto":
-                raise
+                choices = ", ".join(("auto", *preferred_planes(caches.device)))
+                raise ConfigError(
+                    f"plane: {settings.plane!r} cannot be used: {error}; expected one of {choices}"
+                ) from None
             missing[name] = str(error)
         else:
             planes.append(plane)
     if not planes:
         raise PlaneUnavailableError("no data plane: " + "; ".join(f"{name}: {why}" for name, why in missing.items()))
     return planes, missing
+
+
+def _needs_keys(name: str) -> str:
+    try:
+        return plane_spec(name).needs_keys
+    except PlaneUnavailableError:  # ``make_plane`` says so
+        return ""

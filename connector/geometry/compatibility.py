@@ -12,6 +12,8 @@ from kvferry.transport.errors import GeometryError, IncompatiblePeerError
 
 MAX_BLOCK_TOKENS = 1 << 20
 """Bound on a block; a peer names its own, and kernel blocks of one are counted out."""
+MAX_LAYERS = 8192
+"""Bound on the layers of a rank, over all regions."""
 LayerIndex = dict[tuple[str, str], tuple[int, int]]
 """(region, place in it) by part and layer name."""
 
@@ -35,6 +37,7 @@ def compatible(local: RankGeometry, remote: RankGeometry, *, consumer: bool = Tr
         check_geometry(geometry)
     needs, has = (local, remote) if consumer else (remote, local)
     held = layer_index(has)
+    known = {layer for _, layer in held}
     missing = []
     over = excluded_regions(needs, has)
     for number, region in enumerate(needs.regions):
@@ -44,7 +47,7 @@ def compatible(local: RankGeometry, remote: RankGeometry, *, consumer: bool = Tr
         for layer in region.layers:
             where = held.get((region.part, layer))
             if where is None:
-                if any(layer in theirs.layers for theirs in has.regions):
+                if layer in known:
                     _refuse_parts(layer, *((needs, has) if consumer else (has, needs)))
                 missing.append(layer)
             elif where[0] not in checked:
@@ -52,16 +55,19 @@ def compatible(local: RankGeometry, remote: RankGeometry, *, consumer: bool = Tr
                 theirs = has.regions[where[0]]
                 _same_form(layer, *((region, theirs) if consumer else (theirs, region)), convert)
     if has.pp_size == 1 and missing:
-        refuse_missing(missing, len({layer for region in has.regions for layer in region.layers}), consumer)
+        refuse_missing(missing, len(known), consumer)
 
 
 def check_geometry(geometry: RankGeometry) -> None:
     """Check that a rank can have this geometry.
 
     Raises:
-        GeometryError: ranks outside sizes, heads other than the rank's interval, a token shard of another
-            rank, a layer listed twice, or scales that are none.
+        GeometryError: more than ``MAX_LAYERS`` layers, ranks outside sizes, heads other than the rank's interval, a
+            token shard of another rank, a layer listed twice, or scales that are none.
     """
+    layers = sum(len(region.layers) for region in geometry.regions)
+    if layers > MAX_LAYERS:
+        raise GeometryError(f"{layers} layers in {len(geometry.regions)} regions, limit {MAX_LAYERS}")
     for axis in ("tp", "pp"):
         rank, size = getattr(geometry, f"{axis}_rank"), getattr(geometry, f"{axis}_size")
         if size > MAX_RANKS or rank >= size:

@@ -17,10 +17,10 @@ import numpy.typing as npt
 from kvferry.connector.geometry.compatibility import LayerIndex, layer_index, refuse_missing
 from kvferry.connector.geometry.packing import alternatives, excluded_regions
 from kvferry.connector.geometry.rank_geometry import RankGeometry, RegionGeometry
-from kvferry.connector.geometry.spans import Span, whole_tiles
+from kvferry.connector.geometry.spans import MAX_SPANS, Span, whole_tiles
 from kvferry.connector.geometry.token_sharding import ALL_TOKENS, TokenShard, TokenSharding, num_common_tokens
 from kvferry.connector.geometry.topology import HeadRead, TpKVTopology
-from kvferry.transport.errors import IncompatiblePeerError
+from kvferry.transport.errors import GeometryError, IncompatiblePeerError
 
 
 class PlannedSpan(NamedTuple):
@@ -53,7 +53,7 @@ def plan_reads(local: RankGeometry, remote: RankGeometry, tokens: Sequence[tuple
 
     Raises:
         IncompatiblePeerError: P's rank does not hold the heads.
-        GeometryError: P lists a layer twice.
+        GeometryError: P lists a layer twice, or the plan has more than ``MAX_SPANS`` spans.
     """
     assert len(tokens) == len(local.regions)
     planned: list[PlannedSpan] = []
@@ -68,6 +68,8 @@ def plan_reads(local: RankGeometry, remote: RankGeometry, tokens: Sequence[tuple
         num_layers, num_heads = route.num_layers, route.heads.num_heads
         span = Span(route.theirs, route.first, num_layers, head, num_heads, token, num_tokens, region.shard)
         planned.append(PlannedSpan(span, route.region, route.layer, ours, theirs.shard))
+    if len(planned) > MAX_SPANS:
+        raise GeometryError(f"{len(planned)} spans to read from one rank of P, limit {MAX_SPANS}")
     return tuple(planned)
 
 

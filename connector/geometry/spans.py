@@ -6,9 +6,8 @@ inside a span, on the wire contiguous ``[layers][heads][tokens][C]``; both sides
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import chain, repeat
 from typing import NamedTuple
 
 import msgspec
@@ -19,6 +18,12 @@ from kvferry.transport.errors import GeometryError
 
 MAX_CHUNKS = 1 << 20
 """Bound on the messages that one span is cut into; a peer names the span and the size of a message."""
+
+MAX_SPANS = 4096
+"""Bound on the spans of one read. P checks all of them before it answers, which takes some 10 ms."""
+
+MAX_LISTED_RUNS = 1 << 14
+"""Runs of tokens of one layer that are kept for the next layer."""
 
 TAPER_BYTES, TAPERED = 32 << 20, 3
 """If the last of several messages of a span would be at least ``TAPERED`` times ``TAPER_BYTES``, its last
@@ -117,10 +122,58 @@ def check_spans(spans: Sequence[Span], geometry: RankGeometry, num_tokens: int) 
             raise GeometryError(f"spans of group {index} ask for {elements} (layer, head, token) elements of {bound}")
 
 
-def chunks(
+class SpanCut(msgspec.Struct, frozen=True):
+    """The cut of a span into chunks. ``len`` is their number, which is computed without them; iteration makes them one
+    after the other, so a long read costs no memory.
+
+    Each chunk has ``step`` whole layers with all ``num_tokens`` tokens; or, where one layer has more than ``most``
+    tokens, a run of tokens of one layer. ``first`` is the number of the span's first token in the prompt, ``align`` the
+    multiple at which runs end.
+    """
+
+    num_layers: int
+    step: int
+    first: int
+    num_tokens: int
+    most: int
+    align: int
+    token_bytes: int
+
+    @property
+    def _tapers(self) -> bool:
+        """Whether the last chunk may be cut once more. Then chunks are so large that they are few."""
+        return self.most * self.token_bytes >= TAPERED * TAPER_BYTES
+
+    def __len__(self) -> int:
+        if self._tapers:
+            return sum(1 for _ in self)
+        if self.num_tokens <= self.most:
+            return (self.num_layers + self.step - 1) // self.step
+        return self.num_layers * _num_runs(self.first, self.num_tokens, self.most, self.align)
+
+    def __iter__(self) -> Iterator[Chunk]:
+        cut = self._even()
+        return iter(_tapered(list(cut), self.token_bytes, self.first, self.align)) if self._tapers else cut
+
+    def _even(self) -> Iterator[Chunk]:
+        if self.num_tokens <= self.most:
+            for layer in range(0, self.num_layers, self.step):
+                yield Chunk(layer, min(self.step, self.num_layers - layer), 0, self.num_tokens)
+            return
+        runs: Iterable[tuple[int, int]] = ()
+        for layer in range(self.num_layers):
+            if not isinstance(runs, list):
+                runs = _token_runs(self.first, self.num_tokens, self.most, self.align)
+                if self.num_tokens <= MAX_LISTED_RUNS * self.most // 2:
+                    runs = list(runs)
+            # Ten thousand chunks for a long prompt: tuple.__new__ takes half the time of calling Chunk.
+            yield from (_new_chunk((layer, 1, *run)) for run in runs)
+
+
+def cut_span(
     span: Span, content_bytes: int, chunk_bytes: int, token_align: int = 1, shard: TokenShard = ALL_TOKENS
-) -> list[Chunk]:
-    """A span cut into messages of at most ``chunk_bytes``; the same on both sides. ``shard`` is P's.
+) -> SpanCut:
+    """Cut a span into messages of at most ``chunk_bytes``; the same on both sides. ``shard`` is P's.
 
     As many whole layers with all tokens as fit; where one layer does not fit, runs of its tokens, with cuts at
     multiples of ``token_align`` (counted from the start of the prompt, as blocks are) wherever one is within reach.
@@ -135,32 +188,29 @@ def chunks(
         first, num_tokens = int(places.starts[0]), places.num_tokens
         token_align = token_align if places.dense else 1
     token_bytes = span.num_heads * content_bytes
-    layer_bytes = token_bytes * num_tokens
     most = chunk_bytes // token_bytes
     if most < 1:
         raise GeometryError(
             f"one token of {span.num_heads} heads x {content_bytes} bytes does not fit into a message of "
             f"{chunk_bytes} bytes; raise slot_bytes to {token_bytes} or more"
         )
-    if layer_bytes <= chunk_bytes:
-        step = chunk_bytes // layer_bytes
-        if -(-span.num_layers // step) > MAX_CHUNKS:
-            raise GeometryError(f"span of {span.num_layers} layers makes more than {MAX_CHUNKS} messages")
-        layers = range(0, span.num_layers, step)
-        whole = [Chunk(layer, min(step, span.num_layers - layer), 0, num_tokens) for layer in layers]
-        return _tapered(whole, token_bytes, first, max(1, token_align))
+    step = max(1, most // num_tokens)
+    cut = SpanCut(span.num_layers, step, first, num_tokens, most, max(1, token_align), token_bytes)
     # Alignment shortens a run by less than half on average.
-    if span.num_layers * -(-2 * num_tokens // most) > MAX_CHUNKS:
+    runs = 1 if num_tokens <= most else -(-2 * num_tokens // most)
+    if -(-span.num_layers // step) * runs > MAX_CHUNKS:
         raise GeometryError(
             f"span of {span.num_layers} layers x {num_tokens} tokens makes more than {MAX_CHUNKS} messages "
             f"of {chunk_bytes} bytes"
         )
-    runs = _token_runs(first, num_tokens, most, max(1, token_align))
-    # Ten thousand chunks for a long prompt: zip and tuple.__new__ take half the time of calling Chunk.
-    numbers = chain.from_iterable(repeat(layer, len(runs)) for layer in range(span.num_layers))
-    starts, counts = ([run[side] for run in runs] * span.num_layers for side in (0, 1))
-    cut = list(map(_new_chunk, zip(numbers, repeat(1), starts, counts, strict=False)))
-    return _tapered(cut, token_bytes, first, max(1, token_align))
+    return cut
+
+
+def chunks(
+    span: Span, content_bytes: int, chunk_bytes: int, token_align: int = 1, shard: TokenShard = ALL_TOKENS
+) -> list[Chunk]:
+    """All chunks of ``cut_span``."""
+    return list(cut_span(span, content_bytes, chunk_bytes, token_align, shard))
 
 
 def _tapered(cut: list[Chunk], token_bytes: int, first: int, align: int) -> list[Chunk]:
@@ -179,13 +229,30 @@ def _tapered(cut: list[Chunk], token_bytes: int, first: int, align: int) -> list
     return cut
 
 
-def _token_runs(first: int, total: int, most: int, align: int) -> list[tuple[int, int]]:
-    runs, token = [], 0
+def _token_runs(first: int, total: int, most: int, align: int) -> Iterator[tuple[int, int]]:
+    token = 0
     while token < total:
         stop = min(token + most, total)
         if stop < total:
             aligned = (first + stop) // align * align - first
             stop = aligned if aligned > token else stop
-        runs.append((token, stop - token))
+        yield token, stop - token
         token = stop
-    return runs
+
+
+def _num_runs(first: int, total: int, most: int, align: int) -> int:
+    """The number of ``_token_runs``. The last run begins where at most ``most`` tokens are left; the others begin at
+    the first token, at each multiple of ``align``, and every ``most`` tokens behind one."""
+    begin, end = first, first + total - most  # the runs that begin in here are followed by another one
+    if end <= begin:
+        return 1
+    if most >= align:
+        aligned = (begin + most) // align * align
+        stride = most // align * align
+        return 2 + max(0, -(-(end - aligned) // stride))
+    boundary = -(-begin // align) * align
+    runs = -(-(min(end, boundary) - begin) // most)
+    if end > boundary:
+        blocks, rest = divmod(end - boundary, align)
+        runs += blocks * -(-align // most) - (-rest // most)
+    return runs + 1

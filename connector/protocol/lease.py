@@ -11,12 +11,13 @@ An *own* read is P's own packing of its pages; P waits for it, because only its 
 A *peer* read is a read by D's kernel over mapped memory. P can neither see nor stop it, so it does not appear here. D
 must commit it: ``may_commit`` is false from the moment the lease has ended.
 The first ask of a consumer fixes which of its ranks must release; the lease ends when one consumer's set is complete.
+Sets of ranks are numbers, one bit for each rank: a peer names thousands of ranks in a message, and a lease keeps them.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import get_args
 
@@ -38,20 +39,39 @@ ENDED = (LeasePhase.RELEASED, LeasePhase.EXPIRED)
 
 Consumer = bytes
 """One life of one D engine."""
+MAX_CONSUMERS = 64
+"""Consumers of one lease whose votes P counts. A hand-over has one, or a few where D is replaced by another D."""
+
+
+def rank_set(ranks: Iterable[int]) -> int:
+    """A set of ranks as a number with one bit for each rank."""
+    bits = 0
+    for rank in ranks:
+        bits |= 1 << rank
+    return bits
+
+
+def ranks_of(bits: int) -> Iterator[int]:
+    """The ranks of a set, ascending: the inverse of ``rank_set``."""
+    while bits:
+        lowest = bits & -bits
+        yield lowest.bit_length() - 1
+        bits ^= lowest
 
 
 class Lease(msgspec.Struct, frozen=True):
     """State. Times are local seconds, as ``now``. A renewal moves ``deadline`` to ``term`` seconds from now, never past
     ``cap``.
 
-    ``votes``: per consumer, the ranks that have not released yet. ``reads``: own reads that are running.
+    ``votes``: per consumer, the ranks that have not released yet (``rank_set``), of at most ``MAX_CONSUMERS``.
+    ``reads``: own reads that are running.
     """
 
     phase: LeasePhase
     deadline: float
     term: float
     cap: float
-    votes: Mapping[Consumer, frozenset[int]] = msgspec.field(default_factory=lambda: MappingProxyType({}))
+    votes: Mapping[Consumer, int] = msgspec.field(default_factory=lambda: MappingProxyType({}))
     reads: frozenset[object] = frozenset()
     freed: bool = False
     reason: str = ""
@@ -121,9 +141,9 @@ def may_commit(state: Lease) -> bool:
 
 def _asked(state: Lease, event: LeaseEvent, now: float) -> Outcome:
     assert isinstance(event, Asked)
-    if event.consumer in state.votes:
+    if event.consumer in state.votes or len(state.votes) >= MAX_CONSUMERS:
         return state, ()
-    votes = MappingProxyType({**state.votes, event.consumer: event.expected})
+    votes = MappingProxyType({**state.votes, event.consumer: rank_set(event.expected)})
     return replace(state, votes=votes), ()
 
 
@@ -144,7 +164,10 @@ def _renewed(state: Lease, event: LeaseEvent, now: float) -> Outcome:
 
 def _released(state: Lease, event: LeaseEvent, now: float) -> Outcome:
     assert isinstance(event, Released)
-    left = state.votes.get(event.consumer, event.expected) - {event.rank}
+    known = state.votes.get(event.consumer)
+    left = (rank_set(event.expected) if known is None else known) & ~(1 << event.rank)
+    if left and known is None and len(state.votes) >= MAX_CONSUMERS:
+        return state, ()
     voted = replace(state, votes=MappingProxyType({**state.votes, event.consumer: left}))
     return (voted, ()) if left else _end(voted, LeasePhase.RELEASED, "released")
 

@@ -3,7 +3,8 @@
 ::
 
     CONNECTED ─▶ GREETING ─▶ ATTACHING ─▶ MAPPING ─▶ ATTACHED          (each ─▶ FAILED)
-                               ▲   └─────────┴── the next plane where P or the memory refuses one
+                    │          ▲ ▲ └─────────┴── the next plane where P or the memory refuses one
+                    └─▶ GREETED ─┘   where D only releases a lease: that needs a session at P, but no data plane
 
 A link that has failed is replaced, never used again.
 """
@@ -23,6 +24,7 @@ from kvferry.connector.protocol.state_machine import Tick, TransitionTable, igno
 class LinkPhase(enum.Enum):
     CONNECTED = "connected"  # control messages only; no handshake was needed yet
     GREETING = "waiting for the answer to the handshake"
+    GREETED = "known to P"  # control messages only
     ATTACHING = "waiting for the data plane"
     MAPPING = "waiting for P's memory to be mapped"
     ATTACHED = "attached"
@@ -30,16 +32,22 @@ class LinkPhase(enum.Enum):
 
 
 class LinkState(msgspec.Struct, frozen=True):
-    """``timeout``: seconds that a handshake may take. ``plane``: the data plane under negotiation or in use."""
+    """``timeout``: seconds that a handshake may take. ``plane_wanted``: a read needs a data plane. ``plane``: the data
+    plane under negotiation or in use."""
 
     timeout: float
     phase: LinkPhase = LinkPhase.CONNECTED
     deadline: float = float("inf")
     plane: str = ""
     reason: Reason | None = None
+    plane_wanted: bool = False
 
 
 # --- events -----------------------------------------------------------------------------------------------------
+
+
+class GreetingWanted(msgspec.Struct, frozen=True):
+    """A message needs a session at P."""
 
 
 class HandshakeWanted(msgspec.Struct, frozen=True):
@@ -87,7 +95,8 @@ class LinkBroken(msgspec.Struct, frozen=True):
 
 
 LinkEvent = (
-    HandshakeWanted
+    GreetingWanted
+    | HandshakeWanted
     | PeerWelcomed
     | PlaneChosen
     | PlaneAttached
@@ -131,11 +140,22 @@ _P = LinkPhase
 
 
 def _greet(state: LinkState, event: LinkEvent, now: float) -> Outcome:
-    return replace(state, phase=_P.GREETING, deadline=now + state.timeout), (SendHello(),)
+    plane_wanted = isinstance(event, HandshakeWanted)
+    return replace(state, phase=_P.GREETING, deadline=now + state.timeout, plane_wanted=plane_wanted), (SendHello(),)
+
+
+def _want_plane(state: LinkState, event: LinkEvent, now: float) -> Outcome:
+    return replace(state, plane_wanted=True), ()
 
 
 def _welcomed(state: LinkState, event: LinkEvent, now: float) -> Outcome:
-    return replace(state, phase=_P.ATTACHING), (ChoosePlane(),)
+    if state.plane_wanted:
+        return replace(state, phase=_P.ATTACHING), (ChoosePlane(),)
+    return replace(state, phase=_P.GREETED, deadline=float("inf")), ()
+
+
+def _attach(state: LinkState, event: LinkEvent, now: float) -> Outcome:
+    return replace(state, phase=_P.ATTACHING, deadline=now + state.timeout, plane_wanted=True), (ChoosePlane(),)
 
 
 def _chosen(state: LinkState, event: LinkEvent, now: float) -> Outcome:
@@ -205,7 +225,9 @@ LINK: TransitionTable[LinkState, LinkEvent, LinkEffect] = TransitionTable(
     get_args(LinkEvent),
     (
         ((_P.FAILED,), get_args(LinkEvent), ignore),
-        ((_P.CONNECTED,), (HandshakeWanted,), _greet),
+        ((_P.CONNECTED,), (GreetingWanted, HandshakeWanted), _greet),
+        ((_P.GREETING,), (HandshakeWanted,), _want_plane),
+        ((_P.GREETED,), (HandshakeWanted,), _attach),
         ((_P.GREETING,), (PeerWelcomed,), _welcomed),
         ((_P.ATTACHING,), (PlaneChosen,), _chosen),
         ((_P.ATTACHING,), (PlaneAttached,), _attached),
@@ -215,7 +237,7 @@ LINK: TransitionTable[LinkState, LinkEvent, LinkEffect] = TransitionTable(
         ((_P.ATTACHED,), (PlaneLost,), _lost),
         (_HANDSHAKE, (Tick,), _late),
         (LinkPhase, (LinkBroken,), _broken),
-        (LinkPhase, (HandshakeWanted, PlaneRejected, Tick, PlaneLost), ignore),
+        (LinkPhase, (GreetingWanted, HandshakeWanted, PlaneRejected, Tick, PlaneLost), ignore),
         (LinkPhase, (PeerWelcomed, PlaneAttached, PlaneChosen, MemoryMapped), _out_of_place),
     ),
 )

@@ -22,7 +22,8 @@ D asks, P answers. One hand-over from one P rank to one D rank is a *read*, numb
 
 Version history: 1, the first; 2, grants posted on a board, large messages smaller at both ends of a span; 3, a last
 byte behind each message over TCP; 4, one small message at the end of a span; 5, fields by their present names, a
-refusal with typed fields, grants without the unused ``epoch`` and ``ready``; 6, P says that it closes.
+refusal with typed fields, grants without the unused ``epoch`` and ``ready``; 6, planes of one host name P's process
+only, and its files after D has attached, and P says that it closes.
 """
 
 from __future__ import annotations
@@ -32,21 +33,32 @@ from typing import Annotated, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from kvferry.connector.geometry.rank_geometry import MAX_REGIONS, PRINTABLE, Count, Name, PageLayout, RankGeometry, Size
-from kvferry.connector.geometry.spans import Span
+from kvferry.connector.geometry.rank_geometry import MAX_REGIONS, PRINTABLE, Count, Name, PageLayout, RankGeometry
+from kvferry.connector.geometry.spans import MAX_SPANS, Span
+from kvferry.connector.geometry.topology import MAX_RANKS
 from kvferry.transport.errors import ProtocolError
 from kvferry.transport.grant_board import BoardAddress
 
 MAGIC = b"kvferry"
 PROTOCOL_VERSION = 6
-MAX_MESSAGE_BYTES = 8 << 20
-"""Bound on one control message; 8192 layer names or 2 million block ids fit."""
+MAX_REPLY_BYTES = 8 << 20
+"""Bound on one message of P; 2 million block ids fit."""
+MAX_REQUEST_BYTES = 1 << 20
+"""Bound on one message of D; 8192 layer names, or ``MAX_SPANS`` spans, fit. P serves many peers by one thread."""
+MIN_CHUNK_BYTES = 64 << 10
+"""Bound on the size of a chunk that a peer names: smaller chunks would be too many."""
+MAX_RENEWED = 4096
+"""Tokens of one Renew."""
 
 Token = Annotated[bytes, Meta(min_length=16, max_length=16)]
 """Names a lease: 128 random bits. A D that sends this token may read."""
 Incarnation = Annotated[bytes, Meta(min_length=16, max_length=16)]
 """Names one life of one rank; new at every start."""
 ReadNumber = Annotated[int, Meta(ge=0, lt=1 << 32)]
+ConsumerRank = Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
+"""A rank of D's engine, over all pipeline stages. P keeps one bit for each."""
+ConsumerRanks = Annotated[tuple[ConsumerRank, ...], Meta(min_length=1, max_length=MAX_RANKS)]
+ChunkBytes = Annotated[int, Meta(ge=MIN_CHUNK_BYTES, le=1 << 31)]
 Text = Annotated[str, Meta(max_length=1024, pattern=PRINTABLE)]
 PlanePayload = Annotated[bytes, Meta(max_length=64 << 10)]
 
@@ -101,7 +113,7 @@ class Attached(_Message, frozen=True):
     ``board`` the address of the grant board, on which P posts its grants."""
 
     plane: Name
-    slot_bytes: Size
+    slot_bytes: ChunkBytes
     payload: PlanePayload = b""
     board: BoardAddress | None = None
     pages: Annotated[tuple[PageLayout, ...], Meta(max_length=MAX_REGIONS)] = ()
@@ -125,10 +137,10 @@ class Ask(_Message, frozen=True):
     read: ReadNumber
     token: Token
     consumer: Incarnation
-    consumer_rank: Count
-    expected: Annotated[tuple[Count, ...], Meta(min_length=1, max_length=4096)]
-    spans: Annotated[tuple[Span, ...], Meta(max_length=8192)]
-    chunk_bytes: Size
+    consumer_rank: ConsumerRank
+    expected: ConsumerRanks
+    spans: Annotated[tuple[Span, ...], Meta(max_length=MAX_SPANS)]
+    chunk_bytes: ChunkBytes
 
 
 class Grant(_Message, frozen=True):
@@ -193,12 +205,12 @@ class Release(_Message, frozen=True):
 
     token: Token
     consumer: Incarnation
-    consumer_rank: Count
-    expected: Annotated[tuple[Count, ...], Meta(min_length=1, max_length=4096)]
+    consumer_rank: ConsumerRank
+    expected: ConsumerRanks
 
 
 class Renew(_Message, frozen=True):
-    tokens: Annotated[tuple[Token, ...], Meta(max_length=65536)]
+    tokens: Annotated[tuple[Token, ...], Meta(max_length=MAX_RENEWED)]
 
 
 Request = Hello | Attach | Ask | Cancel | Commit | Release | Renew
@@ -228,14 +240,14 @@ def decode_grant(note: bytes) -> Grant:
     return _decode(_grant_decoder, [MAGIC, _VERSION_FRAME, note])
 
 
-def _body(frames: list[bytes]) -> bytes:
+def _body(frames: list[bytes], limit: int) -> bytes:
     if len(frames) != 3 or frames[0] != MAGIC or len(frames[1]) != 2:
         raise ProtocolError(f"not a KVFerry message: {len(frames)} frames, first {frames[0][:16] if frames else b''!r}")
     if frames[1] != _VERSION_FRAME:
         theirs = int.from_bytes(frames[1], "big")
         raise VersionError(theirs)
-    if len(frames[2]) > MAX_MESSAGE_BYTES:
-        raise ProtocolError(f"message of {len(frames[2])} bytes, limit {MAX_MESSAGE_BYTES}")
+    if len(frames[2]) > limit:
+        raise ProtocolError(f"message of {len(frames[2])} bytes, limit {limit}")
     return frames[2]
 
 
@@ -252,7 +264,7 @@ class VersionError(ProtocolError):
 
 def decode_request(frames: list[bytes]) -> Request:
     """Decode a message of D. Raises VersionError for another version, and ProtocolError for any other fault."""
-    return _decode(_request_decoder, frames)
+    return _decode(_request_decoder, frames, MAX_REQUEST_BYTES)
 
 
 def decode_reply(frames: list[bytes]) -> Reply:
@@ -263,9 +275,9 @@ def decode_reply(frames: list[bytes]) -> Reply:
 _T = TypeVar("_T")
 
 
-def _decode(decoder: msgspec.msgpack.Decoder[_T], frames: list[bytes]) -> _T:
+def _decode(decoder: msgspec.msgpack.Decoder[_T], frames: list[bytes], limit: int = MAX_REPLY_BYTES) -> _T:
     try:
-        return decoder.decode(_body(frames))
+        return decoder.decode(_body(frames, limit))
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
         # The error text can quote the peer, so it is cut to one short line and escaped.
         raise ProtocolError(f"malformed message: {str(error)[:300].encode('unicode_escape').decode()}") from None

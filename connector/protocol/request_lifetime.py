@@ -41,11 +41,13 @@ class RequestState(msgspec.Struct, frozen=True):
     Attributes:
         start: the first token that the engine does not have, as the engine asked last.
         in_step: the step in which the request is scheduled computes with the load, by D's last answer to the engine.
+        token: of the lease that is kept; from OFFERED on.
     """
 
     phase: RequestPhase = RequestPhase.NEW
     start: int = 0
     in_step: bool = False
+    token: bytes = b""
 
 
 # --- events -----------------------------------------------------------------------------------------------------
@@ -121,7 +123,9 @@ class PlanCancel(msgspec.Struct, frozen=True):
 
 
 class PlanRelease(msgspec.Struct, frozen=True):
-    """The request loads nothing: it does not need its lease any more."""
+    """The request loads nothing: it does not need the lease with this token any more."""
+
+    token: bytes
 
 
 RequestEffect = PlanKeep | PlanLoad | PlanCancel | PlanRelease
@@ -132,7 +136,7 @@ Outcome = tuple[RequestState, tuple[RequestEffect, ...]]
 
 def _offered(state: RequestState, event: RequestEvent, now: float) -> Outcome:
     assert isinstance(event, PromptOffered)
-    return replace(state, phase=RequestPhase.OFFERED), (PlanKeep(event.keep),)
+    return replace(state, phase=RequestPhase.OFFERED, token=event.keep.token), (PlanKeep(event.keep),)
 
 
 def _local(state: RequestState, event: RequestEvent, now: float) -> Outcome:
@@ -140,7 +144,7 @@ def _local(state: RequestState, event: RequestEvent, now: float) -> Outcome:
 
 
 def _refused(state: RequestState, event: RequestEvent, now: float) -> Outcome:
-    return replace(state, phase=RequestPhase.LOCAL), (PlanRelease(),)
+    return replace(state, phase=RequestPhase.LOCAL), (PlanRelease(state.token),)
 
 
 def _answered(state: RequestState, event: RequestEvent, now: float) -> Outcome:
@@ -149,7 +153,7 @@ def _answered(state: RequestState, event: RequestEvent, now: float) -> Outcome:
 
 
 def _declined(state: RequestState, event: RequestEvent, now: float) -> Outcome:
-    return replace(state, phase=RequestPhase.SETTLED), (PlanRelease(),)
+    return replace(state, phase=RequestPhase.SETTLED), (PlanRelease(state.token),)
 
 
 def _allocated(state: RequestState, event: RequestEvent, now: float) -> Outcome:
@@ -163,7 +167,7 @@ def _reported(state: RequestState, event: RequestEvent, now: float) -> Outcome:
 
 
 def _end_offered(state: RequestState, event: RequestEvent, now: float) -> Outcome:
-    return replace(state, phase=RequestPhase.ENDED), (PlanRelease(),)
+    return replace(state, phase=RequestPhase.ENDED), (PlanRelease(state.token),)
 
 
 def _end_loading(state: RequestState, event: RequestEvent, now: float) -> Outcome:

@@ -1,6 +1,7 @@
 """What the two halves of an engine send each other in one step. Plain data.
 
 The scheduler half sends one ``StepPlan``, the same to every rank. The worker half of each rank returns ``StepResults``.
+``repr`` of a struct with a lease's token is only its request: vLLM writes the plan to its log when an engine dies.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ from kvferry.connector.geometry.token_sharding import UNSHARDED, TokenSharding
 
 
 class RankAddress(msgspec.Struct, frozen=True):
-    """The address at which one rank of an engine listens, and the incarnation of that rank."""
+    """The address at which one rank of an engine listens, and the incarnation of that rank. ``key``: the fingerprint of
+    its public key; empty where it is insecure."""
 
     pp_rank: int
     tp_rank: int
     host: str
     port: int
     incarnation: bytes
+    key: str = ""
 
 
 class PeerEngine(msgspec.Struct, frozen=True):
@@ -54,6 +57,9 @@ class LeaseGrant(msgspec.Struct, frozen=True):
     prompt: str = ""
     step: int = 0
 
+    def __repr__(self) -> str:
+        return f"LeaseGrant({self.request_id!r})"
+
 
 class KeepLease(msgspec.Struct, frozen=True):
     """D: a request that will need this lease. D renews the lease until the request is loaded or dropped.
@@ -65,6 +71,16 @@ class KeepLease(msgspec.Struct, frozen=True):
     token: bytes
     peer: PeerEngine
     siblings: bool
+
+    def __repr__(self) -> str:
+        return f"KeepLease({self.request_id!r})"
+
+
+class UnneededLease(msgspec.Struct, frozen=True):
+    """D: a request that will load nothing under this lease. The token tells it from an earlier request with its id."""
+
+    request_id: str
+    token: bytes
 
 
 class Load(msgspec.Struct, frozen=True):
@@ -85,13 +101,17 @@ class Load(msgspec.Struct, frozen=True):
     now: bool = False
     behind: bool = True
 
+    def __repr__(self) -> str:
+        return f"Load({self.request_id!r})"
+
 
 class StepPlan(msgspec.Struct, frozen=True):
     """The work of one engine step.
 
-    ``consumer`` names this life of this engine to P. ``cancels``: loads to cancel. ``releases``: requests with a kept
-    lease that will load nothing. ``idle``: the engine computes nothing in this step, so a worker may wait for its
-    loads. ``step``: the number of this step.
+    ``consumer`` names this life of this engine to P. ``cancels``: loads to cancel. ``releases``: kept leases
+    under which a request will load nothing. ``idle``: the engine computes nothing in this step, so a worker may wait
+    for its loads. ``step``: the number of this step. ``after_prefill``: the step before computed a prompt that will be
+    handed over from here. Its lease comes with a later plan, and is granted when that step has ended.
     """
 
     consumer: bytes = bytes(16)
@@ -99,9 +119,10 @@ class StepPlan(msgspec.Struct, frozen=True):
     keeps: tuple[KeepLease, ...] = ()
     loads: tuple[Load, ...] = ()
     cancels: tuple[str, ...] = ()
-    releases: tuple[str, ...] = ()
+    releases: tuple[UnneededLease, ...] = ()
     idle: bool = False
     step: int = 0
+    after_prefill: bool = False
 
     @property
     def empty(self) -> bool:

@@ -18,7 +18,7 @@ import torch
 from kvferry.connector.geometry.byte_ranges import reach, wire_ordered
 from kvferry.connector.geometry.dtypes import WireElements
 from kvferry.connector.geometry.rank_geometry import PageLayout, RankGeometry, RegionGeometry
-from kvferry.connector.geometry.spans import Span, chunks
+from kvferry.connector.geometry.spans import Span, SpanCut, cut_span
 from kvferry.connector.geometry.token_sharding import TokenBlocks, TokenShard, common_blocks
 from kvferry.connector.geometry.view import CacheView, kernel_block_ids, row_bases
 from kvferry.connector.transfer.copies import Copies, WaitPolicy
@@ -208,9 +208,8 @@ class RankCaches:
         Raises:
             GeometryError: a chunk of one block or token does not fit into ``chunk_bytes``.
         """
-        cut = chunks(span, source.content_bytes, chunk_bytes, source.block_size, source.shard)
         shared = SpanCopy(whole)
-        for chunk in cut:
+        for chunk in self.span_cut(span, chunk_bytes, source):
             yield PageBox(
                 region=whole.region,
                 layer=whole.layer + chunk.layer,
@@ -223,6 +222,11 @@ class RankCaches:
                 source=WireElements(source, span.layer + chunk.layer) if convert else None,
                 whole=shared,
             )
+
+    @staticmethod
+    def span_cut(span: Span, chunk_bytes: int, source: RegionGeometry) -> SpanCut:
+        """How ``cut`` cuts ``span``. Raises GeometryError as ``cut``."""
+        return cut_span(span, source.content_bytes, chunk_bytes, source.block_size, source.shard)
 
     def _copy_wire(self, address: int, box: PageBox, *, to_wire: bool) -> None:
         """Copy between ``box`` of the pages and bytes in wire order at ``address``."""

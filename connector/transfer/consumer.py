@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Set
 from functools import partial
 
 from kvferry.connector.geometry.read_plan import check_complete, plan_reads
@@ -34,14 +34,14 @@ from kvferry.connector.protocol.source_read import (
     StopRead,
 )
 from kvferry.connector.protocol.state_machine import Lifetime, Tick
-from kvferry.connector.protocol.step_plan import KeepLease, Load, unpack_ids
+from kvferry.connector.protocol.step_plan import KeepLease, Load, UnneededLease, unpack_ids
 from kvferry.connector.transfer.lease_keeper import LeaseKeeper
 from kvferry.connector.transfer.link import Link
 from kvferry.connector.transfer.links import Links
 from kvferry.connector.transfer.load_reports import FinishedLoad, LoadReports, OnBegun, grant_stands
 from kvferry.connector.transfer.rank_context import RankContext
 from kvferry.connector.transfer.receiver import ActiveLoad, Happening, Receiver, SourceRead
-from kvferry.transport.errors import GeometryError, KVFerryError, ProtocolError
+from kvferry.transport.errors import GeometryError, KVFerryError, ProtocolError, TransportError, shortened
 
 logger = logging.getLogger("vllm.kvferry.consumer")
 
@@ -63,13 +63,14 @@ class Consumer:
         ``now`` of all methods is in seconds of a ``RunningClock``.
         """
         self._rank_context = rank_context
+        self._log = rank_context.log
         self._reports = LoadReports(rank_context.stats, begun, finished)
         self._timeouts = handover.Timeouts(
             rank_context.settings.handshake_timeout_seconds, rank_context.settings.transfer_timeout_seconds
         )
-        self._links = Links(rank_context)
         self._active_loads: list[ActiveLoad] = []  # two of them may have one request id, see ``FinishedLoad``
         self._receiver = Receiver(rank_context.caches)
+        self._links = Links(rank_context, self._receiver.through)
         self._lease_keeper = LeaseKeeper(rank_context, self._links.get)
         self._later: deque[Callable[[], None]] = deque()  # what follows reports, until the next tick
 
@@ -83,9 +84,9 @@ class Consumer:
         """Keep a lease alive until its request is loaded or released."""
         self._lease_keeper.keep(keep.token, keep.peer, keep.request_id, now, siblings=keep.siblings)
 
-    def release(self, request_id: str, now: float) -> None:
-        """The request loads nothing."""
-        self._lease_keeper.release(request_id, now)
+    def release(self, release: UnneededLease, now: float) -> None:
+        """The request loads nothing under this lease."""
+        self._lease_keeper.release(release.token, release.request_id, now)
 
     def cancel(self, request_id: str, now: float) -> None:
         """Cancel the loads of a request. They are still reported, once nothing can write their blocks."""
@@ -99,7 +100,7 @@ class Consumer:
                 self._step(active_load, handover.CancelLoad(), now)
                 return
         self._reports.not_started(load)
-        self._lease_keeper.release(load.request_id, now, load.token)
+        self._lease_keeper.release(load.token, load.request_id, now)
 
     def load(self, load: Load, now: float, *, alone: bool = False) -> None:
         """Start a hand-over. ``alone``: no other hand-over is about to begin."""
@@ -109,19 +110,19 @@ class Consumer:
             for region, (start, stop) in enumerate(load.tokens):
                 if stop > start:
                     self._rank_context.caches.check_held(region, ids[region], start, stop)
-            addresses = self._links.source_addresses(load.peer)
+            sources = [(self._links.get(address), address) for address in self._links.source_addresses(load.peer)]
         except KVFerryError as error:
-            self._reports.failed(load, Reason("incompatible", str(error)))
-            self._lease_keeper.release(load.request_id, now, load.token)
+            lost = isinstance(error, TransportError)
+            self._reports.failed(load, Reason("peer_lost" if lost else "incompatible", str(error)))
+            self._lease_keeper.release(load.token, load.request_id, now)
             return
-        state, effects = handover.begin(len(addresses), self._timeouts, now)
+        state, effects = handover.begin(len(sources), self._timeouts, now)
         lifetime = Lifetime(handover.HANDOVER, state, now)
         # A step that computes with the load begins once its copies are under way, so this thread waits for none.
         active_load = ActiveLoad(load, lifetime, time.monotonic(), ids, alone and not load.now)
         self._active_loads.append(active_load)
-        for number, address in enumerate(addresses):
-            link = self._links.get(load.peer, address)
-            self._receiver.new(active_load, number, link, now)
+        for number, (link, address) in enumerate(sources):
+            self._receiver.new(active_load, number, link, address, now)
             link.start_handshake(now)
         self._perform(active_load, effects, now)
         for read in active_load.reads:
@@ -133,15 +134,18 @@ class Consumer:
         """Handle the copies into D's pages whose end this thread awaited when they began."""
         self._step_reads(self._receiver.finished_writes(), now)
 
-    def serve(self, now: float, ready: Collection[object] | None = None) -> bool:
+    def serve(self, now: float, ready: Set[object] | None = None) -> bool:
         """Handle the messages that have arrived. Returns whether there is more to do at once. ``ready``: the readable
         sockets; ``None`` is any, and then deadlines are checked too."""
+        dialer = self._rank_context.dialer
+        if ready is None or not ready.isdisjoint(dialer.pollables):
+            dialer.progress()
         for link in self._links:
             try:
-                for reply in link.serve(now) if ready is None or link.has_events(ready) else ():
+                for reply in link.serve(now) if ready is None or link.has_events else ():
                     self._reply(link, reply, now)
             except Exception as error:  # an error with one peer must not reach the others
-                logger.exception("kvferry: unexpected error with %s", link.name)
+                self._log.exception("link", "kvferry: unexpected error with %s", link.name)
                 link.fail("internal", repr(error))
             if link.phase is not link.handled_phase:
                 link.handled_phase = link.phase
@@ -154,7 +158,7 @@ class Consumer:
         for active_load in list(self._active_loads):
             self._step(active_load, Tick(), now)
         self._lease_keeper.tick(now)
-        self._links.close_unused(now, self._receiver.through)
+        self._links.close_unused(now)
 
     def renew_now(self) -> None:
         """Renew at the next tick: this thread was delayed while P's deadlines went on."""
@@ -164,10 +168,6 @@ class Consumer:
     def live(self) -> bool:
         """Whether a deadline is running, or something is left for the next tick."""
         return bool(self._later or self._active_loads or self._lease_keeper or self._links.any_failed)
-
-    @property
-    def links(self) -> list[Link]:
-        return self._links.usable
 
     def close(self, now: float, reason: str) -> None:
         """Release every lease and close the links; loads that still run are reported as failed for ``reason``."""
@@ -193,7 +193,10 @@ class Consumer:
         if read.state.stopped:
             return
         if read.link.phase is LinkPhase.ATTACHED:
-            self._step(read.active_load, handover.SourceReady(read.state.source), now)
+            if (misfit := read.misfit()) is not None:
+                self._step_read(read, ReadFailed(misfit), now)
+            else:
+                self._step(read.active_load, handover.SourceReady(read.state.source), now)
         elif read.link.phase is LinkPhase.FAILED:
             self._step_read(read, ReadFailed(read.link.failure), now)
 
@@ -211,7 +214,7 @@ class Consumer:
                 self._perform_one(active_load, effect, now)
             except Exception as error:
                 name = type(effect).__name__
-                logger.exception("kvferry: unexpected error in %s of %s", name, active_load.load.request_id)
+                self._log.exception(name, "kvferry: unexpected error in %s of %s", name, active_load.load.request_id)
                 self._rank_context.stats.failed("internal")
                 if isinstance(effect, handover.AskSources | handover.CommitSources):
                     failed = handover.SourceFailed(0, Reason("internal", f"{name}: {error!r}"))
@@ -228,7 +231,7 @@ class Consumer:
                     self._step_read(read, StopRead(), now)
             case handover.ReleaseLease():
                 load = active_load.load
-                release = partial(self._lease_keeper.release, load.request_id, now, load.token)
+                release = partial(self._lease_keeper.release, load.token, load.request_id, now)
                 self._after_report(active_load, release)
             case handover.ReportLoad(reason):
                 self._active_loads.remove(active_load)
@@ -254,7 +257,7 @@ class Consumer:
             try:
                 self._later.popleft()()
             except Exception:
-                logger.exception("kvferry: unexpected error after a load was reported")
+                self._log.exception("later", "kvferry: unexpected error after a load was reported")
                 self._rank_context.stats.failed("internal")
 
     def _plan_and_ask(self, active_load: ActiveLoad, now: float) -> None:
@@ -290,7 +293,8 @@ class Consumer:
             try:
                 self._perform_read_effect(read, effect, now)
             except Exception as error:
-                logger.exception("kvferry: unexpected error in %s of read %d", type(effect).__name__, read.number)
+                name = type(effect).__name__
+                self._log.exception(name, "kvferry: unexpected error in %s of read %d", name, read.number)
                 self._rank_context.stats.failed("internal")
                 if isinstance(effect, SendCommit | CheckPostedGrant):
                     self._step_read(read, ReadFailed(Reason("internal", repr(error))), now)
@@ -332,7 +336,7 @@ class Consumer:
                 token=load.token,
                 consumer=self._lease_keeper.consumer,
                 consumer_rank=self._lease_keeper.rank,
-                expected=self._lease_keeper.expected(load.peer, read.link.address.tp_rank),
+                expected=self._lease_keeper.expected(load.peer, read.address.tp_rank),
                 spans=tuple(item.span for item in read.planned),
                 chunk_bytes=read.link.slot_bytes,
             )
@@ -379,11 +383,9 @@ class Consumer:
                 self._take_grant(read, reply, now)
             case messages.Deny():
                 kind: FailureKind = "expired" if reply.reason in ("expired", "unknown") else "denied"
-                detail = f": {reply.detail}" if reply.detail else ""
-                if (
-                    reply.reason == "detached"
-                ):  # P has ended its session with this D: the next hand-over makes a new link
-                    link.fail("peer_lost", f"P has no handshake of ours: {reply.detail}")
+                detail = f": {shortened(reply.detail)!r}" if reply.detail else ""
+                if reply.reason == "detached":  # P has ended its session with this D: the next load makes a new link
+                    link.fail("peer_lost", f"P has no handshake of ours{detail}")
                 self._step_read(read, ReadFailed(Reason(kind, f"P denied the read, {reply.reason}{detail}")), now)
             case messages.Committed():
                 self._step_read(read, CommitAnswered(reply.ok), now)

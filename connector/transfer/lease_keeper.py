@@ -26,8 +26,6 @@ RENEWALS_PER_TERM = 3
 """D may lose two renewals in a row before P's lease ends."""
 SHORTEST_INTERVAL = 0.1
 """Seconds. A peer that names a short term must not keep the transfer thread busy."""
-RENEWED_AT_ONCE = 4096
-"""Tokens of one message. One message per token would fill the connection's queue where all renewals are due at once."""
 
 
 @dataclass(slots=True)
@@ -40,8 +38,8 @@ class LeaseAtPeer:
     lifetime: Lifetime[kept_lease.KeptLease, kept_lease.KeptLeaseEvent, kept_lease.KeptLeaseEffect]
 
 
-Renewals = dict[RankAddress, tuple[PeerEngine, list[bytes]]]
-"""The tokens to renew, by P rank."""
+RENEWED_PER_TICK = 64
+"""P ranks to which D sends renewals in one tick. The others follow in the next ticks: a request may name many ranks."""
 
 
 class LeaseKeeper:
@@ -50,14 +48,14 @@ class LeaseKeeper:
     At least one D rank releases at every P rank, also at a P rank that no D rank reads (``TpKVTopology.release_map``).
     """
 
-    def __init__(self, rank_context: RankContext, link: Callable[[PeerEngine, RankAddress], Link]) -> None:
+    def __init__(self, rank_context: RankContext, link: Callable[[RankAddress], Link]) -> None:
         self._rank_context = rank_context
         geometry = rank_context.caches.geometry
         self.rank = geometry.pp_rank * geometry.tp_size + geometry.tp_rank
         """This rank's number in its engine, over all pipeline stages."""
         self._link = link
         self._kept: dict[bytes, LeaseAtPeer] = {}
-        self._token_of: dict[str, bytes] = {}
+        self._due: dict[RankAddress, dict[bytes, None]] = {}  # the tokens to renew, by P rank
         self._addresses = lru_cache(maxsize=P_ENGINES)(self._release_addresses)
         self.expected = lru_cache(maxsize=P_ENGINES * 16)(self._expected)
         self.consumer = bytes(16)
@@ -78,28 +76,24 @@ class LeaseKeeper:
             state = kept_lease.keep_lease(now, interval, SIBLING_SECONDS)
             kept = LeaseAtPeer(token, peer, self._addresses(peer), Lifetime(kept_lease.KEPT_LEASE, state, now))
             self._kept[token] = kept
-        self._token_of[request_id] = token
         self._step(kept, kept_lease.LeaseWanted(request_id, siblings), now)
 
-    def release(self, request_id: str, now: float, token: bytes | None = None) -> None:
-        """``request_id`` will not read any more under ``token``, or, without one, under the lease that it kept last.
-        The last request of a lease releases it. Raises nothing."""
-        last = self._token_of.get(request_id)
-        if token is None or token == last:
-            token = self._token_of.pop(request_id, None)
-        kept = self._kept.get(token) if token is not None else None
+    def release(self, token: bytes, request_id: str, now: float) -> None:
+        """``request_id`` will not read any more under ``token``. The last request of a lease releases it. Raises
+        nothing."""
+        kept = self._kept.get(token)
         if kept is not None:
             self._step(kept, kept_lease.LeaseUnwanted(request_id), now)
 
     def tick(self, now: float) -> None:
         """Renew the leases whose renewal is due, and release those that have waited for siblings long enough."""
-        due: Renewals = {}
         for kept in list(self._kept.values()):
-            self._step(kept, Tick(), now, due)
-        for address, (peer, tokens) in due.items():
-            for start in range(0, len(tokens), RENEWED_AT_ONCE):
-                part = tuple(tokens[start : start + RENEWED_AT_ONCE])
-                self._send("renewal", peer, address, partial(messages.Renew, tokens=part))
+            self._step(kept, Tick(), now)
+        for address in list(self._due)[:RENEWED_PER_TICK]:
+            tokens = [token for token in self._due.pop(address) if token in self._kept]
+            for start in range(0, len(tokens), messages.MAX_RENEWED):
+                part = tuple(tokens[start : start + messages.MAX_RENEWED])
+                self._send("renewal", address, partial(messages.Renew, tokens=part))
 
     def renew_now(self) -> None:
         """Renew every lease at the next tick."""
@@ -110,7 +104,6 @@ class LeaseKeeper:
         """Release every lease."""
         for kept in list(self._kept.values()):
             self._step(kept, kept_lease.KeepingEnded(), now)
-        self._token_of.clear()
 
     def _expected(self, peer: PeerEngine, p_rank: int) -> tuple[int, ...]:
         """The D ranks, of every pipeline stage, that release at P's rank ``p_rank``."""
@@ -126,23 +119,20 @@ class LeaseKeeper:
 
     # --- effects ------------------------------------------------------------------------------------------------
 
-    def _step(
-        self, kept: LeaseAtPeer, event: kept_lease.KeptLeaseEvent, now: float, due: Renewals | None = None
-    ) -> None:
-        """Take one event. ``due`` collects renewals, so that one message renews all leases at a P rank."""
+    def _step(self, kept: LeaseAtPeer, event: kept_lease.KeptLeaseEvent, now: float) -> None:
+        """Take one event. One message renews all leases at a P rank, so renewals are only collected here."""
         for effect in kept.lifetime.step(event, now):
             match effect:
                 case kept_lease.SendRenewal():
-                    assert due is not None, "only a tick renews"
                     for address in kept.addresses:
-                        due.setdefault(address, (kept.peer, []))[1].append(kept.token)
+                        self._due.setdefault(address, {})[kept.token] = None
                 case kept_lease.SendRelease():
-                    self._send_release(kept)
+                    self._send_release(kept, now)
 
-    def _send_release(self, kept: LeaseAtPeer) -> None:
+    def _send_release(self, kept: LeaseAtPeer, now: float) -> None:
         del self._kept[kept.token]
         for address in kept.addresses:
-            self._send("release", kept.peer, address, partial(self._release_of, kept, address), kept)
+            self._send("release", address, partial(self._release_of, kept, address), kept, now)
 
     def _release_of(self, kept: LeaseAtPeer, address: RankAddress) -> messages.Release:
         return messages.Release(
@@ -155,15 +145,19 @@ class LeaseKeeper:
     def _send(
         self,
         what: str,
-        peer: PeerEngine,
         address: RankAddress,
         message: Callable[[], messages.Renew | messages.Release],
         kept: LeaseAtPeer | None = None,
+        now: float = 0.0,
     ) -> None:
-        """Make a message and send it to one P rank. A failure is counted, and logged at a limited rate. It must not
-        affect other leases, nor the report of the load for which D kept the lease."""
+        """Make a message about a lease, and send it to one P rank; before the release of ``kept``, make this D known
+        there. A failure is counted, and logged at a limited rate. It must not affect other leases, nor the report of
+        the load for which D kept the lease."""
         try:
-            self._link(peer, address).send(message())
+            link = self._link(address)
+            if kept is not None:
+                link.start_greeting(now)
+            link.send(message())
         except Exception as error:
             self._rank_context.stats.dropped(f"{what} not sent")
             self._rank_context.log.warning(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 from kvferry.connector.geometry.byte_ranges import check_layouts, translate_pages
@@ -15,6 +14,7 @@ from kvferry.connector.protocol.link_state import (
     LINK,
     ChoosePlane,
     DropPlane,
+    GreetingWanted,
     HandshakeWanted,
     LinkBroken,
     LinkEvent,
@@ -30,7 +30,6 @@ from kvferry.connector.protocol.link_state import (
     SendHello,
 )
 from kvferry.connector.protocol.messages import (
-    MAX_MESSAGE_BYTES,
     Attach,
     Attached,
     AttachRefused,
@@ -49,7 +48,6 @@ from kvferry.connector.protocol.state_machine import Lifetime, Tick
 from kvferry.connector.protocol.step_plan import PeerEngine, RankAddress
 from kvferry.connector.transfer.rank_context import RankContext, check_model
 from kvferry.transport.channels import DChannel
-from kvferry.transport.control.connection import Connection
 from kvferry.transport.errors import (
     GeometryError,
     IncompatiblePeerError,
@@ -58,11 +56,13 @@ from kvferry.transport.errors import (
     PlaneUnavailableError,
     ProtocolError,
     TransportError,
+    shortened,
 )
 from kvferry.transport.grant_board import BoardAddress, BoardReader
+from kvferry.transport.host import is_ours
+from kvferry.transport.peer_process import PeerProcess
 from kvferry.transport.plane import Plane
-
-logger = logging.getLogger("vllm.kvferry.link")
+from kvferry.transport.wake import RateLimitedLog
 
 
 class Link:
@@ -71,11 +71,11 @@ class Link:
     ``link_state`` decides; this class performs its effects. A failed link is replaced, never used again.
     """
 
-    def __init__(self, rank_context: RankContext, peer: PeerEngine, address: RankAddress) -> None:
+    def __init__(self, rank_context: RankContext, address: RankAddress, log: RateLimitedLog) -> None:
         settings = rank_context.settings
         self._rank_context = rank_context
-        self.peer = peer
-        self.address = address
+        self._log = log
+        self._host, self._port, self._incarnation = address.host, address.port, address.incarnation
         self._now = 0.0  # the time that the last call passed
         self.lifetime = Lifetime(LINK, LinkState(settings.handshake_timeout_seconds), self._now)
         self.handled_phase = LinkPhase.CONNECTED  # the last phase that the owner has acted on
@@ -87,17 +87,18 @@ class Link:
         self.slot_bytes = 0
         self.pages: tuple[PageLayout, ...] = ()
         self.board: BoardReader | None = None  # P's board of posted grants
+        self.process: PeerProcess | None = None  # P's process, where D reads the process itself
         self.converted: frozenset[tuple[int, int]] = frozenset()  # regions, D's and P's, whose dtypes or scales differ
         self._offers: dict[str, bytes] = {}
         self._rejected: dict[str, str] = {}  # the reason of the rejection, by plane
         self._gpu_reached = True  # false once D's GPU has failed to reach P's GPU
         self.geometry: RankGeometry | None = None
-        self.connection = Connection(
-            address.host,
-            address.port,
-            curve=rank_context.curve,
-            max_message_bytes=MAX_MESSAGE_BYTES,
-            connect_timeout=2 * settings.handshake_timeout_seconds,  # the deadline of the handshake comes first
+        self._engine_id = ""  # P's own, once it has answered
+        self.connection = rank_context.dialer.connect(
+            self._host,
+            self._port,
+            key=address.key,
+            timeout=2 * settings.handshake_timeout_seconds,  # the deadline of the handshake comes first
         )
 
     @property
@@ -107,8 +108,14 @@ class Link:
     @property
     def name(self) -> str:
         """The peer as a log line names it."""
-        where = f"{self.address.host}:{self.address.port}"
-        return f"{self.peer.engine_id[:8]} pp{self.address.pp_rank} tp{self.address.tp_rank} at {where}"
+        where = f"{self._host}:{self._port}"
+        if self.geometry is None:
+            return f"P at {where}"
+        return f"{self._engine_id[:8]} pp{self.geometry.pp_rank} tp{self.geometry.tp_rank} at {where}"
+
+    def _key(self, what: str) -> str:
+        """Under which lines of one kind about one peer are limited."""
+        return f"{what} {self._host}:{self._port}"
 
     @property
     def theirs(self) -> RankGeometry:
@@ -133,6 +140,11 @@ class Link:
         self._now = now
         self._step(HandshakeWanted())
 
+    def start_greeting(self, now: float) -> None:
+        """Make this D known to P, unless it is. P keeps a release that precedes its lease only from a known D."""
+        self._now = now
+        self._step(GreetingWanted())
+
     def send(self, message: Request) -> None:
         """Send, or fail the link where the peer cannot be reached. A failed link still carries messages, above all a
         release, as long as its connection stands."""
@@ -141,21 +153,22 @@ class Link:
             self._take_closing()
             self.fail("peer_lost", self.connection.reason or "its control connection takes no more messages")
 
-    def has_events(self, ready: Collection[object]) -> bool:
-        """Whether ``serve`` has work, if the sockets ``ready`` are readable."""
-        connection, channel = self.connection, self.channel
-        if self.phase is LinkPhase.MAPPING or (channel is not None and channel.error is not None):
+    @property
+    def has_events(self) -> bool:
+        """Whether ``serve`` has work."""
+        channel = self.channel
+        if self.connection.news or (channel is not None and channel.error is not None):
             return True
-        return connection.socket in ready or connection.monitor in ready
+        return self.phase is LinkPhase.MAPPING
 
     def serve(self, now: float) -> list[Reply]:
         """Advance the handshake. Returns the replies that do not belong to it."""
         self._now = now
         replies: list[Reply] = []
+        arrived = self.connection.receive()
         if self.phase is LinkPhase.FAILED:
             return replies
-        self.connection.poll_monitor()
-        for frames in self.connection.receive():
+        for frames in arrived:
             with self._errors_fail_the_link():
                 reply = decode_reply(frames)
                 if isinstance(reply, Welcome | Refused | Attached | AttachRefused):
@@ -227,7 +240,8 @@ class Link:
                 case DropPlane(plane, why):
                     self._drop_plane(plane, why)
                 case ReportBroken(reason):
-                    logger.warning("kvferry: link to %s failed: %s [%s]", self.name, reason.text, self.lifetime.story())
+                    text = "kvferry: link to %s failed: %s [%s]"
+                    self._log.warning(self._key("failed"), text, self.name, reason.text, self.lifetime.story())
 
     def _hello(self) -> Hello:
         rank_context = self._rank_context
@@ -249,7 +263,7 @@ class Link:
                 self._check_welcome(reply)
                 self._step(PeerWelcomed())
             case AttachRefused():
-                self._step(PlaneRejected(reply.plane, reply.reason))
+                self._step(PlaneRejected(reply.plane, shortened(reply.reason)))
             case Attached():
                 self._on_attached(reply)
 
@@ -258,22 +272,30 @@ class Link:
             raise ProtocolError(f"Attached came while {self.phase.value}")
         if reply.plane != self.plane.name:
             return  # D has rejected this plane in the meantime
-        self.plane.finish(self.channel, reply.payload)
+        try:
+            self.plane.finish(self.channel, reply.payload)
+        except PlaneUnavailableError as error:
+            self._gpu_reached &= not isinstance(error, PeerUnreachableError)
+            self._step(PlaneRejected(reply.plane, str(error)))
+            return
         self.slot_bytes, self.pages = reply.slot_bytes, reply.pages
         if not self.plane.pulls:
             self._step(PlaneAttached(reply.plane, ready=True))
             return
         check_layouts(self.pages, self.theirs)
+        self.process = self.channel.process if self.channel.pulls else None
         self.board = None if reply.board is None else self._open_board(reply.board)
         self._step(PlaneAttached(reply.plane, ready=False))
         self._map_pages()
 
     def _open_board(self, address: BoardAddress) -> BoardReader | None:
         """P's board; without it D asks for every grant."""
+        if self.process is None:
+            return None
         try:
-            return BoardReader(address)
+            return BoardReader(self.process, address)
         except (PlaneUnavailableError, OSError) as error:
-            logger.info("kvferry: D asks %s for every grant: %s", self.name, error)
+            self._log.info(self._key("board"), "kvferry: D asks %s for every grant: %s", self.name, error)
             return None
 
     def _map_pages(self) -> None:
@@ -287,30 +309,36 @@ class Link:
     def _check_welcome(self, welcome: Welcome) -> None:
         if self.phase is not LinkPhase.GREETING:
             return  # the table refuses it
-        if welcome.incarnation != self.address.incarnation:
+        if welcome.incarnation != self._incarnation:
             raise KVFerryError("P was restarted, or has slept, since it made this hand-over; its KV cache is gone")
-        self._check_addressed(welcome.geometry)
         check_model(self._rank_context.model, welcome.model)
         ours = self._rank_context.caches.geometry
         compatible(ours, welcome.geometry, convert=self._rank_context.settings.convert_dtype)
-        self.geometry = welcome.geometry
+        self.geometry, self._engine_id = welcome.geometry, welcome.engine_id
         self.converted = converted_pairs(ours, welcome.geometry)
         if self.converted:
             pairs = {f"{welcome.geometry.regions[j].dtype} to {ours.regions[i].dtype}" for i, j in self.converted}
-            logger.info("kvferry: KV of %s is converted, %s", self.name, ", ".join(sorted(pairs)))
+            text = "kvferry: KV of %s is converted, %s"
+            self._log.info(self._key("converted"), text, self.name, ", ".join(sorted(pairs)))
         block_size = next((region.block_size for region in welcome.geometry.regions), 0)
-        logger.info("kvferry: %s: %s", self.name, self._rank_context.topology(self.peer).describe(block_size))
+        described = self._rank_context.topology(welcome.geometry).describe(block_size)
+        self._log.info(self._key("topology"), "kvferry: %s: %s", self.name, described)
         self._offers = {offer.name: offer.payload for offer in welcome.planes}
 
-    def _check_addressed(self, theirs: RankGeometry) -> None:
-        """Check that P's rank and engine have the form that the request's parameters named. D has chosen the ranks to
-        read from these parameters."""
+    def check_addressed(self, peer: PeerEngine, address: RankAddress) -> None:
+        """Check that this rank of P has the form that a request's parameters name. D has chosen the ranks to read from
+        these parameters.
+
+        Raises:
+            IncompatiblePeerError: it has another form.
+        """
+        theirs = self.theirs
         named = {
-            "tp_rank": self.address.tp_rank,
-            "pp_rank": self.address.pp_rank,
-            "tp_size": self.peer.tp_size,
-            "pp_size": self.peer.pp_size,
-            "shardings": self.peer.shardings,
+            "tp_rank": address.tp_rank,
+            "pp_rank": address.pp_rank,
+            "tp_size": peer.tp_size,
+            "pp_size": peer.pp_size,
+            "shardings": peer.shardings,
         }
         for field, value in named.items():
             if getattr(theirs, field) != value:
@@ -336,26 +364,33 @@ class Link:
         """
         rejected = {**self._rank_context.missing_planes, **self._rejected}
         for plane in self._rank_context.planes:
-            why = self._cannot_use(plane) if plane.name in self._offers else "P does not offer it"
+            why = self._cannot_use(plane)
             if why:
                 rejected.setdefault(plane.name, why)
                 continue
             try:
                 self.channel, payload = plane.connect(self._offers[plane.name], self.connection.address)
+                if self.channel.pulls and self.channel.process is not None:
+                    self.channel.process.check_holds_end(self.connection.ends)
             except PlaneUnavailableError as error:
+                self.detach()
                 self._gpu_reached &= not isinstance(error, PeerUnreachableError)
                 rejected[plane.name] = str(error)
                 continue
             self.plane = plane
             because = f" ({_listed(rejected)})" if rejected else ""
-            logger.info("kvferry: data plane to %s is %s%s", self.name, plane.name, because)
+            self._log.info(self._key(plane.name), "kvferry: data plane to %s is %s%s", self.name, plane.name, because)
             self._step(PlaneChosen(plane.name))
             self.send(Attach(plane=plane.name, payload=payload))
             return
         raise PlaneUnavailableError(f"no data plane in common: {_listed(rejected) or 'none offered'}")
 
     def _cannot_use(self, plane: Plane) -> str:
-        """Why D does not choose a plane that P offers; empty where D may choose it."""
+        """Why D does not choose a plane; empty where D may choose it."""
+        if plane.same_host and not is_ours(self.connection.address):
+            return "P is on another host"
+        if plane.name not in self._offers:
+            return "P does not offer it"
         if plane.pulls and self.converted:
             return "it copies bytes, and dtypes differ"
         if len(self._rank_context.planes) == 1:

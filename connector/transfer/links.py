@@ -2,28 +2,43 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from itertools import product
+
+import zmq
 
 from kvferry.connector.protocol.link_state import LinkPhase
 from kvferry.connector.protocol.step_plan import PeerEngine, RankAddress
 from kvferry.connector.transfer.link import Link
 from kvferry.connector.transfer.rank_context import P_ENGINES, RankContext
-from kvferry.transport.errors import KVFerryError
+from kvferry.transport.errors import KVFerryError, TransportError
+from kvferry.transport.wake import RateLimitedLog
 
 FAILED_LINK_SECONDS = 1.0
 """D keeps a failed link for this time, so that a burst of requests for a dead peer fails at once."""
 IDLE_LINK_SECONDS = 120.0
 """D closes a link that was not used for this time, so that its staging memory serves other peers."""
+MAX_LINKS = 4096
+"""Links at once. Requests name the addresses, and clients may send any."""
+
+Life = tuple[str, int, bytes, str]
+"""Host and port of a rank of P, its incarnation, and the fingerprint of its key. What else a request says of the rank
+may be wrong, and must not concern other requests: ``Link.check_addressed`` checks it for each hand-over."""
 
 
 class Links:
-    """At most one link to each address. Iteration is over a copy: links may be opened and closed meanwhile."""
+    """At most one link to each life of each P rank. Iteration is over a copy: links may be opened and closed meanwhile.
 
-    def __init__(self, rank_context: RankContext) -> None:
+    ``has_reads``: whether reads use a link.
+    """
+
+    def __init__(self, rank_context: RankContext, has_reads: Callable[[Link], object]) -> None:
         self._rank_context = rank_context
-        self._links: dict[RankAddress, Link] = {}
+        self._has_reads = has_reads
+        self._log = RateLimitedLog(logging.getLogger("vllm.kvferry.link"))
+        self._links: dict[Life, Link] = {}
         self.source_addresses = lru_cache(maxsize=P_ENGINES)(self._source_addresses)
 
     def __iter__(self) -> Iterator[Link]:
@@ -32,12 +47,31 @@ class Links:
     def __len__(self) -> int:
         return len(self._links)
 
-    def get(self, peer: PeerEngine, address: RankAddress) -> Link:
-        """The link to a rank of P; a new one where there is none."""
-        link = self._links.get(address)
+    def get(self, address: RankAddress) -> Link:
+        """The link to a rank of P; a new one where there is none.
+
+        Raises:
+            TransportError: no link can be opened.
+        """
+        life = address.host, address.port, address.incarnation, address.key
+        link = self._links.get(life)
         if link is None:
-            link = self._links[address] = Link(self._rank_context, peer, address)
+            if len(self._links) >= MAX_LINKS:
+                self._make_room()
+            try:
+                link = self._links[life] = Link(self._rank_context, address, self._log)
+            except (OSError, RuntimeError, zmq.ZMQError) as error:  # no descriptor, no socket or no thread is left
+                raise TransportError(f"no connection to {address.host}:{address.port} can be opened: {error}") from None
         return link
+
+    def _make_room(self) -> None:
+        """Close the link without reads that was not used for the longest time, if possible one without data plane."""
+        unused = [(life, link) for life, link in self._links.items() if not self._has_reads(link)]
+        if not unused:
+            raise TransportError(f"{len(self._links)} links to ranks of P are in use, limit {MAX_LINKS}")
+        life, link = min(unused, key=lambda item: (item[1].phase is LinkPhase.ATTACHED, item[1].used_at))
+        link.close()
+        del self._links[life]
 
     def _source_addresses(self, peer: PeerEngine) -> tuple[RankAddress, ...]:
         """The ranks of P that this rank reads from.
@@ -56,23 +90,18 @@ class Links:
         return tuple(by_rank[rank] for rank in wanted)
 
     @property
-    def usable(self) -> list[Link]:
-        """The links that have not failed."""
-        return [link for link in self._links.values() if link.phase is not LinkPhase.FAILED]
-
-    @property
     def any_failed(self) -> bool:
         return any(link.phase is LinkPhase.FAILED for link in self._links.values())
 
-    def close_unused(self, now: float, has_reads: Callable[[Link], object]) -> None:
+    def close_unused(self, now: float) -> None:
         """Close the links that have failed long enough ago, and those that were not used for long."""
-        for address, link in list(self._links.items()):
-            if link.used or has_reads(link):
+        for life, link in list(self._links.items()):
+            if link.used or self._has_reads(link):
                 link.used, link.used_at = False, now
             failed = link.handled_phase is LinkPhase.FAILED and now >= link.failed_at + FAILED_LINK_SECONDS
             if failed or now >= link.used_at + IDLE_LINK_SECONDS:
                 link.close()
-                del self._links[address]
+                del self._links[life]
 
     def close(self) -> None:
         """Close all links."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 import msgspec
 
@@ -33,6 +34,28 @@ class FinishedLoad(msgspec.Struct, frozen=True):
     load: Load
     ok: bool
     estimate: TransferEstimate = UNKNOWN
+
+
+class StepLoadListener(Protocol):
+    """Takes what happens to the loads inside one step. The transfer thread calls it."""
+
+    def begun(self, load: Load, stands: Check | None = None) -> None:
+        """All copies of a load are under way. A load of another step is ignored. ``stands``: whether the copies have
+        ended, without an error, under a lease that stands; any thread may call it."""
+
+    def ended(self, load: Load, ok: bool) -> None:
+        """A load has ended, and nothing writes its blocks any more. A load of another step is ignored."""
+
+    def yield_to_engine(self, wait: Callable[[float], bool]) -> None:
+        """Wait while the engine's threads have more urgent work, for some milliseconds at most. ``wait``: waits for so
+        many seconds, or until ``wake`` is called; returns whether a control message has arrived."""
+
+    def interrupt(self) -> None:
+        """End ``yield_to_engine``: there is new work."""
+
+    @property
+    def final(self) -> bool:
+        """Whether all loads have ended."""
 
 
 class LoadReports:
@@ -121,8 +144,12 @@ class LoadReports:
 
 
 def grant_stands(read: SourceRead) -> bool:
-    """Whether the grant that P posted for a read has been posted without a break since D found it."""
-    return read.note is not None and read.note.is_current and read.link.phase is not LinkPhase.FAILED
+    """Whether the grant that P posted for a read has been posted without a break since D found it, and P's process has
+    not ended. Nobody withdraws the grants of a process that was killed, and its number may be another's by now: what D
+    has copied by that number is P's only if P lives after the copy."""
+    link = read.link
+    stands = read.note is not None and read.note.is_current and link.phase is not LinkPhase.FAILED
+    return stands and link.process is not None and not link.process.ended
 
 
 def _num_tokens(load: Load) -> int:

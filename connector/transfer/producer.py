@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,7 +15,9 @@ from kvferry.connector.protocol import lease, messages, outgoing_read
 from kvferry.connector.protocol.state_machine import Lifetime, Tick
 from kvferry.connector.protocol.step_plan import LeaseGrant, unpack_ids
 from kvferry.connector.transfer.caches import Ids
+from kvferry.connector.transfer.early_requests import EarlyRequests, HeldAsk
 from kvferry.connector.transfer.rank_context import RankContext
+from kvferry.connector.transfer.replies import Replies
 from kvferry.connector.transfer.sender import OutgoingRead, Sender
 from kvferry.connector.transfer.sessions import Session, Sessions
 from kvferry.transport.control.listener import Listener
@@ -27,12 +29,8 @@ logger = logging.getLogger("vllm.kvferry.producer")
 ENDED_TOKENS = 1 << 16
 """Tokens that P remembers after their lease has ended, so that P refuses a late ask at once. P does not grant an ask
 with an unknown token either, but refuses it only after ``ask_hold_seconds``."""
-EARLY_RELEASES = 1024
-EARLY_VOTES = 64
-HELD_ASKS = 4096
-HELD_SPANS = 1 << 16
-"""Bounds on the asks that wait for their lease: their number, and the number of their spans and ranks, which bounds
-the memory."""
+SERVE_SECONDS = 0.01
+"""How long the thread answers messages before it looks at its other work; further messages wait for the next turn."""
 PACKS_PER_TURN = 2
 """Chunks that the thread packs before it looks at control messages again."""
 CLOSING_SECONDS = 0.02
@@ -52,15 +50,6 @@ class HeldLease:
     posted: int | None = None
 
 
-@dataclass(slots=True)
-class HeldAsk:
-    """An ask that arrived before its lease."""
-
-    identity: bytes
-    ask: messages.Ask
-    deadline: float
-
-
 class Producer:
     """All leases of this rank and all reads under them. Used by the transfer thread only."""
 
@@ -68,6 +57,7 @@ class Producer:
         """``freed``: called with each request of whose lease nothing reads the blocks any more."""
         self._rank_context = rank_context
         self._on_freed = freed
+        self._log = rank_context.log
         self._listener = listener
         self._leases: dict[bytes, HeldLease] = {}
         self._ended: OrderedDict[bytes, None] = OrderedDict()
@@ -78,8 +68,10 @@ class Producer:
         )
         self._sessions = Sessions(rank_context, self._board.place)
         self._sender = Sender(rank_context.caches)
-        self._waiting: list[HeldAsk] = []
-        self._early: OrderedDict[bytes, list[lease.Released]] = OrderedDict()
+        settings = rank_context.settings
+        self._early = EarlyRequests(settings.ask_hold_seconds, settings.lease_seconds)
+        self._replies = Replies(listener)
+        self._arrived: deque[tuple[bytes, list[bytes], str]] = deque()
 
     # --- commands from the engine -------------------------------------------------------------------------------
 
@@ -89,19 +81,16 @@ class Producer:
         ids = [self._rank_context.caches.kernel_ids(g, unpack_ids(packed)) for g, packed in enumerate(grant.block_ids)]
         state = lease.grant(now, settings.lease_seconds, settings.lease_cap_seconds)
         self._leases[grant.token] = HeldLease(grant, ids, Lifetime(lease.LEASE, state, now), self._post(grant))
-        for vote in self._early.pop(grant.token, ()):
-            self._step(grant.token, vote, now)
-        if not self._waiting:
-            return
-        early = [held for held in self._waiting if held.ask.token == grant.token]
-        self._waiting = [held for held in self._waiting if held.ask.token != grant.token]
-        for held in early:
+        if self._early.votes.cost:
+            for vote in self._early.take_votes(grant.token):
+                self._step(grant.token, vote, now)
+        for held in self._early.take_asks(grant.token) if self._early.asks.cost else ():
             session = self._sessions.find(held.identity)
             try:
                 if session is not None:
                     self._ask(session, held.ask, now)
             except Exception as error:  # the lease stands: an error here must not free its blocks
-                logger.exception("kvferry: unexpected error with an ask that was held")
+                self._log.exception("held ask", "kvferry: unexpected error with an ask that was held")
                 self._deny(held, held.ask.read, "failed", repr(error))
 
     def _post(self, grant: LeaseGrant) -> int | None:
@@ -113,11 +102,14 @@ class Producer:
     # --- the loop's calls ---------------------------------------------------------------------------------------
 
     def serve(self, now: float) -> bool:
-        """Answer the messages that have arrived. Returns whether there were any."""
-        arrived = self._listener.receive()
-        for identity, frames in arrived:
+        """Answer messages that have arrived, for ``SERVE_SECONDS``. Returns whether there were any."""
+        if not self._arrived:
+            self._arrived.extend(self._listener.receive())
+        served, end = bool(self._arrived), time.monotonic() + SERVE_SECONDS
+        while self._arrived:
+            identity, frames, address = self._arrived.popleft()
             try:
-                self._request(identity, messages.decode_request(frames), now)
+                self._request(identity, messages.decode_request(frames), now, address)
             except messages.VersionError as error:
                 ours, theirs = str(messages.PROTOCOL_VERSION), str(error.theirs)
                 self._reply(identity, messages.Refused(field="protocol version", ours=ours, theirs=theirs))
@@ -125,9 +117,16 @@ class Producer:
             except ProtocolError as error:
                 self._drop("malformed", error)
             except Exception as error:  # an error with one peer must not reach the others
-                logger.exception("kvferry: unexpected error with a message")
+                self._log.exception("message", "kvferry: unexpected error with a message")
                 self._drop("unexpected error", repr(error))
-        return bool(arrived)
+            if time.monotonic() >= end:
+                break
+        return served
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether messages have arrived that ``serve`` has not answered yet."""
+        return bool(self._arrived)
 
     def pump(self, now: float) -> bool:
         """Pack and send chunks of the reads in turn. Returns whether any chunk was packed or sent."""
@@ -151,17 +150,22 @@ class Producer:
         """Expire leases, refuse held asks that are overdue, end the sessions of D ranks that are gone."""
         for token in list(self._leases):
             self._step(token, Tick(), now)
-        late = [held for held in self._waiting if now >= held.deadline]
-        self._waiting = [held for held in self._waiting if now < held.deadline]
-        for held in late:
+        for held in self._early.take_late(now):
             self._deny(held, held.ask.read, "unknown", "no such lease was granted here in time")
         for session in self._sessions.gone():
             self._end_session(session, now)
+        self._replies.flush()
+        while self._replies.lost:
+            unread = self._sessions.peek(self._replies.lost.pop())
+            if unread is not None:
+                text = f"kvferry: D {unread.engine_id[:8]} does not read the replies of this rank: its session ends"
+                self._log.warning("unread replies", text)
+                self._end_session(unread, now)
 
     @property
     def live(self) -> bool:
         """Whether any deadline is running."""
-        return bool(self._leases or self._waiting)
+        return bool(self._leases or self._early.asks.cost or self._early.votes.cost or self._replies.kept.cost)
 
     def withdraw(self) -> None:
         """Withdraw all posted grants. After this call no reader accepts data that it has read. Idempotent."""
@@ -181,16 +185,16 @@ class Producer:
 
     # --- requests -----------------------------------------------------------------------------------------------
 
-    def _request(self, identity: bytes, request: messages.Request, now: float) -> None:
+    def _request(self, identity: bytes, request: messages.Request, now: float, address: str) -> None:
         session = self._sessions.find(identity)
         match request:
             case messages.Hello():
-                self._hello(identity, request, now)
+                self._hello(identity, request, now, address)
             case messages.Renew():
                 for token in request.tokens:
                     self._step(token, lease.Renewed(), now)
             case messages.Release():
-                self._release(request, now)
+                self._release(session, request, now)
             case _:
                 if session is None:
                     self._strange(identity, request)
@@ -220,12 +224,12 @@ class Producer:
                 self._reply(identity, messages.Stopped(read=request.read, sent=0))
         raise ProtocolError(f"{type(request).__name__} before Hello")
 
-    def _hello(self, identity: bytes, hello: messages.Hello, now: float) -> None:
+    def _hello(self, identity: bytes, hello: messages.Hello, now: float, address: str) -> None:
         refused = self._sessions.check(hello)
         if refused is None:
             for session in self._sessions.displaced(identity):
                 self._end_session(session, now)
-        self._reply(identity, refused or self._sessions.begin(identity, hello))
+        self._reply(identity, refused or self._sessions.begin(identity, hello, address))
 
     def _ask(self, session: Session, ask: messages.Ask, now: float) -> None:
         held = self._leases.get(ask.token)
@@ -242,48 +246,47 @@ class Producer:
         session.asked = True
         try:
             self._sender.check(session, ask, tokens, held.ids)
-            parts = [] if session.channel.pulls else self._sender.cut(ask, held.ids, session.channel.slot_bytes)
+            chunks = 0 if session.channel.pulls else self._sender.num_chunks(ask, session.channel.slot_bytes)
         except KVFerryError as error:
             self._deny(session, ask.read, "bounds", str(error))
             return
         self._step(ask.token, lease.Asked(ask.consumer, frozenset(ask.expected)), now)
         # Only a D that reads P's pages by itself receives the block ids.
         block_ids = held.grant.block_ids if session.channel.pulls else ()
-        self._reply(session.identity, _granted(held.grant, ask.read, len(parts), block_ids))
-        if parts:
-            outgoing = self._sender.new(session, ask, parts, now)
+        self._reply(session.identity, _granted(held.grant, ask.read, chunks, block_ids))
+        if chunks:
+            outgoing, displaced = self._sender.new(session, ask, held.ids, chunks, now)
             self._step(ask.token, lease.ReadStarted(outgoing.key), now)
             self._sender.start(outgoing)
+            for other in displaced:
+                self._step_read(other, outgoing_read.SendFailed("P sends too many reads to this D"), now)
 
     def _hold(self, session: Session, ask: messages.Ask, now: float) -> None:
         """Keep an ask until its lease is granted, or until ``ask_hold_seconds`` have passed."""
-        size = sum(len(each.spans) + len(each.expected) for each in (ask, *(held.ask for held in self._waiting)))
-        if len(self._waiting) >= HELD_ASKS or size > HELD_SPANS:
-            self._deny(session, ask.read, "unknown", "too many asks are waiting for their lease")
-            return
-        self._waiting.append(HeldAsk(session.identity, ask, now + self._rank_context.settings.ask_hold_seconds))
+        for held in self._early.hold(session, ask, now):
+            self._deny(held, held.ask.read, "unknown", "too many asks are waiting for their lease")
 
     def _cancel(self, session: Session, cancel: messages.Cancel, now: float) -> None:
-        def meant(held: HeldAsk) -> bool:
-            return held.identity == session.identity and held.ask.read == cancel.read
-
-        self._waiting = [held for held in self._waiting if not meant(held)]
-        for outgoing in self._sender.of(lambda outgoing: outgoing.key == (session.identity, cancel.read)):
+        if self._early.asks.pop((session.identity, cancel.read)) is not None:
+            self._sender.refused(session, cancel.read)
+        outgoing = self._sender.find(session, cancel.read)
+        if outgoing is not None:
             self._step_read(outgoing, outgoing_read.SendStopped(), now)
         sent = self._sender.flush(session, cancel)
         self._reply(session.identity, messages.Stopped(read=cancel.read, sent=sent))
 
-    def _release(self, release: messages.Release, now: float) -> None:
-        event = lease.Released(release.consumer, release.consumer_rank, frozenset(release.expected))
-        if release.token in self._leases or release.token in self._ended:
-            self._step(release.token, event, now)
+    def _release(self, session: Session | None, release: messages.Release, now: float) -> None:
+        """Count a release. For a lease that P holds, any D counts that knows its token, also one whose geometry P has
+        refused. Before that, P keeps releases of D ranks that it knows."""
+        if release.token in self._ended:
             return
-        # D released the lease before the engine granted it. The vote waits for the grant.
-        votes = self._early.setdefault(release.token, [])
-        if len(votes) < EARLY_VOTES and event not in votes:
-            votes.append(event)
-        if len(self._early) > EARLY_RELEASES:
-            self._early.popitem(last=False)
+        if release.token in self._leases:
+            event = lease.Released(release.consumer, release.consumer_rank, frozenset(release.expected))
+            self._step(release.token, event, now)
+        elif session is None:
+            raise ProtocolError("Release of an unknown lease before Hello")
+        else:
+            self._early.vote(session, release, now)
 
     # --- effects ------------------------------------------------------------------------------------------------
 
@@ -322,7 +325,8 @@ class Producer:
             try:
                 self._perform(outgoing, effect, now)
             except Exception:
-                logger.exception("kvferry: unexpected error in %s of a read", type(effect).__name__)
+                name = type(effect).__name__
+                self._log.exception(name, "kvferry: unexpected error in %s of a read", name)
                 self._rank_context.stats.failed("internal")
 
     def _perform(self, outgoing: OutgoingRead, effect: outgoing_read.OutgoingReadEffect, now: float) -> None:
@@ -338,25 +342,32 @@ class Producer:
 
     def _read_failed(self, outgoing: OutgoingRead, why: str) -> None:
         session, text = outgoing.session, f"{why}; the read at P: {outgoing.lifetime.story()}"
-        self._rank_context.log.warning(READ_FAILED, "kvferry: a read of D %s failed: %s", session.engine_id[:8], text)
+        self._log.warning(READ_FAILED, "kvferry: a read of D %s failed: %s", session.engine_id[:8], text)
         if session.attached:
             self._deny(session, outgoing.number, "failed", text)
 
     def _end_session(self, session: Session, now: float) -> None:
         for outgoing in self._sender.of(lambda outgoing: outgoing.session is session):
             self._step_read(outgoing, outgoing_read.SendStopped(), now)
+        self._early.asks.drop(session.identity)
+        self._sender.forget_session(session)
+        self._replies.forget(session.identity)
         self._sessions.end(session)
 
     def _reply(self, identity: bytes, message: messages.Reply) -> None:
-        if not self._listener.send(identity, messages.encode(message)):
+        keep = self._sessions.peek(identity) is not None
+        if not self._replies.send(identity, message, keep=keep):
             self._drop("reply to a peer that is gone", type(message).__name__)
 
     def _deny(self, to: Session | HeldAsk, read: int, reason: messages.DenyReason, detail: str = "") -> None:
+        session = self._sessions.peek(to.identity)
+        if session is not None:
+            self._sender.refused(session, read)
         self._reply(to.identity, messages.Deny(read=read, reason=reason, detail=detail[:1024]))
 
     def _drop(self, reason: str, detail: object) -> None:
         self._rank_context.stats.dropped(reason)
-        self._rank_context.log.warning(reason, "kvferry: control message dropped (%s): %s", reason, detail)
+        self._log.warning(reason, "kvferry: control message dropped (%s): %s", reason, detail)
 
 
 def _granted(

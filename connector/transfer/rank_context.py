@@ -11,9 +11,12 @@ from dataclasses import dataclass, field
 
 from kvferry.connector.config import Settings
 from kvferry.connector.geometry.topology import EngineForm, TpKVTopology
+from kvferry.connector.protocol.messages import MAX_REPLY_BYTES
 from kvferry.connector.protocol.metrics import HandoverStats
 from kvferry.connector.transfer.caches import RankCaches
-from kvferry.transport.control.zap_auth import CurveKeys
+from kvferry.transport.allowed_peers import LOOPBACK, AllowedPeers
+from kvferry.transport.control.dialer import Dialer, make_dialer
+from kvferry.transport.control.keys import Keys
 from kvferry.transport.errors import IncompatiblePeerError
 from kvferry.transport.plane import Plane
 from kvferry.transport.wake import RateLimitedLog
@@ -31,11 +34,19 @@ class RankContext:
     incarnation: bytes
     model: Mapping[str, str]
     caches: RankCaches
-    curve: CurveKeys | None
+    keys: Keys | None
     planes: Sequence[Plane] = ()
+    allowed_peers: AllowedPeers = field(default_factory=lambda: AllowedPeers(LOOPBACK))
     missing_planes: Mapping[str, str] = field(default_factory=dict)
     stats: HandoverStats = field(default_factory=HandoverStats)
     log: RateLimitedLog = field(default_factory=lambda: RateLimitedLog(logging.getLogger("vllm.kvferry.peer")))
+    dialer: Dialer = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.dialer = make_dialer(self.keys, max_message_bytes=MAX_REPLY_BYTES, refusal=self._refusal)
+
+    def _refusal(self, address: str) -> str:
+        return self.allowed_peers.refusal(address)
 
     def topology(self, peer: EngineForm) -> TpKVTopology:
         """The topology of this rank, as D, and the P engine ``peer``: the same object for every peer of that form."""

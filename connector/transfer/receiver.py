@@ -29,12 +29,12 @@ from kvferry.connector.protocol.source_read import (
     WriteMoved,
 )
 from kvferry.connector.protocol.state_machine import Lifetime
-from kvferry.connector.protocol.step_plan import Load, unpack_ids
+from kvferry.connector.protocol.step_plan import Load, RankAddress, unpack_ids
 from kvferry.connector.transfer.caches import Ids, PageBox, RankCaches
 from kvferry.connector.transfer.link import Link
 from kvferry.kernels.paged_copy import Pages
 from kvferry.transport.channels import ByteRanges, Copy, PageRead, Received
-from kvferry.transport.errors import GeometryError
+from kvferry.transport.errors import GeometryError, IncompatiblePeerError
 from kvferry.transport.grant_board import PostedGrant
 
 logger = logging.getLogger("vllm.kvferry.receiver")
@@ -62,13 +62,15 @@ class ActiveLoad(msgspec.Struct, eq=False):
 class SourceRead(msgspec.Struct, eq=False):
     """One hand-over's part from one P rank.
 
-    ``planned``: the spans to read. Where P sends the bytes, ``boxes`` are the chunks of these spans, and ``tags`` the
-    tags of the chunks whose messages have not arrived. ``note`` is P's posted grant where D found one.
+    ``address``: the P rank as the request names it. ``planned``: the spans to read. Where P sends the bytes, ``boxes``
+    are the chunks of these spans, and ``tags`` the tags of the chunks whose messages have not arrived. ``note`` is P's
+    posted grant where D found one.
     """
 
     number: int
     active_load: ActiveLoad
     link: Link
+    address: RankAddress
     lifetime: Lifetime[ReadState, ReadEvent, ReadEffect]
     planned: tuple[PlannedSpan, ...] = ()
     boxes: list[PageBox] = msgspec.field(default_factory=list)
@@ -78,6 +80,14 @@ class SourceRead(msgspec.Struct, eq=False):
     @property
     def state(self) -> ReadState:
         return self.lifetime.state
+
+    def misfit(self) -> Reason | None:
+        """Why the P rank is not of the form that the request names; ``None`` where it is."""
+        try:
+            self.link.check_addressed(self.active_load.load.peer, self.address)
+        except IncompatiblePeerError as error:
+            return Reason("incompatible", f"{self.link.name}: {error}")
+        return None
 
     def tag(self, chunk: int) -> int:
         """A chunk's tag on the data plane, unique in this process."""
@@ -130,11 +140,11 @@ class Receiver:
     def __bool__(self) -> bool:
         return bool(self._reads)
 
-    def new(self, active_load: ActiveLoad, source: int, link: Link, now: float) -> SourceRead:
-        """A new read of ``active_load`` from its source number ``source``."""
+    def new(self, active_load: ActiveLoad, source: int, link: Link, address: RankAddress, now: float) -> SourceRead:
+        """A new read of ``active_load`` from its source number ``source``, the P rank at ``address``."""
         self._last = (self._last + 1) % (1 << 32)
         lifetime = Lifetime(SOURCE_READ, ReadState(source), now)
-        read = self._reads[self._last] = SourceRead(self._last, active_load, link, lifetime)
+        read = self._reads[self._last] = SourceRead(self._last, active_load, link, address, lifetime)
         active_load.reads.append(read)
         return read
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import msgspec
@@ -25,14 +25,23 @@ from kvferry.connector.protocol.outgoing_read import (
 )
 from kvferry.connector.protocol.state_machine import Lifetime
 from kvferry.connector.transfer.caches import Ids, PageBox, RankCaches
+from kvferry.connector.transfer.fair_table import FairTable
 from kvferry.connector.transfer.sessions import Session
 from kvferry.transport.channels import Copy, SendChannel, Slot
 from kvferry.transport.errors import GeometryError, ProtocolError
 
 logger = logging.getLogger("vllm.kvferry.sender")
 
-ENDED_READS = 4096
-"""Reads that a session remembers after they have stopped, so that no number is used twice."""
+ENDED_READS = 1 << 15
+"""Reads that P remembers after they have ended: how many of their chunks it has sent."""
+LIVE_SPANS = 1 << 17
+"""Bound on the reads that P sends, by their spans: 45 MB."""
+READ_COST = 32
+"""Cost of a read beside its spans."""
+
+
+ReadKey = tuple[bytes, int]
+"""An identity, and D's number of the read."""
 
 
 class PackedChunk(msgspec.Struct):
@@ -48,16 +57,18 @@ class PackedChunk(msgspec.Struct):
 class OutgoingRead(msgspec.Struct, eq=False):
     """A read that P sends, one chunk per box of pages.
 
-    ``number``: D's number of the read. ``token``: the token of its lease. ``packing``: the chunks that have begun but
+    ``number``: D's number of the read. ``token``: the token of its lease. ``boxes``: the chunks that are not made yet,
+    in wire order; ``next_box``: the chunk that is made but has not begun. ``packing``: the chunks that have begun but
     are not sent, in order.
     """
 
     session: Session
     number: int
     token: bytes
-    boxes: list[PageBox]
+    boxes: Iterator[PageBox]
     lifetime: Lifetime[outgoing_read.SendProgress, OutgoingReadEvent, OutgoingReadEffect]
     packing: deque[PackedChunk] = msgspec.field(default_factory=deque)
+    next_box: PageBox | None = None
 
     @property
     def begun(self) -> int:
@@ -65,7 +76,12 @@ class OutgoingRead(msgspec.Struct, eq=False):
         return self.lifetime.state.begun
 
     @property
-    def key(self) -> tuple[bytes, int]:
+    def all_begun(self) -> bool:
+        """Whether the last chunk has begun."""
+        return self.lifetime.state.begun == self.lifetime.state.chunks
+
+    @property
+    def key(self) -> ReadKey:
         return self.session.identity, self.number
 
     @property
@@ -83,6 +99,8 @@ class Sender:
         self._caches = caches
         self._outgoing: deque[OutgoingRead] = deque()  # SENDING or SENT, in the order of their turns
         self._draining: list[OutgoingRead] = []
+        self._live: FairTable[ReadKey, OutgoingRead] = FairTable(LIVE_SPANS)  # all reads that have not ended
+        self._ended: FairTable[ReadKey, int] = FairTable(ENDED_READS)  # the number of chunks sent
 
     def __len__(self) -> int:
         """How many reads are SENDING or SENT."""
@@ -103,35 +121,59 @@ class Sender:
         Raises:
             GeometryError: its number was used before, or its spans are not in our regions, the prompt or its blocks.
         """
-        if ask.read in session.sent or self.of(lambda outgoing: outgoing.key == (session.identity, ask.read)):
+        key = session.identity, ask.read
+        if key in self._live or key in self._ended:
             raise GeometryError(f"read {ask.read} was asked for before")
-        for span in ask.spans:
-            if span.shard not in session.shards:  # any other shard would cost a pass over every token
-                raise GeometryError(f"span of the tokens of {span.shard}, which is none of that rank's")
+        strange = {span.shard for span in ask.spans} - session.shards
+        if strange:  # any other shard would cost a pass over every token
+            raise GeometryError(f"span of the tokens of {strange.pop()}, which is none of that rank's")
         check_spans(ask.spans, self._caches.geometry, num_tokens)
-        for span in ask.spans:
-            self._caches.check_held(span.region, ids[span.region], span.token, span.token + span.num_tokens)
+        for region, token, end in {(span.region, span.token, span.token + span.num_tokens) for span in ask.spans}:
+            self._caches.check_held(region, ids[region], token, end)
 
-    def cut(self, ask: messages.Ask, ids: Sequence[Ids], slot_bytes: int) -> list[PageBox]:
-        """The chunks of a read, in wire order. Raises GeometryError where a chunk does not fit into a slot."""
+    def num_chunks(self, ask: messages.Ask, slot_bytes: int) -> int:
+        """The number of chunks of a read.
+
+        Raises:
+            GeometryError: a chunk does not fit into a slot, or there are more than ``MAX_CHUNKS``.
+        """
         if ask.chunk_bytes > slot_bytes:
             raise GeometryError(f"chunk_bytes {ask.chunk_bytes} is more than the {slot_bytes} of a slot")
-        boxes: list[PageBox] = []
+        regions = self._caches.geometry.regions
+        count = sum(len(self._caches.span_cut(span, ask.chunk_bytes, regions[span.region])) for span in ask.spans)
+        if count > MAX_CHUNKS:
+            raise GeometryError(f"read of {count} chunks of {ask.chunk_bytes} bytes, limit {MAX_CHUNKS}")
+        return count
+
+    def _boxes(self, ask: messages.Ask, ids: Sequence[Ids]) -> Iterator[PageBox]:
+        """The chunks of a read, in wire order. They are made while P sends, because a long read has many."""
         for span in ask.spans:
             ours = self._caches.geometry.regions[span.region]
             whole = self._caches.box(span, span.region, span.layer, span.head, ids[span.region], ours.shard)
-            boxes.extend(self._caches.cut(whole, span, ask.chunk_bytes, ours))
-        return boxes
+            yield from self._caches.cut(whole, span, ask.chunk_bytes, ours)
 
-    @staticmethod
-    def new(session: Session, ask: messages.Ask, boxes: list[PageBox], now: float) -> OutgoingRead:
-        """The read of an ask, one chunk per box; ``start`` begins to send it."""
-        lifetime = Lifetime(outgoing_read.OUTGOING_READ, outgoing_read.begin_sending(len(boxes)), now)
-        return OutgoingRead(session, ask.read, ask.token, boxes, lifetime)
+    def new(
+        self, session: Session, ask: messages.Ask, ids: Sequence[Ids], chunks: int, now: float
+    ) -> tuple[OutgoingRead, list[OutgoingRead]]:
+        """The read of an ask, of ``chunks`` chunks; ``start`` begins to send it. Also returns the reads that find no
+        room any more: the owner fails them."""
+        lifetime = Lifetime(outgoing_read.OUTGOING_READ, outgoing_read.begin_sending(chunks), now)
+        outgoing = OutgoingRead(session, ask.read, ask.token, self._boxes(ask, ids), lifetime)
+        return outgoing, self._live.put(session.identity, outgoing.key, outgoing, READ_COST + len(ask.spans))
 
     def start(self, outgoing: OutgoingRead) -> None:
         """Begin to send a read, in turn with the other reads."""
         self._outgoing.append(outgoing)
+
+    def find(self, session: Session, read: int) -> OutgoingRead | None:
+        """The read of a session with this number, if it has not ended."""
+        return self._live.get((session.identity, read))
+
+    def refused(self, session: Session, read: int) -> None:
+        """Remember a read that was denied: none of its chunks was sent."""
+        key = session.identity, read
+        if key not in self._live and key not in self._ended:
+            self._ended.put(session.identity, key, 0)
 
     def turn(self, now: float) -> tuple[OutgoingRead, bool, OutgoingReadEvent | None]:
         """Pack the next chunk of the read whose turn it is, and send the chunks that are packed.
@@ -158,12 +200,15 @@ class Sender:
         return outgoing, sent or begun, ChannelIdle() if all_sent and not outgoing.reading else None
 
     def _begin(self, outgoing: OutgoingRead, channel: SendChannel, now: float) -> bool:
-        if outgoing.begun == len(outgoing.boxes):  # its last chunk is being packed or sent
+        if outgoing.all_begun:  # its last chunk is being packed or sent
             return False
-        box, tag = outgoing.boxes[outgoing.begun], outgoing.number << 32 | outgoing.begun
+        if outgoing.next_box is None:
+            outgoing.next_box = next(outgoing.boxes)
+        box, tag = outgoing.next_box, outgoing.number << 32 | outgoing.begun
         if channel.sends_in_place and self._caches.in_pieces(box):
             if outgoing.packing or not channel.send_pieces(partial(self._caches.pieces, box), tag):
                 return False
+            outgoing.next_box = None
             outgoing.lifetime.step(ChunkBegun(), now)
             outgoing.lifetime.step(ChunkSent(), now)
             return True
@@ -175,6 +220,7 @@ class Sender:
         except Exception:
             channel.give_back(slot)
             raise
+        outgoing.next_box = None
         outgoing.packing.append(PackedChunk(copy, channel, slot, self._caches.nbytes(box), tag))
         outgoing.lifetime.step(ChunkBegun(), now)
         return True
@@ -202,10 +248,7 @@ class Sender:
         if outgoing.reading:
             assert outgoing.session.sender is not None
             outgoing.session.sender.stop_reading()
-        sent = outgoing.session.sent
-        sent[outgoing.number] = outgoing.lifetime.state.sent
-        while len(sent) > ENDED_READS:
-            sent.popitem(last=False)
+        self._ended.put(outgoing.session.identity, outgoing.key, outgoing.lifetime.state.sent)
         return self._gave_back(outgoing)
 
     def drained(self) -> list[OutgoingRead]:
@@ -215,6 +258,12 @@ class Sender:
     def forget(self, outgoing: OutgoingRead) -> None:
         """Forget a read that has ended."""
         self._draining.remove(outgoing)
+        if self._live.get(outgoing.key) is outgoing:
+            self._live.pop(outgoing.key)
+
+    def forget_session(self, session: Session) -> None:
+        """Forget the reads of a session that have ended."""
+        self._ended.drop(session.identity)
 
     @staticmethod
     def _gave_back(outgoing: OutgoingRead) -> bool:
@@ -231,10 +280,14 @@ class Sender:
         Raises:
             ProtocolError: D's Cancel names more chunks than a read may have.
         """
-        sent = session.sent.get(cancel.read, 0)
+        key = session.identity, cancel.read
+        sent = self._ended.get(key)
+        if sent is None:
+            return 0  # D never asked for this read
         if cancel.posted > sent and session.sender is not None:
             if cancel.posted > MAX_CHUNKS:
                 raise ProtocolError(f"Cancel names {cancel.posted} posted chunks, limit {MAX_CHUNKS}")
             session.sender.flush(cancel.read << 32 | chunk for chunk in range(sent, cancel.posted))
-            sent = session.sent[cancel.read] = cancel.posted
+            sent = cancel.posted
+            self._ended.put(session.identity, key, sent)
         return sent

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvferry.connector.geometry.compatibility import compatible
 from kvferry.connector.geometry.token_sharding import TokenShard
@@ -14,25 +14,28 @@ from kvferry.connector.transfer.rank_context import RankContext, check_model
 from kvferry.transport.channels import PChannel, SendChannel
 from kvferry.transport.errors import GeometryError, IncompatiblePeerError, ProtocolError, TransportError
 from kvferry.transport.grant_board import BoardAddress
+from kvferry.transport.host import is_ours
+from kvferry.transport.wake import RateLimitedLog
 
 logger = logging.getLogger("vllm.kvferry.sessions")
 
 SESSIONS = 4096
-NO_SLOT_BYTES = 1
+NO_SLOT_BYTES = messages.MIN_CHUNK_BYTES
 """``Attached.slot_bytes`` of a plane without slots: the least value that the message allows."""
 
 
 @dataclass(slots=True, eq=False)
 class Session:
     """One rank of D. ``shards``: the tokens that it can hold, one shard for each token sharding of its engine.
-    ``asked``: D has sent an ask over this session. ``sent``: the number of chunks sent, per ended read."""
+    ``address``: where D connected from; ``here``: that is this host. ``asked``: D has sent an ask over this session."""
 
     identity: bytes
     engine_id: str
     shards: frozenset[TokenShard]
+    address: str
+    here: bool
     channel: PChannel | None = None
     asked: bool = False
-    sent: OrderedDict[int, int] = field(default_factory=OrderedDict)
 
     @property
     def attached(self) -> bool:
@@ -51,8 +54,8 @@ class Sessions:
     def __init__(self, rank_context: RankContext, board: BoardAddress) -> None:
         self._rank_context = rank_context
         self._board = board
+        self._log = RateLimitedLog(logger)
         self._sessions: OrderedDict[bytes, Session] = OrderedDict()
-        self._offers = tuple(messages.PlaneOffer(plane.name, plane.offer()) for plane in rank_context.planes)
 
     def find(self, identity: bytes) -> Session | None:
         """The session of a D rank that has sent a message. It moves to the end of the order of displacement."""
@@ -61,13 +64,17 @@ class Sessions:
             self._sessions.move_to_end(identity)
         return session
 
+    def peek(self, identity: bytes) -> Session | None:
+        """The session of a D rank; the order of displacement stays."""
+        return self._sessions.get(identity)
+
     def check(self, hello: messages.Hello) -> messages.Refused | None:
         """The refusal of a D whose model or geometry does not fit; ``None`` where P can serve this D."""
         try:
             check_model(self._rank_context.model, hello.model)
             compatible(self._rank_context.caches.geometry, hello.geometry, consumer=False, convert=hello.converts)
         except (IncompatiblePeerError, GeometryError) as error:
-            logger.warning("kvferry: refused D %s: %s", hello.engine_id[:8], error)
+            self._log.warning(f"refused {hello.engine_id}", "kvferry: refused D %s: %s", hello.engine_id[:8], error)
             if isinstance(error, IncompatiblePeerError):
                 ours, theirs = str(error.ours)[:1024], str(error.theirs)[:1024]
                 return messages.Refused(field=error.field[:256], ours=ours, theirs=theirs)
@@ -83,18 +90,24 @@ class Sessions:
         while len(self._sessions) >= SESSIONS:
             yield next(iter(self._sessions.values()))
 
-    def begin(self, identity: bytes, hello: messages.Hello) -> messages.Welcome:
-        """Begin a session for a Hello that has passed ``check``."""
+    def begin(self, identity: bytes, hello: messages.Hello, address: str) -> messages.Welcome:
+        """Begin a session for a Hello that has passed ``check`` and came from ``address``. Only a D on this host learns
+        of the planes that join processes of one host: their offers name processes and files."""
         theirs = hello.geometry
         shards = frozenset(sharding.shard(theirs.tp_rank) for sharding in theirs.shardings)
-        self._sessions[identity] = Session(identity, hello.engine_id, shards)
+        here = is_ours(address)
+        self._sessions[identity] = Session(identity, hello.engine_id, shards, address, here)
         rank_context = self._rank_context
         return messages.Welcome(
             engine_id=rank_context.engine_id,
             incarnation=rank_context.incarnation,
             geometry=rank_context.caches.geometry,
             model=dict(rank_context.model),
-            planes=self._offers,
+            planes=tuple(
+                messages.PlaneOffer(plane.name, plane.offer())
+                for plane in rank_context.planes
+                if here or not plane.same_host
+            ),
         )
 
     def attach(self, session: Session, attach: messages.Attach) -> messages.Attached | messages.AttachRefused:
@@ -103,19 +116,24 @@ class Sessions:
         try:
             if plane is None:
                 raise TransportError(f"plane {attach.plane!r} is not on offer")
+            if plane.same_host and not session.here:
+                raise TransportError(f"plane {attach.plane} joins processes of one host, D is at {session.address}")
             if session.channel is not None:
                 if session.asked:
                     raise TransportError("a data plane is attached already")
                 session.channel.close()  # D could not use this data plane
             session.channel, reply = plane.accept(attach.payload)
         except (TransportError, ProtocolError) as error:
-            logger.warning("kvferry: D %s could not attach: %s", session.engine_id[:8], error)
+            key, text = f"not attached {session.engine_id}", "kvferry: D %s could not attach: %s"
+            self._log.warning(key, text, session.engine_id[:8], error)
             return messages.AttachRefused(plane=attach.plane, reason=str(error)[:1024])
-        logger.info("kvferry: D %s attached over %s", session.engine_id[:8], attach.plane)
+        key, text = f"attached {session.engine_id}", "kvferry: D %s attached over %s"
+        self._log.info(key, text, session.engine_id[:8], attach.plane)
         if session.channel.pulls:  # only a D that reads P's pages receives their addresses
             pages = self._rank_context.caches.page_layouts()
+            board = self._board if plane.same_host else None
             return messages.Attached(
-                plane=attach.plane, slot_bytes=NO_SLOT_BYTES, payload=reply, board=self._board, pages=pages
+                plane=attach.plane, slot_bytes=NO_SLOT_BYTES, payload=reply, board=board, pages=pages
             )
         return messages.Attached(plane=attach.plane, slot_bytes=session.channel.slot_bytes, payload=reply)
 
@@ -124,7 +142,8 @@ class Sessions:
         gone = [s for s in self._sessions.values() if s.channel is not None and s.channel.error is not None]
         for session in gone:
             assert session.channel is not None
-            logger.info("kvferry: D rank of %s is gone: %s", session.engine_id[:8], session.channel.error)
+            key, text = f"gone {session.engine_id}", "kvferry: D rank of %s is gone: %s"
+            self._log.info(key, text, session.engine_id[:8], session.channel.error)
         return gone
 
     def end(self, session: Session) -> None:

@@ -8,6 +8,7 @@ traffic, the transfer thread polls the control sockets and the data planes. Whil
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import threading
 import time
@@ -16,14 +17,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import zip_longest
-from typing import Protocol, TypeVar
 
 import zmq
 
 from kvferry.connector.protocol.step_plan import LeaseGrant, Load, StepPlan
 from kvferry.connector.transfer.consumer import Consumer
 from kvferry.connector.transfer.copies import DeviceEvent
-from kvferry.connector.transfer.load_reports import Check, FinishedLoad
+from kvferry.connector.transfer.load_reports import Check, FinishedLoad, StepLoadListener
 from kvferry.connector.transfer.producer import Producer
 from kvferry.connector.transfer.rank_context import RankContext
 from kvferry.transport.control.listener import Listener
@@ -48,31 +48,7 @@ worker spins so between steps. At Python's default of 5 ms a hand-over of 138 MB
 490 ms, at 0.1 ms 180 ms."""
 
 
-_Item = TypeVar("_Item")
 Pollable = int | zmq.Socket[bytes]
-
-
-class StepLoadListener(Protocol):
-    """Takes what happens to the loads inside one step. The transfer thread calls it."""
-
-    def begun(self, load: Load, stands: Check | None = None) -> None:
-        """All copies of a load are under way. A load of another step is ignored. ``stands``: whether the copies have
-        ended, without an error, under a lease that stands; any thread may call it."""
-
-    def ended(self, load: Load, ok: bool) -> None:
-        """A load has ended, and nothing writes its blocks any more. A load of another step is ignored."""
-
-    def yield_to_engine(self) -> None:
-        """Wait while the engine's threads have more urgent work, for some milliseconds at most."""
-
-    def interrupt(self) -> None:
-        """End ``yield_to_engine``: there is new work."""
-
-    @property
-    def final(self) -> bool:
-        """Whether all loads have ended."""
-
-
 _Command = tuple[StepPlan, DeviceEvent | None, Sequence[DeviceEvent | None], StepLoadListener | None]
 
 
@@ -84,6 +60,7 @@ class TransferThread:
 
     def __init__(self, rank_context: RankContext, listener: Listener) -> None:
         self._rank_context = rank_context
+        self._log = rank_context.log
         self._listener = listener
         self._time = RunningClock()
         self._waker = Waker()
@@ -94,6 +71,7 @@ class TransferThread:
         self._freed: deque[str] = deque()
         self._results_ready = threading.Event()
         self._work_posted = False  # any thread sets it, before it wakes this one
+        self._yielding = False  # the engine's threads have more urgent work than this one
         self._wake_pending = False  # the waker has fired and is not drained yet
         self._ready_sockets: set[object] | None = None  # readable sockets, planes with events; None: any may have one
         self._unarmed: set[Plane] = set()  # planes that must be armed again before they can wake this thread
@@ -104,7 +82,7 @@ class TransferThread:
         self._consumer = Consumer(rank_context, self._report_begun, self._report)
         self._producer = Producer(rank_context, listener, self._report_freed)
         self._thread = threading.Thread(target=self._run, name="kvferry-transfer", daemon=True)
-        rank_context.caches.copies.on_done = self._wake
+        rank_context.caches.copies.on_done = self._copy_done
 
     def start(self) -> None:
         """Start the thread, and return once its kernels are compiled. This call shortens the interpreter's switch
@@ -131,10 +109,11 @@ class TransferThread:
         are written. ``computed``: one event per lease; the device must have reached it before the blocks of the lease
         are read. ``listener``: takes the reports of the loads inside the step, from this thread."""
         if not plan.empty:
+            earlier = tuple(self._listeners)  # before the thread can add this listener
             self._commands.append((plan, event, computed, listener))
             self._wake()
-            for earlier in self._listeners:
-                earlier.interrupt()
+            for other in earlier:
+                other.interrupt()
 
     def wait(self, timeout: float) -> None:
         """Block for up to ``timeout`` seconds. Returns early if there is a result to take: a load that ended, or the
@@ -145,11 +124,11 @@ class TransferThread:
 
     def take_finished(self) -> list[FinishedLoad]:
         """The loads that have ended; each is returned once."""
-        return _drain(self._finished)
+        return [self._finished.popleft() for _ in range(len(self._finished))]
 
     def take_freed(self) -> list[str]:
         """The requests whose leased blocks may be freed; each is returned once."""
-        return _drain(self._freed)
+        return [self._freed.popleft() for _ in range(len(self._freed))]
 
     def close(self, timeout: float = 5.0, reason: str = "the engine ends") -> None:
         """Stop the thread, close sockets, channels and staging. Idempotent. All loads that run are cancelled, all
@@ -168,6 +147,10 @@ class TransferThread:
     def _wake(self) -> None:
         """Have the thread look at its work once more. Any thread may call this."""
         self._work_posted = True
+        self._waker.wake()
+
+    def end_yield(self) -> None:
+        """End the wait that ``StepLoadListener.yield_to_engine`` was given. Any thread may call this."""
         self._waker.wake()
 
     # --- the thread ---------------------------------------------------------------------------------------------
@@ -202,7 +185,7 @@ class TransferThread:
                 if self._time.late:
                     late = f"{self._time.late:.1f}"
                     text = f"kvferry: the transfer thread was held up for {late} s; is the host overloaded, or paused?"
-                    self._rank_context.log.warning("held up", "%s", text)  # noqa: PLE1205 (not a logging.Logger)
+                    self._log.warning("held up", "%s", text)
                 if not busy:
                     self._sleep()
             except Exception:  # an error in one turn must not end the thread
@@ -229,7 +212,7 @@ class TransferThread:
         for plane in self._rank_context.planes:
             if ready is None or plane in ready or plane.active:
                 busy |= self._progress(plane)
-        if ready is None or self._listener.socket in ready:
+        if ready is None or self._producer.has_arrived or self._listener.socket in ready:
             busy |= self._producer.serve(now)
         busy |= self._consumer.serve(now, ready)
         busy |= self._producer.pump(now)
@@ -243,7 +226,7 @@ class TransferThread:
         except Exception as error:
             self._rank_context.stats.failed("internal")
             text = f"kvferry: unexpected error in data plane {plane.name}: {error!r}"
-            self._rank_context.log.warning(f"plane {plane.name}", "%s", text)
+            self._log.warning(f"plane {plane.name}", "%s", text)
             time.sleep(TICK_SECONDS)  # the error may occur in every turn
             return False
 
@@ -270,10 +253,33 @@ class TransferThread:
                 self._try(load, begin, partial(self._consumer.fail, load, now))
             # Before all other work: the engine waits for these results.
             self._try("copies that have ended", partial(self._consumer.finished_writes, now))
-            for request_id in plan.releases:
-                self._try(request_id, partial(self._consumer.release, request_id, now))
+            for release in plan.releases:
+                self._try(release, partial(self._consumer.release, release, now))
             if listener is not None and not self._commands and not any(p.active for p in self._rank_context.planes):
-                listener.yield_to_engine()
+                self._yield_to_engine(listener)
+
+    def _yield_to_engine(self, listener: StepLoadListener) -> None:
+        """Meanwhile no end of a copy wakes this thread. A control message does: a peer waits for its answer."""
+        pollables = self._control_pollables()
+
+        def wait(seconds: float) -> bool:
+            ready = {pollable for pollable, _ in zmq.zmq_poll(pollables, math.ceil(seconds * 1e3))}
+            if self._waker.fd in ready:
+                self._waker.drain()
+            for pollable in ready:
+                self._mark_ready(pollable)
+            return bool(ready - {self._waker.fd})
+
+        self._yielding = True
+        try:
+            listener.yield_to_engine(wait)
+        finally:
+            self._yielding = False
+
+    def _copy_done(self) -> None:
+        """A copy on a GPU has ended. Any thread may call this."""
+        if not self._yielding:  # else this thread looks at the copies right after the wait
+            self._wake()
 
     def _copies_wait(self, event: DeviceEvent | None, loads: Sequence[Load], now: float) -> bool:
         """Have copies from now on wait for the engine's event, if one of ``loads`` must. Where the device refuses, the
@@ -308,13 +314,15 @@ class TransferThread:
         try:
             act()
         except Exception:
-            logger.exception("kvferry: unexpected error with %s", item)
+            # Not ``item`` itself: it contains the token of a lease.
+            what = getattr(item, "request_id", item)
+            self._log.exception("command", "kvferry: unexpected error with %s", what)
             self._rank_context.stats.failed("internal")
             if otherwise is not None:
                 try:
                     otherwise()
                 except Exception:
-                    logger.exception("kvferry: unexpected error after an error")
+                    self._log.exception("otherwise", "kvferry: unexpected error after an error")
 
     def _report(self, finished: FinishedLoad) -> None:
         """Report a load that has ended, at once."""
@@ -352,9 +360,7 @@ class TransferThread:
             else:
                 self._mark_ready(plane)
                 awake = True
-        pollables: list[tuple[Pollable, int]] = [(self._waker.fd, zmq.POLLIN), (self._listener.socket, zmq.POLLIN)]
-        for link in self._consumer.links:
-            pollables += (link.connection.socket, zmq.POLLIN), (link.connection.monitor, zmq.POLLIN)
+        pollables = self._control_pollables()
         planes: dict[Pollable, Plane] = {}
         for plane in self._rank_context.planes:
             for pollable, events in plane.pollables():
@@ -368,6 +374,13 @@ class TransferThread:
             self._mark_ready(planes.get(pollable, pollable))
             self._wake_pending |= pollable == self._waker.fd
 
+    def _control_pollables(self) -> list[tuple[Pollable, int]]:
+        """This thread's waker, and all sockets of control messages."""
+        pollables: list[tuple[Pollable, int]] = [(self._waker.fd, zmq.POLLIN), (self._listener.socket, zmq.POLLIN)]
+        for socket in self._rank_context.dialer.pollables:
+            pollables.append((socket, zmq.POLLIN))
+        return pollables
+
     def _mark_ready(self, what: object) -> None:
         if self._ready_sockets is not None:
             self._ready_sockets.add(what)
@@ -380,6 +393,7 @@ class TransferThread:
             lambda: self._producer.say_closing(self._closing),
             self._rank_context.caches.copies.close,
             lambda: self._consumer.close(self._time.turn(), self._closing),
+            self._rank_context.dialer.close,
             self._producer.close,
             *(plane.close for plane in self._rank_context.planes),
             self._listener.close,
@@ -389,10 +403,3 @@ class TransferThread:
                 act()
             except Exception:
                 logger.exception("kvferry: unexpected error while the transfer thread ends")
-
-
-def _drain(queue: deque[_Item]) -> list[_Item]:
-    items = []
-    while queue:
-        items.append(queue.popleft())
-    return items

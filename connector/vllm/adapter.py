@@ -95,6 +95,7 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
                 produces=transfer.is_kv_producer,
                 consumes=transfer.is_kv_consumer,
                 host_id=host_id(),
+                max_sizes=from_vllm.max_sizes(vllm_config),
                 lookahead=compat.prefill_lookahead(vllm_config),
                 # A pipeline stage's output leaves before the last stage has the tokens.
                 step_loads=parallel.pipeline_parallel_size == 1,
@@ -115,6 +116,7 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
                 from_vllm.rank_info(vllm_config, settings.model_tag),
                 groups,
                 loads_fail_requests=from_vllm.loads_fail_requests(vllm_config),
+                consumes=transfer.is_kv_consumer,
             )
 
     @staticmethod

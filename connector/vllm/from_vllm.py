@@ -23,6 +23,7 @@ from kvferry.connector.geometry.engine_types import BlockTable, LayerGroup, Rank
 from kvferry.connector.geometry.rank_geometry import CacheKind
 from kvferry.connector.geometry.recurrent_state import Section, StateArray, sections, whole_page
 from kvferry.connector.geometry.token_sharding import UNSHARDED, TokenSharding
+from kvferry.connector.geometry.topology import MAX_RANKS
 from kvferry.transport.errors import ConfigError
 from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 from vllm.platforms import current_platform
@@ -298,6 +299,15 @@ def request_view(request: Request) -> RequestView:
         rejected=bool(getattr(request, "abort_immediately", False)),
         whole_prompt=bool(request.get_skip_reading_prefix_cache()),
     )
+
+
+def max_sizes(vllm_config: VllmConfig) -> tuple[int, int]:
+    """The largest tensor- and pipeline-parallel sizes of an engine of this model: each rank has an attention head, each
+    stage a layer."""
+    config = vllm_config.model_config.hf_text_config
+    sizes = [getattr(config, name, None) for name in ("num_attention_heads", "num_hidden_layers")]
+    heads, layers = (size if isinstance(size, int) and 0 < size < MAX_RANKS else MAX_RANKS for size in sizes)
+    return heads, layers
 
 
 def completed(request: Request) -> bool:

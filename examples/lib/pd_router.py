@@ -7,7 +7,9 @@ that vLLM's connectors know. What P answers under ``kv_transfer_params`` goes ve
 to the client. Both legs carry one ``X-Request-Id``.
 
 - P fails (no connection, an error, too late, no parameters): D gets the request alone and prefills by itself.
-- The client goes away: the leg under way is cancelled; had P finished, D still hears of it, so that P's blocks go free.
+- The client goes away: the decode leg is cancelled. The prefill leg may end, within ``Timeouts.abandoned_prefill``; its
+  parameters go to D all the same, for one token: else P would hold the prompt's blocks until its lease ends.
+- A kept connection breaks before a byte of the answer: the leg is sent once more, on a connection of its own.
 - ``kv_transfer_params`` of clients are dropped: they name hosts that D would connect to.
 
 Several ``--prefill`` and ``--decode`` take turns. It keeps no state: run as many routers as you like.
@@ -22,15 +24,16 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import httpx
 import uvicorn
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
@@ -58,12 +61,49 @@ class ClientGoneError(Exception):
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Seconds. ``prefill`` bounds the whole prefill leg; D's answer is not bounded, only how long it may be silent."""
+    """Seconds. ``prefill`` bounds the whole prefill leg, ``abandoned_prefill`` the rest of it where the client is gone.
+    D's answer is not bounded, only how long it may be silent."""
 
     connect: float = 3.0
     prefill: float = 120.0
+    abandoned_prefill: float = 10.0
     decode_silence: float = 600.0
     cool_down: float = 5.0
+
+
+@dataclass
+class Attempt:
+    """How far the sending of one request has come. ``fresh``: it has made a connection of its own. ``asked``: the
+    request is sent. ``answered``: a byte of the answer was received."""
+
+    fresh: bool = False
+    asked: bool = False
+    answered: bool = False
+
+    async def trace(self, event: str, info: dict[str, Any]) -> None:
+        """httpcore's ``trace`` extension."""
+        if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
+            self.fresh = True
+            _note_reads(info["return_value"])
+        self.asked = self.asked or event == "http11.send_request_body.complete"
+
+
+_attempt: ContextVar[Attempt | None] = ContextVar("_attempt", default=None)
+"""The attempt whose task is running: httpcore reads a connection in the task of the request."""
+
+
+def _note_reads(stream: Any) -> None:
+    """Have the attempts that read this connection know of the bytes that come. httpcore reports whole heads only."""
+    read = stream.read
+
+    async def noted(*args: Any, **kwargs: Any) -> bytes:
+        data: bytes = await read(*args, **kwargs)
+        attempt = _attempt.get()
+        if data and attempt is not None:
+            attempt.answered = True
+        return data
+
+    stream.read = noted
 
 
 class Pool:
@@ -131,14 +171,16 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
 
 
 class Router:
-    """The legs of a request. ``http`` is open between start-up and shutdown of the app."""
+    """The legs of a request. Between start-up and shutdown of the app are open: ``http``, which keeps connections, and
+    ``http_fresh``, which does not."""
 
     def __init__(self, prefill: Sequence[str], decode: Sequence[str], timeouts: Timeouts | None = None) -> None:
         self.timeouts = timeouts or Timeouts()
         self.prefill = Pool(prefill, self.timeouts.cool_down)
         self.decode = Pool(decode, self.timeouts.cool_down)
         self.http: httpx.AsyncClient
-        self._background: set[asyncio.Task[None]] = set()
+        self.http_fresh: httpx.AsyncClient
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     async def serve(self, request: Request) -> Response:
         """One completion or chat completion."""
@@ -146,6 +188,9 @@ class Router:
             body = json.loads(await request.body())
         except ValueError:
             body = None
+        except ClientDisconnect:
+            log.info("the client is gone before its request was read")
+            return Response(status_code=499)
         if not isinstance(body, dict):
             return _error(400, "the body is not a JSON object")
         request_id = request.headers.get("x-request-id") or uuid.uuid4().hex
@@ -170,9 +215,13 @@ class Router:
         if url is None:
             log.warning("%s: no prefill engine answers, decode only", request_id)
             return None
-        call = self.http.post(url + path, json=prefill_body(body), headers=headers, timeout=self._timeout(None))
+        send = self._send(url + path, prefill_body(body), headers, Attempt(), silence=None)
+        leg = self._start(asyncio.wait_for(send, self.timeouts.prefill))
         try:
-            response = await unless_gone(request, asyncio.wait_for(call, self.timeouts.prefill))
+            response = await unless_gone(request, asyncio.shield(leg))
+        except ClientGoneError:
+            self._start(self._abandon(leg, path, body, headers))
+            raise
         except (httpx.HTTPError, TimeoutError) as error:
             self.prefill.failed(url)
             log.warning("%s: prefill at %s failed, decode only: %s", request_id, url, _why(error))
@@ -188,42 +237,40 @@ class Router:
             log.info("%s: prefill at %s handed nothing over, decode only", request_id, url)
         return params
 
-    def _let_go(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> None:
-        """P finished, D was never asked and the client is gone: without a D, P would hold the blocks for its lease."""
-        url = self.decode.pick()
-        if url is None:
+    async def _abandon(
+        self, leg: asyncio.Task[httpx.Response], path: str, body: dict[str, Any], headers: dict[str, str]
+    ) -> None:
+        """The client is gone during the prefill leg: have P's lease released once P has answered. P aborts what takes
+        longer, as its connection is closed."""
+        try:
+            params = _params_of(await asyncio.wait_for(leg, self.timeouts.abandoned_prefill))
+        except (httpx.HTTPError, TimeoutError):
             return
+        if params is not None:
+            await self._let_go(path, body | {"kv_transfer_params": params}, headers)
 
-        async def take() -> None:
-            leg = prefill_body(body) | {"kv_transfer_params": body["kv_transfer_params"]}
-            with suppress(httpx.HTTPError):
-                await self.http.post(url + path, json=leg, headers=headers, timeout=self._timeout(30.0))
-
-        task = asyncio.ensure_future(take())
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
+    async def _let_go(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> None:
+        """P has finished, D was not asked, and the client is gone: D loads the prompt and so releases P's lease."""
+        url = self.decode.pick() or self.decode.urls[0]
+        leg = prefill_body(body) | {"kv_transfer_params": body["kv_transfer_params"]}
+        try:
+            await self._send(url + path, leg, headers, Attempt(), silence=30.0)
+        except httpx.HTTPError as error:
+            log.warning("%s: P holds its blocks until its lease ends: %s", headers["x-request-id"], _why(error))
 
     async def _decode_leg(self, request: Request, path: str, body: dict[str, Any], headers: dict[str, str]) -> Response:
         """D's answer. Raises ClientGoneError."""
         url = self.decode.pick() or self.decode.urls[0]
-        timeout = self._timeout(self.timeouts.decode_silence)
-        asked = False
-
-        async def trace(event: str, _: dict[str, Any]) -> None:
-            nonlocal asked
-            asked = asked or event.endswith("send_request_body.complete")
-
-        message = self.http.build_request(
-            "POST", url + path, json=body, headers=headers, timeout=timeout, extensions={"trace": trace}
-        )
+        attempt = Attempt()
+        send = self._send(url + path, body, headers, attempt, silence=self.timeouts.decode_silence, stream=True)
         try:
-            answer = await unless_gone(request, self.http.send(message, stream=True))
+            answer = await unless_gone(request, send)
             streamed = answer.headers.get("content-type", "").startswith("text/event-stream")
             if not streamed:
                 await unless_gone(request, answer.aread())
         except ClientGoneError:
-            if not asked and "kv_transfer_params" in body:
-                self._let_go(path, body, headers)
+            if not attempt.asked and "kv_transfer_params" in body:
+                self._start(self._let_go(path, body, headers))
             raise
         except httpx.HTTPError as error:
             self.decode.failed(url)
@@ -234,6 +281,31 @@ class Router:
         if not streamed:
             return Response(answer.content, answer.status_code, kept)
         return StreamingResponse(self._relay(answer, url, headers["x-request-id"]), answer.status_code, kept)
+
+    async def _send(
+        self, url: str, body: dict[str, Any], headers: dict[str, str], attempt: Attempt, *,
+        silence: float | None, stream: bool = False,
+    ) -> httpx.Response:  # fmt: skip
+        """An engine's answer, its body too unless ``stream``; on a fresh connection where a kept one breaks before a
+        byte of the answer. Raises httpx.HTTPError."""
+        _attempt.set(attempt)
+        how: dict[str, Any] = {"timeout": self._timeout(silence), "extensions": {"trace": attempt.trace}}
+        message = self.http.build_request("POST", url, json=body, headers=headers, **how)
+        try:
+            return await self.http.send(message, stream=stream)
+        except (httpx.NetworkError, httpx.RemoteProtocolError) as error:
+            if attempt.fresh or attempt.answered:
+                raise
+            log.info("%s: a kept connection to %s broke, once more: %s", headers["x-request-id"], url, _why(error))
+        attempt.asked = False
+        return await self.http_fresh.send(message, stream=stream)
+
+    def _start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Run ``work`` so that it may outlive its request."""
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _relay(self, answer: httpx.Response, url: str, request_id: str) -> AsyncIterator[bytes]:
         try:
@@ -256,7 +328,7 @@ class Router:
     async def _alive(self, urls: Sequence[str]) -> dict[str, bool]:
         async def ask(url: str) -> bool:
             with suppress(httpx.HTTPError):
-                return (await self.http.get(f"{url}/health", timeout=self._timeout(3.0))).status_code == 200
+                return (await self.http_fresh.get(f"{url}/health", timeout=self._timeout(3.0))).status_code == 200
             return False
 
         return dict(zip(urls, await asyncio.gather(*map(ask, urls)), strict=True))
@@ -265,10 +337,15 @@ class Router:
         """What the decode engine serves."""
         url = self.decode.pick() or self.decode.urls[0]
         try:
-            answer = await self.http.get(f"{url}/v1/models", timeout=self._timeout(10.0))
+            answer = await self.http_fresh.get(f"{url}/v1/models", timeout=self._timeout(10.0))
         except httpx.HTTPError as error:
             return _error(502, f"decode engine {url} failed: {_why(error)}")
         return Response(answer.content, answer.status_code, media_type="application/json")
+
+    @staticmethod
+    def _client(kept: int) -> httpx.AsyncClient:
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=kept)
+        return httpx.AsyncClient(limits=limits, trust_env=False)
 
     def _timeout(self, read: float | None) -> httpx.Timeout:
         return httpx.Timeout(read, connect=self.timeouts.connect)
@@ -276,8 +353,7 @@ class Router:
     def app(self) -> Starlette:
         @asynccontextmanager
         async def lifespan(_: Starlette) -> AsyncIterator[None]:
-            limits = httpx.Limits(max_connections=None, max_keepalive_connections=100)
-            async with httpx.AsyncClient(limits=limits, trust_env=False) as self.http:
+            async with self._client(kept=100) as self.http, self._client(kept=0) as self.http_fresh:
                 yield
 
         routes = [

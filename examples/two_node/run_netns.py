@@ -81,6 +81,7 @@ def start(group: ServerGroup, name: str, address: str, model: Path, netns: str |
     env = {
         **CPU_ENVIRONMENT,
         "PORT": "8000",
+        "KVFERRY_ALLOWED_PEERS": "10.231.77.0/24",
         "PYTHON": sys.executable,
         "VLLM": " ".join(vllm_command()),
         "PYTHONPATH": python_path(),

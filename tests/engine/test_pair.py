@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import struct
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -19,6 +22,8 @@ from tests.support.served import (
     complete,
     control_address,
     count,
+    counted,
+    descendants,
     differ,
     eventually,
     no_block_held,
@@ -121,6 +126,27 @@ def test_a_client_that_goes_away(pair: Pair, after_bytes: int, seconds: float) -
     """At whatever stage that is: no block stays held, on neither side."""
     stream_and_leave(pair.router, prompt(1200, 9 + after_bytes + int(seconds * 100)), after_bytes, seconds)
     no_block_held(pair.prefill, pair.decode)
+
+
+def test_a_client_that_goes_during_the_prefill_leg(pair: Pair) -> None:
+    """P answers after the client has gone: D loads the prompt all the same, and P's lease is released."""
+    ids, before = prompt(1200, 25), count(pair.decode)
+    engine = descendants(pair.prefill.process.pid)
+    for pid in engine:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        gone, seconds = ": the client is gone\n", 1.0
+        seen = pair.router.log_text().count(gone)
+        while pair.router.log_text().count(gone) == seen:  # the first time, unless the router has not read the request
+            stream_and_leave(pair.router, ids, 1 << 20, seconds)
+            seconds *= 2
+            assert seconds < 60, pair.router.log_tail()
+            time.sleep(0.1)
+    finally:
+        for pid in engine:
+            os.kill(pid, signal.SIGCONT)
+    counted(pair.decode, before, len(ids))
+    no_block_held(pair.prefill, seconds=0.75 * LEASE_SECONDS)  # released, not expired
 
 
 def test_many_clients_that_go_away(pair: Pair) -> None:

@@ -109,6 +109,29 @@ def test_close_ends_all_and_only_its_own(tmp_path: Path) -> None:
         other.wait()
 
 
+@pytest.mark.parametrize("seen", [False, True])
+def test_close_ends_an_engine_whose_guard_process_was_killed(tmp_path: Path, seen: bool) -> None:
+    """``seen``: somebody has looked at the guard process since its end, so that the system has forgotten it."""
+    program = STUBBORN.replace("os.setsid()", "pass")
+
+    def pids() -> list[int]:
+        with suppress(OSError, ValueError):
+            return [int(line) for line in (tmp_path / "pids").read_text().split()]
+        return []
+
+    try:
+        with ServerGroup(tmp_path, grace=0.3) as group:
+            server = group.spawn("a", [sys.executable, "-c", program, f"{tmp_path}/pids"], host="x", port=1)
+            assert wait_for(lambda: len(pids()) == 3, 90)
+            os.kill(server.process.pid, signal.SIGKILL)
+            assert wait_for(lambda: not seen or not server.alive, 60)
+            assert len(running(pids())) == 3, "the engine ended by itself: the test shows nothing"
+        assert wait_for(lambda: not running(pids()), 60), f"still there: {running(pids())} of {pids()}"
+    finally:
+        for pid in running(pids()):
+            os.kill(pid, signal.SIGKILL)
+
+
 def test_an_engine_that_dies_is_told_with_its_first_error_and_its_end(tmp_path: Path) -> None:
     program = "print('ValueError: the cause'); [print('later', i) for i in range(99)]; raise SystemExit(3)"
     with ServerGroup(tmp_path) as group:

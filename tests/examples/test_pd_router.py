@@ -7,134 +7,27 @@ import json
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager, suppress
 from typing import Any
 
 import httpx
 import pytest
-import uvicorn
-from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
+from starlette.responses import JSONResponse, Response
 
 from examples.lib.pd_router import PREFILL_TAG, Router, Timeouts, prefill_body
-
-PARAMS = {"do_remote_prefill": True, "remote_engine_id": "p-0", "kvferry": {"v": 1, "token": "00ff"}, "odd": [1, None]}
-
-
-@contextmanager
-def served(app: Starlette) -> Iterator[str]:
-    """The app behind a real socket, in a thread; its URL."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-    thread.start()
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    while not server.started:
-        time.sleep(0.005)
-    try:
-        yield url
-    finally:
-        server.should_exit = True
-        thread.join(10)
-        listener.close()
-
-
-class Engine:
-    """Records requests; ``answer`` makes the response of one."""
-
-    def __init__(self, answer: Callable[[Request, dict[str, Any]], Any]) -> None:
-        self.seen: list[tuple[dict[str, Any], dict[str, str], str]] = []
-        self.arrived, self.aborted = threading.Event(), threading.Event()
-        self._answer = answer
-        names = ("/v1/completions", "/v1/chat/completions")
-        routes = [Route(name, self._serve, methods=["POST"]) for name in names]
-        routes += [Route("/health", lambda _: Response()), Route("/v1/models", lambda _: JSONResponse({"data": ["m"]}))]
-        self.app = Starlette(routes=routes)
-
-    async def _serve(self, request: Request) -> Response:
-        body = await request.json()
-        self.seen.append((body, dict(request.headers), request.url.path))
-        self.arrived.set()
-        return await self._answer(request, body)
-
-    async def until_gone(self, request: Request) -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-        self.aborted.set()
-
-
-def prefill_engine(delay: float = 0.0, status: int = 200, params: Any = PARAMS) -> Engine:
-    async def answer(request: Request, body: dict[str, Any]) -> Response:
-        if delay:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(engine.until_gone(request), delay)
-        return JSONResponse({"kv_transfer_params": params, "choices": []}, status)
-
-    engine = Engine(answer)
-    return engine
-
-
-def decode_engine(
-    pieces: int = 3,
-    gap: float = 0.0,
-    before: float = 0.0,
-    break_after: int | None = None,
-    go_on: threading.Event | None = None,
-) -> Engine:
-    """``go_on``: what each piece but the first waits for."""
-
-    async def stream(request: Request) -> AsyncIterator[bytes]:
-        try:
-            for i in range(pieces):
-                if i == break_after:
-                    raise ConnectionError("planted")
-                yield f'data: {{"i": {i}}}\n\n'.encode()
-                await asyncio.sleep(gap)
-                if go_on is not None and not await asyncio.to_thread(go_on.wait, 60):
-                    raise TimeoutError("the client has not got the first piece")
-            yield b"data: [DONE]\n\n"
-        except asyncio.CancelledError:
-            engine.aborted.set()
-            raise
-
-    async def answer(request: Request, body: dict[str, Any]) -> Response:
-        if before:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(engine.until_gone(request), before)
-        if body.get("stream"):
-            return StreamingResponse(stream(request), media_type="text/event-stream")
-        return JSONResponse({"text": "from D"}, headers={"x-from": "d"})
-
-    engine = Engine(answer)
-    return engine
-
-
-@contextmanager
-def routed(p: Engine, d: Engine, **timeouts: float) -> Iterator[str]:
-    with (
-        served(p.app) as p_url,
-        served(d.app) as d_url,
-        served(Router([p_url], [d_url], Timeouts(**timeouts)).app()) as url,
-    ):
-        yield url
-
-
-def ask(url: str, body: dict[str, Any], path: str = "/v1/completions", **headers: str) -> httpx.Response:
-    with httpx.Client(trust_env=False, timeout=120) as client:
-        return client.post(url + path, json=body, headers=headers)
-
-
-@contextmanager
-def streaming(url: str) -> Iterator[httpx.Response]:
-    body = {"prompt": "x", "stream": True}
-    with (
-        httpx.Client(trust_env=False, timeout=120) as client,
-        client.stream("POST", url + "/v1/completions", json=body) as response,
-    ):
-        yield response
+from tests.examples.stand_ins import (
+    PARAMS,
+    Engine,
+    ask,
+    closed_port,
+    decode_engine,
+    leave_after,
+    prefill_engine,
+    routed,
+    served,
+    streaming,
+)
+from tests.support.served import eventually
 
 
 def test_the_two_legs() -> None:
@@ -204,7 +97,7 @@ def test_decode_only_where_prefill_fails(why: str) -> None:
     }[why]
     d = decode_engine()
     with served(p.app) as p_url, served(d.app) as d_url:
-        first = f"http://127.0.0.1:{_closed_port()}" if why == "refused" else p_url
+        first = f"http://127.0.0.1:{closed_port()}" if why == "refused" else p_url
         router = Router([first], [d_url], Timeouts(prefill=0.5, cool_down=600))
         with served(router.app()) as url:
             began = time.monotonic()
@@ -228,20 +121,51 @@ def test_several_prompts_in_one_request_are_decoded_only() -> None:
         assert len(p.seen) == 1
 
 
-def test_client_gone_during_prefill_cancels_it() -> None:
-    p, d = prefill_engine(delay=30), decode_engine()
+def test_client_gone_during_prefill_releases_what_p_computed() -> None:
+    """P answers only when the router has seen that the client is gone; D is then asked for one token, for the lease."""
+    gone = threading.Event()
+    p, d = prefill_engine(go_on=gone), decode_engine()
+    with served(p.app) as p_url, served(d.app) as d_url:
+        router = Router([p_url], [d_url])
+        with served(router.app()) as url:
+            leave_after(url, {"prompt": "x", "max_tokens": 50, "stream": True}, p.arrived)
+            eventually(lambda: len(router._tasks) == 2 or p.aborted.is_set(), "the router has seen that it is gone")
+            gone.set()
+            assert d.arrived.wait(20), "D was not asked"
+            eventually(lambda: not router._tasks, "nothing is left")
+    body, headers, _ = d.seen[0]
+    assert body["kv_transfer_params"] == PARAMS and (body["max_tokens"], body["stream"]) == (1, False)
+    assert headers["x-request-id"] == p.seen[0][1]["x-request-id"] and not p.aborted.is_set()
+
+
+def test_client_gone_during_a_long_prefill_cancels_it() -> None:
+    p, d = prefill_engine(go_on=threading.Event()), decode_engine()
+    with served(p.app) as p_url, served(d.app) as d_url:
+        router = Router([p_url], [d_url], Timeouts(abandoned_prefill=0.1))
+        with served(router.app()) as url:
+            leave_after(url, {"prompt": "x"}, p.arrived)
+            assert p.aborted.wait(60)
+            eventually(lambda: not router._tasks, "nothing is left")
+    assert not d.seen
+
+
+def test_client_gone_while_its_body_is_read(caplog: pytest.LogCaptureFixture) -> None:
+    """No traceback for it, and no engine is asked."""
+    caplog.set_level("INFO")
+    p, d = prefill_engine(), decode_engine()
     with routed(p, d) as url:
-        _leave_after(url, {"prompt": "x"}, p.arrived)
-        assert p.aborted.wait(60)
-        time.sleep(0.2)
-        assert not d.seen
+        with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as client:
+            client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        told = ("is gone before", "Exception in ASGI")
+        eventually(lambda: any(part in line for part in told for line in caplog.messages), "the router has seen it")
+    assert not [line for line in caplog.messages if "Exception" in line] and not p.seen and not d.seen
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_client_gone_before_the_first_token_cancels_decode(stream: bool) -> None:
     p, d = prefill_engine(), decode_engine(before=30)
     with routed(p, d) as url:
-        _leave_after(url, {"prompt": "x", "stream": stream}, d.arrived)
+        leave_after(url, {"prompt": "x", "stream": stream}, d.arrived)
         assert d.aborted.wait(60)
 
 
@@ -263,8 +187,7 @@ def test_client_gone_before_decode_was_asked_still_releases() -> None:
         async def go() -> None:
             async with httpx.AsyncClient(trust_env=False) as router.http:
                 body = {"prompt": "x", "max_tokens": 50, "stream": True, "kv_transfer_params": PARAMS}
-                router._let_go("/v1/completions", body, {"x-request-id": "r"})
-                await asyncio.gather(*router._background)
+                await router._let_go("/v1/completions", body, {"x-request-id": "r"})
 
         asyncio.run(go())
     assert d.seen[0][0]["kv_transfer_params"] == PARAMS and d.seen[0][0]["max_tokens"] == 1 and not p.seen
@@ -272,7 +195,7 @@ def test_client_gone_before_decode_was_asked_still_releases() -> None:
 
 def test_decode_unreachable_is_one_clear_error() -> None:
     p = prefill_engine()
-    with served(p.app) as p_url, served(Router([p_url], [f"http://127.0.0.1:{_closed_port()}"]).app()) as url:
+    with served(p.app) as p_url, served(Router([p_url], [f"http://127.0.0.1:{closed_port()}"]).app()) as url:
         response = ask(url, {"prompt": "x"})
         assert response.status_code == 502 and "decode engine" in response.json()["error"]["message"]
         assert httpx.get(url + "/health", trust_env=False).status_code == 503
@@ -302,7 +225,7 @@ def test_health_and_models() -> None:
     with routed(p, d) as url:
         assert httpx.get(url + "/v1/models", trust_env=False).json() == {"data": ["m"]}
         assert httpx.get(url + "/health", trust_env=False).json()["status"] == "ok"
-    with served(d.app) as d_url, served(Router([f"http://127.0.0.1:{_closed_port()}"], [d_url]).app()) as url:
+    with served(d.app) as d_url, served(Router([f"http://127.0.0.1:{closed_port()}"], [d_url]).app()) as url:
         health = httpx.get(url + "/health", trust_env=False)
         assert health.status_code == 200 and health.json()["status"] == "degraded"
 
@@ -318,22 +241,3 @@ def test_engines_take_turns() -> None:
         for _ in range(4):
             ask(url, {"prompt": "x"})
     assert len(a.seen) == len(b.seen) == 2
-
-
-def _closed_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
-
-
-def _leave_after(url: str, body: dict[str, Any], event: threading.Event) -> None:
-    """Send a request and close the connection once ``event`` is set."""
-
-    async def go() -> None:
-        async with httpx.AsyncClient(trust_env=False, timeout=120) as client:
-            task = asyncio.ensure_future(client.post(url + "/v1/completions", json=body))
-            assert await asyncio.to_thread(event.wait, 60)
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
-
-    asyncio.run(go())

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kvferry.connector.config import Settings
-from kvferry.connector.protocol.step_plan import KeepLease, LeaseGrant, StepPlan, pack_ids
+from kvferry.connector.protocol.step_plan import KeepLease, LeaseGrant, StepPlan, UnneededLease, pack_ids
 from kvferry.transport.planes import tcp_channels
 from tests.handover.gates import PATIENT, Gate, halves
 from tests.handover.opening import OURS, THEIRS, TOKENS, another_works, begin
@@ -52,7 +52,7 @@ def test_before_it_was_scheduled(pair: tuple[Rank, Rank]) -> None:
     p, d = pair
     token = grant([p], "req-p", THEIRS, TOKENS)
     d.worker.post(StepPlan(consumer=b"c" * 16, keeps=(KeepLease("req-d", token, peer([p]), False),)))
-    d.worker.post(StepPlan(consumer=b"c" * 16, releases=("req-d",)))
+    d.worker.post(StepPlan(consumer=b"c" * 16, releases=(UnneededLease("req-d", token),)))
     assert wait(lambda: p.sent == {"req-p"}, [p, d])
     d.poll()
     assert not d.received, "what was never started is never reported"
@@ -71,12 +71,25 @@ def test_asked_before_p_has_the_lease(pair: tuple[Rank, Rank]) -> None:
     token = secrets.token_bytes(16)
     d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
     producer, _ = halves(p)
-    assert wait(lambda: bool(producer._waiting), [p, d])
+    assert wait(lambda: bool(producer._early.asks), [p, d])
     d.worker.post(StepPlan(cancels=("req-d",)))
     assert wait(lambda: d.failed == {"req-d"}, [d])
-    assert wait(lambda: not producer._waiting and token in producer._early, [p, d])
+    assert wait(lambda: not producer._early.asks and any(key[0] == token for key in producer._early.votes), [p, d])
     p.worker.post(StepPlan(leases=(LeaseGrant("req-p", token, TOKENS, (pack_ids(THEIRS),)),)))
     assert wait(lambda: p.sent == {"req-p"}, [p, d]), "a release that came before its lease counts"
+    another_works(p, d)
+
+
+def test_a_release_by_a_d_that_never_asked_precedes_the_lease(pair: tuple[Rank, Rank]) -> None:
+    """D makes itself known for that: P keeps no release of a stranger."""
+    p, d = pair
+    token, producer = secrets.token_bytes(16), halves(p)[0]
+    keep = KeepLease("req-d", token, peer([p]), False)
+    d.worker.post(StepPlan(consumer=b"c" * 16, keeps=(keep,), releases=(UnneededLease("req-d", token),)))
+    assert wait(lambda: any(key[0] == token for key in producer._early.votes), [p, d])
+    p.worker.post(StepPlan(leases=(LeaseGrant("req-p", token, TOKENS, (pack_ids(THEIRS),)),)))
+    assert wait(lambda: p.sent == {"req-p"}, [p, d])
+    assert not producer._early.votes
     another_works(p, d)
 
 
@@ -84,7 +97,7 @@ def test_an_ask_before_the_lease_is_served_when_it_comes(pair: tuple[Rank, Rank]
     p, d = pair
     token = secrets.token_bytes(16)
     d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
-    assert wait(lambda: bool(halves(p)[0]._waiting), [p, d])
+    assert wait(lambda: bool(halves(p)[0]._early.asks), [p, d])
     p.worker.post(StepPlan(leases=(LeaseGrant("req-p", token, TOKENS, (pack_ids(THEIRS),)),)))
     assert wait(lambda: d.received == {"req-d"} and p.sent == {"req-p"}, [p, d])
     assert torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS))

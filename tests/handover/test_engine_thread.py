@@ -13,7 +13,7 @@ from kvferry.connector.engine import worker
 from kvferry.connector.protocol.step_plan import LeaseGrant, Load, PeerEngine, StepPlan, pack_ids
 from kvferry.connector.protocol.transfer_estimate import UNKNOWN, TransferEstimate
 from kvferry.connector.transfer.load_reports import FinishedLoad
-from tests.handover.gates import PATIENT
+from tests.handover.gates import PATIENT, halves
 from tests.handover.opening import OURS, THEIRS, TOKENS, another_works
 from tests.handover.rank_group import RankGroup
 from tests.support.ranks import Rank, grant, load_plan, peer, standing, wait
@@ -106,3 +106,57 @@ def test_a_failure_is_told_of_an_engine_though_another_load_of_the_same_step_was
     assert d.worker.take_estimates() == {("engine-p", 0): UNKNOWN}
     mover._finished.append(FinishedLoad(load, True, TransferEstimate(0.001, 100)))
     assert d.worker.take_estimates() == {("engine-p", 0): TransferEstimate(0.001, 100)}
+
+
+class Event:
+    """A point in the order of a device's work."""
+
+    def __init__(self) -> None:
+        self.reached = False
+
+    def query(self) -> bool:
+        return self.reached
+
+
+def test_a_lease_waits_for_no_step_after_the_one_that_computed_it(
+    pair: tuple[Rank, Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a step in flight between them. And where nothing waits for a step, no event is recorded."""
+    p, d = pair
+    events: list[Event] = []
+
+    def record() -> Event:
+        events.append(Event())
+        return events[-1]
+
+    assert p.worker.rank_context is not None
+    monkeypatch.setattr(p.worker.rank_context.caches.copies, "record_event", record)
+    for step in (1, 2):
+        p.worker.post(StepPlan(step=step))
+    assert not events
+    p.worker.post(StepPlan(step=3, after_prefill=True))
+    token = secrets.token_bytes(16)
+    lease = LeaseGrant("req-p", token, TOKENS, (pack_ids(THEIRS),), step=2)
+    p.worker.post(StepPlan(leases=(lease,), step=4))
+    assert len(events) == 2
+    leases = halves(p)[0]._leases
+    assert not wait(lambda: bool(leases), [p], 0.1), "step 2 has not ended"
+    events[0].reached = True
+    assert wait(lambda: bool(leases), [p]), "step 3 need not end"
+    d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
+    assert wait(lambda: d.received == {"req-d"} and p.sent == {"req-p"}, [p, d]) and not d.failed
+
+
+def test_a_lease_that_nothing_announced_waits_for_all_that_was_launched(
+    pair: tuple[Rank, Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p, _ = pair
+    event = Event()
+    assert p.worker.rank_context is not None
+    monkeypatch.setattr(p.worker.rank_context.caches.copies, "record_event", lambda: event)
+    lease = LeaseGrant("req-p", secrets.token_bytes(16), TOKENS, (pack_ids(THEIRS),), step=2)
+    p.worker.post(StepPlan(leases=(lease,), step=4))
+    leases = halves(p)[0]._leases
+    assert not wait(lambda: bool(leases), [p], 0.1)
+    event.reached = True
+    assert wait(lambda: bool(leases), [p])

@@ -12,7 +12,7 @@ import torch
 from msgspec.structs import replace
 
 from kvferry.connector.config import Settings
-from kvferry.connector.protocol.step_plan import KeepLease, PeerEngine, RankAddress, StepPlan
+from kvferry.connector.protocol.step_plan import KeepLease, RankAddress, StepPlan
 from kvferry.transport.control import framing
 from kvferry.transport.wake import RateLimitedLog
 from tests.handover.gates import PATIENT, Gate, halves
@@ -133,10 +133,10 @@ def test_what_cannot_be_renewed_costs_no_other_lease(
     ]
     real = claims._link
 
-    def link(engine: PeerEngine, address: RankAddress) -> Any:
+    def link(address: RankAddress) -> Any:
         if address.host == "127.0.0.2":
             raise OSError(errno.EMFILE, "planted")
-        return real(engine, address)
+        return real(address)
 
     monkeypatch.setattr(claims, "_link", link)
     d.worker.post(StepPlan(consumer=b"c" * 16, keeps=tuple(keeps[::-1] if bad_first else keeps)))

@@ -14,6 +14,8 @@ import torch
 from kvferry.connector.config import Settings
 from kvferry.connector.protocol.step_plan import PeerEngine, RankAddress
 from kvferry.transport.control import framing
+from kvferry.transport.control.key_file import shared_key
+from kvferry.transport.control.keys import Keys
 from tests.handover.gates import Gate, halves
 from tests.handover.opening import OURS, PLANES, THEIRS, TOKENS, another_works
 from tests.handover.rank_group import RankGroup
@@ -147,7 +149,9 @@ def test_p_restarted_on_the_same_port(group: RankGroup) -> None:
 
 
 def nobody(port: int) -> PeerEngine:
-    return PeerEngine("nobody", 1, 1, 30.0, (RankAddress(0, 0, "127.0.0.1", port, bytes(16)),))
+    return PeerEngine(
+        "nobody", 1, 1, 30.0, (RankAddress(0, 0, "127.0.0.1", port, bytes(16), Keys(shared_key()).fingerprint),)
+    )
 
 
 def test_nobody_listens(group: RankGroup) -> None:

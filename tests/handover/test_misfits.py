@@ -10,11 +10,11 @@ import pytest
 from kvferry.connector.config import Settings
 from kvferry.connector.protocol import messages
 from kvferry.connector.transfer.caches import PageBox, RankCaches
-from kvferry.transport.control.connection import Connection
-from kvferry.transport.errors import GeometryError, TransportError
+from kvferry.transport.errors import ConfigError, GeometryError, PlaneUnavailableError, TransportError
 from tests.handover.gates import halves
 from tests.handover.opening import OURS, THEIRS, TOKENS, another_works, begin
 from tests.handover.rank_group import RankGroup
+from tests.support.dialed import dialed
 from tests.support.ranks import SOON, grant, load_plan, peer, reason_of, wait
 
 
@@ -44,7 +44,7 @@ def test_another_model_or_geometry_is_refused_by_name(
 
 def test_another_protocol_version_is_refused_by_name(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     p = group.rank()
-    connection = Connection(p.address.host, p.address.port, curve=None, max_message_bytes=1 << 20)
+    connection = dialed(p)
     connection.send([messages.MAGIC, (9).to_bytes(2, "big"), b"whatever version 9 says"])
     answers: list[list[bytes]] = []
     assert wait(lambda: bool(answers.extend(connection.receive()) or answers), [p])
@@ -54,12 +54,23 @@ def test_another_protocol_version_is_refused_by_name(group: RankGroup, monkeypat
 
 
 def test_no_plane_in_common(group: RankGroup) -> None:
-    p, d = group.rank(settings=Settings(plane="shm")), group.rank(settings=Settings(plane="zmq"), engine_id="engine-d")
+    p, d = group.rank(settings=Settings(plane="shm")), group.rank(settings=Settings(plane="tcp"), engine_id="engine-d")
     p.fill(THEIRS, TOKENS)
     begin(p, d)
     assert wait(lambda: d.failed == {"req-d"}, [p, d], SOON)
     assert reason_of(d) == "plane"
     assert wait(lambda: p.sent == {"req-p"}, [p, d], SOON)
+
+
+@pytest.mark.parametrize("plane", ["cuda_ipc", "ucx"])
+def test_a_plane_that_a_rank_cannot_have(group: RankGroup, monkeypatch: pytest.MonkeyPatch, plane: str) -> None:
+    def missing(*_: object) -> None:
+        raise PlaneUnavailableError("ucxx is not installed")
+
+    monkeypatch.setattr("kvferry.transport.planes.ucx.UcxPlane.__init__", missing)
+    with pytest.raises(ConfigError, match=rf"^plane: '{plane}' cannot be used: [^\n]*; expected one of auto, ") as e:
+        group.rank(settings=Settings(plane=plane))
+    assert "host memory" in str(e.value) or "ucxx is not installed" in str(e.value)
 
 
 def test_a_plane_that_p_has_no_room_on_is_passed_over(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +100,7 @@ def test_a_plane_that_p_has_no_room_on_is_passed_over(group: RankGroup, monkeypa
 )
 def test_garbage_is_counted_and_p_serves_on(group: RankGroup, frames: list[bytes]) -> None:
     p, d = group.rank(), group.rank(engine_id="engine-d")
-    connection = Connection(p.address.host, p.address.port, curve=None, max_message_bytes=1 << 20)
+    connection = dialed(p)
     for _ in range(50):
         connection.send(frames)
     p.fill(THEIRS, TOKENS)
@@ -109,8 +120,8 @@ def test_blocks_out_of_range_fail_the_one_request(group: RankGroup) -> None:
 @pytest.mark.parametrize("plane", ["shm", "tcp", "zmq", pytest.param("ucx", marks=pytest.mark.ucx)])
 def test_a_token_that_no_message_holds(group: RankGroup, plane: str) -> None:
     """D finds out after it has asked: it says what to do, and neither side keeps anything of the read."""
-    settings = Settings(plane=plane, slot_bytes=16 << 10, staging_bytes=1 << 20)
-    p, d = (group.rank(engine_id=name, settings=settings, content=2048) for name in ("engine-p", "engine-d"))
+    settings = Settings(plane=plane, slot_bytes=64 << 10, staging_bytes=1 << 20)
+    p, d = (group.rank(engine_id=name, settings=settings, content=8192) for name in ("engine-p", "engine-d"))
     p.fill(THEIRS, TOKENS)
     begin(p, d)
     assert wait(lambda: d.failed == {"req-d"} and p.sent == {"req-p"}, [p, d], SOON)

@@ -12,19 +12,19 @@ import pytest
 import torch
 
 from kvferry.connector.config import Settings
-from kvferry.connector.geometry.spans import MAX_RANGES, check_spans
+from kvferry.connector.geometry.spans import MAX_RANGES, MAX_SPANS, check_spans
 from kvferry.connector.geometry.token_sharding import TokenShard, TokenSharding
 from kvferry.connector.protocol import messages
 from kvferry.connector.protocol.metrics import no_figures
 from kvferry.connector.protocol.step_plan import LeaseGrant, StepPlan, pack_ids
-from kvferry.connector.transfer import links, producer, transfer_thread
-from kvferry.transport.control.connection import Connection
+from kvferry.connector.transfer import early_requests, links, transfer_thread
 from kvferry.transport.errors import GeometryError
 from kvferry.transport.plane import PlaneContext
 from kvferry.transport.planes.shm import ShmPlane
 from tests.handover.gates import PATIENT, Gate, halves
 from tests.handover.opening import OURS, THEIRS, TOKENS, another_works, begin
 from tests.handover.rank_group import RankGroup
+from tests.support.dialed import dialed
 from tests.support.ranks import Rank, grant, load_plan, no_failed_link, peer, wait
 
 ReplyT = TypeVar("ReplyT")
@@ -35,7 +35,7 @@ class RawD:
 
     def __init__(self, p: Rank, like: Rank) -> None:
         self._p, self._like = p, like
-        self._connection = Connection(p.address.host, p.address.port, curve=None, max_message_bytes=8 << 20)
+        self._connection = dialed(p, limit=8 << 20)
         self._replies: list[Any] = []
         self.plane = ShmPlane(PlaneContext("127.0.0.1", 64 << 10, 1 << 20))
 
@@ -143,8 +143,8 @@ def test_asks_that_wait_for_their_lease_are_bounded(
 ) -> None:
     raw.attach(raw.start_handshake())
     raw.answer(messages.Attached)
-    for read in range(producer.HELD_SPANS // 8192):
-        raw.ask(read, bytes([read]) * 16, spans=8192)
+    for read in range(early_requests.HELD_SPANS // MAX_SPANS):
+        raw.ask(read, bytes([read]) * 16, spans=MAX_SPANS)
     assert "too many asks" in raw.answer(messages.Deny).detail
     another_works(*pair)
 
@@ -237,8 +237,10 @@ def test_staging_that_is_used_up_leads_to_the_next_plane(group: RankGroup) -> No
     p = group.rank(settings=Settings(staging_bytes=8 << 20))
     p.fill(THEIRS, TOKENS)
     producer = halves(p)[0]
-    sessions, reply, tick, late = producer._sessions, producer._reply, producer.tick, []
-    sessions._offers = tuple(offer for offer in sessions._offers if offer.name in ("shm", "zmq"))
+    reply, tick, late = producer._reply, producer.tick, []
+    context = p.worker.rank_context
+    assert context is not None
+    context.planes = [plane for plane in context.planes if plane.name in ("shm", "tcp")]
 
     def slowly(identity: bytes, message: object) -> None:
         if isinstance(message, messages.Refused):
@@ -260,7 +262,7 @@ def test_staging_that_is_used_up_leads_to_the_next_plane(group: RankGroup) -> No
         assert wait(lambda d=d, n=n: d.received == {f"d{n}"}, [p, d])  # type: ignore[misc]
         assert not d.failed
         planes.append(d.plane)
-    assert planes[0] == "shm" and planes[-1] == "zmq", planes
+    assert planes[0] == "shm" and planes[-1] == "tcp", planes
 
 
 def test_a_d_that_does_not_read_does_not_hold_up_the_others(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,7 +295,7 @@ def test_a_plane_that_breaks_does_not_stop_the_others(pair: tuple[Rank, Rank], m
 
     for rank in pair:
         assert rank.worker.rank_context is not None
-        broken = rank.worker.rank_context.plane("zmq")
+        broken = rank.worker.rank_context.plane("tcp")
         monkeypatch.setattr(broken, "progress", breaks)
     another_works(p, d)
     stats = d.worker.rank_context.stats

@@ -36,9 +36,9 @@ def asked(p: Rank) -> Counter[str]:
     producer, counts = halves(p)[0], Counter[str]()
     serve = producer._request
 
-    def counted(identity: bytes, request: Any, now: float) -> None:
+    def counted(identity: bytes, request: Any, *rest: Any) -> None:
         counts[type(request).__name__] += 1
-        serve(identity, request, now)
+        serve(identity, request, *rest)
 
     producer._request = counted
     return counts
@@ -130,7 +130,7 @@ def test_no_lease_is_left_on_the_board(pair: Pair) -> None:
 def test_without_the_board_it_asks(pair: Pair, group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     p, _ = pair
 
-    def refused(place: grant_board.BoardAddress) -> None:
+    def refused(*args: object) -> None:
         raise OSError(24, "Too many open files")
 
     monkeypatch.setattr(link, "BoardReader", refused)

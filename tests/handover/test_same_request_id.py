@@ -8,12 +8,15 @@ import pytest
 import torch
 
 from kvferry.connector.config import Settings
+from kvferry.connector.engine.scheduler import SchedulerHalf
+from kvferry.connector.engine.transfer_params import RemotePrompt, prompt_digest, to_transfer_params
+from kvferry.connector.geometry.engine_types import BlockTable, RequestView
 from kvferry.connector.protocol.step_plan import LeaseGrant, StepPlan, pack_ids
 from tests.handover.gates import PATIENT, halves
 from tests.handover.opening import OURS, THEIRS, TOKENS, begin
 from tests.handover.rank_group import RankGroup
 from tests.handover.slow_copies import SlowCopies, install
-from tests.support.ranks import Rank, load_plan, peer, wait
+from tests.support.ranks import Rank, grant, load_plan, peer, wait
 
 Pair = tuple[Rank, Rank, SlowCopies]
 OTHERS = [20, 21, 22, 23, 24, 25, 26]
@@ -76,3 +79,28 @@ def test_the_second_fails_by_itself_where_it_cannot_start(pair: Pair, monkeypatc
     copies.gate.set()
     assert wait(lambda: p.sent == {"req-p", "again-p"}, [p, d])
     assert d.failed == {"req-d"} and OURS != OTHERS
+
+
+def test_the_release_of_the_first_is_not_that_of_the_second(group: RankGroup) -> None:
+    """In one step: the first request is dropped before it is scheduled, and another one comes under its id."""
+    settings = Settings(**PATIENT)
+    p, d = group.rank(settings=settings), group.rank(settings=settings, engine_id="engine-d")
+    p.fill(THEIRS, TOKENS)
+    tokens = [grant([p], name, THEIRS, TOKENS) for name in ("first-p", "second-p")]
+    ids = list(range(TOKENS))
+    prompts = [RemotePrompt(token, TOKENS, prompt_digest(ids), peer([p])) for token in tokens]
+    first, second = (RequestView("req-d", to_transfer_params(prompt), ids, TOKENS, 0) for prompt in prompts)
+    engine = SchedulerHalf(
+        settings, "d", [BlockTable("full", d.block_size)], tp_size=1, pp_size=1, produces=False, consumes=True
+    )
+    engine.on_new_request(first)
+    d.worker.post(engine.take_plan())
+    keeper = halves(d)[1]._lease_keeper
+    assert wait(lambda: bool(keeper), [p, d])
+    engine.request_finished(first, ((),), completed=False)
+    engine.on_new_request(second)
+    d.worker.post(engine.take_plan())
+    assert wait(lambda: p.sent == {"first-p"}, [p, d]), "the second still needs its lease"
+    engine.request_finished(second, ((),), completed=False)
+    d.worker.post(engine.take_plan())
+    assert wait(lambda: p.sent == {"first-p", "second-p"} and not keeper, [p, d])

@@ -292,10 +292,17 @@ def _end(servers: Sequence[Server], grace: float) -> None:
     for server in servers:
         try:
             server.process.wait(max(0.1, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:  # the guard process itself hangs: end its group the hard way
-            with suppress(ProcessLookupError):
-                os.killpg(server.process.pid, signal.SIGKILL)
+        except subprocess.TimeoutExpired:
+            _kill_group(server)  # the guard process itself hangs
             server.process.wait()
+        if (server.process.returncode or 0) < 0:
+            _kill_group(server)  # a signal ended the guard process before it ended the rest
+
+
+def _kill_group(server: Server) -> None:
+    """SIGKILL to all of a guard process's group. While the group has members, its number stays with it."""
+    with suppress(ProcessLookupError):
+        os.killpg(server.process.pid, signal.SIGKILL)
 
 
 def _exit_on_signal(number: int, frame: FrameType | None) -> None:

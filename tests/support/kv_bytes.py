@@ -62,18 +62,19 @@ class Cached:
         block = block_ids[-(-tokens // self.page_tokens) - 1 if self.aligned else 0]
         return torch.cat([part[block].contiguous().view(torch.uint8).flatten() for part in self.tensors])
 
-    def flip(self, block_ids: list[int], tokens: int) -> None:
-        """Flip the lowest bit of what is digested first, however blocks are packed."""
+    def flip(self, block_ids: list[int], tokens: int, byte: int = 0, bits: int = 1) -> None:
+        """Flip the lowest bit of what is digested first, however blocks are packed; or these bits of another byte of
+        that element."""
         if self.kind == "state":
             block = self.tensors[0][block_ids[-(-tokens // self.page_tokens) - 1 if self.aligned else 0]]
-            block[(0,) * block.ndim].unsqueeze(0).view(torch.uint8)[0] ^= 1
+            block[(0,) * block.ndim].unsqueeze(0).view(torch.uint8)[byte] ^= bits
             return
         cache = self.tensors[0].unsqueeze(1) if self.tensors[0].ndim == 3 else self.tensors[0]
         first, per_page = self.first_needed(tokens), self.page_tokens // cache.shape[2]
         block = cache[block_ids[first // self.page_tokens] * per_page + first % self.page_tokens // cache.shape[2]]
         inside = first % cache.shape[2]
         place = (inside, 0) if self.places is None else divmod(int(self.places[inside, 0]), cache.shape[3])
-        block[0, *place].unsqueeze(0).view(torch.uint8)[0] ^= 1
+        block[0, *place].unsqueeze(0).view(torch.uint8)[byte] ^= bits
 
 
 @dataclass
@@ -217,7 +218,7 @@ class KVBytes:
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         context = self.vllm_config.compilation_config.static_forward_context  # type: ignore[attr-defined]
         self._kvb_table = {
-            name: _cached(index, group.kv_cache_spec, name, context[name])
+            name: cached_layer(index, group.kv_cache_spec, name, context[name])
             for index, group in enumerate(runner.kv_cache_config.kv_cache_groups)
             for name in group.layer_names
             if not getattr(context[name], "kv_sharing_target_layer_name", None)
@@ -303,7 +304,7 @@ class KVBytes:
         )
 
 
-def _cached(group: int, spec: Any, name: str, layer: Any) -> Cached:
+def cached_layer(group: int, spec: Any, name: str, layer: Any) -> Cached:
     """What vLLM's specification of a layer's cache says, by what it has."""
     spec = getattr(spec, "kv_cache_specs", {}).get(name, spec)  # layers of one group whose sizes differ
     tensors = tuple(layer.kv_cache) if isinstance(layer.kv_cache, list | tuple) else (layer.kv_cache,)

@@ -33,7 +33,12 @@ class RemoteRank:
 
     def _greet(self, hello: dict[str, Any]) -> None:
         self.address = RankAddress(
-            hello["pp_rank"], hello["tp_rank"], hello["host"], hello["port"], base64.b64decode(hello["incarnation"])
+            hello["pp_rank"],
+            hello["tp_rank"],
+            hello["host"],
+            hello["port"],
+            base64.b64decode(hello["incarnation"]),
+            hello["key"],
         )
         self.lease_seconds = float(hello["lease_seconds"])
 
@@ -145,7 +150,8 @@ def main() -> None:
         address = rank.address
         answer(
             pp_rank=address.pp_rank, tp_rank=address.tp_rank, host=address.host, port=address.port,
-            incarnation=base64.b64encode(address.incarnation).decode(), lease_seconds=rank.settings.lease_seconds,
+            incarnation=base64.b64encode(address.incarnation).decode(), key=address.key,
+            lease_seconds=rank.settings.lease_seconds,
         )  # fmt: skip
 
     greet()

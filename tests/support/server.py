@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import re
 import subprocess
@@ -88,7 +89,7 @@ class Server:
                 text = response.read()
         except urllib.error.HTTPError as error:
             raise EngineError(f"{self.name}{path}: HTTP {error.code}: {error.read()[:500]!r}") from None
-        except OSError as error:
+        except (OSError, http.client.HTTPException) as error:  # also where the engine ends in the middle of it
             raise EngineError(f"{self.name}{path}: {error}\n{self.log_tail()}") from None
         return json.loads(text) if text else None
 

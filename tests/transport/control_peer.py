@@ -1,4 +1,4 @@
-"""A process at one end of a control connection: ``control_peer.py listen PORT`` or ``connect PORT``.
+"""A process at one end of a control connection: ``control_peer.py listen|connect PORT SECRET_KEY``.
 
 ``listen`` prints its port, and answers every message by its own frames. ``connect`` sends its process id every 50 ms.
 """
@@ -9,27 +9,25 @@ import os
 import sys
 import time
 
-import zmq
-
-from kvferry.transport.control.connection import Connection
-from kvferry.transport.control.listener import Listener
+from kvferry.transport.control.dialer import make_dialer
+from kvferry.transport.control.keys import Keys
+from kvferry.transport.control.listener import listen
 
 
 def main() -> None:
-    role, port = sys.argv[1], int(sys.argv[2])
+    role, port, keys = sys.argv[1], int(sys.argv[2]), Keys(sys.argv[3])
     if role == "listen":
-        listener = Listener("127.0.0.1", port, max_message_bytes=1 << 20)
+        listener = listen("127.0.0.1", port, keys=keys, max_message_bytes=1 << 20)
         print(listener.port, flush=True)
         while True:
-            listener.socket.poll(1000)
-            for identity, frames in listener.receive():
+            for identity, frames, _ in listener.receive():
                 listener.send(identity, frames)
-    connection = Connection("127.0.0.1", port, max_message_bytes=1 << 20)
-    poller = zmq.Poller()
-    poller.register(connection.monitor, zmq.POLLIN)
+            time.sleep(0.005)
+    dialer = make_dialer(keys, max_message_bytes=1 << 20)
+    connection = dialer.connect("127.0.0.1", port, key=keys.fingerprint)
     while not connection.lost:
         connection.send([b"kvferry", b"\0\1", b"%d" % os.getpid()])
-        connection.poll_monitor()
+        dialer.progress()
         time.sleep(0.05)
     print(connection.reason, flush=True)
 

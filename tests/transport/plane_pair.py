@@ -15,6 +15,7 @@ from kvferry.transport.channels import Received, RecvChannel, SendChannel, Slot
 from kvferry.transport.plane import Plane, PlaneContext, PlaneMemory
 from kvferry.transport.registry import make_plane
 from kvferry.transport.staging import SlotPool
+from tests.transport.control_ends import KEYS
 from tests.transport.plane_list import PUSH, host_planes
 
 SLOT = 64 << 10
@@ -50,7 +51,7 @@ class Pair:
     def __init__(self, name: str, slots: int, device: torch.device) -> None:
         def plane() -> Plane:
             staging = slots * SLOT
-            return make_plane(name, PlaneContext("127.0.0.1", SLOT, staging, memory=PlaneMemory(device)))
+            return make_plane(name, PlaneContext("127.0.0.1", SLOT, staging, KEYS, PlaneMemory(device)))
 
         self.p, self.d = plane(), plane()
 

@@ -23,6 +23,8 @@ import torch
 import zmq
 
 from kvferry.transport.channels import ByteRanges, Copy, PageRead, PullChannel, Received, RecvChannel, SendChannel, Slot
+from kvferry.transport.control.key_file import shared_key
+from kvferry.transport.control.keys import Keys
 from kvferry.transport.errors import KVFerryError
 from kvferry.transport.plane import PlaneContext, PlaneMemory
 from kvferry.transport.registry import make_plane, plane_spec
@@ -74,7 +76,7 @@ class Peer:
         self.memory = torch.from_numpy(pattern(P_BYTES, memory_bytes).copy()).to(device)
         ranges = ((self.memory.data_ptr(), memory_bytes),)
         memory = PlaneMemory(device, ranges if memory_bytes else ())
-        self.plane = make_plane(name, PlaneContext("127.0.0.1", slot_bytes, staging_bytes, memory=memory))
+        self.plane = make_plane(name, PlaneContext("127.0.0.1", slot_bytes, staging_bytes, Keys(shared_key()), memory))
         self.theirs: dict[str, int] = {}
         self.copies: list[Copy] = []
         self.channels: dict[str, Any] = {}

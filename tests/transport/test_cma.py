@@ -10,6 +10,7 @@ import resource
 import threading
 import time
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -18,27 +19,44 @@ from kvferry.transport.channels import ByteRanges, Copy, PageRead
 from kvferry.transport.errors import PlaneUnavailableError, ProtocolError, TransportError
 from kvferry.transport.plane import PlaneContext
 from kvferry.transport.planes import cma
-from kvferry.transport.planes.cma import CmaPlane, _Offer
+from kvferry.transport.planes.cma import CmaChannel, CmaPlane, _Offer
+from kvferry.transport.planes.memory_file import MemoryFileAddress
 from tests.support.fork_server import Program, fork_server
 
 import msgspec  # isort: skip
 
 CHILD = """
 import sys, ctypes
-from kvferry.transport.plane import PlaneContext
+from kvferry.transport.channels import CPU
+from kvferry.transport.plane import PlaneContext, PlaneMemory
 from kvferry.transport.planes.cma import CmaPlane
-plane = CmaPlane(PlaneContext("127.0.0.1", 1 << 20, 4 << 20))
 block = ctypes.create_string_buffer(bytes(range(256)) * 32768)
-print(plane.offer().hex(), ctypes.addressof(block), flush=True)
+address = ctypes.addressof(block)
+plane = CmaPlane(PlaneContext("127.0.0.1", 1 << 20, 4 << 20, memory=PlaneMemory(CPU, ((address, 8 << 20),))))
+print(plane.offer().hex(), plane.accept(b"")[1].hex(), address, flush=True)
 sys.stdin.read()
 """
 
 
+class Child(NamedTuple):
+    """A P in another process: its offer, its reply to any D, and the address of its one KV cache."""
+
+    process: Program
+    offer: bytes
+    reply: bytes
+    address: int
+
+    def join(self, plane: CmaPlane) -> CmaChannel:
+        channel, _ = plane.connect(self.offer, "127.0.0.1")
+        plane.finish(channel, self.reply)
+        return channel
+
+
 @pytest.fixture
-def child() -> Iterator[tuple[Program, bytes, int]]:
+def child() -> Iterator[Child]:
     with fork_server().start("-c", CHILD, text=True) as process:
-        offer, address = process.stdout.readline().split()
-        yield process, bytes.fromhex(offer), int(address)
+        offer, reply, address = process.stdout.readline().split()
+        yield Child(process, bytes.fromhex(offer), bytes.fromhex(reply), int(address))
 
 
 CONTEXT = PlaneContext("127.0.0.1", 1 << 20, 4 << 20)
@@ -72,13 +90,11 @@ def ended(plane: CmaPlane, copy: Copy) -> Copy:
 
 
 @pytest.mark.parametrize(("count", "threads"), [(1, 4), (4096, 4), (32768, 1), (32768, 2), (32768, 4)])
-def test_scattered_runs_arrive(
-    child: tuple[Program, bytes, int], count: int, threads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scattered_runs_arrive(child: Child, count: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cma, "_threads", lambda: threads)
-    _, offer, address = child
+    address = child.address
     plane = CmaPlane(CONTEXT)
-    reader, _ = plane.connect(offer, "127.0.0.1")
+    reader = child.join(plane)
     into = np.zeros(256 * count, dtype=np.uint8)
     order = np.random.default_rng(1).permutation(count)
     read = Read(into.ctypes.data + 256 * np.arange(count), address + 256 * order, np.full(count, 256))
@@ -95,10 +111,10 @@ def helper_threads() -> list[threading.Thread]:
 
 @pytest.mark.parametrize("started", range(cma.MAX_THREADS - 1))
 def test_without_helper_threads_the_plane_copies_alone(
-    child: tuple[Program, bytes, int], started: int, monkeypatch: pytest.MonkeyPatch
+    child: Child, started: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The system starts some of the helper threads and refuses the next one: the thread limit of a container."""
-    _, offer, address = child
+    address = child.address
     monkeypatch.setattr(cma, "_threads", lambda: cma.MAX_THREADS)
     monkeypatch.setattr(cma, "_helpers", functools.cache(cma._helpers.__wrapped__))
     before, attempts, start = helper_threads(), 0, threading.Thread.start
@@ -113,7 +129,7 @@ def test_without_helper_threads_the_plane_copies_alone(
 
     monkeypatch.setattr(threading.Thread, "start", limited_start)
     plane = CmaPlane(CONTEXT)
-    reader, _ = plane.connect(offer, "127.0.0.1")
+    reader = child.join(plane)
     for _ in range(2):  # the second copy must not try again
         into = np.zeros(8 << 20, dtype=np.uint8)
         offsets = np.arange(0, 8 << 20, 1 << 20)
@@ -128,15 +144,15 @@ def test_without_helper_threads_the_plane_copies_alone(
     plane.close()
 
 
-def test_descriptors_beyond_those_of_select(child: tuple[Program, bytes, int]) -> None:
-    process, offer, _ = child
+def test_descriptors_beyond_those_of_select(child: Child) -> None:
+    process = child.process
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(4096, hard)), hard))
     held: list[int] = []
     plane = CmaPlane(CONTEXT)
     try:
         held += [os.dup(0) for _ in range(1100)]
-        reader, _ = plane.connect(offer, "127.0.0.1")
+        reader = child.join(plane)
         assert reader.process.fd > 1024
         process.kill()
         process.wait(60)
@@ -149,10 +165,10 @@ def test_descriptors_beyond_those_of_select(child: tuple[Program, bytes, int]) -
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_the_end_of_the_process_is_noticed(child: tuple[Program, bytes, int]) -> None:
-    process, offer, address = child
+def test_the_end_of_the_process_is_noticed(child: Child) -> None:
+    process, address = child.process, child.address
     plane = CmaPlane(CONTEXT)
-    reader, _ = plane.connect(offer, "127.0.0.1")
+    reader = child.join(plane)
     assert not plane.progress()
     process.kill()
     process.wait(60)
@@ -166,21 +182,19 @@ def test_the_end_of_the_process_is_noticed(child: tuple[Program, bytes, int]) ->
     assert plane.pollables() == []
 
 
-def test_an_address_that_is_not_mapped(child: tuple[Program, bytes, int]) -> None:
+def test_an_address_that_is_not_mapped(child: Child) -> None:
     plane = CmaPlane(CONTEXT)
-    reader, _ = plane.connect(child[1], "127.0.0.1")
+    reader = child.join(plane)
     into = np.zeros(8, dtype=np.uint8)
     copy = ended(plane, reader.read(Read(column(into.ctypes.data), column(4096), column(8))))
     assert "Bad address" in copy.error and copy.peer_lost
 
 
-def test_copies_take_turns_and_each_can_be_cancelled(
-    child: tuple[Program, bytes, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_copies_take_turns_and_each_can_be_cancelled(child: Child, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cma, "TURN_BYTES", 1000)
-    _, offer, address = child
+    address = child.address
     plane = CmaPlane(CONTEXT)
-    channels = [plane.connect(offer, "127.0.0.1")[0] for _ in range(2)]
+    channels = [child.join(plane) for _ in range(2)]
     into = np.zeros((4, 2560), dtype=np.uint8)
     offsets = 256 * np.arange(10)
 
@@ -205,20 +219,38 @@ def test_copies_take_turns_and_each_can_be_cancelled(
 
 @pytest.mark.parametrize(
     ("changes", "named"),
-    [
-        ({"secret": bytes(16)}, "another process namespace"),
-        ({"host_id": "elsewhere"}, "another host"),
-        ({"pid": 1 << 29}, "cannot be read"),
-        ({"address": 4096}, "cannot be read"),
-    ],
+    [({"host_id": "elsewhere"}, "another host"), ({"host_id": ""}, "another host"), ({"pid": 1 << 29}, "be found")],
 )
-def test_another_process_is_not_taken_for_p(
-    child: tuple[Program, bytes, int], changes: dict[str, object], named: str
-) -> None:
-    offer = msgspec.msgpack.decode(child[1], type=_Offer)
+def test_another_host_or_no_process_is_refused(child: Child, changes: dict[str, object], named: str) -> None:
+    offer = msgspec.msgpack.decode(child.offer, type=_Offer)
     with pytest.raises(PlaneUnavailableError, match=named) as caught:
         CmaPlane(CONTEXT).connect(msgspec.msgpack.encode(msgspec.structs.replace(offer, **changes)), "127.0.0.1")
     assert "\n" not in str(caught.value)
+
+
+def test_only_what_p_publishes_in_its_own_memory_can_be_read(child: Child) -> None:
+    """A page outside the caches, for example P's heap, is refused, whatever the message with the pages says."""
+    reader = child.join(CmaPlane(CONTEXT))
+    assert reader.translate(child.address, 8 << 20) == child.address
+    for address, nbytes in ((child.address - 1, 2), (child.address, (8 << 20) + 1), (4096, 1), (0, 1 << 61)):
+        with pytest.raises(TransportError, match="in no KV cache that P has published"):
+            reader.translate(address, nbytes)
+
+
+@pytest.mark.parametrize("content", [b"", b"\xc0", b"\x82", bytes(cma.MAX_VECTORS)])
+def test_a_reply_that_names_another_file_is_refused(child: Child, content: bytes) -> None:
+    """A file that is not P's description: D looks at it, and at no address that it might name."""
+    plane = CmaPlane(CONTEXT)
+    file = os.memfd_create("other")
+    os.write(file, content)
+    plane = CmaPlane(CONTEXT)
+    channel, _ = plane.connect(plane.offer(), "127.0.0.1")
+    with pytest.raises(ProtocolError, match="cma memory"):
+        plane.finish(channel, msgspec.msgpack.encode(MemoryFileAddress(file)))
+    with pytest.raises(ProtocolError, match="cma reply"):
+        plane.finish(channel, content)
+    plane.close()
+    os.close(file)
 
 
 def test_garbage_is_refused() -> None:
@@ -235,16 +267,18 @@ def open_pidfds() -> int:
     return found
 
 
-def test_a_refused_connect_leaves_no_descriptor_behind(child: tuple[Program, bytes, int]) -> None:
-    offer = msgspec.msgpack.decode(child[1], type=_Offer)
+def test_a_refused_connect_leaves_no_descriptor_behind(child: Child) -> None:
+    offer = msgspec.msgpack.decode(child.offer, type=_Offer)
     plane = CmaPlane(CONTEXT)
     gc.collect()
     before = open_pidfds()
-    plane.connect(child[1], "127.0.0.1")
+    channel = child.join(plane)
     assert open_pidfds() == before + 1
-    for changes in ({"secret": bytes(16)}, {"address": 4096}) * 5:
+    for changes in ({"host_id": "elsewhere"}, {"pid": 1 << 29}) * 5:
         with pytest.raises(PlaneUnavailableError):
             plane.connect(msgspec.msgpack.encode(msgspec.structs.replace(offer, **changes)), "127.0.0.1")
+    with pytest.raises(PlaneUnavailableError):
+        plane.finish(channel, msgspec.msgpack.encode(MemoryFileAddress(1 << 20)))
     assert open_pidfds() == before + 1
     plane.close()
     assert open_pidfds() == before

@@ -12,29 +12,14 @@ from pathlib import Path
 import pytest
 
 from kvferry.transport.control import framing
-from kvferry.transport.control.connection import Connection
-from kvferry.transport.control.listener import Listener
 from tests.support.engines import free_port
 from tests.support.fork_server import fork_server
+from tests.transport.control_ends import KEYS, MESSAGE, Dialed, listening, until
 
-LIMIT = 1 << 20
-MESSAGE = [b"kvferry", b"\0\1", b"body"]
 SILENCE = 3.0
 """Seconds of silence after which a connection ends in these tests; ``framing`` has 15 s, for hosts that stand still."""
 LATE = 20.0
 """Beyond it, on a loaded machine; TCP's own keep-alive would take longer."""
-
-
-def until(condition, seconds=60.0):
-    deadline = time.monotonic() + seconds
-    while not (done := condition()) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return done
-
-
-def state(connection):
-    connection.poll_monitor()
-    return connection.connected, connection.lost
 
 
 def answers(connection, seconds=60.0):
@@ -66,7 +51,7 @@ def spawn():
 
     def start(role, port=0):
         script = Path(__file__).with_name("control_peer.py")
-        children.append(fork_server().start(str(script), role, str(port), text=True))
+        children.append(fork_server().start(str(script), role, str(port), KEYS.secret, text=True))
         return children[-1]
 
     yield start
@@ -79,7 +64,7 @@ def connect():
     ends = []
 
     def make(port):
-        ends.append(Connection("127.0.0.1", port, max_message_bytes=LIMIT))
+        ends.append(Dialed(port))
         return ends[-1]
 
     yield make
@@ -89,7 +74,7 @@ def connect():
 
 @pytest.fixture
 def listener():
-    end = Listener("127.0.0.1", 0, max_message_bytes=LIMIT)
+    end = listening()
     yield end
     end.close()
 
@@ -100,13 +85,13 @@ def test_a_killed_p_is_noticed_and_the_next_is_another(spawn, connect):
     connection, beside = connect(port), connect(int(spawn("listen").stdout.readline()))
     assert answers(connection) and answers(beside)
     child.send_signal(signal.SIGKILL)
-    assert until(lambda: state(connection)[1])
+    assert until(lambda: connection.state[1])
     assert "gone" in connection.reason
     assert not connection.send(MESSAGE)
     again = spawn("listen", port)
     assert int(again.stdout.readline()) == port
     time.sleep(0.3)
-    assert state(connection) == (False, True), "a lost connection does not come back: its queue was for another life"
+    assert connection.state == (False, True), "a lost connection does not come back: its queue was for another life"
     assert answers(connect(port)) and answers(beside)
 
 
@@ -123,7 +108,7 @@ def test_a_stopped_p_is_lost_within_seconds(far, spawn, connect):
     assert answers(connection)
     child.send_signal(signal.SIGSTOP)
     begun = time.monotonic()
-    assert until(lambda: state(connection)[1], SILENCE + LATE)
+    assert until(lambda: connection.state[1], SILENCE + LATE)
     assert time.monotonic() - begun > SILENCE / 2
     child.send_signal(signal.SIGCONT)
     assert answers(connect(connection.port))
@@ -151,8 +136,8 @@ def test_processes_of_this_host_may_stand_still(spawn, listener, connect):
     time.sleep(SILENCE + 3)
     for child in (p, d):
         child.send_signal(signal.SIGCONT)
-    assert answers(connection) and state(connection) == (True, False)
-    assert listener.send(identity, MESSAGE) and until(lambda: any(who == identity for who, _ in listener.receive()))
+    assert answers(connection) and connection.state == (True, False)
+    assert listener.send(identity, MESSAGE) and until(lambda: any(who == identity for who, _, _ in listener.receive()))
 
 
 def test_a_busy_python_is_not_a_dead_peer(far, listener, connect):
@@ -167,7 +152,7 @@ def test_a_busy_python_is_not_a_dead_peer(far, listener, connect):
             break
         connection.close()  # the host itself stood still, so its silence says nothing
         assert until(lambda: listener.peers == 0)
-    assert state(connection) == (True, False)
+    assert connection.state == (True, False)
     assert listener.peers == 1
 
 
@@ -217,7 +202,7 @@ def test_a_partition_is_noticed_at_both_ends_and_heals(far, impatient, listener,
         connection.send(MESSAGE)
         assert until(listener.receive) and until(lambda: listener.peers == 1)
         cable.cut.set()
-        assert until(lambda: state(connection)[1] and listener.peers == 0, SILENCE + LATE)
+        assert until(lambda: connection.state[1] and listener.peers == 0, SILENCE + LATE)
         cable.cut.clear()
         again = connect(cable.port)
         again.send(MESSAGE)

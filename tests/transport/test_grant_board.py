@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import os
 import secrets
+import time
 
 import msgspec
 import pytest
@@ -11,7 +14,12 @@ import pytest
 from kvferry.transport import grant_board
 from kvferry.transport.errors import PlaneUnavailableError
 from kvferry.transport.grant_board import PROBES, SLOT_BYTES, SLOTS, BoardAddress, BoardReader, GrantBoard
+from kvferry.transport.peer_process import PeerProcess
 from tests.support.fork_server import fork_server
+
+
+def reader_of(writer: GrantBoard) -> BoardReader:
+    return BoardReader(PeerProcess(os.getpid()), writer.place)
 
 
 def key() -> bytes:
@@ -25,7 +33,7 @@ def near(first: bytes, number: int) -> bytes:
 
 def test_a_note_is_found_and_falls_when_it_is_retracted() -> None:
     writer = GrantBoard()
-    reader, one = BoardReader(writer.place), key()
+    reader, one = reader_of(writer), key()
     assert reader.find(one) is None
     at = writer.post(one, b"text")
     assert at is not None
@@ -38,7 +46,7 @@ def test_a_note_is_found_and_falls_when_it_is_retracted() -> None:
 
 def test_a_slot_that_is_used_again_does_not_make_an_old_note_stand() -> None:
     writer = GrantBoard()
-    reader, one = BoardReader(writer.place), key()
+    reader, one = reader_of(writer), key()
     for _ in range(3):
         at = writer.post(one, b"a")
         old = reader.find(one)
@@ -51,7 +59,7 @@ def test_a_slot_that_is_used_again_does_not_make_an_old_note_stand() -> None:
 
 def test_crowded_keys_go_to_the_next_slots_and_beyond_them_nowhere() -> None:
     writer = GrantBoard()
-    reader, first = BoardReader(writer.place), key()
+    reader, first = reader_of(writer), key()
     keys = [near(first, number) for number in range(PROBES)]
     places = [writer.post(each, each) for each in keys]
     assert None not in places and len(set(places)) == PROBES
@@ -68,7 +76,7 @@ def test_what_is_too_long_is_not_posted_and_the_longest_is() -> None:
     assert writer.post(key(), bytes(SLOT_BYTES)) is None
     longest, one = secrets.token_bytes(SLOT_BYTES - grant_board._HEADER.size), key()
     assert writer.post(one, longest) is not None
-    found = BoardReader(writer.place).find(one)
+    found = reader_of(writer).find(one)
     assert found is not None and found.text == longest
 
 
@@ -78,13 +86,13 @@ def test_a_note_that_is_being_written_is_not_found() -> None:
     at = writer.post(one, b"text")
     assert at is not None
     writer._counters[at // 8] += 1
-    assert BoardReader(writer.place).find(one) is None
+    assert reader_of(writer).find(one) is None
 
 
 def test_notes_fall_when_the_board_closes() -> None:
     writer, one = GrantBoard(), key()
     writer.post(one, b"text")
-    reader = BoardReader(writer.place)
+    reader = reader_of(writer)
     note = reader.find(one)
     writer.close()
     writer.close()
@@ -94,21 +102,27 @@ def test_notes_fall_when_the_board_closes() -> None:
 def test_a_note_that_is_retracted_twice_stays_down() -> None:
     writer, one = GrantBoard(), key()
     at = writer.post(one, b"text")
-    reader = BoardReader(writer.place)
+    reader = reader_of(writer)
     assert at is not None and reader.find(one) is not None
     writer.withdraw(at)
     writer.withdraw(at)
     assert reader.find(one) is None
 
 
-@pytest.mark.parametrize("change", ["secret", "fd", "pid"])
-def test_another_board_is_refused(change: str) -> None:
+@pytest.mark.parametrize("change", ["secret", "fd", "a file that may shrink", "another size"])
+def test_another_file_is_refused(change: str) -> None:
     writer = GrantBoard()
-    other = {"secret": secrets.token_bytes(16), "fd": os.open("/dev/null", os.O_RDONLY), "pid": 1 << 29}
-    place = msgspec.structs.replace(writer.place, **{change: other[change]})
+    other = os.memfd_create("other", os.MFD_ALLOW_SEALING)
+    os.ftruncate(other, os.fstat(writer.place.fd).st_size + (change == "another size"))
+    os.pwrite(other, writer.place.secret, 0)
+    if change == "another size":
+        fcntl.fcntl(other, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    fd = os.open("/dev/null", os.O_RDONLY) if change == "fd" else other
+    place = BoardAddress(writer.place.fd, key()) if change == "secret" else BoardAddress(fd, writer.place.secret)
     with pytest.raises(PlaneUnavailableError, match="P's board"):
-        BoardReader(place)
-    os.close(int(other["fd"]))
+        BoardReader(PeerProcess(os.getpid()), place)
+    for each in {fd, other}:
+        os.close(each)
 
 
 def test_it_is_seen_from_another_process() -> None:
@@ -117,7 +131,8 @@ def test_it_is_seen_from_another_process() -> None:
     place = msgspec.msgpack.encode(writer.place).hex()
     script = (
         "import sys, msgspec; from kvferry.transport.grant_board import *\n"
-        f"reader = BoardReader(msgspec.msgpack.decode(bytes.fromhex({place!r}), type=BoardAddress))\n"
+        f"place = msgspec.msgpack.decode(bytes.fromhex({place!r}), type=BoardAddress)\n"
+        f"reader = BoardReader(PeerProcess({os.getpid()}), place)\n"
         f"note = reader.find(bytes.fromhex({one.hex()!r}))\n"
         "print(note.text.decode(), note.is_current, flush=True); sys.stdin.readline(); print(note.is_current)\n"
     )
@@ -134,3 +149,79 @@ def test_memory_is_taken_when_it_is_used() -> None:
     writer.post(key(), b"text")
     assert os.stat(f"/proc/self/fd/{writer.place.fd}").st_blocks * 512 < SLOTS * SLOT_BYTES // 8
     assert isinstance(writer.place, BoardAddress)
+
+
+def test_a_grant_whose_stores_arrive_in_another_order_is_not_taken() -> None:
+    """The key and the counter of a new grant with bytes of the slot's former one, as aarch64 may show them."""
+    writer, one, two = GrantBoard(), key(), b""
+    two = near(one, 2)
+    reader = reader_of(writer)
+    at = writer.post(one, b"blocks 1 2 3")
+    assert at is not None
+    old = writer._memory[at : at + SLOT_BYTES]
+    writer.withdraw(at)
+    assert writer.post(two, b"blocks 4 5 6") == at
+    whole, text = writer._memory[at : at + SLOT_BYTES], at + grant_board._HEADER.size
+    note = reader.find(two)
+    assert note is not None and note.text == b"blocks 4 5 6"
+    for cut in range(1, 12):  # the last bytes of the text are the old ones
+        writer._memory[text + cut : text + 12] = old[grant_board._HEADER.size + cut : grant_board._HEADER.size + 12]
+        found = reader.find(two)
+        assert found is None or found.text == b"blocks 4 5 6"
+        writer._memory[at : at + SLOT_BYTES] = whole
+    header = grant_board._HEADER
+    counter, found_key, digest, nbytes = header.unpack_from(whole)
+    _, _, old_digest, old_nbytes = header.unpack_from(old)
+    for torn in (
+        (counter, found_key, old_digest, nbytes), (counter, found_key, digest, nbytes - 1),
+        (counter, one, digest, nbytes), (counter + 2, found_key, digest, nbytes),
+    ):  # fmt: skip
+        header.pack_into(writer._memory, at, *torn)
+        assert reader.find(two) is None and reader.find(one) is None
+        writer._memory[at : at + SLOT_BYTES] = whole
+    assert reader.find(two) is not None and old_nbytes == 12
+
+
+RACE = """
+import hashlib, random, sys, time
+from kvferry.transport.grant_board import GrantBoard
+seed, size = int(sys.argv[1]), 4096
+rng, board = random.Random(seed), GrantBoard()
+keys = [bytes(8) + number.to_bytes(8, "little") for number in range(1, 9)]
+print(board.place.fd, board.place.secret.hex(), flush=True)
+posted, serial, end = [], 0, time.monotonic() + float(sys.argv[2])
+while time.monotonic() < end:
+    if posted and rng.random() < 0.5:
+        board.withdraw(posted.pop(rng.randrange(len(posted))))
+    else:
+        key, serial = rng.choice(keys), serial + 1
+        content = key + serial.to_bytes(8, "little")
+        at = board.post(key, content + hashlib.sha256(content).digest() * rng.randrange(1, 120))
+        posted += [] if at is None else [at]
+print(serial, flush=True)
+sys.stdin.read()
+"""
+
+
+def whole_text(one: bytes, text: bytes) -> bool:
+    """Whether a text is one that the writer of the race has posted under this key."""
+    content, rest = text[:24], text[24:]
+    digest = hashlib.sha256(content).digest()
+    return content[:16] == one and len(rest) > 0 and rest == digest * (len(rest) // 32)
+
+
+def test_a_reader_in_another_process_takes_no_torn_grant() -> None:
+    """Eight keys crowd the same slots, so that each slot is written over and over while it is read."""
+    keys = [bytes(8) + number.to_bytes(8, "little") for number in range(1, 9)]
+    with fork_server().start("-c", RACE, "11", "1.0", text=True) as process:
+        fd, secret = process.stdout.readline().split()
+        reader = BoardReader(PeerProcess(process.pid), BoardAddress(int(fd), bytes.fromhex(secret)))
+        found = stood = 0
+        end = time.monotonic() + 1.0
+        while time.monotonic() < end:
+            for one in keys:
+                note = reader.find(one)
+                if note is not None:
+                    assert whole_text(one, note.text), note.text[:64]
+                    found, stood = found + 1, stood + note.is_current
+        assert int(process.stdout.readline()) > 0 and found > 0, (found, stood)

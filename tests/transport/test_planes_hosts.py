@@ -5,22 +5,26 @@ from __future__ import annotations
 import base64
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
-import zmq
+import torch
 
 from kvferry.transport.channels import CPU, RecvChannel, SendChannel
-from kvferry.transport.control.zap_auth import CurveKeys, configure_curve
-from kvferry.transport.errors import PlaneUnavailableError
+from kvferry.transport.control.keys import Keys
+from kvferry.transport.errors import PlaneUnavailableError, ProtocolError
 from kvferry.transport.plane import Plane, PlaneContext
 from kvferry.transport.planes import ucx_library
-from kvferry.transport.registry import make_plane, plane_names, preferred_planes
+from kvferry.transport.registry import make_plane, plane_names, plane_spec, preferred_planes
 from tests.support.fork_server import fork_server
+from tests.transport.control_ends import KEYS, new_keys
 
 SLOT, STAGING = 1 << 20, 16 << 20
 
@@ -60,9 +64,9 @@ def carries(p: Plane, d: Plane, sender: SendChannel, receiver: RecvChannel, nbyt
 
 
 def test_ucx_settings_leave_the_users_alone() -> None:
-    ours = ucx_library.settings_for("127.0.0.1", {})
+    ours = ucx_library.settings_for("127.0.0.1", {}, here=False)
     assert ours["TCP_TX_SEG_SIZE"] == "512k"
-    users = ucx_library.settings_for("127.0.0.1", {"UCX_TCP_TX_SEG_SIZE": "8k", "UCX_NET_DEVICES": "eth7"})
+    users = ucx_library.settings_for("127.0.0.1", {"UCX_TCP_TX_SEG_SIZE": "8k", "UCX_NET_DEVICES": "eth7"}, here=True)
     assert "TCP_TX_SEG_SIZE" not in users and "NET_DEVICES" not in users
     assert users["TCP_RX_SEG_SIZE"] == "512k"
 
@@ -74,47 +78,97 @@ def test_device_of_an_address() -> None:
     assert ucx_library.device_of("no such host.invalid") is None
 
 
-def test_ucx_is_preferred_where_it_has_rdma(monkeypatch: pytest.MonkeyPatch) -> None:
-    for hardware, library, first in ((True, "true", "ucx"), (True, "false", "tcp"), (False, "true", "tcp")):
+def test_what_is_not_chosen_automatically() -> None:
+    """UCX has an open port and is slower than tcp; zmq is for encrypted bytes."""
+    assert preferred_planes(CPU) == ("cma", "shm", "tcp")
+    assert preferred_planes(torch.device("cuda", 0)) == ("cuda_ipc", "ucx", "shm", "tcp")
+    assert {name for name in plane_names() if plane_spec(name).needs_keys} == {"ucx", "zmq"}
+
+
+def test_ucx_has_no_tcp_port_beyond_the_host_but_for_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    rdma = {"RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY": "true"}
+    for hardware, environ in ((False, {}), (True, {}), (True, rdma)):
         monkeypatch.setattr(ucx_library, "_has_rdma", lambda hardware=hardware: hardware)
-        monkeypatch.setenv("RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY", library)
-        names = preferred_planes(CPU)
-        assert sorted(names) == sorted(set(plane_names()) - {"cuda_ipc"})
-        assert names[:2] == ("cma", "shm") and names[2] == first and names[-1] == "zmq"
+        assert ucx_library.settings_for("192.0.2.77", environ, here=True)["NET_DEVICES"] == "lo"
+        afar = ucx_library.settings_for("127.0.0.1", environ, here=False)
+        assert (afar.get("NET_DEVICES"), afar.get("TLS")) == ((None, "^tcp") if environ else ("lo", None))
+    assert "TLS" not in ucx_library.settings_for("127.0.0.1", {**rdma, "UCX_TLS": "all"}, here=False)
 
 
-def test_ucx_keeps_its_devices_where_there_is_rdma(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ucx_library, "_has_rdma", lambda: True)
-    assert "NET_DEVICES" not in ucx_library.settings_for("127.0.0.1", {})
+def test_ucx_does_not_listen_on_all_devices_for_want_of_a_known_one() -> None:
+    with pytest.raises(PlaneUnavailableError, match=r"no network device is known by its address 192\.0\.2\.77"):
+        ucx_library.settings_for("192.0.2.77", {}, here=False)
+    assert "NET_DEVICES" not in ucx_library.settings_for("192.0.2.77", {"UCX_NET_DEVICES": "eth7"}, here=False)
 
 
-def listening_addresses(pid: int) -> set[str]:
-    """Local addresses, in the kernel's hexadecimal, on which a process listens."""
+def listening_ports(pid: int) -> list[tuple[str, int]]:
+    """Local addresses, in the kernel's hexadecimal, and ports on which a process listens by TCP."""
     inodes = set()
     for fd in Path(f"/proc/{pid}/fd").iterdir():
         link = os.readlink(fd) if fd.is_symlink() else ""
         if link.startswith("socket:["):
             inodes.add(link[8:-1])
-    found = set()
+    found = []
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
             fields = line.split()
             if fields[3] == "0A" and fields[9] in inodes:
-                found.add(fields[1].split(":")[0])
+                address, _, port = fields[1].partition(":")
+                found.append((address, int(port, 16)))
     return found
+
+
+def listening_addresses(pid: int) -> set[str]:
+    """The addresses of ``listening_ports``."""
+    return {address for address, _ in listening_ports(pid)}
+
+
+PORTS = """
+import sys
+from kvferry.transport.registry import make_plane
+from kvferry.transport.control.keys import Keys
+from kvferry.transport.plane import PlaneContext
+keys = Keys(sys.argv[3])
+p, d = (make_plane(sys.argv[1], PlaneContext(sys.argv[2], 1 << 20, 16 << 20, keys)) for _ in range(2))
+offer = p.offer()
+print("offered", flush=True)
+sys.stdin.readline()
+channel, payload = d.connect(offer, sys.argv[2])
+sender, reply = p.accept(payload)
+d.finish(channel, reply)
+print("attached", flush=True)
+sys.stdin.read()
+"""
+
+
+def our_address() -> str:
+    """An address of this host on a device other than the loopback device; the test is skipped where there is none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("198.51.100.7", 9))  # sends nothing
+        except OSError:
+            pytest.skip("this host has no network")
+        return str(probe.getsockname()[0])
 
 
 @pytest.mark.parametrize("name", ["zmq", "tcp", "shm", pytest.param("ucx", marks=pytest.mark.ucx)])
 def test_nothing_listens_beyond_the_host(name: str) -> None:
-    script = (
-        "import sys; from kvferry.transport.registry import make_plane\n"
-        "from kvferry.transport.plane import PlaneContext\n"
-        f"p = make_plane({name!r}, PlaneContext('127.0.0.1', {SLOT}, {STAGING})); p.offer()\n"
-        "print('up', flush=True); sys.stdin.read()"
-    )
-    with fork_server().start("-c", script) as process:
-        assert process.stdout.readline() == b"up\n"
-        assert listening_addresses(process.pid) <= {"0100007F"}
+    with fork_server().start("-c", PORTS, name, "127.0.0.1", KEYS.secret) as process:
+        for said in (b"offered\n", b"attached\n"):
+            assert process.stdout.readline() == said
+            assert listening_addresses(process.pid) <= {"0100007F"}
+            process.stdin.write(b"\n")
+            process.stdin.flush()
+
+
+@pytest.mark.ucx
+def test_ucx_listens_from_the_attach_on_and_for_this_host_on_loopback_only() -> None:
+    """Also where the engine's address is that of a network."""
+    with fork_server().start("-c", PORTS, "ucx", our_address(), KEYS.secret) as process:
+        assert process.stdout.readline() == b"offered\n" and listening_addresses(process.pid) == set()
+        process.stdin.write(b"\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == b"attached\n" and listening_addresses(process.pid) == {"0100007F"}
 
 
 def test_ucx_missing_names_the_extra() -> None:
@@ -179,24 +233,16 @@ def test_shm_lets_only_its_own_user_in() -> None:
     p.close()
 
 
-def test_zmq_with_curve() -> None:
-    keys = CurveKeys(*(key.decode() for key in zmq.curve_keypair()))
-    others = CurveKeys(*(key.decode() for key in zmq.curve_keypair()))
+def test_zmq_with_keys() -> None:
+    ours, others = new_keys(), new_keys()
+    rotated = new_keys(ours.public)
 
-    def plane(pair: CurveKeys | None) -> Plane:
-        return make_plane(
-            "zmq",
-            PlaneContext(
-                host="127.0.0.1",
-                slot_bytes=SLOT,
-                staging_bytes=STAGING,
-                configure_socket=lambda socket, server: configure_curve(socket, pair, server=server),
-            ),
-        )
+    def plane(keys: Keys) -> Plane:
+        return make_plane("zmq", PlaneContext(host="127.0.0.1", slot_bytes=SLOT, staging_bytes=STAGING, keys=keys))
 
-    p = plane(keys)
-    for pair, welcome in ((keys, True), (others, False), (None, False)):
-        d = plane(pair)
+    p = plane(Keys(ours.secret, [rotated.public]))
+    for keys, welcome in ((ours, True), (rotated, True), (others, False)):
+        d = plane(keys)
         try:
             receiver, payload = d.connect(p.offer(), "127.0.0.1")
         except PlaneUnavailableError:  # P may refuse before the first message is queued
@@ -211,8 +257,13 @@ def test_zmq_with_curve() -> None:
     p.close()
 
 
+def test_zmq_needs_keys() -> None:
+    with pytest.raises(PlaneUnavailableError, match="needs keys, and this engine is insecure"):
+        make_plane("zmq", PlaneContext("127.0.0.1", SLOT, STAGING))
+
+
 def test_zmq_address_that_is_not_ours() -> None:
-    plane = make_plane("zmq", PlaneContext(host="192.0.2.77", slot_bytes=SLOT, staging_bytes=STAGING))
+    plane = make_plane("zmq", PlaneContext(host="192.0.2.77", slot_bytes=SLOT, staging_bytes=STAGING, keys=KEYS))
     with pytest.raises(PlaneUnavailableError, match=r"cannot listen on 192\.0\.2\.77"):
         plane.offer()
     plane.close()
@@ -225,27 +276,33 @@ def test_ucx_tells_when_there_is_no_way() -> None:
         "from kvferry.transport.plane import PlaneContext\n"
         "from kvferry.transport.errors import PlaneUnavailableError\n"
         "import os; os.environ['UCX_TLS'] = 'self' if sys.argv[1] == 'self' else 'tcp'\n"
-        f"d = make_plane('ucx', PlaneContext('127.0.0.1', {SLOT}, {STAGING}))\n"
-        "try: d.connect(base64.b64decode(sys.argv[2]), '127.0.0.1'); print('connected')\n"
+        f"p = make_plane('ucx', PlaneContext('127.0.0.1', {SLOT}, {STAGING}))\n"
+        "try: p.accept(base64.b64decode(sys.argv[2])); print('accepted')\n"
         "except PlaneUnavailableError as error: print(error)"
     )
-    p = make_plane("ucx", PlaneContext("127.0.0.1", SLOT, STAGING))
-    offer = base64.b64encode(p.offer()).decode()
-    for tls, expected in (("tcp", "connected"), ("self", "cannot be reached from 127.0.0.1")):
-        out = fork_server().run("-c", script, tls, offer, timeout=240)
+    d = make_plane("ucx", PlaneContext("127.0.0.1", SLOT, STAGING))
+    payload = base64.b64encode(d.connect(d.offer(), "127.0.0.1")[1]).decode()
+    for tls, expected in (("tcp", "accepted"), ("self", "cannot be reached from 127.0.0.1")):
+        out = fork_server().run("-c", script, tls, payload, timeout=240)
         assert out.returncode == 0 and expected in out.stdout, out
-    p.close()
+    d.close()
 
 
 @pytest.mark.ucx
-def test_ucx_address_of_another_format_is_refused() -> None:
-    import zlib
-
-    import msgspec
-
+@pytest.mark.parametrize(
+    ("flip", "error", "why"),
+    [(0, PlaneUnavailableError, "same UCX release"), (76, ProtocolError, "address is damaged")],
+)
+def test_a_ucx_address_that_is_not_one_of_this_release_is_not_parsed(
+    flip: int, error: type[Exception], why: str
+) -> None:
     p = make_plane("ucx", PlaneContext("127.0.0.1", SLOT, STAGING))
-    offer = msgspec.msgpack.decode(p.offer())
-    address = bytes([offer["address"][0] ^ 0x0F]) + os.urandom(100)
-    with pytest.raises(PlaneUnavailableError, match="same UCX release"):
-        p.connect(msgspec.msgpack.encode({"address": address, "checksum": zlib.crc32(address)}), "127.0.0.1")
+    attach = msgspec.msgpack.decode(p.connect(p.offer(), "127.0.0.1")[1])
+    address = bytearray(attach["address"])
+    address[flip] ^= 0x0F
+    attach |= {"address": bytes(address), "close_message": bytes(8)}
+    if not flip:
+        attach["checksum"] = zlib.crc32(address)
+    with pytest.raises(error, match=why):
+        p.accept(msgspec.msgpack.encode(attach))
     p.close()

@@ -37,7 +37,7 @@ from kvferry.transport.channels import (
     Slot,
 )
 from kvferry.transport.errors import ConfigError, PlaneUnavailableError
-from kvferry.transport.host import PeerProcess
+from kvferry.transport.peer_process import PeerProcess
 from kvferry.transport.plane import Plane, PlaneContext, decode_payload
 from kvferry.transport.registry import PlaneSpec, Use, make_plane, plane_names, plane_spec, preferred_planes
 from kvferry.transport.socket_plane import SocketAttach, SocketPlane
@@ -201,20 +201,21 @@ class ToyPushPlane(SocketPlane):
         super().__init__(context.slot_bytes)
         self.send_pool = SlotPool(context.slot_bytes, context.staging_bytes)
         self.recv_pool = SlotPool(context.slot_bytes, context.staging_bytes)
-        self._offer: PushOffer | None = None
+        self._name = b""
 
     @property
     def staging_bytes(self) -> int:
         return self.send_pool.allocated_bytes + self.recv_pool.allocated_bytes
 
     def offer(self) -> bytes:
-        if self._offer is None:
+        if not self._name:
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
             name = b"\0toy-" + secrets.token_hex(16).encode()
             listener.bind(name)
             listener.listen(64)
-            self._offer = PushOffer(name, self.listen(listener))
-        return msgspec.msgpack.encode(self._offer)
+            self.listen(listener)
+            self._name = name
+        return msgspec.msgpack.encode(PushOffer(self._name, self.new_secret()))
 
     def connect(self, offer: bytes, host: str) -> tuple[ToyReceiver, bytes]:
         theirs = decode_payload(offer, PushOffer, "toy offer")
@@ -303,6 +304,7 @@ class ToyReader(PullChannel):
 class ToyPullPlane(Plane):
     name: ClassVar[str] = "toy_pull"
     pulls: ClassVar[bool] = True
+    same_host: ClassVar[bool] = True
 
     def __init__(self, context: PlaneContext) -> None:
         self.readers: list[ToyReader] = []

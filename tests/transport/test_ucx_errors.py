@@ -30,14 +30,14 @@ def pair() -> Iterator[Pair]:
 def refuse(plane: object, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """Have UCXX refuse one of the memories that it is shown, counted from 1."""
     assert isinstance(plane, UcxPlane)
-    make, turns = plane._worker._make_array, count(1)
+    make, turns = plane._make_array, count(1)
 
     def refusing(memory: Any) -> Any:
         if next(turns) == number:
             raise MemoryError("refused")
         return make(memory)
 
-    monkeypatch.setattr(plane._worker, "_make_array", refusing)
+    monkeypatch.setattr(plane, "_make_array", refusing)
 
 
 @pytest.mark.parametrize("nbytes", [SLOT, SLOT // 2])

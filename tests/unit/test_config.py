@@ -9,7 +9,8 @@ import msgspec
 import pytest
 import zmq
 
-from kvferry.connector.config import ENVIRONMENT, Settings, load_settings, settings_table
+from kvferry.connector.config import ENVIRONMENT, Settings, load_keys, load_settings, settings_table
+from kvferry.transport.control.key_file import make_key_file
 from kvferry.transport.errors import ConfigError
 
 PUBLIC, SECRET = (key.decode() for key in zmq.curve_keypair())
@@ -77,10 +78,16 @@ BAD = [
     ({"advertise_host": "10.0.0.1:5600"}, {}, ["advertise_host", "'10.0.0.1:5600'", "the port apart"]),
     ({"advertise_host": "[::1]"}, {}, ["advertise_host", "'[::1]'", "bare host"]),
     ({"advertise_host": "a\nb"}, {}, ["advertise_host", "'a\\nb'", "bare host"]),
-    ({"curve_public_key": PUBLIC}, {}, ["curve_public_key", "curve_secret_key", "both or neither"]),
-    ({"curve_public_key": "short", "curve_secret_key": SECRET}, {}, ["curve_public_key", "5 characters", "40"]),
-    ({"curve_public_key": PUBLIC, "curve_secret_key": SECRET[1:]}, {}, ["curve_secret_key", "39 characters", "40"]),
-    ({"curve_public_key": PUBLIC, "curve_secret_key": 7777777}, {}, ["curve_secret_key", "***", "str"]),
+    ({"secret_key": SECRET[1:]}, {}, ["secret_key", "39 characters", "40", "kvferry keygen"]),
+    ({"secret_key": SECRET[1:] + " "}, {}, ["secret_key", "40 of a Z85 key"]),
+    ({"secret_key": "%" * 40}, {}, ["secret_key", "40 of a Z85 key"]),
+    ({"secret_key": 7777777}, {}, ["secret_key", "***", "str"]),
+    ({"secret_key": SECRET, "key_file": "/x"}, {}, ["secret_key", "key_file", "give one of them"]),
+    ({"peer_keys": PUBLIC}, {}, ["peer_keys", "array"]),
+    ({"peer_keys": [PUBLIC, "short"]}, {}, ["peer_keys[1]", "5 characters", "40"]),
+    ({"insecure": True, "secret_key": SECRET}, {}, ["insecure", "secret_key", "remove one"]),
+    ({"insecure": True, "peer_keys": [PUBLIC]}, {}, ["insecure", "peer_keys", "remove one"]),
+    ({}, {"KVFERRY_PEER_KEYS": f"{PUBLIC},"}, ["peer_keys[1]", "0 characters"]),
     ({}, {"KVFERRY_SIDE_CHANNEL_PORT": "many"}, ["KVFERRY_SIDE_CHANNEL_PORT", "'many'", "int"]),
     ({}, {"KVFERRY_SIDE_CHANNEL_PORT": "²"}, ["KVFERRY_SIDE_CHANNEL_PORT", "'²'", "int"]),
     ({}, {"KVFERRY_PLANE": "rdma"}, ["KVFERRY_PLANE", "'rdma'", "auto, cma, cuda_ipc, shm, tcp, ucx, zmq"]),
@@ -99,9 +106,22 @@ def test_a_mistake_is_one_line(extra, environ, words):
 
 
 def test_no_secret_is_shown():
-    settings = load_settings({}, {"KVFERRY_CURVE_PUBLIC_KEY": PUBLIC, "KVFERRY_CURVE_SECRET_KEY": SECRET})
-    assert settings.curve_secret_key == SECRET
+    settings = load_settings({}, {"KVFERRY_SECRET_KEY": SECRET, "KVFERRY_PEER_KEYS": f"{PUBLIC}, {PUBLIC}"})
+    assert settings.secret_key == SECRET and settings.peer_keys == (PUBLIC, PUBLIC)
     assert SECRET not in repr(settings) and SECRET not in f"{settings}" and PUBLIC in repr(settings)
+    assert SECRET not in repr(load_keys(settings))
+
+
+def test_where_the_keys_come_from(tmp_path):
+    assert load_keys(Settings(insecure=True)) is None
+    assert load_keys(Settings(secret_key=SECRET)).public == PUBLIC
+    shared = load_keys(Settings())
+    assert load_keys(Settings(peer_keys=(PUBLIC,))).fingerprint == shared.fingerprint, "one key for a user on a host"
+    file = tmp_path / "key"
+    with pytest.raises(ConfigError, match=f"key_file: .*does not exist; make it with `kvferry keygen {file}`"):
+        load_keys(Settings(key_file=str(file)))
+    secret = make_key_file(file)
+    assert load_keys(Settings(key_file=str(file))).secret == secret
 
 
 def test_every_setting_is_documented_in_the_table():
@@ -118,7 +138,7 @@ def test_the_table_says_how_large_a_number_may_be():
     bounds = {row.split("|")[1].strip(" `"): row.split("|")[3].strip() for row in settings_table().splitlines()[2:]}
     assert bounds["slot_bytes"] == "65536 to 268435456" and bounds["lease_seconds"] == "over 0 to 604800"
     numbers = {field.name for field in msgspec.structs.fields(Settings) if isinstance(field.default, int | float)}
-    numbers = numbers - {"convert_dtype"} | {"slot_bytes", "staging_bytes"}
+    numbers = numbers - {"convert_dtype", "insecure"} | {"slot_bytes", "staging_bytes"}
     assert {name for name, text in bounds.items() if text} == numbers
     for name in numbers:
         least, most = bounds[name].removeprefix("over ").split(" to ")

@@ -29,6 +29,19 @@ def test_the_good_way() -> None:
     assert run(Tick(), state=state, now=1e9)[0] == state, "an attached link has no deadline"
 
 
+def test_a_release_needs_a_session_and_no_plane() -> None:
+    state, effects = run(k.GreetingWanted(), k.GreetingWanted(), k.PeerWelcomed(), k.GreetingWanted())
+    assert state.phase is k.LinkPhase.GREETED and effects == [k.SendHello()]
+    assert run(Tick(), state=state, now=1e9)[0] == state
+    state, effects = run(k.HandshakeWanted(), k.PlaneChosen("shm"), state=state, now=50)
+    assert state.phase is k.LinkPhase.ATTACHING and state.deadline == 60 and effects == [k.ChoosePlane()]
+
+
+def test_a_read_that_comes_while_d_greets_gets_its_plane() -> None:
+    state, effects = run(k.GreetingWanted(), k.HandshakeWanted(), k.PeerWelcomed())
+    assert state.phase is k.LinkPhase.ATTACHING and effects == [k.SendHello(), k.ChoosePlane()]
+
+
 def test_memory_that_is_mapped_later() -> None:
     state, _ = run(*CHOSEN, k.PlaneAttached("shm", ready=False))
     assert state.phase is k.LinkPhase.MAPPING
@@ -65,6 +78,7 @@ def test_an_answer_out_of_place() -> None:
 
 
 every_event = st.sampled_from([
+    k.GreetingWanted(),
     k.HandshakeWanted(), k.PeerWelcomed(), k.PlaneChosen("a"), k.PlaneChosen("b"), k.PlaneAttached("a", ready=True),
     k.PlaneAttached("b", ready=False), k.MemoryMapped(), k.PlaneRejected("a", "no"), k.PlaneLost("gone"),
     k.LinkBroken(GONE), k.LinkBroken(AGAIN), Tick(),

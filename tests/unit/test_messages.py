@@ -14,11 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.connector.geometry.rank_geometry import RankGeometry, RegionGeometry
-from kvferry.connector.geometry.spans import Span
+from kvferry.connector.geometry.spans import MAX_SPANS, Span
 from kvferry.connector.protocol import messages
 from kvferry.connector.protocol.messages import (
     MAGIC,
-    MAX_MESSAGE_BYTES,
+    MAX_REPLY_BYTES,
+    MAX_REQUEST_BYTES,
     PROTOCOL_VERSION,
     Ask,
     Attach,
@@ -194,8 +195,9 @@ def test_malformed_bodies_are_refused(content):
 
 
 def test_a_body_over_the_limit_is_refused_before_it_is_read():
-    texts = refused(wrapped(bytes(MAX_MESSAGE_BYTES + 1)))
-    assert str(MAX_MESSAGE_BYTES + 1) in texts[0] and str(MAX_MESSAGE_BYTES) in texts[0]
+    texts = refused(wrapped(bytes(MAX_REPLY_BYTES + 1)))
+    for text, limit in zip(texts, (MAX_REQUEST_BYTES, MAX_REPLY_BYTES), strict=True):
+        assert str(MAX_REPLY_BYTES + 1) in text and f"limit {limit}" in text
 
 
 def raw(message, **changes):
@@ -326,14 +328,15 @@ def test_mutations_are_refused_or_still_within_bounds(message):
 
 
 def test_the_largest_real_messages_fit():
-    """8192 layer names, and a grant and an ask for 2**20 tokens."""
+    """8192 layer names, a grant for 2**20 tokens, and an ask with all the spans that one may have."""
     names = tuple(f"language_model.model.layers.{n}.self_attn.attn" for n in range(4096))
     region = msgspec.structs.replace(GROUP, layers=names)
     geometry = msgspec.structs.replace(GEOMETRY, regions=(region, region))
     hello = msgspec.structs.replace(HELLO, geometry=geometry)
     grant = msgspec.structs.replace(GRANT, block_ids=(bytes(4 << 20),))
-    ask = msgspec.structs.replace(ASK, spans=(SPAN,) * 8192)
+    ask = msgspec.structs.replace(ASK, spans=(SPAN,) * MAX_SPANS)
     for message, decode in ((hello, decode_request), (ask, decode_request), (grant, decode_reply)):
         frames = encode(message)
-        assert sum(map(len, frames)) <= MAX_MESSAGE_BYTES
+        limit = MAX_REPLY_BYTES if message is grant else MAX_REQUEST_BYTES
+        assert sum(map(len, frames)) <= limit
         assert decode(frames) == message

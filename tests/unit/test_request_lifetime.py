@@ -13,12 +13,13 @@ from kvferry.connector.engine.scheduler import SchedulerHalf
 from kvferry.connector.engine.transfer_params import RemotePrompt, prompt_digest, to_transfer_params
 from kvferry.connector.geometry.engine_types import BlockTable, RequestView
 from kvferry.connector.protocol import request_lifetime as r
-from kvferry.connector.protocol.step_plan import KeepLease, Load, PeerEngine, RankAddress
+from kvferry.connector.protocol.step_plan import KeepLease, Load, PeerEngine, RankAddress, UnneededLease
 
 PHASE = r.RequestPhase
 P = PeerEngine("p", 1, 1, 30.0, (RankAddress(0, 0, "10.0.0.1", 1234, bytes(16)),))
 KEEP = KeepLease("r", b"t" * 16, P, False)
 LOAD = Load("r", b"t" * 16, P, (), ())
+RELEASE = r.PlanRelease(KEEP.token)
 
 
 def run(state: r.RequestState, *events: r.RequestEvent) -> tuple[r.RequestState, list[r.RequestEffect]]:
@@ -60,7 +61,7 @@ def test_the_last_answer_counts() -> None:
 )  # fmt: skip
 def test_what_is_offered_and_not_loaded_is_released_once(event: r.RequestEvent, phase: r.RequestPhase) -> None:
     state, effects = run(r.RequestState(), *OFFERED, event)
-    assert (state.phase, effects[1:]) == (phase, [r.PlanRelease()])
+    assert (state.phase, effects[1:]) == (phase, [RELEASE])
     assert run(state, r.LoadDeclined(), *LOADING, r.LoadReported(), r.RequestEnded())[1] == []
 
 
@@ -96,7 +97,7 @@ def test_a_kept_lease_is_loaded_under_or_released_and_nothing_is_offered_twice(s
         seen += effects
     assert state.phase is PHASE.ENDED
     kept, loaded = seen.count(r.PlanKeep(KEEP)), seen.count(r.PlanLoad(LOAD))
-    assert kept == was_offered and loaded + seen.count(r.PlanRelease()) == kept
+    assert kept == was_offered and loaded + seen.count(RELEASE) == kept
     assert seen.count(r.PlanCancel()) <= loaded
 
 
@@ -126,7 +127,7 @@ def test_once_decided_the_engine_gets_the_same_answer_ever_after(end: str) -> No
     plan = scheduler.take_plan()
     assert [keep.request_id for keep in plan.keeps] == ["r"]
     assert ([load.tokens for load in plan.loads], plan.releases) == (
-        ([], ("r",)) if end == "nothing" else ([((0, 65),)], ())
+        ([], (UnneededLease("r", PROMPT.token),)) if end == "nothing" else ([((0, 65),)], ())
     )
     if end == "loaded":
         scheduler.loads_finished(["r"])
@@ -144,7 +145,7 @@ def test_what_d_cannot_use_is_released_and_logged_once_with_its_history(caplog: 
         for _ in range(3):
             assert scheduler.num_new_matched_tokens(view(OTHER), 0) == (0, False)
     plan = scheduler.take_plan()
-    assert (len(plan.keeps), plan.releases) == (1, ("r",))
+    assert (len(plan.keeps), plan.releases) == (1, (UnneededLease("r", PROMPT.token),))
     (line,) = [record.getMessage() for record in caplog.records]
     assert "prefills locally: P prefilled another prompt" in line
     assert "; the request: new, offered +0.000 s (PromptOffered), computed here +0.000 s (OfferRefused)" in line
@@ -155,8 +156,8 @@ def test_a_lease_names_the_last_step_that_computed_its_request() -> None:
     scheduler.set_ranks(P.ranks)
     done = RequestView("r", {"do_remote_decode": True}, IDS, 65, 65)
     scheduler.on_new_request(done)
-    for computed in (["r"], ["r", "x"], ["x"], []):
-        scheduler.take_plan(computed=computed)
+    plans = [scheduler.take_plan(computed=computed) for computed in (["r"], ["r", "x"], ["x"], [])]
+    assert [plan.after_prefill for plan in plans[1:]] == [True, True, False]
     held, params = scheduler.request_finished(done, [[1, 2, 3, 4, 5]], completed=True)
     (lease,) = scheduler.take_plan().leases
     assert held and params is not None and (lease.request_id, lease.step) == ("r", 2)

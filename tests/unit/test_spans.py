@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from itertools import islice
+
 import msgspec
 import numpy as np
 import pytest
@@ -17,6 +20,7 @@ from kvferry.connector.geometry.spans import (
     check_span,
     check_spans,
     chunks,
+    cut_span,
 )
 from kvferry.transport.errors import GeometryError
 from tests.unit.labelled_model import OURS
@@ -94,6 +98,24 @@ def test_chunks_that_cannot_be_are_refused() -> None:
         chunks(Span(0, 0, 1000, 0, 1, 0, 1 << 30), 1, 64)
     with pytest.raises(GeometryError, match=f"more than {MAX_CHUNKS} messages"):
         chunks(Span(0, 0, 1 << 30, 0, 1, 0, 1), 1, 1)
+
+
+@given(
+    st.integers(1, 40), st.integers(0, 200), st.integers(1, 600), st.integers(16, 4096), st.integers(1, 70),
+    st.integers(1, 40),
+)  # fmt: skip
+def test_chunks_are_counted_without_being_made(layers, token, tokens, room, align, content) -> None:
+    room = max(room, 2 * content)
+    cut = cut_span(Span(0, 0, layers, 0, 2, token, tokens), content, room, align)
+    assert len(cut) == len(list(cut)) == len(list(cut)), "and they can be made again"
+
+
+def test_a_long_read_makes_its_chunks_one_by_one() -> None:
+    cut = cut_span(Span(0, 0, 80, 0, 8, 0, 100_000), 512, 64 << 10, 16)
+    begun = time.thread_time()
+    assert len(cut) == 80 * 6250
+    assert [chunk.token for chunk in islice(cut, 3)] == [0, 16, 32]
+    assert time.thread_time() - begun < 0.05
 
 
 @settings(max_examples=200, deadline=None)

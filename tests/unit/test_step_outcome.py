@@ -23,7 +23,7 @@ def load(request_id: str = "r") -> Load:
 
 
 def outcome_of(*loads: Load, alive: Callable[[], bool] = lambda: True) -> StepOutcome:
-    return StepOutcome(loads, alive)
+    return StepOutcome(loads, alive, lambda: None)
 
 
 def until_begun(outcome: StepOutcome) -> bool:
@@ -141,7 +141,7 @@ def test_a_step_without_loads_waits_for_nothing() -> None:
 def test_a_log_line_has_all_histories() -> None:
     clock = iter([0.0, 0.0, 0.5, 2.0]).__next__
     one, two = load("a"), load("b")
-    outcome = StepOutcome([one, two], lambda: True, clock)
+    outcome = StepOutcome([one, two], lambda: True, lambda: None, clock)
     outcome.begun(one)
     outcome.ended(one, False)
     assert outcome.story() == "a (posted, under way +0.500 s (CopiesBegun), failed +2.000 s (LoadEnded)), b (posted)"
@@ -165,7 +165,7 @@ def test_three_threads(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
             outcome.begun(each) if what == "begun" else outcome.ended(each, ok[each.request_id])
 
     thread = threading.Thread(target=transfer, daemon=True)
-    outcome = StepOutcome(loads, thread.is_alive)
+    outcome = StepOutcome(loads, thread.is_alive, lambda: None)
     thread.start()
     output = Aside(outcome.standing)
     outcome.wait_begun(draw.random() * 0.02)
@@ -209,18 +209,31 @@ def test_what_was_given_up_stands_by_no_check() -> None:
     assert outcome.standing() == frozenset()
 
 
-@pytest.mark.parametrize("what", ["the time is over", "answered", "new work", "failed", "ended", "not under way"])
+WHAT = ["the time is over", "answered", "new work", "a message", "failed", "ended", "not under way"]
+
+
+@pytest.mark.parametrize("what", WHAT)
 def test_the_transfer_thread_leaves_the_interpreter_until(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     monkeypatch.setattr(step_outcome, "YIELD_SECONDS", 0.02 if what == "the time is over" else LONG)
-    ours, answer = load(), [None]
-    outcome = outcome_of(ours)
+    ours, answer, woken, message = load(), [None], threading.Event(), threading.Event()
+    outcome = StepOutcome([ours], lambda: True, woken.set)
+
+    def wait(seconds: float) -> bool:
+        woken.wait(seconds)
+        woken.clear()
+        return message.is_set()
+
     if what != "not under way":
         outcome.begun(ours, lambda: answer[0])
     if what == "ended":
         outcome.ended(ours, True)
-    transfer = Aside(outcome.yield_to_engine)
+    transfer = Aside(lambda: outcome.yield_to_engine(wait))
     if what == "new work":
         outcome.interrupt()
+    if what == "a message":
+        assert transfer.waits
+        message.set()
+        woken.set()
     if what in ("answered", "failed"):
         assert transfer.waits
         answer[0] = what == "answered"  # type: ignore[call-overload]

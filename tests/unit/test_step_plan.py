@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from kvferry.connector.protocol.step_plan import KeepLease, LeaseGrant, Load, PeerEngine, StepPlan, by_region, pack_ids
+from kvferry.connector.protocol.step_plan import (
+    KeepLease,
+    LeaseGrant,
+    Load,
+    PeerEngine,
+    StepPlan,
+    UnneededLease,
+    by_region,
+    pack_ids,
+)
 
 PEER = PeerEngine("p", 1, 2, 30.0, ())
 IDS = tuple(pack_ids([n]) for n in range(3))
@@ -15,7 +24,7 @@ def test_a_plan_of_some_groups() -> None:
         keeps=(KeepLease("b", b"t" * 16, PEER, False),),
         loads=(Load("b", b"t" * 16, PEER, IDS, ((0, 9), (1, 9), (2, 9))),),
         cancels=("c",),
-        releases=("d",),
+        releases=(UnneededLease("d", b"t" * 16),),
         idle=True,
     )
     some = by_region(plan, (0, 2))

@@ -24,7 +24,7 @@ HERE, THERE = "0123456789abcdef", "fedcba9876543210"
 
 
 def remote_prompt(host: str = "127.0.0.1", tp_size: int = 2) -> RemotePrompt:
-    ranks = tuple(RankAddress(0, r, host, 5000 + r, bytes([r]) * 16) for r in range(tp_size))
+    ranks = tuple(RankAddress(0, r, host, 5000 + r, bytes([r]) * 16, "0123456789ab") for r in range(tp_size))
     return RemotePrompt(b"t" * 16, 77, prompt_digest([1, 2, 3]), PeerEngine("engine-p", tp_size, 1, 30.0, ranks, HERE))
 
 
@@ -71,6 +71,10 @@ def broken(**changes: Any) -> dict[str, Any]:
         ({"do_remote_prefill": True, "remote_engine_id": None, "kvferry": None}, "names no P"),
         ({"do_remote_prefill": True, "remote_engine_id": "x"}, "no 'kvferry' entry"),
         (broken(v=1), "version is 1, expected 2"),
+        (broken(v="x" * 3_000_000), r"version is 'x+\.\.\.x+', expected 2"),
+        (broken(v=10**5000), "version is a value of type int, expected 2"),
+        (broken(v=[[[[[[[[[[1]]]]]]]]]] * 1000), "version is .*, expected 2"),
+        (broken(engine_id="a\u2028b"), "engine_id"),
         (broken(token="xyz"), "token"),
         (broken(num_tokens=0), "num_tokens"),
         (broken(num_tokens="77"), "num_tokens"),
@@ -81,11 +85,12 @@ def broken(**changes: Any) -> dict[str, Any]:
         (broken(shardings=[[2, 0]]), "shardings"),
         (broken(shardings=[[1, 1], [3, 1]]), "1, 3 of 2 ranks share tokens out"),
         (
-            broken(ranks=[[0, 0, "h", 1, "00" * 16], [0, 2, "h", 1, "00" * 16]]),
+            broken(ranks=[[0, 0, "h", 1, "00" * 16, ""], [0, 2, "h", 1, "00" * 16, ""]]),
             "a rank pp0 tp2, expected below pp1 and tp2",
         ),
         (broken(tp_size=3), "names 2 ranks, expected 1 x 3"),
-        (broken(ranks=[[0, 0, "h", 70000, "00" * 16]]), "ranks"),
+        (broken(ranks=[[0, 0, "h", 70000, "00" * 16, ""]]), "ranks"),
+        (broken(ranks=[[0, 0, "h", 1, "00" * 16, "a key\n"]]), "ranks"),
         (broken(engine_id="a\nb"), "engine_id"),
         ({**to_transfer_params(remote_prompt()), "kvferry": "text"}, "malformed"),
         ({**to_transfer_params(remote_prompt()), "kvferry": [1, 2]}, "malformed"),
@@ -94,7 +99,14 @@ def broken(**changes: Any) -> dict[str, Any]:
 def test_what_cannot_be_used_is_one_line(params: dict[str, Any], named: str) -> None:
     with pytest.raises(ProtocolError, match=named) as caught:
         from_transfer_params(params)
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
+
+
+def test_more_ranks_than_an_engine_of_this_model_has() -> None:
+    params = to_transfer_params(remote_prompt())
+    assert from_transfer_params(params, (2, 1)) == remote_prompt()
+    with pytest.raises(ProtocolError, match="tp_size 2 and pp_size 1; an engine of this model has at most 1 and 9"):
+        from_transfer_params(params, (1, 9))
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.3.2.1", "localhost", "::1"])

@@ -65,7 +65,7 @@ def test_while_its_ask_waits_for_the_lease(pair: Pair) -> None:
     p, d = pair
     request_id = d.add(IDS, prefill(p, IDS))  # P has not stepped since: its worker knows of no lease
     loading(d, request_id)
-    eventually(lambda: bool(mover_of(p)._producer._waiting))
+    eventually(lambda: bool(mover_of(p)._producer._early.asks))
     in_phase(d, request_id, HandoverPhase.READY)
     d.abort(request_id)
     run([d], lambda: d.idle)

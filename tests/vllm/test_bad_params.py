@@ -69,6 +69,9 @@ GARBAGE: dict[str, Callable[[dict[str, Any]], object]] = {
     "a zero in an address": changed("kvferry", "ranks", 0, 2, value="127.0.0.1\0"),
     "an infinite lease": changed("kvferry", "lease_seconds", value=float("inf")),
     "a lease that is over": changed("kvferry", "lease_seconds", value=-1),
+    "ranks that no engine of this model has": lambda p: p["kvferry"].update(
+        tp_size=512, ranks=[[0, n, "127.0.0.1", 5, "00" * 16] for n in range(512)]
+    ),
 }
 
 
@@ -157,16 +160,18 @@ def test_odd_values_of_the_prefill_leg(pair: Pair, value: object) -> None:
     settle(p, d)
 
 
-def test_a_consumer_hands_nothing_over(group: EngineGroup) -> None:
+def test_a_consumer_hands_nothing_over(group: EngineGroup, lines: Lines) -> None:
     d = group.engine(1, role="kv_consumer")
     request_id = d.add(IDS, PREFILL)
     local(d, request_id)
     assert d.answers[request_id].params is None
+    assert len(lines(request_id, "hand its prompt over", "kv_role is kv_consumer", "as kv_producer or kv_both")) == 1
     settle(d)
 
 
-def test_a_producer_loads_nothing(group: EngineGroup) -> None:
+def test_a_producer_loads_nothing(group: EngineGroup, lines: Lines) -> None:
     first, second = group.engine(0), group.engine(1, role="kv_producer")
     request_id = second.add(IDS, prefill(first, IDS))
     local(second, request_id)
+    assert len(lines(request_id, "load its prompt", "kv_role is kv_producer", "as kv_consumer or kv_both")) == 1
     settle(second)

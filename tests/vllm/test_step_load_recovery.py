@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -155,33 +156,54 @@ def test_beside_others(
     settle(p, d)
 
 
+@dataclass
+class Shared:
+    """A request whose load fails, and another one whose prompt begins with its prompt. The first is scheduled, unless
+    both come in one step. Its output has not been seen."""
+
+    p: Engine
+    d: Engine
+    request_id: str
+    ids: list[int]
+    other: str
+    longer: list[int]
+    failing: Failing
+
+    def nothing_is_left(self) -> None:
+        """Of both prompts in the prefix cache, but what was computed anew."""
+        for known in (self.ids, self.longer):
+            right(self.d, self.d.add(known, max_tokens=3), known, 3)
+        settle(self.p, self.d)
+
+
+def shared_prefix(group: EngineGroup, *, same_step: bool = False, **kwargs: Any) -> Shared:
+    p, d = pair(group, **kwargs)
+    ids = prompt(160, 9)
+    longer = [*ids, *prompt(40, 77)]
+    request_id = add(p, d, ids, max_tokens=9)
+    failing = Failing(d, "revoked")
+    if not same_step:
+        d.step()
+    return Shared(p, d, request_id, ids, d.add(longer, max_tokens=9), longer, failing)
+
+
 @pytest.mark.parametrize("same_step", [True, False])
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_another_one_found_its_blocks(
     group: EngineGroup, monkeypatch: pytest.MonkeyPatch, runner: str, same_step: bool, drafts: int
 ) -> None:
     """Both are computed anew, and nothing of either is left in the prefix cache from before."""
-    p, d = pair(group, runner=runner, drafts=drafts)
-    ids = prompt(160, 9)
-    longer = [*ids, *prompt(40, 77)]
-    request_id = add(p, d, ids, max_tokens=9)
-    failing = Failing(d, "revoked")
-    if same_step:
-        other = d.add(longer, max_tokens=9)
+    both = shared_prefix(group, same_step=same_step, runner=runner, drafts=drafts)
+    d = both.d
     d.step()
-    if not same_step:
-        other = d.add(longer, max_tokens=9)
-        d.step()
-    assert 0 < d.computed[other] < len(longer), "it found them"
+    assert 0 < d.computed[both.other] < len(both.longer), "it found them"
     for _ in range(2):
         d.step()
-    failing.end()
-    right(d, request_id, ids, 9)
-    right(d, other, longer, 9)
-    settle(p, d)
-    for known in (ids, longer):
-        right(d, d.add(known, max_tokens=3), known, 3)
-    settle(p, d)
+    both.failing.end()
+    right(d, both.request_id, both.ids, 9)
+    right(d, both.other, both.longer, 9)
+    settle(both.p, d)
+    both.nothing_is_left()
 
 
 def test_one_that_waits_for_its_own_load_found_its_blocks(group: EngineGroup, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,17 +230,12 @@ def test_one_that_waits_for_its_own_load_found_its_blocks(group: EngineGroup, mo
 def test_clients_have_left_meanwhile(
     group: EngineGroup, monkeypatch: pytest.MonkeyPatch, runner: str, who: str
 ) -> None:
-    p, d = pair(group, runner=runner)
-    ids = prompt(160, 9)
-    longer = [*ids, *prompt(40, 77)]
-    request_id = add(p, d, ids, max_tokens=9)
-    failing = Failing(d, "revoked")
-    d.step()
-    other = d.add(longer, max_tokens=9)
+    both = shared_prefix(group, runner=runner)
+    d = both.d
 
     def leave(step: Any) -> None:
-        if request_id in step.num_scheduled_tokens:
-            for name, leaves in ((request_id, who != "other"), (other, who != "it")):
+        if both.request_id in step.num_scheduled_tokens:
+            for name, leaves in ((both.request_id, who != "other"), (both.other, who != "it")):
                 if leaves:
                     d.abort(name)
 
@@ -226,14 +243,12 @@ def test_clients_have_left_meanwhile(
     for _ in range(3):
         d.step()
     d.before_update = None
-    failing.end()
+    both.failing.end()
     if who == "it":
-        right(d, other, longer, 9)
+        right(d, both.other, both.longer, 9)
     if who == "other":
-        right(d, request_id, ids, 9)
-    for known in (ids, longer):
-        right(d, d.add(known, max_tokens=3), known, 3)
-    settle(p, d)
+        right(d, both.request_id, both.ids, 9)
+    both.nothing_is_left()
 
 
 @pytest.mark.parametrize("what", ["resumed", "in pieces"])

@@ -15,7 +15,7 @@ from kvferry.connector.engine.step_outcome import StepOutcome
 from kvferry.connector.engine.steps_in_flight import StepsInFlight
 from kvferry.connector.engine.transfer_params import RemotePrompt, prompt_digest, to_transfer_params
 from kvferry.connector.geometry.engine_types import BlockTable, RequestView
-from kvferry.connector.protocol.step_plan import PeerEngine, RankAddress
+from kvferry.connector.protocol.step_plan import PeerEngine, RankAddress, UnneededLease
 from kvferry.connector.protocol.transfer_estimate import TransferEstimate, TransferEstimates
 from tests.handover.slow_copies import install
 from tests.vllm.engine_group import EngineGroup, Lines
@@ -190,7 +190,7 @@ def test_a_prompt_that_d_computes_whole_is_not_loaded() -> None:
     view = RequestView("r", to_transfer_params(remote_prompt), ids, 65, 0, whole_prompt=True)
     assert half.num_new_matched_tokens(view, 0) == (0, False)
     half.after_alloc(view, ((),), 0)
-    assert half.take_plan().releases == ("r",)
+    assert half.take_plan().releases == (UnneededLease("r", remote_prompt.token),)
 
 
 def test_beside_others_that_compute(group: EngineGroup, runner: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import struct
 from collections import Counter
 
 import zmq
@@ -21,12 +22,23 @@ HEARTBEATS = 10
 """Heartbeats within the time of silence; libzmq's own thread sends and answers them."""
 CONNECT_TIMEOUT_SECONDS = 10.0
 HANDSHAKE_SECONDS = 10.0
-FRAMES = 3
-"""Frames of one message, the routing identity not counted."""
+FRAMES = 1
+"""ZMQ frames of one message, the routing identity not counted. CURVE encrypts each frame by itself, so that the three
+frames of a message travel as one."""
+CURVE_BYTES = 64
+"""More than CURVE and the head of a message add to a frame; libzmq includes them in ``maxmsgsize``."""
+_HEAD = struct.Struct("BB")
 MAX_PEERS = 2048
-"""Connections of one listener at once."""
-MIN_BACKLOG_BYTES = 16 << 20
-"""Bytes that a connection may send before its message is whole; eight times the largest message where that is more."""
+"""Connections of one listener at once; at most half of the process's limit of open files."""
+MAX_HALF_OPEN = 256
+"""Connections of one listener at once on which no whole message has come yet; one more ends the oldest of them."""
+MAX_HALF_OPEN_BYTES = 16 << 20
+"""Bytes that half-open connections of a ZMQ listener may have sent, all together. libzmq accepts a message of the full
+size before the handshake; an honest peer sends some hundred bytes then."""
+MAX_UNFINISHED_BYTES = 64 << 20
+"""Bytes of unfinished messages that one end holds, over all of its connections."""
+UNFINISHED_SECONDS = 60.0
+"""How long the bytes of one message may take to come."""
 SEND_QUEUE, RECEIVE_QUEUE = 1024, 64
 """Messages that libzmq holds per connection. Beyond that, send() returns False, and the sender's TCP waits."""
 BATCH = 512
@@ -40,7 +52,7 @@ def tune(socket: zmq.Socket[bytes], max_message_bytes: int) -> None:
     """Bound the messages that libzmq holds, and their size."""
     socket.linger = 0
     socket.sndhwm, socket.rcvhwm = SEND_QUEUE, RECEIVE_QUEUE
-    socket.maxmsgsize = max_message_bytes
+    socket.maxmsgsize = max_message_bytes + CURVE_BYTES
     socket.handshake_ivl = int(HANDSHAKE_SECONDS * 1e3)
     socket.tcp_keepalive, socket.tcp_keepalive_idle = 1, 10
     socket.tcp_keepalive_intvl, socket.tcp_keepalive_cnt = 5, 3
@@ -91,12 +103,26 @@ def rest(socket: zmq.Socket[bytes], frames: list[bytes], max_frames: int) -> lis
     return frames
 
 
+def pack(frames: list[bytes]) -> bytes:
+    """A message of three frames as one, with the sizes of the first two before it."""
+    return b"".join((_HEAD.pack(len(frames[0]), len(frames[1])), *frames))
+
+
 def source(frame: zmq.Frame) -> int:
     """The file descriptor of the connection that a frame came by; -1 where libzmq does not report it."""
     try:
         return int(frame.get("__fd"))
     except (zmq.ZMQError, ValueError):
         return -1
+
+
+def peer_address(frame: zmq.Frame) -> str:
+    """The numeric address of the peer that sent a frame, as its connection has it; empty where libzmq does not report
+    it. An IPv4 peer of an IPv6 socket has its IPv4 address."""
+    try:
+        return str(frame.get("Peer-Address")).removeprefix("::ffff:")
+    except (zmq.ZMQError, ValueError):
+        return ""
 
 
 def send(socket: zmq.Socket[bytes], frames: list[bytes]) -> int:
@@ -116,16 +142,20 @@ class Filter:
     def __init__(self, label: str, max_message_bytes: int, dropped: Counter[str]) -> None:
         self._label, self._max, self.dropped = label, max_message_bytes, dropped
 
-    def passes(self, frames: list[bytes]) -> bool:
-        """Whether ``frames`` has the number of frames of a message, and their sum is within the limit."""
-        size = sum(map(len, frames))
-        if len(frames) != FRAMES:
-            return self._drop("frames", f"not {FRAMES} frames")
+    def unpack(self, frames: list[bytes]) -> list[bytes] | None:
+        """The three frames of a message that :func:`pack` has made; None where it is no such message, or too large."""
+        packed = frames[0] if len(frames) == FRAMES else b""
+        size = len(packed) - _HEAD.size
+        first, second = _HEAD.unpack_from(packed) if size >= 0 else (0, 0)
+        if size < first + second:
+            self._drop("frames", "it is no message of KVFerry")
+            return None
         if size > self._max:
-            return self._drop("oversize", f"{size} bytes, limit {self._max}")
-        return True
+            self._drop("oversize", f"{size} bytes, limit {self._max}")
+            return None
+        at = _HEAD.size + first
+        return [packed[_HEAD.size : at], packed[at : at + second], packed[at + second :]]
 
-    def _drop(self, reason: str, text: str) -> bool:
+    def _drop(self, reason: str, text: str) -> None:
         self.dropped[reason] += 1
         _log.warning(f"{self._label} {reason}", "%s: message dropped: %s", self._label, text)
-        return False

@@ -11,21 +11,27 @@ import contextlib
 import os
 import socket
 import struct
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvferry.transport.control import framing
 
 _BYTES_RECEIVED = 128
 """Offset of ``tcpi_bytes_received`` (Linux 4.1 and later) in ``struct tcp_info``."""
-_HEARTBEAT_BYTES_PER_SECOND = 64.0
+_HEARTBEAT_BYTES_PER_SECOND = 128.0
+"""More than the heartbeats of both directions take, encrypted."""
+_SMALL = 64 << 10
+"""Unread bytes whose age does not matter."""
 
 
 def _open(fd: int, port: int) -> socket.socket | None:
-    """A second handle of a connection that was accepted at ``port``; None where ``fd`` is another file by now."""
+    """A second handle of a connection from or to ``port``; None where ``fd`` is another file by now."""
     try:
         handle = socket.socket(fileno=os.dup(fd))
     except OSError:
         return None
     with contextlib.suppress(OSError, IndexError):
-        if handle.getsockname()[1] == port:
+        if port in (handle.getsockname()[1], handle.getpeername()[1]):
             return handle
     handle.close()
     return None
@@ -54,31 +60,55 @@ def shutdown_connection(fd: int, port: int) -> bool:
     return True
 
 
-@dataclass
+@dataclass(slots=True)
+class _Count:
+    at_message: float  # bytes at the last message, plus heartbeats since
+    unread: float
+    since: float  # when the oldest unread byte may have come
+    looked: float
+
+
 class UnreadBytesGuard:
     """Counts the bytes that arrived on each connection since its last whole message.
 
-    ``served``: the connections on which a message came. The receiving thread adds them (a set's ``add`` is atomic).
+    ``limit`` bounds one connection, and the sum over all connections. ``served``: the connections on which a whole
+    message has come since they were looked at; the caller adds them.
     """
 
-    limit: int
-    served: set[int] = field(default_factory=set)
-    _since: dict[int, float] = field(default_factory=dict)  # bytes at the last message, plus heartbeats since
+    def __init__(self, limit: int = framing.MAX_UNFINISHED_BYTES) -> None:
+        self.limit = limit
+        self.served: set[int] = set()
+        self._counts: dict[int, _Count] = {}
 
-    def over(self, connections: list[int], port: int, seconds: float) -> list[int]:
-        """The connections with more than ``limit`` unserved bytes; ``seconds`` have passed since the last call."""
+    def forget(self, fd: int) -> None:
+        """The connection ``fd`` is gone."""
+        self._counts.pop(fd, None)
+        self.served.discard(fd)
+
+    def over(self, connections: Iterable[tuple[int, int]], now: float) -> list[int]:
+        """Look at some connections, each a descriptor and a port. Returns those to end: their unread bytes are too many
+        or too old, or are the most where those of all connections together are too many."""
         found = []
-        alive = set(connections)
-        self._since = {fd: since for fd, since in self._since.items() if fd in alive}
-        for fd in connections:
+        for fd, port in connections:
             total = bytes_received(fd, port)
             if total is None:
                 continue
-            since = self._since.get(fd, 0.0) + _HEARTBEAT_BYTES_PER_SECOND * seconds
-            if fd in self.served or since > total:  # a whole message, an idle peer, or a new connection
+            count = self._counts.get(fd)
+            if count is None or fd in self.served:  # of a new connection every byte counts
+                count = self._counts[fd] = _Count(float(total) if fd in self.served else 0.0, 0.0, now, now)
                 self.served.discard(fd)
-                since = float(total)
-            self._since[fd] = since
-            if total - since > self.limit:
+            count.at_message = min(total, count.at_message + _HEARTBEAT_BYTES_PER_SECOND * (now - count.looked))
+            count.looked = now
+            count.unread = total - count.at_message
+            if count.unread <= _SMALL:
+                count.since = now
+            elif count.unread > self.limit or now - count.since > framing.UNFINISHED_SECONDS:
+                found.append(fd)
+        excess = sum(count.unread for count in self._counts.values()) - self.limit
+        for fd, count in sorted(self._counts.items(), key=lambda item: -item[1].unread) if excess > 0 else ():
+            if excess <= 0:
+                break
+            excess -= count.unread
+            if fd not in found:
                 found.append(fd)
         return found

@@ -1,4 +1,4 @@
-"""Access to our ports: CURVE keys, the ZAP handler, and the count of connections.
+"""Access to our ports: the ZAP handler, which checks CURVE keys, and the count of connections.
 
 libzmq asks a ZAP handler about every new connection of a socket that has a ZAP domain; one handler per context, at
 a fixed in-process address (https://rfc.zeromq.org/spec/27/). It runs on a thread of its own that sleeps in a
@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import itertools
 import logging
-import re
 import struct
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import zmq
-from zmq.utils import z85
 
 from kvferry.transport.control import framing
+from kvferry.transport.control.keys import Keys, fingerprint
 from kvferry.transport.control.unread_bytes import UnreadBytesGuard, shutdown_connection
-from kvferry.transport.errors import ConfigError, TransportError
+from kvferry.transport.errors import TransportError
 from kvferry.transport.wake import RateLimitedLog
 
 _log = RateLimitedLog(logging.getLogger("vllm.kvferry.transport"))
@@ -30,50 +30,31 @@ _EVENT = struct.Struct("=Hi")
 HANDSHAKE_FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
-BACKLOG_SECONDS = 0.25
-"""Seconds between two checks of the bytes that the connections of a guarded socket have sent."""
+UNREAD_SECONDS, HALF_OPEN_SECONDS = 0.25, 0.05
+"""Seconds between two checks of the bytes that the connections of a guarded socket have sent, and that half-open ones
+have sent."""
+TOO_MANY = b"500"
+"""The ZAP status of a refusal for another reason than the key."""
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
-_Z85_KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
+_REASONS = {
+    "handshake": "the handshake failed; not a KVFerry peer, or `insecure` is set on one side only",
+    "half-open": "too many connections have sent no message yet",
+    "flood": "many bytes arrived and no whole message",
+}
+_OTHER_KEY = (
+    "the peer's key is {}, and this engine admits {}; give both engines one secret_key, or add the peer's public key "
+    "to peer_keys"
+)
 
 
-@dataclass(frozen=True)
-class CurveKeys:
-    """The one key pair of a deployment, Z85 text of 40 characters each. A peer that holds the pair may connect.
-
-    Raises:
-        ConfigError: a key is not Z85, or the two are not a pair.
-    """
-
-    public: str
-    secret: str = field(repr=False)
-
-    def __post_init__(self) -> None:
-        for name, key in (("curve_public_key", self.public), ("curve_secret_key", self.secret)):
-            if not _Z85_KEY.fullmatch(key):
-                raise ConfigError(f"{name}: not a key, expected 40 characters of Z85 as zmq.curve_keypair() makes them")
-        if not zmq.has("curve"):
-            raise ConfigError("curve_public_key: this libzmq has no CURVE; install pyzmq from PyPI, or unset both keys")
-        if zmq.curve_public(self.secret.encode()) != self.public.encode():
-            raise ConfigError("curve_public_key is not the public half of curve_secret_key; give both of one pair")
-
-
-def configure_curve(socket: zmq.Socket[bytes], keys: CurveKeys | None, *, server: bool) -> None:
-    """Encrypt and authenticate ``socket``; call it before bind or connect. Nothing happens where ``keys`` is None.
-
-    A server socket gets a :class:`ZapHandler` in its context, which admits only clients that hold the same pair.
+def configure_server(socket: zmq.Socket[bytes], keys: Keys) -> None:
+    """Encrypt a server socket and admit only the peers of ``keys``; call it before bind. The socket's context gets a
+    :class:`ZapHandler`.
 
     Raises:
         TransportError: the socket's context already has another ZAP handler.
     """
-    if keys is None:
-        return
-    socket.curve_publickey = keys.public.encode()
-    socket.curve_secretkey = keys.secret.encode()
-    if server:
-        socket.curve_server = True
-        zap_handler_of(socket.context).guard(socket, keys)
-    else:
-        socket.curve_serverkey = keys.public.encode()
+    zap_handler_of(socket.context).guard(socket, keys)
 
 
 class Monitor:
@@ -93,9 +74,13 @@ class Monitor:
 
     def read(self) -> list[tuple[int, int]]:
         """All events that have arrived and are not read yet."""
+        return [(event, value) for event, value, _ in self.read_endpoints()]
+
+    def read_endpoints(self) -> list[tuple[int, int, str]]:
+        """The same, each with the endpoint that the connection was made to or accepted at."""
         events = []
         while (frames := framing.read(self.socket, 1)) is not None:
-            events.append(_EVENT.unpack(frames[0]))
+            events.append((*_EVENT.unpack(frames[0]), frames[1].decode()))
         return events
 
     def close(self) -> None:
@@ -109,21 +94,25 @@ def unwatch(watched: zmq.Socket[bytes]) -> None:
 
 @dataclass
 class ServerSocket:
-    """One server socket: the key and the limit of its connections, and the connections that its monitor reported.
+    """One server socket: the keys that it admits, the limit of its connections, and the connections that its monitor
+    reported, by file descriptor.
 
-    The owner sets ``port`` and ``label`` once it is bound, and adds to ``backlog.served``.
+    The owner sets ``port`` and ``label`` once it is bound, and adds to ``served`` each connection on which a whole
+    message has come (a set's ``add`` is atomic).
     """
 
-    public: bytes | None  # raw CURVE key, None without CURVE
+    keys: Keys
     limit: int | None
     dropped: Counter[str]
     label: str
-    backlog: UnreadBytesGuard
+    unread: UnreadBytesGuard = field(default_factory=UnreadBytesGuard)
+    half_open_unread: UnreadBytesGuard = field(default_factory=lambda: UnreadBytesGuard(framing.MAX_HALF_OPEN_BYTES))
     port: int = 0
     monitor: Monitor | None = None
-    handshaking: list[int] = field(default_factory=list)  # file descriptors in the handshake, oldest first
+    served: set[int] = field(default_factory=set)
+    half_open: dict[int, None] = field(default_factory=dict)  # no whole message has come yet; oldest first
     ready: set[int] = field(default_factory=set)
-    failed: bool = False  # the next DISCONNECTED belongs to a failed handshake
+    failed: int = 0  # handshakes that failed, whose DISCONNECTED has not come yet
 
 
 class ZapHandler:
@@ -142,7 +131,7 @@ class ZapHandler:
             raise TransportError(
                 f"another ZAP handler sits in this ZMQ context ({error}); use a context of its own"
             ) from None
-        self._checked = self._next_check = time.monotonic()
+        self._next_check = self._next_half_open_check = 0.0
         self._control_address = f"inproc://kvferry-gate-{next(_serial)}"
         self._inbox: zmq.Socket[bytes] = context.socket(zmq.PULL)
         self._inbox.linger = 0
@@ -154,44 +143,44 @@ class ZapHandler:
     def guard(
         self,
         socket: zmq.Socket[bytes],
-        keys: CurveKeys | None,
+        keys: Keys,
         *,
         limit: int | None = None,
-        backlog_bytes: int = 0,
         dropped: Counter[str] | None = None,
         label: str = "data port",
     ) -> ServerSocket:
-        """Admit only holders of ``keys``, and at most ``limit`` connections at once where ``limit`` is given.
+        """Admit only the peers of ``keys``, and at most ``limit`` connections at once where ``limit`` is given.
 
-        ``dropped`` counts the refusals: "handshake" (not ZMTP, another mechanism, too slow), "key", "peers", and
-        "flood" (more than ``backlog_bytes`` arrived and no whole message).
+        ``dropped`` counts the refusals: "handshake" (not ZMTP, another mechanism, too slow), "key", "peers",
+        "half-open" (too many others have sent no message yet), and "flood" (many bytes and no whole message).
         """
         domain = b"kvferry-%d" % next(_serial)
-        public = None if keys is None else z85.decode(keys.public)
-        entry = ServerSocket(
-            public, limit, Counter() if dropped is None else dropped, label, UnreadBytesGuard(backlog_bytes)
-        )
+        entry = ServerSocket(keys, limit, Counter() if dropped is None else dropped, label)
+        socket.curve_server = True
+        socket.curve_publickey, socket.curve_secretkey = keys.public.encode(), keys.secret.encode()
         socket.zap_domain = domain
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         if limit is not None:
-            wanted = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | HANDSHAKE_FAILED
+            wanted = zmq.EVENT_ACCEPTED | HANDSHAKE_FAILED
             entry.monitor = Monitor(socket, wanted | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED)
         with self._lock:
             self._guarded[domain] = entry
-        self._on_finished(b"look")
+        self._tell(b"look")
         return entry
 
     def connections(self) -> int:
-        """The number of connections that have completed the handshake, over all guarded sockets with a limit."""
+        """The number of connections on which a message has come, over all guarded sockets with a limit."""
         with self._lock:
+            for entry in self._guarded.values():
+                self._note_served(entry)
             return sum(len(entry.ready) for entry in self._guarded.values())
 
     def close(self) -> None:
         """End the thread. The guarded sockets must be unwatched and closed by now."""
-        self._on_finished(b"end")
+        self._tell(b"end")
         self.thread.join(5.0)
 
-    def _on_finished(self, word: bytes) -> None:
+    def _tell(self, word: bytes) -> None:
         if not self.ended:
             pipe: zmq.Socket[bytes] = self._context.socket(zmq.PUSH)
             pipe.linger = 100
@@ -218,7 +207,7 @@ class ZapHandler:
 
     def _turn(self, poller: zmq.Poller) -> bool:
         """Sleep until an event arrives, and handle it; False when the thread must end."""
-        ready = dict(poller.poll(self._check_backlogs()))
+        ready = dict(poller.poll(self._check_unread()))
         if self._inbox in ready and self._inbox.recv() == b"end":
             return False
         with self._lock:
@@ -231,24 +220,33 @@ class ZapHandler:
             self._zap.send_multipart(self._answer(self._zap.recv_multipart()))
         return True
 
-    def _check_backlogs(self) -> int | None:
-        """Shut down connections that send without end. Returns the milliseconds until the next check, or None where
-        there is no connection."""
+    def _check_unread(self) -> int | None:
+        """End connections that send without end. Returns the milliseconds until the next check, or None where there is
+        no connection."""
         now = time.monotonic()
         with self._lock:
-            entries = [(entry, [*entry.handshaking, *entry.ready]) for entry in self._guarded.values() if entry.port]
-        connections = sum(len(fds) for _, fds in entries)
-        if now < self._next_check and connections:
-            return int((self._next_check - now) * 1e3) + 1
-        for entry, fds in entries:
-            for fd in entry.backlog.over(fds, entry.port, now - self._checked):
-                if shutdown_connection(fd, entry.port):
-                    with self._lock:
-                        self._count(entry, "flood")
-        self._checked = now
-        interval = BACKLOG_SECONDS * max(1.0, connections / 64)  # the check of one connection takes microseconds
-        self._next_check = now + interval
-        return int(interval * 1e3) if connections else None
+            entries = [entry for entry in self._guarded.values() if entry.port]
+            half_open, ready = sum(len(e.half_open) for e in entries), sum(len(e.ready) for e in entries)
+            waits = []
+            if half_open:
+                if now >= self._next_half_open_check:
+                    self._next_half_open_check = now + HALF_OPEN_SECONDS
+                    for entry in entries:
+                        self._note_served(entry)
+                        self._check_some(entry, entry.half_open, entry.half_open_unread, now)
+                waits.append(self._next_half_open_check - now)
+            if ready:
+                if now >= self._next_check:  # the check of one connection takes microseconds
+                    self._next_check = now + UNREAD_SECONDS * max(1.0, ready / 64)
+                    for entry in entries:
+                        self._note_served(entry)
+                        self._check_some(entry, entry.ready, entry.unread, now)
+                waits.append(self._next_check - now)
+        return int(min(waits) * 1e3) + 1 if waits else None
+
+    def _check_some(self, entry: ServerSocket, fds: Iterable[int], guard: UnreadBytesGuard, now: float) -> None:
+        for fd in guard.over([(fd, entry.port) for fd in fds], now):
+            self._end(entry, fd, "flood")
 
     def _watch(self, domain: bytes, entry: ServerSocket, poller: zmq.Poller) -> bool:
         """Follow the connections of one socket; False when the socket is closed."""
@@ -261,53 +259,68 @@ class ZapHandler:
                     self._guarded.pop(domain, None)
                 return False
             with self._lock:
-                self._apply_link_state(entry, event, value)
+                self._apply_event(entry, event, value)
         return True
 
-    def _apply_link_state(self, entry: ServerSocket, event: int, value: int) -> None:
-        """Apply one event. Only ACCEPTED and DISCONNECTED name the connection (by file descriptor).
-
-        A handshake takes less than a millisecond, so a handshake that succeeded was the youngest. After a handshake
-        that failed, the same I/O thread sends its DISCONNECTED at once.
-        """
+    def _apply_event(self, entry: ServerSocket, event: int, value: int) -> None:
+        """Apply one event. Only ACCEPTED and DISCONNECTED name the connection (by file descriptor). After a handshake
+        that failed, its DISCONNECTED follows."""
         if event == zmq.EVENT_ACCEPTED:
-            entry.handshaking.append(value)
-        elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED and entry.handshaking:
-            entry.ready.add(entry.handshaking.pop())
+            self._forget(entry, value)
+            entry.half_open[value] = None
+            self._note_served(entry)
+            assert entry.limit is not None
+            while entry.half_open and (
+                len(entry.half_open) > framing.MAX_HALF_OPEN or len(entry.half_open) + len(entry.ready) > entry.limit
+            ):
+                self._end(entry, next(iter(entry.half_open)), "half-open")
         elif event & HANDSHAKE_FAILED:
-            entry.failed = True
+            entry.failed += 1
             if event != zmq.EVENT_HANDSHAKE_FAILED_AUTH:  # ``_judge`` has counted this refusal
                 self._count(entry, "handshake")
         elif event == zmq.EVENT_DISCONNECTED:
-            if value in entry.handshaking:
-                entry.handshaking.remove(value)
-                if not entry.failed:
-                    self._count(entry, "handshake")
-            elif entry.failed and entry.handshaking and value in entry.ready:  # wrongly taken for the youngest
-                entry.ready.add(entry.handshaking.pop())
-            entry.ready.discard(value)
-            entry.failed = False
+            if entry.failed:
+                entry.failed -= 1
+            elif value in entry.half_open and value not in entry.served:
+                self._count(entry, "handshake")
+            self._forget(entry, value)
 
-    def _count(self, entry: ServerSocket, reason: str) -> None:
+    @staticmethod
+    def _forget(entry: ServerSocket, fd: int) -> None:
+        entry.half_open.pop(fd, None)
+        entry.ready.discard(fd)
+        entry.served.discard(fd)
+        entry.unread.forget(fd)
+        entry.half_open_unread.forget(fd)
+
+    @staticmethod
+    def _note_served(entry: ServerSocket) -> None:
+        """A connection on which a whole message has come is not half open any more."""
+        while entry.served:  # the serving thread adds to it
+            fd = entry.served.pop()
+            entry.unread.served.add(fd)
+            if fd in entry.half_open:
+                del entry.half_open[fd]
+                entry.half_open_unread.forget(fd)
+                entry.ready.add(fd)
+
+    def _end(self, entry: ServerSocket, fd: int, reason: str) -> None:
+        """End a connection and count the reason."""
+        entry.half_open.pop(fd, None)
+        entry.unread.forget(fd)
+        entry.half_open_unread.forget(fd)
+        if shutdown_connection(fd, entry.port):
+            self._count(entry, reason)
+
+    def _count(self, entry: ServerSocket, reason: str, detail: str = "") -> None:
         entry.dropped[reason] += 1
-        _log.warning(
-            f"{entry.label} {reason}",
-            "%s: connection ended: %s",
-            entry.label,
-            {
-                "handshake": "the handshake failed; not a KVFerry peer, or CURVE keys are set on one side only "
-                "or are not the same",
-                "key": "the peer holds another CURVE key; give both engines the same pair",
-                "flood": f"{entry.backlog.limit} bytes arrived and no whole message",
-                "peers": f"{entry.limit} peers are connected, and that is the limit",
-            }[reason],
-        )
+        _log.warning(f"{entry.label} {reason}", "%s: connection ended: %s", entry.label, detail or _REASONS[reason])
 
     def _answer(self, request: list[bytes]) -> list[bytes]:
         """The reply to one ZAP request: version, request id, status, text, user, metadata."""
         known = request[1] if len(request) > 1 else b""
         reason = self._judge(request)
-        status = (b"200", b"OK") if reason is None else (b"400", reason.encode())
+        status = (b"200", b"OK") if reason is None else (TOO_MANY if reason == "peers" else b"400", reason.encode())
         return [b"1.0", known, *status, b"", b""]
 
     def _judge(self, request: list[bytes]) -> str | None:
@@ -319,17 +332,15 @@ class ZapHandler:
             entry = self._guarded.get(domain)
             if entry is None:
                 return "domain"
-            reason = None
-            if entry.public is not None:
-                if mechanism != b"CURVE" or credentials != [entry.public]:
-                    reason = "key"
-            elif mechanism != b"NULL":
-                reason = "key"
-            if reason is None and entry.limit is not None and len(entry.ready) >= entry.limit:
-                reason = "peers"
-            if reason is not None:
-                self._count(entry, reason)
-            return reason
+            self._note_served(entry)
+            if mechanism != b"CURVE" or len(credentials) != 1 or credentials[0] not in entry.keys.raw_public_keys:
+                name = fingerprint(credentials[0]) if mechanism == b"CURVE" and credentials else "none"
+                self._count(entry, "key", _OTHER_KEY.format(name, entry.keys.shown))
+                return "key"
+            if entry.limit is not None and len(entry.ready) >= entry.limit:
+                self._count(entry, "peers", f"{entry.limit} peers are connected, and that is the limit")
+                return "peers"
+        return None
 
 
 _gates: dict[int, ZapHandler] = {}

@@ -4,8 +4,8 @@ There is no staging and no work on P. A read takes few steps of Python, whatever
 the interpreter busy every step costs a wait. P can neither see nor stop such a read, so the read proves nothing about
 P's blocks: the commit proves that they were valid.
 
-D proves at the handshake that it reads the right process: P's offer contains a secret, and the address of that secret
-in P's memory.
+D reads the process at the other end of its control connection and no other one, see ``transport/peer_process.py``. It
+reads only the memory of P's KV caches, which P names in a file that D opens through P's process.
 """
 
 from __future__ import annotations
@@ -27,10 +27,20 @@ import numpy as np
 import zmq
 from msgspec import Meta
 
-from kvferry.transport.channels import ByteRanges, Copy, Int64s, PageRead, PullChannel, PulledChannel
+from kvferry.transport.channels import ByteRanges, Copy, DChannel, Int64s, PageRead, PullChannel, PulledChannel
 from kvferry.transport.errors import PlaneUnavailableError, TransportError
-from kvferry.transport.host import PeerProcess, host_id
+from kvferry.transport.host import host_id
+from kvferry.transport.peer_process import PeerProcess
 from kvferry.transport.plane import Plane, PlaneContext, decode_payload
+from kvferry.transport.planes.memory_file import (
+    MemoryFileAddress,
+    Range,
+    Ranges,
+    check_within,
+    joined,
+    read_memory_file,
+    write_memory_file,
+)
 
 MAX_VECTORS = 1024
 """IOV_MAX of Linux."""
@@ -51,8 +61,14 @@ _libc = ctypes.CDLL(None, use_errno=True)
 class _Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host_id: Annotated[str, Meta(max_length=64)]
     pid: Annotated[int, Meta(ge=1, le=1 << 30)]
+
+
+class _Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The content of P's file. ``secret`` lies at ``address``: D reads it once to see that it may read P's memory."""
+
     address: Annotated[int, Meta(ge=1, lt=1 << 62)]
     secret: Annotated[bytes, Meta(min_length=_SECRET_BYTES, max_length=_SECRET_BYTES)]
+    ranges: Ranges
 
 
 def read_memory(pid: int, dst: Int64s, src: Int64s, nbytes: Int64s) -> None:
@@ -144,7 +160,7 @@ class _CmaCopy(Copy):
     def __init__(self, channel: CmaChannel, ranges: ByteRanges) -> None:
         super().__init__()
         self.channel = channel
-        self._pid = channel.pid
+        self._pid = channel.process.pid
         self._left: ByteRanges | None = ranges
 
     def turn(self) -> None:
@@ -167,12 +183,18 @@ class _CmaCopy(Copy):
 
 
 class CmaChannel(PullChannel):
-    """D's end. A pidfd shows the end of P's process."""
+    """D's end. A pidfd shows the end of P's process. ``ranges``: P's KV caches, once ``finish`` has read P's file."""
 
-    def __init__(self, plane: CmaPlane, pid: int) -> None:
-        self.pid = pid
-        self.process = PeerProcess(pid)
+    process: PeerProcess
+
+    def __init__(self, plane: CmaPlane, process: PeerProcess) -> None:
+        self.process = process
+        self.ranges: tuple[Range, ...] = ()
         self._plane = plane
+
+    def translate(self, address: int, nbytes: int) -> int:
+        check_within(self.ranges, address, nbytes, "cma")
+        return address
 
     def read(self, request: PageRead) -> Copy:
         copy = _CmaCopy(self, request.byte_ranges())
@@ -202,43 +224,48 @@ class CmaPlane(Plane):
 
     name: ClassVar[str] = "cma"
     pulls: ClassVar[bool] = True
+    same_host: ClassVar[bool] = True
 
     def __init__(self, context: PlaneContext) -> None:
         if not hasattr(_libc, "process_vm_readv") or not hasattr(os, "pidfd_open"):
             raise PlaneUnavailableError("this system has no process_vm_readv or no pidfd_open")
         self.copies: deque[_CmaCopy] = deque()
-        self._secret = secrets.token_bytes(_SECRET_BYTES)
-        self._memory = ctypes.create_string_buffer(self._secret, _SECRET_BYTES)
+        self._secret = ctypes.create_string_buffer(secrets.token_bytes(_SECRET_BYTES), _SECRET_BYTES)
+        address, ranges = ctypes.addressof(self._secret), joined(context.memory.ranges)
+        self._fd = write_memory_file("kvferry-cma", _Memory(address, self._secret.raw, ranges))
         self._channels: list[CmaChannel] = []
         self._watch_at = 0.0
 
     def offer(self) -> bytes:
-        address = ctypes.addressof(self._memory)
-        return msgspec.msgpack.encode(_Offer(host_id(), os.getpid(), address, self._secret))
+        return msgspec.msgpack.encode(_Offer(host_id(), os.getpid()))
 
     def connect(self, offer: bytes, host: str) -> tuple[CmaChannel, bytes]:
         theirs = decode_payload(offer, _Offer, "cma offer")
         if not theirs.host_id or theirs.host_id != host_id():
             raise PlaneUnavailableError("P is on another host or in another network namespace")
-        found = np.zeros(_SECRET_BYTES, dtype=np.uint8)
-        one = np.array([_SECRET_BYTES], dtype=np.int64)
-        channel = None
         try:
-            channel = CmaChannel(self, theirs.pid)
-            read_memory(theirs.pid, np.array([found.ctypes.data]), np.array([theirs.address]), one)
+            channel = CmaChannel(self, PeerProcess(theirs.pid))
         except OSError as error:
-            if channel is not None:
-                channel.close()
-            hint = "; see kernel.yama.ptrace_scope" if error.errno == errno.EPERM else ""
-            raise PlaneUnavailableError(f"P's memory cannot be read: {error.strerror}{hint}") from None
-        if not secrets.compare_digest(found.tobytes(), theirs.secret):
-            channel.close()
-            raise PlaneUnavailableError("P runs in another process namespace")
+            raise PlaneUnavailableError(f"P's process cannot be found: {error.strerror}") from None
         self._channels.append(channel)
         return channel, b""
 
     def accept(self, payload: bytes) -> tuple[PulledChannel, bytes]:
-        return PulledChannel(), b""
+        return PulledChannel(), msgspec.msgpack.encode(MemoryFileAddress(self._fd))
+
+    def finish(self, channel: DChannel, reply: bytes) -> None:
+        assert isinstance(channel, CmaChannel)
+        memory = read_memory_file(channel.process, reply, _Memory, "cma")
+        found = np.zeros(_SECRET_BYTES, dtype=np.uint8)
+        one = np.array([_SECRET_BYTES], dtype=np.int64)
+        try:
+            read_memory(channel.process.pid, np.array([found.ctypes.data]), np.array([memory.address]), one)
+        except OSError as error:
+            hint = "; see kernel.yama.ptrace_scope" if error.errno == errno.EPERM else ""
+            raise PlaneUnavailableError(f"P's memory cannot be read: {error.strerror}{hint}") from None
+        if not secrets.compare_digest(found.tobytes(), memory.secret):
+            raise PlaneUnavailableError("P's memory is not what P's file says")
+        channel.ranges = memory.ranges
 
     def begin(self, copy: _CmaCopy) -> None:
         """Let ``progress`` copy it."""
@@ -285,3 +312,6 @@ class CmaPlane(Plane):
         for channel in self._channels:
             channel.close()
         self._channels.clear()
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1

@@ -2,8 +2,9 @@
 
 A process that has one of P's handles reads and writes all of the allocation. So the handles do not travel. They lie in
 a file without a name, which D opens through ``/proc``, and the kernel opens it only for a process that may look into
-P's memory (the same user; see ptrace(2), PTRACE_MODE_READ). The offer names the process and the file, and contains a
-secret that distinguishes P from another process of the same number.
+P's memory (the same user; see ptrace(2), PTRACE_MODE_READ). D opens the file of the process at the other end of its
+control connection and of no other one, see ``transport/peer_process.py``. The file also names the KV caches inside the
+allocations, and D reads nothing else there.
 
 P can neither see nor stop a read of its pages, so a read proves nothing about P's blocks; a grant that is still current
 after the read proves it. Mapping takes milliseconds, and unmapping has to wait for the copies under way, so both happen
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, ClassVar
 
@@ -24,10 +25,20 @@ import zmq
 from msgspec import Meta
 
 from kvferry.transport import cuda
-from kvferry.transport.channels import Copy, PageRead, PullChannel, PulledChannel
-from kvferry.transport.errors import PeerUnreachableError, PlaneUnavailableError, ProtocolError, TransportError
-from kvferry.transport.host import PeerProcess, host_id, open_peer_file
-from kvferry.transport.plane import MAX_PAYLOAD_BYTES, Plane, PlaneContext, decode_payload
+from kvferry.transport.channels import Copy, DChannel, PageRead, PullChannel, PulledChannel
+from kvferry.transport.errors import PeerUnreachableError, PlaneUnavailableError, TransportError
+from kvferry.transport.host import host_id
+from kvferry.transport.peer_process import PeerProcess
+from kvferry.transport.plane import Plane, PlaneContext, decode_payload
+from kvferry.transport.planes.memory_file import (
+    Address,
+    MemoryFileAddress,
+    Ranges,
+    check_within,
+    joined,
+    read_memory_file,
+    write_memory_file,
+)
 from kvferry.transport.wake import Waker
 
 _SECRET_BYTES = 16
@@ -35,7 +46,6 @@ _PROBE_BYTES = 2 << 20
 """Large enough to be an allocation of its own: smaller blocks of memory share an allocation."""
 _MAX_ALLOCATIONS = 512
 
-_Address = Annotated[int, Meta(ge=0, lt=1 << 62)]
 _Secret = Annotated[bytes, Meta(min_length=_SECRET_BYTES, max_length=_SECRET_BYTES)]
 
 
@@ -44,24 +54,24 @@ class _Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     host_id: Annotated[str, Meta(max_length=64)]
     pid: Annotated[int, Meta(ge=1, le=1 << 30)]
-    fd: Annotated[int, Meta(ge=-1, le=1 << 30)]
-    secret: _Secret
     why: Annotated[str, Meta(max_length=512)] = ""
 
 
 class _Allocation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    base: _Address
-    nbytes: _Address
+    base: Address
+    nbytes: Address
     handle: Annotated[bytes, Meta(min_length=cuda.HANDLE_BYTES, max_length=cuda.HANDLE_BYTES)]
 
 
 class _Memory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The content of the file. The probe begins with the secret, which proves to D that it reads P's memory."""
+    """The content of the file. The probe begins with the secret, which shows D that its mappings are P's memory.
+    ``ranges``: the KV caches in the allocations."""
 
     secret: _Secret
     gpu: Annotated[str, Meta(max_length=128)]
     probe: _Allocation
     allocations: Annotated[tuple[_Allocation, ...], Meta(max_length=_MAX_ALLOCATIONS)]
+    ranges: Ranges
 
 
 class IpcChannel(PullChannel):
@@ -70,16 +80,24 @@ class IpcChannel(PullChannel):
     Closing it waits, on the plane's thread, for the copies that have been started.
     """
 
-    def __init__(self, plane: CudaIpcPlane, process: PeerProcess, memory: _Memory) -> None:
+    process: PeerProcess
+
+    def __init__(self, plane: CudaIpcPlane, process: PeerProcess) -> None:
         self.ready = False
         self.process = process
         self._plane = plane
-        self._memory = memory
+        self._memory: _Memory | None = None
         self._mapped: list[int] = []
         self._closed = False
-        plane.later(self._map)
+
+    def map(self, memory: _Memory) -> None:
+        """Map P's allocations, on the plane's thread."""
+        self._memory = memory
+        self._plane.later(self._map)
 
     def translate(self, address: int, nbytes: int) -> int:
+        assert self._memory is not None
+        check_within(self._memory.ranges, address, nbytes, "cuda_ipc")
         for allocation, mapped in zip(self._memory.allocations, self._mapped, strict=False):
             offset = address - allocation.base
             if offset >= 0 and offset + nbytes <= allocation.nbytes:
@@ -104,6 +122,7 @@ class IpcChannel(PullChannel):
 
     def _map(self) -> None:
         memory = self._memory
+        assert memory is not None
         try:
             cuda.bind_context(self._plane.device)
             for allocation in (*memory.allocations, memory.probe):
@@ -136,6 +155,7 @@ class CudaIpcPlane(Plane):
 
     name: ClassVar[str] = "cuda_ipc"
     pulls: ClassVar[bool] = True
+    same_host: ClassVar[bool] = True
 
     def __init__(self, context: PlaneContext) -> None:
         if not hasattr(os, "pidfd_open"):
@@ -154,7 +174,7 @@ class CudaIpcPlane(Plane):
         except (PlaneUnavailableError, TransportError) as error:
             self.cannot_serve = str(error)
 
-    def _export(self, ranges: Iterable[tuple[int, int]]) -> None:
+    def _export(self, ranges: Sequence[tuple[int, int]]) -> None:
         found = {}
         for address, nbytes in ranges:
             base, size = cuda.address_range(address)
@@ -169,12 +189,11 @@ class CudaIpcPlane(Plane):
         torch.cuda.current_stream(self.device).synchronize()
         place = self._probe.data_ptr()
         probe = _Allocation(place, _PROBE_BYTES, cuda.ipc_handle(place))
-        memory = _Memory(self._secret, cuda.device_uuid(self.device), probe, allocations)
-        self._fd = os.memfd_create("kvferry-cuda-ipc", os.MFD_CLOEXEC)
-        os.write(self._fd, msgspec.msgpack.encode(memory))
+        memory = _Memory(self._secret, cuda.device_uuid(self.device), probe, allocations, joined(ranges))
+        self._fd = write_memory_file("kvferry-cuda-ipc", memory)
 
     def offer(self) -> bytes:
-        offer = _Offer(host_id(), os.getpid(), self._fd, self._secret, self.cannot_serve[:512])
+        offer = _Offer(host_id(), os.getpid(), self.cannot_serve[:512])
         return msgspec.msgpack.encode(offer)
 
     def connect(self, offer: bytes, host: str) -> tuple[IpcChannel, bytes]:
@@ -185,18 +204,26 @@ class CudaIpcPlane(Plane):
             raise PlaneUnavailableError(f"P's memory cannot be mapped: {theirs.why}")
         if theirs.pid == os.getpid():
             raise PlaneUnavailableError("P is this very process")
-        memory = _memory_of(theirs)
         try:
-            cuda.check_peer_access(self.device, memory.gpu)
-            process = PeerProcess(theirs.pid)
-        except (TransportError, OSError) as error:
-            raise PeerUnreachableError(str(error)) from None
-        channel = IpcChannel(self, process, memory)
+            channel = IpcChannel(self, PeerProcess(theirs.pid))
+        except OSError as error:
+            raise PeerUnreachableError(f"P's process cannot be found: {error.strerror}") from None
         self._channels.append(channel)
         return channel, b""
 
     def accept(self, payload: bytes) -> tuple[PulledChannel, bytes]:
-        return PulledChannel(), b""
+        if self._fd < 0:
+            raise TransportError(f"cuda_ipc: {self.cannot_serve}")
+        return PulledChannel(), msgspec.msgpack.encode(MemoryFileAddress(self._fd))
+
+    def finish(self, channel: DChannel, reply: bytes) -> None:
+        assert isinstance(channel, IpcChannel)
+        try:
+            memory = read_memory_file(channel.process, reply, _Memory, "cuda_ipc")
+            cuda.check_peer_access(self.device, memory.gpu)
+        except TransportError as error:
+            raise PeerUnreachableError(str(error)) from None
+        channel.map(memory)
 
     def later(self, act: Callable[[], None]) -> None:
         """Call ``act`` on the thread that maps and unmaps, after the calls before it."""
@@ -234,25 +261,3 @@ class CudaIpcPlane(Plane):
             os.close(self._fd)
             self._fd = -1
         self._probe = None
-
-
-def _memory_of(offer: _Offer) -> _Memory:
-    """P's description of its memory, from P's file.
-
-    Raises:
-        PeerUnreachableError: this process may not look into P's memory, or P's number is another process's here.
-    """
-    try:
-        fd = open_peer_file(offer.pid, offer.fd)
-        try:
-            content = os.pread(fd, MAX_PAYLOAD_BYTES + 1, 0)
-        finally:
-            os.close(fd)
-        memory = decode_payload(content, _Memory, "cuda_ipc memory")
-    except PermissionError:
-        raise PeerUnreachableError("P runs as another user, or may not be traced") from None
-    except (OSError, ProtocolError):
-        memory = None
-    if memory is None or not secrets.compare_digest(memory.secret, offer.secret):
-        raise PeerUnreachableError("P runs in another process namespace")
-    return memory

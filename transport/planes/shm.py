@@ -37,6 +37,9 @@ D's processor with slots of 1 / 2 / 4 / 8 MiB, though small slots stay in a core
 MAX_SLOTS = 8
 """Slots of one channel; more slots would only use more of the cache."""
 
+_PREFIX, _NAME_BYTES = b"\0kvferry-", 16
+"""The name of P's socket: this prefix, which is abstract, and the hexadecimal digits of so many random bytes."""
+_DIGITS = frozenset(b"0123456789abcdef")
 _GEOMETRY = struct.Struct("<QI")
 """Slot bytes, number of slots."""
 _FILLED = struct.Struct("<QII")
@@ -46,7 +49,9 @@ _FREED = struct.Struct("<I")
 
 
 class _Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    name: Annotated[bytes, Meta(min_length=2, max_length=107)]
+    """``name``: of P's socket. It must have the form that P gives it, so that no path of a file is connected."""
+
+    name: Annotated[bytes, Meta(min_length=len(_PREFIX) + 2 * _NAME_BYTES, max_length=len(_PREFIX) + 2 * _NAME_BYTES)]
     secret: Annotated[bytes, Meta(min_length=SECRET_BYTES, max_length=SECRET_BYTES)]
     uid: Annotated[int, Meta(ge=0, lt=1 << 32)]
 
@@ -242,28 +247,32 @@ class ShmPlane(SocketPlane):
     """Shared memory of this host; ``slot_bytes`` above ``BEST_SLOT_BYTES`` is lowered to it."""
 
     name: ClassVar[str] = "shm"
+    same_host: ClassVar[bool] = True
 
     def __init__(self, context: PlaneContext) -> None:
         super().__init__(min(context.slot_bytes, BEST_SLOT_BYTES))
         self._limit_bytes = self._left_bytes = context.staging_bytes
         self._device = context.memory.device
-        self._offer: _Offer | None = None
+        self._name = b""
 
     @property
     def staging_bytes(self) -> int:
         return self._limit_bytes - self._left_bytes  # D's slots are P's slots
 
     def offer(self) -> bytes:
-        if self._offer is None:
-            name = b"\0kvferry-" + secrets.token_hex(16).encode()
+        if not self._name:
+            name = _PREFIX + secrets.token_hex(_NAME_BYTES).encode()
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
             listener.bind(name)
             listener.listen(MAX_UNAUTHENTICATED)
-            self._offer = _Offer(name, self.listen(listener, welcome=_same_user), os.getuid())
-        return msgspec.msgpack.encode(self._offer)
+            self.listen(listener, welcome=_same_user)
+            self._name = name
+        return msgspec.msgpack.encode(_Offer(self._name, self.new_secret(), os.getuid()))
 
     def connect(self, offer: bytes, host: str) -> tuple[RecvChannel, bytes]:
         theirs = decode_payload(offer, _Offer, "shm offer")
+        if not theirs.name.startswith(_PREFIX) or not _DIGITS.issuperset(theirs.name[len(_PREFIX) :]):
+            raise ProtocolError(f"shm offer: {theirs.name!r} is no name of a KVFerry socket")
         if theirs.uid != os.getuid():
             raise PlaneUnavailableError(f"shm: the producer runs as uid {theirs.uid}, we run as {os.getuid()}")
         try:
@@ -273,6 +282,9 @@ class ShmPlane(SocketPlane):
             if isinstance(error, BlockingIOError):
                 reason = "too many consumers are connecting to it right now"
             raise PlaneUnavailableError(f"shm: the producer cannot be reached ({error.strerror}): {reason}") from None
+        if not _same_user(sock):
+            sock.close()
+            raise PlaneUnavailableError("shm: the producer's socket is another user's")
         channel = ShmRecvChannel(self, sock)
         self.channels[channel] = None
         self.sockets.watch(sock, channel.on_readable)

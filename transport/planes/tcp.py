@@ -56,7 +56,7 @@ class TcpPlane(SocketPlane):
         self.zeros: npt.NDArray[np.uint8] = np.zeros(_SCRATCH_BYTES, dtype=np.uint8)
         self._waste: npt.NDArray[np.uint8] = np.empty(_SCRATCH_BYTES, dtype=np.uint8)
         self._host = context.host
-        self._offer: _Offer | None = None
+        self._port = 0
         self._awaited: dict[bytes, TcpSendChannel] = {}
 
     @property
@@ -64,7 +64,7 @@ class TcpPlane(SocketPlane):
         return self.send_pool.allocated_bytes + self.recv_pool.allocated_bytes
 
     def offer(self) -> bytes:
-        if self._offer is None:
+        if not self._port:
             try:
                 family, _, _, _, address = socket.getaddrinfo(self._host, 0, type=socket.SOCK_STREAM)[0]
                 listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
@@ -76,9 +76,9 @@ class TcpPlane(SocketPlane):
             except OSError as error:
                 listener.close()
                 raise PlaneUnavailableError(f"tcp: cannot listen on {self._host}: {error.strerror}") from None
-            port = listener.getsockname()[1]
-            self._offer = _Offer(port, self.listen(listener, arrived=self._came))
-        return msgspec.msgpack.encode(self._offer)
+            self._port = listener.getsockname()[1]
+            self.listen(listener, arrived=self._came)
+        return msgspec.msgpack.encode(_Offer(self._port, self.new_secret()))
 
     def connect(self, offer: bytes, host: str) -> tuple[RecvChannel, bytes]:
         theirs = decode_payload(offer, _Offer, "tcp offer")

@@ -1,7 +1,10 @@
 """The UCX data plane: tagged messages between UCX workers, from staging slot to staging slot.
 
 Both sides make an endpoint to the other's worker address, so that each notices the other's death. There is no UCX
-listener: UCXX's binds to all interfaces.
+listener: UCXX's binds to all interfaces. UCX still listens for every worker; whoever reaches that port writes memory of
+this process, and UCX crashes on a forged worker address. So there is no worker before D attaches the plane, one worker
+serves the peers on this host and has no port beyond it, and KVFerry uses the plane only where the control connection,
+by which the addresses come, is authenticated (``PlaneSpec.needs_keys``).
 
 D posts no receive for a message that may never come. It probes for arrived messages, and receives each by its handle
 into a slot. Of all but small messages only the sender's announcement has arrived by then. So no receive has to be
@@ -26,12 +29,12 @@ import zmq
 from msgspec import Meta
 
 from kvferry.transport import cuda
-from kvferry.transport.channels import Received, RecvChannel, SendChannel, Slot
+from kvferry.transport.channels import DChannel, Received, RecvChannel, SendChannel, Slot
 from kvferry.transport.errors import PlaneUnavailableError, ProtocolError, TransportError
-from kvferry.transport.host import host_id
+from kvferry.transport.host import host_id, is_ours
 from kvferry.transport.plane import Plane, PlaneContext, decode_payload
 from kvferry.transport.planes.ucx_channels import UcxRecvChannel, UcxSendChannel, UcxTransfer
-from kvferry.transport.planes.ucx_library import uses_rdma
+from kvferry.transport.planes.ucx_library import load_array, settings_for, uses_rdma
 from kvferry.transport.planes.ucx_worker import UcxAnnouncement, UcxArray, UcxEndpoint, UcxRequest, UcxWorker
 from kvferry.transport.staging import SlotPool
 
@@ -54,29 +57,36 @@ _Checksum = Annotated[int, Meta(ge=0, lt=1 << 32)]
 
 
 class _Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The checksum keeps a damaged address from UCX, which does not check what it parses. ``host_id`` is empty for
-    slots in host memory."""
+    """``host_id`` is empty for slots in host memory."""
 
-    address: _Address
-    checksum: _Checksum
-    host_id: Annotated[str, Meta(max_length=64)] = ""
+    host_id: Annotated[str, Meta(max_length=64)]
 
 
 class _Attach(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``close_message`` is the tag of the message by which either side closes the channel."""
+    """D's worker address. The checksum keeps a damaged address from UCX, which does not check what it parses.
+    ``close_message`` is the tag of the message by which either side closes the channel. ``here``: D is on P's host."""
 
     address: _Address
     checksum: _Checksum
     slot_bytes: Annotated[int, Meta(ge=4096, le=1 << 40)]
     close_message: Annotated[bytes, Meta(min_length=8, max_length=8)]
+    here: bool
+
+
+class _Reply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """P's worker address."""
+
+    address: _Address
+    checksum: _Checksum
 
 
 class UcxPlane(Plane):
-    """The UCX data plane of one process. UCX uses the network device of ``context.host``, see
-    ``ucx_library.settings_for``. The slots lie on the device of the caches.
+    """The UCX data plane of one process. The slots lie on the device of the caches. ``_workers``: one for the peers on
+    this host (``True``), one for all others, each made when the first of them attaches.
 
     Raises:
-        PlaneUnavailableError: UCXX or UCX cannot be had, or NVIDIA's driver for slots on a GPU.
+        PlaneUnavailableError: UCXX cannot be had, ``context.host`` is on no network device, or, for slots on a GPU,
+            NVIDIA's driver is missing.
     """
 
     name: ClassVar[str] = "ucx"
@@ -90,7 +100,10 @@ class UcxPlane(Plane):
         most = max(1, staging_bytes // slot_bytes - 1)
         self.window, self._receives = (min(n, most) for n in (_GPU_WINDOWS if self._on_gpu else _WINDOWS))
         self._moved_at = 0.0
-        self._worker = UcxWorker(context.host)
+        self._make_array = load_array()
+        settings_for(context.host, os.environ, here=False)  # a wrong address is reported here
+        self._host = context.host
+        self._workers: dict[bool, UcxWorker] = {}
         self._slot_bytes = slot_bytes
         self.send_pool = SlotPool(slot_bytes, staging_bytes, device)
         self.by_tag: dict[int, UcxRecvChannel] = {}
@@ -113,8 +126,7 @@ class UcxPlane(Plane):
         return self.send_pool.allocated_bytes + self._recv_pool.allocated_bytes
 
     def offer(self) -> bytes:
-        host = host_id() if self._on_gpu else ""
-        return msgspec.msgpack.encode(_Offer(self._worker.address, zlib.crc32(self._worker.address), host))
+        return msgspec.msgpack.encode(_Offer(host_id() if self._on_gpu else ""))
 
     def slower_because(self, offer: bytes, *, reached: bool) -> str:
         if not self._on_gpu or uses_rdma(os.environ):
@@ -125,17 +137,17 @@ class UcxPlane(Plane):
         return "it has no way of its own between these GPUs, and would go through the host by TCP"
 
     def connect(self, offer: bytes, host: str) -> tuple[RecvChannel, bytes]:
-        theirs = decode_payload(offer, _Offer, "ucx offer")
+        decode_payload(offer, _Offer, "ucx offer")
         try:
             self._recv_pool.prepare()
         except TransportError as error:
             raise PlaneUnavailableError(f"no staging memory can be had: {error}") from None
-        link = self._link(theirs)
-        close_message = secrets.token_bytes(8)
-        channel = UcxRecvChannel(self, link, int.from_bytes(close_message, "little"))
+        here = is_ours(host)
+        worker, close_message = self._worker(here=here), secrets.token_bytes(8)
+        channel = UcxRecvChannel(self, worker, int.from_bytes(close_message, "little"))
         self._channels[channel.close_message] = channel
-        ours = self._worker.address
-        return channel, msgspec.msgpack.encode(_Attach(ours, zlib.crc32(ours), self._slot_bytes, close_message))
+        ours = worker.address
+        return channel, msgspec.msgpack.encode(_Attach(ours, zlib.crc32(ours), self._slot_bytes, close_message, here))
 
     def accept(self, payload: bytes) -> tuple[SendChannel, bytes]:
         attach = decode_payload(payload, _Attach, "ucx attach")
@@ -143,12 +155,23 @@ class UcxPlane(Plane):
         close_message = int.from_bytes(attach.close_message, "little")
         if close_message in self._channels:
             raise ProtocolError("ucx attach: this channel exists already")
-        channel = UcxSendChannel(self, self._link(attach), min(self._slot_bytes, attach.slot_bytes), close_message)
+        worker = self._worker(here=attach.here)
+        link = _link(worker, attach)
+        channel = UcxSendChannel(self, link, min(self._slot_bytes, attach.slot_bytes), close_message)
         self._channels[close_message] = channel
-        return channel, b""
+        return channel, msgspec.msgpack.encode(_Reply(worker.address, zlib.crc32(worker.address)))
+
+    def finish(self, channel: DChannel, reply: bytes) -> None:
+        assert isinstance(channel, UcxRecvChannel)
+        channel.link = _link(channel.worker, decode_payload(reply, _Reply, "ucx reply"))
+
+    def _worker(self, *, here: bool) -> UcxWorker:
+        if here not in self._workers:
+            self._workers[here] = UcxWorker(self._host, here=here)
+        return self._workers[here]
 
     def pollables(self) -> list[tuple[int | zmq.Socket[bytes], int]]:
-        return [] if self._closed else [(self._worker.fd, zmq.POLLIN)]
+        return [] if self._closed else [(worker.fd, zmq.POLLIN) for worker in self._workers.values()]
 
     @property
     def active(self) -> bool:
@@ -157,16 +180,20 @@ class UcxPlane(Plane):
     def progress(self) -> bool:
         if self._closed:
             return False
-        self._worker.progress()
+        self._progress_workers()
         moved = bool(self.transfers) and self._reap()
         moved |= self._receive()
         if self._farewells:
             self._farewells = [close_message for close_message in self._farewells if not close_message[0].completed]
-        lost = [channel for channel in self._channels.values() if channel.error is None and not channel.link.alive]
-        for channel in lost:
-            channel.fail(f"ucx: the {channel.peer} closed the channel or died: {channel.link.reason}")
-        if lost:
-            self._worker.prune()
+        lost = [
+            (channel, channel.link)
+            for channel in self._channels.values()
+            if channel.error is None and channel.link is not None and not channel.link.alive
+        ]
+        for channel, link in lost:
+            channel.fail(f"ucx: the {channel.peer} closed the channel or died: {link.reason}")
+        for worker in self._workers.values() if lost else ():
+            worker.prune()
         if moved:
             self._moved_at = time.monotonic()
         return moved or bool(lost)
@@ -178,7 +205,7 @@ class UcxPlane(Plane):
             return False
         if self._on_gpu and self._expecting and time.monotonic() < self._moved_at + _SPIN_SECONDS:
             return False
-        return self._worker.arm()
+        return all([worker.arm() for worker in self._workers.values()])
 
     @property
     def _expecting(self) -> bool:
@@ -198,7 +225,9 @@ class UcxPlane(Plane):
         while (self.transfers or self._farewells) and time.monotonic() < deadline:
             self.progress()
         self._closed = True
-        self._worker.close()
+        for worker in self._workers.values():
+            worker.close()
+        self._workers.clear()
         self._pending.clear()
         self.transfers.clear()  # these too keep the worker alive, and with that its connections
         self._farewells.clear()
@@ -211,17 +240,32 @@ class UcxPlane(Plane):
         """Keep the link busy between the copies of a batch: one copy takes as long as the link needs to empty its
         buffers."""
         if not self._closed:
-            self._worker.progress()
+            self._progress_workers()
             self._receive()
+
+    def _progress_workers(self) -> None:
+        for worker in self._workers.values():
+            worker.progress()
 
     def memory(self, slot: Slot, nbytes: int) -> UcxArray:
         """The first ``nbytes`` of a slot."""
         if nbytes < slot.nbytes:
-            return self._worker.memory(slot.tensor[:nbytes])
+            return self._array(slot.tensor[:nbytes])
         memory = self._memories.get(slot.address)
         if memory is None:
-            memory = self._memories[slot.address] = self._worker.memory(slot.tensor)
+            memory = self._memories[slot.address] = self._array(slot.tensor)
         return memory
+
+    def _array(self, data: torch.Tensor) -> UcxArray:
+        """``data`` (uint8, contiguous) in the form that UCXX takes.
+
+        Raises:
+            TransportError: UCXX refused.
+        """
+        try:
+            return self._make_array(data if data.is_cuda else data.numpy())
+        except Exception as error:  # on any error the caller must get its slot back
+            raise TransportError(f"ucx: memory cannot be used: {error!r}") from None
 
     def _release(self, slot: Slot) -> None:
         self._recv_pool.put(slot)
@@ -234,18 +278,15 @@ class UcxPlane(Plane):
             if transfer.channel is channel and not transfer.retired:
                 transfer.retired = True
                 (self.send_pool if isinstance(channel, UcxSendChannel) else self._recv_pool).retire(transfer.slot)
+        if channel.link is None:  # P's channel ends with D's session
+            return
         with contextlib.suppress(TransportError):
-            close_message = self._worker.memory(torch.zeros(_CLOSE_MESSAGE_BYTES, dtype=torch.uint8))
+            close_message = self._array(torch.zeros(_CLOSE_MESSAGE_BYTES, dtype=torch.uint8))
             self._farewells.append((channel.link.send(close_message, channel.close_message), close_message))
-
-    def _link(self, peer_address: _Offer | _Attach) -> UcxEndpoint:
-        if zlib.crc32(peer_address.address) != peer_address.checksum:
-            raise ProtocolError("ucx: the peer's worker address is damaged")
-        return self._worker.link(peer_address.address)
 
     def _receive(self) -> bool:
         """Probe for announced messages, and begin to receive as many as there are free slots."""
-        while len(self._pending) < _MAX_PENDING and (message := self._worker.probe()) is not None:
+        while len(self._pending) < _MAX_PENDING and (message := self._probe()) is not None:
             if message.nbytes > _CLOSE_MESSAGE_BYTES or message.tag in self.by_tag:
                 self._pending.append(message)
                 continue
@@ -269,12 +310,15 @@ class UcxPlane(Plane):
         self._pending = waiting
         return len(waiting) < before
 
+    def _probe(self) -> UcxAnnouncement | None:
+        return next((found for worker in self._workers.values() if (found := worker.probe()) is not None), None)
+
     def _drop(self, close_message: UcxAnnouncement) -> None:
         """Receive and drop a close message, without a slot: on a GPU a P that receives nothing else would allocate all
         its slots for it."""
         with contextlib.suppress(TransportError):
-            nowhere = self._worker.memory(torch.empty(_CLOSE_MESSAGE_BYTES, dtype=torch.uint8))
-            self._farewells.append((self._worker.receive(close_message, nowhere), nowhere))
+            nowhere = self._array(torch.empty(_CLOSE_MESSAGE_BYTES, dtype=torch.uint8))
+            self._farewells.append((close_message.receive(nowhere), nowhere))
 
     def _take_in(self, message: UcxAnnouncement, channel: UcxRecvChannel | None) -> None:
         if channel is not None:
@@ -289,7 +333,7 @@ class UcxPlane(Plane):
         try:
             slot = self._recv_pool.take()
             assert slot is not None
-            request = self._worker.receive(message, self.memory(slot, slot.nbytes))
+            request = message.receive(self.memory(slot, slot.nbytes))
         except TransportError as error:
             if slot is not None:
                 self._recv_pool.put(slot)
@@ -328,3 +372,9 @@ class UcxPlane(Plane):
             channel.receiving.discard(transfer.tag)
         if channel is not None and not ok:
             channel.fail(f"ucx: the {channel.peer} is gone: a message broke off")
+
+
+def _link(worker: UcxWorker, peer: _Attach | _Reply) -> UcxEndpoint:
+    if zlib.crc32(peer.address) != peer.checksum:
+        raise ProtocolError("ucx: the peer's worker address is damaged")
+    return worker.link(peer.address)

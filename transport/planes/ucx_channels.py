@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from kvferry.transport.channels import ExpectingChannel, Pieces, SendChannel, Slot
 from kvferry.transport.errors import TransportError
-from kvferry.transport.planes.ucx_worker import UcxEndpoint, UcxRequest
+from kvferry.transport.planes.ucx_worker import UcxEndpoint, UcxRequest, UcxWorker
 
 if TYPE_CHECKING:
     from kvferry.transport.planes.ucx import UcxPlane
@@ -74,14 +74,15 @@ class UcxSendChannel(SendChannel):
 
 
 class UcxRecvChannel(ExpectingChannel):
-    """D's end."""
+    """D's end. ``worker`` serves it; ``link`` is ``None`` until P has replied with its address."""
 
     peer: ClassVar[str] = "producer"
 
-    def __init__(self, plane: UcxPlane, link: UcxEndpoint, close_message: int) -> None:
+    def __init__(self, plane: UcxPlane, worker: UcxWorker, close_message: int) -> None:
         super().__init__()
         self.close_message = close_message
-        self.link = link
+        self.worker = worker
+        self.link: UcxEndpoint | None = None
         self.closed = False
         self.receiving: set[int] = set()
         self._plane = plane

@@ -43,18 +43,40 @@ def load_ucxx() -> Any:
     return libucxx
 
 
-def settings_for(host: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """UCX settings (names without ``UCX_``) for a worker that peers reach at the local address ``host``.
+def load_array() -> Any:
+    """UCXX's ``Array``, the form in which UCXX takes memory. Raises PlaneUnavailableError as ``load_ucxx`` does."""
+    load_ucxx()
+    from ucxx._lib.arr import Array
 
-    UCX listens on every network device that it may use. Without RDMA hardware the list is narrowed to the device of
-    ``host``. With RDMA hardware UCX keeps its own list, because the device of an address names only its Ethernet side.
+    return Array
+
+
+def settings_for(host: str, environ: Mapping[str, str], *, here: bool) -> dict[str, str]:
+    """UCX settings (names without ``UCX_``) for a worker that peers reach at the local address ``host``. ``here``:
+    these peers are on this host.
+
+    UCX listens on every network device that it may use, and whoever reaches its TCP port writes the memory of this
+    process. So for peers of this host it gets the loopback device; for others the device of ``host``, or, with RDMA
+    hardware and a UCX that uses it, no TCP at all.
+
+    Raises:
+        PlaneUnavailableError: no device has the address ``host``, and the environment names none.
     """
     settings = dict(DEFAULTS)
-    device = None if _has_rdma() else device_of(host)
-    if device is not None:
-        settings["NET_DEVICES"] = device
-        if ":" in host:
-            settings["TCP_AF_PRIO"] = "inet6,inet"
+    if here:
+        settings["NET_DEVICES"] = "lo"
+    elif uses_rdma(environ):
+        settings["TLS"] = "^tcp"
+    else:
+        device = device_of(host)
+        if device is None and "UCX_NET_DEVICES" not in environ:
+            raise PlaneUnavailableError(
+                f"ucx: no network device is known by its address {host}; set UCX_NET_DEVICES to the device that peers "
+                "reach, or UCX would listen on all of them"
+            )
+        settings["NET_DEVICES"] = device or ""
+    if ":" in host and "NET_DEVICES" in settings:
+        settings["TCP_AF_PRIO"] = "inet6,inet"
     return {name: value for name, value in settings.items() if f"UCX_{name}" not in environ}
 
 

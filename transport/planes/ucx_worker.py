@@ -6,8 +6,6 @@ import contextlib
 import os
 from typing import Any
 
-import torch
-
 from kvferry.transport.errors import PlaneUnavailableError, TransportError
 from kvferry.transport.planes.ucx_library import load_ucxx, settings_for
 
@@ -86,12 +84,21 @@ class UcxEndpoint:
 class UcxAnnouncement:
     """A message that a peer has sent, or has announced: ``tag``, ``nbytes``."""
 
-    __slots__ = ("nbytes", "probe", "tag")
+    __slots__ = ("_worker", "nbytes", "probe", "tag")
 
-    def __init__(self, probe: Any) -> None:
+    def __init__(self, worker: UcxWorker, probe: Any) -> None:
+        self._worker = worker
         self.probe = probe
         self.tag = int(probe.sender_tag.value)
         self.nbytes = int(probe.length)
+
+    def receive(self, into: UcxArray) -> UcxRequest:
+        """Receive into ``into``, which must hold at least ``nbytes``.
+
+        Raises:
+            TransportError: UCX refused.
+        """
+        return self._worker.receive(self, into)
 
 
 class UcxWorker:
@@ -100,19 +107,19 @@ class UcxWorker:
     There is one link per peer process, and it stays until that process is gone: UCX over TCP leaves a connection
     behind for each endpoint that is closed between two living workers.
 
+    From its construction on UCX listens, see ``ucx_library.settings_for``.
+
     Raises:
         PlaneUnavailableError: UCXX or UCX cannot be had.
     """
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, *, here: bool) -> None:
         self._host = host
         self._ucx = load_ucxx()
-        from ucxx._lib.arr import Array
-
-        self._make_array = Array
+        settings = settings_for(host, os.environ, here=here)
         feature = self._ucx.Feature
         try:
-            self._context = self._ucx.UCXContext(settings_for(host, os.environ), (feature.TAG, feature.WAKEUP))
+            self._context = self._ucx.UCXContext(settings, (feature.TAG, feature.WAKEUP))
             self._worker = self._ucx.UCXWorker(self._context)
             self._worker.init_blocking_progress_mode()
         except Exception as error:  # any reason why UCX does not start on this machine
@@ -163,18 +170,7 @@ class UcxWorker:
     def probe(self) -> UcxAnnouncement | None:
         """The next message that is not received yet. The caller must receive it, or its sender waits for ever."""
         probe = self._worker.tag_probe(self._any_tag, self._any_mask, True)
-        return UcxAnnouncement(probe) if probe.matched else None
-
-    def memory(self, data: torch.Tensor) -> UcxArray:
-        """``data`` (uint8, contiguous) in the form that UCXX takes.
-
-        Raises:
-            TransportError: UCXX refused.
-        """
-        try:
-            return self._make_array(data if data.is_cuda else data.numpy())
-        except Exception as error:  # on any error the caller must get its slot back
-            raise TransportError(f"ucx: memory cannot be used: {error!r}") from None
+        return UcxAnnouncement(self, probe) if probe.matched else None
 
     def receive(self, message: UcxAnnouncement, into: UcxArray) -> UcxRequest:
         """Receive into ``into``, which must hold at least ``message.nbytes``.

@@ -15,9 +15,11 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 import zmq
 from msgspec import Meta
+from zmq.utils import z85
 
 from kvferry.transport.channels import RecvChannel, SendChannel, Slot
-from kvferry.transport.control.zap_auth import Monitor, unwatch
+from kvferry.transport.control.keys import configure_client
+from kvferry.transport.control.zap_auth import Monitor, configure_server, unwatch
 from kvferry.transport.errors import PlaneUnavailableError, ProtocolError, TransportError
 from kvferry.transport.plane import Plane, PlaneContext, decode_payload
 from kvferry.transport.planes.zmq_channels import CHANNEL_BYTES, CONNECT_SECONDS, ZmqRecvChannel, ZmqSendChannel
@@ -40,6 +42,7 @@ _MAX_REQUEST_BYTES = 4096
 
 class _Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     port: Annotated[int, Meta(ge=1, le=65535)]
+    key: Annotated[bytes, Meta(min_length=32, max_length=32)]
 
 
 class _Attach(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -55,13 +58,15 @@ class ZmqPlane(Plane):
     name: ClassVar[str] = "zmq"
 
     def __init__(self, context: PlaneContext) -> None:
+        if context.keys is None:
+            raise PlaneUnavailableError("zmq: it needs keys, and this engine is insecure; remove the setting insecure")
+        self._keys = context.keys
         gpu = context.memory.device.type == "cuda"
         slot_bytes, staging_bytes = context.slot_bytes, context.staging_bytes
         self.slot_bytes = slot_bytes
         self.send_pool = SlotPool(slot_bytes, staging_bytes, page_locked=gpu)
         self.recv_pool = SlotPool(slot_bytes, staging_bytes // 2, page_locked=True) if gpu else None
         self._host = context.host
-        self._configure = context.configure_socket
         self._window_left = max(1, (staging_bytes // 2 if gpu else staging_bytes) // slot_bytes)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(1)
         self._bound: zmq.Socket[bytes] | None = None
@@ -82,7 +87,7 @@ class ZmqPlane(Plane):
     def offer(self) -> bytes:
         if self._bound is None:
             self._bind()
-        return msgspec.msgpack.encode(_Offer(self._port))
+        return msgspec.msgpack.encode(_Offer(self._port, z85.decode(self._keys.public)))
 
     def connect(self, offer: bytes, host: str) -> tuple[RecvChannel, bytes]:
         theirs = decode_payload(offer, _Offer, "zmq offer")
@@ -91,7 +96,7 @@ class ZmqPlane(Plane):
             raise PlaneUnavailableError(
                 f"zmq: staging memory is used up by {len(self._receivers)} channels; raise staging_bytes"
             )
-        channel = ZmqRecvChannel(self, host, theirs.port, window)
+        channel = ZmqRecvChannel(self, host, theirs.port, theirs.key, window)
         self._window_left -= window
         self._receivers.add(channel)
         return channel, msgspec.msgpack.encode(_Attach(channel.id, self.slot_bytes, window))
@@ -181,19 +186,22 @@ class ZmqPlane(Plane):
         assert self._bound is not None
         return self._bound
 
-    def socket(self, kind: int, *, server: bool) -> zmq.Socket[bytes]:
-        """A socket that does not linger and that notices a silent host, set up by ``configure_socket``."""
+    def socket(self, kind: int, server: bytes | None = None) -> zmq.Socket[bytes]:
+        """An encrypted socket that does not linger and that notices a silent host. ``server``: the raw public key of
+        the peer that it connects to; ``None``: it admits connections."""
         socket = self._context.socket(kind)
         socket.linger = 0
         socket.ipv6 = ":" in self._host
         socket.heartbeat_ivl, socket.heartbeat_timeout = _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS
         socket.handshake_ivl = int(CONNECT_SECONDS * 1e3)
-        if self._configure is not None:
-            self._configure(socket, server)
+        if server is None:
+            configure_server(socket, self._keys)
+        else:
+            configure_client(socket, self._keys, server)
         return socket
 
     def _bind(self) -> None:
-        socket = self.socket(zmq.ROUTER, server=True)
+        socket = self.socket(zmq.ROUTER)
         socket.router_mandatory = 1
         socket.maxmsgsize = _MAX_REQUEST_BYTES
         host = f"[{self._host}]" if ":" in self._host else self._host

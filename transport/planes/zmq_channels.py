@@ -134,7 +134,7 @@ class ZmqSendChannel(SendChannel):
 class ZmqRecvChannel(ExpectingChannel):
     """D's end. ``_waiting``: messages that are here and wait for a page-locked slot."""
 
-    def __init__(self, plane: ZmqPlane, host: str, port: int, window: int) -> None:
+    def __init__(self, plane: ZmqPlane, host: str, port: int, key: bytes, window: int) -> None:
         super().__init__()
         self._plane = plane
         self.id = b"k" + secrets.token_bytes(CHANNEL_BYTES - 1)  # ZMQ reserves ids that start with 0
@@ -143,7 +143,7 @@ class ZmqRecvChannel(ExpectingChannel):
         self._closed = False
         self._deadline: float | None = time.monotonic() + CONNECT_SECONDS
         self._where = f"{host}:{port}"
-        self.socket = plane.socket(zmq.DEALER, server=False)
+        self.socket = plane.socket(zmq.DEALER, key)
         self.socket.routing_id = self.id
         self.socket.rcvhwm = window + 8
         self.socket.maxmsgsize = plane.slot_bytes + CURVE_BYTES

@@ -1,0 +1,71 @@
+"""P's replies to the ranks of D. A reply for which a D's queue has no room is kept, and sent later, in order."""
+
+from __future__ import annotations
+
+from kvferry.connector.protocol import messages
+from kvferry.connector.transfer.fair_table import FairTable
+from kvferry.transport.control.listener import Listener
+
+UNSENT_BYTES = 16 << 20
+"""Bound on the replies that are kept, for all peers together."""
+REPLY_BYTES = 256
+"""What a kept reply takes beside its bytes."""
+
+_Kept = tuple[bytes, int]
+"""An identity, and the number of a kept reply."""
+
+
+class Replies:
+    """Sends replies. libzmq holds some thousand messages for a D that does not read; then further ones are kept here.
+
+    ``lost`` contains the peers of which a kept reply found no room any more. Their sessions must end: D would wait for
+    a reply that never comes.
+    """
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+        self.kept: FairTable[_Kept, tuple[bytes, list[bytes]]] = FairTable(UNSENT_BYTES)
+        self._last = 0
+        self.lost: set[bytes] = set()
+
+    def send(self, identity: bytes, message: messages.Reply, *, keep: bool) -> bool:
+        """Send a reply, or keep it where ``keep`` and the queue of this D is full. False: the reply is dropped."""
+        frames = messages.encode(message)
+        sent, full = (False, True) if keep and self.kept.owns(identity) else self._try(identity, frames)
+        if full and keep and identity not in self.lost:
+            self._last += 1
+            cost = REPLY_BYTES + sum(map(len, frames))
+            for owner, _ in self.kept.put(identity, (identity, self._last), (identity, frames), cost):
+                self.forget(owner)
+                self.lost.add(owner)
+            return identity not in self.lost
+        if full:
+            self._listener.dropped["full"] += 1
+        return sent
+
+    def _try(self, identity: bytes, frames: list[bytes]) -> tuple[bool, bool]:
+        """Send a message. Returns whether it was sent, and whether the queue of this D is full. A message that is kept
+        does not count as dropped."""
+        dropped = self._listener.dropped
+        before = dropped["full"]
+        sent = self._listener.send(identity, frames)
+        full = not sent and dropped["full"] > before
+        dropped["full"] = before
+        return sent, full
+
+    def flush(self) -> None:
+        """Send the kept replies for which there is room now."""
+        for owner in self.kept.owners():
+            while (key := self.kept.oldest(owner)) is not None:
+                kept = self.kept.get(key)
+                assert kept is not None
+                sent, full = self._try(*kept)
+                if full:
+                    break
+                self.kept.pop(key)
+                if not sent:  # D is gone
+                    self.forget(owner)
+
+    def forget(self, identity: bytes) -> None:
+        """Drop the kept replies of a D."""
+        self.kept.drop(identity)

@@ -1,0 +1,161 @@
+"""Real HTTP servers that stand in for engines, the router in front of them, and its clients."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import httpx
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from examples.lib.pd_router import Router, Timeouts
+
+PARAMS = {"do_remote_prefill": True, "remote_engine_id": "p-0", "kvferry": {"v": 1, "token": "00ff"}, "odd": [1, None]}
+
+
+@contextmanager
+def served(app: Starlette) -> Iterator[str]:
+    """The app behind a real socket, in a thread; its URL."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    while not server.started:
+        time.sleep(0.005)
+    try:
+        yield url
+    finally:
+        server.should_exit = True
+        thread.join(10)
+        listener.close()
+
+
+class Engine:
+    """Records requests; ``answer`` makes the response of one."""
+
+    def __init__(self, answer: Callable[[Request, dict[str, Any]], Any]) -> None:
+        self.seen: list[tuple[dict[str, Any], dict[str, str], str]] = []
+        self.arrived, self.aborted = threading.Event(), threading.Event()
+        self._answer = answer
+        names = ("/v1/completions", "/v1/chat/completions")
+        routes = [Route(name, self._serve, methods=["POST"]) for name in names]
+        routes += [Route("/health", lambda _: Response()), Route("/v1/models", lambda _: JSONResponse({"data": ["m"]}))]
+        self.app = Starlette(routes=routes)
+
+    async def _serve(self, request: Request) -> Response:
+        body = await request.json()
+        self.seen.append((body, dict(request.headers), request.url.path))
+        self.arrived.set()
+        return await self._answer(request, body)
+
+    async def until_gone(self, request: Request) -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        self.aborted.set()
+
+
+def prefill_engine(
+    delay: float = 0.0, status: int = 200, params: Any = PARAMS, go_on: threading.Event | None = None
+) -> Engine:
+    """``go_on``: what the answer waits for, unless the client goes away before."""
+
+    async def answer(request: Request, body: dict[str, Any]) -> Response:
+        if delay or go_on is not None:
+            gone = asyncio.ensure_future(engine.until_gone(request))
+            deadline = time.monotonic() + delay
+            while not gone.done() and not (time.monotonic() > deadline if go_on is None else go_on.is_set()):
+                await asyncio.sleep(0.005)
+            gone.cancel()
+        return JSONResponse({"kv_transfer_params": params, "choices": []}, status)
+
+    engine = Engine(answer)
+    return engine
+
+
+def decode_engine(
+    pieces: int = 3,
+    gap: float = 0.0,
+    before: float = 0.0,
+    break_after: int | None = None,
+    go_on: threading.Event | None = None,
+) -> Engine:
+    """``go_on``: what each piece but the first waits for."""
+
+    async def stream(request: Request) -> AsyncIterator[bytes]:
+        try:
+            for i in range(pieces):
+                if i == break_after:
+                    raise ConnectionError("planted")
+                yield f'data: {{"i": {i}}}\n\n'.encode()
+                await asyncio.sleep(gap)
+                if go_on is not None and not await asyncio.to_thread(go_on.wait, 60):
+                    raise TimeoutError("the client has not got the first piece")
+            yield b"data: [DONE]\n\n"
+        except asyncio.CancelledError:
+            engine.aborted.set()
+            raise
+
+    async def answer(request: Request, body: dict[str, Any]) -> Response:
+        if before:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(engine.until_gone(request), before)
+        if body.get("stream"):
+            return StreamingResponse(stream(request), media_type="text/event-stream")
+        return JSONResponse({"text": "from D"}, headers={"x-from": "d"})
+
+    engine = Engine(answer)
+    return engine
+
+
+@contextmanager
+def routed(p: Engine, d: Engine, **timeouts: float) -> Iterator[str]:
+    with (
+        served(p.app) as p_url,
+        served(d.app) as d_url,
+        served(Router([p_url], [d_url], Timeouts(**timeouts)).app()) as url,
+    ):
+        yield url
+
+
+def ask(url: str, body: dict[str, Any], path: str = "/v1/completions", **headers: str) -> httpx.Response:
+    with httpx.Client(trust_env=False, timeout=120) as client:
+        return client.post(url + path, json=body, headers=headers)
+
+
+@contextmanager
+def streaming(url: str) -> Iterator[httpx.Response]:
+    body = {"prompt": "x", "stream": True}
+    with (
+        httpx.Client(trust_env=False, timeout=120) as client,
+        client.stream("POST", url + "/v1/completions", json=body) as response,
+    ):
+        yield response
+
+
+def closed_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def leave_after(url: str, body: dict[str, Any], event: threading.Event) -> None:
+    """Send a request and close the connection once ``event`` is set."""
+
+    async def go() -> None:
+        async with httpx.AsyncClient(trust_env=False, timeout=120) as client:
+            task = asyncio.ensure_future(client.post(url + "/v1/completions", json=body))
+            assert await asyncio.to_thread(event.wait, 60)
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+
+    asyncio.run(go())

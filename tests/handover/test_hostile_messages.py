@@ -1,0 +1,70 @@
+"""Peers with the key that send any messages that P decodes: P's memory and its turns stay bounded, and a hand-over of
+an honest D beside them arrives."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvferry.connector.config import Settings
+from kvferry.connector.geometry.token_sharding import ALL_TOKENS
+from kvferry.connector.protocol import messages
+from tests.handover.opening import THEIRS, TOKENS, another_works
+from tests.handover.rank_group import RankGroup
+from tests.handover.test_odd_peers import RawD
+from tests.support.random_messages import decodes, random_request
+from tests.support.ranks import grant, wait
+from tests.support.turns import MOST_BYTES, MOST_TURN_SECONDS, LongestTurn, resident_bytes
+
+MESSAGES, PEERS = 1000, 3
+
+
+@settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.integers(0, 1 << 32))
+def test_any_messages(seed: int) -> None:
+    rng = random.Random(seed)
+    group = RankGroup()
+    raws: list[RawD] = []
+    ends: list[LongestTurn] = []
+    try:
+        p, d = (group.rank(engine_id=name, settings=Settings(plane="shm")) for name in ("engine-p", "engine-d"))
+        p.fill(THEIRS, TOKENS)
+        context = d.worker.rank_context
+        assert context is not None
+        tokens = [grant([p], f"req-{n}", THEIRS, TOKENS) for n in range(3)]
+        raws += (RawD(p, d) for _ in range(PEERS))
+        welcomes = [raw.start_handshake() for raw in raws]
+        raws[0].attach(welcomes[0])
+        known = {
+            "geometry": [context.caches.geometry], "model": [dict(context.model)], "engine_id": ["engine-d"],
+            "token": [*tokens, bytes(16), b"u" * 16], "tokens": [tuple(tokens)], "read": list(range(40)),
+            "consumer": [b"c" * 16, b"d" * 16], "plane": ["shm", "tcp"], "chunk_bytes": [64 << 10, 4 << 20],
+            "region": [0], "layer": [0, 1], "num_layers": [1, 2, 4], "head": [0], "num_heads": [1, 4],
+            "num_tokens": [1, 16, TOKENS], "Span.token": [0, 16], "shard": [ALL_TOKENS],
+        }  # fmt: skip
+        drawn = [random_request(rng, known) for _ in range(2 * MESSAGES)]
+        requests = [request for request in drawn if decodes(request)]
+        kinds = Counter(type(request).__name__ for request in requests)
+        assert len(kinds) == 7 and min(kinds.values()) > 50, f"{kinds}: the draw must reach every kind"
+        frames = [messages.encode(request) for request in requests[:MESSAGES]]
+        turn, before = LongestTurn(p), resident_bytes()
+        ends.append(turn)
+        for number, each in enumerate(frames):
+            raw = raws[number % PEERS]
+            assert wait(lambda raw=raw, each=each: raw._connection.send(each))  # type: ignore[misc]
+            if number % 100 == 0:
+                for raw in raws[1:]:  # the first does not read
+                    raw._connection.receive()
+        another_works(p, d)
+        assert turn.seconds < MOST_TURN_SECONDS
+        assert resident_bytes() - before < MOST_BYTES
+        assert p.worker.rank_context is not None
+        stats = p.worker.rank_context.stats.take()
+        assert stats is None or "unexpected error" not in stats["dropped"], stats
+    finally:
+        for each in (*raws, *ends):
+            each.close()
+        group.close()

@@ -1,0 +1,53 @@
+"""On which ports a rank listens, and which data planes need keys."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvferry.connector.config import Settings
+from kvferry.connector.engine.worker_setup import make_planes
+from kvferry.transport.errors import ConfigError
+from tests.handover.opening import OURS, THEIRS, TOKENS
+from tests.handover.rank_group import RankGroup
+from tests.support.rank_process import remote_peer
+from tests.support.ranks import SOON, load_plan, wait
+from tests.transport.test_planes_hosts import listening_ports, our_address
+
+LOOPBACK = "0100007F"
+
+
+def test_by_itself_a_rank_has_a_control_port_and_a_tcp_data_port(group: RankGroup) -> None:
+    """No port of UCX or ZMQ, before a hand-over and after it."""
+    p, d = group.process(engine_id="engine-p"), group.rank(engine_id="engine-d")
+    p.fill(THEIRS, TOKENS)
+    assert [address for address, _ in listening_ports(p.process.pid)] == [LOOPBACK] * 2
+    token = p.grant("req-p", THEIRS, TOKENS)
+    d.worker.post(load_plan("req-d", token, remote_peer([p]), OURS, 0, TOKENS))
+    assert wait(lambda: "req-d" in d.received, [d], SOON) and not d.failed
+    assert [address for address, _ in listening_ports(p.process.pid)] == [LOOPBACK] * 2
+
+
+@pytest.mark.ucx
+def test_on_one_host_ucx_listens_on_loopback_from_the_first_hand_over_on(group: RankGroup) -> None:
+    host = our_address()
+    p = group.process(settings={"plane": "ucx", "side_channel_host": host}, engine_id="engine-p")
+    d = group.rank(settings=Settings(plane="ucx", side_channel_host=host), engine_id="engine-d")
+    p.fill(THEIRS, TOKENS)
+    ((control, port),) = listening_ports(p.process.pid)
+    assert port == p.address.port and control != LOOPBACK
+    token = p.grant("req-p", THEIRS, TOKENS)
+    d.worker.post(load_plan("req-d", token, remote_peer([p]), OURS, 0, TOKENS))
+    assert wait(lambda: "req-d" in d.received, [d], SOON)
+    assert not d.failed and torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS))
+    data = [address for address, number in listening_ports(p.process.pid) if number != port]
+    assert data and set(data) == {LOOPBACK}
+
+
+@pytest.mark.parametrize("name", ["ucx", "zmq"])
+def test_a_plane_that_needs_keys_is_not_had_without_them(group: RankGroup, name: str) -> None:
+    context = group.rank(settings=Settings(insecure=True)).worker.rank_context
+    assert context is not None and name not in [plane.name for plane in context.planes]
+    with pytest.raises(ConfigError, match=f"{name} needs keys, because .*; remove the setting insecure, or") as caught:
+        make_planes(Settings(plane=name), None, context.caches)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,237 @@
+"""Whose memory D reads: that of the process at the other end of its control connection, and there only KV caches."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from kvferry.connector.config import Settings, load_keys
+from kvferry.connector.protocol import messages
+from kvferry.connector.protocol.step_plan import PeerEngine, RankAddress
+from kvferry.connector.transfer import sessions
+from kvferry.transport.control.listener import listen
+from kvferry.transport.planes import cma
+from tests.handover.gates import halves
+from tests.handover.opening import OURS, THEIRS, TOKENS
+from tests.handover.rank_group import RankGroup
+from tests.handover.test_lost_peers import far, near, warm_up
+from tests.handover.test_odd_peers import RawD
+from tests.support.fork_server import Program, fork_server
+from tests.support.rank_process import remote_peer
+from tests.support.ranks import SOON, Rank, grant, load_plan, peer, wait
+
+RELAY = Path(__file__).with_name("relay.py")
+NOT_THE_END = "is not at the other end of the control connection"
+Through = Callable[[RankAddress], RankAddress]
+
+
+@pytest.fixture
+def through() -> Iterator[Through]:
+    """The address of a relay, a process of its own, in place of P's address."""
+    relays: list[Program] = []
+
+    def relayed(address: RankAddress) -> RankAddress:
+        relays.append(fork_server().start(str(RELAY), str(address.port), text=True))
+        return msgspec.structs.replace(address, port=int(relays[-1].stdout.readline()))
+
+    yield relayed
+    for relay in relays:
+        relay.close()
+
+
+def at(address: RankAddress, engine_id: str = "engine-p") -> PeerEngine:
+    return PeerEngine(engine_id, 1, 1, 30.0, (address,))
+
+
+def test_over_a_relay_to_a_real_p_no_memory_is_read(
+    group: RankGroup, through: Through, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The relay passes on all that D and P say, so P's answer to any question of D is right."""
+    p = group.process(settings={"plane": "cma"}, engine_id="engine-p")
+    d = group.rank(settings=Settings(plane="cma"), engine_id="engine-d")
+    p.fill(THEIRS, TOKENS)
+    token = p.grant("req-p", THEIRS, TOKENS)
+    d.worker.post(load_plan("req-d", token, at(through(p.address)), OURS, 0, TOKENS))
+    assert wait(lambda: "req-d" in d.received, [d], SOON)
+    assert "req-d" in d.failed and (d.read(OURS, TOKENS) == -1).all()
+    assert NOT_THE_END in caplog.text
+    straight = p.grant("straight-p", THEIRS, TOKENS)
+    d.worker.post(load_plan("straight-d", straight, remote_peer([p]), OURS, 0, TOKENS))
+    assert wait(lambda: "straight-d" in d.received, [d], SOON)
+    assert "straight-d" not in d.failed and torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS))
+
+
+def test_over_a_relay_another_plane_is_chosen(group: RankGroup, through: Through) -> None:
+    p, d = group.process(engine_id="engine-p"), group.rank(engine_id="engine-d")
+    p.fill(THEIRS, TOKENS)
+    token = p.grant("req-p", THEIRS, TOKENS)
+    d.worker.post(load_plan("req-d", token, at(through(p.address)), OURS, 0, TOKENS))
+    assert wait(lambda: "req-d" in d.received, [d], SOON)
+    assert not d.failed and torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS)) and d.plane == "shm"
+
+
+def test_d_is_not_shown_its_own_memory_by_a_relay(
+    group: RankGroup, through: Through, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A stranger that D connects to replays the offer that D makes to everybody on its host."""
+    d = group.rank(settings=Settings(plane="cma"))
+    d.fill(THEIRS, TOKENS)
+    token = grant([d], "req-p", THEIRS, TOKENS)
+    d.worker.post(load_plan("req-d", token, at(through(d.address)), OURS, 0, TOKENS))
+    assert wait(lambda: "req-d" in d.received, [d], SOON)
+    assert "req-d" in d.failed and NOT_THE_END in caplog.text
+
+
+class ForgedP(threading.Thread):
+    """Answers D's handshake, like ``like``, with an offer and a reply of its choice, and then with pages of its choice
+    and a grant of all of them."""
+
+    def __init__(self, like: Rank, offer: bytes, reply: bytes, base: int) -> None:
+        super().__init__(daemon=True)
+        self._like, self._offer, self._reply, self._base = like, offer, reply, base
+        keys = load_keys(like.settings)
+        assert keys is not None
+        self._listener = listen("127.0.0.1", 0, keys=keys, max_message_bytes=8 << 20)
+        self._ended = threading.Event()
+        self.attached = False
+        self.address = RankAddress(0, 0, "127.0.0.1", self._listener.port, b"f" * 16, keys.fingerprint)
+        self.start()
+
+    def run(self) -> None:
+        context = self._like.worker.rank_context
+        assert context is not None
+        while not self._ended.is_set():
+            self._ended.wait(0.02)
+            for identity, frames, _ in self._listener.receive():
+                match messages.decode_request(frames):
+                    case messages.Hello():
+                        answer: Any = messages.Welcome(
+                            engine_id="engine-p", incarnation=b"f" * 16, geometry=context.caches.geometry,
+                            model=dict(context.model), planes=(messages.PlaneOffer("cma", self._offer),),
+                        )  # fmt: skip
+                    case messages.Attach():
+                        self.attached = True
+                        pages = context.caches.page_layouts()
+                        moved = tuple(
+                            msgspec.structs.replace(each, bases=(self._base,) * len(each.bases)) for each in pages
+                        )
+                        answer = messages.Attached(plane="cma", slot_bytes=1, payload=self._reply, pages=moved)
+                    case messages.Ask() as ask:
+                        blocks = (np.zeros(len(THEIRS), dtype=np.int32).tobytes(),)
+                        answer = messages.Grant(read=ask.read, num_tokens=TOKENS, chunks=0, block_ids=blocks)
+                    case messages.Commit() as commit:
+                        answer = messages.Committed(read=commit.read, ok=True)
+                    case _:
+                        continue
+                self._listener.send(identity, messages.encode(answer))
+        self._listener.close()
+
+    def end(self) -> None:
+        self._ended.set()
+        self.join(30)
+
+
+def cma_of(rank: Rank) -> Any:
+    assert rank.worker.rank_context is not None
+    return rank.worker.rank_context.plane("cma")
+
+
+@pytest.mark.parametrize("whose", ["a third process", "its own"])
+def test_pages_that_a_forged_p_names_are_not_read(
+    group: RankGroup, whose: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    d = group.rank(settings=Settings(plane="cma"), engine_id="engine-d")
+    plane, private = cma_of(d), ctypes.create_string_buffer(b"-----BEGIN PRIVATE KEY-----" * 40_000)
+    offer, reply = plane.offer(), plane.accept(b"")[1]
+    if whose == "a third process":
+        third = group.process(settings={"plane": "cma"}, engine_id="engine-e")
+        offer = msgspec.msgpack.encode(msgspec.msgpack.decode(offer) | {"pid": third.process.pid})
+    forged = ForgedP(d, offer, reply, ctypes.addressof(private))
+    try:
+        d.worker.post(load_plan("req-d", b"t" * 16, at(forged.address), OURS, 0, TOKENS))
+        assert wait(lambda: "req-d" in d.received, [d], SOON)
+        assert "req-d" in d.failed and (d.read(OURS, TOKENS) == -1).all()
+        if whose == "a third process":
+            assert NOT_THE_END in caplog.text and not forged.attached
+        else:  # this process is at the other end; yet its heap is none of its KV caches
+            assert "are in no KV cache that P has published" in caplog.text and forged.attached
+    finally:
+        forged.end()
+
+
+PLANT = """
+import ctypes, sys
+planted = ctypes.create_string_buffer(b"B" * int(sys.argv[1]))
+print(ctypes.addressof(planted), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_process_that_has_p_s_number_by_now_is_not_taken_for_p(
+    group: RankGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D finds P's posted grant and is stopped there. P is killed; nobody withdraws the grant. Another process gets P's
+    number. D goes on before it hears of P's end."""
+    p, d = far(group, "cma"), near(group, "cma", "engine-d")
+    p.fill(THEIRS, TOKENS)
+    warm_up(p, d)
+    token = p.grant("req-p", THEIRS, TOKENS)
+    (link,) = halves(d)[1]._links
+    assert link.board is not None and wait(lambda: link.board.find(token) is not None, [d])
+    read, planted, lock = cma.read_memory, [], threading.Lock()
+
+    def stopped(pid: int, dst: Any, src: Any, nbytes: Any) -> None:
+        """The system call with P's number, when that is the other process's: it reads there, at P's addresses."""
+        with lock:  # threads share a large copy
+            p.kill()
+            first = src.min()
+            planted.append(fork_server().start("-c", PLANT, str(int((src + nbytes).max() - first)), text=True))
+            address = int(planted[-1].stdout.readline())
+            read(planted[-1].pid, dst, src - first + address, nbytes)
+
+    monkeypatch.setattr(cma, "read_memory", stopped)
+    monkeypatch.setattr(cma, "WATCH_SECONDS", 1e9)
+    monkeypatch.setattr(type(link), "has_events", False)
+    monkeypatch.setattr(link, "serve", lambda now: [])
+    try:
+        d.worker.post(load_plan("req-d", token, remote_peer([p]), OURS, 0, TOKENS))
+        assert wait(lambda: "req-d" in d.received, [d], SOON)
+        assert "req-d" in d.failed and planted
+        assert (d.read(OURS, TOKENS) == 0x42424242).any(), "the other process's bytes were read, and are not loaded"
+    finally:
+        for each in planted:
+            each.close()
+
+
+def test_another_host_learns_nothing_of_this_one(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a process nor a file, socket or address; and what it guesses is refused."""
+    p, d = group.rank(), group.rank(engine_id="engine-d")
+    asked: list[str] = []
+    monkeypatch.setattr(sessions, "is_ours", lambda address: bool(asked.append(address)))
+    raw = RawD(p, d)
+    try:
+        welcome = raw.start_handshake()
+        assert set(asked) == {"127.0.0.1"} and {offer.name for offer in welcome.planes} == {"tcp"}
+        for plane in ("cma", "shm"):
+            raw.send(messages.Attach(plane=plane, payload=b""))
+            assert "joins processes of one host" in raw.answer(messages.AttachRefused).reason
+    finally:
+        raw.close()
+
+
+def test_a_d_on_this_host_is_offered_its_planes_at_any_address_of_the_host(group: RankGroup) -> None:
+    p = group.rank(settings=Settings(side_channel_host="127.0.0.2"), engine_id="engine-p")
+    d = group.rank(engine_id="engine-d")
+    p.fill(THEIRS, TOKENS)
+    token = grant([p], "req-p", THEIRS, TOKENS)
+    d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
+    assert wait(lambda: "req-d" in d.received, [p, d], SOON)
+    assert not d.failed and d.plane == "cma"

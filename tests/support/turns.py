@@ -1,0 +1,55 @@
+"""What a rank's transfer thread costs: processor time of its longest turn, memory of the process."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.support.ranks import Rank
+
+MOST_TURN_SECONDS = 0.05
+"""A peer must not hold the thread of the others for longer, in time of the processor: a slow host does not count."""
+MOST_BYTES = 64 << 20
+
+
+class LongestTurn:
+    """Measures the turns of a rank's transfer thread from now on. ``seconds``: of the longest one, without Python's
+    search for garbage: it looks at all objects of this process, of which the tests have a million."""
+
+    def __init__(self, rank: Rank) -> None:
+        thread: Any = rank.worker._transfer_thread
+        real = thread._turn
+        self.seconds = self._garbage = self._collects_since = 0.0
+        self._thread = thread._thread.ident
+
+        def turn(now: float) -> bool:
+            begun, garbage = time.thread_time(), self._garbage
+            try:
+                return bool(real(now))
+            finally:
+                seconds = time.thread_time() - begun - (self._garbage - garbage)
+                self.seconds = max(self.seconds, seconds)
+
+        gc.callbacks.append(self._collects)
+        thread._turn = turn
+
+    def _collects(self, phase: str, info: object) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        if phase == "start":
+            self._collects_since = time.thread_time()
+        else:
+            self._garbage += time.thread_time() - self._collects_since
+
+    def close(self) -> None:
+        """Measure no more garbage."""
+        gc.callbacks.remove(self._collects)
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is in use."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,118 @@
+"""The two ends of the control plane as tests use them, over both wires: with keys, and without."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import zmq
+
+from kvferry.transport.control import framing
+from kvferry.transport.control.dialer import make_dialer
+from kvferry.transport.control.key_file import shared_key
+from kvferry.transport.control.keys import Keys
+from kvferry.transport.control.listener import listen
+
+LIMIT = 1 << 20
+MESSAGE = [b"kvferry", b"\0\1", b"body, in plain sight"]
+
+
+def new_keys(*peers):
+    return Keys(zmq.curve_keypair()[1].decode(), peers)
+
+
+KEYS = Keys(shared_key())
+"""The same in all processes of a test."""
+_dialed: set[Dialed] = set()
+
+
+def listening(keys=KEYS, port=0, host="127.0.0.1", **options):
+    return listen(host, port, keys=keys, max_message_bytes=LIMIT, **options)
+
+
+class Dialed:
+    """One connection with a dialer of its own."""
+
+    def __init__(
+        self, port, host="127.0.0.1", *, keys=KEYS, key=None, timeout=framing.CONNECT_TIMEOUT_SECONDS, limit=LIMIT
+    ):
+        named = key if key is not None else "" if keys is None else keys.fingerprint
+        self.dialer = make_dialer(keys, max_message_bytes=limit)
+        self.connection = self.dialer.connect(host, port, key=named, timeout=timeout)
+        _dialed.add(self)
+
+    def send(self, frames):
+        return self.connection.send(frames)
+
+    def receive(self):
+        self.dialer.progress()
+        return self.connection.receive()
+
+    @property
+    def state(self):
+        self.dialer.progress()
+        return self.connection.connected, self.connection.lost
+
+    @property
+    def connected(self):
+        return self.state[0]
+
+    @property
+    def lost(self):
+        return self.state[1]
+
+    @property
+    def reason(self):
+        return self.connection.reason
+
+    @property
+    def dropped(self):
+        return self.connection.dropped
+
+    @property
+    def port(self):
+        return self.connection.port
+
+    def close(self):
+        _dialed.discard(self)
+        self.connection.close()
+        self.dialer.close()
+
+
+def until(condition, seconds=60.0):
+    """The value of ``condition`` once it is true; all connections of this process make progress meanwhile."""
+    deadline = time.monotonic() + seconds
+    while not (done := condition()) and time.monotonic() < deadline:
+        for end in list(_dialed):
+            end.dialer.progress()
+        time.sleep(0.002)
+    return done
+
+
+def arrived(end, count=1, seconds=60.0):
+    """The first ``count`` messages."""
+    found = []
+    until(lambda: found.extend(end.receive()) or len(found) >= count, seconds)
+    return found
+
+
+def exchanged(listener, connection):
+    """Whether a message goes from D to P, and its answer back."""
+    assert connection.send(MESSAGE)
+    [(identity, frames, address)] = arrived(listener)
+    assert frames == MESSAGE and address == "127.0.0.1"
+    assert listener.send(identity, MESSAGE)
+    return arrived(connection) == [MESSAGE]
+
+
+def readable(end, seconds=60.0):
+    """Wait until the pollables of a listener or a dialer are readable."""
+    poller = zmq.Poller()
+    for pollable in end.pollables if hasattr(end, "pollables") else [end.socket]:
+        poller.register(pollable, zmq.POLLIN)
+    return bool(poller.poll(seconds * 1e3))
+
+
+def resident_mib():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20

@@ -1,0 +1,139 @@
+"""The key file: racing engines agree on one, and a file that is not ours alone is refused in one line."""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import zmq
+
+from kvferry.transport.control import key_file
+from kvferry.transport.control.key_file import default_key_file, make_key_file, read_key_file, shared_key
+from kvferry.transport.errors import ConfigError
+from tests.support.fork_server import fork_server
+
+SECRET = zmq.curve_keypair()[1].decode()
+
+
+@pytest.fixture
+def runtime(tmp_path, monkeypatch):
+    tmp_path.chmod(0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return tmp_path
+
+
+def test_processes_that_start_at_once_agree_on_one_key(runtime):
+    script = "from kvferry.transport.control.key_file import shared_key; print(shared_key())"
+    with ThreadPoolExecutor(12) as pool:
+        runs = list(
+            pool.map(
+                lambda _: fork_server().run("-c", script, environment={"XDG_RUNTIME_DIR": str(runtime)}, timeout=240),
+                range(12),
+            )
+        )
+    assert len({run.stdout.strip() for run in runs}) == 1 and len(runs[0].stdout.strip()) == 40, runs[0].stderr
+    assert [path.name for path in runtime.iterdir()] == ["kvferry.key"], "no draft is left"
+    assert stat.S_IMODE((runtime / "kvferry.key").stat().st_mode) == 0o600
+
+
+def test_threads_that_race_for_a_file_make_one(runtime):
+    for number in range(50):
+        (runtime / "kvferry.key").unlink(missing_ok=True)
+        with ThreadPoolExecutor(8) as pool:
+            assert len(set(pool.map(lambda _: shared_key(), range(8)))) == 1, number
+
+
+def test_a_file_is_never_replaced(tmp_path):
+    secret = make_key_file(tmp_path / "key")
+    with pytest.raises(FileExistsError):
+        make_key_file(tmp_path / "key")
+    assert read_key_file(tmp_path / "key") == secret and len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", SECRET[:20].encode(), b"\n" * 41, b"%" * 40, SECRET.encode() + b"x", bytes(99)],
+    ids=["empty", "partial", "newlines", "over", "longer", "zeros"],
+)
+def test_a_file_without_a_key(tmp_path, content):
+    path = tmp_path / "key"
+    path.write_bytes(content)
+    path.chmod(0o600)
+    refused(path, "contains no key", f"{len(content)} bytes")
+
+
+def refused(path, *words):
+    with pytest.raises(ConfigError) as error:
+        read_key_file(path)
+    text = str(error.value)
+    assert "\n" not in text and str(path) in text and SECRET not in text
+    for word in words:
+        assert word in text
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o644])
+def test_a_file_that_others_may_read(tmp_path, mode):
+    path = tmp_path / "key"
+    path.write_text(SECRET)
+    path.chmod(mode)
+    refused(path, f"{mode:04o}", "0600")
+
+
+def test_a_symbolic_link_a_folder_and_a_fifo(tmp_path):
+    make_key_file(tmp_path / "key")
+    (tmp_path / "link").symlink_to(tmp_path / "key")
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "fifo", 0o600)
+    refused(tmp_path / "link", "symbolic link")
+    refused(tmp_path / "folder", "regular file")
+    refused(tmp_path / "fifo", "regular file")
+
+
+def test_a_file_of_another_user(tmp_path, monkeypatch):
+    make_key_file(tmp_path / "key")
+    monkeypatch.setattr(key_file.os, "geteuid", lambda: os.getuid() + 1)
+    refused(tmp_path / "key", f"belongs to user {os.getuid()}", f"expected {os.getuid() + 1}")
+
+
+def test_a_host_without_a_runtime_directory(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "relative/path")
+    monkeypatch.setattr(key_file, "_is_private", lambda path: "run" not in path.parts and is_private(path))
+    own = tmp_path / f"kvferry-{os.geteuid()}"
+    assert default_key_file() == own / "kvferry.key" and stat.S_IMODE(own.stat().st_mode) == 0o700
+    own.chmod(0o777)
+    with pytest.raises(ConfigError, match=f"key_file: {own} is not a directory that only user"):
+        shared_key()
+    own.rmdir()
+    own.symlink_to(tmp_path)
+    with pytest.raises(ConfigError, match=r"remove it, or set key_file"):
+        shared_key()
+
+
+is_private = key_file._is_private
+
+
+def test_a_runtime_directory_that_others_may_write_is_passed_over(runtime, monkeypatch, tmp_path_factory):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("tmp")))
+    runtime.chmod(0o777)
+    assert default_key_file().parent != runtime
+
+
+def test_keygen(tmp_path):
+    def keygen(path: Path):
+        return fork_server().run("-m", "kvferry.connector.cli", "keygen", str(path), timeout=240)
+
+    done = keygen(tmp_path / "key")
+    assert done.returncode == 0, done.stderr
+    secret = read_key_file(tmp_path / "key")
+    assert zmq.curve_public(secret.encode()).decode() in done.stdout and secret not in done.stdout
+    assert "KVFERRY_KEY_FILE=" in done.stdout and "KVFERRY_PEER_KEYS" in done.stdout
+    again = keygen(tmp_path / "key")
+    assert again.returncode == 1 and "exists already, and nothing was changed" in again.stderr
+    nowhere = keygen(tmp_path / "no" / "key")
+    assert nowhere.returncode == 1 and "cannot be written" in nowhere.stderr and "Traceback" not in nowhere.stderr
+    assert read_key_file(tmp_path / "key") == secret

@@ -1,0 +1,52 @@
+"""What peers make P keep: bounded over all of them, and nobody displaces a peer that keeps less."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.connector.transfer.fair_table import FairTable
+
+
+def test_the_greedy_lose_their_own() -> None:
+    table: FairTable[int, str] = FairTable(100)
+    for n in range(10):
+        assert not table.put(b"modest", n, f"m{n}")
+    left = [value for n in range(100, 1000) for value in table.put(b"greedy", n, f"g{n}")]
+    assert len(left) > 800 and all(value.startswith("g") for value in left)
+    assert left == sorted(left, key=lambda value: int(value[1:])), "the oldest first"
+    assert all(table.get(n) == f"m{n}" for n in range(10)) and table.cost <= 100
+    assert len(table.drop(b"greedy")) == len(range(100, 1000)) - len(left)
+    assert table.owners() == [b"modest"] and table.oldest(b"modest") == 0 and not table.owns(b"greedy")
+
+
+def test_what_is_larger_than_all_leaves_at_once() -> None:
+    table: FairTable[int, str] = FairTable(100)
+    table.put(b"modest", 1, "m", 40)
+    assert table.put(b"greedy", 2, "g", 101) == ["g"] and table.get(1) == "m"
+
+
+calls = st.lists(
+    st.tuples(st.sampled_from(["put", "pop", "drop"]), st.integers(0, 5), st.integers(0, 20), st.integers(1, 30))
+)
+
+
+@given(calls)
+def test_its_sums_are_those_of_its_entries(calls: list[tuple[str, int, int, int]]) -> None:
+    table: FairTable[int, tuple[int, int]] = FairTable(64)  # values: the number of the call, and the key
+    kept: dict[int, tuple[bytes, int, tuple[int, int]]] = {}
+    for number, (call, who, key, cost) in enumerate(calls):
+        owner = bytes([who])
+        if call == "put":
+            kept[key] = (owner, cost, (number, key))
+            for _, left in table.put(owner, key, (number, key), cost):
+                del kept[left]
+        elif call == "pop":
+            entry = kept.pop(key, None)
+            assert table.pop(key) == (None if entry is None else entry[2])
+        else:
+            mine = [key for key, entry in kept.items() if entry[0] == owner]
+            assert sorted(table.drop(owner)) == sorted(kept.pop(key)[2] for key in mine)
+        assert {key: table.get(key) for key in table} == {key: entry[2] for key, entry in kept.items()}
+        assert table.cost == sum(cost for _, cost, _ in kept.values()) <= 64
+        assert set(table.owners()) == {owner for owner, _, _ in kept.values()}

@@ -1,0 +1,51 @@
+"""``benchmarks/idle_step.py``: what it measures is a step of real parts, and its result has the form of the tables."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture
+def idle_step(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import idle_step
+
+    return idle_step
+
+
+def test_a_short_run(idle_step: Any, tmp_path: Path) -> None:
+    """Each hook is called once in each step with the connector, and the committed result has the same form."""
+    calls: dict[str, int] = {}
+    result_of = idle_step.result_of
+
+    def counted(rounds: Any, with_layers: Any, hooks: dict[str, list[float]], args: Any) -> Any:
+        calls.update({name: len(seconds) for name, seconds in hooks.items() if seconds})
+        return result_of(rounds, with_layers, hooks, args)
+
+    idle_step.result_of = counted
+    try:
+        found = idle_step.measure(argparse.Namespace(steps=20, rounds=2, requests=3, folder=tmp_path))
+    finally:
+        idle_step.result_of = result_of
+    stored = json.loads((BENCHMARKS / "results" / "idle_step.json").read_text())
+    assert found.keys() <= stored.keys() and found["figures"].keys() == stored["figures"].keys()
+    assert found["hooks_us"].keys() == stored["hooks_us"].keys()
+    assert {"build_connector_meta", "bind_connector_metadata", "build_connector_worker_meta"} <= calls.keys()
+    assert min(calls.values()) >= 20, calls
+    assert len(found["rows"]) == 2 and all(row["with_us"] > 0 < row["without_us"] for row in found["rows"])
+
+
+def test_the_committed_figures_belong_together(idle_step: Any) -> None:
+    """KVFerry's own methods are within the limit, and are a part of what the whole step costs more."""
+    figures = json.loads((BENCHMARKS / "results" / "idle_step.json").read_text())["figures"]
+    own = figures["hooks_scheduler_us"] + figures["hooks_worker_us"]
+    assert own <= idle_step.LIMIT_US and own <= figures["idle_step_us"]
+    assert figures["idle_step_low_us"] <= figures["idle_step_us"] <= figures["idle_step_high_us"]

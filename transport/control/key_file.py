@@ -1,0 +1,131 @@
+"""The key file: the secret key that the engines of one user on one host share without any setting."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import stat
+import tempfile
+from pathlib import Path
+
+import zmq
+
+from kvferry.transport.control.keys import raw_key
+from kvferry.transport.errors import ConfigError
+
+FILE_NAME = "kvferry.key"
+_KEY_CHARACTERS = 40
+
+
+def default_key_file() -> Path:
+    """The key file of this user on this host. Makes its directory where this host has no runtime directory of the user.
+
+    Raises:
+        ConfigError: another user made that directory, or may write into it.
+    """
+    named = os.environ.get("XDG_RUNTIME_DIR", "")
+    for place in (named, f"/run/user/{os.geteuid()}"):
+        if os.path.isabs(place) and _is_private(Path(place)):
+            return Path(place) / FILE_NAME
+    own = Path(tempfile.gettempdir()) / f"kvferry-{os.geteuid()}"
+    with contextlib.suppress(FileExistsError):
+        own.mkdir(mode=0o700)
+    if not _is_private(own):
+        raise ConfigError(
+            f"key_file: {own} is not a directory that only user {os.geteuid()} may write; remove it, or set key_file"
+        )
+    return own / FILE_NAME
+
+
+def _is_private(directory: Path) -> bool:
+    """Whether only this user may add files there."""
+    try:
+        found = directory.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
+
+
+def read_key_file(path: Path) -> str:
+    """The secret key in a key file.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ConfigError: it is not a regular file of this user, others may read it, or it contains no key; one line.
+    """
+    try:
+        # Without O_NONBLOCK, opening a FIFO would wait for its writer.
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        why = "it is a symbolic link" if error.errno == errno.ELOOP else error.strerror
+        raise ConfigError(f"key_file: {path} cannot be used: {why}; expected a regular file of this user") from None
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise ConfigError(f"key_file: {path} is no regular file; name one that `kvferry keygen` made")
+        if found.st_uid != os.geteuid():
+            raise ConfigError(
+                f"key_file: {path} belongs to user {found.st_uid}, expected {os.geteuid()}, who runs this engine"
+            )
+        if found.st_mode & 0o077:
+            raise ConfigError(
+                f"key_file: {path} has mode {stat.S_IMODE(found.st_mode):04o}, so others may read it; expected 0600. "
+                "Make a new key with `kvferry keygen`"
+            )
+        content = os.read(fd, _KEY_CHARACTERS + 2)
+    finally:
+        os.close(fd)
+    text = content.removesuffix(b"\n").decode("ascii", "replace")
+    try:
+        raw_key("key_file", text)
+    except ConfigError:
+        raise ConfigError(
+            f"key_file: {path} contains no key ({found.st_size} bytes, expected one line of {_KEY_CHARACTERS} "
+            "characters); remove it, or make another with `kvferry keygen`"
+        ) from None
+    return text
+
+
+def make_key_file(path: Path) -> str:
+    """Write a new secret key into a new file of mode 0600. No reader sees a part of it.
+
+    Returns:
+        The secret key.
+
+    Raises:
+        FileExistsError: the file exists already; it is unchanged.
+        OSError: the file cannot be written.
+    """
+    _, secret = zmq.curve_keypair()
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(secret + b"\n")
+            file.flush()
+            os.fsync(fd)
+        os.link(draft, path)  # unlike a rename, a link replaces nothing
+    finally:
+        draft.unlink()
+    return secret.decode()
+
+
+def shared_key() -> str:
+    """The secret key of all engines of this user on this host; the first engine makes it.
+
+    Raises:
+        ConfigError: the key file cannot be used, or cannot be made; one line.
+    """
+    path = default_key_file()
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            return read_key_file(path)
+        with contextlib.suppress(FileExistsError):  # another engine was faster
+            return make_key_file(path)
+        return read_key_file(path)
+    except OSError as error:
+        raise ConfigError(f"key_file: {path} cannot be made: {error.strerror}; set key_file or secret_key") from None
