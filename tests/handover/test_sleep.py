@@ -103,7 +103,9 @@ def test_a_copy_that_began_before_the_sleep_is_not_loaded(group: RankGroup) -> N
     (link,) = halves(d)[1]._links
     plane = d.worker.rank_context.plane("cma")  # type: ignore[union-attr]
     gate = Gate(plane, "progress", lambda: False)
-    begin(p, d)
+    token = grant([p], "req-p", THEIRS, TOKENS)
+    assert wait(lambda: link.board.find(token) is not None), "else D would ask P"
+    d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
     assert wait(lambda: bool(plane.copies))  # type: ignore[union-attr]
     deaf, mute = Gate(link, "serve", lambda now: []), Gate(link, "send", lambda message: None)
     p.worker.unregister()

@@ -222,7 +222,7 @@ def test_a_step_that_failed_is_in_flight_no_longer(group: EngineGroup) -> None:
 def test_a_salvaged_report_says_in_the_next_step_which_loads_stood() -> None:
     """It leaves the worker that failed when its loads are final, and is merged with the reports of the next step."""
     load = Load("inside", bytes(16), PeerEngine("p", 1, 1, 1.0, ()), (pack_ids([1]),), ((0, 16),), now=True)
-    outcome = StepOutcome((load,), lambda: True)
+    outcome = StepOutcome((load,), lambda: True, lambda: None)
     outcome.begun(load)
     report = KVConnectorOutput(kv_connector_worker_meta=KVFerryWorkerMeta({}, outcome))
     assert not report.is_empty(), "vLLM salvages it"
