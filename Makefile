@@ -7,7 +7,7 @@ PYTEST := $(BIN)/pytest
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-engines test-gpu sweep explore lint docs bench bench-gpu clean
+.PHONY: help install demo test test-engines test-gpu test-vllm sweep explore lint docs bench bench-gpu clean
 
 help:
 	@echo "make install       everything into $(VENV): torch and vLLM for the CPU, UCX, NIXL to compare with, tools"
@@ -15,6 +15,7 @@ help:
 	@echo "make test          the tests, without those that start engines of their own"
 	@echo "make test-engines  those"
 	@echo "make test-gpu      those for two and more GPUs, by the interpreter GPU_PYTHON=... that has vLLM for GPUs"
+	@echo "make test-vllm VLLM=0.33.0   tests of the vLLM adapter with another release's Python files (or 0.26.0)"
 	@echo "make sweep         500 hand-overs between random forms of P and D (SEED=... repeats one run)"
 	@echo "make explore       property tests with examples drawn anew for SECONDS=600 (SEED=... repeats a round)"
 	@echo "make lint          ruff and mypy --strict"
@@ -57,6 +58,14 @@ test-gpu:
 	$(ON_GPUS) -m pytest tests/gpu tests/ranks/test_gpus.py
 	$(ON_GPUS) -m pytest tests/kernels -k on_a_gpu
 
+# Downloads the release's wheel once, 340 MB. Skips are listed with their reasons.
+VLLM ?= 0.33.0
+VLLM_TESTS ?= tests/vllm tests/unit
+test-vllm: install
+	$(BIN)/python .ci/vllm_release.py $(VLLM)
+	PYTHONPATH=.typing:$(CURDIR)/.vllm-$(VLLM) OMP_NUM_THREADS=1 $(PYTEST) $(VLLM_TESTS) -m "vllm and not engines" \
+	  -rs -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+
 sweep: install
 	$(BIN)/python tests/ranks/sweep.py --count 500 $(if $(SEED),--seed $(SEED))
 
@@ -85,5 +94,5 @@ bench-gpu:
 	  $(ON_GPUS) benchmarks/$$name.py --json $(RESULTS)/$$name.json --plot $(RESULTS)/$$name.png; done
 
 clean:
-	rm -rf $(VENV) .demo .bench build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .vllm-* .demo .bench build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -113,7 +113,9 @@ UTILITIES = (
         "compared with the block copies of vLLM's CUDA platform",
     ),
     Utility(
-        "yield_req_data", AGGREGATOR, "yield_req_data(scheduler_output)", HELD, "refuses lists of different length",
+        "yield_req_data", AGGREGATOR, "yield_req_data(scheduler_output)", HELD,
+        "refuses lists of different length; the third value is that of vLLM 0.33, before which it was false for new "
+        "requests",
     ),
     Utility(
         "get_kv_connector_cache_layout", ATTENTION_GROUP, "get_kv_connector_cache_layout(vllm_config=None)",

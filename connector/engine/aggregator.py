@@ -35,6 +35,9 @@ class WorkerOutput(Protocol):
 
 _Output = TypeVar("_Output", bound=WorkerOutput)
 
+UNKNOWN_WORKER = -1
+"""The worker of a report from a step that failed. No such report counts as a repetition of another one."""
+
 
 @dataclasses.dataclass
 class ConnectorOutput:
@@ -97,11 +100,7 @@ class KVOutputAggregator:
             ``None`` where that worker has no output. The reports of the others are then kept for the next step.
         """
         reports = [(worker, output.kv_connector_output) for worker, output in enumerate(outputs) if output is not None]
-        reports = self._held + [
-            (worker, ConnectorOutput.of(report) if isinstance(report, StepResults) else report)
-            for worker, report in reports
-            if report is not None
-        ]
+        reports = self._held + [(worker, _as_output(report)) for worker, report in reports if report is not None]
         output = outputs[output_rank]
         if output is None:
             self._held = reports
@@ -110,9 +109,24 @@ class KVOutputAggregator:
         output.kv_connector_output = self._merge(reports, len(outputs), output)
         return output
 
+    def ft_defer_kv_connector_outputs(self, kv_connector_outputs: Sequence[Any]) -> None:
+        """Keep the reports of a step in which a worker failed for the next ``aggregate``: what has ended has ended.
+
+        The cache events of these reports are dropped, as vLLM 0.33 does: without the events of the workers that failed
+        they would speak for too few workers, and an event that is missing costs a cache hit only.
+
+        Args:
+            kv_connector_outputs: the reports, of any workers, in any order; ``None`` for a worker without one.
+        """
+        for report in kv_connector_outputs:
+            if report is not None:
+                output = _as_output(report)
+                output.kv_cache_events = None
+                self._held.append((UNKNOWN_WORKER, output))
+
     def pending(self) -> dict[str, tuple[int, ...]]:
         """The requests that some workers have reported and others have not, each with the workers that have. For the
-        message of an engine that gives up waiting."""
+        message of an engine that gives up waiting. ``UNKNOWN_WORKER`` stands for a worker of a step that failed."""
         return {**self._sending.reported_by(), **self._recving.reported_by()}
 
     def _merge(self, reports: Sequence[tuple[int, Any]], world_size: int, output: WorkerOutput) -> Any:
@@ -165,7 +179,7 @@ class _Tally:
         done: set[str] = set()
         for request in requests or ():
             needed, workers = self._pending.setdefault(request, (expected, []))
-            if worker in workers and needed <= world_size:
+            if worker in workers and worker != UNKNOWN_WORKER and needed <= world_size:
                 _log.warning("worker %d reported request %s twice", worker, request)
                 continue
             workers.append(worker)
@@ -177,6 +191,11 @@ class _Tally:
     def reported_by(self) -> dict[str, tuple[int, ...]]:
         """The workers that have reported each request that is not complete."""
         return {request: tuple(workers) for request, (_, workers) in self._pending.items()}
+
+
+def _as_output(report: Any) -> Any:
+    """A worker's report with the fields of ``ConnectorOutput``."""
+    return ConnectorOutput.of(report) if isinstance(report, StepResults) else report
 
 
 def _merged(total: Any, new: Any, mixed: bool = False) -> Any:
@@ -217,10 +236,11 @@ BlockGroups = tuple[list[int], ...]
 
 
 def yield_req_data(scheduler_output: Any) -> Iterator[tuple[str, BlockGroups | None, bool]]:
-    """Every scheduled request: its id, its new block ids per KV cache group, and whether it resumes after a preemption.
+    """Every scheduled request: its id, block ids per KV cache group, and whether these are all the blocks that it has.
 
-    New requests come first. The block ids of a request that resumes are all the blocks that it has. The block ids of a
-    request that runs on are the blocks that this step added, or ``None``.
+    New requests come first. Of a new request, and of a request that resumes after a preemption, the block ids are all
+    its blocks. Of a request that runs on they are the blocks that this step added, or ``None``. This is the meaning of
+    vLLM 0.33; before, the third value was false for new requests too.
 
     Args:
         scheduler_output: with ``scheduled_new_reqs`` (``req_id``, ``block_ids``) and ``scheduled_cached_reqs``
@@ -233,6 +253,6 @@ def yield_req_data(scheduler_output: Any) -> Iterator[tuple[str, BlockGroups | N
     if len(cached.req_ids) != len(cached.new_block_ids):
         raise ProtocolError(f"{len(cached.req_ids)} running requests with {len(cached.new_block_ids)} lists of blocks")
     for request in scheduler_output.scheduled_new_reqs:
-        yield request.req_id, request.block_ids, False
+        yield request.req_id, request.block_ids, True
     for request_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
         yield request_id, blocks, request_id in cached.resumed_req_ids

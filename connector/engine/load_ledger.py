@@ -56,6 +56,12 @@ class LoadLedger:
         self._results.sent |= self._leases
         self._leases.clear()
 
+    def pages_gone(self) -> None:
+        """The transfer thread is gone, and the caches' pages go too: also the loads that have ended fail, unless the
+        engine has taken their reports."""
+        self.thread_ended()
+        self._results.failed |= self._results.received
+
     def _step(self, request_id: str, event: WorkerLoadEvent) -> None:
         for effect in self._loads[request_id].step(event, self._clock()):
             del self._loads[request_id]

@@ -130,6 +130,8 @@ class SchedulerHalf:
         self._rule = StepLoadRule(settings.step_hold_seconds if step_loads and consumes and steps else 0.0)
         self._steps = steps
         self._others = shares_steps
+        self._leases: set[str] = set()  # requests whose lease some rank holds
+        self._draining = False
 
     def set_ranks(self, ranks: Iterable[RankAddress]) -> None:
         """Take the addresses at which this engine's ranks listen."""
@@ -331,12 +333,37 @@ class SchedulerHalf:
         tables = list(zip(self._tables, block_ids, strict=True))
         packed = tuple(pack_ids(used_blocks(table, ids, num_tokens)) for table, ids in tables)
         digest = prompt_digest(request.prompt_token_ids, request.extra)
+        self._leases.add(request.request_id)
         self._plan.leases.append(LeaseGrant(request.request_id, token, num_tokens, packed, digest, computed_in))
         kept = tuple((table.kind, table.window, first_held(table, ids)) for table, ids in tables if table.window)
         return True, to_transfer_params(RemotePrompt(token, num_tokens, digest, self._us, kept))
 
+    def drain(self) -> None:
+        """Give no more leases. The leases that are held are served until they end; ``leases_held`` counts them. For an
+        engine that is about to end: D prefills what would have been handed over. ``stop_draining`` gives leases again.
+        """
+        if not self._draining:
+            logger.info("kvferry: no more prompts are handed over from here; %d lease(s) are served", len(self._leases))
+        self._draining = True
+
+    def stop_draining(self) -> None:
+        """Give leases again."""
+        self._draining = False
+
+    @property
+    def leases_held(self) -> int:
+        """The number of leases that have not ended on all ranks. With ``drain`` it falls to 0, at the latest when
+        ``lease_cap_seconds`` have passed."""
+        return len(self._leases)
+
+    def leases_ended(self, request_ids: Iterable[str]) -> None:
+        """All ranks have reported the end of these requests' leases."""
+        self._leases.difference_update(request_ids)
+
     def _cannot_lease(self, request: RequestView, block_ids: Sequence[Sequence[int]]) -> str | None:
         tokens, computed = request.num_prompt_tokens, request.num_computed_tokens
+        if self._draining:
+            return "this engine hands nothing over any more, it is being drained"
         if self._us is None:
             return "the workers' addresses are unknown"
         if request.prompt_token_ids is None:

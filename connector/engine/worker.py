@@ -1,8 +1,8 @@
 """The worker half: one rank's caches, its transfer thread, and the results of each step. No vLLM.
 
-The engine's thread calls in here. Four calls may block: ``register`` at start-up, ``close`` at the end, ``begin_step``
-until the copies are under way with which the step computes, and ``take_results`` for a moment, in a step that computes
-nothing.
+The engine's thread calls in here. These calls may block: ``register`` at start-up, ``unregister`` and ``restore``
+around the engine's sleep, ``close`` at the end, ``begin_step`` until the copies are under way with which the step
+computes, and ``take_results`` for a moment, in a step that computes nothing.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 import secrets
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -21,12 +22,14 @@ from kvferry.connector.engine.worker_setup import bind_caches, make_planes
 from kvferry.connector.geometry.engine_types import LayerGroup, RankInfo
 from kvferry.connector.geometry.regions import ElementOrder
 from kvferry.connector.protocol.messages import MAX_REQUEST_BYTES
+from kvferry.connector.protocol.metrics import HandoverStats
 from kvferry.connector.protocol.step_plan import RankAddress, StepPlan, StepResults, by_region
 from kvferry.connector.protocol.transfer_estimate import UNKNOWN, EstimateKey, TransferEstimate
 from kvferry.connector.transfer.copies import Copies, DeviceEvent
 from kvferry.connector.transfer.rank_context import RankContext
 from kvferry.connector.transfer.transfer_thread import TransferThread
 from kvferry.transport.control.listener import listen
+from kvferry.transport.errors import TransportError
 from kvferry.transport.host import raise_file_limit
 from kvferry.transport.wake import RunningClock
 
@@ -47,8 +50,24 @@ given up then is computed by the engine itself. Where it would fail its request 
 ``ask_hold_seconds`` more to grant the lease."""
 
 
+UNREGISTER_SECONDS = 30.0
+"""How long ``unregister`` waits for the end of the transfer thread. It takes milliseconds; a data plane
+with messages in flight to a peer that does not read takes some seconds."""
+ASLEEP = "its KV caches are unmapped, the engine sleeps"
+
+
+@dataclass(frozen=True)
+class _Registered:
+    """The arguments of ``register``."""
+
+    kv_caches: Mapping[str, torch.Tensor]
+    num_blocks: int | None
+    places: ElementOrder | None
+
+
 class WorkerHalf:
-    """One rank. ``register`` starts it, ``close`` ends it."""
+    """One rank. ``register`` starts it, ``close`` ends it. Between ``unregister`` and ``restore`` it touches no page of
+    the caches: what it is asked for fails, and is reported."""
 
     def __init__(
         self,
@@ -76,6 +95,8 @@ class WorkerHalf:
         self._info = info
         self._groups = tuple(groups)
         self._tables: tuple[int, ...] = ()  # the block table of each region
+        self._registered: _Registered | None = None
+        self._asleep = False
         self._transfer_thread: TransferThread | None = None
         self._rank_context: RankContext | None = None
         self._address: RankAddress | None = None
@@ -85,6 +106,7 @@ class WorkerHalf:
         self._estimates: dict[EstimateKey, TransferEstimate] = {}
         self._events: deque[tuple[int, DeviceEvent]] = deque(maxlen=MAX_EVENTS)
         self._idle = False
+        self._stats = HandoverStats()  # of all lives of this rank
 
     # --- start and end ------------------------------------------------------------------------------------------
 
@@ -103,7 +125,13 @@ class WorkerHalf:
             ConfigError: the control port cannot be bound, or the data plane that the settings name cannot be used.
             PlaneUnavailableError: the rank can have no data plane.
         """
-        settings, info = self._settings, self._info
+        self._registered = _Registered(kv_caches, num_blocks, places)
+        self._start(self._registered)
+
+    def _start(self, registered: _Registered) -> None:
+        """Begin a life of this rank: a new incarnation, at a port that may be another one."""
+        settings, info, kv_caches = self._settings, self._info, registered.kv_caches
+        num_blocks, places = registered.num_blocks, registered.places
         caches, self._tables = bind_caches(settings, info, self._groups, kv_caches, num_blocks, places)
         raise_file_limit()
         keys = load_keys(settings)
@@ -116,6 +144,8 @@ class WorkerHalf:
         listener = listen(settings.side_channel_host, port, keys=keys, max_message_bytes=MAX_REQUEST_BYTES)
         rank_context = RankContext(settings, info.engine_id, secrets.token_bytes(16), info.model, caches, keys)
         rank_context.allowed_peers = self._allowed_peers
+        rank_context.stats = self._stats
+        self._stats.new_life()
         try:
             rank_context.planes, rank_context.missing_planes = make_planes(settings, keys, caches)
             self._transfer_thread = TransferThread(rank_context, listener)
@@ -143,9 +173,51 @@ class WorkerHalf:
             + "".join(f"; only as D over {p.name}: {p.cannot_serve}" for p in rank_context.planes if p.cannot_serve),
         )  # fmt: skip
 
+    def unregister(self) -> None:
+        """End every use of the caches' pages; the engine unmaps them after this call. Idempotent.
+
+        First all posted grants are withdrawn, so that no D accepts what it reads from now on. Then all loads are
+        cancelled, all leases end, the copies under way end, and every D is told that this life of the rank is over.
+        Loads that have not been reported fail, also those that have ended: their blocks are lost.
+
+        Raises:
+            TransportError: something may still use the pages; the engine must not unmap them.
+        """
+        thread = self._transfer_thread
+        if thread is None or self._asleep:
+            return
+        thread.close(UNREGISTER_SECONDS, "the engine goes to sleep")
+        if thread.alive:
+            raise TransportError(
+                f"the transfer thread has not ended after {UNREGISTER_SECONDS:g} s, and may use the KV caches' pages: "
+                "they must stay mapped"
+            )
+        self._copies.synchronize()
+        self._asleep, self._address = True, None
+        self._ledger.pages_gone()
+        logger.info("kvferry: rank pp%d tp%d sleeps: nothing is handed over", self._info.pp_rank, self._info.tp_rank)
+
+    def restore(self, kv_caches: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Serve again, after ``unregister``. Peers know nothing of this life of the rank: the scheduler half must get
+        the new ``address``. Idempotent.
+
+        Args:
+            kv_caches: where they are not the tensors that ``register`` got.
+
+        Raises:
+            as ``register``.
+        """
+        if not self._asleep:
+            return
+        assert self._registered is not None
+        if kv_caches is not None:
+            self._registered = _Registered(kv_caches, self._registered.num_blocks, self._registered.places)
+        self._start(self._registered)
+        self._asleep = False
+
     @property
     def address(self) -> RankAddress | None:
-        """Where peers reach this rank; ``None`` before ``register``."""
+        """Where peers reach this rank; ``None`` before ``register``, and between ``unregister`` and ``restore``."""
         return self._address
 
     @property
@@ -224,9 +296,8 @@ class WorkerHalf:
         return outcome
 
     def _end_with_thread(self) -> None:
-        logger.error(
-            "kvferry: the transfer thread has ended, so these loads fail: %s", self._ledger.stories() or "none"
-        )
+        why, level = (ASLEEP, logging.WARNING) if self._asleep else ("the transfer thread has ended", logging.ERROR)
+        logger.log(level, "kvferry: %s; loads that fail: %s", why, self._ledger.stories() or "none")
         self._ledger.thread_ended()
 
     def take_estimates(self) -> dict[EstimateKey, TransferEstimate]:

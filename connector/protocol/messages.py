@@ -23,7 +23,7 @@ D asks, P answers. One hand-over from one P rank to one D rank is a *read*, numb
 Version history: 1, the first; 2, grants posted on a board, large messages smaller at both ends of a span; 3, a last
 byte behind each message over TCP; 4, one small message at the end of a span; 5, fields by their present names, a
 refusal with typed fields, grants without the unused ``epoch`` and ``ready``; 6, planes of one host name P's process
-only, and its files after D has attached.
+only, and its files after D has attached, and P says that it closes.
 """
 
 from __future__ import annotations
@@ -193,6 +193,12 @@ class Committed(_Message, frozen=True):
     ok: bool
 
 
+class Closing(_Message, frozen=True):
+    """P closes this connection: its leases have ended, and it grants no more under this incarnation."""
+
+    reason: Text
+
+
 class Release(_Message, frozen=True):
     """A vote to end the lease: rank ``consumer_rank`` of the D engine ``consumer`` will not read under this token
     again."""
@@ -209,7 +215,7 @@ class Renew(_Message, frozen=True):
 
 Request = Hello | Attach | Ask | Cancel | Commit | Release | Renew
 HandshakeReply = Welcome | Refused | Attached | AttachRefused
-Reply = HandshakeReply | Grant | Deny | Stopped | Committed
+Reply = HandshakeReply | Grant | Deny | Stopped | Committed | Closing
 Message = Request | Reply
 
 _grant_decoder: msgspec.msgpack.Decoder[Grant] = msgspec.msgpack.Decoder(Grant)

@@ -131,6 +131,11 @@ class HandoverStats:
                     _count(self._figures["dropped"], reason, total - seen.get(reason, 0))
                     seen[reason] = total
 
+    def new_life(self) -> None:
+        """The totals that ``dropped_so_far`` takes begin at 0 again; nothing that was counted is lost."""
+        with self._lock:
+            self._seen.clear()
+
     def is_empty(self) -> bool:
         with self._lock:
             return is_empty(self._figures)

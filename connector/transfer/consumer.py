@@ -169,10 +169,10 @@ class Consumer:
         """Whether a deadline is running, or something is left for the next tick."""
         return bool(self._later or self._active_loads or self._lease_keeper or self._links.any_failed)
 
-    def close(self, now: float) -> None:
-        """Release every lease and close the links; loads that still run are reported as failed."""
+    def close(self, now: float, reason: str) -> None:
+        """Release every lease and close the links; loads that still run are reported as failed for ``reason``."""
         for active_load in list(self._active_loads):
-            self._step(active_load, handover.CancelLoad(Reason("cancelled", "the engine is shutting down")), now)
+            self._step(active_load, handover.CancelLoad(Reason("cancelled", reason)), now)
         self._collect(now)  # handle the copies that have just ended
         self._catch_up()
         self._lease_keeper.close_all(now)
@@ -373,8 +373,8 @@ class Consumer:
             self._step_read(read, ReadFailed(Reason("internal", repr(error))), now)
 
     def _reply(self, link: Link, reply: messages.Reply, now: float) -> None:
-        if isinstance(reply, messages.HandshakeReply):
-            return
+        if isinstance(reply, messages.HandshakeReply | messages.Closing):
+            return  # the link has handled it
         read = self._receiver.find(reply.read, link)
         if read is None:
             return  # a message for a read that has ended

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from kvferry.connector.geometry.byte_ranges import check_layouts, translate_pages
 from kvferry.connector.geometry.compatibility import compatible
@@ -33,6 +33,7 @@ from kvferry.connector.protocol.messages import (
     Attach,
     Attached,
     AttachRefused,
+    Closing,
     Hello,
     Refused,
     Reply,
@@ -149,6 +150,7 @@ class Link:
         release, as long as its connection stands."""
         self.used = True
         if self.connection.lost or not self.connection.send(encode(message)):
+            self._take_closing()
             self.fail("peer_lost", self.connection.reason or "its control connection takes no more messages")
 
     @property
@@ -171,7 +173,7 @@ class Link:
                 reply = decode_reply(frames)
                 if isinstance(reply, Welcome | Refused | Attached | AttachRefused):
                     self._on_handshake_reply(reply)
-                else:
+                elif not self._on_closing(reply):
                     replies.append(reply)
         if self.phase is LinkPhase.MAPPING and self.channel is not None and self.channel.error is None:
             with self._errors_fail_the_link():
@@ -201,6 +203,19 @@ class Link:
     def fail(self, kind: FailureKind, text: str) -> None:
         """End the link. The reads over it fail."""
         self._step(LinkBroken(Reason(kind, text)))
+
+    def _take_closing(self) -> None:
+        """Fail the link with the reason that P gave where it closed the connection, if it has given one."""
+        for frames in self.connection.receive() if self.phase is not LinkPhase.FAILED else ():
+            with suppress(ProtocolError):
+                self._on_closing(decode_reply(frames))
+
+    def _on_closing(self, reply: Reply) -> bool:
+        """Whether a reply is P's last one, which fails the link."""
+        if not isinstance(reply, Closing):
+            return False
+        self.fail("peer_lost", f"P has ended its leases: {reply.reason}")
+        return True
 
     def detach(self) -> None:
         """Close the data plane; messages in flight there do not arrive. Idempotent."""
@@ -295,7 +310,7 @@ class Link:
         if self.phase is not LinkPhase.GREETING:
             return  # the table refuses it
         if welcome.incarnation != self._incarnation:
-            raise KVFerryError("P was restarted since it made this hand-over; its KV cache is gone")
+            raise KVFerryError("P was restarted, or has slept, since it made this hand-over; its KV cache is gone")
         check_model(self._rank_context.model, welcome.model)
         ours = self._rank_context.caches.geometry
         compatible(ours, welcome.geometry, convert=self._rank_context.settings.convert_dtype)

@@ -33,6 +33,9 @@ SERVE_SECONDS = 0.01
 """How long the thread answers messages before it looks at its other work; further messages wait for the next turn."""
 PACKS_PER_TURN = 2
 """Chunks that the thread packs before it looks at control messages again."""
+CLOSING_SECONDS = 0.02
+"""How long the last message to each D, why P closes, stands alone. A D that sees it together with the end of the
+connection loses it: libzmq drops what it has not delivered then. D knows that P is gone in any case."""
 READ_FAILED = "read failed"
 """The log lines of failed reads share one limited rate under this key."""
 
@@ -168,8 +171,15 @@ class Producer:
         """Withdraw all posted grants. After this call no reader accepts data that it has read. Idempotent."""
         self._board.close()
 
+    def say_closing(self, reason: str) -> None:
+        """Tell every D that all leases have ended, and why. Blocks for ``CLOSING_SECONDS``. ``close`` must follow."""
+        for session in self._sessions:
+            self._reply(session.identity, messages.Closing(reason=reason))
+        if len(self._sessions):
+            time.sleep(CLOSING_SECONDS)
+
     def close(self) -> None:
-        """Drop every session. Leases end with the process."""
+        """Drop every session. The engine reuses the blocks of all leases after this call."""
         self.withdraw()
         self._sessions.close()
 

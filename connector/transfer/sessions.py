@@ -152,6 +152,12 @@ class Sessions:
             session.channel.close()
         self._sessions.pop(session.identity, None)
 
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(list(self._sessions.values()))
+
     def close(self) -> None:
         """End all sessions."""
         for session in list(self._sessions.values()):

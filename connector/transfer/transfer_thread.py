@@ -78,6 +78,7 @@ class TransferThread:
         self._warm = threading.Event()
         self._cold: Exception | None = None
         self._stopping = False
+        self._closing = ""
         self._consumer = Consumer(rank_context, self._report_begun, self._report)
         self._producer = Producer(rank_context, listener, self._report_freed)
         self._thread = threading.Thread(target=self._run, name="kvferry-transfer", daemon=True)
@@ -129,8 +130,11 @@ class TransferThread:
         """The requests whose leased blocks may be freed; each is returned once."""
         return [self._freed.popleft() for _ in range(len(self._freed))]
 
-    def close(self, timeout: float = 5.0) -> None:
-        """Stop the thread, close sockets, channels and staging. Idempotent."""
+    def close(self, timeout: float = 5.0, reason: str = "the engine ends") -> None:
+        """Stop the thread, close sockets, channels and staging. Idempotent. All loads that run are cancelled, all
+        leases end, and every D is told ``reason``. Where the thread is not ``alive`` afterwards, it has left the pages
+        of the caches alone; copies on a GPU may be under way until ``Copies.synchronize`` returns."""
+        self._closing = self._closing or reason
         self._stopping = True
         self._wake()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
@@ -386,8 +390,9 @@ class TransferThread:
         are withdrawn first."""
         for act in (
             self._producer.withdraw,
+            lambda: self._producer.say_closing(self._closing),
             self._rank_context.caches.copies.close,
-            lambda: self._consumer.close(self._time.turn()),
+            lambda: self._consumer.close(self._time.turn(), self._closing),
             self._rank_context.dialer.close,
             self._producer.close,
             *(plane.close for plane in self._rank_context.planes),

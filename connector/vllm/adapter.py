@@ -182,6 +182,7 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
         meta = connector_output.kv_connector_worker_meta
         estimates = meta.estimates if isinstance(meta, KVFerryWorkerMeta) else None
         self._scheduling.loads_finished(connector_output.finished_recving or (), estimates)
+        self._scheduling.leases_ended(connector_output.finished_sending or ())
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
@@ -231,6 +232,20 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
         if runner is not None:
             self._start_with(runner)
         self._working.register(kv_caches, from_vllm.num_blocks(self._config), places)
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """0.33 asks. ``compat.check_config`` refuses sleep mode with earlier releases, which do not tell of it."""
+        return True
+
+    def unregister_kv_caches(self) -> None:
+        """0.33: the engine is about to unmap the caches. Requests and leases have ended then, unless it was told to
+        keep them."""
+        self._working.unregister()
+
+    def restore_kv_caches(self) -> None:
+        """0.33: the caches are mapped again, at the same addresses. vLLM then asks for the handshake metadata again."""
+        self._working.restore()
 
     def _start_with(self, runner: Any) -> None:
         """Start a step's loads when the model runner gets the step, not when it has prepared it: a millisecond or two

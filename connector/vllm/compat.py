@@ -1,7 +1,7 @@
 """vLLM's connector API, and what differs between vLLM's releases.
 
-Supported are 0.26 and 0.32. Releases between and after are expected to work; a release is refused only where it lacks
-an API that KVFerry needs. ``from_vllm.py`` turns vLLM's objects into KVFerry's structs.
+Supported are 0.26, 0.32 and 0.33. Releases between and after are expected to work; a release is refused only where it
+lacks an API that KVFerry needs. ``from_vllm.py`` turns vLLM's objects into KVFerry's structs.
 """
 
 from __future__ import annotations
@@ -58,6 +58,9 @@ except ImportError:  # 0.26: get_finished, and failures by block id
 DROPS_STALE_OUTPUT = "drop_stale_output" in signature(Scheduler._preempt_request).parameters
 """0.32: a preemption can have the outputs in flight dropped."""
 
+TELLS_OF_SLEEP = hasattr(KVConnectorBase_V1, "unregister_kv_caches")
+"""0.33: the connector is called before sleep mode unmaps the KV cache, and after it is mapped again."""
+
 try:  # 0.32: where cache hits came from
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
@@ -68,6 +71,7 @@ except ImportError:
 __all__ = [
     "HAS_TRANSFER_RESULTS",
     "P2P_SOURCE",
+    "TELLS_OF_SLEEP",
     "KVConnectorBase_V1",
     "KVConnectorHandshakeMetadata",
     "KVConnectorMetadata",
@@ -137,6 +141,11 @@ def check_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Non
                     f"cp_kv_cache_interleave_size {sharding.interleave} does not divide the blocks of KV cache group "
                     f"{table}, {block_size} tokens; expected a divisor"
                 )
+    if vllm_config.model_config is not None and vllm_config.model_config.enable_sleep_mode and not TELLS_OF_SLEEP:
+        raise ConfigError(
+            f"enable_sleep_mode: vLLM {vllm.__version__} does not tell connectors when it unmaps the KV cache; peers "
+            "would read pages that are gone; leave out --enable-sleep-mode, or run vLLM 0.33"
+        )
     cache = vllm_config.cache_config
     if getattr(cache, "calculate_kv_scales", False) and "fp8" in str(cache.cache_dtype):  # gone in 0.32
         raise ConfigError(

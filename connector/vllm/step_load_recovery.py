@@ -102,24 +102,28 @@ class StepLoadRecovery:
 
     def update_from_output(self, output: Any, result: Any) -> Any:
         """In place of the scheduler's method of this name."""
-        step = self._take(output)
+        step, lost = self._take(output)
         if step is not None:
             failed = self._failed(step, result)
             if failed:
                 self._recover(failed, step, result)
             for request_id in step.stale:
                 _drop(result, request_id)
-        self._processed(output.total_num_scheduled_tokens > 0)
+            for _ in range(lost):  # a worker failed, and vLLM has gone on without their outputs
+                self._processed(False)
+            self._processed(output.total_num_scheduled_tokens > 0)
         return self._update(output, result)
 
-    def _take(self, output: Any) -> _Step | None:
+    def _take(self, output: Any) -> tuple[_Step | None, int]:
+        """The step of an output, and how many steps before it will have no output. There is no step where vLLM 0.33
+        reports, after a worker has failed, with an empty output of its own what other workers had to report."""
         place = next((n for n, step in enumerate(self._steps) if step.output is output), None)
         if place is None:
-            return None
+            return None, 0
         skipped = [self._steps.popleft() for _ in range(place)]  # their outputs have not come: nothing says they stand
         step = self._steps.popleft()
         step.suspects = [suspect for one in (*skipped, step) for suspect in one.suspects]
-        return step
+        return step, place
 
     def _failed(self, step: _Step, result: Any) -> list[_Suspect]:
         if not step.suspects:

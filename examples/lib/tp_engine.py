@@ -117,6 +117,7 @@ class Engine:
         for request in report.finished_sending or ():
             self.free += self._leased.pop(request)
         self.scheduler.loads_finished(report.finished_recving or ())
+        self.scheduler.leases_ended(report.finished_sending or ())
         return output, outputs
 
     def compute(self, tokens: list[int], start: int, blocks: list[int]) -> int:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import base64
+import ctypes
 import json
+import mmap
 import secrets
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from queue import Empty, Queue
 from typing import Any
@@ -27,7 +29,9 @@ class RemoteRank:
         self.process = fork_server().start(str(Path(__file__).resolve()), json.dumps(rank), text=True)
         self._answers: Queue[str] = Queue()
         threading.Thread(target=self._listen, daemon=True).start()
-        hello = self._answer()
+        self._greet(self._answer())
+
+    def _greet(self, hello: dict[str, Any]) -> None:
         self.address = RankAddress(
             hello["pp_rank"],
             hello["tp_rank"],
@@ -82,6 +86,14 @@ class RemoteRank:
         """Hand-overs that were reported, and whether they succeeded."""
         return dict(self.call("received")["received"])
 
+    def sleep(self) -> None:
+        """Unregister the caches and make their pages inaccessible: whatever touches one ends the process."""
+        self.call("sleep")
+
+    def wake(self) -> None:
+        """Make the pages accessible and register them again; the bytes are others, and so is ``address``."""
+        self._greet(self.call("wake"))
+
     def cpu_seconds(self) -> float:
         return float(self.call("cpu")["seconds"])
 
@@ -103,6 +115,21 @@ def remote_peer(ranks: Sequence[RemoteRank], engine_id: str = "engine-p") -> Pee
     return PeerEngine(engine_id, len(ranks), 1, ranks[0].lease_seconds, tuple(rank.address for rank in ranks))
 
 
+PAGE = mmap.PAGESIZE
+
+
+def protect(caches: Iterable[Any], *, accessible: bool) -> None:
+    """Change whether anybody may touch the pages that lie in these tensors as a whole, or in a part of one."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for cache in caches:
+        storage = cache.untyped_storage()
+        first = -(-storage.data_ptr() // PAGE) * PAGE
+        nbytes = (storage.data_ptr() + storage.nbytes()) // PAGE * PAGE - first
+        protection = mmap.PROT_READ | mmap.PROT_WRITE if accessible else 0
+        if libc.mprotect(ctypes.c_void_p(first), ctypes.c_size_t(nbytes), protection):
+            raise OSError(ctypes.get_errno(), "mprotect")
+
+
 def main() -> None:
     import time
 
@@ -115,16 +142,19 @@ def main() -> None:
     arguments = json.loads(sys.argv[1])
     arguments["settings"] = Settings(**arguments.get("settings", {}))
     rank = Rank(**arguments)
-    address = rank.address
 
     def answer(**values: Any) -> None:
         print(json.dumps(values), flush=True)
 
-    answer(
-        pp_rank=address.pp_rank, tp_rank=address.tp_rank, host=address.host, port=address.port,
-        incarnation=base64.b64encode(address.incarnation).decode(), key=address.key,
-        lease_seconds=rank.settings.lease_seconds,
-    )  # fmt: skip
+    def greet() -> None:
+        address = rank.address
+        answer(
+            pp_rank=address.pp_rank, tp_rank=address.tp_rank, host=address.host, port=address.port,
+            incarnation=base64.b64encode(address.incarnation).decode(), key=address.key,
+            lease_seconds=rank.settings.lease_seconds,
+        )  # fmt: skip
+
+    greet()
     for line in sys.stdin:
         order = json.loads(line)
         match order["command"]:
@@ -158,6 +188,16 @@ def main() -> None:
             case "received":
                 rank.poll()
                 answer(received={name: name not in rank.failed for name in rank.received})
+            case "sleep":
+                rank.worker.unregister()
+                protect(rank.caches.values(), accessible=False)
+                answer()
+            case "wake":
+                protect(rank.caches.values(), accessible=True)
+                for cache in rank.caches.values():
+                    cache.fill_(-9)
+                rank.worker.restore()
+                greet()
             case "cpu":
                 answer(seconds=time.process_time())
     rank.close()

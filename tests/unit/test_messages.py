@@ -26,6 +26,7 @@ from kvferry.connector.protocol.messages import (
     Attached,
     AttachRefused,
     Cancel,
+    Closing,
     Commit,
     Committed,
     Deny,
@@ -76,6 +77,7 @@ REPLIES = [
     Deny(read=1, reason="expired"),
     Stopped(read=1, sent=0),
     Committed(read=1, ok=True),
+    Closing(reason="the engine ends"),
 ]
 DECODERS = [decode_request, decode_reply]
 

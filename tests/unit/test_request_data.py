@@ -18,7 +18,7 @@ def step(req_ids: list[str], blocks: list, resumed: set[str]) -> SimpleNamespace
 
 def test_new_running_and_resumed_requests() -> None:
     assert list(yield_req_data(step(["a", "b", "c"], [([4], []), None, ([5, 6], [7])], {"c"}))) == [
-        ("new", ([1, 2], [3]), False),
+        ("new", ([1, 2], [3]), True),
         ("a", ([4], []), False),
         ("b", None, False),
         ("c", ([5, 6], [7]), True),

@@ -24,13 +24,10 @@ kvi = pytest.importorskip("vllm.v1.kv_cache_interface")
 if not hasattr(kvi, "KVCacheLayout"):
     pytest.skip("this vLLM has no KVCacheLayout", allow_module_level=True)
 
-from vllm.v1.core.kv_cache_utils import (  # noqa: E402
-    _project_kv_cache_groups_to_worker,
-    get_kv_cache_config_from_groups,
-)
 from vllm.v1.worker.utils import allocate_kv_cache  # noqa: E402
 
 from kvferry.connector.vllm.from_vllm import block_tables, layer_groups  # noqa: E402
+from tests.vllm.releases import get_kv_cache_config_from_groups, project_kv_cache_groups_to_worker  # noqa: E402
 
 LAYOUTS = list(kvi.KVCacheLayout)
 PAGES = 5
@@ -178,7 +175,7 @@ def test_a_stage_keeps_the_place_of_groups_that_it_has_no_layer_of() -> None:
     """Pipeline stages: a plan counts the engine's block tables, so a stage must not close the gap."""
     specs = {"a": full(), "b": full(), "c": mla()}
     engine = [kvi.KVCacheGroupSpec(["c"], specs["c"]), kvi.KVCacheGroupSpec(["a", "b"], specs["a"])]
-    stage = _project_kv_cache_groups_to_worker(engine, {"b": specs["b"]})
+    stage = project_kv_cache_groups_to_worker(engine, {"b": specs["b"]})
     found = layer_groups(engine_of(heads=8), kvi.KVCacheConfig(PAGES, kv_cache_tensors=[], kv_cache_groups=stage))
     assert [(group.kind, group.layers, group.table) for group in found] == [("mla", (), 0), ("full", ("b",), 1)]
 

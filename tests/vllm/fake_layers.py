@@ -12,9 +12,9 @@ import torch
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1 import kv_cache_interface as kvi
 from vllm.v1.attention.backend import AttentionBackend, MultipleOf
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
 
 from kvferry.transport.errors import KVFerryError
+from tests.vllm.releases import get_kv_cache_config_from_groups
 
 BLOCKS = 5
 LAYOUTS = list(kvi.KVCacheLayout)

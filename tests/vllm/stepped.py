@@ -33,6 +33,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from kvferry.connector.vllm import compat
 from kvferry.connector.vllm.step_load_recovery import filled_blocks
 from kvferry.connector.vllm.worker_meta import standing_loads
 from tests.support.clocks import put_forward
@@ -209,8 +210,10 @@ class Engine:
         """What the scheduler does to a running request when it is out of blocks."""
         request = self.scheduler.requests[request_id]
         self.scheduler.running.remove(request)
-        drop = self.scheduler.requires_kv_delivery
-        self.scheduler._preempt_request(request, time.monotonic(), drop_stale_output=drop)
+        more = {}
+        if compat.DROPS_STALE_OUTPUT:
+            more["drop_stale_output"] = self.scheduler.requires_kv_delivery
+        self.scheduler._preempt_request(request, time.monotonic(), **more)
 
     def status(self, request_id: str) -> RequestStatus | None:
         request = self.scheduler.requests.get(request_id)

@@ -26,7 +26,6 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import (
     generate_scheduler_kv_cache_config,
-    get_kv_cache_configs,
     get_request_block_hasher,
     init_none_hash,
     resolve_cache_hit_alignment_tokens,
@@ -40,6 +39,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 from vllm.v1.worker.utils import allocate_kv_cache, copy_kv_cache_blocks_inplace
 
+from tests.vllm.releases import kv_cache_config
 from tests.vllm.stepped_rank import _rank
 
 FACTOR = 2654435761
@@ -194,7 +194,7 @@ class FamilyEngine:
         self, config: VllmConfig, specs: dict[str, KVCacheSpec], origin: int, sharing: dict[str, str] | None = None
     ) -> None:
         self.config, self.origin = config, origin
-        (self.kv_config,) = get_kv_cache_configs(config, [specs], [1 << 30])
+        self.kv_config = kv_cache_config(config, specs, 1 << 30)
         scheduled = generate_scheduler_kv_cache_config([self.kv_config])
         config.cache_config.num_gpu_blocks = scheduled.num_blocks
         sizes = [group.kv_cache_spec.block_size for group in scheduled.kv_cache_groups]

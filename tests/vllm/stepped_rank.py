@@ -97,7 +97,7 @@ class Worker:
         if output is not None:
             self.received.update(output.finished_recving or ())
             self.sent.update(output.finished_sending or ())
-            self.failed.update(output.failed_recving or ())
+            self.failed.update(getattr(output, "failed_recving", ()))  # 0.26 tells blocks
         return output
 
     @contextmanager
@@ -131,8 +131,13 @@ class Worker:
             return kv.no_forward(step).kv_connector_output
         kv.pre_forward(step)
         forward(self)
-        kv.finish_forward()
-        return kv.post_forward(step.finished_req_ids)
+        if hasattr(kv, "finish_forward"):  # not in 0.26
+            kv.finish_forward()
+        if not hasattr(kv, "finalize_step") or self.engine.config.speculative_config is None:
+            return kv.post_forward(step.finished_req_ids)
+        output = kv.post_forward(step.finished_req_ids, defer_finalize=True)  # 0.33: before the drafts are made
+        kv.finalize_step()
+        return output
 
     def _run_v026(self, step: Any, forward: Callable[[Worker], None], idle: bool) -> KVConnectorOutput:
         """The order of 0.26: loads before the forward, completions and bad blocks asked for apart."""

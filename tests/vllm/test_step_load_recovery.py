@@ -377,8 +377,9 @@ def test_a_step_whose_output_does_not_come_has_loaded_nothing(group: EngineGroup
     request_id = add(p, d, ids, max_tokens=5)
     d.step()
     recovery = d.connector._recovery
-    assert recovery._take(object()) is None and len(recovery._steps) == 1, "an output of no step changes nothing"
+    assert recovery._take(object()) == (None, 0) and len(recovery._steps) == 1, "an output of no step changes nothing"
     later = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0)
     recovery._steps.append(step_load_recovery._Step(later, []))
-    step = recovery._take(later)
+    step, lost = recovery._take(later)
+    assert lost == 1
     assert [suspect.load.request_id for suspect in step.suspects] == [request_id] and not recovery._steps

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import functools
-import inspect
-import json
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-import vllm
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
 from vllm.plugins import load_plugins_by_group
 
@@ -25,7 +20,6 @@ from tests.vllm.labelled import BLOCK, HEAD_SIZE, HEADS, prompt
 from tests.vllm.stepped import Engine, prefill, run, settle
 
 pytestmark = pytest.mark.vllm
-API = Path(__file__).with_name("connector_api.json")
 IDS = prompt(100)
 
 
@@ -247,33 +241,3 @@ def test_one_line_per_hand_over(group: EngineGroup, lines: Lines) -> None:
     settle(p, d)
     (line,) = lines("hand-over of", request_id)
     assert "100 tokens" in line and "bytes" in line and "ms" in line
-
-
-# --- vLLM's side of the contract --------------------------------------------------------------------------------
-
-
-def surface() -> dict[str, list[str]]:
-    """Public methods of vLLM's connector classes, and the names of their parameters."""
-    found = {}
-    for base in (KVConnectorBase_V1, SupportsHMA):
-        for name, member in inspect.getmembers(base):
-            if name.startswith("_") or not (callable(member) or isinstance(member, property)):
-                continue
-            parameters = [] if isinstance(member, property) else list(inspect.signature(member).parameters)
-            found[f"{base.__name__}.{name}"] = parameters
-    return found
-
-
-@pytest.mark.skipif(not vllm.__version__.startswith("0.32"), reason="the list is that of vLLM 0.32")
-def test_vllms_connector_interface_is_the_one_we_know() -> None:
-    """An upgrade that adds, drops or changes a method shall be read before it is trusted."""
-    assert surface() == json.loads(API.read_text())
-
-
-def test_our_methods_take_what_vllm_passes() -> None:
-    for name, parameters in surface().items():
-        ours = getattr(KVFerryConnector, name.partition(".")[2])
-        if not isinstance(ours, property) and not inspect.isabstract(ours):
-            signature = inspect.signature(ours)
-            assert list(signature.parameters)[: len(parameters)] == parameters, name
-    assert not inspect.isabstract(KVFerryConnector)
