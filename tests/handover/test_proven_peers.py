@@ -123,7 +123,7 @@ class ForgedP(threading.Thread):
                         moved = tuple(
                             msgspec.structs.replace(each, bases=(self._base,) * len(each.bases)) for each in pages
                         )
-                        answer = messages.Attached(plane="cma", slot_bytes=1, payload=self._reply, pages=moved)
+                        answer = messages.Attached(plane="cma", slot_bytes=1 << 20, payload=self._reply, pages=moved)
                     case messages.Ask() as ask:
                         blocks = (np.zeros(len(THEIRS), dtype=np.int32).tobytes(),)
                         answer = messages.Grant(read=ask.read, num_tokens=TOKENS, chunks=0, block_ids=blocks)

@@ -18,7 +18,7 @@ from tests.support.ranks import Rank, grant, load_plan, peer, wait
 OTHERS = [block + 12 for block in OURS]
 
 
-def no_board(place: object) -> None:
+def no_board(*place: object) -> None:
     """In place of ``link.BoardReader``: a D that reads P's pages by itself then asks for them."""
     raise OSError(24, "Too many open files")
 

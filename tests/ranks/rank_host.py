@@ -88,7 +88,7 @@ class HostedRank:
         find_posted = mover._consumer._use_posted_grant
 
         def note(read: SourceRead) -> None:
-            address = read.link.address
+            address = read.address
             spans = [msgspec.to_builtins(item.span) for item in read.planned]
             self.asks.append(((address.pp_rank, address.tp_rank), spans))
 
@@ -101,9 +101,9 @@ class HostedRank:
                 note(read)
             return posted
 
-        def released(message: messages.Release, now: float) -> None:
+        def released(session: Any, message: messages.Release, now: float) -> None:
             self.released.append(message.consumer_rank)
-            release(message, now)
+            release(session, message, now)
 
         def freed(token: bytes, held: Any, reason: str) -> None:
             self.released_when_freed, self.why_freed = list(self.released), reason

@@ -119,6 +119,6 @@ def test_the_oracle_is_independent() -> None:
 
 
 def test_a_rank_that_does_not_start_is_an_error(processes: RankProcesses) -> None:
-    with pytest.raises(RuntimeError, match="PlaneUnavailable"):
+    with pytest.raises(RuntimeError, match="ConfigError"):
         processes.run(replace(PAIRING, plane="pigeon"))
     assert compare(PAIRING, processes.run(PAIRING)) == [], "and the next pairing has new processes"
