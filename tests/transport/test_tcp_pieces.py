@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
+import msgspec
 import pytest
 
 from kvferry.transport.channels import Pieces, Received
 from kvferry.transport.plane import PlaneContext
-from kvferry.transport.planes import tcp_channels
+from kvferry.transport.planes import tcp, tcp_channels
 from kvferry.transport.planes.tcp import TcpPlane
 from kvferry.transport.planes.tcp_channels import TcpRecvChannel, TcpSendChannel
 from kvferry.transport.planes.vectors import Vector
@@ -245,8 +246,7 @@ def test_a_producer_that_stops_in_the_middle(ends: Ends, monkeypatch: pytest.Mon
 
 
 def test_silent_strangers_do_not_keep_others_out(ends: Ends) -> None:
-    offer = ends.p._offer
-    assert offer is not None
+    offer = msgspec.msgpack.decode(ends.p.offer(), type=tcp._Offer)
     pending = ends.p.pending
     assert pending is not None
     silent: list[socket.socket] = []
@@ -264,8 +264,7 @@ def test_silent_strangers_do_not_keep_others_out(ends: Ends) -> None:
 
 
 def test_a_stranger_is_shown_out(ends: Ends) -> None:
-    offer = ends.p._offer
-    assert offer is not None
+    offer = msgspec.msgpack.decode(ends.p.offer(), type=tcp._Offer)
     for hello in (b"x" * 48, offer.secret + b"y" * 15, b"GET / HTTP/1.1\r\n\r\n"):
         with socket.create_connection(("127.0.0.1", offer.port)) as stranger:
             stranger.sendall(hello)
@@ -297,9 +296,8 @@ def test_a_connection_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> Non
             filler.setblocking(False)
             filler.connect_ex(deaf.getsockname())
         offer = p.offer()
-        assert p._offer is not None
-        real = p._offer.port
-        theirs = offer.replace(real.to_bytes(2, "big"), deaf.getsockname()[1].to_bytes(2, "big"))
+        real = msgspec.msgpack.decode(offer, type=tcp._Offer)
+        theirs = msgspec.msgpack.encode(msgspec.structs.replace(real, port=deaf.getsockname()[1]))
         receiver, payload = d.connect(theirs, "127.0.0.1")
         sender, _ = p.accept(payload)
         end = time.monotonic() + 60
