@@ -6,8 +6,8 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 
-import numpy as np
 import msgspec
+import numpy as np
 import pytest
 
 from kvferry.transport.channels import Pieces, Received
