@@ -12,7 +12,7 @@ from kvferry.transport.planes import cma
 from tests.vllm.stepped import Engine, eventually, mover_of
 
 
-def no_board(place: object) -> None:
+def no_board(*place: object) -> None:
     """In the place of ``link.BoardReader``: who reads P's pages by itself then asks for them, and has it committed."""
     raise OSError(24, "Too many open files")
 
@@ -27,7 +27,7 @@ class PausedTransfer:
         self._transfer_thread = mover_of(engine)
         self._producer: Any = self._transfer_thread._producer
         self._kinds, self._left = kinds, chunks
-        self._parked: list[tuple[bytes, Any]] = []
+        self._parked: list[tuple[bytes, Any, str]] = []
         self._request, self._pump = self._producer._request, self._producer.pump
         self._producer._request, self._producer.pump = self._hold_request, self._hold_pump
         self._open = False
@@ -45,17 +45,17 @@ class PausedTransfer:
         with mock.patch.object(cma, "TURN_BYTES", 16 << 10):
             return bool(self._progress())
 
-    def _hold_request(self, identity: bytes, request: Any, now: float) -> None:
+    def _hold_request(self, identity: bytes, request: Any, now: float, address: str) -> None:
         if isinstance(request, self._kinds) and not self._open:
-            self._parked.append((identity, request))
+            self._parked.append((identity, request, address))
         else:
-            self._request(identity, request, now)
+            self._request(identity, request, now, address)
 
     def _hold_pump(self, now: float) -> bool:
         if self._open:
             parked, self._parked = self._parked, []
-            for identity, request in parked:
-                self._request(identity, request, now)
+            for identity, request, address in parked:
+                self._request(identity, request, now, address)
             return bool(self._pump(now)) or bool(parked)
         if self._left is None:
             return bool(self._pump(now))
