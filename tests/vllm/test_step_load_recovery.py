@@ -44,17 +44,13 @@ class Failing:
         consumer = mover_of(d, rank)._consumer
         match how:
             case "revoked":  # P has taken the grant back, or used the pages again, by the time the copy has ended
-                seen: list[PostedGrant] = []
 
                 def is_current(note: PostedGrant) -> bool:
-                    found = any(note is other for other in seen)
-                    seen.append(note)
-                    if found:  # another prompt's bytes, before anybody reads them
-                        for active in consumer._active_loads:
-                            ids = torch.tensor(list(filled_blocks(active.load, BLOCK)), dtype=torch.long)
-                            for cache in d.workers[rank].caches.values():
-                                cache[ids] = -1.0
-                    return not found
+                    for active in consumer._active_loads:  # another prompt's bytes, before anybody reads them
+                        ids = torch.tensor(list(filled_blocks(active.load, BLOCK)), dtype=torch.long)
+                        for cache in d.workers[rank].caches.values():
+                            cache[ids] = -1.0
+                    return False
 
                 self._patch.setattr(PostedGrant, "is_current", property(is_current))
             case "not copied":
