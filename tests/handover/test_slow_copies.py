@@ -129,6 +129,7 @@ def test_a_copy_that_fails_fails_its_request(
         begin(p, d)
         assert wait(lambda: d.failed == {"req-d"} and p.sent == {"req-p"}, [p, d])
     if side == 0:  # both sides log how far the read had come at P
+        assert wait(lambda: caplog.text.count("; the read at P: sending, draining +") == 2)  # they follow the reports
         lines = [r.getMessage() for r in caplog.records if "; the read at P: sending, draining +" in r.getMessage()]
         assert len(lines) == 2 and all("could not be packed: CUDA error" in line for line in lines), caplog.text
     copies[side].error = ""
