@@ -100,7 +100,7 @@ class World:
             for request in list(engine.kept):
                 engine.abort(request)
         self.run(QUIET_SECONDS)
-        if any(engine.requests or engine.prompts for engine in self.engines.values()):
+        if any(engine.alive and (engine.requests or engine.prompts) for engine in self.engines.values()):
             self._check_empty()  # a load or a lease needs no more than that
         self.run(3 * IDLE_LINK_SECONDS)
         self._check_empty()
