@@ -12,7 +12,15 @@ from dataclasses import dataclass, field
 
 from kvferry.connector.config import Settings
 from kvferry.connector.protocol.metrics import Figures, add, no_figures
-from kvferry.connector.protocol.step_plan import KeepLease, LeaseGrant, Load, PeerEngine, StepPlan, UnneededLease, pack_ids
+from kvferry.connector.protocol.step_plan import (
+    KeepLease,
+    LeaseGrant,
+    Load,
+    PeerEngine,
+    StepPlan,
+    UnneededLease,
+    pack_ids,
+)
 from kvferry.connector.transfer.load_reports import Check
 from tests.simulation.memory import BLOCK_TOKENS, Form
 from tests.simulation.network import Network
@@ -168,7 +176,9 @@ class Engine:
         if request.phase == "kept":
             request.phase = "ended"
             del self.kept[request]
-            self._post_all(StepPlan(consumer=self.consumer, releases=(UnneededLease(request.name, request.prompt.token),)))
+            self._post_all(
+                StepPlan(consumer=self.consumer, releases=(UnneededLease(request.name, request.prompt.token),))
+            )
             self.outcomes["aborted before the load"] += 1
             self.on_end(request, False)
         else:

@@ -9,16 +9,10 @@ import pytest
 from kvferry.connector.transfer.sessions import SILENT_SECONDS
 from tests.simulation.engines import Engine, Request
 from tests.simulation.memory import Form
-from tests.simulation.network import Odds, Packet
+from tests.simulation.network import Packet
 from tests.simulation.world import World
 
 FORM = Form(1, 2, 128)
-
-
-class Twice(Odds):
-    """Each packet arrives twice."""
-
-    doubled = 1.0
 
 
 @pytest.fixture
@@ -102,8 +96,13 @@ def test_a_read_whose_end_is_lost_does_not_stay(world: World, what: str) -> None
 
 def test_an_attach_that_comes_twice_leaves_no_closed_channel(world: World) -> None:
     p, d = (world.engine(name, FORM, ("sim_push",)) for name in "pd")
-    world.network.odds = Twice()
     request = hand_over(p, d)
+    under_way(world, "reply")  # P's Welcome
+    world.network.double(under_way(world, "request"))
+    world.run(0.002)
+    channels = [session.channel for session in p.nodes[0].thread._producer._sessions]
+    assert len(channels) == 1
+    assert all(channel is None or channel.is_open for channel in channels)
     world.run(5.0)
     assert request.phase == "ended"
     world.settle()
