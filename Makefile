@@ -7,7 +7,7 @@ PYTEST := $(BIN)/pytest
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-engines test-gpu test-vllm sweep explore lint docs bench bench-gpu clean
+.PHONY: help install demo test test-engines test-gpu test-vllm sweep explore simulate lint docs bench bench-gpu clean
 
 help:
 	@echo "make install       everything into $(VENV): torch and vLLM for the CPU, UCX, NIXL to compare with, tools"
@@ -18,6 +18,7 @@ help:
 	@echo "make test-vllm VLLM=0.33.0   tests of the vLLM adapter with another release's Python files (or 0.26.0)"
 	@echo "make sweep         500 hand-overs between random forms of P and D (SEED=... repeats one run)"
 	@echo "make explore       property tests with examples drawn anew for SECONDS=600 (SEED=... repeats a round)"
+	@echo "make simulate      1,000,000 hand-overs of 100 P and 100 D engines in virtual time (COUNT=..., SEED=...)"
 	@echo "make lint          ruff and mypy --strict"
 	@echo "make docs          write the generated tables of README.md and docs/"
 	@echo "make bench         the benchmarks; tables here, JSON in .bench/ (RESULTS=...)"
@@ -72,6 +73,10 @@ sweep: install
 SECONDS ?= 600
 explore: install
 	$(BIN)/python tests/explore.py --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
+
+simulate: install
+	OMP_NUM_THREADS=1 $(BIN)/python tests/simulation/run.py $(if $(COUNT),--count $(COUNT)) $(if $(SEED),--seed $(SEED)) \
+	  --json $(RESULTS)/simulation.json
 
 lint: install
 	$(BIN)/ruff check .

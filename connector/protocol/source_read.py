@@ -10,6 +10,9 @@ The wire has two sockets, so chunks of a read that P sends can arrive before the
 
     before LANDED: StopRead ─▶ DRAINING while copies write D's pages ─▶ STOPPED
 
+A read that was stopped is remembered as long as messages of it can arrive. P answers how many it has sent. The link
+fails where P does not answer, or where these messages do not come.
+
 The effects that are events of ``handover`` go to the hand-over that the read belongs to.
 """
 
@@ -31,7 +34,7 @@ from kvferry.connector.protocol.handover import (
     SourceMoved,
     SourceProgress,
 )
-from kvferry.connector.protocol.state_machine import TransitionTable, ignore
+from kvferry.connector.protocol.state_machine import Tick, TransitionTable, ignore
 
 Fence = Literal["pushed", "posted", "asked"]
 """The proof that a lease still stood when its blocks were read. Either P sent the bytes itself, and P sends nothing
@@ -54,7 +57,8 @@ class ReadPhase(enum.Enum):
 
 class ReadState(msgspec.Struct, frozen=True):
     """``source``: the number of the P rank in its hand-over. ``writing``: copies into D's pages under way. ``left``:
-    messages whose copies have not begun. ``on_stream``: the engine's device can wait for all copies that have begun."""
+    messages whose copies have not begun. ``on_stream``: the engine's device can wait for all copies that have begun.
+    ``timeout``: seconds that the last messages of a stopped read may take; ``deadline``: local seconds, as ``now``."""
 
     source: int
     phase: ReadPhase = ReadPhase.WAITING
@@ -62,6 +66,8 @@ class ReadState(msgspec.Struct, frozen=True):
     writing: int = 0
     left: int = 0
     on_stream: bool = True
+    timeout: float = float("inf")
+    deadline: float = float("inf")
 
     @property
     def stopped(self) -> bool:
@@ -175,6 +181,7 @@ ReadEvent = (
     | StopRead
     | MessagesLeft
     | HandoverEnded
+    | Tick
 )
 
 # --- effects ----------------------------------------------------------------------------------------------------
@@ -196,7 +203,11 @@ class ForgetRead(msgspec.Struct, frozen=True):
     """No message of the read can arrive any more."""
 
 
-ReadEffect = HandoverEvent | SendCommit | CheckPostedGrant | CancelRead | ForgetRead
+class FailLink(msgspec.Struct, frozen=True):
+    """P has not ended a stopped read in time."""
+
+
+ReadEffect = HandoverEvent | SendCommit | CheckPostedGrant | CancelRead | ForgetRead | FailLink
 Outcome = tuple[ReadState, tuple[ReadEffect, ...]]
 
 # --- transitions ------------------------------------------------------------------------------------------------
@@ -285,6 +296,7 @@ def _stop_waiting(state: ReadState, event: ReadEvent, now: float) -> Outcome:
 
 
 def _stop(state: ReadState, event: ReadEvent, now: float) -> Outcome:
+    state = replace(state, deadline=now + state.timeout)
     if state.writing:
         return replace(state, phase=_P.DRAINING), (CancelRead(),)
     return replace(state, phase=_P.STOPPED), (CancelRead(), SourceDrained(state.source))
@@ -297,6 +309,12 @@ def _drained(state: ReadState, event: ReadEvent, now: float) -> Outcome:
 def _left(state: ReadState, event: ReadEvent, now: float) -> Outcome:
     assert isinstance(event, MessagesLeft)
     return replace(state, left=event.left), () if event.left else (ForgetRead(),)
+
+
+def _late(state: ReadState, event: ReadEvent, now: float) -> Outcome:
+    if now < state.deadline or not state.left:
+        return state, ()
+    return replace(state, deadline=float("inf")), (FailLink(),)
 
 
 def _forget(state: ReadState, event: ReadEvent, now: float) -> Outcome:
@@ -325,6 +343,7 @@ SOURCE_READ: TransitionTable[ReadState, ReadEvent, ReadEffect] = TransitionTable
         # Nothing writes D's pages for a read that has landed or stopped.
         ((*LANDED, _P.STOPPED), (StopRead,), _drained),
         ((_P.DRAINING, _P.STOPPED), (MessagesLeft,), _left),
+        ((_P.DRAINING, _P.STOPPED), (Tick,), _late),
         (ReadPhase, (HandoverEnded,), _forget),
         # An error of P or of the link after the stop of a read is no failure of its hand-over.
         ((_P.DRAINING, _P.STOPPED), (ReadFailed,), ignore),

@@ -6,7 +6,6 @@ The tables ``handover`` and ``source_read`` decide. This file performs their eff
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Set
 from functools import partial
@@ -22,6 +21,7 @@ from kvferry.connector.protocol.source_read import (
     CheckPostedGrant,
     CommitAnswered,
     CommitWanted,
+    FailLink,
     ForgetRead,
     HandoverEnded,
     NothingToRead,
@@ -64,7 +64,7 @@ class Consumer:
         """
         self._rank_context = rank_context
         self._log = rank_context.log
-        self._reports = LoadReports(rank_context.stats, begun, finished)
+        self._reports = LoadReports(rank_context.stats, begun, finished, rank_context.clock)
         self._timeouts = handover.Timeouts(
             rank_context.settings.handshake_timeout_seconds, rank_context.settings.transfer_timeout_seconds
         )
@@ -119,10 +119,10 @@ class Consumer:
         state, effects = handover.begin(len(sources), self._timeouts, now)
         lifetime = Lifetime(handover.HANDOVER, state, now)
         # A step that computes with the load begins once its copies are under way, so this thread waits for none.
-        active_load = ActiveLoad(load, lifetime, time.monotonic(), ids, alone and not load.now)
+        active_load = ActiveLoad(load, lifetime, self._rank_context.clock(), ids, alone and not load.now)
         self._active_loads.append(active_load)
         for number, (link, address) in enumerate(sources):
-            self._receiver.new(active_load, number, link, address, now)
+            self._receiver.new(active_load, number, link, address, now, self._timeouts.transfer)
             link.start_handshake(now)
         self._perform(active_load, effects, now)
         for read in active_load.reads:
@@ -157,6 +157,8 @@ class Consumer:
         self._catch_up()
         for active_load in list(self._active_loads):
             self._step(active_load, Tick(), now)
+        for read in self._receiver.stopped:
+            self._step_read(read, Tick(), now)
         self._lease_keeper.tick(now)
         self._links.close_unused(now)
 
@@ -167,7 +169,7 @@ class Consumer:
     @property
     def live(self) -> bool:
         """Whether a deadline is running, or something is left for the next tick."""
-        return bool(self._later or self._active_loads or self._lease_keeper or self._links.any_failed)
+        return bool(self._later or self._active_loads or self._lease_keeper or self._receiver or self._links.any_failed)
 
     def close(self, now: float, reason: str) -> None:
         """Release every lease and close the links; loads that still run are reported as failed for ``reason``."""
@@ -309,6 +311,8 @@ class Consumer:
                 self._step_reads(self._receiver.cancel(read), now)
             case ForgetRead():
                 self._receiver.forget(read)
+            case FailLink():
+                read.link.fail("timeout", f"no end of a stopped read in {read.state.timeout:g} s")
             case _:
                 self._step(read.active_load, effect, now)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -66,6 +65,7 @@ class LoadReports:
         stats: HandoverStats,
         begun: OnBegun,
         finished: Callable[[FinishedLoad], None],
+        clock: Callable[[], float],
     ) -> None:
         """
         Args:
@@ -73,9 +73,11 @@ class LoadReports:
             begun: called with each load inside a step once all its copies are under way, unless they have ended, and
                 with the question whether the load stands, which any thread may ask; ``None`` where P must answer it.
             finished: called with the result of each load as soon as it has ended.
+            clock: seconds, never going back, as ``Copy.ended_at`` and ``ActiveLoad.started`` count them.
         """
         self._stats = stats
         self._on_begun, self._on_finished = begun, finished
+        self._clock = clock
 
     def begun(self, active_load: ActiveLoad, copies: Callable[[ActiveLoad], list[Copy]]) -> None:
         """Report, once, that all copies are under way. The engine's device can wait for them in place of its thread."""
@@ -99,7 +101,7 @@ class LoadReports:
         inside a step, which the engine does not look at that soon."""
         load, tokens = active_load.load, _num_tokens(active_load.load)
         # This thread may come to it late, see ``yield_to_engine``.
-        seconds = (active_load.copied_at or time.monotonic()) - active_load.started
+        seconds = (active_load.copied_at or self._clock()) - active_load.started
         planes = sorted({read.link.plane.name for read in active_load.reads if read.link.plane is not None})
         plane = "+".join(planes) or "none"
         posted = all(read.state.fence == "posted" for read in active_load.reads if read.planned)

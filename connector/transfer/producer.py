@@ -85,7 +85,7 @@ class Producer:
             for vote in self._early.take_votes(grant.token):
                 self._step(grant.token, vote, now)
         for held in self._early.take_asks(grant.token) if self._early.asks.cost else ():
-            session = self._sessions.find(held.identity)
+            session = self._sessions.find(held.identity, now)
             try:
                 if session is not None:
                     self._ask(session, held.ask, now)
@@ -105,7 +105,8 @@ class Producer:
         """Answer messages that have arrived, for ``SERVE_SECONDS``. Returns whether there were any."""
         if not self._arrived:
             self._arrived.extend(self._listener.receive())
-        served, end = bool(self._arrived), time.monotonic() + SERVE_SECONDS
+        clock = self._rank_context.clock
+        served, end = bool(self._arrived), clock() + SERVE_SECONDS
         while self._arrived:
             identity, frames, address = self._arrived.popleft()
             try:
@@ -119,7 +120,7 @@ class Producer:
             except Exception as error:  # an error with one peer must not reach the others
                 self._log.exception("message", "kvferry: unexpected error with a message")
                 self._drop("unexpected error", repr(error))
-            if time.monotonic() >= end:
+            if clock() >= end:
                 break
         return served
 
@@ -152,7 +153,7 @@ class Producer:
             self._step(token, Tick(), now)
         for held in self._early.take_late(now):
             self._deny(held, held.ask.read, "unknown", "no such lease was granted here in time")
-        for session in self._sessions.gone():
+        for session in self._sessions.gone(now):
             self._end_session(session, now)
         self._replies.flush()
         while self._replies.lost:
@@ -186,7 +187,7 @@ class Producer:
     # --- requests -----------------------------------------------------------------------------------------------
 
     def _request(self, identity: bytes, request: messages.Request, now: float, address: str) -> None:
-        session = self._sessions.find(identity)
+        session = self._sessions.find(identity, now)
         match request:
             case messages.Hello():
                 self._hello(identity, request, now, address)
@@ -229,7 +230,7 @@ class Producer:
         if refused is None:
             for session in self._sessions.displaced(identity):
                 self._end_session(session, now)
-        self._reply(identity, refused or self._sessions.begin(identity, hello, address))
+        self._reply(identity, refused or self._sessions.begin(identity, hello, address, now))
 
     def _ask(self, session: Session, ask: messages.Ask, now: float) -> None:
         held = self._leases.get(ask.token)

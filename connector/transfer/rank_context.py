@@ -6,7 +6,8 @@ Axes ``[L, B, H, N, C]``: layers, blocks, KV heads, tokens in a block, content b
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvferry.connector.config import Settings
@@ -27,7 +28,8 @@ P_ENGINES = 64
 
 @dataclass
 class RankContext:
-    """All data about its own rank that a hand-over needs."""
+    """All data about its own rank that a hand-over needs. ``clock``: seconds, never going back, by which hand-overs are
+    measured."""
 
     settings: Settings
     engine_id: str
@@ -40,6 +42,7 @@ class RankContext:
     missing_planes: Mapping[str, str] = field(default_factory=dict)
     stats: HandoverStats = field(default_factory=HandoverStats)
     log: RateLimitedLog = field(default_factory=lambda: RateLimitedLog(logging.getLogger("vllm.kvferry.peer")))
+    clock: Callable[[], float] = time.monotonic
     dialer: Dialer = field(init=False)
 
     def __post_init__(self) -> None:

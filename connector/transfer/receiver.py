@@ -140,10 +140,13 @@ class Receiver:
     def __bool__(self) -> bool:
         return bool(self._reads)
 
-    def new(self, active_load: ActiveLoad, source: int, link: Link, address: RankAddress, now: float) -> SourceRead:
-        """A new read of ``active_load`` from its source number ``source``, the P rank at ``address``."""
+    def new(
+        self, active_load: ActiveLoad, source: int, link: Link, address: RankAddress, now: float, timeout: float
+    ) -> SourceRead:
+        """A new read of ``active_load`` from its source number ``source``, the P rank at ``address``. ``timeout``: as
+        ``ReadState`` takes it."""
         self._last = (self._last + 1) % (1 << 32)
-        lifetime = Lifetime(SOURCE_READ, ReadState(source), now)
+        lifetime = Lifetime(SOURCE_READ, ReadState(source, timeout=timeout), now)
         read = self._reads[self._last] = SourceRead(self._last, active_load, link, address, lifetime)
         active_load.reads.append(read)
         return read
@@ -156,6 +159,11 @@ class Receiver:
     def through(self, link: Link) -> list[SourceRead]:
         """All reads over a link."""
         return [read for read in self._reads.values() if read.link is link]
+
+    @property
+    def stopped(self) -> list[SourceRead]:
+        """The reads that were stopped, and of which messages can arrive."""
+        return [read for read in self._reads.values() if read.state.stopped]
 
     def forget(self, read: SourceRead) -> None:
         """Forget a read of which no message can arrive any more."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from kvferry.connector.geometry.compatibility import compatible
 from kvferry.connector.geometry.token_sharding import TokenShard
 from kvferry.connector.protocol import messages
+from kvferry.connector.transfer.links import IDLE_LINK_SECONDS
 from kvferry.connector.transfer.rank_context import RankContext, check_model
 from kvferry.transport.channels import PChannel, SendChannel
 from kvferry.transport.errors import GeometryError, IncompatiblePeerError, ProtocolError, TransportError
@@ -20,6 +21,8 @@ from kvferry.transport.wake import RateLimitedLog
 logger = logging.getLogger("vllm.kvferry.sessions")
 
 SESSIONS = 4096
+SILENT_SECONDS = 2 * IDLE_LINK_SECONDS
+"""D has closed the link of a session from which no message came for this time."""
 NO_SLOT_BYTES = messages.MIN_CHUNK_BYTES
 """``Attached.slot_bytes`` of a plane without slots: the least value that the message allows."""
 
@@ -27,7 +30,8 @@ NO_SLOT_BYTES = messages.MIN_CHUNK_BYTES
 @dataclass(slots=True, eq=False)
 class Session:
     """One rank of D. ``shards``: the tokens that it can hold, one shard for each token sharding of its engine.
-    ``address``: where D connected from; ``here``: that is this host. ``asked``: D has sent an ask over this session."""
+    ``address``: where D connected from; ``here``: that is this host. ``asked``: D has sent an ask over this session.
+    ``heard``: when its last message came."""
 
     identity: bytes
     engine_id: str
@@ -36,6 +40,7 @@ class Session:
     here: bool
     channel: PChannel | None = None
     asked: bool = False
+    heard: float = 0.0
 
     @property
     def attached(self) -> bool:
@@ -57,10 +62,11 @@ class Sessions:
         self._log = RateLimitedLog(logger)
         self._sessions: OrderedDict[bytes, Session] = OrderedDict()
 
-    def find(self, identity: bytes) -> Session | None:
+    def find(self, identity: bytes, now: float) -> Session | None:
         """The session of a D rank that has sent a message. It moves to the end of the order of displacement."""
         session = self._sessions.get(identity)
         if session is not None:
+            session.heard = now
             self._sessions.move_to_end(identity)
         return session
 
@@ -90,13 +96,13 @@ class Sessions:
         while len(self._sessions) >= SESSIONS:
             yield next(iter(self._sessions.values()))
 
-    def begin(self, identity: bytes, hello: messages.Hello, address: str) -> messages.Welcome:
+    def begin(self, identity: bytes, hello: messages.Hello, address: str, now: float) -> messages.Welcome:
         """Begin a session for a Hello that has passed ``check`` and came from ``address``. Only a D on this host learns
         of the planes that join processes of one host: their offers name processes and files."""
         theirs = hello.geometry
         shards = frozenset(sharding.shard(theirs.tp_rank) for sharding in theirs.shardings)
         here = is_ours(address)
-        self._sessions[identity] = Session(identity, hello.engine_id, shards, address, here)
+        self._sessions[identity] = Session(identity, hello.engine_id, shards, address, here, heard=now)
         rank_context = self._rank_context
         return messages.Welcome(
             engine_id=rank_context.engine_id,
@@ -122,6 +128,7 @@ class Sessions:
                 if session.asked:
                     raise TransportError("a data plane is attached already")
                 session.channel.close()  # D could not use this data plane
+                session.channel = None
             session.channel, reply = plane.accept(attach.payload)
         except (TransportError, ProtocolError) as error:
             key, text = f"not attached {session.engine_id}", "kvferry: D %s could not attach: %s"
@@ -137,13 +144,20 @@ class Sessions:
             )
         return messages.Attached(plane=attach.plane, slot_bytes=session.channel.slot_bytes, payload=reply)
 
-    def gone(self) -> list[Session]:
-        """The sessions whose data plane has an error: their D is gone."""
+    def gone(self, now: float) -> list[Session]:
+        """The sessions whose D is gone: their data plane has an error, or they have been silent for long. Where D reads
+        P's pages by itself, P holds nothing that could have an error. No lease that such a D knew stands any more."""
         gone = [s for s in self._sessions.values() if s.channel is not None and s.channel.error is not None]
         for session in gone:
             assert session.channel is not None
             key, text = f"gone {session.engine_id}", "kvferry: D rank of %s is gone: %s"
             self._log.info(key, text, session.engine_id[:8], session.channel.error)
+        silent = max(SILENT_SECONDS, self._rank_context.settings.lease_cap_seconds)
+        for session in self._sessions.values():  # the one that has been silent longest comes first
+            if now < session.heard + silent:
+                break
+            if session not in gone:
+                gone.append(session)
         return gone
 
     def end(self, session: Session) -> None:

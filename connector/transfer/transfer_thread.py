@@ -58,11 +58,12 @@ class TransferThread:
     Any thread may call ``post``. Only one thread may call ``wait`` and ``take_*``.
     """
 
-    def __init__(self, rank_context: RankContext, listener: Listener) -> None:
+    def __init__(self, rank_context: RankContext, listener: Listener, clock: RunningClock | None = None) -> None:
+        """``clock``: the time of this thread's deadlines, by default the time that it has run."""
         self._rank_context = rank_context
         self._log = rank_context.log
         self._listener = listener
-        self._time = RunningClock()
+        self._time = clock or RunningClock()
         self._waker = Waker()
         self._commands: deque[_Command] = deque()
         self._computing: list[tuple[LeaseGrant, DeviceEvent | None]] = []
@@ -79,6 +80,7 @@ class TransferThread:
         self._cold: Exception | None = None
         self._stopping = False
         self._closing = ""
+        self._next_tick = self._next_look = 0.0
         self._consumer = Consumer(rank_context, self._report_begun, self._report)
         self._producer = Producer(rank_context, listener, self._report_freed)
         self._thread = threading.Thread(target=self._run, name="kvferry-transfer", daemon=True)
@@ -169,24 +171,11 @@ class TransferThread:
             self._shut()
 
     def _serve(self) -> None:
-        next_tick = next_look = quiet_until = 0.0
+        quiet_until = 0.0
         while not self._stopping:
             now = self._time.turn()
             try:
-                if now >= next_look:
-                    next_look = now + TICK_SECONDS
-                    self._ready_sockets = None
-                busy = self._turn(now)
-                if now >= next_tick:
-                    next_tick = now + TICK_SECONDS
-                    self._tick(now)
-                if busy:
-                    next_look = min(next_look, now + BUSY_SECONDS)
-                if self._time.late:
-                    late = f"{self._time.late:.1f}"
-                    text = f"kvferry: the transfer thread was held up for {late} s; is the host overloaded, or paused?"
-                    self._log.warning("held up", "%s", text)
-                if not busy:
+                if not self.turn(now):
                     self._sleep()
             except Exception:  # an error in one turn must not end the thread
                 if now >= quiet_until:
@@ -196,6 +185,35 @@ class TransferThread:
                 time.sleep(TICK_SECONDS)
                 with suppress(Exception):  # deadlines must still be checked where every turn raises an error
                     self._tick(now)
+
+    def turn(self, now: float) -> bool:
+        """Do what is ready, and check the deadlines where that is due. Returns whether there is more to do at once;
+        otherwise the next turn may come ``sleep_seconds`` later."""
+        if now >= self._next_look:
+            self._next_look = now + TICK_SECONDS
+            self._ready_sockets = None
+        busy = self._turn(now)
+        if now >= self._next_tick:
+            self._next_tick = now + TICK_SECONDS
+            self._tick(now)
+        if busy:
+            self._next_look = min(self._next_look, now + BUSY_SECONDS)
+        if self._time.late:
+            late = f"{self._time.late:.1f}"
+            text = f"kvferry: the transfer thread was held up for {late} s; is the host overloaded, or paused?"
+            self._log.warning("held up", "%s", text)
+        return busy
+
+    @property
+    def sleep_seconds(self) -> float:
+        """How long the thread may sleep if nothing happens."""
+        live = self._consumer.live or self._producer.live
+        return COMPUTING_SECONDS if self._computing else TICK_SECONDS if live else IDLE_SECONDS
+
+    def mark_ready(self, what: object) -> None:
+        """A socket is readable, or a plane has an event: the next turn serves it."""
+        if self._ready_sockets is not None:
+            self._ready_sockets.add(what)
 
     def _turn(self, now: float) -> bool:
         """Look at all work. Returns whether there is more to do at once."""
@@ -267,7 +285,7 @@ class TransferThread:
             if self._waker.fd in ready:
                 self._waker.drain()
             for pollable in ready:
-                self._mark_ready(pollable)
+                self.mark_ready(pollable)
             return bool(ready - {self._waker.fd})
 
         self._yielding = True
@@ -358,7 +376,7 @@ class TransferThread:
             if plane.arm():
                 self._unarmed.remove(plane)
             else:
-                self._mark_ready(plane)
+                self.mark_ready(plane)
                 awake = True
         pollables = self._control_pollables()
         planes: dict[Pollable, Plane] = {}
@@ -366,12 +384,10 @@ class TransferThread:
             for pollable, events in plane.pollables():
                 pollables.append((pollable, events))
                 planes[pollable] = plane
-        live = self._consumer.live or self._producer.live
-        seconds = COMPUTING_SECONDS if self._computing else TICK_SECONDS if live else IDLE_SECONDS
-        seconds = 0.0 if awake else seconds
+        seconds = 0.0 if awake else self.sleep_seconds
         self._time.sleeps(seconds)
         for pollable, _ in zmq.zmq_poll(pollables, int(seconds * 1e3)):
-            self._mark_ready(planes.get(pollable, pollable))
+            self.mark_ready(planes.get(pollable, pollable))
             self._wake_pending |= pollable == self._waker.fd
 
     def _control_pollables(self) -> list[tuple[Pollable, int]]:
@@ -380,10 +396,6 @@ class TransferThread:
         for socket in self._rank_context.dialer.pollables:
             pollables.append((socket, zmq.POLLIN))
         return pollables
-
-    def _mark_ready(self, what: object) -> None:
-        if self._ready_sockets is not None:
-            self._ready_sockets.add(what)
 
     def _shut(self) -> None:
         """Close everything. The engine reuses its blocks after this call, also after an error here, so posted grants

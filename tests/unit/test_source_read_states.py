@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from kvferry.connector.protocol import handover as h
 from kvferry.connector.protocol import source_read as r
+from kvferry.connector.protocol.state_machine import Tick
 
 GONE = h.Reason("peer_lost", "gone")
 ASKED = r.ReadAsked(2, "pushed")
@@ -111,3 +112,14 @@ def test_nothing_is_drained_or_landed_while_a_copy_writes(happenings: list[r.Rea
             committed += isinstance(effect, h.SourceCommitted)
         assert committed <= 1 and (committed == 1) == (state.phase is r.ReadPhase.COMMITTED)
         assert not (before.stopped and not state.stopped)
+
+
+def test_a_stopped_read_whose_last_messages_do_not_come_costs_the_link() -> None:
+    stopped, _ = run(ASKED, r.ReadGranted(), r.StopRead(), state=r.ReadState(7, timeout=3.0))
+    assert stopped.deadline == 3.0
+    assert r.SOURCE_READ.step(stopped, Tick(), 2.9) == (stopped, ())
+    late, effects = r.SOURCE_READ.step(stopped, Tick(), 3.0)
+    assert effects == (r.FailLink(),)
+    assert r.SOURCE_READ.step(late, Tick(), 99.0)[1] == (), "once"
+    ended, _ = r.SOURCE_READ.step(stopped, r.MessagesLeft(0), 1.0)
+    assert r.SOURCE_READ.step(ended, Tick(), 99.0)[1] == (), "no message can come any more"

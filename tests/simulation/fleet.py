@@ -1,0 +1,172 @@
+"""A fleet under load, faults and churn. The seed decides everything: a run with the same seed is the same run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+from tests.simulation.engines import Engine, Prompt, Request
+from tests.simulation.memory import BLOCK_TOKENS, Form
+from tests.simulation.network import Odds
+from tests.simulation.world import World
+
+HEADS, BLOCKS = 2, 160
+PLANES = (
+    ("sim_pull", "sim_place"), ("sim_pull",), ("sim_place",), ("sim_push", "sim_pull"), ("sim_pull", "sim_push"),
+)  # fmt: skip
+EVERYTHING = ("sim_pull", "sim_place", "sim_push")
+SLOW_SECONDS = 300e-6
+
+
+class FleetOdds(Odds):
+    """Of each packet."""
+
+    lost = doubled = late = 1e-3
+    overtaken = 3e-3
+
+
+class Fleet:
+    """``count`` hand-overs from ``p`` to ``d`` engines, ``rate`` of them in a second. One engine in eight has two
+    ranks."""
+
+    def __init__(self, seed: int, count: int, p: int = 100, d: int = 100, rate: float = 200.0) -> None:
+        self.count, self.begun = count, 0
+        self.world = World(seed)
+        self.timeline, self.network = self.world.timeline, self.world.network
+        self.rng: Random = self.timeline.rng
+        self.p, self.d = [f"p{n}" for n in range(p)], [f"d{n}" for n in range(d)]
+        self._interval = 1 / (rate * min(p, d))
+        for n, name in enumerate(self.p):
+            self.world.engine(name, self._form(n), EVERYTHING, slow=SLOW_SECONDS * (n % 4 > 0))
+        for n, name in enumerate(self.d):
+            self.world.engine(name, self._form(n + 6), PLANES[n % 5], slow=SLOW_SECONDS * (n % 4 > 0))
+        self.network.odds = FleetOdds()
+
+    @staticmethod
+    def _form(n: int) -> Form:
+        return Form(2 if n % 8 == 7 else 1, HEADS, BLOCKS)
+
+    def run(self, progress: Callable[[Fleet], None] = lambda fleet: None) -> None:
+        """All hand-overs, then quiet time. Raises Violation where a promise was broken."""
+        with self.world.explained():
+            for handovers, act in (
+                (700, self._kill), (300, self._cut), (500, self._stand_still), (700, self._cancel_burst),
+            ):  # fmt: skip
+                self._repeat(handovers * self._interval, act)
+            self._hand_over()
+            while self.begun < self.count:
+                self.world.run(1.0)
+                progress(self)
+            self.world.settle()
+        self.world.close()
+
+    @property
+    def digest(self) -> int:
+        """When and where each packet arrived, as a number: equal in equal runs."""
+        return self.network.digest
+
+    def _repeat(self, seconds: float, act: Callable[[], None]) -> None:
+        """``act`` happens about every ``seconds`` while there are hand-overs to begin."""
+
+        def go() -> None:
+            if self.begun < self.count:
+                act()
+                self.timeline.after(2 * seconds * self.rng.random(), go)
+
+        self.timeline.after(seconds, go)
+
+    # --- hand-overs -----------------------------------------------------------------------------------------------
+
+    def _hand_over(self) -> None:
+        """A hand-over begins, and soon another one."""
+        if self.begun >= self.count:
+            return
+        self.timeline.after(2 * self._interval * self.rng.random(), self._hand_over)
+        rng, engines = self.rng, self.world.engines
+        p, d = engines[rng.choice(self.p)], engines[rng.choice(self.d)]
+        if not p.alive or not d.alive:
+            return
+        tokens = 330 if rng.random() < 0.06 else rng.choice((5, 16, 16, 30, 48))  # 330 need more than one message
+        late = ()
+        if rng.random() < 0.03:
+            late = tuple(None if rng.random() < 0.1 else 0.05 * rng.random() for _ in p.nodes)
+        prompt = p.prefill(tokens, late)
+        if prompt is None:
+            self.network.counts["P had no free block"] += 1
+            return
+        self.begun += 1
+        self.network.counts[f"TP {p.form.tp_size} to {d.form.tp_size}"] += 1
+        dice = rng.random()
+        if dice < 0.01:
+            self.network.counts["D never came"] += 1
+        elif dice < 0.03:
+            self.network.counts["two samples"] += 1
+            for n in range(2):
+                self._come(d, prompt, f"{n}_{prompt.name}", siblings=True, after=0.002 * n)
+        elif dice < 0.05:
+            self.network.counts["second consumer"] += 1
+            self._come(d, prompt, prompt.name)
+            self._come(engines[rng.choice(self.d)], prompt, prompt.name, after=0.004 * rng.random())
+        else:
+            self._come(d, prompt, prompt.name)
+
+    def _come(self, d: Engine, prompt: Prompt, name: str, *, siblings: bool = False, after: float = 0.0) -> None:
+        """A request comes to D."""
+        if not d.alive:
+            return
+        rng = self.rng
+        if after:
+            self.timeline.after(after, lambda: self._come(d, prompt, name, siblings=siblings))
+            return
+        request = d.keep(prompt, name, siblings=siblings)
+        wait = 0.0005 if rng.random() < 0.98 else 4.0 * rng.random()
+        start = 0 if rng.random() < 0.9 else rng.randrange(prompt.num_tokens)
+        if rng.random() < 0.1:
+            start = start // BLOCK_TOKENS * BLOCK_TOKENS
+        inside = rng.random() < 0.15
+        self.timeline.after(wait, lambda: self._load(d, request, start, inside=inside))
+        if rng.random() < 0.03:
+            self.timeline.after(0.004 * rng.random(), lambda: d.abort(request))
+
+    def _load(self, d: Engine, request: Request, start: int, *, inside: bool) -> None:
+        if d.alive and request.phase == "kept" and not d.load(request, start, now=inside):
+            self.network.counts["D had no free block"] += 1
+            self.timeline.after(0.02, lambda: self._load(d, request, start, inside=inside))
+
+    # --- faults ---------------------------------------------------------------------------------------------------
+
+    def _kill(self) -> None:
+        rng = self.rng
+        name = rng.choice(self.p + self.d)
+        engine = self.world.engines[name]
+        if not engine.alive:
+            return
+        how = rng.random()
+        what = f"{name[0].upper()} "
+        if how < 0.2:
+            engine.close()
+            what += "shut down"
+        else:
+            engine.kill(silently=how > 0.7)
+            what += "lost with its host" if how > 0.7 else "killed"
+        self.network.faults[what] += 1
+        again = 0.05 if rng.random() < 0.3 else 3 * rng.random()
+        self.timeline.after(again, lambda: self.world.restart(name))
+
+    def _cut(self) -> None:
+        a, b = (self.rng.choice(self.world.engines[self.rng.choice(names)].nodes) for names in (self.p, self.d))
+        if a.alive and b.alive:
+            self.network.cut(a, b, self.rng.choice((0.01, 0.5, 3.0, 8.0)) * self.rng.random())
+
+    def _stand_still(self) -> None:
+        node = self.rng.choice(self.world.engines[self.rng.choice(self.p + self.d)].nodes)
+        seconds = self.rng.choice((0.02, 0.02, 0.5, 2.0, 6.0)) * self.rng.random()
+        self.network.fault("process stopped", f"{node.name} for {seconds:.3f} s")
+        node.stand_still(seconds)
+
+    def _cancel_burst(self) -> None:
+        d = self.world.engines[self.rng.choice(self.d)]
+        if d.alive:
+            self.network.faults["burst of cancels"] += 1
+            for request in [*d.kept, *d.requests.values()]:
+                d.abort(request)

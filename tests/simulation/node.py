@@ -1,0 +1,274 @@
+"""One life of one rank: its real transfer thread, which is not started but called in virtual time."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest.mock import patch
+
+from kvferry.connector.config import Settings
+from kvferry.connector.geometry.engine_types import RankInfo
+from kvferry.connector.protocol.handover import HandoverPhase
+from kvferry.connector.protocol.lease import HELD
+from kvferry.connector.protocol.step_plan import Load, RankAddress, StepPlan
+from kvferry.connector.transfer.load_reports import Check
+from kvferry.connector.transfer.rank_context import RankContext
+from kvferry.connector.transfer.transfer_thread import IDLE_SECONDS, TICK_SECONDS, TransferThread
+from kvferry.transport.wake import RateLimitedLog, RunningClock
+from tests.simulation.memory import Form, Pages, SimCopies
+from tests.simulation.network import Network, SimDialer, SimListener
+from tests.simulation.plane_base import SimPlane
+from tests.simulation.pull_plane import PullPlane
+from tests.simulation.push_planes import PlacePlane, PushPlane
+from tests.simulation.timeline import Violation
+
+TURN_SECONDS = 30e-6
+MAX_BUSY_TURNS = 10_000
+MODEL = {"architectures": "Simulated"}
+PLANES: dict[str, type[SimPlane]] = {plane.name: plane for plane in (PullPlane, PlacePlane, PushPlane)}
+
+
+class StepLoads:
+    """What the transfer thread says of the loads inside one step, in the place of ``StepOutcome``."""
+
+    def __init__(self, loads: Sequence[Load], begun: Callable[[Load, Check | None], None]) -> None:
+        self._loads, self._begun = {id(load): load for load in loads}, begun
+
+    def begun(self, load: Load, stands: Check | None = None) -> None:
+        if id(load) in self._loads:
+            self._begun(load, stands)
+
+    def ended(self, load: Load, ok: bool) -> None:
+        self._loads.pop(id(load), None)
+
+    def yield_to_engine(self, wait: Callable[[float], bool]) -> None:
+        """The engine has no thread."""
+
+    def interrupt(self) -> None:
+        """Nothing waits."""
+
+    @property
+    def final(self) -> bool:
+        return not self._loads
+
+
+class Node:
+    """One process: one rank of one engine, from its start to its end.
+
+    ``finished``, ``freed``: called with what the rank reports. ``begun``: called when the copies of a load inside a
+    step are under way.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        settings: Settings,
+        form: Form,
+        engine_id: str,
+        tp_rank: int,
+        address: tuple[str, int],
+        planes: Sequence[str],
+        slow: float,
+    ) -> None:
+        self.network, self.timeline, self.tp_rank = network, network.timeline, tp_rank
+        self.number = network.new_number()
+        self.name = f"{engine_id}.{tp_rank}"
+        self.alive, self._stands_still_until = True, 0.0
+        self.finished: Callable[[Node, Load, bool], None] = lambda node, load, ok: None
+        self.freed: Callable[[Node, str], None] = lambda node, request_id: None
+        self.begun: Callable[[Node, Load, Check | None], None] = lambda node, load, stands: None
+        info = RankInfo(engine_id=engine_id, tp_rank=tp_rank, tp_size=form.tp_size, pp_rank=0, pp_size=1, model=MODEL)
+        self.copies = SimCopies(self.timeline, slow)
+        self.pages = Pages(form, tp_rank, info, self.copies)
+        incarnation = self.timeline.rng.randbytes(16)
+        context = RankContext(
+            settings,
+            engine_id,
+            incarnation,
+            MODEL,
+            self.pages.caches,
+            None,
+            log=RateLimitedLog(logging.getLogger("vllm.kvferry.peer"), 0.0, max_lines=1 << 62),
+            clock=self.timeline.clock,
+        )
+        context.dialer.close()
+        dialer: Any = SimDialer(network, self)
+        context.dialer = dialer
+        context.planes = [PLANES[name](self) for name in planes]
+        self.context = context
+        self.address = RankAddress(0, tp_rank, *address, incarnation)
+        self.listener: Any = SimListener(network, self, address)
+        self._clock = RunningClock(self.timeline.clock)
+        self.thread = TransferThread(context, self.listener, self._clock)
+        self.copies.on_done = self.wake
+        self._turn_at = float("inf")
+        self._busy_turns = 0
+        network.hosts[self.number] = self
+        self._turn_in(0.5 * TICK_SECONDS * self.timeline.rng.random())
+
+    def post(self, plan: StepPlan) -> None:
+        """The engine posts the work of a step."""
+        if self.alive:
+            inside = [load for load in plan.loads if load.now]
+            begun = lambda load, stands: self.begun(self, load, stands)  # noqa: E731
+            self.thread.post(plan, listener=StepLoads(inside, begun) if inside else None)
+            self.wake()
+
+    # --- turns ----------------------------------------------------------------------------------------------------
+
+    def mark(self, what: object) -> None:
+        """A socket is readable, or a plane has an event."""
+        if self.alive:
+            self.thread.mark_ready(what)
+            self._turn_in(TURN_SECONDS)
+
+    def wake(self) -> None:
+        if self.alive:
+            self._turn_in(TURN_SECONDS)
+
+    def stand_still(self, seconds: float) -> None:
+        """The process gets no time of its host's cores."""
+        self._stands_still_until = self.timeline.now + seconds
+
+    def _turn_in(self, seconds: float) -> None:
+        at = self.timeline.now + seconds
+        if at < self._turn_at:
+            self._turn_at = at
+            self.timeline.after(seconds, lambda: self._turn(at))
+
+    def _turn(self, at: float) -> None:
+        if at != self._turn_at or not self.alive:
+            return  # an earlier turn has come instead
+        self._turn_at = float("inf")
+        if self.timeline.now < self._stands_still_until:
+            self._turn_in(self._stands_still_until - self.timeline.now + TURN_SECONDS)
+            return
+        busy = self.thread.turn(self._clock.turn())
+        self._take()
+        if busy:
+            self._busy_turns += 1
+            if self._busy_turns > MAX_BUSY_TURNS:
+                raise Violation(f"{self.name} is busy for {MAX_BUSY_TURNS} turns and does not sleep")
+            self._turn_in(TURN_SECONDS)
+        else:
+            self._busy_turns = 0
+            seconds = self.thread.sleep_seconds
+            self._clock.sleeps(seconds)
+            self._turn_in(seconds)
+
+    def _take(self) -> None:
+        for finished in self.thread.take_finished():
+            self.finished(self, finished.load, finished.ok)
+        for request_id in self.thread.take_freed():
+            self.freed(self, request_id)
+
+    # --- the end --------------------------------------------------------------------------------------------------
+
+    def kill(self, *, silently: bool = False) -> None:
+        """The process ends at once, without a word. ``silently``: its host does."""
+        if not self.alive:
+            return
+        self.timeline.note(f"{self.name} is killed{' with its host' if silently else ''}")
+        self._end()
+        board = self.thread._producer._board  # no other process opens a dead process's descriptor
+        os.close(board._fd)
+        board._fd = -1
+        self.network.ended(self, silently=silently)
+
+    def close(self) -> None:
+        """The engine shuts down in order."""
+        if not self.alive:
+            return
+        self.timeline.note(f"{self.name} closes")
+        with patch("kvferry.connector.transfer.producer.CLOSING_SECONDS", 0.0):
+            self.thread._shut()
+        self._take()
+        self._end()
+        self.network.ended(self, silently=False)
+
+    def _end(self) -> None:
+        self.alive = self.copies.alive = False
+        self.thread._waker.close()
+        self.network.hosts.pop(self.number, None)
+        if self.network.listeners.get(self.listener.address) is self.listener:
+            del self.network.listeners[self.listener.address]
+
+    # --- tables ---------------------------------------------------------------------------------------------------
+
+    def overdue(self) -> Iterator[str]:
+        """What should have ended by its deadline."""
+        if self.timeline.now < self._stands_still_until + 1.0:
+            return
+        late = self._clock._now - 5 * TICK_SECONDS
+        consumer, producer = self.thread._consumer, self.thread._producer
+        for load in consumer._active_loads:
+            state = load.lifetime.state
+            if state.deadline < late:
+                yield f"load {load.load.request_id}, {state.phase.value}, by {late - state.deadline:.3f} s"
+        for link in consumer._links:
+            # Only a release waits for this handshake, and the release is sent already.
+            unhurried = IDLE_SECONDS if not link.lifetime.state.plane_wanted else 0.0
+            if link.lifetime.state.deadline + unhurried < late:
+                yield f"link to {link.name}, {link.phase.value}"
+        for kept in consumer._lease_keeper._kept.values():
+            if kept.lifetime.state.renew_at < late:
+                yield f"renewal of {kept.token.hex()[:8]}"
+        for held in producer._leases.values():
+            lease = held.lifetime.state
+            if lease.phase in HELD and lease.deadline < late:
+                yield f"lease {held.grant.request_id}, {lease.phase.value}, by {late - lease.deadline:.3f} s"
+        for ask in producer._early.asks.values():
+            if ask.deadline < late:
+                yield f"held ask {ask.ask.read}"
+        for vote in producer._early.votes.values():
+            if vote.deadline < late:
+                yield "early release"
+
+    def left(self) -> Iterator[str]:
+        """What is still in a table."""
+        consumer, producer = self.thread._consumer, self.thread._producer
+        receiver = consumer._receiver
+        tables = {
+            "loads": [f"{each.load.request_id} {each.lifetime.story()}" for each in consumer._active_loads],
+            "reads": [f"{r.number} of {r.active_load.load.request_id} {r.lifetime.story()} {sorted(r.tags)}"
+                      for r in receiver._reads.values()],
+            "writes": receiver._writing,
+            "messages": receiver._arrived,
+            "kept leases": [kept.lifetime.story() for kept in consumer._lease_keeper._kept.values()],
+            "renewals": list(consumer._lease_keeper._due),
+            "links": [f"{link.name} {link.lifetime.story()}" for link in consumer._links],
+            "later": consumer._later,
+            "leases": [f"{held.grant.request_id} {held.lifetime.story()}" for held in producer._leases.values()],
+            "asks": producer._early.asks.values(),
+            "early releases": producer._early.votes.values(),
+            "replies": producer._replies.kept.values(),
+            "messages that have arrived": producer._arrived,
+            "outgoing reads": producer._sender._outgoing,
+            "live reads": producer._sender._live.values(),
+            "draining reads": producer._sender._draining,
+            "posted grants": producer._board._taken,
+            "sessions": [session.engine_id for session in producer._sessions._sessions.values()],
+            "commands": self.thread._commands,
+            "leases that are computed": self.thread._computing,
+            "loads inside steps": self.thread._listeners,
+            "peers": list(self.listener.peers),
+            "reads of pages": [use for use in self.pages.reads if use.copy is None or not use.copy.done],
+            "writes of pages": [use for use in self.pages.writes if use.copy is None or not use.copy.done],
+        }  # fmt: skip
+        for name, table in tables.items():
+            if table:
+                yield f"{len(table)} {name}: {', '.join(map(str, list(table)[:3]))}"
+        for plane in self.context.planes:
+            ends = getattr(plane, "ends", ())
+            if ends:
+                yield f"{len(ends)} channels of {plane.name}"
+            for pool in (getattr(plane, "send_pool", None), getattr(plane, "recv_pool", None)):
+                if pool is not None and pool.free != pool.capacity:
+                    yield f"{pool.capacity - pool.free} slots of {plane.name}"
+
+    @property
+    def draining(self) -> int:
+        """Loads whose copies must end before they are reported."""
+        return sum(load.lifetime.state.phase is HandoverPhase.DRAINING for load in self.thread._consumer._active_loads)

@@ -1,0 +1,108 @@
+"""What the simulation found to be left in a table: each alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from kvferry.connector.transfer.sessions import SILENT_SECONDS
+from tests.simulation.engines import Engine, Request
+from tests.simulation.memory import Form
+from tests.simulation.network import Packet
+from tests.simulation.world import World
+
+FORM = Form(1, 2, 128)
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    made = World(1)
+    yield made
+    made.close()
+
+
+def hand_over(p: Engine, d: Engine, tokens: int = 40) -> Request:
+    prompt = p.prefill(tokens)
+    assert prompt is not None
+    request = d.keep(prompt, prompt.name)
+    assert d.load(request)
+    return request
+
+
+def under_way(world: World, what: str) -> Packet:
+    """Let time pass until there is such a packet."""
+    for _ in range(1000):
+        packets = [packet for packet in world.network.under_way if packet.what == what]
+        if packets:
+            return packets[0]
+        world.run(20e-6)
+    raise AssertionError(f"no {what} was sent")
+
+
+def sessions(p: Engine) -> int:
+    return len(p.nodes[0].thread._producer._sessions._sessions)
+
+
+def test_p_forgets_a_d_that_is_silent(world: World) -> None:
+    """D reads P's pages by itself: P has no channel that could tell that D is gone."""
+    p, d = (world.engine(name, FORM, ("sim_pull",)) for name in "pd")
+    hand_over(p, d)
+    world.run(1.0)
+    assert sessions(p) == 1
+    d.kill()
+    world.run(SILENT_SECONDS - 2)
+    assert sessions(p) == 1
+    world.run(4.0)
+    assert sessions(p) == 0
+
+
+def test_a_d_that_only_releases_is_not_silent(world: World) -> None:
+    """With posted grants D sends nothing but releases."""
+    p, d = (world.engine(name, FORM, ("sim_pull",)) for name in "pd")
+    for _ in range(6):
+        request = hand_over(p, d)
+        world.run(SILENT_SECONDS / 2 - 30)
+        assert request.phase == "ended" and sessions(p) == 1
+    assert world.outcomes + d.outcomes == {"loaded": 6}
+
+
+@pytest.mark.parametrize("what", ["reply", "chunk"])
+def test_a_read_whose_end_is_lost_does_not_stay(world: World, what: str) -> None:
+    """``Stopped`` says how many chunks are under way, and all of them must come; else the link is lost."""
+    p, d = (world.engine(name, FORM, ("sim_push",)) for name in "pd")
+    hand_over(p, d)
+    world.run(1.0)
+    request = hand_over(p, d, 2000)  # of several messages
+    under_way(world, "chunk")
+    d.abort(request)
+    if what == "chunk":
+        world.network.lose(under_way(world, what))
+    while what == "reply" and world.timeline.now < 1.1:
+        world.run(20e-6)
+        for packet in [packet for packet in world.network.under_way if packet.what == what]:
+            world.network.lose(packet)
+    world.run(1.0)
+    assert request.phase == "ended", "the engine does not wait for it"
+    receiver = d.nodes[0].thread._consumer._receiver
+    assert receiver.stopped
+    world.run(world.settings.transfer_timeout_seconds)
+    assert not receiver
+    world.run(2.0)
+    hand_over(p, d)
+    world.run(2.0)
+    assert d.outcomes["loaded"] == 2, "a new link is made"
+
+
+def test_an_attach_that_comes_twice_leaves_no_closed_channel(world: World) -> None:
+    p, d = (world.engine(name, FORM, ("sim_push",)) for name in "pd")
+    request = hand_over(p, d)
+    under_way(world, "reply")  # P's Welcome
+    world.network.double(under_way(world, "request"))
+    world.run(0.002)
+    channels = [session.channel for session in p.nodes[0].thread._producer._sessions]
+    assert len(channels) == 1
+    assert all(channel is None or channel.is_open for channel in channels)
+    world.run(5.0)
+    assert request.phase == "ended"
+    world.settle()
