@@ -79,8 +79,11 @@ def test_p_is_killed_and_restarted(shared: SharedEngines, model: Path) -> None:
 @pytest.mark.parametrize("plane", ["cma", "shm", "tcp", "zmq", pytest.param("ucx", marks=pytest.mark.ucx)])
 def test_over_every_plane(shared: SharedEngines, model: Path, plane: str) -> None:
     group, prefill = shared.group, shared.prefill
+    named = plane in ("zmq", "ucx")  # in host memory P offers these only where they are named
+    if named:
+        prefill = group.engine(f"prefill-{plane}", model, extra={"plane": plane})
     decode = group.engine(f"decode-{plane}", model, extra={"plane": plane})
-    group.wait_ready(START_SECONDS, [decode])
+    group.wait_ready(START_SECONDS, [prefill, decode])
     pair = Pair(group, prefill, decode)
     for tokens in (33, 400, 1500):
         pair.check(prompt(tokens, tokens + len(plane)), plane=plane)
@@ -88,6 +91,8 @@ def test_over_every_plane(shared: SharedEngines, model: Path, plane: str) -> Non
     group.stop(pair.router)
     no_block_held(prefill)
     eventually(prefill.healthy, "P serves on")
+    if named:
+        group.stop(prefill)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
