@@ -1,14 +1,12 @@
-"""The engines of ``wrong_tokens.py``: P that may be killed and comes again, D, and what lies between them.
+"""P of ``wrong_tokens.py``, which may be killed and comes again, and the socket by which D's worker asks for faults.
 
-D reaches P's control port by way of a proxy of this process, which can cut the connection. D's worker asks this process
-to act in the middle of a copy; see ``planted_faults.py``.
+D's worker asks in the middle of a copy; see ``planted_faults.py``.
 """
 
 from __future__ import annotations
 
 import json
 import socket
-import struct
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,58 +17,6 @@ from examples.lib.pd_router import PREFILL_TAG
 from tests.support.served import START_SECONDS, PatientServerGroup, eventually, kill
 from tests.support.server import EngineError, Server
 
-RESET = struct.pack("ii", 1, 0)
-"""For SO_LINGER: a connection that is closed is reset."""
-
-
-class Proxy:
-    """Carries the connections to one port until they are cut."""
-
-    def __init__(self, host: str, port: int) -> None:
-        self._target = host, port
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self._listener.getsockname()[1]
-        self._lock = threading.Lock()
-        self._sockets: list[socket.socket] = []
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
-                ours, _ = self._listener.accept()
-                try:
-                    theirs = socket.create_connection(self._target)
-                except OSError:
-                    ours.close()
-                    continue
-                with self._lock:
-                    self._sockets += [ours, theirs]
-                for source, sink in ((ours, theirs), (theirs, ours)):
-                    threading.Thread(target=self._carry, args=(source, sink), daemon=True).start()
-
-    @staticmethod
-    def _carry(source: socket.socket, sink: socket.socket) -> None:
-        with suppress(OSError):
-            while data := source.recv(1 << 16):
-                sink.sendall(data)
-        for end in (source, sink):
-            with suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-
-    def cut(self) -> None:
-        """Reset all connections. New ones are carried."""
-        with self._lock:
-            sockets, self._sockets = self._sockets, []
-        for each in sockets:
-            with suppress(OSError):
-                each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
-                each.shutdown(socket.SHUT_RDWR)
-            each.close()
-
-    def close(self) -> None:
-        self._listener.close()
-        self.cut()
-
 
 class Prefill:
     """P. After ``kill`` it is started again; who needs it meanwhile waits."""
@@ -80,7 +26,6 @@ class Prefill:
         self.server = start()
         self.killed = 0
         self._up = threading.Event()
-        self._proxies: dict[tuple[str, int], Proxy] = {}
         self._lock = threading.Lock()
         self.error: BaseException | None = None
 
@@ -121,7 +66,7 @@ class Prefill:
         return self.server
 
     def leg(self, body: dict[str, Any], name: str) -> dict[str, Any]:
-        """Have P compute a prompt, again where P was killed; the ``kv_transfer_params`` for D, by way of the proxy."""
+        """Have P compute a prompt, again where P was killed; the ``kv_transfer_params`` for D."""
         while True:
             server, killed = self.wait(), self.killed
             try:
@@ -132,38 +77,26 @@ class Prefill:
                     raise
                 continue
             params: dict[str, Any] = answer["kv_transfer_params"]
-            for rank in params["kvferry"]["ranks"]:
-                rank[3] = self._proxy(rank[2], rank[3]).port
-            params["remote_port"] = params["kvferry"]["ranks"][0][3]
             return params
-
-    def _proxy(self, host: str, port: int) -> Proxy:
-        with self._lock:
-            if (host, port) not in self._proxies:
-                self._proxies[host, port] = Proxy(host, port)
-            return self._proxies[host, port]
 
     def cut(self) -> None:
         """Cut D's connections to P."""
-        with self._lock:
-            proxies = list(self._proxies.values())
-        for proxy in proxies:
-            proxy.cut()
+        self._rpc("wt_cut")
 
     def end_lease(self, name: str, *, reuse: bool = False) -> bool:
         """Whether there was one to end: none where P is killed first."""
+        return self._rpc("wt_end_lease", name, str(int(reuse)))
+
+    def _rpc(self, method: str, *args: str) -> bool:
+        """The answer of P's worker; False where P is killed first."""
         server, killed = self.wait(), self.killed
         try:
-            ended: bool = server.rpc("wt_end_lease", name, str(int(reuse)))[0]
+            answer: bool = server.rpc(method, *args)[0]
         except EngineError:
             if self.killed == killed:
                 raise
             return False
-        return ended
-
-    def close(self) -> None:
-        for proxy in self._proxies.values():
-            proxy.close()
+        return answer
 
 
 class Actor:

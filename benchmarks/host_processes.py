@@ -132,7 +132,7 @@ class PlaneTarget(PlaneEndpoint):
 
 
 def sleep(plane: Any) -> bool:
-    """Wait for the plane as the mover does; True when the orchestrator speaks."""
+    """Wait for the plane as the transfer thread does; True when the orchestrator speaks."""
     if not plane.arm():
         return stopped()
     poller = zmq.Poller()

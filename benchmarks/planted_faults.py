@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import re
 import socket
 import time
@@ -29,6 +30,7 @@ from kvferry.connector.protocol.state_machine import Tick
 from kvferry.connector.protocol.step_plan import unpack_ids
 from kvferry.connector.transfer import consumer as consumer_module
 from kvferry.connector.transfer import load_reports
+from kvferry.transport.control.unread_bytes import shutdown_connection
 from kvferry.transport.planes import cma
 from tests.support.kv_bytes import Cached, cached_layer
 
@@ -227,6 +229,11 @@ class FaultProbe:
                 kernel_ids = [int(block) * per_page + part for block in ids for part in range(per_page)]
                 cache[kernel_ids] = torch.randn_like(cache[kernel_ids])
         return True
+
+    def wt_cut(self) -> bool:
+        """Shut the connections of P's control port down. Returns whether there was one."""
+        port = _transfer_thread()._listener.port
+        return any([shutdown_connection(int(fd), port) for fd in os.listdir("/proc/self/fd")])
 
     # --- both ---------------------------------------------------------------------------------------------------
 

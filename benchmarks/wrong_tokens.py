@@ -298,7 +298,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             rows = rows_of(run, groups)
         finally:
             run.actor.close()
-            p.close()
         if not d.alive:
             raise EngineError(f"D has ended\n{d.log_tail()}")
         if args.scheduling == "ahead" and "ahead: 2 steps in flight" not in d.log_text():

@@ -309,7 +309,7 @@ class WorkerHalf:
     def _collect(self) -> None:
         if self._transfer_thread is None:
             return
-        for finished in self._transfer_thread.take_finished():
+        for finished in self._transfer_thread.results.take_finished():
             self._ledger.load_ended(finished.load, ok=finished.ok)
             source = finished.load.peer.engine_id, self._info.tp_rank
             if self._estimates.get(source) != UNKNOWN:  # a fast hand-over does not outweigh a failed one
@@ -320,9 +320,9 @@ class WorkerHalf:
         if self._transfer_thread is None:
             return StepResults()
         if self._idle and self._ledger.awaits_load:
-            self._transfer_thread.wait(IDLE_WAIT_SECONDS)
+            self._transfer_thread.results.wait(IDLE_WAIT_SECONDS)
         alive = self._transfer_thread.alive  # before its reports are taken, so that none is lost
-        for request_id in self._transfer_thread.take_freed():
+        for request_id in self._transfer_thread.results.take_freed():
             self._ledger.lease_freed(request_id)
         self._collect()
         if not alive and self._ledger.owes:

@@ -1,8 +1,8 @@
 """The transfer thread: the thread of a rank that runs the protocol. The engine's thread posts work and takes results.
 
-The engine's thread calls ``post`` and ``take_*``, which never block, and ``wait`` where it cannot go on. While there is
-traffic, the transfer thread polls the control sockets and the data planes. While there is none, it sleeps in one
-``poll`` call, without the GIL.
+The engine's thread calls ``post`` and ``results.take_*``, which never block, and ``results.wait`` where it cannot go
+on. While there is traffic, the transfer thread polls the control sockets and the data planes. While there is none, it
+sleeps in one ``poll`` call, without the GIL.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ import zmq
 from kvferry.connector.protocol.step_plan import LeaseGrant, Load, StepPlan
 from kvferry.connector.transfer.consumer import Consumer
 from kvferry.connector.transfer.copies import DeviceEvent
-from kvferry.connector.transfer.load_reports import Check, FinishedLoad, StepLoadListener
+from kvferry.connector.transfer.load_reports import Check, StepLoadListener
 from kvferry.connector.transfer.producer import Producer
 from kvferry.connector.transfer.rank_context import RankContext
+from kvferry.connector.transfer.results import Results
 from kvferry.transport.control.listener import Listener
 from kvferry.transport.errors import GeometryError
 from kvferry.transport.plane import Plane
@@ -55,7 +56,7 @@ _Command = tuple[StepPlan, DeviceEvent | None, Sequence[DeviceEvent | None], Ste
 class TransferThread:
     """One rank's transfer thread.
 
-    Any thread may call ``post``. Only one thread may call ``wait`` and ``take_*``.
+    Any thread may call ``post``. ``results``: what the engine takes.
     """
 
     def __init__(self, rank_context: RankContext, listener: Listener, clock: RunningClock | None = None) -> None:
@@ -67,10 +68,7 @@ class TransferThread:
         self._waker = Waker()
         self._commands: deque[_Command] = deque()
         self._computing: list[tuple[LeaseGrant, DeviceEvent | None]] = []
-        self._listeners: list[StepLoadListener] = []  # of loads inside steps that are not final
-        self._finished: deque[FinishedLoad] = deque()
-        self._freed: deque[str] = deque()
-        self._results_ready = threading.Event()
+        self.results = Results()
         self._work_posted = False  # any thread sets it, before it wakes this one
         self._yielding = False  # the engine's threads have more urgent work than this one
         self._wake_pending = False  # the waker has fired and is not drained yet
@@ -81,8 +79,8 @@ class TransferThread:
         self._stopping = False
         self._closing = ""
         self._next_tick = self._next_look = 0.0
-        self._consumer = Consumer(rank_context, self._report_begun, self._report)
-        self._producer = Producer(rank_context, listener, self._report_freed)
+        self._consumer = Consumer(rank_context, self._report_begun, self.results.finished)
+        self._producer = Producer(rank_context, listener, self.results.freed)
         self._thread = threading.Thread(target=self._run, name="kvferry-transfer", daemon=True)
         rank_context.caches.copies.on_done = self._copy_done
 
@@ -111,26 +109,11 @@ class TransferThread:
         are written. ``computed``: one event per lease; the device must have reached it before the blocks of the lease
         are read. ``listener``: takes the reports of the loads inside the step, from this thread."""
         if not plan.empty:
-            earlier = tuple(self._listeners)  # before the thread can add this listener
+            earlier = self.results.listeners  # before the thread can add this listener
             self._commands.append((plan, event, computed, listener))
             self._wake()
             for other in earlier:
                 other.interrupt()
-
-    def wait(self, timeout: float) -> None:
-        """Block for up to ``timeout`` seconds. Returns early if there is a result to take: a load that ended, or the
-        freed blocks of a lease."""
-        self._results_ready.clear()
-        if not (self._finished or self._freed):  # after the clear: nothing is missed
-            self._results_ready.wait(timeout)
-
-    def take_finished(self) -> list[FinishedLoad]:
-        """The loads that have ended; each is returned once."""
-        return [self._finished.popleft() for _ in range(len(self._finished))]
-
-    def take_freed(self) -> list[str]:
-        """The requests whose leased blocks may be freed; each is returned once."""
-        return [self._freed.popleft() for _ in range(len(self._freed))]
 
     def close(self, timeout: float = 5.0, reason: str = "the engine ends") -> None:
         """Stop the thread, close sockets, channels and staging. Idempotent. All loads that run are cancelled, all
@@ -257,7 +240,7 @@ class TransferThread:
         for _ in range(len(self._commands)):
             plan, event, computed, listener = self._commands.popleft()
             if listener is not None:
-                self._listeners.append(listener)
+                self.results.listen(listener)
             self._consumer.identify(plan.consumer)
             self._computing += zip_longest(plan.leases, computed)
             for request_id in plan.cancels:  # first: they are of earlier plans' loads, also where an id comes again
@@ -324,7 +307,7 @@ class TransferThread:
                 left.append((grant, computed))
         self._computing = left
         for grant in ready:
-            self._try(grant, partial(self._producer.grant, grant, now), partial(self._report_freed, grant.request_id))
+            self._try(grant, partial(self._producer.grant, grant, now), partial(self.results.freed, grant.request_id))
 
     def _try(self, item: object, act: Callable[[], object], otherwise: Callable[[], None] | None = None) -> None:
         """Run one command, which is about ``item``. Its error must not stop the other commands. ``otherwise`` then
@@ -342,28 +325,9 @@ class TransferThread:
                 except Exception:
                     self._log.exception("otherwise", "kvferry: unexpected error after an error")
 
-    def _report(self, finished: FinishedLoad) -> None:
-        """Report a load that has ended, at once."""
-        self._finished.append(finished)
-        self._set_results_ready()
-        if finished.load.now:
-            for listener in self._listeners:
-                listener.ended(finished.load, finished.ok)
-            self._listeners = [listener for listener in self._listeners if not listener.final]
-
     def _report_begun(self, load: Load, stands: Check | None) -> None:
-        for listener in self._listeners:
+        for listener in self.results.listeners:
             listener.begun(load, stands)
-
-    def _report_freed(self, request_id: str) -> None:
-        """Report that nothing reads the leased blocks of a request any more."""
-        self._freed.append(request_id)
-        self._set_results_ready()
-
-    def _set_results_ready(self) -> None:
-        """Let ``wait`` return. It clears the event before it looks, so it misses no result that was appended before."""
-        if not self._results_ready.is_set():
-            self._results_ready.set()
 
     def _sleep(self) -> None:
         if self._wake_pending:  # drained only here, so that the turn after the wake-up starts without this delay

@@ -62,7 +62,7 @@ def test_a_bounded_wait_ends_before_a_long_copy(copies: GpuCopies) -> None:
 
 def test_none_is_waited_for_behind_what_the_engine_does(copies: GpuCopies) -> None:
     """And it does not begin before that is over."""
-    with torch.cuda.stream(torch.cuda.default_stream()):  # this thread is the mover, too, and on its stream
+    with torch.cuda.stream(torch.cuda.default_stream()):  # this thread is the transfer thread, too, and on its stream
         flag = torch.zeros(1, device=copies.device)
         busy()
         flag.fill_(1)

@@ -32,6 +32,6 @@ class Gate:
 
 
 def halves(rank: Rank) -> tuple[Any, Any]:
-    """(producer, consumer) of a rank's mover."""
-    mover = rank.worker._transfer_thread
-    return mover._producer, mover._consumer
+    """(producer, consumer) of a rank's transfer thread."""
+    transfer_thread = rank.worker._transfer_thread
+    return transfer_thread._producer, transfer_thread._consumer

@@ -1,6 +1,6 @@
 """A request given up at every stage of its hand-over: one report, no page touched afterwards, P's blocks freed.
 
-Stages are held by gates: a method of the real mover that does nothing until the gate opens.
+Stages are held by gates: a method of the real transfer_thread that does nothing until the gate opens.
 """
 
 from __future__ import annotations

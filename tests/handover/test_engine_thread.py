@@ -54,7 +54,7 @@ def test_what_was_collected_before_is_told_at_once(pair: tuple[Rank, Rank], monk
     monkeypatch.setattr(worker, "IDLE_WAIT_SECONDS", 60.0)
     token = grant([p], "req-p", THEIRS, TOKENS)
     d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
-    assert wait(lambda: bool(d.worker._transfer_thread and d.worker._transfer_thread._finished))
+    assert wait(lambda: bool(d.worker._transfer_thread and d.worker._transfer_thread.results._finished))
     assert d.worker.take_estimates().keys() == {("engine-p", 0)}
     begun = time.monotonic()
     d.worker.post(StepPlan(idle=True))
@@ -66,10 +66,10 @@ def test_a_step_that_waits_for_its_load_sleeps(pair: tuple[Rank, Rank], monkeypa
     """Also beside a lease that was freed, which the engine takes only after its step."""
     p, d = pair
     another_works(p, d)
-    mover = d.worker._transfer_thread
-    assert mover is not None
+    transfer_thread = d.worker._transfer_thread
+    assert transfer_thread is not None
     monkeypatch.setattr(d.worker, "_patience", 60.0)
-    mover._freed.append("a lease of ours")
+    transfer_thread.results._freed.append("a lease of ours")
     token = secrets.token_bytes(16)
     lease = StepPlan(leases=(LeaseGrant("req-p", token, TOKENS, (pack_ids(THEIRS),)),))
     threading.Timer(0.5, lambda: p.worker.post(lease)).start()
@@ -98,13 +98,13 @@ def test_the_wait_is_short(group: RankGroup) -> None:
 
 def test_a_failure_is_told_of_an_engine_though_another_load_of_the_same_step_was_fast(pair: tuple[Rank, Rank]) -> None:
     d = pair[1]
-    mover = d.worker._transfer_thread
-    assert mover is not None
+    transfer_thread = d.worker._transfer_thread
+    assert transfer_thread is not None
     load = Load("req", b"t" * 16, PeerEngine("engine-p", 1, 1, 30.0, ()), (), ())
     for estimate in (UNKNOWN, TransferEstimate(0.001, 100)):
-        mover._finished.append(FinishedLoad(load, estimate is not UNKNOWN, estimate))
+        transfer_thread.results._finished.append(FinishedLoad(load, estimate is not UNKNOWN, estimate))
     assert d.worker.take_estimates() == {("engine-p", 0): UNKNOWN}
-    mover._finished.append(FinishedLoad(load, True, TransferEstimate(0.001, 100)))
+    transfer_thread.results._finished.append(FinishedLoad(load, True, TransferEstimate(0.001, 100)))
     assert d.worker.take_estimates() == {("engine-p", 0): TransferEstimate(0.001, 100)}
 
 

@@ -124,7 +124,7 @@ def test_siblings_share_one_lease(group: RankGroup) -> None:
     assert wait(lambda: p.sent == {"req-p"}, [p, d])
 
 
-def test_an_idle_mover_sleeps(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_transfer_thread_sleeps(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     """Idle CPU use of the transfer thread is under 1 %. It does not take its sleep for being held up."""
     monkeypatch.setattr(wake, "HELD_UP_SECONDS", 0.0)
     p, d = group.rank(), group.rank(engine_id="engine-d")

@@ -39,16 +39,16 @@ class Deaf:
 
 
 def goes_on(rank: Rank) -> Callable[[], bool]:
-    """A condition: the rank's mover has looked at its deadlines some times more."""
-    mover: Any = rank.worker._transfer_thread
+    """A condition: the rank's transfer thread has looked at its deadlines some times more."""
+    transfer_thread: Any = rank.worker._transfer_thread
     looked: list[float] = []
-    real = mover._tick
+    real = transfer_thread._tick
 
     def tick(now: float) -> None:
         real(now)
         looked.append(now)
 
-    mover._tick = tick
+    transfer_thread._tick = tick
     return lambda: len(looked) > 3
 
 
@@ -104,13 +104,13 @@ def test_d_renews_at_once_after_it_was_held_up(group: RankGroup, when: str) -> N
     assert wait(lambda: bool(leases), [p])
     before = leases[token].lifetime.state.deadline
     plan = StepPlan(consumer=b"c" * 16, keeps=(KeepLease("req-d", token, peer([p]), False),))
-    mover = d.worker._transfer_thread
+    transfer_thread = d.worker._transfer_thread
     if when == "meanwhile":
-        mover._commands.append((plan, None, (), None))
+        transfer_thread._commands.append((plan, None, (), None))
     else:
         d.worker.post(plan)
         assert wait(lambda: bool(halves(d)[1]._lease_keeper), [p, d])
-    hold_up(mover, STOP)
+    hold_up(transfer_thread, STOP)
     assert wait(lambda: leases[token].lifetime.state.deadline > before, [p, d])
 
 
@@ -152,13 +152,13 @@ def test_a_turn_that_breaks_after_it_was_held_up_ends_nothing(
     p = group.rank(settings=Settings(lease_seconds=LIMIT))
     grant([p], "req-p", THEIRS, TOKENS)
     assert wait(lambda: bool(halves(p)[0]._leases), [p])
-    mover = p.worker._transfer_thread
-    real = mover._turn
+    transfer_thread = p.worker._transfer_thread
+    real = transfer_thread._turn
 
     def breaks(now: float) -> bool:
-        monkeypatch.setattr(mover, "_turn", real)
-        hold_up(mover, STOP)
+        monkeypatch.setattr(transfer_thread, "_turn", real)
+        hold_up(transfer_thread, STOP)
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(mover, "_turn", breaks)
+    monkeypatch.setattr(transfer_thread, "_turn", breaks)
     assert wait(goes_on(p), [p]) and not p.sent

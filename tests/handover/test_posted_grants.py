@@ -141,7 +141,7 @@ def test_without_the_board_it_asks(pair: Pair, group: RankGroup, monkeypatch: py
     assert not d.failed and counts["Ask"] == counts["Commit"] == 1
 
 
-def test_a_mover_that_ends_leaves_no_note(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_transfer_thread_that_ends_leaves_no_note(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Even where its end goes wrong: the engine is then told that all its blocks are its own."""
     p, d = pair
     token = grant([p], "req-p", THEIRS, TOKENS)

@@ -84,7 +84,7 @@ def test_a_hand_over_takes_few_python_calls(group: RankGroup, untimed: None) -> 
         posted = len(calls.found)
         with calls.of_engine():
             d.worker.post(load_plan(name, token, peer([p]), blocks, 0, 1))
-        assert wait(lambda: bool(of_p._freed)) and wait(lambda: asleep(p, d))
+        assert wait(lambda: bool(of_p.results._freed)) and wait(lambda: asleep(p, d))
         with calls.of_engine():
             d.poll()
             p.poll()

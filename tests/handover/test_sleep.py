@@ -142,7 +142,7 @@ def test_a_load_that_ended_but_was_not_reported_has_failed(pair: tuple[Rank, Ran
     the load took, as vLLM does between two looks at the reports."""
     p, d = pair
     begin(p, d)
-    assert wait(lambda: bool(d.worker._transfer_thread._finished), [p])  # type: ignore[union-attr]
+    assert wait(lambda: bool(d.worker._transfer_thread.results._finished), [p])  # type: ignore[union-attr]
     if counted:
         assert d.worker.take_estimates()
     d.worker.unregister()

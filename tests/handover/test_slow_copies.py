@@ -235,7 +235,7 @@ def test_a_step_goes_on_as_soon_as_its_device_waits_for_the_last_copy(
     copies[1].gate.clear()
     begin_inside(p, d)
     assert copies[1].running > 1 and set(copies[1].waits) == {WaitPolicy.NONE}, (
-        "the mover waits for none of them either"
+        "the transfer thread waits for none of them either"
     )
     (reached,) = copies[1].held
     assert not reached.is_set()
@@ -332,9 +332,9 @@ def test_a_load_that_begins_after_it_was_given_up_fails_though_all_of_it_arrives
 ) -> None:
     """The forward may have read the blocks before."""
     p, d = pair
-    mover = d.worker._transfer_thread
-    assert mover is not None
-    monkeypatch.setattr(mover._consumer, "cancel", lambda *_: None)  # it comes too late
+    transfer_thread = d.worker._transfer_thread
+    assert transfer_thread is not None
+    monkeypatch.setattr(transfer_thread._consumer, "cancel", lambda *_: None)  # it comes too late
     copies[0].gate.clear()
     token = grant([p], "req-p", THEIRS, TOKENS)
     d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS, now=True))
@@ -368,11 +368,11 @@ def test_the_transfer_thread_ends_while_the_device_waits(
     p, d = pair
     copies[1].gate.clear()
     begin_inside(p, d)
-    mover, outcome = d.worker._transfer_thread, d.worker._outcome
-    assert mover is not None and outcome is not None
+    transfer_thread, outcome = d.worker._transfer_thread, d.worker._outcome
+    assert transfer_thread is not None and outcome is not None
     monkeypatch.setattr(outcome, "ended", lambda *_: None)  # whatever it says in the end is lost
     threading.Timer(0.2, copies[1].gate.set).start()
-    mover.close(60)
+    transfer_thread.close(60)
     assert not standing(d)
 
 

@@ -82,10 +82,10 @@ class HostedRank:
 
     def _listen_in(self) -> None:
         """Note what D asks for and what P is released by; everything goes its way."""
-        mover = self.worker._transfer_thread
-        assert mover is not None
-        ask, release, free = mover._consumer._ask, mover._producer._release, mover._producer._free
-        find_posted = mover._consumer._use_posted_grant
+        thread = self.worker._transfer_thread
+        assert thread is not None
+        ask, release, free = thread._consumer._ask, thread._producer._release, thread._producer._free
+        find_posted = thread._consumer._use_posted_grant
 
         def note(read: SourceRead) -> None:
             address = read.address
@@ -109,10 +109,10 @@ class HostedRank:
             self.released_when_freed, self.why_freed = list(self.released), reason
             free(token, held, reason)
 
-        mover._consumer._ask = asked  # type: ignore[method-assign]
-        mover._consumer._use_posted_grant = found  # type: ignore[method-assign]
-        mover._producer._release = released  # type: ignore[method-assign]
-        mover._producer._free = freed  # type: ignore[method-assign]
+        thread._consumer._ask = asked  # type: ignore[method-assign]
+        thread._consumer._use_posted_grant = found  # type: ignore[method-assign]
+        thread._producer._release = released  # type: ignore[method-assign]
+        thread._producer._free = freed  # type: ignore[method-assign]
 
     @property
     def tables(self) -> tuple[bytes, ...]:

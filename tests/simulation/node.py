@@ -159,9 +159,9 @@ class Node:
             self._turn_in(seconds)
 
     def _take(self) -> None:
-        for finished in self.thread.take_finished():
+        for finished in self.thread.results.take_finished():
             self.finished(self, finished.load, finished.ok)
-        for request_id in self.thread.take_freed():
+        for request_id in self.thread.results.take_freed():
             self.freed(self, request_id)
 
     # --- the end --------------------------------------------------------------------------------------------------
@@ -252,7 +252,7 @@ class Node:
             "sessions": [session.engine_id for session in producer._sessions._sessions.values()],
             "commands": self.thread._commands,
             "leases that are computed": self.thread._computing,
-            "loads inside steps": self.thread._listeners,
+            "loads inside steps": self.thread.results._listeners,
             "peers": list(self.listener.peers),
             "reads of pages": [use for use in self.pages.reads if use.copy is None or not use.copy.done],
             "writes of pages": [use for use in self.pages.writes if use.copy is None or not use.copy.done],

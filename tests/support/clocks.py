@@ -19,17 +19,17 @@ class _Later:
         return float(self._inner.turn()) + self._seconds
 
 
-def _of(mover: Any) -> Any:
-    return mover._time._inner if isinstance(mover._time, _Later) else mover._time
+def _of(transfer_thread: Any) -> Any:
+    return transfer_thread._time._inner if isinstance(transfer_thread._time, _Later) else transfer_thread._time
 
 
-def put_forward(mover: Any, seconds: float) -> None:
-    """It is ``seconds`` later for the mover than it would be; a lease ends at a chosen moment."""
-    mover._time = _Later(_of(mover), seconds)
-    mover._waker.wake()
+def put_forward(transfer_thread: Any, seconds: float) -> None:
+    """It is ``seconds`` later for the transfer thread than it would be; a lease ends at a chosen moment."""
+    transfer_thread._time = _Later(_of(transfer_thread), seconds)
+    transfer_thread._waker.wake()
 
 
-def hold_up(mover: Any, seconds: float) -> None:
-    """The host lets the mover's thread stand still for so long, as far as its clock says."""
-    _of(mover)._clock = lambda: time.monotonic() + seconds
-    mover._waker.wake()
+def hold_up(transfer_thread: Any, seconds: float) -> None:
+    """The host lets the transfer thread's thread stand still for so long, as far as its clock says."""
+    _of(transfer_thread)._clock = lambda: time.monotonic() + seconds
+    transfer_thread._waker.wake()

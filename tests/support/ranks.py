@@ -200,10 +200,10 @@ def reason_of(rank: Rank) -> str:
 
 
 def let_time_pass(rank: Rank, seconds: float) -> None:
-    """For this rank's mover it is ``seconds`` later from now on: a lease ends at a chosen moment."""
-    mover = rank.worker._transfer_thread
-    assert mover is not None
-    put_forward(mover, seconds)
+    """For this rank's transfer thread it is ``seconds`` later from now on: a lease ends at a chosen moment."""
+    transfer_thread = rank.worker._transfer_thread
+    assert transfer_thread is not None
+    put_forward(transfer_thread, seconds)
 
 
 def renew_after(p: Rank, d: Rank, seconds: float) -> None:
@@ -219,6 +219,6 @@ def renew_after(p: Rank, d: Rank, seconds: float) -> None:
 
 def no_failed_link(d: Rank) -> bool:
     """Whether D would try anew: a failed link answers for a second."""
-    mover = d.worker._transfer_thread
-    assert mover is not None
-    return all(link.phase is not LinkPhase.FAILED for link in mover._consumer._links)
+    transfer_thread = d.worker._transfer_thread
+    assert transfer_thread is not None
+    return all(link.phase is not LinkPhase.FAILED for link in transfer_thread._consumer._links)

@@ -1,4 +1,4 @@
-"""One process of the plane tests: serves a plane as the mover does and obeys JSON lines on stdin.
+"""One process of the plane tests: serves a plane as the transfer thread does and obeys JSON lines on stdin.
 
 ``python plane_peer.py NAME SLOT_BYTES STAGING_BYTES DEVICE``. Every command is answered by one JSON line.
 """
@@ -232,7 +232,7 @@ class Peer:
             "cpu": usage.ru_utime + usage.ru_stime,
         }
 
-    # The mover's part
+    # The transfer thread's part
 
     def step(self) -> bool:
         moved = self.plane.progress()

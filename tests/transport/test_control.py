@@ -15,19 +15,7 @@ from kvferry.transport.control import framing
 from kvferry.transport.errors import ConfigError
 from kvferry.transport.wake import RateLimitedLog, Waker
 from tests.support.fork_server import fork_server
-from tests.transport.control_ends import KEYS, LIMIT, MESSAGE, Dialed, arrived, exchanged, listening, readable, until
-
-
-@pytest.fixture(params=[KEYS, None], ids=["keys", "insecure"])
-def keys(request):
-    return request.param
-
-
-@pytest.fixture
-def listener(keys):
-    end = listening(keys)
-    yield end
-    end.close()
+from tests.transport.control_ends import LIMIT, MESSAGE, Dialed, arrived, exchanged, listening, readable, until
 
 
 @pytest.fixture

@@ -9,36 +9,10 @@ import socket
 import pytest
 
 from kvferry.transport.control import framing, zap_auth
-from kvferry.transport.control.unread_bytes import UnreadBytesGuard
+from kvferry.transport.control.unread_bytes import UnreadBytesGuard, bytes_received, shutdown_connection
 from tests.support.fork_server import fork_server
 from tests.transport.control_ends import KEYS, LIMIT, MESSAGE, Dialed, listening, resident_mib, until
 from tests.transport.control_strangers import closed_by_peer, message, raw, served
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    """Bad handshakes end soon."""
-    monkeypatch.setattr(framing, "HANDSHAKE_SECONDS", 2.0)
-
-
-@pytest.fixture(params=[KEYS, None], ids=["keys", "insecure"])
-def keys(request):
-    return request.param
-
-
-@pytest.fixture
-def listener(keys):
-    end = listening(keys)
-    yield end
-    end.close()
-
-
-@pytest.fixture
-def good(listener, keys):
-    end = Dialed(listener.port, keys=keys)
-    yield end
-    end.close()
-
 
 FEW_FILES = """
 import os, resource, socket, sys, time
@@ -51,6 +25,8 @@ while True:
         listener.send(identity, frames)
     time.sleep(0.002)
 """
+
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 @pytest.mark.parametrize("mode", ["keys", "insecure"])
@@ -156,6 +132,14 @@ def test_unread_bytes_are_counted_over_all_connections():
         guard.forget(fds[2])
         assert guard.over(watched[:2], framing.UNFINISHED_SECONDS + 1.0) == [fds[0]], "its message takes too long"
         assert guard.over([(fds[0], port + 1)], 9e9) == [], "a descriptor of another port is another file by now"
+
+
+def test_a_look_at_a_descriptor_that_is_no_socket_opens_none():
+    with open(os.devnull) as file:
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(20):
+            assert bytes_received(file.fileno(), 1) is None and not shutdown_connection(file.fileno(), 1)
+        assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_much_traffic_that_is_served_is_no_flood(listener, good, monkeypatch):

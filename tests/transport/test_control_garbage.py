@@ -13,37 +13,11 @@ import threading
 import pytest
 import zmq
 
-from kvferry.transport.control import framing, plain_listener, zap_auth
+from kvferry.transport.control import plain_listener, zap_auth
 from kvferry.transport.wake import RateLimitedLog
 from tests.support.fork_server import fork_server
 from tests.transport.control_ends import KEYS, LIMIT, MESSAGE, Dialed, listening, until
 from tests.transport.control_strangers import closed_by_peer, message, raw, served, total, zmq_peer
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    """Bad handshakes end soon."""
-    monkeypatch.setattr(framing, "HANDSHAKE_SECONDS", 2.0)
-
-
-@pytest.fixture(params=[KEYS, None], ids=["keys", "insecure"])
-def keys(request):
-    return request.param
-
-
-@pytest.fixture
-def listener(keys):
-    end = listening(keys)
-    yield end
-    end.close()
-
-
-@pytest.fixture
-def good(listener, keys):
-    end = Dialed(listener.port, keys=keys)
-    yield end
-    end.close()
-
 
 HTTP = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nUser-Agent: a-scanner/1.0\r\nAccept: */*\r\n\r\n"
 GREETING = b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\x01NULL" + bytes(16) + b"\0" + bytes(31)
@@ -138,6 +112,8 @@ while True:
         listener.send(identity, frames)
     time.sleep(0.002)
 """
+
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 @pytest.mark.parametrize("mode", ["keys", "insecure"])

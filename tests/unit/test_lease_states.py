@@ -86,7 +86,7 @@ def test_freed_once_and_never_under_a_read(script: list[tuple[ls.LeaseEvent, flo
         now += seconds
         if isinstance(event, ls.ReadStarted):
             if not ls.may_commit(state):
-                continue  # the mover never starts one then
+                continue  # the transfer thread never starts one then
             reads.add(event.key)
         elif isinstance(event, ls.ReadEnded):
             reads.discard(event.key)

@@ -9,7 +9,7 @@ from unittest import mock
 from kvferry.connector.protocol.handover import HandoverPhase
 from kvferry.connector.transfer import producer
 from kvferry.transport.planes import cma
-from tests.vllm.stepped import Engine, eventually, mover_of
+from tests.vllm.stepped import Engine, eventually, transfer_thread_of
 
 
 def no_board(*place: object) -> None:
@@ -24,7 +24,7 @@ class PausedTransfer:
     """
 
     def __init__(self, engine: Engine, *kinds: type, chunks: int | None = None, reader: Engine | None = None) -> None:
-        self._transfer_thread = mover_of(engine)
+        self._transfer_thread = transfer_thread_of(engine)
         self._producer: Any = self._transfer_thread._producer
         self._kinds, self._left = kinds, chunks
         self._parked: list[tuple[bytes, Any, str]] = []
@@ -32,7 +32,7 @@ class PausedTransfer:
         self._producer._request, self._producer.pump = self._hold_request, self._hold_pump
         self._open = False
         if reader is not None:
-            self._plane: Any = mover_of(reader)._rank_context.plane("cma")
+            self._plane: Any = transfer_thread_of(reader)._rank_context.plane("cma")
             if self._plane is not None:
                 self._progress, self._plane.progress = self._plane.progress, self._hold_progress
 
@@ -77,7 +77,7 @@ class PausedTransfer:
 
 def job_of(engine: Engine, request_id: str) -> Any:
     """D's hand-over of a request, or None."""
-    loads = mover_of(engine)._consumer._active_loads
+    loads = transfer_thread_of(engine)._consumer._active_loads
     return next((each for each in list(loads) if each.load.request_id == request_id), None)
 
 

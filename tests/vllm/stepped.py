@@ -370,7 +370,7 @@ def prefill(engine: Engine, ids: Sequence[int], **kwargs: Any) -> dict[str, Any]
     return params
 
 
-def mover_of(engine: Engine, rank: int = 0) -> Any:
+def transfer_thread_of(engine: Engine, rank: int = 0) -> Any:
     """The transfer thread's object of one rank, to hold its hand in tests of faults."""
     return engine.workers[rank].connector._worker._transfer_thread
 
@@ -378,16 +378,16 @@ def mover_of(engine: Engine, rank: int = 0) -> Any:
 def let_time_pass(engine: Engine, seconds: float) -> None:
     """For its transfer threads it is ``seconds`` later from now on: a lease ends at a chosen moment."""
     for rank in range(engine.tp):
-        put_forward(mover_of(engine, rank), seconds)
+        put_forward(transfer_thread_of(engine, rank), seconds)
 
 
 def renew_after(p: Engine, d: Engine, seconds: float) -> None:
     """It is ``seconds`` later for both, and D has renewed its leases on P meanwhile."""
 
     def deadlines() -> list[float]:
-        return [held.lifetime.state.deadline for held in list(mover_of(p)._producer._leases.values())]
+        return [held.lifetime.state.deadline for held in list(transfer_thread_of(p)._producer._leases.values())]
 
-    eventually(lambda: bool(mover_of(d)._consumer._lease_keeper))  # what is claimed later is renewed later
+    eventually(lambda: bool(transfer_thread_of(d)._consumer._lease_keeper))  # what is claimed later is renewed later
     before = deadlines()
     assert before, "there is a lease to renew"
     let_time_pass(d, seconds)

@@ -14,7 +14,7 @@ from kvferry.connector.transfer import link
 from tests.vllm.engine_group import EngineGroup, Lines
 from tests.vllm.labelled import prompt
 from tests.vllm.paused_transfer import PausedTransfer, in_phase, job_of, no_board
-from tests.vllm.stepped import PREFILL, Engine, eventually, mover_of, prefill, run, settle
+from tests.vllm.stepped import PREFILL, Engine, eventually, prefill, run, settle, transfer_thread_of
 
 pytestmark = pytest.mark.vllm
 IDS = prompt(400)
@@ -44,7 +44,7 @@ def test_before_it_was_scheduled(pair: Pair) -> None:
     d.abort(request_id)
     settle(p, d)
     assert not d.loads, "nothing was loaded"
-    assert mover_of(p)._producer._leases == {}
+    assert transfer_thread_of(p)._producer._leases == {}
 
 
 def test_while_no_block_is_free(pair: Pair) -> None:
@@ -65,7 +65,7 @@ def test_while_its_ask_waits_for_the_lease(pair: Pair) -> None:
     p, d = pair
     request_id = d.add(IDS, prefill(p, IDS))  # P has not stepped since: its worker knows of no lease
     loading(d, request_id)
-    eventually(lambda: bool(mover_of(p)._producer._early.asks))
+    eventually(lambda: bool(transfer_thread_of(p)._producer._early.asks))
     in_phase(d, request_id, HandoverPhase.READY)
     d.abort(request_id)
     run([d], lambda: d.idle)
@@ -108,7 +108,7 @@ def test_while(pair: Pair, group: EngineGroup, monkeypatch: pytest.MonkeyPatch, 
     paused.open()
     run([p, d], lambda: d.answers[busy].finish is not None)
     settle(p, d)
-    assert mover_of(p)._producer._leases == {}
+    assert transfer_thread_of(p)._producer._leases == {}
 
 
 def test_committed_but_not_reported(pair: Pair) -> None:
@@ -117,7 +117,7 @@ def test_committed_but_not_reported(pair: Pair) -> None:
     p.step()
     request_id = d.add(IDS, params)
     loading(d, request_id)
-    eventually(lambda: bool(mover_of(d)._finished))
+    eventually(lambda: bool(transfer_thread_of(d).results._finished))
     d.abort(request_id)
     settle(p, d)
     assert d.workers[0].received[request_id] == 1
@@ -146,7 +146,7 @@ def test_rejected_before_it_was_admitted(pair: Pair, lines: Lines) -> None:
     p, d = pair
     params = prefill(p, IDS)
     p.step()
-    eventually(lambda: bool(mover_of(p)._producer._leases))
+    eventually(lambda: bool(transfer_thread_of(p)._producer._leases))
     d.add([0], params, rejected=True)
     run([p, d], lambda: p.idle and d.idle)
     settle(p, d)

@@ -24,7 +24,7 @@ from kvferry.connector.protocol.transfer_estimate import TransferEstimates
 from tests.handover.slow_copies import SlowCopies
 from tests.vllm.engine_group import EngineGroup
 from tests.vllm.labelled import prompt
-from tests.vllm.stepped import Engine, eventually, mover_of, run, settle
+from tests.vllm.stepped import Engine, eventually, run, settle, transfer_thread_of
 from tests.vllm.stepped_model import WRONG
 from tests.vllm.test_step_loads import add, continued, pair_of, to_the_end
 
@@ -285,4 +285,4 @@ def test_without_a_count_of_steps_copies_wait(
     assert [load.behind for load in scene.posted] == [not counted]
     assert bool(scene.copies.awaited) is not counted
     assert scene.d.answers[request_id].tokens == continued(ids, 5)
-    assert mover_of(scene.d).alive
+    assert transfer_thread_of(scene.d).alive

@@ -16,7 +16,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from kvferry.transport.errors import ConfigError
 from tests.vllm.engine_group import EngineGroup, Lines
 from tests.vllm.labelled import BLOCK, prompt
-from tests.vllm.stepped import PREFILL, Engine, eventually, mover_of, prefill, run, settle
+from tests.vllm.stepped import PREFILL, Engine, eventually, prefill, run, settle, transfer_thread_of
 from tests.vllm.stepped_model import next_token
 from tests.vllm.stepped_rank import RUNNERS
 
@@ -92,7 +92,7 @@ def test_nothing_left_to_load_releases_p_at_once(pair: Pair, lines: Lines, token
     run([d], lambda: d.answers[local].finish is not None)
     params = prefill(p, ids)
     p.step()
-    eventually(lambda: len(mover_of(p)._producer._leases) == 1)
+    eventually(lambda: len(transfer_thread_of(p)._producer._leases) == 1)
     request_id = d.add(ids, params, max_tokens=3)
     run([p, d], lambda: d.answers[request_id].finish is not None)
     assert d.answers[request_id].tokens == tokens_after(ids, 3)

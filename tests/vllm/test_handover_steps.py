@@ -13,7 +13,17 @@ from kvferry.connector.transfer import lease_keeper
 from kvferry.connector.transfer.load_reports import FinishedLoad
 from tests.vllm.engine_group import EngineGroup
 from tests.vllm.labelled import BLOCK, prompt
-from tests.vllm.stepped import PREFILL, Engine, eventually, let_time_pass, mover_of, prefill, renew_after, run, settle
+from tests.vllm.stepped import (
+    PREFILL,
+    Engine,
+    eventually,
+    let_time_pass,
+    prefill,
+    renew_after,
+    run,
+    settle,
+    transfer_thread_of,
+)
 from tests.vllm.stepped_rank import RUNNERS
 
 pytestmark = pytest.mark.vllm
@@ -254,7 +264,7 @@ def test_the_lease_is_renewed_while_d_has_no_room(group: EngineGroup) -> None:
     request_id = d.add(prompt(400), prefill(p, prompt(400)))
     d.step()
     p.step()
-    eventually(lambda: bool(mover_of(p)._producer._leases))
+    eventually(lambda: bool(transfer_thread_of(p)._producer._leases))
     for seconds in (500, 1000, 1500):
         renew_after(p, d, seconds)
         p.step()
@@ -271,6 +281,6 @@ def test_what_vllm_does_not_know_never_reaches_it(pair: Pair) -> None:
     settle(p, d)
     engine = PeerEngine("P", 1, 1, 30.0, ())
     for name, ok in (("unknown", True), (request_id, True), (request_id, False)):
-        mover_of(d)._finished.append(FinishedLoad(Load(name, b"t" * 16, engine, (), ()), ok))
-    mover_of(p)._freed.extend(["unknown", *p.leases])
+        transfer_thread_of(d).results._finished.append(FinishedLoad(Load(name, b"t" * 16, engine, (), ()), ok))
+    transfer_thread_of(p).results._freed.extend(["unknown", *p.leases])
     settle(p, d)

@@ -13,7 +13,17 @@ from kvferry.connector.transfer.transfer_thread import QUIET_SECONDS
 from tests.vllm.engine_group import EngineGroup, Lines
 from tests.vllm.labelled import BLOCK, prompt
 from tests.vllm.paused_transfer import PausedTransfer, in_phase, no_board
-from tests.vllm.stepped import PREFILL, Engine, eventually, let_time_pass, mover_of, prefill, renew_after, run, settle
+from tests.vllm.stepped import (
+    PREFILL,
+    Engine,
+    eventually,
+    let_time_pass,
+    prefill,
+    renew_after,
+    run,
+    settle,
+    transfer_thread_of,
+)
 from tests.vllm.stepped_rank import RUNNERS
 
 pytestmark = pytest.mark.vllm
@@ -123,7 +133,7 @@ def test_the_cap_ends_a_lease_however_often_it_is_renewed(group: EngineGroup, li
     request_id = d.add(IDS, prefill(p, IDS))
     d.step()
     p.step()
-    eventually(lambda: bool(mover_of(p)._producer._leases))
+    eventually(lambda: bool(transfer_thread_of(p)._producer._leases))
     for seconds in (500, 1000):
         renew_after(p, d, seconds)
     let_time_pass(p, 1300)
@@ -271,7 +281,7 @@ def test_a_dead_p_does_not_hold_up_another(group: EngineGroup) -> None:
 def test_a_fault_of_our_own_that_strikes_every_turn(group: EngineGroup, lines: Lines) -> None:
     """Deadlines pass all the same: the request is recomputed, and the log is not flooded."""
     p, d = group.pair(extra={"handshake_timeout_seconds": 1.0})
-    consumer = mover_of(d)._consumer
+    consumer = transfer_thread_of(d)._consumer
 
     def broken(now: float) -> bool:
         raise RuntimeError("planted")
@@ -302,6 +312,6 @@ def test_shutting_down_with_leases_and_loads_open(group: EngineGroup, plane: str
     in_phase(d, request_id, HandoverPhase.MOVING)
     d.close()
     p.close()  # neither waits for more than its thread to end
-    assert not mover_of(p).alive and not mover_of(d).alive
+    assert not transfer_thread_of(p).alive and not transfer_thread_of(d).alive
     d.close()
     p.close()

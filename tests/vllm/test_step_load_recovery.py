@@ -15,7 +15,7 @@ from kvferry.connector.vllm.step_load_recovery import filled_blocks
 from kvferry.transport.grant_board import PostedGrant
 from tests.vllm.engine_group import EngineGroup, Lines
 from tests.vllm.labelled import BLOCK, prompt
-from tests.vllm.stepped import Engine, let_time_pass, mover_of, run, settle
+from tests.vllm.stepped import Engine, let_time_pass, run, settle, transfer_thread_of
 from tests.vllm.stepped_rank import RUNNERS
 from tests.vllm.test_step_loads import add, continued, meet, pair_of, to_the_end
 
@@ -41,7 +41,7 @@ class Failing:
 
     def __init__(self, d: Engine, how: str, rank: int = 0) -> None:
         self._patch = pytest.MonkeyPatch()
-        consumer = mover_of(d, rank)._consumer
+        consumer = transfer_thread_of(d, rank)._consumer
         match how:
             case "revoked":  # P has taken the grant back, or used the pages again, by the time the copy has ended
 
@@ -319,7 +319,7 @@ def test_the_transfer_thread_has_ended(group: EngineGroup) -> None:
     p, d = pair(group)
     ids = prompt(100, 2)
     request_id = add(p, d, ids, max_tokens=9)
-    mover_of(d).close()
+    transfer_thread_of(d).close()
     right(d, request_id, ids, 9)
 
 

@@ -21,7 +21,7 @@ from tests.handover.slow_copies import install
 from tests.vllm.engine_group import EngineGroup, Lines
 from tests.vllm.labelled import BLOCK, prompt
 from tests.vllm.paused_transfer import PausedTransfer
-from tests.vllm.stepped import Engine, eventually, mover_of, prefill, run, settle
+from tests.vllm.stepped import Engine, eventually, prefill, run, settle, transfer_thread_of
 from tests.vllm.stepped_model import next_token
 from tests.vllm.stepped_rank import RUNNERS
 
@@ -60,7 +60,7 @@ def add(p: Engine, d: Engine, ids: list[int], **kwargs: Any) -> str:
     before = p.leases.total()
     params = prefill(p, ids)
     run([p], lambda: p.leases.total() > before)
-    eventually(lambda: all(mover_of(p, rank)._producer._leases for rank in range(p.tp)))
+    eventually(lambda: all(transfer_thread_of(p, rank)._producer._leases for rank in range(p.tp)))
     return d.add(ids, params, **kwargs)
 
 
@@ -366,12 +366,12 @@ def test_on_one_rank_of_two(group: EngineGroup, monkeypatch: pytest.MonkeyPatch,
     meet(p, d)
     ids = prompt(300, 9)
     request_id = add(p, d, ids)
-    mover = mover_of(d, 1)
+    transfer_thread = transfer_thread_of(d, 1)
 
     def broken(*_: Any) -> Any:
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(mover._consumer._receiver, "begin_pull", broken)
+    monkeypatch.setattr(transfer_thread._consumer._receiver, "begin_pull", broken)
     assert to_the_end(d, request_id) == "error"
     monkeypatch.undo()
     settle(p, d)
@@ -427,5 +427,5 @@ def test_the_transfer_thread_has_ended(group: EngineGroup) -> None:
     p, d = pair_of(group)
     meet(p, d)
     request_id = add(p, d, prompt(100, 2))
-    mover_of(d).close()
+    transfer_thread_of(d).close()
     assert to_the_end(d, request_id) == "error"

@@ -27,8 +27,13 @@ _SMALL = 64 << 10
 def _open(fd: int, port: int) -> socket.socket | None:
     """A second handle of a connection from or to ``port``; None where ``fd`` is another file by now."""
     try:
-        handle = socket.socket(fileno=os.dup(fd))
+        copy = os.dup(fd)
     except OSError:
+        return None
+    try:
+        handle = socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
         return None
     with contextlib.suppress(OSError, IndexError):
         if port in (handle.getsockname()[1], handle.getpeername()[1]):
