@@ -4,9 +4,9 @@
     python benchmarks/gpu_busy.py --device cpu --json FILE         # KVFerry alone, a tiny model, to try it out
     python benchmarks/gpu_busy.py --merge A.json B.json --json FILE --plot FILE.png
 
-Two GPUs of one host, two engines per connector, P on the first GPU and D on the second, as ``gpu_e2e.py`` has them,
-with its model: CUDA graphs, asynchronous scheduling, policy ``recompute``. The connectors take turns, A B B A, while
-the other one's engines are idle.
+Two GPUs of one host, two engines per connector, P on the first GPU and D on the second (``--gpus 0 0``: both on one),
+as ``gpu_e2e.py`` has them, with its model: CUDA graphs, asynchronous scheduling, policy ``recompute``. The connectors
+take turns, A B B A, while the other one's engines are idle.
 
 A turn: D starts to decode ``--sequences`` sequences, which end when the turn does. It decodes for a while without
 anything beside it: the quiet gaps. Then requests come at a fixed rate: a hand-over, the same prompt again, which D has
@@ -94,7 +94,8 @@ def start(group: ServerGroup, connector: str, model: Path, plan: Plan, args: arg
     notes = group.logs / f"{connector}-notes.jsonl"
     notes.write_text("")
     engines = []
-    for role, gpus in zip(("prefill", "decode"), setup.gpus, strict=True):
+    on = [(gpu,) for gpu in args.gpus] if setup.gpus[0] else setup.gpus
+    for role, gpus in zip(("prefill", "decode"), on, strict=True):
         arguments = ["--load-format", "dummy", "--disable-uvicorn-access-log", "--max-num-seqs", str(most + 8)]
         arguments += ["--worker-extension-cls", "busy_probe.CopyProbe"]
         environment = {"PYTHONPATH": python_path(HERE)}
@@ -177,7 +178,13 @@ def result_of(pairs: list[BusyPair], args: argparse.Namespace, rounds: int) -> d
         pair.add_logged()
     rows = [row for pair in pairs for row in busy_figures.rows_of(pair)]
     lines = [line for pair in pairs for line in busy_figures.timelines_of(pair)]
-    how = {"device": args.device, "policy": args.policy, "kv_config": args.kv_config, "rounds": rounds}
+    how = {
+        "device": args.device,
+        "gpus_of_p_and_d": list(args.gpus),
+        "policy": args.policy,
+        "kv_config": args.kv_config,
+        "rounds": rounds,
+    }
     return busy_figures.result_of(rows, lines) | how | {"period_s": args.period, "cuda_graphs": args.device == "cuda"}
 
 
@@ -197,6 +204,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--period", type=float, help="seconds from one request to the next")
     parser.add_argument("--policy", choices=("fail", "recompute"), default="recompute", help="kv_load_failure_policy")
     parser.add_argument("--kv-config", type=json.loads, default={}, help="kv_connector_extra_config of KVFerry, JSON")
+    parser.add_argument("--gpus", type=int, nargs=2, default=(0, 1), metavar=("P", "D"), help="0 0: both on one GPU")
     parser.add_argument("--kv-gib", type=int, help="KV cache of each engine")
     parser.add_argument("--start-seconds", type=float, default=400, help="after which engines must be up")
     parser.add_argument("--folder", type=Path, default=HERE.parent / ".bench" / "gpu_busy", help="for model and logs")

@@ -3,8 +3,8 @@
     pytest -m multi_gpu tests/gpu/test_engines.py [-k "tp1-tp1 or same-gpu"]
 
 Engines run with CUDA graphs, and with the policy ``recompute`` where a case names no other. Two GPUs are enough for all
-but tp3-tp2: ranks of P and D share them. All engines of the selected cases start at once and serve every case that
-needs them.
+but tp3-tp2: ranks of P and D share them. On one GPU the same-gpu cases run. All engines of the selected cases start at
+once and serve every case that needs them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ THERE = torch.cuda.device_count()
 pytestmark = [
     pytest.mark.multi_gpu,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(THERE < 2, reason=f"needs 2 GPUs, there are {THERE}"),
+    pytest.mark.skipif(THERE < 1, reason="needs a GPU"),
 ]
 MODELS = {
     8: ModelSpec(layers=4, dtype="bfloat16"),
