@@ -211,6 +211,32 @@ def busy() -> str:
     )
 
 
+def busy_one_gpu() -> str:
+    """Hand-over time on a D that decodes and shares its GPU with P."""
+    result = load("gpu_busy_one_gpu")
+    lines = []
+    for row in result["rows"]:
+        spread = f"{row['handover_p25_ms']:.1f} to {row['handover_p75_ms']:.1f}"
+        gaps = [
+            "" if row[f"{which}_p99_ms"] is None else f"{row[f'{which}_p99_ms']:.1f} / {row[f'{which}_max_ms']:.1f}"
+            for which in ("gap", "local_gap", "quiet")
+        ]
+        ways = ", ".join(f"{count} {way}" for way, count in row["ways"].items())
+        cells = [f"{row['handover_ms']:.1f} ({spread})", f"{row['copy_ms']:.1f}", f"{row['ttft_ms']:.1f}", ways]
+        lines.append([str(row["sequences"]), row["order"], str(row["tokens"]), *cells, *gaps])
+    heads = ["D decodes", "block tables", "prompt tokens", "own hand-over, ms", "copy, ms", "TTFT, ms", "loads"]
+    heads += ["gaps, ms", "gaps, ms, local hit", "gaps, ms, quiet"]
+    return "\n\n".join(
+        [
+            f"{policy_sentence(result['policy'])} {machine(result, *PACKAGES, 'vllm')}",
+            "P and D on one GPU, KVFerry alone, the same benchmark and the same terms as above. The own hand-over time "
+            "is shorter than the copy where the copy ends while the step before still runs.",
+            table(heads, lines),
+            f"![hand-over time by prompt length, and a hand-over in time]({PLOTS}/gpu_busy_one_gpu.png)",
+        ]
+    )
+
+
 def under_load() -> str:
     """What clients of either pair of engines measured with several requests at a time."""
     result = load("gpu_e2e")
