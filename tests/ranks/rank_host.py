@@ -84,8 +84,8 @@ class HostedRank:
         """Note what D asks for and what P is released by; everything goes its way."""
         mover = self.worker._transfer_thread
         assert mover is not None
-        ask, release, free = mover._consumer._ask, mover._producer._release, mover._producer._free
-        find_posted = mover._consumer._use_posted_grant
+        ask, release, free = mover._consumer._reads.ask, mover._producer._release, mover._producer._free
+        find_posted = mover._consumer._reads.use_posted_grant
 
         def note(read: SourceRead) -> None:
             address = read.address
@@ -109,8 +109,8 @@ class HostedRank:
             self.released_when_freed, self.why_freed = list(self.released), reason
             free(token, held, reason)
 
-        mover._consumer._ask = asked  # type: ignore[method-assign]
-        mover._consumer._use_posted_grant = found  # type: ignore[method-assign]
+        mover._consumer._reads.ask = asked  # type: ignore[method-assign]
+        mover._consumer._reads.use_posted_grant = found  # type: ignore[method-assign]
         mover._producer._release = released  # type: ignore[method-assign]
         mover._producer._free = freed  # type: ignore[method-assign]
 

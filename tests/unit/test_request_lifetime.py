@@ -30,7 +30,7 @@ def run(state: r.RequestState, *events: r.RequestEvent) -> tuple[r.RequestState,
     return state, effects
 
 
-OFFERED = (r.PromptOffered(KEEP),)
+OFFERED = (r.PromptOffered((KEEP,)),)
 LOADING = (*OFFERED, r.EngineAnswered(3), r.BlocksAllocated(LOAD))
 
 
@@ -79,7 +79,7 @@ def test_the_end_of_a_request_cancels_its_load() -> None:
 
 any_event = st.one_of(
     *(st.just(kind()) for kind in (r.NothingOffered, r.OfferRefused, r.LoadDeclined, r.LoadReported, r.RequestEnded)),
-    st.just(r.PromptOffered(KEEP)),
+    st.just(r.PromptOffered((KEEP,))),
     st.builds(r.EngineAnswered, st.integers(0, 9), st.booleans()),
     st.just(r.BlocksAllocated(LOAD)),
 )
