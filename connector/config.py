@@ -85,6 +85,10 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     transfer_timeout_seconds: Annotated[_Seconds, _doc("how long a hand-over may make no progress before it fails")] = (
         30.0
     )
+    handover_timeout_seconds: Annotated[
+        _Seconds,
+        _doc("how long the hand-over of one request may take on D, with all attempts, whatever progress it makes"),
+    ] = 120.0
     allowed_peers: Annotated[
         Annotated[tuple[Annotated[str, Meta(max_length=64)], ...], Meta(max_length=256)] | None,
         _doc(

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from kvferry.connector.config import Settings
+from kvferry.connector.engine.alternatives import alternatives
 from kvferry.connector.engine.block_contents import covers, first_held, used_blocks
 from kvferry.connector.engine.plan_builder import StepPlanBuilder
 from kvferry.connector.engine.prompt_checks import check_kept, check_prompt
@@ -44,6 +45,7 @@ from kvferry.connector.protocol.step_plan import (
     Load,
     PeerEngine,
     RankAddress,
+    RemoteLease,
     StepPlan,
     pack_ids,
 )
@@ -61,13 +63,14 @@ _CHILD = re.compile(r"^\d+_.")
 class EngineRequest:
     """A request of the engine, from its first question to its end.
 
-    ``remote_prompt``: what P holds for it. ``computed_in``: the last step that computed tokens of it; counted only for
-    requests that are handed over from here.
+    ``remote_prompt``: what P holds for it; ``alternatives``: other P engines that hold the same. ``computed_in``: the
+    last step that computed tokens of it; counted only for requests that are handed over from here.
     """
 
     request_id: str
     lifetime: Lifetime[RequestState, RequestEvent, RequestEffect]
     remote_prompt: RemotePrompt | None = None
+    alternatives: tuple[RemoteLease, ...] = ()
     computed_in: int = 0
 
 
@@ -161,10 +164,15 @@ class SchedulerHalf:
                 self._advance(entry, request_lifetime.NothingOffered())
                 return
             check_reachable(entry.remote_prompt.peer, self._host_id)
-            token, peer = entry.remote_prompt.token, entry.remote_prompt.peer
+            first = entry.remote_prompt
+            usable, left_out = alternatives(request.params, first, self._max_sizes, self._host_id)
+            for why in left_out:
+                self._log.warning("alternative", "kvferry: %s has one P less to load from: %s", request.request_id, why)
+            entry.alternatives = usable
             siblings = _CHILD.match(request.request_id) is not None
-            keep = KeepLease(request.request_id, token, peer, siblings)
-            self._advance(entry, request_lifetime.PromptOffered(keep))
+            leases = (RemoteLease(first.token, first.peer), *usable)
+            keeps = tuple(KeepLease(request.request_id, lease.token, lease.peer, siblings) for lease in leases)
+            self._advance(entry, request_lifetime.PromptOffered(keeps))
             if not request.rejected:
                 check_prompt(request, entry.remote_prompt)
         except ProtocolError as error:
@@ -239,24 +247,24 @@ class SchedulerHalf:
         if num_external == 0:
             self._advance(entry, request_lifetime.LoadDeclined())
         else:
-            load = self._load(entry.request_id, entry.remote_prompt, entry.lifetime.state, block_ids, num_external)
+            load = self._load(entry, entry.remote_prompt, block_ids, num_external)
             if load.now:
                 self._rule.planned(self._estimates.seconds(load.peer.engine_id, num_external, self._clock()))
             self._advance(entry, request_lifetime.BlocksAllocated(load))
 
     def _load(
         self,
-        request_id: str,
+        entry: EngineRequest,
         remote_prompt: RemotePrompt,
-        state: RequestState,
         block_ids: Sequence[Sequence[int]],
         num_external: int,
     ) -> Load:
+        state = entry.lifetime.state
         stop = state.start + num_external
         tables = list(zip(self._tables, block_ids, strict=True))
         written = (block_id for table, ids in tables for block_id in ids[state.start // table.block_size :])
         return Load(
-            request_id=request_id,
+            request_id=entry.request_id,
             token=remote_prompt.token,
             peer=remote_prompt.peer,
             block_ids=tuple(pack_ids(used_blocks(table, ids, stop)) for table, ids in tables),
@@ -267,6 +275,7 @@ class SchedulerHalf:
             prompt=remote_prompt.prompt,
             now=state.in_step,
             behind=self._steps is None or self._steps.may_use(written),
+            alternatives=entry.alternatives,
         )
 
     def loads_finished(

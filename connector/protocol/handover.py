@@ -1,6 +1,6 @@
-"""The consumer's state machine: one hand-over on one rank of D. Pure: no I/O, no clock.
+"""The consumer's state machine: one attempt of a hand-over on one rank of D. Pure: no I/O, no clock.
 
-``step(state, event, now) -> (state, effects)``. A hand-over reads from several *sources* (P ranks, numbered from 0);
+``step(state, event, now) -> (state, effects)``. An attempt reads from several *sources* (P ranks, numbered from 0);
 a phase ends when every source has passed it::
 
     HANDSHAKING ─▶ READY ─▶ MOVING ─▶ COMMITTING ─▶ DONE
@@ -11,15 +11,20 @@ a phase ends when every source has passed it::
                               ▼
                            FAILED
 
-Only MOVING can have I/O that writes D's pages. A failure before or after it ends the hand-over at once. A failure
-during it drains first: D keeps the pages until ``SourceDrained`` has come from every source. Exactly one ``ReportLoad``
-leaves the machine, whatever happens (``HANDOVER`` is total).
+Only MOVING can have I/O that writes D's pages. A failure before or after it ends the attempt at once. A failure
+during it drains first: D keeps the pages until ``SourceDrained`` has come from every source. Exactly one effect leaves
+the machine that is a ``ReportLoad`` or an ``AttemptFailed``, whatever happens (``HANDOVER`` is total). What follows a
+failure, ``load_attempts`` decides.
+
+Progress extends the deadline of a phase, up to ``Handover.end``, which is the same for all attempts of a load. DRAINING
+has no end in time. It ends with the copies under way, and these are copies of D's own device and system: a channel
+that was stopped writes no page, whatever P does, and a read of P's memory ends with an error when P's process ends.
 """
 
 from __future__ import annotations
 
 import enum
-from typing import get_args
+from typing import Literal, get_args
 
 import msgspec
 from msgspec.structs import replace
@@ -38,30 +43,39 @@ class HandoverPhase(enum.Enum):
     FAILED = "failed"
 
 
+Blame = Literal["", "plane", "peer"]
+"""What must not be used again: nothing that is known, the data plane of the link, or this life of P."""
+
+
 class Reason(msgspec.Struct, frozen=True):
-    """Why a hand-over failed: a kind to count, and one line for the log."""
+    """Why a hand-over failed: a kind to count, one line for the log, and what another attempt should avoid."""
 
     kind: FailureKind
     text: str
+    blames: Blame = ""
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.text}"
 
 
 class Timeouts(msgspec.Struct, frozen=True):
-    """Seconds that each phase may last without an event that extends or ends it."""
+    """Seconds that each phase may last without an event that extends or ends it. ``handover``: seconds for all attempts
+    of one load together, whatever extends their phases."""
 
     handshake: float
     transfer: float
+    handover: float
 
 
 class Handover(msgspec.Struct, frozen=True):
-    """State. ``pending``: sources that have not passed the phase; ``deadline``: local seconds, as ``now``."""
+    """State. ``pending``: sources that have not passed the phase; ``deadline``: local seconds, as ``now``, for the
+    phase; ``end``: for all attempts of the load."""
 
     phase: HandoverPhase
     sources: int
     pending: frozenset[int]
     deadline: float
+    end: float
     timeouts: Timeouts
     reason: Reason | None = None
 
@@ -140,7 +154,13 @@ class StopSources(msgspec.Struct, frozen=True):
 
 
 class ReleaseLease(msgspec.Struct, frozen=True):
-    """This request does not need the lease any more."""
+    """This request does not need its leases any more."""
+
+
+class AttemptFailed(msgspec.Struct, frozen=True):
+    """The attempt has failed, and nothing of it writes D's pages any more. An event of ``load_attempts``."""
+
+    reason: Reason
 
 
 class ReportLoad(msgspec.Struct, frozen=True):
@@ -153,14 +173,17 @@ class ReportLoad(msgspec.Struct, frozen=True):
         return self.reason is None
 
 
-HandoverEffect = AskSources | CommitSources | StopSources | ReleaseLease | ReportLoad
+HandoverEffect = AskSources | CommitSources | StopSources | AttemptFailed | ReleaseLease | ReportLoad
 Outcome = tuple[Handover, tuple[HandoverEffect, ...]]
 
 
-def begin(sources: int, timeouts: Timeouts, now: float) -> Outcome:
-    """A new hand-over from ``sources`` P ranks; with none there is nothing to fetch and it reports at once."""
+def begin(sources: int, timeouts: Timeouts, now: float, end: float | None = None) -> Outcome:
+    """A new attempt from ``sources`` P ranks; with none there is nothing to fetch and it reports at once. ``end``: that
+    of the first attempt; ``None`` where this is the first one."""
     everyone = frozenset(range(sources))
-    state = Handover(HandoverPhase.HANDSHAKING, sources, everyone, now + timeouts.handshake, timeouts)
+    end = now + timeouts.handover if end is None else end
+    deadline = min(now + timeouts.handshake, end)
+    state = Handover(HandoverPhase.HANDSHAKING, sources, everyone, deadline, end, timeouts)
     if not sources:
         return _finish(state)
     return state, ()
@@ -171,7 +194,7 @@ def begin(sources: int, timeouts: Timeouts, now: float) -> Outcome:
 
 def _enter(state: Handover, phase: HandoverPhase, now: float) -> Handover:
     everyone = frozenset(range(state.sources))
-    return replace(state, phase=phase, pending=everyone, deadline=now + state.timeouts.transfer)
+    return replace(state, phase=phase, pending=everyone, deadline=min(now + state.timeouts.transfer, state.end))
 
 
 def _finish(state: Handover) -> Outcome:
@@ -181,7 +204,7 @@ def _finish(state: Handover) -> Outcome:
 
 def _fail(state: Handover, reason: Reason) -> Outcome:
     ended = replace(state, phase=HandoverPhase.FAILED, pending=frozenset(), reason=reason)
-    return ended, (StopSources(), ReportLoad(reason), ReleaseLease())
+    return ended, (StopSources(), AttemptFailed(reason))
 
 
 def _ready(state: Handover, event: HandoverEvent, now: float) -> Outcome:
@@ -202,14 +225,14 @@ def _moved_before_grant(state: Handover, event: HandoverEvent, now: float) -> Ou
 
 
 def _progress(state: Handover, event: HandoverEvent, now: float) -> Outcome:
-    return replace(state, deadline=now + state.timeouts.transfer), ()
+    return replace(state, deadline=min(now + state.timeouts.transfer, state.end)), ()
 
 
 def _moved(state: Handover, event: HandoverEvent, now: float) -> Outcome:
     assert isinstance(event, SourceMoved)
     pending = state.pending - {event.source}
     if pending:
-        return replace(state, pending=pending, deadline=now + state.timeouts.transfer), ()
+        return replace(state, pending=pending, deadline=min(now + state.timeouts.transfer, state.end)), ()
     return _enter(state, HandoverPhase.COMMITTING, now), (CommitSources(),)
 
 
@@ -241,22 +264,35 @@ def _drained(state: Handover, event: HandoverEvent, now: float) -> Outcome:
     pending = state.pending - {event.source}
     if pending:
         return replace(state, pending=pending), ()
-    ended = replace(state, phase=HandoverPhase.FAILED, pending=frozenset())
-    return ended, (ReportLoad(state.reason), ReleaseLease())
+    assert state.reason is not None
+    return replace(state, phase=HandoverPhase.FAILED, pending=frozenset()), (AttemptFailed(state.reason),)
 
 
-def _deadline(state: Handover) -> Reason:
-    return Reason("timeout", f"nothing moved on in time while {state.phase.value}")
+def _cancel_draining(state: Handover, event: HandoverEvent, now: float) -> Outcome:
+    # No other attempt may follow, whatever the failure before was.
+    assert isinstance(event, CancelLoad)
+    return replace(state, reason=event.reason), ()
+
+
+_BLAMED: dict[HandoverPhase, Blame] = {HandoverPhase.HANDSHAKING: "peer", HandoverPhase.MOVING: "plane"}
+
+
+def _deadline(state: Handover, now: float) -> Reason:
+    if now >= state.end:
+        text = f"no end in {state.timeouts.handover:g} s (handover_timeout_seconds), now {state.phase.value}"
+        return Reason("timeout", text)
+    text = f"nothing moved on in time while {state.phase.value}"
+    return Reason("timeout", text, _BLAMED.get(state.phase, ""))
 
 
 def _late(state: Handover, event: HandoverEvent, now: float) -> Outcome:
     if now < state.deadline:
         return state, ()
-    return _fail(state, _deadline(state))
+    return _fail(state, _deadline(state, now))
 
 
 def _late_moving(state: Handover, event: HandoverEvent, now: float) -> Outcome:
-    return (state, ()) if now < state.deadline else _drain(state, _deadline(state), now)
+    return (state, ()) if now < state.deadline else _drain(state, _deadline(state, now), now)
 
 
 def _late_draining(state: Handover, event: HandoverEvent, now: float) -> Outcome:
@@ -279,6 +315,7 @@ HANDOVER: TransitionTable[Handover, HandoverEvent, HandoverEffect] = TransitionT
         ((_P.MOVING,), (SourceMoved,), _moved),
         ((_P.COMMITTING,), (SourceCommitted,), _committed),
         ((_P.DRAINING,), (SourceMoved, SourceDrained), _drained),
+        ((_P.DRAINING,), (CancelLoad,), _cancel_draining),
         ((_P.HANDSHAKING, _P.READY, _P.COMMITTING), (SourceFailed, CancelLoad), _fail_now),
         ((_P.MOVING,), (SourceFailed, CancelLoad), _fail_after_draining),
         ((_P.HANDSHAKING, _P.READY, _P.COMMITTING), (Tick,), _late),

@@ -193,7 +193,7 @@ def _next_plane(state: LinkState, why: str) -> Outcome:
 
 def _lost(state: LinkState, event: LinkEvent, now: float) -> Outcome:
     assert isinstance(event, PlaneLost)
-    return _fail(state, Reason("peer_lost", event.why))
+    return _fail(state, Reason("peer_lost", event.why, blames="plane"))
 
 
 def _broken(state: LinkState, event: LinkEvent, now: float) -> Outcome:
@@ -201,11 +201,17 @@ def _broken(state: LinkState, event: LinkEvent, now: float) -> Outcome:
     return _fail(state, event.reason)
 
 
+def _unanswered(state: LinkState, event: LinkEvent, now: float) -> Outcome:
+    # Nobody is there, or D may not connect there: another attempt would find the same.
+    assert isinstance(event, LinkBroken)
+    return _fail(state, replace(event.reason, blames="peer"))
+
+
 def _late(state: LinkState, event: LinkEvent, now: float) -> Outcome:
     if now < state.deadline:
         return state, ()
     text = f"no answer to the handshake in {state.timeout:g} s ({state.phase.value})"
-    return _fail(state, Reason("timeout", text))
+    return _fail(state, Reason("timeout", text, blames="peer"))
 
 
 def _out_of_place(state: LinkState, event: LinkEvent, now: float) -> Outcome:
@@ -236,6 +242,7 @@ LINK: TransitionTable[LinkState, LinkEvent, LinkEffect] = TransitionTable(
         ((_P.ATTACHING, _P.MAPPING), (PlaneLost,), _lost_while_attaching),
         ((_P.ATTACHED,), (PlaneLost,), _lost),
         (_HANDSHAKE, (Tick,), _late),
+        ((_P.GREETING,), (LinkBroken,), _unanswered),
         (LinkPhase, (LinkBroken,), _broken),
         (LinkPhase, (GreetingWanted, HandshakeWanted, PlaneRejected, Tick, PlaneLost), ignore),
         (LinkPhase, (PeerWelcomed, PlaneAttached, PlaneChosen, MemoryMapped), _out_of_place),

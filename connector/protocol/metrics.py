@@ -33,6 +33,10 @@ class Figures(TypedDict):
     """Finished hand-overs on D, by plane."""
     failed: dict[str, int]
     """Hand-overs on D, by ``FailureKind``."""
+    retried: dict[str, int]
+    """Attempts on D that failed and that another attempt followed, by ``FailureKind``."""
+    planes_changed: dict[str, int]
+    """Links on D that took another data plane because one broke, by the name of the plane that broke."""
     leases: dict[str, int]
     """Leases that ended on P: "released", "expired" (no renewal came) or "cap" (renewed up to the cap)."""
     dropped: dict[str, int]
@@ -47,8 +51,17 @@ FAILURE_KINDS: tuple[FailureKind, ...] = get_args(FailureKind)
 LEASE_ENDS = ("released", "expired", "cap")
 
 
+_COUNTERS: tuple[Literal["failed", "retried", "planes_changed", "leases", "dropped"], ...] = (
+    "failed",
+    "retried",
+    "planes_changed",
+    "leases",
+    "dropped",
+)
+
+
 def no_figures() -> Figures:
-    return Figures(finished={}, failed={}, leases={}, dropped={})
+    return Figures(finished={}, failed={}, retried={}, planes_changed={}, leases={}, dropped={})
 
 
 def is_empty(figures: Figures) -> bool:
@@ -59,8 +72,7 @@ def add(into: Figures, other: Figures) -> Figures:
     """Add ``other`` to ``into``, which is returned; ``other`` is left as it is."""
     for plane, samples in other["finished"].items():
         _extend(into["finished"].setdefault(plane, _no_samples()), samples)
-    counters: tuple[Literal["failed", "leases", "dropped"], ...] = ("failed", "leases", "dropped")
-    for name in counters:
+    for name in _COUNTERS:
         for reason, count in other[name].items():
             _count(into[name], reason, count)
     return into
@@ -84,6 +96,8 @@ def reduce(figures: Figures) -> dict[str, int | float]:
         }
     line["Num failed hand-overs"] = sum(figures["failed"].values())
     line |= {f"Failed ({kind})": n for kind, n in sorted(figures["failed"].items())}
+    line["Num retries"] = sum(figures["retried"].values())
+    line["Num plane changes"] = sum(figures["planes_changed"].values())
     line["Num leases released"] = figures["leases"].get("released", 0)
     line["Num leases expired"] = sum(n for end, n in figures["leases"].items() if end != "released")
     line["Num dropped messages"] = sum(figures["dropped"].values())
@@ -110,6 +124,16 @@ class HandoverStats:
         """Count a hand-over that failed."""
         with self._lock:
             _count(self._figures["failed"], kind)
+
+    def retried(self, kind: FailureKind) -> None:
+        """Count an attempt that failed, and that another attempt follows."""
+        with self._lock:
+            _count(self._figures["retried"], kind)
+
+    def plane_changed(self, broken: str) -> None:
+        """Count a link that takes another data plane because ``broken`` broke."""
+        with self._lock:
+            _count(self._figures["planes_changed"], broken)
 
     def lease_ended(self, reason: str) -> None:
         """Count a lease that has ended: "released", "expired" or "cap"."""

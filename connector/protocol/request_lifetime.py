@@ -11,7 +11,7 @@
 vLLM asks again after a failed load and after preemption, and the same answer would loop for ever. So the engine is
 offered tokens only in OFFERED, and nothing leads back there. In SETTLED the engine has decided to load nothing, or the
 load was reported, or the load ends inside the step that computes with it. Effects are parts of the next step plan:
-every ``PlanKeep`` is followed by exactly one ``PlanLoad`` or ``PlanRelease``.
+every ``PlanKeep`` is followed by exactly one ``PlanRelease``, or by the ``PlanLoad``, which has all of these leases.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class RequestState(msgspec.Struct, frozen=True):
     Attributes:
         start: the first token that the engine does not have, as the engine asked last.
         in_step: the step in which the request is scheduled computes with the load, by D's last answer to the engine.
-        token: of the lease that is kept; from OFFERED on.
+        tokens: of the leases that are kept; from OFFERED on.
     """
 
     phase: RequestPhase = RequestPhase.NEW
     start: int = 0
     in_step: bool = False
-    token: bytes = b""
+    tokens: tuple[bytes, ...] = ()
 
 
 # --- events -----------------------------------------------------------------------------------------------------
@@ -58,9 +58,9 @@ class NothingOffered(msgspec.Struct, frozen=True):
 
 
 class PromptOffered(msgspec.Struct, frozen=True):
-    """P holds the request's prompt."""
+    """P holds the request's prompt; also other P engines, where there is more than one lease to keep."""
 
-    keep: KeepLease
+    keeps: tuple[KeepLease, ...]
 
 
 class OfferRefused(msgspec.Struct, frozen=True):
@@ -136,7 +136,12 @@ Outcome = tuple[RequestState, tuple[RequestEffect, ...]]
 
 def _offered(state: RequestState, event: RequestEvent, now: float) -> Outcome:
     assert isinstance(event, PromptOffered)
-    return replace(state, phase=RequestPhase.OFFERED, token=event.keep.token), (PlanKeep(event.keep),)
+    tokens = tuple(keep.token for keep in event.keeps)
+    return replace(state, phase=RequestPhase.OFFERED, tokens=tokens), tuple(map(PlanKeep, event.keeps))
+
+
+def _release(state: RequestState) -> tuple[PlanRelease, ...]:
+    return tuple(map(PlanRelease, state.tokens))
 
 
 def _local(state: RequestState, event: RequestEvent, now: float) -> Outcome:
@@ -144,7 +149,7 @@ def _local(state: RequestState, event: RequestEvent, now: float) -> Outcome:
 
 
 def _refused(state: RequestState, event: RequestEvent, now: float) -> Outcome:
-    return replace(state, phase=RequestPhase.LOCAL), (PlanRelease(state.token),)
+    return replace(state, phase=RequestPhase.LOCAL), _release(state)
 
 
 def _answered(state: RequestState, event: RequestEvent, now: float) -> Outcome:
@@ -153,7 +158,7 @@ def _answered(state: RequestState, event: RequestEvent, now: float) -> Outcome:
 
 
 def _declined(state: RequestState, event: RequestEvent, now: float) -> Outcome:
-    return replace(state, phase=RequestPhase.SETTLED), (PlanRelease(state.token),)
+    return replace(state, phase=RequestPhase.SETTLED), _release(state)
 
 
 def _allocated(state: RequestState, event: RequestEvent, now: float) -> Outcome:
@@ -167,7 +172,7 @@ def _reported(state: RequestState, event: RequestEvent, now: float) -> Outcome:
 
 
 def _end_offered(state: RequestState, event: RequestEvent, now: float) -> Outcome:
-    return replace(state, phase=RequestPhase.ENDED), (PlanRelease(state.token),)
+    return replace(state, phase=RequestPhase.ENDED), _release(state)
 
 
 def _end_loading(state: RequestState, event: RequestEvent, now: float) -> Outcome:

@@ -83,13 +83,23 @@ class UnneededLease(msgspec.Struct, frozen=True):
     token: bytes
 
 
+class RemoteLease(msgspec.Struct, frozen=True):
+    """D: one more lease of the same prompt, at another P engine."""
+
+    token: bytes
+    peer: PeerEngine
+
+    def __repr__(self) -> str:
+        return f"RemoteLease({self.peer.engine_id!r})"
+
+
 class Load(msgspec.Struct, frozen=True):
     """D: fetch tokens ``[start, stop)`` of every block table into its ``block_ids`` (packed by ``pack_ids``).
 
     ``prompt`` is the digest of the prompt that P must hold under this lease; it is empty where D does not check it. D
     must check because the lease's parameters came with the client's request. ``now``: the engine computes with the
     loaded tokens in the step of this plan. ``behind``: a step in flight may still use the blocks, so the copies wait
-    for the work that the device was given before this step.
+    for the work that the device was given before this step. ``alternatives``: where to load from if ``peer`` fails.
     """
 
     request_id: str
@@ -100,6 +110,7 @@ class Load(msgspec.Struct, frozen=True):
     prompt: str = ""
     now: bool = False
     behind: bool = True
+    alternatives: tuple[RemoteLease, ...] = ()
 
     def __repr__(self) -> str:
         return f"Load({self.request_id!r})"

@@ -1,49 +1,39 @@
-"""D's half of the transfer thread: hand-overs and their reads.
+"""D's half of the transfer thread: hand-overs and their attempts.
 
-The tables ``handover`` and ``source_read`` decide. This file performs their effects and gives them events.
+The tables ``handover`` and ``load_attempts`` decide. This file performs their effects and gives them events;
+``source_reads`` does so for the reads.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Set
 from functools import partial
 
+from msgspec.structs import replace
+
 from kvferry.connector.geometry.read_plan import check_complete, plan_reads
-from kvferry.connector.geometry.spans import check_spans
-from kvferry.connector.protocol import handover, messages
+from kvferry.connector.protocol import handover, load_attempts
 from kvferry.connector.protocol.handover import Reason
 from kvferry.connector.protocol.link_state import LinkPhase
-from kvferry.connector.protocol.metrics import FailureKind
-from kvferry.connector.protocol.source_read import (
-    CancelRead,
-    CheckPostedGrant,
-    CommitAnswered,
-    CommitWanted,
-    FailLink,
-    ForgetRead,
-    HandoverEnded,
-    NothingToRead,
-    ReadAsked,
-    ReadEffect,
-    ReadEvent,
-    ReadFailed,
-    ReadGranted,
-    SendCommit,
-    StopRead,
-)
+from kvferry.connector.protocol.load_attempts import LoadAttemptsEvent
+from kvferry.connector.protocol.source_read import CommitWanted, HandoverEnded, NothingToRead, ReadFailed, StopRead
 from kvferry.connector.protocol.state_machine import Lifetime, Tick
-from kvferry.connector.protocol.step_plan import KeepLease, Load, UnneededLease, unpack_ids
+from kvferry.connector.protocol.step_plan import KeepLease, Load, RankAddress, UnneededLease, unpack_ids
 from kvferry.connector.transfer.lease_keeper import LeaseKeeper
 from kvferry.connector.transfer.link import Link
 from kvferry.connector.transfer.links import Links
-from kvferry.connector.transfer.load_reports import FinishedLoad, LoadReports, OnBegun, grant_stands
+from kvferry.connector.transfer.load_reports import FinishedLoad, LoadReports, OnBegun
 from kvferry.connector.transfer.rank_context import RankContext
-from kvferry.connector.transfer.receiver import ActiveLoad, Happening, Receiver, SourceRead
-from kvferry.transport.errors import GeometryError, KVFerryError, ProtocolError, TransportError, shortened
+from kvferry.connector.transfer.receiver import ActiveLoad, Receiver, SourceRead
+from kvferry.connector.transfer.source_reads import SourceReads
+from kvferry.transport.errors import KVFerryError, TransportError
 
 logger = logging.getLogger("vllm.kvferry.consumer")
+
+
+Effect = handover.HandoverEffect | load_attempts.LoadAttemptsEffect
 
 
 class Consumer:
@@ -65,13 +55,15 @@ class Consumer:
         self._rank_context = rank_context
         self._log = rank_context.log
         self._reports = LoadReports(rank_context.stats, begun, finished, rank_context.clock)
+        settings = rank_context.settings
         self._timeouts = handover.Timeouts(
-            rank_context.settings.handshake_timeout_seconds, rank_context.settings.transfer_timeout_seconds
+            settings.handshake_timeout_seconds, settings.transfer_timeout_seconds, settings.handover_timeout_seconds
         )
         self._active_loads: list[ActiveLoad] = []  # two of them may have one request id, see ``FinishedLoad``
         self._receiver = Receiver(rank_context.caches)
         self._links = Links(rank_context, self._receiver.through)
         self._lease_keeper = LeaseKeeper(rank_context, self._links.get)
+        self._reads = SourceReads(rank_context, self._receiver, self._lease_keeper, self._step)
         self._later: deque[Callable[[], None]] = deque()  # what follows reports, until the next tick
 
     # --- commands from the engine -------------------------------------------------------------------------------
@@ -91,36 +83,47 @@ class Consumer:
     def cancel(self, request_id: str, now: float) -> None:
         """Cancel the loads of a request. They are still reported, once nothing can write their blocks."""
         for active_load in [each for each in self._active_loads if each.load.request_id == request_id]:
-            self._step(active_load, handover.CancelLoad(), now)
+            self._give(active_load, handover.CancelLoad(), now)
 
     def fail(self, load: Load, now: float) -> None:
         """Fail a load whose start raised an error. Copies that have begun must end before it is reported."""
         for active_load in self._active_loads:
-            if active_load.load is load:
-                self._step(active_load, handover.CancelLoad(), now)
+            if active_load.posted is load:
+                self._give(active_load, handover.CancelLoad(), now)
                 return
         self._reports.not_started(load)
-        self._lease_keeper.release(load.token, load.request_id, now)
+        self._release(load, now)
 
     def load(self, load: Load, now: float, *, alone: bool = False) -> None:
         """Start a hand-over. ``alone``: no other hand-over is about to begin."""
         try:
             self._lease_keeper.keep(load.token, load.peer, load.request_id, now)
+            for lease in load.alternatives:
+                self._lease_keeper.keep(lease.token, lease.peer, load.request_id, now)
             ids = [self._rank_context.caches.kernel_ids(g, unpack_ids(ids)) for g, ids in enumerate(load.block_ids)]
             for region, (start, stop) in enumerate(load.tokens):
                 if stop > start:
                     self._rank_context.caches.check_held(region, ids[region], start, stop)
             sources = [(self._links.get(address), address) for address in self._links.source_addresses(load.peer)]
         except KVFerryError as error:
-            lost = isinstance(error, TransportError)
-            self._reports.failed(load, Reason("peer_lost" if lost else "incompatible", str(error)))
-            self._lease_keeper.release(load.token, load.request_id, now)
+            self._reports.failed(load, _not_begun(error))
+            self._release(load, now)
             return
         state, effects = handover.begin(len(sources), self._timeouts, now)
         lifetime = Lifetime(handover.HANDOVER, state, now)
         # A step that computes with the load begins once its copies are under way, so this thread waits for none.
-        active_load = ActiveLoad(load, lifetime, self._rank_context.clock(), ids, alone and not load.now)
+        active_load = ActiveLoad(load, load, lifetime, self._rank_context.clock(), ids, alone and not load.now)
         self._active_loads.append(active_load)
+        self._begin(active_load, sources, effects, now)
+
+    def _begin(
+        self,
+        active_load: ActiveLoad,
+        sources: list[tuple[Link, RankAddress]],
+        effects: tuple[handover.HandoverEffect, ...],
+        now: float,
+    ) -> None:
+        """Begin an attempt to read from ``sources``."""
         for number, (link, address) in enumerate(sources):
             self._receiver.new(active_load, number, link, address, now, self._timeouts.transfer)
             link.start_handshake(now)
@@ -128,11 +131,17 @@ class Consumer:
         for read in active_load.reads:
             self._apply_link_phase(read, now)
 
+    def _release(self, load: Load, now: float) -> None:
+        """The request reads no more under any of its leases."""
+        self._lease_keeper.release(load.token, load.request_id, now)
+        for lease in load.alternatives:
+            self._lease_keeper.release(lease.token, load.request_id, now)
+
     # --- the loop's calls ---------------------------------------------------------------------------------------
 
     def finished_writes(self, now: float) -> None:
         """Handle the copies into D's pages whose end this thread awaited when they began."""
-        self._step_reads(self._receiver.finished_writes(), now)
+        self._reads.step_all(self._receiver.finished_writes(), now)
 
     def serve(self, now: float, ready: Set[object] | None = None) -> bool:
         """Handle the messages that have arrived. Returns whether there is more to do at once. ``ready``: the readable
@@ -143,7 +152,7 @@ class Consumer:
         for link in self._links:
             try:
                 for reply in link.serve(now) if ready is None or link.has_events else ():
-                    self._reply(link, reply, now)
+                    self._reads.reply(link, reply, now)
             except Exception as error:  # an error with one peer must not reach the others
                 self._log.exception("link", "kvferry: unexpected error with %s", link.name)
                 link.fail("internal", repr(error))
@@ -156,9 +165,9 @@ class Consumer:
         """Check deadlines, renew leases, close links that have failed long enough or that are not used."""
         self._catch_up()
         for active_load in list(self._active_loads):
-            self._step(active_load, Tick(), now)
+            self._give(active_load, Tick(), now)
         for read in self._receiver.stopped:
-            self._step_read(read, Tick(), now)
+            self._reads.step(read, Tick(), now)
         self._lease_keeper.tick(now)
         self._links.close_unused(now)
 
@@ -174,7 +183,7 @@ class Consumer:
     def close(self, now: float, reason: str) -> None:
         """Release every lease and close the links; loads that still run are reported as failed for ``reason``."""
         for active_load in list(self._active_loads):
-            self._step(active_load, handover.CancelLoad(Reason("cancelled", reason)), now)
+            self._give(active_load, handover.CancelLoad(Reason("cancelled", reason)), now)
         self._collect(now)  # handle the copies that have just ended
         self._catch_up()
         self._lease_keeper.close_all(now)
@@ -186,21 +195,22 @@ class Consumer:
         for read in self._receiver.through(link):
             self._apply_link_phase(read, now)
         if link.phase is LinkPhase.FAILED:
-            link.failed_at = now
+            self._links.failed(link, now)
             for read in self._receiver.through(link):
                 self._receiver.forget(read)
             link.detach()
 
     def _apply_link_phase(self, read: SourceRead, now: float) -> None:
-        if read.state.stopped:
+        state = read.lifetime.state
+        if state.stopped:
             return
         if read.link.phase is LinkPhase.ATTACHED:
             if (misfit := read.misfit()) is not None:
-                self._step_read(read, ReadFailed(misfit), now)
+                self._reads.step(read, ReadFailed(misfit), now)
             else:
-                self._step(read.active_load, handover.SourceReady(read.state.source), now)
+                self._step(read.active_load, handover.SourceReady(state.source), now)
         elif read.link.phase is LinkPhase.FAILED:
-            self._step_read(read, ReadFailed(read.link.failure), now)
+            self._reads.step(read, ReadFailed(read.link.failure), now)
 
     def _step(self, active_load: ActiveLoad, event: handover.HandoverEvent, now: float) -> None:
         effects = active_load.lifetime.step(event, now)
@@ -209,7 +219,14 @@ class Consumer:
         if active_load.load.now:
             self._reports.begun(active_load, self._receiver.copies_of)
 
-    def _perform(self, active_load: ActiveLoad, effects: tuple[handover.HandoverEffect, ...], now: float) -> None:
+    def _give(self, active_load: ActiveLoad, event: handover.CancelLoad | Tick, now: float) -> None:
+        """Give a load an event that also concerns it while it waits for its next attempt."""
+        waits = active_load.attempts is not None  # before the event: a link that fails now is replaced a turn later
+        self._step(active_load, event, now)
+        if waits:
+            self._step_load(active_load, event, now)
+
+    def _perform(self, active_load: ActiveLoad, effects: tuple[Effect, ...], now: float) -> None:
         """Perform every effect, also after an error in one: a load must be reported, and its lease released."""
         for effect in effects:
             try:
@@ -218,11 +235,13 @@ class Consumer:
                 name = type(effect).__name__
                 self._log.exception(name, "kvferry: unexpected error in %s of %s", name, active_load.load.request_id)
                 self._rank_context.stats.failed("internal")
+                reason = Reason("internal", f"{name}: {error!r}")
                 if isinstance(effect, handover.AskSources | handover.CommitSources):
-                    failed = handover.SourceFailed(0, Reason("internal", f"{name}: {error!r}"))
-                    self._step(active_load, failed, now)
+                    self._step(active_load, handover.SourceFailed(0, reason), now)
+                elif isinstance(effect, load_attempts.BeginAttempt):
+                    self._step_load(active_load, handover.AttemptFailed(reason), now)
 
-    def _perform_one(self, active_load: ActiveLoad, effect: handover.HandoverEffect, now: float) -> None:
+    def _perform_one(self, active_load: ActiveLoad, effect: Effect, now: float) -> None:
         match effect:
             case handover.AskSources():
                 self._plan_and_ask(active_load, now)
@@ -230,21 +249,79 @@ class Consumer:
                 self._commit(active_load, now)
             case handover.StopSources():
                 for read in active_load.reads:
-                    self._step_read(read, StopRead(), now)
+                    self._reads.step(read, StopRead(), now)
             case handover.ReleaseLease():
-                load = active_load.load
-                release = partial(self._lease_keeper.release, load.token, load.request_id, now)
-                self._after_report(active_load, release)
+                self._after_report(active_load, partial(self._release, active_load.posted, now))
             case handover.ReportLoad(reason):
                 self._active_loads.remove(active_load)
                 try:
                     if reason is None:
                         self._after_report(active_load, self._reports.succeeded(active_load))
                     else:
-                        self._reports.failed(active_load.load, reason, active_load)
+                        self._reports.failed(active_load.posted, reason, active_load)
                 finally:
                     for read in active_load.reads:
-                        self._step_read(read, HandoverEnded(), now)
+                        self._reads.step(read, HandoverEnded(), now)
+            case handover.AttemptFailed():
+                self._step_load(active_load, effect, now)
+            case load_attempts.BeginAttempt(source):
+                self._begin_again(active_load, source, now)
+
+    # --- attempts -----------------------------------------------------------------------------------------------
+
+    def _step_load(self, active_load: ActiveLoad, event: LoadAttemptsEvent, now: float) -> None:
+        """Give a load whose attempt has failed an event. A load that never fails has no such lifetime."""
+        load = active_load.posted
+        attempts = active_load.attempts
+        if attempts is None:
+            peers, planes = 1 + len(load.alternatives), len(self._rank_context.planes)
+            end = active_load.lifetime.state.end
+            state = load_attempts.first_attempt(peers, planes, end, again=not load.now)
+            attempts = active_load.attempts = Lifetime(load_attempts.LOAD_ATTEMPTS, state, now)
+        self._perform(active_load, attempts.step(event, now), now)
+        if isinstance(event, handover.AttemptFailed) and attempts.state.phase is load_attempts.LoadPhase.WAITING:
+            for read in active_load.reads:
+                self._reads.step(read, HandoverEnded(), now)
+            self._leave_planes(active_load, event.reason)
+            self._rank_context.stats.retried(event.reason.kind)
+            number, peer = attempts.state.number, _at(load, attempts.state.source).peer.engine_id[:8]
+            text = "kvferry: hand-over of %s is tried again, attempt %d, at %s: %s"
+            self._log.info("retry", text, load.request_id, number, peer, event.reason)
+
+    def _leave_planes(self, active_load: ActiveLoad, reason: Reason) -> None:
+        """End the links over which an attempt moved no bytes in time: the next attempt takes another data plane. A link
+        over which other reads go on is kept."""
+        if reason.kind != "timeout" or reason.blames != "plane":
+            return
+        for read in active_load.reads:
+            others = any(not other.state.stopped for other in self._receiver.through(read.link))
+            if read.planned and not read.state.landed and not others:
+                read.link.lose_plane(reason.text)
+
+    def _begin_again(self, active_load: ActiveLoad, source: int, now: float) -> None:
+        """Begin the next attempt in the place of the last one, of which nothing writes D's pages any more."""
+        posted, attempts = active_load.posted, active_load.attempts
+        assert attempts is not None
+        load = _at(posted, source)
+        try:
+            addresses = self._links.source_addresses(load.peer)
+            sources = [(self._links.get(address, redial=True), address) for address in addresses]
+        except KVFerryError as error:
+            self._step_load(active_load, handover.AttemptFailed(_not_begun(error)), now)
+            return
+        state, effects = handover.begin(len(sources), self._timeouts, now, attempts.state.end)
+        lifetime = Lifetime(handover.HANDOVER, state, now)
+        again = ActiveLoad(load, posted, lifetime, active_load.started, active_load.ids, attempts=attempts)
+        self._active_loads[self._active_loads.index(active_load)] = again
+        try:
+            self._begin(again, sources, effects, now)
+        except Exception as error:
+            self._log.exception(
+                "attempt", "kvferry: unexpected error at the start of an attempt of %s", load.request_id
+            )
+            self._step(again, handover.CancelLoad(Reason("internal", repr(error))), now)
+
+    # --- the effects of hand-overs ------------------------------------------------------------------------------
 
     def _after_report(self, active_load: ActiveLoad, act: Callable[[], None]) -> None:
         """Do now what no request waits for. Of a load inside a step that stands, do it at the next tick: the engine's
@@ -275,127 +352,27 @@ class Consumer:
             if read.state.stopped:  # another read has failed
                 break
             if not spans:  # this pipeline stage of P holds none of D's layers
-                self._step_read(read, NothingToRead(), now)
-            elif not self._use_posted_grant(read, now):
-                self._ask(read, now)
+                self._reads.step(read, NothingToRead(), now)
+            elif not self._reads.use_posted_grant(read, now):
+                self._reads.ask(read, now)
 
     def _commit(self, active_load: ActiveLoad, now: float) -> None:
         for read in active_load.reads:
-            self._step_read(read, CommitWanted(), now)
-
-    # --- reads --------------------------------------------------------------------------------------------------
-
-    def _step_reads(self, happenings: Iterable[Happening], now: float) -> None:
-        for read, event in happenings:
-            self._step_read(read, event, now)
-
-    def _step_read(self, read: SourceRead, event: ReadEvent, now: float) -> None:
-        """Perform every effect of an event, also after an error in one."""
-        for effect in read.lifetime.step(event, now):
-            try:
-                self._perform_read_effect(read, effect, now)
-            except Exception as error:
-                name = type(effect).__name__
-                self._log.exception(name, "kvferry: unexpected error in %s of read %d", name, read.number)
-                self._rank_context.stats.failed("internal")
-                if isinstance(effect, SendCommit | CheckPostedGrant):
-                    self._step_read(read, ReadFailed(Reason("internal", repr(error))), now)
-
-    def _perform_read_effect(self, read: SourceRead, effect: ReadEffect, now: float) -> None:
-        match effect:
-            case SendCommit():
-                read.link.send(messages.Commit(read=read.number, token=read.active_load.load.token))
-            case CheckPostedGrant():
-                self._step_read(read, CommitAnswered(grant_stands(read)), now)
-            case CancelRead():
-                self._step_reads(self._receiver.cancel(read), now)
-            case ForgetRead():
-                self._receiver.forget(read)
-            case FailLink():
-                read.link.fail("timeout", f"no end of a stopped read in {read.state.timeout:g} s")
-            case _:
-                self._step(read.active_load, effect, now)
-
-    def _use_posted_grant(self, read: SourceRead, now: float) -> bool:
-        """Whether P has posted the grant on its grant board. Then D sends no ask, and the read begins at once."""
-        board = read.link.board
-        note = None if board is None else board.find(read.active_load.load.token)
-        if note is None:
-            return False
-        try:
-            grant = messages.decode_grant(note.text)
-            check_spans([item.span for item in read.planned], read.link.theirs, grant.num_tokens)
-        except (ProtocolError, GeometryError):
-            return False  # P's answer to an ask will contain the reason
-        read.note = note
-        self._step_read(read, ReadAsked(0, "posted"), now)
-        self._take_grant(read, grant, now)
-        return True
-
-    def _ask(self, read: SourceRead, now: float) -> None:
-        load = read.active_load.load
-        read.link.send(
-            messages.Ask(
-                read=read.number,
-                token=load.token,
-                consumer=self._lease_keeper.consumer,
-                consumer_rank=self._lease_keeper.rank,
-                expected=self._lease_keeper.expected(load.peer, read.address.tp_rank),
-                spans=tuple(item.span for item in read.planned),
-                chunk_bytes=read.link.slot_bytes,
-            )
-        )
-        failure = None
-        try:
-            self._receiver.expect(read)
-        except GeometryError as error:
-            failure = Reason("incompatible", str(error))
-        except Exception as error:  # some chunks may be announced: the read must be cancelled, not forgotten
-            logger.exception("kvferry: chunks of %s could not be announced", load.request_id)
-            failure = Reason("internal", repr(error))
-        self._step_read(read, ReadAsked(len(read.tags), "asked" if read.link.pulls else "pushed"), now)
-        if failure is not None:
-            self._step_read(read, ReadFailed(failure), now)
-
-    def _take_grant(self, read: SourceRead, grant: messages.Grant, now: float) -> None:
-        """Check a grant, and begin to read P's pages where D reads them by itself."""
-        if not read.state.awaits_grant:
-            return  # a second grant, or the grant of a stopped read
-        wanted = read.active_load.load.prompt
-        try:
-            if wanted and grant.prompt != wanted:
-                text = "P's lease is of another prompt than the request's parameters name"
-                self._step_read(read, ReadFailed(Reason("denied", text)), now)
-                return
-            self._receiver.check_grant(read, grant)
-            self._step_read(read, ReadGranted(), now)
-            self._step_reads(self._receiver.begin_pull(read, grant), now)
-        except GeometryError as error:
-            self._step_read(read, ReadFailed(Reason("data", str(error))), now)
-        except Exception as error:  # an error of one copy fails one request
-            logger.exception("kvferry: %s could not be read from P's pages", read.active_load.load.request_id)
-            self._step_read(read, ReadFailed(Reason("internal", repr(error))), now)
-
-    def _reply(self, link: Link, reply: messages.Reply, now: float) -> None:
-        if isinstance(reply, messages.HandshakeReply | messages.Closing):
-            return  # the link has handled it
-        read = self._receiver.find(reply.read, link)
-        if read is None:
-            return  # a message for a read that has ended
-        match reply:
-            case messages.Grant():
-                self._take_grant(read, reply, now)
-            case messages.Deny():
-                kind: FailureKind = "expired" if reply.reason in ("expired", "unknown") else "denied"
-                detail = f": {shortened(reply.detail)!r}" if reply.detail else ""
-                if reply.reason == "detached":  # P has ended its session with this D: the next load makes a new link
-                    link.fail("peer_lost", f"P has no handshake of ours{detail}")
-                self._step_read(read, ReadFailed(Reason(kind, f"P denied the read, {reply.reason}{detail}")), now)
-            case messages.Committed():
-                self._step_read(read, CommitAnswered(reply.ok), now)
-            case messages.Stopped():
-                self._step_reads(self._receiver.on_stopped(read, reply.sent), now)
+            self._reads.step(read, CommitWanted(), now)
 
     def _collect(self, now: float) -> bool:
-        self._step_reads(self._receiver.collect(self._links), now)
+        self._reads.step_all(self._receiver.collect(self._links), now)
         return self._receiver.backlog
+
+
+def _at(load: Load, source: int) -> Load:
+    """The load from the P engine with this number among those that it names."""
+    if source == 0:
+        return load
+    lease = load.alternatives[source - 1]
+    return replace(load, token=lease.token, peer=lease.peer)
+
+
+def _not_begun(error: KVFerryError) -> Reason:
+    """Why an attempt could not begin."""
+    return Reason("peer_lost" if isinstance(error, TransportError) else "incompatible", str(error))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 
 from kvferry.connector.geometry.byte_ranges import check_layouts, translate_pages
 from kvferry.connector.geometry.compatibility import compatible
 from kvferry.connector.geometry.dtypes import converted_pairs
 from kvferry.connector.geometry.rank_geometry import PageLayout, RankGeometry
-from kvferry.connector.protocol.handover import Reason
+from kvferry.connector.protocol.handover import Blame, Reason
 from kvferry.connector.protocol.link_state import (
     LINK,
     ChoosePlane,
@@ -46,23 +47,26 @@ from kvferry.connector.protocol.messages import (
 from kvferry.connector.protocol.metrics import FailureKind
 from kvferry.connector.protocol.state_machine import Lifetime, Tick
 from kvferry.connector.protocol.step_plan import PeerEngine, RankAddress
+from kvferry.connector.transfer.plane_choice import PlaneChoice
 from kvferry.connector.transfer.rank_context import RankContext, check_model
 from kvferry.transport.channels import DChannel
 from kvferry.transport.errors import (
     GeometryError,
     IncompatiblePeerError,
     KVFerryError,
-    PeerUnreachableError,
     PlaneUnavailableError,
     ProtocolError,
     TransportError,
     shortened,
 )
 from kvferry.transport.grant_board import BoardAddress, BoardReader
-from kvferry.transport.host import is_ours
 from kvferry.transport.peer_process import PeerProcess
 from kvferry.transport.plane import Plane
 from kvferry.transport.wake import RateLimitedLog
+
+Life = tuple[str, int, bytes, str]
+"""Host and port of a rank of P, its incarnation, and the fingerprint of its key. What else a request says of the rank
+may be wrong, and must not concern other requests: ``Link.check_addressed`` checks it for each hand-over."""
 
 
 class Link:
@@ -71,10 +75,20 @@ class Link:
     ``link_state`` decides; this class performs its effects. A failed link is replaced, never used again.
     """
 
-    def __init__(self, rank_context: RankContext, address: RankAddress, log: RateLimitedLog) -> None:
+    def __init__(
+        self,
+        rank_context: RankContext,
+        address: RankAddress,
+        log: RateLimitedLog,
+        *,
+        life: Life,
+        avoid: Mapping[str, str],
+    ) -> None:
+        """``avoid``: the data planes that broke on a link to this P rank, and why each did. They come last."""
         settings = rank_context.settings
         self._rank_context = rank_context
         self._log = log
+        self.life = life
         self._host, self._port, self._incarnation = address.host, address.port, address.incarnation
         self._now = 0.0  # the time that the last call passed
         self.lifetime = Lifetime(LINK, LinkState(settings.handshake_timeout_seconds), self._now)
@@ -89,9 +103,7 @@ class Link:
         self.board: BoardReader | None = None  # P's board of posted grants
         self.process: PeerProcess | None = None  # P's process, where D reads the process itself
         self.converted: frozenset[tuple[int, int]] = frozenset()  # regions, D's and P's, whose dtypes or scales differ
-        self._offers: dict[str, bytes] = {}
-        self._rejected: dict[str, str] = {}  # the reason of the rejection, by plane
-        self._gpu_reached = True  # false once D's GPU has failed to reach P's GPU
+        self._choice = PlaneChoice(rank_context, avoid)
         self.geometry: RankGeometry | None = None
         self._engine_id = ""  # P's own, once it has answered
         self.connection = rank_context.dialer.connect(
@@ -100,6 +112,11 @@ class Link:
             key=address.key,
             timeout=2 * settings.handshake_timeout_seconds,  # the deadline of the handshake comes first
         )
+
+    @property
+    def avoids(self) -> bool:
+        """Whether this link avoids data planes that broke."""
+        return bool(self._choice.avoid)
 
     @property
     def phase(self) -> LinkPhase:
@@ -133,7 +150,7 @@ class Link:
         """Why the link failed, with the peer's name."""
         reason = self.lifetime.state.reason
         assert reason is not None
-        return Reason(reason.kind, f"{self.name}: {reason.text}")
+        return Reason(reason.kind, f"{self.name}: {reason.text}", reason.blames)
 
     def start_handshake(self, now: float) -> None:
         """Start the handshake, unless it was started before."""
@@ -178,10 +195,10 @@ class Link:
         if self.phase is LinkPhase.MAPPING and self.channel is not None and self.channel.error is None:
             with self._errors_fail_the_link():
                 self._map_pages()
-        if self.channel is not None and self.channel.error is not None:
-            self._step(PlaneLost(str(self.channel.error)))
-        elif self.connection.lost:
+        if self.connection.lost:
             self.fail("peer_lost", self.connection.reason or "the peer is gone")
+        elif self.channel is not None and self.channel.error is not None:
+            self._step(PlaneLost(str(self.channel.error)))
         else:
             self._step(Tick())
         return replies
@@ -196,13 +213,23 @@ class Link:
             self._rank_context.stats.dropped("malformed reply")
             self.fail("data", str(error))
         except TransportError as error:
-            self.fail("plane", str(error))
+            self.fail("plane", str(error), "peer")
         except KVFerryError as error:
-            self.fail("peer_lost", str(error))
+            self.fail("peer_lost", str(error), "peer")
 
-    def fail(self, kind: FailureKind, text: str) -> None:
+    def fail(self, kind: FailureKind, text: str, blames: Blame = "") -> None:
         """End the link. The reads over it fail."""
-        self._step(LinkBroken(Reason(kind, text)))
+        self._step(LinkBroken(Reason(kind, text, blames)))
+
+    def lose_plane(self, why: str) -> None:
+        """The data plane has broken, and its channel does not know. The reads over the link fail."""
+        self._step(PlaneLost(why))
+
+    @property
+    def broken_plane(self) -> str:
+        """The data plane that ended this link, while its control connection stood; empty if something else did."""
+        state = self.lifetime.state
+        return state.plane if state.reason is not None and state.reason.blames == "plane" else ""
 
     def _take_closing(self) -> None:
         """Fail the link with the reason that P gave where it closed the connection, if it has given one."""
@@ -214,7 +241,7 @@ class Link:
         """Whether a reply is P's last one, which fails the link."""
         if not isinstance(reply, Closing):
             return False
-        self.fail("peer_lost", f"P has ended its leases: {reply.reason}")
+        self.fail("peer_lost", f"P has ended its leases: {reply.reason}", "peer")
         return True
 
     def detach(self) -> None:
@@ -275,7 +302,7 @@ class Link:
         try:
             self.plane.finish(self.channel, reply.payload)
         except PlaneUnavailableError as error:
-            self._gpu_reached &= not isinstance(error, PeerUnreachableError)
+            self._choice.note_error(error)
             self._step(PlaneRejected(reply.plane, str(error)))
             return
         self.slot_bytes, self.pages = reply.slot_bytes, reply.pages
@@ -323,7 +350,7 @@ class Link:
         block_size = next((region.block_size for region in welcome.geometry.regions), 0)
         described = self._rank_context.topology(welcome.geometry).describe(block_size)
         self._log.info(self._key("topology"), "kvferry: %s: %s", self.name, described)
-        self._offers = {offer.name: offer.payload for offer in welcome.planes}
+        self._choice.take_offers(welcome.planes)
 
     def check_addressed(self, peer: PeerEngine, address: RankAddress) -> None:
         """Check that this rank of P has the form that a request's parameters name. D has chosen the ranks to read from
@@ -352,9 +379,8 @@ class Link:
         """Close D's end of a plane that cannot be used, and do not choose it again."""
         self.detach()
         if self.channel is not None:
-            self._gpu_reached &= not isinstance(self.channel.error, PeerUnreachableError)
-        self._rejected[name] = why.removeprefix(f"{name}: ")
-        self._offers.pop(name, None)
+            self._choice.note_error(self.channel.error)
+        self._choice.drop(name, why)
 
     def _choose_plane(self) -> None:
         """Connect the first plane that both sides have. One log line names it, and why no better plane was chosen.
@@ -362,41 +388,9 @@ class Link:
         Raises:
             PlaneUnavailableError: no such plane is left.
         """
-        rejected = {**self._rank_context.missing_planes, **self._rejected}
-        for plane in self._rank_context.planes:
-            why = self._cannot_use(plane)
-            if why:
-                rejected.setdefault(plane.name, why)
-                continue
-            try:
-                self.channel, payload = plane.connect(self._offers[plane.name], self.connection.address)
-                if self.channel.pulls and self.channel.process is not None:
-                    self.channel.process.check_holds_end(self.connection.ends)
-            except PlaneUnavailableError as error:
-                self.detach()
-                self._gpu_reached &= not isinstance(error, PeerUnreachableError)
-                rejected[plane.name] = str(error)
-                continue
-            self.plane = plane
-            because = f" ({_listed(rejected)})" if rejected else ""
-            self._log.info(self._key(plane.name), "kvferry: data plane to %s is %s%s", self.name, plane.name, because)
-            self._step(PlaneChosen(plane.name))
-            self.send(Attach(plane=plane.name, payload=payload))
-            return
-        raise PlaneUnavailableError(f"no data plane in common: {_listed(rejected) or 'none offered'}")
-
-    def _cannot_use(self, plane: Plane) -> str:
-        """Why D does not choose a plane; empty where D may choose it."""
-        if plane.same_host and not is_ours(self.connection.address):
-            return "P is on another host"
-        if plane.name not in self._offers:
-            return "P does not offer it"
-        if plane.pulls and self.converted:
-            return "it copies bytes, and dtypes differ"
-        if len(self._rank_context.planes) == 1:
-            return ""
-        return plane.slower_because(self._offers[plane.name], reached=self._gpu_reached)
-
-
-def _listed(rejected: Mapping[str, str]) -> str:
-    return "; ".join(f"{name}: {why}" for name, why in rejected.items())
+        self.plane, self.channel, payload, why = self._choice.connect(self.connection, converts=bool(self.converted))
+        name, because = self.plane.name, f" ({why})" if why else ""
+        self._log.info(self._key(name), "kvferry: data plane to %s is %s%s", self.name, name, because)
+        self._choice.report_change(self.name, name, partial(self._log.warning, self._key(f"changed to {name}")))
+        self._step(PlaneChosen(name))
+        self.send(Attach(plane=name, payload=payload))

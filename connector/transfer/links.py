@@ -9,9 +9,10 @@ from itertools import product
 
 import zmq
 
+from kvferry.connector.protocol.failed_planes import FailedPlanes
 from kvferry.connector.protocol.link_state import LinkPhase
 from kvferry.connector.protocol.step_plan import PeerEngine, RankAddress
-from kvferry.connector.transfer.link import Link
+from kvferry.connector.transfer.link import Life, Link
 from kvferry.connector.transfer.rank_context import P_ENGINES, RankContext
 from kvferry.transport.errors import KVFerryError, TransportError
 from kvferry.transport.wake import RateLimitedLog
@@ -22,10 +23,6 @@ IDLE_LINK_SECONDS = 120.0
 """D closes a link that was not used for this time, so that its staging memory serves other peers."""
 MAX_LINKS = 4096
 """Links at once. Requests name the addresses, and clients may send any."""
-
-Life = tuple[str, int, bytes, str]
-"""Host and port of a rank of P, its incarnation, and the fingerprint of its key. What else a request says of the rank
-may be wrong, and must not concern other requests: ``Link.check_addressed`` checks it for each hand-over."""
 
 
 class Links:
@@ -39,6 +36,7 @@ class Links:
         self._has_reads = has_reads
         self._log = RateLimitedLog(logging.getLogger("vllm.kvferry.link"))
         self._links: dict[Life, Link] = {}
+        self._failed_planes = FailedPlanes()
         self.source_addresses = lru_cache(maxsize=P_ENGINES)(self._source_addresses)
 
     def __iter__(self) -> Iterator[Link]:
@@ -47,22 +45,28 @@ class Links:
     def __len__(self) -> int:
         return len(self._links)
 
-    def get(self, address: RankAddress) -> Link:
-        """The link to a rank of P; a new one where there is none.
+    def get(self, address: RankAddress, *, redial: bool = False) -> Link:
+        """The link to a rank of P; a new one where there is none. ``redial``: also where the link has failed.
 
         Raises:
             TransportError: no link can be opened.
         """
         life = address.host, address.port, address.incarnation, address.key
         link = self._links.get(life)
+        if redial and link is not None and link.handled_phase is LinkPhase.FAILED:
+            link.close()
+            link = None
         if link is None:
             if len(self._links) >= MAX_LINKS:
                 self._make_room()
             try:
-                link = self._links[life] = Link(self._rank_context, address, self._log)
+                link = self._links[life] = self._new(life, address)
             except (OSError, RuntimeError, zmq.ZMQError) as error:  # no descriptor, no socket or no thread is left
                 raise TransportError(f"no connection to {address.host}:{address.port} can be opened: {error}") from None
         return link
+
+    def _new(self, life: Life, address: RankAddress) -> Link:
+        return Link(self._rank_context, address, self._log, life=life, avoid=self._failed_planes.of(life))
 
     def _make_room(self) -> None:
         """Close the link without reads that was not used for the longest time, if possible one without data plane."""
@@ -93,13 +97,24 @@ class Links:
     def any_failed(self) -> bool:
         return any(link.phase is LinkPhase.FAILED for link in self._links.values())
 
+    def failed(self, link: Link, now: float) -> None:
+        """A link has failed. Where its data plane ended it, the links to this P rank avoid this plane for some time."""
+        link.failed_at = now
+        if link.broken_plane:
+            why = link.failure.text
+            self._failed_planes.add(link.life, link.broken_plane, why, now)
+
     def close_unused(self, now: float) -> None:
-        """Close the links that have failed long enough ago, and those that were not used for long."""
+        """Close the links that have failed long enough ago, those that were not used for long, and those that avoid a
+        data plane which may be used again."""
+        self._failed_planes.expire(now)
         for life, link in list(self._links.items()):
             if link.used or self._has_reads(link):
                 link.used, link.used_at = False, now
             failed = link.handled_phase is LinkPhase.FAILED and now >= link.failed_at + FAILED_LINK_SECONDS
-            if failed or now >= link.used_at + IDLE_LINK_SECONDS:
+            idle = now >= link.used_at + IDLE_LINK_SECONDS
+            worse = link.avoids and not self._failed_planes.of(life) and not self._has_reads(link)
+            if failed or idle or worse:
                 link.close()
                 del self._links[life]
 

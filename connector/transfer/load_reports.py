@@ -94,7 +94,7 @@ class LoadReports:
                 return not any(copy.error for copy in under_way) and all(map(grant_stands, reads))
 
             stands = ended_well if posted else None
-            self._on_begun(active_load.load, stands)
+            self._on_begun(active_load.posted, stands)
 
     def succeeded(self, active_load: ActiveLoad) -> Callable[[], None]:
         """The load has ended, and its tokens are in the blocks. The call that is returned logs it, and counts a load
@@ -105,7 +105,8 @@ class LoadReports:
         planes = sorted({read.link.plane.name for read in active_load.reads if read.link.plane is not None})
         plane = "+".join(planes) or "none"
         posted = all(read.state.fence == "posted" for read in active_load.reads if read.planned)
-        estimate = TransferEstimate(seconds, max(1, tokens)) if posted else UNKNOWN
+        first = active_load.attempts is None
+        estimate = TransferEstimate(seconds, max(1, tokens)) if posted and first else UNKNOWN
         nbytes, milliseconds = active_load.nbytes, seconds * 1e3
 
         def count() -> None:
@@ -115,7 +116,7 @@ class LoadReports:
             logger.info(
                 "kvferry: hand-over of %s done: %d tokens, %d bytes in %.2f ms over %s from %s%s",
                 load.request_id, tokens, nbytes, milliseconds, plane, load.peer.engine_id[:8],
-                ", inside the step" if load.now else "",
+                ", inside the step" if load.now else "" if first else f", attempt {active_load.number}",
             )  # fmt: skip
 
         def count_and_log() -> None:
@@ -126,11 +127,12 @@ class LoadReports:
             if not load.now:
                 count()
         finally:
-            self._on_finished(FinishedLoad(load, True, estimate))
+            self._on_finished(FinishedLoad(active_load.posted, True, estimate))
         return count_and_log if load.now else log
 
     def failed(self, load: Load, reason: Reason, active_load: ActiveLoad | None = None) -> None:
-        """The load has ended, and its tokens are not in the blocks. ``active_load``: its hand-over, if it has begun."""
+        """The load, as it was posted, has ended, and its tokens are not in the blocks. ``active_load``: its last
+        attempt, if one has begun."""
         try:
             self._stats.failed(reason.kind)
         finally:
@@ -161,4 +163,5 @@ def _num_tokens(load: Load) -> int:
 def _stories(active_load: ActiveLoad) -> str:
     """The phases of the hand-over and of each of its reads, with their times."""
     reads = [f"{read.link.name}: {read.lifetime.story()}" for read in active_load.reads]
-    return "; ".join([active_load.lifetime.story(), *reads[:MAX_STORIES]])
+    number = [f"attempt {active_load.number}"] if active_load.number > 1 else []
+    return "; ".join([*number, active_load.lifetime.story(), *reads[:MAX_STORIES]])

@@ -17,6 +17,7 @@ from kvferry.connector.geometry.read_plan import PlannedSpan
 from kvferry.connector.protocol import handover, messages
 from kvferry.connector.protocol.handover import Reason
 from kvferry.connector.protocol.link_state import LinkPhase
+from kvferry.connector.protocol.load_attempts import LoadAttempts, LoadAttemptsEffect, LoadAttemptsEvent
 from kvferry.connector.protocol.source_read import (
     SOURCE_READ,
     MessagesLeft,
@@ -44,11 +45,16 @@ UNPACKS_PER_TURN = 4
 
 
 class ActiveLoad(msgspec.Struct, eq=False):
-    """One request's hand-over on this rank. ``ids``: kernel block ids per region. ``alone``: no other hand-over began
-    in the same step. ``begun``: the engine knows that all copies are under way; only for a load inside a step.
-    ``copied_at``: the end of its last copy, by ``time.monotonic``, where it was noted."""
+    """One attempt of one request's hand-over on this rank.
+
+    ``load``: with the lease and the P engine of this attempt; ``posted``: as the engine posted it. ``ids``: kernel
+    block ids per region. ``alone``: no other hand-over began in the same step. ``begun``: the engine knows that all
+    copies are under way; only for a load inside a step. ``copied_at``: the end of its last copy, by ``time.monotonic``,
+    where it was noted. ``attempts``: ``None`` while no attempt of this load has failed.
+    """
 
     load: Load
+    posted: Load
     lifetime: Lifetime[handover.Handover, handover.HandoverEvent, handover.HandoverEffect]
     started: float
     ids: list[Ids]
@@ -57,6 +63,12 @@ class ActiveLoad(msgspec.Struct, eq=False):
     reads: list[SourceRead] = msgspec.field(default_factory=list)
     nbytes: int = 0
     copied_at: float = 0.0
+    attempts: Lifetime[LoadAttempts, LoadAttemptsEvent, LoadAttemptsEffect] | None = None
+
+    @property
+    def number(self) -> int:
+        """Of this attempt; the first is 1."""
+        return 1 if self.attempts is None else self.attempts.state.number
 
 
 class SourceRead(msgspec.Struct, eq=False):
@@ -295,6 +307,8 @@ class Receiver:
             if write.message is not None:
                 write.message.release()
             failure = _failure(write.copy)
+            if failure is not None and write.message is None and write.copy.peer_lost:
+                write.read.link.lose_plane(failure.text)  # D reads P's pages by itself, and cannot any more
             load = write.read.active_load
             load.copied_at = max(load.copied_at, write.copy.ended_at)
             if failure is None and not write.read.state.stopped:
@@ -345,4 +359,8 @@ def _failure(copy: Copy) -> Reason | None:
     """Why the bytes of a copy that has ended are not in place."""
     if not copy.error:
         return None
-    return Reason("peer_lost", copy.error) if copy.peer_lost else Reason("internal", f"the copy failed: {copy.error}")
+    return (
+        Reason("peer_lost", copy.error, "plane")
+        if copy.peer_lost
+        else Reason("internal", f"the copy failed: {copy.error}")
+    )

@@ -59,6 +59,8 @@ class KVFerryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
     - ``vllm:kvferry_bytes_transferred`` histogram, ``plane``: per hand-over and D rank
     - ``vllm:kvferry_tokens`` counter, ``plane``: tokens loaded
     - ``vllm:kvferry_num_failed_handovers`` counter, ``reason``
+    - ``vllm:kvferry_num_retries`` counter, ``reason``: attempts that failed and were followed by another
+    - ``vllm:kvferry_num_plane_changes`` counter, ``plane``: the plane that broke
     - ``vllm:kvferry_num_expired_leases`` counter, ``reason``: "expired", or "cap"
     - ``vllm:kvferry_num_released_leases`` counter
     - ``vllm:kvferry_num_dropped_messages`` counter, ``reason``
@@ -86,6 +88,10 @@ class KVFerryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         counter = self._counter_cls
         self._tokens = self._make(counter, "tokens", "Tokens whose KV cache D loaded from P.", "plane")
         self._failed = self._make(counter, "num_failed_handovers", "Hand-overs that failed on D.", "reason")
+        self._retried = self._make(counter, "num_retries", "Attempts that another attempt followed on D.", "reason")
+        self._changed = self._make(
+            counter, "num_plane_changes", "Links of D that took another data plane because one broke.", "plane"
+        )
         self._expired = self._make(counter, "num_expired_leases", "Leases that P ended by itself.", "reason")
         self._released = self._make(counter, "num_released_leases", "Leases that D released.", None)
         self._dropped = self._make(
@@ -94,6 +100,7 @@ class KVFerryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         for engine in per_engine_labelvalues:  # a rate needs the zero before the first event
             for kind in metrics.FAILURE_KINDS:
                 self._child(self._failed, engine, kind)
+                self._child(self._retried, engine, kind)
             for end in metrics.LEASE_ENDS[1:]:
                 self._child(self._expired, engine, end)
             self._child(self._released, engine, None)
@@ -104,6 +111,10 @@ class KVFerryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             self._observe(plane, samples, engine_idx)
         for reason, count in figures["failed"].items():
             self._child(self._failed, engine_idx, reason).inc(count)
+        for reason, count in figures["retried"].items():
+            self._child(self._retried, engine_idx, reason).inc(count)
+        for plane, count in figures["planes_changed"].items():
+            self._child(self._changed, engine_idx, plane).inc(count)
         for end, count in figures["leases"].items():
             if end == "released":
                 self._child(self._released, engine_idx, None).inc(count)

@@ -9,7 +9,7 @@ from tests.support.ranks import Rank
 
 PATIENT = {
     "handshake_timeout_seconds": 600.0, "transfer_timeout_seconds": 600.0, "ask_hold_seconds": 600.0,
-    "lease_seconds": 600.0,
+    "lease_seconds": 600.0, "handover_timeout_seconds": 600.0,
 }  # fmt: skip
 """Settings: nothing ends because time is over, but because it was given up."""
 

@@ -171,7 +171,7 @@ def test_an_error_of_the_copy_is_one_requests_failure(group: RankGroup) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("planted")
 
-    for rank_context, kind in ((d.worker.rank_context, "internal"), (p.worker.rank_context, "denied")):
+    for rank_context, kind in ((d.worker.rank_context, "internal"), (p.worker.rank_context, "data")):
         copies = object.__getattribute__(rank_context, "caches")
         real = type(copies)._copy
         token = grant([p], f"{kind}-p", THEIRS, TOKENS)

@@ -21,9 +21,9 @@ class Late:
 
     def __init__(self, d: Rank, *kinds: type) -> None:
         self._consumer, self._kinds = halves(d)[1], kinds
-        self._real = self._consumer._reply
+        self._real = self._consumer._reads.reply
         self.held: list[tuple[Any, ...]] = []
-        self._consumer._reply = self._reply
+        self._consumer._reads.reply = self._reply
 
     def _reply(self, link: Any, reply: Any, now: float) -> None:
         if isinstance(reply, self._kinds):
@@ -32,7 +32,7 @@ class Late:
             self._real(link, reply, now)
 
     def come(self) -> None:
-        self._consumer._reply = self._real
+        self._consumer._reads.reply = self._real
         while self.held:
             self._real(*self.held.pop(0))
 

@@ -17,6 +17,7 @@ from kvferry.connector.protocol.step_plan import (
     LeaseGrant,
     Load,
     PeerEngine,
+    RemoteLease,
     StepPlan,
     UnneededLease,
     pack_ids,
@@ -47,11 +48,13 @@ class Prompt:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A request of D. ``phase``: kept, loading, ended. ``waiting``: D's ranks that have not reported its load."""
+    """A request of D. ``others``: the same prompt at other P engines. ``phase``: kept, loading, ended. ``waiting``: D's
+    ranks that have not reported its load. ``since``: when it was posted to them."""
 
     name: str
     prompt: Prompt
     siblings: bool
+    others: Sequence[Prompt] = ()
     phase: str = "kept"
     blocks: list[int] = field(default_factory=list)
     load: Load | None = None
@@ -95,16 +98,19 @@ class Engine:
 
     # --- P --------------------------------------------------------------------------------------------------------
 
-    def prefill(self, num_tokens: int, late: Sequence[float | None] = ()) -> Prompt | None:
+    def prefill(
+        self, num_tokens: int, late: Sequence[float | None] = (), *, number: int | None = None
+    ) -> Prompt | None:
         """Compute a prompt, and lease its blocks. ``late``: by rank, after how many seconds the rank hears of the
-        lease; ``None``: never. ``None`` is returned where no block is free."""
+        lease; ``None``: never. ``number``: of a prompt that another P has computed. ``None`` is returned where no block
+        is free."""
         count = -(-num_tokens // BLOCK_TOKENS)
         if not self.alive or len(self.free) < count:
             return None
         self._prompts += 1
-        number = self.network.new_prompt()
+        number = self.network.new_prompt() if number is None else number
         blocks, self.free = self.free[:count], self.free[count:]
-        name = f"{self.name}-p{number}"
+        name = f"{self.name}-p{number}-{self._prompts}"
         prompt = Prompt(name, number, self.timeline.rng.randbytes(16), blocks, num_tokens, self, self.peer)
         grant = LeaseGrant(name, prompt.token, num_tokens, (pack_ids(blocks),), str(number))
         plan = StepPlan(leases=(grant,))
@@ -138,10 +144,11 @@ class Engine:
 
     # --- D --------------------------------------------------------------------------------------------------------
 
-    def keep(self, prompt: Prompt, name: str, *, siblings: bool = False) -> Request:
+    def keep(self, prompt: Prompt, name: str, *, siblings: bool = False, others: Sequence[Prompt] = ()) -> Request:
         """A request has come that may load a prompt."""
-        request = Request(name, prompt, siblings, since=self.timeline.now)
-        plan = StepPlan(consumer=self.consumer, keeps=(KeepLease(name, prompt.token, prompt.peer, siblings),))
+        request = Request(name, prompt, siblings, others)
+        keeps = tuple(KeepLease(name, each.token, each.peer, siblings) for each in (prompt, *others))
+        plan = StepPlan(consumer=self.consumer, keeps=keeps)
         for node in self.nodes:
             node.post(plan)
         self.kept[request] = None
@@ -158,9 +165,9 @@ class Engine:
         del self.kept[request]
         load = Load(
             request.name, prompt.token, prompt.peer, (pack_ids(request.blocks),), (request.span,), str(prompt.number),
-            now, behind,
+            now, behind, tuple(RemoteLease(other.token, other.peer) for other in request.others),
         )  # fmt: skip
-        request.load = load
+        request.load, request.since = load, self.timeline.now
         request.waiting = {node.tp_rank for node in self.nodes}
         self.requests[id(load)] = request
         plan = StepPlan(consumer=self.consumer, loads=(load,))
@@ -176,9 +183,9 @@ class Engine:
         if request.phase == "kept":
             request.phase = "ended"
             del self.kept[request]
-            self._post_all(
-                StepPlan(consumer=self.consumer, releases=(UnneededLease(request.name, request.prompt.token),))
-            )
+            prompts = (request.prompt, *request.others)
+            releases = tuple(UnneededLease(request.name, prompt.token) for prompt in prompts)
+            self._post_all(StepPlan(consumer=self.consumer, releases=releases))
             self.outcomes["aborted before the load"] += 1
             self.on_end(request, False)
         else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from random import Random
 
 from tests.simulation.engines import Engine, Prompt, Request
@@ -51,6 +51,7 @@ class Fleet:
         with self.world.explained():
             for handovers, act in (
                 (700, self._kill), (300, self._cut), (500, self._stand_still), (700, self._cancel_burst),
+                (100, self._break_plane),
             ):  # fmt: skip
                 self._repeat(handovers * self._interval, act)
             self._hand_over()
@@ -107,10 +108,24 @@ class Fleet:
             self.network.counts["second consumer"] += 1
             self._come(d, prompt, prompt.name)
             self._come(engines[rng.choice(self.d)], prompt, prompt.name, after=0.004 * rng.random())
+        elif dice < 0.10:
+            self.network.counts["two P engines named"] += 1
+            other = engines[rng.choice(self.p)]
+            also = other.prefill(tokens, number=prompt.number) if other.alive and other is not p else None
+            self._come(d, prompt, prompt.name, others=() if also is None else (also,))
         else:
             self._come(d, prompt, prompt.name)
 
-    def _come(self, d: Engine, prompt: Prompt, name: str, *, siblings: bool = False, after: float = 0.0) -> None:
+    def _come(
+        self,
+        d: Engine,
+        prompt: Prompt,
+        name: str,
+        *,
+        siblings: bool = False,
+        after: float = 0.0,
+        others: Sequence[Prompt] = (),
+    ) -> None:
         """A request comes to D."""
         if not d.alive:
             return
@@ -118,7 +133,7 @@ class Fleet:
         if after:
             self.timeline.after(after, lambda: self._come(d, prompt, name, siblings=siblings))
             return
-        request = d.keep(prompt, name, siblings=siblings)
+        request = d.keep(prompt, name, siblings=siblings, others=others)
         wait = 0.0005 if rng.random() < 0.98 else 4.0 * rng.random()
         start = 0 if rng.random() < 0.9 else rng.randrange(prompt.num_tokens)
         if rng.random() < 0.1:
@@ -157,6 +172,9 @@ class Fleet:
         a, b = (self.rng.choice(self.world.engines[self.rng.choice(names)].nodes) for names in (self.p, self.d))
         if a.alive and b.alive:
             self.network.cut(a, b, self.rng.choice((0.01, 0.5, 3.0, 8.0)) * self.rng.random())
+
+    def _break_plane(self) -> None:
+        self.rng.choice(self.world.engines[self.rng.choice(self.p + self.d)].nodes).break_plane(self.rng.random())
 
     def _stand_still(self) -> None:
         node = self.rng.choice(self.world.engines[self.rng.choice(self.p + self.d)].nodes)

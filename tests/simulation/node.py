@@ -12,6 +12,7 @@ from kvferry.connector.config import Settings
 from kvferry.connector.geometry.engine_types import RankInfo
 from kvferry.connector.protocol.handover import HandoverPhase
 from kvferry.connector.protocol.lease import HELD
+from kvferry.connector.protocol.load_attempts import LoadPhase
 from kvferry.connector.protocol.step_plan import Load, RankAddress, StepPlan
 from kvferry.connector.transfer.load_reports import Check
 from kvferry.connector.transfer.rank_context import RankContext
@@ -132,6 +133,16 @@ class Node:
         """The process gets no time of its host's cores."""
         self._stands_still_until = self.timeline.now + seconds
 
+    def break_plane(self, which: float) -> bool:
+        """One channel of this process breaks; the control connections stand. Whether there was one."""
+        ends = [end for plane in self.context.planes for end in getattr(plane, "ends", ())]
+        if not self.alive or not ends:
+            return False
+        end = ends[int(which * len(ends))]
+        self.network.fault("data plane broken", f"{end.plane.name} of {self.name}")
+        end.broke("planted")
+        return True
+
     def _turn_in(self, seconds: float) -> None:
         at = self.timeline.now + seconds
         if at < self._turn_at:
@@ -205,7 +216,10 @@ class Node:
         consumer, producer = self.thread._consumer, self.thread._producer
         for load in consumer._active_loads:
             state = load.lifetime.state
-            if state.deadline < late:
+            if load.attempts is not None and load.attempts.state.phase is LoadPhase.WAITING:
+                if min(load.attempts.state.begin_at, state.end) < late:
+                    yield f"attempt of load {load.load.request_id}"
+            elif state.phase is not HandoverPhase.DRAINING and min(state.deadline, state.end) < late:
                 yield f"load {load.load.request_id}, {state.phase.value}, by {late - state.deadline:.3f} s"
         for link in consumer._links:
             # Only a release waits for this handshake, and the release is sent already.

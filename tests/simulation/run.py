@@ -32,6 +32,7 @@ from tests.simulation.timeline import Violation  # noqa: E402
 COLUMNS: Mapping[str, str] = {
     "outcomes": "requests of D",
     "failures": "loads of one rank that failed",
+    "retries": "attempts of one rank that another attempt followed",
     "leases": "leases of one rank of P",
     "cases": "hand-overs",
     "faults": "faults",
@@ -67,6 +68,7 @@ def simulate(seed: int, count: int, engines: int, shown: bool = False) -> dict[s
         "digest": fleet.digest,
         "outcomes": dict(fleet.world.outcomes),
         "failures": dict(figures["failed"]),
+        "retries": dict(figures["retried"]),
         "leases": dict(figures["leases"]),
         "cases": dict(fleet.network.counts),
         "faults": dict(fleet.network.faults),

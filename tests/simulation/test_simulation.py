@@ -20,7 +20,8 @@ def test_a_fleet_under_faults() -> None:
     assert {"expired", "cancelled", "timeout"} <= set(result["failures"])
     assert {"released", "expired"} <= set(result["leases"])
     faults = {"packet lost", "packet doubled", "packet late", "packet overtaken", "link cut", "process stopped"}
-    assert faults <= set(result["faults"])
+    assert faults | {"data plane broken"} <= set(result["faults"])
+    assert {"peer_lost", "timeout"} <= set(result["retries"])
 
 
 def test_a_seed_gives_the_same_run_again() -> None:

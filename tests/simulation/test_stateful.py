@@ -55,13 +55,24 @@ class HandOvers(RuleBasedStateMachine):
             self.prompts.append(prompt)
 
     @precondition(lambda self: self.prompts)
+    @rule(which=NUMBER, p=st.sampled_from("pq"))
+    def prefill_again(self, which: int, p: str) -> None:
+        """A P computes a prompt that another P has computed."""
+        prompt = self.prompts[-1 - which % len(self.prompts)]
+        with self.world.explained():
+            other = self.world.engines[p].prefill(prompt.num_tokens, number=prompt.number)
+        if other is not None:
+            self.prompts.append(other)
+
+    @precondition(lambda self: self.prompts)
     @rule(which=NUMBER, d=st.sampled_from("dde"), siblings=st.sampled_from([False, False, True]), at_once=st.booleans(),
           inside=st.booleans(), start=st.sampled_from([0, 0, 0, 3, 16]))  # fmt: skip
     def come(self, which: int, d: str, siblings: bool, at_once: bool, inside: bool, start: int) -> None:
         """A request comes to D: the first, one more sample, or a second consumer's."""
         engine, prompt = self.world.engines[d], self.prompts[-1 - which % len(self.prompts)]
         if engine.alive:
-            request = engine.keep(prompt, f"r{len(self.requests)}", siblings=siblings)
+            others = [other for other in self.prompts if other.number == prompt.number and other is not prompt][:4]
+            request = engine.keep(prompt, f"r{len(self.requests)}", siblings=siblings, others=others)
             self.requests.append((engine, request))
             if at_once:
                 self._load(engine, request, start, inside)
@@ -127,6 +138,12 @@ class HandOvers(RuleBasedStateMachine):
     def stand_still(self, which: int, seconds: float) -> None:
         nodes = self._nodes()
         nodes[which % len(nodes)].stand_still(seconds)
+
+    @rule(which=NUMBER, end=st.sampled_from([0.0, 0.3, 0.6, 0.99]))
+    def break_a_plane(self, which: int, end: float) -> None:
+        """A channel breaks, and the control connection stands."""
+        nodes = self._nodes()
+        nodes[which % len(nodes)].break_plane(end)
 
     @rule(name=st.sampled_from("pqde"), how=st.sampled_from(["kill", "kill", "power off", "close"]))
     def end(self, name: str, how: str) -> None:

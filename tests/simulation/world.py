@@ -22,6 +22,7 @@ SETTINGS = Settings(
     ask_hold_seconds=1.0,
     handshake_timeout_seconds=2.0,
     transfer_timeout_seconds=3.0,
+    handover_timeout_seconds=9.0,
 )
 QUIET_SECONDS = 20.0
 """Longer than any deadline of these settings, one after the other."""

@@ -1,4 +1,4 @@
-"""The consumer's machine: total table, exactly one report, no report while something may write."""
+"""The consumer's machine: total table, exactly one end, no end while something may write, none after the deadline."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import get_args
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from kvferry.connector.protocol import handover as h
 from kvferry.connector.protocol.state_machine import Tick
 
-TIMEOUTS = h.Timeouts(handshake=10, transfer=30)
+TIMEOUTS = h.Timeouts(handshake=10, transfer=30, handover=100)
 EVENTS = get_args(h.HandoverEvent)
 GONE, AGAIN = h.Reason("peer_lost", "gone"), h.Reason("peer_lost", "again")
 
@@ -51,7 +52,7 @@ def test_before_and_after_io_it_fails_at_once(before: tuple[h.HandoverEvent, ...
     state, _ = run(begun(), *before)
     state, effects = run(state, event)
     assert state.phase is h.HandoverPhase.FAILED
-    assert effects == [h.StopSources(), h.ReportLoad(GONE), h.ReleaseLease()]
+    assert effects == [h.StopSources(), h.AttemptFailed(GONE)]
 
 
 @pytest.mark.parametrize("event", [h.SourceFailed(1, GONE), h.CancelLoad(GONE)], ids=["failed", "cancel"])
@@ -59,10 +60,11 @@ def test_during_io_it_drains_first(event: h.HandoverEvent) -> None:
     state, _ = run(begun(), *MOVING, h.SourceMoved(0))
     state, effects = run(state, event)
     assert (state.phase, effects) == (h.HandoverPhase.DRAINING, [h.StopSources()])
-    state, effects = run(state, h.CancelLoad(), h.SourceFailed(1, AGAIN), h.SourceDrained(0))
+    state, effects = run(state, h.SourceFailed(1, AGAIN), h.SourceDrained(0))
     assert (state.phase, effects) == (h.HandoverPhase.DRAINING, [])
-    state, effects = run(state, h.SourceDrained(1))
-    assert effects == [h.ReportLoad(GONE), h.ReleaseLease()]
+    assert run(state, h.SourceDrained(1))[1] == [h.AttemptFailed(GONE)]
+    cancelled = h.CancelLoad()
+    assert run(state, cancelled, h.SourceDrained(1))[1] == [h.AttemptFailed(cancelled.reason)], "no attempt follows"
 
 
 @pytest.mark.parametrize(
@@ -73,7 +75,8 @@ def test_every_phase_has_a_deadline(before: tuple[h.HandoverEvent, ...], name: s
     state, _ = run(begun(), *before, now=0)
     assert h.HANDOVER.step(state, Tick(), limit - 0.1) == (state, ())
     state, effects = h.HANDOVER.step(state, Tick(), limit)
-    assert effects[-2] == h.ReportLoad(h.Reason("timeout", f"nothing moved on in time while {name}"))
+    blames = "peer" if name == "handshaking" else ""
+    assert effects[-1] == h.AttemptFailed(h.Reason("timeout", f"nothing moved on in time while {name}", blames))
 
 
 def test_data_may_overtake_the_grant() -> None:
@@ -95,6 +98,33 @@ def test_progress_moves_the_deadline_and_time_is_no_proof_of_drained() -> None:
     assert (state.phase, effects) == (h.HandoverPhase.DRAINING, (h.StopSources(),))
 
 
+@pytest.mark.parametrize("before", [(), READY, COMMITTING], ids=["handshaking", "ready", "committing"])
+def test_all_phases_together_have_a_deadline(before: tuple[h.HandoverEvent, ...]) -> None:
+    state, _ = run(begun(), *before, now=0)
+    state = replace(state, deadline=1e9)  # whatever extends the phase
+    assert h.HANDOVER.step(state, Tick(), 1e9)[1][-1].reason.kind == "timeout"
+    state, _ = run(begun(), *before, now=95)
+    assert state.deadline in (10, 100), "no phase lasts longer"
+
+
+def test_progress_does_not_extend_the_last_deadline() -> None:
+    state, _ = run(begun(), *MOVING, now=0)
+    for now in range(0, 100, 20):
+        state, effects = run(state, h.SourceProgress(), Tick(), now=now)
+        assert (state.phase, effects) == (h.HandoverPhase.MOVING, [])
+    state, effects = run(state, Tick(), now=100)
+    assert (state.phase, effects) == (h.HandoverPhase.DRAINING, [h.StopSources()])
+    (failed,) = run(state, h.SourceDrained(0), h.SourceDrained(1), now=101)[1]
+    text = "no end in 100 s (handover_timeout_seconds), now moving"
+    assert failed == h.AttemptFailed(h.Reason("timeout", text))
+
+
+def test_a_later_attempt_has_no_more_time() -> None:
+    state, _ = h.begin(1, TIMEOUTS, 95, end=100)
+    assert (state.deadline, state.end) == (100, 100)
+    assert run(state, Tick(), now=100)[1][-1].reason.kind == "timeout"
+
+
 sources = st.integers(0, 2)
 any_event = st.one_of(
     *(
@@ -113,6 +143,7 @@ def test_one_report_at_most_and_never_while_moving(count: int, script: list[tupl
     now = 0.0
     state, effects = h.begin(count, TIMEOUTS, now)
     seen = list(effects)
+    ends = h.ReportLoad | h.AttemptFailed
     drained: set[int] = set()
     for event, seconds in script:
         now += seconds
@@ -122,11 +153,13 @@ def test_one_report_at_most_and_never_while_moving(count: int, script: list[tupl
             drained.add(event.source)
         state, effects = h.HANDOVER.step(state, event, now)
         for effect in effects:
-            if isinstance(effect, h.ReportLoad) and before in (h.HandoverPhase.MOVING, h.HandoverPhase.DRAINING):
+            if isinstance(effect, ends) and before in (h.HandoverPhase.MOVING, h.HandoverPhase.DRAINING):
                 assert set(range(count)) <= drained
         seen += effects
-    reports = [effect for effect in seen if isinstance(effect, h.ReportLoad)]
-    assert len(reports) == (state.phase in (h.HandoverPhase.DONE, h.HandoverPhase.FAILED))
-    assert sum(isinstance(effect, h.ReleaseLease) for effect in seen) == len(reports)
-    if reports:
-        assert reports[0].ok == (state.phase is h.HandoverPhase.DONE)
+        if effects and state.phase in (h.HandoverPhase.HANDSHAKING, h.HandoverPhase.READY, h.HandoverPhase.MOVING):
+            assert state.deadline <= state.end
+    found = [effect for effect in seen if isinstance(effect, ends)]
+    assert len(found) == (state.phase in (h.HandoverPhase.DONE, h.HandoverPhase.FAILED))
+    done = state.phase is h.HandoverPhase.DONE
+    assert sum(isinstance(effect, h.ReleaseLease) for effect in seen) == done
+    assert not found or isinstance(found[0], h.ReportLoad) == done

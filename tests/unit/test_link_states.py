@@ -60,7 +60,8 @@ def test_a_refused_plane_is_followed_by_the_next() -> None:
 
 def test_a_plane_that_breaks_later_is_the_end() -> None:
     state, effects = run(*CHOSEN, k.PlaneAttached("shm", ready=True), k.PlaneLost("gone"))
-    assert state.phase is k.LinkPhase.FAILED and effects[-1] == k.ReportBroken(GONE)
+    blamed = Reason("peer_lost", "gone", blames="plane")
+    assert state.phase is k.LinkPhase.FAILED and effects[-1] == k.ReportBroken(blamed)
 
 
 def test_a_handshake_that_takes_too_long() -> None:
@@ -68,7 +69,7 @@ def test_a_handshake_that_takes_too_long() -> None:
     assert run(Tick(), state=state, now=10.9)[0] == state
     failed, _ = run(Tick(), state=state, now=11)
     assert failed.reason == Reason(
-        "timeout", "no answer to the handshake in 10 s (waiting for the answer to the handshake)"
+        "timeout", "no answer to the handshake in 10 s (waiting for the answer to the handshake)", blames="peer"
     )
 
 

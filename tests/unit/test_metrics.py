@@ -152,6 +152,9 @@ def test_the_log_line():
     stats.lease_ended("released")
     stats.lease_ended("cap")
     stats.dropped("malformed", 7)
+    stats.retried("timeout")
+    stats.retried("peer_lost")
+    stats.plane_changed("tcp")
     data = stats.take()
     assert data is not None
     assert metrics.reduce(data) == {
@@ -163,6 +166,8 @@ def test_the_log_line():
         "Avg tokens per hand-over": 90.0,
         "Num failed hand-overs": 1,
         "Failed (timeout)": 1,
+        "Num retries": 2,
+        "Num plane changes": 1,
         "Num leases released": 1,
         "Num leases expired": 1,
         "Num dropped messages": 7,

@@ -30,7 +30,7 @@ def run(state: r.RequestState, *events: r.RequestEvent) -> tuple[r.RequestState,
     return state, effects
 
 
-OFFERED = (r.PromptOffered(KEEP),)
+OFFERED = (r.PromptOffered((KEEP,)),)
 LOADING = (*OFFERED, r.EngineAnswered(3), r.BlocksAllocated(LOAD))
 
 
@@ -79,7 +79,7 @@ def test_the_end_of_a_request_cancels_its_load() -> None:
 
 any_event = st.one_of(
     *(st.just(kind()) for kind in (r.NothingOffered, r.OfferRefused, r.LoadDeclined, r.LoadReported, r.RequestEnded)),
-    st.just(r.PromptOffered(KEEP)),
+    st.just(r.PromptOffered((KEEP,))),
     st.builds(r.EngineAnswered, st.integers(0, 9), st.booleans()),
     st.just(r.BlocksAllocated(LOAD)),
 )
@@ -163,3 +163,26 @@ def test_a_lease_names_the_last_step_that_computed_its_request() -> None:
     assert held and params is not None and (lease.request_id, lease.step) == ("r", 2)
     scheduler.request_finished(done, [[1, 2, 3, 4, 5]], completed=True)  # a request that was never mentioned
     assert scheduler.take_plan().leases[0].step == 5
+
+
+@pytest.mark.parametrize("end", ["loaded", "nothing", "refused"])
+def test_all_leases_of_a_request_are_kept_and_loaded_under_or_released(
+    end: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    second = RemotePrompt(b"u" * 16, 65, PROMPT.prompt, P)
+    bad = to_transfer_params(RemotePrompt(b"v" * 16, 65, "another", P))
+    params = {**(OTHER if end == "refused" else GOOD), "alternatives": [to_transfer_params(second), bad]}
+    if end == "refused":
+        params["alternatives"] = [to_transfer_params(RemotePrompt(b"u" * 16, 65, "another", P)), GOOD]
+    scheduler, request = half(), view(params)
+    scheduler.num_new_matched_tokens(request, 16)
+    scheduler.after_alloc(request, [[1, 2, 3, 4, 5]], 0 if end == "nothing" else 49)
+    plan = scheduler.take_plan()
+    tokens = [b"t" * 16, b"u" * 16]
+    assert [keep.token for keep in plan.keeps] == tokens
+    assert "has one P less to load from: alternatives[1]: its prompt is not that of the first P" in caplog.text
+    if end == "loaded":
+        (load,) = plan.loads
+        assert [load.token, *(lease.token for lease in load.alternatives)] == tokens and not plan.releases
+    else:
+        assert not plan.loads and [release.token for release in plan.releases] == tokens

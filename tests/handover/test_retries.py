@@ -1,0 +1,325 @@
+"""Hand-overs that fail and are tried again: over the next data plane, from another P, until one deadline for all."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from kvferry.connector.config import Settings
+from kvferry.connector.protocol import load_attempts, messages
+from kvferry.connector.protocol.failed_planes import AVOIDED_SECONDS
+from kvferry.connector.protocol.load_attempts import LoadPhase
+from kvferry.connector.protocol.step_plan import KeepLease, PeerEngine, RemoteLease, StepPlan
+from tests.handover.gates import PATIENT, Gate, halves
+from tests.handover.opening import OURS, THEIRS, TOKENS, another_works, begin
+from tests.handover.rank_group import RankGroup
+from tests.handover.slow_copies import install
+from tests.support.rank_process import remote_peer
+from tests.support.ranks import Rank, grant, let_time_pass, load_plan, peer, wait
+
+WIDE = {"content": 512, "layers": 16}
+"""A hand-over of 13 MB."""
+SMALL_SLOTS = {"slot_bytes": 64 << 10, "staging_bytes": 1 << 20, "lease_seconds": 600.0}
+LONG = {**SMALL_SLOTS, "transfer_timeout_seconds": 30.0, "handover_timeout_seconds": 120.0}
+
+
+class Trickle:
+    """P sends ``turns`` times, two chunks each time."""
+
+    def __init__(self, p: Rank, turns: float) -> None:
+        self.turns = turns  # only the test changes it, and only P's thread counts
+        self.done = 0
+        self._pump = halves(p)[0].pump
+        halves(p)[0].pump = self._some
+
+    def _some(self, now: float) -> bool:
+        sent = self.done < self.turns and bool(self._pump(now))
+        self.done += sent
+        return sent
+
+
+class Reports:
+    """Counts what a rank reports to its engine, before the ledger sees it."""
+
+    def __init__(self, d: Rank) -> None:
+        self.ok: list[bool] = []
+        reports = halves(d)[1]._reports
+        self._real = reports._on_finished
+        reports._on_finished = self._note
+
+    def _note(self, finished: Any) -> None:
+        self.ok.append(finished.ok)
+        self._real(finished)
+
+
+def pair(group: RankGroup, planes: Sequence[str] = ("tcp",), **settings: Any) -> tuple[Rank, Rank]:
+    """P and D, and the planes that D uses, in this order."""
+    made = Settings(**{**LONG, **settings})
+    p, d = (group.rank(settings=made, engine_id=f"engine-{name}", **WIDE) for name in "pd")
+    p.fill(THEIRS, TOKENS)
+    use(d, planes)
+    return p, d
+
+
+def use(d: Rank, planes: Sequence[str]) -> None:
+    context = d.worker.rank_context
+    assert context is not None
+    context.planes = [plane for plane in map(context.plane, planes) if plane is not None]
+
+
+def figures(d: Rank) -> Any:
+    assert d.worker.rank_context is not None
+    return d.worker.rank_context.stats.take()
+
+
+def load_of(d: Rank) -> Any:
+    loads = halves(d)[1]._active_loads
+    return loads[0] if loads else None
+
+
+def in_the_middle(d: Rank) -> bool:
+    load = load_of(d)
+    return load is not None and load.nbytes > 0
+
+
+def cut(d: Rank, port: int | None = None) -> None:
+    """Cut the connection of the data plane; that of control messages stands."""
+    for link in halves(d)[1]._links:
+        if port in (None, link._port):
+            link.channel._sock.shutdown(socket.SHUT_RDWR)
+
+
+def both(name: str, token: bytes, first: PeerEngine, other: bytes, second: PeerEngine) -> StepPlan:
+    """Load a prompt that two P engines hold."""
+    plan = load_plan(name, token, first, OURS, 0, TOKENS)
+    keeps = (*plan.keeps, KeepLease(name, other, second, False))
+    (load,) = plan.loads
+    return replace(plan, keeps=keeps, loads=(replace(load, alternatives=(RemoteLease(other, second),)),))
+
+
+@pytest.mark.parametrize(("broken", "then"), [("tcp", "shm"), ("shm", "tcp")])
+def test_a_plane_that_breaks_is_left_for_the_next(
+    group: RankGroup, caplog: pytest.LogCaptureFixture, broken: str, then: str
+) -> None:
+    caplog.set_level("INFO", "vllm.kvferry")
+    p, d = pair(group, (broken, then))
+    trickle, reports = Trickle(p, 3), Reports(d)
+    begin(p, d)
+    assert wait(lambda: in_the_middle(d), [p, d])
+    cut(d)
+    trickle.turns = float("inf")
+    assert wait(lambda: d.received == {"req-d"} and p.sent == {"req-p"}, [p, d])
+    assert torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS)) and not d.failed and reports.ok == [True]
+    found = figures(d)
+    assert (found["retried"], found["planes_changed"], list(found["finished"])) == (
+        {"peer_lost": 1}, {broken: 1}, [then],
+    )  # fmt: skip
+    assert figures(p)["leases"] == {"released": 1}
+    changed = [line.getMessage() for line in caplog.records if "is changed from" in line.getMessage()]
+    assert len(changed) == 1 and f"from {broken} to {then} for {AVOIDED_SECONDS:g} s: {broken}: " in changed[0]
+    assert "attempt 2" in next(text for text in caplog.messages if "req-d done" in text)
+    another_works(p, d)
+    assert list(figures(d)["finished"]) == [then], "for some time"
+    let_time_pass(d, AVOIDED_SECONDS + 1)
+    assert wait(lambda: not list(halves(d)[1]._links))
+    for rank in (p, d):
+        rank.sent.clear()
+        rank.received.clear()
+    another_works(p, d)
+    assert list(figures(d)["finished"]) == [broken], "the faster plane comes back"
+
+
+def test_a_plane_on_which_nothing_moves_is_left_for_the_next(group: RankGroup) -> None:
+    """The control connection stands, and no error comes."""
+    p, d = pair(group, ("tcp", "shm"))
+    trickle, reports = Trickle(p, 3), Reports(d)
+    begin(p, d)
+    assert wait(lambda: in_the_middle(d) and trickle.done == 3, [p, d])
+    let_time_pass(d, 31)
+    assert wait(lambda: load_of(d).attempts is not None, [p, d])
+    trickle.turns = float("inf")
+    assert wait(lambda: d.received == {"req-d"} and p.sent == {"req-p"}, [p, d])
+    assert torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS)) and reports.ok == [True]
+    found = figures(d)
+    assert (found["retried"], found["planes_changed"]) == ({"timeout": 1}, {"tcp": 1})
+
+
+def test_the_plane_that_is_named_is_tried_again(group: RankGroup) -> None:
+    p, d = pair(group, plane="tcp")
+    trickle, reports = Trickle(p, 3), Reports(d)
+    begin(p, d)
+    assert wait(lambda: in_the_middle(d), [p, d])
+    cut(d)
+    trickle.turns = float("inf")
+    assert wait(lambda: d.received == {"req-d"} and p.sent == {"req-p"}, [p, d])
+    assert torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS)) and reports.ok == [True]
+    found = figures(d)
+    assert (list(found["finished"]), found["planes_changed"]) == (["tcp"], {})
+
+
+def test_a_killed_p_is_followed_by_the_other_one(group: RankGroup) -> None:
+    """The first P's pages have other bytes, so that none of them can be left on D."""
+    settings = {**LONG, "plane": "tcp"}
+    first = group.process(settings=settings, engine_id="engine-first", **WIDE)
+    other, d = pair(group, plane="tcp")
+    reports = Reports(d)
+    token, second = first.grant("req-first", THEIRS, TOKENS), grant([other], "req-other", THEIRS, TOKENS)
+    collect = Gate(halves(d)[1], "_collect", lambda now: False)
+    d.worker.post(both("req-d", token, remote_peer([first]), second, peer([other])))
+    assert wait(lambda: collect.calls > 3 and load_of(d) is not None, [d])
+    assert set(halves(d)[1]._lease_keeper._kept) == {token, second}, "both leases are kept alive"
+    first.kill()
+    collect.open()
+    assert wait(lambda: d.received == {"req-d"} and other.sent == {"req-other"}, [other, d])
+    assert torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS)) and not d.failed and reports.ok == [True]
+    assert not halves(d)[1]._lease_keeper and figures(other)["leases"] == {"released": 1}
+
+
+def test_without_a_failure_both_leases_are_released_once(group: RankGroup) -> None:
+    p, d = pair(group)
+    other = group.rank(settings=Settings(**LONG), engine_id="engine-other", **WIDE)
+    other.fill(THEIRS, TOKENS)
+    token, second = grant([p], "req-p", THEIRS, TOKENS), grant([other], "req-other", THEIRS, TOKENS)
+    d.worker.post(both("req-d", token, peer([p]), second, peer([other])))
+    assert wait(lambda: d.received == {"req-d"} and p.sent | other.sent == {"req-p", "req-other"}, [p, d, other])
+    assert not d.failed and figures(p)["leases"] == figures(other)["leases"] == {"released": 1}
+
+
+def test_a_lease_that_is_over_is_followed_by_the_other_p(group: RankGroup) -> None:
+    p, d = pair(group, ask_hold_seconds=0.1)
+    token = grant([p], "req-p", THEIRS, TOKENS)
+    d.worker.post(both("req-d", secrets.token_bytes(16), peer([p]), token, peer([p])))
+    assert wait(lambda: d.received == {"req-d"} and p.sent == {"req-p"}, [p, d])
+    assert not d.failed and figures(d)["retried"] == {"expired": 1}
+
+
+def test_a_p_that_trickles_ends_at_the_deadline(group: RankGroup) -> None:
+    p, d = pair(group)
+    trickle, reports = Trickle(p, 0), Reports(d)
+    begin(p, d)
+    for seconds in range(0, 120, 10):
+        let_time_pass(d, seconds)
+        before = load_of(d).nbytes if seconds else 0
+        trickle.turns += 1
+        assert wait(lambda before=before: in_the_middle(d) and load_of(d).nbytes > before, [p, d]), "progress is made"
+    assert not d.received and not reports.ok
+    let_time_pass(d, 121)
+    assert wait(lambda: d.failed == {"req-d"}, [p, d])
+    found = figures(d)
+    assert (found["failed"], found["retried"], reports.ok) == ({"timeout": 1}, {}, [False])
+    assert wait(lambda: p.sent == {"req-p"}, [p, d]), "released, though the read was not over"
+    trickle.turns = float("inf")
+    another_works(p, d)
+
+
+def test_the_deadline_passes_while_copies_end(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time is no proof that a copy has ended. No attempt follows, because the time for it is over."""
+    copies = install(monkeypatch)
+    settings = Settings(**{**LONG, "plane": "shm"})
+    p, d = group.rank(settings=settings), group.rank(settings=settings, engine_id="engine-d")
+    p.fill(THEIRS, TOKENS)
+    reports = Reports(d)
+    copies[1].gate.clear()
+    begin(p, d)
+    assert wait(lambda: copies[1].running > 0, [p, d])
+    for seconds in (31, 121, 500):
+        let_time_pass(d, seconds)
+        assert not wait(lambda: bool(reports.ok), [p, d], 0.1)
+        assert load_of(d).lifetime.state.phase.value == "draining"
+    copies[1].gate.set()
+    assert wait(lambda: d.failed == {"req-d"} and p.sent == {"req-p"}, [p, d])
+    assert reports.ok == [False] and figures(d)["retried"] == {}
+
+
+@pytest.mark.parametrize("how", ["cancelled", "at the deadline"])
+def test_a_load_ends_between_attempts(group: RankGroup, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    monkeypatch.setattr(load_attempts, "SAME_PEER_SECONDS", 60.0)
+    p, d = pair(group)
+    trickle, reports = Trickle(p, 3), Reports(d)
+    begin(p, d)
+    assert wait(lambda: in_the_middle(d), [p, d])
+    cut(d)
+    assert wait(lambda: load_of(d).attempts is not None, [p, d])
+    assert load_of(d).attempts.state.phase is LoadPhase.WAITING and not reports.ok
+    assert not wait(lambda: bool(p.sent), [p, d], 0.2), "the lease is kept for the next attempt"
+    if how == "cancelled":
+        d.worker.post(StepPlan(cancels=("req-d",)))
+    else:
+        let_time_pass(d, 121)
+    assert wait(lambda: d.failed == {"req-d"} and p.sent == {"req-p"}, [p, d])
+    assert reports.ok == [False] and list(figures(d)["failed"]) == ["cancelled" if how == "cancelled" else "peer_lost"]
+    assert load_of(d) is None
+    monkeypatch.undo()
+    trickle.turns = float("inf")
+    another_works(p, d)
+
+
+def test_a_load_inside_a_step_is_not_tried_again(group: RankGroup) -> None:
+    p, d = pair(group, ("tcp", "shm"))
+    trickle, reports = Trickle(p, 3), Reports(d)
+    token = grant([p], "req-p", THEIRS, TOKENS)
+    d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS, now=True))
+    assert wait(lambda: in_the_middle(d), [p, d])
+    cut(d)
+    assert wait(lambda: p.sent == {"req-p"}, [p, d])
+    assert reports.ok == [False] and figures(d)["retried"] == {}
+    trickle.turns = float("inf")
+
+
+def test_one_source_of_two_fails_on_one_of_two_ranks(group: RankGroup) -> None:
+    """P has four ranks and D has two: each reads from two of P's."""
+    settings = Settings(**LONG)
+    form = {"settings": settings, "total_heads": 4, **WIDE}
+    ps = [group.rank(tp_rank=r, tp_size=4, engine_id="engine-p", **form) for r in range(4)]
+    ds = [group.rank(tp_rank=r, tp_size=2, engine_id="engine-d", **form) for r in range(2)]
+    for rank in ps:
+        rank.fill(THEIRS, TOKENS)
+    for rank in ds:
+        use(rank, ("tcp", "shm"))
+    trickles, reports = [Trickle(p, 3) for p in ps], [Reports(d) for d in ds]
+    token = grant(ps, "req-p", THEIRS, TOKENS)
+    for rank in ds:
+        rank.worker.post(load_plan("req-d", token, peer(ps), OURS, 0, TOKENS))
+    everyone = [*ps, *ds]
+    assert wait(lambda: all(map(in_the_middle, ds)), everyone)
+    links = {link._port: link for link in halves(ds[0])[1]._links}
+    cut(ds[0], ps[1].address.port)
+    for trickle in trickles:
+        trickle.turns = float("inf")
+    assert wait(lambda: all(d.received for d in ds) and all(p.sent == {"req-p"} for p in ps), everyone)
+    for rank, report in zip(ds, reports, strict=True):
+        assert not rank.failed and report.ok == [True] and torch.equal(rank.read(OURS, TOKENS), rank.wanted(TOKENS))
+    assert [figures(rank)["retried"] for rank in ds] == [{"peer_lost": 1}, {}]
+    assert all(figures(rank)["leases"] == {"released": 1} for rank in ps)
+    now = {link._port: link for link in halves(ds[0])[1]._links}
+    kept, replaced = ps[0].address.port, ps[1].address.port
+    assert now[kept] is links[kept] and now[replaced] is not links[replaced], "the sound link is used again"
+
+
+def test_a_lost_stopped_leaves_nothing(group: RankGroup) -> None:
+    """P's answer to a Cancel says how many chunks are under way. Without it D ends the link, not earlier."""
+    p, d = pair(group, handover_timeout_seconds=600.0)
+    trickle, producer = Trickle(p, 3), halves(p)[0]
+    reply = producer._reply
+    producer._reply = lambda to, message: None if isinstance(message, messages.Stopped) else reply(to, message)
+    begin(p, d)
+    assert wait(lambda: in_the_middle(d), [p, d])
+    d.worker.post(StepPlan(cancels=("req-d",)))
+    assert wait(lambda: d.failed == {"req-d"}, [p, d]), "the engine does not wait for it"
+    assert halves(d)[1]._receiver.stopped
+    let_time_pass(d, 31)
+    assert wait(lambda: not halves(d)[1]._receiver and p.sent == {"req-p"}, [p, d])
+    producer._reply, trickle.turns = reply, float("inf")
+    let_time_pass(d, 40)
+    another_works(p, d)
+
+
+def test_patient_settings_leave_no_attempt() -> None:
+    """What the other tests of this folder count on: there a time-out is the last failure."""
+    assert PATIENT["handover_timeout_seconds"] <= PATIENT["transfer_timeout_seconds"]
