@@ -31,6 +31,7 @@ class Config:
     staging_bytes: int
     secret_key: str
     """For the plane ``zmq``."""
+    encrypt: bool = False
 
 
 class Cache:

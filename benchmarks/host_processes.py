@@ -43,6 +43,7 @@ class PlaneEndpoint:
                 slot_bytes=config.slot_bytes,
                 staging_bytes=config.staging_bytes,
                 keys=Keys(config.secret_key),
+                encrypt=config.encrypt,
             ),
         )
         self.caches = caches

@@ -103,6 +103,28 @@ def nixl_form(result: dict[str, Any]) -> str:
     )
 
 
+def encrypted() -> str:
+    """What encryption costs between hosts."""
+    result = load("encrypted_planes")
+    sizes = list(dict.fromkeys(row["kib"] for row in result["rows"]))
+    rows = []
+    for plane in dict.fromkeys(row["plane"] for row in result["rows"]):
+        cells = {row["kib"]: row for row in result["rows"] if row["plane"] == plane}
+        share = {"tcp, encrypt": "aes_of_plain", "zmq": "curve_of_plain"}.get(plane)
+        whole = f"{result['ratios'][share]:.2f}" if share else "1"
+        rows.append([f"`{plane}`", *(f"{cells[size]['gb_per_s']:.1f}" for size in sizes), whole])
+    return "\n\n".join(
+        [
+            f"No vLLM engine takes part in this measurement. Machine: {machine(result)}.",
+            "GB/s of scattered blocks in host memory, between two processes, TCP over loopback, "
+            f"`benchmarks/encrypted_planes.py`: medians of {result['rounds']} rounds, in which the planes take turns "
+            "on a shared machine. The last column is the median ratio to plain `tcp` of the same turn. TLS of this kernel "
+            f"is {result['kernel_tls']}.",
+            table(["plane", *(f"{size} KiB" for size in sizes), "of plain `tcp`"], rows),
+        ]
+    )
+
+
 def idle_step() -> str:
     """What the connector costs a step that hands nothing over."""
     result = load("idle_step")
@@ -178,6 +200,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "cpu-end-to-end": cpu_end_to_end,
     "cpu-wrong-tokens": wrong_tokens,
     "cpu-bandwidth": cpu_bandwidth,
+    "encrypted": encrypted,
     "idle-step": idle_step,
 }
 

@@ -129,6 +129,13 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             "environment separated by commas"
         ),
     ] = ()
+    encrypt: Annotated[
+        bool,
+        _doc(
+            "KV bytes that leave the host are encrypted: over `tcp` with AES-256-GCM; planes that cannot encrypt are "
+            "not used between hosts. P and D encrypt where one of them has it"
+        ),
+    ] = False
     insecure: Annotated[
         bool, _doc("no keys: control messages are not encrypted, and whoever reaches the control port is admitted")
     ] = False
@@ -268,6 +275,8 @@ def _check_together(settings: Settings) -> None:
     if settings.secret_key is not None and settings.key_file is not None:
         raise ConfigError("secret_key and key_file: both name this engine's key; give one of them")
     if settings.insecure:
+        if settings.encrypt:
+            raise ConfigError("encrypt: insecure is set too; only engines with keys can encrypt, so remove one")
         for name in ("secret_key", "key_file", "peer_keys"):
             if getattr(settings, name):
                 raise ConfigError(f"insecure: {name} is set too; an engine has keys or is insecure, so remove one")

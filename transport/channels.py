@@ -105,7 +105,7 @@ class SendChannel(Channel):
     pulls: ClassVar[Literal[False]] = False
     slot_bytes: int
     """Capacity of this channel's slots; may be less than the plane's ``slot_bytes``."""
-    sends_in_place: ClassVar[bool] = False
+    sends_in_place: bool = False
     """Whether ``send_pieces`` makes no copy; without that it is better to pack into a slot."""
 
     @abstractmethod

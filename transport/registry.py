@@ -61,6 +61,7 @@ class PlaneSpec:
         host: how it carries caches in host memory; ``None``: it does not.
         gpu: how it carries caches on GPUs; ``None``: it does not.
         extra: what ``pip`` must install for it; empty where KVFerry alone is enough.
+        encrypts: it can encrypt what it sends to another host, and does where ``PlaneContext.encrypt`` asks for it.
         needs_keys: why the plane is used only where keys authenticate the control connections; empty where it needs
             none.
     """
@@ -72,6 +73,7 @@ class PlaneSpec:
     host: Use | None = None
     gpu: Use | None = None
     extra: str = ""
+    encrypts: bool = False
     needs_keys: str = ""
 
     @property
@@ -131,7 +133,7 @@ register(
     PlaneSpec(
         "tcp", f"{_PLANES}.tcp:TcpPlane", "between hosts",
         "P's kernel gathers scattered pages into a stream, D's scatters it into its own: no copy between",
-        host=Use(30), gpu=Use(40),
+        host=Use(30), gpu=Use(40), encrypts=True,
     )
 )  # fmt: skip
 register(
@@ -150,7 +152,8 @@ register(
     PlaneSpec(
         "zmq", f"{_PLANES}.zmq:ZmqPlane", "anywhere",
         "packed, sent as encrypted ZMQ messages, unpacked",
-        host=Use(50, auto=False), gpu=Use(50, auto=False), needs_keys="it is the plane that encrypts the KV bytes",
+        host=Use(50, auto=False), gpu=Use(50, auto=False), encrypts=True,
+        needs_keys="it encrypts the KV bytes by them",
     )
 )  # fmt: skip
 
@@ -221,7 +224,10 @@ def make_plane(name: str, context: PlaneContext) -> Plane:
     if spec.use(device) is None:
         where = "in host memory" if device.type == "cpu" else f"on {device}"
         raise PlaneUnavailableError(f"it carries {spec.memory} memory, the caches lie {where}")
-    return spec.load()(context)
+    plane = spec.load()
+    if context.encrypt and not (spec.encrypts or plane.same_host):
+        raise PlaneUnavailableError("it does not encrypt, and the setting encrypt is on")
+    return plane(context)
 
 
 def planes_table() -> str:

@@ -85,6 +85,7 @@ def make_planes(settings: Settings, keys: Keys | None, caches: RankCaches) -> tu
                 slot_bytes=settings.slot_bytes or best_slot_bytes(name, caches.device, staging_bytes),
                 staging_bytes=staging_bytes,
                 keys=keys,
+                encrypt=settings.encrypt,
                 memory=memory,
             )
             plane = make_plane(name, context)

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from kvferry.transport.registry import PlaneSpec, plane_specs
+from kvferry.transport.plane import Plane, PlaneContext
+from kvferry.transport.registry import PlaneSpec, make_plane, plane_specs
 
 PUSH, PULL = False, True
+
+
+ENCRYPTED = "-encrypted"
+"""Behind the name of a plane: with the setting ``encrypt``."""
+
+
+def plane_of(name: str, context: PlaneContext) -> Plane:
+    """The plane of a name that may end with ``ENCRYPTED``."""
+    return make_plane(name.removesuffix(ENCRYPTED), replace(context, encrypt=name.endswith(ENCRYPTED)))
 
 
 def parameter(spec: PlaneSpec, device: str = "") -> Any:
@@ -18,7 +29,8 @@ def parameter(spec: PlaneSpec, device: str = "") -> Any:
 
 def host_planes(*kinds: bool) -> list[Any]:
     """The names of all planes of these kinds that carry caches in host memory."""
-    return [parameter(spec) for spec in plane_specs() if spec.host is not None and spec.load().pulls in kinds]
+    found = [parameter(spec) for spec in plane_specs() if spec.host is not None and spec.load().pulls in kinds]
+    return found + ([pytest.param(f"tcp{ENCRYPTED}")] if PUSH in kinds else [])
 
 
 def planes_by_memory(kind: bool) -> list[Any]:

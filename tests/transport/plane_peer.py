@@ -27,7 +27,8 @@ from kvferry.transport.control.key_file import shared_key
 from kvferry.transport.control.keys import Keys
 from kvferry.transport.errors import KVFerryError
 from kvferry.transport.plane import PlaneContext, PlaneMemory
-from kvferry.transport.registry import make_plane, plane_spec
+from kvferry.transport.registry import plane_spec
+from tests.transport.plane_list import ENCRYPTED, plane_of
 
 
 def pattern(tag: int, nbytes: int) -> np.ndarray:
@@ -76,7 +77,7 @@ class Peer:
         self.memory = torch.from_numpy(pattern(P_BYTES, memory_bytes).copy()).to(device)
         ranges = ((self.memory.data_ptr(), memory_bytes),)
         memory = PlaneMemory(device, ranges if memory_bytes else ())
-        self.plane = make_plane(name, PlaneContext("127.0.0.1", slot_bytes, staging_bytes, Keys(shared_key()), memory))
+        self.plane = plane_of(name, PlaneContext("127.0.0.1", slot_bytes, staging_bytes, Keys(shared_key()), memory))
         self.theirs: dict[str, int] = {}
         self.copies: list[Copy] = []
         self.channels: dict[str, Any] = {}
@@ -299,7 +300,7 @@ class Peer:
 if __name__ == "__main__":
     started = time.monotonic()
     device = torch.device(*((sys.argv[4],) if sys.argv[4] == "cpu" else (sys.argv[4], 0)))
-    pulls = plane_spec(sys.argv[1]).load().pulls
+    pulls = plane_spec(sys.argv[1].removesuffix(ENCRYPTED)).load().pulls
     peer = Peer(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), device, MEMORY_BYTES if pulls else 0)
     print(json.dumps({"ready": os.getpid()}), flush=True)
     peer.serve()

@@ -262,7 +262,7 @@ def test_malformed_payloads_are_refused(peers: Peers) -> None:
     p, d = peers.start(), peers.start()
     offer = base64.b64decode(p("offer"))
     attach = base64.b64decode(d("connect", id="a", offer=base64.b64encode(offer).decode()))
-    p("accept", id="a", payload=base64.b64encode(attach).decode())
+    d("finish", id="a", reply=p("accept", id="a", payload=base64.b64encode(attach).decode()))
     rng = random.Random(2)
 
     def damaged(payload: bytes) -> list[str]:

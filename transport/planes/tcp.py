@@ -5,8 +5,8 @@ raw socket is as fast as UCX over TCP, and a pack and an unpack cost as much as 
 of 8 KiB move at 4.4 GB/s over loopback, through UCX and staging slots at 2.9 GB/s. Where the pieces of a page are too
 short for a vector, either side uses a slot, independently of the other side.
 
-D connects to P and sends the secret of P's offer and the channel's id. Like UCX's stream, this stream is not encrypted,
-and has no other authentication.
+D connects to P and sends the secret of P's offer and the channel's id. The stream has no other authentication, unless
+the engine of P or of D wants its bytes encrypted. Then every message goes through slots, see ``tcp_cipher.py``.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
 
-from kvferry.transport.channels import Channel, Pieces, RecvChannel, SendChannel
+from kvferry.transport.channels import Channel, DChannel, Pieces, RecvChannel, SendChannel
 from kvferry.transport.errors import PlaneUnavailableError, ProtocolError, TransportError
 from kvferry.transport.plane import PlaneContext, decode_payload
 from kvferry.transport.planes.tcp_channels import TcpRecvChannel, TcpSendChannel
+from kvferry.transport.planes.tcp_cipher import KEY_BYTES, TAG_BYTES, Cipher, check_available, new_key
 from kvferry.transport.planes.vectors import repeated
 from kvferry.transport.socket_plane import SocketAttach, SocketPlane
 from kvferry.transport.sockets import MAX_UNAUTHENTICATED, SECRET_BYTES
@@ -40,6 +41,12 @@ class _Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     secret: Annotated[bytes, Meta(min_length=SECRET_BYTES, max_length=SECRET_BYTES)]
 
 
+class _Attach(SocketAttach, frozen=True, forbid_unknown_fields=True):
+    """``encrypts``: D wants its bytes encrypted."""
+
+    encrypts: bool = False
+
+
 class TcpPlane(SocketPlane):
     """One TCP connection per channel. For caches of a GPU, whose pages no socket
     reads, every message goes through page-locked slots. In host memory only messages of short pieces need slots."""
@@ -50,9 +57,12 @@ class TcpPlane(SocketPlane):
         gpu = context.memory.device.type == "cuda"
         slot_bytes, staging_bytes = context.slot_bytes, context.staging_bytes
         super().__init__(slot_bytes)
+        if context.encrypt:
+            check_available()
         self.window = _GPU_WINDOW if gpu else 1
-        self.send_pool = SlotPool(slot_bytes, staging_bytes, page_locked=gpu)
-        self.recv_pool = SlotPool(slot_bytes, staging_bytes, page_locked=gpu)
+        self.send_pool = SlotPool(slot_bytes, staging_bytes, page_locked=gpu, spare_bytes=TAG_BYTES)
+        self.recv_pool = SlotPool(slot_bytes, staging_bytes, page_locked=gpu, spare_bytes=TAG_BYTES)
+        self._encrypts, self._may_encrypt = context.encrypt, context.keys is not None
         self.zeros: npt.NDArray[np.uint8] = np.zeros(_SCRATCH_BYTES, dtype=np.uint8)
         self._waste: npt.NDArray[np.uint8] = np.empty(_SCRATCH_BYTES, dtype=np.uint8)
         self._host = context.host
@@ -91,22 +101,37 @@ class TcpPlane(SocketPlane):
         except OSError as error:
             sock.close()
             raise PlaneUnavailableError(f"tcp: {host} cannot be reached: {error.strerror}") from None
-        attach = self.new_attach()
+        new = self.new_attach()
+        attach = _Attach(new.channel, new.slot_bytes, self._encrypts)
         channel = TcpRecvChannel(self, sock, theirs.secret + attach.channel)
         self.channels[channel] = None
         return channel, msgspec.msgpack.encode(attach)
 
     def accept(self, payload: bytes) -> tuple[SendChannel, bytes]:
-        attach = decode_payload(payload, SocketAttach, "tcp attach")
+        attach = decode_payload(payload, _Attach, "tcp attach")
         if self.pending is None:
             raise TransportError("tcp: a consumer answers an offer that was never made")
         if attach.channel in self._awaited or any(channel.id == attach.channel for channel in self._senders()):
             raise ProtocolError("tcp attach: this channel exists already")
-        channel = TcpSendChannel(self, attach.channel, min(self.slot_bytes, attach.slot_bytes))
+        key = new_key() if self._encrypts or attach.encrypts else b""
+        if key and not self._may_encrypt:
+            raise TransportError("tcp: a key for the bytes would cross a control connection that is not encrypted")
+        channel = TcpSendChannel(
+            self, attach.channel, min(self.slot_bytes, attach.slot_bytes), Cipher(key) if key else None
+        )
         self.channels[channel] = None
         self._awaited[attach.channel] = channel
         self._came(attach.channel)  # D's connection may be here before its Attach, or after
-        return channel, b""
+        return channel, key
+
+    def finish(self, channel: DChannel, reply: bytes) -> None:
+        assert isinstance(channel, TcpRecvChannel)
+        if not reply and self._encrypts:
+            raise ProtocolError("tcp: Attached carries no key, and the setting encrypt is on")
+        if reply:
+            if len(reply) != KEY_BYTES:
+                raise ProtocolError(f"tcp: Attached carries a key of {len(reply)} bytes, expected {KEY_BYTES}")
+            channel.cipher = Cipher(reply)
 
     def progress(self) -> bool:
         if self._closed:

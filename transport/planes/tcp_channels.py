@@ -10,11 +10,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvferry.transport.channels import ExpectingChannel, Pieces, Received, SendChannel, Slot
+from kvferry.transport.planes.tcp_cipher import TAG_BYTES, Cipher
 from kvferry.transport.planes.tcp_messages import HEADER, Arriving, Outgoing, byte, together
 from kvferry.transport.planes.vectors import Vector, repeated
 from kvferry.transport.sockets import ENDED, READABLE, WRITABLE
@@ -35,13 +36,14 @@ the middle of a message."""
 class TcpSendChannel(SendChannel):
     """P's end. One message is on its way at a time; nothing can be sent before D's connection has arrived.
 
-    ``_taken`` counts the slots that are being packed, ``_waiting`` holds the slots that were sent meanwhile.
+    ``_taken`` counts the slots that are being packed, ``_waiting`` holds the slots that were sent meanwhile. With a
+    ``cipher`` every message goes through a slot, where it is encrypted.
     """
 
-    sends_in_place: ClassVar[bool] = True
-
-    def __init__(self, plane: TcpPlane, channel: bytes, slot_bytes: int) -> None:
+    def __init__(self, plane: TcpPlane, channel: bytes, slot_bytes: int, cipher: Cipher | None = None) -> None:
         self.slot_bytes = slot_bytes
+        self.sends_in_place = cipher is None
+        self._cipher = cipher
         self.id = channel
         self.deadline = time.monotonic() + CONNECT_SECONDS
         self.sock: socket.socket | None = None
@@ -83,6 +85,8 @@ class TcpSendChannel(SendChannel):
         self._go_on()
 
     def send_pieces(self, pieces: Callable[[], Pieces], tag: int) -> bool:
+        if self._cipher is not None:
+            return super().send_pieces(pieces, tag)
         if not self.ready:
             return False
         self._message = Outgoing(tag, pieces(), None)
@@ -134,6 +138,8 @@ class TcpSendChannel(SendChannel):
         """Send the waiting messages for as long as the socket takes bytes."""
         while self._open and self._message is None and self._waiting:
             slot, nbytes, tag = self._waiting.popleft()
+            if self._cipher is not None:
+                nbytes = self._cipher.seal(slot, nbytes, HEADER.pack(tag, nbytes + TAG_BYTES))
             self._message = Outgoing(tag, Pieces(np.array([slot.address]), np.array([nbytes])), slot)
             self._write()
 
@@ -177,6 +183,7 @@ class TcpRecvChannel(ExpectingChannel):
 
     def __init__(self, plane: TcpPlane, sock: socket.socket, hello: bytes) -> None:
         super().__init__()
+        self.cipher: Cipher | None = None  # P's answer may bring one
         self._plane = plane
         self._sock = sock
         self._hello = hello
@@ -284,14 +291,15 @@ class TcpRecvChannel(ExpectingChannel):
         """A header has arrived: choose the memory of its message. False where no slot is free for it now."""
         tag, nbytes = HEADER.unpack(self._header.tobytes())
         expected = self.expected.get(tag)
-        if not 0 < nbytes <= self._plane.slot_bytes or (expected is not None and expected.nbytes != nbytes):
+        more = TAG_BYTES if self.cipher is not None else 0
+        if not more < nbytes <= self._plane.slot_bytes + more or (expected and expected.nbytes + more != nbytes):
             wanted = f"expected {expected.nbytes}" if expected else f"limit {self._plane.slot_bytes}"
-            self.fail(f"tcp: message {tag:#x} has {nbytes} bytes, {wanted}")
+            self.fail(f"tcp: message {tag:#x} has {nbytes - more} bytes, {wanted}")
             return False
-        slot, reported = None, nbytes if expected is not None else None
+        slot, reported = None, nbytes - more if expected is not None else None
         if expected is None:
             pieces = self._plane.nowhere(nbytes)
-        elif expected.into is not None:
+        elif expected.into is not None and self.cipher is None:
             try:
                 pieces = expected.into()
             except Exception:  # the error affects this message only
@@ -314,6 +322,8 @@ class TcpRecvChannel(ExpectingChannel):
         arriving, self._arriving = self._arriving, None
         assert arriving is not None
         self._head = self._new_head()
+        if self.cipher is not None and not self._decrypted(self.cipher, arriving):
+            return
         if arriving.reported is None:
             if arriving.slot is not None:
                 self._plane.recv_pool.put(arriving.slot)
@@ -324,6 +334,18 @@ class TcpRecvChannel(ExpectingChannel):
         else:
             release = partial(self._plane.recv_pool.put, arriving.slot)
             self.arrived.append(Received(arriving.tag, arriving.slot.address, nbytes, release))
+
+    def _decrypted(self, cipher: Cipher, arriving: Arriving) -> bool:
+        """Decrypt a message in its slot; False where it is not what P sent, which ends the channel."""
+        if arriving.slot is None:
+            cipher.skip()
+            return True
+        header = self._header.tobytes()
+        if self._whole[0] and cipher.open(arriving.slot, HEADER.unpack(header)[1], header):
+            return True
+        self._plane.recv_pool.put(arriving.slot)
+        self.fail("tcp: an encrypted message is not what the producer sent: it was changed on its way")
+        return False
 
     def _drop_arriving(self) -> None:
         arriving, self._arriving = self._arriving, None

@@ -1,0 +1,174 @@
+"""Plane ``tcp`` with the setting ``encrypt``; that it works as every plane does is in test_planes.py and others."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvferry.connector.config import load_settings
+from kvferry.transport.channels import CPU, Pieces, RecvChannel, SendChannel, Slot
+from kvferry.transport.errors import ConfigError, PlaneUnavailableError, ProtocolError, TransportError
+from kvferry.transport.plane import Plane, PlaneContext, PlaneMemory
+from kvferry.transport.planes.tcp_cipher import TAG_BYTES, Cipher, new_key
+from kvferry.transport.planes.tcp_messages import HEADER
+from kvferry.transport.planes.vectors import Vector
+from kvferry.transport.registry import make_plane
+from tests.transport.control_ends import KEYS
+from tests.transport.plane_pair import SLOT, intact, pattern
+
+CONTEXT = PlaneContext("127.0.0.1", SLOT, 8 * SLOT, KEYS, memory=PlaneMemory(CPU))
+BYTES = 5000
+
+
+class Ends:
+    """P and D on plane ``tcp``."""
+
+    def __init__(self, p: PlaneContext, d: PlaneContext) -> None:
+        self.p, self.d = make_plane("tcp", p), make_plane("tcp", d)
+        self.pages: list[torch.Tensor] = []
+
+    def join(self) -> tuple[SendChannel, RecvChannel]:
+        receiver, payload = self.d.connect(self.p.offer(), "127.0.0.1")
+        sender, reply = self.p.accept(payload)
+        self.d.finish(receiver, reply)
+        assert not sender.pulls and not receiver.pulls
+        return sender, receiver
+
+    def turn(self, until: Callable[[], Any]) -> None:
+        while not until():  # the test's time limit ends what hangs
+            self.p.progress()
+            self.d.progress()
+
+
+@pytest.fixture
+def ends() -> Iterator[Callable[..., Ends]]:
+    made: list[Plane] = []
+
+    def make(*, p: bool = True, d: bool = True) -> Ends:
+        new = Ends(replace(CONTEXT, encrypt=p), replace(CONTEXT, encrypt=d))
+        made.extend((new.p, new.d))
+        return new
+
+    yield make
+    for plane in made:
+        plane.close()
+
+
+def send(both: Ends, sender: SendChannel, receiver: RecvChannel, tag: int) -> None:
+    """Begin a message that P sends from its pages and that D wants in its own, both in two pieces."""
+    data = torch.from_numpy(pattern(tag, BYTES))
+    into = torch.zeros(BYTES, dtype=torch.uint8)
+
+    def halves(of: torch.Tensor) -> Callable[[], Pieces]:
+        return lambda: Pieces(of.data_ptr() + np.array([0, 3000]), np.array([3000, BYTES - 3000]))
+
+    both.pages += data, into
+    receiver.expect(tag, BYTES, halves(into))
+    both.turn(lambda: sender.send_pieces(halves(data), tag))
+
+
+def tapped(monkeypatch: pytest.MonkeyPatch, change: Callable[[bytearray], None] = lambda data: None) -> bytearray:
+    """All bytes that P sends from now on, after ``change``, which gets a whole message."""
+    seen = bytearray()
+
+    def send(self: Vector, sock: Any) -> int:
+        data = bytearray(b"".join(ctypes.string_at(int(address), int(nbytes)) for address, nbytes in self._iov))
+        change(data)
+        seen.extend(data)
+        self.done = self.nbytes
+        assert sock.send(data) == len(data), "it fits into the socket's buffer"
+        return len(data)
+
+    monkeypatch.setattr(Vector, "send", send)
+    return seen
+
+
+@pytest.mark.parametrize(("p", "d"), [(True, True), (True, False), (False, True)])
+def test_one_side_is_enough(ends: Any, p: bool, d: bool) -> None:
+    both = ends(p=p, d=d)
+    sender, receiver = both.join()
+    assert not sender.sends_in_place and receiver.cipher is not None
+    for tag in (7, 8, 9):
+        send(both, sender, receiver, tag)
+        while not (arrived := receiver.poll()):
+            both.d.progress()
+        [message] = arrived
+        assert (message.tag, message.nbytes, message.placed) == (tag, BYTES, False) and intact(message)
+        message.release()
+    assert sender.error is None and receiver.error is None
+
+
+@pytest.mark.parametrize("encrypt", [True, False])
+def test_the_wire_has_no_plain_byte(ends: Any, monkeypatch: pytest.MonkeyPatch, encrypt: bool) -> None:
+    both = ends(p=encrypt, d=False)
+    sender, receiver = both.join()
+    both.turn(lambda: sender.sock)
+    wire = tapped(monkeypatch)
+    send(both, sender, receiver, 7)
+    both.turn(receiver.poll)
+    plain = pattern(7, BYTES).tobytes()
+    found = any(plain[at : at + 16] in wire for at in range(0, BYTES - 16, 16))
+    assert found is not encrypt, "without the setting the bytes are plain, so this test can see them"
+
+
+@pytest.mark.parametrize("where", [0, HEADER.size, HEADER.size + 1000, HEADER.size + BYTES, -2, -1])
+def test_a_changed_byte_is_noticed(ends: Any, monkeypatch: pytest.MonkeyPatch, where: int) -> None:
+    both = ends()
+    sender, receiver = both.join()
+    both.turn(lambda: sender.sock)
+
+    def change(data: bytearray) -> None:
+        data[where] ^= 1
+
+    tapped(monkeypatch, change)
+    send(both, sender, receiver, 7)
+    if where == 0:  # the tag of another message, which D does not want: what comes next does not fit any more
+        monkeypatch.undo()  # the next message is good, and D has dropped this one
+        send(both, sender, receiver, 9)
+        both.turn(lambda: receiver.error or receiver.poll())
+        assert receiver.error is None
+        return
+    both.turn(lambda: receiver.error)
+    assert "was changed on its way" in str(receiver.error) and not receiver.poll()
+
+
+def test_a_message_in_another_ones_place_is_noticed() -> None:
+    slots = [Slot(torch.from_numpy(np.append(pattern(n, 64), np.zeros(TAG_BYTES, np.uint8))), n) for n in (1, 2)]
+    p, d = (Cipher(key) for key in [new_key()] * 2)
+    header = HEADER.pack(1, 64 + TAG_BYTES)
+    sizes = [p.seal(slot, 64, header) for slot in slots]
+    assert sizes == [80, 80]
+    assert not d.open(slots[1], 80, header), "the second message came first"
+
+
+def test_a_wrong_key_is_refused(ends: Any) -> None:
+    both = ends()
+    receiver, _ = both.d.connect(both.p.offer(), "127.0.0.1")
+    for reply in (b"", b"k" * 31):
+        with pytest.raises(ProtocolError, match="key"):
+            both.d.finish(receiver, reply)
+
+
+def test_a_key_never_crosses_a_plain_control_connection(ends: Any) -> None:
+    both = ends()
+    insecure = make_plane("tcp", replace(CONTEXT, keys=None))
+    insecure.offer()
+    _, payload = both.d.connect(both.p.offer(), "127.0.0.1")
+    with pytest.raises(TransportError, match="not encrypted"):
+        insecure.accept(payload)
+    insecure.close()
+    with pytest.raises(ConfigError, match=r"encrypt: insecure is set too"):
+        load_settings({"encrypt": True, "insecure": True}, {})
+
+
+def test_planes_that_cannot_encrypt_are_left_out() -> None:
+    with pytest.raises(PlaneUnavailableError, match="does not encrypt"):
+        make_plane("ucx", replace(CONTEXT, encrypt=True))
+    for name in ("shm", "cma", "tcp", "zmq"):
+        make_plane(name, replace(CONTEXT, encrypt=True)).close()
