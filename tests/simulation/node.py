@@ -14,7 +14,7 @@ from kvferry.connector.protocol.handover import HandoverPhase
 from kvferry.connector.protocol.lease import HELD
 from kvferry.connector.protocol.load_attempts import LoadPhase
 from kvferry.connector.protocol.step_plan import Load, RankAddress, StepPlan
-from kvferry.connector.transfer.load_reports import Check
+from kvferry.connector.transfer.load_reports import Check, FinishedLoad
 from kvferry.connector.transfer.rank_context import RankContext
 from kvferry.connector.transfer.transfer_thread import IDLE_SECONDS, TICK_SECONDS, TransferThread
 from kvferry.transport.wake import RateLimitedLog, RunningClock
@@ -195,6 +195,9 @@ class Node:
         self.timeline.note(f"{self.name} closes")
         with patch("kvferry.connector.transfer.producer.CLOSING_SECONDS", 0.0):
             self.thread._shut()
+        for plan, *_ in self.thread._commands:  # that have not begun: the worker half reports their loads as failed
+            for load in plan.loads:
+                self.thread.results.finished(FinishedLoad(load, False))
         self._take()
         self._end()
         self.network.ended(self, silently=False)
