@@ -57,8 +57,9 @@ class RemoteRank:
         self.process.stdin.flush()
         return self._answer()
 
-    def fill(self, block_ids: Sequence[int], tokens: int) -> None:
-        self.call("fill", block_ids=list(block_ids), tokens=tokens)
+    def fill(self, block_ids: Sequence[int], tokens: int, salt: int = 0) -> None:
+        """Write the prompt into these blocks; prompts of another ``salt`` have other bytes everywhere."""
+        self.call("fill", block_ids=list(block_ids), tokens=tokens, salt=salt)
 
     def grant(self, request_id: str, block_ids: Sequence[int], tokens: int) -> bytes:
         """Lease a prompt; the token."""
@@ -93,6 +94,22 @@ class RemoteRank:
     def wake(self) -> None:
         """Make the pages accessible and register them again; the bytes are others, and so is ``address``."""
         self._greet(self.call("wake"))
+
+    def later(self, seconds: float) -> None:
+        """For the transfer thread it is ``seconds`` later than it would be."""
+        self.call("later", seconds=seconds)
+
+    def tables(self) -> dict[str, int]:
+        """What the transfer thread still has in its tables, by the name of the table: 0 where nothing is left."""
+        return dict(self.call("tables"))
+
+    def wipe(self) -> None:
+        """Overwrite all caches with bytes that no prompt has."""
+        self.call("wipe")
+
+    def holds(self, block_ids: Sequence[int], tokens: int, salt: int = 0) -> bool:
+        """Whether these blocks have exactly the bytes of the prompt that ``fill`` writes with this ``salt``."""
+        return bool(self.call("holds", block_ids=list(block_ids), tokens=tokens, salt=salt)["holds"])
 
     def cpu_seconds(self) -> float:
         return float(self.call("cpu")["seconds"])
@@ -136,7 +153,7 @@ def main() -> None:
     import torch
 
     from kvferry.connector.config import Settings
-    from tests.support.ranks import Rank, load_plan
+    from tests.support.ranks import Rank, left_in_tables, let_time_pass, load_plan
 
     torch.set_num_threads(1)
     arguments = json.loads(sys.argv[1])
@@ -159,8 +176,20 @@ def main() -> None:
         order = json.loads(line)
         match order["command"]:
             case "fill":
-                rank.fill(order["block_ids"], order["tokens"])
+                rank.fill(order["block_ids"], order["tokens"], order["salt"])
                 answer()
+            case "wipe":
+                for cache in rank.caches.values():
+                    cache.fill_(-1)
+                answer()
+            case "holds":
+                found, wanted = rank.read(order["block_ids"], order["tokens"]), rank.wanted(order["tokens"])
+                answer(holds=torch.equal(found, wanted + order["salt"]))
+            case "later":
+                let_time_pass(rank, order["seconds"])
+                answer()
+            case "tables":
+                answer(**left_in_tables(rank))
             case "grant":
                 lease = LeaseGrant(
                     order["request_id"],

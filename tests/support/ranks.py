@@ -64,6 +64,7 @@ class Rank:
         places: ElementOrder | None = None,
         sharding: TokenSharding = WHOLE_SPLIT,
         cache_dtype: CacheDtype | None = None,
+        device: str = "cpu",
     ) -> None:
         self.block_size, self.content = block_size, content
         first, count = TpKVTopology.head_interval(tp_rank, tp_size, total_heads)
@@ -71,11 +72,14 @@ class Rank:
         self.layers = [f"model.layers.{n}.attn" for n in range(layers)]
         if layout == "HND":
             self.caches = {
-                n: torch.full((blocks, count, block_size, content), -1, dtype=torch.int32) for n in self.layers
+                n: torch.full((blocks, count, block_size, content), -1, dtype=torch.int32, device=device)
+                for n in self.layers
             }
         else:
             self.caches = {
-                n: torch.full((blocks, block_size, count, content), -1, dtype=torch.int32).permute(0, 2, 1, 3)
+                n: torch.full((blocks, block_size, count, content), -1, dtype=torch.int32, device=device).permute(
+                    0, 2, 1, 3
+                )
                 for n in self.layers
             }
         self.settings = settings or Settings()
@@ -115,9 +119,9 @@ class Rank:
         assert self.worker.rank_context is not None
         return "+".join(self.worker.rank_context.stats.take()["finished"])
 
-    def fill(self, block_ids: Sequence[int], tokens: int) -> None:
-        """Write the labels of a prompt into these blocks."""
-        wanted = labels(range(len(self.layers)), self.heads, tokens, self.content)
+    def fill(self, block_ids: Sequence[int], tokens: int, salt: int = 0) -> None:
+        """Write the labels of a prompt into these blocks; another ``salt`` is another prompt."""
+        wanted = labels(range(len(self.layers)), self.heads, tokens, self.content) + salt
         for number, name in enumerate(self.layers):
             for token in range(tokens):
                 block = block_ids[token // self.block_size]
@@ -215,6 +219,19 @@ def renew_after(p: Rank, d: Rank, seconds: float) -> None:
     let_time_pass(d, seconds)
     assert wait(lambda: all(leases[token].lifetime.state.deadline > then for token, then in before.items()))
     let_time_pass(p, seconds)
+
+
+def left_in_tables(rank: Rank) -> dict[str, int]:
+    """The lengths of the transfer thread's tables. All but the links are empty when nothing goes on."""
+    thread = rank.worker._transfer_thread
+    assert thread is not None
+    producer, consumer = thread._producer, thread._consumer
+    early = producer._early.asks.cost + producer._early.votes.cost
+    return {
+        "leases": len(producer._leases), "early requests": int(early), "outgoing reads": len(producer._sender),
+        "loads": len(consumer._active_loads), "reads": len(consumer._receiver._reads),
+        "kept leases": int(bool(consumer._lease_keeper)), "links": len(list(consumer._links)),
+    }  # fmt: skip
 
 
 def no_failed_link(d: Rank) -> bool:

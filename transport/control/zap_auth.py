@@ -27,9 +27,11 @@ from kvferry.transport.wake import RateLimitedLog
 _log = RateLimitedLog(logging.getLogger("vllm.kvferry.transport"))
 _serial = itertools.count()
 _EVENT = struct.Struct("=Hi")
-HANDSHAKE_FAILED = (
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-)
+HANDSHAKE_FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+"""Not HANDSHAKE_FAILED_PROTOCOL. libzmq 4.3.5 sends this event also for a message that it cannot decrypt, and loses the
+error number while it does so (``curve_mechanism_base.cpp``, ``decode``). It then keeps the connection, reads no more of
+it, and aborts the process at the next heartbeat after the connection has ended. Without the event it ends the
+connection, and DISCONNECTED tells so."""
 UNREAD_SECONDS, HALF_OPEN_SECONDS = 0.25, 0.05
 """Seconds between two checks of the bytes that the connections of a guarded socket have sent, and that half-open ones
 have sent."""

@@ -20,7 +20,7 @@ import zmq
 
 from kvferry.transport.channels import ExpectingChannel, Received, SendChannel, Slot
 from kvferry.transport.control.framing import url
-from kvferry.transport.control.zap_auth import Monitor, unwatch
+from kvferry.transport.control.zap_auth import HANDSHAKE_FAILED, Monitor, unwatch
 from kvferry.transport.errors import PlaneUnavailableError, ProtocolError
 from kvferry.transport.staging import SlotPool
 
@@ -35,13 +35,7 @@ CHANNEL_BYTES = 16
 CURVE_BYTES = 64
 """CURVE adds 33 bytes to a frame (command name, nonce, flags, MAC: RFC 26). libzmq includes them in ``maxmsgsize``."""
 CONNECT_SECONDS = 10.0
-_LOST = int(
-    zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_CLOSED
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-)
+_LOST = int(zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | HANDSHAKE_FAILED)
 
 
 class ZmqSendChannel(SendChannel):

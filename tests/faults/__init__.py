@@ -1,0 +1,1 @@
+"""Faults between real P and D processes, drawn by a seed."""

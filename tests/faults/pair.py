@@ -1,0 +1,250 @@
+"""P and D as real processes with a proxy between them, and what must hold whatever fault strikes."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from kvferry.connector.protocol.step_plan import PeerEngine
+from tests.faults.cases import Case, is_promised
+from tests.support.engines import free_port
+from tests.support.fault_proxy import Fault, FaultProxy
+from tests.support.rank_process import RemoteRank
+from tests.transport.test_planes_hosts import listening_ports
+
+P_ADDRESS, PROXY_ADDRESS = "127.0.0.2", "127.0.0.3"
+TOKENS, THEIRS, OURS = 100, [9, 2, 17, 5, 11, 3, 1], [4, 1, 8, 2, 6, 3, 7]
+HANDSHAKE, TRANSFER, LEASE = 10.0, 10.0, 20.0
+"""Seconds: settings of both processes. Their clocks are moved, so that nobody waits for these times."""
+DEADLINE = HANDSHAKE + 2 * TRANSFER + 5.0
+"""Seconds of D's clock from the last byte that passed until a load must be reported."""
+QUIET_SECONDS = 0.15
+"""After so much time without a byte between P and D nothing goes on by itself: the clocks are moved by one second."""
+PATIENCE = 120.0
+"""Seconds of real time after which a case has failed; no case comes near, on a slow host either."""
+FORM: dict[str, Any] = {"content": 128, "layers": 16}
+
+
+class Broken(AssertionError):
+    """An invariant does not hold. The message names the case."""
+
+
+class FaultyPair:
+    """A P, a D and the proxy. ``strike`` runs one case. ``outcomes`` counts what became of the loads."""
+
+    def __init__(
+        self, plane: str, *, insecure: bool = False, patience: float = PATIENCE, settings: dict[str, Any] | None = None
+    ) -> None:
+        """``settings``: others than ``strike`` goes by, to see that it notices."""
+        self.plane, self.insecure, self._patience = plane, insecure, patience
+        self.outcomes: Counter[str] = Counter()
+        self.proxy = FaultProxy(PROXY_ADDRESS)
+        self._settings = {
+            "plane": plane, "insecure": insecure, "slot_bytes": 64 << 10, "staging_bytes": 1 << 20,
+            "handshake_timeout_seconds": HANDSHAKE, "transfer_timeout_seconds": TRANSFER, "lease_seconds": LEASE,
+            "ask_hold_seconds": 5.0, **(settings or {}),
+        }  # fmt: skip
+        self._port = free_port()
+        self._number = 0
+        self._case: Case | None = None
+        self._struck_before = 0
+        self._posted = threading.Event()  # the load of the hand-over that is struck
+        self._late: dict[RemoteRank, float] = {}
+        self.p, self.d = self._start_p(), self._start_d()
+
+    def _start_p(self) -> RemoteRank:
+        settings = self._settings | {"side_channel_host": P_ADDRESS, "side_channel_port": self._port}
+        p = RemoteRank(engine_id="engine-p", settings=settings, **FORM)
+        self._ports = [port for _, port in listening_ports(p.process.pid)]
+        for port in self._ports:
+            self.proxy.open(port, P_ADDRESS)
+        return p
+
+    def _start_d(self) -> RemoteRank:
+        return RemoteRank(engine_id="engine-d", settings=self._settings, **FORM)
+
+    def close(self) -> None:
+        """End both processes and the proxy."""
+        self.proxy.close()
+        for rank in (self.p, self.d):
+            rank.close()
+
+    # --- one case -----------------------------------------------------------------------------------------------
+
+    def strike(self, case: Case) -> None:
+        """Run a hand-over that the case's fault strikes, and check all that must hold, then and afterwards.
+
+        Raises:
+            Broken: it does not.
+        """
+        self._case, self._struck_before = case, len(self.proxy.struck)
+        self._posted.clear()
+        if case.fresh:
+            self.proxy.cut()
+            self._until(lambda: self.d.tables()["links"] == 0, "D drops a link whose connection is gone", self.d)
+        data = next((port for port in self._ports if port != self._port), self._port)
+        self.proxy.arm(
+            Fault(
+                case.kind, self._port if case.control else data, case.upwards, case.at, case.nbytes, case.flip,
+                seconds=0.05, abruptly=case.abruptly, call=lambda: self._happen(case),
+            )
+        )  # fmt: skip
+        self._hand_over(self._check_struck)
+        self.outcomes["struck" if self._struck else "missed"] += 1
+        self.proxy.heal()
+        self._settle()
+        self._hand_over(self._check_clean)
+        self._settle()
+        self._case = None
+
+    def _happen(self, case: Case) -> None:
+        """Called by the proxy, which holds the bytes from here on back meanwhile."""
+        self._posted.wait(self._patience)  # or the process could not answer the test any more
+        who = self.p if case.process.endswith("P") else self.d
+        who.signal(signal.SIGSTOP if case.process.startswith("stop") else signal.SIGKILL)
+
+    def _hand_over(self, check: Callable[[str], bool]) -> None:
+        """Hand over a prompt that no hand-over had before, until ``check`` is content with what became of it."""
+        for _ in range(20):
+            self._number += 1
+            name = f"req-{self._number}"
+            self.d.wipe()
+            self.p.fill(THEIRS, TOKENS, salt=self._number)
+            token = self.p.grant(name, THEIRS, TOKENS)
+            self.d.load(name, token, self._peer(), OURS, TOKENS)
+            self._posted.set()
+            if check(name):
+                return
+            self._move(self.d, 2.0)  # a failed link answers for a second
+            time.sleep(0.3)
+        raise Broken(f"{self._case}: no clean hand-over succeeds afterwards")
+
+    def _peer(self) -> PeerEngine:
+        address = msgspec.structs.replace(self.p.address, host=PROXY_ADDRESS)
+        return PeerEngine("engine-p", 1, 1, LEASE, (address,))
+
+    def _check_struck(self, name: str) -> bool:
+        assert self._case is not None
+        happened = self._case.process
+        if happened and self._await_strike():
+            if self._happened_to_d(happened, name):
+                return True
+            if happened == "stop P":
+                self._await_report(name)
+                self.p.signal(signal.SIGCONT)
+            elif happened in ("kill P", "restart P"):
+                self.p.process.wait(60)
+                if happened == "restart P":
+                    self._restart()
+        ok = self._await_report(name)
+        if ok and is_promised(self._case, self.plane, insecure=self.insecure):
+            self._expect(self.d.holds(OURS, TOKENS, self._number), "a load that was reported as done has P's bytes")
+        self.outcomes["done" if ok else "failed"] += 1
+        if happened in ("kill P", "restart P") and self._struck:
+            self._restart()
+        else:
+            self._freed(name)
+        return True
+
+    def _happened_to_d(self, happened: str, name: str) -> bool:
+        """Whether D was killed. Where it was stopped, P uses its pages again before D goes on."""
+        if happened == "kill D":
+            self.d.process.wait(60)
+            self._restart()
+            self._freed(name)
+            self.outcomes["D was killed"] += 1
+        elif happened == "stop D":
+            self._freed(name)
+            self.p.fill(THEIRS, TOKENS, salt=-self._number)
+            self.d.signal(signal.SIGCONT)
+        return happened == "kill D"
+
+    def _check_clean(self, name: str) -> bool:
+        ok = self._await_report(name)
+        self._freed(name)
+        if ok:
+            self._expect(self.d.holds(OURS, TOKENS, self._number), "a clean hand-over has P's bytes")
+        return ok
+
+    # --- what must hold -----------------------------------------------------------------------------------------
+
+    def _await_report(self, name: str) -> bool:
+        """Whether D reports the load as done. D reports it once (``Rank.poll``) and within its deadline."""
+        passed, waited = self.proxy.passed, 0.0
+        while name not in (received := self.d.received()):
+            time.sleep(0.005)
+            if self._quiet():
+                waited = 0.0 if self.proxy.passed != passed else waited + 1.0
+                passed = self.proxy.passed
+                self._expect(waited <= DEADLINE, f"D reports a load within {DEADLINE:g} s of the last byte")
+                self._move(self.d, 1.0)
+        return received[name]
+
+    def _freed(self, name: str) -> None:
+        """P has its pages back: by the release, or when its clock is one second past the lease."""
+        if name not in self.p.sent() and self._quiet() and name not in self.p.sent():
+            self._move(self.p, LEASE + 1.0)
+        self._until(lambda: name in self.p.sent(), f"P has its pages back {LEASE + 1:g} s after the load ended")
+
+    def _settle(self) -> None:
+        """Nothing is left in a table of either side, at the latest when the clocks are some time-outs later."""
+        for rank in (self.p, self.d):
+            self._expect(not rank.process.ended.is_set(), "both processes live")
+            self._until(lambda rank=rank: not left(rank), f"no table keeps anything: {left(rank)}", rank)  # type: ignore[misc]
+
+    def _until(self, condition: Callable[[], bool], text: str, moved: RemoteRank | None = None) -> None:
+        """Wait for a condition; the clock of ``moved`` goes on by a second wherever nothing happens by itself."""
+        end = time.monotonic() + self._patience
+        while not condition():
+            self._expect(time.monotonic() < end, text)
+            time.sleep(0.01)
+            if moved is not None and self._quiet():
+                self._move(moved, 1.0)
+
+    def _expect(self, holds: bool, text: str) -> None:
+        if not holds:
+            raise Broken(f"{self._case} over {self.plane}{', insecure' if self.insecure else ''}: {text}")
+
+    # --- processes and clocks -----------------------------------------------------------------------------------
+
+    def _quiet(self) -> bool:
+        """Whether no byte passes for a moment."""
+        passed = self.proxy.passed
+        time.sleep(QUIET_SECONDS)
+        return self.proxy.passed == passed
+
+    def _move(self, rank: RemoteRank, seconds: float) -> None:
+        self._late[rank] = self._late.get(rank, 0.0) + seconds
+        rank.later(self._late[rank])
+
+    @property
+    def _struck(self) -> bool:
+        return len(self.proxy.struck) > self._struck_before
+
+    def _await_strike(self) -> bool:
+        """Until the fault has struck, or the hand-over is over without it; then it strikes no later one either."""
+        while not self._struck and not self._quiet():
+            pass
+        if not self._struck:
+            self.proxy.heal()
+        return self._struck
+
+    def _restart(self) -> None:
+        """A process that was killed comes back, P at its old port."""
+        if self.p.process.ended.is_set():
+            self.p.close()
+            self.p = self._start_p()
+        if self.d.process.ended.is_set():
+            self.d.close()
+            self.d = self._start_d()
+
+
+def left(rank: RemoteRank) -> list[str]:
+    """The tables of a rank that are not empty."""
+    return [f"{count} {name}" for name, count in rank.tables().items() if count and name != "links"]
