@@ -7,7 +7,7 @@ PYTEST := $(BIN)/pytest
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-engines test-gpu test-vllm sweep explore simulate lint docs bench bench-gpu clean
+.PHONY: help install demo test test-engines test-gpu test-vllm sweep explore simulate faults lint docs bench bench-gpu clean
 
 help:
 	@echo "make install       everything into $(VENV): torch and vLLM for the CPU, UCX, NIXL to compare with, tools"
@@ -19,6 +19,7 @@ help:
 	@echo "make sweep         500 hand-overs between random forms of P and D (SEED=... repeats one run)"
 	@echo "make explore       property tests with examples drawn anew for SECONDS=600 (SEED=... repeats a round)"
 	@echo "make simulate      1,000,000 hand-overs of 100 P and 100 D engines in virtual time (COUNT=..., SEED=...)"
+	@echo "make faults        seeded faults between real P and D processes for SECONDS=600 (SEED=..., COUNT=...)"
 	@echo "make lint          ruff and mypy --strict"
 	@echo "make docs          write the generated tables of README.md and docs/"
 	@echo "make bench         the benchmarks; tables here, JSON in .bench/ (RESULTS=...)"
@@ -57,6 +58,7 @@ GPU_PYTHON ?= python3
 ON_GPUS = PYTHONPATH="$(CURDIR)/.typing$(if $(PYTHONPATH),:$(PYTHONPATH))" $(GPU_PYTHON)
 test-gpu:
 	$(ON_GPUS) -m pytest tests/gpu tests/ranks/test_gpus.py
+	$(ON_GPUS) -m pytest tests/faults/test_peer_reads.py tests/transport/test_pull_planes.py -k cuda
 	$(ON_GPUS) -m pytest tests/kernels -k on_a_gpu
 
 # Downloads the release's wheel once, 340 MB. Skips are listed with their reasons.
@@ -78,6 +80,10 @@ simulate: install
 	OMP_NUM_THREADS=1 $(BIN)/python tests/simulation/run.py $(if $(COUNT),--count $(COUNT)) $(if $(SEED),--seed $(SEED)) \
 	  --json $(RESULTS)/simulation.json
 
+faults: install
+	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/run.py --seconds $(SECONDS) $(if $(COUNT),--count $(COUNT)) \
+	  $(if $(SEED),--seed $(SEED))
+
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -88,7 +94,7 @@ docs: install
 
 RESULTS ?= .bench
 BENCHMARKS := planning paged_copy layout_change kv_postprocess empty_handover control_round_trip idle_step host_planes \
-  e2e_vs_nixl wrong_tokens
+  e2e_vs_nixl wrong_tokens stale_reads
 bench: install
 	@set -e; for name in $(BENCHMARKS); do echo "== $$name"; \
 	  $(BIN)/python benchmarks/$$name.py --json $(RESULTS)/$$name.json; done

@@ -55,7 +55,6 @@ class FaultyPair:
         self._case: Case | None = None
         self._struck_before = 0
         self._posted = threading.Event()  # the load of the hand-over that is struck
-        self._late: dict[RemoteRank, float] = {}
         self.p, self.d = self._start_p(), self._start_d()
 
     def _start_p(self) -> RemoteRank:
@@ -121,7 +120,7 @@ class FaultyPair:
             self._posted.set()
             if check(name):
                 return
-            self._move(self.d, 2.0)  # a failed link answers for a second
+            self.d.let_time_pass(2.0)  # a failed link answers for a second
             time.sleep(0.3)
         raise Broken(f"{self._case}: no clean hand-over succeeds afterwards")
 
@@ -183,13 +182,13 @@ class FaultyPair:
                 waited = 0.0 if self.proxy.passed != passed else waited + 1.0
                 passed = self.proxy.passed
                 self._expect(waited <= DEADLINE, f"D reports a load within {DEADLINE:g} s of the last byte")
-                self._move(self.d, 1.0)
+                self.d.let_time_pass(1.0)
         return received[name]
 
     def _freed(self, name: str) -> None:
         """P has its pages back: by the release, or when its clock is one second past the lease."""
         if name not in self.p.sent() and self._quiet() and name not in self.p.sent():
-            self._move(self.p, LEASE + 1.0)
+            self.p.let_time_pass(LEASE + 1.0)
         self._until(lambda: name in self.p.sent(), f"P has its pages back {LEASE + 1:g} s after the load ended")
 
     def _settle(self) -> None:
@@ -205,7 +204,7 @@ class FaultyPair:
             self._expect(time.monotonic() < end, text)
             time.sleep(0.01)
             if moved is not None and self._quiet():
-                self._move(moved, 1.0)
+                moved.let_time_pass(1.0)
 
     def _expect(self, holds: bool, text: str) -> None:
         if not holds:
@@ -218,10 +217,6 @@ class FaultyPair:
         passed = self.proxy.passed
         time.sleep(QUIET_SECONDS)
         return self.proxy.passed == passed
-
-    def _move(self, rank: RemoteRank, seconds: float) -> None:
-        self._late[rank] = self._late.get(rank, 0.0) + seconds
-        rank.later(self._late[rank])
 
     @property
     def _struck(self) -> bool:

@@ -91,3 +91,15 @@ def test_every_term_of_the_glossary_that_is_a_type_exists() -> None:
 )
 def test_every_folder_has_a_docstring(folder: str) -> None:
     assert importlib.import_module(f"kvferry.{folder}").__doc__
+
+
+def test_no_deadline_goes_by_the_time_of_day() -> None:
+    """The product reads no clock that somebody can set, so no message can carry its time either."""
+    for top in ("connector", "transport", "kernels"):
+        for path in sorted((ROOT / top).rglob("*.py")):
+            tree = ast.parse(path.read_text())
+            called = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+            assert not called & {"time.time", "time.time_ns", "time.localtime", "datetime.now"}, path
+            assert "datetime" not in {
+                name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names
+            }

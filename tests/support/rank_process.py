@@ -26,6 +26,7 @@ class RemoteRank:
 
     def __init__(self, timeout: float = 120.0, **rank: Any) -> None:
         self._timeout = timeout
+        self._ahead = 0.0
         self.process = fork_server().start(str(Path(__file__).resolve()), json.dumps(rank), text=True)
         self._answers: Queue[str] = Queue()
         threading.Thread(target=self._listen, daemon=True).start()
@@ -95,9 +96,10 @@ class RemoteRank:
         """Make the pages accessible and register them again; the bytes are others, and so is ``address``."""
         self._greet(self.call("wake"))
 
-    def later(self, seconds: float) -> None:
-        """For the transfer thread it is ``seconds`` later than it would be."""
-        self.call("later", seconds=seconds)
+    def let_time_pass(self, seconds: float) -> None:
+        """For the transfer thread it is ``seconds`` later from now on, with those of earlier calls."""
+        self._ahead += seconds
+        self.call("later", seconds=self._ahead)
 
     def tables(self) -> dict[str, int]:
         """What the transfer thread still has in its tables, by the name of the table: 0 where nothing is left."""

@@ -132,7 +132,7 @@ class Rank:
         ids = torch.tensor(block_ids)
         stacked = torch.stack([self.caches[name] for name in self.layers])[:, ids]  # [L, n, H, N, C]
         flat = stacked.permute(0, 2, 1, 3, 4).reshape(len(self.layers), len(self.heads), -1, self.content)
-        return flat[:, :, :tokens]
+        return flat[:, :, :tokens].cpu()
 
     def wanted(self, tokens: int) -> torch.Tensor:
         """[L, H, T, C] int32 that a hand-over must bring."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
 import pytest
@@ -185,15 +186,25 @@ def test_on_p_after_it_was_handed_over(pair: Pair) -> None:
     settle(p, d)
 
 
-def test_a_burst_of_aborts_then_normal_load(pair: Pair) -> None:
+def test_bursts_of_aborts_then_normal_load(pair: Pair) -> None:
+    """Four bursts of 300 hand-overs that are all given up, at any stage. After each burst all blocks of both engines
+    are free without another request, and at the end a prompt is loaded as ever. Where loads go inside steps, each
+    waits for its copy, and a burst has 60."""
     p, d = pair
-    for turn in range(30):
-        ids = prompt(100, seed=turn)
-        request_id = d.add(ids, prefill(p, ids))
-        for _ in range(turn % 4):
-            d.step()
-        d.abort(request_id)
-    settle(p, d)
+    rng, count = random.Random(13), 60 if d._ahead else 300
+    for burst in range(4):
+        ids = {p.add(tokens := prompt(20, seed=count * burst + n), PREFILL): tokens for n in range(count)}
+        loading: list[str] = []
+        while ids or loading:
+            p.step()
+            for name in [name for name in ids if p.answers[name].finish is not None]:
+                loading.append(d.add(ids.pop(name), p.answers[name].params))
+            for _ in range(rng.randrange(3)):
+                d.step()
+            for request_id in [each for each in loading if rng.random() < 0.5]:
+                loading.remove(request_id)
+                d.abort(request_id)
+        settle(p, d)
     request_id = d.add(IDS, prefill(p, IDS))
     run([p, d], lambda: d.answers[request_id].finish is not None)
     assert d.origins[request_id].theirs == len(IDS) - 1

@@ -1,0 +1,40 @@
+"""``benchmarks/stale_reads.py``: P reuses blocks while D reads them, and no stale read is taken for good."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+FENCES = ("posted grant", "commit", "off")
+MOST_RACES = 1000
+
+
+@pytest.fixture
+def stale_reads(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import stale_reads
+
+    return stale_reads
+
+
+@pytest.mark.parametrize("fence", FENCES)
+def test_races_over_cma(stale_reads: Any, fence: str) -> None:
+    """Sixty and more, until some were lost and some were won. With the fence switched off, some loads are stale."""
+    row: dict[str, Any] = {}
+    for seed in range(1, MOST_RACES // 60):
+        row = stale_reads.race(fence, 60, seed, "cpu")
+        assert (row["stale"] == 0) or fence == "off", row
+        if row["done"] and row["failed"] and row["overlapped"] and (row["stale"] or fence != "off"):
+            return
+    raise AssertionError(row)
+
+
+@pytest.mark.parametrize(("name", "plane"), [("stale_reads.json", "cma")])
+def test_the_committed_races(stale_reads: Any, name: str, plane: str) -> None:
+    rows = json.loads((BENCHMARKS / "results" / name).read_text())["rows"]
+    assert [(row["fence"], row["plane"]) for row in rows] == [(fence, plane) for fence in FENCES]
+    assert all(row["races"] >= MOST_RACES for row in rows) and stale_reads.check(rows) == []
