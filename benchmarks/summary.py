@@ -118,8 +118,8 @@ def encrypted() -> str:
             f"No vLLM engine takes part in this measurement. Machine: {machine(result)}.",
             "GB/s of scattered blocks in host memory, between two processes, TCP over loopback, "
             f"`benchmarks/encrypted_planes.py`: medians of {result['rounds']} rounds, in which the planes take turns "
-            "on a shared machine. The last column is the median ratio to plain `tcp` of the same turn. TLS of this kernel "
-            f"is {result['kernel_tls']}.",
+            "on a shared machine. The last column is the median ratio to plain `tcp` of the same turn. "
+            f"TLS of this kernel is {result['kernel_tls']}.",
             table(["plane", *(f"{size} KiB" for size in sizes), "of plain `tcp`"], rows),
         ]
     )

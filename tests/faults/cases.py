@@ -44,12 +44,12 @@ class Case:
         return f"seed {self.seed}: {what} at byte {self.at} of {where}, {'fresh' if self.fresh else 'used'} connection"
 
 
-def draw(seed: int, *, processes: bool = True) -> Case:
-    """The case of a seed. ``processes``: also what happens to a process."""
+def draw(seed: int, *, data: bool = True) -> Case:
+    """The case of a seed. ``data``: the fault may be on the data port."""
     rng = random.Random(seed)
-    control, fresh = rng.random() < 0.6, rng.random() < 0.5
+    control, fresh = rng.random() < 0.6 or not data, rng.random() < 0.5
     upwards = rng.random() < 0.5 if control else False  # D sends next to nothing to a data port
-    process = rng.choice(PROCESS) if processes and rng.random() < 0.3 else ""
+    process = rng.choice(PROCESS) if rng.random() < 0.3 else ""
     kind = Kind.CALL if process else rng.choice(WHOLE_STREAM + DAMAGE)
     if control:
         at = rng.randrange(HANDSHAKE_BYTES if fresh else TO_P_BYTES if upwards else TO_D_BYTES)

@@ -19,8 +19,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / ".typing"))
 from tests.faults.cases import draw
 from tests.faults.pair import Broken, FaultyPair
 
-PAIRS = {"tcp": ("tcp", False), "zmq": ("zmq", False), "insecure": ("tcp", True)}
+PAIRS = {
+    "tcp": ("tcp", False), "zmq": ("zmq", False), "insecure": ("tcp", True), "shm": ("shm", False),
+    "ucx": ("ucx", False),
+}  # fmt: skip
 """Data plane, and whether the control port has no keys."""
+DAMAGED = ("tcp", "zmq", "insecure")
+"""The pairs whose data port the proxy stands before. Of the others it damages the control port only."""
 
 
 def main() -> int:
@@ -35,9 +40,8 @@ def main() -> int:
     end, number = time.monotonic() + args.seconds, 0
     try:
         while number < args.count if args.count else time.monotonic() < end or not number:
-            case = draw(seed + number)
             for name, pair in pairs.items():
-                begun = time.monotonic()
+                case, begun = draw(seed + number, data=name in DAMAGED), time.monotonic()
                 pair.strike(case)
                 print(f"{name}: {case}: {time.monotonic() - begun:.1f} s", flush=True)
             number += 1

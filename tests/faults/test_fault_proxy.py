@@ -8,39 +8,39 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
 from tests.faults.cases import Case, covering, draw
 from tests.faults.pair import PROXY_ADDRESS, Broken, FaultyPair
-from tests.faults.run import PAIRS
+from tests.faults.run import DAMAGED, PAIRS
 from tests.support.fault_proxy import Fault, FaultProxy, Kind
 
 SLICE = covering()
 
 
-@pytest.fixture(scope="module", params=PAIRS)
-def pair(request: pytest.FixtureRequest) -> Iterator[FaultyPair]:
-    plane, insecure = PAIRS[request.param]
+def cases_of(name: str) -> list[Case]:
+    """The part of the slice that a pair runs. Together the pairs run all of it."""
+    owners = [list(PAIRS if case.control else DAMAGED) for case in SLICE]
+    return [case for n, case in enumerate(SLICE) if owners[n][n % len(owners[n])] == name]
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.ucx if n == "ucx" else ()) for n in PAIRS])
+def test_hand_overs_through_faults(name: str) -> None:
+    plane, insecure = PAIRS[name]
     pair = FaultyPair(plane, insecure=insecure)
-    yield pair
-    pair.close()
-
-
-def test_hand_overs_through_faults(pair: FaultyPair) -> None:
-    """Each pair has a third of the faults; together they have all."""
-    which = list(PAIRS.values()).index((pair.plane, pair.insecure))
-    cases = SLICE[which :: len(PAIRS)]
-    for case in cases:
-        pair.strike(case)
-    assert 3 * pair.outcomes["struck"] >= 2 * len(cases), pair.outcomes  # the last bytes of a hand-over vary
+    try:
+        for case in cases_of(name):
+            pair.strike(case)
+        assert 2 * pair.outcomes["struck"] > len(cases_of(name)) > 0, pair.outcomes  # the last bytes vary
+    finally:
+        pair.close()
 
 
 def test_a_seed_gives_the_same_case_again() -> None:
     assert [draw(seed) for seed in range(50)] == [draw(seed) for seed in range(50)]
-    assert len({str(case).partition(": ")[2] for case in SLICE}) == len(SLICE)
+    assert sum(len(cases_of(name)) for name in PAIRS) == len(SLICE) >= 18
 
 
 # --- that the harness sees what it is to see ------------------------------------------------------------------------
