@@ -31,6 +31,8 @@ class Config:
     staging_bytes: int
     secret_key: str
     """For the plane ``zmq``."""
+    checksum: bool = False
+    """Whether our push planes carry a checksum behind each message."""
 
 
 class Cache:

@@ -46,7 +46,9 @@ from kvferry.connector.protocol.messages import (
 from kvferry.connector.protocol.metrics import FailureKind
 from kvferry.connector.protocol.state_machine import Lifetime, Tick
 from kvferry.connector.protocol.step_plan import PeerEngine, RankAddress
+from kvferry.connector.transfer.checksums import NO_CHECKSUM, chosen, described, trailer_bytes
 from kvferry.connector.transfer.rank_context import RankContext, check_model
+from kvferry.kernels.checksum import ChecksumName, checksums_on
 from kvferry.transport.channels import DChannel
 from kvferry.transport.errors import (
     GeometryError,
@@ -84,7 +86,8 @@ class Link:
         self.used_at = 0.0
         self.channel: DChannel | None = None
         self.plane: Plane | None = None
-        self.slot_bytes = 0
+        self.slot_bytes = 0  # of a chunk in a slot, beside its checksum
+        self.checksum: ChecksumName | None = None  # behind each message
         self.pages: tuple[PageLayout, ...] = ()
         self.board: BoardReader | None = None  # P's board of posted grants
         self.process: PeerProcess | None = None  # P's process, where D reads the process itself
@@ -278,7 +281,7 @@ class Link:
             self._gpu_reached &= not isinstance(error, PeerUnreachableError)
             self._step(PlaneRejected(reply.plane, str(error)))
             return
-        self.slot_bytes, self.pages = reply.slot_bytes, reply.pages
+        self.slot_bytes, self.pages = reply.slot_bytes - trailer_bytes(self.checksum), reply.pages
         if not self.plane.pulls:
             self._step(PlaneAttached(reply.plane, ready=True))
             return
@@ -324,6 +327,11 @@ class Link:
         described = self._rank_context.topology(welcome.geometry).describe(block_size)
         self._log.info(self._key("topology"), "kvferry: %s: %s", self.name, described)
         self._offers = {offer.name: offer.payload for offer in welcome.planes}
+        if self._rank_context.settings.checksum or welcome.checksum:
+            functions = checksums_on(self._rank_context.caches.device)
+            self.checksum = chosen(functions, welcome.checksums)
+            if self.checksum is None:
+                raise IncompatiblePeerError("checksums", ", ".join(functions), ", ".join(welcome.checksums) or "none")
 
     def check_addressed(self, peer: PeerEngine, address: RankAddress) -> None:
         """Check that this rank of P has the form that a request's parameters name. D has chosen the ranks to read from
@@ -379,9 +387,10 @@ class Link:
                 continue
             self.plane = plane
             because = f" ({_listed(rejected)})" if rejected else ""
-            self._log.info(self._key(plane.name), "kvferry: data plane to %s is %s%s", self.name, plane.name, because)
+            chosen_plane = described(plane.name, self.checksum)
+            self._log.info(self._key(plane.name), "kvferry: data plane to %s is %s%s", self.name, chosen_plane, because)
             self._step(PlaneChosen(plane.name))
-            self.send(Attach(plane=plane.name, payload=payload))
+            self.send(Attach(plane=plane.name, payload=payload, checksum=self.checksum))
             return
         raise PlaneUnavailableError(f"no data plane in common: {_listed(rejected) or 'none offered'}")
 
@@ -391,6 +400,8 @@ class Link:
             return "P is on another host"
         if plane.name not in self._offers:
             return "P does not offer it"
+        if plane.pulls and self.checksum is not None:
+            return NO_CHECKSUM
         if plane.pulls and self.converted:
             return "it copies bytes, and dtypes differ"
         if len(self._rank_context.planes) == 1:
