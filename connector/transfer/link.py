@@ -398,10 +398,10 @@ class Link:
         """Why D does not choose a plane; empty where D may choose it."""
         if plane.same_host and not is_ours(self.connection.address):
             return "P is on another host"
-        if plane.name not in self._offers:
-            return "P does not offer it"
         if plane.pulls and self.checksum is not None:
             return NO_CHECKSUM
+        if plane.name not in self._offers:
+            return "P does not offer it"
         if plane.pulls and self.converted:
             return "it copies bytes, and dtypes differ"
         if len(self._rank_context.planes) == 1:

@@ -1,12 +1,13 @@
 """What the setting ``checksum`` costs: each data plane with and without it, in pairs of one run.
 
-    python benchmarks/checksum_cost.py [--mib 64] [--rounds 15] [--kib 8 16 32 64] [--planes shm tcp zmq] [--json FILE]
-    python benchmarks/checksum_cost.py --device cuda [--slot-mib 64 128 256] [--rounds 15] [--json FILE]
+    python benchmarks/checksum.py [--mib 64] [--rounds 15] [--kib 8 16 32 64] [--planes shm tcp zmq] [--json FILE]
+    python benchmarks/checksum.py --device cuda [--slot-mib 64 128 256] [--rounds 15] [--json FILE]
 
 On the CPU: real scattered KV blocks of 8 to 64 KiB through the planes on which P sends, as in ``host_planes.py``: two
 processes for each contender, time from D's request to the last byte in its place. Each pair moves the same bytes once
 without and once with checksums, one after the other, the first of them in turn. The ratio is the median over all pairs
-of GB/s with divided by GB/s without.
+of GB/s with divided by GB/s without. The time on a core of P and of D is given too: the busier of the two bounds the
+throughput where each has a core of its own, and other work on the machine changes it less than the throughput.
 
 On a GPU: one GPU packs the scattered pages of a rank into a slot, and unpacks the slot, by the kernels of the product,
 with and without checksums, in turn; medians of times by CUDA events. The added time is also given as a share of the
@@ -33,6 +34,13 @@ NVLINK_GB_PER_S = 370.0
 TAG = 1 << 32 | 7
 
 
+def on_core(pair: Pair) -> tuple[float, float]:
+    """Seconds that P and D have run on a core so far, all threads of each."""
+    tasks = (Path(f"/proc/{end.process.pid}/task").glob("*/schedstat") for end in (pair.source, pair.target))
+    source, target = (sum(int(task.read_text().split()[0]) for task in of_end) / 1e9 for of_end in tasks)
+    return source, target
+
+
 def on_host(planes: list[str], kib: list[int], mib: int, rounds: int) -> dict[str, Any]:
     """Rates of each plane and block size."""
     config = {
@@ -40,6 +48,7 @@ def on_host(planes: list[str], kib: list[int], mib: int, rounds: int) -> dict[st
         "secret_key": zmq.curve_keypair()[1].decode(),
     }  # fmt: skip
     seconds: dict[tuple[str, int, bool], list[float]] = defaultdict(list)
+    of_cores: dict[tuple[str, int, bool], list[tuple[float, float]]] = defaultdict(list)
     with ExitStack() as stack:
         for plane in planes:
             pairs = {on: Pair(plane, "host", config | {"checksum": on}, stack) for on in (False, True)}
@@ -51,7 +60,10 @@ def on_host(planes: list[str], kib: list[int], mib: int, rounds: int) -> dict[st
                 print(f"{plane}: round {turn + 1} of {rounds}", file=sys.stderr, flush=True)
                 for size in kib:
                     for on in (False, True) if turn % 2 else (True, False):
+                        before = on_core(pairs[on])
                         seconds[plane, size, on].append(pairs[on].move(size))
+                        after = on_core(pairs[on])
+                        of_cores[plane, size, on].append((after[0] - before[0], after[1] - before[1]))
     rows = []
     for plane in planes:
         for size in kib:
@@ -63,14 +75,24 @@ def on_host(planes: list[str], kib: list[int], mib: int, rounds: int) -> dict[st
                     "gb_per_s_without": (mib << 20) / statistics.median(without) / 1e9,
                     "gb_per_s_with": (mib << 20) / statistics.median(with_checksum) / 1e9,
                     "ratio": statistics.median(a / b for a, b in zip(without, with_checksum, strict=True)),
+                    "core_ratio": busier(of_cores[plane, size, False]) / busier(of_cores[plane, size, True]),
+                    "core_seconds_without": of_cores[plane, size, False],
+                    "core_seconds_with": of_cores[plane, size, True],
                     "seconds_without": without,
                     "seconds_with": with_checksum,
                 }
             )
     ratios = {
-        plane: statistics.geometric_mean(row["ratio"] for row in rows if row["plane"] == plane) for plane in planes
+        f"{plane}_{name}": statistics.geometric_mean(row[name] for row in rows if row["plane"] == plane)
+        for plane in planes
+        for name in ("ratio", "core_ratio")
     }
     return {"device": "cpu", "mib": mib, "rounds": rounds, "ratios": ratios, "rows": rows}
+
+
+def busier(of_cores: list[tuple[float, float]]) -> float:
+    """Median seconds on a core, of P or of D, whichever takes longer."""
+    return max(statistics.median(end) for end in zip(*of_cores, strict=True))
 
 
 class Slot:
@@ -169,12 +191,12 @@ def on_gpu(slots: list[int], rounds: int) -> dict[str, Any]:
 
 def show(result: dict[str, Any]) -> None:
     if result["device"] == "cpu":
-        print(f"{'plane':8}{'blocks':>10}{'without':>12}{'with':>12}{'ratio':>8}")
+        print(f"{'plane':8}{'blocks':>10}{'without':>12}{'with':>12}{'ratio':>8}{'by time on a core':>20}")
         for row in result["rows"]:
             rates = f"{row['gb_per_s_without']:7.2f} GB/s{row['gb_per_s_with']:7.2f} GB/s"
-            print(f"{row['plane']:8}{row['block_kib']:6} KiB{rates}{row['ratio']:8.2f}")
-        for plane, ratio in result["ratios"].items():
-            print(f"{plane}: {ratio:.2f} of the throughput without checksums")
+            print(f"{row['plane']:8}{row['block_kib']:6} KiB{rates}{row['ratio']:8.2f}{row['core_ratio']:20.2f}")
+        for name, ratio in result["ratios"].items():
+            print(f"{name}: {ratio:.2f}")
         return
     for row in result["rows"]:
         share = f"{row['added_share_of_link']:.1%} of {row['link_ms']:.3f} ms on NVLink"
