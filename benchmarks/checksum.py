@@ -22,13 +22,14 @@ import sys
 from collections import defaultdict
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import report
 import torch
-import zmq
-from host_planes import Pair
+
+if TYPE_CHECKING:
+    from host_planes import Pair
 
 NVLINK_GB_PER_S = 370.0
 TAG = 1 << 32 | 7
@@ -43,6 +44,9 @@ def on_core(pair: Pair) -> tuple[float, float]:
 
 def on_host(planes: list[str], kib: list[int], mib: int, rounds: int) -> dict[str, Any]:
     """Rates of each plane and block size."""
+    import zmq  # here, because the form for a GPU needs torch and Triton only
+    from host_planes import Pair
+
     config = {
         "mib": mib, "kib": kib, "layers": 32, "slot_bytes": 4 << 20, "staging_bytes": 256 << 20,
         "secret_key": zmq.curve_keypair()[1].decode(),

@@ -7,7 +7,6 @@ from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from kvferry.kernels.checksum import DIFFERS, FITS, TRAILER_BYTES, ChecksumName, WireCheck, mix, seed
 
@@ -22,12 +21,16 @@ _LOW = np.int64(0xFFFFFFFF)
 def checksum(name: ChecksumName, address: int, nbytes: int, tag: int) -> int:
     """The checksum of the ``nbytes`` from ``address`` on, as a message under ``tag``: below 2**64."""
     if name == "xxh3":
+        import xxhash  # here, because a rank on a GPU does not need it
+
         return xxhash.xxh3_64_intdigest(_memory[address - _FIRST : address - _FIRST + nbytes], tag)
     return mix(_sum(address, nbytes) ^ seed(tag, nbytes))
 
 
 def checksum_of_pieces(addresses: npt.NDArray[np.int64], nbytes: npt.NDArray[np.int64], tag: int) -> int:
     """``checksum`` by ``xxh3`` of a message that lies in pieces, piece i the ``nbytes[i]`` from ``addresses[i]`` on."""
+    import xxhash
+
     hasher = xxhash.xxh3_64(seed=tag)
     update, memory = hasher.update, _memory
     starts = addresses - _FIRST
