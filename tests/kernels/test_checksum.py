@@ -87,8 +87,8 @@ def test_two_blocks_that_changed_places(
 ) -> None:
     blocks = np.random.default_rng(seed).integers(0, 256, (count, size), dtype=np.uint8)
     one, other = data.draw(st.lists(st.integers(0, count - 1), min_size=2, max_size=2, unique=True))
-    if equal_sums:  # which a sum with linear keys would miss
-        blocks[other] = blocks[one][::-1]
+    if equal_sums and size >= 8:  # the same words in another order, which a sum with linear keys would miss
+        blocks[other] = blocks[one].view(np.uint32)[::-1].copy().view(np.uint8)
     spoilt = blocks.copy()
     spoilt[[one, other]] = blocks[[other, one]]
     assert (of(name, spoilt.tobytes()) == of(name, blocks.tobytes())) == bool((spoilt == blocks).all())
