@@ -32,6 +32,8 @@ class Config:
     secret_key: str
     """For the plane ``zmq``."""
     encrypt: bool = False
+    checksum: bool = False
+    """Whether our push planes carry a checksum behind each message."""
 
 
 class Cache:

@@ -12,6 +12,7 @@ import os
 import sys
 import time
 import zlib
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from io import FileIO
@@ -26,7 +27,16 @@ from tables import NIXL, NIXL_THREAD
 
 from kvferry.connector.geometry.byte_ranges import byte_ranges
 from kvferry.connector.geometry.spans import Chunk
-from kvferry.transport.channels import ByteRanges, Copy, PageRead, PullChannel, RecvChannel, SendChannel
+from kvferry.connector.transfer.checksums import (
+    PlacedMessage,
+    Verdict,
+    new_trailer,
+    sealed_pieces,
+    trailer_bytes,
+)
+from kvferry.kernels.checksum import ChecksumName, WireCheck
+from kvferry.kernels.checksum_host import trailer_fits, write_trailer
+from kvferry.transport.channels import CPU, ByteRanges, Copy, PageRead, Pieces, PullChannel, RecvChannel, SendChannel
 from kvferry.transport.control.keys import Keys
 from kvferry.transport.plane import PlaneContext
 from kvferry.transport.registry import make_plane
@@ -47,6 +57,7 @@ class PlaneEndpoint:
             ),
         )
         self.caches = caches
+        self.checksum: ChecksumName | None = "xxh3" if config.checksum else None
 
 
 class PlaneSource(PlaneEndpoint):
@@ -54,6 +65,7 @@ class PlaneSource(PlaneEndpoint):
         super().__init__(name, config, caches)
         self.channel: SendChannel | None = None
         self.tag = 0
+        self.trailer = new_trailer()
 
     def exchange(self, blob: bytes | None) -> bytes | None:
         if blob is None:
@@ -61,19 +73,20 @@ class PlaneSource(PlaneEndpoint):
         channel, reply = self.plane.accept(blob)
         assert not channel.pulls
         self.channel = channel
-        return channel.slot_bytes.to_bytes(8, "little") + reply
+        self.chunk_bytes = channel.slot_bytes - trailer_bytes(self.checksum)
+        return self.chunk_bytes.to_bytes(8, "little") + reply
 
     def move(self, kib: int) -> float | None:
         cache, channel = self.caches[kib], self.channel
         assert channel is not None
-        queue = iter(cache.chunks(channel.slot_bytes))
+        queue = iter(cache.chunks(self.chunk_bytes))
         chunk = next(queue, None)
         while True:
             moved = self.plane.progress()
             while (
                 chunk is not None
                 and channel.sends_in_place
-                and channel.send_pieces(partial(cache.pieces, chunk), self.tag)
+                and channel.send_pieces(self.pieces(cache, chunk), self.tag)
             ):
                 self.tag += 1
                 chunk = next(queue, None)
@@ -81,7 +94,10 @@ class PlaneSource(PlaneEndpoint):
             while chunk is not None and not channel.sends_in_place and (slot := channel.acquire()) is not None:
                 pages, wire = cache.sides(chunk, slot.address)
                 cache.copy(wire, pages, chunk)
-                channel.send(slot, cache.chunk_bytes(chunk), self.tag)
+                nbytes = cache.chunk_bytes(chunk)
+                if self.checksum is not None:
+                    write_trailer(WireCheck(self.checksum, self.tag), slot.address, nbytes)
+                channel.send(slot, nbytes + trailer_bytes(self.checksum), self.tag)
                 self.tag += 1
                 chunk = next(queue, None)
                 moved = True
@@ -89,12 +105,16 @@ class PlaneSource(PlaneEndpoint):
             if not moved and sleep(self.plane):
                 return None
 
+    def pieces(self, cache: Cache, chunk: Chunk) -> Callable[[], Pieces]:
+        pieces = partial(cache.pieces, chunk)
+        return pieces if self.checksum is None else partial(sealed_pieces, pieces, self.tag, self.trailer)
+
 
 class PlaneTarget(PlaneEndpoint):
     def __init__(self, name: str, config: Config, caches: dict[int, Cache]) -> None:
         super().__init__(name, config, caches)
         self.channel: RecvChannel | None = None
-        self.slot_bytes = 0
+        self.chunk_bytes = 0
         self.tag = 0
 
     def exchange(self, blob: bytes | None) -> bytes | None:
@@ -104,7 +124,7 @@ class PlaneTarget(PlaneEndpoint):
             assert not channel.pulls
             self.channel = channel
             return payload
-        self.slot_bytes = int.from_bytes(blob[:8], "little")
+        self.chunk_bytes = int.from_bytes(blob[:8], "little")
         self.plane.finish(self.channel, blob[8:])
         return None
 
@@ -113,15 +133,27 @@ class PlaneTarget(PlaneEndpoint):
         cache, channel = self.caches[kib], self.channel
         assert channel is not None
         expected: dict[int, Chunk] = {}
-        for chunk in cache.chunks(self.slot_bytes):
+        placed: dict[int, PlacedMessage] = {}
+        for chunk in cache.chunks(self.chunk_bytes):
             expected[self.tag] = chunk
-            channel.expect(self.tag, cache.chunk_bytes(chunk), partial(cache.pieces, chunk))
+            into = partial(cache.pieces, chunk)
+            if self.checksum is not None:
+                placed[self.tag] = PlacedMessage(into)
+                into = placed[self.tag].into
+            channel.expect(self.tag, cache.chunk_bytes(chunk) + trailer_bytes(self.checksum), into)
             self.tag += 1
         while expected:
             moved = self.plane.progress()
             for message in channel.poll():
                 chunk = expected.pop(message.tag)
-                if not message.placed:
+                if message.placed:
+                    assert self.checksum is None or placed.pop(message.tag).fits(message.tag)
+                else:
+                    if self.checksum is not None:
+                        verdict = Verdict(CPU)
+                        assert trailer_fits(
+                            verdict.check(self.checksum, message.tag), message.address, cache.chunk_bytes(chunk)
+                        )
                     pages, wire = cache.sides(chunk, message.address)
                     cache.copy(pages, wire, chunk)
                 message.release()

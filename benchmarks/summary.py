@@ -83,6 +83,32 @@ def cpu_bandwidth() -> str:
     )
 
 
+def checksums() -> str:
+    """What checksums cost each plane, by block size."""
+    result = load("checksum")
+    rows = [
+        [
+            f"`{row['plane']}`",
+            f"{row['block_kib']} KiB",
+            f"{row['gb_per_s_without']:.2f}",
+            f"{row['gb_per_s_with']:.2f}",
+            f"{row['ratio']:.2f}",
+            f"{row['core_ratio']:.2f}",
+        ]
+        for row in result["rows"]
+    ]
+    return "\n\n".join(
+        [
+            f"{gpu_summary.NO_POLICY} Machine: {machine(result)}.",
+            "GB/s of scattered blocks in host memory with and without the setting `checksum`, between two processes, "
+            f"`benchmarks/checksum.py`: medians of {result['rounds']} pairs of {result['mib']} MiB in turn. The "
+            "ratio is the median over the pairs. The last column is the same ratio by the time on a core of P or of D, "
+            "whichever takes longer. Other work on the machine changes it less.",
+            table(["plane", "blocks", "without", "with", "ratio", "ratio by time on a core"], rows),
+        ]
+    )
+
+
 def nixl_form(result: dict[str, Any]) -> str:
     """How NIXL ran, and what the other form of it does."""
     forms = load("nixl_forms")
@@ -201,6 +227,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "cpu-wrong-tokens": wrong_tokens,
     "cpu-bandwidth": cpu_bandwidth,
     "encrypted": encrypted,
+    "cpu-checksum": checksums,
     "idle-step": idle_step,
 }
 

@@ -97,6 +97,13 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             "the list where side_channel_host is no loopback address"
         ),
     ] = None
+    checksum: Annotated[
+        bool,
+        _doc(
+            "each message with KV bytes carries a checksum, and a load whose bytes do not fit fails; either side can "
+            "demand it; `cma` and `cuda_ipc`, which send no messages, are then not used"
+        ),
+    ] = False
     convert_dtype: Annotated[
         bool, _doc("on D: convert KV of another dtype or with other fp8 scales; where False, such a P is refused")
     ] = False

@@ -13,7 +13,7 @@ tile only: so the table holds arrays alone, and scalars are arguments.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,9 @@ import triton.language as tl
 
 from kvferry.kernels.launch import DeviceTable, Launcher, Variant
 from kvferry.kernels.paged_copy import Pages
+
+if TYPE_CHECKING:
+    from kvferry.kernels.checksum import WireCheck
 
 
 class LaunchShape(NamedTuple):
@@ -204,11 +207,13 @@ class DevicePages:
         self._table = DeviceTable(pages.bases, pages.block_ids[:num_blocks], zeros)
 
     def copy(
-        self, address: int, *, to_wire: bool, layer: int, num_layers: int, token: int, num_tokens: int, sms: int | None
-    ) -> None:
+        self, address: int, *, to_wire: bool, layer: int, num_layers: int, token: int, num_tokens: int, sms: int | None,
+        check: WireCheck | None = None,
+    ) -> None:  # fmt: skip
         """Copy ``num_layers`` layers from ``layer`` on and ``num_tokens`` tokens from ``token`` on to or from the wire
         order at ``address``. ``layer`` and ``token`` count from the first ones of these pages. The copy is enqueued as
-        by ``copy_pages_triton``."""
+        by ``copy_pages_triton``. ``check``: what becomes of the checksum behind the wire bytes; ``None``: there is
+        none."""
         pages = self._pages
         block, first = divmod(pages.token + token, pages.block_size)
         head_stride = num_tokens * self._content
@@ -221,7 +226,12 @@ class DevicePages:
         sizes = num_layers, self._heads, num_tokens, self._content
         align = min(self._align, address & -address)
         scalars = (*wire, *ours) if to_wire else (*ours, *wire)
-        _enqueue(self._table, scalars, sizes, align, self.device, sms, launch_shape(sms))
+        if check is None:
+            _enqueue(self._table, scalars, sizes, align, self.device, sms, launch_shape(sms))
+            return
+        from kvferry.kernels.checksum_triton import enqueue
+
+        enqueue(self._table, scalars, sizes, align, self.device, sms, address, check)
 
 
 def _enqueue(

@@ -11,6 +11,7 @@ from kvferry.connector.geometry.compatibility import check_geometry
 from kvferry.connector.geometry.engine_types import LayerGroup, RankInfo
 from kvferry.connector.geometry.regions import ElementOrder, rank_geometry, regions
 from kvferry.connector.transfer.caches import RankCaches
+from kvferry.connector.transfer.checksums import NO_CHECKSUM
 from kvferry.connector.transfer.copies import copies_on
 from kvferry.transport.channels import CPU
 from kvferry.transport.control.keys import Keys
@@ -80,6 +81,8 @@ def make_planes(settings: Settings, keys: Keys | None, caches: RankCaches) -> tu
             missing[name] = f"it needs keys, because {why}"
             continue
         try:
+            if settings.checksum and plane_spec(name).load().pulls:
+                raise PlaneUnavailableError(NO_CHECKSUM)
             context = PlaneContext(
                 host=settings.side_channel_host,
                 slot_bytes=settings.slot_bytes or best_slot_bytes(name, caches.device, staging_bytes),

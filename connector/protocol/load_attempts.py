@@ -27,7 +27,7 @@ ATTEMPTS_PER_PEER = 2
 """Attempts at one P engine, beside those that only change the data plane: its connection may have broken."""
 SAME_PEER_SECONDS = 1.0
 """Seconds between two attempts at one P engine; none before the next data plane, or before another P."""
-MENDED_HERE: frozenset[FailureKind] = frozenset(("peer_lost", "timeout", "data"))
+MENDED_HERE: frozenset[FailureKind] = frozenset(("peer_lost", "timeout", "data", "checksum"))
 """Failures that another attempt at the same P may mend."""
 MENDED_ELSEWHERE: frozenset[FailureKind] = MENDED_HERE | {"expired", "plane"}
 """Failures that an attempt at another P may mend. The others are of D itself, or of the two engines' settings."""

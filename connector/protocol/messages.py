@@ -23,7 +23,8 @@ D asks, P answers. One hand-over from one P rank to one D rank is a *read*, numb
 Version history: 1, the first; 2, grants posted on a board, large messages smaller at both ends of a span; 3, a last
 byte behind each message over TCP; 4, one small message at the end of a span; 5, fields by their present names, a
 refusal with typed fields, grants without the unused ``epoch`` and ``ready``; 6, planes of one host name P's process
-only, and its files after D has attached, and P says that it closes.
+only, and its files after D has attached, and P says that it closes; 7, a checksum behind each message with KV bytes,
+where either side demands it.
 """
 
 from __future__ import annotations
@@ -36,17 +37,20 @@ from msgspec import Meta
 from kvferry.connector.geometry.rank_geometry import MAX_REGIONS, PRINTABLE, Count, Name, PageLayout, RankGeometry
 from kvferry.connector.geometry.spans import MAX_SPANS, Span
 from kvferry.connector.geometry.topology import MAX_RANKS
+from kvferry.kernels.checksum import TRAILER_BYTES, ChecksumName
 from kvferry.transport.errors import ProtocolError
 from kvferry.transport.grant_board import BoardAddress
 
 MAGIC = b"kvferry"
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 MAX_REPLY_BYTES = 8 << 20
 """Bound on one message of P; 2 million block ids fit."""
 MAX_REQUEST_BYTES = 1 << 20
 """Bound on one message of D; 8192 layer names, or ``MAX_SPANS`` spans, fit. P serves many peers by one thread."""
-MIN_CHUNK_BYTES = 64 << 10
-"""Bound on the size of a chunk that a peer names: smaller chunks would be too many."""
+MIN_SLOT_BYTES = 64 << 10
+"""Bound on the size of a slot that a peer names."""
+MIN_CHUNK_BYTES = MIN_SLOT_BYTES - TRAILER_BYTES
+"""Bound on the size of a chunk that a peer names: smaller chunks would be too many. A checksum follows in its slot."""
 MAX_RENEWED = 4096
 """Tokens of one Renew."""
 
@@ -58,6 +62,7 @@ ReadNumber = Annotated[int, Meta(ge=0, lt=1 << 32)]
 ConsumerRank = Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
 """A rank of D's engine, over all pipeline stages. P keeps one bit for each."""
 ConsumerRanks = Annotated[tuple[ConsumerRank, ...], Meta(min_length=1, max_length=MAX_RANKS)]
+SlotBytes = Annotated[int, Meta(ge=MIN_SLOT_BYTES, le=1 << 31)]
 ChunkBytes = Annotated[int, Meta(ge=MIN_CHUNK_BYTES, le=1 << 31)]
 Text = Annotated[str, Meta(max_length=1024, pattern=PRINTABLE)]
 PlanePayload = Annotated[bytes, Meta(max_length=64 << 10)]
@@ -86,11 +91,15 @@ class Hello(_Message, frozen=True):
 
 
 class Welcome(_Message, frozen=True):
+    """P's answer. ``checksums``: the functions that P has. ``checksum``: P demands one of them."""
+
     engine_id: Name
     incarnation: Incarnation
     geometry: RankGeometry
     model: Annotated[dict[Name, Text], Meta(max_length=64)]
     planes: Annotated[tuple[PlaneOffer, ...], Meta(max_length=8)]
+    checksums: Annotated[tuple[Name, ...], Meta(max_length=8)] = ()
+    checksum: bool = False
 
 
 class Refused(_Message, frozen=True):
@@ -102,10 +111,12 @@ class Refused(_Message, frozen=True):
 
 
 class Attach(_Message, frozen=True):
-    """D's choice of a data plane. ``payload`` answers the payload of the offer."""
+    """D's choice of a data plane. ``payload`` answers the payload of the offer. ``checksum``: the function of the
+    checksum behind each message; ``None``: there are no checksums."""
 
     plane: Name
     payload: PlanePayload
+    checksum: ChecksumName | None = None
 
 
 class Attached(_Message, frozen=True):
@@ -113,7 +124,7 @@ class Attached(_Message, frozen=True):
     ``board`` the address of the grant board, on which P posts its grants."""
 
     plane: Name
-    slot_bytes: ChunkBytes
+    slot_bytes: SlotBytes
     payload: PlanePayload = b""
     board: BoardAddress | None = None
     pages: Annotated[tuple[PageLayout, ...], Meta(max_length=MAX_REGIONS)] = ()

@@ -44,7 +44,7 @@ class Figures(TypedDict):
 
 
 FailureKind = Literal[
-    "cancelled", "timeout", "expired", "denied", "incompatible", "peer_lost", "plane", "data", "internal"
+    "cancelled", "timeout", "expired", "denied", "incompatible", "peer_lost", "plane", "data", "checksum", "internal"
 ]
 """Why a hand-over failed, as a label from a short list, without a peer's name."""
 FAILURE_KINDS: tuple[FailureKind, ...] = get_args(FailureKind)

@@ -22,6 +22,8 @@ from kvferry.connector.geometry.spans import Span, SpanCut, cut_span
 from kvferry.connector.geometry.token_sharding import TokenBlocks, TokenShard, common_blocks
 from kvferry.connector.geometry.view import CacheView, kernel_block_ids, row_bases
 from kvferry.connector.transfer.copies import Copies, WaitPolicy
+from kvferry.kernels.checksum import TRAILER_BYTES, WireCheck
+from kvferry.kernels.checksum_host import trailer_fits, write_trailer
 from kvferry.kernels.convert import unpack_converted
 from kvferry.kernels.launch import prepare
 from kvferry.kernels.paged_copy import Pages, copy_pages, wire_pages
@@ -105,24 +107,26 @@ class RankCaches:
         layouts = zip(self.page_layouts(), self.geometry.regions, strict=True)
         return [(base, reach(layout, region)) for layout, region in layouts for base in layout.bases]
 
-    def pack(self, address: int, box: PageBox, staging: torch.device = CPU, *, alone: bool = False) -> Copy:
+    def pack(
+        self, address: int, box: PageBox, staging: torch.device = CPU, *, alone: bool = False,
+        check: WireCheck | None = None,
+    ) -> Copy:  # fmt: skip
         """Copy ``box`` of the pages to staging memory in wire order, ``[L][R][H][T][C / R]``; R is ``view.rows``.
-        ``staging``: the device of the staging memory. ``alone``: no other hand-over could go on during the copy."""
-        pack = partial(self._copy_wire, address, box, to_wire=True)
+        ``staging``: the device of the staging memory. ``alone``: no other hand-over could go on during the copy.
+        ``check``: the copy also writes a checksum behind the wire bytes."""
+        pack = partial(self._copy_wire, address, box, to_wire=True, check=check)
         return self.copies.start(pack, self._wait_policy(box, staging, alone=alone))
 
-    def unpack(self, address: int, box: PageBox, staging: torch.device = CPU, *, alone: bool = False) -> Copy:
-        """Copy wire bytes at ``address`` to ``box`` of the pages. They are converted where ``box.source`` is given."""
+    def unpack(
+        self, address: int, box: PageBox, staging: torch.device = CPU, *, alone: bool = False,
+        check: WireCheck | None = None,
+    ) -> Copy:  # fmt: skip
+        """Copy wire bytes at ``address`` to ``box`` of the pages. They are converted where ``box.source`` is given.
+        ``check``: the copy also sets the verdict about the checksum behind the wire bytes. In host memory bytes that do
+        not fit are not copied; on a GPU they are, in the pass that finds it."""
+        unpack = self._copy_wire if box.source is None else self._convert_wire
         wait = self._wait_policy(box, staging, alone=alone)
-        if box.source is None:
-            unpack = partial(self._copy_wire, address, box, to_wire=False)
-            return self.copies.start(unpack, wait)
-        conversion = box.source.conversion(self.geometry.regions[box.region], box.layer, box.num_layers)
-        unpack = partial(
-            unpack_converted, self.pages(box), address, conversion, num_heads=box.num_heads,
-            num_tokens=box.num_tokens, device=self.device, sms=self.copies.sms,
-        )  # fmt: skip
-        return self.copies.start(unpack, wait)
+        return self.copies.start(partial(unpack, address, box, to_wire=False, check=check), wait)
 
     def _wait_policy(self, box: PageBox, staging: torch.device, *, alone: bool) -> WaitPolicy:
         """The policy for a copy between pages and staging memory. During a long one other chunks can be sent."""
@@ -144,13 +148,15 @@ class RankCaches:
             wait = WaitPolicy.BOUNDED
         return self.copies.start(enqueue, wait)
 
-    def warm_up(self) -> None:
-        """Allocate the memory that launches need. Compile the kernels by copies that change no page. Blocks."""
+    def warm_up(self, *, checksum: bool = False) -> None:
+        """Allocate the memory that launches need. Compile the kernels by copies that change no page. Blocks.
+        ``checksum``: also the kernels for messages with checksums."""
         if self.device.type == "cpu" or not self.views:
             return
         self.copies.start(partial(prepare, self.device))
         widest = max(view.num_heads * view.content_bytes for view in self.views)
-        scratch = torch.empty(2 * widest, dtype=torch.uint8, device=self.device)
+        scratch = torch.empty(2 * widest + TRAILER_BYTES, dtype=torch.uint8, device=self.device)
+        check = WireCheck("sum64", 0) if checksum else None
         for region, view in enumerate(self.views):
             first = TokenBlocks(np.zeros(1, dtype=np.int64), view.block_size, view.block_stride, 0)
             tokens = min(2, view.block_size)  # a box of one token would leave its stride out of the alignment
@@ -158,6 +164,8 @@ class RankCaches:
             wire = self._wire(scratch.data_ptr(), box)
             for self.copies.idle, over_link in ((False, False), (True, False), (True, True)):
                 self.copies.start(partial(self._copy, wire, self.pages(box), box, over_link=over_link))
+                if check is not None:
+                    self.copies.start(partial(self._copy_wire, scratch.data_ptr(), box, to_wire=True, check=check))
         self.copies.synchronize()
         self.copies.idle = False
 
@@ -228,11 +236,15 @@ class RankCaches:
         """How ``cut`` cuts ``span``. Raises GeometryError as ``cut``."""
         return cut_span(span, source.content_bytes, chunk_bytes, source.block_size, source.shard)
 
-    def _copy_wire(self, address: int, box: PageBox, *, to_wire: bool) -> None:
+    def _copy_wire(self, address: int, box: PageBox, *, to_wire: bool, check: WireCheck | None) -> None:
         """Copy between ``box`` of the pages and bytes in wire order at ``address``."""
         if self.device.type == "cpu":
+            if check is not None and not to_wire and not trailer_fits(check, address, self.nbytes(box)):
+                return
             wire, pages = self._wire(address, box), self.pages(box)
             self._copy(*((wire, pages) if to_wire else (pages, wire)), box)
+            if check is not None and to_wire:
+                write_trailer(check, address, self.nbytes(box))
             return
         shared = box.whole or SpanCopy(box)
         whole, rows = shared.box, self.views[box.region].rows
@@ -246,7 +258,27 @@ class RankCaches:
             token=box.token - whole.token,
             num_tokens=box.num_tokens,
             sms=self.copies.sms,
+            check=check,
         )
+
+    def _convert_wire(self, address: int, box: PageBox, *, to_wire: bool, check: WireCheck | None) -> None:
+        """Convert bytes in wire order at ``address`` into ``box`` of the pages. A GPU checks them in a pass before."""
+        assert box.source is not None and not to_wire
+        if check is not None and self.device.type == "cpu":
+            if not trailer_fits(check, address, self.nbytes(box)):
+                return
+        elif check is not None:
+            from kvferry.kernels.checksum_triton import check_wire
+
+            row_bytes = box.source.region.content_bytes
+            check_wire(
+                address, box.num_layers, box.num_heads, box.num_tokens, row_bytes, self.device, self.copies.sms, check
+            )
+        conversion = box.source.conversion(self.geometry.regions[box.region], box.layer, box.num_layers)
+        unpack_converted(
+            self.pages(box), address, conversion, num_heads=box.num_heads, num_tokens=box.num_tokens,
+            device=self.device, sms=self.copies.sms,
+        )  # fmt: skip
 
     def _device_pages(self, whole: PageBox) -> DevicePages:
         from kvferry.kernels.paged_copy_triton import DevicePages

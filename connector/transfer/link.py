@@ -47,8 +47,10 @@ from kvferry.connector.protocol.messages import (
 from kvferry.connector.protocol.metrics import FailureKind
 from kvferry.connector.protocol.state_machine import Lifetime, Tick
 from kvferry.connector.protocol.step_plan import PeerEngine, RankAddress
-from kvferry.connector.transfer.plane_choice import PlaneChoice
+from kvferry.connector.transfer.checksums import chosen, described, trailer_bytes
+from kvferry.connector.transfer.plane_choice import Needs, PlaneChoice
 from kvferry.connector.transfer.rank_context import RankContext, check_model
+from kvferry.kernels.checksum import ChecksumName, checksums_on
 from kvferry.transport.channels import DChannel
 from kvferry.transport.errors import (
     GeometryError,
@@ -98,7 +100,8 @@ class Link:
         self.used_at = 0.0
         self.channel: DChannel | None = None
         self.plane: Plane | None = None
-        self.slot_bytes = 0
+        self.slot_bytes = 0  # of a chunk in a slot, beside its checksum
+        self.checksum: ChecksumName | None = None  # behind each message
         self.pages: tuple[PageLayout, ...] = ()
         self.board: BoardReader | None = None  # P's board of posted grants
         self.process: PeerProcess | None = None  # P's process, where D reads the process itself
@@ -305,7 +308,7 @@ class Link:
             self._choice.note_error(error)
             self._step(PlaneRejected(reply.plane, str(error)))
             return
-        self.slot_bytes, self.pages = reply.slot_bytes, reply.pages
+        self.slot_bytes, self.pages = reply.slot_bytes - trailer_bytes(self.checksum), reply.pages
         if not self.plane.pulls:
             self._step(PlaneAttached(reply.plane, ready=True))
             return
@@ -351,6 +354,11 @@ class Link:
         described = self._rank_context.topology(welcome.geometry).describe(block_size)
         self._log.info(self._key("topology"), "kvferry: %s: %s", self.name, described)
         self._choice.take_offers(welcome.planes)
+        if self._rank_context.settings.checksum or welcome.checksum:
+            functions = checksums_on(self._rank_context.caches.device)
+            self.checksum = chosen(functions, welcome.checksums)
+            if self.checksum is None:
+                raise IncompatiblePeerError("checksums", ", ".join(functions), ", ".join(welcome.checksums) or "none")
 
     def check_addressed(self, peer: PeerEngine, address: RankAddress) -> None:
         """Check that this rank of P has the form that a request's parameters name. D has chosen the ranks to read from
@@ -388,9 +396,11 @@ class Link:
         Raises:
             PlaneUnavailableError: no such plane is left.
         """
-        self.plane, self.channel, payload, why = self._choice.connect(self.connection, converts=bool(self.converted))
+        needs = Needs(converts=bool(self.converted), checksum=self.checksum is not None)
+        self.plane, self.channel, payload, why = self._choice.connect(self.connection, needs)
         name, because = self.plane.name, f" ({why})" if why else ""
-        self._log.info(self._key(name), "kvferry: data plane to %s is %s%s", self.name, name, because)
+        shown = described(name, self.checksum)
+        self._log.info(self._key(name), "kvferry: data plane to %s is %s%s", self.name, shown, because)
         self._choice.report_change(self.name, name, partial(self._log.warning, self._key(f"changed to {name}")))
         self._step(PlaneChosen(name))
-        self.send(Attach(plane=name, payload=payload))
+        self.send(Attach(plane=name, payload=payload, checksum=self.checksum))

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from kvferry.connector.protocol.failed_planes import AVOIDED_SECONDS
 from kvferry.connector.protocol.messages import PlaneOffer
+from kvferry.connector.transfer.checksums import NO_CHECKSUM
 from kvferry.connector.transfer.rank_context import RankContext
 from kvferry.transport.channels import DChannel
 from kvferry.transport.control.dialer import Connection
 from kvferry.transport.errors import PeerUnreachableError, PlaneUnavailableError
 from kvferry.transport.host import is_ours
 from kvferry.transport.plane import Plane
+
+
+class Needs(NamedTuple):
+    """What the bytes of a link need on their way. ``converts``: dtypes differ. ``checksum``: checksums are demanded."""
+
+    converts: bool
+    checksum: bool
 
 
 class PlaneChoice:
@@ -38,8 +47,8 @@ class PlaneChoice:
         self._rejected[name] = why.removeprefix(f"{name}: ")
         self._offers.pop(name, None)
 
-    def connect(self, connection: Connection, *, converts: bool) -> tuple[Plane, DChannel, bytes, str]:
-        """Connect the first plane that both sides have. ``converts``: dtypes differ.
+    def connect(self, connection: Connection, needs: Needs) -> tuple[Plane, DChannel, bytes, str]:
+        """Connect the first plane that both sides have.
 
         Returns:
             The plane, D's end of it, the payload of the Attach, and why no better plane was chosen.
@@ -50,7 +59,7 @@ class PlaneChoice:
         """
         rejected = {**self._rank_context.missing_planes, **self._rejected}
         for plane in sorted(self._rank_context.planes, key=lambda plane: plane.name in self.avoid):
-            why = self._cannot_use(plane, connection.address, converts)
+            why = self._cannot_use(plane, connection.address, needs)
             if why:
                 rejected.setdefault(plane.name, why)
                 continue
@@ -80,14 +89,16 @@ class PlaneChoice:
         for broken in self.avoid:
             self._rank_context.stats.plane_changed(broken)
 
-    def _cannot_use(self, plane: Plane, address: str, converts: bool) -> str:
+    def _cannot_use(self, plane: Plane, address: str, needs: Needs) -> str:
         """Why D does not choose a plane; empty where D may choose it."""
         if plane.same_host and not is_ours(address):
             return "P is on another host"
         if plane.name not in self._offers:
             return "P does not offer it"
-        if plane.pulls and converts:
+        if plane.pulls and needs.converts:
             return "it copies bytes, and dtypes differ"
+        if plane.pulls and needs.checksum:
+            return NO_CHECKSUM
         if len(self._rank_context.planes) == 1:
             return ""
         return plane.slower_because(self._offers[plane.name], reached=self._gpu_reached)

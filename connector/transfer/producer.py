@@ -247,7 +247,7 @@ class Producer:
         session.asked = True
         try:
             self._sender.check(session, ask, tokens, held.ids)
-            chunks = 0 if session.channel.pulls else self._sender.num_chunks(ask, session.channel.slot_bytes)
+            chunks = 0 if session.channel.pulls else self._sender.num_chunks(ask, session.chunk_bytes)
         except KVFerryError as error:
             self._deny(session, ask.read, "bounds", str(error))
             return

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 import msgspec
@@ -32,9 +32,15 @@ from kvferry.connector.protocol.source_read import (
 from kvferry.connector.protocol.state_machine import Lifetime
 from kvferry.connector.protocol.step_plan import Load, RankAddress, unpack_ids
 from kvferry.connector.transfer.caches import Ids, PageBox, RankCaches
+from kvferry.connector.transfer.checksums import (
+    PlacedMessage,
+    Verdict,
+    takes_pieces,
+    trailer_bytes,
+)
 from kvferry.connector.transfer.link import Link
 from kvferry.kernels.paged_copy import Pages
-from kvferry.transport.channels import ByteRanges, Copy, PageRead, Received
+from kvferry.transport.channels import ByteRanges, Copy, PageRead, Pieces, Received
 from kvferry.transport.errors import GeometryError, IncompatiblePeerError
 from kvferry.transport.grant_board import PostedGrant
 
@@ -76,7 +82,7 @@ class SourceRead(msgspec.Struct, eq=False):
 
     ``address``: the P rank as the request names it. ``planned``: the spans to read. Where P sends the bytes, ``boxes``
     are the chunks of these spans, and ``tags`` the tags of the chunks whose messages have not arrived. ``note`` is P's
-    posted grant where D found one.
+    posted grant where D found one. ``placed``: by tag, the messages with checksums that are received into pages.
     """
 
     number: int
@@ -88,6 +94,7 @@ class SourceRead(msgspec.Struct, eq=False):
     boxes: list[PageBox] = msgspec.field(default_factory=list)
     tags: set[int] = msgspec.field(default_factory=set)
     note: PostedGrant | None = None
+    placed: dict[int, PlacedMessage] = msgspec.field(default_factory=dict)
 
     @property
     def state(self) -> ReadState:
@@ -128,13 +135,15 @@ class SpanRead(PageRead):
 
 
 class PageWrite(msgspec.Struct, eq=False):
-    """A copy of ``nbytes`` into D's pages. ``message``: the message that it unpacks, where P sent one. ``seen``: the
-    value of ``copy.moved`` that is counted; ``None`` before the first look."""
+    """A copy of ``nbytes`` into D's pages. ``message``: the message that it unpacks, where P sent one. ``verdict``:
+    whether the checksum of the message fits, where it has one. ``seen``: the value of ``copy.moved`` that is counted;
+    ``None`` before the first look."""
 
     read: SourceRead
     copy: Copy
     nbytes: int
     message: Received | None = None
+    verdict: Verdict | None = None
     seen: int | None = None
 
 
@@ -200,8 +209,19 @@ class Receiver:
             read.boxes.extend(self._caches.cut(whole, item.span, read.link.slot_bytes, theirs, convert=convert))
         for chunk, box in enumerate(read.boxes):
             read.tags.add(read.tag(chunk))
-            into = partial(self._caches.pieces, box) if self._caches.in_pieces(box) else None
-            channel.expect(read.tag(chunk), self._caches.nbytes(box), into)
+            tag, into = read.tag(chunk), self._into(read, chunk, box)
+            channel.expect(tag, self._caches.nbytes(box) + trailer_bytes(read.link.checksum), into)
+
+    def _into(self, read: SourceRead, chunk: int, box: PageBox) -> Callable[[], Pieces] | None:
+        """The memory of a message that may be received into pages; ``None`` where it must go through a slot."""
+        checksum = read.link.checksum
+        if not (takes_pieces(checksum) and self._caches.in_pieces(box)):
+            return None
+        pieces = partial(self._caches.pieces, box)
+        if checksum is None:
+            return pieces
+        placed = read.placed[read.tag(chunk)] = PlacedMessage(pieces)
+        return placed.into
 
     def check_grant(self, read: SourceRead, grant: messages.Grant) -> None:
         """Check that a grant fits D's ask.
@@ -236,8 +256,10 @@ class Receiver:
         """Whether this is the only read, and the engine is not about to compute."""
         return read.active_load.alone and len(self._reads) == 1 and not read.active_load.load.now
 
-    def _write(self, read: SourceRead, copy: Copy, nbytes: int, message: Received | None = None) -> Happening:
-        self._writing.append(PageWrite(read, copy, nbytes, message))
+    def _write(
+        self, read: SourceRead, copy: Copy, nbytes: int, message: Received | None = None, verdict: Verdict | None = None
+    ) -> Happening:
+        self._writing.append(PageWrite(read, copy, nbytes, message, verdict))
         return read, WriteBegan(len(read.tags), on_stream=copy.on_stream or copy.done)
 
     def _box(self, read: SourceRead, item: PlannedSpan) -> PageBox:
@@ -306,7 +328,7 @@ class Receiver:
             self._writing.remove(write)
             if write.message is not None:
                 write.message.release()
-            failure = _failure(write.copy)
+            failure = _failure(write)
             if failure is not None and write.message is None and write.copy.peer_lost:
                 write.read.link.lose_plane(failure.text)  # D reads P's pages by itself, and cannot any more
             load = write.read.active_load
@@ -337,30 +359,45 @@ class Receiver:
             return
         chunk = message.tag & 0xFFFFFFFF
         box = read.boxes[chunk]
-        expected = self._caches.nbytes(box)
+        checksum, nbytes = link.checksum, self._caches.nbytes(box)
+        expected = nbytes + trailer_bytes(checksum)
         if message.nbytes != expected:
             message.release()
             yield read, ReadFailed(Reason("data", f"chunk {chunk} has {message.nbytes} bytes, expected {expected}"))
             return
+        check = verdict = None
         try:
             if message.placed:
+                if checksum is not None and not read.placed.pop(message.tag).fits(message.tag):
+                    message.release()
+                    yield read, ReadFailed(_damaged(link, message.tag))
+                    return
                 copy = Copy(done=True)
             else:
-                copy = self._caches.unpack(message.address, box, message.device, alone=self._alone(read))
+                if checksum is not None:
+                    verdict = Verdict(self._caches.device)
+                    check = verdict.check(checksum, message.tag)
+                copy = self._caches.unpack(message.address, box, message.device, alone=self._alone(read), check=check)
         except Exception as error:  # an error of one copy fails one request
             message.release()
             logger.exception("kvferry: a chunk of %s could not be unpacked", read.active_load.load.request_id)
             yield read, ReadFailed(Reason("internal", repr(error)))
             return
-        yield self._write(read, copy, expected, message)
+        yield self._write(read, copy, nbytes, message, verdict)
 
 
-def _failure(copy: Copy) -> Reason | None:
-    """Why the bytes of a copy that has ended are not in place."""
+def _damaged(link: Link, tag: int) -> Reason:
+    return Reason("checksum", f"{link.name}: chunk {tag & 0xFFFFFFFF} does not fit its checksum ({link.checksum})")
+
+
+def _failure(write: PageWrite) -> Reason | None:
+    """Why the bytes of a copy that has ended are not in place, or are not P's."""
+    copy = write.copy
     if not copy.error:
-        return None
-    return (
-        Reason("peer_lost", copy.error, "plane")
-        if copy.peer_lost
-        else Reason("internal", f"the copy failed: {copy.error}")
-    )
+        if write.verdict is None or write.verdict.fits:
+            return None
+        assert write.message is not None
+        return _damaged(write.read.link, write.message.tag)
+    if copy.peer_lost:
+        return Reason("peer_lost", copy.error, "plane")
+    return Reason("internal", f"the copy failed: {copy.error}")

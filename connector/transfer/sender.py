@@ -25,8 +25,10 @@ from kvferry.connector.protocol.outgoing_read import (
 )
 from kvferry.connector.protocol.state_machine import Lifetime
 from kvferry.connector.transfer.caches import Ids, PageBox, RankCaches
+from kvferry.connector.transfer.checksums import Trailer, new_trailer, sealed_pieces, takes_pieces, trailer_bytes
 from kvferry.connector.transfer.fair_table import FairTable
 from kvferry.connector.transfer.sessions import Session
+from kvferry.kernels.checksum import WireCheck
 from kvferry.transport.channels import Copy, SendChannel, Slot
 from kvferry.transport.errors import GeometryError, ProtocolError
 
@@ -59,7 +61,7 @@ class OutgoingRead(msgspec.Struct, eq=False):
 
     ``number``: D's number of the read. ``token``: the token of its lease. ``boxes``: the chunks that are not made yet,
     in wire order; ``next_box``: the chunk that is made but has not begun. ``packing``: the chunks that have begun but
-    are not sent, in order.
+    are not sent, in order. ``trailer``: the checksum of the message that is being sent in place.
     """
 
     session: Session
@@ -69,6 +71,7 @@ class OutgoingRead(msgspec.Struct, eq=False):
     lifetime: Lifetime[outgoing_read.SendProgress, OutgoingReadEvent, OutgoingReadEffect]
     packing: deque[PackedChunk] = msgspec.field(default_factory=deque)
     next_box: PageBox | None = None
+    trailer: Trailer = msgspec.field(default_factory=new_trailer)
 
     @property
     def begun(self) -> int:
@@ -205,8 +208,12 @@ class Sender:
         if outgoing.next_box is None:
             outgoing.next_box = next(outgoing.boxes)
         box, tag = outgoing.next_box, outgoing.number << 32 | outgoing.begun
-        if channel.sends_in_place and self._caches.in_pieces(box):
-            if outgoing.packing or not channel.send_pieces(partial(self._caches.pieces, box), tag):
+        checksum = outgoing.session.checksum
+        if channel.sends_in_place and takes_pieces(checksum) and self._caches.in_pieces(box):
+            pieces = partial(self._caches.pieces, box)
+            if checksum is not None:
+                pieces = partial(sealed_pieces, pieces, tag, outgoing.trailer)
+            if outgoing.packing or not channel.send_pieces(pieces, tag):
                 return False
             outgoing.next_box = None
             outgoing.lifetime.step(ChunkBegun(), now)
@@ -216,12 +223,14 @@ class Sender:
         if slot is None:
             return False
         try:
-            copy = self._caches.pack(slot.address, box, slot.tensor.device, alone=len(self._outgoing) == 1)
+            check = None if checksum is None else WireCheck(checksum, tag)
+            copy = self._caches.pack(slot.address, box, slot.tensor.device, alone=len(self._outgoing) == 1, check=check)
         except Exception:
             channel.give_back(slot)
             raise
         outgoing.next_box = None
-        outgoing.packing.append(PackedChunk(copy, channel, slot, self._caches.nbytes(box), tag))
+        nbytes = self._caches.nbytes(box) + trailer_bytes(checksum)
+        outgoing.packing.append(PackedChunk(copy, channel, slot, nbytes, tag))
         outgoing.lifetime.step(ChunkBegun(), now)
         return True
 

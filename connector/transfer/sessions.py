@@ -10,12 +10,15 @@ from dataclasses import dataclass
 from kvferry.connector.geometry.compatibility import compatible
 from kvferry.connector.geometry.token_sharding import TokenShard
 from kvferry.connector.protocol import messages
+from kvferry.connector.transfer.checksums import NO_CHECKSUM, described, trailer_bytes
 from kvferry.connector.transfer.links import IDLE_LINK_SECONDS
 from kvferry.connector.transfer.rank_context import RankContext, check_model
+from kvferry.kernels.checksum import ChecksumName, checksums_on
 from kvferry.transport.channels import PChannel, SendChannel
 from kvferry.transport.errors import GeometryError, IncompatiblePeerError, ProtocolError, TransportError
 from kvferry.transport.grant_board import BoardAddress
 from kvferry.transport.host import is_ours
+from kvferry.transport.plane import Plane
 from kvferry.transport.wake import RateLimitedLog
 
 logger = logging.getLogger("vllm.kvferry.sessions")
@@ -23,7 +26,7 @@ logger = logging.getLogger("vllm.kvferry.sessions")
 SESSIONS = 4096
 SILENT_SECONDS = 2 * IDLE_LINK_SECONDS
 """D has closed the link of a session from which no message came for this time."""
-NO_SLOT_BYTES = messages.MIN_CHUNK_BYTES
+NO_SLOT_BYTES = messages.MIN_SLOT_BYTES
 """``Attached.slot_bytes`` of a plane without slots: the least value that the message allows."""
 
 
@@ -31,7 +34,8 @@ NO_SLOT_BYTES = messages.MIN_CHUNK_BYTES
 class Session:
     """One rank of D. ``shards``: the tokens that it can hold, one shard for each token sharding of its engine.
     ``address``: where D connected from; ``here``: that is this host. ``asked``: D has sent an ask over this session.
-    ``heard``: when its last message came."""
+    ``heard``: when its last message came. ``checksum``: the function of the checksums behind the messages that P sends.
+    """
 
     identity: bytes
     engine_id: str
@@ -41,6 +45,7 @@ class Session:
     channel: PChannel | None = None
     asked: bool = False
     heard: float = 0.0
+    checksum: ChecksumName | None = None
 
     @property
     def attached(self) -> bool:
@@ -51,6 +56,12 @@ class Session:
     def sender(self) -> SendChannel | None:
         """The channel to send on. ``None`` where no plane is attached, or where D reads P's pages by itself."""
         return None if self.channel is None or self.channel.pulls else self.channel
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of a chunk that a slot of ``sender`` holds, beside its checksum."""
+        assert self.sender is not None
+        return self.sender.slot_bytes - trailer_bytes(self.checksum)
 
 
 class Sessions:
@@ -114,6 +125,8 @@ class Sessions:
                 for plane in rank_context.planes
                 if here or not plane.same_host
             ),
+            checksums=checksums_on(rank_context.caches.device),
+            checksum=rank_context.settings.checksum,
         )
 
     def attach(self, session: Session, attach: messages.Attach) -> messages.Attached | messages.AttachRefused:
@@ -124,6 +137,7 @@ class Sessions:
                 raise TransportError(f"plane {attach.plane!r} is not on offer")
             if plane.same_host and not session.here:
                 raise TransportError(f"plane {attach.plane} joins processes of one host, D is at {session.address}")
+            self._check_checksum(attach, plane)
             if session.channel is not None:
                 if session.asked:
                     raise TransportError("a data plane is attached already")
@@ -134,8 +148,9 @@ class Sessions:
             key, text = f"not attached {session.engine_id}", "kvferry: D %s could not attach: %s"
             self._log.warning(key, text, session.engine_id[:8], error)
             return messages.AttachRefused(plane=attach.plane, reason=str(error)[:1024])
+        session.checksum = attach.checksum
         key, text = f"attached {session.engine_id}", "kvferry: D %s attached over %s"
-        self._log.info(key, text, session.engine_id[:8], attach.plane)
+        self._log.info(key, text, session.engine_id[:8], described(attach.plane, attach.checksum))
         if session.channel.pulls:  # only a D that reads P's pages receives their addresses
             pages = self._rank_context.caches.page_layouts()
             board = self._board if plane.same_host else None
@@ -143,6 +158,20 @@ class Sessions:
                 plane=attach.plane, slot_bytes=NO_SLOT_BYTES, payload=reply, board=board, pages=pages
             )
         return messages.Attached(plane=attach.plane, slot_bytes=session.channel.slot_bytes, payload=reply)
+
+    def _check_checksum(self, attach: messages.Attach, plane: Plane) -> None:
+        """Check that D's choice of a checksum is possible, and no less than this engine demands.
+
+        Raises:
+            TransportError: it is not.
+        """
+        if attach.checksum is None and self._rank_context.settings.checksum:
+            raise TransportError("D attaches without checksums, P demands them (setting checksum)")
+        if attach.checksum is not None and plane.pulls:
+            raise TransportError(f"plane {plane.name} has no checksums: {NO_CHECKSUM}")
+        ours = checksums_on(self._rank_context.caches.device)
+        if attach.checksum is not None and attach.checksum not in ours:
+            raise TransportError(f"D wants the checksum {attach.checksum}, P has {', '.join(ours)}")
 
     def gone(self, now: float) -> list[Session]:
         """The sessions whose D is gone: their data plane has an error, or they have been silent for long. Where D reads

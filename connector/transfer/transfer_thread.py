@@ -143,7 +143,7 @@ class TransferThread:
     def _run(self) -> None:
         keep_time_exactly()
         try:
-            self._rank_context.caches.warm_up()
+            self._rank_context.caches.warm_up(checksum=self._rank_context.settings.checksum)
         except Exception as error:
             self._cold = error
         self._warm.set()

@@ -157,7 +157,7 @@ def test_smaller_chunks_than_settings_allow_are_no_message(peers: Peers) -> None
         read=1, token=b"t" * 16, consumer=b"h" * 16, consumer_rank=0, expected=(0,), spans=(),
         chunk_bytes=messages.MIN_CHUNK_BYTES - 1,
     )  # fmt: skip
-    with pytest.raises(messages.ProtocolError, match="Expected `int` >= 65536"):
+    with pytest.raises(messages.ProtocolError, match=f"Expected `int` >= {messages.MIN_CHUNK_BYTES}"):
         messages.decode_request(messages.encode(ask))
     attached = messages.Attached(plane="shm", slot_bytes=16)
     with pytest.raises(messages.ProtocolError, match="Expected `int` >= 65536"):
