@@ -93,12 +93,12 @@ class PlaneChoice:
         """Why D does not choose a plane; empty where D may choose it."""
         if plane.same_host and not is_ours(address):
             return "P is on another host"
+        if plane.pulls and needs.checksum:
+            return NO_CHECKSUM
         if plane.name not in self._offers:
             return "P does not offer it"
         if plane.pulls and needs.converts:
             return "it copies bytes, and dtypes differ"
-        if plane.pulls and needs.checksum:
-            return NO_CHECKSUM
         if len(self._rank_context.planes) == 1:
             return ""
         return plane.slower_because(self._offers[plane.name], reached=self._gpu_reached)

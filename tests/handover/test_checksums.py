@@ -10,7 +10,7 @@ import torch
 
 from kvferry.connector.config import Settings
 from kvferry.connector.geometry.engine_types import CacheDtype
-from kvferry.connector.protocol import messages
+from kvferry.connector.protocol import load_attempts, messages
 from kvferry.connector.transfer import link
 from kvferry.connector.transfer.checksums import NO_CHECKSUM
 from kvferry.kernels.checksum import TRAILER_BYTES
@@ -29,6 +29,13 @@ FORMS: dict[str, dict[str, Any]] = {
     "pieces": {"content": 64},  # blocks of 4 KiB, which tcp sends and receives in place
     "chunks": {"content": 64, "layers": 8},  # several chunks of equal size
 }
+
+
+@pytest.fixture(autouse=True)
+def one_attempt(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """No attempt follows one that failed, so that a fault shows."""
+    if "retried" not in request.node.name:
+        monkeypatch.setattr(load_attempts, "ATTEMPTS_PER_PEER", 1)
 
 
 def ranks(group: RankGroup, plane: str, form: str = "slots", **of_d: Any) -> tuple[Rank, Rank]:
@@ -98,6 +105,15 @@ def test_each_wrong_byte_fails_its_load_and_no_other(group: RankGroup, plane: st
         assert reason_of(d) == "checksum"
     spoiler.fault = None
     assert load(p, d, "last")
+
+
+def test_a_load_with_a_wrong_byte_is_retried(group: RankGroup) -> None:
+    p, d = ranks(group, "tcp")
+    assert load(p, d, "first")
+    Spoiler(p).fault = flipped(9)
+    assert load(p, d, "spoiled"), "the second attempt brings the right bytes"
+    assert d.worker.rank_context is not None
+    assert d.worker.rank_context.stats.take()["retried"] == {"checksum": 1}
 
 
 @pytest.mark.parametrize("form", ["slots", "pieces"])

@@ -29,8 +29,7 @@ def parameter(spec: PlaneSpec, device: str = "") -> Any:
 
 def host_planes(*kinds: bool) -> list[Any]:
     """The names of all planes of these kinds that carry caches in host memory."""
-    found = [parameter(spec) for spec in plane_specs() if spec.host is not None and spec.load().pulls in kinds]
-    return found + ([pytest.param(f"tcp{ENCRYPTED}")] if PUSH in kinds else [])
+    return [parameter(spec) for spec in plane_specs() if spec.host is not None and spec.load().pulls in kinds]
 
 
 def planes_by_memory(kind: bool) -> list[Any]:

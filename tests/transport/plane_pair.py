@@ -15,10 +15,10 @@ from kvferry.transport.channels import Received, RecvChannel, SendChannel, Slot
 from kvferry.transport.plane import Plane, PlaneContext, PlaneMemory
 from kvferry.transport.staging import SlotPool
 from tests.transport.control_ends import KEYS
-from tests.transport.plane_list import PUSH, host_planes, plane_of
+from tests.transport.plane_list import ENCRYPTED, PUSH, host_planes, plane_of
 
 SLOT = 64 << 10
-PLANES = host_planes(PUSH)
+PLANES = [*host_planes(PUSH), f"tcp{ENCRYPTED}"]
 """Those that carry messages."""
 
 

@@ -1,0 +1,35 @@
+"""Hand-overs over an encrypted ``tcp``, between real ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvferry.connector.config import Settings
+from kvferry.transport.planes.tcp_cipher import Cipher
+from tests.handover.gates import PATIENT
+from tests.handover.opening import OURS, THEIRS, TOKENS, begin
+from tests.handover.rank_group import RankGroup
+from tests.support.ranks import wait
+
+
+@pytest.mark.parametrize("content", [16, 64], ids=["slots", "pieces"])
+@pytest.mark.parametrize("checksum", [False, True])
+def test_the_bytes_of_p(group: RankGroup, monkeypatch: pytest.MonkeyPatch, checksum: bool, content: int) -> None:
+    opened = []
+    real = Cipher.open
+
+    def seen(self: Cipher, *args: object) -> bool:
+        opened.append(self)
+        return real(self, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Cipher, "open", seen)
+    common = {"plane": "tcp", "slot_bytes": 64 << 10, "checksum": checksum, **PATIENT}
+    p = group.rank(settings=Settings(**common), content=content)
+    d = group.rank(settings=Settings(encrypt=True, **common), engine_id="engine-d", content=content)
+    p.fill(THEIRS, TOKENS)
+    for name in ("first", "second"):
+        begin(p, d, name)
+        assert wait(lambda name=name: f"{name}-d" in d.received and f"{name}-p" in p.sent, [p, d])  # type: ignore[misc]
+        assert not d.failed and torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS))
+    assert opened
