@@ -1,0 +1,434 @@
+"""Engines of P and D that hand over for a long time, under aborts, kills, restarts, stops and a stranger's garbage.
+
+    python tests/soak/run.py [--seconds 900] [--seed S] [--planes cma shm tcp zmq] [--json FILE] [--plot FILE]
+
+For each plane one P and one D live for the whole run. Beside them, one P and one D of one plane after the other are
+killed and started again on the same port. Hand-overs go over the planes in turn. The run fails where a load is reported
+with other bytes, twice or not at all, where a block is missing at the end, or where a process grows (``flatness.py``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty, Queue
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / ".typing"), str(ROOT / "benchmarks")]
+
+import report  # noqa: E402
+
+from tests.soak import flatness  # noqa: E402
+from tests.soak.engine import MAX_TOKENS  # noqa: E402
+from tests.soak.fleet import EngineProcess, Event, free_port  # noqa: E402
+from tests.soak.strangers import Stranger  # noqa: E402
+
+PLANES = ("cma", "shm", "tcp", "zmq")
+UNDER_WAY = 6
+"""Hand-overs at a time."""
+REPORT_SECONDS = 60.0
+"""A load that is not reported for so long hangs: far above the settings' deadlines and the stops together."""
+RECOVERY_SECONDS = 2.0
+BURST, BURSTS = 300, 4
+BLOCKS = BURST + 20
+STOP_SECONDS = (0.05, 3.0)
+"""For so long an engine is stopped; a lease lasts 2 s."""
+QUIET_SECONDS = 60.0
+ABORTED = {"before": 0.05, "during": 0.12, "never": 0.03}
+"""The shares of hand-overs that are given up before they have blocks, while they load, or that D never hears of."""
+
+
+@dataclass(slots=True)
+class HandOver:
+    """One hand-over, from its prefill to D's report."""
+
+    name: str
+    p: EngineProcess
+    d: EngineProcess
+    number: int
+    tokens: int
+    fate: str
+    begun: float
+    loading: bool = False
+
+
+class Soak:
+    """One run. ``leak``: a fault that is planted into the engines that last, see ``engine.py``."""
+
+    under_way = UNDER_WAY
+    recovery_limit = RECOVERY_SECONDS
+    quiet_seconds = QUIET_SECONDS
+    bursts_each = BURSTS
+    least_loaded = 0
+    """The run lasts until so many loads have succeeded, also where that takes longer, up to ``REPORT_SECONDS``."""
+
+    def __init__(self, seconds: float, seed: int, planes: Sequence[str] = PLANES, leak: str = "") -> None:
+        self.seconds, self.rng, self.planes = seconds, random.Random(seed), planes
+        self.events: Queue[Event] = Queue()
+        self.began, self.lasted = time.monotonic(), seconds
+        self.counts: Counter[str] = Counter()
+        self.by_plane: dict[str, Counter[str]] = {plane: Counter() for plane in planes}
+        self.violations: list[str] = []
+        self.samples: dict[str, list[dict[str, float]]] = {}
+        self.recovery: dict[str, list[float]] = {"P": [], "D": []}
+        self.bursts: list[float] = []
+        self.handovers: dict[str, HandOver] = {}
+        self.serial = 0
+        self.lasting = [self.start(f"{side}-{plane}", plane, leak=leak) for plane in planes for side in ("P", "D")]
+        self.restarts = 0
+        self.mortal: dict[str, EngineProcess] = {}
+        self.recovering: dict[EngineProcess, float] = {}
+        self.burst: list[dict[str, Any]] = []  # the loads that D gets at once
+
+    # --- processes ------------------------------------------------------------------------------------------------
+
+    def start(self, name: str, plane: str, port: int = 0, leak: str = "") -> EngineProcess:
+        return EngineProcess(self.events, name, plane, port=port, blocks=BLOCKS, leak=leak)
+
+    def of(self, side: str, plane: str) -> EngineProcess:
+        return next(engine for engine in self.lasting if engine.name == f"{side}-{plane}")
+
+    @property
+    def engines(self) -> list[EngineProcess]:
+        return [*self.lasting, *self.mortal.values()]
+
+    def restart(self, side: str) -> None:
+        """Kill the P or the D that may be killed, and start it again: the same port, at times another plane."""
+        former = self.mortal.pop(side, None)
+        plane, port = (former.plane, former.port) if former else (self.rng.choice(self.planes), free_port())
+        if former is not None:
+            self.kill(former)
+            if self.rng.random() < 0.5:
+                plane, port = self.rng.choice(self.planes), free_port()
+        self.mortal[side] = self.start(f"{side}-mortal", plane, port)
+        self.restarts += 1
+
+    def kill(self, engine: EngineProcess) -> None:
+        engine.kill()
+        self.recovering.pop(engine, None)
+        for handover in list(self.handovers.values()):
+            if engine is handover.d or (engine is handover.p and not handover.loading):
+                self.end(handover, "gone with its engine")
+
+    # --- hand-overs -----------------------------------------------------------------------------------------------
+
+    def begin(self, p: EngineProcess, d: EngineProcess, fate: str = "", tokens: int = 0) -> None:
+        self.serial += 1
+        name = f"h{self.serial}"
+        tokens = tokens or self.rng.randrange(2, MAX_TOKENS)
+        handover = HandOver(name, p, d, self.rng.randrange(1 << 20), tokens, fate, time.monotonic())
+        self.handovers[name] = handover
+        p.order("prefill", name=name, number=handover.number, tokens=tokens)
+
+    def end(self, handover: HandOver, outcome: str) -> None:
+        del self.handovers[handover.name]
+        self.counts[outcome] += 1
+        self.by_plane[handover.d.plane][outcome] += 1
+
+    def traffic(self) -> None:
+        """Keep ``UNDER_WAY`` hand-overs under way, over the planes in turn."""
+        ready = [engine for engine in self.engines if engine.ready and not engine.stopped_until]
+        for engine in list(self.recovering):  # one hand-over after the other until the first one succeeds
+            if engine in ready and not any(
+                h.fate == "recovery" and engine in (h.p, h.d) for h in self.handovers.values()
+            ):
+                side = engine.name[0]
+                other = self.of("D" if side == "P" else "P", engine.plane)
+                if not other.stopped_until:
+                    self.begin(*((engine, other) if side == "P" else (other, engine)), fate="recovery")
+        while len(self.handovers) < self.under_way:
+            plane = self.planes[self.serial % len(self.planes)]
+            ps = [e for e in ready if e.name[0] == "P" and e.plane == plane]
+            ds = [e for e in ready if e.name[0] == "D" and e.plane == plane]
+            if not (ps and ds):
+                self.serial += 1
+                break
+            fate = self.rng.choices(["", *ABORTED], [1 - sum(ABORTED.values()), *ABORTED.values()])[0]
+            self.begin(self.rng.choice(ps), self.rng.choice(ds), fate)
+
+    # --- events ---------------------------------------------------------------------------------------------------
+
+    def take_events(self, seconds: float) -> None:
+        """Wait for an event, at most ``seconds``, and handle all that are there."""
+        try:
+            event = self.events.get(timeout=seconds)
+            while True:
+                self.handle(*event)
+                event = self.events.get_nowait()
+        except Empty:
+            pass
+
+    def handle(self, engine: EngineProcess, event: dict[str, Any]) -> None:
+        match event["event"]:
+            case "ready":
+                engine.ready, engine.port = True, event["port"]
+                if engine in self.mortal.values():
+                    self.recovering[engine] = time.monotonic()
+            case "prefilled":
+                self.prefilled(event["name"], event["params"])
+            case "loaded":
+                self.loaded(event)
+            case "sample":
+                del event["event"]
+                at = round(time.monotonic() - self.began, 2)
+                self.samples.setdefault(engine.name, []).append({"at": at, **event})
+            case "violation":
+                self.violations.append(f"{engine.name}: {event['text']}")
+            case "ended" if engine.alive:
+                self.violations.append(f"{engine.name} has ended by itself: {engine.process.poll()}")
+                engine.alive = engine.ready = False
+
+    def prefilled(self, name: str, params: dict[str, Any] | None) -> None:
+        handover = self.handovers.get(name)
+        if handover is None:
+            return
+        if handover.fate == "burst" and params is not None:
+            handover.loading = True
+            load = {"name": name, "number": handover.number, "tokens": handover.tokens, "params": params}
+            self.burst.append(load)
+            return
+        if params is None or handover.fate == "never" or not handover.d.alive:
+            self.end(handover, "no block free at P" if params is None else "D never heard of it")
+            return
+        after = {"before": -1.0, "during": self.rng.expovariate(1 / 0.004)}.get(handover.fate)
+        handover.loading = True
+        handover.d.order(
+            "load", name=name, number=handover.number, tokens=handover.tokens, params=params, abort_after=after
+        )
+
+    def loaded(self, event: dict[str, Any]) -> None:
+        handover = self.handovers.get(event["name"])
+        if handover is None or not handover.loading:
+            self.violations.append(f"{event['name']} is reported once more, or was never begun")
+            return
+        if not event["right"]:
+            self.violations.append(f"{event['name']}: other bytes than P's over {handover.d.plane}")
+        if handover.fate == "burst":
+            event["outcome"] += " in a burst"
+        self.end(handover, event["outcome"])
+        for engine in (handover.p, handover.d):
+            if event["outcome"] == "loaded" and engine in self.recovering and handover.fate == "recovery":
+                self.recovery[engine.name[0]].append(time.monotonic() - self.recovering.pop(engine))
+
+    def check_hangs(self) -> None:
+        for handover in list(self.handovers.values()):
+            if time.monotonic() - handover.begun > REPORT_SECONDS:
+                self.violations.append(f"{handover.name} over {handover.d.plane} hangs ({handover.fate or 'no fate'})")
+                self.end(handover, "hangs")
+
+    # --- the run --------------------------------------------------------------------------------------------------
+
+    def faults(self, now: float) -> None:
+        """Stop an engine for a while, or restart one."""
+        kind = self.rng.choices(["restart P", "restart D", "stop"], [3, 3, 4])[0]
+        self.counts[kind] += 1
+        if kind != "stop":
+            self.restart(kind[-1])
+            return
+        running = [engine for engine in self.engines if engine.ready and not engine.stopped_until]
+        if running:
+            self.rng.choice(running).stop(now + self.rng.uniform(*STOP_SECONDS))
+
+    def go_on(self, now: float) -> None:
+        for engine in self.engines:
+            if engine.alive and 0 < engine.stopped_until <= now:
+                engine.go_on()
+
+    def sample_all(self) -> None:
+        for engine in self.lasting:
+            if not engine.stopped_until:
+                engine.order("sample")
+
+    def run(self) -> None:
+        """Traffic and faults, then quiet, then the bursts."""
+        try:
+            assert self.wait(lambda: all(engine.ready for engine in self.lasting), 300.0), "the engines did not start"
+            for side in ("P", "D"):
+                self.restart(side)
+            stranger = Stranger([engine.process.pid for engine in self.lasting], self.rng.randrange(1 << 30))
+            self.began = now = time.monotonic()
+            next_sample, next_fault = now, now + self.gap()
+            while self.goes_on(now := time.monotonic()):
+                self.traffic()
+                self.take_events(0.01)
+                self.go_on(now)
+                if now >= next_sample:
+                    next_sample = now + max(0.1, min(1.0, self.seconds / 60))
+                    self.sample_all()
+                    self.check_hangs()
+                if now >= next_fault:
+                    next_fault = now + self.gap()
+                    self.faults(now)
+            self.lasted = now - self.began
+            stranger.close()
+            self.counts["throws of the stranger"] = stranger.throws
+            for engine in self.engines:
+                engine.go_on()
+            self.settle("the run")
+            for engine in self.mortal.values():
+                self.kill(engine)
+            for plane in self.planes:
+                self.cancel_bursts(plane)
+        finally:
+            for engine in self.engines:
+                engine.kill()
+
+    def goes_on(self, now: float) -> bool:
+        """Whether the traffic goes on."""
+        enough = self.counts["loaded"] >= self.least_loaded and all(self.recovery.values())
+        end = self.began + self.seconds + (0.0 if enough else REPORT_SECONDS)
+        return now < end and not self.violations
+
+    def gap(self) -> float:
+        """Seconds between two faults."""
+        return self.rng.uniform(0.5, 1.5) * min(5.0, self.seconds / 4)
+
+    def wait(self, condition: Callable[[], bool], seconds: float) -> bool:
+        end = time.monotonic() + seconds
+        while not condition() and time.monotonic() < end and not self.violations:
+            self.take_events(0.02)
+        return condition()
+
+    def settle(self, what: str) -> None:
+        """No new traffic: every load is reported, every lease ends, all blocks come back."""
+        if not self.wait(lambda: not self.handovers, REPORT_SECONDS):
+            self.check_hangs()
+        end = time.monotonic() + self.quiet_seconds
+        while not self.violations and (left := self.left()):
+            if time.monotonic() > end:
+                self.violations.append(f"after {what}: {'; '.join(left)}")
+            self.wait(lambda: False, 0.1)
+
+    def left(self) -> list[str]:
+        """What the lasting engines still hold, in words."""
+        before = {engine.name: len(self.samples.get(engine.name, ())) for engine in self.lasting}
+        self.sample_all()
+        self.wait(lambda: all(len(self.samples.get(name, ())) > count for name, count in before.items()), 60.0)
+        return [
+            f"{engine.name} holds {self.samples[engine.name][-1][what]:g} {what}"
+            for engine in self.lasting
+            for what in ("blocks", "leases", "kept", "reads", "requests")
+            if self.samples[engine.name][-1][what]
+        ]
+
+    def cancel_bursts(self, plane: str) -> None:
+        """``BURST`` hand-overs are begun and all given up, ``BURSTS`` times over; then nothing new comes."""
+        p, d = self.of("P", plane), self.of("D", plane)
+        for number in range(self.bursts_each):
+            self.burst.clear()
+            for _ in range(BURST):
+                self.begin(p, d, "burst", tokens=self.rng.randrange(2, 17))
+            if not self.wait(lambda: len(self.burst) == BURST, 60.0):
+                self.violations.append(f"P has {len(self.burst)} of {BURST} prompts for a burst over {plane}")
+                return
+            d.order("burst", loads=self.burst, abort_after=self.rng.uniform(0.0, 0.002 * number))
+            begun = time.monotonic()
+            self.settle(f"a burst of cancels over {plane}")
+            self.bursts.append(time.monotonic() - begun)
+
+    # --- the result -----------------------------------------------------------------------------------------------
+
+    def verdicts(self) -> list[flatness.Verdict]:
+        return [
+            verdict
+            for engine in self.lasting
+            for verdict in flatness.judge(
+                engine.name,
+                [sample for sample in self.samples.get(engine.name, ()) if sample["at"] <= self.lasted],
+                self.lasted,
+                self.restarts,
+            )
+        ]
+
+    def failures(self) -> list[str]:
+        """Everything that must not be."""
+        grown = [
+            f"{v.process}: {v.quantity} {v.warm:g} to {v.end:g}, growth {v.growth:g}, bound {v.bound:g}"
+            for v in self.verdicts()
+            if not v.flat
+        ]
+        slow = [
+            f"recovery of {side} took {max(found):.2f} s, limit {self.recovery_limit:g} s"
+            for side, found in self.recovery.items()
+            if found and max(found) > self.recovery_limit
+        ]
+        return [*self.violations, *grown, *slow]
+
+    def figures(self) -> dict[str, float]:
+        loaded = sum(counts["loaded"] for counts in self.by_plane.values())
+        found: dict[str, float] = {
+            "seconds": self.lasted,
+            "handovers": sum(sum(counts.values()) for counts in self.by_plane.values()),
+            "loaded": loaded,
+            "restarts": self.restarts,
+            "longest_turn_ms": max((s["turn_ms"] for part in self.samples.values() for s in part), default=0.0),
+            "bursts_of_cancels": len(self.bursts),
+            "cancelled_in_bursts": self.counts["aborted in a burst"],
+            "burst_blocks_back_s_max": max(self.bursts, default=0.0),
+        }
+        for side, times in self.recovery.items():
+            if times:
+                found[f"recovery_{side.lower()}_s_median"] = statistics.median(times)
+                found[f"recovery_{side.lower()}_s_max"] = max(times)
+                found[f"recovery_{side.lower()}_count"] = len(times)
+        return {name: round(value, 4) for name, value in found.items()}
+
+    def document(self) -> dict[str, Any]:
+        return {
+            "figures": self.figures() | {"failures": len(self.failures())},
+            "outcomes": {plane: dict(counts.most_common()) for plane, counts in self.by_plane.items()},
+            "faults": {name: self.counts[name] for name in sorted(self.counts) if name.startswith(("restart", "stop", "throws"))},
+            "rows": [
+                {"process": v.process, "quantity": v.quantity, "warm": v.warm, "end": v.end, "growth": v.growth,
+                 "bound": v.bound}
+                for v in self.verdicts()
+            ],
+        }  # fmt: skip
+
+
+def outcomes(soak: Soak) -> str:
+    names = sorted({name for counts in soak.by_plane.values() for name in counts})
+    lines = [f"{'hand-overs that ended':<24}" + "".join(f"{plane:>9}" for plane in soak.planes)]
+    lines += [f"  {name:<22}" + "".join(f"{soak.by_plane[p][name]:>9}" for p in soak.planes) for name in names]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=900.0)
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 16))
+    parser.add_argument("--planes", nargs="+", default=PLANES, choices=PLANES)
+    parser.add_argument("--leak", default="", choices=("", "descriptor", "memory", "lease"), help="plant a fault")
+    parser.add_argument("--json", type=Path, help="write the result to this file")
+    parser.add_argument("--plot", type=Path, help="write a plot to this PNG; needs matplotlib")
+    options = parser.parse_args()
+    print(f"soak: seed {options.seed}, {options.seconds:g} s over {', '.join(options.planes)}", flush=True)
+    soak = Soak(options.seconds, options.seed, options.planes, options.leak)
+    soak.run()
+    print(outcomes(soak))
+    print(flatness.table(soak.verdicts()))
+    for name, value in soak.figures().items():
+        print(f"{name:<28} {value:g}")
+    failures = soak.failures()
+    for failure in failures:
+        print(f"FAILED: {failure}")
+    if options.plot:
+        from tests.soak.plot import plot
+
+        plot(soak.samples, soak.lasted, options.plot)
+    arguments = {"seconds": options.seconds, "seed": options.seed, "planes": list(options.planes)}
+    report.write(options.json, soak.document() | {"arguments": arguments})
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
