@@ -65,7 +65,7 @@ class ErrorsAreViolations(logging.Handler):
 
 
 class SoakEngine:
-    """``leak``: a fault that is planted: "descriptor" or "memory" for each hand-over, "lease" never frees each tenth."""
+    """``leak``: a fault that is planted: "descriptor" or "memory" of each load, or the blocks of each tenth "lease"."""
 
     def __init__(self, name: str, plane: str, port: int, blocks: int, settings: dict[str, Any], leak: str) -> None:
         torch.set_num_threads(1)

@@ -31,11 +31,12 @@ class EngineProcess:
     """One life of one engine. ``events`` gets what it says; ``None`` for the end of the process."""
 
     def __init__(
-        self, events: Queue[Event], name: str, plane: str, *, port: int = 0, blocks: int, leak: str = ""
-    ) -> None:
+        self, events: Queue[Event], name: str, plane: str, *, port: int = 0, blocks: int, leak: str = "",
+        **settings: Any,
+    ) -> None:  # fmt: skip
         self.name, self.plane, self.port = name, plane, port
         self.ready, self.alive, self.stopped_until = False, True, 0.0
-        arguments = dict(name=name, plane=plane, port=port, blocks=blocks, settings=SETTINGS, leak=leak)
+        arguments = dict(name=name, plane=plane, port=port, blocks=blocks, settings=SETTINGS | settings, leak=leak)
         self.process = fork_server().start(PROGRAM, json.dumps(arguments), text=True)
         self._events = events
         threading.Thread(target=self._listen, daemon=True).start()

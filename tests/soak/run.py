@@ -10,7 +10,6 @@ with other bytes, twice or not at all, where a block is missing at the end, or w
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import sys
@@ -175,7 +174,7 @@ class Soak:
                     self.recovering[engine] = time.monotonic()
             case "prefilled":
                 self.prefilled(event["name"], event["params"])
-            case "loaded":
+            case "loaded" if engine.alive:  # else the pipe still had it: the hand-over has ended with its engine
                 self.loaded(event)
             case "sample":
                 del event["event"]
@@ -323,7 +322,7 @@ class Soak:
     def cancel_bursts(self, plane: str) -> None:
         """``BURST`` hand-overs are begun and all given up, ``BURSTS`` times over; then nothing new comes."""
         p, d = self.of("P", plane), self.of("D", plane)
-        for number in range(self.bursts_each):
+        for number in range(0 if self.violations else self.bursts_each):
             self.burst.clear()
             for _ in range(BURST):
                 self.begin(p, d, "burst", tokens=self.rng.randrange(2, 17))
@@ -386,7 +385,10 @@ class Soak:
         return {
             "figures": self.figures() | {"failures": len(self.failures())},
             "outcomes": {plane: dict(counts.most_common()) for plane, counts in self.by_plane.items()},
-            "faults": {name: self.counts[name] for name in sorted(self.counts) if name.startswith(("restart", "stop", "throws"))},
+            "faults": {
+                name: count for name, count in sorted(self.counts.items())
+                if name.startswith(("restart", "stop", "throws"))
+            },
             "rows": [
                 {"process": v.process, "quantity": v.quantity, "warm": v.warm, "end": v.end, "growth": v.growth,
                  "bound": v.bound}
