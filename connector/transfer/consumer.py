@@ -245,6 +245,9 @@ class Consumer:
                 finally:
                     for read in active_load.reads:
                         self._step_read(read, HandoverEnded(), now)
+                    # Else the load and its reads refer to each other until Python looks for such garbage, which an
+                    # engine may do seldom or never, and keep the board of a P that is long gone.
+                    active_load.reads = []
 
     def _after_report(self, active_load: ActiveLoad, act: Callable[[], None]) -> None:
         """Do now what no request waits for. Of a load inside a step that stands, do it at the next tick: the engine's

@@ -234,7 +234,7 @@ class Soak:
             self.restart(kind[-1])
             return
         running = [engine for engine in self.engines if engine.ready and not engine.stopped_until]
-        if running:
+        if running and not self.recovering:  # the time of a recovery is that between two processes that run
             self.rng.choice(running).stop(now + self.rng.uniform(*STOP_SECONDS))
 
     def go_on(self, now: float) -> None:
