@@ -172,16 +172,18 @@ def test_a_holder_of_the_key_does_not_know_the_next_routing_id(port_of):
     """It was 0x6b8b4567 and the numbers behind it: 40 peers that announced them, and one more, ended the process."""
     with fork_server().start("-c", SPOOFED_WITH_KEY, port_of, text=True) as process:
         port = int(process.stdout.readline())
-        context = zmq.Context()
+        context, kept = zmq.Context(), []
         try:
             for routing_id in [b"\0" + struct.pack(">I", 0x6B8B4567 + n) for n in range(40)] + [b""] * 60:
                 peer = context.socket(zmq.DEALER)
+                kept.append(peer)
                 peer.linger = 0
                 peer.curve_publickey, peer.curve_secretkey, peer.curve_serverkey = SENDER, KEYS.secret.encode(), SENDER
                 if routing_id:
                     peer.routing_id = routing_id
                 connected = Monitor(peer, zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
                 peer.connect(f"tcp://127.0.0.1:{port}")
+                peer.send(b"h")
                 assert connected.socket.poll(60_000), "the peer is admitted"
                 assert connected.read()[0][0] == zmq.EVENT_HANDSHAKE_SUCCEEDED
                 unwatch(peer)
