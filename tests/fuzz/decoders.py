@@ -15,6 +15,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -314,8 +315,10 @@ def of_live_planes(honest: Honest, keys: Keys) -> Iterator[list[Decoder]]:
     plane_errors = (ProtocolError, TransportError, PlaneUnavailableError)
     try:
         yield [
-            *(Decoder(f"{p.name} attach at P", [attach[p.name]], lambda data, p=p: accept(p, data), plane_errors, share=0.2)
-              for p in planes),
+            *(
+                Decoder(f"{p.name} attach at P", [attach[p.name]], partial(accept, p), plane_errors, share=0.2)
+                for p in planes
+            ),
             Decoder("tcp messages", [heads[0], heads[1] + heads[0]], received, (), "", 0.15),
             Decoder("shm records", [filled[0], filled[1], b"".join(filled)], records, (), "", 0.05),
             Decoder("zmq credits", [b"h", zmq_channels._CREDIT.pack(b"c", 5)], credits, (), "", 1.0),
@@ -382,7 +385,7 @@ def of_files_and_keys(keys: Keys, folder: Path) -> Iterator[Decoder]:
     addresses = [b"127.0.0.1", b"10.1.2.3", b"::ffff:10.1.2.3", b"fe80::1%eth0"]
 
     def address(data: bytes) -> None:
-        allowed.refusal(data.decode("latin-1"))
+        allowed.refusal(data[:255].decode("latin-1"))  # kv_transfer_params bounds the name of a host
 
     yield Decoder("addresses of peers", addresses, address, (ValueError,), "", 0.2)
 

@@ -1,4 +1,4 @@
-"""Inputs that once did what they must not do, by decoder. They are inputs of every run, and the corpus of further ones."""
+"""Inputs that once did what they must not do, by decoder. They are in the corpus of every run."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Every port of real P and D processes under strangers and holders of the key. Watched from outside, and by the engine's
-own samples: the process lives, its longest turn, its memory, its descriptors, and an honest hand-over afterwards."""
+"""Every port of real P and D processes under strangers and holders of the key. Watched from outside, and by the
+engine's own samples: the process lives, its longest turn, its memory, its descriptors, and an honest hand-over
+afterwards."""
 
 from __future__ import annotations
 
@@ -61,8 +62,8 @@ def targets() -> list[Target]:
 
 @dataclass(slots=True)
 class PortOutcome:
-    """What became of one port. ``worst_s``: the longest turn of the transfer thread, in processor time; ``worst_bytes``:
-    growth of the process's resident memory; ``descriptors``: more than before, at the end."""
+    """What became of one port. ``worst_s``: the longest turn of the transfer thread, in processor time;
+    ``worst_bytes``: growth of the process's resident memory; ``descriptors``: more than before, at the end."""
 
     inputs: int = 0
     worst_s: float = 0.0

@@ -2,10 +2,10 @@
 
     python tests/fuzz/run.py [--count 10000000] [--port-seconds 240] [--seed S] [--only WORD] [--json FILE]
 
-The decoders run in ``--processes`` processes, each with a seed of its own; then the ports, one after the other. An input
-must raise no other error than a documented one, take 50 ms of the processor at most, and 64 MiB of memory at most,
-over all inputs; afterwards a hand-over between the same processes must succeed. A failure prints its input; it is kept in
-``tests/fuzz/found.py`` by the commit that mends the fault.
+The decoders run in ``--processes`` processes, each with a seed of its own; then the ports, one after the other. An
+input must raise no other error than a documented one, take 50 ms of the processor at most, and 64 MiB of memory at
+most, over all inputs; afterwards a hand-over between the same processes must succeed. A failure prints its input; it is
+kept in ``tests/fuzz/found.py`` by the commit that mends the fault.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A ROUTER names each connection whose peer announces no id by the next number of a counter. libzmq ends the process where
 that name exists already, because another peer has announced it, and has no switch for that. The counter begins at a
-value of C's ``rand``, which libzmq does not seed: in each fresh process it was 0x6b8b4567, and a holder of the key ended
-the process within two seconds.
+value of C's ``rand``, which libzmq does not seed: in each fresh process it was 0x6b8b4567, and a holder of the key
+ended the process within two seconds.
 """
 
 from __future__ import annotations
