@@ -7,18 +7,13 @@ these are what stands between a peer's numbers and the memory of this process.
 from __future__ import annotations
 
 import logging
-import os
 import socket
 import struct
 import threading
-from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import msgspec
 import zmq
@@ -29,7 +24,6 @@ from kvferry.connector.engine.transfer_params import (
     RemotePrompt,
     check_reachable,
     from_transfer_params,
-    prompt_digest,
     to_transfer_params,
 )
 from kvferry.connector.geometry.byte_ranges import check_layouts
@@ -63,72 +57,17 @@ from kvferry.transport.errors import (
     ConfigError,
     GeometryError,
     IncompatiblePeerError,
-    PlaneUnavailableError,
     ProtocolError,
-    TransportError,
 )
-from kvferry.transport.plane import PlaneContext, decode_payload
-from kvferry.transport.planes import cma, cuda_ipc, shm, tcp, ucx, zmq_channels
+from kvferry.transport.plane import decode_payload
+from kvferry.transport.planes import cma, cuda_ipc, shm, tcp, ucx
 from kvferry.transport.planes import zmq as zmq_plane
 from kvferry.transport.planes.memory_file import MAX_FILE_BYTES, MemoryFileAddress
-from kvferry.transport.planes.tcp_messages import HEADER
 from kvferry.transport.socket_plane import SocketAttach
-from tests.support.ranks import Rank
+from tests.fuzz.honest import Decoder, Honest, encode
+from tests.fuzz.live_planes import of_live_planes
 
-Errors = tuple[type[BaseException], ...]
 VERSION = messages.PROTOCOL_VERSION.to_bytes(2, "big")
-encode = msgspec.msgpack.encode
-
-
-@dataclass(frozen=True, slots=True)
-class Decoder:
-    """``run`` takes one input. ``may_raise``: the documented errors. ``codec``: as ``Mutator`` takes it. ``share``: how
-    many of all inputs it gets, against the others; slow ones get few."""
-
-    name: str
-    corpus: list[bytes]
-    run: Callable[[bytes], object]
-    may_raise: Errors = (ProtocolError,)
-    codec: str = "msgpack"
-    share: float = 1.0
-
-
-class Honest:
-    """What an honest pair says: the corpus. A rank without a peer, whose planes make real offers."""
-
-    def __init__(self) -> None:
-        rank = Rank(engine_id="engine-f", blocks=32, settings=Settings(plane="shm"))
-        context = rank.worker.rank_context
-        assert context is not None
-        self.geometry, self.model, self.address = context.caches.geometry, dict(context.model), rank.address
-        self.pages = context.caches.page_layouts()
-        life, token = context.incarnation, bytes(range(16))
-        span = messages.Span(0, 0, 4, 0, 4, 0, 100)
-        ranks = (0, 1, 2)
-        self.hello = messages.Hello(engine_id="e", incarnation=life, geometry=self.geometry, model=self.model)
-        offers = (messages.PlaneOffer("shm", encode({"a": b"x" * 40})), messages.PlaneOffer("tcp", b""))
-        self.welcome = messages.Welcome(
-            engine_id="e", incarnation=life, geometry=self.geometry, model=self.model, planes=offers
-        )
-        board = grant_board.BoardAddress(7, token)
-        self.attached = messages.Attached(plane="cma", slot_bytes=1 << 20, payload=b"x", board=board, pages=self.pages)
-        self.ask = messages.Ask(
-            read=1, token=token, consumer=life, consumer_rank=0, expected=ranks, spans=(span,), chunk_bytes=1 << 16
-        )
-        self.grant = messages.Grant(read=1, num_tokens=100, chunks=3, prompt="ab", block_ids=(pack_ids([1, 2, 9]),))
-        self.requests: list[messages.Request] = [
-            self.hello, self.ask, messages.Attach(plane="tcp", payload=b"y" * 30), messages.Cancel(read=3, posted=2),
-            messages.Commit(read=3, token=token), messages.Renew(tokens=(token, token)),
-            messages.Release(token=token, consumer=life, consumer_rank=1, expected=ranks),
-        ]  # fmt: skip
-        self.replies: list[messages.Reply] = [
-            self.welcome, self.attached, self.grant, messages.Refused(field="f", ours="a", theirs="b"),
-            messages.AttachRefused(plane="tcp", reason="r"), messages.Deny(read=1, reason="expired", detail="d"),
-            messages.Stopped(read=1, sent=2), messages.Committed(read=1, ok=True), messages.Closing(reason="r"),
-        ]  # fmt: skip
-        self.peer = PeerEngine("engine-f", 1, 1, 30.0, (self.address,))
-        self.params = to_transfer_params(RemotePrompt(token, 100, prompt_digest(list(range(100))), self.peer))
-        rank.close()
 
 
 def of_protocol(honest: Honest) -> Iterator[Decoder]:
@@ -225,108 +164,6 @@ def of_planes(honest: Honest) -> Iterator[Decoder]:
             name, [encode(item) for item in corpus],
             lambda data, kind=kind, name=name, limit=limit: decode_payload(data, kind, name, limit),  # type: ignore[misc]
         )  # fmt: skip
-
-
-@contextmanager
-def of_live_planes(honest: Honest, keys: Keys) -> Iterator[list[Decoder]]:
-    """The other end of a channel: answers to offers, and what comes over the channel's connection."""
-    context = PlaneContext("127.0.0.1", 64 << 10, 1 << 20, keys)
-    planes: list[Any] = [tcp.TcpPlane(context), shm.ShmPlane(context), zmq_plane.ZmqPlane(context)]
-    for plane in planes:
-        plane.offer()
-    tcp_plane, shm_plane, encrypted = planes
-    attach = {
-        "tcp": encode(SocketAttach(b"k" * 16, 1 << 20)), "shm": encode(SocketAttach(b"k" * 16, 1 << 20)),
-        "zmq": encode(zmq_plane._Attach(b"k" * 16, 1 << 20, 8)),
-    }  # fmt: skip
-
-    def accept(plane: Any, data: bytes) -> None:
-        channel, _ = plane.accept(data)
-        channel.close()
-
-    def received(data: bytes) -> None:
-        """D's end of a TCP channel: headers and bytes."""
-        ours, theirs = socket.socketpair()
-        theirs.setblocking(False)
-        ours.setblocking(False)
-        channel = tcp.TcpRecvChannel(tcp_plane, ours, b"")
-        with theirs:
-            for tag in (1, 2, 3):
-                channel.expect(tag, 100)
-            theirs.send(data[: 64 << 10] or b"\0")
-            channel.on_readable()
-            for message in channel.poll():
-                message.release()
-            channel.close()
-
-    def records(data: bytes) -> None:
-        """Both ends of a shm channel: records of slots."""
-        pair = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK) for _ in range(2)]
-        arena, fd = shm.Arena.create(4096, 2)
-        sender, receiver = shm.ShmSendChannel(shm_plane, pair[0][0], arena), shm.ShmRecvChannel(shm_plane, pair[1][0])
-        shm_plane._left_bytes -= 2 * 4096
-        socket.send_fds(pair[1][1], [shm._GEOMETRY.pack(4096, 2)], [fd])
-        os.close(fd)
-        receiver.on_readable()
-        slot = sender.acquire()
-        sender.send(slot, 100, 1)
-        receiver.expect(1, 100)
-        for peer, end in ((pair[0][1], sender), (pair[1][1], receiver)):
-            for at in range(0, min(len(data), 320), 16):
-                peer.send(data[at : at + 16])
-            end.on_readable()
-        for message in receiver.poll():
-            message.release()
-        for end in (sender, receiver):
-            end.close()
-        for _, peer in pair:
-            peer.close()
-
-    class Silent:
-        """A socket that no peer reads."""
-
-        def send(self, *_: Any, **__: Any) -> None:
-            return None
-
-        send_multipart = send
-
-    stub = SimpleNamespace(router=Silent, send_pool=encrypted.send_pool, recv_pool=None, put_later=lambda *_: None)
-
-    def credits(data: bytes) -> None:
-        """P's end of a zmq channel: hellos and credits."""
-        channel = zmq_channels.ZmqSendChannel(stub, b"k" * 16, 1 << 16, 8)  # type: ignore[arg-type]
-        channel.on_message(data)
-
-    def chunks(data: bytes) -> None:
-        """D's end of a zmq channel: heads and bytes, in one to three frames."""
-        channel = object.__new__(zmq_channels.ZmqRecvChannel)
-        zmq_channels.ExpectingChannel.__init__(channel)
-        channel.__dict__.update(_plane=stub, window=8, _closed=False, _deadline=None, _where="", socket=Silent())
-        channel._waiting = deque()
-        channel.expect(1, 3)
-        cut = data[0] % 4 if data else 0
-        frames = [data[1:18], data[18:21], data[21:]][: max(1, cut)]
-        channel._on_message([zmq.Frame(frame) for frame in frames])
-
-    heads = [HEADER.pack(1, 100) + bytes(100) + b"\x01", HEADER.pack(3, 100) + bytes(100) + b"\0"]
-    filled = [shm._FILLED.pack(1, 0, 100), shm._FREED.pack(0).ljust(16, b"\0")]
-    head = zmq_channels._HEADER
-    zmq_messages = [b"\x02" + head.pack(b"m", 1, 3) + b"abc", b"\x01b", b"\x01p"]
-    plane_errors = (ProtocolError, TransportError, PlaneUnavailableError)
-    try:
-        yield [
-            *(
-                Decoder(f"{p.name} attach at P", [attach[p.name]], partial(accept, p), plane_errors, share=0.2)
-                for p in planes
-            ),
-            Decoder("tcp messages", [heads[0], heads[1] + heads[0]], received, (), "", 0.15),
-            Decoder("shm records", [filled[0], filled[1], b"".join(filled)], records, (), "", 0.05),
-            Decoder("zmq credits", [b"h", zmq_channels._CREDIT.pack(b"c", 5)], credits, (), "", 1.0),
-            Decoder("zmq messages", zmq_messages, chunks, (ProtocolError,), "", 0.6),
-        ]  # fmt: skip
-    finally:
-        for plane in planes:
-            plane.close()
 
 
 def of_boards(honest: Honest) -> Iterator[Decoder]:
@@ -460,7 +297,7 @@ def every_decoder(folder: Path) -> Iterator[list[Decoder]]:
     """All of them. ``folder``: for files."""
     keys = Keys(zmq.curve_keypair()[1].decode())
     honest = Honest()
-    with quiet(), of_live_planes(honest, keys) as live:
+    with quiet(), of_live_planes(keys) as live:
         yield [
             *of_protocol(honest), *of_streams(honest), *of_planes(honest), *live, *of_boards(honest),
             *of_files_and_keys(keys, folder), *of_params(honest),

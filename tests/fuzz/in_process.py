@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
-from tests.fuzz.decoders import Decoder, every_decoder
+from tests.fuzz.decoders import every_decoder
 from tests.fuzz.found import FOUND
+from tests.fuzz.honest import Decoder
 from tests.fuzz.mutations import Mutator
 from tests.support.turns import MOST_BYTES, MOST_TURN_SECONDS
 

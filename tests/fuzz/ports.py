@@ -20,7 +20,7 @@ from kvferry.transport.control.key_file import shared_key
 from kvferry.transport.control.keys import Keys
 from kvferry.transport.planes.zmq_channels import _CREDIT
 from tests.fuzz.attackers import KeyHolder, Stranger, plain, unix_names
-from tests.fuzz.decoders import Honest
+from tests.fuzz.honest import Honest
 from tests.soak.fleet import EngineProcess, Event
 from tests.support.turns import MOST_BYTES, MOST_TURN_SECONDS
 from tests.transport.test_planes_hosts import listening_ports

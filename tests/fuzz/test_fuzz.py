@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,8 +12,9 @@ from kvferry.transport.control.key_file import shared_key
 from kvferry.transport.control.keys import Keys
 from kvferry.transport.errors import ProtocolError
 from tests.fuzz import in_process, ports
-from tests.fuzz.decoders import Decoder, Honest, every_decoder
+from tests.fuzz.decoders import every_decoder
 from tests.fuzz.found import FOUND
+from tests.fuzz.honest import Decoder, Honest
 from tests.fuzz.in_process import Outcome, judge
 
 SEED = 20261123
@@ -37,7 +39,9 @@ def test_what_was_found_once(tmp_path: Path) -> None:
 
 
 def slow(data: bytes) -> None:
-    sum(range(4_000_000))
+    begun = time.thread_time()
+    while time.thread_time() < begun + 0.1:
+        pass
 
 
 def large(data: bytes) -> None:

@@ -69,6 +69,9 @@ class SoakEngine:
 
     def __init__(self, name: str, plane: str, port: int, blocks: int, settings: dict[str, Any], leak: str) -> None:
         torch.set_num_threads(1)
+        logger = logging.getLogger("vllm.kvferry")
+        logger.setLevel(logging.ERROR)  # the faults of the run cause thousands of warnings
+        logger.addHandler(ErrorsAreViolations(self))
         options = Settings(plane=plane, side_channel_port=port, **settings)
         self.rank = Rank(engine_id=name, blocks=blocks, settings=options)
         self.scheduler = SchedulerHalf(
@@ -85,9 +88,6 @@ class SoakEngine:
         self.counts: Counter[str] = Counter()
         self.turn = LongestTurn(self.rank)
         self.leak, self.leaked = leak, []
-        logger = logging.getLogger("vllm.kvferry")
-        logger.setLevel(logging.ERROR)  # the faults of the run cause thousands of warnings
-        logger.addHandler(ErrorsAreViolations(self))
 
     def tell(self, event: str, **values: Any) -> None:
         print(json.dumps({"event": event, **values}), flush=True)
@@ -209,7 +209,7 @@ class SoakEngine:
         if self.leak == "descriptor":
             self.leaked.append(os.open("/dev/null", os.O_RDONLY))
         elif self.leak == "memory":
-            self.leaked.append(bytearray(os.urandom(1 << 10) * 1024))
+            self.leaked.append(bytearray(os.urandom(1 << 10) * 4096))
 
     def lease_ended(self, name: str) -> None:
         blocks = self.held.pop(name, None)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.soak import flatness
-from tests.soak.run import BURST, BURSTS, Soak
+from tests.soak.driver import BURST, BURSTS, Soak
+from tests.soak.result import failures
 
 SEED = 20261123
 
@@ -20,7 +21,7 @@ class Slice(Soak):
 def test_engines_hold_nothing_after_faults_and_restarts() -> None:
     soak = Slice(3.0, SEED, ("cma", "tcp"))
     soak.run()
-    assert not soak.failures()
+    assert not failures(soak)
     assert soak.counts["loaded"] >= 50 and soak.restarts >= 2 and soak.counts["throws of the stranger"]
     assert len(soak.bursts) == 2 * BURSTS and soak.counts["aborted in a burst"] >= BURST, "blocks back without traffic"
     assert all(soak.recovery.values()), "each restarted peer handed over again"
@@ -28,11 +29,11 @@ def test_engines_hold_nothing_after_faults_and_restarts() -> None:
 
 @pytest.mark.parametrize(("leak", "grows"), [("descriptor", "descriptors"), ("memory", "rss_mib")])
 def test_what_grows_is_seen(leak: str, grows: str) -> None:
-    """A descriptor, or a MiB, for each load."""
+    """A descriptor, or 4 MiB, for each load."""
     soak = Slice(2.0, SEED, ("shm",), leak)
     soak.least_loaded, soak.bursts_each = 150, 0
     soak.run()
-    assert {failure.split()[1] for failure in soak.failures()} >= {grows}, soak.failures()
+    assert {failure.split()[1] for failure in failures(soak)} >= {grows}, failures(soak)
 
 
 def test_blocks_that_do_not_come_back_are_seen() -> None:
@@ -40,7 +41,7 @@ def test_blocks_that_do_not_come_back_are_seen() -> None:
     soak = Slice(1.0, SEED, ("shm",), "lease")
     soak.quiet_seconds = 1.0
     soak.run()
-    assert any("blocks" in failure for failure in soak.failures()), soak.failures()
+    assert any("blocks" in failure for failure in failures(soak)), failures(soak)
 
 
 def samples(**growth: float) -> list[dict[str, float]]:
