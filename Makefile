@@ -7,7 +7,7 @@ PYTEST := $(BIN)/pytest
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-engines test-gpu test-vllm sweep explore simulate faults lint docs bench bench-gpu clean
+.PHONY: help install demo test test-engines test-gpu test-vllm sweep explore simulate faults soak fuzz lint docs bench bench-gpu clean
 
 help:
 	@echo "make install       everything into $(VENV): torch and vLLM for the CPU, UCX, NIXL to compare with, tools"
@@ -20,6 +20,8 @@ help:
 	@echo "make explore       property tests with examples drawn anew for SECONDS=600 (SEED=... repeats a round)"
 	@echo "make simulate      1,000,000 hand-overs of 100 P and 100 D engines in virtual time (COUNT=..., SEED=...)"
 	@echo "make faults        seeded faults between real P and D processes for SECONDS=600 (SEED=..., COUNT=...)"
+	@echo "make soak          engines under aborts, kills, restarts and garbage: nothing grows (SECONDS_TO_RUN=900, SEED=...)"
+	@echo "make fuzz          mutated inputs for every decoder and port (COUNT=10000000, SEED=...)"
 	@echo "make lint          ruff and mypy --strict"
 	@echo "make docs          write the generated tables of README.md and docs/"
 	@echo "make bench         the benchmarks; tables here, JSON in .bench/ (RESULTS=...)"
@@ -83,6 +85,16 @@ simulate: install
 faults: install
 	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/run.py --seconds $(SECONDS) $(if $(COUNT),--count $(COUNT)) \
 	  $(if $(SEED),--seed $(SEED))
+
+# With matplotlib in the environment, PLOT=1 writes a plot too.
+SECONDS_TO_RUN ?= 900
+soak: install
+	OMP_NUM_THREADS=1 $(BIN)/python tests/soak/run.py --seconds $(SECONDS_TO_RUN) $(if $(SEED),--seed $(SEED)) \
+	  --json $(RESULTS)/soak.json $(if $(PLOT),--plot $(RESULTS)/soak.png)
+
+fuzz: install
+	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/run.py $(if $(COUNT),--count $(COUNT)) $(if $(SEED),--seed $(SEED)) \
+	  --json $(RESULTS)/fuzz.json
 
 lint: install
 	$(BIN)/ruff check .

@@ -22,7 +22,7 @@ import torch
 from kvferry.connector.config import Settings
 from kvferry.connector.protocol.source_read import CheckPostedGrant, CommitAnswered, SendCommit
 from kvferry.connector.protocol.step_plan import LeaseGrant, PeerEngine, StepPlan, pack_ids
-from kvferry.connector.transfer import consumer, link
+from kvferry.connector.transfer import link, source_reads
 from kvferry.transport.channels import ByteRanges, Copy
 from kvferry.transport.planes import cma
 from tests.support.ranks import Rank, load_plan, peer
@@ -209,15 +209,15 @@ class Decoder:
 
 def take_every_read_for_good() -> None:
     """The planted fault: D does not ask whether the lease stood until the end of its read."""
-    perform = consumer.Consumer._perform_read_effect
+    perform = source_reads.SourceReads._perform_read_effect
 
     def unfenced(self: Any, read: Any, effect: Any, now: float) -> None:
         if isinstance(effect, SendCommit | CheckPostedGrant):
-            self._step_read(read, CommitAnswered(True), now)
+            self.step(read, CommitAnswered(True), now)
         else:
             perform(self, read, effect, now)
 
-    consumer.Consumer._perform_read_effect = unfenced  # type: ignore[method-assign]
+    source_reads.SourceReads._perform_read_effect = unfenced  # type: ignore[method-assign]
 
 
 def find_no_board(*_: object) -> None:

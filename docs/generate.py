@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
 import binding_table
+import soak_summary
 import summary
 
 from kvferry.connector.config import settings_table
@@ -38,6 +39,7 @@ REGIONS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/settings.md": {"settings": settings_table},
     "docs/compatibility.md": {"matrix": matrix, "dtypes": error_table},
     "docs/library.md": {"binding": binding_table.markdown},
+    "docs/testing.md": {"soak": soak_summary.soak, "fuzz": soak_summary.fuzz},
     "docs/benchmarks.md": {name: make for name, make in summary.SECTIONS.items() if name != "figure"},
 }
 """By page, the generator of each of its tables."""

@@ -152,8 +152,8 @@ class BoardReader:
             at = _FIRST + (first + probe) % SLOTS * SLOT_BYTES
             counter = int(counters[at // 8])
             _, found, digest, nbytes = _HEADER.unpack_from(memory, at)
-            if counter % 2 or found != key or nbytes > SLOT_BYTES - _HEADER.size:
-                continue
+            if counter % 2 or counter < 0 or found != key or nbytes > SLOT_BYTES - _HEADER.size:
+                continue  # below 0: no writer of ours counts so far
             text = memory[at + _HEADER.size : at + _HEADER.size + nbytes]
             if int(counters[at // 8]) == counter and _digest(counter, key, text) == digest:
                 return PostedGrant(counters, at // 8, counter, text)

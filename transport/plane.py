@@ -66,16 +66,16 @@ class PlaneContext:
         slot_bytes: size of a staging slot, which bounds a message. Peers with different sizes use the smaller one.
         staging_bytes: bound on the staging memory, for each direction.
         keys: the keys of this engine; None where it is insecure.
-        encrypt: bytes that leave the host must be encrypted; only planes that can do so are made then.
         memory: the memory to carry.
+        encrypt: bytes that leave the host must be encrypted; only planes that can do so are made then.
     """
 
     host: str
     slot_bytes: int
     staging_bytes: int
     keys: Keys | None = None
-    encrypt: bool = False
     memory: PlaneMemory = HOST
+    encrypt: bool = False
 
 
 class Plane(ABC):

@@ -262,6 +262,9 @@ class Consumer:
                 finally:
                     for read in active_load.reads:
                         self._reads.step(read, HandoverEnded(), now)
+                    # Else the load and its reads refer to each other until Python looks for such garbage, which an
+                    # engine may do seldom or never, and keep the board of a P that is long gone.
+                    active_load.reads = []
             case handover.AttemptFailed():
                 self._step_load(active_load, effect, now)
             case load_attempts.BeginAttempt(source):

@@ -215,9 +215,11 @@ class Producer:
     def _strange(self, identity: bytes, request: messages.Request) -> None:
         """Refuse a request that came without a Hello, or from a D whose session has ended here. The reply lets D start
         a new handshake."""
+        text = "no handshake was made, or it was forgotten"
         match request:
+            case messages.Attach():
+                self._reply(identity, messages.AttachRefused(plane=request.plane, reason=text))
             case messages.Ask():
-                text = "no handshake was made, or it was forgotten"
                 self._reply(identity, messages.Deny(read=request.read, reason="detached", detail=text))
             case messages.Commit():
                 self._reply(identity, messages.Committed(read=request.read, ok=False))

@@ -166,6 +166,13 @@ def test_a_d_that_p_has_forgotten_greets_again(group: RankGroup) -> None:
     another_works(p, d)
 
 
+def test_an_attach_without_a_handshake_is_refused(pair: tuple[Rank, Rank], raw: RawD) -> None:
+    """Also that of a D that P has forgotten, which else waits until its handshake is late."""
+    raw.send(messages.Attach(plane="shm", payload=b"x"))
+    assert "forgotten" in raw.answer(messages.AttachRefused).reason
+    another_works(*pair)
+
+
 @pytest.mark.parametrize("where", ["get", "_perform"], ids=["before it is known", "after it has asked"])
 def test_a_load_that_breaks_while_it_starts_is_reported(
     pair: tuple[Rank, Rank], where: str, monkeypatch: pytest.MonkeyPatch

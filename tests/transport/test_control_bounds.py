@@ -165,3 +165,21 @@ def test_an_answer_that_nobody_reads_is_bounded(monkeypatch):
         served(listener, good)
     good.close()
     listener.close()
+
+
+def test_one_call_takes_bounded_bytes(listener, keys, monkeypatch):
+    """Two peers that sent messages of a MiB without a pause took 350 MiB, and held the serving thread for 270 ms."""
+    monkeypatch.setattr(framing, "BATCH_BYTES", LIMIT)
+    ends = [Dialed(listener.port, keys=keys) for _ in range(4)]
+    large, taken = [b"x", b"x", bytes(LIMIT // 2)], []
+
+    def calls():
+        for end in ends:
+            end.send(large)
+        taken.append(len(listener.receive()))
+        return len(taken) > 20 and sum(taken) >= 60
+
+    assert until(calls)
+    assert max(taken) == 2, "half of the bytes is less than a call may take, and twice the half is not"
+    for end in ends:
+        end.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import pickle
 import random
@@ -14,10 +15,12 @@ import pytest
 import zmq
 
 from kvferry.transport.control import plain_listener, zap_auth
+from kvferry.transport.control.routing_ids import new_router
+from kvferry.transport.control.zap_auth import Monitor, unwatch
 from kvferry.transport.wake import RateLimitedLog
 from tests.support.fork_server import fork_server
 from tests.transport.control_ends import KEYS, LIMIT, MESSAGE, Dialed, listening, until
-from tests.transport.control_strangers import closed_by_peer, message, raw, served, total, zmq_peer
+from tests.transport.control_strangers import SENDER, closed_by_peer, message, raw, served, total, zmq_peer
 
 HTTP = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nUser-Agent: a-scanner/1.0\r\nAccept: */*\r\n\r\n"
 GREETING = b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\x01NULL" + bytes(16) + b"\0" + bytes(31)
@@ -143,6 +146,65 @@ def test_a_spoofed_routing_id_ends_no_process(mode, monkeypatch):
         connection.close()
         for peer in kept:
             peer.close()
+
+
+SPOOFED_WITH_KEY = """
+import sys, time
+from kvferry.transport.plane import PlaneContext
+from kvferry.transport.planes.zmq import ZmqPlane
+from tests.transport.control_ends import KEYS, listening
+if sys.argv[1] == "control":
+    listener = listening(KEYS)
+    port, serve = listener.port, listener.receive
+else:
+    plane = ZmqPlane(PlaneContext("127.0.0.1", 65536, 1 << 20, KEYS))
+    plane.offer()
+    port, serve = plane._port, plane.progress
+print(port, flush=True)
+while True:
+    serve()
+    time.sleep(0.002)
+"""
+
+
+@pytest.mark.parametrize("port_of", ["control", "plane"])
+def test_a_holder_of_the_key_does_not_know_the_next_routing_id(port_of):
+    """It was 0x6b8b4567 and the numbers behind it: 40 peers that announced them, and one more, ended the process."""
+    with fork_server().start("-c", SPOOFED_WITH_KEY, port_of, text=True) as process:
+        port = int(process.stdout.readline())
+        context, kept = zmq.Context(), []
+        try:
+            for routing_id in [b"\0" + struct.pack(">I", 0x6B8B4567 + n) for n in range(40)] + [b""] * 60:
+                peer = context.socket(zmq.DEALER)
+                kept.append(peer)
+                peer.linger = 0
+                peer.curve_publickey, peer.curve_secretkey, peer.curve_serverkey = SENDER, KEYS.secret.encode(), SENDER
+                if routing_id:
+                    peer.routing_id = routing_id
+                connected = Monitor(peer, zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+                peer.connect(f"tcp://127.0.0.1:{port}")
+                peer.send(b"h")
+                assert connected.socket.poll(60_000), "the peer is admitted"
+                assert connected.read()[0][0] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+                unwatch(peer)
+                connected.close()
+            assert process.poll() is None
+        finally:
+            context.destroy(0)
+
+
+def test_the_numbers_of_the_c_library_stay_the_same():
+    """Other code of the process may have seeded them."""
+    libc, context = ctypes.CDLL(None), zmq.Context()
+
+    def numbers(between=lambda: None):
+        libc.srand(7)
+        first = libc.rand()
+        between()
+        return first, libc.rand(), libc.rand()
+
+    assert numbers() == numbers(lambda: new_router(context).close(0))
+    context.term()
 
 
 def test_slow_connections_end_and_hold_up_nobody(listener, good, monkeypatch):

@@ -134,15 +134,15 @@ class Lane:
             connection = self._by_endpoint.get(endpoint)
             if connection is not None:
                 connection.on_event(event, value)
-        moved = bool(events)
+        moved, nbytes = bool(events), 0
         for _ in range(framing.BATCH):
-            if not framing.waiting(self.socket):
+            if nbytes >= framing.BATCH_BYTES or not framing.waiting(self.socket):
                 break
             try:
                 identity, *frames = framing.rest(self.socket, [self.socket.recv(zmq.NOBLOCK)], framing.FRAMES + 1)
             except zmq.ZMQError:  # the socket or the context is closed
                 break
-            moved = True
+            moved, nbytes = True, nbytes + sum(map(len, frames))
             connection = self.by_identity.get(identity)
             if connection is not None:
                 self._unread.served.add(connection.fd)

@@ -9,6 +9,7 @@ import zmq
 from kvferry.transport.control import framing
 from kvferry.transport.control.keys import Keys
 from kvferry.transport.control.listener import Listener
+from kvferry.transport.control.routing_ids import new_router
 from kvferry.transport.control.zap_auth import ZapHandler, unwatch
 
 
@@ -21,7 +22,7 @@ class CurveListener(Listener):
         self.dropped: Counter[str] = Counter()
         # A context of its own: its I/O thread and its ZAP handler end with it.
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.socket = self._context.socket(zmq.ROUTER)
+        self.socket = new_router(self._context)
         framing.tune(self.socket, max_message_bytes)
         # Some peers are on this host. TCP reports the loss of another host; nothing here waits for a D that only hangs.
         framing.keep_watch(self.socket, framing.SILENCE_HERE_SECONDS)
@@ -41,9 +42,9 @@ class CurveListener(Listener):
         self._filter = framing.Filter(self._guarded.label, max_message_bytes, self.dropped)
 
     def receive(self) -> list[tuple[bytes, list[bytes], str]]:
-        messages = []
+        messages, nbytes = [], 0
         for _ in range(framing.BATCH):
-            if not framing.waiting(self.socket):
+            if nbytes >= framing.BATCH_BYTES or not framing.waiting(self.socket):
                 break
             try:
                 first = self.socket.recv(zmq.NOBLOCK, copy=False)
@@ -51,6 +52,7 @@ class CurveListener(Listener):
             except zmq.ZMQError:  # the socket or the context is closed
                 break
             self._guarded.served.add(framing.source(first))
+            nbytes += sum(map(len, frames))
             if identity[:1] != b"\0" or len(identity) != 5:  # chosen by the peer, not made by libzmq
                 self.dropped["identity"] += 1
                 continue

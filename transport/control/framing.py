@@ -39,10 +39,12 @@ MAX_UNFINISHED_BYTES = 64 << 20
 """Bytes of unfinished messages that one end holds, over all of its connections."""
 UNFINISHED_SECONDS = 60.0
 """How long the bytes of one message may take to come."""
-SEND_QUEUE, RECEIVE_QUEUE = 1024, 64
-"""Messages that libzmq holds per connection. Beyond that, send() returns False, and the sender's TCP waits."""
-BATCH = 512
-"""Messages of one receive() call: many messages must not keep the serving thread from its other work."""
+SEND_QUEUE, RECEIVE_QUEUE = 1024, 8
+"""Messages that libzmq holds per connection. Beyond that, send() returns False, and the sender's TCP waits. Messages to
+receive may be large: with 64 of them, two peers that sent without a pause took 350 MiB."""
+BATCH, BATCH_BYTES = 512, 4 << 20
+"""Messages of one receive() call, and their bytes, the last message not counted: many messages, or large ones, must not
+keep the serving thread from its other work."""
 _READABLE, _NOBLOCK, _MORE = int(zmq.POLLIN), int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 """Ints: operators on the enumerations' members run Python code."""
 _log = RateLimitedLog(logging.getLogger("vllm.kvferry.transport"))

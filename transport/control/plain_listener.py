@@ -64,6 +64,7 @@ class PlainListener(Listener):
         self._half_open: dict[bytes, _Peer] = {}  # no whole message has come yet; oldest first
         self._serial = itertools.count(1)
         self._arrived: list[tuple[bytes, list[bytes], str]] = []
+        self._arrived_bytes = 0
         self._shut_until = 0.0
         self._closed = False
         self.socket = self._sockets.fd
@@ -74,7 +75,7 @@ class PlainListener(Listener):
             return []
         self._sockets.progress()
         self._expire()
-        found, self._arrived = self._arrived, []
+        found, self._arrived, self._arrived_bytes = self._arrived, [], 0
         return found
 
     def send(self, identity: bytes, frames: list[bytes]) -> bool:
@@ -138,9 +139,10 @@ class PlainListener(Listener):
 
     def _serve(self, peer: _Peer) -> None:
         try:
-            if len(self._arrived) < framing.BATCH:
+            if len(self._arrived) < framing.BATCH and self._arrived_bytes < framing.BATCH_BYTES:
                 frames = peer.stream.receive()
                 if frames:
+                    self._arrived_bytes += sum(len(each[2]) for each in frames)
                     self._half_open.pop(peer.identity, None)
                     self._arrived += [(peer.identity, each, peer.address) for each in frames]
         except StreamEndedError as error:

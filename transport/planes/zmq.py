@@ -19,6 +19,7 @@ from zmq.utils import z85
 
 from kvferry.transport.channels import RecvChannel, SendChannel, Slot
 from kvferry.transport.control.keys import configure_client
+from kvferry.transport.control.routing_ids import new_router
 from kvferry.transport.control.zap_auth import Monitor, configure_server, unwatch
 from kvferry.transport.errors import PlaneUnavailableError, ProtocolError, TransportError
 from kvferry.transport.plane import Plane, PlaneContext, decode_payload
@@ -189,7 +190,7 @@ class ZmqPlane(Plane):
     def socket(self, kind: int, server: bytes | None = None) -> zmq.Socket[bytes]:
         """An encrypted socket that does not linger and that notices a silent host. ``server``: the raw public key of
         the peer that it connects to; ``None``: it admits connections."""
-        socket = self._context.socket(kind)
+        socket = new_router(self._context) if kind == zmq.ROUTER else self._context.socket(kind)
         socket.linger = 0
         socket.ipv6 = ":" in self._host
         socket.heartbeat_ivl, socket.heartbeat_timeout = _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS

@@ -1,0 +1,1 @@
+"""Fuzzing: mutated inputs for every decoder, and for every port of real engines."""

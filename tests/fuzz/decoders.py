@@ -1,0 +1,304 @@
+"""Every decoder of bytes that a peer, a router or a file chooses, as a function of bytes, with valid inputs for each.
+
+A function may raise what its entry names, and nothing else. It goes on to the checks that follow the decoding, because
+these are what stands between a peer's numbers and the memory of this process.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import struct
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from kvferry.connector.config import Settings
+from kvferry.connector.engine.scheduler import SchedulerHalf
+from kvferry.connector.engine.transfer_params import (
+    RemotePrompt,
+    check_reachable,
+    from_transfer_params,
+    to_transfer_params,
+)
+from kvferry.connector.geometry.byte_ranges import check_layouts
+from kvferry.connector.geometry.compatibility import compatible
+from kvferry.connector.geometry.engine_types import BlockTable, RequestView
+from kvferry.connector.geometry.spans import check_spans
+from kvferry.connector.geometry.topology import TpKVTopology
+from kvferry.connector.protocol import messages
+from kvferry.connector.protocol.step_plan import (
+    KeepLease,
+    LeaseGrant,
+    Load,
+    PeerEngine,
+    RankAddress,
+    StepPlan,
+    UnneededLease,
+    by_region,
+    pack_ids,
+    unpack_ids,
+)
+from kvferry.connector.transfer.rank_context import check_model
+from kvferry.transport import grant_board
+from kvferry.transport.allowed_peers import AllowedPeers
+from kvferry.transport.control import framing
+from kvferry.transport.control.key_file import read_key_file
+from kvferry.transport.control.keys import Keys, raw_key
+from kvferry.transport.control.plain_stream import PlainStream, StreamEndedError, Streams
+from kvferry.transport.control.unread_bytes import UnreadBytesGuard
+from kvferry.transport.control.zap_auth import ServerSocket, ZapHandler
+from kvferry.transport.errors import (
+    ConfigError,
+    GeometryError,
+    IncompatiblePeerError,
+    ProtocolError,
+)
+from kvferry.transport.plane import decode_payload
+from kvferry.transport.planes import cma, cuda_ipc, shm, tcp, ucx
+from kvferry.transport.planes import zmq as zmq_plane
+from kvferry.transport.planes.memory_file import MAX_FILE_BYTES, MemoryFileAddress
+from kvferry.transport.socket_plane import SocketAttach
+from tests.fuzz.honest import Decoder, Honest, encode
+from tests.fuzz.live_planes import of_live_planes
+
+VERSION = messages.PROTOCOL_VERSION.to_bytes(2, "big")
+
+
+def of_protocol(honest: Honest) -> Iterator[Decoder]:
+    """Messages of the control plane, and what P and D check of them."""
+
+    def frames(data: bytes) -> list[bytes]:
+        return [messages.MAGIC, VERSION, data]
+
+    def request(data: bytes) -> None:
+        match messages.decode_request(frames(data)):
+            case messages.Hello() as hello:
+                check_model(honest.model, hello.model)
+                compatible(honest.geometry, hello.geometry, consumer=False, convert=hello.converts)
+            case messages.Ask() as ask:
+                check_spans(ask.spans, honest.geometry, 100)
+
+    def reply(data: bytes) -> None:
+        match messages.decode_reply(frames(data)):
+            case messages.Welcome() as welcome:
+                check_model(honest.model, welcome.model)
+                compatible(honest.geometry, welcome.geometry, convert=True)
+                TpKVTopology.between(honest.geometry, welcome.geometry).describe(16)
+            case messages.Attached() as attached:
+                check_layouts(attached.pages, honest.geometry)
+            case messages.Grant() as grant:
+                for packed in grant.block_ids:
+                    if len(packed) % 4 == 0:
+                        unpack_ids(packed)
+
+    checked = (ProtocolError, IncompatiblePeerError, GeometryError)
+    yield Decoder("requests of D", [m[2] for m in map(messages.encode, honest.requests)], request, checked, share=6)
+    yield Decoder("replies of P", [m[2] for m in map(messages.encode, honest.replies)], reply, checked, share=6)
+    yield Decoder("posted grants", [messages.encode_grant(honest.grant)], messages.decode_grant, share=4)
+
+    packer = framing.Filter("fuzz", 1 << 20, Counter())
+
+    def packed(data: bytes) -> None:
+        unpacked = packer.unpack([data])
+        if unpacked is not None:
+            messages.decode_request(unpacked)
+
+    whole = [framing.pack(messages.encode(m)) for m in honest.requests]
+    yield Decoder("frames of the control port", whole, packed, codec="", share=4)
+
+
+def of_streams(honest: Honest) -> Iterator[Decoder]:
+    """The control port without keys: a stream of bytes that is cut into messages."""
+    streams = Streams(1 << 20)
+    head = struct.Struct(">4sBBI")
+
+    def message(parts: list[bytes]) -> bytes:
+        return head.pack(b"KVF\x01", *map(len, parts)) + b"".join(parts)
+
+    def stream(data: bytes) -> None:
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            ours.setblocking(False)
+            theirs.setblocking(False)
+            peer = PlainStream(ours, streams)
+            theirs.send(data[: 100 << 10] or b"\0")
+            theirs.shutdown(socket.SHUT_WR)
+            try:
+                while True:
+                    for frames in peer.receive():
+                        messages.decode_request(frames)
+            finally:
+                peer.drop()
+
+    whole = [message(messages.encode(m)) for m in honest.requests]
+    yield Decoder(
+        "bytes of the insecure port", [*whole, whole[1] * 3], stream, (StreamEndedError, ProtocolError), "", 0.4
+    )
+
+
+def of_planes(honest: Honest) -> Iterator[Decoder]:
+    """Offers, answers and files of each plane, by kind; and what P does with an answer."""
+    secret = bytes(range(32))
+    kinds: list[tuple[str, type[msgspec.Struct], list[msgspec.Struct], int]] = [
+        ("tcp offer", tcp._Offer, [tcp._Offer(5, secret)], 1 << 16),
+        ("shm offer", shm._Offer, [shm._Offer(shm._PREFIX + b"0" * 32, secret, 0)], 1 << 16),
+        ("zmq offer", zmq_plane._Offer, [zmq_plane._Offer(5, secret)], 1 << 16),
+        ("zmq attach", zmq_plane._Attach, [zmq_plane._Attach(b"k" * 16, 1 << 20, 8)], 1 << 16),
+        ("socket attach", SocketAttach, [SocketAttach(b"k" * 16, 1 << 20)], 1 << 16),
+        ("cma offer", cma._Offer, [cma._Offer("host", 77)], 1 << 16),
+        ("cma memory", cma._Memory, [cma._Memory(4096, bytes(16), ((1, 2), (3, 4)))], MAX_FILE_BYTES),
+        ("memory file", MemoryFileAddress, [MemoryFileAddress(7)], 1 << 16),
+        ("cuda_ipc offer", cuda_ipc._Offer, [cuda_ipc._Offer("host", 77)], 1 << 16),
+        ("ucx offer", ucx._Offer, [ucx._Offer("host")], 1 << 16),
+        ("ucx attach", ucx._Attach, [ucx._Attach(secret, 1, 1 << 20, b"c" * 8, True)], 1 << 16),
+        ("ucx reply", ucx._Reply, [ucx._Reply(secret, 1)], 1 << 16),
+    ]
+    for name, kind, corpus, limit in kinds:
+        yield Decoder(
+            name, [encode(item) for item in corpus],
+            lambda data, kind=kind, name=name, limit=limit: decode_payload(data, kind, name, limit),  # type: ignore[misc]
+        )  # fmt: skip
+
+
+def of_boards(honest: Honest) -> Iterator[Decoder]:
+    """A slot of a grant board that P's process fills as it likes."""
+    key = bytes(range(16))
+    text = messages.encode_grant(honest.grant)
+    at = grant_board._slots(key)[0]
+    memory = bytearray(grant_board._FIRST + grant_board.SLOTS * grant_board.SLOT_BYTES)
+    reader = object.__new__(grant_board.BoardReader)
+    reader.__dict__.update(_memory=memory, _counters=grant_board.np.frombuffer(memory, dtype=grant_board.np.int64))
+
+    def slot(counter: int, content: bytes) -> bytes:
+        digest = grant_board._digest(counter, key, content)
+        return grant_board._HEADER.pack(counter, key, digest, len(content)) + content
+
+    def find(data: bytes) -> None:
+        """As it is, and with a digest that fits."""
+        for content in (data, slot(2, data[: grant_board.SLOT_BYTES - grant_board._HEADER.size])):
+            part = content[: grant_board.SLOT_BYTES]
+            memory[at : at + len(part)] = part
+            found = reader.find(key)
+            if found is not None:
+                messages.decode_grant(bytes(found.text))
+
+    yield Decoder("slots of a grant board", [slot(2, text), text], find, (ProtocolError,), "", 1.5)
+
+
+def of_files_and_keys(keys: Keys, folder: Path) -> Iterator[Decoder]:
+    """Keys, key files, ZAP requests, addresses."""
+    path = folder / "fuzz.key"
+
+    def key_file(data: bytes) -> None:
+        path.write_bytes(data[:200])
+        path.chmod(0o600)
+        read_key_file(path)
+
+    def key(data: bytes) -> None:
+        raw_key("secret_key", data.decode("latin-1"))
+
+    handler = object.__new__(ZapHandler)
+    entry = ServerSocket(keys, 4, Counter(), "fuzz", UnreadBytesGuard(), UnreadBytesGuard())
+    handler.__dict__.update(_lock=threading.Lock(), _guarded={b"kvferry-1": entry})
+
+    def zap(data: bytes) -> None:
+        answer = handler._answer(data.split(b"\xff")[:40])
+        admitted = answer[2] == b"200"
+        assert len(answer) == 6 and (not admitted or any(raw in data for raw in keys.raw_public_keys))
+
+    public = next(iter(keys.raw_public_keys))
+    ask = b"\xff".join([b"1.0", b"1", b"kvferry-1", b"127.0.0.1", b"", b"CURVE", public])
+    allowed = AllowedPeers(["127.0.0.0/8", "10.1.0.0/16", "::1"])
+    secret = keys.secret.encode()
+    yield Decoder("key files", [secret + b"\n", secret], key_file, (ConfigError,), "", 0.02)
+    yield Decoder("keys", [secret, keys.public.encode()], key, (ConfigError,), "", 2.0)
+    yield Decoder("ZAP requests", [ask, ask.replace(b"CURVE", b"NULL")], zap, (), "", 2.0)
+    addresses = [b"127.0.0.1", b"10.1.2.3", b"::ffff:10.1.2.3", b"fe80::1%eth0"]
+
+    def address(data: bytes) -> None:
+        allowed.refusal(data[:255].decode("latin-1"))  # kv_transfer_params bounds the name of a host
+
+    yield Decoder("addresses of peers", addresses, address, (ValueError,), "", 0.2)
+
+
+def of_params(honest: Honest) -> Iterator[Decoder]:
+    """What comes with a client's request, and what comes from the scheduler process."""
+
+    def params(data: bytes) -> None:
+        try:
+            value = msgspec.json.decode(data)
+        except (msgspec.DecodeError, RecursionError, ValueError):
+            return
+        remote = from_transfer_params(value if isinstance(value, dict) else None, (8, 4))
+        if remote is not None:
+            check_reachable(remote.peer, "abcdef")
+
+    half = SchedulerHalf(
+        Settings(), "engine-d", [BlockTable("full", 16)], tp_size=1, pp_size=1, produces=True, consumes=True
+    )
+
+    def scheduler(data: bytes) -> None:
+        try:
+            value = msgspec.json.decode(data)
+        except (msgspec.DecodeError, RecursionError, ValueError):
+            return
+        view = RequestView("r", value, list(range(100)), 100, 0)
+        half.on_new_request(view)
+        count, _ = half.num_new_matched_tokens(view, 0)
+        if count:
+            half.after_alloc(view, [list(range(7))], count)
+        half.request_finished(view, [list(range(7))], completed=False)
+        half.take_plan()
+
+    other = PeerEngine("p", 2, 1, 30.0, (honest.address, RankAddress(0, 1, "10.0.0.1", 5, bytes(16), "")))
+    corpus = [honest.params, to_transfer_params(RemotePrompt(bytes(16), 64, "ab" * 16, other))]
+    texts = [msgspec.json.encode(item) for item in corpus]
+    yield Decoder("kv_transfer_params", texts, params, (ProtocolError,), "json", 3.0)
+    yield Decoder("kv_transfer_params at the scheduler half", texts, scheduler, (), "json", 0.5)
+    token = bytes(16)
+    plan = StepPlan(
+        leases=(LeaseGrant("r", token, 5, (pack_ids([1]),)),), keeps=(KeepLease("r", token, honest.peer, False),),
+        loads=(Load("r", token, honest.peer, (pack_ids([1, 2]),), ((0, 20),)),), cancels=("a",),
+        releases=(UnneededLease("r", token),),
+    )  # fmt: skip
+    decoder = msgspec.msgpack.Decoder(StepPlan)
+
+    def step_plan(data: bytes) -> None:
+        decoded = decoder.decode(data)
+        if all(len(item.block_ids) == 1 for item in decoded.leases) and not decoded.loads:
+            by_region(decoded, (0,))
+
+    # From this engine's own scheduler, so the decoder's own errors will do.
+    yield Decoder(
+        "step plans", [encode(plan)], step_plan, (msgspec.MsgspecError, RecursionError, UnicodeDecodeError), share=2
+    )
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Log lines of refusals cost more than the refusals."""
+    logger = logging.getLogger("vllm.kvferry")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+@contextmanager
+def every_decoder(folder: Path) -> Iterator[list[Decoder]]:
+    """All of them. ``folder``: for files."""
+    keys = Keys(zmq.curve_keypair()[1].decode())
+    honest = Honest()
+    with quiet(), of_live_planes(keys) as live:
+        yield [
+            *of_protocol(honest), *of_streams(honest), *of_planes(honest), *live, *of_boards(honest),
+            *of_files_and_keys(keys, folder), *of_params(honest),
+        ]  # fmt: skip

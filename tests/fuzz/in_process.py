@@ -1,0 +1,109 @@
+"""The decoders under mutated inputs: only documented errors, at most 50 ms for each, at most 64 MiB in all."""
+
+from __future__ import annotations
+
+import gc
+import random
+import resource
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.fuzz.decoders import every_decoder
+from tests.fuzz.found import FOUND
+from tests.fuzz.honest import Decoder
+from tests.fuzz.mutations import Mutator
+from tests.support.turns import MOST_BYTES, MOST_TURN_SECONDS
+
+ROUND = 2000
+"""Inputs that a decoder of share 1 gets before the next one has its turn."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of the inputs of one decoder. ``worst_s``: processor time of one input; ``worst_bytes``: growth of
+    the process at its peak, over all inputs; ``failures``: one line for each kind, with the input."""
+
+    inputs: int = 0
+    accepted: int = 0
+    worst_s: float = 0.0
+    worst_bytes: int = 0
+    failures: dict[str, str] = field(default_factory=dict)
+
+    def add(self, other: Outcome) -> None:
+        self.inputs += other.inputs
+        self.accepted += other.accepted
+        self.worst_s = max(self.worst_s, other.worst_s)
+        self.worst_bytes = max(self.worst_bytes, other.worst_bytes)
+        self.failures |= other.failures
+
+
+def peak_bytes() -> int:
+    """The most memory that this process has had in use."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
+def judge(decoder: Decoder, data: bytes, outcome: Outcome) -> None:
+    """Give a decoder one input."""
+    begun = time.thread_time()
+    try:
+        decoder.run(data)
+        outcome.accepted += 1
+    except decoder.may_raise:
+        pass
+    except BaseException as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        kind = f"{type(error).__name__} in {Path(where.filename).name}:{where.lineno}"
+        outcome.failures.setdefault(kind, f"{kind}: {str(error)[:200]}; input {data[:400].hex()}")
+    seconds = time.thread_time() - begun
+    outcome.inputs += 1
+    outcome.worst_s = max(outcome.worst_s, seconds)
+    if seconds > MOST_TURN_SECONDS:
+        outcome.failures.setdefault(
+            "slow", f"slow: {seconds * 1e3:.0f} ms; input {data[:200].hex()} of {len(data)} bytes"
+        )
+
+
+def rounds(decoders: Sequence[Decoder], seed: int, size: float = ROUND) -> Iterator[tuple[Decoder, Outcome]]:
+    """Give the decoders inputs in turn, without end: a round is ``size`` inputs times the decoder's share."""
+    mutators = {
+        decoder.name: Mutator(
+            random.Random(f"{seed} {decoder.name}"), [*decoder.corpus, *FOUND.get(decoder.name, ())], decoder.codec
+        )
+        for decoder in decoders
+    }
+    gc.collect()
+    gc.freeze()  # a search for garbage is no time of the decoder
+    while True:
+        for decoder in decoders:
+            outcome, mutator, before = Outcome(), mutators[decoder.name], peak_bytes()
+            for _ in range(max(1, int(size * decoder.share))):
+                judge(decoder, mutator.next(), outcome)
+            outcome.worst_bytes = peak_bytes() - before
+            if outcome.worst_bytes > MOST_BYTES:
+                outcome.failures["memory"] = f"memory: {outcome.worst_bytes >> 20} MiB"
+            yield decoder, outcome
+
+
+def fuzz(seed: int, count: int, seconds: float, only: str = "") -> dict[str, dict[str, Any]]:
+    """Until ``count`` inputs or ``seconds`` are over. By decoder, the fields of its ``Outcome``."""
+    torch.set_num_threads(1)
+    total: dict[str, Outcome] = {}
+    end, done = time.monotonic() + seconds, 0
+    with tempfile.TemporaryDirectory() as folder, every_decoder(Path(folder)) as decoders:
+        chosen = [decoder for decoder in decoders if only in decoder.name]
+        least, size = sum(d.share for d in chosen), float(ROUND)
+        size = min(size, max(1.0, count / least))
+        for decoder, outcome in rounds(chosen, seed, size):
+            total.setdefault(decoder.name, Outcome()).add(outcome)
+            done += outcome.inputs
+            if (done >= count or time.monotonic() >= end) and len(total) == len(chosen):
+                break
+    gc.unfreeze()
+    return {name: {field: getattr(outcome, field) for field in outcome.__slots__} for name, outcome in total.items()}

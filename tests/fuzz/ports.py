@@ -1,0 +1,274 @@
+"""Every port of real P and D processes under strangers and holders of the key. Watched from outside, and by the
+engine's own samples: the process lives, its longest turn, its memory, its descriptors, and an honest hand-over
+afterwards."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from queue import Empty, Queue
+from typing import Any
+
+from kvferry.connector.protocol import messages
+from kvferry.transport.control import framing
+from kvferry.transport.control.key_file import shared_key
+from kvferry.transport.control.keys import Keys
+from kvferry.transport.planes.zmq_channels import _CREDIT
+from tests.fuzz.attackers import KeyHolder, Stranger, plain, unix_names
+from tests.fuzz.honest import Honest
+from tests.soak.fleet import EngineProcess, Event
+from tests.support.turns import MOST_BYTES, MOST_TURN_SECONDS
+from tests.transport.test_planes_hosts import listening_ports
+
+SAMPLE_SECONDS = 0.25
+BLOCKS = 64
+MORE_DESCRIPTORS = 4
+"""An engine may hold more afterwards: a link that was not there before."""
+WAIT_SECONDS = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One port of a P or a D. ``plane``: of the engines. ``which``: "control", "data" or "socket" (a Unix socket).
+    ``key``: the attacker has the key."""
+
+    name: str
+    plane: str
+    which: str
+    side: str
+    insecure: bool = False
+    key: bool = False
+
+
+def targets() -> list[Target]:
+    """UCX's port is not among them: who reaches it can write memory of the engine (SECURITY.md)."""
+    kinds = [
+        ("control port", "shm", "control", False, False), ("control port, with the key", "shm", "control", False, True),
+        ("control port, insecure", "tcp", "control", True, False), ("tcp data port", "tcp", "data", True, False),
+        ("zmq data port", "zmq", "data", False, False), ("zmq data port, with the key", "zmq", "data", False, True),
+        ("shm socket", "shm", "socket", False, False),
+    ]  # fmt: skip
+    return [
+        Target(f"{name} of {side}", plane, which, side, insecure, key)
+        for name, plane, which, insecure, key in kinds
+        for side in ("P", "D")
+    ]
+
+
+@dataclass(slots=True)
+class PortOutcome:
+    """What became of one port. ``worst_s``: the longest turn of the transfer thread, in processor time;
+    ``worst_bytes``: growth of the process's resident memory; ``descriptors``: more than before, at the end."""
+
+    inputs: int = 0
+    worst_s: float = 0.0
+    worst_bytes: int = 0
+    descriptors: int = 0
+    failures: dict[str, str] = field(default_factory=dict)
+
+
+class Recorder:
+    """Between an honest D and a port of P: keeps what D sends."""
+
+    def __init__(self, port: int) -> None:
+        self.sent: list[bytearray] = []
+        self._port = port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._listener.getsockname()[1])
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        with suppress(OSError):
+            while True:
+                d, _ = self._listener.accept()
+                p = socket.create_connection(("127.0.0.1", self._port))
+                self.sent.append(bytearray())
+                threading.Thread(target=self._pump, args=(d, p, self.sent[-1]), daemon=True).start()
+                threading.Thread(target=self._pump, args=(p, d, bytearray()), daemon=True).start()
+
+    @staticmethod
+    def _pump(of: socket.socket, to: socket.socket, kept: bytearray) -> None:
+        with suppress(OSError), of, to:
+            while data := of.recv(1 << 16):
+                kept += data
+                to.sendall(data)
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+class Pair:
+    """A P and a D of one plane."""
+
+    def __init__(self, plane: str, insecure: bool) -> None:
+        self.events: Queue[Event] = Queue()
+        self.sample: dict[str, dict[str, float]] = {}
+        self.results: dict[str, dict[str, Any]] = {}
+        self.engines = {
+            side: EngineProcess(self.events, side, plane, blocks=BLOCKS, insecure=insecure) for side in ("P", "D")
+        }
+        self.violations: list[str] = []
+        self._serial = 0
+        assert self.wait(lambda: all(engine.ready for engine in self.engines.values())), "the engines did not start"
+        self.recorded = self._record()
+
+    def take_events(self, seconds: float) -> None:
+        try:
+            engine, event = self.events.get(timeout=seconds)
+        except Empty:
+            return
+        match event.pop("event"):
+            case "ready":
+                engine.ready, engine.port = True, event["port"]
+            case "sample":
+                self.sample[engine.name] = event
+            case "prefilled" | "loaded":
+                self.results[event["name"]] = event
+            case "violation":
+                self.violations.append(f"{engine.name}: {event['text']}")
+            case "ended" if engine.alive:
+                self.violations.append(f"{engine.name} has ended: {engine.process.poll()}")
+                engine.alive = engine.ready = False
+
+    def wait(self, condition: Callable[[], bool], seconds: float = WAIT_SECONDS) -> bool:
+        end = time.monotonic() + seconds
+        while not condition() and time.monotonic() < end and not self.violations:
+            self.take_events(0.02)
+        return condition()
+
+    def sampled(self, side: str) -> dict[str, float]:
+        """A new sample of an engine; empty where it does not answer."""
+        self.sample.pop(side, None)
+        self.engines[side].order("sample")
+        self.wait(lambda: side in self.sample)
+        return self.sample.get(side, {})
+
+    def hand_over(self, port: int = 0, tokens: int = 200) -> str:
+        """One honest hand-over, by way of ``port`` where one is given; what became of it."""
+        self._serial += 1
+        name = f"honest{self._serial}"
+        self.engines["P"].order("prefill", name=name, number=self._serial, tokens=tokens)
+        if not self.wait(lambda: name in self.results):
+            return "P does not answer"
+        params = self.results.pop(name)["params"]
+        if params is None:
+            return "P has no block"
+        if port:
+            params["kvferry"]["ranks"][0][3] = port
+        load = {"name": name, "number": self._serial, "tokens": tokens, "params": params, "abort_after": None}
+        self.engines["D"].order("load", **load)
+        if not self.wait(lambda: name in self.results):
+            return "D does not answer"
+        return str(self.results[name]["outcome"]) if self.results[name]["right"] else "other bytes"
+
+    def _record(self) -> list[bytes]:
+        recorder = Recorder(self.engines["P"].port)
+        outcome = self.hand_over(recorder.port)
+        recorder.close()
+        assert outcome == "loaded", outcome
+        return [bytes(sent) for sent in recorder.sent if sent]
+
+    def port(self, target: Target) -> int | bytes:
+        engine = self.engines[target.side]
+        if target.which == "control":
+            return engine.port
+        if target.which == "socket":
+            (name,) = unix_names(engine.process.pid)
+            return name
+        (port,) = {port for _, port in listening_ports(engine.process.pid)} - {engine.port}
+        return port
+
+    def close(self) -> None:
+        for engine in self.engines.values():
+            engine.kill()
+
+
+def attacker(target: Target, pair: Pair, rng: random.Random, honest: Honest, keys: Keys) -> Stranger | KeyHolder:
+    port = pair.port(target)
+    if target.key:
+        assert isinstance(port, int)
+        packed = [framing.pack(messages.encode(request)) for request in honest.requests]
+        return KeyHolder(rng, port, keys, packed if target.which == "control" else [b"h", _CREDIT.pack(b"c", 5)])
+    plain_requests = [plain(messages.encode(request)) for request in honest.requests]
+    return Stranger(rng, port, [*pair.recorded, *(plain_requests if target.insecure else ())])
+
+
+def attack(
+    target: Target, pair: Pair, seed: int, count: int, seconds: float, honest: Honest, keys: Keys
+) -> PortOutcome:
+    """Throw ``count`` inputs at a port, or for ``seconds``; see what that did to the engine."""
+    outcome = PortOutcome()
+    if pair.hand_over() != "loaded":
+        outcome.failures["before"] = "no hand-over before the attack"
+        return outcome
+    before = pair.sampled(target.side)
+    thrower = attacker(target, pair, random.Random(f"{seed} {target.name}"), honest, keys)
+    end, next_sample = time.monotonic() + seconds, 0.0
+
+    def note(sample: dict[str, float]) -> None:
+        if sample:
+            outcome.worst_s = max(outcome.worst_s, sample["turn_ms"] / 1e3)
+            outcome.worst_bytes = max(outcome.worst_bytes, int((sample["rss_mib"] - before["rss_mib"]) * 2**20))
+
+    while thrower.inputs < count and time.monotonic() < end and not pair.violations:
+        thrower.throw()
+        if time.monotonic() >= next_sample:
+            next_sample = time.monotonic() + SAMPLE_SECONDS
+            pair.engines[target.side].order("sample")
+            while not pair.events.empty():
+                pair.take_events(0.0)
+            note(pair.sample.pop(target.side, {}))
+    note(pair.sampled(target.side))
+    thrower.close()
+    outcome.inputs = thrower.inputs
+
+    def descriptors() -> int:
+        sample = pair.sampled(target.side)
+        note(sample)
+        return int(sample.get("descriptors", 1e6) - before["descriptors"])
+
+    end = time.monotonic() + WAIT_SECONDS
+    while (more := descriptors()) > MORE_DESCRIPTORS and time.monotonic() < end and not pair.violations:
+        time.sleep(SAMPLE_SECONDS)
+    outcome.descriptors = more
+    if pair.violations:
+        outcome.failures["process"] = "; ".join(pair.violations)
+    elif (result := pair.hand_over()) != "loaded":
+        outcome.failures["honest"] = f"an honest hand-over afterwards: {result}"
+    if more > MORE_DESCRIPTORS:
+        outcome.failures["descriptors"] = f"{more} descriptors more than before"
+    if outcome.worst_s > MOST_TURN_SECONDS:
+        outcome.failures["slow"] = f"a turn of {outcome.worst_s * 1e3:.0f} ms"
+    if outcome.worst_bytes > MOST_BYTES:
+        outcome.failures["memory"] = f"{outcome.worst_bytes >> 20} MiB more"
+    return outcome
+
+
+def fuzz(
+    seed: int, count: int, seconds: float, chosen: Sequence[Target], shown: Callable[[str], None] = lambda text: None
+) -> dict[str, PortOutcome]:
+    """All targets, each with an equal share of ``count`` and of ``seconds``."""
+    honest, keys = Honest(), Keys(shared_key())
+    found: dict[str, PortOutcome] = {}
+    pairs: dict[tuple[str, bool], Pair] = {}
+    try:
+        for target in chosen:
+            form = target.plane, target.insecure
+            if form not in pairs:
+                pairs[form] = Pair(*form)
+            outcome = attack(
+                target, pairs[form], seed, max(1, count // len(chosen)), seconds / len(chosen), honest, keys
+            )
+            found[target.name] = outcome
+            shown(f"{target.name}: {outcome.inputs} inputs, {'; '.join(outcome.failures.values()) or 'no failure'}")
+            if outcome.failures:
+                pairs.pop(form).close()
+    finally:
+        for pair in pairs.values():
+            pair.close()
+    return found

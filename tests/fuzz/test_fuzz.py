@@ -1,0 +1,84 @@
+"""A slice of the fuzzing, what it found once, and that it sees what it must not pass over."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvferry.transport.control.key_file import shared_key
+from kvferry.transport.control.keys import Keys
+from kvferry.transport.errors import ProtocolError
+from tests.fuzz import in_process, ports
+from tests.fuzz.decoders import every_decoder
+from tests.fuzz.found import FOUND
+from tests.fuzz.honest import Decoder, Honest
+from tests.fuzz.in_process import Outcome, judge
+
+SEED = 20261123
+
+
+def test_decoders() -> None:
+    found = in_process.fuzz(SEED, 30_000, 60.0)
+    assert not {name: outcome["failures"] for name, outcome in found.items() if outcome["failures"]}
+    assert sum(outcome["inputs"] for outcome in found.values()) >= 30_000 or len(found) > 30
+    quiet = {name for name, outcome in found.items() if not outcome["accepted"]}
+    assert quiet <= {"shm attach at P", "bytes of the insecure port"}, f"{quiet}: no input passed, so little was tried"
+
+
+def test_what_was_found_once(tmp_path: Path) -> None:
+    with every_decoder(tmp_path) as decoders:
+        assert set(FOUND) <= {decoder.name for decoder in decoders}
+        for decoder in decoders:
+            outcome = Outcome()
+            for data in (*FOUND.get(decoder.name, ()), *decoder.corpus):
+                judge(decoder, data, outcome)
+            assert not outcome.failures, decoder.name
+
+
+def slow(data: bytes) -> None:
+    begun = time.thread_time()
+    while time.thread_time() < begun + 0.1:
+        pass
+
+
+def large(data: bytes) -> None:
+    bytearray(80 << 20)[::4096] = bytes(80 << 8)
+
+
+def wrong(data: bytes) -> None:
+    raise KeyError(data)
+
+
+def refuses(data: bytes) -> None:
+    raise ProtocolError("documented")
+
+
+@pytest.mark.parametrize(("run", "seen"), [(slow, "slow"), (large, "memory"), (wrong, "KeyError"), (refuses, "")])
+def test_faults_are_seen(run: Callable[[bytes], None], seen: str) -> None:
+    _, outcome = next(in_process.rounds([Decoder("planted", [b"corpus"], run)], SEED, 2))
+    assert (" ".join(outcome.failures).startswith(seen) and outcome.failures) if seen else not outcome.failures
+
+
+@pytest.mark.parametrize(
+    "name", ["control port", "control port, insecure", "zmq data port, with the key", "shm socket"]
+)
+def test_ports(name: str) -> None:
+    """P's; D's are the same in other processes, and in the whole run."""
+    (target,) = [target for target in ports.targets() if target.name == f"{name} of P"]
+    found = ports.fuzz(SEED, 250, 60.0, [target])
+    outcome = found[target.name]
+    assert not outcome.failures and outcome.inputs >= 250
+
+
+def test_an_engine_that_ends_is_seen() -> None:
+    (target,) = [target for target in ports.targets() if target.name == "shm socket of P"]
+    pair = ports.Pair("shm", insecure=False)
+    try:
+        pair.engines["P"].process.kill()
+        outcome = ports.attack(target, pair, SEED, 10, 60.0, Honest(), Keys(shared_key()))
+        assert outcome.failures
+    finally:
+        pair.close()

@@ -1,0 +1,44 @@
+"""D holds nothing of a P that is gone, also where Python never looks for garbage: engines switch that search off."""
+
+from __future__ import annotations
+
+import gc
+import os
+from contextlib import suppress
+
+from kvferry.connector.config import Settings
+from tests.handover.gates import halves
+from tests.handover.opening import OURS, THEIRS, TOKENS
+from tests.handover.rank_group import RankGroup
+from tests.support.rank_process import remote_peer
+from tests.support.ranks import load_plan, wait
+
+
+def boards() -> int:
+    """Open descriptors of grant boards; a mapping has one too."""
+    found = 0
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            found += "kvferry-board" in os.readlink(f"/proc/self/fd/{number}")
+    return found
+
+
+def test_the_boards_of_dead_producers_are_unmapped(group: RankGroup) -> None:
+    d = group.rank(engine_id="engine-d", settings=Settings(plane="cma"))
+    links = halves(d)[1]._links
+    gc.collect()
+    gc.disable()
+    try:
+        before = boards()
+        for number in range(3):
+            p = group.process(engine_id="engine-p", settings={"plane": "cma"})
+            p.fill(THEIRS, TOKENS)
+            token = p.grant("req-p", THEIRS, TOKENS)
+            d.worker.post(load_plan(f"req-{number}", token, remote_peer([p]), OURS, 0, TOKENS))
+            assert wait(lambda number=number: f"req-{number}" in d.received, [d])  # type: ignore[misc]
+            assert not d.failed and boards() > before
+            p.kill()
+            assert wait(lambda: not len(links), [d])
+        assert wait(lambda: boards() == before, [d])
+    finally:
+        gc.enable()

@@ -1,0 +1,318 @@
+"""The driver of a soak: hand-overs, faults, samples, and what became of each hand-over."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from queue import Empty, Queue
+from typing import Any
+
+from tests.soak.engine import MAX_TOKENS
+from tests.soak.fleet import EngineProcess, Event, free_port
+from tests.soak.strangers import Stranger
+
+PLANES = ("cma", "shm", "tcp", "zmq")
+UNDER_WAY = 6
+"""Hand-overs at a time."""
+REPORT_SECONDS = 60.0
+"""A load that is not reported for so long hangs: far above the settings' deadlines and the stops together."""
+RECOVERY_SECONDS = 2.0
+BURST, BURSTS = 300, 4
+BLOCKS = BURST + 20
+STOP_SECONDS = (0.05, 3.0)
+"""For so long an engine is stopped; a lease lasts 2 s."""
+QUIET_SECONDS = 60.0
+ABORTED = {"before": 0.05, "during": 0.12, "never": 0.03}
+"""The shares of hand-overs that are given up before they have blocks, while they load, or that D never hears of."""
+
+
+@dataclass(slots=True)
+class HandOver:
+    """One hand-over, from its prefill to D's report."""
+
+    name: str
+    p: EngineProcess
+    d: EngineProcess
+    number: int
+    tokens: int
+    fate: str
+    begun: float
+    loading: bool = False
+
+
+class Soak:
+    """One run. ``leak``: a fault that is planted into the engines that last, see ``engine.py``."""
+
+    under_way = UNDER_WAY
+    recovery_limit = RECOVERY_SECONDS
+    quiet_seconds = QUIET_SECONDS
+    bursts_each = BURSTS
+    least_loaded = 0
+    """The run lasts until so many loads have succeeded, also where that takes longer, up to ``REPORT_SECONDS``."""
+
+    def __init__(self, seconds: float, seed: int, planes: Sequence[str] = PLANES, leak: str = "") -> None:
+        self.seconds, self.rng, self.planes = seconds, random.Random(seed), planes
+        self.events: Queue[Event] = Queue()
+        self.began, self.lasted = time.monotonic(), seconds
+        self.counts: Counter[str] = Counter()
+        self.by_plane: dict[str, Counter[str]] = {plane: Counter() for plane in planes}
+        self.violations: list[str] = []
+        self.samples: dict[str, list[dict[str, float]]] = {}
+        self.recovery: dict[str, list[float]] = {"P": [], "D": []}
+        self.bursts: list[float] = []
+        self.handovers: dict[str, HandOver] = {}
+        self.serial = 0
+        self.lasting = [self.start(f"{side}-{plane}", plane, leak=leak) for plane in planes for side in ("P", "D")]
+        self.restarts = 0
+        self.mortal: dict[str, EngineProcess] = {}
+        self.recovering: dict[EngineProcess, float] = {}
+        self.burst: list[dict[str, Any]] = []  # the loads that D gets at once
+
+    # --- processes ------------------------------------------------------------------------------------------------
+
+    def start(self, name: str, plane: str, port: int = 0, leak: str = "") -> EngineProcess:
+        return EngineProcess(self.events, name, plane, port=port, blocks=BLOCKS, leak=leak)
+
+    def of(self, side: str, plane: str) -> EngineProcess:
+        return next(engine for engine in self.lasting if engine.name == f"{side}-{plane}")
+
+    @property
+    def engines(self) -> list[EngineProcess]:
+        return [*self.lasting, *self.mortal.values()]
+
+    def restart(self, side: str) -> None:
+        """Kill the P or the D that may be killed, and start it again: the same port, at times another plane."""
+        former = self.mortal.pop(side, None)
+        plane, port = (former.plane, former.port) if former else (self.rng.choice(self.planes), free_port())
+        if former is not None:
+            self.kill(former)
+            if self.rng.random() < 0.5:
+                plane, port = self.rng.choice(self.planes), free_port()
+        self.mortal[side] = self.start(f"{side}-mortal", plane, port)
+        self.restarts += 1
+
+    def kill(self, engine: EngineProcess) -> None:
+        engine.kill()
+        self.recovering.pop(engine, None)
+        for handover in list(self.handovers.values()):
+            if engine is handover.d or (engine is handover.p and not handover.loading):
+                self.end(handover, "gone with its engine")
+
+    # --- hand-overs -----------------------------------------------------------------------------------------------
+
+    def begin(self, p: EngineProcess, d: EngineProcess, fate: str = "", tokens: int = 0) -> None:
+        self.serial += 1
+        name = f"h{self.serial}"
+        tokens = tokens or self.rng.randrange(2, MAX_TOKENS)
+        handover = HandOver(name, p, d, self.rng.randrange(1 << 20), tokens, fate, time.monotonic())
+        self.handovers[name] = handover
+        p.order("prefill", name=name, number=handover.number, tokens=tokens)
+
+    def end(self, handover: HandOver, outcome: str) -> None:
+        del self.handovers[handover.name]
+        self.counts[outcome] += 1
+        self.by_plane[handover.d.plane][outcome] += 1
+
+    def traffic(self) -> None:
+        """Keep ``UNDER_WAY`` hand-overs under way, over the planes in turn."""
+        ready = [engine for engine in self.engines if engine.ready and not engine.stopped_until]
+        for engine in list(self.recovering):  # one hand-over after the other until the first one succeeds
+            if engine in ready and not any(
+                h.fate == "recovery" and engine in (h.p, h.d) for h in self.handovers.values()
+            ):
+                side = engine.name[0]
+                other = self.of("D" if side == "P" else "P", engine.plane)
+                if not other.stopped_until:
+                    self.begin(*((engine, other) if side == "P" else (other, engine)), fate="recovery")
+        while len(self.handovers) < self.under_way:
+            plane = self.planes[self.serial % len(self.planes)]
+            ps = [e for e in ready if e.name[0] == "P" and e.plane == plane]
+            ds = [e for e in ready if e.name[0] == "D" and e.plane == plane]
+            if not (ps and ds):
+                self.serial += 1
+                break
+            fate = self.rng.choices(["", *ABORTED], [1 - sum(ABORTED.values()), *ABORTED.values()])[0]
+            self.begin(self.rng.choice(ps), self.rng.choice(ds), fate)
+
+    # --- events ---------------------------------------------------------------------------------------------------
+
+    def take_events(self, seconds: float) -> None:
+        """Wait for an event, at most ``seconds``, and handle all that are there."""
+        try:
+            event = self.events.get(timeout=seconds)
+            while True:
+                self.handle(*event)
+                event = self.events.get_nowait()
+        except Empty:
+            pass
+
+    def handle(self, engine: EngineProcess, event: dict[str, Any]) -> None:
+        match event["event"]:
+            case "ready":
+                engine.ready, engine.port = True, event["port"]
+                if engine in self.mortal.values():
+                    self.recovering[engine] = time.monotonic()
+            case "prefilled":
+                self.prefilled(event["name"], event["params"])
+            case "loaded" if engine.alive:  # else the pipe still had it: the hand-over has ended with its engine
+                self.loaded(event)
+            case "sample":
+                del event["event"]
+                at = round(time.monotonic() - self.began, 2)
+                self.samples.setdefault(engine.name, []).append({"at": at, **event})
+            case "violation":
+                self.violations.append(f"{engine.name}: {event['text']}")
+            case "ended" if engine.alive:
+                self.violations.append(f"{engine.name} has ended by itself: {engine.process.poll()}")
+                engine.alive = engine.ready = False
+
+    def prefilled(self, name: str, params: dict[str, Any] | None) -> None:
+        handover = self.handovers.get(name)
+        if handover is None:
+            return
+        if handover.fate == "burst" and params is not None:
+            handover.loading = True
+            load = {"name": name, "number": handover.number, "tokens": handover.tokens, "params": params}
+            self.burst.append(load)
+            return
+        if params is None or handover.fate == "never" or not handover.d.alive:
+            self.end(handover, "no block free at P" if params is None else "D never heard of it")
+            return
+        after = {"before": -1.0, "during": self.rng.expovariate(1 / 0.004)}.get(handover.fate)
+        handover.loading = True
+        handover.d.order(
+            "load", name=name, number=handover.number, tokens=handover.tokens, params=params, abort_after=after
+        )
+
+    def loaded(self, event: dict[str, Any]) -> None:
+        handover = self.handovers.get(event["name"])
+        if handover is None or not handover.loading:
+            self.violations.append(f"{event['name']} is reported once more, or was never begun")
+            return
+        if not event["right"]:
+            self.violations.append(f"{event['name']}: other bytes than P's over {handover.d.plane}")
+        if handover.fate == "burst":
+            event["outcome"] += " in a burst"
+        self.end(handover, event["outcome"])
+        for engine in (handover.p, handover.d):
+            if event["outcome"] == "loaded" and engine in self.recovering and handover.fate == "recovery":
+                self.recovery[engine.name[0]].append(time.monotonic() - self.recovering.pop(engine))
+
+    def check_hangs(self) -> None:
+        for handover in list(self.handovers.values()):
+            if time.monotonic() - handover.begun > REPORT_SECONDS:
+                self.violations.append(f"{handover.name} over {handover.d.plane} hangs ({handover.fate or 'no fate'})")
+                self.end(handover, "hangs")
+
+    # --- the run --------------------------------------------------------------------------------------------------
+
+    def faults(self, now: float) -> None:
+        """Stop an engine for a while, or restart one."""
+        kind = self.rng.choices(["restart P", "restart D", "stop"], [3, 3, 4])[0]
+        self.counts[kind] += 1
+        if kind != "stop":
+            self.restart(kind[-1])
+            return
+        running = [engine for engine in self.engines if engine.ready and not engine.stopped_until]
+        if running and not self.recovering:  # the time of a recovery is that between two processes that run
+            self.rng.choice(running).stop(now + self.rng.uniform(*STOP_SECONDS))
+
+    def go_on(self, now: float) -> None:
+        for engine in self.engines:
+            if engine.alive and 0 < engine.stopped_until <= now:
+                engine.go_on()
+
+    def sample_all(self) -> None:
+        for engine in self.lasting:
+            if not engine.stopped_until:
+                engine.order("sample")
+
+    def run(self) -> None:
+        """Traffic and faults, then quiet, then the bursts."""
+        try:
+            assert self.wait(lambda: all(engine.ready for engine in self.lasting), 300.0), "the engines did not start"
+            for side in ("P", "D"):
+                self.restart(side)
+            stranger = Stranger([engine.process.pid for engine in self.lasting], self.rng.randrange(1 << 30))
+            self.began = now = time.monotonic()
+            next_sample, next_fault = now, now + self.gap()
+            while self.goes_on(now := time.monotonic()):
+                self.traffic()
+                self.take_events(0.01)
+                self.go_on(now)
+                if now >= next_sample:
+                    next_sample = now + max(0.1, min(1.0, self.seconds / 60))
+                    self.sample_all()
+                    self.check_hangs()
+                if now >= next_fault:
+                    next_fault = now + self.gap()
+                    self.faults(now)
+            self.lasted = now - self.began
+            stranger.close()
+            self.counts["throws of the stranger"] = stranger.throws
+            for engine in self.engines:
+                engine.go_on()
+            self.settle("the run")
+            for engine in self.mortal.values():
+                self.kill(engine)
+            for plane in self.planes:
+                self.cancel_bursts(plane)
+        finally:
+            for engine in self.engines:
+                engine.kill()
+
+    def goes_on(self, now: float) -> bool:
+        """Whether the traffic goes on."""
+        enough = self.counts["loaded"] >= self.least_loaded and all(self.recovery.values())
+        end = self.began + self.seconds + (0.0 if enough else REPORT_SECONDS)
+        return now < end and not self.violations
+
+    def gap(self) -> float:
+        """Seconds between two faults."""
+        return self.rng.uniform(0.5, 1.5) * min(5.0, self.seconds / 4)
+
+    def wait(self, condition: Callable[[], bool], seconds: float) -> bool:
+        end = time.monotonic() + seconds
+        while not condition() and time.monotonic() < end and not self.violations:
+            self.take_events(0.02)
+        return condition()
+
+    def settle(self, what: str) -> None:
+        """No new traffic: every load is reported, every lease ends, all blocks come back."""
+        if not self.wait(lambda: not self.handovers, REPORT_SECONDS):
+            self.check_hangs()
+        end = time.monotonic() + self.quiet_seconds
+        while not self.violations and (left := self.left()):
+            if time.monotonic() > end:
+                self.violations.append(f"after {what}: {'; '.join(left)}")
+            self.wait(lambda: False, 0.1)
+
+    def left(self) -> list[str]:
+        """What the lasting engines still hold, in words."""
+        before = {engine.name: len(self.samples.get(engine.name, ())) for engine in self.lasting}
+        self.sample_all()
+        self.wait(lambda: all(len(self.samples.get(name, ())) > count for name, count in before.items()), 60.0)
+        return [
+            f"{engine.name} holds {self.samples[engine.name][-1][what]:g} {what}"
+            for engine in self.lasting
+            for what in ("blocks", "leases", "kept", "reads", "requests")
+            if self.samples[engine.name][-1][what]
+        ]
+
+    def cancel_bursts(self, plane: str) -> None:
+        """``BURST`` hand-overs are begun and all given up, ``BURSTS`` times over; then nothing new comes."""
+        p, d = self.of("P", plane), self.of("D", plane)
+        for number in range(0 if self.violations else self.bursts_each):
+            self.burst.clear()
+            for _ in range(BURST):
+                self.begin(p, d, "burst", tokens=self.rng.randrange(2, 17))
+            if not self.wait(lambda: len(self.burst) == BURST, 60.0):
+                self.violations.append(f"P has {len(self.burst)} of {BURST} prompts for a burst over {plane}")
+                return
+            d.order("burst", loads=self.burst, abort_after=self.rng.uniform(0.0, 0.002 * number))
+            begun = time.monotonic()
+            self.settle(f"a burst of cancels over {plane}")
+            self.bursts.append(time.monotonic() - begun)

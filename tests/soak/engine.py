@@ -1,0 +1,280 @@
+"""One engine of a soak in a process of its own: both halves, blocks that it gives away and takes back, and no model.
+
+    python tests/soak/engine.py ARGUMENTS        (JSON; the orders come as JSON lines on stdin, the events go to stdout)
+
+It does what vLLM does with a connector: it asks the scheduler half, gives a request blocks, posts the plan of each step
+to the worker half, and frees blocks as the worker half reports. It looks at the bytes each time: a block that is free
+holds ``FREE`` in each element until it is given away again, and a load that is reported as loaded has P's bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import select
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvferry.connector.config import Settings
+from kvferry.connector.engine.scheduler import SchedulerHalf
+from kvferry.connector.geometry.engine_types import BlockTable, RequestView
+from tests.support.ranks import Rank, labels
+from tests.support.turns import LongestTurn
+
+MAX_TOKENS = 320
+FREE = -7
+STEP_SECONDS = 0.002
+"""The length of a step while the engine has requests; without them it looks at its results 20 times a second."""
+
+
+def prompt_bytes(number: int, tokens: int, base: torch.Tensor) -> torch.Tensor:
+    """[L, H, T, C] int32, the KV of prompt ``number``. ``base``: the labels of ``MAX_TOKENS``."""
+    return base[:, :, :tokens] + number % 4093 * 524287
+
+
+@dataclass(slots=True)
+class Request:
+    """A request of D. ``abort_at``: when its client goes; ``blocks``: none until they are given."""
+
+    name: str
+    number: int
+    view: RequestView
+    begun: float
+    abort_at: float | None = None
+    aborted: bool = False
+    blocks: list[int] = field(default_factory=list)
+
+
+class ErrorsAreViolations(logging.Handler):
+    """Nothing that peers and clients do is an error of this engine."""
+
+    def __init__(self, engine: SoakEngine) -> None:
+        super().__init__(logging.ERROR)
+        self._engine = engine
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._engine.tell("violation", text=f"it logged: {record.getMessage()[:300]}")
+
+
+class SoakEngine:
+    """``leak``: a fault that is planted: "descriptor" or "memory" of each load, or the blocks of each tenth "lease"."""
+
+    def __init__(self, name: str, plane: str, port: int, blocks: int, settings: dict[str, Any], leak: str) -> None:
+        torch.set_num_threads(1)
+        logger = logging.getLogger("vllm.kvferry")
+        logger.setLevel(logging.ERROR)  # the faults of the run cause thousands of warnings
+        logger.addHandler(ErrorsAreViolations(self))
+        options = Settings(plane=plane, side_channel_port=port, **settings)
+        self.rank = Rank(engine_id=name, blocks=blocks, settings=options)
+        self.scheduler = SchedulerHalf(
+            options, name, [BlockTable("full", self.rank.block_size)], tp_size=1, pp_size=1, produces=True,
+            consumes=True,
+        )  # fmt: skip
+        self.scheduler.set_ranks([self.rank.address])
+        self.base = labels(range(len(self.rank.layers)), self.rank.heads, MAX_TOKENS, self.rank.content)
+        self.blocks, self.free = blocks, list(range(blocks))
+        for cache in self.rank.caches.values():
+            cache.fill_(FREE)
+        self.held: dict[str, list[int]] = {}  # blocks of prompts under a lease
+        self.requests: dict[str, Request] = {}
+        self.counts: Counter[str] = Counter()
+        self.turn = LongestTurn(self.rank)
+        self.leak, self.leaked = leak, []
+
+    def tell(self, event: str, **values: Any) -> None:
+        print(json.dumps({"event": event, **values}), flush=True)
+
+    # --- blocks ---------------------------------------------------------------------------------------------------
+
+    def take(self, tokens: int) -> list[int] | None:
+        count = -(-tokens // self.rank.block_size)
+        if len(self.free) < count:
+            return None
+        taken, self.free = self.free[:count], self.free[count:]
+        if any(bool((cache[taken] != FREE).any()) for cache in self.rank.caches.values()):
+            self.tell("violation", text=f"blocks {taken} were written while they were free")
+        return taken
+
+    def give_back(self, blocks: list[int]) -> None:
+        for cache in self.rank.caches.values():
+            cache[blocks] = FREE
+        self.free += blocks
+        if len(self.free) > self.blocks:
+            self.tell("violation", text="blocks came back twice")
+
+    def fill(self, blocks: Sequence[int], tokens: int, number: int) -> None:
+        wanted, size = prompt_bytes(number, tokens, self.base), self.rank.block_size
+        for layer, name in enumerate(self.rank.layers):
+            for index, block in enumerate(blocks):
+                part = wanted[layer, :, index * size : (index + 1) * size]
+                self.rank.caches[name][block, :, : part.shape[1]] = part
+
+    # --- orders ---------------------------------------------------------------------------------------------------
+
+    def view(self, name: str, number: int, tokens: int, params: dict[str, Any], computed: int = 0) -> RequestView:
+        return RequestView(name, params, [number % 30000 + n for n in range(tokens)], tokens, computed)
+
+    def prefill(self, name: str, number: int, tokens: int) -> None:
+        """Compute a prompt and lease its blocks; the parameters for D go out."""
+        blocks = self.take(tokens)
+        if blocks is None:
+            self.tell("prefilled", name=name, params=None)
+            return
+        self.fill(blocks, tokens, number)
+        view = self.view(name, number, tokens, {"do_remote_decode": True}, tokens)
+        self.scheduler.on_new_request(view)
+        self.scheduler.num_new_matched_tokens(view, 0)
+        stays, params = self.scheduler.request_finished(view, [blocks], completed=True)
+        assert stays, "the engine hands every prompt over"
+        self.held[name] = blocks
+        self.step()
+        self.tell("prefilled", name=name, params=params)
+
+    def load(self, name: str, number: int, tokens: int, params: dict[str, Any], abort_after: float | None) -> None:
+        """Load a prompt. ``abort_after``: seconds until the client goes; below 0 before the request gets blocks."""
+        self.request(name, number, tokens, params, abort_after)
+        self.step()
+
+    def burst(self, loads: list[dict[str, Any]], abort_after: float) -> None:
+        """Load many prompts in one step; all of their clients go at once."""
+        for load in loads:
+            self.request(**load, abort_after=None)
+        self.step()
+        for load in loads:
+            if load["name"] in self.requests:
+                self.requests[load["name"]].abort_at = time.monotonic() + abort_after
+        self.step()
+
+    def request(self, name: str, number: int, tokens: int, params: dict[str, Any], abort_after: float | None) -> None:
+        now = time.monotonic()
+        request = Request(name, number, self.view(name, number, tokens, params), now)
+        self.scheduler.on_new_request(request.view)
+        count, beside = self.scheduler.num_new_matched_tokens(request.view, 0)
+        gone = abort_after is not None and abort_after < 0
+        blocks = None if gone or not count else self.take(tokens)
+        if blocks is None:
+            self.scheduler.request_finished(request.view, [[]], completed=False)
+            self.tell("loaded", name=name, outcome="aborted before the load" if gone else "not loaded", right=True)
+            return
+        assert beside and count == tokens
+        request.blocks = blocks
+        request.abort_at = None if abort_after is None else now + abort_after
+        self.requests[name] = request
+        self.scheduler.after_alloc(request.view, [blocks], count)
+
+    def abort_due(self, now: float) -> None:
+        for request in self.requests.values():
+            if not request.aborted and request.abort_at is not None and now >= request.abort_at:
+                request.aborted = True
+                self.scheduler.request_finished(request.view, [request.blocks], completed=False)
+
+    # --- steps ----------------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """One step: what the scheduler half has planned, and what the worker half reports."""
+        self.abort_due(time.monotonic())
+        self.rank.worker.post(self.scheduler.take_plan())
+        self.rank.worker.begin_step()
+        results = self.rank.worker.take_results()
+        self.scheduler.loads_finished(results.received, self.rank.worker.take_estimates())
+        self.scheduler.leases_ended(results.sent)
+        for name in results.received:
+            self.loaded(name, ok=name not in results.failed)
+        for name in results.sent:
+            self.lease_ended(name)
+
+    def loaded(self, name: str, *, ok: bool) -> None:
+        request = self.requests.pop(name, None)
+        if request is None:
+            self.tell("violation", text=f"load {name} is reported, which does not run")
+            return
+        right = True
+        if ok:
+            tokens = request.view.num_prompt_tokens
+            wanted = prompt_bytes(request.number, tokens, self.base)
+            right = torch.equal(self.rank.read(request.blocks, tokens), wanted)
+        if not request.aborted:
+            self.scheduler.request_finished(request.view, [request.blocks], completed=True)
+        self.give_back(request.blocks)
+        outcome = "loaded" if ok else "aborted" if request.aborted else "failed"
+        self.tell("loaded", name=name, outcome=outcome, right=right, ms=1e3 * (time.monotonic() - request.begun))
+        if self.leak == "descriptor":
+            self.leaked.append(os.open("/dev/null", os.O_RDONLY))
+        elif self.leak == "memory":
+            self.leaked.append(bytearray(os.urandom(1 << 10) * 4096))
+
+    def lease_ended(self, name: str) -> None:
+        blocks = self.held.pop(name, None)
+        if blocks is None:
+            self.tell("violation", text=f"the lease of {name} ends, which is not held")
+            return
+        self.counts["leases"] += 1
+        if self.leak != "lease" or self.counts["leases"] % 10:
+            self.give_back(blocks)
+
+    # --- samples --------------------------------------------------------------------------------------------------
+
+    def sample(self) -> dict[str, float]:
+        """What this process holds now."""
+        thread: Any = self.rank.worker._transfer_thread
+        producer, consumer = thread._producer, thread._consumer
+        longest, self.turn.seconds = self.turn.seconds, 0.0
+        rollup = dict(line.split()[:2] for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
+        return {
+            "descriptors": len(os.listdir("/proc/self/fd")) - 1,
+            "threads": len(os.listdir("/proc/self/task")),
+            "mappings": Path("/proc/self/maps").read_bytes().count(b"\n"),
+            "rss_mib": int(rollup["Rss:"]) / 1024,
+            "pss_mib": int(rollup["Pss:"]) / 1024,
+            "leases": len(producer._leases) + self.scheduler.leases_held,
+            "kept": len(consumer._lease_keeper._kept),
+            "sessions": len(producer._sessions),
+            "links": len(consumer._links),
+            "reads": len(producer._sender._live),
+            "blocks": self.blocks - len(self.free),
+            "requests": len(self.requests),
+            "turn_ms": 1e3 * longest,
+        }
+
+    def orders(self, line: str) -> bool:
+        order = json.loads(line)
+        match order.pop("order"):
+            case "prefill":
+                self.prefill(**order)
+            case "load":
+                self.load(**order)
+            case "sample":
+                self.tell("sample", **self.sample())
+            case "burst":
+                self.burst(**order)
+            case "end":
+                return False
+        return True
+
+    def run(self) -> None:
+        """Serve orders until stdin ends or one says so."""
+        self.tell("ready", port=self.rank.address.port)
+        rest = b""
+        while True:
+            busy = bool(self.requests or self.held)
+            if select.select([0], [], [], STEP_SECONDS if busy else 0.05)[0]:
+                data = os.read(0, 1 << 16)
+                if not data:
+                    break
+                *lines, rest = (rest + data).split(b"\n")
+                if not all([self.orders(line.decode()) for line in lines]):
+                    break
+            self.step()
+        self.rank.close()
+
+
+if __name__ == "__main__":
+    SoakEngine(**json.loads(sys.argv[1])).run()

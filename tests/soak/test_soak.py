@@ -1,0 +1,64 @@
+"""A slice of the soak, and that a soak sees what leaks."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.soak import flatness
+from tests.soak.driver import BURST, BURSTS, Soak
+from tests.soak.result import failures
+
+SEED = 20261123
+
+
+class Slice(Soak):
+    """Some seconds on a slow host: fewer hand-overs, and no limit on the time of a recovery."""
+
+    under_way, least_loaded = 4, 50
+    recovery_limit = 60.0
+
+
+def test_engines_hold_nothing_after_faults_and_restarts() -> None:
+    soak = Slice(3.0, SEED, ("cma", "tcp"))
+    soak.run()
+    assert not failures(soak)
+    assert soak.counts["loaded"] >= 50 and soak.restarts >= 2 and soak.counts["throws of the stranger"]
+    assert len(soak.bursts) == 2 * BURSTS and soak.counts["aborted in a burst"] >= BURST, "blocks back without traffic"
+    assert all(soak.recovery.values()), "each restarted peer handed over again"
+
+
+@pytest.mark.parametrize(("leak", "grows"), [("descriptor", "descriptors"), ("memory", "rss_mib")])
+def test_what_grows_is_seen(leak: str, grows: str) -> None:
+    """A descriptor, or 4 MiB, for each load."""
+    soak = Slice(2.0, SEED, ("shm",), leak)
+    soak.least_loaded, soak.bursts_each = 150, 0
+    soak.run()
+    assert {failure.split()[1] for failure in failures(soak)} >= {grows}, failures(soak)
+
+
+def test_blocks_that_do_not_come_back_are_seen() -> None:
+    """The blocks of each tenth lease stay in use."""
+    soak = Slice(1.0, SEED, ("shm",), "lease")
+    soak.quiet_seconds = 1.0
+    soak.run()
+    assert any("blocks" in failure for failure in failures(soak)), failures(soak)
+
+
+def samples(**growth: float) -> list[dict[str, float]]:
+    """900 samples in which some quantities grow by that much in all, beside noise."""
+    return [
+        {name: 20.0 + at % 7 + growth.get(name, 0.0) * at / 900 for name in flatness.BOUNDS} | {"at": float(at)}
+        for at in range(900)
+    ]
+
+
+def test_the_rule() -> None:
+    """Noise is flat; a slope is not, however noisy; the peaks of some samples are."""
+    assert all(verdict.flat for verdict in flatness.judge("P", samples(), 900.0, 50))
+    grown = flatness.judge("P", samples(descriptors=20.0), 900.0, 50)
+    assert [verdict.quantity for verdict in grown if not verdict.flat] == ["descriptors"]
+    assert "GROWS" in flatness.table(grown)
+    peaks = samples()
+    for sample in peaks[::90]:
+        sample["threads"] += 1000
+    assert all(verdict.flat for verdict in flatness.judge("P", peaks, 900.0, 50))
