@@ -171,12 +171,17 @@ EVENTS = st.one_of(
 
 @given(
     st.integers(1, 3), st.integers(1, 3), st.integers(1, 2), st.sampled_from([False, False, False, True]),
+    st.booleans(),
     st.lists(st.tuples(EVENTS, st.sampled_from([0.0, 0.0, 0.02, 1.0, 25.0])), max_size=80),
 )  # fmt: skip
 def test_one_report_and_one_release_after_the_last_attempt(
-    peers: int, planes: int, sources: int, inside: bool, script: list[tuple[Any, float]]
+    peers: int, planes: int, sources: int, inside: bool, moving: bool, script: list[tuple[Any, float]]
 ) -> None:
     rank = Rank(peers, planes, sources, inside=inside)
+    for source in range(sources if moving else 0):
+        rank.give(h.SourceReady(source))
+    if moving:
+        rank.give(h.SourceProgress())
     for event, seconds in script:
         rank.now += seconds
         rank.give(event)

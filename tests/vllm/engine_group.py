@@ -9,7 +9,7 @@ from tests.vllm.stepped import Engine
 
 PATIENT = {
     "handshake_timeout_seconds": 600.0, "transfer_timeout_seconds": 600.0, "ask_hold_seconds": 600.0,
-    "lease_seconds": 600.0,
+    "handover_timeout_seconds": 600.0, "lease_seconds": 600.0,
 }  # fmt: skip
 """Times that no test reaches: what ends or is freed has ended or been released, on a loaded machine as well."""
 
