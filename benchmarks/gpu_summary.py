@@ -237,6 +237,27 @@ def busy_one_gpu() -> str:
     )
 
 
+def checksums() -> str:
+    """What checksums add to the copies of a GPU."""
+    result = load("checksum.gpu")
+    rows = [
+        [
+            row["copy"], f"{row['mib']} MiB", str(row["sms"] or "all"), f"{row['ms_without']:.3f}",
+            f"{row['ms_with']:.3f}", f"{100 * row['added_share_of_link']:.1f}",
+        ]
+        for row in result["rows"]
+    ]  # fmt: skip
+    return "\n\n".join(
+        [
+            f"{NO_POLICY} {machine(result, *PACKAGES[:2])}",
+            "The copies of a slot with and without the setting `checksum` on one GPU, `benchmarks/checksum.py --device "
+            f"cuda`: medians of {result['rounds']} turns. The last column is the added time as a share of the time "
+            "that these bytes take over NVLink at 370 GB/s. While the engine computes, a copy has `copy_sms` SMs.",
+            table(["copy", "slot", "SMs", "ms without", "ms with", "added, % of the link's time"], rows),
+        ]
+    )
+
+
 def under_load() -> str:
     """What clients of either pair of engines measured with several requests at a time."""
     result = load("gpu_e2e")

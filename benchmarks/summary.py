@@ -223,6 +223,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "gpu-busy-one-gpu": gpu_summary.busy_one_gpu,
     "gpu-load": gpu_summary.under_load,
     "gpu-decode": gpu_summary.slow_down,
+    "gpu-checksum": gpu_summary.checksums,
     "cpu-end-to-end": cpu_end_to_end,
     "cpu-wrong-tokens": wrong_tokens,
     "cpu-bandwidth": cpu_bandwidth,
