@@ -33,7 +33,7 @@ def test_races_over_cma(stale_reads: Any, fence: str) -> None:
     raise AssertionError(row)
 
 
-@pytest.mark.parametrize(("name", "plane"), [("stale_reads.json", "cma")])
+@pytest.mark.parametrize(("name", "plane"), [("stale_reads.json", "cma"), ("stale_reads.gpu.json", "cuda_ipc")])
 def test_the_committed_races(stale_reads: Any, name: str, plane: str) -> None:
     rows = json.loads((BENCHMARKS / "results" / name).read_text())["rows"]
     assert [(row["fence"], row["plane"]) for row in rows] == [(fence, plane) for fence in FENCES]

@@ -40,7 +40,7 @@ def reported(effects: list[Any], event: Any) -> bool:
 @pytest.mark.parametrize("kind", FAILURE_KINDS)
 def test_what_another_attempt_can_mend(kind: FailureKind) -> None:
     state, effects = run(first(), failed(kind))
-    if kind in ("peer_lost", "timeout", "data"):
+    if kind in ("peer_lost", "timeout", "data", "checksum"):
         assert (state.phase, effects) == (a.LoadPhase.WAITING, [])
     else:
         assert reported(effects, failed(kind)) and state.phase is a.LoadPhase.ENDED
@@ -49,7 +49,7 @@ def test_what_another_attempt_can_mend(kind: FailureKind) -> None:
 @pytest.mark.parametrize("kind", FAILURE_KINDS)
 def test_another_p_is_asked_at_once(kind: FailureKind) -> None:
     _, effects = run(first(peers=2), failed(kind), Tick())
-    mended = kind in ("peer_lost", "timeout", "data", "expired", "plane")
+    mended = kind in ("peer_lost", "timeout", "data", "checksum", "expired", "plane")
     assert effects == [a.BeginAttempt(1)] if mended else reported(effects, failed(kind))
 
 
