@@ -100,8 +100,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     checksum: Annotated[
         bool,
         _doc(
-            "each message with KV bytes carries a checksum, and a load whose bytes do not fit fails; either side can "
-            "demand it; `cma` and `cuda_ipc`, which send no messages, are then not used"
+            "each message with KV bytes carries a checksum, and bytes that do not fit it are not loaded; either side "
+            "can demand it; `cma` and `cuda_ipc`, which send no messages, are then not used"
         ),
     ] = False
     convert_dtype: Annotated[

@@ -22,22 +22,14 @@ class SlotPool:
     A slot is free, in use, or retired. A retired slot belongs to a request that can neither be cancelled nor waited
     for. So ``take`` does not return it until ``revive``, and it still counts against the limit.
 
-    The slots lie on ``device``; ``page_locked``: in host memory that kernels of a GPU can use. ``spare_bytes``: what a
-    slot has beyond ``slot_bytes``, some bytes that do not count.
+    The slots lie on ``device``; ``page_locked``: in host memory that kernels of a GPU can use.
     """
 
     def __init__(
-        self,
-        slot_bytes: int,
-        limit_bytes: int,
-        device: torch.device = CPU,
-        *,
-        page_locked: bool = False,
-        spare_bytes: int = 0,
+        self, slot_bytes: int, limit_bytes: int, device: torch.device = CPU, *, page_locked: bool = False
     ) -> None:
         assert device == CPU or not page_locked
         self.slot_bytes = slot_bytes
-        self._nbytes = slot_bytes + spare_bytes
         self.capacity = max(1, limit_bytes // slot_bytes)
         self._device = device
         self._page_locked = page_locked
@@ -88,14 +80,14 @@ class SlotPool:
 
     def _allocate(self) -> torch.Tensor:
         if self._page_locked:
-            return empty_page_locked(self._nbytes)
+            return empty_page_locked(self.slot_bytes)
         if self._device.type == "cuda":
             self.prepare()
             assert self._slab is not None
-            return self._slab[len(self._slots) * self._nbytes :][: self._nbytes]
-        return torch.empty(self._nbytes, dtype=torch.uint8)
+            return self._slab[len(self._slots) * self.slot_bytes :][: self.slot_bytes]
+        return torch.empty(self.slot_bytes, dtype=torch.uint8)
 
     def prepare(self) -> None:
         """Allocate all slots on a GPU in one piece: peers map the piece once, which takes milliseconds."""
         if self._device.type == "cuda" and self._slab is None:
-            self._slab = cuda.allocate(self.capacity * self._nbytes, self._device)
+            self._slab = cuda.allocate(self.capacity * self.slot_bytes, self._device)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvferry.connector.geometry.dtypes import check_elements, check_same_elements, common_layers
 from kvferry.connector.geometry.packing import excluded_regions
-from kvferry.connector.geometry.rank_geometry import RankGeometry, RegionGeometry
+from kvferry.connector.geometry.rank_geometry import MAX_REGION_LAYERS, RankGeometry, RegionGeometry
 from kvferry.connector.geometry.topology import MAX_RANKS, TpKVTopology
 from kvferry.transport.errors import GeometryError, IncompatiblePeerError
 
@@ -62,12 +62,16 @@ def check_geometry(geometry: RankGeometry) -> None:
     """Check that a rank can have this geometry.
 
     Raises:
-        GeometryError: more than ``MAX_LAYERS`` layers, ranks outside sizes, heads other than the rank's interval, a
-            token shard of another rank, a layer listed twice, or scales that are none.
+        GeometryError: more than ``MAX_LAYERS`` layers or ``MAX_REGION_LAYERS`` of one region, ranks outside sizes,
+            heads other than the rank's interval, a token shard of another rank, a layer listed twice, or scales that
+            are none.
     """
     layers = sum(len(region.layers) for region in geometry.regions)
     if layers > MAX_LAYERS:
         raise GeometryError(f"{layers} layers in {len(geometry.regions)} regions, limit {MAX_LAYERS}")
+    if any(len(region.layers) > MAX_REGION_LAYERS for region in geometry.regions):
+        most = max(len(region.layers) for region in geometry.regions)
+        raise GeometryError(f"{most} layers of one form in one block table, limit {MAX_REGION_LAYERS}")
     for axis in ("tp", "pp"):
         rank, size = getattr(geometry, f"{axis}_rank"), getattr(geometry, f"{axis}_size")
         if size > MAX_RANKS or rank >= size:

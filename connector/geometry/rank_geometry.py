@@ -24,6 +24,9 @@ PackingName = Annotated[str, Meta(max_length=256, pattern=PRINTABLE)]
 MAX_REGIONS = 256
 """Bound on the regions of a rank. Models with attention and states have many block tables, each state has sections."""
 
+MAX_REGION_LAYERS = 512
+"""Bound on the layers of a region: to decode a name takes time, also where the geometry is refused afterwards."""
+
 CacheKind = Literal["full", "mla", "sliding_window", "chunked_local", "state"]
 
 
@@ -51,7 +54,7 @@ class RegionGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """
 
     kind: CacheKind
-    layers: Annotated[tuple[Name, ...], Meta(min_length=1, max_length=4096)]
+    layers: Annotated[tuple[Name, ...], Meta(min_length=1, max_length=MAX_REGION_LAYERS)]
     part: Annotated[str, Meta(max_length=64, pattern=PRINTABLE)] = ""
     block_size: Size
     head_start: Count
@@ -60,7 +63,7 @@ class RegionGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     content_bytes: Size
     dtype: Name
     keys: Count | None = None
-    scales: Annotated[tuple[tuple[float, float], ...], Meta(max_length=4096)] = ()
+    scales: Annotated[tuple[tuple[float, float], ...], Meta(max_length=MAX_REGION_LAYERS)] = ()
     window: Count = 0
     packing: PackingName = ""
     tile_tokens: Size = 1
@@ -96,7 +99,7 @@ class PageLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_
     Block ids are manager block ids; each is ``blocks_per_page`` kernel blocks of ``block_size`` tokens.
     """
 
-    bases: Annotated[tuple[Address, ...], Meta(min_length=1, max_length=4096)]
+    bases: Annotated[tuple[Address, ...], Meta(min_length=1, max_length=MAX_REGION_LAYERS)]
     num_pages: Size
     blocks_per_page: Size
     block_size: Size

@@ -47,8 +47,8 @@ MAX_REPLY_BYTES = 8 << 20
 """Bound on one message of P; 2 million block ids fit."""
 MAX_REQUEST_BYTES = 1 << 20
 """Bound on one message of D; 8192 layer names, or ``MAX_SPANS`` spans, fit. P serves many peers by one thread."""
-MIN_SLOT_BYTES = 64 << 10
-"""Bound on the size of a slot that a peer names."""
+MIN_SLOT_BYTES = (64 << 10) - 64
+"""Bound on the size of a slot that a peer names: the least setting, less some bytes that a plane takes for itself."""
 MIN_CHUNK_BYTES = MIN_SLOT_BYTES - TRAILER_BYTES
 """Bound on the size of a chunk that a peer names: smaller chunks would be too many. A checksum follows in its slot."""
 MAX_RENEWED = 4096

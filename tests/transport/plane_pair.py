@@ -100,9 +100,9 @@ class Pair:
 
     def carry(self, sender: SendChannel, receiver: RecvChannel, tag: int) -> Received:
         """A whole slot from one end to the other."""
-        self.send(sender, receiver, tag)
+        self.send(sender, receiver, tag, sender.slot_bytes)
         message = self.arrived(receiver)
-        assert (message.tag, message.nbytes) == (tag, SLOT) and intact(message)
+        assert (message.tag, message.nbytes) == (tag, sender.slot_bytes) and intact(message)
         return message
 
     def follow(self, channel: SendChannel | RecvChannel) -> None:

@@ -60,8 +60,8 @@ class TcpPlane(SocketPlane):
         if context.encrypt:
             check_available()
         self.window = _GPU_WINDOW if gpu else 1
-        self.send_pool = SlotPool(slot_bytes, staging_bytes, page_locked=gpu, spare_bytes=TAG_BYTES)
-        self.recv_pool = SlotPool(slot_bytes, staging_bytes, page_locked=gpu, spare_bytes=TAG_BYTES)
+        self.send_pool = SlotPool(slot_bytes, staging_bytes, page_locked=gpu)
+        self.recv_pool = SlotPool(slot_bytes, staging_bytes, page_locked=gpu)
         self._encrypts, self._may_encrypt = context.encrypt, context.keys is not None
         self.zeros: npt.NDArray[np.uint8] = np.zeros(_SCRATCH_BYTES, dtype=np.uint8)
         self._waste: npt.NDArray[np.uint8] = np.empty(_SCRATCH_BYTES, dtype=np.uint8)
@@ -116,9 +116,8 @@ class TcpPlane(SocketPlane):
         key = new_key() if self._encrypts or attach.encrypts else b""
         if key and not self._may_encrypt:
             raise TransportError("tcp: a key for the bytes would cross a control connection that is not encrypted")
-        channel = TcpSendChannel(
-            self, attach.channel, min(self.slot_bytes, attach.slot_bytes), Cipher(key) if key else None
-        )
+        slot_bytes = min(self.slot_bytes, attach.slot_bytes) - (TAG_BYTES if key else 0)
+        channel = TcpSendChannel(self, attach.channel, slot_bytes, Cipher(key) if key else None)
         self.channels[channel] = None
         self._awaited[attach.channel] = channel
         self._came(attach.channel)  # D's connection may be here before its Attach, or after

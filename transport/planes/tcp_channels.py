@@ -137,9 +137,10 @@ class TcpSendChannel(SendChannel):
     def _go_on(self) -> None:
         """Send the waiting messages for as long as the socket takes bytes."""
         while self._open and self._message is None and self._waiting:
-            slot, nbytes, tag = self._waiting.popleft()
+            slot, nbytes, tag = self._waiting[0]
             if self._cipher is not None:
                 nbytes = self._cipher.seal(slot, nbytes, HEADER.pack(tag, nbytes + TAG_BYTES))
+            del self._waiting[0]
             self._message = Outgoing(tag, Pieces(np.array([slot.address]), np.array([nbytes])), slot)
             self._write()
 
@@ -292,8 +293,8 @@ class TcpRecvChannel(ExpectingChannel):
         tag, nbytes = HEADER.unpack(self._header.tobytes())
         expected = self.expected.get(tag)
         more = TAG_BYTES if self.cipher is not None else 0
-        if not more < nbytes <= self._plane.slot_bytes + more or (expected and expected.nbytes + more != nbytes):
-            wanted = f"expected {expected.nbytes}" if expected else f"limit {self._plane.slot_bytes}"
+        if not more < nbytes <= self._plane.slot_bytes or (expected and expected.nbytes + more != nbytes):
+            wanted = f"expected {expected.nbytes}" if expected else f"limit {self._plane.slot_bytes - more}"
             self.fail(f"tcp: message {tag:#x} has {nbytes - more} bytes, {wanted}")
             return False
         slot, reported = None, nbytes - more if expected is not None else None
