@@ -92,7 +92,9 @@ class Pair:
         (message,) = messages
         return message
 
-    def send(self, sender: SendChannel, receiver: RecvChannel, tag: int, nbytes: int = SLOT) -> None:
+    def send(self, sender: SendChannel, receiver: RecvChannel, tag: int) -> None:
+        """A whole slot."""
+        nbytes = sender.slot_bytes
         receiver.expect(tag, nbytes)
         slot = self.acquired(sender)
         slot.tensor[:nbytes].numpy()[:] = pattern(tag, nbytes)
@@ -100,7 +102,7 @@ class Pair:
 
     def carry(self, sender: SendChannel, receiver: RecvChannel, tag: int) -> Received:
         """A whole slot from one end to the other."""
-        self.send(sender, receiver, tag, sender.slot_bytes)
+        self.send(sender, receiver, tag)
         message = self.arrived(receiver)
         assert (message.tag, message.nbytes) == (tag, sender.slot_bytes) and intact(message)
         return message
