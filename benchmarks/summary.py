@@ -151,6 +151,24 @@ def encrypted() -> str:
     )
 
 
+def keys() -> str:
+    """What keys cost on the control port."""
+    result = load("control_round_trip")
+    names = {"keys": "with keys", "zmq without keys": "the same sockets without keys", "insecure": "`insecure`"}
+    columns = ("round_trip_us_p50", "round_trip_us_p10", "round_trip_us_p99", "new_connection_us_p50")
+    rows = [[names[row["wire"]], *(f"{row[column]:.0f}" for column in columns)] for row in result["rows"]]
+    share = 100 * (result["ratios"]["control_round_trip_keys_vs_none"] - 1)
+    return "\n\n".join(
+        [
+            f"{gpu_summary.NO_POLICY} Machine: {machine(result)}.",
+            "Microseconds of an ask and its answer on the control port, and of a new connection, "
+            f"`benchmarks/control_round_trip.py`: keys add {share:.0f} % to the median round trip over the same "
+            "sockets. `insecure` uses bare TCP.",
+            table(["wire", "round trip, median", "p10", "p99", "new connection, median"], rows),
+        ]
+    )
+
+
 def idle_step() -> str:
     """What the connector costs a step that hands nothing over."""
     result = load("idle_step")
@@ -229,6 +247,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "cpu-bandwidth": cpu_bandwidth,
     "encrypted": encrypted,
     "cpu-checksum": checksums,
+    "keys": keys,
     "idle-step": idle_step,
 }
 
