@@ -149,9 +149,12 @@ class Consumer:
         dialer = self._rank_context.dialer
         if ready is None or not ready.isdisjoint(dialer.pollables):
             dialer.progress()
-        for link in self._links:
+        for link in self._links:  # of which D may have thousands, so this loop calls nothing for a link without work
+            # A data plane that broke brings no work here: it is found when any socket may be ready.
+            if ready is not None and not (link.pending or link.connection.news):
+                continue
             try:
-                for reply in link.serve(now) if ready is None or link.has_events else ():
+                for reply in link.serve(now):
                     self._reads.reply(link, reply, now)
             except Exception as error:  # an error with one peer must not reach the others
                 self._log.exception("link", "kvferry: unexpected error with %s", link.name)
@@ -159,6 +162,7 @@ class Consumer:
             if link.phase is not link.handled_phase:
                 link.handled_phase = link.phase
                 self._link_changed(link, now)
+                link.pending = link.phase is LinkPhase.MAPPING
         return self._collect(now)
 
     def tick(self, now: float) -> None:
@@ -364,7 +368,7 @@ class Consumer:
             self._reads.step(read, CommitWanted(), now)
 
     def _collect(self, now: float) -> bool:
-        self._reads.step_all(self._receiver.collect(self._links), now)
+        self._reads.step_all(self._receiver.collect(), now)
         return self._receiver.backlog
 
 

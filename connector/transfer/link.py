@@ -95,6 +95,7 @@ class Link:
         self._now = 0.0  # the time that the last call passed
         self.lifetime = Lifetime(LINK, LinkState(settings.handshake_timeout_seconds), self._now)
         self.handled_phase = LinkPhase.CONNECTED  # the last phase that the owner has acted on
+        self.pending = False  # ``serve`` has work that no message brings, or the owner has not acted on the phase
         self.failed_at = 0.0
         self.used = True  # a message was sent since the owner last looked
         self.used_at = 0.0
@@ -172,14 +173,6 @@ class Link:
         if self.connection.lost or not self.connection.send(encode(message)):
             self._take_closing()
             self.fail("peer_lost", self.connection.reason or "its control connection takes no more messages")
-
-    @property
-    def has_events(self) -> bool:
-        """Whether ``serve`` has work."""
-        channel = self.channel
-        if self.connection.news or (channel is not None and channel.error is not None):
-            return True
-        return self.phase is LinkPhase.MAPPING
 
     def serve(self, now: float) -> list[Reply]:
         """Advance the handshake. Returns the replies that do not belong to it."""
@@ -272,6 +265,7 @@ class Link:
                 case ReportBroken(reason):
                     text = "kvferry: link to %s failed: %s [%s]"
                     self._log.warning(self._key("failed"), text, self.name, reason.text, self.lifetime.story())
+        self.pending = self.phase is not self.handled_phase or self.phase is LinkPhase.MAPPING
 
     def _hello(self) -> Hello:
         rank_context = self._rank_context

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import msgspec
@@ -302,9 +302,9 @@ class Receiver:
                 channel.forget(tag)
         yield read, MessagesLeft(len(read.tags))
 
-    def collect(self, links: Iterable[Link]) -> Iterator[Happening]:
+    def collect(self) -> Iterator[Happening]:
         """Unpack some of the messages that have arrived, and check the copies under way. Yields the events of both."""
-        for link in links:
+        for link in dict.fromkeys(read.link for read in self._reads.values()):
             channel = link.channel
             if channel is not None and not channel.pulls and link.phase is LinkPhase.ATTACHED:
                 self._arrived.extend((link, message) for message in channel.poll())

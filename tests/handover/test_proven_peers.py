@@ -199,7 +199,6 @@ def test_a_process_that_has_p_s_number_by_now_is_not_taken_for_p(
 
     monkeypatch.setattr(cma, "read_memory", stopped)
     monkeypatch.setattr(cma, "WATCH_SECONDS", 1e9)
-    monkeypatch.setattr(type(link), "has_events", False)
     monkeypatch.setattr(link, "serve", lambda now: [])
     try:
         d.worker.post(load_plan("req-d", token, remote_peer([p]), OURS, 0, TOKENS))
