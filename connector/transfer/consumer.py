@@ -293,12 +293,11 @@ class Consumer:
 
     def _leave_planes(self, active_load: ActiveLoad, reason: Reason) -> None:
         """End the links over which an attempt moved no bytes in time: the next attempt takes another data plane. A link
-        over which other reads go on is kept."""
+        over which bytes of other reads still come is kept."""
         if reason.kind != "timeout" or reason.blames != "plane":
             return
         for read in active_load.reads:
-            others = any(not other.state.stopped for other in self._receiver.through(read.link))
-            if read.planned and not read.state.landed and not others:
+            if read.planned and not read.state.landed and not self._receiver.others_move(read):
                 read.link.lose_plane(reason.text)
 
     def _begin_again(self, active_load: ActiveLoad, source: int, now: float) -> None:

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from kvferry.connector.config import Settings
 from kvferry.connector.protocol import load_attempts, messages
 from kvferry.connector.protocol.failed_planes import AVOIDED_SECONDS
+from kvferry.connector.protocol.handover import HandoverPhase
 from kvferry.connector.protocol.load_attempts import LoadPhase
 from kvferry.connector.protocol.step_plan import KeepLease, PeerEngine, RemoteLease, StepPlan
 from tests.handover.gates import PATIENT, Gate, halves
@@ -23,6 +24,8 @@ from tests.handover.slow_copies import install
 from tests.support.rank_process import remote_peer
 from tests.support.ranks import Rank, grant, let_time_pass, load_plan, peer, wait
 
+OTHERS = [10, 14, 12, 9, 13, 15, 11]
+"""Blocks of D for a second load."""
 WIDE = {"content": 512, "layers": 16}
 """A hand-over of 13 MB."""
 SMALL_SLOTS = {"slot_bytes": 64 << 10, "staging_bytes": 1 << 20, "lease_seconds": 600.0}
@@ -81,6 +84,16 @@ def figures(d: Rank) -> Any:
 def load_of(d: Rank) -> Any:
     loads = halves(d)[1]._active_loads
     return loads[0] if loads else None
+
+
+def loads_of(d: Rank) -> list[Any]:
+    return list(halves(d)[1]._active_loads)
+
+
+def moving(d: Rank, count: int) -> bool:
+    """Whether D has so many loads, and P has granted all of them."""
+    loads = loads_of(d)
+    return len(loads) == count and all(load.lifetime.state.phase is HandoverPhase.MOVING for load in loads)
 
 
 def in_the_middle(d: Rank) -> bool:
@@ -155,6 +168,53 @@ def test_a_plane_on_which_nothing_moves_is_left_for_the_next(group: RankGroup) -
     assert torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS)) and reports.ok == [True]
     found = figures(d)
     assert (found["retried"], found["planes_changed"]) == ({"timeout": 1}, {"tcp": 1})
+
+
+def test_a_plane_is_left_though_two_loads_are_stuck_on_it(group: RankGroup) -> None:
+    """The second load comes while the first one waits. Neither takes the other for a proof that the plane works."""
+    p, d = pair(group, ("tcp", "shm"))
+    trickle, reports = Trickle(p, 0), Reports(d)
+    begin(p, d, "one")
+    assert wait(lambda: moving(d, 1), [p, d])
+    let_time_pass(d, 15)
+    begin(p, d, "two", ours=OTHERS)
+    assert wait(lambda: moving(d, 2), [p, d])
+    let_time_pass(d, 31)
+    assert wait(lambda: loads_of(d)[0].number == 2, [p, d])
+    trickle.turns = float("inf")
+    assert wait(lambda: len(d.received) == 2 and len(p.sent) == 2, [p, d])
+    assert all(torch.equal(d.read(ids, TOKENS), d.wanted(TOKENS)) for ids in (OURS, OTHERS))
+    found = figures(d)
+    assert (found["retried"], found["planes_changed"]) == ({"timeout": 1, "peer_lost": 1}, {"tcp": 1})
+    assert reports.ok == [True, True] and list(found["finished"]) == ["shm"]
+
+
+def test_a_plane_on_which_another_load_moves_is_kept(group: RankGroup) -> None:
+    p, d = pair(group, ("tcp", "shm"))
+    trickle, sender = Trickle(p, 0), halves(p)[0]._sender
+    stuck, turn = [begin(p, d, "one")], sender.turn
+
+    def passes_over_one(now: float) -> Any:
+        outgoing = sender._outgoing[0]
+        if outgoing.token not in stuck:
+            return turn(now)
+        sender._outgoing.rotate(-1)
+        return outgoing, False, None
+
+    sender.turn = passes_over_one
+    assert wait(lambda: moving(d, 1), [p, d])
+    begin(p, d, "two", ours=OTHERS)
+    assert wait(lambda: moving(d, 2), [p, d])
+    let_time_pass(d, 15)
+    trickle.turns = 3
+    assert wait(lambda: loads_of(d)[1].nbytes > 0 and trickle.done == 3, [p, d])
+    let_time_pass(d, 31)
+    assert wait(lambda: loads_of(d)[0].number == 2, [p, d])
+    stuck.clear()
+    trickle.turns = float("inf")
+    assert wait(lambda: len(d.received) == 2 and len(p.sent) == 2, [p, d])
+    found = figures(d)
+    assert (found["retried"], found["planes_changed"]) == ({"timeout": 1}, {}) and not d.failed
 
 
 def test_the_plane_that_is_named_is_tried_again(group: RankGroup) -> None:
