@@ -221,7 +221,9 @@ class Consumer:
 
     def _give(self, active_load: ActiveLoad, event: handover.CancelLoad | Tick, now: float) -> None:
         """Give a load an event that also concerns it while it waits for its next attempt."""
-        waits = active_load.attempts is not None  # before the event: a link that fails now is replaced a turn later
+        attempts = active_load.attempts
+        # Before the event: an attempt that fails now is followed a turn later, when the links that it lost have failed.
+        waits = attempts is not None and attempts.state.phase is load_attempts.LoadPhase.WAITING
         self._step(active_load, event, now)
         if waits:
             self._step_load(active_load, event, now)

@@ -170,6 +170,21 @@ def test_a_plane_on_which_nothing_moves_is_left_for_the_next(group: RankGroup) -
     assert (found["retried"], found["planes_changed"]) == ({"timeout": 1}, {"tcp": 1})
 
 
+def test_each_plane_on_which_nothing_moves_is_left_in_turn(group: RankGroup) -> None:
+    """No attempt begins on a link that the last one has just lost."""
+    p, d = pair(group, ("tcp", "shm", "cma"))
+    trickle, reports = Trickle(p, 0), Reports(d)
+    begin(p, d)
+    for number, seconds in ((1, 31), (2, 62)):
+        assert wait(lambda number=number: moving(d, 1) and load_of(d).number == number, [p, d])  # type: ignore[misc]
+        let_time_pass(d, seconds)
+    assert wait(lambda: d.received == {"req-d"}, [p, d]), "P need not send over the third one"
+    trickle.turns = float("inf")
+    assert wait(lambda: p.sent == {"req-p"}, [p, d])
+    found = figures(d)
+    assert (found["retried"], list(found["finished"]), reports.ok) == ({"timeout": 2}, ["cma"], [True])
+
+
 def test_a_plane_is_left_though_two_loads_are_stuck_on_it(group: RankGroup) -> None:
     """The second load comes while the first one waits. Neither takes the other for a proof that the plane works."""
     p, d = pair(group, ("tcp", "shm"))

@@ -149,7 +149,7 @@ class Rank:
             self.writing = set(self.state.pending)
         if isinstance(event, h.SourceMoved | h.SourceDrained) and moving:
             self.writing.discard(event.source)
-        waits = self.loads is not None
+        waits = self.loads is not None and self.loads.phase is a.LoadPhase.WAITING
         self.state, effects = h.HANDOVER.step(self.state, event, self.now)
         self.perform(effects)
         if waits and isinstance(event, h.CancelLoad | Tick):
