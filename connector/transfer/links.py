@@ -9,7 +9,7 @@ from itertools import product
 
 import zmq
 
-from kvferry.connector.protocol.failed_planes import FailedPlanes
+from kvferry.connector.protocol.failed_planes import FailedPlanes, avoided_seconds
 from kvferry.connector.protocol.link_state import LinkPhase
 from kvferry.connector.protocol.step_plan import PeerEngine, RankAddress
 from kvferry.connector.transfer.link import Life, Link
@@ -36,7 +36,7 @@ class Links:
         self._has_reads = has_reads
         self._log = RateLimitedLog(logging.getLogger("vllm.kvferry.link"))
         self._links: dict[Life, Link] = {}
-        self._failed_planes = FailedPlanes()
+        self._failed_planes = FailedPlanes(avoided_seconds(rank_context.settings.handover_timeout_seconds))
         self.source_addresses = lru_cache(maxsize=P_ENGINES)(self._source_addresses)
 
     def __iter__(self) -> Iterator[Link]:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvferry.connector.protocol import handover as h
 from kvferry.connector.protocol import load_attempts as a
-from kvferry.connector.protocol.failed_planes import AVOIDED_SECONDS, MAX_PEERS, FailedPlanes
+from kvferry.connector.protocol.failed_planes import AVOIDED_SECONDS, MAX_PEERS, FailedPlanes, avoided_seconds
 from kvferry.connector.protocol.metrics import FAILURE_KINDS, FailureKind
 from kvferry.connector.protocol.state_machine import Tick
 
@@ -199,7 +199,7 @@ def test_one_report_and_one_release_after_the_last_attempt(
 
 
 def test_a_plane_that_broke_is_avoided_for_a_time() -> None:
-    planes = FailedPlanes()
+    planes = FailedPlanes(AVOIDED_SECONDS)
     planes.add("p", "tcp", "cut", 10)
     planes.add("p", "shm", "gone", 20)
     planes.expire(10 + AVOIDED_SECONDS - 0.1)
@@ -213,8 +213,12 @@ def test_a_plane_that_broke_is_avoided_for_a_time() -> None:
     assert not len(planes)
 
 
+def test_a_plane_is_avoided_for_all_attempts_of_a_load() -> None:
+    assert (avoided_seconds(600), avoided_seconds(5)) == (600, AVOIDED_SECONDS)
+
+
 def test_the_planes_that_broke_are_bounded() -> None:
-    planes = FailedPlanes()
+    planes = FailedPlanes(AVOIDED_SECONDS)
     for peer in range(MAX_PEERS + 5):
         planes.add(peer, "tcp", "cut", 0)
     assert len(planes) == MAX_PEERS and not planes.of(4) and planes.of(5)
