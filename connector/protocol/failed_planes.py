@@ -40,9 +40,9 @@ class FailedPlanes:
         if len(self._by_peer) > MAX_PEERS:
             del self._by_peer[next(iter(self._by_peer))]
 
-    def of(self, peer: Hashable) -> dict[str, str]:
+    def of(self, peer: Hashable, now: float) -> dict[str, str]:
         """The planes to avoid for a peer, and why each broke."""
-        return {plane: failed.why for plane, failed in self._by_peer.get(peer, {}).items()}
+        return {plane: failed.why for plane, failed in self._by_peer.get(peer, {}).items() if now < failed.until}
 
     def expire(self, now: float) -> None:
         """Forget the planes that were avoided long enough."""

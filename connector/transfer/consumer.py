@@ -104,7 +104,7 @@ class Consumer:
             for region, (start, stop) in enumerate(load.tokens):
                 if stop > start:
                     self._rank_context.caches.check_held(region, ids[region], start, stop)
-            sources = [(self._links.get(address), address) for address in self._links.source_addresses(load.peer)]
+            sources = [(self._links.get(address, now), address) for address in self._links.source_addresses(load.peer)]
         except KVFerryError as error:
             self._reports.failed(load, _not_begun(error))
             self._release(load, now)
@@ -309,7 +309,7 @@ class Consumer:
         load = _at(posted, source)
         try:
             addresses = self._links.source_addresses(load.peer)
-            sources = [(self._links.get(address, redial=True), address) for address in addresses]
+            sources = [(self._links.get(address, now, redial=True), address) for address in addresses]
         except KVFerryError as error:
             self._step_load(active_load, handover.AttemptFailed(_not_begun(error)), now)
             return

@@ -202,13 +202,13 @@ def test_a_plane_that_broke_is_avoided_for_a_time() -> None:
     planes = FailedPlanes(AVOIDED_SECONDS)
     planes.add("p", "tcp", "cut", 10)
     planes.add("p", "shm", "gone", 20)
-    planes.expire(10 + AVOIDED_SECONDS - 0.1)
-    assert planes.of("p") == {"tcp": "cut", "shm": "gone"} and planes.of("q") == {}
+    assert planes.of("p", 9 + AVOIDED_SECONDS) == {"tcp": "cut", "shm": "gone"} and planes.of("q", 20) == {}
+    assert planes.of("p", 10 + AVOIDED_SECONDS) == {"shm": "gone"}, "also before it is forgotten"
     planes.expire(10 + AVOIDED_SECONDS)
-    assert planes.of("p") == {"shm": "gone"}
+    assert planes.of("p", 20) == {"shm": "gone"}
     planes.add("p", "shm", "again", 50)
     planes.expire(20 + AVOIDED_SECONDS)
-    assert planes.of("p") == {"shm": "again"}
+    assert planes.of("p", 20 + AVOIDED_SECONDS) == {"shm": "again"}
     planes.expire(1e9)
     assert not len(planes)
 
@@ -221,4 +221,4 @@ def test_the_planes_that_broke_are_bounded() -> None:
     planes = FailedPlanes(AVOIDED_SECONDS)
     for peer in range(MAX_PEERS + 5):
         planes.add(peer, "tcp", "cut", 0)
-    assert len(planes) == MAX_PEERS and not planes.of(4) and planes.of(5)
+    assert len(planes) == MAX_PEERS and not planes.of(4, 0) and planes.of(5, 0)
