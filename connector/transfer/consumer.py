@@ -276,7 +276,7 @@ class Consumer:
 
     def _step_load(self, active_load: ActiveLoad, event: LoadAttemptsEvent, now: float) -> None:
         """Give a load whose attempt has failed an event. A load that never fails has no such lifetime."""
-        load = active_load.posted
+        load, reads = active_load.posted, active_load.reads
         attempts = active_load.attempts
         if attempts is None:
             peers, planes = 1 + len(load.alternatives), len(self._rank_context.planes)
@@ -284,21 +284,23 @@ class Consumer:
             state = load_attempts.first_attempt(peers, planes, end, again=not load.now)
             attempts = active_load.attempts = Lifetime(load_attempts.LOAD_ATTEMPTS, state, now)
         self._perform(active_load, attempts.step(event, now), now)
-        if isinstance(event, handover.AttemptFailed) and attempts.state.phase is load_attempts.LoadPhase.WAITING:
-            for read in active_load.reads:
+        if not isinstance(event, handover.AttemptFailed):
+            return
+        self._leave_planes(reads, event.reason)
+        if attempts.state.phase is load_attempts.LoadPhase.WAITING:
+            for read in reads:
                 self._reads.step(read, HandoverEnded(), now)
-            self._leave_planes(active_load, event.reason)
             self._rank_context.stats.retried(event.reason.kind)
             number, peer = attempts.state.number, _at(load, attempts.state.source).peer.engine_id[:8]
             text = "kvferry: hand-over of %s is tried again, attempt %d, at %s: %s"
             self._log.info("retry", text, load.request_id, number, peer, event.reason)
 
-    def _leave_planes(self, active_load: ActiveLoad, reason: Reason) -> None:
-        """End the links over which an attempt moved no bytes in time: the next attempt takes another data plane. A link
-        over which bytes of other reads still come is kept."""
+    def _leave_planes(self, reads: list[SourceRead], reason: Reason) -> None:
+        """End the links over which the reads of an attempt moved no bytes in time: the next attempt, or the next load,
+        takes another data plane. A link over which bytes of other reads still come is kept."""
         if reason.kind != "timeout" or reason.blames != "plane":
             return
-        for read in active_load.reads:
+        for read in reads:
             if read.planned and not read.state.landed and not self._receiver.others_move(read):
                 read.link.lose_plane(reason.text)
 

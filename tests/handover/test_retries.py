@@ -187,6 +187,22 @@ def test_each_plane_on_which_nothing_moves_is_left_in_turn(group: RankGroup) -> 
     assert (found["retried"], list(found["finished"]), reports.ok) == ({"timeout": 2}, ["cma"], [True])
 
 
+def test_the_next_load_does_not_meet_the_stuck_plane(group: RankGroup) -> None:
+    """Also where no attempt follows, as after a load inside a step."""
+    p, d = pair(group, ("tcp", "shm"))
+    trickle, reports = Trickle(p, 0), Reports(d)
+    token = grant([p], "req-p", THEIRS, TOKENS)
+    d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS, now=True))
+    assert wait(lambda: moving(d, 1), [p, d])
+    let_time_pass(d, 31)
+    assert wait(lambda: reports.ok == [False], [p, d])
+    trickle.turns = float("inf")
+    assert wait(lambda: p.sent == {"req-p"}, [p, d])
+    let_time_pass(d, 33)
+    another_works(p, d)
+    assert list(figures(d)["finished"]) == ["shm"]
+
+
 def test_a_plane_is_left_though_two_loads_are_stuck_on_it(group: RankGroup) -> None:
     """The second load comes while the first one waits. Neither takes the other for a proof that the plane works."""
     p, d = pair(group, ("tcp", "shm"))
