@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Set
+from contextlib import suppress
 from functools import partial
 
 from msgspec.structs import replace
@@ -32,8 +33,9 @@ from kvferry.transport.errors import KVFerryError, TransportError
 
 logger = logging.getLogger("vllm.kvferry.consumer")
 
-
 Effect = handover.HandoverEffect | load_attempts.LoadAttemptsEffect
+Source = tuple[Link, RankAddress] | Reason
+"""A rank of P and the link to it, or why there is none."""
 
 
 class Consumer:
@@ -96,19 +98,19 @@ class Consumer:
 
     def load(self, load: Load, now: float, *, alone: bool = False) -> None:
         """Start a hand-over. ``alone``: no other hand-over is about to begin."""
-        try:
-            self._lease_keeper.keep(load.token, load.peer, load.request_id, now)
-            for lease in load.alternatives:
+        for lease in (load, *load.alternatives):
+            with suppress(KVFerryError):  # an attempt at this P finds the same
                 self._lease_keeper.keep(lease.token, lease.peer, load.request_id, now)
+        try:
             ids = [self._rank_context.caches.kernel_ids(g, unpack_ids(ids)) for g, ids in enumerate(load.block_ids)]
             for region, (start, stop) in enumerate(load.tokens):
                 if stop > start:
                     self._rank_context.caches.check_held(region, ids[region], start, stop)
-            sources = [(self._links.get(address, now), address) for address in self._links.source_addresses(load.peer)]
         except KVFerryError as error:
-            self._reports.failed(load, _not_begun(error))
+            self._reports.failed(load, Reason("incompatible", str(error)))
             self._release(load, now)
             return
+        sources = self._sources(load, now)
         state, effects = handover.begin(len(sources), self._timeouts, now)
         lifetime = Lifetime(handover.HANDOVER, state, now)
         # A step that computes with the load begins once its copies are under way, so this thread waits for none.
@@ -116,15 +118,28 @@ class Consumer:
         self._active_loads.append(active_load)
         self._begin(active_load, sources, effects, now)
 
+    def _sources(self, load: Load, now: float, *, redial: bool = False) -> list[Source]:
+        """The ranks of P that an attempt reads from. Where it cannot begin, the reason takes the place of all of them."""
+        try:
+            self._lease_keeper.keep(load.token, load.peer, load.request_id, now)
+            addresses = self._links.source_addresses(load.peer)
+            return [(self._links.get(address, now, redial=redial), address) for address in addresses]
+        except KVFerryError as error:
+            return [Reason("peer_lost" if isinstance(error, TransportError) else "incompatible", str(error))]
+
     def _begin(
         self,
         active_load: ActiveLoad,
-        sources: list[tuple[Link, RankAddress]],
+        sources: list[Source],
         effects: tuple[handover.HandoverEffect, ...],
         now: float,
     ) -> None:
         """Begin an attempt to read from ``sources``."""
-        for number, (link, address) in enumerate(sources):
+        for number, source in enumerate(sources):
+            if isinstance(source, Reason):
+                self._step(active_load, handover.SourceFailed(number, source), now)
+                return
+            link, address = source
             self._receiver.new(active_load, number, link, address, now, self._timeouts.transfer)
             link.start_handshake(now)
         self._perform(active_load, effects, now)
@@ -309,12 +324,7 @@ class Consumer:
         posted, attempts = active_load.posted, active_load.attempts
         assert attempts is not None
         load = _at(posted, source)
-        try:
-            addresses = self._links.source_addresses(load.peer)
-            sources = [(self._links.get(address, now, redial=True), address) for address in addresses]
-        except KVFerryError as error:
-            self._step_load(active_load, handover.AttemptFailed(_not_begun(error)), now)
-            return
+        sources = self._sources(load, now, redial=True)
         state, effects = handover.begin(len(sources), self._timeouts, now, attempts.state.end)
         lifetime = Lifetime(handover.HANDOVER, state, now)
         again = ActiveLoad(load, posted, lifetime, active_load.started, active_load.ids, attempts=attempts)
@@ -377,8 +387,3 @@ def _at(load: Load, source: int) -> Load:
         return load
     lease = load.alternatives[source - 1]
     return replace(load, token=lease.token, peer=lease.peer)
-
-
-def _not_begun(error: KVFerryError) -> Reason:
-    """Why an attempt could not begin."""
-    return Reason("peer_lost" if isinstance(error, TransportError) else "incompatible", str(error))

@@ -182,11 +182,11 @@ def test_a_load_that_breaks_while_it_starts_is_reported(
     owner = half._links if where == "get" else half
     real, calls = getattr(owner, where), []
 
-    def breaks(*args: Any) -> Any:
+    def breaks(*args: Any, **options: Any) -> Any:
         if not calls:
             calls.append(args)
             raise RuntimeError("planted")
-        return real(*args)
+        return real(*args, **options)
 
     token = grant([p], "req-p", THEIRS, TOKENS)
     monkeypatch.setattr(owner, where, breaks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import secrets
 import socket
 from collections.abc import Sequence
@@ -297,6 +298,29 @@ def test_a_lease_that_is_over_is_followed_by_the_other_p(group: RankGroup) -> No
     d.worker.post(both("req-d", secrets.token_bytes(16), peer([p]), token, peer([p])))
     assert wait(lambda: d.received == {"req-d"} and p.sent == {"req-p"}, [p, d])
     assert not d.failed and figures(d)["retried"] == {"expired": 1}
+
+
+@pytest.mark.parametrize("how", ["no link", "no address", "a strange rank"])
+def test_a_first_attempt_that_cannot_begin_is_followed_by_the_other_p(
+    group: RankGroup, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    p, d = pair(group)
+    gone, links = peer([p]), halves(d)[1]._links
+    real = links._new
+
+    def no_descriptor(life: Any, address: Any, now: float) -> Any:
+        if address.port == 1:
+            raise OSError(errno.EMFILE, "planted")
+        return real(life, address, now)
+
+    monkeypatch.setattr(links, "_new", no_descriptor)
+    rank = {"no link": {"port": 1}, "no address": {"pp_rank": 1}, "a strange rank": {"tp_rank": 7}}[how]
+    gone = replace(gone, ranks=(replace(p.address, **rank),))
+    token = grant([p], "req-p", THEIRS, TOKENS)
+    d.worker.post(both("req-d", secrets.token_bytes(16), gone, token, peer([p])))
+    assert wait(lambda: d.received == {"req-d"} and p.sent == {"req-p"}, [p, d])
+    assert not d.failed and not halves(d)[1]._lease_keeper
+    assert figures(d)["retried"] == {"peer_lost" if how == "no link" else "incompatible": 1}
 
 
 def test_a_p_that_trickles_ends_at_the_deadline(group: RankGroup) -> None:
