@@ -329,6 +329,7 @@ class Consumer:
         lifetime = Lifetime(handover.HANDOVER, state, now)
         again = ActiveLoad(load, posted, lifetime, active_load.started, active_load.ids, attempts=attempts)
         self._active_loads[self._active_loads.index(active_load)] = again
+        active_load.reads = []  # as after a report
         try:
             self._begin(again, sources, effects, now)
         except Exception as error:
