@@ -29,8 +29,9 @@ SAME_PEER_SECONDS = 1.0
 """Seconds between two attempts at one P engine; none before the next data plane, or before another P."""
 MENDED_HERE: frozenset[FailureKind] = frozenset(("peer_lost", "timeout", "data", "checksum"))
 """Failures that another attempt at the same P may mend."""
-MENDED_ELSEWHERE: frozenset[FailureKind] = MENDED_HERE | {"expired", "plane"}
-"""Failures that an attempt at another P may mend. The others are of D itself, or of the two engines' settings."""
+FINAL: frozenset[FailureKind] = frozenset(("cancelled", "internal"))
+"""Failures of D itself, which no other attempt mends. The cause of any other one may lie in this P: another P may serve
+the load."""
 
 
 class LoadPhase(enum.Enum):
@@ -93,7 +94,7 @@ def _report(state: LoadAttempts, reason: Reason) -> Outcome:
 def _failed(state: LoadAttempts, event: LoadAttemptsEvent, now: float) -> Outcome:
     assert isinstance(event, AttemptFailed)
     reason = event.reason
-    if reason.kind not in MENDED_ELSEWHERE:
+    if reason.kind in FINAL:
         return _report(state, reason)
     if reason.blames == "plane" and state.planes > 0:
         return _wait(replace(state, planes=state.planes - 1), state.source, now, reason)

@@ -131,10 +131,12 @@ class Attached(_Message, frozen=True):
 
 
 class AttachRefused(_Message, frozen=True):
-    """P does not attach this data plane; D may choose another one."""
+    """P does not attach this data plane; D may choose another one. ``detached``: P has no session with this D, so it
+    attaches none before another Hello."""
 
     plane: Name
     reason: Text
+    detached: bool = False
 
 
 class Ask(_Message, frozen=True):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Set
+from contextlib import suppress
 from functools import partial
 
 from msgspec.structs import replace
@@ -32,8 +33,9 @@ from kvferry.transport.errors import KVFerryError, TransportError
 
 logger = logging.getLogger("vllm.kvferry.consumer")
 
-
 Effect = handover.HandoverEffect | load_attempts.LoadAttemptsEffect
+Source = tuple[Link, RankAddress] | Reason
+"""A rank of P and the link to it, or why there is none."""
 
 
 class Consumer:
@@ -96,19 +98,19 @@ class Consumer:
 
     def load(self, load: Load, now: float, *, alone: bool = False) -> None:
         """Start a hand-over. ``alone``: no other hand-over is about to begin."""
-        try:
-            self._lease_keeper.keep(load.token, load.peer, load.request_id, now)
-            for lease in load.alternatives:
+        for lease in (load, *load.alternatives):
+            with suppress(KVFerryError):  # an attempt at this P finds the same
                 self._lease_keeper.keep(lease.token, lease.peer, load.request_id, now)
+        try:
             ids = [self._rank_context.caches.kernel_ids(g, unpack_ids(ids)) for g, ids in enumerate(load.block_ids)]
             for region, (start, stop) in enumerate(load.tokens):
                 if stop > start:
                     self._rank_context.caches.check_held(region, ids[region], start, stop)
-            sources = [(self._links.get(address), address) for address in self._links.source_addresses(load.peer)]
         except KVFerryError as error:
-            self._reports.failed(load, _not_begun(error))
+            self._reports.failed(load, Reason("incompatible", str(error)))
             self._release(load, now)
             return
+        sources = self._sources(load, now)
         state, effects = handover.begin(len(sources), self._timeouts, now)
         lifetime = Lifetime(handover.HANDOVER, state, now)
         # A step that computes with the load begins once its copies are under way, so this thread waits for none.
@@ -116,15 +118,28 @@ class Consumer:
         self._active_loads.append(active_load)
         self._begin(active_load, sources, effects, now)
 
+    def _sources(self, load: Load, now: float, *, redial: bool = False) -> list[Source]:
+        """The ranks of P that an attempt reads from. Where it cannot begin, the reason takes the place of all of them."""
+        try:
+            self._lease_keeper.keep(load.token, load.peer, load.request_id, now)
+            addresses = self._links.source_addresses(load.peer)
+            return [(self._links.get(address, now, redial=redial), address) for address in addresses]
+        except KVFerryError as error:
+            return [Reason("peer_lost" if isinstance(error, TransportError) else "incompatible", str(error))]
+
     def _begin(
         self,
         active_load: ActiveLoad,
-        sources: list[tuple[Link, RankAddress]],
+        sources: list[Source],
         effects: tuple[handover.HandoverEffect, ...],
         now: float,
     ) -> None:
         """Begin an attempt to read from ``sources``."""
-        for number, (link, address) in enumerate(sources):
+        for number, source in enumerate(sources):
+            if isinstance(source, Reason):
+                self._step(active_load, handover.SourceFailed(number, source), now)
+                return
+            link, address = source
             self._receiver.new(active_load, number, link, address, now, self._timeouts.transfer)
             link.start_handshake(now)
         self._perform(active_load, effects, now)
@@ -225,7 +240,9 @@ class Consumer:
 
     def _give(self, active_load: ActiveLoad, event: handover.CancelLoad | Tick, now: float) -> None:
         """Give a load an event that also concerns it while it waits for its next attempt."""
-        waits = active_load.attempts is not None  # before the event: a link that fails now is replaced a turn later
+        attempts = active_load.attempts
+        # Before the event: an attempt that fails now is followed a turn later, when the links that it lost have failed.
+        waits = attempts is not None and attempts.state.phase is load_attempts.LoadPhase.WAITING
         self._step(active_load, event, now)
         if waits:
             self._step_load(active_load, event, now)
@@ -278,7 +295,7 @@ class Consumer:
 
     def _step_load(self, active_load: ActiveLoad, event: LoadAttemptsEvent, now: float) -> None:
         """Give a load whose attempt has failed an event. A load that never fails has no such lifetime."""
-        load = active_load.posted
+        load, reads = active_load.posted, active_load.reads
         attempts = active_load.attempts
         if attempts is None:
             peers, planes = 1 + len(load.alternatives), len(self._rank_context.planes)
@@ -286,23 +303,24 @@ class Consumer:
             state = load_attempts.first_attempt(peers, planes, end, again=not load.now)
             attempts = active_load.attempts = Lifetime(load_attempts.LOAD_ATTEMPTS, state, now)
         self._perform(active_load, attempts.step(event, now), now)
-        if isinstance(event, handover.AttemptFailed) and attempts.state.phase is load_attempts.LoadPhase.WAITING:
-            for read in active_load.reads:
+        if not isinstance(event, handover.AttemptFailed):
+            return
+        self._leave_planes(reads, event.reason)
+        if attempts.state.phase is load_attempts.LoadPhase.WAITING:
+            for read in reads:
                 self._reads.step(read, HandoverEnded(), now)
-            self._leave_planes(active_load, event.reason)
             self._rank_context.stats.retried(event.reason.kind)
             number, peer = attempts.state.number, _at(load, attempts.state.source).peer.engine_id[:8]
             text = "kvferry: hand-over of %s is tried again, attempt %d, at %s: %s"
             self._log.info("retry", text, load.request_id, number, peer, event.reason)
 
-    def _leave_planes(self, active_load: ActiveLoad, reason: Reason) -> None:
-        """End the links over which an attempt moved no bytes in time: the next attempt takes another data plane. A link
-        over which other reads go on is kept."""
+    def _leave_planes(self, reads: list[SourceRead], reason: Reason) -> None:
+        """End the links over which the reads of an attempt moved no bytes in time: the next attempt, or the next load,
+        takes another data plane. A link over which bytes of other reads still come is kept."""
         if reason.kind != "timeout" or reason.blames != "plane":
             return
-        for read in active_load.reads:
-            others = any(not other.state.stopped for other in self._receiver.through(read.link))
-            if read.planned and not read.state.landed and not others:
+        for read in reads:
+            if read.planned and not read.state.landed and not self._receiver.others_move(read):
                 read.link.lose_plane(reason.text)
 
     def _begin_again(self, active_load: ActiveLoad, source: int, now: float) -> None:
@@ -310,16 +328,12 @@ class Consumer:
         posted, attempts = active_load.posted, active_load.attempts
         assert attempts is not None
         load = _at(posted, source)
-        try:
-            addresses = self._links.source_addresses(load.peer)
-            sources = [(self._links.get(address, redial=True), address) for address in addresses]
-        except KVFerryError as error:
-            self._step_load(active_load, handover.AttemptFailed(_not_begun(error)), now)
-            return
+        sources = self._sources(load, now, redial=True)
         state, effects = handover.begin(len(sources), self._timeouts, now, attempts.state.end)
         lifetime = Lifetime(handover.HANDOVER, state, now)
         again = ActiveLoad(load, posted, lifetime, active_load.started, active_load.ids, attempts=attempts)
         self._active_loads[self._active_loads.index(active_load)] = again
+        active_load.reads = []  # as after a report
         try:
             self._begin(again, sources, effects, now)
         except Exception as error:
@@ -378,8 +392,3 @@ def _at(load: Load, source: int) -> Load:
         return load
     lease = load.alternatives[source - 1]
     return replace(load, token=lease.token, peer=lease.peer)
-
-
-def _not_begun(error: KVFerryError) -> Reason:
-    """Why an attempt could not begin."""
-    return Reason("peer_lost" if isinstance(error, TransportError) else "incompatible", str(error))

@@ -48,7 +48,7 @@ class LeaseKeeper:
     At least one D rank releases at every P rank, also at a P rank that no D rank reads (``TpKVTopology.release_map``).
     """
 
-    def __init__(self, rank_context: RankContext, link: Callable[[RankAddress], Link]) -> None:
+    def __init__(self, rank_context: RankContext, link: Callable[[RankAddress, float], Link]) -> None:
         self._rank_context = rank_context
         geometry = rank_context.caches.geometry
         self.rank = geometry.pp_rank * geometry.tp_size + geometry.tp_rank
@@ -93,7 +93,7 @@ class LeaseKeeper:
             tokens = [token for token in self._due.pop(address) if token in self._kept]
             for start in range(0, len(tokens), messages.MAX_RENEWED):
                 part = tuple(tokens[start : start + messages.MAX_RENEWED])
-                self._send("renewal", address, partial(messages.Renew, tokens=part))
+                self._send("renewal", address, partial(messages.Renew, tokens=part), now)
 
     def renew_now(self) -> None:
         """Renew every lease at the next tick."""
@@ -132,7 +132,7 @@ class LeaseKeeper:
     def _send_release(self, kept: LeaseAtPeer, now: float) -> None:
         del self._kept[kept.token]
         for address in kept.addresses:
-            self._send("release", address, partial(self._release_of, kept, address), kept, now)
+            self._send("release", address, partial(self._release_of, kept, address), now, kept)
 
     def _release_of(self, kept: LeaseAtPeer, address: RankAddress) -> messages.Release:
         return messages.Release(
@@ -147,14 +147,14 @@ class LeaseKeeper:
         what: str,
         address: RankAddress,
         message: Callable[[], messages.Renew | messages.Release],
+        now: float,
         kept: LeaseAtPeer | None = None,
-        now: float = 0.0,
     ) -> None:
         """Make a message about a lease, and send it to one P rank; before the release of ``kept``, make this D known
         there. A failure is counted, and logged at a limited rate. It must not affect other leases, nor the report of
         the load for which D kept the lease."""
         try:
-            link = self._link(address)
+            link = self._link(address, now)
             if kept is not None:
                 link.start_greeting(now)
             link.send(message())

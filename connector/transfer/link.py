@@ -286,6 +286,8 @@ class Link:
             case Welcome():
                 self._check_welcome(reply)
                 self._step(PeerWelcomed())
+            case AttachRefused(detached=True):  # the next load, or the next attempt, makes a new link
+                self.fail("peer_lost", f"P has no handshake of ours: {shortened(reply.reason)}")
             case AttachRefused():
                 self._step(PlaneRejected(reply.plane, shortened(reply.reason)))
             case Attached():

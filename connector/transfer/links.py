@@ -9,7 +9,7 @@ from itertools import product
 
 import zmq
 
-from kvferry.connector.protocol.failed_planes import FailedPlanes
+from kvferry.connector.protocol.failed_planes import FailedPlanes, avoided_seconds
 from kvferry.connector.protocol.link_state import LinkPhase
 from kvferry.connector.protocol.step_plan import PeerEngine, RankAddress
 from kvferry.connector.transfer.link import Life, Link
@@ -36,7 +36,7 @@ class Links:
         self._has_reads = has_reads
         self._log = RateLimitedLog(logging.getLogger("vllm.kvferry.link"))
         self._links: dict[Life, Link] = {}
-        self._failed_planes = FailedPlanes()
+        self._failed_planes = FailedPlanes(avoided_seconds(rank_context.settings.handover_timeout_seconds))
         self.source_addresses = lru_cache(maxsize=P_ENGINES)(self._source_addresses)
 
     def __iter__(self) -> Iterator[Link]:
@@ -45,7 +45,7 @@ class Links:
     def __len__(self) -> int:
         return len(self._links)
 
-    def get(self, address: RankAddress, *, redial: bool = False) -> Link:
+    def get(self, address: RankAddress, now: float, *, redial: bool = False) -> Link:
         """The link to a rank of P; a new one where there is none. ``redial``: also where the link has failed.
 
         Raises:
@@ -60,13 +60,13 @@ class Links:
             if len(self._links) >= MAX_LINKS:
                 self._make_room()
             try:
-                link = self._links[life] = self._new(life, address)
+                link = self._links[life] = self._new(life, address, now)
             except (OSError, RuntimeError, zmq.ZMQError) as error:  # no descriptor, no socket or no thread is left
                 raise TransportError(f"no connection to {address.host}:{address.port} can be opened: {error}") from None
         return link
 
-    def _new(self, life: Life, address: RankAddress) -> Link:
-        return Link(self._rank_context, address, self._log, life=life, avoid=self._failed_planes.of(life))
+    def _new(self, life: Life, address: RankAddress, now: float) -> Link:
+        return Link(self._rank_context, address, self._log, life=life, avoid=self._failed_planes.of(life, now))
 
     def _make_room(self) -> None:
         """Close the link without reads that was not used for the longest time, if possible one without data plane."""
@@ -113,7 +113,7 @@ class Links:
                 link.used, link.used_at = False, now
             failed = link.handled_phase is LinkPhase.FAILED and now >= link.failed_at + FAILED_LINK_SECONDS
             idle = now >= link.used_at + IDLE_LINK_SECONDS
-            worse = link.avoids and not self._failed_planes.of(life) and not self._has_reads(link)
+            worse = link.avoids and not self._failed_planes.of(life, now) and not self._has_reads(link)
             if failed or idle or worse:
                 link.close()
                 del self._links[life]

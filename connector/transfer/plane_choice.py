@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from kvferry.connector.protocol.failed_planes import AVOIDED_SECONDS
+from kvferry.connector.protocol.failed_planes import avoided_seconds
 from kvferry.connector.protocol.messages import PlaneOffer
 from kvferry.connector.transfer.checksums import NO_CHECKSUM
 from kvferry.connector.transfer.rank_context import RankContext
@@ -85,7 +85,8 @@ class PlaneChoice:
         if not self.avoid or plane in self.avoid:
             return
         text = "kvferry: data plane to %s is changed from %s to %s for %g s: %s"
-        warn(text, peer, " and ".join(self.avoid), plane, AVOIDED_SECONDS, _listed(self.avoid))
+        seconds = avoided_seconds(self._rank_context.settings.handover_timeout_seconds)
+        warn(text, peer, " and ".join(self.avoid), plane, seconds, _listed(self.avoid))
         for broken in self.avoid:
             self._rank_context.stats.plane_changed(broken)
 

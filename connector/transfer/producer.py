@@ -218,7 +218,7 @@ class Producer:
         text = "no handshake was made, or it was forgotten"
         match request:
             case messages.Attach():
-                self._reply(identity, messages.AttachRefused(plane=request.plane, reason=text))
+                self._reply(identity, messages.AttachRefused(plane=request.plane, reason=text, detached=True))
             case messages.Ask():
                 self._reply(identity, messages.Deny(read=request.read, reason="detached", detail=text))
             case messages.Commit():

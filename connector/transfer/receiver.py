@@ -83,6 +83,7 @@ class SourceRead(msgspec.Struct, eq=False):
     ``address``: the P rank as the request names it. ``planned``: the spans to read. Where P sends the bytes, ``boxes``
     are the chunks of these spans, and ``tags`` the tags of the chunks whose messages have not arrived. ``note`` is P's
     posted grant where D found one. ``placed``: by tag, the messages with checksums that are received into pages.
+    ``moved``: the number of its last progress among those of all reads, by bytes in D's pages; 0 before the first.
     """
 
     number: int
@@ -95,6 +96,7 @@ class SourceRead(msgspec.Struct, eq=False):
     tags: set[int] = msgspec.field(default_factory=set)
     note: PostedGrant | None = None
     placed: dict[int, PlacedMessage] = msgspec.field(default_factory=dict)
+    moved: int = 0
 
     @property
     def state(self) -> ReadState:
@@ -157,6 +159,7 @@ class Receiver:
         self._arrived: deque[tuple[Link, Received]] = deque()
         self._writing: list[PageWrite] = []
         self._moving = False  # a copy by a plane has just begun or moved bytes
+        self._moves = 0  # how often bytes of any read came into D's pages
 
     def __bool__(self) -> bool:
         return bool(self._reads)
@@ -185,6 +188,13 @@ class Receiver:
     def stopped(self) -> list[SourceRead]:
         """The reads that were stopped, and of which messages can arrive."""
         return [read for read in self._reads.values() if read.state.stopped]
+
+    def others_move(self, read: SourceRead) -> bool:
+        """Whether another read over the link of a read goes on, and has made progress since this one did."""
+        return any(
+            other.moved > read.moved and not other.state.stopped and not other.state.landed
+            for other in self.through(read.link)
+        )
 
     def forget(self, read: SourceRead) -> None:
         """Forget a read of which no message can arrive any more."""
@@ -319,7 +329,7 @@ class Receiver:
             if write.seen != before:
                 self._moving = True
                 if not write.read.state.stopped:
-                    write.read.active_load.nbytes += write.seen - (before or 0)
+                    self._count(write.read, write.seen - (before or 0))
                 yield write.read, WriteMoved()
 
     def finished_writes(self) -> Iterator[Happening]:
@@ -334,8 +344,15 @@ class Receiver:
             load = write.read.active_load
             load.copied_at = max(load.copied_at, write.copy.ended_at)
             if failure is None and not write.read.state.stopped:
-                load.nbytes += write.nbytes - (write.seen or 0)
+                self._count(write.read, write.nbytes - (write.seen or 0))
             yield write.read, WriteEnded(failure)
+
+    def _count(self, read: SourceRead, nbytes: int) -> None:
+        """Count bytes of a read that have come into D's pages."""
+        if nbytes:
+            self._moves += 1
+            read.moved = self._moves
+            read.active_load.nbytes += nbytes
 
     def copies_of(self, active_load: ActiveLoad) -> list[Copy]:
         """The copies of a load that are under way."""

@@ -141,11 +141,11 @@ def test_a_release_that_cannot_be_sent_costs_nothing_else(
     token, keeper = grant(p, "req-p", THEIRS, TOKENS), halves(d)[1]._lease_keeper
     real, asked = keeper._link, []
 
-    def link(address: Any) -> Any:
+    def link(address: Any, now: float) -> Any:
         asked.append(address.tp_rank)
         if address.tp_rank == 0:
             raise OSError(errno.EMFILE, "planted")
-        return real(address)
+        return real(address, now)
 
     monkeypatch.setattr(keeper, "_link", link)
     with caplog.at_level("WARNING", "vllm.kvferry"):

@@ -5,13 +5,18 @@ from __future__ import annotations
 import gc
 import os
 from contextlib import suppress
+from typing import Any
+
+import pytest
 
 from kvferry.connector.config import Settings
+from kvferry.connector.protocol import load_attempts
+from kvferry.transport.errors import GeometryError
 from tests.handover.gates import halves
 from tests.handover.opening import OURS, THEIRS, TOKENS
 from tests.handover.rank_group import RankGroup
 from tests.support.rank_process import remote_peer
-from tests.support.ranks import load_plan, wait
+from tests.support.ranks import SOON, load_plan, wait
 
 
 def boards() -> int:
@@ -23,9 +28,21 @@ def boards() -> int:
     return found
 
 
-def test_the_boards_of_dead_producers_are_unmapped(group: RankGroup) -> None:
+@pytest.mark.parametrize("again", [False, True], ids=["at once", "at the second attempt"])
+def test_the_boards_of_dead_producers_are_unmapped(
+    group: RankGroup, monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    monkeypatch.setattr(load_attempts, "SAME_PEER_SECONDS", 0.0)
     d = group.rank(engine_id="engine-d", settings=Settings(plane="cma"))
-    links = halves(d)[1]._links
+    links, receiver = halves(d)[1]._links, halves(d)[1]._receiver
+    check = receiver.check_grant
+
+    def damaged_once(read: Any, given: Any) -> None:
+        if again and read.active_load.number == 1:
+            raise GeometryError("planted")
+        check(read, given)
+
+    monkeypatch.setattr(receiver, "check_grant", damaged_once)
     gc.collect()
     gc.disable()
     try:
@@ -39,6 +56,8 @@ def test_the_boards_of_dead_producers_are_unmapped(group: RankGroup) -> None:
             assert not d.failed and boards() > before
             p.kill()
             assert wait(lambda: not len(links), [d])
-        assert wait(lambda: boards() == before, [d])
+        assert wait(lambda: boards() == before, [d], SOON)
+        assert d.worker.rank_context is not None
+        assert d.worker.rank_context.stats.take()["retried"] == ({"data": 3} if again else {})
     finally:
         gc.enable()

@@ -169,8 +169,27 @@ def test_a_d_that_p_has_forgotten_greets_again(group: RankGroup) -> None:
 def test_an_attach_without_a_handshake_is_refused(pair: tuple[Rank, Rank], raw: RawD) -> None:
     """Also that of a D that P has forgotten, which else waits until its handshake is late."""
     raw.send(messages.Attach(plane="shm", payload=b"x"))
-    assert "forgotten" in raw.answer(messages.AttachRefused).reason
+    refused = raw.answer(messages.AttachRefused)
+    assert "forgotten" in refused.reason and refused.detached
     another_works(*pair)
+
+
+def test_a_d_that_p_forgets_before_it_attaches_greets_again(group: RankGroup) -> None:
+    """D takes none of its planes for refused."""
+    p, d = (group.rank(settings=Settings(plane="shm"), engine_id=f"engine-{name}") for name in "pd")
+    p.fill(THEIRS, TOKENS)
+    producer = halves(p)[0]
+    attach, forgotten = producer._request, []
+
+    def forgets_once(identity: bytes, request: messages.Request, now: float, address: str) -> None:
+        if isinstance(request, messages.Attach) and not forgotten:
+            forgotten.append(producer._sessions._sessions.pop(identity))
+        attach(identity, request, now, address)
+
+    producer._request = forgets_once
+    begin(p, d)
+    assert wait(lambda: d.received == {"req-d"} and p.sent == {"req-p"}, [p, d])
+    assert not d.failed and d.worker.rank_context.stats.take()["retried"] == {"peer_lost": 1}
 
 
 @pytest.mark.parametrize("where", ["get", "_perform"], ids=["before it is known", "after it has asked"])
@@ -182,11 +201,11 @@ def test_a_load_that_breaks_while_it_starts_is_reported(
     owner = half._links if where == "get" else half
     real, calls = getattr(owner, where), []
 
-    def breaks(*args: Any) -> Any:
+    def breaks(*args: Any, **options: Any) -> Any:
         if not calls:
             calls.append(args)
             raise RuntimeError("planted")
-        return real(*args)
+        return real(*args, **options)
 
     token = grant([p], "req-p", THEIRS, TOKENS)
     monkeypatch.setattr(owner, where, breaks)

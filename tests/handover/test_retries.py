@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import secrets
 import socket
 from collections.abc import Sequence
@@ -13,7 +14,8 @@ from msgspec.structs import replace
 
 from kvferry.connector.config import Settings
 from kvferry.connector.protocol import load_attempts, messages
-from kvferry.connector.protocol.failed_planes import AVOIDED_SECONDS
+from kvferry.connector.protocol.failed_planes import avoided_seconds
+from kvferry.connector.protocol.handover import HandoverPhase
 from kvferry.connector.protocol.load_attempts import LoadPhase
 from kvferry.connector.protocol.step_plan import KeepLease, PeerEngine, RemoteLease, StepPlan
 from tests.handover.gates import PATIENT, Gate, halves
@@ -23,10 +25,14 @@ from tests.handover.slow_copies import install
 from tests.support.rank_process import remote_peer
 from tests.support.ranks import Rank, grant, let_time_pass, load_plan, peer, wait
 
+OTHERS = [10, 14, 12, 9, 13, 15, 11]
+"""Blocks of D for a second load."""
 WIDE = {"content": 512, "layers": 16}
 """A hand-over of 13 MB."""
 SMALL_SLOTS = {"slot_bytes": 64 << 10, "staging_bytes": 1 << 20, "lease_seconds": 600.0}
 LONG = {**SMALL_SLOTS, "transfer_timeout_seconds": 30.0, "handover_timeout_seconds": 120.0}
+AVOIDED = avoided_seconds(120.0)
+"""How long D avoids a plane with these settings."""
 
 
 class Trickle:
@@ -83,6 +89,16 @@ def load_of(d: Rank) -> Any:
     return loads[0] if loads else None
 
 
+def loads_of(d: Rank) -> list[Any]:
+    return list(halves(d)[1]._active_loads)
+
+
+def moving(d: Rank, count: int) -> bool:
+    """Whether D has so many loads, and P has granted all of them."""
+    loads = loads_of(d)
+    return len(loads) == count and all(load.lifetime.state.phase is HandoverPhase.MOVING for load in loads)
+
+
 def in_the_middle(d: Rank) -> bool:
     load = load_of(d)
     return load is not None and load.nbytes > 0
@@ -127,11 +143,11 @@ def test_a_plane_that_breaks_is_left_for_the_next(
     )  # fmt: skip
     assert figures(p)["leases"] == {"released": 1}
     changed = [line.getMessage() for line in caplog.records if "is changed from" in line.getMessage()]
-    assert len(changed) == 1 and f"from {broken} to {then} for {AVOIDED_SECONDS:g} s: {broken}: " in changed[0]
+    assert len(changed) == 1 and f"from {broken} to {then} for {AVOIDED:g} s: {broken}: " in changed[0]
     assert "attempt 2" in next(text for text in caplog.messages if "req-d done" in text)
     another_works(p, d)
     assert list(figures(d)["finished"]) == [then], "for some time"
-    let_time_pass(d, AVOIDED_SECONDS + 1)
+    let_time_pass(d, AVOIDED + 1)
     assert wait(lambda: not list(halves(d)[1]._links))
     for rank in (p, d):
         rank.sent.clear()
@@ -155,6 +171,84 @@ def test_a_plane_on_which_nothing_moves_is_left_for_the_next(group: RankGroup) -
     assert torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS)) and reports.ok == [True]
     found = figures(d)
     assert (found["retried"], found["planes_changed"]) == ({"timeout": 1}, {"tcp": 1})
+
+
+def test_each_plane_on_which_nothing_moves_is_left_in_turn(group: RankGroup) -> None:
+    """No attempt begins on a link that the last one has just lost, and no plane comes back before all were tried."""
+    p, d = pair(group, ("tcp", "shm", "cma"))
+    trickle, reports = Trickle(p, 0), Reports(d)
+    begin(p, d)
+    for number, seconds in ((1, 31), (2, 95)):
+        assert wait(lambda number=number: moving(d, 1) and load_of(d).number == number, [p, d])  # type: ignore[misc]
+        let_time_pass(d, seconds)
+    assert wait(lambda: d.received == {"req-d"}, [p, d]), "P need not send over the third one"
+    trickle.turns = float("inf")
+    assert wait(lambda: p.sent == {"req-p"}, [p, d])
+    found = figures(d)
+    assert (found["retried"], list(found["finished"]), reports.ok) == ({"timeout": 2}, ["cma"], [True])
+
+
+def test_the_next_load_does_not_meet_the_stuck_plane(group: RankGroup) -> None:
+    """Also where no attempt follows, as after a load inside a step."""
+    p, d = pair(group, ("tcp", "shm"))
+    trickle, reports = Trickle(p, 0), Reports(d)
+    token = grant([p], "req-p", THEIRS, TOKENS)
+    d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS, now=True))
+    assert wait(lambda: moving(d, 1), [p, d])
+    let_time_pass(d, 31)
+    assert wait(lambda: reports.ok == [False], [p, d])
+    trickle.turns = float("inf")
+    assert wait(lambda: p.sent == {"req-p"}, [p, d])
+    let_time_pass(d, 33)
+    another_works(p, d)
+    assert list(figures(d)["finished"]) == ["shm"]
+
+
+def test_a_plane_is_left_though_two_loads_are_stuck_on_it(group: RankGroup) -> None:
+    """The second load comes while the first one waits. Neither takes the other for a proof that the plane works."""
+    p, d = pair(group, ("tcp", "shm"))
+    trickle, reports = Trickle(p, 0), Reports(d)
+    begin(p, d, "one")
+    assert wait(lambda: moving(d, 1), [p, d])
+    let_time_pass(d, 15)
+    begin(p, d, "two", ours=OTHERS)
+    assert wait(lambda: moving(d, 2), [p, d])
+    let_time_pass(d, 31)
+    assert wait(lambda: loads_of(d)[0].number == 2, [p, d])
+    trickle.turns = float("inf")
+    assert wait(lambda: len(d.received) == 2 and len(p.sent) == 2, [p, d])
+    assert all(torch.equal(d.read(ids, TOKENS), d.wanted(TOKENS)) for ids in (OURS, OTHERS))
+    found = figures(d)
+    assert (found["retried"], found["planes_changed"]) == ({"timeout": 1, "peer_lost": 1}, {"tcp": 1})
+    assert reports.ok == [True, True] and list(found["finished"]) == ["shm"]
+
+
+def test_a_plane_on_which_another_load_moves_is_kept(group: RankGroup) -> None:
+    p, d = pair(group, ("tcp", "shm"))
+    trickle, sender = Trickle(p, 0), halves(p)[0]._sender
+    stuck, turn = [begin(p, d, "one")], sender.turn
+
+    def passes_over_one(now: float) -> Any:
+        outgoing = sender._outgoing[0]
+        if outgoing.token not in stuck:
+            return turn(now)
+        sender._outgoing.rotate(-1)
+        return outgoing, False, None
+
+    sender.turn = passes_over_one
+    assert wait(lambda: moving(d, 1), [p, d])
+    begin(p, d, "two", ours=OTHERS)
+    assert wait(lambda: moving(d, 2), [p, d])
+    let_time_pass(d, 15)
+    trickle.turns = 3
+    assert wait(lambda: loads_of(d)[1].nbytes > 0 and trickle.done == 3, [p, d])
+    let_time_pass(d, 31)
+    assert wait(lambda: loads_of(d)[0].number == 2, [p, d])
+    stuck.clear()
+    trickle.turns = float("inf")
+    assert wait(lambda: len(d.received) == 2 and len(p.sent) == 2, [p, d])
+    found = figures(d)
+    assert (found["retried"], found["planes_changed"]) == ({"timeout": 1}, {}) and not d.failed
 
 
 def test_the_plane_that_is_named_is_tried_again(group: RankGroup) -> None:
@@ -204,6 +298,29 @@ def test_a_lease_that_is_over_is_followed_by_the_other_p(group: RankGroup) -> No
     d.worker.post(both("req-d", secrets.token_bytes(16), peer([p]), token, peer([p])))
     assert wait(lambda: d.received == {"req-d"} and p.sent == {"req-p"}, [p, d])
     assert not d.failed and figures(d)["retried"] == {"expired": 1}
+
+
+@pytest.mark.parametrize("how", ["no link", "no address", "a strange rank"])
+def test_a_first_attempt_that_cannot_begin_is_followed_by_the_other_p(
+    group: RankGroup, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    p, d = pair(group)
+    gone, links = peer([p]), halves(d)[1]._links
+    real = links._new
+
+    def no_descriptor(life: Any, address: Any, now: float) -> Any:
+        if address.port == 1:
+            raise OSError(errno.EMFILE, "planted")
+        return real(life, address, now)
+
+    monkeypatch.setattr(links, "_new", no_descriptor)
+    rank = {"no link": {"port": 1}, "no address": {"pp_rank": 1}, "a strange rank": {"tp_rank": 7}}[how]
+    gone = replace(gone, ranks=(replace(p.address, **rank),))
+    token = grant([p], "req-p", THEIRS, TOKENS)
+    d.worker.post(both("req-d", secrets.token_bytes(16), gone, token, peer([p])))
+    assert wait(lambda: d.received == {"req-d"} and p.sent == {"req-p"}, [p, d])
+    assert not d.failed and not halves(d)[1]._lease_keeper
+    assert figures(d)["retried"] == {"peer_lost" if how == "no link" else "incompatible": 1}
 
 
 def test_a_p_that_trickles_ends_at_the_deadline(group: RankGroup) -> None:

@@ -92,7 +92,7 @@ def test_renewals_of_many_ranks_are_spread_over_ticks(group: RankGroup, monkeypa
     ranks = tuple(replace(peer([p]).ranks[0], tp_rank=n, port=20000 + n) for n in range(16))
     engine = replace(peer([p]), tp_size=16, ranks=ranks, lease_seconds=1e-9)
 
-    def link(address: Any) -> Any:
+    def link(address: Any, now: float) -> Any:
         asked.append(time.monotonic())
         raise OSError(24, "planted")
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvferry.connector.protocol import handover as h
 from kvferry.connector.protocol import load_attempts as a
-from kvferry.connector.protocol.failed_planes import AVOIDED_SECONDS, MAX_PEERS, FailedPlanes
+from kvferry.connector.protocol.failed_planes import AVOIDED_SECONDS, MAX_PEERS, FailedPlanes, avoided_seconds
 from kvferry.connector.protocol.metrics import FAILURE_KINDS, FailureKind
 from kvferry.connector.protocol.state_machine import Tick
 
@@ -49,8 +49,8 @@ def test_what_another_attempt_can_mend(kind: FailureKind) -> None:
 @pytest.mark.parametrize("kind", FAILURE_KINDS)
 def test_another_p_is_asked_at_once(kind: FailureKind) -> None:
     _, effects = run(first(peers=2), failed(kind), Tick())
-    mended = kind in ("peer_lost", "timeout", "data", "checksum", "expired", "plane")
-    assert effects == [a.BeginAttempt(1)] if mended else reported(effects, failed(kind))
+    final = kind in ("cancelled", "internal")
+    assert reported(effects, failed(kind)) if final else effects == [a.BeginAttempt(1)]
 
 
 def test_a_load_inside_a_step_is_not_tried_again() -> None:
@@ -149,7 +149,7 @@ class Rank:
             self.writing = set(self.state.pending)
         if isinstance(event, h.SourceMoved | h.SourceDrained) and moving:
             self.writing.discard(event.source)
-        waits = self.loads is not None
+        waits = self.loads is not None and self.loads.phase is a.LoadPhase.WAITING
         self.state, effects = h.HANDOVER.step(self.state, event, self.now)
         self.perform(effects)
         if waits and isinstance(event, h.CancelLoad | Tick):
@@ -199,22 +199,26 @@ def test_one_report_and_one_release_after_the_last_attempt(
 
 
 def test_a_plane_that_broke_is_avoided_for_a_time() -> None:
-    planes = FailedPlanes()
+    planes = FailedPlanes(AVOIDED_SECONDS)
     planes.add("p", "tcp", "cut", 10)
     planes.add("p", "shm", "gone", 20)
-    planes.expire(10 + AVOIDED_SECONDS - 0.1)
-    assert planes.of("p") == {"tcp": "cut", "shm": "gone"} and planes.of("q") == {}
+    assert planes.of("p", 9 + AVOIDED_SECONDS) == {"tcp": "cut", "shm": "gone"} and planes.of("q", 20) == {}
+    assert planes.of("p", 10 + AVOIDED_SECONDS) == {"shm": "gone"}, "also before it is forgotten"
     planes.expire(10 + AVOIDED_SECONDS)
-    assert planes.of("p") == {"shm": "gone"}
+    assert planes.of("p", 20) == {"shm": "gone"}
     planes.add("p", "shm", "again", 50)
     planes.expire(20 + AVOIDED_SECONDS)
-    assert planes.of("p") == {"shm": "again"}
+    assert planes.of("p", 20 + AVOIDED_SECONDS) == {"shm": "again"}
     planes.expire(1e9)
     assert not len(planes)
 
 
+def test_a_plane_is_avoided_for_all_attempts_of_a_load() -> None:
+    assert (avoided_seconds(600), avoided_seconds(5)) == (600, AVOIDED_SECONDS)
+
+
 def test_the_planes_that_broke_are_bounded() -> None:
-    planes = FailedPlanes()
+    planes = FailedPlanes(AVOIDED_SECONDS)
     for peer in range(MAX_PEERS + 5):
         planes.add(peer, "tcp", "cut", 0)
-    assert len(planes) == MAX_PEERS and not planes.of(4) and planes.of(5)
+    assert len(planes) == MAX_PEERS and not planes.of(4, 0) and planes.of(5, 0)
