@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from typing import NamedTuple
 
 AVOIDED_SECONDS = 60.0
-"""How long D at least chooses another data plane to a rank of P whose plane broke while its control connection stood."""
+"""How long D at least chooses another plane to a rank of P whose plane broke while its control connection stood."""
 MAX_PEERS = 4096
 """Ranks of P of which broken planes are kept."""
 

@@ -119,7 +119,7 @@ class Consumer:
         self._begin(active_load, sources, effects, now)
 
     def _sources(self, load: Load, now: float, *, redial: bool = False) -> list[Source]:
-        """The ranks of P that an attempt reads from. Where it cannot begin, the reason takes the place of all of them."""
+        """The ranks of P that an attempt reads from. Where it cannot begin, the reason takes the place of all."""
         try:
             self._lease_keeper.keep(load.token, load.peer, load.request_id, now)
             addresses = self._links.source_addresses(load.peer)

@@ -314,8 +314,8 @@ class Receiver:
 
     def collect(self) -> Iterator[Happening]:
         """Unpack some of the messages that have arrived, and check the copies under way. Yields the events of both."""
-        for link in dict.fromkeys(read.link for read in self._reads.values()):
-            channel = link.channel
+        for read in self._reads.values():  # of two over one link, the second finds nothing
+            link, channel = read.link, read.link.channel
             if channel is not None and not channel.pulls and link.phase is LinkPhase.ATTACHED:
                 self._arrived.extend((link, message) for message in channel.poll())
         for _ in range(min(UNPACKS_PER_TURN, len(self._arrived))):
