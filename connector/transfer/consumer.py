@@ -98,8 +98,10 @@ class Consumer:
 
     def load(self, load: Load, now: float, *, alone: bool = False) -> None:
         """Start a hand-over. ``alone``: no other hand-over is about to begin."""
-        for lease in (load, *load.alternatives):
-            with suppress(KVFerryError):  # an attempt at this P finds the same
+        with suppress(KVFerryError):  # an attempt at this P finds the same
+            self._lease_keeper.keep(load.token, load.peer, load.request_id, now)
+        for lease in load.alternatives:
+            with suppress(KVFerryError):
                 self._lease_keeper.keep(lease.token, lease.peer, load.request_id, now)
         try:
             ids = [self._rank_context.caches.kernel_ids(g, unpack_ids(ids)) for g, ids in enumerate(load.block_ids)]
@@ -121,7 +123,8 @@ class Consumer:
     def _sources(self, load: Load, now: float, *, redial: bool = False) -> list[Source]:
         """The ranks of P that an attempt reads from. Where it cannot begin, the reason takes the place of all."""
         try:
-            self._lease_keeper.keep(load.token, load.peer, load.request_id, now)
+            if redial:  # it may be that the lease could not be kept before
+                self._lease_keeper.keep(load.token, load.peer, load.request_id, now)
             addresses = self._links.source_addresses(load.peer)
             return [(self._links.get(address, now, redial=redial), address) for address in addresses]
         except KVFerryError as error:
