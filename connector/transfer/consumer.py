@@ -151,9 +151,12 @@ class Consumer:
 
     def _release(self, load: Load, now: float) -> None:
         """The request reads no more under any of its leases."""
-        self._lease_keeper.release(load.token, load.request_id, now)
-        for lease in load.alternatives:
-            self._lease_keeper.release(lease.token, load.request_id, now)
+        for lease in (load, *load.alternatives):
+            try:
+                self._lease_keeper.release(lease.token, load.request_id, now)
+            except Exception:  # the others hold blocks of P, too
+                self._log.exception("release", "kvferry: unexpected error in a release of %s", load.request_id)
+                self._rank_context.stats.failed("internal")
 
     # --- the loop's calls ---------------------------------------------------------------------------------------
 

@@ -292,6 +292,24 @@ def test_without_a_failure_both_leases_are_released_once(group: RankGroup) -> No
     assert not d.failed and figures(p)["leases"] == figures(other)["leases"] == {"released": 1}
 
 
+def test_an_error_at_one_lease_does_not_keep_the_other(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    p, d = pair(group)
+    other = group.rank(settings=Settings(**LONG), engine_id="engine-other", **WIDE)
+    token, second = grant([p], "req-p", THEIRS, TOKENS), grant([other], "req-other", THEIRS, TOKENS)
+    keeper = halves(d)[1]._lease_keeper
+    release = keeper.release
+
+    def breaks(lease: bytes, *rest: Any) -> None:
+        if lease == token:
+            raise RuntimeError("planted")
+        release(lease, *rest)
+
+    monkeypatch.setattr(keeper, "release", breaks)
+    d.worker.post(both("req-d", token, peer([p]), second, peer([other])))
+    assert wait(lambda: d.received == {"req-d"} and other.sent == {"req-other"}, [p, d, other])
+    assert not d.failed and set(keeper._kept) == {token} and figures(d)["failed"] == {"internal": 1}
+
+
 def test_a_lease_that_is_over_is_followed_by_the_other_p(group: RankGroup) -> None:
     p, d = pair(group, ask_hold_seconds=0.1)
     token = grant([p], "req-p", THEIRS, TOKENS)
