@@ -71,8 +71,7 @@ REQUESTS = [
 REPLIES = [
     Welcome(**FACTS, planes=(PlaneOffer("ucx", b"x"),)),
     Refused(field="dtype", ours="float16", theirs="bfloat16"),
-    AttachRefused(plane="shm", reason="no room"),
-    AttachRefused(plane="shm", reason="no handshake was made", detached=True),
+    AttachRefused(plane="shm", reason="no room", detached=True),
     Attached(plane="ucx", slot_bytes=4 << 20),
     Grant(read=1, num_tokens=100, chunks=4, block_ids=(struct.pack("<3i", 5, 0, 7),)),
     Deny(read=1, reason="expired"),
