@@ -22,12 +22,13 @@ from kvferry.connector.protocol.load_attempts import LoadAttemptsEvent
 from kvferry.connector.protocol.source_read import CommitWanted, HandoverEnded, NothingToRead, ReadFailed, StopRead
 from kvferry.connector.protocol.state_machine import Lifetime, Tick
 from kvferry.connector.protocol.step_plan import KeepLease, Load, RankAddress, UnneededLease, unpack_ids
+from kvferry.connector.transfer.active_load import ActiveLoad, SourceRead
 from kvferry.connector.transfer.lease_keeper import LeaseKeeper
 from kvferry.connector.transfer.link import Link
 from kvferry.connector.transfer.links import Links
 from kvferry.connector.transfer.load_reports import FinishedLoad, LoadReports, OnBegun
 from kvferry.connector.transfer.rank_context import RankContext
-from kvferry.connector.transfer.receiver import ActiveLoad, Receiver, SourceRead
+from kvferry.connector.transfer.receiver import Receiver
 from kvferry.connector.transfer.source_reads import SourceReads
 from kvferry.transport.errors import KVFerryError, TransportError
 
@@ -151,9 +152,9 @@ class Consumer:
 
     def _release(self, load: Load, now: float) -> None:
         """The request reads no more under any of its leases."""
-        for lease in (load, *load.alternatives):
+        for token in (load.token, *(lease.token for lease in load.alternatives)):
             try:
-                self._lease_keeper.release(lease.token, load.request_id, now)
+                self._lease_keeper.release(token, load.request_id, now)
             except Exception:  # the others hold blocks of P, too
                 self._log.exception("release", "kvferry: unexpected error in a release of %s", load.request_id)
                 self._rank_context.stats.failed("internal")

@@ -13,7 +13,7 @@ from kvferry.connector.protocol.link_state import LinkPhase
 from kvferry.connector.protocol.metrics import HandoverStats
 from kvferry.connector.protocol.step_plan import Load
 from kvferry.connector.protocol.transfer_estimate import UNKNOWN, TransferEstimate
-from kvferry.connector.transfer.receiver import ActiveLoad, SourceRead
+from kvferry.connector.transfer.active_load import ActiveLoad, SourceRead
 from kvferry.transport.channels import Copy
 
 logger = logging.getLogger("vllm.kvferry.consumer")

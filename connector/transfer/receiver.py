@@ -14,14 +14,12 @@ import msgspec
 
 from kvferry.connector.geometry.byte_ranges import byte_ranges, join_ranges, pages_of
 from kvferry.connector.geometry.read_plan import PlannedSpan
-from kvferry.connector.protocol import handover, messages
+from kvferry.connector.protocol import messages
 from kvferry.connector.protocol.handover import Reason
 from kvferry.connector.protocol.link_state import LinkPhase
-from kvferry.connector.protocol.load_attempts import LoadAttempts, LoadAttemptsEffect, LoadAttemptsEvent
 from kvferry.connector.protocol.source_read import (
     SOURCE_READ,
     MessagesLeft,
-    ReadEffect,
     ReadEvent,
     ReadFailed,
     ReadState,
@@ -30,8 +28,9 @@ from kvferry.connector.protocol.source_read import (
     WriteMoved,
 )
 from kvferry.connector.protocol.state_machine import Lifetime
-from kvferry.connector.protocol.step_plan import Load, RankAddress, unpack_ids
-from kvferry.connector.transfer.caches import Ids, PageBox, RankCaches
+from kvferry.connector.protocol.step_plan import RankAddress, unpack_ids
+from kvferry.connector.transfer.active_load import ActiveLoad, SourceRead
+from kvferry.connector.transfer.caches import PageBox, RankCaches
 from kvferry.connector.transfer.checksums import (
     PlacedMessage,
     Verdict,
@@ -41,78 +40,12 @@ from kvferry.connector.transfer.checksums import (
 from kvferry.connector.transfer.link import Link
 from kvferry.kernels.paged_copy import Pages
 from kvferry.transport.channels import ByteRanges, Copy, PageRead, Pieces, Received
-from kvferry.transport.errors import GeometryError, IncompatiblePeerError
-from kvferry.transport.grant_board import PostedGrant
+from kvferry.transport.errors import GeometryError
 
 logger = logging.getLogger("vllm.kvferry.receiver")
 
 UNPACKS_PER_TURN = 4
 """Messages that the thread unpacks before it looks at control messages again."""
-
-
-class ActiveLoad(msgspec.Struct, eq=False):
-    """One attempt of one request's hand-over on this rank.
-
-    ``load``: with the lease and the P engine of this attempt; ``posted``: as the engine posted it. ``ids``: kernel
-    block ids per region. ``alone``: no other hand-over began in the same step. ``begun``: the engine knows that all
-    copies are under way; only for a load inside a step. ``copied_at``: the end of its last copy, by ``time.monotonic``,
-    where it was noted. ``attempts``: ``None`` while no attempt of this load has failed.
-    """
-
-    load: Load
-    posted: Load
-    lifetime: Lifetime[handover.Handover, handover.HandoverEvent, handover.HandoverEffect]
-    started: float
-    ids: list[Ids]
-    alone: bool = False
-    begun: bool = False
-    reads: list[SourceRead] = msgspec.field(default_factory=list)
-    nbytes: int = 0
-    copied_at: float = 0.0
-    attempts: Lifetime[LoadAttempts, LoadAttemptsEvent, LoadAttemptsEffect] | None = None
-
-    @property
-    def number(self) -> int:
-        """Of this attempt; the first is 1."""
-        return 1 if self.attempts is None else self.attempts.state.number
-
-
-class SourceRead(msgspec.Struct, eq=False):
-    """One hand-over's part from one P rank.
-
-    ``address``: the P rank as the request names it. ``planned``: the spans to read. Where P sends the bytes, ``boxes``
-    are the chunks of these spans, and ``tags`` the tags of the chunks whose messages have not arrived. ``note`` is P's
-    posted grant where D found one. ``placed``: by tag, the messages with checksums that are received into pages.
-    ``moved``: the number of its last progress among those of all reads, by bytes in D's pages; 0 before the first.
-    """
-
-    number: int
-    active_load: ActiveLoad
-    link: Link
-    address: RankAddress
-    lifetime: Lifetime[ReadState, ReadEvent, ReadEffect]
-    planned: tuple[PlannedSpan, ...] = ()
-    boxes: list[PageBox] = msgspec.field(default_factory=list)
-    tags: set[int] = msgspec.field(default_factory=set)
-    note: PostedGrant | None = None
-    placed: dict[int, PlacedMessage] = msgspec.field(default_factory=dict)
-    moved: int = 0
-
-    @property
-    def state(self) -> ReadState:
-        return self.lifetime.state
-
-    def misfit(self) -> Reason | None:
-        """Why the P rank is not of the form that the request names; ``None`` where it is."""
-        try:
-            self.link.check_addressed(self.active_load.load.peer, self.address)
-        except IncompatiblePeerError as error:
-            return Reason("incompatible", f"{self.link.name}: {error}")
-        return None
-
-    def tag(self, chunk: int) -> int:
-        """A chunk's tag on the data plane, unique in this process."""
-        return self.number << 32 | chunk
 
 
 Happening = tuple[SourceRead, ReadEvent]

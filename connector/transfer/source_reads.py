@@ -22,14 +22,15 @@ from kvferry.connector.protocol.source_read import (
     ReadGranted,
     SendCommit,
 )
+from kvferry.connector.transfer.active_load import ActiveLoad, SourceRead
 from kvferry.connector.transfer.lease_keeper import LeaseKeeper
 from kvferry.connector.transfer.link import Link
 from kvferry.connector.transfer.load_reports import grant_stands
 from kvferry.connector.transfer.rank_context import RankContext
-from kvferry.connector.transfer.receiver import ActiveLoad, Happening, Receiver, SourceRead
+from kvferry.connector.transfer.receiver import Happening, Receiver
 from kvferry.transport.errors import GeometryError, ProtocolError, shortened
 
-logger = logging.getLogger("vllm.kvferry.consumer")
+logger = logging.getLogger("vllm.kvferry.source_reads")
 
 
 _DENIED: dict[messages.DenyReason, FailureKind] = {

@@ -133,10 +133,10 @@ def test_what_cannot_be_renewed_costs_no_other_lease(
     ]
     real = claims._link
 
-    def link(address: RankAddress) -> Any:
+    def link(address: RankAddress, now: float) -> Any:
         if address.host == "127.0.0.2":
             raise OSError(errno.EMFILE, "planted")
-        return real(address)
+        return real(address, now)
 
     monkeypatch.setattr(claims, "_link", link)
     d.worker.post(StepPlan(consumer=b"c" * 16, keeps=tuple(keeps[::-1] if bad_first else keeps)))

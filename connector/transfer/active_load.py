@@ -1,0 +1,83 @@
+"""The records of D's hand-overs: an attempt, and its reads, one from each rank of P."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvferry.connector.geometry.read_plan import PlannedSpan
+from kvferry.connector.protocol import handover
+from kvferry.connector.protocol.handover import Reason
+from kvferry.connector.protocol.load_attempts import LoadAttempts, LoadAttemptsEffect, LoadAttemptsEvent
+from kvferry.connector.protocol.source_read import ReadEffect, ReadEvent, ReadState
+from kvferry.connector.protocol.state_machine import Lifetime
+from kvferry.connector.protocol.step_plan import Load, RankAddress
+from kvferry.connector.transfer.caches import Ids, PageBox
+from kvferry.connector.transfer.checksums import PlacedMessage
+from kvferry.connector.transfer.link import Link
+from kvferry.transport.errors import IncompatiblePeerError
+from kvferry.transport.grant_board import PostedGrant
+
+
+class ActiveLoad(msgspec.Struct, eq=False):
+    """One attempt of one request's hand-over on this rank.
+
+    ``load``: with the lease and the P engine of this attempt; ``posted``: as the engine posted it. ``ids``: kernel
+    block ids per region. ``alone``: no other hand-over began in the same step. ``begun``: the engine knows that all
+    copies are under way; only for a load inside a step. ``copied_at``: the end of its last copy, by ``time.monotonic``,
+    where it was noted. ``attempts``: ``None`` while no attempt of this load has failed.
+    """
+
+    load: Load
+    posted: Load
+    lifetime: Lifetime[handover.Handover, handover.HandoverEvent, handover.HandoverEffect]
+    started: float
+    ids: list[Ids]
+    alone: bool = False
+    begun: bool = False
+    reads: list[SourceRead] = msgspec.field(default_factory=list)
+    nbytes: int = 0
+    copied_at: float = 0.0
+    attempts: Lifetime[LoadAttempts, LoadAttemptsEvent, LoadAttemptsEffect] | None = None
+
+    @property
+    def number(self) -> int:
+        """Of this attempt; the first is 1."""
+        return 1 if self.attempts is None else self.attempts.state.number
+
+
+class SourceRead(msgspec.Struct, eq=False):
+    """One hand-over's part from one P rank.
+
+    ``address``: the P rank as the request names it. ``planned``: the spans to read. Where P sends the bytes, ``boxes``
+    are the chunks of these spans, and ``tags`` the tags of the chunks whose messages have not arrived. ``note`` is P's
+    posted grant where D found one. ``placed``: by tag, the messages with checksums that are received into pages.
+    ``moved``: the number of its last progress among those of all reads, by bytes in D's pages; 0 before the first.
+    """
+
+    number: int
+    active_load: ActiveLoad
+    link: Link
+    address: RankAddress
+    lifetime: Lifetime[ReadState, ReadEvent, ReadEffect]
+    planned: tuple[PlannedSpan, ...] = ()
+    boxes: list[PageBox] = msgspec.field(default_factory=list)
+    tags: set[int] = msgspec.field(default_factory=set)
+    note: PostedGrant | None = None
+    placed: dict[int, PlacedMessage] = msgspec.field(default_factory=dict)
+    moved: int = 0
+
+    @property
+    def state(self) -> ReadState:
+        return self.lifetime.state
+
+    def misfit(self) -> Reason | None:
+        """Why the P rank is not of the form that the request names; ``None`` where it is."""
+        try:
+            self.link.check_addressed(self.active_load.load.peer, self.address)
+        except IncompatiblePeerError as error:
+            return Reason("incompatible", f"{self.link.name}: {error}")
+        return None
+
+    def tag(self, chunk: int) -> int:
+        """A chunk's tag on the data plane, unique in this process."""
+        return self.number << 32 | chunk
