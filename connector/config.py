@@ -93,8 +93,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         Annotated[tuple[Annotated[str, Meta(max_length=64)], ...], Meta(max_length=256)] | None,
         _doc(
             "networks that D may connect to, such as 10.1.0.0/16; requests name the addresses of P; in the environment "
-            "separated by commas. Where unset, keys decide; without keys D connects to loopback only, and must have "
-            "the list where side_channel_host is no loopback address"
+            "separated by commas. Where unset, keys decide; with insecure, D connects to loopback only, and does not "
+            "start without the list where side_channel_host is no loopback address"
         ),
     ] = None
     checksum: Annotated[
