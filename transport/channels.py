@@ -76,6 +76,8 @@ class Channel(ABC):
 
     error: TransportError | None = None
     """Set once the peer is gone or broke the protocol, and never unset; messages in flight then never arrive."""
+    encrypted: bool = False
+    """Whether the bytes that leave the host are encrypted. At D's end it is known after ``Plane.finish``."""
 
     def fail(self, reason: str) -> None:
         """Set ``error``, unless it is set already."""

@@ -304,6 +304,8 @@ class Link:
             self._choice.note_error(error)
             self._step(PlaneRejected(reply.plane, str(error)))
             return
+        if self.channel.encrypted:
+            self._log.info(self._key("encrypted"), "kvferry: KV bytes from %s are encrypted", self.name)
         self.slot_bytes, self.pages = reply.slot_bytes - trailer_bytes(self.checksum), reply.pages
         if not self.plane.pulls:
             self._step(PlaneAttached(reply.plane, ready=True))

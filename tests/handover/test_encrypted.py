@@ -15,7 +15,10 @@ from tests.support.ranks import wait
 
 @pytest.mark.parametrize("content", [16, 64], ids=["slots", "pieces"])
 @pytest.mark.parametrize("checksum", [False, True])
-def test_the_bytes_of_p(group: RankGroup, monkeypatch: pytest.MonkeyPatch, checksum: bool, content: int) -> None:
+def test_the_bytes_of_p(
+    group: RankGroup, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, checksum: bool, content: int
+) -> None:
+    caplog.set_level("INFO", "vllm.kvferry")
     opened = []
     real = Cipher.open
 
@@ -33,3 +36,4 @@ def test_the_bytes_of_p(group: RankGroup, monkeypatch: pytest.MonkeyPatch, check
         assert wait(lambda name=name: f"{name}-d" in d.received and f"{name}-p" in p.sent, [p, d])  # type: ignore[misc]
         assert not d.failed and torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS))
     assert opened
+    assert f"KV bytes from engine pp0 tp0 at 127.0.0.1:{p.address.port} are encrypted" in caplog.text

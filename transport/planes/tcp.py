@@ -130,7 +130,7 @@ class TcpPlane(SocketPlane):
         if reply:
             if len(reply) != KEY_BYTES:
                 raise ProtocolError(f"tcp: Attached carries a key of {len(reply)} bytes, expected {KEY_BYTES}")
-            channel.cipher = Cipher(reply)
+            channel.cipher, channel.encrypted = Cipher(reply), True
 
     def progress(self) -> bool:
         if self._closed:

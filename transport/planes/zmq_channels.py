@@ -128,6 +128,8 @@ class ZmqSendChannel(SendChannel):
 class ZmqRecvChannel(ExpectingChannel):
     """D's end. ``_waiting``: messages that are here and wait for a page-locked slot."""
 
+    encrypted = True
+
     def __init__(self, plane: ZmqPlane, host: str, port: int, key: bytes, window: int) -> None:
         super().__init__()
         self._plane = plane
