@@ -175,12 +175,16 @@ def idle_step() -> str:
     figures = result["figures"]
     parts = [
         ["the whole step, with KVFerry minus without a connector", "idle_step_us"],
+        ["the whole step, with KVFerry minus with a connector that does nothing", "over_empty_us"],
         ["of it in KVFerry's methods: scheduler", "hooks_scheduler_us"],
         ["of it in KVFerry's methods: worker", "hooks_worker_us"],
         ["besides, for each attention layer whose hooks vLLM calls", "layer_us"],
     ]
-    spread = f" ({figures['idle_step_low_us']:.1f} to {figures['idle_step_high_us']:.1f})"
-    rows = [[text, f"{figures[name]:.1f}{spread if name == 'idle_step_us' else ''}"] for text, name in parts]
+    spread = {
+        f"{name}_us": f" ({figures[f'{name}_low_us']:.1f} to {figures[f'{name}_high_us']:.1f})"
+        for name in ("idle_step", "over_empty")
+    }
+    rows = [[text, f"{figures[name]:.1f}{spread.get(name, '')}"] for text, name in parts]
     return "\n\n".join(
         [
             "No vLLM engine takes part in this measurement beyond its scheduler, and no request is handed over. "
@@ -188,8 +192,7 @@ def idle_step() -> str:
             "Microseconds that the connector adds to a step that hands nothing over, `benchmarks/idle_step.py`: "
             "vLLM's scheduler and the calls of its model runner around an empty forward, "
             f"{result['requests']} requests that decode. Steps with and without the connector take turns; median of "
-            f"{result['rounds'] * result['steps']} differences, with its 95 % confidence interval. What vLLM itself "
-            "does where it has a connector is in the difference.",
+            f"{result['rounds'] * result['steps']} differences, with its 95 % confidence interval.",
             table(["part", "us"], rows),
         ]
     )
