@@ -28,8 +28,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_
 
 from kvferry.connector.protocol.state_machine import Tick
 from kvferry.connector.protocol.step_plan import unpack_ids
-from kvferry.connector.transfer import consumer as consumer_module
-from kvferry.connector.transfer import load_reports
+from kvferry.connector.transfer import load_reports, source_reads
 from kvferry.transport.control.unread_bytes import shutdown_connection
 from kvferry.transport.planes import cma
 from tests.support.kv_bytes import Cached, cached_layer
@@ -198,7 +197,7 @@ class FaultProbe:
 
     def wt_trust_all(self) -> None:
         """Break D: it takes every grant for one that stands. The benchmark must see wrong tokens then."""
-        for module in (load_reports, consumer_module):
+        for module in (load_reports, source_reads):
             module.grant_stands = lambda read: True  # type: ignore[attr-defined]
 
     # --- P ------------------------------------------------------------------------------------------------------
