@@ -151,7 +151,7 @@ class FaultProbe:
         """Be ready to plant faults in loads. ``path``: the socket of the benchmark's process."""
         self._wt_path = path
         self._wt_planted: dict[str, str] = {}
-        self._wt_due: dict[int, tuple[str, str]] = {}
+        self._wt_due: dict[int, tuple[Any, str, str]] = {}  # by the identity of a copy: it, the request, the fault
         thread = _transfer_thread()
         receiver: Any = thread._consumer._receiver
         plane: Any = thread._rank_context.plane("cma")
@@ -159,22 +159,22 @@ class FaultProbe:
 
         def begin(read: Any, grant: Any) -> Iterator[Any]:
             name = name_of(read.active_load.load.request_id)
-            kind = self._wt_planted.pop(name, None) if name is not None else None
+            kind = self._wt_planted.get(name or "")
             for happening in begin_pull(read, grant):
                 if kind is not None and plane.copies:
-                    self._wt_due[id(plane.copies[-1])] = name or "", kind
+                    self._wt_due[id(plane.copies[-1])] = plane.copies[-1], name or "", kind
                 yield happening
 
         def half() -> bool:
             copy = plane.copies[0] if plane.copies else None
-            due = self._wt_due.pop(id(copy), None)
-            if due is None:
+            of, name, kind = self._wt_due.pop(id(copy), (None, "", ""))
+            if of is not copy or self._wt_planted.pop(name, None) is None:  # else of a copy that ended before its turn
                 return bool(progress())
-            if due[1] == COPY_ERROR:
+            if kind == COPY_ERROR:
                 copy._pid = NOBODY
             with mock.patch.object(cma, "TURN_BYTES", max(1, int(copy._left.nbytes.sum()) // 2)):
                 progress()
-            self._wt_act(*due)
+            self._wt_act(name, kind)
             return True
 
         receiver.begin_pull, plane.progress = begin, half

@@ -10,6 +10,7 @@ engines always give the same run. Whatever is lost, left, late, reported twice o
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import multiprocessing
 import random
@@ -44,6 +45,8 @@ def simulate(seed: int, count: int, engines: int, shown: bool = False) -> dict[s
     torch.set_num_threads(1)
     began, last = time.process_time(), time.monotonic()
     fleet = Fleet(seed, count, engines, engines)
+    gc.freeze()  # Python's search for garbage looks at the whole fleet
+    gc.set_threshold(200_000, 50, 1000)
 
     def progress(fleet: Fleet) -> None:
         nonlocal last
