@@ -152,6 +152,7 @@ class FaultProbe:
         self._wt_path = path
         self._wt_planted: dict[str, str] = {}
         self._wt_due: dict[int, tuple[Any, str, str]] = {}  # by the identity of a copy: it, the request, the fault
+        self._wt_fired: list[str] = []
         thread = _transfer_thread()
         receiver: Any = thread._consumer._receiver
         plane: Any = thread._rank_context.plane("cma")
@@ -170,6 +171,7 @@ class FaultProbe:
             of, name, kind = self._wt_due.pop(id(copy), (None, "", ""))
             if of is not copy or self._wt_planted.pop(name, None) is None:  # else of a copy that ended before its turn
                 return bool(progress())
+            self._wt_fired.append(name)
             if kind == COPY_ERROR:
                 copy._pid = NOBODY
             with mock.patch.object(cma, "TURN_BYTES", max(1, int(copy._left.nbytes.sum()) // 2)):
@@ -182,6 +184,10 @@ class FaultProbe:
     def wt_plant(self, name: str, kind: str) -> None:
         """Let the load of this request fail so."""
         self._wt_planted[name] = kind
+
+    def wt_fired(self) -> list[str]:
+        """The requests in whose copies a fault was planted and acted."""
+        return self._wt_fired
 
     def _wt_act(self, name: str, kind: str) -> None:
         if kind == COPY_ERROR:

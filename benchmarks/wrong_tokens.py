@@ -233,13 +233,15 @@ def rows_of(run: Run, groups: list[list[Ask]]) -> list[dict[str, Any]]:
     for names, _ in RECOVERED.findall(log):
         inside_failed.update(NAMES.findall(names))
     failed |= inside_failed
+    fired = set(run.d.rpc("wt_fired")[0])
     rows = []
     handed = [ask for asks in groups for ask in asks if ask.handed_over]
     for kind in dict.fromkeys((None, *KINDS, KILLED, *(ask.fault for ask in handed))):
         names = {ask.name for ask in handed if ask.fault == kind}
         rows.append(
             {
-                "planted": kind or "nothing", "handovers": len(names), "failed": len(names & failed),
+                "planted": kind or "nothing", "handovers": len(names), "fired": len(names & fired),
+                "failed": len(names & failed),
                 "failed_inside_step": len(names & inside_failed),
                 "loaded_inside_step": sum(done.get(name, False) for name in names - failed),
                 "loaded_beside": sum(not done[name] for name in names - failed if name in done),
@@ -328,7 +330,17 @@ def result_of(run: Run, rows: list[dict[str, Any]], held: dict[str, float], args
 
 
 def show(result: dict[str, Any]) -> None:
-    heads = ("hand-overs", "failed", "in step", "loaded in step", "beside", "none", "wrong tokens", "wrong KV")
+    heads = (
+        "hand-overs",
+        "in the copy",
+        "failed",
+        "in step",
+        "loaded in step",
+        "beside",
+        "none",
+        "wrong tokens",
+        "wrong KV",
+    )
     print(f"\n{'planted':34}" + "".join(f"{head:>15}" for head in heads))
     for row in result["rows"]:
         print(f"{row['planted']:34}" + "".join(f"{value:>15}" for key, value in row.items() if key != "planted"))

@@ -6,7 +6,6 @@ The tables ``handover`` and ``load_attempts`` decide. This file performs their e
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable, Set
 from contextlib import suppress
@@ -31,8 +30,6 @@ from kvferry.connector.transfer.rank_context import RankContext
 from kvferry.connector.transfer.receiver import Receiver
 from kvferry.connector.transfer.source_reads import SourceReads
 from kvferry.transport.errors import KVFerryError, TransportError
-
-logger = logging.getLogger("vllm.kvferry.consumer")
 
 Effect = handover.HandoverEffect | load_attempts.LoadAttemptsEffect
 Source = tuple[Link, RankAddress] | Reason

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from kvferry.connector.protocol.metrics import FAILURE_KINDS
 from kvferry.transport.registry import plane_names, preferred_planes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -160,6 +161,12 @@ def test_every_measurement_first_says_its_failure_policy() -> None:
     assert len(sections) == len(generator()["REGIONS"]["docs/benchmarks.md"])
     for section in sections:
         assert re.match(rf"[^\n]+\n\n<!-- generated \S+: [^\n]+ -->\n{first}", section), section[:200]
+
+
+def test_the_page_of_settings_names_each_reason_of_the_metrics() -> None:
+    text = read("docs/settings.md").replace("\n", " ")
+    found = re.search(r"`reason` of a hand-over or an attempt is one of (.*?)\.", text)
+    assert found is not None and CODE.findall(found[1]) == list(FAILURE_KINDS)
 
 
 def test_the_readme_has_no_figure_of_another_policy_than_it_recommends() -> None:

@@ -45,8 +45,6 @@ def simulate(seed: int, count: int, engines: int, shown: bool = False) -> dict[s
     torch.set_num_threads(1)
     began, last = time.process_time(), time.monotonic()
     fleet = Fleet(seed, count, engines, engines)
-    gc.freeze()  # Python's search for garbage looks at the whole fleet
-    gc.set_threshold(200_000, 50, 1000)
 
     def progress(fleet: Fleet) -> None:
         nonlocal last
@@ -79,6 +77,7 @@ def simulate(seed: int, count: int, engines: int, shown: bool = False) -> dict[s
 
 
 def _simulate(job: tuple[int, int, int]) -> dict[str, Any]:
+    gc.set_threshold(200_000, 50, 1000)  # of this process: each search for garbage looks at the whole fleet
     return simulate(*job, shown=True)
 
 

@@ -4,8 +4,8 @@ P makes the key and tells D in its answer to D's Attach, on the control connecti
 on the channel, so each key and nonce is used once: the nonce is the number of the message. The header of a message is
 authenticated with it. So bytes that were changed, left out, repeated or moved are never taken for P's.
 
-In user space AES-GCM takes an eighth of the time that CURVE takes for the same bytes or less
-(benchmarks/encrypted_planes.py); the kernel's TLS would need its module on both hosts.
+Over it, ``tcp`` moves twice the bytes in a second that ``zmq`` moves over CURVE (benchmarks/encrypted_planes.py). The
+kernel's TLS would need its module on both hosts.
 """
 
 from __future__ import annotations
