@@ -10,6 +10,8 @@ D asks, P answers. One hand-over from one P rank to one D rank is a *read*, numb
                                     ◀── Welcome(geometry, planes on offer) | Refused
     Attach(plane, payload)          ──▶
                                     ◀── Attached | AttachRefused      (once per pair of ranks)
+    Resolve(number, name)           ──▶ held until P begins, or grants, a prompt of this name
+                                    ◀── Resolved(number, params) | Unresolved
     Renew(tokens)                   ──▶                               (any time while D waits)
     Ask(read, token, spans)         ──▶ held if the lease is not there yet
                                     ◀── Grant(read, chunks) | Deny
@@ -24,7 +26,7 @@ Version history: 1, the first; 2, grants posted on a board, large messages small
 byte behind each message over TCP; 4, one small message at the end of a span; 5, fields by their present names, a
 refusal with typed fields, grants without the unused ``epoch`` and ``ready``; 6, planes of one host name P's process
 only, and its files after D has attached, and P says that it closes; 7, a checksum behind each message with KV bytes,
-where either side demands it.
+where either side demands it; 8, a name is resolved to a lease, and a prompt may be read while P computes it.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ from kvferry.transport.errors import ProtocolError
 from kvferry.transport.grant_board import BoardAddress
 
 MAGIC = b"kvferry"
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 MAX_REPLY_BYTES = 8 << 20
 """Bound on one message of P; 2 million block ids fit."""
 MAX_REQUEST_BYTES = 1 << 20
@@ -53,6 +55,8 @@ MIN_CHUNK_BYTES = MIN_SLOT_BYTES - TRAILER_BYTES
 """Bound on the size of a chunk that a peer names: smaller chunks would be too many. A checksum follows in its slot."""
 MAX_RENEWED = 4096
 """Tokens of one Renew."""
+MAX_PARAMS_BYTES = 1 << 20
+"""Bound on ``kv_transfer_params`` in MessagePack: the addresses of 4096 ranks fit."""
 
 Token = Annotated[bytes, Meta(min_length=16, max_length=16)]
 """Names a lease: 128 random bits. A D that sends this token may read."""
@@ -156,8 +160,48 @@ class Ask(_Message, frozen=True):
     chunk_bytes: ChunkBytes
 
 
+class Resolve(_Message, frozen=True):
+    """D asks for the lease of the prompt that P knows by ``name``: a transfer id, or a request id. Needs no handshake.
+
+    ``until``: P answers when it has begun to compute the prompt, or when it has granted its lease. Where that does not
+    happen within ``ask_hold_seconds``, P answers ``Unresolved``, and D may ask again. ``engine_id``: the engine that D
+    means; empty where D does not know it.
+    """
+
+    number: ReadNumber
+    name: Annotated[str, Meta(min_length=1, max_length=256, pattern=PRINTABLE)]
+    engine_id: Annotated[str, Meta(max_length=256, pattern=PRINTABLE)] = ""
+    until: Literal["begun", "granted"] = "begun"
+
+
+class Resolved(_Message, frozen=True):
+    """P's answer: ``params`` are the ``kv_transfer_params`` of the lease, in MessagePack. ``streams``, ``found`` and
+    ``step_tokens``: as in ``step_plan.Prefill``, ``streams`` false where the lease has been granted."""
+
+    number: ReadNumber
+    params: Annotated[bytes, Meta(max_length=MAX_PARAMS_BYTES)]
+    streams: bool = False
+    found: Count = 0
+    step_tokens: Count = 0
+
+
+class Unresolved(_Message, frozen=True):
+    """P knows no prompt of this name. ``final``: D must not ask again, because P will hand none over."""
+
+    number: ReadNumber
+    final: bool
+    detail: Text = ""
+
+
+class LeaveName(_Message, frozen=True):
+    """D does not need the answer to a Resolve any more."""
+
+    number: ReadNumber
+
+
 class Grant(_Message, frozen=True):
-    """The read may proceed: ``chunks`` messages will come for its tokens.
+    """The read may proceed: ``chunks`` messages will come for its tokens. P repeats it without block ids while it
+    computes tokens of the read, as a sign of life.
 
     ``num_tokens`` and ``prompt`` describe the prompt that the lease covers: its length, and its digest
     (``transfer_params.prompt_digest``, which includes the number of tokens).
@@ -226,9 +270,9 @@ class Renew(_Message, frozen=True):
     tokens: Annotated[tuple[Token, ...], Meta(max_length=MAX_RENEWED)]
 
 
-Request = Hello | Attach | Ask | Cancel | Commit | Release | Renew
+Request = Hello | Attach | Ask | Cancel | Commit | Release | Renew | Resolve | LeaveName
 HandshakeReply = Welcome | Refused | Attached | AttachRefused
-Reply = HandshakeReply | Grant | Deny | Stopped | Committed | Closing
+Reply = HandshakeReply | Grant | Deny | Stopped | Committed | Closing | Resolved | Unresolved
 Message = Request | Reply
 
 _grant_decoder: msgspec.msgpack.Decoder[Grant] = msgspec.msgpack.Decoder(Grant)

@@ -61,6 +61,71 @@ class LeaseGrant(msgspec.Struct, frozen=True):
         return f"LeaseGrant({self.request_id!r})"
 
 
+class Prefill(msgspec.Struct, frozen=True):
+    """P: a prompt that the engine begins to compute in this step, and that will be handed over.
+
+    ``names``: what D may know it by before it knows ``token``, the token of its later lease: its transfer id and its
+    request id. ``params``: the ``kv_transfer_params`` of the later lease, in MessagePack. ``found``: tokens found in the
+    prefix cache. ``step_tokens``: tokens that this first step computes. ``streams``: ``PrefillChunk`` follow, so parts of
+    the prompt may be read before all of it is computed.
+    """
+
+    request_id: str
+    token: bytes
+    num_tokens: int
+    prompt: str
+    names: tuple[str, ...]
+    params: bytes
+    found: int
+    step_tokens: int
+    streams: bool
+
+    def __repr__(self) -> str:
+        return f"Prefill({self.request_id!r})"
+
+
+class PrefillChunk(msgspec.Struct, frozen=True):
+    """P: this step computes tokens ``[start, stop)`` of the prompt under ``token``; those before ``start`` are computed
+    when all steps before this one have ended.
+
+    ``block_ids``: per block table, the blocks that the prompt got since its last chunk, packed by ``pack_ids``.
+    ``restarts``: the engine had preempted the request: all blocks of earlier chunks are lost, and these are all.
+    """
+
+    token: bytes
+    start: int
+    stop: int
+    block_ids: tuple[bytes, ...]
+    restarts: bool = False
+
+    def __repr__(self) -> str:
+        return f"PrefillChunk({self.start}, {self.stop})"
+
+
+class PrefillStop(msgspec.Struct, frozen=True):
+    """P: the blocks of a prompt under ``token`` are lost from this step on. ``ended``: the prompt will not be handed
+    over; else the engine has preempted its request, and a chunk that ``restarts`` follows."""
+
+    token: bytes
+    ended: bool
+
+    def __repr__(self) -> str:
+        return f"PrefillStop(ended={self.ended})"
+
+
+class Rendezvous(msgspec.Struct, frozen=True):
+    """D: a request whose P is known, but not yet the token of its lease. A rank of P at ``host`` and ``port`` tells it
+    when it knows a prompt of this ``name``. ``engine_id``: of P; empty where it is unknown. ``key``: the fingerprint of
+    P's public key; empty where it is that of D."""
+
+    request_id: str
+    host: str
+    port: int
+    engine_id: str
+    name: str
+    key: str = ""
+
+
 class KeepLease(msgspec.Struct, frozen=True):
     """D: a request that will need this lease. D renews the lease until the request is loaded or dropped.
 
@@ -100,6 +165,7 @@ class Load(msgspec.Struct, frozen=True):
     must check because the lease's parameters came with the client's request. ``now``: the engine computes with the
     loaded tokens in the step of this plan. ``behind``: a step in flight may still use the blocks, so the copies wait
     for the work that the device was given before this step. ``alternatives``: where to load from if ``peer`` fails.
+    ``found`` and ``step_tokens``: as in ``Prefill``, where P still computes the prompt; else 0.
     """
 
     request_id: str
@@ -111,6 +177,8 @@ class Load(msgspec.Struct, frozen=True):
     now: bool = False
     behind: bool = True
     alternatives: tuple[RemoteLease, ...] = ()
+    found: int = 0
+    step_tokens: int = 0
 
     def __repr__(self) -> str:
         return f"Load({self.request_id!r})"
@@ -122,7 +190,9 @@ class StepPlan(msgspec.Struct, frozen=True):
     ``consumer`` names this life of this engine to P. ``cancels``: loads to cancel. ``releases``: kept leases
     under which a request will load nothing. ``idle``: the engine computes nothing in this step, so a worker may wait
     for its loads. ``step``: the number of this step. ``after_prefill``: the step before computed a prompt that will be
-    handed over from here. Its lease comes with a later plan, and is granted when that step has ended.
+    handed over from here. Its lease comes with a later plan, and is granted when that step has ended. ``prefills``,
+    ``chunks`` and ``stops``: of the prompts that P computes. ``rendezvous``: requests of D whose P must be asked for the
+    token; ``left``: requests that do not need their answer any more.
     """
 
     consumer: bytes = bytes(16)
@@ -134,10 +204,18 @@ class StepPlan(msgspec.Struct, frozen=True):
     idle: bool = False
     step: int = 0
     after_prefill: bool = False
+    prefills: tuple[Prefill, ...] = ()
+    chunks: tuple[PrefillChunk, ...] = ()
+    stops: tuple[PrefillStop, ...] = ()
+    rendezvous: tuple[Rendezvous, ...] = ()
+    left: tuple[str, ...] = ()
 
     @property
     def empty(self) -> bool:
-        return not (self.leases or self.keeps or self.loads or self.cancels or self.releases)
+        return not (
+            self.leases or self.keeps or self.loads or self.cancels or self.releases
+            or self.prefills or self.chunks or self.stops or self.rendezvous or self.left
+        )  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -157,7 +235,7 @@ class StepResults:
 def by_region(plan: StepPlan, tables: Sequence[int]) -> StepPlan:
     """The plan with block ids and tokens per region of a rank instead of per block table of the engine. ``tables``: the
     block table of each region; a pipeline stage may hold layers of only some tables."""
-    if not (plan.leases or plan.loads):
+    if not (plan.leases or plan.loads or plan.chunks):
         return plan
     leases = tuple(
         msgspec.structs.replace(lease, block_ids=tuple(map(lease.block_ids.__getitem__, tables)))
@@ -171,7 +249,11 @@ def by_region(plan: StepPlan, tables: Sequence[int]) -> StepPlan:
         )
         for load in plan.loads
     )
-    return msgspec.structs.replace(plan, leases=leases, loads=loads)
+    chunks = tuple(
+        msgspec.structs.replace(chunk, block_ids=tuple(map(chunk.block_ids.__getitem__, tables)))
+        for chunk in plan.chunks
+    )
+    return msgspec.structs.replace(plan, leases=leases, loads=loads, chunks=chunks)
 
 
 def pack_ids(block_ids: list[int]) -> bytes:
