@@ -66,8 +66,8 @@ class Prefill(msgspec.Struct, frozen=True):
 
     ``names``: what D may know it by before it knows ``token``, the token of its later lease: its transfer id and its
     request id. ``params``: the ``kv_transfer_params`` of the later lease, in MessagePack. ``found``: tokens found in the
-    prefix cache. ``step_tokens``: tokens that this first step computes. ``streams``: ``PrefillChunk`` follow, so parts of
-    the prompt may be read before all of it is computed.
+    prefix cache. ``step_tokens``: tokens that this first step computes. ``streams``: ``PrefillChunk`` follow, so parts
+    of the prompt may be read before all of it is computed.
     """
 
     request_id: str
