@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
-from kvferry.connector.protocol import request_lifetime
-from kvferry.connector.protocol.step_plan import KeepLease, LeaseGrant, Load, StepPlan, UnneededLease
+from kvferry.connector.protocol import prompt_prefill, request_lifetime
+from kvferry.connector.protocol.step_plan import (
+    KeepLease,
+    LeaseGrant,
+    Load,
+    Prefill,
+    PrefillChunk,
+    PrefillStop,
+    StepPlan,
+    UnneededLease,
+)
 
 
 class StepPlanBuilder:
@@ -17,14 +26,17 @@ class StepPlanBuilder:
         self._reset()
 
     def _reset(self) -> None:
-        self.leases: list[LeaseGrant] = []
+        self._leases: list[LeaseGrant] = []
         self._keeps: list[KeepLease] = []
         self._loads: list[Load] = []
         self._cancels: list[str] = []
         self._releases: list[UnneededLease] = []
+        self._prefills: list[Prefill] = []
+        self._chunks: list[PrefillChunk] = []
+        self._stops: list[PrefillStop] = []
 
-    def add(self, request_id: str, effect: request_lifetime.RequestEffect) -> None:
-        """Add an effect of the lifetime of a request."""
+    def add(self, request_id: str, effect: request_lifetime.RequestEffect | prompt_prefill.PromptEffect) -> None:
+        """Add an effect of the lifetime of a request, or of its prompt."""
         match effect:
             case request_lifetime.PlanKeep(keep):
                 self._keeps.append(keep)
@@ -34,13 +46,26 @@ class StepPlanBuilder:
                 self._cancels.append(request_id)
             case request_lifetime.PlanRelease(token):
                 self._releases.append(UnneededLease(request_id, token))
+            case prompt_prefill.PlanPrefill(prefill):
+                self._prefills.append(prefill)
+            case prompt_prefill.PlanChunk(chunk):
+                self._chunks.append(chunk)
+            case prompt_prefill.PlanStop(stop):
+                self._stops.append(stop)
+            case prompt_prefill.PlanLease(lease):
+                self._leases.append(lease)
+
+    @property
+    def loads_inside(self) -> bool:
+        """Whether the next step computes with the tokens of a load of its plan."""
+        return any(load.now for load in self._loads)
 
     def take(self, *, idle: bool, after_prefill: bool) -> StepPlan:
         """The plan of the next step, with everything that was added since the last one."""
         self.step += 1
         plan = StepPlan(
             consumer=self._consumer,
-            leases=tuple(self.leases),
+            leases=tuple(self._leases),
             keeps=tuple(self._keeps),
             loads=tuple(self._loads),
             cancels=tuple(self._cancels),
@@ -48,6 +73,9 @@ class StepPlanBuilder:
             idle=idle,
             step=self.step,
             after_prefill=after_prefill,
+            prefills=tuple(self._prefills),
+            chunks=tuple(self._chunks),
+            stops=tuple(self._stops),
         )
         self._reset()
         return plan

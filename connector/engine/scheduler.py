@@ -12,7 +12,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from kvferry.connector.config import Settings
 from kvferry.connector.engine.alternatives import alternatives
 from kvferry.connector.engine.block_contents import covers, first_held, used_blocks
 from kvferry.connector.engine.plan_builder import StepPlanBuilder
+from kvferry.connector.engine.prefills import Prefills
 from kvferry.connector.engine.prompt_checks import check_kept, check_prompt
 from kvferry.connector.engine.step_load_rule import StepLoadRule
 from kvferry.connector.engine.steps_in_flight import StepsInFlight
@@ -29,19 +30,16 @@ from kvferry.connector.engine.transfer_params import (
     RemotePrompt,
     check_reachable,
     from_transfer_params,
-    prompt_digest,
-    to_transfer_params,
     wants_load,
     wants_prefill,
 )
-from kvferry.connector.geometry.engine_types import BlockTable, RequestView
+from kvferry.connector.geometry.engine_types import BlockTable, RequestView, ScheduledTokens
 from kvferry.connector.geometry.topology import MAX_RANKS
 from kvferry.connector.protocol import request_lifetime
 from kvferry.connector.protocol.request_lifetime import RequestEffect, RequestEvent, RequestPhase, RequestState
 from kvferry.connector.protocol.state_machine import Lifetime
 from kvferry.connector.protocol.step_plan import (
     KeepLease,
-    LeaseGrant,
     Load,
     PeerEngine,
     RankAddress,
@@ -93,6 +91,7 @@ class SchedulerHalf:
         step_loads: bool = False,
         steps: StepsInFlight | None = None,
         shares_steps: bool = False,
+        streams: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
@@ -112,6 +111,8 @@ class SchedulerHalf:
                 blocks that were freed. ``None`` where it cannot report all: then copies wait for the engine's device,
                 and no load goes inside a step.
             shares_steps: other engines' steps wait for this engine's, as with data-parallel ranks.
+            streams: whether no tokens of the engine come from elsewhere, such as another connector, so that all tokens
+                stand that it computes.
             clock: seconds, never going back.
         """
         self._settings = settings
@@ -124,11 +125,12 @@ class SchedulerHalf:
         self._log = RateLimitedLog(logger)
         self._produces, self._consumes = produces, consumes
         self._host_id = host_id
-        self._us: PeerEngine | None = None
         self._requests: dict[str, EngineRequest] = {}  # all requests of the engine
         self._prefills: dict[str, EngineRequest] = {}  # the requests that are handed over from here
         self._plan = StepPlanBuilder(secrets.token_bytes(16))
         self._clock = clock
+        self._prompts = Prefills(self._tables, self._plan, clock)
+        self._streams = streams
         self._estimates = TransferEstimates(tp_size)
         self._rule = StepLoadRule(settings.step_hold_seconds if step_loads and consumes and steps else 0.0)
         self._steps = steps
@@ -141,7 +143,7 @@ class SchedulerHalf:
         tp_size, pp_size = self._sizes
         ordered = tuple(sorted(ranks, key=lambda rank: (rank.pp_rank, rank.tp_rank)))
         shardings = tuple(sorted({table.sharding for table in self._tables}))
-        self._us = PeerEngine(
+        self._prompts.us = PeerEngine(
             self._engine_id, tp_size, pp_size, self._settings.lease_seconds, ordered, self._host_id, shardings
         )
 
@@ -157,6 +159,7 @@ class SchedulerHalf:
         self._requests[request.request_id] = entry
         if self._produces and wants_prefill(request.params):
             self._prefills[request.request_id] = entry
+            self._prompts.add(request)
         try:
             self._check_role(request)
             entry.remote_prompt = from_transfer_params(request.params, self._max_sizes) if self._consumes else None
@@ -326,26 +329,26 @@ class SchedulerHalf:
             self._advance(entry, request_lifetime.RequestEnded())
             if self._prefills.pop(request.request_id, None) is not None:
                 computed_in = entry.computed_in
-        if not (self._produces and completed and wants_prefill(request.params)):
-            return False, None
-        return self._lease(request, block_ids, computed_in)
+        params = None
+        if self._produces and completed and wants_prefill(request.params):
+            params = self._lease(request, block_ids, computed_in)
+        if params is None:
+            self._prompts.give_up(request.request_id)
+        return params is not None, params
 
     def _lease(
         self, request: RequestView, block_ids: Sequence[Sequence[int]], computed_in: int
-    ) -> tuple[bool, dict[str, Any] | None]:
+    ) -> dict[str, Any] | None:
         why = self._cannot_lease(request, block_ids)
         if why is not None:
             logger.warning("kvferry: no hand-over of %s: %s", request.request_id, why)
-            return False, None
-        assert self._us is not None and request.prompt_token_ids is not None
-        token, num_tokens = secrets.token_bytes(16), request.num_prompt_tokens
+            return None
+        num_tokens = request.num_prompt_tokens
         tables = list(zip(self._tables, block_ids, strict=True))
         packed = tuple(pack_ids(used_blocks(table, ids, num_tokens)) for table, ids in tables)
-        digest = prompt_digest(request.prompt_token_ids, request.extra)
         self._leases.add(request.request_id)
-        self._plan.leases.append(LeaseGrant(request.request_id, token, num_tokens, packed, digest, computed_in))
         kept = tuple((table.kind, table.window, first_held(table, ids)) for table, ids in tables if table.window)
-        return True, to_transfer_params(RemotePrompt(token, num_tokens, digest, self._us, kept))
+        return self._prompts.lease(request, packed, kept, computed_in)
 
     def drain(self) -> None:
         """Give no more leases. The leases that are held are served until they end; ``leases_held`` counts them. For an
@@ -373,7 +376,7 @@ class SchedulerHalf:
         tokens, computed = request.num_prompt_tokens, request.num_computed_tokens
         if self._draining:
             return "this engine hands nothing over any more, it is being drained"
-        if self._us is None:
+        if self._prompts.us is None:
             return "the workers' addresses are unknown"
         if request.prompt_token_ids is None:
             return "its prompt is given as embeddings"
@@ -388,7 +391,12 @@ class SchedulerHalf:
     # --- every step ---------------------------------------------------------------------------------------------
 
     def take_plan(
-        self, *, idle: bool = False, computed: Collection[str] = (), preempted: Collection[str] = ()
+        self,
+        *,
+        idle: bool = False,
+        computed: Collection[str] = (),
+        preempted: Collection[str] = (),
+        scheduled: Iterable[ScheduledTokens] = (),
     ) -> StepPlan:
         """The work of the workers since the last step.
 
@@ -396,7 +404,11 @@ class SchedulerHalf:
             idle: the engine computes nothing in this step.
             computed: the requests that the engine computes tokens of in this step.
             preempted: the requests whose blocks the engine has taken since the last step.
+            scheduled: which tokens the step computes, of the requests in ``computed`` that ``prefills`` names. Without
+                them D learns of a prompt when all of it is computed.
         """
+        self._prompts.step(scheduled, preempted, streams=self._may_stream, may_lease=not self._draining)
+        loads_inside = self._plan.loads_inside
         last = self._plan.step
         after_prefill = any(entry.computed_in == last for entry in self._prefills.values())
         plan = self._plan.take(idle=idle, after_prefill=after_prefill)
@@ -405,11 +417,22 @@ class SchedulerHalf:
             if preempted:
                 self._steps.freed(None)
                 plan = self._behind_all(plan, self._steps)
-            self._steps.scheduled()
+            self._steps.scheduled(loads=loads_inside)
         if self._prefills:
             for request_id in self._prefills.keys() & computed:
                 self._prefills[request_id].computed_in = plan.step
         return plan
+
+    @property
+    def prefills(self) -> Set[str]:
+        """The requests whose prompts are handed over from here, once they are computed."""
+        return self._prefills.keys()
+
+    def _may_stream(self, request_id: str) -> bool:
+        """Whether the tokens of a prompt stand once they are computed. Those that a load brings may prove to be
+        missing, also where the prompt finds them in the prefix cache: a load inside a step ends after that step."""
+        loads = self._plan.loads_inside or (self._steps is not None and self._steps.loads_inside)
+        return self._streams() and not loads and self._requests[request_id].remote_prompt is None
 
     @staticmethod
     def _behind_all(plan: StepPlan, steps: StepsInFlight) -> StepPlan:

@@ -17,16 +17,18 @@ class StepsInFlight:
     """Counts steps, and keeps the blocks that were freed while a step was in flight that may use them."""
 
     def __init__(self) -> None:
-        self._scheduled = self._processed = 0
+        self._scheduled = self._processed = self._loaded = 0
         self._freed: deque[tuple[int, frozenset[int] | None]] = deque()  # last step that may use them; None: any block
         self._seconds: deque[float] = deque(maxlen=REMEMBERED_STEPS)
         self._processed_at: float | None = None
 
     # --- what happens -------------------------------------------------------------------------------------------
 
-    def scheduled(self) -> None:
-        """A step was scheduled."""
+    def scheduled(self, *, loads: bool = False) -> None:
+        """A step was scheduled. ``loads``: it computes with the tokens of a load inside it."""
         self._scheduled += 1
+        if loads:
+            self._loaded = self._scheduled
 
     def processed(self, now: float, *, computed: bool = True) -> None:
         """The output of the oldest step in flight has been seen at ``now`` seconds, so its device work has ended.
@@ -52,6 +54,11 @@ class StepsInFlight:
             return False
         wanted = set(block_ids)
         return any(freed is None or not wanted.isdisjoint(freed) for _, freed in self._freed)
+
+    @property
+    def loads_inside(self) -> bool:
+        """Whether a step in flight computes with the tokens of a load inside it, which may fail yet."""
+        return self._loaded > self._processed
 
     @property
     def unknown_freed(self) -> bool:

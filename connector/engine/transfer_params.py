@@ -92,6 +92,7 @@ def to_transfer_params(remote_prompt: RemotePrompt) -> dict[str, Any]:
         "pp_size": peer.pp_size,
         "dcp_size": max(sharding.size for sharding in peer.shardings),
         "remote_num_tokens": remote_prompt.num_tokens,
+        "transfer_mode": "push",  # to llm-d's router: it may send both legs of the next request at once
         "kvferry": {
             "v": PARAMS_VERSION,
             "token": remote_prompt.token.hex(),

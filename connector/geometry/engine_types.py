@@ -43,6 +43,21 @@ class BlockTable:
 
 
 @dataclass(frozen=True, slots=True)
+class ScheduledTokens:
+    """The tokens of one request that the engine computes in one step: ``count`` of them, the first is number ``start``.
+
+    ``block_ids``: per block table, the blocks that the request got since its last step; where ``all_blocks``, all that
+    it has, as in its first step, and in the first one after the engine has preempted it.
+    """
+
+    request_id: str
+    start: int
+    count: int
+    block_ids: Sequence[Sequence[int]]
+    all_blocks: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class CacheDtype:
     """The meaning of a layer group's cache elements; see ``RegionGeometry``. ``scales``: of K and V, by layer."""
 

@@ -48,7 +48,8 @@ class PeerEngine(msgspec.Struct, frozen=True):
 
 class LeaseGrant(msgspec.Struct, frozen=True):
     """P: a finished prompt whose blocks P holds. ``block_ids``: per block table, packed by ``pack_ids``. ``prompt``:
-    the digest of the prompt. ``step``: the engine's last step that computed the prompt."""
+    the digest of the prompt. ``step``: the engine's last step that computed the prompt. ``params``: the lease's
+    ``kv_transfer_params`` in MessagePack; empty where they are those of its ``Prefill``."""
 
     request_id: str
     token: bytes
@@ -56,18 +57,21 @@ class LeaseGrant(msgspec.Struct, frozen=True):
     block_ids: tuple[bytes, ...]
     prompt: str = ""
     step: int = 0
+    params: bytes = b""
 
     def __repr__(self) -> str:
         return f"LeaseGrant({self.request_id!r})"
 
 
 class Prefill(msgspec.Struct, frozen=True):
-    """P: a prompt that the engine begins to compute in this step, and that will be handed over.
+    """P: a prompt that the engine begins to compute in this step, and that will be handed over. One precedes every
+    lease and every ``PrefillStop``, if only in the same plan.
 
     ``names``: what D may know it by before it knows ``token``, the token of its later lease: its transfer id and its
-    request id. ``params``: the ``kv_transfer_params`` of the later lease, in MessagePack. ``found``: tokens found in the
-    prefix cache. ``step_tokens``: tokens that this first step computes. ``streams``: ``PrefillChunk`` follow, so parts
-    of the prompt may be read before all of it is computed.
+    request id. ``params``: the ``kv_transfer_params`` of the later lease, in MessagePack; empty where the prompt will
+    not be handed over, and a ``PrefillStop`` follows at once. ``found``: tokens found in the prefix cache.
+    ``step_tokens``: tokens that this first step computes; 0 where that is unknown. ``streams``: ``PrefillChunk``
+    follow, so parts of the prompt may be read before all of it is computed.
     """
 
     request_id: str
@@ -191,7 +195,8 @@ class StepPlan(msgspec.Struct, frozen=True):
     under which a request will load nothing. ``idle``: the engine computes nothing in this step, so a worker may wait
     for its loads. ``step``: the number of this step. ``after_prefill``: the step before computed a prompt that will be
     handed over from here. Its lease comes with a later plan, and is granted when that step has ended. ``prefills``,
-    ``chunks`` and ``stops``: of the prompts that P computes. ``rendezvous``: requests of D whose P must be asked for the
+    ``chunks`` and ``stops``: of the prompts that P computes; where several concern one prompt, prefills come before
+    stops, stops before chunks, chunks before leases. ``rendezvous``: requests of D whose P must be asked for the
     token; ``left``: requests that do not need their answer any more.
     """
 

@@ -154,8 +154,8 @@ class SourceReads:
 
     def reply(self, link: Link, reply: messages.Reply, now: float) -> None:
         """Handle a message of P."""
-        if isinstance(reply, messages.HandshakeReply | messages.Closing):
-            return  # the link has handled it
+        if isinstance(reply, messages.HandshakeReply | messages.Closing | messages.Resolved | messages.Unresolved):
+            return  # the link has handled it, or it concerns no read
         read = self._receiver.find(reply.read, link)
         if read is None:
             return  # a message for a read that has ended

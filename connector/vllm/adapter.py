@@ -101,6 +101,8 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
                 step_loads=parallel.pipeline_parallel_size == 1,
                 steps=self._steps,
                 shares_steps=parallel.data_parallel_size > 1,
+                # Below MultiConnector, another connector may load tokens, and these may prove to be missing.
+                streams=lambda: getattr(scheduler, "connector", None) is self,
             )
             if transfer.is_kv_consumer and fails:
                 logger.warning(
@@ -152,6 +154,7 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
         count = self._scheduling.num_tokens_for_d(view)
         if count and view.prompt_token_ids is not None:
             compat.truncate_prompt(request, count)
+            view = from_vllm.request_view(request)
         self._scheduling.on_new_request(view)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -169,7 +172,9 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
         idle = self._alone and scheduler_output.total_num_scheduled_tokens == 0
         computed = scheduler_output.num_scheduled_tokens.keys()
         preempted = getattr(scheduler_output, "preempted_req_ids", None) or ()
-        plan = self._scheduling.take_plan(idle=idle, computed=computed, preempted=preempted)
+        ours = self._scheduling.prefills & computed
+        scheduled = from_vllm.scheduled_tokens(scheduler_output, ours, self._groups) if ours else ()
+        plan = self._scheduling.take_plan(idle=idle, computed=computed, preempted=preempted, scheduled=scheduled)
         if self._recovery is not None:
             self._recovery.scheduled(scheduler_output, plan.loads)
         return KVFerryMetadata(plan)

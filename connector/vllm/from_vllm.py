@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence, Set
 from copy import copy
 from math import prod
 from typing import TYPE_CHECKING
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from kvferry.connector.geometry import model_identity, packing
 from kvferry.connector.geometry.cache_dtype import layer_cache_dtype
-from kvferry.connector.geometry.engine_types import BlockTable, LayerGroup, RankInfo, RequestView
+from kvferry.connector.geometry.engine_types import BlockTable, LayerGroup, RankInfo, RequestView, ScheduledTokens
 from kvferry.connector.geometry.rank_geometry import CacheKind
 from kvferry.connector.geometry.recurrent_state import Section, StateArray, sections, whole_page
 from kvferry.connector.geometry.token_sharding import UNSHARDED, TokenSharding
@@ -32,6 +32,7 @@ from vllm.v1.request import RequestStatus
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
@@ -299,6 +300,23 @@ def request_view(request: Request) -> RequestView:
         rejected=bool(getattr(request, "abort_immediately", False)),
         whole_prompt=bool(request.get_skip_reading_prefix_cache()),
     )
+
+
+def scheduled_tokens(
+    scheduler_output: SchedulerOutput, request_ids: Set[str], groups: Sequence[int]
+) -> Iterator[ScheduledTokens]:
+    """What a step computes of some requests. ``groups``: the KV cache groups whose blocks count."""
+    counts = scheduler_output.num_scheduled_tokens
+    for new in scheduler_output.scheduled_new_reqs:  # model runner V2 gets resumed requests here, too
+        if new.req_id in request_ids:
+            ids = [new.block_ids[group] for group in groups]
+            yield ScheduledTokens(new.req_id, new.num_computed_tokens, counts[new.req_id], ids, all_blocks=True)
+    cached = scheduler_output.scheduled_cached_reqs
+    for request_id, blocks, start in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):
+        if request_id in request_ids:
+            new_ids = [blocks[group] if blocks is not None else [] for group in groups]
+            resumed = request_id in cached.resumed_req_ids
+            yield ScheduledTokens(request_id, start, counts[request_id], new_ids, all_blocks=resumed)
 
 
 def max_sizes(vllm_config: VllmConfig) -> tuple[int, int]:

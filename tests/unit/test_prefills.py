@@ -1,0 +1,217 @@
+"""What P's scheduler half tells its ranks of a prompt before the lease: names, chunks, and what is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvferry.connector.config import Settings
+from kvferry.connector.engine.prompt_names import prompt_names
+from kvferry.connector.engine.scheduler import SchedulerHalf
+from kvferry.connector.engine.steps_in_flight import StepsInFlight
+from kvferry.connector.engine.transfer_params import RemotePrompt, prompt_digest, to_transfer_params
+from kvferry.connector.geometry.engine_types import BlockTable, RequestView, ScheduledTokens
+from kvferry.connector.protocol import prompt_prefill as p
+from kvferry.connector.protocol.step_plan import PeerEngine, PrefillStop, RankAddress, StepPlan, unpack_ids
+
+RANK = RankAddress(0, 0, "10.0.0.1", 1234, bytes(16))
+IDS = list(range(100))
+WANTED = {"do_remote_decode": True, "transfer_id": "tx-1"}
+FULL, WINDOW = BlockTable("full", 16), BlockTable("sliding_window", 16, window=32)
+
+
+def view(request_id: str = "cmpl-abc-0-0123abcd", params: Any = None, ids: Sequence[int] | None = IDS) -> RequestView:
+    return RequestView(request_id, params or WANTED, ids, len(IDS), 0)
+
+
+def half(*tables: BlockTable, **kwargs: Any) -> SchedulerHalf:
+    made = SchedulerHalf(
+        Settings(), "p", tables or (FULL,), tp_size=1, pp_size=1, produces=True, consumes=True, **kwargs
+    )
+    made.set_ranks([RANK])
+    return made
+
+
+def tokens(
+    start: int, count: int, ids: Sequence[int], *, fresh: bool = False, request: RequestView | None = None
+) -> ScheduledTokens:
+    return ScheduledTokens((request or view()).request_id, start, count, [ids], fresh)
+
+
+def step(scheduler: SchedulerHalf, *scheduled: ScheduledTokens, preempted: Sequence[str] = ()) -> StepPlan:
+    computed = [each.request_id for each in scheduled]
+    return scheduler.take_plan(computed=computed, scheduled=scheduled, preempted=preempted)
+
+
+def chunks(plan: StepPlan) -> list[tuple[int, int, list[int], bool]]:
+    return [(c.start, c.stop, unpack_ids(c.block_ids[0]).tolist(), c.restarts) for c in plan.chunks]
+
+
+def test_a_prompt_is_told_with_its_first_step_and_leased_under_the_same_token() -> None:
+    scheduler, request = half(), view()
+    scheduler.on_new_request(request)
+    assert step(scheduler).empty, "the engine has computed nothing"
+    plan = step(scheduler, tokens(16, 32, [7, 8, 9], fresh=True))
+    (prefill,) = plan.prefills
+    assert prefill.names == (
+        "tx-1", "cmpl-abc-0-0123abcd", "cmpl-abc-0", "abc-0", "abc", prefill.token.hex()
+    )  # fmt: skip
+    assert (prefill.num_tokens, prefill.prompt) == (100, prompt_digest(IDS))
+    assert (prefill.found, prefill.step_tokens, prefill.streams) == (16, 32, True)
+    assert chunks(plan) == [(16, 48, [7, 8, 9], False)]
+    plan = step(scheduler, tokens(48, 52, [4, 5, 6, 2, 3]))
+    assert chunks(plan) == [(48, 100, [4, 5, 6, 2], False)], "a block behind the prompt"
+    assert not plan.prefills
+    assert chunks(step(scheduler, tokens(100, 1, []))) == [], "a token of the answer"
+    held, params = scheduler.request_finished(msgspec_replace(request, 100), [[7, 8, 9, 4, 5, 6, 2, 3]], completed=True)
+    (lease,) = scheduler.take_plan().leases
+    assert held and params is not None
+    assert (lease.token, lease.prompt, lease.params) == (prefill.token, prefill.prompt, b"")
+    assert msgspec.msgpack.decode(prefill.params) == params
+    assert (params["transfer_mode"], params["transfer_id"], params["kvferry"]["token"]) == (
+        "push", "tx-1", lease.token.hex()
+    )  # fmt: skip
+
+
+def msgspec_replace(request: RequestView, computed: int) -> RequestView:
+    return RequestView(
+        request.request_id, request.params, request.prompt_token_ids, request.num_prompt_tokens, computed
+    )
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["told", "not told"])
+def test_blocks_that_the_engine_takes_are_taken_back_first(told: bool) -> None:
+    scheduler = half()
+    scheduler.on_new_request(view())
+    step(scheduler, tokens(0, 32, [7, 8], fresh=True))
+    if told:
+        plan = step(scheduler, preempted=[view().request_id])
+        assert [stop.ended for stop in plan.stops] == [False]
+        assert step(scheduler, preempted=[view().request_id]).empty, "they are lost once"
+    plan = step(scheduler, tokens(16, 16, [3, 4], fresh=True))
+    assert [stop.ended for stop in plan.stops] == ([] if told else [False])
+    assert chunks(plan) == [(16, 32, [3, 4], True)]
+    assert chunks(step(scheduler, tokens(32, 16, [5]))) == [(32, 48, [5], False)]
+
+
+def aborts(scheduler: SchedulerHalf) -> None:
+    scheduler.request_finished(view(), [[7, 8]], completed=False)
+
+
+def finds_tokens_invalid(scheduler: SchedulerHalf) -> None:
+    plan = step(scheduler, tokens(0, 48, [9]))
+    assert not plan.chunks
+    scheduler._plan._stops += plan.stops
+
+
+@pytest.mark.parametrize("end", [aborts, finds_tokens_invalid])
+def test_a_prompt_that_is_not_handed_over_is_told_so(end: Callable[[SchedulerHalf], None]) -> None:
+    scheduler = half()
+    scheduler.on_new_request(view())
+    (prefill,) = step(scheduler, tokens(0, 32, [7, 8], fresh=True)).prefills
+    end(scheduler)
+    assert scheduler.take_plan().stops == (PrefillStop(prefill.token, ended=True),)
+
+
+def test_a_request_that_ends_before_its_first_step_is_told_too() -> None:
+    scheduler = half()
+    scheduler.on_new_request(view())
+    aborts(scheduler)
+    plan = scheduler.take_plan()
+    ((prefill,), (stop,)) = plan.prefills, plan.stops
+    assert ("tx-1" in prefill.names, prefill.params, stop.ended) == (True, b"", True)
+
+
+@pytest.mark.parametrize("why", ["draining", "embeddings"])
+def test_a_prompt_that_cannot_be_leased_is_told_and_given_up(why: str) -> None:
+    scheduler = half()
+    if why == "draining":
+        scheduler.drain()
+    scheduler.on_new_request(view(ids=IDS if why == "draining" else None))
+    plan = step(scheduler, tokens(0, 32, [7, 8], fresh=True))
+    assert ([prefill.params for prefill in plan.prefills], [stop.ended for stop in plan.stops]) == ([b""], [True])
+    assert not plan.chunks and not plan.prefills[0].streams
+    assert step(scheduler, tokens(32, 32, [9, 10])).empty
+
+
+def test_a_lease_of_an_engine_that_does_not_tell_its_steps() -> None:
+    scheduler = half()
+    scheduler.on_new_request(view())
+    scheduler.request_finished(msgspec_replace(view(), 100), [list(range(1, 8))], completed=True)
+    plan = scheduler.take_plan()
+    ((prefill,), (lease,)) = plan.prefills, plan.leases
+    assert (prefill.token, prefill.streams, prefill.step_tokens) == (lease.token, False, 0)
+
+
+def test_another_prompt_than_was_told_gets_another_token() -> None:
+    scheduler = half()
+    scheduler.on_new_request(view())
+    (told,) = step(scheduler, tokens(0, 32, [7, 8], fresh=True)).prefills
+    other = RequestView(view().request_id, WANTED, [9] * 100, 100, 100)
+    scheduler.request_finished(other, [list(range(1, 8))], completed=True)
+    plan = scheduler.take_plan()
+    assert plan.stops == (PrefillStop(told.token, ended=True),)
+    assert plan.leases[0].token == plan.prefills[0].token != told.token
+    assert plan.leases[0].prompt == prompt_digest([9] * 100)
+
+
+def test_windows_do_not_stream_and_their_lease_has_its_own_params() -> None:
+    scheduler = half(FULL, WINDOW)
+    scheduler.on_new_request(view())
+    first = ScheduledTokens(view().request_id, 0, 100, [[1, 2, 3, 4, 5, 6, 7], [11, 12, 13, 14, 15, 16, 17]], True)
+    plan = step(scheduler, first)
+    assert (plan.prefills[0].streams, plan.chunks) == (False, ())
+    blocks = [[1, 2, 3, 4, 5, 6, 7], [0, 0, 0, 0, 15, 16, 17]]
+    _, params = scheduler.request_finished(msgspec_replace(view(), 100), blocks, completed=True)
+    (lease,) = scheduler.take_plan().leases
+    assert params is not None and msgspec.msgpack.decode(lease.params) == params
+    assert params["kvferry"]["kept"] == [["sliding_window", 32, 64]]
+
+
+def test_tokens_that_a_load_may_not_bring_do_not_leave_early() -> None:
+    steps = StepsInFlight()
+    scheduler = half(steps=steps)
+    steps.scheduled(loads=True)
+    names = [f"r{n}" for n in range(3)]
+    for name in names:
+        scheduler.on_new_request(view(name))
+    plan = step(scheduler, tokens(0, 16, [1], fresh=True, request=view("r0")))
+    assert [prefill.streams for prefill in plan.prefills] == [False]
+    steps.processed(1.0)
+    plan = step(scheduler, tokens(0, 16, [2], fresh=True, request=view("r1")))
+    assert [prefill.streams for prefill in plan.prefills] == [True]
+    peer = PeerEngine("q", 1, 1, 30.0, (RANK,))
+    offered = to_transfer_params(RemotePrompt(b"t" * 16, 100, prompt_digest(IDS), peer)) | {"do_remote_decode": True}
+    scheduler.on_new_request(view("r3", offered))
+    plan = step(scheduler, tokens(0, 16, [3], fresh=True, request=view("r3")))
+    assert [prefill.streams for prefill in plan.prefills] == [False]
+
+
+def test_below_another_connector_nothing_streams() -> None:
+    scheduler = half(streams=lambda: False)
+    scheduler.on_new_request(view())
+    assert not step(scheduler, tokens(0, 32, [7, 8], fresh=True)).prefills[0].streams
+
+
+@pytest.mark.parametrize(
+    ("request_id", "transfer_id", "names"),
+    [
+        ("chatcmpl-u-7-0123abcd", None, ("chatcmpl-u-7-0123abcd", "chatcmpl-u-7", "u-7")),
+        ("cmpl-u-1-0123abcd", "t", ("t", "cmpl-u-1-0123abcd", "cmpl-u-1", "u-1")),
+        ("r", 7, ("r",)),
+        ("r", "a\nb", ("r",)),
+        ("r", "x" * 257, ("r",)),
+    ],
+)
+def test_names(request_id: str, transfer_id: object, names: tuple[str, ...]) -> None:
+    assert prompt_names(request_id, {"transfer_id": transfer_id}, b"t" * 16) == (*names, (b"t" * 16).hex())
+
+
+def test_ranks_must_know_a_prompt_before_its_blocks() -> None:
+    state = p.PromptPrefill(b"t" * 16)
+    with pytest.raises(AssertionError, match="do not know"):
+        p.PROMPT_PREFILL.step(state, p.StepScheduled(0, 1, ()), 0.0)
+    assert p.PROMPT_PREFILL.step(state, p.BlocksTaken(), 0.0) == (state, ())
