@@ -176,10 +176,11 @@ class Resolve(_Message, frozen=True):
 
 class Resolved(_Message, frozen=True):
     """P's answer: ``params`` are the ``kv_transfer_params`` of the lease, in MessagePack. ``streams``, ``found`` and
-    ``step_tokens``: as in ``step_plan.Prefill``, ``streams`` false where the lease has been granted."""
+    ``step_tokens``: as in ``step_plan.Prefill``. ``granted``: the lease is granted; ``streams`` is false then."""
 
     number: ReadNumber
     params: Annotated[bytes, Meta(max_length=MAX_PARAMS_BYTES)]
+    granted: bool = False
     streams: bool = False
     found: Count = 0
     step_tokens: Count = 0

@@ -5,6 +5,7 @@ A fast router sends D the answer of P's scheduler before P's workers have the le
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from kvferry.connector.protocol import lease, messages
@@ -58,14 +59,15 @@ class EarlyRequests:
         cost = ASK_COST + len(ask.spans) + len(ask.expected)
         return self.asks.put(session.identity, (session.identity, ask.read), held, cost)
 
-    def vote(self, session: Session, release: messages.Release, now: float) -> None:
-        """Keep a release."""
+    def vote(self, session: Session, release: messages.Release, now: float, *, lives: bool = False) -> None:
+        """Keep a release. ``lives``: P computes the prompt, so the release is kept until ``take_votes``."""
         key, bit = (release.token, release.consumer), 1 << release.consumer_rank
         vote = self.votes.get(key)
         if vote is not None:
             vote.released |= bit
             return
-        vote = _Vote(lease.rank_set(release.expected), bit, now + self._vote_seconds)
+        deadline = math.inf if lives else now + self._vote_seconds
+        vote = _Vote(lease.rank_set(release.expected), bit, deadline)
         self.votes.put(session.identity, key, vote, 1 + len(release.expected))
 
     def take_votes(self, token: bytes) -> list[lease.Released]:

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 from kvferry.connector.protocol import lease, messages, outgoing_read
 from kvferry.connector.protocol.state_machine import Lifetime, Tick
-from kvferry.connector.protocol.step_plan import LeaseGrant, unpack_ids
+from kvferry.connector.protocol.step_plan import LeaseGrant, Prefill, PrefillStop, unpack_ids
 from kvferry.connector.transfer.caches import Ids
 from kvferry.connector.transfer.early_requests import EarlyRequests, HeldAsk
+from kvferry.connector.transfer.named_prompts import Answer, NamedPrompts
 from kvferry.connector.transfer.rank_context import RankContext
 from kvferry.connector.transfer.replies import Replies
 from kvferry.connector.transfer.sender import OutgoingRead, Sender
@@ -70,10 +71,25 @@ class Producer:
         self._sender = Sender(rank_context.caches)
         settings = rank_context.settings
         self._early = EarlyRequests(settings.ask_hold_seconds, settings.lease_seconds)
+        self._named = NamedPrompts(rank_context.engine_id, settings.ask_hold_seconds)
         self._replies = Replies(listener)
         self._arrived: deque[tuple[bytes, list[bytes], str]] = deque()
 
     # --- commands from the engine -------------------------------------------------------------------------------
+
+    def begin(self, prefill: Prefill, now: float) -> None:
+        """The engine begins to compute a prompt: from now on D can ask for it by name."""
+        self._answer(self._named.begin(prefill))
+
+    def stop(self, stop: PrefillStop, now: float) -> None:
+        """The blocks of a prompt are lost, or there will be no lease."""
+        if not stop.ended:
+            return
+        self._answer(self._named.end(stop.token, now))
+        self._early.take_votes(stop.token)
+        self._note_ended(stop.token)
+        for held in self._early.take_asks(stop.token):
+            self._deny(held, held.ask.read, "expired", "P does not hand this prompt over")
 
     def grant(self, grant: LeaseGrant, now: float) -> None:
         """Hold the blocks of a finished prompt. Any D that sends the token may read them."""
@@ -81,6 +97,7 @@ class Producer:
         ids = [self._rank_context.caches.kernel_ids(g, unpack_ids(packed)) for g, packed in enumerate(grant.block_ids)]
         state = lease.grant(now, settings.lease_seconds, settings.lease_cap_seconds)
         self._leases[grant.token] = HeldLease(grant, ids, Lifetime(lease.LEASE, state, now), self._post(grant))
+        self._answer(self._named.grant(grant))
         if self._early.votes.cost:
             for vote in self._early.take_votes(grant.token):
                 self._step(grant.token, vote, now)
@@ -153,6 +170,7 @@ class Producer:
             self._step(token, Tick(), now)
         for held in self._early.take_late(now):
             self._deny(held, held.ask.read, "unknown", "no such lease was granted here in time")
+        self._answer(self._named.take_late(now))
         for session in self._sessions.gone(now):
             self._end_session(session, now)
         self._replies.flush()
@@ -166,7 +184,8 @@ class Producer:
     @property
     def live(self) -> bool:
         """Whether any deadline is running."""
-        return bool(self._leases or self._early.asks.cost or self._early.votes.cost or self._replies.kept.cost)
+        early = self._early.asks.cost or self._early.votes.cost or self._named.waiting
+        return bool(self._leases or early or self._replies.kept.cost)
 
     def withdraw(self) -> None:
         """Withdraw all posted grants. After this call no reader accepts data that it has read. Idempotent."""
@@ -196,6 +215,10 @@ class Producer:
                     self._step(token, lease.Renewed(), now)
             case messages.Release():
                 self._release(session, request, now)
+            case messages.Resolve():
+                self._answer(self._named.resolve(identity, request, now))
+            case messages.LeaveName():
+                self._named.leave(identity, request.number)
             case _:
                 if session is None:
                     self._strange(identity, request)
@@ -289,7 +312,7 @@ class Producer:
         elif session is None:
             raise ProtocolError("Release of an unknown lease before Hello")
         else:
-            self._early.vote(session, release, now)
+            self._early.vote(session, release, now, lives=release.token in self._named)
 
     # --- effects ------------------------------------------------------------------------------------------------
 
@@ -308,19 +331,23 @@ class Producer:
                         self._deny(outgoing.session, outgoing.number, "expired")
                         self._step_read(outgoing, outgoing_read.SendStopped(), now)
                 case lease.Freed(reason):
-                    self._free(token, held, reason)
+                    self._free(token, held, reason, now)
 
-    def _free(self, token: bytes, held: HeldLease, reason: str) -> None:
+    def _free(self, token: bytes, held: HeldLease, reason: str, now: float) -> None:
         del self._leases[token]
-        self._ended[token] = None
-        while len(self._ended) > ENDED_TOKENS:
-            self._ended.popitem(last=False)
+        self._note_ended(token)
         self._on_freed(held.grant.request_id)
+        self._answer(self._named.end(token, now))
         self._rank_context.stats.lease_ended(reason)
         if reason != "released":
             cap = self._rank_context.settings.lease_cap_seconds
             why = f"the cap of {cap:g} s was reached" if reason == "cap" else "nobody renewed or released it"
             logger.warning("kvferry: lease of %s expired: %s", held.grant.request_id, why)
+
+    def _note_ended(self, token: bytes) -> None:
+        self._ended[token] = None
+        while len(self._ended) > ENDED_TOKENS:
+            self._ended.popitem(last=False)
 
     def _step_read(self, outgoing: OutgoingRead, event: outgoing_read.OutgoingReadEvent, now: float) -> None:
         """Perform every effect of an event, whatever an earlier one raises: a read that never ends keeps its lease."""
@@ -356,6 +383,10 @@ class Producer:
         self._sender.forget_session(session)
         self._replies.forget(session.identity)
         self._sessions.end(session)
+
+    def _answer(self, answers: list[Answer]) -> None:
+        for identity, message in answers:
+            self._reply(identity, message)
 
     def _reply(self, identity: bytes, message: messages.Reply) -> None:
         keep = self._sessions.peek(identity) is not None

@@ -20,7 +20,7 @@ from itertools import zip_longest
 
 import zmq
 
-from kvferry.connector.protocol.step_plan import LeaseGrant, Load, StepPlan
+from kvferry.connector.protocol.step_plan import LeaseGrant, Load, PrefillStop, StepPlan
 from kvferry.connector.transfer.consumer import Consumer
 from kvferry.connector.transfer.copies import DeviceEvent
 from kvferry.connector.transfer.load_reports import Check, StepLoadListener
@@ -242,6 +242,10 @@ class TransferThread:
             if listener is not None:
                 self.results.listen(listener)
             self._consumer.identify(plan.consumer)
+            for prefill in plan.prefills:
+                self._try(prefill, partial(self._producer.begin, prefill, now))
+            for stop in plan.stops:
+                self._try(stop, partial(self._producer.stop, stop, now))
             self._computing += zip_longest(plan.leases, computed)
             for request_id in plan.cancels:  # first: they are of earlier plans' loads, also where an id comes again
                 self._try(request_id, partial(self._consumer.cancel, request_id, now))
@@ -307,7 +311,12 @@ class TransferThread:
                 left.append((grant, computed))
         self._computing = left
         for grant in ready:
-            self._try(grant, partial(self._producer.grant, grant, now), partial(self.results.freed, grant.request_id))
+            self._try(grant, partial(self._producer.grant, grant, now), partial(self._not_granted, grant, now))
+
+    def _not_granted(self, grant: LeaseGrant, now: float) -> None:
+        """A grant has raised an error: the engine gets its blocks back, and no D may wait for them."""
+        self.results.freed(grant.request_id)
+        self._producer.stop(PrefillStop(grant.token, ended=True), now)
 
     def _try(self, item: object, act: Callable[[], object], otherwise: Callable[[], None] | None = None) -> None:
         """Run one command, which is about ``item``. Its error must not stop the other commands. ``otherwise`` then
