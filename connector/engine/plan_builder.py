@@ -10,6 +10,7 @@ from kvferry.connector.protocol.step_plan import (
     Prefill,
     PrefillChunk,
     PrefillStop,
+    Rendezvous,
     StepPlan,
     UnneededLease,
 )
@@ -34,6 +35,8 @@ class StepPlanBuilder:
         self._prefills: list[Prefill] = []
         self._chunks: list[PrefillChunk] = []
         self._stops: list[PrefillStop] = []
+        self._rendezvous: list[Rendezvous] = []
+        self._left: list[str] = []
 
     def add(self, request_id: str, effect: request_lifetime.RequestEffect | prompt_prefill.PromptEffect) -> None:
         """Add an effect of the lifetime of a request, or of its prompt."""
@@ -46,6 +49,10 @@ class StepPlanBuilder:
                 self._cancels.append(request_id)
             case request_lifetime.PlanRelease(token):
                 self._releases.append(UnneededLease(request_id, token))
+            case request_lifetime.PlanRendezvous(rendezvous):
+                self._rendezvous.append(rendezvous)
+            case request_lifetime.PlanLeave():
+                self._left.append(request_id)
             case prompt_prefill.PlanPrefill(prefill):
                 self._prefills.append(prefill)
             case prompt_prefill.PlanChunk(chunk):
@@ -76,6 +83,8 @@ class StepPlanBuilder:
             prefills=tuple(self._prefills),
             chunks=tuple(self._chunks),
             stops=tuple(self._stops),
+            rendezvous=tuple(self._rendezvous),
+            left=tuple(self._left),
         )
         self._reset()
         return plan

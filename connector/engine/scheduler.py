@@ -13,7 +13,8 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -24,6 +25,7 @@ from kvferry.connector.engine.block_contents import covers, first_held, used_blo
 from kvferry.connector.engine.plan_builder import StepPlanBuilder
 from kvferry.connector.engine.prefills import Prefills
 from kvferry.connector.engine.prompt_checks import check_kept, check_prompt
+from kvferry.connector.engine.rendezvous_params import prompt_of_answer, rendezvous_of
 from kvferry.connector.engine.step_load_rule import StepLoadRule
 from kvferry.connector.engine.steps_in_flight import StepsInFlight
 from kvferry.connector.engine.transfer_params import (
@@ -44,11 +46,13 @@ from kvferry.connector.protocol.step_plan import (
     PeerEngine,
     RankAddress,
     RemoteLease,
+    Rendezvous,
+    RendezvousResult,
     StepPlan,
     pack_ids,
 )
 from kvferry.connector.protocol.transfer_estimate import EstimateKey, TransferEstimate, TransferEstimates
-from kvferry.transport.errors import ProtocolError
+from kvferry.transport.errors import ProtocolError, quoted
 from kvferry.transport.wake import RateLimitedLog
 
 logger = logging.getLogger("vllm.kvferry.scheduler")
@@ -58,16 +62,28 @@ _CHILD = re.compile(r"^\d+_.")
 
 
 @dataclass(slots=True)
+class AwaitedPrompt:
+    """D: a prompt that P will hold. ``deadline``: in seconds of the scheduler half's clock. ``result``: P's answer."""
+
+    request: RequestView
+    wanted: Rendezvous
+    deadline: float
+    result: RendezvousResult = field(default_factory=RendezvousResult)
+
+
+@dataclass(slots=True)
 class EngineRequest:
     """A request of the engine, from its first question to its end.
 
-    ``remote_prompt``: what P holds for it; ``alternatives``: other P engines that hold the same. ``computed_in``: the
-    last step that computed tokens of it; counted only for requests that are handed over from here.
+    ``remote_prompt``: what P holds for it; ``awaited``: what D asked P for, and P's answer; ``alternatives``: other P
+    engines that hold the same. ``computed_in``: the last step that computed tokens of it; counted only for requests
+    that are handed over from here.
     """
 
     request_id: str
     lifetime: Lifetime[RequestState, RequestEvent, RequestEffect]
     remote_prompt: RemotePrompt | None = None
+    awaited: AwaitedPrompt | None = None
     alternatives: tuple[RemoteLease, ...] = ()
     computed_in: int = 0
 
@@ -162,24 +178,59 @@ class SchedulerHalf:
             self._prompts.add(request)
         try:
             self._check_role(request)
-            entry.remote_prompt = from_transfer_params(request.params, self._max_sizes) if self._consumes else None
-            if entry.remote_prompt is None:
+            wanted = rendezvous_of(request.request_id, request.params) if self._consumes else None
+            if wanted is not None and not request.whole_prompt:
+                entry.awaited = AwaitedPrompt(request, wanted, now + self._settings.handover_timeout_seconds)
+                self._advance(entry, request_lifetime.PromptAwaited(wanted))
+                return
+            remote_prompt = from_transfer_params(request.params, self._max_sizes) if self._consumes else None
+            if remote_prompt is None:
                 self._advance(entry, request_lifetime.NothingOffered())
                 return
-            check_reachable(entry.remote_prompt.peer, self._host_id)
-            first = entry.remote_prompt
-            usable, left_out = alternatives(request.params, first, self._max_sizes, self._host_id)
-            for why in left_out:
-                self._log.warning("alternative", "kvferry: %s has one P less to load from: %s", request.request_id, why)
-            entry.alternatives = usable
-            siblings = _CHILD.match(request.request_id) is not None
-            leases = (RemoteLease(first.token, first.peer), *usable)
-            keeps = tuple(KeepLease(request.request_id, lease.token, lease.peer, siblings) for lease in leases)
-            self._advance(entry, request_lifetime.PromptOffered(keeps))
-            if not request.rejected:
-                check_prompt(request, entry.remote_prompt)
+            self._offer(entry, request, remote_prompt)
         except ProtocolError as error:
             self._refuse(entry, error)
+
+    def _offer(self, entry: EngineRequest, request: RequestView, remote_prompt: RemotePrompt) -> None:
+        """Keep the leases of a request's prompt, and check whether D can use it. Raises ProtocolError: it cannot."""
+        entry.remote_prompt = remote_prompt
+        check_reachable(remote_prompt.peer, self._host_id)
+        usable, left_out = alternatives(request.params, remote_prompt, self._max_sizes, self._host_id)
+        for why in left_out:
+            self._log.warning("alternative", "kvferry: %s has one P less to load from: %s", request.request_id, why)
+        entry.alternatives = usable
+        siblings = _CHILD.match(request.request_id) is not None
+        leases = (RemoteLease(remote_prompt.token, remote_prompt.peer), *usable)
+        keeps = tuple(KeepLease(request.request_id, lease.token, lease.peer, siblings) for lease in leases)
+        self._advance(entry, request_lifetime.PromptOffered(keeps))
+        if not request.rejected:
+            check_prompt(request, remote_prompt)
+
+    def rendezvous_ended(self, results: Mapping[str, RendezvousResult]) -> None:
+        """P has answered where its lease was known by name only, or D has given up. By request."""
+        for request_id, result in results.items():
+            entry = self._requests.get(request_id)
+            awaited = None if entry is None else entry.awaited
+            if entry is None or awaited is None or entry.lifetime.state.phase is not RequestPhase.AWAITED:
+                self._release_unneeded(request_id, entry, result)
+                continue
+            try:
+                if result.error:
+                    raise ProtocolError(result.error)
+                awaited.result = result
+                self._offer(entry, awaited.request, prompt_of_answer(result.params, self._max_sizes))
+            except ProtocolError as error:
+                self._refuse(entry, error)
+
+    def _release_unneeded(self, request_id: str, entry: EngineRequest | None, result: RendezvousResult) -> None:
+        """The request was left, or has ended, while P's answer came: no other request of its id reads under it."""
+        with suppress(ProtocolError):  # of an answer that is not used
+            prompt = prompt_of_answer(result.params, self._max_sizes)
+            if entry is not None and entry.remote_prompt is not None and entry.remote_prompt.token == prompt.token:
+                return
+            keep = KeepLease(request_id, prompt.token, prompt.peer, siblings=False)
+            self._plan.add(request_id, request_lifetime.PlanKeep(keep))
+            self._plan.add(request_id, request_lifetime.PlanRelease(prompt.token))
 
     def _check_role(self, request: RequestView) -> None:
         """One line where a router sends a request of one role to an engine that has only the other."""
@@ -204,8 +255,9 @@ class SchedulerHalf:
         for effect in entry.lifetime.step(event, self._clock()):
             self._plan.add(entry.request_id, effect)
 
-    def num_new_matched_tokens(self, request: RequestView, num_local: int) -> tuple[int, bool]:
-        """Tokens to load beyond the ``num_local`` that the engine has, and whether asynchronously.
+    def num_new_matched_tokens(self, request: RequestView, num_local: int) -> tuple[int | None, bool]:
+        """Tokens to load beyond the ``num_local`` that the engine has, and whether asynchronously. ``None``: P has not
+        told of the prompt yet, and the engine must ask again in its next step.
 
         The engine computes the last prompt token in any case. Where all tables are whole, the result may include this
         token. Otherwise it must not: the engine would free blocks of a window that only that token needs, and a state
@@ -213,6 +265,8 @@ class SchedulerHalf:
         """
         self.on_new_request(request)
         entry = self._requests[request.request_id]
+        if self._awaits(entry):
+            return None, False
         remote_prompt = entry.remote_prompt
         if entry.lifetime.state.phase is not RequestPhase.OFFERED or remote_prompt is None:
             return 0, False
@@ -226,11 +280,23 @@ class SchedulerHalf:
         except ProtocolError as error:
             self._refuse(entry, error)
             return 0, False
-        in_step = self._in_step(remote_prompt.peer, stop - num_local)
+        streams = entry.awaited is not None and entry.awaited.result.streams  # it ends when P has computed the prompt
+        in_step = not streams and self._in_step(remote_prompt.peer, stop - num_local)
         self._advance(entry, request_lifetime.EngineAnswered(num_local, in_step))
         if in_step:
             return min(stop, prompt - 1) - num_local, False  # vLLM schedules it at once, with a token to compute
         return stop - num_local, True
+
+    def _awaits(self, entry: EngineRequest) -> bool:
+        """Whether a request waits for P's answer. Ends the wait when it has lasted long enough."""
+        if entry.lifetime.state.phase is not RequestPhase.AWAITED or entry.awaited is None:
+            return False
+        if self._clock() < entry.awaited.deadline:
+            return True
+        wanted, seconds = entry.awaited.wanted, self._settings.handover_timeout_seconds
+        text = f"P at {wanted.host}:{wanted.port} has told nothing of {quoted(wanted.name)} in {seconds:g} s"
+        self._refuse(entry, ProtocolError(f"{text}; does the router send both legs, with one transfer_id?"))
+        return False
 
     def _in_step(self, peer: PeerEngine, tokens: int) -> bool:
         """Whether a load of ``tokens`` may go inside the step that is being scheduled."""
@@ -265,6 +331,7 @@ class SchedulerHalf:
         state = entry.lifetime.state
         stop = state.start + num_external
         tables = list(zip(self._tables, block_ids, strict=True))
+        result = RendezvousResult() if entry.awaited is None else entry.awaited.result
         written = (block_id for table, ids in tables for block_id in ids[state.start // table.block_size :])
         return Load(
             request_id=entry.request_id,
@@ -279,6 +346,8 @@ class SchedulerHalf:
             now=state.in_step,
             behind=self._steps is None or self._steps.may_use(written),
             alternatives=entry.alternatives,
+            found=result.found,
+            step_tokens=result.step_tokens,
         )
 
     def loads_finished(

@@ -17,13 +17,14 @@ import torch
 
 from kvferry.connector.config import Settings, load_keys, peers_of
 from kvferry.connector.engine.load_ledger import LoadLedger
+from kvferry.connector.engine.rendezvous_params import peer_of_answer
 from kvferry.connector.engine.step_outcome import LOOK_SECONDS, StepOutcome
 from kvferry.connector.engine.worker_setup import bind_caches, make_planes
 from kvferry.connector.geometry.engine_types import LayerGroup, RankInfo
 from kvferry.connector.geometry.regions import ElementOrder
 from kvferry.connector.protocol.messages import MAX_REQUEST_BYTES
 from kvferry.connector.protocol.metrics import HandoverStats
-from kvferry.connector.protocol.step_plan import RankAddress, StepPlan, StepResults, by_region
+from kvferry.connector.protocol.step_plan import RankAddress, RendezvousResult, StepPlan, StepResults, by_region
 from kvferry.connector.protocol.transfer_estimate import UNKNOWN, EstimateKey, TransferEstimate
 from kvferry.connector.transfer.copies import Copies, DeviceEvent
 from kvferry.connector.transfer.rank_context import RankContext
@@ -39,8 +40,9 @@ MAX_EVENTS = 64
 """Events that are kept. A lease lags behind the step that computed it by one step for each pipeline stage, and by one
 more with asynchronous scheduling."""
 IDLE_WAIT_SECONDS = 5e-3
-"""How long a step that computes nothing waits for a load to end; 1 GiB takes less. Without the wait the engine's thread
-would spin in Python, and take the interpreter and a core from the transfer thread. A new request may wait as long."""
+"""How long a step that computes nothing waits for a load to end, or for P's answer; 1 GiB takes less. Without the wait
+the engine's thread would spin in Python, and take the interpreter and a core from the transfer thread. A new request
+may wait as long."""
 BEGIN_SECONDS = 1e-3
 """How long the engine's thread leaves the interpreter to the transfer thread when it has posted loads inside a step;
 their copies are under way after 0.3 to 0.6 ms. Running beside each other, both threads take longer."""
@@ -106,6 +108,7 @@ class WorkerHalf:
         self._estimates: dict[EstimateKey, TransferEstimate] = {}
         self._events: deque[tuple[int, DeviceEvent]] = deque(maxlen=MAX_EVENTS)
         self._idle = False
+        self._awaited: set[str] = set()  # requests whose P this rank asks for their lease
         self._stats = HandoverStats()  # of all lives of this rank
 
     # --- start and end ------------------------------------------------------------------------------------------
@@ -144,6 +147,7 @@ class WorkerHalf:
         listener = listen(settings.side_channel_host, port, keys=keys, max_message_bytes=MAX_REQUEST_BYTES)
         rank_context = RankContext(settings, info.engine_id, secrets.token_bytes(16), info.model, caches, keys)
         rank_context.allowed_peers = self._allowed_peers
+        rank_context.peer_of = peer_of_answer
         rank_context.stats = self._stats
         self._stats.new_life()
         try:
@@ -246,6 +250,9 @@ class WorkerHalf:
         inside = tuple([load for load in ours.loads if load.now])
         self._outcome = StepOutcome(inside, lambda: thread.alive, thread.end_yield) if inside else None
         self._ledger.post([load for load in ours.loads if not load.now], [lease.request_id for lease in plan.leases])
+        if self._info.tp_rank == self._info.pp_rank == 0:
+            self._awaited.difference_update(plan.left)
+            self._awaited.update(wanted.request_id for wanted in plan.rendezvous)
         copies = self._copies
         copies.idle = plan.idle
         event = self._record_event(copies, plan)
@@ -315,11 +322,17 @@ class WorkerHalf:
             if self._estimates.get(source) != UNKNOWN:  # a fast hand-over does not outweigh a failed one
                 self._estimates[source] = finished.estimate
 
+    def take_rendezvous(self) -> dict[str, RendezvousResult]:
+        """The rendezvous that ended since the last call, by request. Only the first rank of an engine has any."""
+        met = {} if self._transfer_thread is None else dict(self._transfer_thread.results.take_met())
+        self._awaited.difference_update(met)
+        return met
+
     def take_results(self) -> StepResults:
         """What ended since the last call."""
         if self._transfer_thread is None:
             return StepResults()
-        if self._idle and self._ledger.awaits_load:
+        if self._idle and (self._ledger.awaits_load or self._awaited):
             self._transfer_thread.results.wait(IDLE_WAIT_SECONDS)
         alive = self._transfer_thread.alive  # before its reports are taken, so that none is lost
         for request_id in self._transfer_thread.results.take_freed():

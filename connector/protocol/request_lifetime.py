@@ -5,9 +5,11 @@
     NEW ──▶ LOCAL ─────────────────────────────────┐
      │        ▲                                    │
      │        │ refused                            ▼
-     └──▶ OFFERED ──▶ LOADING ──▶ SETTLED ──▶ ENDED
-               └──────────────────────▲
+     ├──▶ OFFERED ──▶ LOADING ──▶ SETTLED ──▶ ENDED
+     │        ▲ └─────────────────────▲
+     └──▶ AWAITED
 
+In AWAITED, D waits until P tells the token of the lease; the engine is told to ask later, and gives no blocks.
 vLLM asks again after a failed load and after preemption, and the same answer would loop for ever. So the engine is
 offered tokens only in OFFERED, and nothing leads back there. In SETTLED the engine has decided to load nothing, or the
 load was reported, or the load ends inside the step that computes with it. Effects are parts of the next step plan:
@@ -23,11 +25,12 @@ import msgspec
 from msgspec.structs import replace
 
 from kvferry.connector.protocol.state_machine import TransitionTable, ignore
-from kvferry.connector.protocol.step_plan import KeepLease, Load
+from kvferry.connector.protocol.step_plan import KeepLease, Load, Rendezvous
 
 
 class RequestPhase(enum.Enum):
     NEW = "new"
+    AWAITED = "awaited"
     LOCAL = "computed here"
     OFFERED = "offered"
     LOADING = "loading"
@@ -63,8 +66,14 @@ class PromptOffered(msgspec.Struct, frozen=True):
     keeps: tuple[KeepLease, ...]
 
 
+class PromptAwaited(msgspec.Struct, frozen=True):
+    """P will hold the request's prompt, and must be asked for its lease."""
+
+    rendezvous: Rendezvous
+
+
 class OfferRefused(msgspec.Struct, frozen=True):
-    """D cannot use P's prompt."""
+    """D cannot use P's prompt, or P has not told of it in time."""
 
 
 class EngineAnswered(msgspec.Struct, frozen=True):
@@ -95,6 +104,7 @@ class RequestEnded(msgspec.Struct, frozen=True):
 RequestEvent = (
     NothingOffered
     | PromptOffered
+    | PromptAwaited
     | OfferRefused
     | EngineAnswered
     | LoadDeclined
@@ -128,7 +138,17 @@ class PlanRelease(msgspec.Struct, frozen=True):
     token: bytes
 
 
-RequestEffect = PlanKeep | PlanLoad | PlanCancel | PlanRelease
+class PlanRendezvous(msgspec.Struct, frozen=True):
+    """Ask P for the lease. ``PlanLeave`` follows, unless P's answer comes before."""
+
+    rendezvous: Rendezvous
+
+
+class PlanLeave(msgspec.Struct, frozen=True):
+    """The request does not need P's answer any more."""
+
+
+RequestEffect = PlanKeep | PlanLoad | PlanCancel | PlanRelease | PlanRendezvous | PlanLeave
 Outcome = tuple[RequestState, tuple[RequestEffect, ...]]
 
 # --- transitions ------------------------------------------------------------------------------------------------
@@ -138,6 +158,23 @@ def _offered(state: RequestState, event: RequestEvent, now: float) -> Outcome:
     assert isinstance(event, PromptOffered)
     tokens = tuple(keep.token for keep in event.keeps)
     return replace(state, phase=RequestPhase.OFFERED, tokens=tokens), tuple(map(PlanKeep, event.keeps))
+
+
+def _awaited(state: RequestState, event: RequestEvent, now: float) -> Outcome:
+    assert isinstance(event, PromptAwaited)
+    return replace(state, phase=RequestPhase.AWAITED), (PlanRendezvous(event.rendezvous),)
+
+
+def _refused_awaited(state: RequestState, event: RequestEvent, now: float) -> Outcome:
+    return replace(state, phase=RequestPhase.LOCAL), (PlanLeave(),)
+
+
+def _reported_awaited(state: RequestState, event: RequestEvent, now: float) -> Outcome:
+    return replace(state, phase=RequestPhase.SETTLED), (PlanLeave(),)
+
+
+def _end_awaited(state: RequestState, event: RequestEvent, now: float) -> Outcome:
+    return replace(state, phase=RequestPhase.ENDED), (PlanLeave(),)
 
 
 def _release(state: RequestState) -> tuple[PlanRelease, ...]:
@@ -189,11 +226,15 @@ REQUEST: TransitionTable[RequestState, RequestEvent, RequestEffect] = Transition
     RequestPhase,
     get_args(RequestEvent),
     (
-        ((_R.NEW,), (PromptOffered,), _offered),
+        ((_R.NEW, _R.AWAITED), (PromptOffered,), _offered),
+        ((_R.NEW,), (PromptAwaited,), _awaited),
+        ((_R.AWAITED,), (OfferRefused,), _refused_awaited),
+        ((_R.AWAITED,), (RequestEnded,), _end_awaited),
         ((_R.NEW,), (NothingOffered, OfferRefused), _local),
         ((_R.OFFERED,), (OfferRefused,), _refused),
         ((_R.OFFERED,), (EngineAnswered,), _answered),
-        # A report in OFFERED concerns an earlier request with this id. The engine takes it for this request's load.
+        # A report before LOADING concerns an earlier request with this id. The engine takes it for this request's load.
+        ((_R.AWAITED,), (LoadReported,), _reported_awaited),
         ((_R.OFFERED,), (LoadDeclined, LoadReported), _declined),
         ((_R.OFFERED,), (BlocksAllocated,), _allocated),
         ((_R.OFFERED,), (RequestEnded,), _end_offered),

@@ -130,6 +130,21 @@ class Rendezvous(msgspec.Struct, frozen=True):
     key: str = ""
 
 
+class RendezvousResult(msgspec.Struct, frozen=True):
+    """D: the end of a rendezvous. ``params``: the ``kv_transfer_params`` of P's lease, in MessagePack. ``streams``: P
+    computes the prompt, and sends it meanwhile; then ``found`` and ``step_tokens`` are as in ``Prefill``. ``error``:
+    why D must prefill; empty where it need not."""
+
+    params: bytes = b""
+    streams: bool = False
+    found: int = 0
+    step_tokens: int = 0
+    error: str = ""
+
+    def __repr__(self) -> str:
+        return f"RendezvousResult(error={self.error!r})"
+
+
 class KeepLease(msgspec.Struct, frozen=True):
     """D: a request that will need this lease. D renews the lease until the request is loaded or dropped.
 

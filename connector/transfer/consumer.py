@@ -20,7 +20,14 @@ from kvferry.connector.protocol.link_state import LinkPhase
 from kvferry.connector.protocol.load_attempts import LoadAttemptsEvent
 from kvferry.connector.protocol.source_read import CommitWanted, HandoverEnded, NothingToRead, ReadFailed, StopRead
 from kvferry.connector.protocol.state_machine import Lifetime, Tick
-from kvferry.connector.protocol.step_plan import KeepLease, Load, RankAddress, UnneededLease, unpack_ids
+from kvferry.connector.protocol.step_plan import (
+    KeepLease,
+    Load,
+    PeerEngine,
+    RankAddress,
+    UnneededLease,
+    unpack_ids,
+)
 from kvferry.connector.transfer.active_load import ActiveLoad, SourceRead
 from kvferry.connector.transfer.lease_keeper import LeaseKeeper
 from kvferry.connector.transfer.link import Link
@@ -117,6 +124,10 @@ class Consumer:
         active_load = ActiveLoad(load, load, lifetime, self._rank_context.clock(), ids, alone and not load.now)
         self._active_loads.append(active_load)
         self._begin(active_load, sources, effects, now)
+
+    def links_to(self, peer: PeerEngine, now: float) -> list[Link]:
+        """The links to the ranks of P that this rank reads from. May raise KVFerryError."""
+        return [self._links.get(address, now) for address in self._links.source_addresses(peer)]
 
     def _sources(self, load: Load, now: float, *, redial: bool = False) -> list[Source]:
         """The ranks of P that an attempt reads from. Where it cannot begin, the reason takes the place of all."""

@@ -1,10 +1,11 @@
-"""The results that the transfer thread has for its engine: loads that have ended, and freed leases."""
+"""The results that the transfer thread has for its engine: loads and rendezvous that have ended, and freed leases."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
 
+from kvferry.connector.protocol.step_plan import RendezvousResult
 from kvferry.connector.transfer.load_reports import FinishedLoad, StepLoadListener
 
 
@@ -14,6 +15,7 @@ class Results:
     def __init__(self) -> None:
         self._finished: deque[FinishedLoad] = deque()
         self._freed: deque[str] = deque()
+        self._met: deque[tuple[str, RendezvousResult]] = deque()
         self._ready = threading.Event()
         self._listeners: list[StepLoadListener] = []
 
@@ -41,6 +43,11 @@ class Results:
         self._freed.append(request_id)
         self._set_ready()
 
+    def met(self, request_id: str, result: RendezvousResult) -> None:
+        """A rendezvous has ended."""
+        self._met.append((request_id, result))
+        self._set_ready()
+
     def _set_ready(self) -> None:
         """Let ``wait`` return. It clears the event before it looks, so it misses no result that was appended before."""
         if not self._ready.is_set():
@@ -51,12 +58,16 @@ class Results:
     def wait(self, timeout: float) -> None:
         """Block for up to ``timeout`` seconds. Returns early if there is a result to take."""
         self._ready.clear()
-        if not (self._finished or self._freed):  # after the clear: nothing is missed
+        if not (self._finished or self._freed or self._met):  # after the clear: nothing is missed
             self._ready.wait(timeout)
 
     def take_finished(self) -> list[FinishedLoad]:
         """The loads that have ended."""
         return [self._finished.popleft() for _ in range(len(self._finished))]
+
+    def take_met(self) -> list[tuple[str, RendezvousResult]]:
+        """The requests whose rendezvous has ended, with its result."""
+        return [self._met.popleft() for _ in range(len(self._met))]
 
     def take_freed(self) -> list[str]:
         """The requests whose leased blocks may be freed."""

@@ -26,6 +26,7 @@ from kvferry.connector.transfer.copies import DeviceEvent
 from kvferry.connector.transfer.load_reports import Check, StepLoadListener
 from kvferry.connector.transfer.producer import Producer
 from kvferry.connector.transfer.rank_context import RankContext
+from kvferry.connector.transfer.rendezvous import Meetings
 from kvferry.connector.transfer.results import Results
 from kvferry.transport.control.listener import Listener
 from kvferry.transport.errors import GeometryError
@@ -81,6 +82,7 @@ class TransferThread:
         self._next_tick = self._next_look = 0.0
         self._consumer = Consumer(rank_context, self._report_begun, self.results.finished)
         self._producer = Producer(rank_context, listener, self.results.freed)
+        self._meetings = Meetings(rank_context, self._consumer.links_to, self.results.met)
         self._thread = threading.Thread(target=self._run, name="kvferry-transfer", daemon=True)
         rank_context.caches.copies.on_done = self._copy_done
 
@@ -190,7 +192,7 @@ class TransferThread:
     @property
     def sleep_seconds(self) -> float:
         """How long the thread may sleep if nothing happens."""
-        live = self._consumer.live or self._producer.live
+        live = self._consumer.live or self._producer.live or bool(self._meetings)
         return COMPUTING_SECONDS if self._computing else TICK_SECONDS if live else IDLE_SECONDS
 
     def mark_ready(self, what: object) -> None:
@@ -216,6 +218,7 @@ class TransferThread:
         if ready is None or self._producer.has_arrived or self._listener.socket in ready:
             busy |= self._producer.serve(now)
         busy |= self._consumer.serve(now, ready)
+        self._meetings.serve(now)
         busy |= self._producer.pump(now)
         return busy
 
@@ -233,6 +236,7 @@ class TransferThread:
 
     def _tick(self, now: float) -> None:
         self._consumer.tick(now)
+        self._meetings.tick(now)
         self._producer.tick(now)
         self._rank_context.stats.dropped_so_far("listener", self._listener.dropped)
 
@@ -249,6 +253,10 @@ class TransferThread:
             self._computing += zip_longest(plan.leases, computed)
             for request_id in plan.cancels:  # first: they are of earlier plans' loads, also where an id comes again
                 self._try(request_id, partial(self._consumer.cancel, request_id, now))
+            for request_id in plan.left:
+                self._try(request_id, partial(self._meetings.leave, request_id, now))
+            for wanted in plan.rendezvous:
+                self._try(wanted, partial(self._meetings.begin, wanted, now))
             for keep in plan.keeps:
                 self._try(keep, partial(self._consumer.keep, keep, now))
             loads = plan.loads if self._copies_wait(event, plan.loads, now) else ()
@@ -378,6 +386,7 @@ class TransferThread:
             lambda: self._producer.say_closing(self._closing),
             self._rank_context.caches.copies.close,
             lambda: self._consumer.close(self._time.turn(), self._closing),
+            self._meetings.close,
             self._rank_context.dialer.close,
             self._producer.close,
             *(plane.close for plane in self._rank_context.planes),

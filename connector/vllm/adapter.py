@@ -185,8 +185,9 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
 
     def update_connector_output(self, connector_output: Any) -> None:
         meta = connector_output.kv_connector_worker_meta
-        estimates = meta.estimates if isinstance(meta, KVFerryWorkerMeta) else None
-        self._scheduling.loads_finished(connector_output.finished_recving or (), estimates)
+        ours = meta if isinstance(meta, KVFerryWorkerMeta) else KVFerryWorkerMeta({})
+        self._scheduling.loads_finished(connector_output.finished_recving or (), ours.estimates)
+        self._scheduling.rendezvous_ended(ours.met)
         self._scheduling.leases_ended(connector_output.finished_sending or ())
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -303,10 +304,11 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
 
     def build_connector_worker_meta(self) -> KVFerryWorkerMeta | None:
         estimates, outcome = self._working.take_estimates(), self._working.take_outcome()
+        met = self._working.take_rendezvous()
         # Below MultiConnector its configuration counts, of which we see nothing: then no load is taken inside a step.
-        if not (estimates or outcome) or not compat.speaks_for_engine(self):
-            return None
-        return KVFerryWorkerMeta(estimates, outcome)
+        if not compat.speaks_for_engine(self):
+            estimates, outcome = {}, None
+        return KVFerryWorkerMeta(estimates, outcome, met=met) if estimates or outcome or met else None
 
     def get_kv_connector_stats(self) -> KVFerryStats | None:
         if self._worker is None or self._worker.rank_context is None:

@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvferry.connector.engine.step_outcome import StepOutcome
+from kvferry.connector.protocol.step_plan import RendezvousResult
 from kvferry.connector.protocol.transfer_estimate import EstimateKey, TransferEstimate
 from kvferry.connector.vllm import compat
 
 
 class KVFerryWorkerMeta(compat.KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """How long hand-overs took, and which loads inside the step stand.
+    """How long hand-overs took, which loads inside the step stand, and what P's told D of leases.
 
     vLLM makes this object when it has launched the step, and reads it when the step's tokens are there. It is known
     then whether the loads stand, and not before. So the answer is taken as late as possible: where the object leaves
@@ -24,10 +25,12 @@ class KVFerryWorkerMeta(compat.KVConnectorWorkerMetadata):  # type: ignore[misc]
         estimates: Mapping[EstimateKey, TransferEstimate],
         outcome: StepOutcome | None = None,
         standing: Mapping[str, int] | None = None,
+        met: Mapping[str, RendezvousResult] | None = None,
     ) -> None:
         """``outcome``: of this rank's loads inside the step. ``standing``: for each request, the number of other ranks
-        whose load stands."""
+        whose load stands. ``met``: the rendezvous that have ended, by request."""
         self.estimates = dict(estimates)
+        self.met = dict(met or {})
         self._outcome = outcome
         self._standing = Counter(standing or {})
 
@@ -40,10 +43,11 @@ class KVFerryWorkerMeta(compat.KVConnectorWorkerMetadata):  # type: ignore[misc]
 
     def aggregate(self, other: KVFerryWorkerMeta) -> KVFerryWorkerMeta:
         """Of two sets of ranks."""
-        return KVFerryWorkerMeta(self.estimates | other.estimates, standing=self.standing() + other.standing())
+        standing = self.standing() + other.standing()
+        return KVFerryWorkerMeta(self.estimates | other.estimates, standing=standing, met=self.met | other.met)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return KVFerryWorkerMeta, (self.estimates, None, dict(self.standing()))
+        return KVFerryWorkerMeta, (self.estimates, None, dict(self.standing()), self.met)
 
 
 def standing_loads(meta: object) -> Counter[str]:

@@ -19,6 +19,7 @@ import msgspec
 import zmq
 
 from kvferry.connector.config import Settings
+from kvferry.connector.engine.rendezvous_params import prompt_of_answer, rendezvous_of
 from kvferry.connector.engine.scheduler import SchedulerHalf
 from kvferry.connector.engine.transfer_params import (
     RemotePrompt,
@@ -37,7 +38,11 @@ from kvferry.connector.protocol.step_plan import (
     LeaseGrant,
     Load,
     PeerEngine,
+    Prefill,
+    PrefillChunk,
+    PrefillStop,
     RankAddress,
+    Rendezvous,
     StepPlan,
     UnneededLease,
     by_region,
@@ -96,6 +101,8 @@ def of_protocol(honest: Honest) -> Iterator[Decoder]:
                 for packed in grant.block_ids:
                     if len(packed) % 4 == 0:
                         unpack_ids(packed)
+            case messages.Resolved() as resolved:
+                prompt_of_answer(resolved.params)
 
     checked = (ProtocolError, IncompatiblePeerError, GeometryError)
     yield Decoder("requests of D", [m[2] for m in map(messages.encode, honest.requests)], request, checked, share=6)
@@ -235,6 +242,7 @@ def of_params(honest: Honest) -> Iterator[Decoder]:
             value = msgspec.json.decode(data)
         except (msgspec.DecodeError, RecursionError, ValueError):
             return
+        rendezvous_of("r", value if isinstance(value, dict) else None)
         remote = from_transfer_params(value if isinstance(value, dict) else None, (8, 4))
         if remote is not None:
             check_reachable(remote.peer, "abcdef")
@@ -257,12 +265,18 @@ def of_params(honest: Honest) -> Iterator[Decoder]:
         half.take_plan()
 
     other = PeerEngine("p", 2, 1, 30.0, (honest.address, RankAddress(0, 1, "10.0.0.1", 5, bytes(16), "")))
+    early = {"do_remote_prefill": True, "remote_host": "10.0.0.1", "remote_port": 5600, "remote_engine_id": "p"}
     corpus = [honest.params, to_transfer_params(RemotePrompt(bytes(16), 64, "ab" * 16, other))]
+    corpus += [early | {"transfer_id": "t"}, early | {"remote_request_id": "u", "remote_key": "0123456789ab"}]
     texts = [msgspec.json.encode(item) for item in corpus]
+    yield Decoder("P's answers to D", [honest.answer], prompt_of_answer)
     yield Decoder("kv_transfer_params", texts, params, (ProtocolError,), "json", 3.0)
     yield Decoder("kv_transfer_params at the scheduler half", texts, scheduler, (), "json", 0.5)
     token = bytes(16)
     plan = StepPlan(
+        prefills=(Prefill("r", token, 5, "ab", ("t", "r"), honest.answer, 0, 5, True),),
+        chunks=(PrefillChunk(token, 0, 5, (pack_ids([1]),)),), stops=(PrefillStop(token, False),),
+        rendezvous=(Rendezvous("r", "10.0.0.1", 5600, "p", "t"),), left=("r",),
         leases=(LeaseGrant("r", token, 5, (pack_ids([1]),)),), keeps=(KeepLease("r", token, honest.peer, False),),
         loads=(Load("r", token, honest.peer, (pack_ids([1, 2]),), ((0, 20),)),), cancels=("a",),
         releases=(UnneededLease("r", token),),
@@ -271,7 +285,7 @@ def of_params(honest: Honest) -> Iterator[Decoder]:
 
     def step_plan(data: bytes) -> None:
         decoded = decoder.decode(data)
-        if all(len(item.block_ids) == 1 for item in decoded.leases) and not decoded.loads:
+        if all(len(item.block_ids) == 1 for item in (*decoded.leases, *decoded.chunks)) and not decoded.loads:
             by_region(decoded, (0,))
 
     # From this engine's own scheduler, so the decoder's own errors will do.

@@ -59,12 +59,16 @@ class Honest:
             self.hello, self.ask, messages.Attach(plane="tcp", payload=b"y" * 30), messages.Cancel(read=3, posted=2),
             messages.Commit(read=3, token=token), messages.Renew(tokens=(token, token)),
             messages.Release(token=token, consumer=life, consumer_rank=1, expected=ranks),
+            messages.Resolve(number=1, name="tx-1", engine_id="e"), messages.LeaveName(number=1),
         ]  # fmt: skip
         self.replies: list[messages.Reply] = [
             self.welcome, self.attached, self.grant, messages.Refused(field="f", ours="a", theirs="b"),
             messages.AttachRefused(plane="tcp", reason="r"), messages.Deny(read=1, reason="expired", detail="d"),
             messages.Stopped(read=1, sent=2), messages.Committed(read=1, ok=True), messages.Closing(reason="r"),
+            messages.Unresolved(number=1, final=True, detail="d"),
         ]  # fmt: skip
         self.peer = PeerEngine("engine-f", 1, 1, 30.0, (self.address,))
         self.params = to_transfer_params(RemotePrompt(token, 100, prompt_digest(list(range(100))), self.peer))
+        self.answer = msgspec.msgpack.encode(self.params)
+        self.replies.append(messages.Resolved(number=1, params=self.answer, streams=True, found=16, step_tokens=64))
         rank.close()

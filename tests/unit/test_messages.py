@@ -32,11 +32,15 @@ from kvferry.connector.protocol.messages import (
     Deny,
     Grant,
     Hello,
+    LeaveName,
     PlaneOffer,
     Refused,
     Release,
     Renew,
+    Resolve,
+    Resolved,
     Stopped,
+    Unresolved,
     VersionError,
     Welcome,
     decode_reply,
@@ -67,6 +71,8 @@ REQUESTS = [
     Commit(read=(1 << 32) - 1, token=TOKEN),
     Release(token=TOKEN, consumer=LIFE, consumer_rank=0, expected=(0,)),
     Renew(tokens=(TOKEN, LIFE)),
+    Resolve(number=7, name="tx-é", engine_id="P-é-1", until="granted"),
+    LeaveName(number=7),
 ]
 REPLIES = [
     Welcome(**FACTS, planes=(PlaneOffer("ucx", b"x"),)),
@@ -78,6 +84,8 @@ REPLIES = [
     Stopped(read=1, sent=0),
     Committed(read=1, ok=True),
     Closing(reason="the engine ends"),
+    Resolved(number=7, params=b"\x80", streams=True, found=16, step_tokens=512),
+    Unresolved(number=7, final=False, detail="no such prompt came in time"),
 ]
 DECODERS = [decode_request, decode_reply]
 

@@ -1,0 +1,181 @@
+"""D's state machine of one request whose P is known by address, and whose lease is known by name. Pure.
+
+``step(state, event, now) -> (state, effects)``::
+
+    FINDING ──▶ CONNECTING ──▶ AWAITING_GRANT ──▶ ENDED
+       └──────────────┴───────────────┴────────────▲
+
+D's engine gives the request no blocks meanwhile. In FINDING, P has not begun to compute the prompt. Where P sends the
+bytes while it computes them, the request goes on as soon as P has begun: ``CONNECTING`` finds out whether the data
+plane is one on which P sends. Otherwise D could use no block before P has computed the whole prompt, so the request
+waits for the grant, and D's load then goes inside a step. The deadline is that of D's scheduler half: ``NameLeft``.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Literal, get_args
+
+import msgspec
+from msgspec.structs import replace
+
+from kvferry.connector.protocol.state_machine import Tick, TransitionTable, ignore
+
+RETRY_SECONDS = 0.2
+"""Seconds until D asks again after P has said that it does not know the name yet. P holds a question for long."""
+
+
+class RendezvousPhase(enum.Enum):
+    FINDING = "finding"
+    CONNECTING = "connecting"
+    AWAITING_GRANT = "awaiting the grant"
+    ENDED = "ended"
+
+
+class RendezvousState(msgspec.Struct, frozen=True):
+    """State. ``retry_at``: when D asks again, in seconds as ``now``; ``None`` while a question is open, or none is
+    needed."""
+
+    phase: RendezvousPhase = RendezvousPhase.FINDING
+    retry_at: float | None = None
+
+
+# --- events -----------------------------------------------------------------------------------------------------
+
+
+class NameResolved(msgspec.Struct, frozen=True):
+    """P knows the prompt. ``granted``, ``streams``: as in ``messages.Resolved``."""
+
+    granted: bool
+    streams: bool
+
+
+class NameUnresolved(msgspec.Struct, frozen=True):
+    """P does not know the prompt; ``final``: and it will hand none over."""
+
+    final: bool
+    detail: str = ""
+
+
+class PlaneFound(msgspec.Struct, frozen=True):
+    """The handshakes with P's ranks have ended. ``p_sends``: on all data planes P sends the bytes."""
+
+    p_sends: bool
+
+
+class PeerFailed(msgspec.Struct, frozen=True):
+    """P cannot be reached, or D cannot use what P has sent."""
+
+    why: str
+
+
+class NameLeft(msgspec.Struct, frozen=True):
+    """The request does not need the answer any more."""
+
+
+RendezvousEvent = NameResolved | NameUnresolved | PlaneFound | PeerFailed | NameLeft | Tick
+
+# --- effects ----------------------------------------------------------------------------------------------------
+
+
+class AskName(msgspec.Struct, frozen=True):
+    """Ask P."""
+
+    until: Literal["begun", "granted"]
+
+
+class BeginLinks(msgspec.Struct, frozen=True):
+    """Begin the handshakes with P's ranks; ``PlaneFound`` follows in CONNECTING."""
+
+
+class ReportFound(msgspec.Struct, frozen=True):
+    """Report P's last answer. ``streams``: P computes the prompt, and sends it meanwhile."""
+
+    streams: bool
+
+
+class ReportLost(msgspec.Struct, frozen=True):
+    """Report that D must prefill."""
+
+    why: str
+
+
+class SendLeave(msgspec.Struct, frozen=True):
+    """Tell P that a question is not needed any more."""
+
+
+RendezvousEffect = AskName | BeginLinks | ReportFound | ReportLost | SendLeave
+Outcome = tuple[RendezvousState, tuple[RendezvousEffect, ...]]
+
+# --- transitions ------------------------------------------------------------------------------------------------
+
+
+def _ended(*effects: RendezvousEffect) -> Outcome:
+    return RendezvousState(RendezvousPhase.ENDED), effects
+
+
+def _await_grant(*effects: RendezvousEffect) -> Outcome:
+    return RendezvousState(RendezvousPhase.AWAITING_GRANT), (*effects, AskName("granted"))
+
+
+def _found(state: RendezvousState, event: RendezvousEvent, now: float) -> Outcome:
+    assert isinstance(event, NameResolved)
+    if event.granted:
+        return _ended(ReportFound(streams=False))
+    if event.streams:
+        return RendezvousState(RendezvousPhase.CONNECTING), (BeginLinks(),)
+    return _await_grant(BeginLinks())
+
+
+def _granted(state: RendezvousState, event: RendezvousEvent, now: float) -> Outcome:
+    assert isinstance(event, NameResolved)
+    return _ended(ReportFound(streams=False)) if event.granted else (replace(state, retry_at=now + RETRY_SECONDS), ())
+
+
+def _plane_found(state: RendezvousState, event: RendezvousEvent, now: float) -> Outcome:
+    assert isinstance(event, PlaneFound)
+    return _ended(ReportFound(streams=True)) if event.p_sends else _await_grant()
+
+
+def _unresolved(state: RendezvousState, event: RendezvousEvent, now: float) -> Outcome:
+    assert isinstance(event, NameUnresolved)
+    if event.final:
+        return _ended(ReportLost(event.detail or "P does not hand the prompt over"))
+    return replace(state, retry_at=now + RETRY_SECONDS), ()
+
+
+def _retry(state: RendezvousState, event: RendezvousEvent, now: float) -> Outcome:
+    if state.retry_at is None or now < state.retry_at:
+        return state, ()
+    until: Literal["begun", "granted"] = "begun" if state.phase is RendezvousPhase.FINDING else "granted"
+    return replace(state, retry_at=None), (AskName(until),)
+
+
+def _failed(state: RendezvousState, event: RendezvousEvent, now: float) -> Outcome:
+    assert isinstance(event, PeerFailed)
+    return _ended(ReportLost(event.why))
+
+
+def _left(state: RendezvousState, event: RendezvousEvent, now: float) -> Outcome:
+    asked = state.phase is not RendezvousPhase.CONNECTING and state.retry_at is None
+    return _ended(*((SendLeave(),) if asked else ()))
+
+
+_R = RendezvousPhase
+_ASKING = (_R.FINDING, _R.AWAITING_GRANT)
+RENDEZVOUS: TransitionTable[RendezvousState, RendezvousEvent, RendezvousEffect] = TransitionTable(
+    "rendezvous",
+    RendezvousPhase,
+    get_args(RendezvousEvent),
+    (
+        ((_R.FINDING,), (NameResolved,), _found),
+        ((_R.AWAITING_GRANT,), (NameResolved,), _granted),
+        ((_R.CONNECTING,), (PlaneFound,), _plane_found),
+        (_ASKING, (NameUnresolved,), _unresolved),
+        (_ASKING, (Tick,), _retry),
+        ((*_ASKING, _R.CONNECTING), (PeerFailed,), _failed),
+        ((*_ASKING, _R.CONNECTING), (NameLeft,), _left),
+        # An answer may come twice, or late; links may be ready before they are needed.
+        (RendezvousPhase, get_args(RendezvousEvent), ignore),
+    ),
+)
