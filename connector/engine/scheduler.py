@@ -1,77 +1,30 @@
-"""The scheduler half: which prompts to hand over, which to load, and the plan of each step. No vLLM, no I/O.
+"""The scheduler half: the plan of each engine step. No vLLM, no I/O.
 
-On D, ``request_lifetime.REQUEST`` decides what becomes of a request; its effects are the parts of the step plans.
-
-A load goes inside the step that computes with it where ``step_load_rule`` permits, else beside the engine's steps. Of
-a load beside the steps, vLLM sees the end at the launch of a step, and schedules the request two steps later.
+P's decisions are in ``lease_planner``, D's in ``load_planner``.
 """
 
 from __future__ import annotations
 
 import logging
-import re
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from kvferry.connector.config import Settings
-from kvferry.connector.engine.alternatives import alternatives
-from kvferry.connector.engine.block_contents import covers, first_held, used_blocks
+from kvferry.connector.engine.lease_planner import LeasePlanner
+from kvferry.connector.engine.load_planner import LoadPlanner
 from kvferry.connector.engine.plan_builder import StepPlanBuilder
-from kvferry.connector.engine.prompt_checks import check_kept, check_prompt
 from kvferry.connector.engine.step_load_rule import StepLoadRule
 from kvferry.connector.engine.steps_in_flight import StepsInFlight
-from kvferry.connector.engine.transfer_params import (
-    RemotePrompt,
-    check_reachable,
-    from_transfer_params,
-    prompt_digest,
-    to_transfer_params,
-    wants_load,
-    wants_prefill,
-)
+from kvferry.connector.engine.transfer_params import wants_load, wants_prefill
 from kvferry.connector.geometry.engine_types import BlockTable, RequestView
 from kvferry.connector.geometry.topology import MAX_RANKS
-from kvferry.connector.protocol import request_lifetime
-from kvferry.connector.protocol.request_lifetime import RequestEffect, RequestEvent, RequestPhase, RequestState
-from kvferry.connector.protocol.state_machine import Lifetime
-from kvferry.connector.protocol.step_plan import (
-    KeepLease,
-    LeaseGrant,
-    Load,
-    PeerEngine,
-    RankAddress,
-    RemoteLease,
-    StepPlan,
-    pack_ids,
-)
-from kvferry.connector.protocol.transfer_estimate import EstimateKey, TransferEstimate, TransferEstimates
-from kvferry.transport.errors import ProtocolError
+from kvferry.connector.protocol.step_plan import PeerEngine, RankAddress, StepPlan
+from kvferry.connector.protocol.transfer_estimate import EstimateKey, TransferEstimate
 from kvferry.transport.wake import RateLimitedLog
 
 logger = logging.getLogger("vllm.kvferry.scheduler")
-
-_CHILD = re.compile(r"^\d+_.")
-"""From a request with ``n > 1`` vLLM makes requests with the ids ``0_ID``, ``1_ID``, …"""
-
-
-@dataclass(slots=True)
-class EngineRequest:
-    """A request of the engine, from its first question to its end.
-
-    ``remote_prompt``: what P holds for it; ``alternatives``: other P engines that hold the same. ``computed_in``: the
-    last step that computed tokens of it; counted only for requests that are handed over from here.
-    """
-
-    request_id: str
-    lifetime: Lifetime[RequestState, RequestEvent, RequestEffect]
-    remote_prompt: RemotePrompt | None = None
-    alternatives: tuple[RemoteLease, ...] = ()
-    computed_in: int = 0
 
 
 class SchedulerHalf:
@@ -114,69 +67,39 @@ class SchedulerHalf:
             shares_steps: other engines' steps wait for this engine's, as with data-parallel ranks.
             clock: seconds, never going back.
         """
-        self._settings = settings
         self._engine_id = engine_id
-        self._tables = tuple(tables)
-        self._whole = all(table.whole for table in self._tables)
-        self._has_states = any(table.kind == "state" for table in self._tables)
-        self._lookahead = lookahead
-        self._sizes, self._max_sizes = (tp_size, pp_size), max_sizes
-        self._log = RateLimitedLog(logger)
+        self._lease_seconds = settings.lease_seconds
+        self._sizes = tp_size, pp_size
+        self._shardings = tuple(sorted({table.sharding for table in tables}))
         self._produces, self._consumes = produces, consumes
         self._host_id = host_id
-        self._us: PeerEngine | None = None
-        self._requests: dict[str, EngineRequest] = {}  # all requests of the engine
-        self._prefills: dict[str, EngineRequest] = {}  # the requests that are handed over from here
+        self._log = RateLimitedLog(logger)
         self._plan = StepPlanBuilder(secrets.token_bytes(16))
-        self._clock = clock
-        self._estimates = TransferEstimates(tp_size)
-        self._rule = StepLoadRule(settings.step_hold_seconds if step_loads and consumes and steps else 0.0)
-        self._steps = steps
-        self._others = shares_steps
-        self._leases: set[str] = set()  # requests whose lease some rank holds
-        self._draining = False
+        rule = StepLoadRule(settings.step_hold_seconds if step_loads and consumes and steps else 0.0)
+        self._lease_planner = LeasePlanner(tables, self._plan, produces=produces, lookahead=lookahead)
+        self._load_planner = LoadPlanner(
+            tables, self._plan, rule, steps, tp_size=tp_size, consumes=consumes, host_id=host_id, max_sizes=max_sizes,
+            lookahead=lookahead, shares_steps=shares_steps, clock=clock,
+        )  # fmt: skip
 
     def set_ranks(self, ranks: Iterable[RankAddress]) -> None:
         """Take the addresses at which this engine's ranks listen."""
         tp_size, pp_size = self._sizes
         ordered = tuple(sorted(ranks, key=lambda rank: (rank.pp_rank, rank.tp_rank)))
-        shardings = tuple(sorted({table.sharding for table in self._tables}))
-        self._us = PeerEngine(
-            self._engine_id, tp_size, pp_size, self._settings.lease_seconds, ordered, self._host_id, shardings
+        self._lease_planner.set_engine(
+            PeerEngine(self._engine_id, tp_size, pp_size, self._lease_seconds, ordered, self._host_id, self._shardings)
         )
 
-    # --- D ------------------------------------------------------------------------------------------------------
+    # --- every request ------------------------------------------------------------------------------------------
 
     def on_new_request(self, request: RequestView) -> None:
         """Check whether P holds this request's KV. If so, its lease is renewed from now on; if the KV cannot be used,
         the lease is released. Idempotent."""
-        if request.request_id in self._requests:
+        if request.request_id in self._load_planner:
             return
-        now = self._clock()
-        entry = EngineRequest(request.request_id, Lifetime(request_lifetime.REQUEST, RequestState(), now))
-        self._requests[request.request_id] = entry
-        if self._produces and wants_prefill(request.params):
-            self._prefills[request.request_id] = entry
-        try:
-            self._check_role(request)
-            entry.remote_prompt = from_transfer_params(request.params, self._max_sizes) if self._consumes else None
-            if entry.remote_prompt is None:
-                self._advance(entry, request_lifetime.NothingOffered())
-                return
-            check_reachable(entry.remote_prompt.peer, self._host_id)
-            first = entry.remote_prompt
-            usable, left_out = alternatives(request.params, first, self._max_sizes, self._host_id)
-            for why in left_out:
-                self._log.warning("alternative", "kvferry: %s has one P less to load from: %s", request.request_id, why)
-            entry.alternatives = usable
-            siblings = _CHILD.match(request.request_id) is not None
-            leases = (RemoteLease(first.token, first.peer), *usable)
-            keeps = tuple(KeepLease(request.request_id, lease.token, lease.peer, siblings) for lease in leases)
-            self._advance(entry, request_lifetime.PromptOffered(keeps))
-            if not request.rejected:
-                check_prompt(request, entry.remote_prompt)
-        except ProtocolError as error:
-            self._refuse(entry, error)
+        self._check_role(request)
+        self._lease_planner.new_request(request)
+        self._load_planner.new_request(request)
 
     def _check_role(self, request: RequestView) -> None:
         """One line where a router sends a request of one role to an engine that has only the other."""
@@ -192,121 +115,6 @@ class SchedulerHalf:
             request.request_id, wrong, role, right,
         )  # fmt: skip
 
-    def _refuse(self, entry: EngineRequest, why: ProtocolError) -> None:
-        self._advance(entry, request_lifetime.OfferRefused())
-        story = entry.lifetime.story()
-        logger.warning("kvferry: %s prefills locally: %s; the request: %s", entry.request_id, why, story)
-
-    def _advance(self, entry: EngineRequest, event: RequestEvent) -> None:
-        for effect in entry.lifetime.step(event, self._clock()):
-            self._plan.add(entry.request_id, effect)
-
-    def num_new_matched_tokens(self, request: RequestView, num_local: int) -> tuple[int, bool]:
-        """Tokens to load beyond the ``num_local`` that the engine has, and whether asynchronously.
-
-        The engine computes the last prompt token in any case. Where all tables are whole, the result may include this
-        token. Otherwise it must not: the engine would free blocks of a window that only that token needs, and a state
-        would process that token twice.
-        """
-        self.on_new_request(request)
-        entry = self._requests[request.request_id]
-        remote_prompt = entry.remote_prompt
-        if entry.lifetime.state.phase is not RequestPhase.OFFERED or remote_prompt is None:
-            return 0, False
-        prompt = request.num_prompt_tokens
-        stop = min(remote_prompt.num_tokens, prompt - max(self._lookahead, 0 if self._whole else 1))
-        if min(stop, prompt - 1) <= num_local or request.whole_prompt:
-            self._advance(entry, request_lifetime.EngineAnswered(num_local))
-            return 0, False
-        try:
-            check_kept(self._tables, remote_prompt, num_local, stop)
-        except ProtocolError as error:
-            self._refuse(entry, error)
-            return 0, False
-        in_step = self._in_step(remote_prompt.peer, stop - num_local)
-        self._advance(entry, request_lifetime.EngineAnswered(num_local, in_step))
-        if in_step:
-            return min(stop, prompt - 1) - num_local, False  # vLLM schedules it at once, with a token to compute
-        return stop - num_local, True
-
-    def _in_step(self, peer: PeerEngine, tokens: int) -> bool:
-        """Whether a load of ``tokens`` may go inside the step that is being scheduled."""
-        if not self._whole or self._steps is None:
-            return False  # vLLM copies a state to where the step works on it before the connector sees the step
-        now = self._clock()
-        seconds = self._estimates.seconds(peer.engine_id, tokens, now)
-        # Copies that must wait for the steps in flight gain nothing from the time that these take.
-        left = 0.0 if self._steps.unknown_freed else self._steps.seconds_left(now)
-        return self._rule.fits(seconds, left, others=self._others or len(self._requests) > 1)
-
-    def after_alloc(self, request: RequestView, block_ids: Sequence[Sequence[int]], num_external: int) -> None:
-        """vLLM has decided: load ``num_external`` tokens into these blocks, or nothing."""
-        entry = self._requests.get(request.request_id)
-        if entry is None or entry.lifetime.state.phase is not RequestPhase.OFFERED or entry.remote_prompt is None:
-            return
-        if num_external == 0:
-            self._advance(entry, request_lifetime.LoadDeclined())
-        else:
-            load = self._load(entry, entry.remote_prompt, block_ids, num_external)
-            if load.now:
-                self._rule.planned(self._estimates.seconds(load.peer.engine_id, num_external, self._clock()))
-            self._advance(entry, request_lifetime.BlocksAllocated(load))
-
-    def _load(
-        self,
-        entry: EngineRequest,
-        remote_prompt: RemotePrompt,
-        block_ids: Sequence[Sequence[int]],
-        num_external: int,
-    ) -> Load:
-        state = entry.lifetime.state
-        stop = state.start + num_external
-        tables = list(zip(self._tables, block_ids, strict=True))
-        written = (block_id for table, ids in tables for block_id in ids[state.start // table.block_size :])
-        return Load(
-            request_id=entry.request_id,
-            token=remote_prompt.token,
-            peer=remote_prompt.peer,
-            block_ids=tuple(pack_ids(used_blocks(table, ids, stop)) for table, ids in tables),
-            tokens=tuple(
-                (0, 1) if table.kind == "state" else (max(state.start, first_held(table, ids)), stop)
-                for table, ids in tables
-            ),
-            prompt=remote_prompt.prompt,
-            now=state.in_step,
-            behind=self._steps is None or self._steps.may_use(written),
-            alternatives=entry.alternatives,
-        )
-
-    def loads_finished(
-        self, request_ids: Iterable[str], estimates: Mapping[EstimateKey, TransferEstimate] | None = None
-    ) -> None:
-        """The workers have reported these loads, whether they failed or not. ``estimates``: how long loads took that
-        the ranks measured, also loads inside a step."""
-        if estimates:
-            self._estimates.observe(estimates, self._clock())
-        for request_id in request_ids:
-            entry = self._requests.get(request_id)
-            if entry is not None:
-                self._advance(entry, request_lifetime.LoadReported())
-
-    # --- P, and the end of every request ------------------------------------------------------------------------
-
-    def num_tokens_for_d(self, request: RequestView) -> int:
-        """How many of a new request's last prompt tokens P must not compute, because D computes them.
-
-        A state after the last prompt token cannot be taken back by one token. And the engine gives back the blocks
-        outside the window of the *next* token: where a block ends there, D lacks it to compute the last prompt token.
-        """
-        prompt = request.num_prompt_tokens
-        if not (self._produces and wants_prefill(request.params)) or request.whole_prompt or request.rejected:
-            return 0
-        count = max(self._lookahead, 1 if self._has_states else 0)
-        for table in self._tables:
-            if table.first_needed(prompt) // table.block_size != table.first_needed(prompt - 1) // table.block_size:
-                count = max(count, 1)
-        return count if count < prompt else 0
-
     def request_finished(
         self, request: RequestView, block_ids: Sequence[Sequence[int]], *, completed: bool
     ) -> tuple[bool, dict[str, Any] | None]:
@@ -320,70 +128,57 @@ class SchedulerHalf:
         Returns:
             Whether the blocks stay held until ``finished_sending``, and the parameters for D.
         """
-        entry = self._requests.pop(request.request_id, None)
-        computed_in = self._plan.step
-        if entry is not None:
-            self._advance(entry, request_lifetime.RequestEnded())
-            if self._prefills.pop(request.request_id, None) is not None:
-                computed_in = entry.computed_in
-        if not (self._produces and completed and wants_prefill(request.params)):
-            return False, None
-        return self._lease(request, block_ids, computed_in)
+        self._load_planner.request_finished(request.request_id)
+        return self._lease_planner.request_finished(request, block_ids, completed=completed)
 
-    def _lease(
-        self, request: RequestView, block_ids: Sequence[Sequence[int]], computed_in: int
-    ) -> tuple[bool, dict[str, Any] | None]:
-        why = self._cannot_lease(request, block_ids)
-        if why is not None:
-            logger.warning("kvferry: no hand-over of %s: %s", request.request_id, why)
-            return False, None
-        assert self._us is not None and request.prompt_token_ids is not None
-        token, num_tokens = secrets.token_bytes(16), request.num_prompt_tokens
-        tables = list(zip(self._tables, block_ids, strict=True))
-        packed = tuple(pack_ids(used_blocks(table, ids, num_tokens)) for table, ids in tables)
-        digest = prompt_digest(request.prompt_token_ids, request.extra)
-        self._leases.add(request.request_id)
-        self._plan.leases.append(LeaseGrant(request.request_id, token, num_tokens, packed, digest, computed_in))
-        kept = tuple((table.kind, table.window, first_held(table, ids)) for table, ids in tables if table.window)
-        return True, to_transfer_params(RemotePrompt(token, num_tokens, digest, self._us, kept))
+    # --- D ------------------------------------------------------------------------------------------------------
+
+    def num_new_matched_tokens(self, request: RequestView, num_local: int) -> tuple[int, bool]:
+        """Tokens to load beyond the ``num_local`` that the engine has, and whether asynchronously.
+
+        The engine computes the last prompt token in any case. Where all tables are whole, the result may include this
+        token. Otherwise it must not: the engine would free blocks of a window that only that token needs, and a state
+        would process that token twice.
+        """
+        self.on_new_request(request)
+        return self._load_planner.num_new_matched_tokens(request, num_local)
+
+    def after_alloc(self, request: RequestView, block_ids: Sequence[Sequence[int]], num_external: int) -> None:
+        """vLLM has decided: load ``num_external`` tokens into these blocks, or nothing."""
+        self._load_planner.after_alloc(request, block_ids, num_external)
+
+    def loads_finished(
+        self, request_ids: Iterable[str], estimates: Mapping[EstimateKey, TransferEstimate] | None = None
+    ) -> None:
+        """The workers have reported these loads, whether they failed or not. ``estimates``: how long loads took that
+        the ranks measured, also loads inside a step."""
+        self._load_planner.loads_finished(request_ids, estimates)
+
+    # --- P ------------------------------------------------------------------------------------------------------
+
+    def num_tokens_for_d(self, request: RequestView) -> int:
+        """How many of a new request's last prompt tokens P must not compute, because D computes them."""
+        return self._lease_planner.num_tokens_for_d(request)
 
     def drain(self) -> None:
         """Give no more leases. The leases that are held are served until they end; ``leases_held`` counts them. For an
         engine that is about to end: D prefills what would have been handed over. ``stop_draining`` gives leases again.
         """
-        if not self._draining:
-            logger.info("kvferry: no more prompts are handed over from here; %d lease(s) are served", len(self._leases))
-        self._draining = True
+        self._lease_planner.drain()
 
     def stop_draining(self) -> None:
         """Give leases again."""
-        self._draining = False
+        self._lease_planner.stop_draining()
 
     @property
     def leases_held(self) -> int:
         """The number of leases that have not ended on all ranks. With ``drain`` it falls to 0, at the latest when
         ``lease_cap_seconds`` have passed."""
-        return len(self._leases)
+        return self._lease_planner.leases_held
 
     def leases_ended(self, request_ids: Iterable[str]) -> None:
         """All ranks have reported the end of these requests' leases."""
-        self._leases.difference_update(request_ids)
-
-    def _cannot_lease(self, request: RequestView, block_ids: Sequence[Sequence[int]]) -> str | None:
-        tokens, computed = request.num_prompt_tokens, request.num_computed_tokens
-        if self._draining:
-            return "this engine hands nothing over any more, it is being drained"
-        if self._us is None:
-            return "the workers' addresses are unknown"
-        if request.prompt_token_ids is None:
-            return "its prompt is given as embeddings"
-        if computed < tokens:
-            return f"{computed} of its {tokens} prompt tokens are computed"
-        if self._has_states and computed > tokens:
-            return f"its state is that after {computed} tokens, its prompt has {tokens}"
-        if any(not covers(table, ids, tokens) for table, ids in zip(self._tables, block_ids, strict=True)):
-            return f"its blocks do not cover its {tokens} prompt tokens"
-        return None
+        self._lease_planner.leases_ended(request_ids)
 
     # --- every step ---------------------------------------------------------------------------------------------
 
@@ -397,24 +192,7 @@ class SchedulerHalf:
             computed: the requests that the engine computes tokens of in this step.
             preempted: the requests whose blocks the engine has taken since the last step.
         """
-        last = self._plan.step
-        after_prefill = any(entry.computed_in == last for entry in self._prefills.values())
+        after_prefill = self._lease_planner.computed_any(self._plan.step)
         plan = self._plan.take(idle=idle, after_prefill=after_prefill)
-        self._rule.next_step()
-        if self._steps is not None:
-            if preempted:
-                self._steps.freed(None)
-                plan = self._behind_all(plan, self._steps)
-            self._steps.scheduled()
-        if self._prefills:
-            for request_id in self._prefills.keys() & computed:
-                self._prefills[request_id].computed_in = plan.step
-        return plan
-
-    @staticmethod
-    def _behind_all(plan: StepPlan, steps: StepsInFlight) -> StepPlan:
-        """The plan with its loads behind the steps in flight: the engine may have preempted a request before it gave
-        blocks to the loads, and says so only now."""
-        behind = steps.may_use(())
-        loads = tuple(msgspec.structs.replace(load, behind=load.behind or behind) for load in plan.loads)
-        return msgspec.structs.replace(plan, loads=loads)
+        self._lease_planner.step_planned(plan.step, computed)
+        return self._load_planner.step_planned(plan, preempted)
