@@ -5,8 +5,10 @@ from __future__ import annotations
 import http.client
 import json
 import re
+import select
 import socket
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -23,6 +25,10 @@ SETTLE_SECONDS = 0.3
 """Before anything is measured: the first steps of a batch are none of many."""
 STEADY = 0.98
 """Of the steps must have a token for each background sequence; none may end, wait or be preempted meanwhile."""
+ATTEMPTS = 5
+"""At a turn. Each but the first follows one that was disturbed."""
+PATIENCE_SECONDS = 300.0
+"""For what must happen, however slow the host is."""
 DONE = re.compile(r"hand-over of \S*?(fg-\d+)\S* done: \d+ tokens, \d+ bytes in ([\d.]+) ms over (\S+) from")
 AROUND_SECONDS = 0.02
 """Before and after a hand-over, for which the steps of D stay known."""
@@ -78,10 +84,14 @@ class Sample:
         return float(marks["token"] - marks[since]) * 1e3
 
 
+class DisturbedTurnError(EngineError):
+    """A turn measured something else: the background did not decode all the while, or a hand-over failed."""
+
+
 @dataclass
 class BusyPair(Pair):
     """Engines of one connector; ``notes`` is what D's scheduler writes. ``prompts``: by length, held by P.
-    ``longest``: tokens of a sequence."""
+    ``longest``: tokens of a sequence. ``repeated``: turns that were measured again, each with the reason."""
 
     notes: Path = Path()
     prompts: dict[int, list[list[int]]] = field(default_factory=dict)
@@ -91,6 +101,7 @@ class BusyPair(Pair):
     read: int = 0
     longest: int = 4096
     failed_before: list[float] = field(default_factory=list)
+    repeated: list[str] = field(default_factory=list)
 
     def words(self, tokens: int) -> list[int]:
         return [self.rng.randrange(2, self.vocabulary) for _ in range(tokens)]
@@ -125,16 +136,37 @@ class BusyPair(Pair):
         return [metric_sum(engine.metrics(), METRICS[self.connector].failed) or 0.0 for engine in self.engines]
 
     def check_failed(self) -> None:
-        """No hand-over may have failed since ``connect``."""
+        """No hand-over may have failed but in turns that were measured again."""
         failed = self.failures()
         if failed != self.failed_before:
             raise EngineError(f"{self.connector}: failed hand-overs of P, D: {failed}, before {self.failed_before}")
 
     def turn(self, cell: Cell, pace: Pace, *, keep: bool = True) -> None:
-        """Measure every length on an empty prefix cache; with ``keep`` the samples count.
+        """Measure every length on an empty prefix cache; with ``keep`` the samples count. A disturbed turn is
+        measured again.
 
         Raises:
-            EngineError: a prompt was computed that should have been loaded or found, or the load was not steady.
+            EngineError: a prompt was computed that should have been loaded or found, or every attempt was disturbed.
+        """
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                samples, quiet = self.measure_turn(cell, pace)
+                break
+            except DisturbedTurnError as why:
+                if attempt == ATTEMPTS:
+                    raise
+                self.repeated.append(str(why))
+                print(f"measured again: {why}", flush=True)
+        if keep:
+            self.measured += samples
+            self.quiet.setdefault(cell, []).extend(quiet)
+
+    def measure_turn(self, cell: Cell, pace: Pace) -> tuple[list[Sample], list[float]]:
+        """One attempt at a turn: its samples, and the quiet gaps.
+
+        Raises:
+            DisturbedTurnError: the load was not steady, or a hand-over failed.
+            EngineError: a prompt was computed that should have been loaded or found.
         """
         self.collect(cell.order)
         prompts = [self.words(BACKGROUND_TOKENS) for _ in range(cell.sequences)]
@@ -156,12 +188,18 @@ class BusyPair(Pair):
         for tokens, names in asked:
             self.check(tokens, both := (marks.get(names[0], {}), marks.get(names[1], {})))
             samples.append(sample_of(cell, tokens, both, steps, pace.period))
-        counts = [count for at, count in steps if begin <= at <= samples[-1].local["token"]]
-        if cell.sequences and counts.count(cell.sequences) < STEADY * len(counts):
-            raise EngineError(f"{self.connector}: in a step {set(counts)} of {cell.sequences} sequences got a token")
-        if keep:
-            self.measured += samples
-            self.quiet.setdefault(cell, []).extend(gaps_between(steps, begin, end))
+        quiet = gaps_between(steps, begin, end)
+        why = None
+        if cell.sequences:
+            why = unsteady(
+                cell.sequences, [step for step in steps if step[0] >= begin], end, samples[-1].local["token"]
+            )
+        if (failed := self.failures()) != self.failed_before:
+            why = f"failed hand-overs of P, D: {failed}, before {self.failed_before}"
+            self.failed_before = failed
+        if why is not None:
+            raise DisturbedTurnError(f"{self.connector}, {cell.order}, {cell.sequences} sequences: {why}")
+        return samples, quiet
 
     def ask(self, prompt: list[int], pace: Pace) -> tuple[str, str]:
         """Hand one prompt over, and ask D for it again; the names of both requests."""
@@ -179,13 +217,15 @@ class BusyPair(Pair):
         """What D noted since the last call. Behind it D's prefix cache is empty, and its free blocks are in order.
 
         Raises:
-            EngineError: blocks are still held after a minute.
+            EngineError: blocks are still held after ``PATIENCE_SECONDS``.
         """
         self.notes.with_name(f"{self.notes.name}.order").write_text(order)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE_SECONDS
         while not self.decode.post("/reset_prefix_cache")["success"]:
             if time.monotonic() > deadline:
-                raise EngineError(f"{self.decode.name}: blocks are still held 60 s after the last request")
+                raise EngineError(
+                    f"{self.decode.name}: blocks are still held {PATIENCE_SECONDS:g} s after the last request"
+                )
             time.sleep(0.05)
         marks: dict[str, Marks] = {}
         steps: Steps = []
@@ -225,31 +265,73 @@ class Background:
         self._connection: http.client.HTTPConnection | None = None
 
     def start(self) -> None:
-        """Return when all of them decode.
+        """Return when all of them decode. Where all have ended before that was seen, they begin anew.
 
         Raises:
-            EngineError: they do not within a minute.
+            EngineError: D answers with an error, or they do not decode within ``PATIENCE_SECONDS``.
         """
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        connection = self._ask()
+        while metric_sum(self._decode.metrics(), "vllm:num_requests_running") != len(self._prompts):
+            if answered(connection):
+                self._check_answer(connection)
+                self.stop()
+                connection = self._ask()
+            elif time.monotonic() > deadline:
+                raise EngineError(
+                    f"{self._decode.name} does not decode {len(self._prompts)} sequences after {PATIENCE_SECONDS:g} s"
+                )
+            time.sleep(0.05)
+        time.sleep(SETTLE_SECONDS)
+
+    def _ask(self) -> http.client.HTTPConnection:
         request = {
             "model": "model", "prompt": self._prompts, "max_tokens": self._longest - BACKGROUND_TOKENS - 1,
             "ignore_eos": True, "temperature": 0,
         }  # fmt: skip
         headers = {"Content-Type": "application/json", "X-Request-Id": "bg-0"}
-        self._connection = http.client.HTTPConnection(self._decode.host, self._decode.port)
+        self._connection = http.client.HTTPConnection(self._decode.host, self._decode.port, timeout=PATIENCE_SECONDS)
         self._connection.request("POST", "/v1/completions", json.dumps(request), headers)
-        deadline = time.monotonic() + 60
-        while metric_sum(self._decode.metrics(), "vllm:num_requests_running") != len(self._prompts):
-            if time.monotonic() > deadline:
-                raise EngineError(f"{self._decode.name} does not decode {len(self._prompts)} sequences after 60 s")
-            time.sleep(0.05)
-        time.sleep(SETTLE_SECONDS)
+        return self._connection
+
+    def _check_answer(self, connection: http.client.HTTPConnection) -> None:
+        try:
+            answer = connection.getresponse()
+            text = answer.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise EngineError(f"{self._decode.name}: {error!r}\n{self._decode.log_tail()}") from None
+        if answer.status != 200:
+            raise EngineError(f"{self._decode.name}: HTTP {answer.status}: {text[:500]!r}")
 
     def stop(self) -> None:
         if self._connection is not None:
-            assert self._connection.sock is not None
-            self._connection.sock.shutdown(socket.SHUT_RDWR)  # vLLM aborts what nobody waits for
+            if self._connection.sock is not None:  # else the server has closed it
+                with suppress(OSError):
+                    self._connection.sock.shutdown(socket.SHUT_RDWR)  # vLLM aborts what nobody waits for
             self._connection.close()
             self._connection = None
+
+
+def answered(connection: http.client.HTTPConnection) -> bool:
+    """Whether the server has sent anything, or has closed the connection."""
+    return bool(select.select([connection.sock], [], [], 0)[0])
+
+
+def unsteady(sequences: int, steps: Steps, quiet_end: float, last: float) -> str | None:
+    """Why a load of so many ``sequences`` was not steady; None where it was.
+
+    Args:
+        sequences: how many were to decode.
+        steps: D's, from the begin of the quiet time.
+        quiet_end: the end of the quiet time.
+        last: when the last request had its token.
+    """
+    counts = [count for at, count in steps if at <= last]
+    if counts.count(sequences) < STEADY * len(counts):
+        return f"in a step {set(counts)} of them got a token"
+    if not steps or steps[-1][0] < last:
+        return "they ended before the last request did"
+    return None if gaps_between(steps, 0.0, quiet_end) else "D made no two steps before the first hand-over"
 
 
 def sample_of(cell: Cell, tokens: int, pair: tuple[Marks, Marks], steps: Steps, period: float) -> Sample:

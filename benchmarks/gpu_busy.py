@@ -24,9 +24,11 @@ others are the times between their tokens within one period after a hand-over (`
 hardly two blocks of a table lie side by side. D's prefix cache is empty in both, so no block is evicted.
 
 Every hand-over is checked: its tokens came from P, and D computed one. One per connector and order is compared byte for
-byte. Rounds go over all cells; with less ``--budget`` there are fewer rounds, not fewer cells. After each round the
-file of ``--json`` is written. The defaults suit GPUs of 140 GiB; with 80 GiB give ``--kv-gib 30`` and fewer
-``--tokens``.
+byte. A turn is measured again, at most four times, if the sequences did not decode all the while, or if a hand-over
+failed in it; the reasons are printed, and are under ``measured_again`` of the result.
+
+Rounds go over all cells; with less ``--budget`` there are fewer rounds, not fewer cells. After each round the file of
+``--json`` is written. The defaults suit GPUs of 140 GiB; with 80 GiB give ``--kv-gib 30`` and fewer ``--tokens``.
 """
 
 from __future__ import annotations
@@ -84,11 +86,13 @@ PLANS = {
         scheduler="ProbedScheduler",
     ),
 }  # fmt: skip
+LONGEST = 8192
+"""Tokens of a background sequence at least. It should last longer than a turn, also where the host stands still."""
 QUICK = {"samples": 4, "sequences": [32, 0], "tokens": [2001, 8001], "orders": ["fresh"]}
 
 
 def start(group: ServerGroup, connector: str, model: Path, plan: Plan, args: argparse.Namespace) -> BusyPair:
-    setup, longest = plan.setup, -(-(max(args.tokens) + 256) // 256) * 256
+    setup, longest = plan.setup, max(LONGEST, -(-(max(args.tokens) + 256) // 256) * 256)
     extra = setup.nixl if connector == THEIRS else args.kv_config
     most = max(args.sequences)
     notes = group.logs / f"{connector}-notes.jsonl"
@@ -184,6 +188,7 @@ def result_of(pairs: list[BusyPair], args: argparse.Namespace, rounds: int) -> d
         "policy": args.policy,
         "kv_config": args.kv_config,
         "rounds": rounds,
+        "measured_again": [why for pair in pairs for why in pair.repeated],
     }
     return busy_figures.result_of(rows, lines) | how | {"period_s": args.period, "cuda_graphs": args.device == "cuda"}
 

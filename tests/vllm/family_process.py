@@ -30,7 +30,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from kvferry.connector.engine import scheduler
+from kvferry.connector.engine import load_planner, scheduler
 from kvferry.connector.vllm import from_vllm
 from tests.support.families import ALL, WINDOW, Family
 from tests.vllm.stepped_family import FamilyEngine
@@ -115,7 +115,7 @@ def hand_over(p: FamilyEngine, d: FamilyEngine, tokens: int, shared: int = 0) ->
 def fault(name: str) -> Iterator[None]:
     """Damage done on purpose: D's checks must notice it."""
     half = scheduler.SchedulerHalf
-    with mock.patch.object(scheduler, "check_kept", lambda *_: None) if name else mock.MagicMock():
+    with mock.patch.object(load_planner, "check_kept", lambda *_: None) if name else mock.MagicMock():
         if name == "P computes the last token too":
             with mock.patch.object(half, "num_tokens_for_d", lambda *_: 0):
                 yield

@@ -279,7 +279,7 @@ def test_without_a_count_of_steps_copies_wait(
     scene = Scene(group, monkeypatch)
     scene.meet()
     half = scene.d.connector._scheduler
-    half._steps = StepsInFlight() if counted else None
+    half._load_planner._steps = StepsInFlight() if counted else None
     request_id, ids = scene.load()
     to_the_end(scene.d, request_id)
     assert [load.behind for load in scene.posted] == [not counted]

@@ -30,7 +30,7 @@ def to_d(p: Engine, **more: Any) -> dict[str, Any]:
 
 
 def phase(d: Engine, request_id: str) -> RequestPhase | None:
-    entry = d.connector._scheduling._requests.get(request_id)
+    entry = d.connector._scheduling._load_planner._requests.get(request_id)
     return None if entry is None else entry.lifetime.state.phase
 
 

@@ -211,7 +211,7 @@ def test_one_that_waits_for_its_own_load_found_its_blocks(group: EngineGroup, mo
     failing = Failing(d, "revoked")
     d.step()
     failing.end()
-    d.connector._scheduler._rule._hold_seconds = 0.0
+    d.connector._scheduler._load_planner._rule._hold_seconds = 0.0
     other = add(p, d, longer, max_tokens=9)
     d.step()
     assert d.loads[other] == 1

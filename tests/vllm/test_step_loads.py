@@ -50,8 +50,8 @@ def pair_of(group: EngineGroup, extra: dict[str, Any] | None = None, **kwargs: A
     pair = group.pair(**({"policy": "fail", "num_blocks": 61} | kwargs), extra=IN_STEP | (extra or {}))
     for engine in pair:
         half = engine.connector._scheduler
-        if half._rule._hold_seconds == IN_STEP["step_hold_seconds"]:
-            half._rule._hold_seconds = AGES
+        if half._load_planner._rule._hold_seconds == IN_STEP["step_hold_seconds"]:
+            half._load_planner._rule._hold_seconds = AGES
     return pair
 
 
@@ -212,14 +212,14 @@ def test_others_are_held_up_no_longer_than_the_setting_says(group: EngineGroup) 
     p, d = pair_of(group)
     meet(p, d)
     half = d.connector._scheduler
-    half._rule._hold_seconds = 1e-9
+    half._load_planner._rule._hold_seconds = 1e-9
     running = d.add(prompt(50, 3), max_tokens=30)
     d.step()
     request_id = add(p, d, prompt(200, 4))
     to_the_end(d, request_id)
     assert d.loads[request_id] == 1 and not d.step_loads, "it would hold up the other"
     to_the_end(d, running)
-    half._rule._hold_seconds = AGES
+    half._load_planner._rule._hold_seconds = AGES
     request_id = add(p, d, prompt(200, 5))
     to_the_end(d, request_id)
     assert d.step_loads[request_id] == 1
@@ -229,7 +229,7 @@ def test_others_are_held_up_no_longer_than_the_setting_says(group: EngineGroup) 
 def test_what_was_learnt_long_ago_counts_no_more(group: EngineGroup) -> None:
     p, d = pair_of(group)
     meet(p, d)
-    d.connector._scheduler._clock = lambda: time.monotonic() + 61
+    d.connector._scheduler._load_planner._clock = lambda: time.monotonic() + 61
     request_id = add(p, d, prompt(200, 4))
     to_the_end(d, request_id)
     assert d.loads[request_id] == 1

@@ -1,0 +1,152 @@
+"""P's part of the scheduler half: which prompts to hand over, and the leases. Pure."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
+from typing import Any
+
+from kvferry.connector.engine.block_contents import covers, first_held, used_blocks
+from kvferry.connector.engine.plan_builder import StepPlanBuilder
+from kvferry.connector.engine.prefills import Prefills
+from kvferry.connector.engine.transfer_params import wants_prefill
+from kvferry.connector.geometry.engine_types import BlockTable, RequestView, ScheduledTokens
+from kvferry.connector.protocol.step_plan import PeerEngine, pack_ids
+
+logger = logging.getLogger("vllm.kvferry.scheduler")
+
+
+class LeasePlanner:
+    """The requests that are handed over from here, and their leases."""
+
+    def __init__(
+        self,
+        tables: Sequence[BlockTable],
+        plan: StepPlanBuilder,
+        *,
+        produces: bool,
+        lookahead: int,
+        may_stream: Callable[[str], bool],
+        clock: Callable[[], float],
+    ) -> None:
+        """
+        Args:
+            plan: where the leases go.
+            may_stream: whether the tokens of a request stand once they are computed.
+            tables, produces, lookahead, clock: as ``SchedulerHalf`` takes them.
+        """
+        self._tables = tuple(tables)
+        self._has_states = any(table.kind == "state" for table in self._tables)
+        self._plan = plan
+        self._produces = produces
+        self._lookahead = lookahead
+        self._prompts = Prefills(self._tables, plan, clock)
+        self._may_stream = may_stream
+        self._prefills: dict[str, int] = {}  # by request: the last step that computed tokens of it
+        self._leases: set[str] = set()  # requests whose lease some rank holds
+        self._draining = False
+
+    def set_engine(self, us: PeerEngine) -> None:
+        """Take the addresses of this engine, which D is given."""
+        self._prompts.us = us
+
+    def new_request(self, request: RequestView) -> None:
+        """Follow the request until its end, where it is to be handed over."""
+        if self._produces and wants_prefill(request.params):
+            self._prefills[request.request_id] = 0
+            self._prompts.add(request)
+
+    def num_tokens_for_d(self, request: RequestView) -> int:
+        """How many of a new request's last prompt tokens P must not compute, because D computes them.
+
+        A state after the last prompt token cannot be taken back by one token. And the engine gives back the blocks
+        outside the window of the *next* token: where a block ends there, D lacks it to compute the last prompt token.
+        """
+        prompt = request.num_prompt_tokens
+        if not (self._produces and wants_prefill(request.params)) or request.whole_prompt or request.rejected:
+            return 0
+        count = max(self._lookahead, 1 if self._has_states else 0)
+        for table in self._tables:
+            if table.first_needed(prompt) // table.block_size != table.first_needed(prompt - 1) // table.block_size:
+                count = max(count, 1)
+        return count if count < prompt else 0
+
+    def request_finished(
+        self, request: RequestView, block_ids: Sequence[Sequence[int]], *, completed: bool
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """A request ended; its blocks are still its own. As ``SchedulerHalf.request_finished``."""
+        computed_in = self._prefills.pop(request.request_id, self._plan.step)
+        params = None
+        if self._produces and completed and wants_prefill(request.params):
+            params = self._lease(request, block_ids, computed_in)
+        if params is None:
+            self._prompts.give_up(request.request_id)
+        return params is not None, params
+
+    def _lease(
+        self, request: RequestView, block_ids: Sequence[Sequence[int]], computed_in: int
+    ) -> dict[str, Any] | None:
+        why = self._cannot_lease(request, block_ids)
+        if why is not None:
+            logger.warning("kvferry: no hand-over of %s: %s", request.request_id, why)
+            return None
+        num_tokens = request.num_prompt_tokens
+        tables = list(zip(self._tables, block_ids, strict=True))
+        packed = tuple(pack_ids(used_blocks(table, ids, num_tokens)) for table, ids in tables)
+        self._leases.add(request.request_id)
+        kept = tuple((table.kind, table.window, first_held(table, ids)) for table, ids in tables if table.window)
+        return self._prompts.lease(request, packed, kept, computed_in)
+
+    def drain(self) -> None:
+        """Give no more leases."""
+        if not self._draining:
+            logger.info("kvferry: no more prompts are handed over from here; %d lease(s) are served", len(self._leases))
+        self._draining = True
+
+    def stop_draining(self) -> None:
+        """Give leases again."""
+        self._draining = False
+
+    @property
+    def leases_held(self) -> int:
+        """The number of leases that have not ended on all ranks."""
+        return len(self._leases)
+
+    def leases_ended(self, request_ids: Iterable[str]) -> None:
+        """All ranks have reported the end of these requests' leases."""
+        self._leases.difference_update(request_ids)
+
+    def _cannot_lease(self, request: RequestView, block_ids: Sequence[Sequence[int]]) -> str | None:
+        tokens, computed = request.num_prompt_tokens, request.num_computed_tokens
+        if self._draining:
+            return "this engine hands nothing over any more, it is being drained"
+        if self._prompts.us is None:
+            return "the workers' addresses are unknown"
+        if request.prompt_token_ids is None:
+            return "its prompt is given as embeddings"
+        if computed < tokens:
+            return f"{computed} of its {tokens} prompt tokens are computed"
+        if self._has_states and computed > tokens:
+            return f"its state is that after {computed} tokens, its prompt has {tokens}"
+        if any(not covers(table, ids, tokens) for table, ids in zip(self._tables, block_ids, strict=True)):
+            return f"its blocks do not cover its {tokens} prompt tokens"
+        return None
+
+    def computed_any(self, step: int) -> bool:
+        """Whether this step was the last one that computed tokens of a request that is to be handed over."""
+        return step in self._prefills.values()
+
+    @property
+    def prefills(self) -> Set[str]:
+        """The requests whose prompts are handed over from here."""
+        return self._prefills.keys()
+
+    def plan_step(self, scheduled: Iterable[ScheduledTokens], preempted: Iterable[str]) -> None:
+        """Add to the plan what the next step does with these prompts. As ``SchedulerHalf.take_plan``."""
+        self._prompts.step(scheduled, preempted, streams=self._may_stream, may_lease=not self._draining)
+
+    def step_planned(self, step: int, computed: Collection[str]) -> None:
+        """The step with this number computes tokens of the requests ``computed``."""
+        if self._prefills:
+            for request_id in self._prefills.keys() & computed:
+                self._prefills[request_id] = step
