@@ -5,6 +5,7 @@ A fast router sends D the answer of P's scheduler before P's workers have the le
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 
 from kvferry.connector.protocol import lease, messages
@@ -85,11 +86,12 @@ class EarlyRequests:
             self.asks.pop((held.identity, held.ask.read))
         return found
 
-    def take_late(self, now: float) -> list[HeldAsk]:
-        """The asks that have waited long enough: the caller denies them. Forgets the releases that have."""
+    def take_late(self, now: float, computing: Container[bytes] = ()) -> list[HeldAsk]:
+        """The asks that have waited long enough: the caller denies them. Forgets the releases that have, except those
+        of prompts that P is ``computing``."""
         for key in self.votes:
             vote = self.votes.get(key)
-            if vote is not None and now >= vote.deadline:
+            if vote is not None and now >= vote.deadline and key[0] not in computing:
                 self.votes.pop(key)
         late = [held for held in self.asks.values() if now >= held.deadline]
         for held in late:

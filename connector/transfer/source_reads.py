@@ -136,7 +136,9 @@ class SourceReads:
     def _take_grant(self, read: SourceRead, grant: messages.Grant, now: float) -> None:
         """Check a grant, and begin to read P's pages where D reads them by itself."""
         if not read.state.awaits_grant:
-            return  # a second grant, or the grant of a stopped read
+            if not read.link.pulls:
+                self.step(read, ReadGranted(), now)  # a second grant, or the grant of a stopped read
+            return
         wanted = read.active_load.load.prompt
         try:
             if wanted and grant.prompt != wanted:

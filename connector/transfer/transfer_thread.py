@@ -21,6 +21,7 @@ from itertools import zip_longest
 import zmq
 
 from kvferry.connector.protocol.step_plan import LeaseGrant, Load, StepPlan
+from kvferry.connector.transfer.computed_steps import ComputedStep
 from kvferry.connector.transfer.consumer import Consumer
 from kvferry.connector.transfer.copies import DeviceEvent
 from kvferry.connector.transfer.load_reports import Check, StepLoadListener
@@ -50,7 +51,9 @@ worker spins so between steps. At Python's default of 5 ms a hand-over of 138 MB
 
 
 Pollable = int | zmq.Socket[bytes]
-_Command = tuple[StepPlan, DeviceEvent | None, Sequence[DeviceEvent | None], StepLoadListener | None]
+_Command = tuple[
+    StepPlan, DeviceEvent | None, Sequence[DeviceEvent | None], StepLoadListener | None, ComputedStep | None
+]
 
 
 class TransferThread:
@@ -81,6 +84,7 @@ class TransferThread:
         self._next_tick = self._next_look = 0.0
         self._consumer = Consumer(rank_context, self._report_begun, self.results.finished)
         self._producer = Producer(rank_context, listener, self.results.freed)
+        self._steps = self._producer.computing.steps
         self._thread = threading.Thread(target=self._run, name="kvferry-transfer", daemon=True)
         rank_context.caches.copies.on_done = self._copy_done
 
@@ -104,14 +108,16 @@ class TransferThread:
         event: DeviceEvent | None = None,
         computed: Sequence[DeviceEvent | None] = (),
         listener: StepLoadListener | None = None,
+        step: ComputedStep | None = None,
     ) -> None:
         """Post the work of one step. ``event``: the device must have reached it before the blocks of loads ``behind``
         are written. ``computed``: one event per lease; the device must have reached it before the blocks of the lease
-        are read. ``listener``: takes the reports of the loads inside the step, from this thread."""
+        are read. ``listener``: takes the reports of the loads inside the step, from this thread. ``step``: where the
+        step computes ``plan.chunks``."""
         if not plan.empty:
             earlier = self.results.listeners  # before the thread can add this listener
-            self._commands.append((plan, event, computed, listener))
-            self._wake()
+            self._commands.append((plan, event, computed, listener, step))
+            self.wake()
             for other in earlier:
                 other.interrupt()
 
@@ -121,7 +127,7 @@ class TransferThread:
         of the caches alone; copies on a GPU may be under way until ``Copies.synchronize`` returns."""
         self._closing = self._closing or reason
         self._stopping = True
-        self._wake()
+        self.wake()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(timeout)
 
@@ -129,7 +135,7 @@ class TransferThread:
     def alive(self) -> bool:
         return self._thread.is_alive()
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
         """Have the thread look at its work once more. Any thread may call this."""
         self._work_posted = True
         self._waker.wake()
@@ -203,6 +209,8 @@ class TransferThread:
         self._work_posted = busy = False  # before the first look, so that nothing is missed
         try:
             self._run_commands(now)
+            if self._steps:
+                self._producer.look_at_steps(now)
             if self._computing:
                 self._grant(now)
         finally:
@@ -238,11 +246,17 @@ class TransferThread:
 
     def _run_commands(self, now: float) -> None:
         for _ in range(len(self._commands)):
-            plan, event, computed, listener = self._commands.popleft()
+            plan, event, computed, listener, step = self._commands.popleft()
             if listener is not None:
                 self.results.listen(listener)
             self._consumer.identify(plan.consumer)
             self._computing += zip_longest(plan.leases, computed)
+            for prefill in plan.prefills:
+                self._try(prefill, partial(self._producer.begin_prefill, prefill, now))
+            for stop in plan.stops:
+                self._try(stop, partial(self._producer.stop_prefill, stop, now))
+            if step is not None:
+                self._try("the prompts of a step", partial(self._producer.plan_chunks, plan.chunks, step, now))
             for request_id in plan.cancels:  # first: they are of earlier plans' loads, also where an id comes again
                 self._try(request_id, partial(self._consumer.cancel, request_id, now))
             for keep in plan.keeps:
@@ -280,7 +294,7 @@ class TransferThread:
     def _copy_done(self) -> None:
         """A copy on a GPU has ended. Any thread may call this."""
         if not self._yielding:  # else this thread looks at the copies right after the wait
-            self._wake()
+            self.wake()
 
     def _copies_wait(self, event: DeviceEvent | None, loads: Sequence[Load], now: float) -> bool:
         """Have copies from now on wait for the engine's event, if one of ``loads`` must. Where the device refuses, the
