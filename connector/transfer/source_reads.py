@@ -118,7 +118,7 @@ class SourceReads:
                 consumer_rank=self._lease_keeper.rank,
                 expected=self._lease_keeper.expected(load.peer, read.address.tp_rank),
                 spans=tuple(item.span for item in read.planned),
-                chunk_bytes=read.link.slot_bytes,
+                chunk_bytes=read.chunk_bytes,
             )
         )
         failure = None
