@@ -37,7 +37,7 @@ HANDLE_BYTES = 64
 _LIBRARY = "libcuda.so.1"
 _NOT_READY = 600
 """CUDA_ERROR_NOT_READY."""
-_EVENT_DISABLE_TIMING = 2
+_EVENT_BLOCKING_SYNC, _EVENT_DISABLE_TIMING = 1, 2
 _HOST_PORTABLE, _HOST_DEVICEMAP, _HOST_READ_ONLY = 1, 2, 8
 _IPC_LAZY_ENABLE_PEER_ACCESS = 1
 _POINTER_IS_LEGACY_CUDA_IPC_CAPABLE = 10
@@ -242,13 +242,14 @@ def check_peer_access(device: torch.device, peer_uuid: str) -> None:
 
 class Event:
     """A CUDA event without timing, which can be recorded any number of times. An event that was never recorded counts
-    as completed."""
+    as completed. ``blocking``: ``synchronize`` without an end sleeps instead of spinning, and returns some later."""
 
     __slots__ = ("_calls", "_handle")
 
-    def __init__(self) -> None:
+    def __init__(self, *, blocking: bool = False) -> None:
         self._calls, self._handle = _driver().held, _HANDLE()
-        _check("cuEventCreate", self._calls.cuEventCreate(byref(self._handle), _EVENT_DISABLE_TIMING))
+        flags = _EVENT_DISABLE_TIMING | (_EVENT_BLOCKING_SYNC if blocking else 0)
+        _check("cuEventCreate", self._calls.cuEventCreate(byref(self._handle), flags))
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # at the end of the interpreter the driver may be gone

@@ -17,6 +17,7 @@ import torch
 
 from kvferry.connector.config import Settings, load_keys, peers_of
 from kvferry.connector.engine.load_ledger import LoadLedger
+from kvferry.connector.engine.prefill_events import PrefillEvents
 from kvferry.connector.engine.rendezvous_params import peer_of_answer
 from kvferry.connector.engine.step_outcome import LOOK_SECONDS, StepOutcome
 from kvferry.connector.engine.worker_setup import bind_caches, make_planes
@@ -109,6 +110,8 @@ class WorkerHalf:
         self._events: deque[tuple[int, DeviceEvent]] = deque(maxlen=MAX_EVENTS)
         self._idle = False
         self._awaited: set[str] = set()  # requests whose P this rank asks for their lease
+        self.prefills: PrefillEvents | None = None
+        """What the engine says about prompts that it computes; ``None`` before ``register``."""
         self._stats = HandoverStats()  # of all lives of this rank
 
     # --- start and end ------------------------------------------------------------------------------------------
@@ -167,6 +170,7 @@ class WorkerHalf:
             rank_context.incarnation,
             "" if keys is None else keys.fingerprint,
         )
+        self.prefills = PrefillEvents(caches.copies, caches.geometry, self._transfer_thread.wake)
         self._transfer_thread.start()
         logger.info(
             "kvferry: rank pp%d tp%d serves %d cache region(s) at %s, key %s, data planes %s%s",
@@ -244,7 +248,7 @@ class WorkerHalf:
         """Start a step's work; must come before the engine runs it. ``begin_step`` and ``take_outcome`` follow. Waits
         up to ``BEGIN_SECONDS`` until the copies are under way with which the step computes."""
         thread = self._transfer_thread
-        assert thread is not None, "caches are registered before the first step"
+        assert thread is not None and self.prefills is not None, "caches are registered before the first step"
         self._consumer, self._idle = plan.consumer, plan.idle
         ours = by_region(plan, self._tables)
         inside = tuple([load for load in ours.loads if load.now])
@@ -257,9 +261,16 @@ class WorkerHalf:
         copies.idle = plan.idle
         event = self._record_event(copies, plan)
         computed = [self._computed(lease.step) for lease in plan.leases]
-        thread.post(ours, event, computed, self._outcome)
+        step = self.prefills.begin_step(ours) if ours.chunks or self.prefills.busy else None
+        thread.post(ours, event, computed, self._outcome, step)
         if self._outcome is not None:  # while this thread sleeps, the transfer thread has the interpreter to itself
             self._outcome.wait_begun(BEGIN_SECONDS)
+
+    def take_back(self, plan: StepPlan) -> None:
+        """The engine takes blocks back from prompts that it computes (``plan.stops``). Must come before the device gets
+        work on these blocks; ``post`` may come too late for that."""
+        if self.prefills is not None:
+            self.prefills.take_back(plan)
 
     def _record_event(self, copies: Copies, plan: StepPlan) -> DeviceEvent | None:
         """The work that the device was given before this step, where a load of the plan waits for it, or a lease of

@@ -53,6 +53,11 @@ class ChunkSent(msgspec.Struct, frozen=True):
     """The channel has the next chunk."""
 
 
+class ChunkLost(msgspec.Struct, frozen=True):
+    """The first chunk that has begun and is not sent must be packed again: P's engine has taken its blocks back, while
+    it was being packed. The chunks that began after it are lost too."""
+
+
 class ChannelIdle(msgspec.Struct, frozen=True):
     """The channel reads none of this read's pages."""
 
@@ -71,7 +76,7 @@ class CopiesEnded(msgspec.Struct, frozen=True):
     """No copy out of P's pages runs any more."""
 
 
-OutgoingReadEvent = ChunkBegun | ChunkSent | ChannelIdle | SendFailed | SendStopped | CopiesEnded
+OutgoingReadEvent = ChunkBegun | ChunkSent | ChunkLost | ChannelIdle | SendFailed | SendStopped | CopiesEnded
 
 # --- effects ----------------------------------------------------------------------------------------------------
 
@@ -113,6 +118,11 @@ def _chunk_sent(state: SendProgress, event: OutgoingReadEvent, now: float) -> Ou
     return replace(state, sent=sent, phase=SendPhase.SENT if sent == state.chunks else SendPhase.SENDING), ()
 
 
+def _chunk_lost(state: SendProgress, event: OutgoingReadEvent, now: float) -> Outcome:
+    assert state.sent < state.begun
+    return replace(state, begun=state.begun - 1), ()
+
+
 def _failed(state: SendProgress, event: OutgoingReadEvent, now: float) -> Outcome:
     assert isinstance(event, SendFailed)
     return replace(state, phase=SendPhase.DRAINING), (DenyRead(event.why), StopSending())
@@ -137,11 +147,12 @@ OUTGOING_READ: TransitionTable[SendProgress, OutgoingReadEvent, OutgoingReadEffe
     (
         ((SendPhase.SENDING,), (ChunkBegun,), _chunk_begun),
         ((SendPhase.SENDING,), (ChunkSent,), _chunk_sent),
+        ((SendPhase.SENDING,), (ChunkLost,), _chunk_lost),
         ((SendPhase.SENT,), (ChannelIdle,), _drain),
         (UNDER_WAY, (SendFailed,), _failed),
         (UNDER_WAY, (SendStopped,), _drain),
         ((SendPhase.DRAINING,), (CopiesEnded,), _end),
-        (SendPhase, (ChunkBegun, ChunkSent), _chunk_too_late),
+        (SendPhase, (ChunkBegun, ChunkSent, ChunkLost), _chunk_too_late),
         # Chunks are left to send; or the read has stopped already.
         (SendPhase, (ChannelIdle, SendFailed, SendStopped, CopiesEnded), ignore),
     ),

@@ -228,6 +228,10 @@ def _granted(state: ReadState, event: ReadEvent, now: float) -> Outcome:
     return replace(state, phase=_P.MOVING), (SourceGranted(state.source),)
 
 
+def _granted_again(state: ReadState, event: ReadEvent, now: float) -> Outcome:
+    return state, (SourceProgress(),)
+
+
 def _granted_after_landing(state: ReadState, event: ReadEvent, now: float) -> Outcome:
     return replace(state, phase=_P.LANDED), (SourceGranted(state.source),)
 
@@ -329,6 +333,8 @@ SOURCE_READ: TransitionTable[ReadState, ReadEvent, ReadEffect] = TransitionTable
         ((_P.WAITING,), (ReadAsked,), _asked),
         ((_P.WAITING,), (NothingToRead,), _nothing),
         ((_P.ASKED, _P.OVERTAKEN), (ReadGranted,), _granted),
+        # P computes the prompt, and repeats the grant as a sign of life.
+        ((_P.MOVING,), (ReadGranted,), _granted_again),
         ((_P.LANDED_UNGRANTED,), (ReadGranted,), _granted_after_landing),
         ((_P.AWAITING_GRANT,), (ReadGranted,), _granted_at_last),
         ((_P.ASKED, _P.OVERTAKEN, _P.MOVING), (WriteBegan,), _began),

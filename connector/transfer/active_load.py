@@ -5,9 +5,11 @@ from __future__ import annotations
 import msgspec
 
 from kvferry.connector.geometry.read_plan import PlannedSpan
+from kvferry.connector.geometry.read_windows import in_windows, part_bytes
 from kvferry.connector.protocol import handover
 from kvferry.connector.protocol.handover import Reason
 from kvferry.connector.protocol.load_attempts import LoadAttempts, LoadAttemptsEffect, LoadAttemptsEvent
+from kvferry.connector.protocol.messages import MIN_CHUNK_BYTES
 from kvferry.connector.protocol.source_read import ReadEffect, ReadEvent, ReadState
 from kvferry.connector.protocol.state_machine import Lifetime
 from kvferry.connector.protocol.step_plan import Load, RankAddress
@@ -49,7 +51,8 @@ class SourceRead(msgspec.Struct, eq=False):
     """One hand-over's part from one P rank.
 
     ``address``: the P rank as the request names it. ``planned``: the spans to read. Where P sends the bytes, ``boxes``
-    are the chunks of these spans, and ``tags`` the tags of the chunks whose messages have not arrived. ``note`` is P's
+    are the chunks of these spans, of at most ``chunk_bytes``, and ``tags`` the tags of the chunks whose messages have
+    not arrived. ``note`` is P's
     posted grant where D found one. ``placed``: by tag, the messages with checksums that are received into pages.
     ``moved``: the number of its last progress among those of all reads, by bytes in D's pages; 0 before the first.
     """
@@ -60,6 +63,7 @@ class SourceRead(msgspec.Struct, eq=False):
     address: RankAddress
     lifetime: Lifetime[ReadState, ReadEvent, ReadEffect]
     planned: tuple[PlannedSpan, ...] = ()
+    chunk_bytes: int = 0
     boxes: list[PageBox] = msgspec.field(default_factory=list)
     tags: set[int] = msgspec.field(default_factory=set)
     note: PostedGrant | None = None
@@ -69,6 +73,15 @@ class SourceRead(msgspec.Struct, eq=False):
     @property
     def state(self) -> ReadState:
         return self.lifetime.state
+
+    def plan(self, planned: tuple[PlannedSpan, ...]) -> None:
+        """Set the spans to read, in the order of P's steps where P sends them while it computes."""
+        load, link = self.active_load.load, self.link
+        self.planned, self.chunk_bytes = planned, link.slot_bytes
+        if planned and load.step_tokens and not link.pulls:
+            self.planned = in_windows(planned, link.theirs, load.found, load.step_tokens)
+            parts = part_bytes(self.planned, link.theirs)
+            self.chunk_bytes = min(link.slot_bytes, max(parts, MIN_CHUNK_BYTES))
 
     def misfit(self) -> Reason | None:
         """Why the P rank is not of the form that the request names; ``None`` where it is."""

@@ -384,7 +384,7 @@ class Consumer:
             self._step(active_load, handover.SourceFailed(0, Reason("incompatible", str(error))), now)
             return
         for read, spans in zip(active_load.reads, planned, strict=True):
-            read.planned = spans
+            read.plan(spans)
             if read.state.stopped:  # another read has failed
                 break
             if not spans:  # this pipeline stage of P holds none of D's layers

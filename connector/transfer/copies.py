@@ -9,6 +9,7 @@ computes with the copied data, the engine's stream waits for the copy.
 from __future__ import annotations
 
 import enum
+import logging
 import math
 import queue
 import threading
@@ -21,6 +22,8 @@ import torch
 
 from kvferry.transport import cuda
 from kvferry.transport.channels import CPU, Copy
+
+logger = logging.getLogger("vllm.kvferry.copies")
 
 PATIENCE_SECONDS = 4e-3
 """A bounded wait of the transfer thread. 1 GiB over NVLink takes 3 ms, and waking two threads one after the other takes
@@ -68,6 +71,11 @@ class Copies(ABC):
         engine's thread calls this."""
 
     @abstractmethod
+    def after_engine(self, act: Callable[[], None]) -> None:
+        """Call ``act`` once the device has done the work that the engine's thread has launched so far: at once, or from
+        another thread, in the order of these calls. The engine's thread calls this."""
+
+    @abstractmethod
     def wait_event(self, event: DeviceEvent) -> None:
         """Copies that are started from now on wait for ``event``."""
 
@@ -96,6 +104,9 @@ class HostCopies(Copies):
 
     def record_event(self) -> DeviceEvent | None:
         return None
+
+    def after_engine(self, act: Callable[[], None]) -> None:
+        act()
 
     def wait_event(self, event: DeviceEvent) -> None:
         """Do nothing: the event has passed."""
@@ -130,6 +141,9 @@ class GpuCopies(Copies):
         self._started: queue.SimpleQueue[tuple[Copy, cuda.Event] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._watch, name="kvferry-copies", daemon=True)
         self._thread.start()
+        self._engine: queue.SimpleQueue[tuple[cuda.Event, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._engine_events: deque[cuda.Event] = deque()  # as ``_events``
+        self._engine_thread: threading.Thread | None = None
 
     @property
     def sms(self) -> int | None:  # type: ignore[override]
@@ -182,6 +196,15 @@ class GpuCopies(Copies):
             event.record(cuda.current_stream(self.device))
         return event
 
+    def after_engine(self, act: Callable[[], None]) -> None:
+        if self._engine_thread is None:
+            self._engine_thread = threading.Thread(target=self._watch_engine, name="kvferry-prefills", daemon=True)
+            self._engine_thread.start()
+        with cuda.device_guard(self.device):
+            event = self._engine_events.pop() if self._engine_events else cuda.Event(blocking=True)
+            event.record(cuda.current_stream(self.device))
+        self._engine.put((event, act))
+
     def wait_event(self, event: DeviceEvent) -> None:
         self._bind()  # a rank without caches has started no copy before
         self._behind = event
@@ -198,7 +221,24 @@ class GpuCopies(Copies):
 
     def close(self) -> None:
         self._started.put(None)
+        self._engine.put(None)
         self._thread.join(_CLOSE_SECONDS)
+        if self._engine_thread is not None:
+            self._engine_thread.join(_CLOSE_SECONDS)
+
+    def _watch_engine(self) -> None:
+        """Sleep until the engine's device has passed each event. To wait on ``kvferry-copies`` would delay the ends of
+        copies, and a wait of the copies' stream would hold up the copies of other hand-overs."""
+        cuda.bind_context(self.device)
+        while (awaited := self._engine.get()) is not None:
+            event, act = awaited
+            try:
+                event.synchronize()
+            except Exception:  # after any driver error nothing of this process is computed any more
+                logger.exception("kvferry: the device has failed")
+                continue
+            self._engine_events.append(event)
+            act()
 
     def _watch(self) -> None:
         self._bind()

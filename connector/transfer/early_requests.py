@@ -5,7 +5,7 @@ A fast router sends D the answer of P's scheduler before P's workers have the le
 
 from __future__ import annotations
 
-import math
+from collections.abc import Container
 from dataclasses import dataclass
 
 from kvferry.connector.protocol import lease, messages
@@ -59,15 +59,14 @@ class EarlyRequests:
         cost = ASK_COST + len(ask.spans) + len(ask.expected)
         return self.asks.put(session.identity, (session.identity, ask.read), held, cost)
 
-    def vote(self, session: Session, release: messages.Release, now: float, *, lives: bool = False) -> None:
-        """Keep a release. ``lives``: P computes the prompt, so the release is kept until ``take_votes``."""
+    def vote(self, session: Session, release: messages.Release, now: float) -> None:
+        """Keep a release."""
         key, bit = (release.token, release.consumer), 1 << release.consumer_rank
         vote = self.votes.get(key)
         if vote is not None:
             vote.released |= bit
             return
-        deadline = math.inf if lives else now + self._vote_seconds
-        vote = _Vote(lease.rank_set(release.expected), bit, deadline)
+        vote = _Vote(lease.rank_set(release.expected), bit, now + self._vote_seconds)
         self.votes.put(session.identity, key, vote, 1 + len(release.expected))
 
     def take_votes(self, token: bytes) -> list[lease.Released]:
@@ -87,11 +86,12 @@ class EarlyRequests:
             self.asks.pop((held.identity, held.ask.read))
         return found
 
-    def take_late(self, now: float) -> list[HeldAsk]:
-        """The asks that have waited long enough: the caller denies them. Forgets the releases that have."""
+    def take_late(self, now: float, computing: Container[bytes] = ()) -> list[HeldAsk]:
+        """The asks that have waited long enough: the caller denies them. Forgets the releases that have, except those
+        of prompts that P is ``computing``."""
         for key in self.votes:
             vote = self.votes.get(key)
-            if vote is not None and now >= vote.deadline:
+            if vote is not None and now >= vote.deadline and key[0] not in computing:
                 self.votes.pop(key)
         late = [held for held in self.asks.values() if now >= held.deadline]
         for held in late:

@@ -8,21 +8,23 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 
-from kvferry.connector.protocol import lease, messages, outgoing_read
+from kvferry.connector.protocol import computing_prompt, lease, messages, outgoing_read
 from kvferry.connector.protocol.state_machine import Lifetime, Tick
-from kvferry.connector.protocol.step_plan import LeaseGrant, Prefill, PrefillStop, unpack_ids
+from kvferry.connector.protocol.step_plan import LeaseGrant, Prefill, PrefillChunk, PrefillStop, unpack_ids
 from kvferry.connector.transfer.caches import Ids
+from kvferry.connector.transfer.computed_steps import ComputedStep
+from kvferry.connector.transfer.computing_prompts import Change, ComputingPrompt, ComputingPrompts
 from kvferry.connector.transfer.early_requests import EarlyRequests, HeldAsk
+from kvferry.connector.transfer.held_lease import HeldLease, granted
 from kvferry.connector.transfer.named_prompts import Answer, NamedPrompts
 from kvferry.connector.transfer.rank_context import RankContext
 from kvferry.connector.transfer.replies import Replies
 from kvferry.connector.transfer.sender import OutgoingRead, Sender
 from kvferry.connector.transfer.sessions import Session, Sessions
 from kvferry.transport.control.listener import Listener
-from kvferry.transport.errors import KVFerryError, ProtocolError
+from kvferry.transport.errors import GeometryError, KVFerryError, ProtocolError
 from kvferry.transport.grant_board import GrantBoard
 
 logger = logging.getLogger("vllm.kvferry.producer")
@@ -37,18 +39,11 @@ PACKS_PER_TURN = 2
 CLOSING_SECONDS = 0.02
 """How long the last message to each D, why P closes, stands alone. A D that sees it together with the end of the
 connection loses it: libzmq drops what it has not delivered then. D knows that P is gone in any case."""
+SIGN_SECONDS = 2.0
+"""How often P repeats the grants of reads that wait for its engine: D's deadlines begin anew with each."""
+ABANDONED = "P's engine has given the prompt up"
 READ_FAILED = "read failed"
 """The log lines of failed reads share one limited rate under this key."""
-
-
-@dataclass(slots=True)
-class HeldLease:
-    """A lease with the blocks it holds. ``posted``: where its posted grant lies on the grant board."""
-
-    grant: LeaseGrant
-    ids: list[Ids]
-    lifetime: Lifetime[lease.Lease, lease.LeaseEvent, lease.LeaseEffect]
-    posted: int | None = None
 
 
 class Producer:
@@ -69,6 +64,8 @@ class Producer:
         )
         self._sessions = Sessions(rank_context, self._board.place)
         self._sender = Sender(rank_context.caches)
+        self.computing = ComputingPrompts(rank_context.caches)
+        self._next_sign = 0.0
         settings = rank_context.settings
         self._early = EarlyRequests(settings.ask_hold_seconds, settings.lease_seconds)
         self._named = NamedPrompts(rank_context.engine_id, settings.ask_hold_seconds)
@@ -77,31 +74,28 @@ class Producer:
 
     # --- commands from the engine -------------------------------------------------------------------------------
 
-    def begin(self, prefill: Prefill, now: float) -> None:
-        """The engine begins to compute a prompt: from now on D can ask for it by name."""
-        self._answer(self._named.begin(prefill))
-
-    def stop(self, stop: PrefillStop, now: float) -> None:
-        """The blocks of a prompt are lost, or there will be no lease."""
-        if not stop.ended:
-            return
-        self._answer(self._named.end(stop.token, now))
-        self._early.take_votes(stop.token)
-        self._note_ended(stop.token)
-        for held in self._early.take_asks(stop.token):
-            self._deny(held, held.ask.read, "expired", "P does not hand this prompt over")
-
     def grant(self, grant: LeaseGrant, now: float) -> None:
         """Hold the blocks of a finished prompt. Any D that sends the token may read them."""
         settings = self._rank_context.settings
-        ids = [self._rank_context.caches.kernel_ids(g, unpack_ids(packed)) for g, packed in enumerate(grant.block_ids)]
+        try:
+            caches, packed = self._rank_context.caches, grant.block_ids
+            ids = [caches.kernel_ids(region, unpack_ids(ids)) for region, ids in enumerate(packed)]
+        except GeometryError:
+            self.stop_prefill(PrefillStop(grant.token, ended=True), now)
+            raise
         state = lease.grant(now, settings.lease_seconds, settings.lease_cap_seconds)
         self._leases[grant.token] = HeldLease(grant, ids, Lifetime(lease.LEASE, state, now), self._post(grant))
         self._answer(self._named.grant(grant))
+        if self.computing:
+            self._end_prefill(grant.token, ids, now)
         if self._early.votes.cost:
             for vote in self._early.take_votes(grant.token):
                 self._step(grant.token, vote, now)
-        for held in self._early.take_asks(grant.token) if self._early.asks.cost else ():
+        self._serve_held(grant.token, now)
+
+    def _serve_held(self, token: bytes, now: float) -> None:
+        """Serve the asks under a token that came too early."""
+        for held in self._early.take_asks(token) if self._early.asks.cost else ():
             session = self._sessions.find(held.identity, now)
             try:
                 if session is not None:
@@ -110,11 +104,55 @@ class Producer:
                 self._log.exception("held ask", "kvferry: unexpected error with an ask that was held")
                 self._deny(held, held.ask.read, "failed", repr(error))
 
+    def begin_prefill(self, prompt: Prefill, now: float) -> None:
+        """The engine begins to compute a prompt that a lease will cover. From now on D can ask for it by name."""
+        if prompt.streams:
+            self.computing.begin(prompt, now)
+            self._serve_held(prompt.token, now)
+        self._answer(self._named.begin(prompt))
+
+    def plan_chunks(self, chunks: tuple[PrefillChunk, ...], step: ComputedStep, now: float) -> None:
+        """A step of the engine computes parts of prompts."""
+        self._step_prefills(self.computing.plan(chunks, step, now), now)
+
+    def look_at_steps(self, now: float) -> None:
+        """The device may have computed more of the prompts."""
+        self._step_prefills(self.computing.look(now), now)
+
+    def stop_prefill(self, stop: PrefillStop, now: float) -> None:
+        """The engine has taken back the blocks of a prompt. ``stop.ended``: no lease will cover it."""
+        if stop.ended:
+            self._answer(self._named.end(stop.token, now))
+            self._remember_end(stop.token)
+            self._early.take_votes(stop.token)
+            for held in self._early.take_asks(stop.token):
+                self._deny(held, held.ask.read, "expired", ABANDONED)
+        self._step_prefills(self.computing.stop(stop, now), now)
+
+    def _step_prefills(self, changes: Iterable[Change], now: float) -> None:
+        for prompt, effect in changes:
+            token = prompt.grant.token
+            match effect:
+                case computing_prompt.ResumeReads():
+                    self._sender.resume(token)
+                case computing_prompt.FailReads():
+                    self._refuse_reads(token, ABANDONED, now)
+
+    def _end_prefill(self, token: bytes, ids: list[Ids], now: float) -> None:
+        """The lease of a prompt has begun: the reads that run are reads under the lease."""
+        prompt = self.computing.grant(token, ids, now)
+        if prompt is not None:
+            for asked in prompt.asks():
+                self._step(token, asked, now)
+            for outgoing in self._sender.of_lease(token):
+                self._step(token, lease.ReadStarted(outgoing.key), now)
+            self._sender.resume(token)
+
     def _post(self, grant: LeaseGrant) -> int | None:
         """Post a grant on the grant board. A D that reads P's pages by itself then needs no ask and no commit."""
         if not self._posts_grants:
             return None
-        return self._board.post(grant.token, messages.encode_grant(_granted(grant, 0)))
+        return self._board.post(grant.token, messages.encode_grant(granted(grant, 0, 0, grant.block_ids)))
 
     # --- the loop's calls ---------------------------------------------------------------------------------------
 
@@ -168,7 +206,13 @@ class Producer:
         """Expire leases, refuse held asks that are overdue, end the sessions of D ranks that are gone."""
         for token in list(self._leases):
             self._step(token, Tick(), now)
-        for held in self._early.take_late(now):
+        if now >= self._next_sign and self._sender.waiting:
+            self._next_sign = now + SIGN_SECONDS
+            for outgoing in self._sender.waiting:
+                assert outgoing.prompt is not None
+                grant = granted(outgoing.prompt.grant, outgoing.number, outgoing.lifetime.state.chunks)
+                self._reply(outgoing.session.identity, grant)
+        for held in self._early.take_late(now, self._named):
             self._deny(held, held.ask.read, "unknown", "no such lease was granted here in time")
         self._answer(self._named.take_late(now))
         for session in self._sessions.gone(now):
@@ -185,7 +229,7 @@ class Producer:
     def live(self) -> bool:
         """Whether any deadline is running."""
         early = self._early.asks.cost or self._early.votes.cost or self._named.waiting
-        return bool(self._leases or early or self._replies.kept.cost)
+        return bool(self._leases or early or self._replies.kept.cost or self._sender.waiting)
 
     def withdraw(self) -> None:
         """Withdraw all posted grants. After this call no reader accepts data that it has read. Idempotent."""
@@ -258,30 +302,38 @@ class Producer:
         self._reply(identity, refused or self._sessions.begin(identity, hello, address, now))
 
     def _ask(self, session: Session, ask: messages.Ask, now: float) -> None:
-        held = self._leases.get(ask.token)
-        if held is None or not lease.may_commit(held.lifetime.state):
-            if ask.token in self._ended or held is not None:
-                self._deny(session, ask.read, "expired")
-            else:
-                self._hold(session, ask, now)
+        prompt: HeldLease | ComputingPrompt | None = self._leases.get(ask.token)
+        if prompt is None and session.sender is not None:  # a D that reads P's pages by itself waits for the lease
+            prompt = self.computing.get(ask.token)
+        if prompt is None and ask.token not in self._ended:
+            self._hold(session, ask, now)
+            return
+        if prompt is None or (isinstance(prompt, HeldLease) and not lease.may_commit(prompt.lifetime.state)):
+            self._deny(session, ask.read, "expired")
             return
         if session.channel is None or session.channel.error is not None:
             self._deny(session, ask.read, "detached", "no data plane is attached")
             return
-        tokens = held.grant.num_tokens
         session.asked = True
+        leased = isinstance(prompt, HeldLease)
         try:
-            self._sender.check(session, ask, tokens, held.ids)
+            self._sender.check(session, ask, prompt.grant.num_tokens, prompt.ids if leased else None)
             chunks = 0 if session.channel.pulls else self._sender.num_chunks(ask, session.chunk_bytes)
         except KVFerryError as error:
             self._deny(session, ask.read, "bounds", str(error))
             return
-        self._step(ask.token, lease.Asked(ask.consumer, frozenset(ask.expected)), now)
         # Only a D that reads P's pages by itself receives the block ids.
-        block_ids = held.grant.block_ids if session.channel.pulls else ()
-        self._reply(session.identity, _granted(held.grant, ask.read, chunks, block_ids))
+        block_ids: tuple[bytes, ...] = ()
+        source: list[Ids] | ComputingPrompt
+        if isinstance(prompt, ComputingPrompt):
+            prompt.asked(ask.consumer, ask.expected)
+            source = prompt
+        else:
+            self._step(ask.token, lease.Asked(ask.consumer, frozenset(ask.expected)), now)
+            source, block_ids = prompt.ids, prompt.grant.block_ids if session.channel.pulls else ()
+        self._reply(session.identity, granted(prompt.grant, ask.read, chunks, block_ids))
         if chunks:
-            outgoing, displaced = self._sender.new(session, ask, held.ids, chunks, now)
+            outgoing, displaced = self._sender.new(session, ask, source, chunks, now)
             self._step(ask.token, lease.ReadStarted(outgoing.key), now)
             self._sender.start(outgoing)
             for other in displaced:
@@ -312,7 +364,7 @@ class Producer:
         elif session is None:
             raise ProtocolError("Release of an unknown lease before Hello")
         else:
-            self._early.vote(session, release, now, lives=release.token in self._named)
+            self._early.vote(session, release, now)
 
     # --- effects ------------------------------------------------------------------------------------------------
 
@@ -327,15 +379,19 @@ class Producer:
         for effect in effects:
             match effect:
                 case lease.StopReads():
-                    for outgoing in self._sender.of(lambda outgoing: outgoing.token == token):
-                        self._deny(outgoing.session, outgoing.number, "expired")
-                        self._step_read(outgoing, outgoing_read.SendStopped(), now)
+                    self._refuse_reads(token, "", now)
                 case lease.Freed(reason):
                     self._free(token, held, reason, now)
 
+    def _refuse_reads(self, token: bytes, why: str, now: float) -> None:
+        """Send no more of the reads under a token."""
+        for outgoing in self._sender.of(lambda outgoing: outgoing.token == token):
+            self._deny(outgoing.session, outgoing.number, "expired", why)
+            self._step_read(outgoing, outgoing_read.SendStopped(), now)
+
     def _free(self, token: bytes, held: HeldLease, reason: str, now: float) -> None:
         del self._leases[token]
-        self._note_ended(token)
+        self._remember_end(token)
         self._on_freed(held.grant.request_id)
         self._answer(self._named.end(token, now))
         self._rank_context.stats.lease_ended(reason)
@@ -344,7 +400,7 @@ class Producer:
             why = f"the cap of {cap:g} s was reached" if reason == "cap" else "nobody renewed or released it"
             logger.warning("kvferry: lease of %s expired: %s", held.grant.request_id, why)
 
-    def _note_ended(self, token: bytes) -> None:
+    def _remember_end(self, token: bytes) -> None:
         self._ended[token] = None
         while len(self._ended) > ENDED_TOKENS:
             self._ended.popitem(last=False)
@@ -402,16 +458,3 @@ class Producer:
     def _drop(self, reason: str, detail: object) -> None:
         self._rank_context.stats.dropped(reason)
         self._log.warning(reason, "kvferry: control message dropped (%s): %s", reason, detail)
-
-
-def _granted(
-    grant: LeaseGrant, read: int, chunks: int = 0, block_ids: tuple[bytes, ...] | None = None
-) -> messages.Grant:
-    """The Grant message of a lease. It contains all blocks of the lease where ``block_ids`` is None."""
-    return messages.Grant(
-        read=read,
-        num_tokens=grant.num_tokens,
-        chunks=chunks,
-        prompt=grant.prompt,
-        block_ids=grant.block_ids if block_ids is None else block_ids,
-    )

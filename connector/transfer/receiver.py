@@ -149,7 +149,7 @@ class Receiver:
         for item in read.planned:
             theirs, whole = regions[item.span.region], self._box(read, item)
             convert = (item.region, item.span.region) in read.link.converted
-            read.boxes.extend(self._caches.cut(whole, item.span, read.link.slot_bytes, theirs, convert=convert))
+            read.boxes.extend(self._caches.cut(whole, item.span, read.chunk_bytes, theirs, convert=convert))
         for chunk, box in enumerate(read.boxes):
             read.tags.add(read.tag(chunk))
             tag, into = read.tag(chunk), self._into(read, chunk, box)

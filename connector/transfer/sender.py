@@ -1,6 +1,10 @@
 """P's side of the data: the reads that it packs and sends, chunk by chunk, in turn.
 
 ``lease.LEASE`` decides who may read, ``outgoing_read.OUTGOING_READ`` when a read has ended. This file packs and sends.
+
+A read may begin while P's engine computes its prompt. Then its chunks leave, in order, once their bytes lie in the
+blocks, and meanwhile it waits aside. The engine may take the blocks back at any time, so each chunk is copied to a
+slot, and is sent only if the blocks were not taken back before the end of the copy (``PromptBlocks.lost``).
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from kvferry.connector.protocol import messages, outgoing_read
 from kvferry.connector.protocol.outgoing_read import (
     ChannelIdle,
     ChunkBegun,
+    ChunkLost,
     ChunkSent,
     OutgoingReadEffect,
     OutgoingReadEvent,
@@ -26,6 +31,8 @@ from kvferry.connector.protocol.outgoing_read import (
 from kvferry.connector.protocol.state_machine import Lifetime
 from kvferry.connector.transfer.caches import Ids, PageBox, RankCaches
 from kvferry.connector.transfer.checksums import Trailer, new_trailer, sealed_pieces, takes_pieces, trailer_bytes
+from kvferry.connector.transfer.computed_steps import PromptBlocks
+from kvferry.connector.transfer.computing_prompts import ComputingPrompt
 from kvferry.connector.transfer.fair_table import FairTable
 from kvferry.connector.transfer.sessions import Session
 from kvferry.kernels.checksum import WireCheck
@@ -47,31 +54,50 @@ ReadKey = tuple[bytes, int]
 
 
 class PackedChunk(msgspec.Struct):
-    """A chunk that is being packed into a slot, or waits there to be sent."""
+    """A chunk that is being packed into a slot, or waits there to be sent. ``blocks``: those that it is copied from,
+    where its prompt is being computed."""
 
     copy: Copy
     channel: SendChannel
     slot: Slot
     nbytes: int
     tag: int
+    blocks: PromptBlocks | None = None
+
+    @property
+    def lost(self) -> bool:
+        """Whether the engine took the blocks back before the end of the copy was seen."""
+        return self.blocks is not None and self.blocks.lost
 
 
 class OutgoingRead(msgspec.Struct, eq=False):
     """A read that P sends, one chunk per box of pages.
 
-    ``number``: D's number of the read. ``token``: the token of its lease. ``boxes``: the chunks that are not made yet,
-    in wire order; ``next_box``: the chunk that is made but has not begun. ``packing``: the chunks that have begun but
-    are not sent, in order. ``trailer``: the checksum of the message that is being sent in place.
+    ``ask``: what D asked for. ``boxes``: the chunks that are not made yet, in wire order; ``None`` comes in place of a
+    chunk that is not computed. ``next_box``: the chunk that is made but has not begun. ``packing``: the chunks that
+    have begun but are not sent, in order. ``trailer``: the checksum of the message that is being sent in place.
+    ``prompt``: where the read began before the lease; ``blocks``: the blocks that ``boxes`` name then.
     """
 
     session: Session
-    number: int
-    token: bytes
-    boxes: Iterator[PageBox]
+    ask: messages.Ask
+    boxes: Iterator[PageBox | None]
     lifetime: Lifetime[outgoing_read.SendProgress, OutgoingReadEvent, OutgoingReadEffect]
     packing: deque[PackedChunk] = msgspec.field(default_factory=deque)
     next_box: PageBox | None = None
     trailer: Trailer = msgspec.field(default_factory=new_trailer)
+    prompt: ComputingPrompt | None = None
+    blocks: PromptBlocks | None = None
+
+    @property
+    def number(self) -> int:
+        """D's number of the read."""
+        return self.ask.read
+
+    @property
+    def token(self) -> bytes:
+        """The token of its lease."""
+        return self.ask.token
 
     @property
     def begun(self) -> int:
@@ -101,25 +127,39 @@ class Sender:
     def __init__(self, caches: RankCaches) -> None:
         self._caches = caches
         self._outgoing: deque[OutgoingRead] = deque()  # SENDING or SENT, in the order of their turns
+        self._waiting: dict[bytes, list[OutgoingRead]] = {}  # SENDING, for P's engine, by token
         self._draining: list[OutgoingRead] = []
         self._live: FairTable[ReadKey, OutgoingRead] = FairTable(LIVE_SPANS)  # all reads that have not ended
         self._ended: FairTable[ReadKey, int] = FairTable(ENDED_READS)  # the number of chunks sent
 
     def __len__(self) -> int:
-        """How many reads are SENDING or SENT."""
+        """How many reads take turns."""
         return len(self._outgoing)
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to send, and no stopped read whose pages a copy still reads."""
+        """Whether there is nothing to send, and no stopped read whose pages a copy still reads. Reads that wait for P's
+        engine do not count."""
         return not (self._outgoing or self._draining)
+
+    @property
+    def waiting(self) -> list[OutgoingRead]:
+        """The reads that wait until P's engine has computed their next chunk."""
+        return [outgoing for reads in self._waiting.values() for outgoing in reads]
 
     def of(self, wanted: Callable[[OutgoingRead], bool]) -> list[OutgoingRead]:
         """The reads that are SENDING or SENT, and for which ``wanted`` is true."""
-        return [outgoing for outgoing in self._outgoing if wanted(outgoing)]
+        found = [outgoing for outgoing in self._outgoing if wanted(outgoing)]
+        return found + [outgoing for outgoing in self.waiting if wanted(outgoing)] if self._waiting else found
 
-    def check(self, session: Session, ask: messages.Ask, num_tokens: int, ids: Sequence[Ids]) -> None:
-        """Check that an ask can be served from blocks ``ids`` (per region) that hold ``num_tokens``.
+    def of_lease(self, token: bytes) -> list[OutgoingRead]:
+        """All reads under a token that have not ended, also the stopped ones whose pages a copy still reads."""
+        draining = [outgoing for outgoing in self._draining if outgoing.token == token]
+        return self.of(lambda outgoing: outgoing.token == token) + draining
+
+    def check(self, session: Session, ask: messages.Ask, num_tokens: int, ids: Sequence[Ids] | None) -> None:
+        """Check that an ask can be served from blocks ``ids`` (per region) that hold ``num_tokens``; ``None`` where the
+        engine has not allocated all blocks yet.
 
         Raises:
             GeometryError: its number was used before, or its spans are not in our regions, the prompt or its blocks.
@@ -131,6 +171,8 @@ class Sender:
         if strange:  # any other shard would cost a pass over every token
             raise GeometryError(f"span of the tokens of {strange.pop()}, which is none of that rank's")
         check_spans(ask.spans, self._caches.geometry, num_tokens)
+        if ids is None:
+            return
         for region, token, end in {(span.region, span.token, span.token + span.num_tokens) for span in ask.spans}:
             self._caches.check_held(region, ids[region], token, end)
 
@@ -156,17 +198,30 @@ class Sender:
             yield from self._caches.cut(whole, span, ask.chunk_bytes, ours)
 
     def new(
-        self, session: Session, ask: messages.Ask, ids: Sequence[Ids], chunks: int, now: float
+        self,
+        session: Session,
+        ask: messages.Ask,
+        source: Sequence[Ids] | ComputingPrompt,
+        chunks: int,
+        now: float,
     ) -> tuple[OutgoingRead, list[OutgoingRead]]:
-        """The read of an ask, of ``chunks`` chunks; ``start`` begins to send it. Also returns the reads that find no
-        room any more: the owner fails them."""
+        """The read of an ask, of ``chunks`` chunks; ``start`` begins to send it. ``source``: the blocks of its lease
+        per region, or the prompt that P's engine computes. Also returns the reads that find no room any more: the owner
+        fails them."""
         lifetime = Lifetime(outgoing_read.OUTGOING_READ, outgoing_read.begin_sending(chunks), now)
-        outgoing = OutgoingRead(session, ask.read, ask.token, self._boxes(ask, ids), lifetime)
+        if isinstance(source, ComputingPrompt):
+            outgoing = OutgoingRead(session, ask, source.boxes(ask), lifetime, prompt=source, blocks=source.blocks)
+        else:
+            outgoing = OutgoingRead(session, ask, self._boxes(ask, source), lifetime)
         return outgoing, self._live.put(session.identity, outgoing.key, outgoing, READ_COST + len(ask.spans))
 
     def start(self, outgoing: OutgoingRead) -> None:
         """Begin to send a read, in turn with the other reads."""
         self._outgoing.append(outgoing)
+
+    def resume(self, token: bytes) -> None:
+        """Reads that wait for the prompt under this token take turns again."""
+        self._outgoing += self._waiting.pop(token, ())
 
     def find(self, session: Session, read: int) -> OutgoingRead | None:
         """The read of a session with this number, if it has not ended."""
@@ -194,6 +249,9 @@ class Sender:
         try:
             begun = self._begin(outgoing, channel, now)
             sent, failure = self._send(outgoing, now)
+            if outgoing.prompt is not None and not (outgoing.packing or outgoing.all_begun or self._next(outgoing)):
+                self._outgoing.remove(outgoing)
+                self._waiting.setdefault(outgoing.token, []).append(outgoing)
         except Exception as error:  # an error of the copy concerns this read only
             logger.exception("kvferry: a chunk could not be packed and sent")
             return outgoing, False, SendFailed(repr(error))
@@ -205,11 +263,12 @@ class Sender:
     def _begin(self, outgoing: OutgoingRead, channel: SendChannel, now: float) -> bool:
         if outgoing.all_begun:  # its last chunk is being packed or sent
             return False
-        if outgoing.next_box is None:
-            outgoing.next_box = next(outgoing.boxes)
-        box, tag = outgoing.next_box, outgoing.number << 32 | outgoing.begun
+        box, tag = self._next(outgoing), outgoing.number << 32 | outgoing.begun
+        if box is None:
+            return False
         checksum = outgoing.session.checksum
-        if channel.sends_in_place and takes_pieces(checksum) and self._caches.in_pieces(box):
+        leased = outgoing.prompt is None or outgoing.prompt.granted
+        if channel.sends_in_place and leased and takes_pieces(checksum) and self._caches.in_pieces(box):
             pieces = partial(self._caches.pieces, box)
             if checksum is not None:
                 pieces = partial(sealed_pieces, pieces, tag, outgoing.trailer)
@@ -230,9 +289,22 @@ class Sender:
             raise
         outgoing.next_box = None
         nbytes = self._caches.nbytes(box) + trailer_bytes(checksum)
-        outgoing.packing.append(PackedChunk(copy, channel, slot, nbytes, tag))
+        outgoing.packing.append(PackedChunk(copy, channel, slot, nbytes, tag, outgoing.blocks))
         outgoing.lifetime.step(ChunkBegun(), now)
         return True
+
+    def _next(self, outgoing: OutgoingRead) -> PageBox | None:
+        """The next chunk of a read that has not begun all of them; ``None`` where its bytes do not lie in the blocks
+        yet."""
+        prompt = outgoing.prompt
+        if prompt is not None and (outgoing.blocks is not prompt.blocks or prompt.blocks is None or prompt.blocks.lost):
+            outgoing.next_box = None
+            if outgoing.packing or prompt.blocks is None or prompt.blocks.lost:  # it may be that these chunks are lost
+                return None
+            outgoing.blocks, outgoing.boxes = prompt.blocks, prompt.boxes(outgoing.ask, outgoing.begun)
+        if outgoing.next_box is None:
+            outgoing.next_box = next(outgoing.boxes)
+        return outgoing.next_box
 
     @staticmethod
     def _send(outgoing: OutgoingRead, now: float) -> tuple[bool, str]:
@@ -241,6 +313,11 @@ class Sender:
         sent = False
         while outgoing.packing and outgoing.packing[0].copy.done:
             packed = outgoing.packing[0]
+            if packed.lost:
+                outgoing.packing.popleft()
+                packed.channel.give_back(packed.slot)
+                outgoing.lifetime.step(ChunkLost(), now)
+                continue
             if packed.copy.error:
                 return sent, packed.copy.error
             outgoing.packing.popleft()
@@ -252,7 +329,10 @@ class Sender:
     def stop(self, outgoing: OutgoingRead) -> bool:
         """Send no more of a read. Returns whether no copy reads its pages any more. If one does, ``drained`` returns
         the read once its copies have ended. A socket reads pages on this thread, so its reading stops here."""
-        self._outgoing.remove(outgoing)
+        waiting = self._waiting.get(outgoing.token, [])
+        (waiting if outgoing in waiting else self._outgoing).remove(outgoing)
+        if not waiting:
+            self._waiting.pop(outgoing.token, None)
         self._draining.append(outgoing)
         if outgoing.reading:
             assert outgoing.session.sender is not None

@@ -118,7 +118,7 @@ class SourceReads:
                 consumer_rank=self._lease_keeper.rank,
                 expected=self._lease_keeper.expected(load.peer, read.address.tp_rank),
                 spans=tuple(item.span for item in read.planned),
-                chunk_bytes=read.link.slot_bytes,
+                chunk_bytes=read.chunk_bytes,
             )
         )
         failure = None
@@ -136,7 +136,9 @@ class SourceReads:
     def _take_grant(self, read: SourceRead, grant: messages.Grant, now: float) -> None:
         """Check a grant, and begin to read P's pages where D reads them by itself."""
         if not read.state.awaits_grant:
-            return  # a second grant, or the grant of a stopped read
+            if not read.link.pulls:
+                self.step(read, ReadGranted(), now)  # a second grant, or the grant of a stopped read
+            return
         wanted = read.active_load.load.prompt
         try:
             if wanted and grant.prompt != wanted:

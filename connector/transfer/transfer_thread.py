@@ -21,6 +21,7 @@ from itertools import zip_longest
 import zmq
 
 from kvferry.connector.protocol.step_plan import LeaseGrant, Load, PrefillStop, StepPlan
+from kvferry.connector.transfer.computed_steps import ComputedStep
 from kvferry.connector.transfer.consumer import Consumer
 from kvferry.connector.transfer.copies import DeviceEvent
 from kvferry.connector.transfer.load_reports import Check, StepLoadListener
@@ -51,7 +52,9 @@ worker spins so between steps. At Python's default of 5 ms a hand-over of 138 MB
 
 
 Pollable = int | zmq.Socket[bytes]
-_Command = tuple[StepPlan, DeviceEvent | None, Sequence[DeviceEvent | None], StepLoadListener | None]
+_Command = tuple[
+    StepPlan, DeviceEvent | None, Sequence[DeviceEvent | None], StepLoadListener | None, ComputedStep | None
+]
 
 
 class TransferThread:
@@ -83,6 +86,7 @@ class TransferThread:
         self._consumer = Consumer(rank_context, self._report_begun, self.results.finished)
         self._producer = Producer(rank_context, listener, self.results.freed)
         self._meetings = Meetings(rank_context, self._consumer.links_to, self.results.met)
+        self._steps = self._producer.computing.steps
         self._thread = threading.Thread(target=self._run, name="kvferry-transfer", daemon=True)
         rank_context.caches.copies.on_done = self._copy_done
 
@@ -106,14 +110,16 @@ class TransferThread:
         event: DeviceEvent | None = None,
         computed: Sequence[DeviceEvent | None] = (),
         listener: StepLoadListener | None = None,
+        step: ComputedStep | None = None,
     ) -> None:
         """Post the work of one step. ``event``: the device must have reached it before the blocks of loads ``behind``
         are written. ``computed``: one event per lease; the device must have reached it before the blocks of the lease
-        are read. ``listener``: takes the reports of the loads inside the step, from this thread."""
+        are read. ``listener``: takes the reports of the loads inside the step, from this thread. ``step``: where the
+        step computes ``plan.chunks``."""
         if not plan.empty:
             earlier = self.results.listeners  # before the thread can add this listener
-            self._commands.append((plan, event, computed, listener))
-            self._wake()
+            self._commands.append((plan, event, computed, listener, step))
+            self.wake()
             for other in earlier:
                 other.interrupt()
 
@@ -123,7 +129,7 @@ class TransferThread:
         of the caches alone; copies on a GPU may be under way until ``Copies.synchronize`` returns."""
         self._closing = self._closing or reason
         self._stopping = True
-        self._wake()
+        self.wake()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(timeout)
 
@@ -131,7 +137,7 @@ class TransferThread:
     def alive(self) -> bool:
         return self._thread.is_alive()
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
         """Have the thread look at its work once more. Any thread may call this."""
         self._work_posted = True
         self._waker.wake()
@@ -205,6 +211,8 @@ class TransferThread:
         self._work_posted = busy = False  # before the first look, so that nothing is missed
         try:
             self._run_commands(now)
+            if self._steps:
+                self._producer.look_at_steps(now)
             if self._computing:
                 self._grant(now)
         finally:
@@ -242,15 +250,17 @@ class TransferThread:
 
     def _run_commands(self, now: float) -> None:
         for _ in range(len(self._commands)):
-            plan, event, computed, listener = self._commands.popleft()
+            plan, event, computed, listener, step = self._commands.popleft()
             if listener is not None:
                 self.results.listen(listener)
             self._consumer.identify(plan.consumer)
-            for prefill in plan.prefills:
-                self._try(prefill, partial(self._producer.begin, prefill, now))
-            for stop in plan.stops:
-                self._try(stop, partial(self._producer.stop, stop, now))
             self._computing += zip_longest(plan.leases, computed)
+            for prefill in plan.prefills:
+                self._try(prefill, partial(self._producer.begin_prefill, prefill, now))
+            for stop in plan.stops:
+                self._try(stop, partial(self._producer.stop_prefill, stop, now))
+            if step is not None:
+                self._try("the prompts of a step", partial(self._producer.plan_chunks, plan.chunks, step, now))
             for request_id in plan.cancels:  # first: they are of earlier plans' loads, also where an id comes again
                 self._try(request_id, partial(self._consumer.cancel, request_id, now))
             for request_id in plan.left:
@@ -292,7 +302,7 @@ class TransferThread:
     def _copy_done(self) -> None:
         """A copy on a GPU has ended. Any thread may call this."""
         if not self._yielding:  # else this thread looks at the copies right after the wait
-            self._wake()
+            self.wake()
 
     def _copies_wait(self, event: DeviceEvent | None, loads: Sequence[Load], now: float) -> bool:
         """Have copies from now on wait for the engine's event, if one of ``loads`` must. Where the device refuses, the
@@ -324,7 +334,7 @@ class TransferThread:
     def _not_granted(self, grant: LeaseGrant, now: float) -> None:
         """A grant has raised an error: the engine gets its blocks back, and no D may wait for them."""
         self.results.freed(grant.request_id)
-        self._producer.stop(PrefillStop(grant.token, ended=True), now)
+        self._producer.stop_prefill(PrefillStop(grant.token, ended=True), now)
 
     def _try(self, item: object, act: Callable[[], object], otherwise: Callable[[], None] | None = None) -> None:
         """Run one command, which is about ``item``. Its error must not stop the other commands. ``otherwise`` then

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -112,6 +112,8 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
         else:
             tables = from_vllm.block_tables(vllm_config, kv_cache_config)
             self._block_size = tables[0].block_size if tables else 1
+            self._layer_computed: Callable[[str], None] | None = None  # of the step under way
+            self._layers_run_once = from_vllm.layers_run_once(vllm_config)
             groups = from_vllm.layer_groups(vllm_config, kv_cache_config)
             self._worker = WorkerHalf(
                 settings,
@@ -260,6 +262,8 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
 
         def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
             metadata = scheduler_output.kv_connector_metadata
+            if isinstance(metadata, KVFerryMetadata) and metadata.plan.stops:
+                self._working.take_back(metadata.plan)
             # The runner may give the device work on new blocks first; loads ``behind`` it are posted after it.
             if isinstance(metadata, KVFerryMetadata) and not any(load.behind for load in metadata.plan.loads):
                 self._post(metadata.plan)
@@ -284,6 +288,9 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
             beside = (load for load in plan.loads if not load.now)
             self._failed_blocks |= {load.request_id: filled_blocks(load, self._block_size) for load in beside}
         self._working.begin_step()
+        prefills = self._working.prefills
+        # With micro-batches or a draft model a layer may run more than once in a step.
+        self._layer_computed = prefills.layer_computed if plan.chunks and prefills and self._layers_run_once else None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> compat.KVConnectorTransferResults:
         results = self._working.take_results()
@@ -322,10 +329,14 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
         """Hand-overs are whole; nothing to wait for per layer."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """P's blocks are read in place once the prompt is finished."""
+        """P's blocks are read in place, also while P computes."""
+        if self._layer_computed is not None:
+            self._layer_computed(layer_name)
 
     def wait_for_save(self) -> None:
-        """Nothing is saved."""
+        """Nothing is waited for: the transfer thread sees when the device has computed the step."""
+        if self._working.prefills is not None:
+            self._working.prefills.end_step()
 
     def shutdown(self) -> None:
         if self._worker is not None:

@@ -338,6 +338,14 @@ def loads_fail_requests(vllm_config: VllmConfig) -> bool:
     return bool(vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute")
 
 
+def layers_run_once(vllm_config: VllmConfig) -> bool:
+    """Whether each attention layer runs once in a step, with all tokens of the step: not in micro-batches (DBO), and
+    not as a draft model, which runs once for each speculative token."""
+    parallel = vllm_config.parallel_config
+    batches = getattr(parallel, "enable_dbo", False) or getattr(parallel, "ubatch_size", 0) > 1
+    return not batches and vllm_config.speculative_config is None
+
+
 def num_blocks(kv_cache_config: KVCacheConfig) -> int:
     """Manager blocks of the device pool."""
     return int(kv_cache_config.num_blocks)

@@ -59,6 +59,9 @@ class SlowCopies(Copies):
     def record_event(self) -> DeviceEvent | None:
         return None
 
+    def after_engine(self, act: Callable[[], None]) -> None:
+        act()
+
     def wait_event(self, mark: DeviceEvent) -> None:
         raise AssertionError("there are no marks")
 

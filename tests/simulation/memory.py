@@ -175,6 +175,9 @@ class SimCopies(Copies):
     def record_event(self) -> DeviceEvent | None:
         return None
 
+    def after_engine(self, act: Callable[[], None]) -> None:
+        act()
+
     def wait_event(self, event: DeviceEvent) -> None:
         raise Violation("there are no events")
 

@@ -1,0 +1,152 @@
+"""P's state machine of one prompt that its engine computes, from its first step to its lease. Pure: no I/O, no clock.
+
+``step(state, event, now) -> (state, effects)``::
+
+    WAITING ─▶ COMPUTING ◀──▶ PREEMPTED
+       │           │              │
+       └───────────┴──────┬───────┘
+                          ▼
+                   GRANTED or ENDED
+
+The tokens that are computed leave meanwhile (``transfer.sender``). Their blocks are the engine's: it may take them back
+at any time, and then says so. Blocks have a life, which ends when the engine takes them back. What a step of an earlier
+life has computed counts no more. From GRANTED on the lease holds the blocks (``lease.LEASE``).
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import get_args
+
+import msgspec
+from msgspec.structs import replace
+
+from kvferry.connector.protocol.state_machine import TransitionTable, ignore
+
+
+class ComputingPhase(enum.Enum):
+    WAITING = "waiting for its first step"
+    COMPUTING = "computing"
+    PREEMPTED = "preempted"
+    GRANTED = "granted"
+    ENDED = "ended"
+
+
+class ComputingState(msgspec.Struct, frozen=True):
+    """State. ``life``: the number of the present life of the blocks. ``computed``: tokens, from the first one on, whose
+    KV lies in the present blocks, of all layers."""
+
+    phase: ComputingPhase = ComputingPhase.WAITING
+    life: int = 0
+    computed: int = 0
+
+
+# --- events -----------------------------------------------------------------------------------------------------
+
+
+class ChunkPlanned(msgspec.Struct, frozen=True):
+    """A step has begun that computes tokens of the prompt. ``restarts``: in new blocks, from their first one on."""
+
+    restarts: bool
+
+
+class TokensComputed(msgspec.Struct, frozen=True):
+    """The device has computed the first ``tokens`` tokens, of all layers, into the blocks of this ``life``."""
+
+    life: int
+    tokens: int
+
+
+class LayersComputed(msgspec.Struct, frozen=True):
+    """The device has computed some layers of a step into the blocks of this ``life``."""
+
+    life: int
+
+
+class BlocksLost(msgspec.Struct, frozen=True):
+    """The engine has taken the blocks back. ``ended``: the prompt will not be handed over."""
+
+    ended: bool
+
+
+class LeaseBegins(msgspec.Struct, frozen=True):
+    """The prompt is computed, and from now on the lease holds its blocks."""
+
+
+ComputingEvent = ChunkPlanned | TokensComputed | LayersComputed | BlocksLost | LeaseBegins
+
+# --- effects ----------------------------------------------------------------------------------------------------
+
+
+class ResumeReads(msgspec.Struct, frozen=True):
+    """Reads that wait may find more chunks whose bytes lie in the blocks."""
+
+
+class FailReads(msgspec.Struct, frozen=True):
+    """The reads get no more bytes: refuse them."""
+
+
+ComputingEffect = ResumeReads | FailReads
+Outcome = tuple[ComputingState, tuple[ComputingEffect, ...]]
+
+# --- transitions ------------------------------------------------------------------------------------------------
+
+_P = ComputingPhase
+
+
+def _chunk(state: ComputingState, event: ComputingEvent, now: float) -> Outcome:
+    assert isinstance(event, ChunkPlanned)
+    if event.restarts:
+        return _restart(state, event, now)
+    return replace(state, phase=_P.COMPUTING), (ResumeReads(),)
+
+
+def _chunk_after_preemption(state: ComputingState, event: ComputingEvent, now: float) -> Outcome:
+    assert isinstance(event, ChunkPlanned)
+    # Which blocks hold the tokens before this chunk is not known, so reads wait for the lease.
+    return _restart(state, event, now) if event.restarts else (state, ())
+
+
+def _restart(state: ComputingState, event: ComputingEvent, now: float) -> Outcome:
+    return ComputingState(_P.COMPUTING, state.life + 1, 0), (ResumeReads(),)
+
+
+def _computed(state: ComputingState, event: ComputingEvent, now: float) -> Outcome:
+    assert isinstance(event, TokensComputed)
+    if event.life != state.life or event.tokens <= state.computed:
+        return state, ()
+    return replace(state, computed=event.tokens), (ResumeReads(),)
+
+
+def _layers(state: ComputingState, event: ComputingEvent, now: float) -> Outcome:
+    assert isinstance(event, LayersComputed)
+    return state, (ResumeReads(),) if event.life == state.life else ()
+
+
+def _lost(state: ComputingState, event: ComputingEvent, now: float) -> Outcome:
+    assert isinstance(event, BlocksLost)
+    if event.ended:
+        return replace(state, phase=_P.ENDED), (FailReads(),)
+    return replace(state, phase=_P.PREEMPTED, computed=0), ()
+
+
+def _granted(state: ComputingState, event: ComputingEvent, now: float) -> Outcome:
+    return replace(state, phase=_P.GRANTED), (ResumeReads(),)
+
+
+_LIVE = (_P.WAITING, _P.COMPUTING, _P.PREEMPTED)
+COMPUTING_PROMPT: TransitionTable[ComputingState, ComputingEvent, ComputingEffect] = TransitionTable(
+    "prompt that P computes",
+    ComputingPhase,
+    get_args(ComputingEvent),
+    (
+        ((_P.WAITING, _P.COMPUTING), (ChunkPlanned,), _chunk),
+        ((_P.PREEMPTED,), (ChunkPlanned,), _chunk_after_preemption),
+        ((_P.COMPUTING,), (TokensComputed,), _computed),
+        ((_P.COMPUTING,), (LayersComputed,), _layers),
+        (_LIVE, (BlocksLost,), _lost),
+        (_LIVE, (LeaseBegins,), _granted),
+        # A step that was under way when the blocks were lost, or events after the end.
+        (ComputingPhase, get_args(ComputingEvent), ignore),
+    ),
+)

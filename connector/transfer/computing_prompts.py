@@ -1,0 +1,224 @@
+"""The prompts that P's engine computes while their reads are sent.
+
+``computing_prompt.COMPUTING_PROMPT`` decides. This file knows the blocks of these prompts, and which bytes lie in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+
+from kvferry.connector.protocol import lease, messages
+from kvferry.connector.protocol.computing_prompt import (
+    COMPUTING_PROMPT,
+    BlocksLost,
+    ChunkPlanned,
+    ComputingEffect,
+    ComputingEvent,
+    ComputingPhase,
+    ComputingState,
+    LayersComputed,
+    LeaseBegins,
+    TokensComputed,
+)
+from kvferry.connector.protocol.state_machine import Lifetime
+from kvferry.connector.protocol.step_plan import Prefill, PrefillChunk, PrefillStop, unpack_ids
+from kvferry.connector.transfer.caches import Ids, PageBox, RankCaches
+from kvferry.connector.transfer.computed_steps import ComputedStep, PromptBlocks
+
+
+class PromptPart(msgspec.Struct, eq=False):
+    """The part of a prompt that one step computes: tokens ``[start, stop)``, in one ``life`` of the blocks. ``layers``:
+    those that are computed, as (region, layer)."""
+
+    start: int
+    stop: int
+    life: int
+    layers: set[tuple[int, int]] = msgspec.field(default_factory=set)
+
+
+class ComputingPrompt:
+    """One prompt. ``grant``: its length and digest, as a grant has them. ``ids``: the kernel blocks per region, as far
+    as the engine has allocated them. ``blocks``: their present life; ``None`` before the first step."""
+
+    def __init__(self, prefill: Prefill, caches: RankCaches, now: float) -> None:
+        self.grant = prefill
+        self.ids: list[Ids] = [np.zeros(0, dtype=np.int64) for _ in caches.views]
+        self.blocks: PromptBlocks | None = None
+        self.parts: list[PromptPart] = []  # of steps that have not ended
+        self.lifetime = Lifetime(COMPUTING_PROMPT, ComputingState(), now)
+        self._caches = caches
+        self._votes: dict[bytes, int] = {}
+
+    @property
+    def granted(self) -> bool:
+        """Whether a lease holds the blocks."""
+        return self.lifetime.state.phase is ComputingPhase.GRANTED
+
+    def asked(self, consumer: bytes, expected: tuple[int, ...]) -> None:
+        """A rank of ``consumer`` asks to read, as ``lease.Asked``."""
+        if len(self._votes) < lease.MAX_CONSUMERS:
+            self._votes.setdefault(consumer, lease.rank_set(expected))
+
+    def asks(self) -> Iterator[lease.Asked]:
+        """What the lease must know of the asks before it."""
+        for consumer, expected in self._votes.items():
+            yield lease.Asked(consumer, frozenset(lease.ranks_of(expected)))
+
+    def boxes(self, ask: messages.Ask, first: int = 0) -> Iterator[PageBox | None]:
+        """The chunks of a read in wire order, from chunk number ``first`` on. ``None`` in place of a chunk: its bytes
+        do not lie in the blocks yet. Ends with an error where the lease does not hold all blocks.
+
+        Raises:
+            GeometryError: that error.
+        """
+        number, caches = 0, self._caches
+        for span in ask.spans:
+            ours = caches.geometry.regions[span.region]
+            cut = caches.span_cut(span, ask.chunk_bytes, ours)
+            if number + len(cut) <= first:
+                number += len(cut)
+                continue
+            end = span.token + span.num_tokens
+            while not (self._allocated(span.region, end) or self.granted):
+                yield None
+            ids = self.ids[span.region]
+            caches.check_held(span.region, ids, span.token, end)
+            whole = caches.box(span, span.region, span.layer, span.head, ids, ours.shard)
+            # Where ranks shard the tokens, a chunk counts only those that both sides hold.
+            dense = ours.shard.whole and span.shard.whole
+            for chunk, box in zip(cut, caches.cut(whole, span, ask.chunk_bytes, ours), strict=True):
+                if number >= first:
+                    stop = span.token + chunk.token + chunk.num_tokens if dense else end
+                    while not self._holds(span.region, span.layer + chunk.layer, chunk.num_layers, stop):
+                        yield None
+                    yield box
+                number += 1
+
+    def _allocated(self, region: int, stop: int) -> bool:
+        """Whether the engine has allocated the blocks of all tokens before ``stop``."""
+        blocks = len(self.ids[region]) * self._caches.views[region].block_size
+        return self._caches.geometry.regions[region].shard.count(stop) <= blocks
+
+    def _holds(self, region: int, layer: int, num_layers: int, stop: int) -> bool:
+        """Whether the KV of all tokens before ``stop`` lies in the blocks, for ``num_layers`` layers of a region from
+        number ``layer`` on."""
+        state = self.lifetime.state
+        if state.phase is not ComputingPhase.COMPUTING:
+            return state.phase is ComputingPhase.GRANTED
+        stop = min(stop, self.grant.num_tokens)
+        if stop <= state.computed:
+            return True
+        wanted = [(region, number) for number in range(layer, layer + num_layers)]
+        return any(part.stop >= stop and part.layers.issuperset(wanted) for part in self.parts)
+
+
+class _StepInFlight(msgspec.Struct, eq=False):
+    """A step and its parts of prompts. ``seen``: what of the step has been handled."""
+
+    step: ComputedStep
+    parts: list[tuple[ComputingPrompt, PromptPart]]
+    seen: tuple[bool, int, bool] = (False, 0, False)
+
+
+Change = tuple[ComputingPrompt, ComputingEffect]
+
+
+class ComputingPrompts:
+    """All prompts that this rank computes, by the token of their later lease. Used by the transfer thread only.
+
+    The methods that return changes yield the effects that their owner must perform.
+    """
+
+    def __init__(self, caches: RankCaches) -> None:
+        self._caches = caches
+        self._prompts: dict[bytes, ComputingPrompt] = {}
+        self.steps: list[_StepInFlight] = []
+        """The steps that the device has not ended, the oldest first."""
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def __contains__(self, token: object) -> bool:
+        return token in self._prompts
+
+    def get(self, token: bytes) -> ComputingPrompt | None:
+        """The prompt under this token, while it is computed."""
+        return self._prompts.get(token)
+
+    def begin(self, prefill: Prefill, now: float) -> None:
+        """The engine begins to compute a prompt that may be read meanwhile."""
+        self._prompts[prefill.token] = ComputingPrompt(prefill, self._caches, now)
+
+    def plan(self, chunks: tuple[PrefillChunk, ...], step: ComputedStep, now: float) -> Iterator[Change]:
+        """A step begins that computes these chunks.
+
+        Raises:
+            GeometryError: a block id is out of range.
+        """
+        parts = []
+        for chunk, blocks in zip(chunks, step.blocks, strict=True):
+            prompt = self._prompts.get(chunk.token)
+            if prompt is None:
+                continue
+            new = [self._caches.kernel_ids(region, unpack_ids(ids)) for region, ids in enumerate(chunk.block_ids)]
+            if blocks is not prompt.blocks:
+                prompt.blocks, prompt.parts, prompt.ids = blocks, [], new
+            else:
+                prompt.ids = [np.concatenate(pair) for pair in zip(prompt.ids, new, strict=True)]
+            yield from self._step(prompt, ChunkPlanned(chunk.restarts), now)
+            part = PromptPart(chunk.start, chunk.stop, prompt.lifetime.state.life)
+            prompt.parts.append(part)
+            parts.append((prompt, part))
+        self.steps.append(_StepInFlight(step, parts))
+
+    def look(self, now: float) -> Iterator[Change]:
+        """Look at the steps that the device has not ended."""
+        for flight in list(self.steps):
+            step = flight.step
+            seen = step.begun, step.computed, step.ended
+            if seen == flight.seen:
+                continue
+            begun, computed, ended = seen
+            layers = step.layers[flight.seen[1] : computed]
+            flight.seen = seen
+            if ended:
+                self.steps.remove(flight)
+            for prompt, part in flight.parts:
+                part.layers.update(layers)
+                tokens = part.stop if ended else part.start if begun else 0
+                yield from self._step(prompt, TokensComputed(part.life, tokens), now)
+                if layers and not ended:
+                    yield from self._step(prompt, LayersComputed(part.life), now)
+                if ended and part in prompt.parts:
+                    prompt.parts.remove(part)
+
+    def stop(self, stop: PrefillStop, now: float) -> Iterator[Change]:
+        """The engine has taken the blocks of a prompt back."""
+        prompt = self._prompts.get(stop.token)
+        if prompt is not None:
+            if stop.ended:
+                del self._prompts[stop.token]
+            yield from self._step(prompt, BlocksLost(stop.ended), now)
+
+    def grant(self, token: bytes, ids: list[Ids], now: float) -> ComputingPrompt | None:
+        """The lease of a prompt begins, with its blocks. Returns the prompt, which is forgotten here."""
+        prompt = self._prompts.pop(token, None)
+        if prompt is not None:
+            # Chunks that were sent stay good: the same tokens. The others are packed from the blocks of the lease.
+            if prompt.lifetime.state.phase is not ComputingPhase.COMPUTING or not _begins_with(prompt.ids, ids):
+                prompt.blocks = PromptBlocks()
+            prompt.ids = ids
+            prompt.lifetime.step(LeaseBegins(), now)
+        return prompt
+
+    def _step(self, prompt: ComputingPrompt, event: ComputingEvent, now: float) -> list[Change]:
+        return [(prompt, effect) for effect in prompt.lifetime.step(event, now)]
+
+
+def _begins_with(ours: list[Ids], theirs: list[Ids]) -> bool:
+    """Whether in each region one list of blocks begins with the other one."""
+    pairs = [(a[: len(b)], b[: len(a)]) for a, b in zip(ours, theirs, strict=True)]
+    return all(np.array_equal(a, b) for a, b in pairs)
