@@ -128,7 +128,7 @@ class LoadPlanner:
         self._requests[request.request_id] = entry
         try:
             wanted = rendezvous_of(request.request_id, request.params) if self._consumes else None
-            if wanted is not None and not request.whole_prompt:
+            if wanted is not None:
                 entry.awaited = AwaitedPrompt(request, wanted, now + self._timeout)
                 self._advance(entry, request_lifetime.PromptAwaited(wanted))
                 return
@@ -199,7 +199,7 @@ class LoadPlanner:
         """As ``SchedulerHalf.num_new_matched_tokens``, of a request of the engine."""
         entry = self._requests[request.request_id]
         if self._awaits(entry):
-            return None, False
+            return (0 if request.whole_prompt else None), False
         remote_prompt = entry.remote_prompt
         if entry.lifetime.state.phase is not RequestPhase.OFFERED or remote_prompt is None:
             return 0, False

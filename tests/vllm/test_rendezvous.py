@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 
+from kvferry.connector.engine.worker import IDLE_WAIT_SECONDS
 from kvferry.connector.protocol.request_lifetime import RequestPhase
-from tests.vllm.engine_group import EngineGroup
+from tests.vllm.engine_group import EngineGroup, Lines
 from tests.vllm.labelled import prompt
-from tests.vllm.stepped import PREFILL, Engine, run, settle
+from tests.vllm.stepped import PREFILL, Engine, eventually, let_time_pass, run, settle, transfer_thread_of
 
 pytestmark = pytest.mark.vllm
 IDS = prompt(300)
@@ -57,3 +59,208 @@ def test_both_legs_at_once(group: EngineGroup, plane: str, first: str, name: str
     assert (d.answers[request_id].external, len(d.answers[request_id].tokens)) == (len(IDS), 8)
     settle(p, d)
     assert not d.workers[0].failed
+
+
+def legs(group: EngineGroup, **kwargs: Any) -> tuple[Engine, Engine, dict[str, Any]]:
+    """P and D; the parameters of D's leg, named "tx"."""
+    p, d = group.pair(**kwargs)
+    return p, d, to_d(p, transfer_id="tx")
+
+
+def ask(d: Engine, params: object, **kwargs: Any) -> str:
+    """D's leg, which has reached P's rank."""
+    request_id = d.add(IDS, params, max_tokens=4, **kwargs)
+    d.step()
+    assert phase(d, request_id) is RequestPhase.AWAITED
+    return request_id
+
+
+def questions(p: Engine) -> int:
+    """How many questions wait at P."""
+    return len(transfer_thread_of(p)._producer._named._held)
+
+
+def prefills_locally(p: Engine, d: Engine, request_id: str, lines: Lines, *words: str) -> None:
+    run([p, d], lambda: d.answers[request_id].finish is not None)
+    assert (d.origins[request_id].theirs, len(d.answers[request_id].tokens)) == (0, 4)
+    (line,) = lines("prefills locally", request_id)
+    assert all(word in line for word in words) and "\n" not in line, line
+    settle(d)
+
+
+TO_P = PREFILL | {"transfer_id": "tx"}
+
+
+def test_a_d_that_is_aborted_asks_no_more(group: EngineGroup) -> None:
+    p, d, params = legs(group)
+    request_id = ask(d, params)
+    eventually(lambda: questions(p) == 1)
+    d.abort(request_id)
+    settle(d)
+    eventually(lambda: questions(p) == 0)
+    assert not transfer_thread_of(d)._meetings
+
+
+@pytest.mark.parametrize("plane", ["cma", "tcp"])
+def test_a_d_that_is_aborted_while_the_answer_comes_releases_the_lease(group: EngineGroup, plane: str) -> None:
+    p, d, params = legs(group, extra={"plane": plane})
+    request_id = ask(d, params)
+    leg = p.add(IDS, TO_P)
+    run([p], lambda: p.answers[leg].finish is not None and bool(p.leases))
+    results = transfer_thread_of(d).results
+    eventually(lambda: bool(results._met))
+    d.abort(request_id)
+    settle(p, d)  # the lease is longer than any test
+    assert not d.all_loads
+
+
+def test_a_p_that_aborts_lets_d_prefill_at_once(group: EngineGroup, lines: Lines) -> None:
+    p, d, params = legs(group, max_batched=128)
+    leg = p.add(IDS, TO_P)
+    request_id = ask(d, params)
+    p.abort(leg)
+    prefills_locally(p, d, request_id, lines, "the prompt was not handed over, or its lease has ended")
+    settle(p)
+
+
+def test_a_leg_that_never_comes(group: EngineGroup, lines: Lines) -> None:
+    p, d, params = legs(group)
+    request_id = ask(d, params)
+    eventually(lambda: questions(p) == 1)
+    d.connector._scheduling._load_planner._clock = lambda: time.monotonic() + 700.0
+    prefills_locally(p, d, request_id, lines, "has told nothing of 'tx' in 600 s; does the router send both legs")
+    eventually(lambda: questions(p) == 0)
+
+
+def test_p_answers_that_it_does_not_know_the_name_and_d_asks_again(group: EngineGroup) -> None:
+    p, d, params = legs(group)
+    request_id = ask(d, params)
+    for _ in range(2):
+        eventually(lambda: questions(p) == 1)
+        let_time_pass(p, 700.0)  # P has held the question long enough
+        eventually(lambda: questions(p) == 0)
+    leg = p.add(IDS, TO_P)
+    run([p, d], lambda: d.answers[request_id].finish is not None)
+    assert p.answers[leg].finish and d.origins[request_id].theirs == len(IDS) - 1
+    settle(p, d)
+
+
+def test_a_p_that_ends(group: EngineGroup, lines: Lines) -> None:
+    p, d, params = legs(group)
+    request_id = ask(d, params)
+    eventually(lambda: questions(p) == 1)
+    p.workers[0].connector.shutdown()
+    run([d], lambda: d.answers[request_id].finish is not None)
+    assert d.origins[request_id].theirs == 0
+    assert lines("prefills locally: P at 127.0.0.1", "cannot be asked for the lease")
+    settle(d)
+
+
+def test_another_engine_at_p_s_address(group: EngineGroup, lines: Lines) -> None:
+    """P was restarted, and the router does not know its new engine id."""
+    p, d, params = legs(group)
+    request_id = ask(d, params | {"remote_engine_id": "an older life"})
+    prefills_locally(p, d, request_id, lines, "says: 'this is engine ")
+
+
+@pytest.mark.parametrize(
+    ("extra", "params", "why"),
+    [
+        ({}, {"remote_port": 1}, "127.0.0.1:1: nobody listens there"),
+        ({"allowed_peers": ["10.0.0.0/8"]}, {}, "127.0.0.1 is not an allowed peer"),
+        ({}, {"remote_key": "0123456789ab"}, "0123456789ab"),
+    ],
+    ids=["nobody", "not allowed", "unknown key"],
+)
+def test_a_p_that_cannot_be_asked(
+    group: EngineGroup, lines: Lines, extra: dict[str, Any], params: dict[str, Any], why: str
+) -> None:
+    p, d = group.pair(extra=extra)
+    request_id = d.add(IDS, to_d(p, transfer_id="tx") | params, max_tokens=4)
+    prefills_locally(p, d, request_id, lines, why)
+
+
+@pytest.mark.parametrize(
+    ("params", "why"),
+    [
+        ({"remote_port": "x"}, "remote_port is 'x', expected a number 1 to 65535"),
+        ({"remote_host": "a\nb"}, "remote_host is 'a\\nb', expected a printable text"),
+        ({"transfer_id": 7}, "transfer_id is 7, expected a printable text"),
+        ({"remote_key": "K"}, "remote_key is 'K', expected the 12 digits"),
+        ({"remote_engine_id": ["p"]}, "remote_engine_id is ['p'], expected P's engine id"),
+        ({"remote_block_ids": [[1, 2]]}, "P runs another connector"),
+        ({"remote_host": None}, "no 'kvferry' entry"),
+    ],
+)
+def test_parameters_that_cannot_be_used(group: EngineGroup, lines: Lines, params: dict[str, Any], why: str) -> None:
+    p, d = group.pair()
+    request_id = d.add(IDS, to_d(p, transfer_id="tx") | params, max_tokens=4)
+    prefills_locally(p, d, request_id, lines, why)
+
+
+def test_two_prompts_of_one_name(group: EngineGroup, lines: Lines) -> None:
+    """The first keeps the name. The second can be asked for by its request id."""
+    p, d, params = legs(group)
+    other = prompt(300, 7)
+    first, second = p.add(IDS, TO_P), p.add(other, TO_P, request_id="cmpl-second-0-01234567")
+    run([p], lambda: len(p.leases) == 2)
+    assert lines("cmpl-second-0-01234567 has the name 'tx' of a prompt that P holds")
+    one = d.add(IDS, params, max_tokens=4)
+    two = d.add(other, to_d(p, remote_request_id="second"), max_tokens=4)
+    run([p, d], lambda: all(d.answers[each].finish is not None for each in (one, two)))
+    assert [d.origins[each].theirs for each in (one, two)] == [len(IDS) - 1] * 2
+    assert p.answers[first].finish and p.answers[second].finish
+    settle(p, d)
+
+
+def test_the_name_of_another_prompt(group: EngineGroup, lines: Lines) -> None:
+    p, d, params = legs(group)
+    p.add(prompt(300, 7), TO_P)
+    prefills_locally(p, d, ask(d, params), lines, "P prefilled another prompt")
+    settle(p)
+
+
+def test_siblings_share_the_lease(group: EngineGroup) -> None:
+    p, d, params = legs(group)
+    names = [ask(d, params, request_id=f"{number}_cmpl-a") for number in range(3)]
+    p.add(IDS, TO_P)
+    run([p, d], lambda: all(d.answers[name].finish is not None for name in names))
+    assert {d.answers[name].external for name in names} <= {len(IDS), 288, 0}
+    assert max(d.answers[name].external or 0 for name in names) == len(IDS)
+    let_time_pass(d, 1.0)
+    settle(p, d)
+
+
+def test_a_rejected_request_asks_and_leaves(group: EngineGroup) -> None:
+    p, d, params = legs(group)
+    d.add(IDS, params, rejected=True)
+    settle(d)
+    eventually(lambda: questions(p) == 0 and not transfer_thread_of(d)._meetings)
+
+
+def test_an_engine_in_which_all_requests_wait_does_not_spin(group: EngineGroup) -> None:
+    p, d, params = legs(group)
+    ask(d, params)
+    waits: list[float] = []
+    results = transfer_thread_of(d).results
+    results.wait = waits.append
+    for _ in range(5):
+        d.step()
+    assert waits == [IDLE_WAIT_SECONDS] * 5
+    del results.wait
+    p.add(IDS, TO_P)
+    results._ready.clear()
+    run([p], lambda: bool(p.leases))
+    assert results._ready.wait(60.0), "the answer ends such a wait"
+
+
+@pytest.mark.parametrize("tp", [(1, 2), (2, 1)])
+def test_one_rank_asks_for_all(group: EngineGroup, tp: tuple[int, int]) -> None:
+    p, d = group.engine(0, tp=tp[0]), group.engine(1, tp=tp[1])
+    request_id = d.add(IDS, to_d(p, transfer_id="tx"), max_tokens=4)
+    d.step()
+    assert [bool(transfer_thread_of(d, rank)._meetings) for rank in range(d.tp)] == [True] + [False] * (d.tp - 1)
+    p.add(IDS, TO_P)
+    run([p, d], lambda: d.answers[request_id].finish is not None)
+    assert d.origins[request_id].theirs == len(IDS) - 1
+    settle(p, d)

@@ -1,0 +1,91 @@
+"""Real engines that a router asks both at once: D waits for P by name, loads, and its tokens are a plain engine's."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.served import (
+    START_SECONDS,
+    Pair,
+    PatientServerGroup,
+    complete,
+    count,
+    counted,
+    differ,
+    no_block_held,
+    prefill_leg,
+    prompt,
+    records,
+    tokens_of,
+    usage,
+)
+
+pytestmark = [pytest.mark.engine, pytest.mark.engines, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module", params=["tcp", "cma"])
+def pair(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """P computes its prompts in chunks of 256 tokens."""
+    extra, chunked = {"plane": request.param}, ["--max-num-batched-tokens", "256"]
+    with PatientServerGroup(tmp_path_factory.mktemp("logs")) as group:
+        prefill = group.engine("prefill", model, extra=extra, arguments=chunked)
+        decode = group.engine("decode", model, extra=extra)
+        group.wait_ready(START_SECONDS)
+        yield Pair(group, prefill, decode)
+
+
+@pytest.mark.parametrize("first", ["P", "D"])
+@pytest.mark.parametrize("named", ["transfer_id", "remote_request_id"])
+def test_both_legs_at_once(pair: Pair, first: str, named: str) -> None:
+    ids, name = prompt(1500, sum(map(ord, first + named))), str(uuid.uuid4())
+    alone = tokens_of(complete(pair.decode, ids, cache_salt=name))
+    known = prefill_leg(pair.prefill, prompt(40, 3))
+    assert known["transfer_mode"] == "push"
+    identity = {key: known[key] for key in ("remote_engine_id", "remote_host", "remote_port", "tp_size")}
+    own = {named: name}
+    body: dict[str, Any] = {
+        "model": "model", "prompt": ids, "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True
+    }  # fmt: skip
+    to_p = {"do_remote_decode": True, "do_remote_prefill": False} | (own if named == "transfer_id" else {})
+    to_d = {"do_remote_prefill": True, "do_remote_decode": False, **identity, **own}
+    legs = {
+        "P": (pair.prefill, body | {"max_tokens": 1, "kv_transfer_params": to_p}),
+        "D": (pair.decode, body | {"kv_transfer_params": to_d}),
+    }
+    pair.forget()
+    before = count(pair.decode)
+
+    def send(leg: str) -> Any:
+        server, content = legs[leg]
+        return server.post("/v1/completions", content, timeout=180, headers={"X-Request-Id": name})
+
+    with ThreadPoolExecutor(2) as pool:
+        answers = {first: pool.submit(send, first)}
+        if first == "D":
+            assert usage(pair.decode) == 0, "D holds no blocks for it"
+        other = "D" if first == "P" else "P"
+        answers[other] = pool.submit(send, other)
+        tokens = tokens_of(answers["D"].result())
+        answers["P"].result()
+    assert tokens == alone
+    assert counted(pair.decode, before, len(ids)).failed == 0
+    assert differ(records(pair.decode), records(pair.prefill), ids) is None
+    no_block_held(pair.prefill, pair.decode)
+
+
+def test_a_p_that_cannot_be_asked(pair: Pair) -> None:
+    ids, name = prompt(300, 77), str(uuid.uuid4())
+    alone = tokens_of(complete(pair.decode, ids, cache_salt=name))
+    known = prefill_leg(pair.prefill, prompt(40, 4))
+    to_d = {key: known[key] for key in ("remote_engine_id", "remote_host")} | {
+        "do_remote_prefill": True, "remote_port": 1, "transfer_id": name
+    }  # fmt: skip
+    assert tokens_of(complete(pair.decode, ids, kv_transfer_params=to_d)) == alone
+    assert "cannot be asked for the lease" in pair.decode.log_text()
+    no_block_held(pair.prefill, pair.decode)

@@ -1,0 +1,175 @@
+"""D's questions to P, and P's answers, as tables: every question is answered, left or repeated, and nothing grows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.connector.protocol import messages
+from kvferry.connector.protocol import rendezvous as r
+from kvferry.connector.protocol.state_machine import Tick
+from kvferry.connector.protocol.step_plan import LeaseGrant, Prefill
+from kvferry.connector.transfer import named_prompts
+from kvferry.connector.transfer.named_prompts import NamedPrompts
+
+PHASE = r.RendezvousPhase
+BEGUN, GRANTED = r.AskName("begun"), r.AskName("granted")
+
+
+def run(*events: r.RendezvousEvent, now: float = 0.0) -> tuple[PHASE, list[r.RendezvousEffect]]:
+    state, effects = r.RendezvousState(), [BEGUN]
+    for event in events:
+        state, new = r.RENDEZVOUS.step(state, event, now)
+        effects += new
+    return state.phase, effects
+
+
+@pytest.mark.parametrize("plane_sends", [True, False])
+def test_d_takes_blocks_early_only_where_p_sends(plane_sends: bool) -> None:
+    way = (r.NameResolved(granted=False, streams=True), r.PlaneFound(plane_sends))
+    if plane_sends:
+        assert run(*way) == (PHASE.ENDED, [BEGUN, r.BeginLinks(), r.ReportFound(streams=True)])
+    else:
+        assert run(*way) == (PHASE.AWAITING_GRANT, [BEGUN, r.BeginLinks(), GRANTED])
+        assert run(*way, r.NameResolved(True, False))[1][-1] == r.ReportFound(streams=False)
+
+
+def test_a_prompt_that_does_not_stream_is_awaited_with_the_links_begun() -> None:
+    phase, effects = run(r.NameResolved(granted=False, streams=False))
+    assert (phase, effects) == (PHASE.AWAITING_GRANT, [BEGUN, r.BeginLinks(), GRANTED])
+
+
+def test_a_granted_prompt_needs_one_question() -> None:
+    assert run(r.NameResolved(granted=True, streams=False)) == (PHASE.ENDED, [BEGUN, r.ReportFound(streams=False)])
+
+
+@pytest.mark.parametrize("asked", [BEGUN, GRANTED])
+def test_an_open_question_is_repeated_after_a_pause(asked: r.AskName) -> None:
+    way = () if asked == BEGUN else (r.NameResolved(granted=False, streams=False),)
+    state = r.RendezvousState()
+    for event in (*way, r.NameUnresolved(final=False)):
+        state, _ = r.RENDEZVOUS.step(state, event, 1.0)
+    assert r.RENDEZVOUS.step(state, Tick(), 1.0 + r.RETRY_SECONDS / 2)[1] == ()
+    state, effects = r.RENDEZVOUS.step(state, Tick(), 1.0 + r.RETRY_SECONDS)
+    assert effects == (asked,)
+    assert r.RENDEZVOUS.step(state, Tick(), 100.0)[1] == (), "P holds the question"
+
+
+EVENTS: Any = st.sampled_from(
+    [
+        r.NameResolved(True, False), r.NameResolved(False, True), r.NameResolved(False, False), r.PeerFailed("p"),
+        r.NameUnresolved(True, "why"), r.NameUnresolved(False), r.PlaneFound(True), r.PlaneFound(False), Tick(),
+        r.NameLeft(),
+    ]
+)  # fmt: skip
+
+
+@given(st.lists(EVENTS, max_size=12))
+def test_it_is_reported_once_and_never_after_it_was_left(events: list[r.RendezvousEvent]) -> None:
+    phase, effects = run(*events)
+    reports = [effect for effect in effects if isinstance(effect, r.ReportFound | r.ReportLost)]
+    ended = [e for e in events if isinstance(e, r.NameLeft | r.PeerFailed)]
+    assert len(reports) <= 1 and (phase is PHASE.ENDED) >= bool(ended)
+    if phase is PHASE.ENDED and not reports:
+        assert r.NameLeft() in events
+
+
+# --- P ------------------------------------------------------------------------------------------------------------
+
+
+def prefill(request_id: str = "r", *names: str, token: bytes = b"t" * 16, **kwargs: Any) -> Prefill:
+    form = {"streams": True, "params": b"params"} | kwargs
+    return Prefill(request_id, token, 100, "digest", (*names, request_id), found=16, step_tokens=64, **form)
+
+
+def question(number: int, name: str = "tx", until: Any = "begun", engine_id: str = "") -> messages.Resolve:
+    return messages.Resolve(number=number, name=name, engine_id=engine_id, until=until)
+
+
+GRANT = LeaseGrant("r", b"t" * 16, 100, ())
+
+
+def test_questions_wait_for_what_they_ask() -> None:
+    named = NamedPrompts("p", 10.0)
+    assert named.resolve(b"d", question(1), 0.0) == named.resolve(b"d", question(2, until="granted"), 0.0) == []
+    ((identity, answer),) = named.begin(prefill("r", "tx"))
+    assert (identity, answer.number) == (b"d", 1)
+    assert answer == messages.Resolved(number=1, params=b"params", streams=True, found=16, step_tokens=64)
+    ((_, second),) = named.grant(GRANT)
+    assert second == messages.Resolved(number=2, params=b"params", granted=True, found=16, step_tokens=64)
+    assert [a.granted for _, a in named.resolve(b"d", question(3), 0.0)] == [True]  # type: ignore[union-attr]
+    assert not named.waiting
+
+
+def test_the_lease_s_own_params_count() -> None:
+    named = NamedPrompts("p", 10.0)
+    named.begin(prefill("r", "tx", streams=False))
+    named.resolve(b"d", question(1, until="granted"), 0.0)
+    ((_, answer),) = named.grant(LeaseGrant("r", b"t" * 16, 100, (), params=b"final"))
+    assert answer.params == b"final"  # type: ignore[union-attr]
+
+
+def test_a_prompt_that_ends_answers_all_and_its_names_are_free() -> None:
+    named = NamedPrompts("p", 10.0)
+    named.resolve(b"d", question(1, until="granted"), 0.0)
+    assert named.begin(prefill("r", "tx", params=b"")) == [], "it will not be handed over"
+    ((_, answer),) = named.end(b"t" * 16, 0.0)
+    assert isinstance(answer, messages.Unresolved) and answer.final
+    ((_, late),) = named.resolve(b"d", question(2), 5.0)
+    assert isinstance(late, messages.Unresolved) and late.final
+    assert named.resolve(b"d", question(3), 10.0) == [], "another prompt may come with this name"
+    assert [a.number for _, a in named.begin(prefill("s", "tx", token=b"u" * 16))] == [3]
+    named.end(b"u" * 16, 10.0)
+    assert not named._prompts and not named._tokens and b"u" * 16 not in named
+
+
+def test_questions_are_answered_in_time_and_can_be_left() -> None:
+    named = NamedPrompts("p", 10.0)
+    for number in (1, 2):
+        named.resolve(b"d", question(number), 0.0)
+    named.leave(b"d", 1)
+    assert named.waiting and named.take_late(9.9) == []
+    ((_, answer),) = named.take_late(10.0)
+    assert isinstance(answer, messages.Unresolved) and (answer.number, answer.final) == (2, False)
+    assert not named.waiting
+
+
+def test_another_engine_is_meant() -> None:
+    ((_, answer),) = NamedPrompts("p", 10.0).resolve(b"d", question(1, engine_id="q"), 0.0)
+    assert isinstance(answer, messages.Unresolved) and answer.final and "engine p" in answer.detail
+    assert NamedPrompts("p", 10.0).resolve(b"d", question(1, engine_id="p"), 0.0) == []
+
+
+def test_strangers_displace_only_their_own_questions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(named_prompts, "HELD_RESOLVES", 64)
+    named = NamedPrompts("p", 10.0)
+    named.resolve(b"honest", question(1), 0.0)
+    told = [a for n in range(500) for a in named.resolve(b"stranger", question(n, f"name {n}"), 0.0)]
+    assert len(named._held) <= 64 and {identity for identity, _ in told} == {b"stranger"}
+    assert all(isinstance(a, messages.Unresolved) and not a.final for _, a in told)
+    assert [identity for identity, _ in named.begin(prefill("r", "tx"))] == [b"honest"]
+
+
+def test_names_of_ended_prompts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(named_prompts, "GONE_NAMES", 8)
+    named = NamedPrompts("p", 10.0)
+    for n in range(100):
+        token = n.to_bytes(16, "big")
+        named.begin(prefill(f"r{n}", token=token))
+        named.end(token, float(n) / 100)
+    assert len(named._gone) == 8
+    named.take_late(20.0)
+    assert not named._gone
+
+
+def test_the_first_prompt_keeps_a_name() -> None:
+    named = NamedPrompts("p", 10.0)
+    named.begin(prefill("r", "tx"))
+    named.begin(prefill("s", "tx", token=b"u" * 16, params=b"second"))
+    assert [a.params for _, a in named.resolve(b"d", question(1), 0.0)] == [b"params"]  # type: ignore[union-attr]
+    assert [a.params for _, a in named.resolve(b"d", question(2, "s"), 0.0)] == [b"second"]  # type: ignore[union-attr]
+    named.end(b"u" * 16, 0.0)
+    assert [a.params for _, a in named.resolve(b"d", question(3), 0.0)] == [b"params"]  # type: ignore[union-attr]
