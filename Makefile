@@ -17,9 +17,9 @@ help:
 	@echo "make test-gpu      those for two and more GPUs, by the interpreter GPU_PYTHON=... that has vLLM for GPUs"
 	@echo "make test-vllm VLLM=0.33.0   tests of the vLLM adapter with another release's Python files (or 0.26.0)"
 	@echo "make sweep         500 hand-overs between random forms of P and D (SEED=... repeats one run)"
-	@echo "make explore       property tests with examples drawn anew for SECONDS=600 (SEED=... repeats a round)"
+	@echo "make explore       property tests with examples drawn anew for SECONDS_TO_RUN=600 (SEED=... repeats a round)"
 	@echo "make simulate      1,000,000 hand-overs of 100 P and 100 D engines in virtual time (COUNT=..., SEED=...)"
-	@echo "make faults        seeded faults between real P and D processes for SECONDS=600 (SEED=..., COUNT=...)"
+	@echo "make faults        seeded faults between real P and D processes for SECONDS_TO_RUN=600 (SEED=..., COUNT=...)"
 	@echo "make soak          engines under aborts, kills, restarts and garbage: nothing grows (SECONDS_TO_RUN=900, SEED=...)"
 	@echo "make fuzz          mutated inputs for every decoder and port (COUNT=10000000, SEED=...)"
 	@echo "make lint          ruff and mypy --strict"
@@ -74,22 +74,20 @@ test-vllm: install
 sweep: install
 	$(BIN)/python tests/ranks/sweep.py --count 500 $(if $(SEED),--seed $(SEED))
 
-SECONDS ?= 600
 explore: install
-	$(BIN)/python tests/explore.py --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
+	$(BIN)/python tests/explore.py --seconds $(or $(SECONDS_TO_RUN),600) $(if $(SEED),--seed $(SEED))
 
 simulate: install
 	OMP_NUM_THREADS=1 $(BIN)/python tests/simulation/run.py $(if $(COUNT),--count $(COUNT)) $(if $(SEED),--seed $(SEED)) \
 	  --json $(RESULTS)/simulation.json
 
 faults: install
-	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/run.py --seconds $(SECONDS) $(if $(COUNT),--count $(COUNT)) \
+	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/run.py --seconds $(or $(SECONDS_TO_RUN),600) $(if $(COUNT),--count $(COUNT)) \
 	  $(if $(SEED),--seed $(SEED))
 
 # With matplotlib in the environment, PLOT=1 writes a plot too.
-SECONDS_TO_RUN ?= 900
 soak: install
-	OMP_NUM_THREADS=1 $(BIN)/python tests/soak/run.py --seconds $(SECONDS_TO_RUN) $(if $(SEED),--seed $(SEED)) \
+	OMP_NUM_THREADS=1 $(BIN)/python tests/soak/run.py --seconds $(or $(SECONDS_TO_RUN),900) $(if $(SEED),--seed $(SEED)) \
 	  --json $(RESULTS)/soak.json $(if $(PLOT),--plot $(RESULTS)/soak.png)
 
 fuzz: install

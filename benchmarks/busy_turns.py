@@ -17,7 +17,7 @@ from typing import Any
 from engine_pair import Pair, body, prefill_leg
 
 from tests.support.pd_client import METRICS
-from tests.support.server import EngineError, Server, metric_sum
+from tests.support.server import PATIENCE_SECONDS, EngineError, Server, metric_sum
 
 BACKGROUND_TOKENS = 64
 """Of a background sequence's prompt."""
@@ -27,8 +27,6 @@ STEADY = 0.98
 """Of the steps must have a token for each background sequence; none may end, wait or be preempted meanwhile."""
 ATTEMPTS = 5
 """At a turn. Each but the first follows one that was disturbed."""
-PATIENCE_SECONDS = 300.0
-"""For what must happen, however slow the host is."""
 DONE = re.compile(r"hand-over of \S*?(fg-\d+)\S* done: \d+ tokens, \d+ bytes in ([\d.]+) ms over (\S+) from")
 AROUND_SECONDS = 0.02
 """Before and after a hand-over, for which the steps of D stay known."""

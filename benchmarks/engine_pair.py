@@ -13,7 +13,7 @@ from examples.lib.pd_router import PREFILL_TAG
 from tests.support.fragment import in_sequence
 from tests.support.kv_bytes import compare
 from tests.support.pd_client import METRICS, stream
-from tests.support.server import EngineError, Server, metric_sum
+from tests.support.server import PATIENCE_SECONDS, EngineError, Server, metric_sum
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def once(prefill: Server, decode: Server, prompt: list[int]) -> Sample:
     loaded = stream(decode.url, request | {"kv_transfer_params": params})
     time.sleep(prefilled)  # D's processes have slept as long as before the hand-over, and wake as late
     local = stream(decode.url, request)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while (grown := sources(decode) - before).total() < 2 * len(prompt) and time.monotonic() < deadline:
         time.sleep(0.02)
     wanted = len(prompt) - 1

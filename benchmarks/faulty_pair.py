@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from examples.lib.pd_router import PREFILL_TAG
-from tests.support.served import START_SECONDS, PatientServerGroup, eventually, kill
+from tests.support.engines import START_SECONDS
+from tests.support.served import PatientServerGroup, eventually, kill
 from tests.support.server import EngineError, Server
 
 
@@ -31,7 +32,7 @@ class Prefill:
 
     def ready(self) -> None:
         """Wait until the server answers."""
-        self._group.wait_ready(START_SECONDS, [self.server])
+        self._group.wait_ready(servers=[self.server])
         self._up.set()
 
     def kill(self) -> None:
@@ -71,7 +72,7 @@ class Prefill:
             server, killed = self.wait(), self.killed
             try:
                 request = body | {"max_tokens": 1, "kv_transfer_params": PREFILL_TAG}
-                answer = server.post("/v1/completions", request, timeout=120, headers={"X-Request-Id": name})
+                answer = server.post("/v1/completions", request, headers={"X-Request-Id": name})
             except EngineError:
                 if self.killed == killed:
                     raise

@@ -127,7 +127,7 @@ def _batch(plain: Server, asks: list[Ask]) -> list[Ask]:
 
     def answer(ask: Ask) -> bool:
         body = ask.body | {"logprobs": 2, "return_tokens_as_token_ids": True}
-        choice = plain.post("/v1/completions", body, timeout=300, headers={"X-Request-Id": ask.name})["choices"][0]
+        choice = plain.post("/v1/completions", body, headers={"X-Request-Id": ask.name})["choices"][0]
         ask.tokens = choice["token_ids"]
         tops = [sorted(top.values(), reverse=True) for top in choice["logprobs"]["top_logprobs"]]
         return all(first - second > CLEAR for first, second in tops)

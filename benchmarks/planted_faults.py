@@ -34,12 +34,12 @@ from kvferry.transport.planes import cma
 from tests.support.kv_bytes import Cached, cached_layer
 
 NAME = re.compile(r"wt\d+-\d+")
-ANSWER_SECONDS = 120.0
+ANSWER_SECONDS = 300.0
 NOBODY = (1 << 22) + 1
 """A process id that Linux does not give."""
 GIVEN_UP = "given up"
 COPY_ERROR = "copy error"
-LOOK_SECONDS = 60.0
+LOOK_SECONDS = 200.0
 """How long P's transfer thread may take to end a lease; it takes milliseconds."""
 
 

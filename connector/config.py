@@ -140,7 +140,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         bool,
         _doc(
             "KV bytes that leave the host are encrypted: over `tcp` with AES-256-GCM; planes that cannot encrypt are "
-            "not used between hosts. P and D encrypt where one of them has it"
+            "not used between hosts. P and D encrypt where one of them has it; in the environment 1 or 0"
         ),
     ] = False
     insecure: Annotated[
@@ -168,6 +168,7 @@ ENVIRONMENT = {
     "secret_key": "KVFERRY_SECRET_KEY",  # vLLM writes the extra config to its log, the environment not
     "key_file": "KVFERRY_KEY_FILE",
     "peer_keys": "KVFERRY_PEER_KEYS",
+    "encrypt": "KVFERRY_ENCRYPT",
 }
 """Settings that an environment variable can give, and its name; an empty variable counts as unset."""
 
@@ -218,6 +219,8 @@ def load_settings(extra: Mapping[str, Any], environ: Mapping[str, str] | None = 
 def _from_text(field: str, text: str) -> object:
     if field in ("allowed_peers", "peer_keys"):
         return [item.strip() for item in text.split(",")]
+    if field == "encrypt":
+        return {"0": False, "false": False, "1": True, "true": True}.get(text.lower(), text)
     return int(text) if field.endswith("port") and text.isascii() and text.isdigit() else text
 
 

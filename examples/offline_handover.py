@@ -26,12 +26,15 @@ from examples.lib.pd_router import PREFILL_TAG
 from tests.support.engines import CPU_ENVIRONMENT, transfer_config
 from tests.support.tiny_model import build_model, prompt_of
 
+PATIENT = {"lease_seconds": 300, "handshake_timeout_seconds": 120, "transfer_timeout_seconds": 120}
+"""Two engines on the cores of one small machine keep each other waiting."""
+
 
 def make_llm(model: str) -> Any:
     os.environ.update({k: v for k, v in CPU_ENVIRONMENT.items() if k not in os.environ})
     from vllm import LLM
 
-    config = transfer_config("KVFerryConnector")
+    config = transfer_config("KVFerryConnector", PATIENT)
     return LLM(
         model,
         dtype="float32",
@@ -68,10 +71,11 @@ def in_own_group(role: Callable[[str, str, Connection], None], model: str, promp
 
 
 def prefill(model: str, prompt: str, pipe: Connection) -> None:
-    """P: compute the prompt, send where to fetch it, and stay until told to go."""
+    """P: compute the prompt once D is up, send where to fetch it, and stay until told to go."""
     from vllm import SamplingParams
 
     llm = make_llm(model)
+    pipe.recv()
     sampling = SamplingParams(temperature=0, max_tokens=1, extra_args={"kv_transfer_params": dict(PREFILL_TAG)})
     output = llm.generate([prompt], sampling, use_tqdm=False)[0]
     pipe.send(output.kv_transfer_params)
@@ -83,6 +87,7 @@ def decode(model: str, prompt: str, pipe: Connection) -> None:
     from vllm import SamplingParams
 
     llm = make_llm(model)
+    pipe.send("up")
     params = pipe.recv()
     answers = []
     for extra in ({"kv_transfer_params": params}, {}):
@@ -111,6 +116,8 @@ def main() -> int:
         theirs.close()  # so that its death is an EOFError here
         ends[role], workers = ours, [*workers, worker]
     try:
+        ends[decode].recv()
+        ends[prefill].send("D is up")  # P holds the blocks for lease_seconds only
         params = ends[prefill].recv()
         print(f"P handed out: {params}", flush=True)
         ends[decode].send(params)

@@ -1,6 +1,6 @@
 """Property tests with examples drawn anew, round after round, until the time is over or one fails.
 
-    python tests/explore.py [--seconds 600] [--seed NUMBER] [TEST_FILE ...]        (make explore SECONDS=... SEED=...)
+    python tests/explore.py [--seconds 600] [--seed NUMBER] [TEST_FILE ...]  (make explore SECONDS_TO_RUN=... SEED=...)
 
 All other runs draw the same examples every time (``tests/conftest.py``). Each round has a seed of its own, which is
 printed: ``--seed`` repeats the round. An example that fails is kept: add it to its test as ``@example(...)``.

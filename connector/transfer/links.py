@@ -60,13 +60,11 @@ class Links:
             if len(self._links) >= MAX_LINKS:
                 self._make_room()
             try:
-                link = self._links[life] = self._new(life, address, now)
+                avoid = self._failed_planes.of(life, now)
+                link = self._links[life] = Link(self._rank_context, address, self._log, life=life, avoid=avoid)
             except (OSError, RuntimeError, zmq.ZMQError) as error:  # no descriptor, no socket or no thread is left
                 raise TransportError(f"no connection to {address.host}:{address.port} can be opened: {error}") from None
         return link
-
-    def _new(self, life: Life, address: RankAddress, now: float) -> Link:
-        return Link(self._rank_context, address, self._log, life=life, avoid=self._failed_planes.of(life, now))
 
     def _make_room(self) -> None:
         """Close the link without reads that was not used for the longest time, if possible one without data plane."""

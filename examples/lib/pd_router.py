@@ -254,7 +254,7 @@ class Router:
         url = self.decode.pick() or self.decode.urls[0]
         leg = prefill_body(body) | {"kv_transfer_params": body["kv_transfer_params"]}
         try:
-            await self._send(url + path, leg, headers, Attempt(), silence=30.0)
+            await self._send(url + path, leg, headers, Attempt(), silence=self.timeouts.decode_silence)
         except httpx.HTTPError as error:
             log.warning("%s: P holds its blocks until its lease ends: %s", headers["x-request-id"], _why(error))
 
@@ -387,11 +387,18 @@ def main() -> None:
     parser.add_argument("--decode", action="append", required=True, help="URL of a decode engine; may be repeated")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=9000)
-    parser.add_argument("--prefill-timeout", type=float, default=Timeouts.prefill, help="seconds before decode-only")
+    for name, text in (
+        ("connect", "for a connection to an engine"),
+        ("prefill", "for P's answer, then decode only"),
+        ("abandoned-prefill", "for P's answer where the client is gone"),
+    ):
+        default = getattr(Timeouts, name.replace("-", "_"))
+        parser.add_argument(f"--{name}-timeout", type=float, default=default, help=f"seconds {text}")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    router = Router(args.prefill, args.decode, Timeouts(prefill=args.prefill_timeout))
+    timeouts = Timeouts(args.connect_timeout, args.prefill_timeout, args.abandoned_prefill_timeout)
+    router = Router(args.prefill, args.decode, timeouts)
     uvicorn.run(router.app(), host=args.host, port=args.port, log_level="warning")
 
 

@@ -56,7 +56,7 @@ def serve(
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks of the example are on one host
     if tp_size > 1:
         torch.distributed.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=tp_rank, world_size=tp_size, timeout=timedelta(seconds=60)
+            "gloo", init_method=f"file://{store}", rank=tp_rank, world_size=tp_size, timeout=timedelta(seconds=300)
         )
     try:
         rank = TpRank(engine_id, form, tp_rank, tp_size, plane)

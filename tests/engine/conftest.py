@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.engines import ServerGroup
-from tests.support.served import START_SECONDS, Pair, PatientServerGroup, eventually, no_block_held
+from tests.support.served import Pair, PatientServerGroup, eventually, no_block_held
 from tests.support.tiny_model import ModelSpec, build_model
 
 TELLING = re.compile(r"kvferry: |WARNING|ERROR|Traceback")
@@ -38,7 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def running_pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     with PatientServerGroup(tmp_path_factory.mktemp("logs")) as group:
         prefill, decode = (group.engine(name, model) for name in ("prefill", "decode"))
-        group.wait_ready(START_SECONDS)
+        group.wait_ready()
         pair = Pair(group, prefill, decode)
         pair.check([7] * 40)  # the first hand-over pays for the handshake
         yield pair

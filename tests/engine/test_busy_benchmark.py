@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.engines import ROOT, python_path
+from tests.support.served import PATIENT
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 STAGES = ["arrived", "planned", "allocated", "begun", "ended", "reported", "scheduled", "token"]
@@ -29,7 +30,8 @@ def run(tmp_path: Path, *options: str) -> dict:  # type: ignore[type-arg]
 def test_every_cell_has_its_samples(tmp_path: Path, policy: str, ways: set[str]) -> None:
     """Loads go inside the step under both policies, also beside sequences that D decodes: some, for a load that took
     long on a host that stood still is followed by one beside the steps."""
-    options = ["--samples", "2", "--policy", policy, "--orders", "scattered", "--kv-config", '{"step_hold_seconds": 1}']
+    options = ["--samples", "2", "--policy", policy, "--orders", "scattered"]
+    options += ["--kv-config", json.dumps(PATIENT | {"step_hold_seconds": 1})]
     result = run(tmp_path, *options, "--start-seconds", "400")
     rows = {(row["sequences"], row["tokens"]): row for row in result["rows"]}
     assert rows.keys() == {(sequences, tokens) for sequences in (0, 4) for tokens in (97, 385)}

@@ -16,14 +16,15 @@ import pytest
 
 from tests.support.engines import ServerGroup, free_port
 from tests.support.served import (
+    PATIENT,
     PER_HEAD,
-    START_SECONDS,
     PatientServerGroup,
     complete,
     corrupted,
     count,
     counted,
     differ,
+    eventually,
     loaded_prompt,
     no_block_held,
     prefill_leg,
@@ -37,6 +38,7 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 CHUNK = 256
 LAYERS, HEADS = 4, 8
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 1}
+ATTEMPTS = 5
 FEW_BLOCKS = 12
 """Of 32 tokens each, one of which vLLM keeps to itself: three of the requests below need more in the end."""
 
@@ -60,7 +62,7 @@ def start(group: ServerGroup, model: Path, name: str, *arguments: str, **kwargs:
 
 
 def ready(group: ServerGroup, *engines: Server) -> None:
-    group.wait_ready(START_SECONDS, engines)
+    group.wait_ready(servers=engines)
     for engine in engines:
         engine.rpc("kv_watch")
 
@@ -77,7 +79,8 @@ def running(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 def shared(running: SharedEngines) -> Iterator[SharedEngines]:
     yield running
     for engine in running.group.servers[:]:
-        assert engine.alive and engine.healthy(), engine.log_tail()
+        assert engine.alive, engine.log_tail()
+        eventually(engine.healthy, f"{engine.name} answers on /health")
         if engine is not running.plain:
             running.group.stop(engine)
 
@@ -117,23 +120,35 @@ def test_drafts_priorities_and_too_few_blocks(shared: SharedEngines) -> None:
     prompts = [prompt(60 + n, 50 + n) for n in range(6)]
     alone = [tokens_of(complete(plain, ids, max_tokens=60, cache_salt="alone")) for ids in prompts]
     for p, d in ((plain, busy), (busy, plain)):
-        records(p), records(d)
-        preempted, before = preemptions(busy), count(d)
-
-        def through(number: int, p: Server = p, d: Server = d) -> Any:
-            ids, common = prompts[number], {"priority": number % 3, "cache_salt": d.name}
-            params = prefill_leg(p, ids, max_tokens=60 if p is busy else 1, **common)
-            return complete(d, ids, max_tokens=60, kv_transfer_params=params, **common)
-
-        with ThreadPoolExecutor(len(prompts)) as pool:
-            answers = list(pool.map(through, range(len(prompts))))
-        assert [tokens_of(answer) for answer in answers] == alone
-        assert preemptions(busy) > preempted, "blocks were to run out"
-        counted(d, before, sum(map(len, prompts)), requests=len(prompts))
-        mine, theirs = records(d), records(p)
-        assert [differ(mine, theirs, ids) for ids in prompts] == [None] * len(prompts)
-        no_block_held(p, d)
+        for attempt in range(ATTEMPTS):  # a host that stands still may let one request end before the next one comes
+            preempted = preemptions(busy)
+            at_the_same_time(p, d, prompts, alone, salt=f"{d.name}-{attempt}", prefilled=60 if p is busy else 1)
+            if preemptions(busy) > preempted:
+                break
+        else:
+            pytest.fail(f"blocks were to run out in one of {ATTEMPTS} attempts")
     assert (metric_sum(busy.metrics(), "vllm:spec_decode_num_accepted_tokens_total") or 0) > 0
+
+
+def at_the_same_time(
+    p: Server, d: Server, prompts: list[list[int]], alone: list[Any], *, salt: str, prefilled: int
+) -> None:
+    """Hand over all prompts together: all bytes and tokens are right. ``prefilled``: tokens that P generates."""
+    records(p), records(d)
+    before = count(d)
+
+    def through(number: int) -> Any:
+        ids, common = prompts[number], {"priority": number % 3, "cache_salt": salt}
+        params = prefill_leg(p, ids, max_tokens=prefilled, **common)
+        return complete(d, ids, max_tokens=60, kv_transfer_params=params, **common)
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        answers = list(pool.map(through, range(len(prompts))))
+    assert [tokens_of(answer) for answer in answers] == alone
+    counted(d, before, sum(map(len, prompts)), requests=len(prompts))
+    mine, theirs = records(d), records(p)
+    assert [differ(mine, theirs, ids) for ids in prompts] == [None] * len(prompts)
+    no_block_held(p, d)
 
 
 def preemptions(server: Server) -> float:
@@ -148,7 +163,12 @@ def test_beside_another_connector(shared: SharedEngines, tmp_path: Path) -> None
             "kv_role": "kv_both",
             "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
         },
-        {"kv_connector": "KVFerryConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"},
+        {
+            "kv_connector": "KVFerryConnector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": PATIENT,
+        },
     ]
     plain = shared.plain
     multi = shared.beside("multi", connector="MultiConnector", extra={"connectors": children})

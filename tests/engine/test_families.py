@@ -12,7 +12,7 @@ import pytest
 from tests.support.engines import ServerGroup
 from tests.support.families import FAMILIES, WINDOW
 from tests.support.kv_bytes import prompt_digest
-from tests.support.served import START_SECONDS, Pair, complete, differ, prompt, records, tokens_of
+from tests.support.served import Pair, complete, differ, prompt, records, tokens_of
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
@@ -30,7 +30,7 @@ def test_family(group: ServerGroup, tmp_path: Path, name: str) -> None:
         group.engine(side, model, dtype=family.dtype, block_size=BLOCK, arguments=family.arguments)
         for side in ("prefill", "decode")
     )
-    group.wait_ready(START_SECONDS)
+    group.wait_ready()
     pair = Pair(group, prefill, decode)
     watched = decode.rpc("kv_watch")[0]
     assert (len(watched["layers"]), len(watched["states"])) == (family.layers, family.states)

@@ -10,7 +10,6 @@ import pytest
 
 from tests.support.engines import ServerGroup
 from tests.support.served import (
-    START_SECONDS,
     Pair,
     PatientServerGroup,
     complete,
@@ -40,7 +39,7 @@ class SharedEngines:
 def shared(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedEngines]:
     with PatientServerGroup(tmp_path_factory.mktemp("own")) as group:
         prefill = group.engine("prefill", model)
-        group.wait_ready(START_SECONDS)
+        group.wait_ready()
         yield SharedEngines(group, prefill)
 
 
@@ -48,7 +47,7 @@ def test_p_is_killed_and_restarted(shared: SharedEngines, model: Path) -> None:
     """D recomputes what P can no longer give, serves alone while P is away, and then loads from the new P."""
     group, prefill = shared.group, shared.prefill
     decode = group.engine("decode", model)
-    group.wait_ready(START_SECONDS, [decode])
+    group.wait_ready(servers=[decode])
     pair = Pair(group, prefill, decode)
     pair.check(prompt(200, 1))
 
@@ -65,7 +64,7 @@ def test_p_is_killed_and_restarted(shared: SharedEngines, model: Path) -> None:
 
     group.stop(prefill)
     pair.prefill = shared.prefill = group.engine("prefill-again", model, port=prefill.port)
-    group.wait_ready(START_SECONDS, [pair.prefill])
+    group.wait_ready(servers=[pair.prefill])
     pair.prefill.rpc("kv_watch")
     late = complete(decode, ids, kv_transfer_params=params, cache_salt="late")
     assert tokens_of(late) == tokens_of(recomputed), "parameters of the P that was: recomputed, not mistaken"
@@ -83,7 +82,7 @@ def test_over_every_plane(shared: SharedEngines, model: Path, plane: str) -> Non
     if named:
         prefill = group.engine(f"prefill-{plane}", model, extra={"plane": plane})
     decode = group.engine(f"decode-{plane}", model, extra={"plane": plane})
-    group.wait_ready(START_SECONDS, [prefill, decode])
+    group.wait_ready(servers=[prefill, decode])
     pair = Pair(group, prefill, decode)
     for tokens in (33, 400, 1500):
         pair.check(prompt(tokens, tokens + len(plane)), plane=plane)
@@ -101,7 +100,7 @@ def test_between_blocks_of_32_and_of_64_tokens(shared: SharedEngines, model: Pat
     group = shared.group
     small = shared.prefill if dtype == "float32" else group.engine(f"32-{dtype}", model, dtype=dtype)
     large = group.engine(f"64-{dtype}", model, dtype=dtype, block_size=64)
-    group.wait_ready(START_SECONDS, [small, large])
+    group.wait_ready(servers=[small, large])
     for p, d in ((small, large), (large, small)):
         pair = Pair(group, p, d)
         for tokens in (2, 33, 64, 70, 500):
@@ -115,7 +114,7 @@ def test_between_blocks_of_32_and_of_64_tokens(shared: SharedEngines, model: Pat
 def test_settings_that_cannot_be_end_the_engine_in_one_line(group: ServerGroup, model: Path) -> None:
     engine = group.engine("misspelt", model, extra={"slot_byte": 1 << 20})
     with pytest.raises(EngineError, match="ended with code"):
-        group.wait_ready(START_SECONDS)
+        group.wait_ready()
     said = [line for line in engine.log.read_text(errors="replace").splitlines() if "did you mean 'slot_bytes'" in line]
     assert said
 
@@ -125,7 +124,7 @@ def test_the_first_forward_of_a_d_may_be_one_token(shared: SharedEngines, model:
     pair = [shared.group.engine(name, model, dtype="bfloat16", kv_bytes=False) for name in ("bf16-p", "bf16-d")]
     for engine in pair:
         engine.is_engine = False  # no prompt to warm it up
-    shared.group.wait_ready(START_SECONDS, pair)
+    shared.group.wait_ready(servers=pair)
     prefill, decode = pair
     ids = prompt(200, 5)
     params = prefill_leg(prefill, ids)

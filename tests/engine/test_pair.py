@@ -7,7 +7,6 @@ import signal
 import socket
 import struct
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -16,7 +15,6 @@ import zmq
 from kvferry.transport.channels import CPU
 from kvferry.transport.registry import preferred_planes
 from tests.support.served import (
-    LEASE_SECONDS,
     Pair,
     at_once,
     complete,
@@ -25,18 +23,20 @@ from tests.support.served import (
     counted,
     descendants,
     differ,
+    ended_leases,
     eventually,
     no_block_held,
     prefill_leg,
     prompt,
     records,
+    released,
     stream_and_leave,
     tokens_of,
     usage,
 )
 from tests.support.server import metric_sum
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 
 @pytest.mark.parametrize("tokens", [2, 31, 32, 33, 200, 1500])
@@ -114,9 +114,10 @@ def test_a_conversation_between_engines_with_and_without_a_hand_over(pair: Pair)
 
 
 def test_prompt_logprobs_are_computed_and_p_is_released(pair: Pair) -> None:
+    before = ended_leases(pair.prefill)
     answer = complete(pair.router, prompt(120, 8), prompt_logprobs=1)
     assert len(answer["choices"][0]["prompt_logprobs"]) == 120
-    no_block_held(pair.prefill, seconds=0.75 * LEASE_SECONDS)  # released, not expired
+    released(pair.prefill, before)
 
 
 @pytest.mark.parametrize(
@@ -130,23 +131,25 @@ def test_a_client_that_goes_away(pair: Pair, after_bytes: int, seconds: float) -
 
 def test_a_client_that_goes_during_the_prefill_leg(pair: Pair) -> None:
     """P answers after the client has gone: D loads the prompt all the same, and P's lease is released."""
-    ids, before = prompt(1200, 25), count(pair.decode)
+    ids, before, leases = prompt(1200, 25), count(pair.decode), ended_leases(pair.prefill)
     engine = descendants(pair.prefill.process.pid)
     for pid in engine:
         os.kill(pid, signal.SIGSTOP)
     try:
-        gone, seconds = ": the client is gone\n", 1.0
-        seen = pair.router.log_text().count(gone)
-        while pair.router.log_text().count(gone) == seen:  # the first time, unless the router has not read the request
+        seconds, early = 1.0, True
+        while early:  # where the router had not read the request
+            seen = len(pair.router.log_text())
             stream_and_leave(pair.router, ids, 1 << 20, seconds)
+            eventually(
+                lambda seen=seen: "the client is gone" in pair.router.log_text()[seen:], "the router has seen it"
+            )  # type: ignore[misc]
+            early = "the client is gone before its request was read" in pair.router.log_text()[seen:]
             seconds *= 2
-            assert seconds < 60, pair.router.log_tail()
-            time.sleep(0.1)
     finally:
         for pid in engine:
             os.kill(pid, signal.SIGCONT)
     counted(pair.decode, before, len(ids))
-    no_block_held(pair.prefill, seconds=0.75 * LEASE_SECONDS)  # released, not expired
+    released(pair.prefill, leases)
 
 
 def test_many_clients_that_go_away(pair: Pair) -> None:
@@ -237,13 +240,17 @@ def test_garbage_on_the_control_port_while_serving(pair: Pair) -> None:
     try:
         for number in range(6):
             pair.check(prompt(70 + 40 * number, 400 + number))
+
+        def dropped() -> bool:
+            complete(pair.router, prompt(90, 14))  # an engine's counters reach its metrics with its steps
+            return bool(metric_sum(pair.prefill.metrics(), "vllm:kvferry_num_dropped_messages_total"))
+
+        eventually(dropped, "messages are counted as dropped")
     finally:
         stop.set()
         for thread in threads:
             thread.join()
     pair.check(prompt(90, 15))
-    dropped = metric_sum(pair.prefill.metrics(), "vllm:kvferry_num_dropped_messages_total")
-    assert dropped is not None and dropped > 0
 
 
 def test_one_line_per_hand_over_and_none_of_alarm(pair: Pair) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,10 @@ import pytest
 
 from tests.support.engines import ROOT, python_path
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(2700)]
+SEEDS = (11, 12, 13)
+ENDED, REUSED, ERROR = "lease ended during the copy", "P's pages reused during the copy", "copy error"
+ENOUGH = {"failed_inside_step": 3, "loaded_inside_step": 3, ENDED: 1, REUSED: 1, ERROR: 1}
 
 
 def run(tmp_path: Path, *options: str) -> dict[str, Any]:
@@ -27,17 +31,31 @@ def run(tmp_path: Path, *options: str) -> dict[str, Any]:
 
 
 def test_no_token_is_wrong_where_hand_overs_fail(tmp_path: Path) -> None:
-    result = run(tmp_path, "--count", "60", "--seed", "11", "--share", "0.3", "--kills", "1")
+    """Speed decides how many loads go inside a step, and whether a prompt is in D's prefix cache by the time of its
+    load. So there are as many runs as it takes until enough loads went on under each fault."""
+    seen: Counter[str] = Counter()
+    for seed in SEEDS:
+        seen += counts_of(
+            run(tmp_path / str(seed), "--count", "60", "--seed", str(seed), "--share", "0.3", "--kills", "1")
+        )
+        if all(seen[what] >= count for what, count in ENOUGH.items()):
+            return
+    pytest.fail(f"in {len(SEEDS)} runs: {seen}, expected at least {ENOUGH}")
+
+
+def counts_of(result: dict[str, Any]) -> Counter[str]:
+    """Check a run. Returns how often happened what must happen at all."""
     figures, rows = result["figures"], {row["planted"]: row for row in result["rows"]}
     assert figures["handovers"] == 60 and figures["planted"] == 18 and figures["p_killed"] == 1
     assert figures["wrong_tokens"] == figures["wrong_kv"] == figures["hung"] == figures["held_at_the_end"] == 0
-    assert figures["failed_inside_step"] >= 3 and figures["loaded_inside_step"] >= 3, rows
-    for kind in ("lease ended during the copy", "P's pages reused during the copy"):
-        assert rows[kind]["failed"] == rows[kind]["handovers"] - rows[kind]["nothing_to_load"] > 0, rows[kind]
+    loads = {kind: rows[kind]["handovers"] - rows[kind]["nothing_to_load"] for kind in (ENDED, REUSED, ERROR)}
+    for kind in (ENDED, REUSED):
+        assert rows[kind]["failed"] == loads[kind], rows[kind]
     # Each of these errors happened. After it, a load inside its step failed, and one beside the steps was tried again.
-    error = rows["copy error"]
-    assert error["fired"] == error["handovers"] - error["nothing_to_load"] > 0, error
+    error = rows[ERROR]
+    assert error["fired"] == loads[ERROR], error
     assert error["failed"] + error["loaded_beside"] == error["fired"] and not error["loaded_inside_step"], error
+    return Counter(loads) + Counter({what: figures[what] for what in ("failed_inside_step", "loaded_inside_step")})
 
 
 def test_wrong_kv_of_a_broken_decoder_is_seen(tmp_path: Path) -> None:

@@ -80,11 +80,11 @@ def test_no_process_outlives_the_launcher(tmp_path: Path, end: str) -> None:
         return len(pids) == 3
 
     try:
-        assert wait_for(started, 90), f"the stand-in did not start: {pids}"
+        assert wait_for(started, 300), f"the stand-in did not start: {pids}"
         if end != "raise":
             launcher.send_signal(getattr(signal, end))
-        launcher.wait(90)
-        assert wait_for(lambda: not running(pids), 60), f"still there: {running(pids)} of {pids}"
+        launcher.wait(300)
+        assert wait_for(lambda: not running(pids), 300), f"still there: {running(pids)} of {pids}"
     finally:
         for pid in running(pids):
             os.kill(pid, signal.SIGKILL)
@@ -93,12 +93,12 @@ def test_no_process_outlives_the_launcher(tmp_path: Path, end: str) -> None:
 
 
 def test_close_ends_all_and_only_its_own(tmp_path: Path) -> None:
-    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3000)"], start_new_session=True)
     try:
         with ServerGroup(tmp_path, grace=0.3) as group:
             server = group.spawn("a", [sys.executable, "-c", STUBBORN, f"{tmp_path}/pids"], host="x", port=1)
             assert wait_for(
-                lambda: (tmp_path / "pids").exists() and len((tmp_path / "pids").read_text().split()) == 3, 90
+                lambda: (tmp_path / "pids").exists() and len((tmp_path / "pids").read_text().split()) == 3, 300
             )
             pids = [int(line) for line in (tmp_path / "pids").read_text().split()]
             group.stop(server)
@@ -122,11 +122,11 @@ def test_close_ends_an_engine_whose_guard_process_was_killed(tmp_path: Path, see
     try:
         with ServerGroup(tmp_path, grace=0.3) as group:
             server = group.spawn("a", [sys.executable, "-c", program, f"{tmp_path}/pids"], host="x", port=1)
-            assert wait_for(lambda: len(pids()) == 3, 90)
+            assert wait_for(lambda: len(pids()) == 3, 300)
             os.kill(server.process.pid, signal.SIGKILL)
-            assert wait_for(lambda: not seen or not server.alive, 60)
+            assert wait_for(lambda: not seen or not server.alive, 300)
             assert len(running(pids())) == 3, "the engine ended by itself: the test shows nothing"
-        assert wait_for(lambda: not running(pids()), 60), f"still there: {running(pids())} of {pids()}"
+        assert wait_for(lambda: not running(pids()), 300), f"still there: {running(pids())} of {pids()}"
     finally:
         for pid in running(pids()):
             os.kill(pid, signal.SIGKILL)
@@ -137,13 +137,13 @@ def test_an_engine_that_dies_is_told_with_its_first_error_and_its_end(tmp_path: 
     with ServerGroup(tmp_path) as group:
         group.spawn("bad", [sys.executable, "-c", program], host="127.0.0.1", port=1)
         with pytest.raises(EngineError, match=r"(?s)bad ended with code 3.*the cause.*later 98"):
-            group.wait_ready(90)
+            group.wait_ready(300)
 
 
 def test_an_engine_that_never_answers_is_told(tmp_path: Path) -> None:
     said: list[str] = []
     with ServerGroup(tmp_path, say=said.append) as group:
-        group.spawn("mute", [sys.executable, "-c", "import time; time.sleep(60)"], host="127.0.0.1", port=1)
+        group.spawn("mute", [sys.executable, "-c", "import time; time.sleep(3000)"], host="127.0.0.1", port=1)
         with pytest.raises(EngineError, match=r"mute did not answer on http://127.0.0.1:1/health within 10 s"):
             group.wait_ready(10)
     assert any("mute: starting" in line for line in said)
@@ -156,7 +156,7 @@ def test_metrics_are_read_by_name_and_label() -> None:
 
 
 @pytest.mark.engines
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_no_vllm_process_outlives_a_killed_launcher(tmp_path: Path) -> None:
     """The real thing: EngineCore and its workers spin on a core where nobody ends them."""
     program = """
@@ -182,7 +182,7 @@ with ServerGroup(folder / "logs") as group:
         assert len(family) >= 3, f"expected guard process, server, EngineCore and worker, found {family}"
         launcher.kill()
         launcher.wait()
-        assert wait_for(lambda: not running(family) and not _session(session), 90), _session(session)
+        assert wait_for(lambda: not running(family) and not _session(session), 300), _session(session)
     finally:
         launcher.kill()
         for pid in _session(session):

@@ -12,13 +12,13 @@ import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
 
 def run(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     """The script in a session of its own; on a timeout its guard processes end the engines."""
     command = [sys.executable, str(EXAMPLES / script), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=850, check=False)
 
 
 def test_demo_hands_over_and_reports(tmp_path: Path) -> None:

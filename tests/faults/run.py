@@ -1,7 +1,7 @@
 """Seeded faults between real P and D processes, until the time is over or one case breaks a promise.
 
     python tests/faults/run.py [--seconds 600] [--seed S] [--count N] [--pair NAME]
-    make faults SECONDS=600 SEED=...
+    make faults SECONDS_TO_RUN=600 SEED=...
 
 Each seed is one case, which every pair runs. ``--seed S --count 1 --pair NAME`` repeats a case that failed.
 """

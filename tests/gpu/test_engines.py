@@ -25,9 +25,8 @@ from tests.support.engines import ServerGroup
 from tests.support.fragment import in_sequence, scatter
 from tests.support.kv_bytes import prompt_digest
 from tests.support.served import (
-    LEASE_SECONDS,
+    LONG_SECONDS,
     PER_HEAD,
-    START_SECONDS,
     at_once,
     complete,
     corrupted,
@@ -96,7 +95,7 @@ def start(group: ServerGroup, form: Form, models: Path) -> Server:
     ]  # fmt: skip
     return group.engine(
         form.name, build_model(models / f"{form.heads}-heads", spec), dtype=spec.dtype, block_size=form.block,
-        extra={"plane": form.plane, "lease_seconds": LEASE_SECONDS}, gpus=form.gpus(THERE), kv_bytes=False,
+        extra={"plane": form.plane, "lease_seconds": LONG_SECONDS}, gpus=form.gpus(THERE), kv_bytes=False,
         policy=form.policy, arguments=arguments,
         environment={"VLLM_KV_CACHE_LAYOUT": form.layout},
     )  # fmt: skip
@@ -111,7 +110,7 @@ def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     folder = tmp_path_factory.mktemp("gpu")
     with ServerGroup(folder / "logs") as group:
         engines = {form: start(group, form, folder) for form in forms}
-        group.wait_ready(START_SECONDS)
+        group.wait_ready()
         for engine in engines.values():
             engine.rpc("kv_watch")
         yield SharedEngines(engines)

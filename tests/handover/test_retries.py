@@ -1,127 +1,37 @@
-"""Hand-overs that fail and are tried again: over the next data plane, from another P, until one deadline for all."""
+"""Hand-overs that fail and are tried again, over the next data plane, until one deadline for all."""
 
 from __future__ import annotations
 
-import errno
-import secrets
-import socket
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from msgspec.structs import replace
 
 from kvferry.connector.config import Settings
 from kvferry.connector.protocol import load_attempts, messages
-from kvferry.connector.protocol.failed_planes import avoided_seconds
-from kvferry.connector.protocol.handover import HandoverPhase
-from kvferry.connector.protocol.load_attempts import LoadPhase
-from kvferry.connector.protocol.step_plan import KeepLease, PeerEngine, RemoteLease, StepPlan
-from tests.handover.gates import PATIENT, Gate, halves
+from kvferry.connector.protocol.step_plan import StepPlan
+from tests.handover.gates import PATIENT, halves
 from tests.handover.opening import OURS, THEIRS, TOKENS, another_works, begin
 from tests.handover.rank_group import RankGroup
+from tests.handover.retries import (
+    AVOIDED,
+    LONG,
+    OTHERS,
+    WIDE,
+    Reports,
+    Trickle,
+    cut,
+    figures,
+    in_the_middle,
+    load_of,
+    loads_of,
+    moving,
+    pair,
+    use,
+    waits_for_the_next,
+)
 from tests.handover.slow_copies import install
-from tests.support.rank_process import remote_peer
-from tests.support.ranks import Rank, grant, let_time_pass, load_plan, peer, wait
-
-OTHERS = [10, 14, 12, 9, 13, 15, 11]
-"""Blocks of D for a second load."""
-WIDE = {"content": 512, "layers": 16}
-"""A hand-over of 13 MB."""
-SMALL_SLOTS = {"slot_bytes": 64 << 10, "staging_bytes": 1 << 20, "lease_seconds": 600.0}
-LONG = {**SMALL_SLOTS, "transfer_timeout_seconds": 30.0, "handover_timeout_seconds": 120.0}
-AVOIDED = avoided_seconds(120.0)
-"""How long D avoids a plane with these settings."""
-
-
-class Trickle:
-    """P sends ``turns`` times, two chunks each time."""
-
-    def __init__(self, p: Rank, turns: float) -> None:
-        self.turns = turns  # only the test changes it, and only P's thread counts
-        self.done = 0
-        self._pump = halves(p)[0].pump
-        halves(p)[0].pump = self._some
-
-    def _some(self, now: float) -> bool:
-        sent = self.done < self.turns and bool(self._pump(now))
-        self.done += sent
-        return sent
-
-
-class Reports:
-    """Counts what a rank reports to its engine, before the ledger sees it."""
-
-    def __init__(self, d: Rank) -> None:
-        self.ok: list[bool] = []
-        reports = halves(d)[1]._reports
-        self._real = reports._on_finished
-        reports._on_finished = self._note
-
-    def _note(self, finished: Any) -> None:
-        self.ok.append(finished.ok)
-        self._real(finished)
-
-
-def pair(group: RankGroup, planes: Sequence[str] = ("tcp",), **settings: Any) -> tuple[Rank, Rank]:
-    """P and D, and the planes that D uses, in this order."""
-    made = Settings(**{**LONG, **settings})
-    p, d = (group.rank(settings=made, engine_id=f"engine-{name}", **WIDE) for name in "pd")
-    p.fill(THEIRS, TOKENS)
-    use(d, planes)
-    return p, d
-
-
-def use(d: Rank, planes: Sequence[str]) -> None:
-    context = d.worker.rank_context
-    assert context is not None
-    context.planes = [plane for plane in map(context.plane, planes) if plane is not None]
-
-
-def figures(d: Rank) -> Any:
-    assert d.worker.rank_context is not None
-    return d.worker.rank_context.stats.take()
-
-
-def load_of(d: Rank) -> Any:
-    loads = halves(d)[1]._active_loads
-    return loads[0] if loads else None
-
-
-def loads_of(d: Rank) -> list[Any]:
-    return list(halves(d)[1]._active_loads)
-
-
-def moving(d: Rank, count: int) -> bool:
-    """Whether D has so many loads, and P has granted all of them."""
-    loads = loads_of(d)
-    return len(loads) == count and all(load.lifetime.state.phase is HandoverPhase.MOVING for load in loads)
-
-
-def in_the_middle(d: Rank) -> bool:
-    load = load_of(d)
-    return load is not None and load.nbytes > 0
-
-
-def waits_for_the_next(d: Rank) -> bool:
-    attempts = load_of(d).attempts
-    return attempts is not None and attempts.state.phase is LoadPhase.WAITING
-
-
-def cut(d: Rank, port: int | None = None) -> None:
-    """Cut the connection of the data plane; that of control messages stands."""
-    for link in halves(d)[1]._links:
-        if port in (None, link._port):
-            link.channel._sock.shutdown(socket.SHUT_RDWR)
-
-
-def both(name: str, token: bytes, first: PeerEngine, other: bytes, second: PeerEngine) -> StepPlan:
-    """Load a prompt that two P engines hold."""
-    plan = load_plan(name, token, first, OURS, 0, TOKENS)
-    keeps = (*plan.keeps, KeepLease(name, other, second, False))
-    (load,) = plan.loads
-    return replace(plan, keeps=keeps, loads=(replace(load, alternatives=(RemoteLease(other, second),)),))
+from tests.support.ranks import grant, let_time_pass, load_plan, peer, wait
 
 
 @pytest.mark.parametrize(("broken", "then"), [("tcp", "shm"), ("shm", "tcp")])
@@ -262,83 +172,6 @@ def test_the_plane_that_is_named_is_tried_again(group: RankGroup) -> None:
     assert torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS)) and reports.ok == [True]
     found = figures(d)
     assert (list(found["finished"]), found["planes_changed"]) == (["tcp"], {})
-
-
-def test_a_killed_p_is_followed_by_the_other_one(group: RankGroup) -> None:
-    """The first P's pages have other bytes, so that none of them can be left on D."""
-    settings = {**LONG, "plane": "tcp"}
-    first = group.process(settings=settings, engine_id="engine-first", **WIDE)
-    other, d = pair(group, plane="tcp")
-    reports = Reports(d)
-    token, second = first.grant("req-first", THEIRS, TOKENS), grant([other], "req-other", THEIRS, TOKENS)
-    collect = Gate(halves(d)[1], "_collect", lambda now: False)
-    d.worker.post(both("req-d", token, remote_peer([first]), second, peer([other])))
-    assert wait(lambda: collect.calls > 3 and load_of(d) is not None, [d])
-    assert set(halves(d)[1]._lease_keeper._kept) == {token, second}, "both leases are kept alive"
-    first.kill()
-    collect.open()
-    assert wait(lambda: d.received == {"req-d"} and other.sent == {"req-other"}, [other, d])
-    assert torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS)) and not d.failed and reports.ok == [True]
-    assert not halves(d)[1]._lease_keeper and figures(other)["leases"] == {"released": 1}
-
-
-def test_without_a_failure_both_leases_are_released_once(group: RankGroup) -> None:
-    p, d = pair(group)
-    other = group.rank(settings=Settings(**LONG), engine_id="engine-other", **WIDE)
-    other.fill(THEIRS, TOKENS)
-    token, second = grant([p], "req-p", THEIRS, TOKENS), grant([other], "req-other", THEIRS, TOKENS)
-    d.worker.post(both("req-d", token, peer([p]), second, peer([other])))
-    assert wait(lambda: d.received == {"req-d"} and p.sent | other.sent == {"req-p", "req-other"}, [p, d, other])
-    assert not d.failed and figures(p)["leases"] == figures(other)["leases"] == {"released": 1}
-
-
-def test_an_error_at_one_lease_does_not_keep_the_other(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    p, d = pair(group)
-    other = group.rank(settings=Settings(**LONG), engine_id="engine-other", **WIDE)
-    token, second = grant([p], "req-p", THEIRS, TOKENS), grant([other], "req-other", THEIRS, TOKENS)
-    keeper = halves(d)[1]._lease_keeper
-    release = keeper.release
-
-    def breaks(lease: bytes, *rest: Any) -> None:
-        if lease == token:
-            raise RuntimeError("planted")
-        release(lease, *rest)
-
-    monkeypatch.setattr(keeper, "release", breaks)
-    d.worker.post(both("req-d", token, peer([p]), second, peer([other])))
-    assert wait(lambda: d.received == {"req-d"} and other.sent == {"req-other"}, [p, d, other])
-    assert not d.failed and set(keeper._kept) == {token} and figures(d)["failed"] == {"internal": 1}
-
-
-def test_a_lease_that_is_over_is_followed_by_the_other_p(group: RankGroup) -> None:
-    p, d = pair(group, ask_hold_seconds=0.1)
-    token = grant([p], "req-p", THEIRS, TOKENS)
-    d.worker.post(both("req-d", secrets.token_bytes(16), peer([p]), token, peer([p])))
-    assert wait(lambda: d.received == {"req-d"} and p.sent == {"req-p"}, [p, d])
-    assert not d.failed and figures(d)["retried"] == {"expired": 1}
-
-
-@pytest.mark.parametrize("how", ["no link", "no address", "a strange rank"])
-def test_a_first_attempt_that_cannot_begin_is_followed_by_the_other_p(
-    group: RankGroup, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
-    p, d = pair(group)
-    gone, links = peer([p]), halves(d)[1]._links
-    real = links._new
-
-    def no_descriptor(life: Any, address: Any, now: float) -> Any:
-        if address.port == 1:
-            raise OSError(errno.EMFILE, "planted")
-        return real(life, address, now)
-
-    monkeypatch.setattr(links, "_new", no_descriptor)
-    rank = {"no link": {"port": 1}, "no address": {"pp_rank": 1}, "a strange rank": {"tp_rank": 7}}[how]
-    gone = replace(gone, ranks=(replace(p.address, **rank),))
-    token = grant([p], "req-p", THEIRS, TOKENS)
-    d.worker.post(both("req-d", secrets.token_bytes(16), gone, token, peer([p])))
-    assert wait(lambda: d.received == {"req-d"} and p.sent == {"req-p"}, [p, d])
-    assert not d.failed and not halves(d)[1]._lease_keeper
-    assert figures(d)["retried"] == {"peer_lost" if how == "no link" else "incompatible": 1}
 
 
 def test_a_p_that_trickles_ends_at_the_deadline(group: RankGroup) -> None:

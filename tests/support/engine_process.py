@@ -1,9 +1,9 @@
 """A vLLM engine in copies of one process that has imported vLLM: server, engine core and workers import nothing.
 
-``python -m tests.support.engine_process GRACE serve MODEL ...`` runs in a program of a fork server whose preload is
-``tests.support.preload_vllm``. It becomes the guard process of the engine and ends it when the pipe on descriptor 3
-closes. vLLM forks here where on the CPU it starts processes anew, as it does by default on GPUs. The tests of examples
-start ``vllm serve`` by its command.
+``python -m tests.support.engine_process GRACE PATIENCE serve MODEL ...`` runs in a program of a fork server whose
+preload is ``tests.support.preload_vllm``. ``PATIENCE``: seconds that a step waits for its loads. The program becomes
+the guard process of the engine and ends it when the pipe on descriptor 3 closes. vLLM forks here where on the CPU it
+starts processes anew, as it does by default on GPUs. The tests of examples start ``vllm serve`` by its command.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import sys
 from typing import Any
 
+from kvferry.connector.engine import worker
 from tests.support import process_guard
 
 PIPE = 3
@@ -44,7 +45,7 @@ def fork_for_spawn() -> None:
 
 
 def main() -> None:
-    grace, arguments = float(sys.argv[1]), sys.argv[2:]
+    grace, worker.PATIENCE_SECONDS, arguments = float(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
     os.setsid()
     sys.stdout.flush()
     engine = os.fork()

@@ -43,6 +43,10 @@ _ENVIRONMENT = {
 }
 GRAPH_SIZES = (1, 2, 4, 8, 16)
 """Batch sizes that engines on GPUs capture CUDA graphs for: few, because each one takes time at the start."""
+START_SECONDS = 400.0
+"""An engine starts in 25 s on an idle machine; others may use it too."""
+ROUTER_PATIENCE = ("--connect-timeout", "60", "--prefill-timeout", "600", "--abandoned-prefill-timeout", "300")
+"""Of a router on a host that may stand still: it must not take an engine for one that has failed."""
 # Engines on the CPU: no binding of threads, small cache.
 CPU_ENVIRONMENT = {**_ENVIRONMENT, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 # Engines on GPUs: a sampler that needs no compiler on the machine, and nothing of NVLink multicast, which a virtual
@@ -223,19 +227,19 @@ class ServerGroup:
 
     def router(
         self, prefill: Server, decode: Server, *, host: str = "127.0.0.1", arguments: Sequence[str] = (),
-        netns: str | None = None, timeout: float = 30,
+        netns: str | None = None,
     ) -> Server:  # fmt: skip
         """Start the router in front of both and wait until it answers."""
         port = free_port()
         command = [sys.executable, str(ROOT / "examples" / "lib" / "pd_router.py"), "--host", host, "--port", str(port)]
-        command += ["--prefill", prefill.url, "--decode", decode.url, *arguments]
+        command += ["--prefill", prefill.url, "--decode", decode.url, *ROUTER_PATIENCE, *arguments]
         server = self.spawn("router", command, host=host, port=port, netns=netns)
-        self.wait_ready(timeout, [server])
+        self.wait_ready(servers=[server])
         return server
 
     def wait_ready(
         self,
-        timeout: float = 240,
+        timeout: float = START_SECONDS,
         servers: Sequence[Server] | None = None,
         probe: Callable[[Server], bool] = Server.healthy,
     ) -> None:

@@ -80,7 +80,7 @@ class Program:
     def close(self) -> None:
         """End it, whatever state it is in, and close the pipes."""
         self.kill()
-        self.wait(60)
+        self.wait(START_SECONDS)
         for pipe in self._pipes:
             with suppress(BrokenPipeError):
                 pipe.close()

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 
-from tests.support.server import EngineError, Server
+from tests.support.server import PATIENCE_SECONDS, EngineError, Server
 
 OUTPUTS = (0.5, 1.5, 3.0, 6.0)
 """Blocks that a request decodes, of four kinds that run side by side."""
@@ -50,7 +50,7 @@ def scatter(engine: Server, block_tokens: int, beside: int, vocabulary: int, tur
 
     with ThreadPoolExecutor(len(OUTPUTS)) as pool:
         while left > 0:
-            list(pool.map(lambda body: engine.post("/v1/completions", body, timeout=120), map(batch, OUTPUTS)))
+            list(pool.map(lambda body: engine.post("/v1/completions", body), map(batch, OUTPUTS)))
             left -= beside * (2 + sum(OUTPUTS) / len(OUTPUTS))
 
 
@@ -59,10 +59,10 @@ def empty_cache(engine: Server) -> None:
     is held.
 
     Raises:
-        EngineError: blocks are still held after a minute.
+        EngineError: blocks are still held after ``PATIENCE_SECONDS``.
     """
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while not engine.post("/reset_prefix_cache")["success"]:
         if time.monotonic() > deadline:
-            raise EngineError(f"{engine.name}: blocks are still held 60 s after the last request")
+            raise EngineError(f"{engine.name}: blocks are still held {PATIENCE_SECONDS:g} s after the last request")
         time.sleep(0.05)

@@ -22,17 +22,14 @@ from examples.lib.pd_router import PREFILL_TAG
 from tests.support.engines import CPU_ENVIRONMENT, ServerGroup, vllm_command
 from tests.support.fork_server import fork_server
 from tests.support.kv_bytes import compare, prompt_digest
-from tests.support.server import Server, metric_sum
+from tests.support.server import PATIENCE_SECONDS, Server, metric_sum
 
-START_SECONDS = 400
-"""An engine starts in 25 s on an idle machine; others may use it too."""
-LEASE_SECONDS = 60.0
-"""Long enough that a hand-over on a busy machine does not miss it; tests of clients that leave wait for its end."""
+LONG_SECONDS = 200.0
 PATIENT = {
-    "lease_seconds": LEASE_SECONDS, "handshake_timeout_seconds": 60.0, "transfer_timeout_seconds": 60.0,
-    "ask_hold_seconds": 60.0,
+    "lease_seconds": LONG_SECONDS, "handshake_timeout_seconds": LONG_SECONDS, "transfer_timeout_seconds": LONG_SECONDS,
+    "ask_hold_seconds": LONG_SECONDS, "handover_timeout_seconds": 2 * LONG_SECONDS,
 }  # fmt: skip
-"""vLLM's workers spin on all cores of a small machine, and what answers has been seen to wait ten seconds for one."""
+"""vLLM's workers spin on all cores of a small machine. A transfer thread has been seen to wait 60 seconds for one."""
 PER_HEAD = {
     "kv_bytes": False,
     "arguments": ["--worker-extension-cls", "tests.support.kv_heads.KVHeads"],
@@ -43,13 +40,17 @@ PER_HEAD = {
 class PatientServerGroup(ServerGroup):
     """Engines that wait long for one another, where a test says nothing else, and import nothing at their start."""
 
+    step_patience = LONG_SECONDS
+    """How long their steps wait for loads that go inside them."""
+
     def spawn(self, name: str, command: Sequence[str], **options: Any) -> Server:
         prefix = vllm_command()
         if list(command[: len(prefix)]) != prefix or options.get("netns"):
             return super().spawn(name, command, **options)
         log = self.logs / f"{name}.log"
         read_end, write_end = os.pipe()
-        arguments = ("-m", "tests.support.engine_process", str(self._grace), *command[len(prefix) :])
+        how = str(self._grace), str(self.step_patience)
+        arguments = ("-m", "tests.support.engine_process", *how, *command[len(prefix) :])
         with log.open("wb") as file, open(os.devnull) as nothing:
             files = (nothing.fileno(), file.fileno(), file.fileno(), read_end)
             server = fork_server("tests.support.preload_vllm", CPU_ENVIRONMENT)
@@ -70,7 +71,7 @@ def prompt(tokens: int, seed: int) -> list[int]:
     return [rng.randrange(2, 1000) for _ in range(tokens)]
 
 
-def eventually(condition: Callable[[], Any], what: str, seconds: float = 90.0) -> None:
+def eventually(condition: Callable[[], Any], what: str, seconds: float = PATIENCE_SECONDS) -> None:
     """Wait for something that has a deadline of its own."""
     end = time.monotonic() + seconds
     while not condition():
@@ -119,10 +120,24 @@ def usage(server: Server) -> float:
     return value
 
 
-def no_block_held(*servers: Server, seconds: float = 2 * LEASE_SECONDS) -> None:
-    """``seconds``: by default long enough for a lease that nobody releases, of a client that left between the legs."""
+def no_block_held(*servers: Server) -> None:
+    """Wait until all blocks are free. A client that left between the legs leaves a lease that ends by time."""
     for server in servers:
-        eventually(lambda server=server: usage(server) == 0, f"blocks of {server.name} are free", seconds)
+        eventually(lambda server=server: usage(server) == 0, f"blocks of {server.name} are free")
+
+
+def ended_leases(server: Server) -> tuple[float, float]:
+    """How many leases of P were released, and how many ended by time."""
+    samples = server.metrics()
+    released, expired = (metric_sum(samples, f"vllm:kvferry_num_{how}_leases_total") for how in ("released", "expired"))
+    return released or 0, expired or 0
+
+
+def released(server: Server, before: tuple[float, float]) -> None:
+    """Wait until D has released a lease of P since ``before``, and no block is held. No lease has ended by time."""
+    eventually(lambda: ended_leases(server)[0] > before[0], f"a lease of {server.name} is released")
+    no_block_held(server)
+    assert ended_leases(server)[1] == before[1], "a lease has ended by time"
 
 
 def complete(server: Server, ids: Sequence[int], *, replica: int | None = None, **options: Any) -> dict[str, Any]:
@@ -130,7 +145,7 @@ def complete(server: Server, ids: Sequence[int], *, replica: int | None = None, 
     body = {"model": "model", "prompt": list(ids), "max_tokens": 8, "temperature": 0, "ignore_eos": True}
     body |= {"return_token_ids": True} | options
     headers = {} if replica is None else {"X-data-parallel-rank": str(replica)}
-    answer: dict[str, Any] = server.post("/v1/completions", body, timeout=180, headers=headers)
+    answer: dict[str, Any] = server.post("/v1/completions", body, headers=headers)
     return answer
 
 
@@ -230,7 +245,7 @@ class Pair:
 
     def __init__(self, group: ServerGroup, prefill: Server, decode: Server) -> None:
         self.group, self.prefill, self.decode = group, prefill, decode
-        self.router = group.router(prefill, decode, timeout=240)
+        self.router = group.router(prefill, decode)
         for server in (prefill, decode):
             server.rpc("kv_watch")
 

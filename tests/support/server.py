@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+PATIENCE_SECONDS = 600.0
+"""For an answer: a host may stand still, or have other work."""
 _CAUSE = re.compile(r"\b\w*(Error|Exception): \S")
 _STAGES = (
     ("Application startup complete", "answering soon"),
@@ -68,13 +70,17 @@ class Server:
 
     def healthy(self) -> bool:
         try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=2) as response:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=10) as response:
                 return bool(response.status == 200)
         except (OSError, urllib.error.URLError):
             return False
 
     def post(
-        self, path: str, body: Mapping[str, Any] | None = None, timeout: float = 60, headers: Mapping[str, str] = {}
+        self,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        timeout: float = PATIENCE_SECONDS,
+        headers: Mapping[str, str] = {},
     ) -> Any:
         """POST JSON, with these headers besides; the decoded answer.
 
@@ -99,7 +105,7 @@ class Server:
         Without KVFerry it must also not be a single token: vLLM's AMX attention (bfloat16) would run before anybody
         asked the kernel for AMX, and a D that only ever loads prompts die of SIGILL.
         """
-        self.post("/v1/completions", {"model": "model", "prompt": list(range(2, 66)), "max_tokens": 2}, timeout=120)
+        self.post("/v1/completions", {"model": "model", "prompt": list(range(2, 66)), "max_tokens": 2})
 
     def rpc(self, method: str, *args: str) -> Any:
         """Call a method of the worker extension on every worker; the list of answers."""
@@ -107,7 +113,7 @@ class Server:
 
     def metrics(self) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
         """The Prometheus samples: (name, sorted labels) -> value."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=120) as response:
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=PATIENCE_SECONDS) as response:
             return parse_metrics(response.read().decode())
 
     def log_text(self) -> str:

@@ -27,6 +27,12 @@ def test_extra_config_over_environment_over_defaults():
     assert (settings.side_channel_host, settings.side_channel_port, settings.plane) == ("10.0.0.1", 5600, "ucx")
 
 
+@pytest.mark.parametrize(("text", "value"), [("1", True), ("TRUE", True), ("0", False), ("false", False), ("", False)])
+def test_encrypt_from_the_environment(text, value):
+    assert load_settings({}, {"KVFERRY_ENCRYPT": text}).encrypt is value
+    assert load_settings({"encrypt": not value}, {"KVFERRY_ENCRYPT": text}).encrypt is not value
+
+
 def test_the_real_environment_is_the_default(monkeypatch):
     monkeypatch.setenv("KVFERRY_SIDE_CHANNEL_PORT", "5601")
     assert load_settings({}).side_channel_port == 5601
@@ -90,6 +96,7 @@ BAD = [
     ({}, {"KVFERRY_PEER_KEYS": f"{PUBLIC},"}, ["peer_keys[1]", "0 characters"]),
     ({}, {"KVFERRY_SIDE_CHANNEL_PORT": "many"}, ["KVFERRY_SIDE_CHANNEL_PORT", "'many'", "int"]),
     ({}, {"KVFERRY_SIDE_CHANNEL_PORT": "²"}, ["KVFERRY_SIDE_CHANNEL_PORT", "'²'", "int"]),
+    ({}, {"KVFERRY_ENCRYPT": "yes"}, ["KVFERRY_ENCRYPT", "'yes'", "bool"]),
     ({}, {"KVFERRY_PLANE": "rdma"}, ["KVFERRY_PLANE", "'rdma'", "auto, cma, cuda_ipc, shm, tcp, ucx, zmq"]),
 ]
 
