@@ -1,7 +1,7 @@
 """Puts the proxy servers of vLLM's own repository into a folder, for tests that run them unmodified before KVFerry.
 
-They are in no wheel, so they come from the source distribution of a release: about 45 MB to download, from the index that
-pip is configured for. They go to ``.vllm-proxies-VERSION``.
+They are in no wheel, so they come from the source distribution of a release: about 45 MB, from the index that pip is
+configured for. They go to ``.vllm-proxies-VERSION``.
 
     python .ci/vllm_proxies.py 0.32.0        nothing where the folder exists
 """

@@ -33,6 +33,8 @@ from tests.support.server import EngineError, Server
 pytestmark = [pytest.mark.engines, pytest.mark.proxies, pytest.mark.timeout(900)]
 PROXIES = ROOT / ".vllm-proxies-0.32.0"
 ENGINE_ID = "prefill-engine-1"
+AS_NIXL = "kvferry.connector.vllm.as_nixl"
+"""D runs under the name that Dynamo knows."""
 
 
 @dataclass
@@ -48,10 +50,11 @@ class Engines:
 def engines(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     with PatientServerGroup(tmp_path_factory.mktemp("proxies")) as group:
         control_port, bootstrap_port = free_port(), free_port()
-        settings = PATIENT | {"side_channel_port": control_port}
+        settings = PATIENT | {"side_channel_port": control_port, "bootstrap_port": bootstrap_port}
         config = transfer_config("KVFerryConnector", settings) | {"engine_id": ENGINE_ID}
         prefill = group.engine("prefill", model, arguments=["--kv-transfer-config", json.dumps(config)])
-        decode = group.engine("decode", model)
+        config = transfer_config("NixlConnector", PATIENT, on_gpu=True) | {"kv_connector_module_path": AS_NIXL}
+        decode = group.engine("decode", model, arguments=["--kv-transfer-config", json.dumps(config)])
         group.wait_ready(START_SECONDS)
         for server in (prefill, decode):
             server.rpc("kv_watch")
