@@ -245,9 +245,9 @@ class Copy:
     copies of the rank's device, so that the engine's device can wait for it; a plane's own copies are not.
     ``ended_at``: when it was seen to end, by ``time.monotonic``; 0 where nobody noted it.
 
-    A copy of a load inside a step may be cut in ``portions``, which come one after the other, so that the step need not
-    wait for all of it. ``events``: the end of each portion on the device, for a copy that is ``on_stream``. ``ends``: for
-    another copy, the value of ``moved`` at the end of each portion.
+    A copy of a load inside a step may be cut in ``portions``, which come one after the other, so that the step need
+    not wait for all of it. ``events``: the end of each portion on the device, for a copy that is ``on_stream``.
+    ``ends``: for another copy, the value of ``moved`` at the end of each portion.
     """
 
     __slots__ = ("done", "ended_at", "ends", "error", "events", "moved", "on_stream", "peer_lost")
@@ -291,8 +291,8 @@ class PullChannel(Channel):
 
     pulls: ClassVar[Literal[True]] = True
     in_order: ClassVar[bool] = False
-    """Whether its copies move the ``byte_ranges`` of a read one after the other, and ``Copy.moved`` counts the bytes from
-    the first one on. Then a step need not wait for the whole copy."""
+    """Whether its copies move the ``byte_ranges`` of a read one after the other, and ``Copy.moved`` counts the bytes
+    from the first one on. Then a step need not wait for the whole copy."""
     process: PeerProcess | None = None
     """P's process, where the channel reads a process of this host. D checks at the handshake that this process is at
     the other end of its control connection, and before a load counts that this process has not ended: what was read by

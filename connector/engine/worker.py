@@ -316,8 +316,8 @@ class WorkerHalf:
             self._go_on(outcome, outcome.spoil())
 
     def _hold(self, wait: Callable[[float], bool]) -> bool:
-        """Call ``wait``, which takes the longest time to wait, until it returns true, and return true. Return false once
-        the step has waited too long."""
+        """Call ``wait``, which takes the longest time to wait, until it returns true. Returns false once the step has
+        waited too long."""
         clock, before = RunningClock(), self._waited
         clock.sleeps(LOOK_SECONDS)
         while not (ended := wait(self._patience - self._waited)) and self._waited < self._patience:

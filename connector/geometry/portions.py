@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 MAX_PORTIONS = 4
-"""Bound on the portions of a copy. Of four, a forward waits for a quarter before its first layer, and each of them costs
-a launch for each region and two waits."""
+"""Bound on the portions of a copy. Of four, a forward waits for a quarter before its first layer. Each of them costs a
+launch for each region, and two waits."""
 HOST_PORTION_BYTES, GPU_PORTION_BYTES = 16 << 20, 64 << 20
 """A portion has so many bytes at least. ``HOST_PORTION_BYTES`` take about 2 ms, and ``cma`` copies as many in one turn
 of its thread. ``GPU_PORTION_BYTES`` take 0.2 ms over NVLink; to launch another portion takes 0.05 ms."""

@@ -129,8 +129,8 @@ class WriteBegan(msgspec.Struct, frozen=True):
 
 
 class WriteMoved(msgspec.Struct, frozen=True):
-    """A copy that takes long has moved bytes. ``awaitable``: the engine can wait for the rest of it, the only one of the
-    read."""
+    """A copy that takes long has moved bytes. ``awaitable``: the engine can wait for the rest of it. It is the read's
+    only copy."""
 
     awaitable: bool = False
 

@@ -26,8 +26,8 @@ class ActiveLoad(msgspec.Struct, eq=False):
     ``load``: with the lease and the P engine of this attempt; ``posted``: as the engine posted it. ``ids``: kernel
     block ids per region. ``alone``: no other hand-over began in the same step. ``begun``: the engine knows that all
     copies are under way; only for a load inside a step. ``copied_at``: the end of its last copy, by ``time.monotonic``,
-    where it was noted. ``attempts``: ``None`` while no attempt of this load has failed. ``layer_order``: the layers in the
-    order in which the step waits for them, one by one; empty where it waits for all of them together.
+    where it was noted. ``attempts``: ``None`` while no attempt of this load has failed. ``layer_order``: the layers in
+    the order in which the step waits for them, one by one; empty where it waits for all of them together.
     """
 
     load: Load

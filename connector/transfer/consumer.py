@@ -96,7 +96,7 @@ class Consumer:
         self._release(load, now)
 
     def load(self, load: Load, now: float, *, alone: bool = False, layer_order: Sequence[str] = ()) -> None:
-        """Start a hand-over. ``alone``: no other hand-over is about to begin. ``layer_order``: as ``ActiveLoad`` has it."""
+        """Start a hand-over. ``alone``: no other hand-over is about to begin. ``layer_order``: see ``ActiveLoad``."""
         with suppress(KVFerryError):  # an attempt at this P finds the same
             self._lease_keeper.keep(load.token, load.peer, load.request_id, now)
         for lease in load.alternatives:

@@ -39,7 +39,6 @@ from kvferry.connector.transfer.checksums import (
 )
 from kvferry.connector.transfer.link import Link
 from kvferry.connector.transfer.span_read import Side, SpanRead, cut_read
-from kvferry.kernels.paged_copy import Pages
 from kvferry.transport.channels import Copy, Pieces, Received
 from kvferry.transport.errors import GeometryError
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace as replace_pages
 from itertools import accumulate
 
@@ -57,9 +57,10 @@ def cut_read(
         sides: gives the sides of a span.
         layer_order: layers in the order in which the forward waits for them.
 
-    The forward of the step writes the KV of the tokens that it computes, and it may do so before it waits for the layer.
-    These tokens follow the ones that are read, so no copy writes their bytes, but in packed regions: there the last tile
-    may hold tokens of both. That tile is copied with the first portion, for which the forward waits before it begins.
+    The forward of the step writes the KV of the tokens that it computes, and it may do so before it waits for the
+    layer. These tokens follow the ones that are read, so no copy writes their bytes, but in packed regions: there the
+    last tile may hold tokens of both. That tile is copied in the first portion, for which the forward waits before it
+    begins.
     """
     nbytes = sum(caches.nbytes(box) for box, _ in whole)
     portions = num_portions(nbytes, len(layer_order), on_gpu=caches.device.type != "cpu")

@@ -281,7 +281,7 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
         working.begin_step(by_layer=working.computes_with_loads and compat.waits_by_layer())
 
     def finish_forward(self) -> None:
-        """The V2 model runner of 0.32 calls this after the forward. Of the others ``_finish_step`` is the first to hear."""
+        """The V2 model runner of 0.32 calls this after the forward; where it is not called, ``_finish_step`` comes."""
         self._working.finish_forward()
 
     def _finish_step(self) -> StepResults:

@@ -177,12 +177,12 @@ def speaks_for_engine(connector: KVConnectorBase_V1) -> bool:
 
 
 def waits_by_layer() -> bool:
-    """Inside a step, before its forward: whether vLLM will call ``wait_for_layer_load`` before the attention of a layer.
+    """Inside a step, before its forward: whether vLLM will call ``wait_for_layer_load`` before each layer's attention.
 
     It does so where it runs attention from Python, with its metadata in the forward context: without CUDA graphs, and
-    between the graphs of PIECEWISE. A FULL graph is replayed without these calls. For it the V1 model runner names the
-    mode in the forward context, and V2 sets none (``execute_model`` of both). The two halves of a micro-batched step
-    run in turns on two streams.
+    between the graphs of PIECEWISE. A FULL graph is replayed without these calls; there the V1 model runner names the
+    mode in the forward context, and V2 sets no context (``execute_model`` of both). A micro-batched step calls it for
+    each half, on another stream.
     """
     if not is_forward_context_available():
         return False
