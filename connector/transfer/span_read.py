@@ -70,15 +70,15 @@ def cut_read(
     found: list[list[Side]] = [[] for _ in range(portions)]
     for item, side in zip(planned, whole, strict=True):
         region = caches.geometry.regions[item.region]
-        layers = region.layers[item.layer : item.layer + item.span.num_layers]
+        body: Side | None = side
         if region.tile_tokens > 1:
-            body, tail = _split_tile(item, region.tile_tokens)
+            rest, tail = _split_tile(item, region.tile_tokens)
             found[0].append(sides(tail))
-            if body is None:
-                continue
-            side = sides(body)
-        for portion, first, count in layer_runs(layers, places, portions):
-            found[portion].append(_layers_of(side, first, count, caches.views[item.region].rows))
+            body = None if rest is None else sides(rest)
+        if body is not None:
+            layers = region.layers[item.layer : item.layer + item.span.num_layers]
+            for portion, first, count in layer_runs(layers, places, portions):
+                found[portion].append(_layers_of(body, first, count, caches.views[item.region].rows))
     return found
 
 

@@ -45,8 +45,11 @@ class HeldCopies:
         self.fails = False
         self.gate = threading.Event()
         self._turn = cma._CmaCopy.turn
-        turn = self.turn
-        monkeypatch.setattr(cma._CmaCopy, "turn", lambda copy: turn(copy))
+
+        def held(copy: Any) -> None:
+            self.turn(copy)
+
+        monkeypatch.setattr(cma._CmaCopy, "turn", held)
 
     def turn(self, copy: Any) -> None:
         if not copy.moved:
