@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import ctypes
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvferry.transport.cuda import Event
 from kvferry.transport.errors import TransportError
 from kvferry.transport.peer_process import PeerProcess
 
@@ -243,9 +244,13 @@ class Copy:
     for copies that take long; 0 where the plane does not count. ``on_stream``: the copy is part of the stream of
     copies of the rank's device, so that the engine's device can wait for it; a plane's own copies are not.
     ``ended_at``: when it was seen to end, by ``time.monotonic``; 0 where nobody noted it.
+
+    A copy of a load inside a step may be cut in ``portions``, which come one after the other, so that the step need
+    not wait for all of it. ``events``: the end of each portion on the device, for a copy that is ``on_stream``.
+    ``ends``: for another copy, the value of ``moved`` at the end of each portion.
     """
 
-    __slots__ = ("done", "ended_at", "error", "moved", "on_stream", "peer_lost")
+    __slots__ = ("done", "ended_at", "ends", "error", "events", "moved", "on_stream", "peer_lost")
 
     def __init__(self, *, done: bool = False, on_stream: bool = False) -> None:
         self.done = done
@@ -254,6 +259,16 @@ class Copy:
         self.moved = 0
         self.on_stream = on_stream
         self.peer_lost = False
+        self.ends: Sequence[int] = ()
+        self.events: Sequence[Event] = ()
+
+    @property
+    def portions(self) -> int:
+        return max(1, len(self.events), len(self.ends))
+
+    def has_ended(self, portion: int) -> bool:
+        """Whether a portion and those before it are in place, or never will be. Not for a copy on a stream."""
+        return self.done or (portion < len(self.ends) and self.moved >= self.ends[portion])
 
 
 class PageRead(ABC):
@@ -275,6 +290,9 @@ class PullChannel(Channel):
     """D's end of a PULL channel, from one rank of P. The plane's ``progress`` completes the copies."""
 
     pulls: ClassVar[Literal[True]] = True
+    in_order: ClassVar[bool] = False
+    """Whether its copies move the ``byte_ranges`` of a read one after the other, and ``Copy.moved`` counts the bytes
+    from the first one on. Then a step need not wait for the whole copy."""
     process: PeerProcess | None = None
     """P's process, where the channel reads a process of this host. D checks at the handshake that this process is at
     the other end of its control connection, and before a load counts that this process has not ended: what was read by

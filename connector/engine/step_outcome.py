@@ -15,6 +15,7 @@ from kvferry.connector.protocol.state_machine import Lifetime
 from kvferry.connector.protocol.step_load import FINAL, StepLoad, StepLoadEvent, StepLoadPhase
 from kvferry.connector.protocol.step_plan import Load
 from kvferry.connector.transfer.load_reports import Check
+from kvferry.transport.channels import Copy
 
 LOOK_SECONDS = 0.2
 """How often a thread that waits checks that the transfer thread is alive."""
@@ -39,6 +40,7 @@ class StepOutcome:
         alive: Callable[[], bool],
         wake: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
+        layer_order: Sequence[str] = (),
     ) -> None:
         """
         Args:
@@ -46,24 +48,36 @@ class StepOutcome:
             alive: whether the transfer thread runs.
             wake: ends the transfer thread's ``wait`` of ``yield_to_engine``.
             clock: seconds, for the histories.
+            layer_order: the layers in the order in which the forward is expected to wait for them, one by one; empty
+                where it is not.
         """
+        self.layer_order = layer_order
         self._alive, self._wake, self._clock = alive, wake, clock
         self._changed = threading.Condition()
         self._loads = loads
         self._lifetimes = [Lifetime(step_load.STEP_LOAD, StepLoad(), clock()) for _ in loads]
         self._checks: dict[int, Check] = {}  # by the place of a load
-        self._answered = self._interrupted = self._yielding = False
+        self._copies: dict[int, Sequence[Copy]] = {}  # by the place of a load
+        self._answered = self._interrupted = self._yielding = self._spoilt = False
 
     # --- the transfer thread ------------------------------------------------------------------------------------
 
-    def begun(self, load: Load, stands: Check | None = None) -> None:
+    def begun(self, load: Load, stands: Check | None = None, copies: Sequence[Copy] = ()) -> None:
         """All copies of a load are under way. A load of another step is ignored. ``stands``: whether the copies have
-        ended without an error, under a lease that stands; without it only ``ended`` tells."""
+        ended without an error, under a lease that stands; without it only ``ended`` tells. ``copies``: those that have
+        not ended."""
         with self._changed:
             for place, ours in enumerate(self._loads):
-                if ours is load and stands is not None:
-                    self._checks[place] = stands
+                if ours is load:
+                    self._copies[place] = copies
+                    if stands is not None:
+                        self._checks[place] = stands
         self._step(load, step_load.CopiesBegun())
+
+    def moved(self) -> None:
+        """A copy that is under way has moved bytes."""
+        with self._changed:
+            self._changed.notify_all()
 
     def ended(self, load: Load, ok: bool) -> None:
         """A load has ended, and nothing writes its blocks any more. A load of another step is ignored."""
@@ -122,6 +136,25 @@ class StepOutcome:
             self._all(step_load.EngineGaveUp(), StepLoadPhase.POSTED)
             return waiting
 
+    def wait_moved(self, portions: Sequence[tuple[Copy, int]], seconds: float) -> bool:
+        """Wait until each of ``portions``, a copy and the number of its portion, has ended, or no load is UNDER_WAY; at
+        most ``seconds``. Returns whether that is so."""
+
+        def ended() -> bool:
+            return all(copy.has_ended(portion) for copy, portion in portions) or not self._in(StepLoadPhase.UNDER_WAY)
+
+        with self._changed:
+            if not self._changed.wait_for(ended, min(seconds, LOOK_SECONDS)) and not self._alive():
+                self._all(step_load.ThreadEnded())
+            return ended()
+
+    def spoil(self) -> tuple[str, ...]:
+        """The forward has computed with a layer before its copies ended: all loads fail, whatever their copies do.
+        Returns the requests whose loads have not ended."""
+        with self._changed:
+            self._spoilt = True
+            return self._in(StepLoadPhase.UNDER_WAY)
+
     def interrupt(self) -> None:
         """The transfer thread has new work. Any thread may call this."""
         self._interrupted = True
@@ -137,9 +170,14 @@ class StepOutcome:
         return self._in(StepLoadPhase.POSTED)
 
     @property
-    def device_must_wait(self) -> bool:
-        """Whether copies of a load are under way."""
-        return bool(self._in(StepLoadPhase.UNDER_WAY))
+    def under_way(self) -> list[Copy]:
+        """The copies of the loads that are UNDER_WAY. The engine must wait for them."""
+        with self._changed:
+            phases = [lifetime.state.phase for lifetime in self._lifetimes]
+            return [
+                copy for place, phase in enumerate(phases) if phase is StepLoadPhase.UNDER_WAY
+                for copy in self._copies.get(place, ())
+            ]  # fmt: skip
 
     # --- the thread that takes the output away ------------------------------------------------------------------
 
@@ -155,7 +193,7 @@ class StepOutcome:
                 self._check()
             self._answered = True
             self._end_yield()
-            return frozenset(self._in(StepLoadPhase.STANDS))
+            return frozenset() if self._spoilt else frozenset(self._in(StepLoadPhase.STANDS))
 
     def _check(self) -> None:
         for place, stands in self._checks.items():

@@ -2,7 +2,8 @@
 
 The engine's thread calls in here. These calls may block: ``register`` at start-up, ``unregister`` and ``restore``
 around the engine's sleep, ``close`` at the end, ``begin_step`` until the copies are under way with which the step
-computes, and ``take_results`` for a moment, in a step that computes nothing.
+computes, ``LayerWaits.layer`` in host memory until those of a layer have ended, and ``take_results`` for a moment, in a
+step that computes nothing.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from __future__ import annotations
 import logging
 import secrets
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from kvferry.connector.config import Settings, load_keys, peers_of
+from kvferry.connector.engine.layer_waits import LayerWaits
 from kvferry.connector.engine.load_ledger import LoadLedger
 from kvferry.connector.engine.prefill_events import PrefillEvents
 from kvferry.connector.engine.rendezvous_params import peer_of_answer
@@ -25,11 +28,19 @@ from kvferry.connector.geometry.engine_types import LayerGroup, RankInfo
 from kvferry.connector.geometry.regions import ElementOrder
 from kvferry.connector.protocol.messages import MAX_REQUEST_BYTES
 from kvferry.connector.protocol.metrics import HandoverStats
-from kvferry.connector.protocol.step_plan import RankAddress, RendezvousResult, StepPlan, StepResults, by_region
+from kvferry.connector.protocol.step_plan import (
+    Load,
+    RankAddress,
+    RendezvousResult,
+    StepPlan,
+    StepResults,
+    by_region,
+)
 from kvferry.connector.protocol.transfer_estimate import UNKNOWN, EstimateKey, TransferEstimate
 from kvferry.connector.transfer.copies import Copies, DeviceEvent
 from kvferry.connector.transfer.rank_context import RankContext
 from kvferry.connector.transfer.transfer_thread import TransferThread
+from kvferry.transport.channels import Copy
 from kvferry.transport.control.listener import listen
 from kvferry.transport.errors import TransportError
 from kvferry.transport.host import raise_file_limit
@@ -106,6 +117,11 @@ class WorkerHalf:
         self._consumer = bytes(16)
         self._ledger = LoadLedger()
         self._outcome: StepOutcome | None = None  # of the loads that the step under way computes with
+        self.layer_waits: LayerWaits | None = None
+        """How the forward under way waits for these loads."""
+        self._layer_order: tuple[str, ...] = ()  # as the last forward with loads waited for them
+        self._layers: frozenset[str] = frozenset()  # those with caches of their own
+        self._waited = 0.0  # seconds that the step under way has waited for its loads
         self._estimates: dict[EstimateKey, TransferEstimate] = {}
         self._events: deque[tuple[int, DeviceEvent]] = deque(maxlen=MAX_EVENTS)
         self._idle = False
@@ -139,6 +155,7 @@ class WorkerHalf:
         settings, info, kv_caches = self._settings, self._info, registered.kv_caches
         num_blocks, places = registered.num_blocks, registered.places
         caches, self._tables = bind_caches(settings, info, self._groups, kv_caches, num_blocks, places)
+        self._layers = frozenset(layer for region in caches.geometry.regions for layer in region.layers)
         raise_file_limit()
         keys = load_keys(settings)
         if keys is None:
@@ -252,7 +269,7 @@ class WorkerHalf:
         self._consumer, self._idle = plan.consumer, plan.idle
         ours = by_region(plan, self._tables)
         inside = tuple([load for load in ours.loads if load.now])
-        self._outcome = StepOutcome(inside, lambda: thread.alive, thread.end_yield) if inside else None
+        self._outcome = self._new_outcome(inside, thread) if inside else None
         self._ledger.post([load for load in ours.loads if not load.now], [lease.request_id for lease in plan.leases])
         if self._info.tp_rank == self._info.pp_rank == 0:
             self._awaited.difference_update(plan.left)
@@ -288,24 +305,58 @@ class WorkerHalf:
         One was recorded for the lease's own plan at the latest."""
         return next((event for number, event in self._events if number > step), None)
 
-    def begin_step(self) -> None:
+    def _new_outcome(self, inside: tuple[Load, ...], thread: TransferThread) -> StepOutcome:
+        return StepOutcome(inside, lambda: thread.alive, thread.end_yield, layer_order=self._layer_order)
+
+    @property
+    def computes_with_loads(self) -> bool:
+        """Whether the step that was posted computes with loads."""
+        return self._outcome is not None
+
+    def begin_step(self, *, by_layer: bool = False) -> None:
         """Block until the copies of the loads that this step computes with are under way, and make the device wait for
-        them. A load whose copies do not begin in time is given up. Must come before the forward."""
+        them, or block until they have ended where a device cannot. A load whose copies do not begin in time, or do not
+        end, is given up. Must come before the forward, and ``finish_forward`` after it.
+
+        Args:
+            by_layer: as ``LayerWaits.begin`` takes it. The copies of some layers may then be left to ``layer_waits``.
+        """
         outcome = self._outcome
         if outcome is None:
             return
-        assert self._transfer_thread is not None
-        clock, waited = RunningClock(), 0.0
+        self._waited = 0.0
+        self._hold(outcome.wait_begun)
+        self._go_on(outcome, outcome.give_up())
+        self.layer_waits = LayerWaits(outcome, self._copies, partial(self._wait_moved, outcome))
+        self.layer_waits.begin(by_layer=by_layer)
+
+    def finish_forward(self) -> None:
+        """The forward has been launched."""
+        waits, self.layer_waits = self.layer_waits, None
+        if waits is not None:
+            self._layer_order = tuple(layer for layer in waits.finish() if layer in self._layers)
+
+    def _wait_moved(self, outcome: StepOutcome, portions: Sequence[tuple[Copy, int]]) -> None:
+        if not self._hold(partial(outcome.wait_moved, portions)):
+            self._go_on(outcome, outcome.spoil())
+
+    def _hold(self, wait: Callable[[float], bool]) -> bool:
+        """Call ``wait``, which takes the longest time to wait, until it returns true. Returns false once the step has
+        waited too long."""
+        clock, before = RunningClock(), self._waited
         clock.sleeps(LOOK_SECONDS)
-        while not outcome.wait_begun(self._patience - waited) and waited < self._patience:
-            waited = clock.turn()
+        while not (ended := wait(self._patience - self._waited)) and self._waited < self._patience:
+            self._waited = before + clock.turn()
             clock.sleeps(LOOK_SECONDS)
-        late = outcome.give_up()
+        return ended
+
+    def _go_on(self, outcome: StepOutcome, late: tuple[str, ...]) -> None:
+        """Go on with a step without the loads of the requests ``late``, which fail."""
         if late:
-            logger.error("kvferry: a step has waited %.1f s for its loads and goes on: %s", waited, outcome.story())
+            text = "kvferry: a step has waited %.1f s for its loads and goes on: %s"
+            logger.error(text, self._waited, outcome.story())
+            assert self._transfer_thread is not None
             self._transfer_thread.post(StepPlan(consumer=self._consumer, cancels=late))
-        if outcome.device_must_wait:
-            self._copies.make_engine_wait()
 
     def take_outcome(self) -> StepOutcome | None:
         """What becomes of the loads that this step computes with; ``None`` where there are none. Must be final before

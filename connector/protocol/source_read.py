@@ -57,7 +57,7 @@ class ReadPhase(enum.Enum):
 
 class ReadState(msgspec.Struct, frozen=True):
     """``source``: the number of the P rank in its hand-over. ``writing``: copies into D's pages under way. ``left``:
-    messages whose copies have not begun. ``on_stream``: the engine's device can wait for all copies that have begun.
+    messages whose copies have not begun. ``awaitable``: the engine can wait for all copies that have begun.
     ``timeout``: seconds that the last messages of a stopped read may take; ``deadline``: local seconds, as ``now``."""
 
     source: int
@@ -65,7 +65,7 @@ class ReadState(msgspec.Struct, frozen=True):
     fence: Fence = "pushed"
     writing: int = 0
     left: int = 0
-    on_stream: bool = True
+    awaitable: bool = True
     timeout: float = float("inf")
     deadline: float = float("inf")
 
@@ -90,8 +90,8 @@ class ReadState(msgspec.Struct, frozen=True):
 
     @property
     def all_begun(self) -> bool:
-        """Whether all copies into D's pages have ended, or are under way and the engine's device can wait for them."""
-        return self.landed or (self.writing > 0 and self.left == 0 and self.on_stream)
+        """Whether all copies into D's pages have ended, or are under way and the engine can wait for them."""
+        return self.landed or (self.writing > 0 and self.left == 0 and self.awaitable)
 
 
 LANDED = (
@@ -122,14 +122,17 @@ class ReadGranted(msgspec.Struct, frozen=True):
 
 class WriteBegan(msgspec.Struct, frozen=True):
     """A copy into D's pages has begun, or has ended at once. ``left``: messages whose copies have not begun after it.
-    ``on_stream``: the engine's device can wait for the copy."""
+    ``awaitable``: the engine can wait for the copy."""
 
     left: int
-    on_stream: bool = True
+    awaitable: bool = True
 
 
 class WriteMoved(msgspec.Struct, frozen=True):
-    """A copy that takes long has moved bytes."""
+    """A copy that takes long has moved bytes. ``awaitable``: the engine can wait for the rest of it. It is the read's
+    only copy."""
+
+    awaitable: bool = False
 
 
 class WriteEnded(msgspec.Struct, frozen=True):
@@ -245,13 +248,14 @@ def _began(state: ReadState, event: ReadEvent, now: float) -> Outcome:
     phase = _P.MOVING if state.phase is _P.MOVING else _P.OVERTAKEN
     # The hand-over must know that its pages are written, also while the grant is on its way.
     state = replace(
-        state, phase=phase, writing=state.writing + 1, left=event.left, on_stream=state.on_stream and event.on_stream
+        state, phase=phase, writing=state.writing + 1, left=event.left, awaitable=state.awaitable and event.awaitable
     )
     return state, (SourceProgress(),)
 
 
 def _moved(state: ReadState, event: ReadEvent, now: float) -> Outcome:
-    return state, (SourceProgress(),)
+    assert isinstance(event, WriteMoved)
+    return replace(state, awaitable=state.awaitable or event.awaitable), (SourceProgress(),)
 
 
 def _ended(state: ReadState, event: ReadEvent, now: float) -> Outcome:

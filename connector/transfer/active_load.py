@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from kvferry.connector.geometry.read_plan import PlannedSpan
@@ -26,7 +28,8 @@ class ActiveLoad(msgspec.Struct, eq=False):
     ``load``: with the lease and the P engine of this attempt; ``posted``: as the engine posted it. ``ids``: kernel
     block ids per region. ``alone``: no other hand-over began in the same step. ``begun``: the engine knows that all
     copies are under way; only for a load inside a step. ``copied_at``: the end of its last copy, by ``time.monotonic``,
-    where it was noted. ``attempts``: ``None`` while no attempt of this load has failed.
+    where it was noted. ``attempts``: ``None`` while no attempt of this load has failed. ``layer_order``: the layers in
+    the order in which the step waits for them, one by one; empty where it waits for all of them together.
     """
 
     load: Load
@@ -40,6 +43,7 @@ class ActiveLoad(msgspec.Struct, eq=False):
     nbytes: int = 0
     copied_at: float = 0.0
     attempts: Lifetime[LoadAttempts, LoadAttemptsEvent, LoadAttemptsEffect] | None = None
+    layer_order: Sequence[str] = ()
 
     @property
     def number(self) -> int:

@@ -7,7 +7,7 @@ The tables ``handover`` and ``load_attempts`` decide. This file performs their e
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
 from functools import partial
 
@@ -50,18 +50,19 @@ class Consumer:
         self,
         rank_context: RankContext,
         begun: OnBegun,
+        moved: Callable[[], None],
         finished: Callable[[FinishedLoad], None],
     ) -> None:
         """
         Args:
             rank_context: this rank.
-            begun, finished: as ``LoadReports`` takes them.
+            begun, moved, finished: as ``LoadReports`` takes them.
 
         ``now`` of all methods is in seconds of a ``RunningClock``.
         """
         self._rank_context = rank_context
         self._log = rank_context.log
-        self._reports = LoadReports(rank_context.stats, begun, finished, rank_context.clock)
+        self._reports = LoadReports(rank_context.stats, begun, moved, finished, rank_context.clock)
         settings = rank_context.settings
         self._timeouts = handover.Timeouts(
             settings.handshake_timeout_seconds, settings.transfer_timeout_seconds, settings.handover_timeout_seconds
@@ -101,8 +102,8 @@ class Consumer:
         self._reports.not_started(load)
         self._release(load, now)
 
-    def load(self, load: Load, now: float, *, alone: bool = False) -> None:
-        """Start a hand-over. ``alone``: no other hand-over is about to begin."""
+    def load(self, load: Load, now: float, *, alone: bool = False, layer_order: Sequence[str] = ()) -> None:
+        """Start a hand-over. ``alone``: no other hand-over is about to begin. ``layer_order``: see ``ActiveLoad``."""
         with suppress(KVFerryError):  # an attempt at this P finds the same
             self._lease_keeper.keep(load.token, load.peer, load.request_id, now)
         for lease in load.alternatives:
@@ -121,7 +122,8 @@ class Consumer:
         state, effects = handover.begin(len(sources), self._timeouts, now)
         lifetime = Lifetime(handover.HANDOVER, state, now)
         # A step that computes with the load begins once its copies are under way, so this thread waits for none.
-        active_load = ActiveLoad(load, load, lifetime, self._rank_context.clock(), ids, alone and not load.now)
+        started, alone = self._rank_context.clock(), alone and not load.now
+        active_load = ActiveLoad(load, load, lifetime, started, ids, alone, layer_order=layer_order)
         self._active_loads.append(active_load)
         self._begin(active_load, sources, effects, now)
 

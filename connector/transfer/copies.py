@@ -16,7 +16,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -60,10 +60,16 @@ class Copies(ABC):
         """Called, from any thread, at the end of each copy that was not done when ``start`` returned."""
 
     @abstractmethod
-    def start(self, enqueue: Callable[[], None], wait: WaitPolicy = WaitPolicy.NONE) -> Copy:
+    def start(
+        self,
+        enqueue: Callable[[], None],
+        wait: WaitPolicy = WaitPolicy.NONE,
+        portions: Sequence[Callable[[], None]] = (),
+    ) -> Copy:
         """Start a copy. ``enqueue`` launches its kernels; the copy is done when all of them have ended. An error of
         ``enqueue`` is raised here, and then none of its kernels runs any more. ``wait``: whether this call waits for
-        the end of the copy."""
+        the end of the copy. ``portions``: launch the kernels of the portions after the first one, where the copy is cut
+        in several."""
 
     @abstractmethod
     def record_event(self) -> DeviceEvent | None:
@@ -80,9 +86,14 @@ class Copies(ABC):
         """Copies that are started from now on wait for ``event``."""
 
     @abstractmethod
-    def make_engine_wait(self) -> None:
-        """Work that the engine's thread launches from now on waits for all copies that were started before. Some
-        thousand kernels may wait; with more, their launch waits too. The engine's thread calls this."""
+    def make_engine_wait(self, event: DeviceEvent | None = None) -> None:
+        """Work that the engine's thread launches from now on waits for ``event``, or for all copies that were started
+        before. Some thousand kernels may wait; with more, their launch waits too. The engine's thread calls this."""
+
+    @property
+    def engine_stream(self) -> int:
+        """The stream on which the calling thread launches; one number for all where there are no streams."""
+        return 0
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -98,8 +109,14 @@ class HostCopies(Copies):
 
     device = CPU
 
-    def start(self, enqueue: Callable[[], None], wait: WaitPolicy = WaitPolicy.NONE) -> Copy:
-        enqueue()
+    def start(
+        self,
+        enqueue: Callable[[], None],
+        wait: WaitPolicy = WaitPolicy.NONE,
+        portions: Sequence[Callable[[], None]] = (),
+    ) -> Copy:
+        for launch in (enqueue, *portions):
+            launch()
         return Copy(done=True, on_stream=True)
 
     def record_event(self) -> DeviceEvent | None:
@@ -111,7 +128,7 @@ class HostCopies(Copies):
     def wait_event(self, event: DeviceEvent) -> None:
         """Do nothing: the event has passed."""
 
-    def make_engine_wait(self) -> None:
+    def make_engine_wait(self, event: DeviceEvent | None = None) -> None:
         """Do nothing: all copies have ended."""
 
     def synchronize(self) -> None:
@@ -149,11 +166,22 @@ class GpuCopies(Copies):
     def sms(self) -> int | None:  # type: ignore[override]
         return None if self.idle else self._sms
 
-    def start(self, enqueue: Callable[[], None], wait: WaitPolicy = WaitPolicy.NONE) -> Copy:
+    def start(
+        self,
+        enqueue: Callable[[], None],
+        wait: WaitPolicy = WaitPolicy.NONE,
+        portions: Sequence[Callable[[], None]] = (),
+    ) -> Copy:
         self._bind()
         copy, event = Copy(on_stream=True), self._events.pop() if self._events else cuda.Event()
+        events: list[DeviceEvent] = []
         try:
             enqueue()
+            for launch in portions:
+                events.append(self._mark())
+                launch()
+            if portions:
+                copy.events = (*events, self._mark())
         except BaseException:
             self._stream.synchronize()  # some of the kernels may have been launched
             raise
@@ -210,11 +238,19 @@ class GpuCopies(Copies):
         self._behind = event
         event.make_stream_wait(self._handle)
 
-    def make_engine_wait(self) -> None:
+    def _mark(self) -> DeviceEvent:
+        """The copies, and the kernels of a copy, that were started before."""
+        event = DeviceEvent()
+        event.record(self._handle)
+        return event
+
+    def make_engine_wait(self, event: DeviceEvent | None = None) -> None:
         with cuda.device_guard(self.device):
-            event = DeviceEvent()
-            event.record(self._handle)
-            event.make_stream_wait(cuda.current_stream(self.device))
+            (event or self._mark()).make_stream_wait(cuda.current_stream(self.device))
+
+    @property
+    def engine_stream(self) -> int:
+        return cuda.current_stream(self.device)
 
     def synchronize(self) -> None:
         self._stream.synchronize()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -23,7 +23,7 @@ MAX_STORIES = 4
 
 Check = Callable[[], bool | None]
 """Whether a load stands; ``None`` while its copies are under way. Any thread may call it."""
-OnBegun = Callable[[Load, Check | None], None]
+OnBegun = Callable[[Load, Check | None, Sequence[Copy]], None]
 
 
 class FinishedLoad(msgspec.Struct, frozen=True):
@@ -36,11 +36,18 @@ class FinishedLoad(msgspec.Struct, frozen=True):
 
 
 class StepLoadListener(Protocol):
-    """Takes what happens to the loads inside one step. The transfer thread calls it."""
+    """Takes what happens to the loads inside one step. The transfer thread calls it. ``layer_order``: as ``ActiveLoad``
+    takes it."""
 
-    def begun(self, load: Load, stands: Check | None = None) -> None:
+    layer_order: Sequence[str]
+
+    def begun(self, load: Load, stands: Check | None = None, copies: Sequence[Copy] = ()) -> None:
         """All copies of a load are under way. A load of another step is ignored. ``stands``: whether the copies have
-        ended, without an error, under a lease that stands; any thread may call it."""
+        ended, without an error, under a lease that stands; any thread may call it. ``copies``: those that have not
+        ended."""
+
+    def moved(self) -> None:
+        """A copy that is under way has moved bytes."""
 
     def ended(self, load: Load, ok: bool) -> None:
         """A load has ended, and nothing writes its blocks any more. A load of another step is ignored."""
@@ -64,6 +71,7 @@ class LoadReports:
         self,
         stats: HandoverStats,
         begun: OnBegun,
+        moved: Callable[[], None],
         finished: Callable[[FinishedLoad], None],
         clock: Callable[[], float],
     ) -> None:
@@ -71,18 +79,23 @@ class LoadReports:
         Args:
             stats: this rank's metrics.
             begun: called with each load inside a step once all its copies are under way, unless they have ended, and
-                with the question whether the load stands, which any thread may ask; ``None`` where P must answer it.
+                with the question whether the load stands, which any thread may ask; ``None`` where P must answer it;
+                and with the copies.
+            moved: called when a copy has moved bytes that was given to ``begun``.
             finished: called with the result of each load as soon as it has ended.
             clock: seconds, never going back, as ``Copy.ended_at`` and ``ActiveLoad.started`` count them.
         """
         self._stats = stats
-        self._on_begun, self._on_finished = begun, finished
+        self._on_begun, self._on_moved, self._on_finished = begun, moved, finished
         self._clock = clock
 
     def begun(self, active_load: ActiveLoad, copies: Callable[[ActiveLoad], list[Copy]]) -> None:
-        """Report, once, that all copies are under way. The engine's device can wait for them in place of its thread."""
+        """Report, once, that all copies are under way: the engine can wait for them. From then on report that they have
+        moved bytes."""
         moving = active_load.lifetime.state.phase is HandoverPhase.MOVING
-        if moving and not active_load.begun and all(read.state.all_begun for read in active_load.reads):
+        if moving and active_load.begun:
+            self._on_moved()
+        elif moving and all(read.state.all_begun for read in active_load.reads):
             active_load.begun = True
             reads = [read for read in active_load.reads if read.planned]
             under_way = copies(active_load)
@@ -94,7 +107,7 @@ class LoadReports:
                 return not any(copy.error for copy in under_way) and all(map(grant_stands, reads))
 
             stands = ended_well if posted else None
-            self._on_begun(active_load.posted, stands)
+            self._on_begun(active_load.posted, stands, under_way)
 
     def succeeded(self, active_load: ActiveLoad) -> Callable[[], None]:
         """The load has ended, and its tokens are in the blocks. The call that is returned logs it, and counts a load

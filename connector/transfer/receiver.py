@@ -12,7 +12,7 @@ from functools import partial
 
 import msgspec
 
-from kvferry.connector.geometry.byte_ranges import byte_ranges, join_ranges, pages_of
+from kvferry.connector.geometry.byte_ranges import pages_of
 from kvferry.connector.geometry.read_plan import PlannedSpan
 from kvferry.connector.protocol import messages
 from kvferry.connector.protocol.handover import Reason
@@ -38,8 +38,8 @@ from kvferry.connector.transfer.checksums import (
     trailer_bytes,
 )
 from kvferry.connector.transfer.link import Link
-from kvferry.kernels.paged_copy import Pages
-from kvferry.transport.channels import ByteRanges, Copy, PageRead, Pieces, Received
+from kvferry.connector.transfer.span_read import Side, SpanRead, cut_read
+from kvferry.transport.channels import Copy, Pieces, Received
 from kvferry.transport.errors import GeometryError
 
 logger = logging.getLogger("vllm.kvferry.receiver")
@@ -50,23 +50,6 @@ UNPACKS_PER_TURN = 4
 
 Happening = tuple[SourceRead, ReadEvent]
 """An event, and the read that takes it."""
-
-
-class SpanRead(PageRead):
-    """The spans of one read, each as a box of D's pages and as P's pages."""
-
-    def __init__(self, caches: RankCaches, sides: list[tuple[PageBox, Pages]], *, alone: bool) -> None:
-        self._caches, self._sides, self._alone = caches, sides, alone
-
-    def byte_ranges(self) -> ByteRanges:
-        return join_ranges([self._ranges(box, theirs) for box, theirs in self._sides])
-
-    def _ranges(self, box: PageBox, theirs: Pages) -> ByteRanges:
-        row_bytes = self._caches.views[box.region].row_bytes
-        return byte_ranges(self._caches.pages(box), theirs, box.num_heads, box.num_tokens, row_bytes)
-
-    def launch(self) -> Copy:
-        return self._caches.fetch(self._sides, alone=self._alone)
 
 
 class PageWrite(msgspec.Struct, eq=False):
@@ -186,10 +169,16 @@ class Receiver:
         channel = read.link.channel
         if channel is not None and channel.pulls:
             sides = [self._sides(read, planned, grant) for planned in read.planned]
-            copy = channel.read(SpanRead(self._caches, sides, alone=self._alone(read)))
+            portions = [sides]
+            if order := read.active_load.layer_order:
+                portions = cut_read(self._caches, read.planned, sides, partial(self._sides, read, grant=grant), order)
+            request = SpanRead(self._caches, portions, alone=self._alone(read))
+            copy = channel.read(request)
+            if len(portions) > 1 and channel.in_order and not copy.on_stream:
+                request.note_ends(copy)
             yield self._write(read, copy, sum(self._caches.nbytes(box) for box, _ in sides))
 
-    def _sides(self, read: SourceRead, planned: PlannedSpan, grant: messages.Grant) -> tuple[PageBox, Pages]:
+    def _sides(self, read: SourceRead, planned: PlannedSpan, grant: messages.Grant) -> Side:
         """A span as a box of D's pages and as P's pages."""
         span = planned.span
         theirs = pages_of(read.link.pages[span.region], unpack_ids(grant.block_ids[span.region]), span, planned.shard)
@@ -203,7 +192,7 @@ class Receiver:
         self, read: SourceRead, copy: Copy, nbytes: int, message: Received | None = None, verdict: Verdict | None = None
     ) -> Happening:
         self._writing.append(PageWrite(read, copy, nbytes, message, verdict))
-        return read, WriteBegan(len(read.tags), on_stream=copy.on_stream or copy.done)
+        return read, WriteBegan(len(read.tags), awaitable=copy.on_stream or copy.done)
 
     def _box(self, read: SourceRead, item: PlannedSpan) -> PageBox:
         ids = read.active_load.ids[item.region]
@@ -263,7 +252,7 @@ class Receiver:
                 self._moving = True
                 if not write.read.state.stopped:
                     self._count(write.read, write.seen - (before or 0))
-                yield write.read, WriteMoved()
+                yield write.read, WriteMoved(awaitable=write.copy.has_ended(0))
 
     def finished_writes(self) -> Iterator[Happening]:
         """The events of the copies into D's pages that have ended."""

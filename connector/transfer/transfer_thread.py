@@ -29,6 +29,7 @@ from kvferry.connector.transfer.producer import Producer
 from kvferry.connector.transfer.rank_context import RankContext
 from kvferry.connector.transfer.rendezvous import Meetings
 from kvferry.connector.transfer.results import Results
+from kvferry.transport.channels import Copy
 from kvferry.transport.control.listener import Listener
 from kvferry.transport.errors import GeometryError
 from kvferry.transport.plane import Plane
@@ -83,7 +84,7 @@ class TransferThread:
         self._stopping = False
         self._closing = ""
         self._next_tick = self._next_look = 0.0
-        self._consumer = Consumer(rank_context, self._report_begun, self.results.finished)
+        self._consumer = Consumer(rank_context, self._report_begun, self._report_moved, self.results.finished)
         self._producer = Producer(rank_context, listener, self.results.freed)
         self._meetings = Meetings(rank_context, self._consumer.links_to, self.results.met)
         self._steps = self._producer.computing.steps
@@ -272,7 +273,8 @@ class TransferThread:
             loads = plan.loads if self._copies_wait(event, plan.loads, now) else ()
             alone = len(loads) == 1 and not self._commands
             for load in loads:
-                begin = partial(self._consumer.load, load, now, alone=alone)
+                order = listener.layer_order if listener is not None and load.now else ()
+                begin = partial(self._consumer.load, load, now, alone=alone, layer_order=order)
                 self._try(load, begin, partial(self._consumer.fail, load, now))
             # Before all other work: the engine waits for these results.
             self._try("copies that have ended", partial(self._consumer.finished_writes, now))
@@ -352,9 +354,13 @@ class TransferThread:
                 except Exception:
                     self._log.exception("otherwise", "kvferry: unexpected error after an error")
 
-    def _report_begun(self, load: Load, stands: Check | None) -> None:
+    def _report_begun(self, load: Load, stands: Check | None, copies: Sequence[Copy]) -> None:
         for listener in self.results.listeners:
-            listener.begun(load, stands)
+            listener.begun(load, stands, copies)
+
+    def _report_moved(self) -> None:
+        for listener in self.results.listeners:
+            listener.moved()
 
     def _sleep(self) -> None:
         if self._wake_pending:  # drained only here, so that the turn after the wake-up starts without this delay

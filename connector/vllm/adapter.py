@@ -22,7 +22,7 @@ from kvferry.connector.config import load_settings
 from kvferry.connector.engine.scheduler import SchedulerHalf
 from kvferry.connector.engine.steps_in_flight import StepsInFlight
 from kvferry.connector.engine.worker import WorkerHalf
-from kvferry.connector.protocol.step_plan import RankAddress, StepPlan
+from kvferry.connector.protocol.step_plan import RankAddress, StepPlan, StepResults
 from kvferry.connector.vllm import compat, from_vllm
 from kvferry.connector.vllm.callers import find_model_runner, find_scheduler
 from kvferry.connector.vllm.prometheus import KVFerryPromMetrics, KVFerryStats
@@ -296,18 +296,27 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
         if not compat.HAS_TRANSFER_RESULTS:
             beside = (load for load in plan.loads if not load.now)
             self._failed_blocks |= {load.request_id: filled_blocks(load, self._block_size) for load in beside}
-        self._working.begin_step()
-        prefills = self._working.prefills
+        working = self._working
+        working.begin_step(by_layer=working.computes_with_loads and compat.waits_by_layer())
+        prefills = working.prefills
         # With micro-batches or a draft model a layer may run more than once in a step.
         self._layer_computed = prefills.layer_computed if plan.chunks and prefills and self._layers_run_once else None
 
+    def finish_forward(self) -> None:
+        """The V2 model runner of 0.32 calls this after the forward; where it is not called, ``_finish_step`` comes."""
+        self._working.finish_forward()
+
+    def _finish_step(self) -> StepResults:
+        self._working.finish_forward()
+        return self._working.take_results()
+
     def get_transfer_results(self, finished_req_ids: set[str]) -> compat.KVConnectorTransferResults:
-        results = self._working.take_results()
+        results = self._finish_step()
         return compat.KVConnectorTransferResults(results.sent, results.received, results.failed)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """0.26: failures are told by block id, in the same step."""
-        results = self._working.take_results()
+        results = self._finish_step()
         for request_id in results.received:
             blocks = self._failed_blocks.pop(request_id, frozenset())
             if request_id in results.failed:
@@ -335,7 +344,9 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
         """Loads were started in ``bind_connector_metadata``."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Hand-overs are whole; nothing to wait for per layer."""
+        """vLLM calls this before the attention of each layer, but for CUDA graphs of the whole forward."""
+        if self._worker is not None and (waits := self._worker.layer_waits) is not None:
+            waits.layer(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         """P's blocks are read in place, also while P computes."""

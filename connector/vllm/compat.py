@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import vllm
 from kvferry.connector.vllm.from_vllm import cache_kind, first_spec, shardings, transfer_group_ids
 from kvferry.transport.errors import ConfigError
+from vllm.config import CUDAGraphMode
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -31,6 +32,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     PromMetricT,
 )
 from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group, has_kv_transfer_group
+from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import KVConnectorOutput
@@ -93,6 +95,7 @@ __all__ = [
     "restart_waiting",
     "speaks_for_engine",
     "truncate_prompt",
+    "waits_by_layer",
 ]
 
 
@@ -171,6 +174,21 @@ def check_config(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Non
 def speaks_for_engine(connector: KVConnectorBase_V1) -> bool:
     """On a worker: whether the engine's connector is this one, and not MultiConnector, with this one below."""
     return has_kv_transfer_group() and get_kv_transfer_group() is connector
+
+
+def waits_by_layer() -> bool:
+    """Inside a step, before its forward: whether vLLM will call ``wait_for_layer_load`` before each layer's attention.
+
+    It does so where it runs attention from Python, with its metadata in the forward context: without CUDA graphs, and
+    between the graphs of PIECEWISE. A FULL graph is replayed without these calls; there the V1 model runner names the
+    mode in the forward context, and V2 sets no context (``execute_model`` of both). A micro-batched step calls it for
+    each half, on another stream.
+    """
+    if not is_forward_context_available():
+        return False
+    context = get_forward_context()
+    full = context.cudagraph_runtime_mode == CUDAGraphMode.FULL
+    return context.attn_metadata is not None and not full and not getattr(context, "ubatch_slices", None)
 
 
 def preempt(scheduler: Scheduler, request: Request, now: float) -> None:

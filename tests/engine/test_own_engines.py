@@ -94,6 +94,24 @@ def test_over_every_plane(shared: SharedEngines, model: Path, plane: str) -> Non
         group.stop(prefill)
 
 
+def test_a_forward_waits_for_a_long_prompt_layer_by_layer(shared: SharedEngines, model: Path) -> None:
+    """In vLLM's own attention layers: D computes with layers that have come before others."""
+    group = shared.group
+    extension = ["--worker-extension-cls", "tests.support.kv_portions.KVPortions"]
+    decode = group.engine("by-layer", model, kv_bytes=False, arguments=extension, extra={"step_hold_seconds": 1.0})
+    group.wait_ready(START_SECONDS, [decode])
+    decode.rpc("kv_portions", str(1 << 20))
+    pair = Pair(group, shared.prefill, decode)
+    for number in range(4):
+        ids = prompt(1501, 900 + number)
+        answer = pair.check(ids, plane="cma")
+        assert tokens_of(answer) == tokens_of(complete(decode, ids, cache_salt=f"alone-{number}"))
+    (seen,) = decode.rpc("kv_portions_seen")
+    assert max(seen) == 4, "one for each layer of the model"
+    group.stop(decode)
+    group.stop(pair.router)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_between_blocks_of_32_and_of_64_tokens(shared: SharedEngines, model: Path, dtype: str) -> None:
     """Both directions. vLLM packs a block's tokens in an order of its own: keys transposed, or in tiles for AMX."""

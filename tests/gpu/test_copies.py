@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -95,6 +96,27 @@ def test_the_engine_waits_on_its_gpu_for_what_was_started(copies: GpuCopies, cur
         assert not copies._stream.query() and not copy.done
     engine.synchronize()
     assert found.item() == 1
+    wait_for(copy)
+
+
+def test_the_engine_waits_for_a_portion_and_not_for_the_next(copies: GpuCopies) -> None:
+    flags = torch.zeros(3, device=copies.device)
+    torch.cuda.synchronize(copies.device)
+
+    def fill(number: int) -> None:
+        busy()
+        flags[number] = 1
+
+    copy = copies.start(partial(fill, 0), WaitPolicy.NONE, [partial(fill, 1), partial(fill, 2)])
+    assert len(copy.events) == 3 and copy.portions == 3
+    engine, seen = torch.cuda.Stream(copies.device), []
+    with torch.cuda.stream(engine):
+        for event in copy.events:
+            copies.make_engine_wait(event)
+            seen.append(flags.clone())
+        assert not copy.done
+    engine.synchronize()
+    assert [row.tolist() for row in seen] == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
     wait_for(copy)
 
 

@@ -27,6 +27,8 @@ from tests.support.kv_bytes import prompt_digest
 from tests.support.served import (
     LONG_SECONDS,
     PER_HEAD,
+    LEASE_SECONDS,
+    START_SECONDS,
     at_once,
     complete,
     corrupted,
@@ -38,6 +40,7 @@ from tests.support.served import (
     prefill_leg,
     prompt,
     records,
+    tokens_of,
 )
 from tests.support.server import Server
 from tests.support.tiny_model import ModelSpec, build_model
@@ -89,9 +92,9 @@ class SharedEngines:
 def start(group: ServerGroup, form: Form, models: Path) -> Server:
     spec = MODELS[form.heads]
     arguments = [
-        *PER_HEAD["arguments"], "--attention-backend", form.attention, "--num-gpu-blocks-override", str(form.blocks),
+        "--worker-extension-cls", "tests.support.kv_portions.KVHeadPortions", "--attention-backend", form.attention, "--num-gpu-blocks-override", str(form.blocks),
         "--tensor-parallel-size", str(form.tensor), "--pipeline-parallel-size", str(form.pipeline),
-        "--max-num-seqs", str(form.blocks // 5), "--disable-custom-all-reduce",
+        "--max-num-seqs", str(form.blocks // 5), "--disable-custom-all-reduce", *["--enforce-eager"] * form.eager,
     ]  # fmt: skip
     return group.engine(
         form.name, build_model(models / f"{form.heads}-heads", spec), dtype=spec.dtype, block_size=form.block,
@@ -173,6 +176,20 @@ def test_sixteen_at_once(shared: SharedEngines, case: Case) -> None:
     _, grown = at_once(p, d, prompts, lambda ids: complete(d, ids, kv_transfer_params=prefill_leg(p, ids)), ranks)
     assert set(grown.by_plane) == {case.d.plane}
     no_block_held(p, d)
+
+
+@pytest.mark.parametrize("case", params("tp1-tp1-by-layer", "tp1-tp1-in-step"))
+def test_loads_in_portions(shared: SharedEngines, case: Case) -> None:
+    """Without graphs a forward waits layer by layer. In vLLM's FULL graphs, which a step with one token for each request
+    is by default, it cannot, and nothing is cut."""
+    p, d = shared.pair(case)
+    d.rpc("kv_portions", "1")
+    for tokens in (65, 700, 1500, 3000):
+        ids = prompt_for(case, tokens, "portions")
+        hand_over(p, d, ids, case.d.plane)
+        assert tokens_of(complete(d, ids)) == tokens_of(complete(p, ids)), "the same tokens, from all layers"
+    seen = d.rpc("kv_portions_seen")[0]
+    assert (seen[-2:] == [LAYERS, LAYERS]) if case.d.eager else not seen
 
 
 @pytest.mark.parametrize("case", params("tp1-tp1-flash-cuda_ipc", "tp1-tp1-flash-ucx"))

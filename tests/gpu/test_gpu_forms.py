@@ -46,7 +46,9 @@ def test_every_form_with_every_plane_and_no_engine_twice() -> None:
         )
         for plane in PLANES
     }
-    assert {case.name for case in found if case.d.policy == "fail"} == {"tp1-tp1-in-step", "tp2-tp2-in-step"}
+    assert {case.name for case in found if case.d.policy == "fail"} == {
+        "tp1-tp1-in-step", "tp1-tp1-by-layer", "tp2-tp2-in-step",
+    }  # fmt: skip
     engines = {engine for case in found for engine in (case.p, case.d)}
     assert len({engine.name for engine in engines}) == len(engines)
     assert all(case.p.heads == case.d.heads for case in found)

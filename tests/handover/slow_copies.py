@@ -6,7 +6,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import pytest
@@ -34,12 +34,27 @@ class SlowCopies(Copies):
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def start(self, enqueue: Callable[[], None], wait: WaitPolicy = WaitPolicy.NONE) -> Copy:
+    def start(
+        self,
+        enqueue: Callable[[], None],
+        wait: WaitPolicy = WaitPolicy.NONE,
+        portions: Sequence[Callable[[], None]] = (),
+    ) -> Copy:
         copy = Copy(on_stream=True)
         self.running += 1
         self.waits.append(wait)  # after it: who sees the wait sees that the copy runs
-        self._queue.put(partial(self._copy, copy, enqueue))
+        launches = [enqueue, *portions]
+        copy.events = [threading.Event() for _ in launches] if portions else ()  # type: ignore[misc]
+        for number, launch in enumerate(launches[:-1]):
+            self._queue.put(partial(self._portion, launch, copy.events[number]))
+        self._queue.put(partial(self._copy, copy, launches[-1]))
         return copy
+
+    def _portion(self, launch: Callable[[], None], event: threading.Event) -> None:
+        self.gate.wait(60)
+        if not self.error:
+            launch()
+        event.set()
 
     def _run(self) -> None:
         while (act := self._queue.get()) is not None:
@@ -54,6 +69,8 @@ class SlowCopies(Copies):
         self.running -= 1
         copy.ended_at = time.monotonic()
         copy.done = True
+        for event in copy.events:
+            event.set()  # type: ignore[attr-defined]
         self.on_done()
 
     def record_event(self) -> DeviceEvent | None:
@@ -65,7 +82,10 @@ class SlowCopies(Copies):
     def wait_event(self, mark: DeviceEvent) -> None:
         raise AssertionError("there are no marks")
 
-    def make_engine_wait(self) -> None:
+    def make_engine_wait(self, event: object = None) -> None:
+        if isinstance(event, threading.Event):
+            self.held.append(event)
+            return
         self.held.append(threading.Event())
         self._queue.put(self.held[-1].set)
 

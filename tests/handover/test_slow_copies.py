@@ -315,7 +315,7 @@ def test_a_load_whose_copies_do_not_begin_in_time_is_given_up(
     d.worker.begin_step()
     assert not copies[2].held, "the forward reads what nobody uses"
     outcome = d.worker.take_outcome()
-    assert outcome is not None and not outcome.waiting and not outcome.device_must_wait
+    assert outcome is not None and not outcome.waiting and not outcome.under_way
     ended = threading.Thread(target=outcome.standing)
     ended.start()
     ended.join(0.5)

@@ -208,7 +208,7 @@ def plant(fault: str, rank: HostedRank) -> None:
         rank.asks *= 2
     elif fault == "device does not wait" and rank.side == "d":
         assert rank.worker.rank_context is not None
-        rank.worker.rank_context.caches.copies.make_engine_wait = lambda: None  # type: ignore[method-assign]
+        rank.worker.rank_context.caches.copies.make_engine_wait = lambda *_: None  # type: ignore[method-assign]
 
 
 class Host:

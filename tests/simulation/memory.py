@@ -153,7 +153,8 @@ class SimCopies(Copies):
         self.alive = True
         self.under_way: dict[Copy, Callable[[], None]] = {}  # with what ends each at once
 
-    def start(self, enqueue: Any, wait: WaitPolicy = WaitPolicy.NONE) -> Copy:
+    def start(self, enqueue: Any, wait: WaitPolicy = WaitPolicy.NONE, portions: Any = ()) -> Copy:
+        assert not portions, "no forward waits for layers here"
         rng = self.timeline.rng
         if not self.slow or rng.random() < 0.5:
             enqueue()
@@ -181,7 +182,7 @@ class SimCopies(Copies):
     def wait_event(self, event: DeviceEvent) -> None:
         raise Violation("there are no events")
 
-    def make_engine_wait(self) -> None:
+    def make_engine_wait(self, event: object = None) -> None:
         """Nothing is launched behind a copy."""
 
     def synchronize(self) -> None:

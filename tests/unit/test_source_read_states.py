@@ -48,7 +48,7 @@ def test_all_chunks_arrive_before_the_grant() -> None:
     waiting, effects = run(r.CommitWanted(), state=landed)
     assert effects == [], "without the grant the read must not be committed"
     assert run(r.ReadGranted(), state=waiting) == (
-        r.ReadState(7, r.ReadPhase.COMMITTED, on_stream=True), [h.SourceCommitted(7)]
+        r.ReadState(7, r.ReadPhase.COMMITTED, awaitable=True), [h.SourceCommitted(7)]
     )  # fmt: skip
 
 
@@ -86,7 +86,7 @@ def test_a_stopped_read_stays_until_its_messages_are_accounted_for() -> None:
 
 events = st.one_of(
     st.builds(r.ReadAsked, st.integers(0, 3), st.sampled_from(get_args(r.Fence))),
-    st.builds(r.WriteBegan, st.integers(0, 3), on_stream=st.booleans()),
+    st.builds(r.WriteBegan, st.integers(0, 3), awaitable=st.booleans()),
     st.builds(r.CommitAnswered, st.booleans()),
     st.builds(r.MessagesLeft, st.integers(0, 3)),
     st.sampled_from([

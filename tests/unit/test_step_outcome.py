@@ -12,6 +12,7 @@ import pytest
 from kvferry.connector.engine import step_outcome
 from kvferry.connector.engine.step_outcome import StepOutcome
 from kvferry.connector.protocol.step_plan import Load, PeerEngine
+from kvferry.transport.channels import Copy
 
 P = PeerEngine("p", 1, 1, 30.0, ())
 LONG = 600.0
@@ -57,14 +58,15 @@ def test_the_engine_waits_for_the_beginning_and_the_output_for_the_end() -> None
     one, two = load("a"), load("b")
     outcome = outcome_of(one, two)
     engine, output = Aside(lambda: until_begun(outcome)), Aside(outcome.standing)
-    outcome.begun(one)
-    assert engine.waits and outcome.waiting == ("b",) and outcome.device_must_wait
+    copy = Copy(on_stream=True)
+    outcome.begun(one, None, [copy])
+    assert engine.waits and outcome.waiting == ("b",) and outcome.under_way == [copy]
     outcome.begun(two)
     assert engine.result() is True and outcome.give_up() == ()
     outcome.ended(one, True)
     assert output.waits and not outcome.final
     outcome.ended(two, False)
-    assert output.result() == {"a"} and outcome.final and not outcome.device_must_wait
+    assert output.result() == {"a"} and outcome.final and not outcome.under_way
     assert outcome.standing() == {"a"}, "whoever asks, and as often"
 
 
@@ -74,21 +76,66 @@ def test_a_load_may_end_without_having_begun() -> None:
     outcome = outcome_of(one, two)
     outcome.ended(one, True)
     outcome.ended(two, False)
-    assert outcome.wait_begun(LONG) and not outcome.device_must_wait and outcome.standing() == {"a"}
+    assert outcome.wait_begun(LONG) and not outcome.under_way and outcome.standing() == {"a"}
 
 
 def test_what_is_given_up_fails_after_its_copies_have_ended() -> None:
     one, two = load("a"), load("b")
     outcome = outcome_of(one, two)
-    outcome.begun(one)
+    copy = Copy(on_stream=True)
+    outcome.begun(one, None, [copy])
     assert not outcome.wait_begun(0.01)
     assert outcome.give_up() == ("b",) and outcome.give_up() == (), "each is named once"
-    assert not outcome.waiting and outcome.device_must_wait, "for the other one"
-    outcome.begun(two)
+    assert not outcome.waiting and outcome.under_way == [copy], "of the other one"
+    outcome.begun(two, None, [Copy()])
     outcome.ended(one, True)
-    assert Aside(outcome.standing).waits and not outcome.device_must_wait, "copies may still write its blocks"
+    assert Aside(outcome.standing).waits and not outcome.under_way, "copies may still write its blocks"
     outcome.ended(two, True)
     assert outcome.standing() == {"a"}
+
+
+def test_the_engine_waits_for_portions() -> None:
+    """Until those that it asks for have ended; the rest may be under way."""
+    ours, copy = load(), Copy()
+    copy.ends = (10, 20, 30)
+    outcome = outcome_of(ours)
+    outcome.begun(ours, None, [copy])
+    engine = Aside(lambda: outcome.wait_moved([(copy, 1)], LONG))
+    copy.moved = 15
+    outcome.moved()
+    assert engine.waits and copy.has_ended(0) and not copy.has_ended(1)
+    copy.moved = 20
+    outcome.moved()
+    assert engine.result() is True and not copy.has_ended(2)
+    assert not outcome.wait_moved([(copy, 2)], 0.0)
+
+
+@pytest.mark.parametrize("how", ["failed", "the thread has ended"])
+def test_the_engine_waits_for_no_portion_of_a_load_that(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    monkeypatch.setattr(step_outcome, "LOOK_SECONDS", 0.005)
+    ours, copy, alive = load(), Copy(), [True]
+    copy.ends = (10, 20)
+    outcome = outcome_of(ours, alive=lambda: alive[0])
+    outcome.begun(ours, None, [copy])
+    engine = Aside(lambda: outcome.wait_moved([(copy, 1)], 0.0) or outcome.wait_moved([(copy, 1)], LONG))
+    if how == "failed":
+        copy.done, copy.error = True, "planted"
+        outcome.ended(ours, False)
+    else:
+        alive[0] = False
+    assert engine.result() is True and outcome.standing() == frozenset()
+
+
+def test_what_was_computed_with_too_early_does_not_stand() -> None:
+    one, two = load("a"), load("b")
+    outcome = outcome_of(one, two)
+    outcome.begun(one)
+    outcome.begun(two)
+    outcome.ended(one, True)
+    assert outcome.spoil() == ("b",), "it has not ended"
+    assert Aside(outcome.standing).waits, "copies may still write its blocks"
+    outcome.ended(two, True)
+    assert outcome.standing() == frozenset()
 
 
 def test_a_wait_for_the_beginning_is_short_where_it_is_to_be() -> None:

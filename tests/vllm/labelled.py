@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-LAYERS, HEADS, HEAD_SIZE, BLOCK = 2, 2, 8, 16
+LAYERS, HEADS, HEAD_SIZE, BLOCK = 3, 2, 8, 16
 CONTENT = 2 * HEAD_SIZE
 
 

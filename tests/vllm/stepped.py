@@ -37,9 +37,10 @@ from kvferry.connector.vllm import compat
 from kvferry.connector.vllm.step_load_recovery import filled_blocks
 from kvferry.connector.vllm.worker_meta import standing_loads
 from tests.support.clocks import put_forward
-from tests.vllm.labelled import BLOCK, HEAD_SIZE, HEADS, LAYERS, labels
+from tests.vllm.labelled import BLOCK, HEAD_SIZE, HEADS, LAYERS
 from tests.vllm.stepped_config import engine_config
-from tests.vllm.stepped_model import RunnerMemory, Turn
+from tests.vllm.stepped_forward import Forward, Origins
+from tests.vllm.stepped_model import RunnerMemory
 from tests.vllm.stepped_rank import Worker
 
 PREFILL: dict[str, Any] = {
@@ -62,14 +63,6 @@ class Answer:
     params: dict[str, Any] | None = None
     external: int | None = None
     """Prompt tokens that vLLM counted as loaded from outside."""
-
-
-@dataclass
-class Origins:
-    """Where the KV below the first computed token came from, at the request's first forward."""
-
-    ours: int
-    theirs: int
 
 
 class Engine:
@@ -122,10 +115,12 @@ class Engine:
         self.before_update: Callable[[Any], None] | None = None
         """Called with a step between its forward and the look at its output, where EngineCore takes aborts."""
         self.device: Callable[[], None] = lambda: None
-        """Called before a forward reads: what a device waits for while its thread goes on."""
+        """Called at the beginning of a forward: what a device waits for while its thread goes on."""
+        self.at_layer: Callable[[int], None] = lambda layer: None
+        """Called before the attention of a layer reads."""
         self._lost: set[int] = set()  # blocks that loads inside steps failed to fill, until the scheduler hears of it
         # Requests whose forward has read other than right KV, in which blocks, and where.
-        self._wrong: list[tuple[str, set[int], str]] = []
+        self.wrong: list[tuple[str, set[int], str]] = []
         heads = max(1, HEADS // tp)
         form = {"block_size": block, "num_kv_heads": heads, "head_size": HEAD_SIZE, "dtype": torch.float32}
         groups = [KVCacheGroupSpec(self.layers, spec or FullAttentionSpec(**form))]
@@ -229,8 +224,8 @@ class Engine:
         self.computed.update(step.num_scheduled_tokens)
         self._memory.begin(step)
         turns = {name: self._memory.turn(self.scheduler.requests[name], step) for name in step.num_scheduled_tokens}
-        carried = [worker.run(step, lambda w: self._forward(w, turns)) for worker in self.workers]
-        sampled = self._memory.sample(turns, {request_id for request_id, _, _ in self._wrong})
+        carried = [worker.run(step, lambda w: Forward(self, w, turns)) for worker in self.workers]
+        sampled = self._memory.sample(turns, {request_id for request_id, _, _ in self.wrong})
         self.drafts_kept += sum(max(0, len(tokens) - 1) for tokens in sampled)
         index = {request_id: number for number, request_id in enumerate(turns)}
         merged = self._aggregator.aggregate(
@@ -240,9 +235,9 @@ class Engine:
         if merged.kv_connector_output is not None:
             self._lost |= merged.kv_connector_output.invalid_block_ids
         self._lost |= self._not_filled(step, merged)
-        for _, blocks, text in self._wrong:  # what vLLM makes of what it was told is seen in the answers
+        for _, blocks, text in self.wrong:  # what vLLM makes of what it was told is seen in the answers
             assert self._lost & blocks, text
-        self._wrong.clear()
+        self.wrong.clear()
         self._outputs.append((step, merged))
         while self._outputs and (len(self._outputs) > self._ahead or not step.total_num_scheduled_tokens):
             self._update(*self._outputs.popleft())
@@ -288,23 +283,10 @@ class Engine:
         self._pipe[0].send(metadata)
         return self._pipe[1].recv()
 
-    def _forward(self, worker: Worker, turns: dict[str, Turn]) -> None:
-        """Look at all KV that the step reads, then write what it computes."""
-        self.device()
-        for request_id, turn in turns.items():
-            tables, held = self.scheduler.kv_cache_manager.get_block_ids(request_id), worker.held(turn.start)
-            found = worker.kv(tables, 0, len(held))
-            differs = (found >> 1) != (labels(worker.heads, 0, turn.ids[: turn.start], 0)[:, :, held] >> 1)
-            if self.window is not None:
-                differs[-1, :, : max(0, turn.start - self.window + 1)] = False
-            wrong = differs.any(dim=3).any(dim=1).any(dim=0).nonzero().flatten().tolist()
-            if wrong:
-                text = f"{request_id}: wrong KV at positions {[held[n] for n in wrong]} of {turn.start}"
-                self._wrong.append((request_id, set(tables[0]), text))
-            ours = int(((found[0] & 1) == self.origin).all(dim=2).all(dim=0).sum())
-            self.origins.setdefault(request_id, Origins(ours, len(held) - ours))
-            made = turn.ids[turn.start :]  # from wrong KV comes wrong KV
-            worker.write(tables, turn.start, [token + 1 for token in made] if wrong else made)
+    def block_tables(self, request_id: str) -> tuple[list[int], ...]:
+        """Of a request."""
+        tables: tuple[list[int], ...] = self.scheduler.kv_cache_manager.get_block_ids(request_id)
+        return tables
 
     # --- state --------------------------------------------------------------------------------------------------
 

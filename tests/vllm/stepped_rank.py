@@ -25,7 +25,8 @@ from kvferry.connector.vllm import from_vllm
 from tests.vllm.labelled import CONTENT, HEADS, labels
 
 RUNNERS = ("v1", "v2", "v026")
-"""vLLM's two model runners of 0.32, and the calls that 0.26 makes."""
+"""vLLM's two model runners of 0.32, and the calls that 0.26 makes. V1 runs attention from Python, where a connector is
+asked for each layer; V2 replays a graph of the whole forward, and ``v2 eager`` is V2 without a graph."""
 
 
 class Owner(Protocol):
@@ -44,6 +45,17 @@ class Owner(Protocol):
     interleave: int
 
 
+class Steps(Protocol):
+    """A forward, see ``stepped_forward``."""
+
+    def update(self, layer: int) -> None: ...
+    def attend(self, layer: int) -> None: ...
+    def finish(self) -> None: ...
+
+
+MakeForward = Callable[["Worker"], Steps]
+
+
 class Worker:
     """One rank: caches, the connector's worker half, and the calls that one of vLLM's model runners makes."""
 
@@ -58,7 +70,9 @@ class Worker:
                 config=engine.config, role=KVConnectorRole.WORKER, kv_cache_config=engine.kv_config
             )
         self._v2: ActiveKVConnector | None = None
-        if engine.runner == "v2":
+        self.hook_order: Sequence[int] = range(len(engine.layers))
+        """In which order a forward comes to its layers."""
+        if engine.runner.startswith("v2"):
             with self._group():
                 self._v2 = ActiveKVConnector(engine.config, self.caches)
         else:
@@ -73,7 +87,7 @@ class Worker:
         with mock.patch.object(kv_transfer_state, "_KV_CONNECTOR_AGENT", self.connector):
             yield
 
-    def run(self, step: Any, forward: Callable[[Worker], None]) -> KVConnectorOutput | None:
+    def run(self, step: Any, forward: MakeForward) -> KVConnectorOutput | None:
         """One step of the model runner: its calls to the connector around the forward."""
         idle = step.total_num_scheduled_tokens == 0
         with self._group():
@@ -111,26 +125,37 @@ class Worker:
         ):
             yield
 
-    def _attend(self, forward: Callable[[Worker], None]) -> None:
-        """The forward, as vLLM's attention layers run it between their calls to the connector. It is made up for all
-        layers at once, so all of it is done in the first."""
-        todo = [forward]
+    def _attend(self, forward: MakeForward) -> None:
+        """The forward, as vLLM's attention layers run it: each writes its KV, then asks the connector, then reads."""
+        made, names = forward(self), self.engine.layers
 
-        def layer(layer_name: str) -> None:
-            while todo:
-                todo.pop()(self)
+        def attention(layer_name: str) -> None:
+            made.attend(names.index(layer_name))
 
-        hooked = maybe_transfer_kv_layer(layer)
-        for name in self.engine.layers:
-            hooked(name)
+        hooked = maybe_transfer_kv_layer(attention)
+        for layer in self.hook_order:
+            made.update(layer)
+            hooked(names[layer])
+        made.finish()
 
-    def _run_v2(
-        self, kv: ActiveKVConnector, step: Any, forward: Callable[[Worker], None], idle: bool
-    ) -> KVConnectorOutput | None:
+    def _replay(self, forward: MakeForward) -> None:
+        """The forward as a graph, of which the connector hears nothing."""
+        made = forward(self)
+        for layer in range(len(self.engine.layers)):
+            made.update(layer)
+            made.attend(layer)
+        made.finish()
+
+    def _run_v2(self, kv: ActiveKVConnector, step: Any, forward: MakeForward, idle: bool) -> KVConnectorOutput | None:
         if idle:
             return kv.no_forward(step).kv_connector_output
-        kv.pre_forward(step)
-        forward(self)
+        if self.engine.runner == "v2 eager":
+            with self._layers():
+                kv.pre_forward(step)
+                self._attend(forward)
+        else:
+            kv.pre_forward(step)
+            self._replay(forward)
         if hasattr(kv, "finish_forward"):  # not in 0.26
             kv.finish_forward()
         if not hasattr(kv, "finalize_step") or self.engine.config.speculative_config is None:
@@ -139,14 +164,14 @@ class Worker:
         kv.finalize_step()
         return output
 
-    def _run_v026(self, step: Any, forward: Callable[[Worker], None], idle: bool) -> KVConnectorOutput:
+    def _run_v026(self, step: Any, forward: MakeForward, idle: bool) -> KVConnectorOutput:
         """The order of 0.26: loads before the forward, completions and bad blocks asked for apart."""
         kv = self.connector
         kv.bind_connector_metadata(step.kv_connector_metadata)
         with set_forward_context(None, self.engine.config):
             kv.start_load_kv(get_forward_context())
         if not idle:
-            forward(self)
+            self._replay(forward)
             kv.wait_for_save()
         output = KVConnectorOutput()
         output.finished_sending, output.finished_recving = kv.get_finished(step.finished_req_ids)
@@ -156,20 +181,26 @@ class Worker:
         kv.clear_connector_metadata()
         return output
 
-    def kv(self, tables: Sequence[Sequence[int]], start: int, stop: int) -> torch.Tensor:
-        """[L,H,T,C] int32: the labels of the rank's own tokens [start, stop), by plain indexing."""
+    def kv(
+        self, tables: Sequence[Sequence[int]], start: int, stop: int, layers: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """[L,H,T,C] int32: the labels of the rank's own tokens [start, stop), by plain indexing; of all layers, or of
+        these."""
         found = []
-        for number, name in enumerate(self.engine.layers):
+        for number in range(len(self.engine.layers)) if layers is None else layers:
+            name = self.engine.layers[number]
             ids = torch.tensor(list(tables[self.engine.table_of[number]]))
             cache = self.caches[name].view(torch.int32)[ids]
             found.append(cache.permute(1, 0, 2, 3).reshape(len(self.heads), -1, CONTENT)[:, start:stop])
         return torch.stack(found)
 
-    def write(self, tables: Sequence[Sequence[int]], start: int, ids: Sequence[int]) -> None:
-        """What a forward leaves in the cache."""
+    def write(
+        self, tables: Sequence[Sequence[int]], start: int, ids: Sequence[int], layers: Sequence[int] | None = None
+    ) -> None:
+        """What a forward leaves in the cache of all layers, or of these."""
         values = labels(self.heads, start, ids, self.engine.origin)
-        for number, name in enumerate(self.engine.layers):
-            cache = self.caches[name].view(torch.int32)
+        for number in range(len(self.engine.layers)) if layers is None else layers:
+            cache = self.caches[self.engine.layers[number]].view(torch.int32)
             block_ids = tables[self.engine.table_of[number]]
             for place, token in enumerate(self.held(start + len(ids))):
                 block, slot = divmod(place, self.engine.block)

@@ -153,7 +153,7 @@ def _copy_share(pid: int, ranges: ByteRanges) -> None:
 
 
 class _CmaCopy(Copy):
-    """A copy of ``left``, of which each turn of the plane copies ``TURN_BYTES``."""
+    """A copy of ``left``, of which each turn of the plane copies ``TURN_BYTES``, or less to the end of a portion."""
 
     __slots__ = ("_left", "_pid", "channel")
 
@@ -166,8 +166,11 @@ class _CmaCopy(Copy):
     def turn(self) -> None:
         """Copy the next ``TURN_BYTES``, on this thread and the helpers."""
         assert self._left is not None
+        nbytes = TURN_BYTES
+        if self.ends:
+            nbytes = min(nbytes, next(end - self.moved for end in self.ends if end > self.moved))
         try:
-            now, self._left = self._left.split(TURN_BYTES)
+            now, self._left = self._left.split(nbytes)
             _copy(self._pid, now)
         except Exception as error:  # only this copy fails, not the plane
             self.peer_lost = isinstance(error, TransportError)
@@ -185,6 +188,7 @@ class _CmaCopy(Copy):
 class CmaChannel(PullChannel):
     """D's end. A pidfd shows the end of P's process. ``ranges``: P's KV caches, once ``finish`` has read P's file."""
 
+    in_order: ClassVar[bool] = True
     process: PeerProcess
 
     def __init__(self, plane: CmaPlane, process: PeerProcess) -> None:

@@ -1,0 +1,47 @@
+"""vLLM worker extensions that also say in how many portions the loads inside steps came.
+
+POST /collective_rpc {"method": "kv_portions", "args": ["1"]}       once; portions of so many bytes at least
+POST /collective_rpc {"method": "kv_portions_seen"}                 of each read that could be cut since the last call
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.support.kv_bytes import KVBytes
+from tests.support.kv_heads import KVHeads
+
+
+class _Portions:
+    def kv_portions(self, nbytes: str = "") -> list[int]:
+        """Begin to count. ``nbytes``: in place of the bounds of ``geometry.portions``."""
+        from kvferry.connector.geometry import portions
+        from kvferry.connector.transfer import receiver
+
+        if nbytes:
+            portions.HOST_PORTION_BYTES = portions.GPU_PORTION_BYTES = int(nbytes)
+        seen: list[int] = []
+        cut_read = receiver.cut_read
+
+        def counted(*args: Any) -> Any:
+            found = cut_read(*args)
+            seen.append(len(found))
+            return found
+
+        receiver.cut_read = counted
+        self._portions_seen = seen
+        return []
+
+    def kv_portions_seen(self) -> list[int]:
+        """A read that cannot be cut, because no forward has waited for layers before, is not among them."""
+        found = list(self._portions_seen)
+        self._portions_seen.clear()
+        return found
+
+
+class KVPortions(_Portions, KVBytes):
+    """With digests of whole layers."""
+
+
+class KVHeadPortions(_Portions, KVHeads):
+    """With digests of each head."""
