@@ -27,8 +27,9 @@ RELAYED: dict[str, tuple[Any, ...] | None] = {
     # What P and D do alike, and what only P needs, which makes the prompt's token ids.
     "model": ANY, "prompt": ANY, "messages": ANY, "stream": (True,), "stream_options": ANY, "user": ANY,
     "max_tokens": ANY, "max_completion_tokens": ANY, "ignore_eos": ANY, "skip_special_tokens": ANY,
-    "temperature": ANY, "top_p": ANY, "top_k": ANY, "min_p": ANY, "allowed_token_ids": ANY, "cache_salt": ANY, "priority": ANY,
-    "add_special_tokens": ANY, "chat_template": ANY, "chat_template_kwargs": ANY, "add_generation_prompt": ANY,
+    "temperature": ANY, "top_p": ANY, "top_k": ANY, "min_p": ANY, "allowed_token_ids": ANY, "cache_salt": ANY,
+    "priority": ANY, "add_special_tokens": ANY, "add_generation_prompt": ANY,
+    "chat_template": ANY, "chat_template_kwargs": ANY,
     # Choices and tokens that the answer must name, of the prompt too: P's and D's are not in one list.
     "n": (None, 1), "best_of": (None, 1), "use_beam_search": _OFF, "echo": _OFF, "return_token_ids": _OFF,
     "logprobs": _OFF, "top_logprobs": (None, 0), "prompt_logprobs": (None,),
@@ -97,12 +98,14 @@ class FirstToken:
         if self.chat:
             role = {"index": 0, "delta": {"role": self.role, "content": ""}, "logprobs": None, "finish_reason": None}
             yield self._chunk([role], 0) | {"prompt_token_ids": None, "prompt_text": None}
-        yield self._chunk([self._choice(self.text, self.finish, self.answer["choices"][0].get("stop_reason"))], 1)
+        choice = self._choice(self.text, self.finish, self.answer["choices"][0].get("stop_reason"))
+        last = self.finish is not None and not self.options.get("include_usage")
+        yield self._chunk([choice], 1) | (self._fingerprint() if last else {})
 
     def closing(self) -> Iterator[dict[str, Any] | None]:
         """What follows where the answer ends with P's token: the usage, if the client wants it, and the end."""
         if self.options.get("include_usage"):
-            yield self._chunk([]) | {"usage": self._usage(1)}
+            yield self._chunk([]) | {"usage": self._usage(1)} | self._fingerprint()
         yield None
 
     def rest_body(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -161,6 +164,11 @@ class FirstToken:
     def _name(self) -> dict[str, Any]:
         kind = "chat.completion.chunk" if self.chat else "text_completion"
         return {"id": self.answer.get("id"), "object": kind, "created": self.answer.get("created")}
+
+    def _fingerprint(self) -> dict[str, Any]:
+        """What vLLM's last chunk has, where the engine has one."""
+        fingerprint = self.answer.get("system_fingerprint")
+        return {} if fingerprint is None else {"system_fingerprint": fingerprint}
 
     def _usage(self, completion_tokens: int) -> dict[str, Any]:
         prompt = len(self.prompt)
