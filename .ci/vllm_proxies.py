@@ -57,9 +57,9 @@ def download(version: str, file: Path) -> None:
     found = [link for link in links.found if urllib.parse.urlsplit(link).path.endswith(f"/{name}")]
     if not found:
         sys.exit(f"the package index has no {name}. Nothing was tested")
-    with urllib.request.urlopen(urllib.parse.urljoin(page_url, found[0]), timeout=SECONDS) as source:
-        with file.open("wb") as target:
-            shutil.copyfileobj(source, target)
+    url = urllib.parse.urljoin(page_url, found[0])
+    with urllib.request.urlopen(url, timeout=SECONDS) as source, file.open("wb") as target:
+        shutil.copyfileobj(source, target)
 
 
 def unpack(file: Path, version: str, folder: Path) -> None:

@@ -1,34 +1,46 @@
-"""A small router for disaggregated prefill and decode: each request first to a prefill engine, then to a decode engine.
+"""A small router for disaggregated prefill and decode: each request to a prefill engine and to a decode engine.
 
     python examples/lib/pd_router.py --prefill http://10.0.0.1:8000 --decode http://10.0.0.2:8000
 
 The prefill leg is the client's request cut down to one token and marked with the six keys of ``kv_transfer_params``
-that vLLM's connectors know. What P answers under ``kv_transfer_params`` goes verbatim to D, whose answer is streamed
-to the client. Both legs carry one ``X-Request-Id``.
+that vLLM's connectors know. D's answer is streamed to the client. Both legs carry one ``X-Request-Id``.
 
-- P fails (no connection, an error, too late, no parameters): D gets the request alone and prefills by itself.
-- The client goes away: the decode leg is cancelled. The prefill leg may end, within ``Timeouts.abandoned_prefill``; its
-  parameters go to D all the same, for one token: else P would hold the prompt's blocks until its lease ends.
+When D is asked:
+
+- At first, and with ``--serial`` always, after P, with the ``kv_transfer_params`` of P's answer verbatim.
+- Where P's last answer said ``"transfer_mode": "push"`` and where P is, both are asked at once: D gets P's place, and
+  both get one ``transfer_id``, by which D asks P for the prompt while P still computes it.
+- Unless ``--no-relay``, P's token goes to the client when P has it, and D's answer follows. ``first_token.py`` says
+  how, and for which requests. A relayed request for one token is P's alone.
+
+What goes wrong:
+
+- P fails (no connection, an error, too late, no parameters): D gets the request alone and prefills by itself. If D was
+  asked at once it waits for a prompt that does not come: its leg is cancelled and sent anew, unless it answers already.
+- Another P answers than the one that D was told of: D's leg is cancelled and sent anew, with this P's parameters.
+- The client goes away: D's leg is cancelled. P's leg is cancelled too where D was asked at once: D tells P that it does
+  not want the prompt. Else it may end, within ``Timeouts.abandoned_prefill``; its parameters go to D all the same, for
+  one token: else P would hold the prompt's blocks until its lease ends.
 - A kept connection breaks before a byte of the answer: the leg is sent once more, on a connection of its own.
 - ``kv_transfer_params`` of clients are dropped: they name hosts that D would connect to.
 
-Several ``--prefill`` and ``--decode`` take turns. It keeps no state: run as many routers as you like.
+Several ``--prefill`` and ``--decode`` take turns. It keeps no state of requests: run as many routers as you like.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
 import json
 import logging
-import time
+import sys
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / ".typing"))
 
 import httpx
 import uvicorn
@@ -37,17 +49,26 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-log = logging.getLogger("pd_router")
-T = TypeVar("T")
+from examples.lib.first_token import relayed, sse, token_limit
+from examples.lib.legs import (
+    PREFILL_TAG,
+    Asked,
+    Attempt,
+    ClientGoneError,
+    Decoded,
+    Legs,
+    Timeouts,
+    can_hand_over,
+    ended,
+    error_of,
+    identity_of,
+    log,
+    prefill_body,
+    unless_gone,
+    why,
+)
+from examples.lib.relay import first_of, rest_of_answer, streams, whole_answer
 
-PREFILL_TAG: dict[str, Any] = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
 # Hop-by-hop headers and those that httpx and uvicorn set anew.
 _OWN_HEADERS = {
     "connection", "content-length", "date", "host", "keep-alive", "proxy-authenticate", "proxy-authorization", "server",
@@ -55,132 +76,15 @@ _OWN_HEADERS = {
 }  # fmt: skip
 
 
-class ClientGoneError(Exception):
-    """The client closed its connection."""
+class Router(Legs):
+    """``serial``: D is asked after P. ``relay``: P's token goes to the client where that cannot show."""
 
-
-@dataclass(frozen=True)
-class Timeouts:
-    """Seconds. ``prefill`` bounds the whole prefill leg, ``abandoned_prefill`` the rest of it where the client is gone.
-    D's answer is not bounded, only how long it may be silent."""
-
-    connect: float = 3.0
-    prefill: float = 120.0
-    abandoned_prefill: float = 10.0
-    decode_silence: float = 600.0
-    cool_down: float = 5.0
-
-
-@dataclass
-class Attempt:
-    """How far the sending of one request has come. ``fresh``: it has made a connection of its own. ``asked``: the
-    request is sent. ``answered``: a byte of the answer was received."""
-
-    fresh: bool = False
-    asked: bool = False
-    answered: bool = False
-
-    async def trace(self, event: str, info: dict[str, Any]) -> None:
-        """httpcore's ``trace`` extension."""
-        if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
-            self.fresh = True
-            _note_reads(info["return_value"])
-        self.asked = self.asked or event == "http11.send_request_body.complete"
-
-
-_attempt: ContextVar[Attempt | None] = ContextVar("_attempt", default=None)
-"""The attempt whose task is running: httpcore reads a connection in the task of the request."""
-
-
-def _note_reads(stream: Any) -> None:
-    """Have the attempts that read this connection know of the bytes that come. httpcore reports whole heads only."""
-    read = stream.read
-
-    async def noted(*args: Any, **kwargs: Any) -> bytes:
-        data: bytes = await read(*args, **kwargs)
-        attempt = _attempt.get()
-        if data and attempt is not None:
-            attempt.answered = True
-        return data
-
-    stream.read = noted
-
-
-class Pool:
-    """Engines that take turns; one that failed is passed over for a while."""
-
-    def __init__(self, urls: Sequence[str], cool_down: float) -> None:
-        self.urls = [url.rstrip("/") for url in urls]
-        self._turn = itertools.cycle(self.urls)
-        self._until: dict[str, float] = {}
-        self._cool_down = cool_down
-
-    def pick(self) -> str | None:
-        """The next one that did not fail just now; None where all did."""
-        now = time.monotonic()
-        for _ in self.urls:
-            url = next(self._turn)
-            if self._until.get(url, 0) <= now:
-                return url
-        return None
-
-    def failed(self, url: str) -> None:
-        self._until[url] = time.monotonic() + self._cool_down
-
-
-def prefill_body(body: dict[str, Any]) -> dict[str, Any]:
-    """The prefill leg of a request: one token, one choice, not streamed, marked for hand-over."""
-    leg = {k: v for k, v in body.items() if k not in ("stream_options", "min_tokens", "best_of", "use_beam_search")}
-    leg |= {"stream": False, "max_tokens": 1, "n": 1, "kv_transfer_params": dict(PREFILL_TAG)}
-    if "max_completion_tokens" in leg:
-        leg["max_completion_tokens"] = 1
-    return leg
-
-
-def can_hand_over(body: dict[str, Any]) -> bool:
-    """Whether the request holds one prompt; one set of parameters cannot name several."""
-    prompt = body.get("prompt")
-    if not isinstance(prompt, list) or (prompt and isinstance(prompt[0], int)):
-        return True
-    return len(prompt) == 1
-
-
-async def unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """The result of ``work``, which is cancelled when the client goes away.
-
-    Raises:
-        ClientGoneError: it did.
-    """
-
-    async def gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(gone())
-    try:
-        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientGoneError
-    finally:
-        for future in (task, watch):
-            if not future.done():
-                future.cancel()
-                with suppress(asyncio.CancelledError, Exception):
-                    await future
-
-
-class Router:
-    """The legs of a request. Between start-up and shutdown of the app are open: ``http``, which keeps connections, and
-    ``http_fresh``, which does not."""
-
-    def __init__(self, prefill: Sequence[str], decode: Sequence[str], timeouts: Timeouts | None = None) -> None:
-        self.timeouts = timeouts or Timeouts()
-        self.prefill = Pool(prefill, self.timeouts.cool_down)
-        self.decode = Pool(decode, self.timeouts.cool_down)
-        self.http: httpx.AsyncClient
-        self.http_fresh: httpx.AsyncClient
-        self._tasks: set[asyncio.Task[Any]] = set()
+    def __init__(
+        self, prefill: Sequence[str], decode: Sequence[str], timeouts: Timeouts | None = None, *,
+        serial: bool = False, relay: bool = True,
+    ) -> None:  # fmt: skip
+        super().__init__(prefill, decode, timeouts)
+        self._serial, self._relay = serial, relay
 
     async def serve(self, request: Request) -> Response:
         """One completion or chat completion."""
@@ -196,127 +100,112 @@ class Router:
         request_id = request.headers.get("x-request-id") or uuid.uuid4().hex
         headers = {k: v for k, v in request.headers.items() if k not in _OWN_HEADERS} | {"x-request-id": request_id}
         body.pop("kv_transfer_params", None)
-        path = request.url.path
+        asked = Asked(request, body, headers)
         try:
-            params = await self._prefill_leg(request, path, body, headers) if can_hand_over(body) else None
-            if params is not None:
-                body["kv_transfer_params"] = params
-            return await self._decode_leg(request, path, body, headers)
+            return await self._answer(asked)
         except ClientGoneError:
             log.info("%s: the client is gone", request_id)
             return Response(status_code=499)
 
-    async def _prefill_leg(
-        self, request: Request, path: str, body: dict[str, Any], headers: dict[str, str]
-    ) -> dict[str, Any] | None:
-        """The parameters for D, or None: D then prefills by itself. Raises ClientGoneError."""
-        request_id = headers["x-request-id"]
+    async def _answer(self, asked: Asked) -> Response:
+        """Raises ClientGoneError."""
+        if not can_hand_over(asked.body):
+            return await self._decode(asked, None)
         url = self.prefill.pick()
         if url is None:
-            log.warning("%s: no prefill engine answers, decode only", request_id)
-            return None
-        send = self._send(url + path, prefill_body(body), headers, Attempt(), silence=None)
-        leg = self._start(asyncio.wait_for(send, self.timeouts.prefill))
+            log.warning("%s: no prefill engine answers, decode only", asked.id)
+            return await self._decode(asked, None)
+        relay = self._relay and relayed(asked.body, asked.chat)
+        only_p = relay and token_limit(asked.body, asked.chat) == 1
+        identity = None if self._serial or only_p else self.identities.get(url)
+        if identity is not None:
+            return await self._at_once(asked, url, identity, relay)
+        leg = self.start(self.ask_prefill(asked, url, self._leg(asked, relay, None if only_p else PREFILL_TAG)))
         try:
-            response = await unless_gone(request, asyncio.shield(leg))
+            prefilled = await unless_gone(asked.request, asyncio.shield(leg))
         except ClientGoneError:
-            self._start(self._abandon(leg, path, body, headers))
+            self.start(self.abandon(asked, leg))
             raise
-        except (httpx.HTTPError, TimeoutError) as error:
-            self.prefill.failed(url)
-            log.warning("%s: prefill at %s failed, decode only: %s", request_id, url, _why(error))
-            return None
-        if response.status_code != 200:
-            # A 4xx is the request's fault, and D says so itself.
-            if response.status_code >= 500:
-                self.prefill.failed(url)
-            log.warning("%s: prefill at %s answered %d, decode only", request_id, url, response.status_code)
-            return None
-        params = _params_of(response)
-        if params is None:
-            log.info("%s: prefill at %s handed nothing over, decode only", request_id, url)
-        return params
+        first = first_of(asked, prefilled) if relay else None
+        if first is not None:
+            return self._stream(asked, rest_of_answer(self, asked, first, prefilled.params))
+        return await self._decode(asked, prefilled.params)
 
-    async def _abandon(
-        self, leg: asyncio.Task[httpx.Response], path: str, body: dict[str, Any], headers: dict[str, str]
-    ) -> None:
-        """The client is gone during the prefill leg: have P's lease released once P has answered. P aborts what takes
-        longer, as its connection is closed."""
-        try:
-            params = _params_of(await asyncio.wait_for(leg, self.timeouts.abandoned_prefill))
-        except (httpx.HTTPError, TimeoutError):
-            return
-        if params is not None:
-            await self._let_go(path, body | {"kv_transfer_params": params}, headers)
+    def _leg(self, asked: Asked, relay: bool, params: dict[str, Any] | None) -> dict[str, Any]:
+        leg = prefill_body(asked.body, params)
+        return leg | {"return_token_ids": True} if relay else leg
 
-    async def _let_go(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> None:
-        """P has finished, D was not asked, and the client is gone: D loads the prompt and so releases P's lease."""
-        url = self.decode.pick() or self.decode.urls[0]
-        leg = prefill_body(body) | {"kv_transfer_params": body["kv_transfer_params"]}
-        try:
-            await self._send(url + path, leg, headers, Attempt(), silence=self.timeouts.decode_silence)
-        except httpx.HTTPError as error:
-            log.warning("%s: P holds its blocks until its lease ends: %s", headers["x-request-id"], _why(error))
-
-    async def _decode_leg(self, request: Request, path: str, body: dict[str, Any], headers: dict[str, str]) -> Response:
-        """D's answer. Raises ClientGoneError."""
-        url = self.decode.pick() or self.decode.urls[0]
+    async def _decode(self, asked: Asked, params: dict[str, Any] | None) -> Response:
+        """D's answer, where D is asked after P. Raises ClientGoneError."""
+        body = asked.body if params is None else asked.body | {"kv_transfer_params": params}
         attempt = Attempt()
-        send = self._send(url + path, body, headers, attempt, silence=self.timeouts.decode_silence, stream=True)
         try:
-            answer = await unless_gone(request, send)
-            streamed = answer.headers.get("content-type", "").startswith("text/event-stream")
-            if not streamed:
-                await unless_gone(request, answer.aread())
+            return self._answer_of(asked, await unless_gone(asked.request, self.ask_decode(asked, body, attempt)))
         except ClientGoneError:
-            if not attempt.asked and "kv_transfer_params" in body:
-                self._start(self._let_go(path, body, headers))
+            if not attempt.asked and params is not None:
+                self.start(self.let_go(asked, params))
             raise
         except httpx.HTTPError as error:
-            self.decode.failed(url)
-            log.error("%s: decode at %s failed: %s", headers["x-request-id"], url, _why(error))
-            return _error(502, f"decode engine {url} failed: {_why(error)}")
-        kept = {k: v for k, v in answer.headers.items() if k not in _OWN_HEADERS and k != "content-encoding"}
-        kept["x-request-id"] = headers["x-request-id"]
-        if not streamed:
-            return Response(answer.content, answer.status_code, kept)
-        return StreamingResponse(self._relay(answer, url, headers["x-request-id"]), answer.status_code, kept)
+            return _error(502, f"the decode engine failed: {why(error)}")
 
-    async def _send(
-        self, url: str, body: dict[str, Any], headers: dict[str, str], attempt: Attempt, *,
-        silence: float | None, stream: bool = False,
-    ) -> httpx.Response:  # fmt: skip
-        """An engine's answer, its body too unless ``stream``; on a fresh connection where a kept one breaks before a
-        byte of the answer. Raises httpx.HTTPError."""
-        _attempt.set(attempt)
-        how: dict[str, Any] = {"timeout": self._timeout(silence), "extensions": {"trace": attempt.trace}}
-        message = self.http.build_request("POST", url, json=body, headers=headers, **how)
+    async def _at_once(self, asked: Asked, url: str, identity: dict[str, Any], relay: bool) -> Response:
+        """D's answer, where D is asked while P computes. Raises ClientGoneError."""
+        name = {"transfer_id": uuid.uuid4().hex}
+        place = {"do_remote_prefill": True, "do_remote_decode": False, **identity, "remote_request_id": asked.id}
+        body = asked.body | {"kv_transfer_params": place | name}
+        p = self.start(self.ask_prefill(asked, url, self._leg(asked, relay, PREFILL_TAG | name)))
+        attempt = Attempt()
+        d = self.start(self.ask_decode(asked, body | {"return_token_ids": True} if relay else body, attempt))
         try:
-            return await self.http.send(message, stream=stream)
-        except (httpx.NetworkError, httpx.RemoteProtocolError) as error:
-            if attempt.fresh or attempt.answered:
-                raise
-            log.info("%s: a kept connection to %s broke, once more: %s", headers["x-request-id"], url, _why(error))
-        attempt.asked = False
-        return await self.http_fresh.send(message, stream=stream)
+            await unless_gone(asked.request, asyncio.wait({p, d}, return_when=asyncio.FIRST_COMPLETED))
+            first = None
+            if not d.done():  # P has answered
+                prefilled = p.result()
+                if identity_of(prefilled.params) != identity:
+                    log.info("%s: D is asked again: the P that it was told of does not hand over", asked.id)
+                    await ended(d)
+                    return await self._decode(asked, prefilled.params)
+                first = first_of(asked, prefilled) if relay else None
+                if first is None:
+                    await unless_gone(asked.request, asyncio.wait({d}))
+            if first is None and d.result().response.status_code != 200:
+                p.cancel()
+            if relay and (first is not None or streams(d.result())):
+                return self._stream(asked, whole_answer(self, asked, first, d))
+            return self._answer_of(asked, d.result())
+        except ClientGoneError:
+            self.start(ended(d))
+            if p.done() and not attempt.asked and (params := p.result().params) is not None:
+                self.start(self.let_go(asked, params))
+            p.cancel()
+            raise
+        except httpx.HTTPError as error:
+            p.cancel()
+            return _error(502, f"the decode engine failed: {why(error)}")
 
-    def _start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Run ``work`` so that it may outlive its request."""
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+    @staticmethod
+    def _stream(asked: Asked, chunks: AsyncIterator[dict[str, Any] | None]) -> Response:
+        written = (sse(chunk) async for chunk in chunks)
+        return StreamingResponse(written, 200, {"x-request-id": asked.id}, "text/event-stream")
 
-    async def _relay(self, answer: httpx.Response, url: str, request_id: str) -> AsyncIterator[bytes]:
+    def _answer_of(self, asked: Asked, decoded: Decoded) -> Response:
+        """D's answer as it is."""
+        response = decoded.response
+        kept = {k: v for k, v in response.headers.items() if k not in _OWN_HEADERS and k != "content-encoding"}
+        kept["x-request-id"] = asked.id
+        if decoded.pieces is None:
+            return Response(response.content, response.status_code, kept)
+        return StreamingResponse(self._pass_on(asked, decoded), response.status_code, kept)
+
+    async def _pass_on(self, asked: Asked, decoded: Decoded) -> AsyncIterator[bytes]:
+        assert decoded.pieces is not None
         try:
-            async for piece in answer.aiter_bytes():
+            async for piece in decoded.pieces:
                 yield piece
         except httpx.HTTPError as error:  # too late for a status: say it in the stream, and end it without [DONE]
-            self.decode.failed(url)
-            log.error("%s: decode at %s broke off: %s", request_id, url, _why(error))
-            yield b"data: " + _error(502, f"decode engine {url} broke off: {_why(error)}").body + b"\n\n"
+            yield sse(self.broke_off(asked, decoded.url, error))
         finally:
-            await answer.aclose()  # closes the connection where D has not finished: D aborts the request
+            await decoded.response.aclose()  # closes the connection where D has not finished: D aborts the request
 
     async def health(self, request: Request) -> Response:
         """200 while a decode engine answers; ``degraded`` where no prefill engine does."""
@@ -328,7 +217,7 @@ class Router:
     async def _alive(self, urls: Sequence[str]) -> dict[str, bool]:
         async def ask(url: str) -> bool:
             with suppress(httpx.HTTPError):
-                return (await self.http_fresh.get(f"{url}/health", timeout=self._timeout(3.0))).status_code == 200
+                return (await self.http_fresh.get(f"{url}/health", timeout=self.timeout(3.0))).status_code == 200
             return False
 
         return dict(zip(urls, await asyncio.gather(*map(ask, urls)), strict=True))
@@ -337,18 +226,15 @@ class Router:
         """What the decode engine serves."""
         url = self.decode.pick() or self.decode.urls[0]
         try:
-            answer = await self.http_fresh.get(f"{url}/v1/models", timeout=self._timeout(10.0))
+            answer = await self.http_fresh.get(f"{url}/v1/models", timeout=self.timeout(10.0))
         except httpx.HTTPError as error:
-            return _error(502, f"decode engine {url} failed: {_why(error)}")
+            return _error(502, f"decode engine {url} failed: {why(error)}")
         return Response(answer.content, answer.status_code, media_type="application/json")
 
     @staticmethod
     def _client(kept: int) -> httpx.AsyncClient:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=kept)
         return httpx.AsyncClient(limits=limits, trust_env=False)
-
-    def _timeout(self, read: float | None) -> httpx.Timeout:
-        return httpx.Timeout(read, connect=self.timeouts.connect)
 
     def app(self) -> Starlette:
         @asynccontextmanager
@@ -365,20 +251,8 @@ class Router:
         return Starlette(routes=routes, lifespan=lifespan)
 
 
-def _params_of(response: httpx.Response) -> dict[str, Any] | None:
-    with suppress(ValueError, AttributeError):
-        params = response.json().get("kv_transfer_params")
-        return params if isinstance(params, dict) and params else None
-    return None
-
-
-def _why(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-
-
 def _error(status: int, message: str) -> JSONResponse:
-    kind = "BadRequestError" if status < 500 else "BadGatewayError"
-    return JSONResponse({"error": {"message": message, "type": kind, "code": status}}, status)
+    return JSONResponse(error_of(status, message), status)
 
 
 def main() -> None:
@@ -394,11 +268,13 @@ def main() -> None:
     ):
         default = getattr(Timeouts, name.replace("-", "_"))
         parser.add_argument(f"--{name}-timeout", type=float, default=default, help=f"seconds {text}")
+    parser.add_argument("--serial", action="store_true", help="ask D only when P has answered")
+    parser.add_argument("--no-relay", action="store_true", help="leave P's token to D")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     timeouts = Timeouts(args.connect_timeout, args.prefill_timeout, args.abandoned_prefill_timeout)
-    router = Router(args.prefill, args.decode, timeouts)
+    router = Router(args.prefill, args.decode, timeouts, serial=args.serial, relay=not args.no_relay)
     uvicorn.run(router.app(), host=args.host, port=args.port, log_level="warning")
 
 

@@ -14,7 +14,8 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from examples.lib.pd_router import PREFILL_TAG, Router, Timeouts, prefill_body
+from examples.lib.legs import PREFILL_TAG, Asked, Timeouts, prefill_body
+from examples.lib.pd_router import Router
 from tests.examples.stand_ins import (
     PARAMS,
     Engine,
@@ -186,8 +187,9 @@ def test_client_gone_before_decode_was_asked_still_releases() -> None:
 
         async def go() -> None:
             async with httpx.AsyncClient(trust_env=False) as router.http:
-                body = {"prompt": "x", "max_tokens": 50, "stream": True, "kv_transfer_params": PARAMS}
-                await router._let_go("/v1/completions", body, {"x-request-id": "r"})
+                request = Request({"type": "http", "path": "/v1/completions", "headers": []})
+                asked = Asked(request, {"prompt": "x", "max_tokens": 50, "stream": True}, {"x-request-id": "r"})
+                await router.let_go(asked, PARAMS)
 
         asyncio.run(go())
     assert d.seen[0][0]["kv_transfer_params"] == PARAMS and d.seen[0][0]["max_tokens"] == 1 and not p.seen

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from examples.lib.pd_router import Router, Timeouts
+from examples.lib.legs import Timeouts
+from examples.lib.pd_router import Router
 from tests.examples.stand_ins import PARAMS, ask, decode_engine, prefill_engine, served
 
 BODIES = {"P": {"kv_transfer_params": PARAMS, "choices": []}, "D": {"text": "from D"}}

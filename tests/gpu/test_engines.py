@@ -26,9 +26,6 @@ from tests.support.fragment import in_sequence, scatter
 from tests.support.kv_bytes import prompt_digest
 from tests.support.served import (
     LONG_SECONDS,
-    PER_HEAD,
-    LEASE_SECONDS,
-    START_SECONDS,
     at_once,
     complete,
     corrupted,
