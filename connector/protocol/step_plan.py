@@ -120,7 +120,8 @@ class PrefillStop(msgspec.Struct, frozen=True):
 class Rendezvous(msgspec.Struct, frozen=True):
     """D: a request whose P is known, but not yet the token of its lease. A rank of P at ``host`` and ``port`` tells it
     when it knows a prompt of this ``name``. ``engine_id``: of P; empty where it is unknown. ``key``: the fingerprint of
-    P's public key; empty where it is that of D."""
+    P's public key; empty where it is that of D. Where ``host`` is an address such as ``http://10.0.0.1:8998``, the page
+    there names that rank."""
 
     request_id: str
     host: str

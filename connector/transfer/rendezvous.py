@@ -14,6 +14,7 @@ from kvferry.connector.protocol.link_state import LinkPhase
 from kvferry.connector.protocol.rendezvous import RendezvousEffect, RendezvousEvent, RendezvousPhase, RendezvousState
 from kvferry.connector.protocol.state_machine import Lifetime, Tick
 from kvferry.connector.protocol.step_plan import PeerEngine, Rendezvous, RendezvousResult
+from kvferry.connector.transfer.bootstrap_lookup import SCHEME, BootstrapLookups
 from kvferry.connector.transfer.link import Link
 from kvferry.connector.transfer.rank_context import RankContext
 from kvferry.transport.control.dialer import Connection
@@ -74,13 +75,14 @@ class Meetings:
         self._log = rank_context.log
         geometry = rank_context.caches.geometry
         self._asks = geometry.tp_rank == geometry.pp_rank == 0
+        self._lookups = BootstrapLookups(rank_context, self._begin, self._lost)
         self._contacts: dict[_Address, _Contact] = {}
         self._meetings: dict[str, _Meeting] = {}
         self._by_number: dict[int, _Meeting] = {}
         self._last = 0
 
     def __bool__(self) -> bool:
-        return bool(self._meetings)
+        return bool(self._meetings or self._lookups)
 
     # --- commands from the engine -------------------------------------------------------------------------------
 
@@ -89,18 +91,28 @@ class Meetings:
         if not self._asks:
             return
         self.leave(wanted.request_id, now)  # an id comes again
+        if wanted.host.startswith(SCHEME):
+            self._lookups.add(wanted)
+        else:
+            self._begin(wanted, now)
+
+    def _begin(self, wanted: Rendezvous, now: float) -> None:
         try:
             contact = self._contact(wanted, now)
         except KVFerryError as error:
-            self._report(wanted.request_id, RendezvousResult(error=str(error)))
+            self._lost(wanted.request_id, str(error))
             return
         contact.open += 1
         lifetime = Lifetime(rendezvous.RENDEZVOUS, RendezvousState(), now)
         meeting = self._meetings[wanted.request_id] = _Meeting(wanted, lifetime, contact, 0)
         self._perform(meeting, rendezvous.AskName("begun"), now)
 
+    def _lost(self, request_id: str, why: str) -> None:
+        self._report(request_id, RendezvousResult(error=why))
+
     def leave(self, request_id: str, now: float) -> None:
         """A request does not need its lease any more."""
+        self._lookups.leave(request_id)
         meeting = self._meetings.get(request_id)
         if meeting is not None:
             self._step(meeting, rendezvous.NameLeft(), now)
@@ -109,6 +121,8 @@ class Meetings:
 
     def serve(self, now: float) -> None:
         """Handle the answers that have arrived. The dialer has taken them in before."""
+        if self._lookups:
+            self._lookups.serve(now)
         for contact in list(self._contacts.values()) if self._meetings else ():
             if not contact.connection.news:
                 continue
@@ -222,7 +236,7 @@ class Meetings:
             case rendezvous.ReportFound(streams):
                 self._found(meeting, streams)
             case rendezvous.ReportLost(why):
-                self._report(meeting.rendezvous.request_id, RendezvousResult(error=why))
+                self._lost(meeting.rendezvous.request_id, why)
             case rendezvous.SendLeave():
                 meeting.contact.connection.send(messages.encode(messages.LeaveName(number=meeting.number)))
 

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from tests.support.served import (
-    START_SECONDS,
     Pair,
     PatientServerGroup,
     complete,
@@ -36,8 +35,16 @@ def pair(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.T
     with PatientServerGroup(tmp_path_factory.mktemp("logs")) as group:
         prefill = group.engine("prefill", model, extra=extra, arguments=chunked)
         decode = group.engine("decode", model, extra=extra)
-        group.wait_ready(START_SECONDS)
+        group.wait_ready()
         yield Pair(group, prefill, decode)
+
+
+def identity_of(pair: Pair) -> dict[str, Any]:
+    """What a router knows of P from an earlier answer, whose lease D has released."""
+    ids = prompt(40, 3)
+    known = prefill_leg(pair.prefill, ids)
+    complete(pair.decode, ids, kv_transfer_params=known)
+    return known
 
 
 @pytest.mark.parametrize("first", ["P", "D"])
@@ -45,7 +52,7 @@ def pair(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.T
 def test_both_legs_at_once(pair: Pair, first: str, named: str) -> None:
     ids, name = prompt(1500, sum(map(ord, first + named))), str(uuid.uuid4())
     alone = tokens_of(complete(pair.decode, ids, cache_salt=name))
-    known = prefill_leg(pair.prefill, prompt(40, 3))
+    known = identity_of(pair)
     assert known["transfer_mode"] == "push"
     identity = {key: known[key] for key in ("remote_engine_id", "remote_host", "remote_port", "tp_size")}
     own = {named: name}
@@ -82,7 +89,7 @@ def test_both_legs_at_once(pair: Pair, first: str, named: str) -> None:
 def test_a_p_that_cannot_be_asked(pair: Pair) -> None:
     ids, name = prompt(300, 77), str(uuid.uuid4())
     alone = tokens_of(complete(pair.decode, ids, cache_salt=name))
-    known = prefill_leg(pair.prefill, prompt(40, 4))
+    known = identity_of(pair)
     to_d = {key: known[key] for key in ("remote_engine_id", "remote_host")} | {
         "do_remote_prefill": True, "remote_port": 1, "transfer_id": name
     }  # fmt: skip

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from tokenizers import Tokenizer
 
-from tests.support.served import LEASE_SECONDS, Pair, eventually, no_block_held, prompt
+from tests.support.served import LONG_SECONDS, Pair, eventually, no_block_held, prompt
 from tests.support.server import Server, metric_sum
 from tests.support.tiny_model import words
 
@@ -107,7 +107,7 @@ def compare(pair: Pair, path: str, body: dict[str, Any]) -> tuple[Streamed, int]
 
 def released(pair: Pair) -> None:
     """No lease is left to expire."""
-    no_block_held(pair.prefill, pair.decode, seconds=0.75 * LEASE_SECONDS)
+    no_block_held(pair.prefill, pair.decode, seconds=0.75 * LONG_SECONDS)
 
 
 def token_ids(model: Path, *tokens: str) -> list[int]:

@@ -99,7 +99,7 @@ def test_a_forward_waits_for_a_long_prompt_layer_by_layer(shared: SharedEngines,
     group = shared.group
     extension = ["--worker-extension-cls", "tests.support.kv_portions.KVPortions"]
     decode = group.engine("by-layer", model, kv_bytes=False, arguments=extension, extra={"step_hold_seconds": 1.0})
-    group.wait_ready(START_SECONDS, [decode])
+    group.wait_ready(servers=[decode])
     decode.rpc("kv_portions", str(1 << 20))
     pair = Pair(group, shared.prefill, decode)
     for number in range(4):

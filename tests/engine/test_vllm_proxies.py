@@ -16,8 +16,8 @@ import pytest
 
 from tests.support.engines import ROOT, ServerGroup, free_port, python_path, transfer_config
 from tests.support.served import (
+    LONG_SECONDS,
     PATIENT,
-    START_SECONDS,
     PatientServerGroup,
     complete,
     count,
@@ -55,7 +55,7 @@ def engines(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[E
         prefill = group.engine("prefill", model, arguments=["--kv-transfer-config", json.dumps(config)])
         config = transfer_config("NixlConnector", PATIENT, on_gpu=True) | {"kv_connector_module_path": AS_NIXL}
         decode = group.engine("decode", model, arguments=["--kv-transfer-config", json.dumps(config)])
-        group.wait_ready(START_SECONDS)
+        group.wait_ready()
         for server in (prefill, decode):
             server.rpc("kv_watch")
         yield Engines(group, prefill, decode, control_port, bootstrap_port)
@@ -106,7 +106,7 @@ def test_a_proxy_of_vllm(engines: Engines, proxy: object) -> None:
 
 def first_answer(server: Server, ids: list[int]) -> object:
     """The proxies have no common page that says when they are ready."""
-    end = time.monotonic() + START_SECONDS
+    end = time.monotonic() + LONG_SECONDS
     while True:
         try:
             return complete(server, ids)

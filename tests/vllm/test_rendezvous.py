@@ -187,7 +187,7 @@ def test_a_p_that_cannot_be_asked(
         ({"remote_host": "a\nb"}, "remote_host is 'a\\nb', expected a printable text"),
         ({"transfer_id": 7}, "transfer_id is 7, expected a printable text"),
         ({"remote_key": "K"}, "remote_key is 'K', expected the 12 digits"),
-        ({"remote_engine_id": ["p"]}, "remote_engine_id is ['p'], expected P's engine id"),
+        ({"remote_engine_id": ["p"]}, "remote_engine_id is ['p'], expected a printable text"),
         ({"remote_block_ids": [[1, 2]]}, "P runs another connector"),
         ({"remote_host": None}, "no 'kvferry' entry"),
     ],
