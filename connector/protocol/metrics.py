@@ -41,6 +41,9 @@ class Figures(TypedDict):
     """Leases that ended on P: "released", "expired" (no renewal came) or "cap" (renewed up to the cap)."""
     dropped: dict[str, int]
     """Control messages and connections that were not served, by reason."""
+    streamed: dict[str, int]
+    """Hand-overs on D of prompts that P still computed: "loads", and "block_ms", the sum over their blocks of the
+    milliseconds for which D held them until the load ended."""
 
 
 FailureKind = Literal[
@@ -51,17 +54,18 @@ FAILURE_KINDS: tuple[FailureKind, ...] = get_args(FailureKind)
 LEASE_ENDS = ("released", "expired", "cap")
 
 
-_COUNTERS: tuple[Literal["failed", "retried", "planes_changed", "leases", "dropped"], ...] = (
+_COUNTERS: tuple[Literal["failed", "retried", "planes_changed", "leases", "dropped", "streamed"], ...] = (
     "failed",
     "retried",
     "planes_changed",
     "leases",
     "dropped",
+    "streamed",
 )
 
 
 def no_figures() -> Figures:
-    return Figures(finished={}, failed={}, retried={}, planes_changed={}, leases={}, dropped={})
+    return Figures(finished={}, failed={}, retried={}, planes_changed={}, leases={}, dropped={}, streamed={})
 
 
 def is_empty(figures: Figures) -> bool:
@@ -100,6 +104,9 @@ def reduce(figures: Figures) -> dict[str, int | float]:
     line["Num plane changes"] = sum(figures["planes_changed"].values())
     line["Num leases released"] = figures["leases"].get("released", 0)
     line["Num leases expired"] = sum(n for end, n in figures["leases"].items() if end != "released")
+    if figures["streamed"]:
+        line["Num streamed hand-overs"] = figures["streamed"].get("loads", 0)
+        line["Block seconds before their end"] = round(figures["streamed"].get("block_ms", 0) / 1e3, 3)
     line["Num dropped messages"] = sum(figures["dropped"].values())
     return line
 
@@ -119,6 +126,12 @@ class HandoverStats:
         with self._lock:
             samples = self._figures["finished"].setdefault(plane, _no_samples())
             _extend(samples, Samples(microseconds=[microseconds], nbytes=[nbytes], tokens=[tokens], rest=[0, 0, 0, 0]))
+
+    def streamed(self, *, blocks: int, milliseconds: float) -> None:
+        """Count a hand-over of a prompt that P still computed, which has ended, and held D's blocks for this time."""
+        with self._lock:
+            _count(self._figures["streamed"], "loads")
+            _count(self._figures["streamed"], "block_ms", round(blocks * milliseconds))
 
     def failed(self, kind: FailureKind) -> None:
         """Count a hand-over that failed."""
