@@ -241,14 +241,3 @@ def test_one_line_per_hand_over(group: EngineGroup, lines: Lines) -> None:
     settle(p, d)
     (line,) = lines("hand-over of", request_id)
     assert "100 tokens" in line and "bytes" in line and "ms" in line
-
-
-def test_the_name_of_vllm_s_nixl_connector(group: EngineGroup) -> None:
-    """For frameworks that know no other: the same connector."""
-    p, d = group.pair(connector="NixlConnector", module="kvferry.connector.vllm.as_nixl")
-    assert isinstance(p.connector, KVFerryConnector) and type(p.connector).__name__ == "NixlConnector"
-    params = prefill(p, prompt(100))
-    request_id = d.add(prompt(100), params, max_tokens=2)
-    run([p, d], lambda: d.answers[request_id].finish is not None)
-    assert d.origins[request_id].theirs == 99
-    settle(p, d)
