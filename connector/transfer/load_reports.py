@@ -114,9 +114,10 @@ class LoadReports:
 
         def log() -> None:
             logger.info(
-                "kvferry: hand-over of %s done: %d tokens, %d bytes in %.2f ms over %s from %s%s",
+                "kvferry: hand-over of %s done: %d tokens, %d bytes in %.2f ms over %s from %s%s%s",
                 load.request_id, tokens, nbytes, milliseconds, plane, load.peer.engine_id[:8],
                 ", inside the step" if load.now else "" if first else f", attempt {active_load.number}",
+                ", from when P computed it" if load.step_tokens else "",
             )  # fmt: skip
 
         def count_and_log() -> None:
