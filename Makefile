@@ -7,7 +7,7 @@ PYTEST := $(BIN)/pytest
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-engines test-gpu test-vllm sweep explore simulate faults soak fuzz lint docs bench bench-gpu clean
+.PHONY: help install demo test test-engines test-gpu test-vllm test-proxies sweep explore simulate faults soak fuzz lint docs bench bench-gpu clean
 
 help:
 	@echo "make install       everything into $(VENV): torch and vLLM for the CPU, UCX, NIXL to compare with, tools"
@@ -16,6 +16,7 @@ help:
 	@echo "make test-engines  those"
 	@echo "make test-gpu      those for two and more GPUs, by the interpreter GPU_PYTHON=... that has vLLM for GPUs"
 	@echo "make test-vllm VLLM=0.33.0   tests of the vLLM adapter with another release's Python files (or 0.26.0)"
+	@echo "make test-proxies  the proxy servers of vLLM's repository, unmodified, before KVFerry's engines"
 	@echo "make sweep         500 hand-overs between random forms of P and D (SEED=... repeats one run)"
 	@echo "make explore       property tests with examples drawn anew for SECONDS=600 (SEED=... repeats a round)"
 	@echo "make simulate      1,000,000 hand-overs of 100 P and 100 D engines in virtual time (COUNT=..., SEED=...)"
@@ -53,7 +54,7 @@ test: install
 	OMP_NUM_THREADS=1 $(PYTEST) -m "not engines" -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 test-engines: install
-	$(PYTEST) -m engines
+	$(PYTEST) -m "engines and not proxies"
 
 # No environment of ours: vLLM for GPUs is the user's. The sources here go before what is installed there.
 GPU_PYTHON ?= python3
@@ -70,6 +71,11 @@ test-vllm: install
 	$(BIN)/python .ci/vllm_release.py $(VLLM)
 	PYTHONPATH=.typing:$(CURDIR)/.vllm-$(VLLM) OMP_NUM_THREADS=1 $(PYTEST) $(VLLM_TESTS) -m "vllm and not engines" \
 	  -rs -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+
+# Downloads the source distribution of a release once, 45 MB.
+test-proxies: install
+	$(BIN)/python .ci/vllm_proxies.py 0.32.0
+	$(PYTEST) -m proxies
 
 sweep: install
 	$(BIN)/python tests/ranks/sweep.py --count 500 $(if $(SEED),--seed $(SEED))

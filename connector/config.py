@@ -43,6 +43,13 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     side_channel_port: Annotated[
         _Port, _doc("control port of rank 0; rank r uses this port + r; 0: a free port is found")
     ] = 0
+    bootstrap_port: Annotated[
+        _Port,
+        _doc(
+            "port, at side_channel_host, of the page by which routers for Mooncake's connector find the ranks of P; "
+            "data-parallel rank r uses this port + r; 0: no page"
+        ),
+    ] = 0
     advertise_host: Annotated[str | None, _doc("address that peers connect to; where unset, side_channel_host")] = None
     plane: Annotated[
         str, _doc("data plane; auto takes the fastest that works; a plane named here is used, or the start fails")
@@ -162,6 +169,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 ENVIRONMENT = {
     "side_channel_host": "KVFERRY_SIDE_CHANNEL_HOST",
     "side_channel_port": "KVFERRY_SIDE_CHANNEL_PORT",
+    "bootstrap_port": "KVFERRY_BOOTSTRAP_PORT",
     "advertise_host": "KVFERRY_ADVERTISE_HOST",
     "plane": "KVFERRY_PLANE",
     "allowed_peers": "KVFERRY_ALLOWED_PEERS",

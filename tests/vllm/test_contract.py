@@ -182,6 +182,16 @@ def test_multiconnector_passes_sleep_on(group: EngineGroup) -> None:
     settle(p, d)
 
 
+def test_the_class_is_found_by_the_name_that_others_know(group: EngineGroup) -> None:
+    p, d = (
+        group.engine(origin, connector="NixlConnector", module="kvferry.connector.vllm.as_nixl") for origin in (0, 1)
+    )
+    kind = KVConnectorFactory.get_connector_class(p.config.kv_transfer_config)
+    assert issubclass(kind, KVFerryConnector) and kind.__name__ == "NixlConnector"
+    hand_over(p, d)
+    settle(p, d)
+
+
 # --- drain ------------------------------------------------------------------------------------------------------
 
 

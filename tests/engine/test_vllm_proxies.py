@@ -1,0 +1,115 @@
+"""The proxy servers of vLLM's repository, unmodified, before KVFerry's engines: ``make test-proxies`` downloads them.
+
+The first sends the legs one after the other, the others both at once: D then knows P, and a name of the request.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.support.engines import ROOT, ServerGroup, free_port, python_path, transfer_config
+from tests.support.served import (
+    PATIENT,
+    START_SECONDS,
+    PatientServerGroup,
+    complete,
+    count,
+    counted,
+    differ,
+    no_block_held,
+    prompt,
+    records,
+    tokens_of,
+)
+from tests.support.server import EngineError, Server
+
+pytestmark = [pytest.mark.engines, pytest.mark.proxies, pytest.mark.timeout(900)]
+PROXIES = ROOT / ".vllm-proxies-0.32.0"
+ENGINE_ID = "prefill-engine-1"
+AS_NIXL = "kvferry.connector.vllm.as_nixl"
+"""D runs under the name that Dynamo knows."""
+
+
+@dataclass
+class Engines:
+    group: ServerGroup
+    prefill: Server
+    decode: Server
+    control_port: int
+    bootstrap_port: int
+
+
+@pytest.fixture(scope="module")
+def engines(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    with PatientServerGroup(tmp_path_factory.mktemp("proxies")) as group:
+        control_port, bootstrap_port = free_port(), free_port()
+        settings = PATIENT | {"side_channel_port": control_port, "bootstrap_port": bootstrap_port}
+        config = transfer_config("KVFerryConnector", settings) | {"engine_id": ENGINE_ID}
+        prefill = group.engine("prefill", model, arguments=["--kv-transfer-config", json.dumps(config)])
+        config = transfer_config("NixlConnector", PATIENT, on_gpu=True) | {"kv_connector_module_path": AS_NIXL}
+        decode = group.engine("decode", model, arguments=["--kv-transfer-config", json.dumps(config)])
+        group.wait_ready(START_SECONDS)
+        for server in (prefill, decode):
+            server.rpc("kv_watch")
+        yield Engines(group, prefill, decode, control_port, bootstrap_port)
+
+
+def toy_proxy(engines: Engines) -> list[str]:
+    p, d = engines.prefill, engines.decode
+    hosts = ["--prefiller-host", p.host, "--prefiller-port", str(p.port)]
+    return ["toy_proxy_server.py", *hosts, "--decoder-host", d.host, "--decoder-port", str(d.port)]
+
+
+def push_proxy(engines: Engines) -> list[str]:
+    p, d = (f"{server.host}:{server.port}" for server in (engines.prefill, engines.decode))
+    where = ["--prefill-kv-host", "127.0.0.1", "--prefill-side-channel-port", str(engines.control_port)]
+    named = ["--prefill-engine-id", ENGINE_ID, *where]
+    return ["disagg_proxy_pushconnector_demo.py", "--model", "model", "--prefill", p, "--decode", d, *named]
+
+
+def mooncake_proxy(engines: Engines) -> list[str]:
+    p = ["--prefill", engines.prefill.url, str(engines.bootstrap_port)]
+    return ["mooncake_connector_proxy.py", *p, "--decode", engines.decode.url]
+
+
+@pytest.mark.parametrize("proxy", [toy_proxy, push_proxy, mooncake_proxy])
+def test_a_proxy_of_vllm(engines: Engines, proxy: object) -> None:
+    """All bytes and tokens are those of a plain hand-over, and P's blocks come back."""
+    assert callable(proxy)
+    name, *arguments = proxy(engines)
+    assert (PROXIES / name).exists(), "the proxies are not here: make test-proxies downloads them"
+    port = free_port()
+    command = [sys.executable, str(PROXIES / name), *arguments, "--port", str(port)]
+    environment = {"PYTHONPATH": python_path()}
+    server = engines.group.spawn(proxy.__name__, command, host="127.0.0.1", port=port, environment=environment)
+    try:
+        answer = first_answer(server, prompt(70, 1))
+        for seed, tokens in enumerate((33, 400, 900)):
+            ids = prompt(tokens, 1000 * len(name) + seed)
+            records(engines.prefill), records(engines.decode)
+            before = count(engines.decode)
+            answer = complete(server, ids)
+            assert counted(engines.decode, before, tokens).by_plane
+            assert differ(records(engines.decode), records(engines.prefill), ids) is None
+            assert tokens_of(answer) == tokens_of(complete(engines.decode, ids, cache_salt="alone"))
+        no_block_held(engines.prefill, engines.decode)
+    finally:
+        engines.group.stop(server)
+
+
+def first_answer(server: Server, ids: list[int]) -> object:
+    """The proxies have no common page that says when they are ready."""
+    end = time.monotonic() + START_SECONDS
+    while True:
+        try:
+            return complete(server, ids)
+        except EngineError as error:
+            assert server.alive and time.monotonic() < end, f"{error}\n{server.log_tail()}"
+            time.sleep(0.2)

@@ -1,0 +1,119 @@
+"""The bootstrap page: what it says, and that neither strangers nor broken pages do harm."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
+
+from kvferry.transport.control import bootstrap
+from kvferry.transport.control.bootstrap import MAX_CONNECTIONS, BootstrapServer, checked_url, fetch, first_rank, page
+from kvferry.transport.errors import ConfigError, ProtocolError
+
+RANKS = {(0, 0): ("10.0.0.1", 5600), (1, 0): ("10.0.0.1", 5601), (0, 1): ("fd00::2", 5600)}
+
+
+@pytest.fixture
+def server() -> Iterator[BootstrapServer]:
+    server = BootstrapServer("127.0.0.1", 0)
+    yield server
+    server.close()
+
+
+def test_the_page_is_that_of_the_mooncake_connector() -> None:
+    workers = {"0": {"0": "10.0.0.1:5600", "1": "[fd00::2]:5600"}, "1": {"0": "10.0.0.1:5601"}}
+    assert json.loads(page("p", 3, RANKS)) == {"3": {"engine_id": "p", "worker_addr": workers}}
+    assert first_rank(page("p", 0, RANKS), "p") == ("10.0.0.1", 5600)
+    assert first_rank(page("p", 0, {(0, 0): ("fd00::2", 1)}), "p") == ("fd00::2", 1)
+
+
+def test_a_page_is_served_once_it_is_published(server: BootstrapServer) -> None:
+    with pytest.raises(OSError, match="answers 404"):
+        fetch("127.0.0.1", server.port)
+    server.publish(page("p", 0, RANKS))
+    assert first_rank(fetch("127.0.0.1", server.port), "p") == ("10.0.0.1", 5600)
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        urllib.request.urlopen(f"http://127.0.0.1:{server.port}/other", timeout=30)
+
+
+def test_strangers_that_say_nothing_hold_few_threads(server: BootstrapServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.publish(b"{}")
+    silent = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(MAX_CONNECTIONS)]
+    try:
+        with socket.create_connection(("127.0.0.1", server.port)) as refused:
+            assert refused.recv(1) == b"", "closed without an answer"
+    finally:
+        for stranger in silent:
+            stranger.close()
+    while True:  # the threads see that the strangers are gone, one after the other
+        try:
+            assert fetch("127.0.0.1", server.port) == b"{}"
+            break
+        except OSError:
+            continue
+
+
+def test_a_port_that_is_taken(server: BootstrapServer) -> None:
+    with pytest.raises(ConfigError, match=f"bootstrap_port: 127.0.0.1:{server.port} cannot be bound: .*; give a free"):
+        BootstrapServer("127.0.0.1", server.port)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "malformed"),
+        (b'{"0": {"engine_id": 5, "worker_addr": {}}}', "malformed"),
+        (b"[" * 100000, "malformed"),
+        (b'{"0": {"engine_id": "q", "worker_addr": {}}}', "no engine 'p'"),
+        (b'{"0": {"engine_id": "p", "worker_addr": {}}}', "no address"),
+        (b'{"0": {"engine_id": "p", "worker_addr": {"0": {"0": "host:port"}}}}', "no address"),
+        (b'{"0": {"engine_id": "p", "worker_addr": {"0": {"0": "host:70000"}}}}', "no address"),
+    ],
+)
+def test_a_bad_page(content: bytes, said: str) -> None:
+    with pytest.raises(ProtocolError, match=said):
+        first_rank(content, "p")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "10.0.0.1:8998", "https://a:1", "http://a", "http://a:0", "http://a:1/x", "http://a:99999", "http://[:1"],
+)
+def test_a_bad_address(text: str) -> None:
+    with pytest.raises(ProtocolError, match="expected http://HOST:PORT"):
+        checked_url(text)
+
+
+def test_a_good_address() -> None:
+    assert checked_url("http://p.example:8998") == ("p.example", 8998)
+    assert checked_url("http://[fd00::1]:8998/") == ("fd00::1", 8998)
+
+
+def test_a_page_that_is_too_large(server: BootstrapServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bootstrap, "MAX_PAGE_BYTES", 10)
+    server.publish(b"x" * 11)
+    with pytest.raises(OSError, match="more than 10 bytes"):
+        fetch("127.0.0.1", server.port)
+
+
+def test_what_listens_is_no_web_server() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        answer = socket.create_connection(listener.getsockname())
+        answer.close()
+
+        def garbage() -> None:
+            listener.accept()[0].close()
+            connection = listener.accept()[0]
+            connection.sendall(b"garbage\n\n")
+            connection.close()
+
+        thread = threading.Thread(target=garbage)
+        thread.start()
+        with pytest.raises(OSError, match=r"does not answer in HTTP|reset"):
+            fetch("127.0.0.1", listener.getsockname()[1])
+        thread.join()
