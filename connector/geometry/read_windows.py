@@ -12,6 +12,8 @@ from kvferry.connector.geometry.read_plan import PlannedSpan
 from kvferry.connector.geometry.spans import MAX_RANGES, MAX_SPANS
 from kvferry.connector.geometry.token_sharding import num_common_tokens
 
+MAX_WINDOWS = 64
+"""Bound on the windows of a read: P's first step may have been short, and each message takes 0.2 ms of both sides."""
 STREAM_PARTS = 8
 """Messages of one window at least, where they can be small enough: the layers that P has computed leave while it
 computes the others (``prefill_events.LAYER_GROUPS``)."""
@@ -24,7 +26,7 @@ def in_windows(
 
     The spans are cut at the tokens ``found``, ``found + step_tokens``, ``found + 2 * step_tokens``, and so on. The
     parts of the first window come first. A region that is packed in tiles is cut between tiles. Where there would be
-    more than ``MAX_SPANS`` spans, or ``MAX_RANGES`` ranges of tokens, windows are longer.
+    more than ``MAX_WINDOWS`` windows, ``MAX_SPANS`` spans or ``MAX_RANGES`` ranges of tokens, windows are longer.
 
     Args:
         planned: the plan of one P rank, at most ``MAX_SPANS`` spans.
@@ -37,7 +39,7 @@ def in_windows(
     first = min(item.span.token for item in planned)
     stop = max(item.span.token + item.span.num_tokens for item in planned)
     ranges = {(item.span.token, item.span.num_tokens) for item in planned}
-    most = min(MAX_SPANS // len(planned), MAX_RANGES // len(ranges)) - 1  # beside the tokens found
+    most = min(MAX_WINDOWS, MAX_SPANS // len(planned), MAX_RANGES // len(ranges)) - 1  # beside the tokens found
     if most < 1:
         return tuple(planned)
     steps = -(-max(0, stop - max(first, found)) // step_tokens)

@@ -39,8 +39,13 @@ class Figures(TypedDict):
     """Links on D that took another data plane because one broke, by the name of the plane that broke."""
     leases: dict[str, int]
     """Leases that ended on P: "released", "expired" (no renewal came) or "cap" (renewed up to the cap)."""
+    sent: dict[str, int]
+    """Bytes that P has sent of prompts, by moment: while P "computes" the prompt, or when it is "leased"."""
     dropped: dict[str, int]
     """Control messages and connections that were not served, by reason."""
+    streamed: dict[str, int]
+    """Hand-overs on D of prompts that P still computed: "loads", and "block_ms", the sum over their blocks of the
+    milliseconds for which D held them until the load ended."""
 
 
 FailureKind = Literal[
@@ -49,19 +54,22 @@ FailureKind = Literal[
 """Why a hand-over failed, as a label from a short list, without a peer's name."""
 FAILURE_KINDS: tuple[FailureKind, ...] = get_args(FailureKind)
 LEASE_ENDS = ("released", "expired", "cap")
+SENT_WHEN = ("computes", "leased")
 
 
-_COUNTERS: tuple[Literal["failed", "retried", "planes_changed", "leases", "dropped"], ...] = (
+_COUNTERS: tuple[Literal["failed", "retried", "planes_changed", "leases", "sent", "dropped", "streamed"], ...] = (
     "failed",
     "retried",
     "planes_changed",
     "leases",
+    "sent",
     "dropped",
+    "streamed",
 )
 
 
 def no_figures() -> Figures:
-    return Figures(finished={}, failed={}, retried={}, planes_changed={}, leases={}, dropped={})
+    return Figures(finished={}, failed={}, retried={}, planes_changed={}, leases={}, sent={}, dropped={}, streamed={})
 
 
 def is_empty(figures: Figures) -> bool:
@@ -100,6 +108,12 @@ def reduce(figures: Figures) -> dict[str, int | float]:
     line["Num plane changes"] = sum(figures["planes_changed"].values())
     line["Num leases released"] = figures["leases"].get("released", 0)
     line["Num leases expired"] = sum(n for end, n in figures["leases"].items() if end != "released")
+    sent = sum(figures["sent"].values())
+    line["MB sent"] = round(sent / 2**20, 3)
+    line["Sent while computing (%)"] = round(100 * figures["sent"].get("computes", 0) / sent, 1) if sent else 0
+    if figures["streamed"]:
+        line["Num streamed hand-overs"] = figures["streamed"].get("loads", 0)
+        line["Block seconds before their end"] = round(figures["streamed"].get("block_ms", 0) / 1e3, 3)
     line["Num dropped messages"] = sum(figures["dropped"].values())
     return line
 
@@ -120,6 +134,12 @@ class HandoverStats:
             samples = self._figures["finished"].setdefault(plane, _no_samples())
             _extend(samples, Samples(microseconds=[microseconds], nbytes=[nbytes], tokens=[tokens], rest=[0, 0, 0, 0]))
 
+    def streamed(self, *, blocks: int, milliseconds: float) -> None:
+        """Count a hand-over of a prompt that P still computed, which has ended, and held D's blocks for this time."""
+        with self._lock:
+            _count(self._figures["streamed"], "loads")
+            _count(self._figures["streamed"], "block_ms", round(blocks * milliseconds))
+
     def failed(self, kind: FailureKind) -> None:
         """Count a hand-over that failed."""
         with self._lock:
@@ -139,6 +159,13 @@ class HandoverStats:
         """Count a lease that has ended: "released", "expired" or "cap"."""
         with self._lock:
             _count(self._figures["leases"], reason)
+
+    def sent(self, early: int, leased: int) -> None:
+        """Count the bytes that P has sent of a read: ``early``, while P computed the prompt, and under its lease."""
+        with self._lock:
+            for when, nbytes in zip(SENT_WHEN, (early, leased), strict=True):
+                if nbytes:
+                    _count(self._figures["sent"], when, nbytes)
 
     def dropped(self, reason: str, count: int = 1) -> None:
         """Count messages that were not served. ``reason`` is a constant of this program, never a peer's text."""

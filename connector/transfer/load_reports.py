@@ -127,9 +127,10 @@ class LoadReports:
 
         def log() -> None:
             logger.info(
-                "kvferry: hand-over of %s done: %d tokens, %d bytes in %.2f ms over %s from %s%s",
+                "kvferry: hand-over of %s done: %d tokens, %d bytes in %.2f ms over %s from %s%s%s",
                 load.request_id, tokens, nbytes, milliseconds, plane, load.peer.engine_id[:8],
                 ", inside the step" if load.now else "" if first else f", attempt {active_load.number}",
+                ", from when P computed it" if load.step_tokens else "",
             )  # fmt: skip
 
         def count_and_log() -> None:
@@ -139,6 +140,7 @@ class LoadReports:
         try:
             if not load.now:
                 count()
+            self._count_streamed(active_load)
         finally:
             self._on_finished(FinishedLoad(active_load.posted, True, estimate))
         return count_and_log if load.now else log
@@ -148,12 +150,22 @@ class LoadReports:
         attempt, if one has begun."""
         try:
             self._stats.failed(reason.kind)
+            if active_load is not None:
+                self._count_streamed(active_load)
         finally:
             self._on_finished(FinishedLoad(load, False))
         logger.warning(
             "kvferry: hand-over of %s failed, %d tokens not loaded: %s%s",
             load.request_id, _num_tokens(load), reason, "" if active_load is None else f" [{_stories(active_load)}]",
         )  # fmt: skip
+
+    def _count_streamed(self, active_load: ActiveLoad) -> None:
+        """What it costs D to take blocks for a prompt before P has computed it."""
+        load = active_load.posted
+        if load.found or load.step_tokens:
+            blocks = max((len(packed) // 4 for packed in load.block_ids), default=0)
+            milliseconds = (self._clock() - active_load.started) * 1e3
+            self._stats.streamed(blocks=blocks, milliseconds=milliseconds)
 
     def not_started(self, load: Load) -> None:
         """The load was not started because of an error, which was logged where it was raised."""

@@ -424,6 +424,7 @@ class Producer:
                     self._step_read(outgoing, outgoing_read.CopiesEnded(), now)
             case outgoing_read.EndRead():
                 self._sender.forget(outgoing)
+                self._rank_context.stats.sent(outgoing.early, outgoing.nbytes - outgoing.early)
                 self._step(outgoing.token, lease.ReadEnded(outgoing.key), now)
 
     def _read_failed(self, outgoing: OutgoingRead, why: str) -> None:

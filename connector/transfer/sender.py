@@ -76,7 +76,8 @@ class OutgoingRead(msgspec.Struct, eq=False):
     ``ask``: what D asked for. ``boxes``: the chunks that are not made yet, in wire order; ``None`` comes in place of a
     chunk that is not computed. ``next_box``: the chunk that is made but has not begun. ``packing``: the chunks that
     have begun but are not sent, in order. ``trailer``: the checksum of the message that is being sent in place.
-    ``prompt``: where the read began before the lease; ``blocks``: the blocks that ``boxes`` name then.
+    ``prompt``: where the read began before the lease; ``blocks``: the blocks that ``boxes`` name then. ``nbytes``: sent
+    so far; ``early``: of these, before the lease.
     """
 
     session: Session
@@ -88,6 +89,19 @@ class OutgoingRead(msgspec.Struct, eq=False):
     trailer: Trailer = msgspec.field(default_factory=new_trailer)
     prompt: ComputingPrompt | None = None
     blocks: PromptBlocks | None = None
+    nbytes: int = 0
+    early: int = 0
+
+    @property
+    def leased(self) -> bool:
+        """Whether a lease holds the blocks."""
+        return self.prompt is None or self.prompt.granted
+
+    def count(self, nbytes: int) -> None:
+        """Count bytes that were sent."""
+        self.nbytes += nbytes
+        if not self.leased:
+            self.early += nbytes
 
     @property
     def number(self) -> int:
@@ -267,8 +281,7 @@ class Sender:
         if box is None:
             return False
         checksum = outgoing.session.checksum
-        leased = outgoing.prompt is None or outgoing.prompt.granted
-        if channel.sends_in_place and leased and takes_pieces(checksum) and self._caches.in_pieces(box):
+        if channel.sends_in_place and outgoing.leased and takes_pieces(checksum) and self._caches.in_pieces(box):
             pieces = partial(self._caches.pieces, box)
             if checksum is not None:
                 pieces = partial(sealed_pieces, pieces, tag, outgoing.trailer)
@@ -277,6 +290,7 @@ class Sender:
             outgoing.next_box = None
             outgoing.lifetime.step(ChunkBegun(), now)
             outgoing.lifetime.step(ChunkSent(), now)
+            outgoing.count(self._caches.nbytes(box))
             return True
         slot = channel.acquire()
         if slot is None:
@@ -323,6 +337,7 @@ class Sender:
             outgoing.packing.popleft()
             outgoing.lifetime.step(ChunkSent(), now)
             packed.channel.send(packed.slot, packed.nbytes, packed.tag)
+            outgoing.count(packed.nbytes)
             sent = True
         return sent, ""
 

@@ -63,7 +63,10 @@ class KVFerryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
     - ``vllm:kvferry_num_plane_changes`` counter, ``plane``: the plane that broke
     - ``vllm:kvferry_num_expired_leases`` counter, ``reason``: "expired", or "cap"
     - ``vllm:kvferry_num_released_leases`` counter
+    - ``vllm:kvferry_bytes_sent`` counter, ``when``: P sent them while it "computes" the prompt, or when it is "leased"
     - ``vllm:kvferry_num_dropped_messages`` counter, ``reason``
+    - ``vllm:kvferry_num_streamed_handovers`` counter: of prompts that P still computed when D took blocks for them
+    - ``vllm:kvferry_streamed_block_seconds`` counter: for how long D held these blocks until the load ended, added up
     """
 
     def __init__(
@@ -94,8 +97,15 @@ class KVFerryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         )
         self._expired = self._make(counter, "num_expired_leases", "Leases that P ended by itself.", "reason")
         self._released = self._make(counter, "num_released_leases", "Leases that D released.", None)
+        self._sent = self._make(counter, "bytes_sent", "Bytes that P sent while it computed, or after.", "when")
         self._dropped = self._make(
             counter, "num_dropped_messages", "Control messages and connections that were not served.", "reason"
+        )
+        self._streamed = self._make(
+            counter, "num_streamed_handovers", "Hand-overs on D of prompts that P still computed.", None
+        )
+        self._block_seconds = self._make(
+            counter, "streamed_block_seconds", "Seconds for which blocks of these hand-overs were held, added up.", None
         )
         for engine in per_engine_labelvalues:  # a rate needs the zero before the first event
             for kind in metrics.FAILURE_KINDS:
@@ -103,7 +113,10 @@ class KVFerryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                 self._child(self._retried, engine, kind)
             for end in metrics.LEASE_ENDS[1:]:
                 self._child(self._expired, engine, end)
-            self._child(self._released, engine, None)
+            for when in metrics.SENT_WHEN:
+                self._child(self._sent, engine, when)
+            for unlabelled in (self._released, self._streamed, self._block_seconds):
+                self._child(unlabelled, engine, None)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         figures = cast(Figures, {**metrics.no_figures(), **transfer_stats_data})
@@ -120,8 +133,13 @@ class KVFerryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                 self._child(self._released, engine_idx, None).inc(count)
             else:
                 self._child(self._expired, engine_idx, end).inc(count)
+        for when, count in figures["sent"].items():
+            self._child(self._sent, engine_idx, when).inc(count)
         for reason, count in figures["dropped"].items():
             self._child(self._dropped, engine_idx, reason).inc(count)
+        if figures["streamed"]:
+            self._child(self._streamed, engine_idx, None).inc(figures["streamed"].get("loads", 0))
+            self._child(self._block_seconds, engine_idx, None).inc(figures["streamed"].get("block_ms", 0) / 1e3)
 
     def _observe(self, plane: str, samples: Samples, engine: int) -> None:
         time, nbytes = self._child(self._time, engine, plane), self._child(self._bytes, engine, plane)

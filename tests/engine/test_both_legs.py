@@ -28,7 +28,7 @@ from tests.support.served import (
 pytestmark = [pytest.mark.engine, pytest.mark.engines, pytest.mark.timeout(600)]
 
 
-@pytest.fixture(scope="module", params=["tcp", "cma"])
+@pytest.fixture(scope="module", params=["tcp"])
 def pair(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     """P computes its prompts in chunks of 256 tokens."""
     extra, chunked = {"plane": request.param}, ["--max-num-batched-tokens", "256"]

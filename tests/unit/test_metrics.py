@@ -21,6 +21,7 @@ events = st.one_of(
     st.tuples(st.just("failed"), st.sampled_from(FAILURE_KINDS)),
     st.tuples(st.just("leases"), st.sampled_from(metrics.LEASE_ENDS)),
     st.tuples(st.just("dropped"), st.sampled_from(["malformed", "key"])),
+    st.tuples(st.just("streamed"), counts),
 )
 
 
@@ -30,6 +31,8 @@ def play(history: list[tuple]) -> HandoverStats:
         if kind == "finished":
             plane, microseconds, nbytes, tokens = what
             stats.finished(nbytes=nbytes, milliseconds=microseconds / 1e3, plane=plane, tokens=tokens)
+        elif kind == "streamed":
+            stats.streamed(blocks=what[0], milliseconds=2.0)
         else:
             {"failed": stats.failed, "leases": stats.lease_ended, "dropped": stats.dropped}[kind](what[0])
     return stats
@@ -50,7 +53,7 @@ def added(*parts: Figures) -> Figures:
 
 def totals(data: Figures) -> dict:
     planes = {plane: metrics._totals(samples) for plane, samples in data["finished"].items()}
-    return {"planes": planes, **{name: data[name] for name in ("failed", "leases", "dropped")}}
+    return {"planes": planes, **{name: data[name] for name in ("failed", "leases", "dropped", "streamed")}}
 
 
 @given(st.lists(events, max_size=12), st.lists(events, max_size=12), st.lists(events, max_size=12), st.integers(1, 4))

@@ -32,6 +32,7 @@ def busy() -> HandoverStats:
     stats.lease_ended("released")
     stats.lease_ended("expired")
     stats.dropped("malformed", 3)
+    stats.streamed(blocks=10, milliseconds=1500.0)
     return stats
 
 
@@ -68,6 +69,9 @@ def test_prometheus_series(registry, series):
     assert value(registry, "num_expired_leases_total", reason="cap") == 0
     assert value(registry, "num_released_leases_total") == 1
     assert value(registry, "num_dropped_messages_total", reason="malformed") == 3
+    assert value(registry, "num_streamed_handovers_total") == 1
+    assert value(registry, "streamed_block_seconds_total") == 15.0
+    assert value(registry, "streamed_block_seconds_total", engine="1") == 0
     assert value(registry, "num_failed_handovers_total", engine="1", reason="timeout") == 0
     assert value(registry, "handover_time_seconds_count", engine="1", plane="shm") is None
 

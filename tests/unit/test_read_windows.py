@@ -93,7 +93,7 @@ def test_a_region_is_cut_between_tiles() -> None:
     assert windows_of(40, 5, 14, remote) == [(0, 16), (16, 16), (32, 8)]
 
 
-@pytest.mark.parametrize(("name", "bound"), [("MAX_SPANS", 12), ("MAX_RANGES", 12)])
+@pytest.mark.parametrize(("name", "bound"), [("MAX_SPANS", 12), ("MAX_RANGES", 12), ("MAX_WINDOWS", 12)])
 def test_a_long_prompt_has_longer_windows(monkeypatch: pytest.MonkeyPatch, name: str, bound: int) -> None:
     monkeypatch.setattr(read_windows, name, bound)
     windows = windows_of(10_000, 100, 10)

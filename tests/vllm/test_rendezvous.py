@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -59,6 +60,27 @@ def test_both_legs_at_once(group: EngineGroup, plane: str, first: str, name: str
     assert (d.answers[request_id].external, len(d.answers[request_id].tokens)) == (len(IDS), 8)
     settle(p, d)
     assert not d.workers[0].failed
+
+
+@pytest.mark.parametrize(("plane", "streamed"), [("cma", False), ("tcp", True)])
+def test_d_takes_blocks_before_the_grant_only_where_p_sends(group: EngineGroup, plane: str, streamed: bool) -> None:
+    p, d, params = legs(group, extra={"plane": plane}, max_batched=64)
+    request_id = ask(d, params)
+    p.add(IDS, TO_P)
+    p.step()
+    assert not p.leases
+    if streamed:
+        run([d], lambda: d.free_blocks < d.baseline)
+        assert d.all_loads[request_id] == 1
+    else:
+        eventually(lambda: questions(p) == 1)  # until it is granted
+        d.step()
+        assert d.free_blocks == d.baseline and phase(d, request_id) is RequestPhase.AWAITED
+    run([p, d], lambda: d.answers[request_id].finish is not None)
+    assert d.origins[request_id].theirs == len(IDS) - 1
+    settle(p, d)
+    counted: Counter[str] = sum((Counter(stats.data["streamed"]) for stats in d.stats), Counter())
+    assert (counted["loads"], counted["block_ms"] > 0) == (int(streamed), streamed)
 
 
 def legs(group: EngineGroup, **kwargs: Any) -> tuple[Engine, Engine, dict[str, Any]]:
