@@ -161,9 +161,10 @@ def started(
             if options is None:
                 continue
             if not way.startswith("serial") and not offers_at_once(prefill):
-                print(f"{name}: '{way}' is left out: P does not answer transfer_mode push", flush=True)
+                print(f"{engines.name}: '{way}' is left out: P does not answer transfer_mode push", flush=True)
                 continue
-            engines.urls[way] = group.router(prefill, decode, host=d_address, arguments=options).url
+            name = f"router-{way.replace(', ', '-').replace(' ', '-')}"
+            engines.urls[way] = group.router(prefill, decode, host=d_address, arguments=options, name=name).url
         yield engines
 
 
