@@ -305,10 +305,11 @@ def test_ps_token_stands_for_ds_first(at_once: Served, chunks: list[tuple[str, l
     at_once.nothing_left()
 
 
-def test_another_first_token_of_d_has_it_asked_for_the_rest(at_once: Served) -> None:
+@pytest.mark.parametrize("first", [("x", [99]), ("ab", [99, 12]), ("x", [11])])
+def test_another_first_token_of_d_has_it_asked_for_the_rest(at_once: Served, first: tuple[str, list[int]]) -> None:
     after_p(at_once)
     at_once.d.answer = lambda body: (
-        stream_of_d(("b", [12]), ("c", [13])) if body["prompt"] == [1, 2, 3, 11] else stream_of_d(("x", [99]))
+        stream_of_d(("b", [12]), ("c", [13])) if body["prompt"] == [1, 2, 3, 11] else stream_of_d(first)
     )
     text, events, ended = streamed(at_once.url)
     assert text == "abc" and ended and {event["id"] for event in events} == {"cmpl-p"}

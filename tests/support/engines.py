@@ -227,13 +227,13 @@ class ServerGroup:
 
     def router(
         self, prefill: Server, decode: Server, *, host: str = "127.0.0.1", arguments: Sequence[str] = (),
-        netns: str | None = None,
+        netns: str | None = None, name: str = "router",
     ) -> Server:  # fmt: skip
-        """Start the router in front of both and wait until it answers."""
+        """Start the router in front of both and wait until it answers; ``name``: so that several have each its log."""
         port = free_port()
         command = [sys.executable, str(ROOT / "examples" / "lib" / "pd_router.py"), "--host", host, "--port", str(port)]
         command += ["--prefill", prefill.url, "--decode", decode.url, *ROUTER_PATIENCE, *arguments]
-        server = self.spawn("router", command, host=host, port=port, netns=netns)
+        server = self.spawn(name, command, host=host, port=port, netns=netns)
         self.wait_ready(servers=[server])
         return server
 

@@ -1,0 +1,51 @@
+"""``benchmarks/streaming.py`` in small: every way that P offers is measured over the shaped link, at whatever rate."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.engines import ROOT, python_path
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import shaped_link
+
+pytestmark = [pytest.mark.engines, pytest.mark.root, pytest.mark.timeout(900)]
+
+
+@pytest.fixture
+def link() -> None:
+    reason = shaped_link.why_not()
+    if reason is not None:
+        pytest.skip(f"benchmarks/streaming.py {reason}")
+
+
+@pytest.mark.usefixtures("link")
+def test_every_way_has_its_samples(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "streaming.py"), "--small", "--start-seconds", "400"]
+    command += ["--folder", str(tmp_path), "--json", str(tmp_path / "streaming.json")]
+    environment = os.environ | {"PYTHONPATH": python_path()}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=800, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    result = json.loads((tmp_path / "streaming.json").read_text())
+    rows = {row["way"]: row for row in result["rows"]}
+    assert {"P alone", "serial", "serial, relay"} <= rows.keys(), done.stdout
+    prompt_mib = result["tokens"] * result["kv_kib_per_token"] / 1024
+    for way, row in rows.items():
+        assert row["samples"] == 2 and 0 < row["first_ms"] < row["second_ms"] < row["last_ms"]
+        assert 0 <= row["before_end"] <= 1 and row["prefill_ms"] > 0
+        if way == "P alone":
+            assert row["mib"] < prompt_mib / 2, "KV went over the link"
+        else:
+            assert prompt_mib * 0.9 < row["mib"] < prompt_mib * 1.5, "the KV went another way than over the link"
+    assert rows["serial"]["before_end"] < 0.1, "KV left before P had computed it"
+    for line in result["timelines"]:
+        chunks = line["steps"]
+        assert sum(step["tokens"] for step in chunks) == result["tokens"] and len(chunks) > 1
+        assert all(step["begin"] < step["end"] and len(step["layers"]) == 4 for step in chunks)
+        assert line["link"][0][1] == 0 and len(line["arrived"]) == 6
