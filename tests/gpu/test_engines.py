@@ -90,7 +90,8 @@ class SharedEngines:
 def start(group: ServerGroup, form: Form, models: Path) -> Server:
     spec = MODELS[form.heads]
     arguments = [
-        "--worker-extension-cls", "tests.support.kv_portions.KVHeadPortions", "--attention-backend", form.attention, "--num-gpu-blocks-override", str(form.blocks),
+        "--worker-extension-cls", "tests.support.kv_portions.KVHeadPortions",
+        "--attention-backend", form.attention, "--num-gpu-blocks-override", str(form.blocks),
         "--tensor-parallel-size", str(form.tensor), "--pipeline-parallel-size", str(form.pipeline),
         "--max-num-seqs", str(form.blocks // 5), "--disable-custom-all-reduce", *["--enforce-eager"] * form.eager,
     ]  # fmt: skip
@@ -178,8 +179,8 @@ def test_sixteen_at_once(shared: SharedEngines, case: Case) -> None:
 
 @pytest.mark.parametrize("case", params("tp1-tp1-by-layer", "tp1-tp1-in-step"))
 def test_loads_in_portions(shared: SharedEngines, case: Case) -> None:
-    """Without graphs a forward waits layer by layer. In vLLM's FULL graphs, which a step with one token for each request
-    is by default, it cannot, and nothing is cut."""
+    """Without graphs a forward waits layer by layer. In vLLM's FULL graphs, which a step with one token for each
+    request is by default, it cannot, and nothing is cut."""
     p, d = shared.pair(case)
     d.rpc("kv_portions", "1")
     for tokens in (65, 700, 1500, 3000):
