@@ -94,7 +94,7 @@ def generated(server: Server) -> float:
 @pytest.fixture(scope="module")
 def serial_router(running_pair: Pair) -> Server:
     prefill, decode = running_pair.prefill, running_pair.decode
-    return running_pair.group.router(prefill, decode, arguments=["--serial"], timeout=240, name="serial")
+    return running_pair.group.router(prefill, decode, arguments=["--serial"], name="serial")
 
 
 @pytest.fixture(params=["serial", "at once"])
