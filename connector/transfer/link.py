@@ -195,7 +195,7 @@ class Link:
             self.fail("peer_lost", self.connection.reason or "the peer is gone")
         elif self.channel is not None and self.channel.error is not None:
             self._step(PlaneLost(str(self.channel.error)))
-        else:
+        elif self.phase is not LinkPhase.ATTACHED:  # an attached link has no deadline, and D may have thousands
             self._step(Tick())
         return replies
 
