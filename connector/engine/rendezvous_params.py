@@ -14,6 +14,7 @@ from kvferry.connector.engine.prompt_names import TRANSFER_ID, usable_name
 from kvferry.connector.engine.transfer_params import MAX_PORT, RemotePrompt, from_transfer_params, wants_load
 from kvferry.connector.geometry.topology import MAX_RANKS
 from kvferry.connector.protocol.step_plan import PeerEngine, Rendezvous
+from kvferry.transport.control.bootstrap import checked_url
 from kvferry.transport.errors import ProtocolError, quoted
 
 _HEX = frozenset("0123456789abcdef")
@@ -27,6 +28,8 @@ def rendezvous_of(request_id: str, params: Mapping[str, Any] | None) -> Rendezvo
     """
     if params is None or not wants_load(params) or params.get("kvferry") is not None:
         return None
+    if params.get("remote_host") is None and params.get("remote_bootstrap_addr") is not None:
+        return _by_page(request_id, params)
     if params.get("remote_host") is None or params.get("remote_port") is None:
         return None
     if params.get("remote_block_ids"):  # of vLLM's NIXL connector, whose ranks answer no question of ours
@@ -51,6 +54,21 @@ def rendezvous_of(request_id: str, params: Mapping[str, Any] | None) -> Rendezvo
     if not isinstance(key, str) or (key and (len(key) != 12 or not _HEX.issuperset(key))):
         raise ProtocolError(f"kv_transfer_params: remote_key is {quoted(key)}, expected the 12 digits of a fingerprint")
     return Rendezvous(request_id, host, port, engine_id or "", named, key)
+
+
+def _by_page(request_id: str, params: Mapping[str, Any]) -> Rendezvous:
+    """As routers for vLLM's Mooncake connector have it: an HTTP page tells the address of P's first rank."""
+    url, engine_id, name = params["remote_bootstrap_addr"], params.get("remote_engine_id"), params.get(TRANSFER_ID)
+    if not isinstance(url, str):
+        raise ProtocolError(f"kv_transfer_params: remote_bootstrap_addr is {quoted(url)}, expected http://HOST:PORT")
+    checked_url(url)
+    for field, value in (("remote_engine_id", engine_id), (TRANSFER_ID, name)):
+        if not usable_name(value):
+            raise ProtocolError(
+                f"kv_transfer_params: {field} is {quoted(value)}, expected a printable text of 1 to 256 characters "
+                "beside remote_bootstrap_addr"
+            )
+    return Rendezvous(request_id, url, 0, str(engine_id), str(name), key="")
 
 
 def prompt_of_answer(params: bytes, max_sizes: tuple[int, int] = (MAX_RANKS, MAX_RANKS)) -> RemotePrompt:

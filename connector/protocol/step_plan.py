@@ -119,7 +119,8 @@ class PrefillStop(msgspec.Struct, frozen=True):
 
 class Rendezvous(msgspec.Struct, frozen=True):
     """D: a request whose P is known, but not yet the token of its lease. A rank of P at ``host`` and ``port`` tells it
-    when it knows a prompt of this ``name``. ``engine_id``: of P; empty where it is unknown. ``key``: the fingerprint of
+    when it knows a prompt of this ``name``. Where ``port`` is 0, ``host`` is the URL of P's bootstrap page, which tells
+    the address of that rank. ``engine_id``: of P; empty where it is unknown. ``key``: the fingerprint of
     P's public key; empty where it is that of D."""
 
     request_id: str

@@ -85,7 +85,7 @@ class TransferThread:
         self._next_tick = self._next_look = 0.0
         self._consumer = Consumer(rank_context, self._report_begun, self.results.finished)
         self._producer = Producer(rank_context, listener, self.results.freed)
-        self._meetings = Meetings(rank_context, self._consumer.links_to, self.results.met)
+        self._meetings = Meetings(rank_context, self._consumer.links_to, self.results.met, self.wake)
         self._steps = self._producer.computing.steps
         self._thread = threading.Thread(target=self._run, name="kvferry-transfer", daemon=True)
         rank_context.caches.copies.on_done = self._copy_done
