@@ -213,7 +213,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     handed over from here. Its lease comes with a later plan, and is granted when that step has ended. ``prefills``,
     ``chunks`` and ``stops``: of the prompts that P computes; where several concern one prompt, prefills come before
     stops, stops before chunks, chunks before leases. ``rendezvous``: requests of D whose P must be asked for the
-    token; ``left``: requests that do not need their answer any more.
+    token; ``left``: requests of earlier plans that do not need their answer any more.
     """
 
     consumer: bytes = bytes(16)
