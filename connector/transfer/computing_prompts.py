@@ -134,23 +134,17 @@ class ComputingPrompts:
 
     def __init__(self, caches: RankCaches) -> None:
         self._caches = caches
-        self._prompts: dict[bytes, ComputingPrompt] = {}
+        self.prompts: dict[bytes, ComputingPrompt] = {}
         self.steps: list[_StepInFlight] = []
         """The steps that the device has not ended, the oldest first."""
 
-    def __len__(self) -> int:
-        return len(self._prompts)
-
-    def __contains__(self, token: object) -> bool:
-        return token in self._prompts
-
     def get(self, token: bytes) -> ComputingPrompt | None:
         """The prompt under this token, while it is computed."""
-        return self._prompts.get(token)
+        return self.prompts.get(token)
 
     def begin(self, prefill: Prefill, now: float) -> None:
         """The engine begins to compute a prompt that may be read meanwhile."""
-        self._prompts[prefill.token] = ComputingPrompt(prefill, self._caches, now)
+        self.prompts[prefill.token] = ComputingPrompt(prefill, self._caches, now)
 
     def plan(self, chunks: tuple[PrefillChunk, ...], step: ComputedStep, now: float) -> Iterator[Change]:
         """A step begins that computes these chunks.
@@ -160,7 +154,7 @@ class ComputingPrompts:
         """
         parts = []
         for chunk, blocks in zip(chunks, step.blocks, strict=True):
-            prompt = self._prompts.get(chunk.token)
+            prompt = self.prompts.get(chunk.token)
             if prompt is None:
                 continue
             new = [self._caches.kernel_ids(region, unpack_ids(ids)) for region, ids in enumerate(chunk.block_ids)]
@@ -197,15 +191,15 @@ class ComputingPrompts:
 
     def stop(self, stop: PrefillStop, now: float) -> Iterator[Change]:
         """The engine has taken the blocks of a prompt back."""
-        prompt = self._prompts.get(stop.token)
+        prompt = self.prompts.get(stop.token)
         if prompt is not None:
             if stop.ended:
-                del self._prompts[stop.token]
+                del self.prompts[stop.token]
             yield from self._step(prompt, BlocksLost(stop.ended), now)
 
     def grant(self, token: bytes, ids: list[Ids], now: float) -> ComputingPrompt | None:
         """The lease of a prompt begins, with its blocks. Returns the prompt, which is forgotten here."""
-        prompt = self._prompts.pop(token, None)
+        prompt = self.prompts.pop(token, None)
         if prompt is not None:
             # Chunks that were sent stay good: the same tokens. The others are packed from the blocks of the lease.
             if prompt.lifetime.state.phase is not ComputingPhase.COMPUTING or not _begins_with(prompt.ids, ids):

@@ -9,6 +9,7 @@ import logging
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
+from itertools import chain
 
 from kvferry.connector.protocol import computing_prompt, lease, messages, outgoing_read
 from kvferry.connector.protocol.state_machine import Lifetime, Tick
@@ -86,16 +87,17 @@ class Producer:
         state = lease.grant(now, settings.lease_seconds, settings.lease_cap_seconds)
         self._leases[grant.token] = HeldLease(grant, ids, Lifetime(lease.LEASE, state, now), self._post(grant))
         self._answer(self._named.grant(grant))
-        if self.computing:
+        if self.computing.prompts:
             self._end_prefill(grant.token, ids, now)
         if self._early.votes.cost:
             for vote in self._early.take_votes(grant.token):
                 self._step(grant.token, vote, now)
-        self._serve_held(grant.token, now)
+        if self._early.asks.cost:
+            self._serve_held(grant.token, now)
 
     def _serve_held(self, token: bytes, now: float) -> None:
         """Serve the asks under a token that came too early."""
-        for held in self._early.take_asks(token) if self._early.asks.cost else ():
+        for held in self._early.take_asks(token):
             session = self._sessions.find(held.identity, now)
             try:
                 if session is not None:
@@ -208,7 +210,7 @@ class Producer:
             self._step(token, Tick(), now)
         if now >= self._next_sign and self._sender.waiting:
             self._next_sign = now + SIGN_SECONDS
-            for outgoing in self._sender.waiting:
+            for outgoing in chain.from_iterable(self._sender.waiting.values()):
                 assert outgoing.prompt is not None
                 grant = granted(outgoing.prompt.grant, outgoing.number, outgoing.lifetime.state.chunks)
                 self._reply(outgoing.session.identity, grant)
@@ -228,7 +230,7 @@ class Producer:
     @property
     def live(self) -> bool:
         """Whether any deadline is running."""
-        early = self._early.asks.cost or self._early.votes.cost or self._named.waiting
+        early = self._early.asks.cost or self._early.votes.cost or self._named.held.cost
         return bool(self._leases or early or self._replies.kept.cost or self._sender.waiting)
 
     def withdraw(self) -> None:

@@ -198,7 +198,7 @@ class TransferThread:
     @property
     def sleep_seconds(self) -> float:
         """How long the thread may sleep if nothing happens."""
-        live = self._consumer.live or self._producer.live or bool(self._meetings)
+        live = self._consumer.live or self._producer.live or bool(self._meetings.open)
         return COMPUTING_SECONDS if self._computing else TICK_SECONDS if live else IDLE_SECONDS
 
     def mark_ready(self, what: object) -> None:
@@ -226,7 +226,8 @@ class TransferThread:
         if ready is None or self._producer.has_arrived or self._listener.socket in ready:
             busy |= self._producer.serve(now)
         busy |= self._consumer.serve(now, ready)
-        self._meetings.serve(now)
+        if self._meetings.open:
+            self._meetings.serve(now)
         busy |= self._producer.pump(now)
         return busy
 
