@@ -86,7 +86,8 @@ class Producer:
             raise
         state = lease.grant(now, settings.lease_seconds, settings.lease_cap_seconds)
         self._leases[grant.token] = HeldLease(grant, ids, Lifetime(lease.LEASE, state, now), self._post(grant))
-        self._answer(self._named.grant(grant))
+        if answers := self._named.grant(grant):
+            self._answer(answers)
         if self.computing.prompts:
             self._end_prefill(grant.token, ids, now)
         if self._early.votes.cost:
@@ -395,7 +396,8 @@ class Producer:
         del self._leases[token]
         self._remember_end(token)
         self._on_freed(held.grant.request_id)
-        self._answer(self._named.end(token, now))
+        if answers := self._named.end(token, now):
+            self._answer(answers)
         self._rank_context.stats.lease_ended(reason)
         if reason != "released":
             cap = self._rank_context.settings.lease_cap_seconds
