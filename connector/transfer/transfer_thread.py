@@ -212,7 +212,7 @@ class TransferThread:
         try:
             self._run_commands(now)
             if self._steps:
-                self._producer.look_at_steps(now)
+                self._producer.computing.look(now)
             if self._computing:
                 self._grant(now)
         finally:
@@ -261,7 +261,7 @@ class TransferThread:
             for stop in plan.stops:
                 self._try(stop, partial(self._producer.stop_prefill, stop, now))
             if step is not None:
-                self._try("the prompts of a step", partial(self._producer.plan_chunks, plan.chunks, step, now))
+                self._try("the prompts of a step", partial(self._producer.computing.plan, plan.chunks, step, now))
             for request_id in plan.cancels:  # first: they are of earlier plans' loads, also where an id comes again
                 self._try(request_id, partial(self._consumer.cancel, request_id, now))
             for request_id in plan.left:
