@@ -461,3 +461,22 @@ def test_a_read_that_waits_takes_no_turn(group: RankGroup, monkeypatch: pytest.M
     engine.grant()
     ends_well([p], d)
     assert turns
+
+
+def test_blocks_that_do_not_exist_are_not_read(group: RankGroup) -> None:
+    """An error of the engine: its later chunks do not say which tokens lie where, and the lease does."""
+    p, d = make(group)
+    engine = PrefillingEngine([p], THEIRS, TOKENS)
+    engine.begin(step_tokens=STEP)
+    engine.load(d, OURS, step=STEP)
+    engine.step(0, STEP)
+    assert wait(lambda: has(d, 0, STEP), [p, d])
+    right, engine.blocks = engine.blocks, [*THEIRS[:3], 99, 98, *THEIRS[5:]]
+    engine.plan(STEP, 2 * STEP)
+    engine.end()
+    engine.blocks = right
+    engine.step(2 * STEP, TOKENS)
+    assert wait(lambda: not p.worker._transfer_thread._commands, [p, d]) and nothing_of(d, STEP, TOKENS)
+    engine.write(0, TOKENS)
+    engine.grant()
+    ends_well([p], d)
