@@ -259,20 +259,26 @@ def by_region(plan: StepPlan, tables: Sequence[int]) -> StepPlan:
     if not (plan.leases or plan.loads or plan.chunks):
         return plan
     leases = tuple(
-        msgspec.structs.replace(lease, block_ids=tuple(map(lease.block_ids.__getitem__, tables)))
-        for lease in plan.leases
+        [
+            msgspec.structs.replace(lease, block_ids=tuple(map(lease.block_ids.__getitem__, tables)))
+            for lease in plan.leases
+        ]
     )
     loads = tuple(
-        msgspec.structs.replace(
-            load,
-            block_ids=tuple(map(load.block_ids.__getitem__, tables)),
-            tokens=tuple(map(load.tokens.__getitem__, tables)),
-        )
-        for load in plan.loads
+        [
+            msgspec.structs.replace(
+                load,
+                block_ids=tuple(map(load.block_ids.__getitem__, tables)),
+                tokens=tuple(map(load.tokens.__getitem__, tables)),
+            )
+            for load in plan.loads
+        ]
     )
     chunks = tuple(
-        msgspec.structs.replace(chunk, block_ids=tuple(map(chunk.block_ids.__getitem__, tables)))
-        for chunk in plan.chunks
+        [
+            msgspec.structs.replace(chunk, block_ids=tuple(map(chunk.block_ids.__getitem__, tables)))
+            for chunk in plan.chunks
+        ]
     )
     return msgspec.structs.replace(plan, leases=leases, loads=loads, chunks=chunks)
 

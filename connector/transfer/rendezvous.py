@@ -83,12 +83,13 @@ class Meetings:
         geometry = rank_context.caches.geometry
         self._asks = geometry.tp_rank == geometry.pp_rank == 0
         self._contacts: dict[_Address, _Contact] = {}
-        self._meetings: dict[str, _Meeting] = {}
+        self.open: dict[str, _Meeting] = {}
+        """The requests that wait, by their ids."""
         self._by_number: dict[int, _Meeting] = {}
         self._last = 0
 
     def __bool__(self) -> bool:
-        return bool(self._meetings)
+        return bool(self.open)
 
     # --- commands from the engine -------------------------------------------------------------------------------
 
@@ -99,13 +100,13 @@ class Meetings:
         self.leave(wanted.request_id, now)  # an id comes again
         state, effects = rendezvous.begin(located=wanted.port > 0)
         meeting = _Meeting(wanted, Lifetime(rendezvous.RENDEZVOUS, state, now))
-        self._meetings[wanted.request_id] = meeting
+        self.open[wanted.request_id] = meeting
         for effect in effects:
             self._perform(meeting, effect, now)
 
     def leave(self, request_id: str, now: float) -> None:
         """A request does not need its lease any more."""
-        meeting = self._meetings.get(request_id)
+        meeting = self.open.get(request_id)
         if meeting is not None:
             self._step(meeting, rendezvous.NameLeft(), now)
 
@@ -113,7 +114,7 @@ class Meetings:
 
     def serve(self, now: float) -> None:
         """Handle the answers that have arrived. The dialer has taken them in before."""
-        for contact in list(self._contacts.values()) if self._meetings else ():
+        for contact in list(self._contacts.values()) if self.open else ():
             if not contact.connection.news:
                 continue
             for frames in contact.connection.receive():
@@ -124,7 +125,7 @@ class Meetings:
                     self._fail(contact, str(error), now)
             if contact.connection.lost:
                 self._fail(contact, contact.connection.reason or "the peer is gone", now)
-        for meeting in list(self._meetings.values()):
+        for meeting in list(self.open.values()):
             if meeting.page is not None and meeting.page.done:
                 self._located(meeting, meeting.page, now)
             elif meeting.lifetime.state.phase is RendezvousPhase.CONNECTING:
@@ -132,7 +133,7 @@ class Meetings:
 
     def tick(self, now: float) -> None:
         """Ask again where that is due; notice connections that could not be made; close those that are not used."""
-        for meeting in list(self._meetings.values()):
+        for meeting in list(self.open.values()):
             self._step(meeting, Tick(), now)
         for address, contact in list(self._contacts.items()):
             if contact.connection.lost:
@@ -146,7 +147,7 @@ class Meetings:
         for contact in self._contacts.values():
             contact.connection.close()
         self._contacts.clear()
-        self._meetings.clear()
+        self.open.clear()
         self._by_number.clear()
 
     # --- events -------------------------------------------------------------------------------------------------
@@ -207,7 +208,7 @@ class Meetings:
             self._step(meeting, rendezvous.NameResolved(reply.granted, reply.streams), now)
 
     def _fail(self, contact: _Contact, why: str, now: float) -> None:
-        for meeting in [each for each in self._meetings.values() if each.contact is contact]:
+        for meeting in [each for each in self.open.values() if each.contact is contact]:
             self._step(meeting, rendezvous.PeerFailed(f"{meeting.where} cannot be asked for the lease: {why}"), now)
 
     def _look_at_links(self, meeting: _Meeting, now: float) -> None:
@@ -225,8 +226,8 @@ class Meetings:
             self._perform(meeting, effect, now)
 
     def _forget(self, meeting: _Meeting) -> None:
-        if self._meetings.get(meeting.rendezvous.request_id) is meeting:
-            del self._meetings[meeting.rendezvous.request_id]
+        if self.open.get(meeting.rendezvous.request_id) is meeting:
+            del self.open[meeting.rendezvous.request_id]
             if meeting.contact is not None:
                 meeting.contact.open -= 1
         self._by_number.pop(meeting.number, None)

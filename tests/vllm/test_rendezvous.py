@@ -104,7 +104,7 @@ def ask(d: Engine, params: object, **kwargs: Any) -> str:
 
 def questions(p: Engine) -> int:
     """How many questions wait at P."""
-    return len(transfer_thread_of(p)._producer._named._held)
+    return len(transfer_thread_of(p)._producer._named.held)
 
 
 def prefills_locally(p: Engine, d: Engine, request_id: str, lines: Lines, *words: str) -> None:
