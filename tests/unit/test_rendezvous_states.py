@@ -148,7 +148,7 @@ def test_strangers_displace_only_their_own_questions(monkeypatch: pytest.MonkeyP
     named = NamedPrompts("p", 10.0)
     named.resolve(b"honest", question(1), 0.0)
     told = [a for n in range(500) for a in named.resolve(b"stranger", question(n, f"name {n}"), 0.0)]
-    assert len(named._held) <= 64 and {identity for identity, _ in told} == {b"stranger"}
+    assert len(named.held) <= 64 and {identity for identity, _ in told} == {b"stranger"}
     assert all(isinstance(a, messages.Unresolved) and not a.final for _, a in told)
     assert [identity for identity, _ in named.begin(prefill("r", "tx"))] == [b"honest"]
 
