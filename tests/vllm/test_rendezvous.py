@@ -125,7 +125,7 @@ def test_a_d_that_is_aborted_asks_no_more(group: EngineGroup) -> None:
     d.abort(request_id)
     settle(d)
     eventually(lambda: questions(p) == 0)
-    assert not transfer_thread_of(d)._meetings
+    assert not transfer_thread_of(d)._meetings.open
 
 
 @pytest.mark.parametrize("plane", ["cma", "tcp"])
@@ -263,7 +263,7 @@ def test_a_rejected_request_asks_and_leaves(group: EngineGroup) -> None:
     p, d, params = legs(group)
     d.add(IDS, params, rejected=True)
     settle(d)
-    eventually(lambda: questions(p) == 0 and not transfer_thread_of(d)._meetings)
+    eventually(lambda: questions(p) == 0 and not transfer_thread_of(d)._meetings.open)
 
 
 def test_an_engine_in_which_all_requests_wait_does_not_spin(group: EngineGroup) -> None:
@@ -287,7 +287,7 @@ def test_one_rank_asks_for_all(group: EngineGroup, tp: tuple[int, int]) -> None:
     p, d = group.engine(0, tp=tp[0]), group.engine(1, tp=tp[1])
     request_id = d.add(IDS, to_d(p, transfer_id="tx"), max_tokens=4)
     d.step()
-    assert [bool(transfer_thread_of(d, rank)._meetings) for rank in range(d.tp)] == [True] + [False] * (d.tp - 1)
+    assert [bool(transfer_thread_of(d, rank)._meetings.open) for rank in range(d.tp)] == [True] + [False] * (d.tp - 1)
     p.add(IDS, TO_P)
     run([p, d], lambda: d.answers[request_id].finish is not None)
     assert d.origins[request_id].theirs == len(IDS) - 1
@@ -359,7 +359,7 @@ def test_a_request_that_ends_while_the_page_is_fetched(group: EngineGroup) -> No
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"
         request_id = ask(d, by_page(p, SimpleNamespace(port=1), remote_bootstrap_addr=address))  # type: ignore[arg-type]
-        eventually(lambda: bool(transfer_thread_of(d)._meetings))
+        eventually(lambda: bool(transfer_thread_of(d)._meetings.open))
         d.abort(request_id)
         settle(d)
-        eventually(lambda: not transfer_thread_of(d)._meetings)
+        eventually(lambda: not transfer_thread_of(d)._meetings.open)
