@@ -52,7 +52,10 @@ class StepPlanBuilder:
             case request_lifetime.PlanRendezvous(rendezvous):
                 self._rendezvous.append(rendezvous)
             case request_lifetime.PlanLeave():
-                self._left.append(request_id)
+                asked = len(self._rendezvous)
+                self._rendezvous = [each for each in self._rendezvous if each.request_id != request_id]
+                if len(self._rendezvous) == asked:  # else P is not asked at all
+                    self._left.append(request_id)
             case prompt_prefill.PlanPrefill(prefill):
                 self._prefills.append(prefill)
             case prompt_prefill.PlanChunk(chunk):

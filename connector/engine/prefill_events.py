@@ -48,8 +48,8 @@ class PrefillEvents:
     def begin_step(self, plan: StepPlan) -> ComputedStep | None:
         """A step is about to begin. Returns what the transfer thread must know of it; ``None`` where it computes no
         such prompt."""
-        self.end_step()  # the engine may not have said so
         self.take_back(plan)
+        self.end_step()  # the engine may not have said so
         for lease in plan.leases:
             self._blocks.pop(lease.token, None)
         self.busy = bool(plan.chunks or self._blocks)

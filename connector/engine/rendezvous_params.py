@@ -1,7 +1,6 @@
 """``kv_transfer_params`` of a request whose two legs the router has sent at once: D does not have P's answer yet. Pure.
 
-They name a rank of P, or the page where its address is, and a name by which P knows the prompt. P then tells D what its
-answer to the router contains.
+They name a rank of P, and a name by which P knows the prompt. P then tells D what its answer to the router contains.
 """
 
 from __future__ import annotations
@@ -29,50 +28,47 @@ def rendezvous_of(request_id: str, params: Mapping[str, Any] | None) -> Rendezvo
     """
     if params is None or not wants_load(params) or params.get("kvferry") is not None:
         return None
+    if params.get("remote_host") is None and params.get("remote_bootstrap_addr") is not None:
+        return _by_page(request_id, params)
+    if params.get("remote_host") is None or params.get("remote_port") is None:
+        return None
     if params.get("remote_block_ids"):  # of vLLM's NIXL connector, whose ranks answer no question of ours
         return None
-    field = TRANSFER_ID if params.get(TRANSFER_ID) is not None else "remote_request_id"
-    place, name = _place(params), params.get(field)
-    if place is None or name is None:
+    given = params.get(TRANSFER_ID)
+    named = params.get("remote_request_id") if given is None else given
+    if named is None:
         return None
-    _check_text(field, name)
-    engine_id = params.get("remote_engine_id")
-    if engine_id is not None:
-        _check_text("remote_engine_id", engine_id)
-    key = params.get("remote_key") or ""
-    if not isinstance(key, str) or (key and (len(key) != 12 or not _HEX.issuperset(key))):
-        raise ProtocolError(f"kv_transfer_params: remote_key is {quoted(key)}, expected the 12 digits of a fingerprint")
-    return Rendezvous(request_id, *place, engine_id or "", name, key)
-
-
-def _place(params: Mapping[str, Any]) -> tuple[str, int] | None:
-    """Host and port of a rank of P; or the address of the page that names it, and 0."""
-    page, host, port = (params.get(f"remote_{name}") for name in ("bootstrap_addr", "host", "port"))
-    if page is not None:
-        _check_text("remote_bootstrap_addr", page)
-        checked_url(page)
-        if params.get("remote_engine_id") is None:
-            raise ProtocolError("kv_transfer_params: remote_bootstrap_addr needs remote_engine_id beside it")
-        return page, 0
-    if host is None or port is None:
-        return None
-    _check_text("remote_host", host)
-    return host, _port(port)
-
-
-def _check_text(field: str, value: object) -> None:
-    if not usable_name(value):
-        raise ProtocolError(
-            f"kv_transfer_params: {field} is {quoted(value)}, expected a printable text of 1 to 256 characters"
-        )
-
-
-def _port(port: object) -> int:
+    host, port, engine_id = params["remote_host"], params["remote_port"], params.get("remote_engine_id")
     if isinstance(port, str) and port.isascii() and port.isdigit():
         port = int(port[:6])
     if not isinstance(port, int) or isinstance(port, bool) or not 0 < port <= MAX_PORT:
         raise ProtocolError(f"kv_transfer_params: remote_port is {quoted(port)}, expected a number 1 to {MAX_PORT}")
-    return port
+    for field, value in (("remote_host", host), (TRANSFER_ID if given is not None else "remote_request_id", named)):
+        if not usable_name(value):
+            raise ProtocolError(
+                f"kv_transfer_params: {field} is {quoted(value)}, expected a printable text of 1 to 256 characters"
+            )
+    if engine_id is not None and not usable_name(engine_id):
+        raise ProtocolError(f"kv_transfer_params: remote_engine_id is {quoted(engine_id)}, expected P's engine id")
+    key = params.get("remote_key") or ""
+    if not isinstance(key, str) or (key and (len(key) != 12 or not _HEX.issuperset(key))):
+        raise ProtocolError(f"kv_transfer_params: remote_key is {quoted(key)}, expected the 12 digits of a fingerprint")
+    return Rendezvous(request_id, host, port, engine_id or "", named, key)
+
+
+def _by_page(request_id: str, params: Mapping[str, Any]) -> Rendezvous:
+    """As routers for vLLM's Mooncake connector have it: an HTTP page tells the address of P's first rank."""
+    url, engine_id, name = params["remote_bootstrap_addr"], params.get("remote_engine_id"), params.get(TRANSFER_ID)
+    if not isinstance(url, str):
+        raise ProtocolError(f"kv_transfer_params: remote_bootstrap_addr is {quoted(url)}, expected http://HOST:PORT")
+    checked_url(url)
+    for field, value in (("remote_engine_id", engine_id), (TRANSFER_ID, name)):
+        if not usable_name(value):
+            raise ProtocolError(
+                f"kv_transfer_params: {field} is {quoted(value)}, expected a printable text of 1 to 256 characters "
+                "beside remote_bootstrap_addr"
+            )
+    return Rendezvous(request_id, url, 0, str(engine_id), str(name), key="")
 
 
 def prompt_of_answer(params: bytes, max_sizes: tuple[int, int] = (MAX_RANKS, MAX_RANKS)) -> RemotePrompt:

@@ -271,7 +271,7 @@ class WorkerHalf:
         inside = tuple([load for load in ours.loads if load.now])
         self._outcome = self._new_outcome(inside, thread) if inside else None
         self._ledger.post([load for load in ours.loads if not load.now], [lease.request_id for lease in plan.leases])
-        if self._info.tp_rank == self._info.pp_rank == 0:
+        if (plan.rendezvous or plan.left) and self._info.tp_rank == self._info.pp_rank == 0:
             self._awaited.difference_update(plan.left)
             self._awaited.update(wanted.request_id for wanted in plan.rendezvous)
         copies = self._copies

@@ -2,13 +2,14 @@
 
 ``step(state, event, now) -> (state, effects)``::
 
-    FINDING ──▶ CONNECTING ──▶ AWAITING_GRANT ──▶ ENDED
-       └──────────────┴───────────────┴────────────▲
+    LOCATING ──▶ FINDING ──▶ CONNECTING ──▶ AWAITING_GRANT ──▶ ENDED
+        └───────────┴──────────────┴───────────────┴────────────▲
 
-D's engine gives the request no blocks meanwhile. In FINDING, P has not begun to compute the prompt. Where P sends the
-bytes while it computes them, the request goes on as soon as P has begun: ``CONNECTING`` finds out whether the data
-plane is one on which P sends. Otherwise D could use no block before P has computed the whole prompt, so the request
-waits for the grant, and D's load then goes inside a step. The deadline is that of D's scheduler half: ``NameLeft``.
+D's engine gives the request no blocks meanwhile. In LOCATING, P's bootstrap page is fetched, where the request names
+that page and not the address of a rank. In FINDING, P has not begun to compute the prompt. Where P sends bytes while
+it computes them, the request goes on as soon as P has begun: CONNECTING finds out whether P sends over the data plane.
+Otherwise D could use no block before P has computed the whole prompt, so the request waits for the grant, and the load
+then goes inside a step. The deadline is that of D's scheduler half: ``NameLeft``.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ RETRY_SECONDS = 0.2
 
 
 class RendezvousPhase(enum.Enum):
+    LOCATING = "locating"
     FINDING = "finding"
     CONNECTING = "connecting"
     AWAITING_GRANT = "awaiting the grant"
@@ -40,7 +42,14 @@ class RendezvousState(msgspec.Struct, frozen=True):
     retry_at: float | None = None
 
 
+_R = RendezvousPhase
+_ASKING = (_R.FINDING, _R.AWAITING_GRANT)
+
 # --- events -----------------------------------------------------------------------------------------------------
+
+
+class PeerLocated(msgspec.Struct, frozen=True):
+    """The address of P's rank is known."""
 
 
 class NameResolved(msgspec.Struct, frozen=True):
@@ -73,9 +82,13 @@ class NameLeft(msgspec.Struct, frozen=True):
     """The request does not need the answer any more."""
 
 
-RendezvousEvent = NameResolved | NameUnresolved | PlaneFound | PeerFailed | NameLeft | Tick
+RendezvousEvent = PeerLocated | NameResolved | NameUnresolved | PlaneFound | PeerFailed | NameLeft | Tick
 
 # --- effects ----------------------------------------------------------------------------------------------------
+
+
+class FetchPage(msgspec.Struct, frozen=True):
+    """Fetch P's bootstrap page; ``PeerLocated`` or ``PeerFailed`` follows."""
 
 
 class AskName(msgspec.Struct, frozen=True):
@@ -104,10 +117,17 @@ class SendLeave(msgspec.Struct, frozen=True):
     """Tell P that a question is not needed any more."""
 
 
-RendezvousEffect = AskName | BeginLinks | ReportFound | ReportLost | SendLeave
+RendezvousEffect = FetchPage | AskName | BeginLinks | ReportFound | ReportLost | SendLeave
 Outcome = tuple[RendezvousState, tuple[RendezvousEffect, ...]]
 
 # --- transitions ------------------------------------------------------------------------------------------------
+
+
+def begin(*, located: bool) -> Outcome:
+    """A new rendezvous. ``located``: the address of P's rank is known."""
+    if located:
+        return RendezvousState(), (AskName("begun"),)
+    return RendezvousState(RendezvousPhase.LOCATING), (FetchPage(),)
 
 
 def _ended(*effects: RendezvousEffect) -> Outcome:
@@ -116,6 +136,10 @@ def _ended(*effects: RendezvousEffect) -> Outcome:
 
 def _await_grant(*effects: RendezvousEffect) -> Outcome:
     return RendezvousState(RendezvousPhase.AWAITING_GRANT), (*effects, AskName("granted"))
+
+
+def _located(state: RendezvousState, event: RendezvousEvent, now: float) -> Outcome:
+    return begin(located=True)
 
 
 def _found(state: RendezvousState, event: RendezvousEvent, now: float) -> Outcome:
@@ -157,24 +181,23 @@ def _failed(state: RendezvousState, event: RendezvousEvent, now: float) -> Outco
 
 
 def _left(state: RendezvousState, event: RendezvousEvent, now: float) -> Outcome:
-    asked = state.phase is not RendezvousPhase.CONNECTING and state.retry_at is None
+    asked = state.phase in _ASKING and state.retry_at is None
     return _ended(*((SendLeave(),) if asked else ()))
 
 
-_R = RendezvousPhase
-_ASKING = (_R.FINDING, _R.AWAITING_GRANT)
 RENDEZVOUS: TransitionTable[RendezvousState, RendezvousEvent, RendezvousEffect] = TransitionTable(
     "rendezvous",
     RendezvousPhase,
     get_args(RendezvousEvent),
     (
+        ((_R.LOCATING,), (PeerLocated,), _located),
         ((_R.FINDING,), (NameResolved,), _found),
         ((_R.AWAITING_GRANT,), (NameResolved,), _granted),
         ((_R.CONNECTING,), (PlaneFound,), _plane_found),
         (_ASKING, (NameUnresolved,), _unresolved),
         (_ASKING, (Tick,), _retry),
-        ((*_ASKING, _R.CONNECTING), (PeerFailed,), _failed),
-        ((*_ASKING, _R.CONNECTING), (NameLeft,), _left),
+        ((_R.LOCATING, *_ASKING, _R.CONNECTING), (PeerFailed,), _failed),
+        ((_R.LOCATING, *_ASKING, _R.CONNECTING), (NameLeft,), _left),
         # An answer may come twice, or late; links may be ready before they are needed.
         (RendezvousPhase, get_args(RendezvousEvent), ignore),
     ),

@@ -119,9 +119,9 @@ class PrefillStop(msgspec.Struct, frozen=True):
 
 class Rendezvous(msgspec.Struct, frozen=True):
     """D: a request whose P is known, but not yet the token of its lease. A rank of P at ``host`` and ``port`` tells it
-    when it knows a prompt of this ``name``. ``engine_id``: of P; empty where it is unknown. ``key``: the fingerprint of
-    P's public key; empty where it is that of D. Where ``host`` is an address such as ``http://10.0.0.1:8998``, the page
-    there names that rank."""
+    when it knows a prompt of this ``name``. Where ``port`` is 0, ``host`` is the URL of P's bootstrap page, which tells
+    the address of that rank. ``engine_id``: of P; empty where it is unknown. ``key``: the fingerprint of
+    P's public key; empty where it is that of D."""
 
     request_id: str
     host: str
@@ -213,7 +213,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     handed over from here. Its lease comes with a later plan, and is granted when that step has ended. ``prefills``,
     ``chunks`` and ``stops``: of the prompts that P computes; where several concern one prompt, prefills come before
     stops, stops before chunks, chunks before leases. ``rendezvous``: requests of D whose P must be asked for the
-    token; ``left``: requests that do not need their answer any more.
+    token; ``left``: requests of earlier plans that do not need their answer any more.
     """
 
     consumer: bytes = bytes(16)
@@ -259,20 +259,26 @@ def by_region(plan: StepPlan, tables: Sequence[int]) -> StepPlan:
     if not (plan.leases or plan.loads or plan.chunks):
         return plan
     leases = tuple(
-        msgspec.structs.replace(lease, block_ids=tuple(map(lease.block_ids.__getitem__, tables)))
-        for lease in plan.leases
+        [
+            msgspec.structs.replace(lease, block_ids=tuple(map(lease.block_ids.__getitem__, tables)))
+            for lease in plan.leases
+        ]
     )
     loads = tuple(
-        msgspec.structs.replace(
-            load,
-            block_ids=tuple(map(load.block_ids.__getitem__, tables)),
-            tokens=tuple(map(load.tokens.__getitem__, tables)),
-        )
-        for load in plan.loads
+        [
+            msgspec.structs.replace(
+                load,
+                block_ids=tuple(map(load.block_ids.__getitem__, tables)),
+                tokens=tuple(map(load.tokens.__getitem__, tables)),
+            )
+            for load in plan.loads
+        ]
     )
     chunks = tuple(
-        msgspec.structs.replace(chunk, block_ids=tuple(map(chunk.block_ids.__getitem__, tables)))
-        for chunk in plan.chunks
+        [
+            msgspec.structs.replace(chunk, block_ids=tuple(map(chunk.block_ids.__getitem__, tables)))
+            for chunk in plan.chunks
+        ]
     )
     return msgspec.structs.replace(plan, leases=leases, loads=loads, chunks=chunks)
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import msgspec
 import numpy as np
@@ -15,18 +15,20 @@ from kvferry.connector.protocol.computing_prompt import (
     COMPUTING_PROMPT,
     BlocksLost,
     ChunkPlanned,
-    ComputingEffect,
     ComputingEvent,
     ComputingPhase,
     ComputingState,
+    FailReads,
     LayersComputed,
     LeaseBegins,
+    ResumeReads,
     TokensComputed,
 )
 from kvferry.connector.protocol.state_machine import Lifetime
 from kvferry.connector.protocol.step_plan import Prefill, PrefillChunk, PrefillStop, unpack_ids
 from kvferry.connector.transfer.caches import Ids, PageBox, RankCaches
 from kvferry.connector.transfer.computed_steps import ComputedStep, PromptBlocks
+from kvferry.transport.errors import GeometryError
 
 
 class PromptPart(msgspec.Struct, eq=False):
@@ -123,36 +125,32 @@ class _StepInFlight(msgspec.Struct, eq=False):
     seen: tuple[bool, int, bool] = (False, 0, False)
 
 
-Change = tuple[ComputingPrompt, ComputingEffect]
-
-
 class ComputingPrompts:
-    """All prompts that this rank computes, by the token of their later lease. Used by the transfer thread only.
+    """All prompts that this rank computes, by the token of their later lease. Used by the transfer thread only."""
 
-    The methods that return changes yield the effects that their owner must perform.
-    """
-
-    def __init__(self, caches: RankCaches) -> None:
-        self._caches = caches
-        self._prompts: dict[bytes, ComputingPrompt] = {}
+    def __init__(
+        self, caches: RankCaches, resume: Callable[[bytes], None], refuse: Callable[[bytes, float], None]
+    ) -> None:
+        """
+        Args:
+            caches: of this rank.
+            resume: called with a token: reads under it that wait may find more chunks.
+            refuse: called with a token and the time: the reads under it get no more bytes.
+        """
+        self._caches, self._resume, self._refuse = caches, resume, refuse
+        self.prompts: dict[bytes, ComputingPrompt] = {}
         self.steps: list[_StepInFlight] = []
         """The steps that the device has not ended, the oldest first."""
 
-    def __len__(self) -> int:
-        return len(self._prompts)
-
-    def __contains__(self, token: object) -> bool:
-        return token in self._prompts
-
     def get(self, token: bytes) -> ComputingPrompt | None:
         """The prompt under this token, while it is computed."""
-        return self._prompts.get(token)
+        return self.prompts.get(token)
 
     def begin(self, prefill: Prefill, now: float) -> None:
         """The engine begins to compute a prompt that may be read meanwhile."""
-        self._prompts[prefill.token] = ComputingPrompt(prefill, self._caches, now)
+        self.prompts[prefill.token] = ComputingPrompt(prefill, self._caches, now)
 
-    def plan(self, chunks: tuple[PrefillChunk, ...], step: ComputedStep, now: float) -> Iterator[Change]:
+    def plan(self, chunks: tuple[PrefillChunk, ...], step: ComputedStep, now: float) -> None:
         """A step begins that computes these chunks.
 
         Raises:
@@ -160,21 +158,25 @@ class ComputingPrompts:
         """
         parts = []
         for chunk, blocks in zip(chunks, step.blocks, strict=True):
-            prompt = self._prompts.get(chunk.token)
+            prompt = self.prompts.get(chunk.token)
             if prompt is None:
                 continue
-            new = [self._caches.kernel_ids(region, unpack_ids(ids)) for region, ids in enumerate(chunk.block_ids)]
+            try:
+                new = [self._caches.kernel_ids(region, unpack_ids(ids)) for region, ids in enumerate(chunk.block_ids)]
+            except GeometryError:  # which blocks hold the tokens is not known any more, so reads wait for the lease
+                self._step(prompt, BlocksLost(ended=False), now)
+                raise
             if blocks is not prompt.blocks:
                 prompt.blocks, prompt.parts, prompt.ids = blocks, [], new
             else:
                 prompt.ids = [np.concatenate(pair) for pair in zip(prompt.ids, new, strict=True)]
-            yield from self._step(prompt, ChunkPlanned(chunk.restarts), now)
+            self._step(prompt, ChunkPlanned(chunk.restarts), now)
             part = PromptPart(chunk.start, chunk.stop, prompt.lifetime.state.life)
             prompt.parts.append(part)
             parts.append((prompt, part))
         self.steps.append(_StepInFlight(step, parts))
 
-    def look(self, now: float) -> Iterator[Change]:
+    def look(self, now: float) -> None:
         """Look at the steps that the device has not ended."""
         for flight in list(self.steps):
             step = flight.step
@@ -189,33 +191,38 @@ class ComputingPrompts:
             for prompt, part in flight.parts:
                 part.layers.update(layers)
                 tokens = part.stop if ended else part.start if begun else 0
-                yield from self._step(prompt, TokensComputed(part.life, tokens), now)
+                self._step(prompt, TokensComputed(part.life, tokens), now)
                 if layers and not ended:
-                    yield from self._step(prompt, LayersComputed(part.life), now)
+                    self._step(prompt, LayersComputed(part.life), now)
                 if ended and part in prompt.parts:
                     prompt.parts.remove(part)
 
-    def stop(self, stop: PrefillStop, now: float) -> Iterator[Change]:
+    def stop(self, stop: PrefillStop, now: float) -> None:
         """The engine has taken the blocks of a prompt back."""
-        prompt = self._prompts.get(stop.token)
+        prompt = self.prompts.get(stop.token)
         if prompt is not None:
             if stop.ended:
-                del self._prompts[stop.token]
-            yield from self._step(prompt, BlocksLost(stop.ended), now)
+                del self.prompts[stop.token]
+            self._step(prompt, BlocksLost(stop.ended), now)
 
     def grant(self, token: bytes, ids: list[Ids], now: float) -> ComputingPrompt | None:
         """The lease of a prompt begins, with its blocks. Returns the prompt, which is forgotten here."""
-        prompt = self._prompts.pop(token, None)
+        prompt = self.prompts.pop(token, None)
         if prompt is not None:
             # Chunks that were sent stay good: the same tokens. The others are packed from the blocks of the lease.
             if prompt.lifetime.state.phase is not ComputingPhase.COMPUTING or not _begins_with(prompt.ids, ids):
                 prompt.blocks = PromptBlocks()
             prompt.ids = ids
-            prompt.lifetime.step(LeaseBegins(), now)
+            self._step(prompt, LeaseBegins(), now)
         return prompt
 
-    def _step(self, prompt: ComputingPrompt, event: ComputingEvent, now: float) -> list[Change]:
-        return [(prompt, effect) for effect in prompt.lifetime.step(event, now)]
+    def _step(self, prompt: ComputingPrompt, event: ComputingEvent, now: float) -> None:
+        for effect in prompt.lifetime.step(event, now):
+            match effect:
+                case ResumeReads():
+                    self._resume(prompt.grant.token)
+                case FailReads():
+                    self._refuse(prompt.grant.token, now)
 
 
 def _begins_with(ours: list[Ids], theirs: list[Ids]) -> bool:

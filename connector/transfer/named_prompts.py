@@ -58,15 +58,11 @@ class NamedPrompts:
         self._prompts: dict[bytes, _Named] = {}
         self._tokens: dict[str, bytes] = {}
         self._gone: OrderedDict[str, float] = OrderedDict()  # until when a name is remembered
-        self._held: FairTable[tuple[bytes, int], _HeldResolve] = FairTable(HELD_RESOLVES)
+        self.held: FairTable[tuple[bytes, int], _HeldResolve] = FairTable(HELD_RESOLVES)
+        """The questions that wait."""
 
     def __contains__(self, token: object) -> bool:
         return token in self._prompts
-
-    @property
-    def waiting(self) -> bool:
-        """Whether a deadline is running."""
-        return bool(self._held.cost)
 
     # --- P's prompts --------------------------------------------------------------------------------------------
 
@@ -119,11 +115,11 @@ class NamedPrompts:
         names = set(named.names)
         found = [
             held
-            for held in (self._held.values() if self._held.cost else ())
+            for held in (self.held.values() if self.held.cost else ())
             if held.resolve.name in names and (granted or held.resolve.until == "begun")
         ]
         for held in found:
-            self._held.pop((held.identity, held.resolve.number))
+            self.held.pop((held.identity, held.resolve.number))
         return found
 
     # --- questions of D -----------------------------------------------------------------------------------------
@@ -142,20 +138,20 @@ class NamedPrompts:
         key, held = (identity, resolve.number), _HeldResolve(identity, resolve, now + self._hold_seconds)
         return [
             (left.identity, _not_yet(left.resolve, "too many questions wait here"))
-            for left in self._held.put(identity, key, held)
+            for left in self.held.put(identity, key, held)
         ]
 
     def leave(self, identity: bytes, number: int) -> None:
         """D does not need an answer any more."""
-        self._held.pop((identity, number))
+        self.held.pop((identity, number))
 
     def take_late(self, now: float) -> list[Answer]:
         """The answers to the questions that have waited long enough. Forgets names that ended long enough ago."""
         while self._gone and now >= next(iter(self._gone.values())):
             self._gone.popitem(last=False)
-        late = [held for held in (self._held.values() if self._held.cost else ()) if now >= held.deadline]
+        late = [held for held in (self.held.values() if self.held.cost else ()) if now >= held.deadline]
         for held in late:
-            self._held.pop((held.identity, held.resolve.number))
+            self.held.pop((held.identity, held.resolve.number))
         return [(held.identity, _not_yet(held.resolve, "no such prompt came in time")) for held in late]
 
     @staticmethod

@@ -8,21 +8,22 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from functools import partial
+from itertools import chain
 
-from kvferry.connector.protocol import computing_prompt, lease, messages, outgoing_read
+from kvferry.connector.protocol import lease, messages, outgoing_read
 from kvferry.connector.protocol.state_machine import Lifetime, Tick
-from kvferry.connector.protocol.step_plan import LeaseGrant, Prefill, PrefillChunk, PrefillStop, unpack_ids
+from kvferry.connector.protocol.step_plan import LeaseGrant, Prefill, PrefillStop, unpack_ids
 from kvferry.connector.transfer.caches import Ids
-from kvferry.connector.transfer.computed_steps import ComputedStep
-from kvferry.connector.transfer.computing_prompts import Change, ComputingPrompt, ComputingPrompts
+from kvferry.connector.transfer.computing_prompts import ComputingPrompt, ComputingPrompts
 from kvferry.connector.transfer.early_requests import EarlyRequests, HeldAsk
 from kvferry.connector.transfer.held_lease import HeldLease, granted
 from kvferry.connector.transfer.named_prompts import Answer, NamedPrompts
 from kvferry.connector.transfer.rank_context import RankContext
 from kvferry.connector.transfer.replies import Replies
 from kvferry.connector.transfer.sender import OutgoingRead, Sender
-from kvferry.connector.transfer.sessions import Session, Sessions
+from kvferry.connector.transfer.sessions import Session, Sessions, refusal
 from kvferry.transport.control.listener import Listener
 from kvferry.transport.errors import GeometryError, KVFerryError, ProtocolError
 from kvferry.transport.grant_board import GrantBoard
@@ -64,7 +65,8 @@ class Producer:
         )
         self._sessions = Sessions(rank_context, self._board.place)
         self._sender = Sender(rank_context.caches)
-        self.computing = ComputingPrompts(rank_context.caches)
+        refuse = partial(self._refuse_reads, why=ABANDONED)
+        self.computing = ComputingPrompts(rank_context.caches, self._sender.resume, refuse)
         self._next_sign = 0.0
         settings = rank_context.settings
         self._early = EarlyRequests(settings.ask_hold_seconds, settings.lease_seconds)
@@ -85,17 +87,19 @@ class Producer:
             raise
         state = lease.grant(now, settings.lease_seconds, settings.lease_cap_seconds)
         self._leases[grant.token] = HeldLease(grant, ids, Lifetime(lease.LEASE, state, now), self._post(grant))
-        self._answer(self._named.grant(grant))
-        if self.computing:
+        if answers := self._named.grant(grant):
+            self._answer(answers)
+        if self.computing.prompts:
             self._end_prefill(grant.token, ids, now)
         if self._early.votes.cost:
             for vote in self._early.take_votes(grant.token):
                 self._step(grant.token, vote, now)
-        self._serve_held(grant.token, now)
+        if self._early.asks.cost:
+            self._serve_held(grant.token, now)
 
     def _serve_held(self, token: bytes, now: float) -> None:
         """Serve the asks under a token that came too early."""
-        for held in self._early.take_asks(token) if self._early.asks.cost else ():
+        for held in self._early.take_asks(token):
             session = self._sessions.find(held.identity, now)
             try:
                 if session is not None:
@@ -111,14 +115,6 @@ class Producer:
             self._serve_held(prompt.token, now)
         self._answer(self._named.begin(prompt))
 
-    def plan_chunks(self, chunks: tuple[PrefillChunk, ...], step: ComputedStep, now: float) -> None:
-        """A step of the engine computes parts of prompts."""
-        self._step_prefills(self.computing.plan(chunks, step, now), now)
-
-    def look_at_steps(self, now: float) -> None:
-        """The device may have computed more of the prompts."""
-        self._step_prefills(self.computing.look(now), now)
-
     def stop_prefill(self, stop: PrefillStop, now: float) -> None:
         """The engine has taken back the blocks of a prompt. ``stop.ended``: no lease will cover it."""
         if stop.ended:
@@ -127,16 +123,7 @@ class Producer:
             self._early.take_votes(stop.token)
             for held in self._early.take_asks(stop.token):
                 self._deny(held, held.ask.read, "expired", ABANDONED)
-        self._step_prefills(self.computing.stop(stop, now), now)
-
-    def _step_prefills(self, changes: Iterable[Change], now: float) -> None:
-        for prompt, effect in changes:
-            token = prompt.grant.token
-            match effect:
-                case computing_prompt.ResumeReads():
-                    self._sender.resume(token)
-                case computing_prompt.FailReads():
-                    self._refuse_reads(token, ABANDONED, now)
+        self.computing.stop(stop, now)
 
     def _end_prefill(self, token: bytes, ids: list[Ids], now: float) -> None:
         """The lease of a prompt has begun: the reads that run are reads under the lease."""
@@ -146,7 +133,6 @@ class Producer:
                 self._step(token, asked, now)
             for outgoing in self._sender.of_lease(token):
                 self._step(token, lease.ReadStarted(outgoing.key), now)
-            self._sender.resume(token)
 
     def _post(self, grant: LeaseGrant) -> int | None:
         """Post a grant on the grant board. A D that reads P's pages by itself then needs no ask and no commit."""
@@ -208,7 +194,7 @@ class Producer:
             self._step(token, Tick(), now)
         if now >= self._next_sign and self._sender.waiting:
             self._next_sign = now + SIGN_SECONDS
-            for outgoing in self._sender.waiting:
+            for outgoing in chain.from_iterable(self._sender.waiting.values()):
                 assert outgoing.prompt is not None
                 grant = granted(outgoing.prompt.grant, outgoing.number, outgoing.lifetime.state.chunks)
                 self._reply(outgoing.session.identity, grant)
@@ -228,7 +214,7 @@ class Producer:
     @property
     def live(self) -> bool:
         """Whether any deadline is running."""
-        early = self._early.asks.cost or self._early.votes.cost or self._named.waiting
+        early = self._early.asks.cost or self._early.votes.cost or self._named.held.cost
         return bool(self._leases or early or self._replies.kept.cost or self._sender.waiting)
 
     def withdraw(self) -> None:
@@ -282,16 +268,9 @@ class Producer:
     def _strange(self, identity: bytes, request: messages.Request) -> None:
         """Refuse a request that came without a Hello, or from a D whose session has ended here. The reply lets D start
         a new handshake."""
-        text = "no handshake was made, or it was forgotten"
-        match request:
-            case messages.Attach():
-                self._reply(identity, messages.AttachRefused(plane=request.plane, reason=text, detached=True))
-            case messages.Ask():
-                self._reply(identity, messages.Deny(read=request.read, reason="detached", detail=text))
-            case messages.Commit():
-                self._reply(identity, messages.Committed(read=request.read, ok=False))
-            case messages.Cancel():
-                self._reply(identity, messages.Stopped(read=request.read, sent=0))
+        reply = refusal(request)
+        if reply is not None:
+            self._reply(identity, reply)
         raise ProtocolError(f"{type(request).__name__} before Hello")
 
     def _hello(self, identity: bytes, hello: messages.Hello, now: float, address: str) -> None:
@@ -379,11 +358,11 @@ class Producer:
         for effect in effects:
             match effect:
                 case lease.StopReads():
-                    self._refuse_reads(token, "", now)
+                    self._refuse_reads(token, now)
                 case lease.Freed(reason):
                     self._free(token, held, reason, now)
 
-    def _refuse_reads(self, token: bytes, why: str, now: float) -> None:
+    def _refuse_reads(self, token: bytes, now: float, why: str = "") -> None:
         """Send no more of the reads under a token."""
         for outgoing in self._sender.of(lambda outgoing: outgoing.token == token):
             self._deny(outgoing.session, outgoing.number, "expired", why)
@@ -393,7 +372,8 @@ class Producer:
         del self._leases[token]
         self._remember_end(token)
         self._on_freed(held.grant.request_id)
-        self._answer(self._named.end(token, now))
+        if answers := self._named.end(token, now):
+            self._answer(answers)
         self._rank_context.stats.lease_ended(reason)
         if reason != "released":
             cap = self._rank_context.settings.lease_cap_seconds

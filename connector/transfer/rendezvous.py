@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from kvferry.connector.protocol import messages, rendezvous
 from kvferry.connector.protocol.link_state import LinkPhase
 from kvferry.connector.protocol.rendezvous import RendezvousEffect, RendezvousEvent, RendezvousPhase, RendezvousState
 from kvferry.connector.protocol.state_machine import Lifetime, Tick
 from kvferry.connector.protocol.step_plan import PeerEngine, Rendezvous, RendezvousResult
-from kvferry.connector.transfer.bootstrap_lookup import SCHEME, BootstrapLookups
 from kvferry.connector.transfer.link import Link
 from kvferry.connector.transfer.rank_context import RankContext
+from kvferry.transport.control.bootstrap import PageFetch, fetch_page, first_rank
 from kvferry.transport.control.dialer import Connection
 from kvferry.transport.errors import KVFerryError, ProtocolError, TransportError, shortened
 
@@ -40,18 +42,21 @@ class _Contact:
 
 @dataclass(slots=True, eq=False)
 class _Meeting:
-    """One request. ``number``: of the last question. ``answer``: P's last answer; ``peer``: the engine it names."""
+    """One request. ``page``: P's bootstrap page, until ``contact`` is made. ``number``: of the last question.
+    ``answer``: P's last answer."""
 
     rendezvous: Rendezvous
     lifetime: Lifetime[RendezvousState, RendezvousEvent, RendezvousEffect]
-    contact: _Contact
-    number: int
+    page: PageFetch | None = None
+    contact: _Contact | None = None
+    number: int = 0
     answer: messages.Resolved | None = None
     links: Sequence[Link] = ()
 
     @property
     def where(self) -> str:
-        return f"P at {self.rendezvous.host}:{self.rendezvous.port}"
+        wanted = self.rendezvous
+        return f"P at {wanted.host}:{wanted.port}" if wanted.port else f"P by {wanted.host}"
 
 
 class Meetings:
@@ -62,6 +67,7 @@ class Meetings:
         rank_context: RankContext,
         links: Callable[[PeerEngine, float], list[Link]],
         report: Callable[[str, RendezvousResult], None],
+        wake: Callable[[], None],
     ) -> None:
         """
         Args:
@@ -69,20 +75,21 @@ class Meetings:
             links: the links to the ranks of a P engine that this rank reads from, opened where necessary. May raise
                 KVFerryError.
             report: called with the id and the result of each request, once, unless it was left.
+            wake: has this thread call ``serve``; any thread may call it.
         """
         self._rank_context = rank_context
-        self._links, self._report = links, report
+        self._links, self._report, self._wake = links, report, wake
         self._log = rank_context.log
         geometry = rank_context.caches.geometry
         self._asks = geometry.tp_rank == geometry.pp_rank == 0
-        self._lookups = BootstrapLookups(rank_context, self._begin, self._lost)
         self._contacts: dict[_Address, _Contact] = {}
-        self._meetings: dict[str, _Meeting] = {}
+        self.open: dict[str, _Meeting] = {}
+        """The requests that wait, by their ids."""
         self._by_number: dict[int, _Meeting] = {}
         self._last = 0
 
     def __bool__(self) -> bool:
-        return bool(self._meetings or self._lookups)
+        return bool(self.open)
 
     # --- commands from the engine -------------------------------------------------------------------------------
 
@@ -91,29 +98,15 @@ class Meetings:
         if not self._asks:
             return
         self.leave(wanted.request_id, now)  # an id comes again
-        if wanted.host.startswith(SCHEME):
-            self._lookups.add(wanted)
-        else:
-            self._begin(wanted, now)
-
-    def _begin(self, wanted: Rendezvous, now: float) -> None:
-        try:
-            contact = self._contact(wanted, now)
-        except KVFerryError as error:
-            self._lost(wanted.request_id, str(error))
-            return
-        contact.open += 1
-        lifetime = Lifetime(rendezvous.RENDEZVOUS, RendezvousState(), now)
-        meeting = self._meetings[wanted.request_id] = _Meeting(wanted, lifetime, contact, 0)
-        self._perform(meeting, rendezvous.AskName("begun"), now)
-
-    def _lost(self, request_id: str, why: str) -> None:
-        self._report(request_id, RendezvousResult(error=why))
+        state, effects = rendezvous.begin(located=wanted.port > 0)
+        meeting = _Meeting(wanted, Lifetime(rendezvous.RENDEZVOUS, state, now))
+        self.open[wanted.request_id] = meeting
+        for effect in effects:
+            self._perform(meeting, effect, now)
 
     def leave(self, request_id: str, now: float) -> None:
         """A request does not need its lease any more."""
-        self._lookups.leave(request_id)
-        meeting = self._meetings.get(request_id)
+        meeting = self.open.get(request_id)
         if meeting is not None:
             self._step(meeting, rendezvous.NameLeft(), now)
 
@@ -121,9 +114,7 @@ class Meetings:
 
     def serve(self, now: float) -> None:
         """Handle the answers that have arrived. The dialer has taken them in before."""
-        if self._lookups:
-            self._lookups.serve(now)
-        for contact in list(self._contacts.values()) if self._meetings else ():
+        for contact in list(self._contacts.values()) if self.open else ():
             if not contact.connection.news:
                 continue
             for frames in contact.connection.receive():
@@ -134,13 +125,15 @@ class Meetings:
                     self._fail(contact, str(error), now)
             if contact.connection.lost:
                 self._fail(contact, contact.connection.reason or "the peer is gone", now)
-        for meeting in list(self._meetings.values()):
-            if meeting.lifetime.state.phase is RendezvousPhase.CONNECTING:
+        for meeting in list(self.open.values()):
+            if meeting.page is not None and meeting.page.done:
+                self._located(meeting, meeting.page, now)
+            elif meeting.lifetime.state.phase is RendezvousPhase.CONNECTING:
                 self._look_at_links(meeting, now)
 
     def tick(self, now: float) -> None:
         """Ask again where that is due; notice connections that could not be made; close those that are not used."""
-        for meeting in list(self._meetings.values()):
+        for meeting in list(self.open.values()):
             self._step(meeting, Tick(), now)
         for address, contact in list(self._contacts.items()):
             if contact.connection.lost:
@@ -154,10 +147,23 @@ class Meetings:
         for contact in self._contacts.values():
             contact.connection.close()
         self._contacts.clear()
-        self._meetings.clear()
+        self.open.clear()
         self._by_number.clear()
 
     # --- events -------------------------------------------------------------------------------------------------
+
+    def _located(self, meeting: _Meeting, page: PageFetch, now: float) -> None:
+        meeting.page = None
+        wanted = meeting.rendezvous
+        try:
+            if page.error:
+                raise ProtocolError(page.error)
+            host, port = first_rank(page.content, wanted.engine_id)
+        except ProtocolError as error:
+            self._step(meeting, rendezvous.PeerFailed(f"{meeting.where} cannot be found: {error}"), now)
+            return
+        meeting.rendezvous = replace(wanted, host=host, port=port)
+        self._step(meeting, rendezvous.PeerLocated(), now)
 
     def _contact(self, wanted: Rendezvous, now: float) -> _Contact:
         """Raises TransportError: D asks too many P engines."""
@@ -202,7 +208,7 @@ class Meetings:
             self._step(meeting, rendezvous.NameResolved(reply.granted, reply.streams), now)
 
     def _fail(self, contact: _Contact, why: str, now: float) -> None:
-        for meeting in [each for each in self._meetings.values() if each.contact is contact]:
+        for meeting in [each for each in self.open.values() if each.contact is contact]:
             self._step(meeting, rendezvous.PeerFailed(f"{meeting.where} cannot be asked for the lease: {why}"), now)
 
     def _look_at_links(self, meeting: _Meeting, now: float) -> None:
@@ -220,15 +226,19 @@ class Meetings:
             self._perform(meeting, effect, now)
 
     def _forget(self, meeting: _Meeting) -> None:
-        if self._meetings.get(meeting.rendezvous.request_id) is meeting:
-            del self._meetings[meeting.rendezvous.request_id]
-            meeting.contact.open -= 1
+        if self.open.get(meeting.rendezvous.request_id) is meeting:
+            del self.open[meeting.rendezvous.request_id]
+            if meeting.contact is not None:
+                meeting.contact.open -= 1
         self._by_number.pop(meeting.number, None)
 
     # --- effects ------------------------------------------------------------------------------------------------
 
     def _perform(self, meeting: _Meeting, effect: RendezvousEffect, now: float) -> None:
         match effect:
+            case rendezvous.FetchPage():
+                refusal = self._rank_context.dialer.refusal
+                meeting.page = fetch_page(meeting.rendezvous.host, refusal, self._wake)
             case rendezvous.AskName():
                 self._ask(meeting, effect, now)
             case rendezvous.BeginLinks():
@@ -236,11 +246,19 @@ class Meetings:
             case rendezvous.ReportFound(streams):
                 self._found(meeting, streams)
             case rendezvous.ReportLost(why):
-                self._lost(meeting.rendezvous.request_id, why)
+                self._report(meeting.rendezvous.request_id, RendezvousResult(error=why))
             case rendezvous.SendLeave():
+                assert meeting.contact is not None
                 meeting.contact.connection.send(messages.encode(messages.LeaveName(number=meeting.number)))
 
     def _ask(self, meeting: _Meeting, ask: rendezvous.AskName, now: float) -> None:
+        if meeting.contact is None:
+            try:
+                meeting.contact = self._contact(meeting.rendezvous, now)
+            except KVFerryError as error:
+                self._step(meeting, rendezvous.PeerFailed(str(error)), now)
+                return
+            meeting.contact.open += 1
         self._by_number.pop(meeting.number, None)
         self._last = (self._last + 1) % (1 << 32)
         meeting.number = self._last

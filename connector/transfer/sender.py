@@ -13,6 +13,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 
 import msgspec
 
@@ -141,7 +142,8 @@ class Sender:
     def __init__(self, caches: RankCaches) -> None:
         self._caches = caches
         self._outgoing: deque[OutgoingRead] = deque()  # SENDING or SENT, in the order of their turns
-        self._waiting: dict[bytes, list[OutgoingRead]] = {}  # SENDING, for P's engine, by token
+        self.waiting: dict[bytes, list[OutgoingRead]] = {}
+        """The reads that wait until P's engine has computed their next chunk, by token."""
         self._draining: list[OutgoingRead] = []
         self._live: FairTable[ReadKey, OutgoingRead] = FairTable(LIVE_SPANS)  # all reads that have not ended
         self._ended: FairTable[ReadKey, int] = FairTable(ENDED_READS)  # the number of chunks sent
@@ -156,15 +158,10 @@ class Sender:
         engine do not count."""
         return not (self._outgoing or self._draining)
 
-    @property
-    def waiting(self) -> list[OutgoingRead]:
-        """The reads that wait until P's engine has computed their next chunk."""
-        return [outgoing for reads in self._waiting.values() for outgoing in reads]
-
     def of(self, wanted: Callable[[OutgoingRead], bool]) -> list[OutgoingRead]:
         """The reads that are SENDING or SENT, and for which ``wanted`` is true."""
-        found = [outgoing for outgoing in self._outgoing if wanted(outgoing)]
-        return found + [outgoing for outgoing in self.waiting if wanted(outgoing)] if self._waiting else found
+        waiting = chain.from_iterable(self.waiting.values())
+        return [outgoing for outgoing in chain(self._outgoing, waiting) if wanted(outgoing)]
 
     def of_lease(self, token: bytes) -> list[OutgoingRead]:
         """All reads under a token that have not ended, also the stopped ones whose pages a copy still reads."""
@@ -235,7 +232,7 @@ class Sender:
 
     def resume(self, token: bytes) -> None:
         """Reads that wait for the prompt under this token take turns again."""
-        self._outgoing += self._waiting.pop(token, ())
+        self._outgoing += self.waiting.pop(token, ())
 
     def find(self, session: Session, read: int) -> OutgoingRead | None:
         """The read of a session with this number, if it has not ended."""
@@ -265,7 +262,7 @@ class Sender:
             sent, failure = self._send(outgoing, now)
             if outgoing.prompt is not None and not (outgoing.packing or outgoing.all_begun or self._next(outgoing)):
                 self._outgoing.remove(outgoing)
-                self._waiting.setdefault(outgoing.token, []).append(outgoing)
+                self.waiting.setdefault(outgoing.token, []).append(outgoing)
         except Exception as error:  # an error of the copy concerns this read only
             logger.exception("kvferry: a chunk could not be packed and sent")
             return outgoing, False, SendFailed(repr(error))
@@ -344,10 +341,10 @@ class Sender:
     def stop(self, outgoing: OutgoingRead) -> bool:
         """Send no more of a read. Returns whether no copy reads its pages any more. If one does, ``drained`` returns
         the read once its copies have ended. A socket reads pages on this thread, so its reading stops here."""
-        waiting = self._waiting.get(outgoing.token, [])
+        waiting = self.waiting.get(outgoing.token, [])
         (waiting if outgoing in waiting else self._outgoing).remove(outgoing)
         if not waiting:
-            self._waiting.pop(outgoing.token, None)
+            self.waiting.pop(outgoing.token, None)
         self._draining.append(outgoing)
         if outgoing.reading:
             assert outgoing.session.sender is not None

@@ -205,3 +205,18 @@ class Sessions:
         """End all sessions."""
         for session in list(self._sessions.values()):
             self.end(session)
+
+
+def refusal(request: messages.Request) -> messages.Reply | None:
+    """The answer to a request that came without a Hello, or from a D whose session has ended, if there is one."""
+    text = "no handshake was made, or it was forgotten"
+    match request:
+        case messages.Attach():
+            return messages.AttachRefused(plane=request.plane, reason=text, detached=True)
+        case messages.Ask():
+            return messages.Deny(read=request.read, reason="detached", detail=text)
+        case messages.Commit():
+            return messages.Committed(read=request.read, ok=False)
+        case messages.Cancel():
+            return messages.Stopped(read=request.read, sent=0)
+    return None

@@ -86,7 +86,7 @@ class TransferThread:
         self._next_tick = self._next_look = 0.0
         self._consumer = Consumer(rank_context, self._report_begun, self._report_moved, self.results.finished)
         self._producer = Producer(rank_context, listener, self.results.freed)
-        self._meetings = Meetings(rank_context, self._consumer.links_to, self.results.met)
+        self._meetings = Meetings(rank_context, self._consumer.links_to, self.results.met, self.wake)
         self._steps = self._producer.computing.steps
         self._thread = threading.Thread(target=self._run, name="kvferry-transfer", daemon=True)
         rank_context.caches.copies.on_done = self._copy_done
@@ -199,7 +199,7 @@ class TransferThread:
     @property
     def sleep_seconds(self) -> float:
         """How long the thread may sleep if nothing happens."""
-        live = self._consumer.live or self._producer.live or bool(self._meetings)
+        live = self._consumer.live or self._producer.live or bool(self._meetings.open)
         return COMPUTING_SECONDS if self._computing else TICK_SECONDS if live else IDLE_SECONDS
 
     def mark_ready(self, what: object) -> None:
@@ -213,7 +213,7 @@ class TransferThread:
         try:
             self._run_commands(now)
             if self._steps:
-                self._producer.look_at_steps(now)
+                self._producer.computing.look(now)
             if self._computing:
                 self._grant(now)
         finally:
@@ -227,7 +227,8 @@ class TransferThread:
         if ready is None or self._producer.has_arrived or self._listener.socket in ready:
             busy |= self._producer.serve(now)
         busy |= self._consumer.serve(now, ready)
-        self._meetings.serve(now)
+        if self._meetings.open:
+            self._meetings.serve(now)
         busy |= self._producer.pump(now)
         return busy
 
@@ -261,7 +262,7 @@ class TransferThread:
             for stop in plan.stops:
                 self._try(stop, partial(self._producer.stop_prefill, stop, now))
             if step is not None:
-                self._try("the prompts of a step", partial(self._producer.plan_chunks, plan.chunks, step, now))
+                self._try("the prompts of a step", partial(self._producer.computing.plan, plan.chunks, step, now))
             for request_id in plan.cancels:  # first: they are of earlier plans' loads, also where an id comes again
                 self._try(request_id, partial(self._consumer.cancel, request_id, now))
             for request_id in plan.left:

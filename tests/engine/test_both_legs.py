@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.served import (
+    START_SECONDS,
     Pair,
     PatientServerGroup,
     complete,
@@ -24,6 +25,7 @@ from tests.support.served import (
     tokens_of,
     usage,
 )
+from tests.support.server import metric_sum
 
 pytestmark = [pytest.mark.engine, pytest.mark.engines, pytest.mark.timeout(600)]
 
@@ -35,7 +37,7 @@ def pair(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.T
     with PatientServerGroup(tmp_path_factory.mktemp("logs")) as group:
         prefill = group.engine("prefill", model, extra=extra, arguments=chunked)
         decode = group.engine("decode", model, extra=extra)
-        group.wait_ready()
+        group.wait_ready(START_SECONDS)
         yield Pair(group, prefill, decode)
 
 
@@ -47,11 +49,8 @@ def identity_of(pair: Pair) -> dict[str, Any]:
     return known
 
 
-@pytest.mark.parametrize("first", ["P", "D"])
-@pytest.mark.parametrize("named", ["transfer_id", "remote_request_id"])
-def test_both_legs_at_once(pair: Pair, first: str, named: str) -> None:
-    ids, name = prompt(1500, sum(map(ord, first + named))), str(uuid.uuid4())
-    alone = tokens_of(complete(pair.decode, ids, cache_salt=name))
+def both_legs(pair: Pair, ids: list[int], first: str, named: str, name: str) -> list[list[int]]:
+    """Send both legs of a request at once, the ``first`` one a moment earlier; the tokens of D's answer."""
     known = identity_of(pair)
     assert known["transfer_mode"] == "push"
     identity = {key: known[key] for key in ("remote_engine_id", "remote_host", "remote_port", "tp_size")}
@@ -66,7 +65,6 @@ def test_both_legs_at_once(pair: Pair, first: str, named: str) -> None:
         "D": (pair.decode, body | {"kv_transfer_params": to_d}),
     }
     pair.forget()
-    before = count(pair.decode)
 
     def send(leg: str) -> Any:
         server, content = legs[leg]
@@ -80,10 +78,37 @@ def test_both_legs_at_once(pair: Pair, first: str, named: str) -> None:
         answers[other] = pool.submit(send, other)
         tokens = tokens_of(answers["D"].result())
         answers["P"].result()
-    assert tokens == alone
+    return tokens
+
+
+@pytest.mark.parametrize("first", ["P", "D"])
+@pytest.mark.parametrize("named", ["transfer_id", "remote_request_id"])
+def test_both_legs_at_once(pair: Pair, first: str, named: str) -> None:
+    ids, name = prompt(1500, sum(map(ord, first + named))), str(uuid.uuid4())
+    alone = tokens_of(complete(pair.decode, ids, cache_salt=name))
+    before = count(pair.decode)
+    assert both_legs(pair, ids, first, named, name) == alone
     assert counted(pair.decode, before, len(ids)).failed == 0
     assert differ(records(pair.decode), records(pair.prefill), ids) is None
     no_block_held(pair.prefill, pair.decode)
+
+
+def test_bytes_leave_while_p_computes(pair: Pair) -> None:
+    """How many do depends on when D's engine takes its step; of some prompts some do."""
+
+    def early() -> float:
+        return metric_sum(pair.prefill.metrics(), "vllm:kvferry_bytes_sent_total", when="computes") or 0
+
+    for number in range(20):
+        ids, name = prompt(1800, 200 + number), str(uuid.uuid4())
+        before = count(pair.decode)
+        both_legs(pair, ids, "D", "transfer_id", name)
+        assert counted(pair.decode, before, len(ids)).failed == 0
+        assert differ(records(pair.decode), records(pair.prefill), ids) is None
+        no_block_held(pair.prefill, pair.decode)
+        if early():
+            return
+    raise AssertionError("no byte of 20 prompts has left before its lease")
 
 
 def test_a_p_that_cannot_be_asked(pair: Pair) -> None:

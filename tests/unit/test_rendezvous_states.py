@@ -58,8 +58,17 @@ def test_an_open_question_is_repeated_after_a_pause(asked: r.AskName) -> None:
     assert r.RENDEZVOUS.step(state, Tick(), 100.0)[1] == (), "P holds the question"
 
 
+def test_a_p_that_must_be_found_first_is_asked_then() -> None:
+    state, effects = r.begin(located=False)
+    assert (state.phase, effects) == (PHASE.LOCATING, (r.FetchPage(),))
+    assert r.RENDEZVOUS.step(state, r.PeerLocated(), 0.0) == r.begin(located=True) == (r.RendezvousState(), (BEGUN,))
+    assert r.RENDEZVOUS.step(state, r.NameLeft(), 0.0)[1] == (), "nobody was asked"
+    assert r.RENDEZVOUS.step(state, r.PeerFailed("why"), 0.0)[1] == (r.ReportLost("why"),)
+
+
 EVENTS: Any = st.sampled_from(
     [
+        r.PeerLocated(),
         r.NameResolved(True, False), r.NameResolved(False, True), r.NameResolved(False, False), r.PeerFailed("p"),
         r.NameUnresolved(True, "why"), r.NameUnresolved(False), r.PlaneFound(True), r.PlaneFound(False), Tick(),
         r.NameLeft(),
@@ -148,7 +157,7 @@ def test_strangers_displace_only_their_own_questions(monkeypatch: pytest.MonkeyP
     named = NamedPrompts("p", 10.0)
     named.resolve(b"honest", question(1), 0.0)
     told = [a for n in range(500) for a in named.resolve(b"stranger", question(n, f"name {n}"), 0.0)]
-    assert len(named._held) <= 64 and {identity for identity, _ in told} == {b"stranger"}
+    assert len(named.held) <= 64 and {identity for identity, _ in told} == {b"stranger"}
     assert all(isinstance(a, messages.Unresolved) and not a.final for _, a in told)
     assert [identity for identity, _ in named.begin(prefill("r", "tx"))] == [b"honest"]
 

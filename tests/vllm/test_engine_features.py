@@ -354,7 +354,9 @@ def replicas(group: EngineGroup, origin: int, tp: int) -> list[Engine]:
             engines = [group.engine(origin, dp_rank=rank, tp=tp, extra=extra) for rank in range(2)]
         except ConfigError:
             continue  # somebody else took one
-        taken = [rank.port for engine in engines for rank in engine.connector._scheduler._lease_planner._us.ranks]
+        taken = [
+            rank.port for engine in engines for rank in engine.connector._scheduler._lease_planner._prompts.us.ranks
+        ]
         assert taken == list(range(first, first + 2 * tp))
         return engines
     raise AssertionError("no ports to be had")

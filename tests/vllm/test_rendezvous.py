@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections import Counter
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvferry.connector.engine.worker import IDLE_WAIT_SECONDS
 from kvferry.connector.protocol.request_lifetime import RequestPhase
+from kvferry.transport.control import bootstrap
+from kvferry.transport.control.bootstrap import BootstrapServer
 from tests.vllm.engine_group import EngineGroup, Lines
 from tests.vllm.labelled import prompt
 from tests.vllm.stepped import PREFILL, Engine, eventually, let_time_pass, run, settle, transfer_thread_of
@@ -99,7 +104,7 @@ def ask(d: Engine, params: object, **kwargs: Any) -> str:
 
 def questions(p: Engine) -> int:
     """How many questions wait at P."""
-    return len(transfer_thread_of(p)._producer._named._held)
+    return len(transfer_thread_of(p)._producer._named.held)
 
 
 def prefills_locally(p: Engine, d: Engine, request_id: str, lines: Lines, *words: str) -> None:
@@ -120,7 +125,7 @@ def test_a_d_that_is_aborted_asks_no_more(group: EngineGroup) -> None:
     d.abort(request_id)
     settle(d)
     eventually(lambda: questions(p) == 0)
-    assert not transfer_thread_of(d)._meetings
+    assert not transfer_thread_of(d)._meetings.open
 
 
 @pytest.mark.parametrize("plane", ["cma", "tcp"])
@@ -157,10 +162,12 @@ def test_a_leg_that_never_comes(group: EngineGroup, lines: Lines) -> None:
 def test_p_answers_that_it_does_not_know_the_name_and_d_asks_again(group: EngineGroup) -> None:
     p, d, params = legs(group)
     request_id = ask(d, params)
-    for _ in range(2):
+    meetings = transfer_thread_of(d)._meetings
+    for asked in (1, 2):
         eventually(lambda: questions(p) == 1)
+        assert meetings._last == asked
         let_time_pass(p, 700.0)  # P has held the question long enough
-        eventually(lambda: questions(p) == 0)
+        eventually(lambda before=asked: meetings._last > before)  # type: ignore[misc]
     leg = p.add(IDS, TO_P)
     run([p, d], lambda: d.answers[request_id].finish is not None)
     assert p.answers[leg].finish and d.origins[request_id].theirs == len(IDS) - 1
@@ -181,7 +188,7 @@ def test_a_p_that_ends(group: EngineGroup, lines: Lines) -> None:
 def test_another_engine_at_p_s_address(group: EngineGroup, lines: Lines) -> None:
     """P was restarted, and the router does not know its new engine id."""
     p, d, params = legs(group)
-    request_id = ask(d, params | {"remote_engine_id": "an older life"})
+    request_id = d.add(IDS, params | {"remote_engine_id": "an older life"}, max_tokens=4)
     prefills_locally(p, d, request_id, lines, "says: 'this is engine ")
 
 
@@ -209,7 +216,7 @@ def test_a_p_that_cannot_be_asked(
         ({"remote_host": "a\nb"}, "remote_host is 'a\\nb', expected a printable text"),
         ({"transfer_id": 7}, "transfer_id is 7, expected a printable text"),
         ({"remote_key": "K"}, "remote_key is 'K', expected the 12 digits"),
-        ({"remote_engine_id": ["p"]}, "remote_engine_id is ['p'], expected a printable text"),
+        ({"remote_engine_id": ["p"]}, "remote_engine_id is ['p'], expected P's engine id"),
         ({"remote_block_ids": [[1, 2]]}, "P runs another connector"),
         ({"remote_host": None}, "no 'kvferry' entry"),
     ],
@@ -247,8 +254,7 @@ def test_siblings_share_the_lease(group: EngineGroup) -> None:
     names = [ask(d, params, request_id=f"{number}_cmpl-a") for number in range(3)]
     p.add(IDS, TO_P)
     run([p, d], lambda: all(d.answers[name].finish is not None for name in names))
-    assert {d.answers[name].external for name in names} <= {len(IDS), 288, 0}
-    assert max(d.answers[name].external or 0 for name in names) == len(IDS)
+    assert all(d.origins[name].theirs == len(IDS) - 1 for name in names), "loaded, or found where one was loaded"
     let_time_pass(d, 1.0)
     settle(p, d)
 
@@ -257,7 +263,7 @@ def test_a_rejected_request_asks_and_leaves(group: EngineGroup) -> None:
     p, d, params = legs(group)
     d.add(IDS, params, rejected=True)
     settle(d)
-    eventually(lambda: questions(p) == 0 and not transfer_thread_of(d)._meetings)
+    eventually(lambda: questions(p) == 0 and not transfer_thread_of(d)._meetings.open)
 
 
 def test_an_engine_in_which_all_requests_wait_does_not_spin(group: EngineGroup) -> None:
@@ -281,8 +287,79 @@ def test_one_rank_asks_for_all(group: EngineGroup, tp: tuple[int, int]) -> None:
     p, d = group.engine(0, tp=tp[0]), group.engine(1, tp=tp[1])
     request_id = d.add(IDS, to_d(p, transfer_id="tx"), max_tokens=4)
     d.step()
-    assert [bool(transfer_thread_of(d, rank)._meetings) for rank in range(d.tp)] == [True] + [False] * (d.tp - 1)
+    assert [bool(transfer_thread_of(d, rank)._meetings.open) for rank in range(d.tp)] == [True] + [False] * (d.tp - 1)
     p.add(IDS, TO_P)
     run([p, d], lambda: d.answers[request_id].finish is not None)
     assert d.origins[request_id].theirs == len(IDS) - 1
     settle(p, d)
+
+
+# --- P's bootstrap page, as routers for vLLM's Mooncake connector name it ---------------------------------------------
+
+
+@pytest.fixture
+def page() -> Iterator[BootstrapServer]:
+    server = BootstrapServer("127.0.0.1", 0)
+    yield server
+    server.close()
+
+
+def by_page(p: Engine, page: BootstrapServer, **more: Any) -> dict[str, Any]:
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": p.config.kv_transfer_config.engine_id,
+        "remote_bootstrap_addr": f"http://127.0.0.1:{page.port}",
+        "transfer_id": "tx",
+        **more,
+    }
+
+
+def publish(p: Engine, page: BootstrapServer) -> None:
+    address = p.workers[0].connector.get_handshake_metadata().address
+    engine_id = p.config.kv_transfer_config.engine_id
+    page.publish(bootstrap.page(engine_id, 0, {(0, 0): (address.host, address.port)}))
+
+
+def test_p_is_found_by_its_bootstrap_page(group: EngineGroup, page: BootstrapServer) -> None:
+    p, d = group.pair()
+    publish(p, page)
+    request_id = d.add(IDS, by_page(p, page), max_tokens=4)
+    p.add(IDS, TO_P)
+    run([p, d], lambda: d.answers[request_id].finish is not None)
+    assert d.origins[request_id].theirs == len(IDS) - 1
+    settle(p, d)
+
+
+@pytest.mark.parametrize(
+    ("extra", "params", "why"),
+    [
+        ({}, {}, "the bootstrap page answers 404"),
+        ({}, {"remote_engine_id": "another"}, "the bootstrap page has no engine 'another'"),
+        ({"allowed_peers": ["10.0.0.0/8"]}, {}, "127.0.0.1 is not an allowed peer"),
+        ({}, {"remote_bootstrap_addr": "http://127.0.0.1:1"}, "cannot be found: "),
+        ({}, {"remote_bootstrap_addr": "ftp://a:1"}, "is no address, expected http://HOST:PORT"),
+        ({}, {"remote_bootstrap_addr": 7}, "remote_bootstrap_addr is 7"),
+        ({}, {"transfer_id": None}, "transfer_id is None"),
+        ({}, {"remote_engine_id": None}, "remote_engine_id is None"),
+    ],
+)
+def test_a_bootstrap_page_that_cannot_be_used(
+    group: EngineGroup, lines: Lines, page: BootstrapServer, extra: dict[str, Any], params: dict[str, Any], why: str
+) -> None:
+    p, d = group.pair(extra=extra)
+    if "404" not in why:
+        publish(p, page)
+    request_id = d.add(IDS, by_page(p, page, **params), max_tokens=4)
+    prefills_locally(p, d, request_id, lines, why)
+
+
+def test_a_request_that_ends_while_the_page_is_fetched(group: EngineGroup) -> None:
+    p, d = group.pair()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        request_id = ask(d, by_page(p, SimpleNamespace(port=1), remote_bootstrap_addr=address))  # type: ignore[arg-type]
+        eventually(lambda: bool(transfer_thread_of(d)._meetings.open))
+        d.abort(request_id)
+        settle(d)
+        eventually(lambda: not transfer_thread_of(d)._meetings.open)

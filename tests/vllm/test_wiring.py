@@ -84,7 +84,7 @@ def test_settings_that_cannot_be(group: EngineGroup, extra: dict[str, Any], word
 
 def test_a_port_in_use(group: EngineGroup) -> None:
     first = group.engine(0)
-    port = first.connector._scheduler._lease_planner._us.ranks[0].port
+    port = first.connector._scheduler._lease_planner._prompts.us.ranks[0].port
     assert str(port) in refusal(group, ConfigError, extra={"side_channel_port": port})
 
 

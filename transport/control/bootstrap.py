@@ -13,7 +13,9 @@ import ipaddress
 import json
 import socket
 import threading
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
@@ -27,7 +29,13 @@ MAX_CONNECTIONS = 16
 """Connections that are served at once; further ones are closed."""
 READ_SECONDS = 5.0
 """How long a connection may be silent."""
+FETCH_SECONDS = 10.0
+"""How long the fetch of one page may take."""
 MAX_PAGE_BYTES = 1 << 20
+MAX_FETCHES = 4
+"""Pages that are fetched at once."""
+MAX_WAITING = 256
+"""Pages that wait to be fetched; further ones are refused at once."""
 
 Ranks = Mapping[tuple[int, int], tuple[str, int]]
 """Host and control port by (tp_rank, pp_rank)."""
@@ -86,13 +94,16 @@ def checked_url(text: str) -> tuple[str, int]:
 
 
 def fetch(address: str, port: int) -> bytes:
-    """The page at a numeric address. Blocks for some ``READ_SECONDS``.
+    """The page at a numeric address. Blocks for ``FETCH_SECONDS`` at most.
 
     Raises:
         OSError: there is none.
     """
     ipaddress.ip_address(address)
     connection = http.client.HTTPConnection(address, port, timeout=READ_SECONDS)
+    deadline = threading.Timer(FETCH_SECONDS, _shut, (connection,))  # else a server could send byte by byte for ever
+    deadline.daemon = True
+    deadline.start()
     try:
         connection.request("GET", PATH)
         answer = connection.getresponse()
@@ -102,10 +113,76 @@ def fetch(address: str, port: int) -> bytes:
     except http.client.HTTPException as error:
         raise OSError(f"the bootstrap page does not answer in HTTP: {type(error).__name__}") from None
     finally:
+        deadline.cancel()
         connection.close()
     if len(content) > MAX_PAGE_BYTES:
         raise OSError(f"the bootstrap page has more than {MAX_PAGE_BYTES} bytes")
     return content
+
+
+def _shut(connection: http.client.HTTPConnection) -> None:
+    if connection.sock is not None:
+        with suppress(OSError):
+            connection.sock.shutdown(socket.SHUT_RDWR)
+
+
+class PageFetch:
+    """One page, fetched by a thread. ``done``: then either ``content`` is the page, or ``error`` says why there is
+    none."""
+
+    def __init__(self, url: str, refusal: Callable[[str], str], on_done: Callable[[], None]) -> None:
+        self.url, self.content, self.error, self.done = url, b"", "", False
+        self._refusal, self._on_done = refusal, on_done
+
+    def run(self) -> None:
+        try:
+            host, port = checked_url(self.url)
+            address = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
+            self.error = self._refusal(address)
+            if not self.error:
+                self.content = fetch(address, port)
+        except (OSError, UnicodeError, ProtocolError) as error:
+            self.error = str(error)
+        finally:
+            self.done = True
+            self._on_done()
+
+
+_lock = threading.Lock()
+_waiting: deque[PageFetch] = deque()
+_threads = 0
+
+
+def fetch_page(url: str, refusal: Callable[[str], str], on_done: Callable[[], None]) -> PageFetch:
+    """Begin to fetch a page.
+
+    Args:
+        url: as ``checked_url`` takes it.
+        refusal: why there must be no connection to a numeric address; empty where there may be one.
+        on_done: called from another thread.
+    """
+    global _threads  # noqa: PLW0603
+    page_fetch = PageFetch(url, refusal, on_done)
+    with _lock:
+        if len(_waiting) >= MAX_WAITING:
+            page_fetch.error, page_fetch.done = f"{MAX_WAITING} bootstrap pages wait to be fetched", True
+            return page_fetch
+        _waiting.append(page_fetch)
+        if _threads < MAX_FETCHES:
+            threading.Thread(target=_serve_fetches, name="kvferry-bootstrap", daemon=True).start()
+            _threads += 1
+    return page_fetch
+
+
+def _serve_fetches() -> None:
+    global _threads  # noqa: PLW0603
+    while True:
+        with _lock:
+            if not _waiting:
+                _threads -= 1
+                return
+            page_fetch = _waiting.popleft()
+        page_fetch.run()
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):

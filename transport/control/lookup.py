@@ -1,4 +1,4 @@
-"""Looks up host names, and bootstrap pages, on a few threads, so that no other work waits for a name server.
+"""Looks up host names on a few threads of its own, so that no other work waits for a name server.
 
 libzmq would look names up on its I/O thread, and every other connection would wait for a name server that is silent.
 """
@@ -10,9 +10,6 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import TypeVar
-
-from kvferry.transport.control import bootstrap
 
 MAX_THREADS = 8
 MAX_WAITING = 1024
@@ -38,28 +35,7 @@ class Lookup:
         self.done = False
         self.on_done = on_done
 
-    def find(self) -> None:
-        """Block until it is known. Raises OSError or UnicodeError."""
-        self.address = str(socket.getaddrinfo(self.host, None, type=socket.SOCK_STREAM)[0][4][0])
 
-
-class PageLookup(Lookup):
-    """The bootstrap page at ``host`` and ``port``. ``content``: the page, where there is no ``error``. ``refusal`` says
-    why there must be no connection to a numeric address; empty where there may be one."""
-
-    def __init__(self, host: str, port: int, refusal: Callable[[str], str], on_done: Callable[[], None]) -> None:
-        super().__init__(host, on_done)
-        self.port, self.refusal, self.content = port, refusal, b""
-
-    def find(self) -> None:
-        super().find()
-        refused = self.refusal(self.address)
-        if refused:
-            raise OSError(refused)
-        self.content = bootstrap.fetch(self.address, self.port)
-
-
-L = TypeVar("L", bound=Lookup)
 _lock = threading.Lock()
 _waiting: deque[Lookup] = deque()
 _threads = 0
@@ -67,12 +43,8 @@ _threads = 0
 
 def look_up(host: str, on_done: Callable[[], None]) -> Lookup:
     """Begin to look up a name. ``on_done`` is called from another thread."""
-    return begin(Lookup(host, on_done))
-
-
-def begin(lookup: L) -> L:
-    """Begin to look up what ``lookup`` names, and return it."""
     global _threads  # noqa: PLW0603
+    lookup = Lookup(host, on_done)
     with _lock:
         if len(_waiting) >= MAX_WAITING:
             lookup.error, lookup.done = f"{MAX_WAITING} names wait to be looked up", True
@@ -93,7 +65,7 @@ def _serve() -> None:
                 return
             lookup = _waiting.popleft()
         try:
-            lookup.find()
+            lookup.address = str(socket.getaddrinfo(lookup.host, None, type=socket.SOCK_STREAM)[0][4][0])
         except (OSError, UnicodeError) as error:
             lookup.error = str(error)
         lookup.done = True
