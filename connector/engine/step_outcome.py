@@ -150,10 +150,11 @@ class StepOutcome:
 
     def spoil(self) -> tuple[str, ...]:
         """The forward has computed with a layer before its copies ended: all loads fail, whatever their copies do.
-        Returns the requests whose loads have not ended."""
+        Returns, at the first call, the requests whose loads have not ended."""
         with self._changed:
+            late = () if self._spoilt else self._in(StepLoadPhase.UNDER_WAY)
             self._spoilt = True
-            return self._in(StepLoadPhase.UNDER_WAY)
+            return late
 
     def interrupt(self) -> None:
         """The transfer thread has new work. Any thread may call this."""

@@ -316,10 +316,11 @@ class WorkerHalf:
     def begin_step(self, *, by_layer: bool = False) -> None:
         """Block until the copies of the loads that this step computes with are under way, and make the device wait for
         them, or block until they have ended where a device cannot. A load whose copies do not begin in time, or do not
-        end, is given up. Must come before the forward, and ``finish_forward`` after it.
+        end, is given up. Must come before the forward.
 
         Args:
-            by_layer: as ``LayerWaits.begin`` takes it. The copies of some layers may then be left to ``layer_waits``.
+            by_layer: as ``LayerWaits.begin`` takes it. The copies of some layers may then be left to ``layer_waits``,
+                and ``finish_forward`` must come after the forward.
         """
         outcome = self._outcome
         if outcome is None:

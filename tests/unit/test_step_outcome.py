@@ -133,6 +133,7 @@ def test_what_was_computed_with_too_early_does_not_stand() -> None:
     outcome.begun(two)
     outcome.ended(one, True)
     assert outcome.spoil() == ("b",), "it has not ended"
+    assert outcome.spoil() == (), "each is named once"
     assert Aside(outcome.standing).waits, "copies may still write its blocks"
     outcome.ended(two, True)
     assert outcome.standing() == frozenset()
