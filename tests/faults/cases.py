@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from tests.support.fault_proxy import Kind
 
-ENCRYPTED, PLAIN = "zmq", "tcp"
 WHOLE_STREAM = (Kind.TRUNCATE, Kind.DELAY, Kind.STALL)
 """Faults after which the bytes that did arrive are P's: all that a network does to a TCP stream."""
 DAMAGE = (Kind.DROP, Kind.DUPLICATE, Kind.REORDER, Kind.CORRUPT)
@@ -77,9 +78,11 @@ def covering(first: int = 0) -> list[Case]:
     return found
 
 
-def is_promised(case: Case, plane: str, *, insecure: bool) -> bool:
+def is_promised(case: Case, settings: Mapping[str, Any]) -> bool:
     """Whether a load that is reported as done must have P's bytes. Where nothing protects a stream, and somebody
-    changes it, that is not so: see SECURITY.md."""
+    changes it, that is not so: see SECURITY.md. ``settings``: of both engines."""
     if case.process or case.kind in WHOLE_STREAM:
         return True
-    return not insecure if case.control else plane == ENCRYPTED
+    if case.control:
+        return not settings.get("insecure")
+    return settings["plane"] == "zmq" or bool(settings.get("checksum") or settings.get("encrypt"))

@@ -38,17 +38,16 @@ class Broken(AssertionError):
 class FaultyPair:
     """A P, a D and the proxy. ``strike`` runs one case. ``outcomes`` counts what became of the loads."""
 
-    def __init__(
-        self, plane: str, *, insecure: bool = False, patience: float = PATIENCE, settings: dict[str, Any] | None = None
-    ) -> None:
-        """``settings``: others than ``strike`` goes by, to see that it notices."""
-        self.plane, self.insecure, self._patience = plane, insecure, patience
+    def __init__(self, settings: dict[str, Any], *, patience: float = PATIENCE) -> None:
+        """``settings``: of both; deadlines among them are others than ``strike`` goes by, to see that it notices."""
+        self._patience = patience
         self.outcomes: Counter[str] = Counter()
         self.proxy = FaultProxy(PROXY_ADDRESS)
+        self._said = ", ".join(name if value is True else str(value) for name, value in settings.items())
         self._settings = {
-            "plane": plane, "insecure": insecure, "slot_bytes": 64 << 10, "staging_bytes": 1 << 20,
+            "slot_bytes": 64 << 10, "staging_bytes": 1 << 20,
             "handshake_timeout_seconds": HANDSHAKE, "transfer_timeout_seconds": TRANSFER, "lease_seconds": LEASE,
-            "ask_hold_seconds": 5.0, **(settings or {}),
+            "ask_hold_seconds": 5.0, **settings,
         }  # fmt: skip
         self._port = free_port()
         self._number = 0
@@ -138,11 +137,11 @@ class FaultyPair:
                 self._await_report(name)
                 self.p.signal(signal.SIGCONT)
             elif happened in ("kill P", "restart P"):
-                self.p.process.wait(60)
+                self.p.process.wait(self._patience)
                 if happened == "restart P":
                     self._restart()
         ok = self._await_report(name)
-        if ok and is_promised(self._case, self.plane, insecure=self.insecure):
+        if ok and is_promised(self._case, self._settings):
             self._expect(self.d.holds(OURS, TOKENS, self._number), "a load that was reported as done has P's bytes")
         self.outcomes["done" if ok else "failed"] += 1
         if happened in ("kill P", "restart P") and self._struck:
@@ -154,7 +153,7 @@ class FaultyPair:
     def _happened_to_d(self, happened: str, name: str) -> bool:
         """Whether D was killed. Where it was stopped, P uses its pages again before D goes on."""
         if happened == "kill D":
-            self.d.process.wait(60)
+            self.d.process.wait(self._patience)
             self._restart()
             self._freed(name)
             self.outcomes["D was killed"] += 1
@@ -208,7 +207,7 @@ class FaultyPair:
 
     def _expect(self, holds: bool, text: str) -> None:
         if not holds:
-            raise Broken(f"{self._case} over {self.plane}{', insecure' if self.insecure else ''}: {text}")
+            raise Broken(f"{self._case} over {self._said}: {text}")
 
     # --- processes and clocks -----------------------------------------------------------------------------------
 

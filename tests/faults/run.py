@@ -13,18 +13,24 @@ import random
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / ".typing"))
 
 from tests.faults.cases import draw
 from tests.faults.pair import Broken, FaultyPair
 
-PAIRS = {
-    "tcp": ("tcp", False), "zmq": ("zmq", False), "insecure": ("tcp", True), "shm": ("shm", False),
-    "ucx": ("ucx", False),
-}  # fmt: skip
-"""Data plane, and whether the control port has no keys."""
-DAMAGED = ("tcp", "zmq", "insecure")
+PAIRS: dict[str, dict[str, Any]] = {
+    "tcp": {"plane": "tcp"},
+    "zmq": {"plane": "zmq"},
+    "insecure": {"plane": "tcp", "insecure": True},
+    "checksum": {"plane": "tcp", "checksum": True},
+    "encrypt": {"plane": "tcp", "encrypt": True},
+    "shm": {"plane": "shm"},
+    "ucx": {"plane": "ucx"},
+}
+"""Settings of P and D."""
+DAMAGED = ("tcp", "zmq", "insecure", "checksum", "encrypt")
 """The pairs whose data port the proxy stands before. Of the others it damages the control port only."""
 
 
@@ -36,7 +42,7 @@ def main() -> int:
     parser.add_argument("--pair", choices=PAIRS, action="append", help="all, if none is named")
     args = parser.parse_args()
     seed = random.randrange(1 << 32) if args.seed is None else args.seed
-    pairs = {name: FaultyPair(PAIRS[name][0], insecure=PAIRS[name][1]) for name in args.pair or PAIRS}
+    pairs = {name: FaultyPair(PAIRS[name]) for name in args.pair or PAIRS}
     end, number = time.monotonic() + args.seconds, 0
     try:
         while number < args.count if args.count else time.monotonic() < end or not number:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import random
 import socket
 import threading
 import time
@@ -12,7 +13,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.faults.cases import Case, covering, draw
+from tests.faults.cases import DATA_BYTES, Case, covering, draw
 from tests.faults.pair import PROXY_ADDRESS, Broken, FaultyPair
 from tests.faults.run import DAMAGED, PAIRS
 from tests.support.fault_proxy import Fault, FaultProxy, Kind
@@ -28,8 +29,7 @@ def cases_of(name: str) -> list[Case]:
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.ucx if n == "ucx" else ()) for n in PAIRS])
 def test_hand_overs_through_faults(name: str) -> None:
-    plane, insecure = PAIRS[name]
-    pair = FaultyPair(plane, insecure=insecure)
+    pair = FaultyPair(PAIRS[name])
     try:
         for case in cases_of(name):
             pair.strike(case)
@@ -48,10 +48,23 @@ def test_a_seed_gives_the_same_case_again() -> None:
 CORRUPTED = Case(0, False, False, False, Kind.CORRUPT, at=200_000, nbytes=1, flip=4, abruptly=False)
 
 
+@pytest.mark.parametrize(("name", "reason"), [("checksum", "checksum"), ("encrypt", "peer_lost")])
+def test_a_changed_byte_is_found_and_the_load_tried_again(name: str, reason: str) -> None:
+    """A few bytes of the data stream, drawn by a seed; each load ends with P's bytes."""
+    rng, pair = random.Random(name), FaultyPair(PAIRS[name])
+    try:
+        for number in range(1, 4):
+            pair.strike(replace(CORRUPTED, seed=number, at=rng.randrange(DATA_BYTES // 2), flip=1 << rng.randrange(8)))
+            assert pair.d.retried() == {reason: 1}
+            assert (pair.outcomes["struck"], pair.outcomes["done"], pair.outcomes["failed"]) == (number, number, 0)
+    finally:
+        pair.close()
+
+
 def test_a_wrong_byte_in_a_load_that_is_done_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over tcp, which does not promise to see it."""
-    monkeypatch.setattr("tests.faults.pair.is_promised", lambda case, plane, insecure: True)
-    pair = FaultyPair("tcp")
+    monkeypatch.setattr("tests.faults.pair.is_promised", lambda case, settings: True)
+    pair = FaultyPair(PAIRS["tcp"])
     try:
         with pytest.raises(Broken, match=r"corrupt at byte 200000 of data to D.* a load that was reported as done has"):
             pair.strike(CORRUPTED)
@@ -68,7 +81,7 @@ def test_a_wrong_byte_in_a_load_that_is_done_is_noticed(monkeypatch: pytest.Monk
 )
 def test_a_deadline_that_does_not_hold_is_noticed(settings: dict[str, float], broken: str) -> None:
     """The control port is stalled where D's first message is on its way to P."""
-    pair = FaultyPair("tcp", patience=2.0, settings=settings)
+    pair = FaultyPair(PAIRS["tcp"] | settings, patience=2.0)
     used = replace(CORRUPTED, kind=Kind.DELAY)
     try:
         with pytest.raises(Broken, match=broken):

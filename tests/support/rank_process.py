@@ -88,6 +88,10 @@ class RemoteRank:
         """Hand-overs that were reported, and whether they succeeded."""
         return dict(self.call("received")["received"])
 
+    def retried(self) -> dict[str, int]:
+        """Attempts of hand-overs that failed and were followed by another since the last call, by the reason."""
+        return dict(self.call("retried")["retried"])
+
     def sleep(self) -> None:
         """Unregister the caches and make their pages inaccessible: whatever touches one ends the process."""
         self.call("sleep")
@@ -219,6 +223,9 @@ def main() -> None:
             case "received":
                 rank.poll()
                 answer(received={name: name not in rank.failed for name in rank.received})
+            case "retried":
+                assert rank.worker.rank_context is not None
+                answer(retried=rank.worker.rank_context.stats.take()["retried"])
             case "sleep":
                 rank.worker.unregister()
                 protect(rank.caches.values(), accessible=False)
