@@ -237,7 +237,7 @@ class Meetings:
     def _perform(self, meeting: _Meeting, effect: RendezvousEffect, now: float) -> None:
         match effect:
             case rendezvous.FetchPage():
-                refusal = self._rank_context.dialer.refusal
+                refusal = self._rank_context.allowed_peers.refusal_without_keys
                 meeting.page = fetch_page(meeting.rendezvous.host, refusal, self._wake)
             case rendezvous.AskName():
                 self._ask(meeting, effect, now)

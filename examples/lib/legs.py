@@ -295,11 +295,11 @@ class Legs:
             log.warning("%s: P holds its blocks until its lease ends: %s", asked.id, why(error))
 
     async def ask_decode(
-        self, asked: Asked, body: dict[str, Any], attempt: Attempt, path: str | None = None
+        self, asked: Asked, body: dict[str, Any], attempt: Attempt, *, path: str | None = None, url: str | None = None
     ) -> Decoded:
-        """D's answer: all of it, or of a stream the head and the first piece. Raises httpx.HTTPError, and has then said
-        so."""
-        url = self.decode.pick() or self.decode.urls[0]
+        """D's answer: all of it, or of a stream the head and the first piece. ``path`` and ``url``: other than that of
+        the client's request and that of the next D. Raises httpx.HTTPError, and has then said so."""
+        url = url or self.decode.pick() or self.decode.urls[0]
         response = None
         try:
             silence = self.timeouts.decode_silence

@@ -11,6 +11,7 @@ import httpx
 from examples.lib.first_token import FirstToken, SeamError, events, first_token, unmarked
 from examples.lib.legs import Asked, Attempt, Decoded, Legs, Prefilled, ended, error_of, log
 
+COMPLETIONS = "/v1/completions"
 Chunks = AsyncIterator[dict[str, Any] | None]
 
 
@@ -29,7 +30,7 @@ async def rest_of_answer(legs: Legs, asked: Asked, first: FirstToken, params: di
     body = first.rest_body(asked.body) | ({} if params is None else {"kv_transfer_params": params})
     d = None
     if first.finish is None:  # before the client reads
-        d = legs.start(legs.ask_decode(asked, body, attempt, "/v1/completions"))
+        d = legs.start(legs.ask_decode(asked, body, attempt, path=COMPLETIONS))
     try:
         for chunk in first.opening():
             yield chunk
@@ -73,8 +74,9 @@ async def whole_answer(legs: Legs, asked: Asked, first: FirstToken | None, d: as
     finally:
         legs.start(ended(d))
     assert first is not None
-    d = legs.start(legs.ask_decode(asked, first.rest_body(asked.body), Attempt(), "/v1/completions"))
-    try:  # D has the KV of the prompt in its prefix cache
+    url, body = d.result().url, first.rest_body(asked.body)  # this D has the KV of the prompt in its prefix cache
+    d = legs.start(legs.ask_decode(asked, body, Attempt(), path=COMPLETIONS, url=url))
+    try:
         async for event in _answer(legs, asked, d):
             yield event and first.of_rest(event)
     finally:

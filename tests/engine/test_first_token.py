@@ -15,13 +15,13 @@ import httpx
 import pytest
 from tokenizers import Tokenizer
 
+from tests.support.relay_kinds import CHAT, COMPLETIONS, NOT_RELAYED
 from tests.support.served import LONG_SECONDS, Pair, eventually, no_block_held, prompt
 from tests.support.server import Server, metric_sum
 from tests.support.tiny_model import words
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USAGE = {"stream_options": {"include_usage": True}}
 _numbers = itertools.count()
 EACH_USAGE = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
@@ -183,32 +183,6 @@ def test_text_at_the_seam(pair: Pair, router: Server, model: Path, path: str, to
     answer, of_d = compare(pair, router, path, body)
     assert answer.usage[-1]["completion_tokens"] - of_d == by_p or router.name != "serial"
     released(pair)
-
-
-NOT_RELAYED: list[tuple[str, dict[str, Any]]] = [
-    (COMPLETIONS, {"logprobs": 2}),
-    (COMPLETIONS, {"logprobs": 0}),
-    (CHAT, {"logprobs": True, "top_logprobs": 2}),
-    (COMPLETIONS, {"presence_penalty": 1.5}),
-    (COMPLETIONS, {"frequency_penalty": 1.5}),
-    (COMPLETIONS, {"repetition_penalty": 1.5}),
-    (CHAT, {"stop": ["e", "a"]}),
-    (COMPLETIONS, {"stop": "e"}),
-    (COMPLETIONS, {"stop_token_ids": list(range(300, 600))}),
-    (CHAT, {"min_tokens": 3}),
-    (COMPLETIONS, {"seed": 5, "temperature": 1.0}),
-    (COMPLETIONS, {"logit_bias": {"300": 5}}),
-    (COMPLETIONS, {"bad_words": ["riv"]}),
-    (COMPLETIONS, {"n": 2, "temperature": 1.0, "seed": 5}),
-    (CHAT, {"n": 2, "temperature": 1.0, "seed": 5}),
-    (COMPLETIONS, {"echo": True}),
-    (COMPLETIONS, {"structured_outputs": {"choice": ["river", "harbor"]}}),
-    (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["riv"]}}}}),
-    (CHAT, {"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}], "tool_choice": "none"}),
-    (CHAT, {"include_reasoning": False}),
-    (COMPLETIONS, {"truncate_prompt_tokens": 50}),
-    (COMPLETIONS, {"a_parameter_of_a_later_release": 1}),
-]
 
 
 @pytest.mark.parametrize(

@@ -318,6 +318,17 @@ def test_another_first_token_of_d_has_it_asked_for_the_rest(at_once: Served, fir
     at_once.nothing_left()
 
 
+def test_the_d_that_has_the_kv_is_asked_for_the_rest(at_once: Served) -> None:
+    after_p(at_once)
+    at_once.d.answer = lambda body: (
+        stream_of_d(("b", [12])) if body["prompt"] == [1, 2, 3, 11] else stream_of_d(("x", [99]))
+    )
+    (d_url,) = at_once.router.decode.urls
+    at_once.router.decode = Pool([d_url, f"http://127.0.0.1:{closed_port()}"], cool_down=0)
+    text, _, ended = streamed(at_once.url)
+    assert text == "ab" and ended
+
+
 def test_an_end_as_ps_token_ends_ds_leg(at_once: Served) -> None:
     at_once.learn()
     at_once.d.held = True
