@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -479,4 +479,38 @@ def test_blocks_that_do_not_exist_are_not_read(group: RankGroup) -> None:
     assert wait(lambda: not p.worker._transfer_thread._commands, [p, d]) and nothing_of(d, STEP, TOKENS)
     engine.write(0, TOKENS)
     engine.grant()
+    ends_well([p], d)
+
+
+def test_a_step_that_ends_after_its_blocks_are_lost_says_nothing_of_the_new_ones(
+    group: RankGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device that is behind its engine: the prompt begins anew before the step of the lost blocks has ended."""
+    p, d = make(group)
+    device: list[Callable[[], None]] = []
+    monkeypatch.setattr(p.worker.rank_context.caches.copies, "after_engine", device.append)
+
+    def reach(count: int) -> None:
+        for _ in range(count):
+            device.pop(0)()
+
+    engine = PrefillingEngine([p], THEIRS, TOKENS)
+    engine.begin(step_tokens=STEP)
+    engine.load(d, OURS, step=STEP)
+    engine.step(0, STEP)
+    reach(2)
+    assert wait(lambda: has(d, 0, STEP), [p, d])
+    engine.step(STEP, 2 * STEP)
+    engine.take_back(ELSEWHERE)
+    engine.plan(0, 2 * STEP, restarts=True)
+    reach(2)
+    assert wait(lambda: len(halves(p)[0].computing.steps) == 1, [p, d]), "the step of the lost blocks has ended"
+    assert not wait(lambda: not nothing_of(d, STEP, TOKENS), [p, d], seconds=0.2)
+    engine.write(0, 2 * STEP)
+    engine.end()
+    reach(2)
+    assert wait(lambda: has(d, 0, 2 * STEP), [p, d])
+    engine.step(2 * STEP, TOKENS)
+    engine.grant()
+    reach(2)
     ends_well([p], d)
