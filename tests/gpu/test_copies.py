@@ -124,3 +124,15 @@ def test_a_thread_that_has_asked_nothing_of_the_gpu_yet(first: str) -> None:
     thread.join(60)
     copies.close()
     assert not errors and not thread.is_alive()
+
+
+def test_what_follows_the_engines_work_comes_after_it_and_in_order(copies: GpuCopies) -> None:
+    seen: list[int] = []
+    ended = threading.Event()
+    torch.cuda._sleep(LONG)
+    for number in range(3):
+        copies.after_engine(lambda number=number: seen.append(number))
+    copies.after_engine(ended.set)
+    assert not seen
+    assert not copies.start(lambda: None).error  # copies do not wait for it
+    assert ended.wait(60) and seen == [0, 1, 2]
