@@ -108,9 +108,9 @@ def reduce(figures: Figures) -> dict[str, int | float]:
     line["Num plane changes"] = sum(figures["planes_changed"].values())
     line["Num leases released"] = figures["leases"].get("released", 0)
     line["Num leases expired"] = sum(n for end, n in figures["leases"].items() if end != "released")
-    sent = sum(figures["sent"].values())
-    line["MB sent"] = round(sent / 2**20, 3)
-    line["Sent while computing (%)"] = round(100 * figures["sent"].get("computes", 0) / sent, 1) if sent else 0
+    if sent := sum(figures["sent"].values()):
+        line["MB sent"] = round(sent / 2**20, 3)
+        line["Sent while computing (%)"] = round(100 * figures["sent"].get("computes", 0) / sent, 1)
     if figures["streamed"]:
         line["Num streamed hand-overs"] = figures["streamed"].get("loads", 0)
         line["Block seconds before their end"] = round(figures["streamed"].get("block_ms", 0) / 1e3, 3)
