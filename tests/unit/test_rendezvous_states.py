@@ -110,7 +110,7 @@ def test_questions_wait_for_what_they_ask() -> None:
     ((_, second),) = named.grant(GRANT)
     assert second == messages.Resolved(number=2, params=b"params", granted=True, found=16, step_tokens=64)
     assert [a.granted for _, a in named.resolve(b"d", question(3), 0.0)] == [True]  # type: ignore[union-attr]
-    assert not named.waiting
+    assert not bool(named.held.cost)
 
 
 def test_the_lease_s_own_params_count() -> None:
@@ -140,10 +140,10 @@ def test_questions_are_answered_in_time_and_can_be_left() -> None:
     for number in (1, 2):
         named.resolve(b"d", question(number), 0.0)
     named.leave(b"d", 1)
-    assert named.waiting and named.take_late(9.9) == []
+    assert bool(named.held.cost) and named.take_late(9.9) == []
     ((_, answer),) = named.take_late(10.0)
     assert isinstance(answer, messages.Unresolved) and (answer.number, answer.final) == (2, False)
-    assert not named.waiting
+    assert not bool(named.held.cost)
 
 
 def test_another_engine_is_meant() -> None:

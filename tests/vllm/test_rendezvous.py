@@ -166,7 +166,7 @@ def test_p_answers_that_it_does_not_know_the_name_and_d_asks_again(group: Engine
     for asked in (1, 2):
         eventually(lambda: questions(p) == 1)
         assert meetings._last == asked
-        let_time_pass(p, 700.0)  # P has held the question long enough
+        let_time_pass(p, 700.0 * asked)  # P has held the question long enough
         eventually(lambda before=asked: meetings._last > before)  # type: ignore[misc]
     leg = p.add(IDS, TO_P)
     run([p, d], lambda: d.answers[request_id].finish is not None)
