@@ -142,7 +142,7 @@ def started(
             environment = {"VLLM_CPU_KVCACHE_SPACE": "2", "PYTHONPATH": python_path(Path(__file__).resolve().parent)}
             settings = dict(extra)
             if connector == OURS:
-                environment["KVFERRY_ALLOWED_PEERS"] = f"{p_address}/30"
+                environment["KVFERRY_ALLOWED_PEERS"] = f"{p_address},{d_address}"
                 settings = {"plane": args.plane, "side_channel_host": address} | settings
             else:  # shared memory would go round the link
                 environment |= {"VLLM_NIXL_SIDE_CHANNEL_HOST": address, "UCX_TLS": "tcp,self"}
