@@ -128,24 +128,30 @@ def test_a_client_that_goes_away(pair: Pair, after_bytes: int, seconds: float) -
     no_block_held(pair.prefill, pair.decode)
 
 
-def test_a_client_that_goes_during_the_prefill_leg(pair: Pair) -> None:
-    """P answers after the client has gone: D loads the prompt all the same, and P's lease is released."""
-    ids, before = prompt(1200, 25), count(pair.decode)
+@pytest.mark.parametrize("serial", [True, False])
+def test_a_client_that_goes_during_the_prefill_leg(pair: Pair, serial: bool) -> None:
+    """P answers after the client has gone. D, where it is asked after P, loads the prompt all the same; where both were
+    asked at once, P and D abort the request. No lease is left to expire."""
+    router = pair.router
+    if serial:
+        router = pair.group.router(pair.prefill, pair.decode, arguments=["--serial"], timeout=240, name="serial")
+    ids, before = prompt(1200, 25 + serial), count(pair.decode)
     engine = descendants(pair.prefill.process.pid)
     for pid in engine:
         os.kill(pid, signal.SIGSTOP)
     try:
         gone, seconds = ": the client is gone\n", 1.0
-        seen = pair.router.log_text().count(gone)
-        while pair.router.log_text().count(gone) == seen:  # the first time, unless the router has not read the request
-            stream_and_leave(pair.router, ids, 1 << 20, seconds)
+        seen = router.log_text().count(gone)
+        while router.log_text().count(gone) == seen:  # the first time, unless the router has not read the request
+            stream_and_leave(router, ids, 1 << 20, seconds)
             seconds *= 2
-            assert seconds < 60, pair.router.log_tail()
+            assert seconds < 60, router.log_tail()
             time.sleep(0.1)
     finally:
         for pid in engine:
             os.kill(pid, signal.SIGCONT)
-    counted(pair.decode, before, len(ids))
+    if serial:
+        counted(pair.decode, before, len(ids))
     no_block_held(pair.prefill, seconds=0.75 * LEASE_SECONDS)  # released, not expired
 
 
