@@ -60,7 +60,7 @@ SETTLE_SECONDS = 0.3
 
 @dataclass
 class Sample:
-    """Of one request, in seconds from its sending. ``arrived``: when each chunk with text came. ``steps``: those of P.
+    """Of one request, in seconds from its sending. ``arrived``: when each token came. ``steps``: those of P.
     ``link``: (time, bytes of the prompt that have come)."""
 
     way: str
@@ -85,9 +85,10 @@ class Engines:
 
 
 def stream(url: str, prompt: list[int]) -> list[float]:
-    """When each chunk with a token came: time.monotonic. Raises EngineError."""
+    """When each token came, of which a chunk may hold several: time.monotonic. Raises EngineError."""
     body = {"model": "model", "prompt": prompt, "temperature": 0, "max_tokens": ANSWER_TOKENS, "ignore_eos": True}
-    arrived = []
+    body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+    arrived: list[float] = []
     with (
         httpx.Client(trust_env=False, timeout=300) as client,
         client.stream("POST", f"{url}/v1/completions", json=body | {"stream": True}) as response,
@@ -99,7 +100,9 @@ def stream(url: str, prompt: list[int]) -> list[float]:
                 event = json.loads(line.removeprefix("data: "))
                 if "error" in event:
                     raise EngineError(f"{url}: {event['error']}")
-                arrived += [time.monotonic()] * bool(event["choices"])
+                arrived += [time.monotonic()] * (event["usage"]["completion_tokens"] - len(arrived))
+    if len(arrived) != ANSWER_TOKENS:
+        raise EngineError(f"{url}: {len(arrived)} of {ANSWER_TOKENS} tokens came")
     return arrived
 
 
@@ -142,7 +145,7 @@ def started(
             environment = {"VLLM_CPU_KVCACHE_SPACE": "2", "PYTHONPATH": python_path(Path(__file__).resolve().parent)}
             settings = dict(extra)
             if connector == OURS:
-                environment["KVFERRY_ALLOWED_PEERS"] = f"{p_address}/30"
+                environment["KVFERRY_ALLOWED_PEERS"] = f"{p_address},{d_address}"
                 settings = {"plane": args.plane, "side_channel_host": address} | settings
             else:  # shared memory would go round the link
                 environment |= {"VLLM_NIXL_SIDE_CHANNEL_HOST": address, "UCX_TLS": "tcp,self"}

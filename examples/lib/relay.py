@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 
 from examples.lib.first_token import FirstToken, SeamError, events, first_token, unmarked
-from examples.lib.legs import Asked, Attempt, Decoded, Legs, Prefilled, ended, error_of, log
+from examples.lib.legs import Asked, Attempt, Decoded, Legs, Prefilled, ended, error_of, log, settled
 
 COMPLETIONS = "/v1/completions"
 Chunks = AsyncIterator[dict[str, Any] | None]
@@ -51,6 +51,7 @@ async def whole_answer(legs: Legs, asked: Asked, first: FirstToken | None, d: as
     """P's token, and D's answer to the prompt, asked for at once, without its first token. Without ``first``: all of
     D's answer, which came before P's, or P's is not to be relayed."""
     sought = first
+    end = ended if first is None or first.finish is None else settled
     try:
         if first is not None:
             for chunk in first.opening():
@@ -72,7 +73,7 @@ async def whole_answer(legs: Legs, asked: Asked, first: FirstToken | None, d: as
     except SeamError:
         log.info("%s: D's first token is not P's, D is asked for the rest", asked.id)
     finally:
-        legs.start(ended(d))
+        legs.start(end(d))
     assert first is not None
     url, body = d.result().url, first.rest_body(asked.body)  # this D has the KV of the prompt in its prefix cache
     d = legs.start(legs.ask_decode(asked, body, Attempt(), path=COMPLETIONS, url=url))

@@ -129,27 +129,34 @@ def test_a_client_that_goes_away(pair: Pair, after_bytes: int, seconds: float) -
     no_block_held(pair.prefill, pair.decode)
 
 
-def test_a_client_that_goes_during_the_prefill_leg(pair: Pair) -> None:
-    """P answers after the client has gone: D loads the prompt all the same, and P's lease is released."""
-    ids, before, leases = prompt(1200, 25), count(pair.decode), ended_leases(pair.prefill)
+@pytest.mark.parametrize("serial", [True, False])
+def test_a_client_that_goes_during_the_prefill_leg(pair: Pair, serial: bool) -> None:
+    """P answers after the client has gone. D, where it is asked after P, loads the prompt all the same; where both were
+    asked at once, P and D abort the request. No lease is left to expire."""
+    router = pair.router
+    if serial:
+        router = pair.group.router(pair.prefill, pair.decode, arguments=["--serial"], name="serial")
+    ids, before, leases = prompt(1200, 25 + serial), count(pair.decode), ended_leases(pair.prefill)
     engine = descendants(pair.prefill.process.pid)
     for pid in engine:
         os.kill(pid, signal.SIGSTOP)
     try:
         seconds, early = 1.0, True
         while early:  # where the router had not read the request
-            seen = len(pair.router.log_text())
-            stream_and_leave(pair.router, ids, 1 << 20, seconds)
-            eventually(
-                lambda seen=seen: "the client is gone" in pair.router.log_text()[seen:], "the router has seen it"
-            )  # type: ignore[misc]
-            early = "the client is gone before its request was read" in pair.router.log_text()[seen:]
+            seen = len(router.log_text())
+            stream_and_leave(router, ids, 1 << 20, seconds)
+            eventually(lambda seen=seen: "the client is gone" in router.log_text()[seen:], "the router has seen it")  # type: ignore[misc]
+            early = "the client is gone before its request was read" in router.log_text()[seen:]
             seconds *= 2
     finally:
         for pid in engine:
             os.kill(pid, signal.SIGCONT)
-    counted(pair.decode, before, len(ids))
-    released(pair.prefill, leases)
+    if serial:
+        counted(pair.decode, before, len(ids))
+        released(pair.prefill, leases)
+        pair.group.stop(router)
+    no_block_held(pair.prefill, pair.decode)
+    assert ended_leases(pair.prefill)[1] == leases[1], "no lease has ended by time"
 
 
 def test_many_clients_that_go_away(pair: Pair) -> None:

@@ -37,7 +37,7 @@ def test_every_way_has_its_samples(tmp_path: Path) -> None:
     assert {"P alone", "serial", "serial, relay"} <= rows.keys(), done.stdout
     prompt_mib = result["tokens"] * result["kv_kib_per_token"] / 1024
     for way, row in rows.items():
-        assert row["samples"] == 2 and 0 < row["first_ms"] < row["second_ms"] < row["last_ms"]
+        assert row["samples"] == 2 and 0 < row["first_ms"] <= row["second_ms"] <= row["last_ms"]
         assert 0 <= row["before_end"] <= 1 and row["prefill_ms"] > 0
         if way == "P alone":
             assert row["mib"] < prompt_mib / 2, "KV went over the link"

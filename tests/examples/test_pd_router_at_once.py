@@ -329,14 +329,17 @@ def test_the_d_that_has_the_kv_is_asked_for_the_rest(at_once: Served) -> None:
     assert text == "ab" and ended
 
 
-def test_an_end_as_ps_token_ends_ds_leg(at_once: Served) -> None:
+def test_an_end_as_ps_token_ends_ds_leg_when_d_has_loaded(at_once: Served) -> None:
     at_once.learn()
     at_once.d.held = True
     at_once.p.answer = lambda body: token_of_p(text="", finish="stop")
     text, events, ended = streamed(at_once.url, stream_options={"include_usage": True})
     assert text == "" and ended and events[0]["choices"][0]["finish_reason"] == "stop"
     assert events[-1]["usage"] == {"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4}
-    eventually(lambda: at_once.d.gone == 1, "D's leg was cancelled")
+    assert at_once.d.gone == 0, "P's lease is D's to release"
+    at_once.d.go_on.set()
+    at_once.nothing_left()
+    assert len(at_once.d.bodies) == 2
 
 
 def test_a_d_that_is_first_needs_no_token_of_p(at_once: Served) -> None:
