@@ -1,1 +1,1 @@
-"""What hand-overs between two deployments cost, computed before any engine runs. Pure: no engine, no clock, no socket."""
+"""What hand-overs between two deployments cost, computed before any engine runs. Pure: no clock, no socket."""

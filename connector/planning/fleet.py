@@ -1,9 +1,9 @@
 """A fleet of P and D engines under a trace of requests, event by event. Pure: the same result for the same arguments.
 
 A request goes to the P engine that should have computed it first, by the prefixes that each one holds. P computes one
-prompt after the other. The request then goes to the D engine with the fewest requests. There it waits for a place, then
-for the links of P and of D, then for the bytes, and then takes part in D's steps. P holds the blocks under a lease until
-the bytes have moved, at most ``lease_cap_seconds``: after that, D computes the prompt, and its other sequences wait.
+prompt after the other. The request then goes to the D engine with the fewest requests. There it waits for a place, for
+the links of P and of D, and for the bytes, and then takes part in D's steps. P holds the blocks under a lease until the
+bytes have moved, at most ``lease_cap_seconds``: after that, D computes the prompt, and its other sequences wait.
 """
 
 from __future__ import annotations
