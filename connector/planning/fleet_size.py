@@ -25,9 +25,9 @@ class Targets(msgspec.Struct, frozen=True):
 
 class FleetReport(msgspec.Struct, frozen=True):
     """How a fleet fared. Times are seconds. ``percentile`` names the one of ``ttft`` and ``tpot``, beside the medians.
-    Parts of the mean TTFT: ``p_queue``, ``prefill``, ``d_queue``, ``handover``, ``first_step``. ``reused_tokens``: share
-    of all prompt tokens that P had in its prefix cache. ``p_busy``: share of the time in which P engines compute.
-    ``expired_leases``: requests whose prompt D had to compute. ``seconds``: from the first request to the last token."""
+    Parts of the mean TTFT: ``p_queue``, ``prefill``, ``d_queue``, ``handover``, ``first_step``. ``reused_tokens``: the
+    share of all prompt tokens that P had in its prefix cache. ``p_busy``: the share of the time in which P engines
+    compute. ``expired_leases``: requests whose prompt D had to compute. ``seconds``: to the last token."""
 
     p_engines: int
     d_engines: int
@@ -111,8 +111,8 @@ class FleetPlanner:
         if not best.meets(targets):
             raise ConfigError(
                 f"no fleet of up to {many} P and {many} D engines meets the targets: at percentile "
-                f"{self._percentile:g} TTFT is {best.ttft:.3g} s and TPOT {best.tpot:.3g} s at best; allow more, or plan "
-                "faster engines"
+                f"{self._percentile:g} TTFT is {best.ttft:.3g} s and TPOT {best.tpot:.3g} s at best; allow more, or "
+                "plan faster engines"
             )
         num_p = _least(lambda count: self.report(count, many).meets(targets), many)
         num_d = _least(lambda count: self.report(num_p, count).meets(targets), many)

@@ -1,4 +1,7 @@
-"""Who reads what from whom in one hand-over, by the functions that ranks themselves use. Pure. Axes ``[L, B, H, N, C]``."""
+"""Who reads what from whom in one hand-over, by the functions that ranks themselves use. Pure.
+
+Axes ``[L, B, H, N, C]``.
+"""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def svg_chart(title: str, x_name: str, y_name: str, lines: Mapping[str, Line]) -
         return x, HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * _share(point[1], y_decades)
 
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="12">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif">',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
         _text(LEFT, TOP - 16, title, size=15),
         _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 16, x_name, anchor="middle"),

@@ -5,9 +5,9 @@ The busiest rank decides. A rank moves its reads one after the other in all, whe
     work     = messages x message_seconds + bytes / min(bytes_per_second of the pieces, link)
     seconds  = fixed_seconds + each_seconds + work
 
-Of n equal hand-overs that begin at once between the same ranks, a push plane sends the messages in turn: with m messages
-each, number i of n has ended after ``((m - 1) x n + i) / m`` times the work of one. A plane on which D reads P's pages
-moves one hand-over after the other.
+Of n equal hand-overs that begin at once between the same ranks, a push plane sends the messages in turn: with m
+messages each, number i of n has ended after ``((m - 1) x n + i) / m`` times the work of one. A plane on which D reads
+P's pages moves one hand-over after the other.
 """
 
 from __future__ import annotations

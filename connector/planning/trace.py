@@ -1,8 +1,9 @@
 """Traces of requests: the form of Mooncake's open traces, and a generator of conversations. Pure.
 
-One JSON object per line: ``timestamp`` in milliseconds, ``input_length`` and ``output_length`` in tokens, ``hash_ids``:
-one number for each 512 tokens of the prompt, equal where everything up to there is equal. Source: the traces of the paper
-"Mooncake: Trading More Storage for Less Computation" (FAST 2025), github.com/kvcache-ai/Mooncake, FAST25-release/traces.
+One JSON object per line: ``timestamp`` in milliseconds, ``input_length`` and ``output_length`` in tokens,
+``hash_ids``: one number for each 512 tokens of the prompt, equal where everything up to there is equal. Source: the
+traces of the paper "Mooncake: Trading More Storage for Less Computation" (FAST 2025),
+https://github.com/kvcache-ai/Mooncake, folder ``FAST25-release/traces``.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ def parsed_trace(lines: Iterable[bytes]) -> list[TracedRequest]:
 
 
 def synthetic_trace(count: int, seconds: float, seed: int) -> list[TracedRequest]:
-    """``count`` requests of conversations within ``seconds``: each turn has the prompt and the answer of the turns before
-    it, all prompts begin with one of a few system prompts, lengths have a long tail. The same for the same seed.
+    """``count`` requests of conversations within ``seconds``: each turn has the prompt and the answer of the turns
+    before it, all prompts begin with one of a few system prompts, lengths have a long tail. The same for the same seed.
 
     No measurement backs its numbers: it has the form of a load, not the size of yours.
     """

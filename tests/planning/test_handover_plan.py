@@ -24,7 +24,8 @@ SIZES = st.sampled_from([1, 2, 3, 4, 6, 12])
 
 @given(
     p_tp=SIZES, d_tp=SIZES, p_pp=st.integers(1, 5), d_pp=st.integers(1, 5), heads=st.sampled_from([1, 2, 3, 4, 12]),
-    mla=st.booleans(), tokens=st.integers(1, 500), blocks=st.tuples(st.sampled_from([8, 16, 48]), st.sampled_from([16, 32])),
+    mla=st.booleans(), tokens=st.integers(1, 500),
+    blocks=st.tuples(st.sampled_from([8, 16, 48]), st.sampled_from([16, 32])),
 )  # fmt: skip
 def test_each_rank_of_d_reads_its_part_once(
     p_tp: int, d_tp: int, p_pp: int, d_pp: int, heads: int, mla: bool, tokens: int, blocks: tuple[int, int]
