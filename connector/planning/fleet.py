@@ -70,7 +70,7 @@ class RequestRecord:
         return (self.ended - self.first_token) / max(1, self.request.output_length - 1)
 
 
-class Event(IntEnum):
+class FleetEvent(IntEnum):
     """What happens; at one time in this order."""
 
     STEP_ENDED = 0
@@ -114,7 +114,7 @@ class Fleet:
         blocks = None if model.p_cache_tokens is None else model.p_cache_tokens // BLOCK_TOKENS
         self._p = [_Prefiller(PrefixCache(number, blocks, self._index)) for number in range(num_p)]
         self._d = [_Decoder(StepClock(model.step_seconds, model.step_seconds_per_sequence)) for _ in range(num_d)]
-        self._events: list[tuple[float, Event, int]] = []
+        self._events: list[tuple[float, FleetEvent, int]] = []
         self._records: list[RequestRecord] = []
         self._leased: set[int] = set()
 
@@ -127,14 +127,14 @@ class Fleet:
         self._check(trace)
         begin = trace[0].timestamp
         self._records = [RequestRecord(request, (request.timestamp - begin) / 1e3) for request in trace]
-        self._events = [(record.arrived, Event.ARRIVED, number) for number, record in enumerate(self._records)]
+        self._events = [(record.arrived, FleetEvent.ARRIVED, number) for number, record in enumerate(self._records)]
         heapq.heapify(self._events)
         act = {
-            Event.STEP_ENDED: self._step_ended,
-            Event.LOADED: self._loaded,
-            Event.LEASE_ENDED: self._lease_ended,
-            Event.PREFILLED: self._prefilled,
-            Event.ARRIVED: self._arrived,
+            FleetEvent.STEP_ENDED: self._step_ended,
+            FleetEvent.LOADED: self._loaded,
+            FleetEvent.LEASE_ENDED: self._lease_ended,
+            FleetEvent.PREFILLED: self._prefilled,
+            FleetEvent.ARRIVED: self._arrived,
         }
         while self._events:
             now, event, number = heapq.heappop(self._events)
@@ -195,14 +195,14 @@ class Fleet:
         record.prefill_began = now
         engine.running = number
         engine.busy_until = now + self._prefill_seconds(record.request, matched)
-        heapq.heappush(self._events, (engine.busy_until, Event.PREFILLED, number))
+        heapq.heappush(self._events, (engine.busy_until, FleetEvent.PREFILLED, number))
 
     def _prefilled(self, number: int, now: float) -> None:
         record = self._records[number]
         record.prefill_ended = now
         self._p[record.p].running = -1
         self._leased.add(number)
-        heapq.heappush(self._events, (now + self._model.lease_cap_seconds, Event.LEASE_ENDED, number))
+        heapq.heappush(self._events, (now + self._model.lease_cap_seconds, FleetEvent.LEASE_ENDED, number))
         record.d = min(range(len(self._d)), key=lambda d: self._d[d].held + len(self._d[d].waiting))
         self._d[record.d].waiting.append(number)
         self._admit(record.d, now)
@@ -240,7 +240,7 @@ class Fleet:
             else:
                 source.link_free = engine.link_free = moved
                 at = moved + beside
-            heapq.heappush(self._events, (at, Event.LOADED, number))
+            heapq.heappush(self._events, (at, FleetEvent.LOADED, number))
 
     def _loaded(self, number: int, now: float) -> None:
         record = self._records[number]
@@ -250,7 +250,7 @@ class Fleet:
         stall = self._prefill_seconds(record.request, 0) if record.expired else 0.0
         clock = self._d[record.d].clock
         clock.join(number, record.request.output_length, now, stall)
-        heapq.heappush(self._events, (clock.next_end, Event.STEP_ENDED, record.d))
+        heapq.heappush(self._events, (clock.next_end, FleetEvent.STEP_ENDED, record.d))
 
     def _step_ended(self, place: int, now: float) -> None:
         engine = self._d[place]
@@ -263,7 +263,7 @@ class Fleet:
             engine.held -= 1
             engine.held_tokens -= record.request.input_length + record.request.output_length
         if len(engine.clock):
-            heapq.heappush(self._events, (engine.clock.next_end, Event.STEP_ENDED, place))
+            heapq.heappush(self._events, (engine.clock.next_end, FleetEvent.STEP_ENDED, place))
         self._admit(place, now)
 
 

@@ -8,6 +8,7 @@ https://github.com/kvcache-ai/Mooncake, folder ``FAST25-release/traces``.
 
 from __future__ import annotations
 
+import argparse
 import random
 from collections.abc import Iterable, Iterator
 from typing import Annotated
@@ -95,3 +96,18 @@ def synthetic_trace(count: int, seconds: float, seed: int) -> list[TracedRequest
 def trace_lines(requests: Iterable[TracedRequest]) -> Iterator[bytes]:
     """The lines of a trace, as ``parsed_trace`` reads them."""
     return (msgspec.json.encode(request) + b"\n" for request in requests)
+
+
+def main() -> None:
+    """Print a synthetic trace."""
+    parser = argparse.ArgumentParser(prog="python -m kvferry.connector.planning.trace", description=main.__doc__)
+    parser.add_argument("--count", type=int, default=1000, help="requests")
+    parser.add_argument("--seconds", type=float, default=600.0, help="from the first one to the last one, at most")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    for line in trace_lines(synthetic_trace(args.count, args.seconds, args.seed)):
+        print(line.decode(), end="")
+
+
+if __name__ == "__main__":
+    main()

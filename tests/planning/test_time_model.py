@@ -102,7 +102,7 @@ def test_the_fit_finds_the_costs_that_made_the_times(plan_fit: ModuleType) -> No
         work = work_of(reads, COSTS)
         turns = ((work.messages - 1) * at_once + middle) / work.messages
         seconds = COSTS.fixed_seconds + middle * COSTS.each_seconds + turns * work.seconds
-        rows.append(plan_fit.Measured(reads, at_once, middle, seconds, 1.5 * seconds))
+        rows.append(plan_fit.Measured("", reads, at_once, middle, seconds, 1.5 * seconds))
     found = plan_fit.fitted(rows)
     for name in ("fixed_seconds", "each_seconds", "message_seconds", "p95_ratio"):
         assert getattr(found, name) == pytest.approx(getattr(COSTS, name), rel=0.02), msgspec.to_builtins(found)
