@@ -3,7 +3,7 @@
     python benchmarks/plan_fit.py
 
 writes ``connector/planning/calibration.json``, the default calibration, from committed results: host memory from
-``plan_accuracy.json``, GPUs from ``gpu_planes.json``.
+``host_planes.json`` and ``empty_handover.json``, GPUs from ``gpu_planes.json``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from kvferry.transport.registry import best_slot_bytes, best_staging_bytes, plan
 
 PACKAGED = Path(__file__).resolve().parents[1] / "connector" / "planning" / "calibration.json"
 DIGITS = 4
-GPU_PLANES = ("cuda_ipc", "ucx")
+GPU_PLANES, HOST_PLANES = ("cuda_ipc", "ucx"), ("cma", "shm", "tcp", "ucx", "zmq")
+MOVED_BYTES = 64 << 20
+"""Of each move in ``host_planes.json``, by its default."""
 
 
 class Measured(NamedTuple):
@@ -45,12 +47,13 @@ class Measured(NamedTuple):
 def fitted(rows: Sequence[Measured]) -> PlaneCosts:
     """The costs with the smallest squared relative errors, none below zero. All reads must end at one rank of D."""
     sizes = sorted({read.piece_bytes for row in rows for read in row.reads})
+    several = any(row.at_once > 1 for row in rows)
     matrix = np.zeros((len(rows), 3 + len(sizes)))
     for place, row in enumerate(rows):
         line = matrix[place]
         messages = sum(read.messages for read in row.reads)
         turns = ((max(1, messages) - 1) * row.at_once + row.number) / max(1, messages)
-        line[:3] = 1, row.number, turns * messages
+        line[:3] = 1, row.number if several else 0, turns * messages  # alone, the two parts cannot be told apart
         for read in row.reads:
             line[3 + sizes.index(read.piece_bytes)] += turns * read.nbytes
         line /= row.p50
@@ -100,16 +103,31 @@ def on_gpus(plane: str) -> list[Measured]:
     return rows
 
 
+def on_host(plane: str) -> list[Measured]:
+    """The moves of ``host_planes.json`` over a plane, each of which took what ``empty_handover.json`` has beside it."""
+    (empty,) = (row for row in tables.load("empty_handover")["rows"] if row["plane"] == plane)
+    rows = [_alone("empty", 0, 4096, [empty["ms_p50"] / 1e3], 0.0)]
+    for row in tables.load("host_planes")["rows"]:
+        if (row["link"], row["kind"]) == ("host", plane):
+            rows.append(_alone("", MOVED_BYTES, row["block_kib"] << 10, row["seconds"], empty["ms_p50"] / 1e3))
+    return rows
+
+
+def _alone(name: str, nbytes: int, piece: int, seconds: Sequence[float], fixed: float) -> Measured:
+    p50, p95 = np.percentile(seconds, [50, 95]).tolist()
+    read = PlannedRead((0, 0), (0, 0), 0, 1, 0, 1, 1, 0, nbytes, piece)  # what messages cost is in the rate
+    return Measured(name, [read], 1, 1, fixed + p50, fixed + p95)
+
+
 def calibration() -> Calibration:
     """The default calibration."""
-    host, gpu = tables.load("plan_accuracy"), tables.load("gpu_planes")
-    planes = {
-        f"{plane}/host": msgspec.convert(costs, PlaneCosts, strict=False) for plane, costs in host["costs"].items()
-    }
+    host, gpu = (tables.load(name)["versions"] for name in ("host_planes", "gpu_planes"))
+    planes = {f"{plane}/host": fitted(on_host(plane)) for plane in HOST_PLANES}
     planes |= {f"{plane}/gpu": fitted(on_gpus(plane)) for plane in GPU_PLANES}
     measured = {
-        "host": f"benchmarks/results/plan_accuracy.json: {host['versions']['cpus']} cores, {host['versions']['cpu']}",
-        "gpu": f"benchmarks/results/gpu_planes.json: {gpu['versions']['gpus']}; p95_ratio is that of the p99",
+        "host": f"benchmarks/results/host_planes.json and empty_handover.json: {host['cpus']} cores, {host['cpu']}; "
+        "what messages cost is in the rates, and what hand-overs at once add to each other was not measured",
+        "gpu": f"benchmarks/results/gpu_planes.json: {gpu['gpus']}; p95_ratio is that of the p99",
     }
     return Calibration("kvferry-calibration-1", measured, planes)
 
