@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 import zmq
 
+from kvferry.connector.plan_command import plan
 from kvferry.transport.control.key_file import make_key_file
 
 app = typer.Typer(
@@ -44,6 +45,9 @@ def keygen(
         "One key for each engine: start each engine with its own file, and with the public keys of its peers in\n"
         "    KVFERRY_PEER_KEYS, separated by commas."
     )
+
+
+app.command()(plan)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,8 @@ PREFILL_TAG: dict[str, Any] = {
 IDENTITY = ("remote_engine_id", "remote_host", "remote_port")
 IDENTITY_ALSO = ("remote_key", "tp_size", "pp_size", "dcp_size", "transfer_mode")
 """What D needs to ask P for a prompt that P has not finished, and what goes with it where P's answer has it."""
+SETTLE_SECONDS = 120.0
+"""How long D may take to load a prompt only so that P's lease ends."""
 CHANGES, CHANGES_SECONDS, DISTRUST_SECONDS = 2, 300.0, 600.0
 """So many changes of P's identity in so many seconds (several engines answer at its URL): it is asked serially for the
 time of the third."""
@@ -359,6 +361,12 @@ class Legs:
 
     def timeout(self, read: float | None) -> httpx.Timeout:
         return httpx.Timeout(read, connect=self.timeouts.connect)
+
+
+async def settled(leg: asyncio.Task[Decoded]) -> None:
+    """Let D begin to answer, and so load the prompt and release P's lease; then end its leg."""
+    await asyncio.wait({leg}, timeout=SETTLE_SECONDS)
+    await ended(leg)
 
 
 async def ended(leg: asyncio.Task[Decoded]) -> None:

@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-FLOORS = ("transport", "kernels", "geometry", "binding", "protocol", "transfer", "engine", "vllm")
-"""From the ground up. A module imports from its own floor and from those below; ``binding`` stands beside the floors
-above it: nothing but the documentation imports it."""
+FLOORS = ("transport", "kernels", "geometry", "binding", "planning", "protocol", "transfer", "engine", "vllm")
+"""From the ground up. A module imports from its own floor and from those below."""
+BESIDE = ("binding", "planning")
+"""Floors that stand beside those above them: only the commands and the documentation import them."""
+COMMANDS = "commands"
 TOPS = ("connector", "transport", "kernels")
 
 
@@ -25,6 +27,8 @@ def floor(parts: tuple[str, ...]) -> str | None:
     """The floor of a module by its path below the repository; ``None`` for connector/config.py, which all import."""
     if parts[0] in ("transport", "kernels"):
         return parts[0]
+    if parts[1:2] and parts[1].removesuffix(".py") in ("cli", "plan_command"):
+        return COMMANDS
     return parts[1] if len(parts) > 1 and parts[1] in FLOORS else None
 
 
@@ -47,11 +51,14 @@ def test_imports_go_downwards(path: Path) -> None:
         other = floor(parts)
         if own in ("transport", "kernels"):
             assert parts[0] != "connector", f"{'.'.join(parts)}: {own} knows nothing of connector"
+        if own == COMMANDS:
+            continue
+        assert other != COMMANDS, f"{'.'.join(parts)} is a command"
         if own is None:
             assert other in (None, "transport", "geometry"), f"{'.'.join(parts)} is imported by connector/config.py"
         elif other is not None:
             assert FLOORS.index(other) <= FLOORS.index(own), f"{'.'.join(parts)} is above {own}"
-            assert other != "binding" or own == "binding", f"{own} imports {'.'.join(parts)}"
+            assert other not in BESIDE or own == other, f"{own} imports {'.'.join(parts)}"
 
 
 def test_vllm_is_imported_in_one_folder() -> None:

@@ -1,0 +1,16 @@
+"""Ranks that are closed, and processes that are ended, whatever a test did."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.handover.rank_group import RankGroup
+
+
+@pytest.fixture
+def group() -> Iterator[RankGroup]:
+    group = RankGroup()
+    yield group
+    group.close()

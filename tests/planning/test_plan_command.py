@@ -1,0 +1,177 @@
+"""The command ``kvferry plan``: tables, JSON, a plot, errors of one line; and the commands of docs/planning.md."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from kvferry.connector.cli import app
+from kvferry.connector.plan_command import PlanResult, bytes_per_second
+from kvferry.connector.planning.trace import synthetic_trace, trace_lines
+from kvferry.transport.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "planning.md").read_text()
+CONFIG = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)[0]
+BASE = ["--prefill-tokens-per-second", "20000"]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(CONFIG)
+    return tmp_path
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(b"".join(trace_lines(synthetic_trace(60, 60.0, 2))))
+    return path
+
+
+def plan(model: Path, *options: str) -> Result:
+    return CliRunner().invoke(app, ["plan", "--model", str(model), *BASE, *options], env={"COLUMNS": "160"})
+
+
+def test_the_plan_of_two_deployments(model: Path) -> None:
+    out = model / "plan.json"
+    done = plan(model, "--p-tp", "2", "--d-tp", "1", "--link", "12.5GB/s", "--prompt", "1000", "--prompt", "8000",
+                "--plane", "tcp/host", "--json", str(out))  # fmt: skip
+    assert done.exit_code == 0, done.output
+    assert "pp0 tp1" in done.output and "524.29" in done.output and "share of TTFT" in done.output
+    result = msgspec.json.decode(out.read_bytes(), type=PlanResult)
+    assert [prompt.tokens for prompt in result.prompts] == [1000, 8000]
+    assert [prompt.nbytes for prompt in result.prompts] == [1000 * 131072, 8000 * 131072]
+    assert [read.p for read in result.reads] == [(0, 0), (0, 1)] and result.fleet is None
+    long = result.prompts[1]
+    assert long.messages == sum(read.messages for read in result.reads) > 0
+    assert long.seconds > long.nbytes / 12.5e9 and long.p95_seconds >= long.seconds
+    assert long.share == pytest.approx(long.seconds / (long.seconds + 0.4))
+
+
+def test_the_form_of_the_json_is_frozen(model: Path, trace: Path) -> None:
+    out = model / "plan.json"
+    assert plan(model, "--trace", str(trace), "--step-ms", "10", "--p-engines", "4", "--d-engines", "4",
+                "--json", str(out)).exit_code == 0  # fmt: skip
+    found = json.loads(out.read_text())
+    assert found["form"] == "kvferry-plan-1"
+    assert set(found) == {"form", "model", "p", "d", "plane", "link_bytes_per_second", "calibration", "reads",
+                          "prompts", "fleet"}  # fmt: skip
+    assert set(found["prompts"][0]) == {"tokens", "messages", "nbytes", "seconds", "p95_seconds", "prefill_seconds",
+                                        "share"}  # fmt: skip
+    assert set(found["fleet"]) == {
+        "p_engines", "d_engines", "requests", "percentile", "ttft_p50", "ttft", "tpot_p50", "tpot", "p_queue",
+        "prefill", "d_queue", "handover", "first_step", "reused_tokens", "p_busy", "expired_leases", "seconds",
+    }  # fmt: skip
+    assert found["fleet"]["requests"] == 60 and found["link_bytes_per_second"] is None
+
+
+def test_the_plot_is_svg_with_each_prompt(model: Path) -> None:
+    out = model / "plan.svg"
+    assert plan(model, "--prompt", "16", "--prompt", "100000", "--plot", str(out)).exit_code == 0
+    root = ET.fromstring(out.read_text())
+    lines = [element for element in root.iter() if element.tag.endswith("polyline")]
+    assert [len(line.attrib["points"].split()) for line in lines] == [2, 2, 2]
+    _, _, width, height = map(float, root.attrib["viewBox"].split())
+    for line in lines:
+        for point in line.attrib["points"].split():
+            x, y = map(float, point.split(","))
+            assert 0 < x < width and 0 < y < height
+
+
+def test_a_fleet_that_misses_its_targets(model: Path, trace: Path) -> None:
+    few = plan(
+        model, "--trace", str(trace), "--step-ms", "10", "--p-engines", "1", "--d-engines", "1", "--ttft", "0.1"
+    )
+    assert few.exit_code == 1 and few.stderr.count("\n") == 1 and "does not meet the targets" in few.stderr
+    found = plan(model, "--trace", str(trace), "--step-ms", "10", "--ttft", "4")
+    assert found.exit_code == 0 and "TTFT p95" in found.output
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--model", "nowhere.json"], "nowhere.json cannot be read: No such file or directory"),
+        (["--p-tp", "5"], "P: TP 5 does not divide the 32 attention heads"),
+        (["--d-pp", "33"], "D: PP 33 is outside 1..32"),
+        (["--kv-dtype", "int3"], "the KV dtype is 'int3'"),
+        (["--plane", "tpc/host"], "did you mean 'tcp/host'"),
+        (["--link", "fast"], "--link 'fast' is no rate"),
+        (["--prompt", "0"], "--prompt is 0, expected a number above 0"),
+        (["--prefill-tokens-per-second", "-1"], "--prefill-tokens-per-second is -1"),
+        (["--calibration", "config.json"], "no calibration"),
+        (["--trace", "nowhere", "--step-ms", "10"], "nowhere cannot be read"),
+        (["--trace", "config.json", "--step-ms", "10"], "config.json: line 1 is no request of a trace"),
+        (["--trace", "trace.jsonl"], "--trace needs --step-ms"),
+        (["--trace", "trace.jsonl", "--step-ms", "10", "--p-engines", "3"], "only one of --p-engines and --d-engines"),
+        (["--trace", "trace.jsonl", "--step-ms", "10", "--p-engines", "0", "--d-engines", "1"], "a fleet of 0 P"),
+        (["--trace", "trace.jsonl", "--step-ms", "10", "--tpot", "0.001"], "no fleet of up to"),
+        (["--trace", "trace.jsonl", "--step-ms", "10", "--p-cache-tokens", "64"], "give a larger --p-cache-tokens"),
+        (["--json", "no/such/folder.json"], "no/such/folder.json cannot be written"),
+    ],
+)
+def test_errors_have_one_line(
+    model: Path, trace: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], message: str
+) -> None:
+    monkeypatch.chdir(model)
+    done = plan(model, *options)
+    assert done.exit_code == 2, done.output
+    assert done.stderr.startswith("kvferry: ") and done.stderr.count("\n") == 1 and message in done.stderr
+
+
+@pytest.mark.parametrize("config", ["", "[]", "{", '{"num_hidden_layers": 1e9}', "[" * 100_000])
+def test_a_bad_config_is_one_line(tmp_path: Path, config: str) -> None:
+    (tmp_path / "config.json").write_text(config)
+    done = plan(tmp_path)
+    assert done.exit_code == 2 and done.stderr.startswith("kvferry: ") and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"), [("12.5GB/s", 12.5e9), ("100Gbit/s", 12.5e9), ("1 MB/s", 1e6), ("800 bit/s", 100.0)]
+)
+def test_rates(text: str, rate: float) -> None:
+    assert bytes_per_second(text) == rate
+
+
+@pytest.mark.parametrize("text", ["", "0GB/s", "-1GB/s", "12.5", "12.5GiB/s", "nanGB/s", "1" * 400 + "GB/s"])
+def test_what_is_no_rate(text: str) -> None:
+    with pytest.raises(ConfigError, match="is no rate"):
+        bytes_per_second(text)
+
+
+def commands() -> list[str]:
+    blocks = re.findall(r"```console\n(.*?)```", PAGE, re.DOTALL)
+    return [found for block in blocks for found in re.findall(r"^\$ ((?:.*\\\n)*.*)$", block, re.MULTILINE)]
+
+
+def test_the_commands_of_the_page_work(model: Path) -> None:
+    bins = model / "bin"
+    bins.mkdir()
+    for name, line in (("kvferry", "-m kvferry.connector.cli"), ("python", "")):
+        (bins / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {line} "$@"\n')
+        (bins / name).chmod(0o755)
+    environment: dict[str, Any] = os.environ | {"PATH": f"{bins}:/usr/bin:/bin", "PYTHONPATH": str(ROOT / ".typing")}
+    assert len(commands()) == 5
+    for command in commands():
+        done = subprocess.run(
+            command, shell=True, cwd=model, env=environment, capture_output=True, text=True, timeout=240, check=False
+        )
+        assert done.returncode == 0, f"{command}\n{done.stderr}"
+    assert (model / "plan.json").exists() and (model / "plan.svg").exists()
+
+
+def test_the_page_names_every_key_of_a_calibration() -> None:
+    from kvferry.connector.planning.time_model import PlaneCosts
+
+    assert set(PlaneCosts.__struct_fields__) == set(re.findall(r"^\| `(\w+)` \|", PAGE, re.MULTILINE))

@@ -1,0 +1,109 @@
+"""The time of a hand-over from the costs of its plane."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from math import inf, isclose
+from pathlib import Path
+from types import ModuleType
+
+import msgspec
+import pytest
+
+from kvferry.connector.planning.handover_plan import PlannedRead
+from kvferry.connector.planning.time_model import (
+    PlaneCosts,
+    decoded_calibration,
+    default_calibration,
+    finish_seconds,
+    work_of,
+)
+from kvferry.transport.errors import ConfigError
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+COSTS = PlaneCosts(0.001, 0.0001, 0.00001, {1024: 1e9, 4096: 4e9}, 1.5)
+
+
+def read(p: int, d: int, nbytes: int, messages: int = 10, piece: int = 1024) -> PlannedRead:
+    return PlannedRead((0, d), (0, p), 0, 1, 0, 1, 1, messages, nbytes, piece)
+
+
+def test_the_busiest_rank_decides() -> None:
+    assert isclose(work_of([read(0, 0, 10**6)], COSTS).seconds, 0.0011)
+    both = work_of([read(0, 0, 10**6), read(1, 0, 2 * 10**6)], COSTS)
+    assert isclose(both.seconds, 0.0032) and both.messages == 20
+    apart = work_of([read(0, 0, 10**6), read(1, 1, 2 * 10**6)], COSTS)
+    assert isclose(apart.seconds, 0.0021)
+    one_source = work_of([read(0, 0, 10**6), read(0, 1, 10**6)], COSTS)
+    assert isclose(one_source.seconds, 0.0022), "P's rank sends both"
+
+
+def test_a_link_bounds_the_rate() -> None:
+    assert isclose(work_of([read(0, 0, 10**6, 0)], COSTS, link=1e8).seconds, 0.01)
+    assert isclose(work_of([read(0, 0, 10**6, 0)], COSTS, link=inf).seconds, 0.001)
+
+
+@pytest.mark.parametrize(("piece", "rate"), [(1, 1e9), (1024, 1e9), (2048, 2e9), (4096, 4e9), (1 << 20, 4e9)])
+def test_rates_between_known_pieces(piece: int, rate: float) -> None:
+    assert isclose(COSTS.rate(piece), rate)
+
+
+def test_hand_overs_at_once_take_turns() -> None:
+    work = work_of([read(0, 0, 10**6)], COSTS)
+    alone = finish_seconds(work, COSTS)
+    assert isclose(alone, 0.001 + 0.0001 + work.seconds)
+    ends = [finish_seconds(work, COSTS, n, 4) for n in range(1, 5)]
+    assert ends == sorted(ends) and isclose(ends[-1], 0.001 + 0.0004 + 4 * work.seconds)
+    assert ends[0] > 0.001 + 3.6 * work.seconds, "the first waits for the turns of the others"
+    pulled = work_of([read(0, 0, 10**6, messages=0)], COSTS)
+    assert isclose(finish_seconds(pulled, COSTS, 1, 4), alone - 10 * 0.00001), "D reads one after the other"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"", b"{}", b"\xff", b'{"form": "other", "measured": {}, "planes": {}}',
+     b'{"form": "kvferry-calibration-1", "measured": {}, "planes": {"tcp/host": {"fixed_seconds": -1}}}'],
+)  # fmt: skip
+def test_what_is_no_calibration(text: bytes) -> None:
+    with pytest.raises(ConfigError, match="no calibration"):
+        decoded_calibration(text)
+
+
+def test_an_unknown_plane_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"plane 'tcp' is not in the calibration.*did you mean 'tcp/host'"):
+        default_calibration().costs("tcp")
+
+
+@pytest.fixture
+def plan_fit(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    for name in ("plan_fit", "gpu_cases", "tables"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    spec = importlib.util.spec_from_file_location("plan_fit", BENCHMARKS / "plan_fit.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_default_calibration_is_what_the_committed_results_give(plan_fit: ModuleType) -> None:
+    assert plan_fit.encoded(plan_fit.calibration()) == plan_fit.PACKAGED.read_bytes()
+
+
+def test_the_fit_finds_the_costs_that_made_the_times(plan_fit: ModuleType) -> None:
+    rows = []
+    for nbytes, messages, piece, at_once in (
+        (10**4, 1, 1024, 1), (10**6, 4, 1024, 1), (10**8, 30, 1024, 4), (10**5, 1, 4096, 1), (10**7, 9, 4096, 4),
+        (10**8, 200, 4096, 16), (10**5, 2, 4096, 16), (10**9, 100, 1024, 1),
+    ):  # fmt: skip
+        reads = [read(0, 0, nbytes, messages, piece)]
+        middle = (at_once + 1) / 2
+        work = work_of(reads, COSTS)
+        turns = ((work.messages - 1) * at_once + middle) / work.messages
+        seconds = COSTS.fixed_seconds + middle * COSTS.each_seconds + turns * work.seconds
+        rows.append(plan_fit.Measured("", reads, at_once, middle, seconds, 1.5 * seconds))
+    found = plan_fit.fitted(rows)
+    for name in ("fixed_seconds", "each_seconds", "message_seconds", "p95_ratio"):
+        assert getattr(found, name) == pytest.approx(getattr(COSTS, name), rel=0.02), msgspec.to_builtins(found)
+    assert found.bytes_per_second == pytest.approx(COSTS.bytes_per_second, rel=0.02)
