@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from kvferry.connector.doctor.findings import Section, is_fit, lines, verdict
+from kvferry.connector.doctor.findings import DoctorSection, is_fit, lines, verdict
 from kvferry.connector.doctor.peer import parse_address
-from kvferry.connector.doctor.run import Request, sections
+from kvferry.connector.doctor.run import DoctorOptions, sections
 from kvferry.connector.doctor.share import report, scrubber_of_this_host, write
 from kvferry.transport.errors import UsageError
 
@@ -29,13 +29,13 @@ def doctor(*, peer: str, config: str, share: Path | None, self_test: bool, as_js
         address = parse_address(peer) if peer else None
     except UsageError as error:
         raise UsageError(f"--peer: {error}") from None
-    request = Request(parse_config(config), address, self_test)
+    options = DoctorOptions(parse_config(config), address, self_test)
     if share is not None and (share.exists() or not share.absolute().parent.is_dir()):
         why = "exists already" if share.exists() else "is in no directory"
         raise UsageError(f"--share: {share} {why}; name a new file")
     console = Console(highlight=False, soft_wrap=True)
-    found: list[Section] = []
-    for section in sections(request):
+    found: list[DoctorSection] = []
+    for section in sections(options):
         found.append(section)
         if not as_json:
             for line in lines(section):
@@ -46,7 +46,7 @@ def doctor(*, peer: str, config: str, share: Path | None, self_test: bool, as_js
     else:
         console.print(verdict(found))
     if share is not None:
-        environ = request.machine.environ
+        environ = options.machine.environ
         try:
             write(share, report(found, environ, scrubber_of_this_host(environ)))
         except OSError as error:

@@ -37,7 +37,7 @@ class Finding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         assert self.do or self.level in (Level.OK, Level.NOTE), f"{self.what}: a {self.level} says what to do"
 
 
-class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class DoctorSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Findings about one subject."""
 
     title: str
@@ -64,12 +64,12 @@ def fault(what: str, value: str, do: str, *, expected: str = "") -> Finding:
     return Finding(Level.FAULT, what, value, expected, do)
 
 
-def is_fit(sections: Iterable[Section]) -> bool:
+def is_fit(sections: Iterable[DoctorSection]) -> bool:
     """Whether there is no fault."""
     return all(finding.level is not Level.FAULT for section in sections for finding in section.findings)
 
 
-def lines(section: Section) -> Iterator[Text]:
+def lines(section: DoctorSection) -> Iterator[Text]:
     """A section for a terminal: its title, and one line for each finding, or two where there is something to do."""
     yield Text(section.title, style="bold")
     width = max((len(finding.what) for finding in section.findings), default=0)
@@ -83,7 +83,7 @@ def lines(section: Section) -> Iterator[Text]:
             yield Text(f"{'':<{10 + width}}  ▸ {finding.do}", style="italic")
 
 
-def verdict(sections: Iterable[Section]) -> Text:
+def verdict(sections: Iterable[DoctorSection]) -> Text:
     """The last line: whether the machine is fit, and how many findings there are of each level."""
     sections = list(sections)
     counts = Counter(finding.level for section in sections for finding in section.findings)

@@ -41,9 +41,9 @@ is refused even where all other fields agree."""
 MAX_FIELDS = 64
 SHOWN_FIELDS = ("architectures", "model_type", "num_hidden_layers", "hidden_size", "num_key_value_heads")
 _ADDRESS = "peer"
-_GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"NULL".ljust(20, b"\0") + b"\0" + bytes(31)
-"""The greeting of ZMTP 3.0: signature, version, mechanism, role, filler (rfc.zeromq.org/spec/23). A ZMQ peer answers it
-with its own, which names its mechanism."""
+_GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00"
+"""The begin of the greeting of ZMTP 3.0, signature and version (rfc.zeromq.org/spec/23). A ZMQ peer answers it with its
+whole greeting, which names its mechanism."""
 
 
 def parse_address(text: str) -> tuple[str, int]:

@@ -120,23 +120,14 @@ def _missing(plane: PlaneOnDevice, why: str, settings: Settings) -> Finding:
 # --- cma ------------------------------------------------------------------------------------------------------------
 
 
-def read_between_processes(reader_user: int | None = None) -> int:
-    """Whether one new process may read the memory of another with ``process_vm_readv``.
-
-    Args:
-        reader_user: run the reading process as this user; ``None``: as this one.
-
-    Returns:
-        0, or the error number.
-    """
+def read_between_processes() -> int:
+    """Whether one new process may read the memory of another with ``process_vm_readv``: 0, or the error number."""
     command = [sys.executable, "-S", "-c"]
     with subprocess.Popen([*command, _TARGET], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as target:
         assert target.stdout is not None and target.stdin is not None
         try:
             arguments = target.stdout.readline().split()
-            reader = subprocess.run(
-                [*command, _READER, *arguments], timeout=CHILD_SECONDS, check=False, user=reader_user, cwd="/"
-            )
+            reader = subprocess.run([*command, _READER, *arguments], timeout=CHILD_SECONDS, check=False)
             return reader.returncode
         except subprocess.TimeoutExpired:
             return errno.ETIMEDOUT

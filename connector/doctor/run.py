@@ -11,14 +11,14 @@ import msgspec
 
 from kvferry.connector.config import Settings
 from kvferry.connector.doctor import gpus, limits, peer, planes, rdma, settings, versions
-from kvferry.connector.doctor.findings import Finding, Level, Section, note, warning
+from kvferry.connector.doctor.findings import DoctorSection, Finding, Level, note, warning
 from kvferry.connector.doctor.machine import Machine
 from kvferry.connector.doctor.self_test import SelfTest
 from kvferry.transport.control.keys import Keys
 
 
 @dataclass(frozen=True)
-class Request:
+class DoctorOptions:
     """What the user asks for. ``config``: ``kv_connector_extra_config``. ``peer``: host and port of an engine."""
 
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -27,14 +27,14 @@ class Request:
     machine: Machine = field(default_factory=Machine)
 
 
-def sections(request: Request) -> Iterator[Section]:
+def sections(options: DoctorOptions) -> Iterator[DoctorSection]:
     """Look at this machine, one section after the other."""
-    machine = request.machine
-    yield Section("Versions", guarded(lambda: versions.findings(machine)))
-    found, keys, chosen = _settings(request)
-    yield Section("Settings, key and port", found)
-    yield Section("Limits", guarded(lambda: limits.findings(machine)))
-    yield Section("GPUs", guarded(lambda: gpus.findings(machine)))
+    machine = options.machine
+    yield DoctorSection("Versions", guarded(lambda: versions.findings(machine)))
+    found, keys, chosen = _settings(options)
+    yield DoctorSection("Settings, key and port", found)
+    yield DoctorSection("Limits", guarded(lambda: limits.findings(machine)))
+    yield DoctorSection("GPUs", guarded(lambda: gpus.findings(machine)))
     usable: list[planes.PlaneOnDevice] = []
 
     def data_planes() -> list[Finding]:
@@ -42,18 +42,18 @@ def sections(request: Request) -> Iterator[Section]:
         usable.extend(had)
         return [*there, *rdma.findings(machine), *planes.lacking_planes(usable)]
 
-    yield Section("Data planes", guarded(data_planes))
-    if request.peer is not None:
-        host, port = request.peer
-        yield Section(f"Engine at {host}:{port}", guarded(lambda: peer.findings(host, port, chosen, keys)))
-    if request.self_test:
+    yield DoctorSection("Data planes", guarded(data_planes))
+    if options.peer is not None:
+        host, port = options.peer
+        yield DoctorSection(f"Engine at {host}:{port}", guarded(lambda: peer.findings(host, port, chosen, keys)))
+    if options.self_test:
         test = SelfTest(chosen.side_channel_host)
-        yield Section("Self-test: 64 MiB from one process to another", guarded(lambda: list(test.run(usable))))
+        yield DoctorSection("Self-test: 64 MiB from one process to another", guarded(lambda: list(test.run(usable))))
 
 
-def _settings(request: Request) -> tuple[list[Finding], Keys | None, Settings]:
+def _settings(options: DoctorOptions) -> tuple[list[Finding], Keys | None, Settings]:
     """Findings; the keys; and the settings, or their defaults where one is not usable."""
-    found, chosen = settings.read_settings(request.machine, request.config)
+    found, chosen = settings.read_settings(options.machine, options.config)
     if chosen is None:
         left = note("settings", "the next sections use the defaults")
         return [*found, left], None, Settings()

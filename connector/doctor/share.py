@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from kvferry.connector.config import ENVIRONMENT
-from kvferry.connector.doctor.findings import Section, is_fit
+from kvferry.connector.doctor.findings import DoctorSection, is_fit
 
 FORMAT = 1
 """Version of the file's form."""
@@ -112,7 +112,7 @@ def scrubber_of_this_host(environ: Mapping[str, str]) -> Scrubber:
     return Scrubber(environ, hosts=sorted(hosts), users=[user for user in users if user != "root"])
 
 
-def report(sections: Sequence[Section], environ: Mapping[str, str], scrubber: Scrubber) -> dict[str, Any]:
+def report(sections: Sequence[DoctorSection], environ: Mapping[str, str], scrubber: Scrubber) -> dict[str, Any]:
     """The content of the file."""
     shown = {
         name: "set" if _SECRET_NAME.search(name) else value
