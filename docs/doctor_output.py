@@ -28,7 +28,8 @@ def doctor() -> str:
     report = json.loads((ROOT / "docs" / "doctor.json").read_text())
     sections = msgspec.convert(report["sections"], list[DoctorSection])
     text = [line.plain.rstrip() for section in sections for line in lines(section)]
-    return _block("kvferry doctor --peer 127.0.0.1:5600", [*text, verdict(sections).plain])
+    (engine,) = [s.title.rpartition(" ")[2] for s in sections if s.title.startswith("Engine")]
+    return _block(f"kvferry doctor --peer {engine}", [*text, verdict(sections).plain])
 
 
 def top() -> str:

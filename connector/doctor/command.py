@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,8 @@ def doctor(*, peer: str, config: str, share: Path | None, self_test: bool, as_js
     except UsageError as error:
         raise UsageError(f"--peer: {error}") from None
     options = DoctorOptions(parse_config(config), address, self_test)
-    if share is not None and (share.exists() or not share.absolute().parent.is_dir()):
-        why = "exists already" if share.exists() else "is in no directory"
-        raise UsageError(f"--share: {share} {why}; name a new file")
+    if share is not None:
+        _check_new(share)
     console = Console(highlight=False, soft_wrap=True)
     found: list[DoctorSection] = []
     for section in sections(options):
@@ -54,6 +54,22 @@ def doctor(*, peer: str, config: str, share: Path | None, self_test: bool, as_js
         if not as_json:
             console.print(f"The report is in {share}. Read it before you send it.")
     return is_fit(found)
+
+
+def _check_new(path: Path) -> None:
+    """Check that a file can be new. Raises UsageError."""
+    try:
+        why = (
+            "exists already"
+            if os.path.lexists(path)
+            else ""
+            if path.absolute().parent.is_dir()
+            else "is in no directory"
+        )
+    except (OSError, ValueError) as error:
+        why = f"is no path: {error}"
+    if why:
+        raise UsageError(f"--share: {path} {why}; name a new file")
 
 
 def parse_config(text: str) -> dict[str, Any]:

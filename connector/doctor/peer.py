@@ -142,7 +142,7 @@ def _hello(model: dict[str, str]) -> Hello:
     )  # fmt: skip
     geometry = RankGeometry(tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, head_counts=(1,), regions=(region,))
     return Hello(
-        engine_id="kvferry-doctor", incarnation=secrets.token_bytes(16), geometry=geometry,
+        engine_id="doctor", incarnation=secrets.token_bytes(16), geometry=geometry,
         model={**model, LAST_FIELD: "1"},
     )  # fmt: skip
 

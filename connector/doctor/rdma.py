@@ -29,6 +29,11 @@ class UcxBuild:
     path: str
     infiniband: bool
 
+    @property
+    def source(self) -> str:
+        """Where it comes from."""
+        return "the UCX of the PyPI wheel" if "/site-packages/" in self.path else self.path
+
 
 def loaded_ucx() -> UcxBuild:
     """Load UCX, and look at the library that was taken.
@@ -66,7 +71,7 @@ def findings(machine: Machine) -> list[Finding]:
 def judge(machine: Machine, build: UcxBuild | None) -> list[Finding]:
     """As ``findings``, of a UCX that was looked at before."""
     devices = machine.names("sys/class/infiniband")
-    found = [ok("UCX", f"{build.version}, {build.path}")] if build is not None else []
+    found = [ok("UCX", f"{build.version}, {build.source}")] if build is not None else []
     found += [_device(machine, name) for name in devices]
     return [*found, _rdma(machine, build, devices)]
 
@@ -91,12 +96,12 @@ def _rdma(machine: Machine, build: UcxBuild | None, devices: list[str]) -> Findi
     if not devices:
         reason = "no device: /sys/class/infiniband is empty"
         if build is not None and not build.infiniband:
-            reason += "; and no InfiniBand built into this UCX"
+            reason += f"; and no InfiniBand built in: {build.source} has no {_IB_MODULE}"
         return note(what, reason, "nothing to do without RDMA hardware; between hosts `tcp` is used")
     if build is None:
         return warning(what, f"no UCX, and {', '.join(devices)} is there", "pip install 'kvferry[ucx]'")
     if not build.infiniband:
-        return warning(what, f"no InfiniBand built in: {build.path} has no {_IB_MODULE}", _OF_A_SYSTEM)
+        return warning(what, f"no InfiniBand built in: {build.source} has no {_IB_MODULE}", _OF_A_SYSTEM)
     refused = no_permission(machine)
     if refused:
         return warning(

@@ -57,12 +57,19 @@ def _settings(options: DoctorOptions) -> tuple[list[Finding], Keys | None, Setti
     if chosen is None:
         left = note("settings", "the next sections use the defaults")
         return [*found, left], None, Settings()
-    key_findings, keys = settings.read_keys(chosen)
     usable = chosen
+    held: list[Keys | None] = []
+
+    def key() -> list[Finding]:
+        key_findings, keys = settings.read_keys(usable)
+        held.append(keys)
+        return key_findings
+
+    key_findings = guarded(key)
     port_findings = guarded(lambda: settings.control_port(usable))
     if any(finding.level is Level.FAULT for finding in port_findings):  # the planes have not the same fault again
         chosen = msgspec.structs.replace(chosen, side_channel_host=Settings().side_channel_host)
-    return [*found, *key_findings, *port_findings], keys, chosen
+    return [*found, *key_findings, *port_findings], held[0] if held else None, chosen
 
 
 def guarded(look: Callable[[], list[Finding]]) -> list[Finding]:

@@ -15,7 +15,7 @@ from kvferry.connector.doctor.machine import Machine
 from kvferry.transport.allowed_peers import is_loopback
 from kvferry.transport.control.key_file import default_key_file, read_key_file
 from kvferry.transport.control.keys import Keys
-from kvferry.transport.errors import ConfigError, did_you_mean
+from kvferry.transport.errors import ConfigError, did_you_mean, shortened
 
 PREFIX = "KVFERRY_"
 SECRET = "secret_key"
@@ -98,6 +98,8 @@ def read_keys(settings: Settings) -> tuple[list[Finding], Keys | None]:
     except ConfigError as error:
         what, _, why = str(error).partition(": ")
         return [fault(what, why, "correct it; docs/settings.md has a section about keys")], None
+    except (OSError, ValueError) as error:  # ValueError: a path that no file can have
+        return [fault("key", f"its file cannot be looked at: {error}", "name another file in key_file")], None
     found = [ok("key", f"{keys.fingerprint}, {source}")]
     if len(keys.admitted) > 1:
         found.append(ok("peer_keys", f"{len(keys.admitted) - 1} more"))
@@ -124,9 +126,10 @@ def control_port(settings: Settings) -> list[Finding]:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
             probe.listen(1)
-    except socket.gaierror as error:
+    except (socket.gaierror, UnicodeError) as error:
         name = "name an address of this machine in side_channel_host (KVFERRY_SIDE_CHANNEL_HOST)"
-        return [fault(what, f"{host} cannot be resolved: {error.strerror}", name)]
+        why = getattr(error, "strerror", None) or "it is no name"
+        return [fault(what, f"{shortened(host, 80)} cannot be resolved: {why}", name)]
     except OSError as error:
         return [_no_port(what, where, error)]
     if is_loopback(host):

@@ -27,7 +27,8 @@ FORMAT = 1
 PREFIXES = ("KVFERRY_", "UCX_", "NCCL_", "CUDA_", "PYTORCH_", "RAPIDS_", "VLLM_", "ZMQ_")
 """Variables of the environment that go into the file."""
 _SECRET_NAME = re.compile(r"KEY|SECRET|TOKEN|PASS|CREDENTIAL|AUTH|COOKIE|DSN", re.IGNORECASE)
-_KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
+_KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40,}")
+_NOT_IN_PATHS = "^!*?&<>()[]{}%$#"
 _BLOB = re.compile(r"\b(?:[0-9a-fA-F]{24,}|[A-Za-z0-9+/_-]{32,}={0,2})")
 _ADDRESS = re.compile(r"(?<![\w.:])(?:\d{1,3}(?:\.\d{1,3}){3}|[0-9a-fA-F]{0,4}(?::[0-9a-fA-F]{0,4}){2,7})(?![\w.])")
 _HOME = re.compile(r"/(?:home|Users)/[^/\s'\":,;]+|/root(?=[/\s'\":,;]|$)")
@@ -88,13 +89,14 @@ class Scrubber:
 
 
 def _is_key(word: str) -> bool:
-    """Whether a word contains a Z85 key: 40 characters of its alphabet, with digits and letters of both cases. A path
-    is none."""
+    """Whether a word contains a Z85 key: a run of at least 40 characters of its alphabet that is no path. All but 2 of
+    10,000 keys have one of ``_NOT_IN_PATHS``."""
     found = _KEY.search(word)
-    if found is None or word.startswith(("/", "~/", "./")):
+    if found is None:
         return False
-    key = found[0]
-    return any(c.isdigit() for c in key) and any(c.islower() for c in key) and any(c.isupper() for c in key)
+    kinds = (str.isdigit, str.islower, str.isupper)
+    mixed = all(any(kind(character) for character in found[0]) for kind in kinds)
+    return any(character in _NOT_IN_PATHS for character in found[0]) or (mixed and "/" not in word)
 
 
 def _blob(match: re.Match[str]) -> str:

@@ -23,7 +23,9 @@ def table(rows: Sequence[EngineRow]) -> Table:
         drawn.add_column(column, justify="left" if column in _LEFT else "right", overflow="fold")
     for engine in rows:
         if engine.down:
-            drawn.add_row(Text(engine.engine), Text(f"down: {engine.down}", style="bold red"))
+            blank = [""] * (COLUMNS.index("failed") - COLUMNS.index("plane") - 1)
+            down, why = Text("down", style="bold red"), Text(engine.down, style="red")
+            drawn.add_row(Text(engine.engine), "", "", "", down, *blank, why)
             continue
         planes: Sequence[PlaneRates | None] = engine.planes or (None,)
         for number, plane in enumerate(planes):

@@ -57,6 +57,29 @@ def test_json(invoke):
 
 
 @pytest.mark.parametrize(
+    "config",
+    [
+        {"key_file": "a\0b"},
+        {"key_file": "x" * 5000},
+        {"side_channel_host": f"{'a' * 64}.b"},
+        {"side_channel_host": 7},
+        {"allowed_peers": ["10.0.0.0/99"]},
+        {"plane": ["tcp"]},
+        {"peer_keys": "abc"},
+        {"slot_bytes": 1e400},
+        {"": 1},
+    ],
+    ids=str,
+)
+def test_odd_settings_are_a_fault(invoke, config):
+    result = invoke(*QUICK, "--json", "--config", json.dumps(config))
+    content = json.loads(result.stdout)
+    assert result.exit_code == 1 and "this section" not in result.stdout
+    faults = [f for section in content["sections"] for f in section["findings"] if f["level"] == "fault"]
+    assert len(faults) == 1 and len(faults[0]["value"]) < 400, faults
+
+
+@pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["--peer", "nowhere"], "expected HOST:PORT"),
@@ -66,6 +89,8 @@ def test_json(invoke):
         (["--config", "[" * 100000], "--config: no JSON"),
         (["--share", "/no/such/folder/file"], "is in no directory"),
         (["--share", "/etc/hostname"], "exists already"),
+        (["--share", "a\0b"], "no path"),
+        (["--share", f"{'x' * 300}/y"], "--share"),
         (["--perr", "a:1"], "No such option"),
     ],
 )

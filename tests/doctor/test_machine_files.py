@@ -98,7 +98,10 @@ def test_peer_access_and_memory_without_handles():
 
 PORT = "sys/class/infiniband/mlx5_0/ports/1"
 DEVICE = {f"{PORT}/state": "4: ACTIVE\n", f"{PORT}/link_layer": "InfiniBand\n", "dev/infiniband/uverbs0": ""}
-WITH_IB, WITHOUT_IB = UcxBuild("1.21.0", "/usr/lib/libucp.so", True), UcxBuild("1.21.0", "/venv/libucp.so", False)
+WITH_IB, WITHOUT_IB = (
+    UcxBuild("1.21.0", "/usr/lib/libucp.so", True),
+    UcxBuild("1.21.0", "/venv/site-packages/libucx/libucp.so", False),
+)
 SYSTEM = {rdma.SYSTEM_UCX: "true"}
 
 
@@ -117,8 +120,14 @@ def test_rdma_that_can_be_used(tmp_path):
 def test_the_four_reasons_against_rdma_are_told_apart(tmp_path):
     no_device = verdict(tmp_path / "1", WITH_IB, SYSTEM, files={})
     assert no_device.level is Level.NOTE and "no device" in no_device.value
-    assert "no InfiniBand built into" in verdict(tmp_path / "2", WITHOUT_IB, SYSTEM, files={}).value
-    is_bad(verdict(tmp_path / "3", WITHOUT_IB, SYSTEM), Level.WARNING, "no InfiniBand built in", rdma.SYSTEM_UCX)
+    assert "no InfiniBand built in" in verdict(tmp_path / "2", WITHOUT_IB, SYSTEM, files={}).value
+    is_bad(
+        verdict(tmp_path / "3", WITHOUT_IB, SYSTEM),
+        Level.WARNING,
+        "no InfiniBand built in",
+        "PyPI wheel",
+        rdma.SYSTEM_UCX,
+    )
     for chosen in ({"UCX_TLS": "tcp,cuda"}, {"UCX_TLS": "^ib"}, {"UCX_NET_DEVICES": "eth0"}):
         (name,) = chosen
         is_bad(verdict(tmp_path / "4", WITH_IB, SYSTEM | chosen), Level.WARNING, "another lane is chosen", name)

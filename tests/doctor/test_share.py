@@ -24,8 +24,10 @@ ENVIRON = {
     "UCX_TLS": "tcp",
     "UNRELATED": "not in the file",
 }
+OTHER_KEY = "Yne@$w-vo<fVvi]a<NY6T1ed:M$fCG*[IaLV{hID"  # of the ZMQ reference; no variable has it
 PLANTED = [
-    SECRET, PUBLIC, "hf_AbCdEfGh", "tiger-7", "wJalrXUtn", "hunter22", "marie", "10.20.30.40", "10.20.30.41",
+    SECRET, PUBLIC, OTHER_KEY, OTHER_KEY[-4:], "ghp_1234567890abcdefABCDEF1234567890abcd", "hf_AbCdEfGh", "tiger-7",
+    "wJalrXUtn", "hunter22", "marie", "10.20.30.40", "10.20.30.41",
     "gpu-node-17", "corp.example", "fd00:12::34", "not in the file", "short",
 ]  # fmt: skip
 SECTIONS = [
@@ -38,6 +40,7 @@ SECTIONS = [
             ),
             ok("peer", "gpu-node-17.corp.example:5600 at 10.20.30.41 and [fd00:12::34]:5600, and 127.0.0.1"),
             fault("KVFERRY_PEER_KEYS", f"{PUBLIC!r} for user marie; tiger-7; hunter22", f"remove {SECRET}"),
+            ok("odd", f"secret_key={OTHER_KEY}; {OTHER_KEY} token ghp_1234567890abcdefABCDEF1234567890abcd"),
         ],
     )
 ]
@@ -70,7 +73,7 @@ def test_what_a_reader_needs_is_left(scrubber):
     content = report(SECTIONS, ENVIRON, scrubber)
     assert content["fit"] is False and content["environment"]["UCX_TLS"] == "tcp"
     assert content["environment"]["KVFERRY_SECRET_KEY"] == "set"
-    settings, peer, keys = content["sections"][0]["findings"]
+    settings, peer, keys, _ = content["sections"][0]["findings"]
     assert settings["value"].endswith("in ~/venv and ~/x")
     assert peer["value"].startswith("<host>:5600 at <address") and peer["value"].endswith("and 127.0.0.1")
     assert keys["level"] == "fault" and "<user>" in keys["value"]
@@ -81,6 +84,12 @@ def test_what_a_reader_needs_is_left(scrubber):
 
 def test_equal_addresses_stay_equal(scrubber):
     assert scrubber.text("10.0.0.1 10.0.0.2 10.0.0.1:80") == "<address 1> <address 2> <address 1>:80"
+
+
+def test_every_key_is_found(scrubber):
+    for _ in range(2000):
+        for key in zmq.curve_keypair():
+            assert key[:20].decode() not in scrubber.text(f"peer_keys[0]: {key.decode()!r}, its own"), key
 
 
 def test_versions_are_no_addresses(scrubber):
