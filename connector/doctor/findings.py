@@ -20,6 +20,7 @@ class Level(enum.StrEnum):
     FAULT = "fault"
 
 
+MAX_VALUE = 350
 STYLES = {Level.OK: "green", Level.NOTE: "cyan", Level.WARNING: "yellow", Level.FAULT: "bold red"}
 
 
@@ -44,24 +45,30 @@ class DoctorSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     findings: Sequence[Finding]
 
 
+def _brief(text: str) -> str:
+    """One line of at most ``MAX_VALUE`` characters: the begin and the end of a longer one."""
+    line = " ".join(text.splitlines())
+    return line if len(line) <= MAX_VALUE else f"{line[: MAX_VALUE - 105]} ... {line[-100:]}"
+
+
 def ok(what: str, value: str, expected: str = "") -> Finding:
     """It is as it should be."""
-    return Finding(Level.OK, what, value, expected)
+    return Finding(Level.OK, what, _brief(value), expected)
 
 
 def note(what: str, value: str, do: str = "", *, expected: str = "") -> Finding:
     """It may be as the user wants it."""
-    return Finding(Level.NOTE, what, value, expected, do)
+    return Finding(Level.NOTE, what, _brief(value), expected, do)
 
 
 def warning(what: str, value: str, do: str, *, expected: str = "") -> Finding:
     """Hand-overs work, slower or not all of them."""
-    return Finding(Level.WARNING, what, value, expected, do)
+    return Finding(Level.WARNING, what, _brief(value), expected, do)
 
 
 def fault(what: str, value: str, do: str, *, expected: str = "") -> Finding:
     """KVFerry does not work on this machine, or not with these settings."""
-    return Finding(Level.FAULT, what, value, expected, do)
+    return Finding(Level.FAULT, what, _brief(value), expected, do)
 
 
 def is_fit(sections: Iterable[DoctorSection]) -> bool:

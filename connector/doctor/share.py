@@ -89,14 +89,15 @@ class Scrubber:
 
 
 def _is_key(word: str) -> bool:
-    """Whether a word contains a Z85 key: a run of at least 40 characters of its alphabet that is no path. All but 2 of
-    10,000 keys have one of ``_NOT_IN_PATHS``."""
+    """Whether a word contains a Z85 key: a run of at least 40 characters of its alphabet that is neither a path nor a
+    URL. All but 2 of 10,000 keys have one of ``_NOT_IN_PATHS``, which tells them from these."""
     found = _KEY.search(word)
     if found is None:
         return False
-    kinds = (str.isdigit, str.islower, str.isupper)
-    mixed = all(any(kind(character) for character in found[0]) for kind in kinds)
-    return any(character in _NOT_IN_PATHS for character in found[0]) or (mixed and "/" not in word)
+    run, kinds = found[0], (str.isdigit, str.islower, str.isupper)
+    is_place = run.startswith(("/", "./")) or "://" in run
+    mixed = all(any(kind(character) for character in run) for kind in kinds)
+    return any(character in _NOT_IN_PATHS for character in run) or (mixed and not is_place)
 
 
 def _blob(match: re.Match[str]) -> str:

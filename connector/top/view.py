@@ -11,7 +11,7 @@ from kvferry.connector.top.engine_figures import EngineRow, PlaneRates
 
 COLUMNS = (
     "engine", "running", "waiting", "deferred", "plane", "hand-overs/s", "GB/s", "p50 ms", "p95 ms", "failed",
-    "retries", "leases released/s", "expired",
+    "retries", "leases/s", "expired",
 )  # fmt: skip
 _LEFT = ("engine", "plane", "failed", "retries")
 

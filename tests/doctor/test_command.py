@@ -69,7 +69,7 @@ def test_json(invoke):
         {"slot_bytes": 1e400},
         {"": 1},
     ],
-    ids=str,
+    ids=lambda config: str(config)[:40].encode("unicode_escape").decode(),
 )
 def test_odd_settings_are_a_fault(invoke, config):
     result = invoke(*QUICK, "--json", "--config", json.dumps(config))
@@ -89,7 +89,7 @@ def test_odd_settings_are_a_fault(invoke, config):
         (["--config", "[" * 100000], "--config: no JSON"),
         (["--share", "/no/such/folder/file"], "is in no directory"),
         (["--share", "/etc/hostname"], "exists already"),
-        (["--share", "a\0b"], "no path"),
+        (["--share", "a\0b"], "null byte"),
         (["--share", f"{'x' * 300}/y"], "--share"),
         (["--perr", "a:1"], "No such option"),
     ],

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 
 import pytest
 import zmq
+from zmq.utils import z85
 
 from kvferry.connector.doctor.findings import DoctorSection, fault, ok
 from kvferry.connector.doctor.share import Scrubber, report, write
@@ -87,9 +89,9 @@ def test_equal_addresses_stay_equal(scrubber):
 
 
 def test_every_key_is_found(scrubber):
-    for _ in range(2000):
-        for key in zmq.curve_keypair():
-            assert key[:20].decode() not in scrubber.text(f"peer_keys[0]: {key.decode()!r}, its own"), key
+    for number in range(4000):
+        key = z85.encode(hashlib.blake2b(number.to_bytes(2), digest_size=32).digest()).decode()
+        assert key[:20] not in scrubber.text(f"peer_keys[0]: {key!r}, its own"), key
 
 
 def test_versions_are_no_addresses(scrubber):
