@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 import zmq
 
 from kvferry.connector.plan_command import plan
 from kvferry.transport.control.key_file import make_key_file
+from kvferry.transport.errors import UsageError
 
 app = typer.Typer(
     help="KVFerry: KV caches from prefill engines to decode engines.",
@@ -47,7 +48,46 @@ def keygen(
     )
 
 
+@app.command()
+def doctor(
+    peer: Annotated[str, typer.Option(help="control port of a running engine, HOST:PORT")] = "",
+    config: Annotated[str, typer.Option(help="kv_connector_extra_config of the engine, as JSON")] = "",
+    share: Annotated[Path | None, typer.Option(help="write a report without secrets into this new file")] = None,
+    self_test: Annotated[bool, typer.Option(help="hand a pattern over between two processes, over each plane")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="print the findings as JSON")] = False,
+) -> None:
+    """Look whether this machine is fit for KVFerry. Exit status: 0 fit, 1 not fit, 2 wrong usage."""
+    from kvferry.connector.doctor.command import doctor
+
+    try:
+        fit = doctor(peer=peer, config=config, share=share, self_test=self_test, as_json=as_json)
+    except UsageError as error:
+        _wrong_usage(str(error))
+    raise typer.Exit(0 if fit else 1)
+
+
+@app.command()
+def top(
+    engines: Annotated[list[str], typer.Argument(help="URLs of vLLM servers, http://HOST:PORT", metavar="URL...")],
+    interval: Annotated[float, typer.Option(min=0.1, max=3600, help="seconds between two polls")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="poll twice, print one table, and end")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print rows as JSON, one line for each poll")] = False,
+) -> None:
+    """Show hand-overs, rates, failures and leases of running engines."""
+    from kvferry.connector.top.command import top
+
+    try:
+        top(engines, interval=interval, once=once, as_json=as_json)
+    except UsageError as error:
+        _wrong_usage(str(error))
+
+
 app.command()(plan)
+
+
+def _wrong_usage(text: str) -> NoReturn:
+    typer.echo(f"kvferry: {text}", err=True)
+    raise typer.Exit(2) from None
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
 import binding_table
+import doctor_output
 import soak_summary
 import summary
 
@@ -38,6 +39,7 @@ REGIONS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"figure": summary.SECTIONS["figure"], "settings": lambda: settings_table(README_SETTINGS)},
     "docs/settings.md": {"settings": settings_table},
     "docs/compatibility.md": {"matrix": matrix, "dtypes": error_table},
+    "docs/doctor.md": {"doctor": doctor_output.doctor, "top": doctor_output.top},
     "docs/library.md": {"binding": binding_table.markdown},
     "docs/testing.md": {"soak": soak_summary.soak, "fuzz": soak_summary.fuzz},
     "docs/benchmarks.md": {name: make for name, make in summary.SECTIONS.items() if name != "figure"},

@@ -34,6 +34,10 @@ class ConfigError(KVFerryError, ValueError):
     """A setting is unknown, of the wrong type, or impossible."""
 
 
+class UsageError(KVFerryError, ValueError):
+    """An argument of the command ``kvferry`` is not usable."""
+
+
 class GeometryError(KVFerryError, ValueError):
     """A KV cache, or the description of one, is not of a form that can be carried."""
 

@@ -139,7 +139,11 @@ def generator() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "page", ["README.md", *(f"docs/{n}.md" for n in ("settings", "compatibility", "library", "testing", "benchmarks"))]
+    "page",
+    [
+        "README.md",
+        *(f"docs/{n}.md" for n in ("settings", "compatibility", "doctor", "library", "testing", "benchmarks")),
+    ],
 )
 def test_tables_are_as_their_generators_print_them(page: str) -> None:
     text = read(page)

@@ -11,8 +11,20 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-FLOORS = ("transport", "kernels", "geometry", "binding", "planning", "protocol", "transfer", "engine", "vllm")
-"""From the ground up. A module imports from its own floor and from those below."""
+FLOORS = (
+    "transport",
+    "kernels",
+    "geometry",
+    "binding",
+    "planning",
+    "protocol",
+    "transfer",
+    "engine",
+    "vllm",
+    "doctor",
+    "top",
+)
+"""From the ground up. A module imports from its own floor and from those below; the commands from all."""
 BESIDE = ("binding", "planning")
 """Floors that stand beside those above them: only the commands and the documentation import them."""
 COMMANDS = "commands"
@@ -27,9 +39,10 @@ def floor(parts: tuple[str, ...]) -> str | None:
     """The floor of a module by its path below the repository; ``None`` for connector/config.py, which all import."""
     if parts[0] in ("transport", "kernels"):
         return parts[0]
-    if parts[1:2] and parts[1].removesuffix(".py") in ("cli", "plan_command"):
+    name = parts[1].removesuffix(".py") if len(parts) > 1 else ""
+    if name in ("cli", "plan_command"):
         return COMMANDS
-    return parts[1] if len(parts) > 1 and parts[1] in FLOORS else None
+    return name if name in FLOORS else None
 
 
 def imports(path: Path) -> list[tuple[str, ...]]:

@@ -1,0 +1,153 @@
+"""Why the plane ``ucx`` has no RDMA here: no InfiniBand built in, no device, no permission, or another lane chosen."""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvferry.connector.doctor.findings import Finding, note, ok, warning
+from kvferry.connector.doctor.limits import limit
+from kvferry.connector.doctor.machine import Machine
+from kvferry.transport.errors import PlaneUnavailableError
+from kvferry.transport.planes.ucx_library import load_ucxx
+
+SYSTEM_UCX = "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY"
+_IB_MODULE = "libuct_ib"
+_RDMA_LANES = ("all", "ib", "rc", "rc_x", "rc_v", "rc_mlx5", "rc_verbs", "ud", "ud_x", "ud_v", "dc", "dc_x")
+_OF_A_SYSTEM = f"install a UCX with InfiniBand on the system, and set {SYSTEM_UCX}=true"
+
+
+@dataclass(frozen=True)
+class UcxBuild:
+    """The UCX that this process has loaded. ``infiniband``: its folder of transports has InfiniBand's."""
+
+    version: str
+    path: str
+    infiniband: bool
+
+    @property
+    def source(self) -> str:
+        """Where it comes from."""
+        return "the UCX of the PyPI wheel" if "/site-packages/" in self.path else self.path
+
+
+def loaded_ucx() -> UcxBuild:
+    """Load UCX, and look at the library that was taken.
+
+    Raises:
+        PlaneUnavailableError: it cannot be had.
+    """
+    load_ucxx()
+    import ucxx
+
+    path = next(
+        (line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/libucp.so" in line), ""
+    )
+    return UcxBuild(".".join(map(str, ucxx.get_ucx_version())), path, has_infiniband(Path(path).parent))
+
+
+def has_infiniband(folder: Path) -> bool:
+    """Whether the UCX in ``folder`` has its InfiniBand transports as modules, or built into its library."""
+    try:
+        names = [path.name for path in (folder / "ucx").iterdir()]
+    except OSError:
+        return False
+    return any(name.startswith(_IB_MODULE) for name in names)
+
+
+def findings(machine: Machine) -> list[Finding]:
+    """UCX, the RDMA devices, and whether they come together."""
+    try:
+        build: UcxBuild | None = loaded_ucx()
+    except PlaneUnavailableError:
+        build = None  # the section of the planes says why
+    return judge(machine, build)
+
+
+def judge(machine: Machine, build: UcxBuild | None) -> list[Finding]:
+    """As ``findings``, of a UCX that was looked at before."""
+    devices = machine.names("sys/class/infiniband")
+    found = [ok("UCX", f"{build.version}, {build.source}")] if build is not None else []
+    found += [_device(machine, name) for name in devices]
+    return [*found, _rdma(machine, build, devices)]
+
+
+def _device(machine: Machine, name: str) -> Finding:
+    """One device, by its ports."""
+    folder = f"sys/class/infiniband/{name}/ports"
+    ports = machine.names(folder)
+    states = {port: machine.text(f"{folder}/{port}/state").partition(": ")[2] or "unknown" for port in ports}
+    value = ", ".join(
+        f"port {port} {state} ({machine.text(f'{folder}/{port}/link_layer')})" for port, state in states.items()
+    )
+    if "ACTIVE" not in states.values():
+        return warning(
+            name, value or "no port", "connect it, or start its driver and subnet manager", expected="ACTIVE"
+        )
+    return ok(name, value)
+
+
+def _rdma(machine: Machine, build: UcxBuild | None, devices: list[str]) -> Finding:
+    what = "RDMA over ucx"
+    if not devices:
+        reason = "no device: /sys/class/infiniband is empty"
+        if build is not None and not build.infiniband:
+            reason += f"; and no InfiniBand built in: {build.source} has no {_IB_MODULE}"
+        return note(what, reason, "nothing to do without RDMA hardware; between hosts `tcp` is used")
+    if build is None:
+        return warning(what, f"no UCX, and {', '.join(devices)} is there", "pip install 'kvferry[ucx]'")
+    if not build.infiniband:
+        return warning(what, f"no InfiniBand built in: {build.source} has no {_IB_MODULE}", _OF_A_SYSTEM)
+    refused = no_permission(machine)
+    if refused:
+        return warning(
+            what, f"no permission: {refused}",
+            "start the container with --device /dev/infiniband, or add the user to the group of these files",
+        )  # fmt: skip
+    lane = chosen_lane(machine.environ)
+    if lane:
+        return warning(
+            what, f"another lane is chosen: {lane}", "unset it, or let it name the RDMA transport and device"
+        )
+    if machine.environ.get(SYSTEM_UCX, "").lower() != "true":
+        return warning(what, f"another lane is chosen: {SYSTEM_UCX} is not set, so KVFerry tells UCX to use TCP",
+                       f"set {SYSTEM_UCX}=true")  # fmt: skip
+    pinned = limit(machine, "Max locked memory")
+    if pinned is not None and not math.isinf(pinned[1]):
+        return warning(
+            what, f"locked memory is limited to {pinned[1] / 1024:g} KiB", "ulimit -Hl unlimited",
+            expected="unlimited: RDMA registers the staging memory",
+        )  # fmt: skip
+    return ok(what, f"{', '.join(devices)} can be used")
+
+
+def no_permission(machine: Machine) -> str:
+    """Why the device files of RDMA cannot be opened; empty where one can."""
+    files = [name for name in machine.names("dev/infiniband") if name.startswith("uverbs")]
+    if not files:
+        return "/dev/infiniband has no uverbs file"
+    reasons = []
+    for name in files:
+        try:
+            os.close(os.open(machine.path(f"dev/infiniband/{name}"), os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC))
+            return ""
+        except OSError as error:
+            reasons.append(f"/dev/infiniband/{name}: {errno.errorcode.get(error.errno or 0, '')} {error.strerror}")
+    return "; ".join(reasons)
+
+
+def chosen_lane(environ: Mapping[str, str]) -> str:
+    """The variable by which the user keeps UCX from RDMA; empty where there is none."""
+    lanes = environ.get("UCX_TLS", "")
+    named = {name.strip().lstrip("^") for name in lanes.split(",") if name.strip()}
+    excludes = lanes.startswith("^")
+    if named and (bool(named & {"ib", "rc", "ud", "dc"}) if excludes else not named & {*_RDMA_LANES}):
+        return f"UCX_TLS={lanes}"
+    devices = environ.get("UCX_NET_DEVICES", "")
+    if devices and devices != "all" and ":" not in devices:  # RDMA devices have a port: mlx5_0:1
+        return f"UCX_NET_DEVICES={devices}"
+    return ""

@@ -1,0 +1,53 @@
+"""The table of ``kvferry top``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich.table import Table
+from rich.text import Text
+
+from kvferry.connector.top.engine_figures import EngineRow, PlaneRates
+
+COLUMNS = (
+    "engine", "running", "waiting", "deferred", "plane", "hand-overs/s", "GB/s", "p50 ms", "p95 ms", "failed",
+    "retries", "leases/s", "expired",
+)  # fmt: skip
+_LEFT = ("engine", "plane", "failed", "retries")
+
+
+def table(rows: Sequence[EngineRow]) -> Table:
+    """One line for each plane of each engine; an engine without hand-overs has one line."""
+    drawn = Table(box=None, pad_edge=False, header_style="bold")
+    for column in COLUMNS:
+        drawn.add_column(column, justify="left" if column in _LEFT else "right", overflow="fold")
+    for engine in rows:
+        if engine.down:
+            blank = [""] * (COLUMNS.index("failed") - COLUMNS.index("plane") - 1)
+            down, why = Text("down", style="bold red"), Text(engine.down, style="red")
+            drawn.add_row(Text(engine.engine), "", "", "", down, *blank, why)
+            continue
+        planes: Sequence[PlaneRates | None] = engine.planes or (None,)
+        for number, plane in enumerate(planes):
+            own = number == 0
+            drawn.add_row(
+                Text(engine.engine if own else ""),
+                *((str(engine.running), str(engine.waiting), str(engine.deferred)) if own else ("", "", "")),
+                *_plane_cells(plane),
+                Text(_counts(engine.failed) if own else "", style="red"),
+                Text(_counts(engine.retried) if own else ""),
+                f"{engine.leases_released_per_second:.1f}" if own else "",
+                str(engine.leases_expired) if own else "",
+            )
+    return drawn
+
+
+def _plane_cells(plane: PlaneRates | None) -> tuple[str, ...]:
+    if plane is None:
+        return ("-", "", "", "", "")
+    quantiles = ("-" if value is None else f"{value:.1f}" for value in (plane.p50_ms, plane.p95_ms))
+    return plane.plane, f"{plane.handovers_per_second:.1f}", f"{plane.bytes_per_second / 1e9:.2f}", *quantiles
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in counts.items())

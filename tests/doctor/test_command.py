@@ -1,0 +1,158 @@
+"""The command ``kvferry doctor``: what it prints, its exit status, and what it says of a user's mistake."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+from typer.testing import CliRunner
+
+from kvferry.connector.cli import app
+from kvferry.connector.doctor import run
+from kvferry.connector.doctor.findings import DoctorSection, Finding, Level, is_fit, lines, note, ok, verdict
+from tests.doctor.planted import is_bad
+from tests.support.rank_process import RemoteRank
+
+QUICK = ["doctor", "--no-self-test"]
+
+
+@pytest.fixture
+def invoke(monkeypatch):
+    for name in ("KVFERRY_PLANE", "KVFERRY_KEY_FILE", "KVFERRY_SIDE_CHANNEL_PORT"):
+        monkeypatch.delenv(name, raising=False)
+
+    def call(*arguments: str):
+        result = CliRunner().invoke(app, list(arguments))
+        assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+        assert "Traceback" not in result.output
+        return result
+
+    return call
+
+
+def test_a_fit_machine(invoke):
+    result = invoke(*QUICK)
+    assert result.exit_code == 0, result.output
+    assert "This machine is fit for KVFerry" in result.output.splitlines()[-1]
+    titles = [line for line in result.output.splitlines() if line and not line.startswith(" ")]
+    assert titles[:-1] == ["Versions", "Settings, key and port", "Limits", "GPUs", "Data planes"]
+
+
+def test_a_fault_is_exit_status_1(invoke, monkeypatch):
+    monkeypatch.setenv("KVFERRY_PLANE", "tpc")
+    result = invoke(*QUICK)
+    assert result.exit_code == 1 and "did you mean 'tcp'" in result.output
+    assert "This machine is not fit for KVFerry: 1 fault" in result.output
+
+
+def test_json(invoke):
+    result = invoke(*QUICK, "--json", "--config", '{"kv_connector": "K", "kv_connector_extra_config": {"plane": "no"}}')
+    content = json.loads(result.stdout)
+    assert result.exit_code == 1 and content["fit"] is False
+    findings = [finding for section in content["sections"] for finding in section["findings"]]
+    assert [finding["what"] for finding in findings if finding["level"] == "fault"] == [
+        "kv_connector_extra_config['plane']"
+    ]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"key_file": "a\0b"},
+        {"key_file": "x" * 5000},
+        {"side_channel_host": f"{'a' * 64}.b"},
+        {"side_channel_host": 7},
+        {"allowed_peers": ["10.0.0.0/99"]},
+        {"plane": ["tcp"]},
+        {"peer_keys": "abc"},
+        {"slot_bytes": 1e400},
+        {"": 1},
+    ],
+    ids=lambda config: str(config)[:40].encode("unicode_escape").decode(),
+)
+def test_odd_settings_are_a_fault(invoke, config):
+    result = invoke(*QUICK, "--json", "--config", json.dumps(config))
+    content = json.loads(result.stdout)
+    assert result.exit_code == 1 and "this section" not in result.stdout
+    faults = [f for section in content["sections"] for f in section["findings"] if f["level"] == "fault"]
+    assert len(faults) == 1 and len(faults[0]["value"]) < 400, faults
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--peer", "nowhere"], "expected HOST:PORT"),
+        (["--peer", "a:99999"], "65535"),
+        (["--config", "{"], "--config: no JSON"),
+        (["--config", "[1]"], "expected a JSON object"),
+        (["--config", "[" * 100000], "--config: no JSON"),
+        (["--share", "/no/such/folder/file"], "is in no directory"),
+        (["--share", "/etc/hostname"], "exists already"),
+        (["--share", "a\0b"], "null byte"),
+        (["--share", f"{'x' * 300}/y"], "--share"),
+        (["--perr", "a:1"], "No such option"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_status_2(invoke, arguments, words):
+    result = invoke("doctor", *arguments)
+    assert result.exit_code == 2 and words in result.stderr
+    assert not result.stdout
+
+
+def test_share_writes_the_findings(invoke, tmp_path, monkeypatch):
+    monkeypatch.setenv("KVFERRY_PEER_KEYS", "tiger-in-the-night")
+    path = tmp_path / "report.json"
+    result = invoke(*QUICK, "--share", str(path))
+    assert result.exit_code == 1 and f"The report is in {path}" in result.output.replace("\n", "")
+    text = path.read_text()
+    assert json.loads(text)["fit"] is False and "tiger" not in text
+
+
+def test_the_engine_that_peer_names(invoke):
+    p = RemoteRank(engine_id="engine-p", model={"architectures": "Labelled"})
+    try:
+        result = invoke(*QUICK, "--peer", f"127.0.0.1:{p.address.port}")
+        assert result.exit_code == 0, result.output
+        assert "architectures=Labelled" in result.output and "round trip" in result.output
+    finally:
+        p.close()
+    result = invoke(*QUICK, "--peer", f"127.0.0.1:{p.address.port}")
+    assert result.exit_code == 1 and "refuses the connection" in result.output
+
+
+def test_the_self_test_belongs_to_it(invoke, monkeypatch):
+    class NoTest:
+        def __init__(self, host: str) -> None:
+            assert host == "127.0.0.1"
+
+        def run(self, planes: list[object]) -> Iterator[Finding]:
+            assert len(planes) >= 3
+            yield ok("cma", "1 GB/s")
+
+    monkeypatch.setattr(run, "SelfTest", NoTest)
+    assert "Self-test: 64 MiB" in invoke("doctor").output
+
+
+def test_an_error_of_a_section_is_a_finding():
+    def look() -> list[Finding]:
+        raise RuntimeError("an odd machine\nwith two lines")
+
+    (finding,) = run.guarded(look)
+    is_bad(finding, Level.WARNING, "RuntimeError: an odd machine", "--share")
+
+
+def test_lines_and_verdict():
+    section = DoctorSection("Title", [ok("a", "1", ">=0"), note("bcd", "2", "do it", expected="3")])
+    assert [text.plain for text in lines(section)] == [
+        "Title",
+        "  ok      a    1; expected >=0",
+        "  note    bcd  2; expected 3",
+        "               ▸ do it",
+    ]
+    assert is_fit([section]) and verdict([section]).plain == "This machine is fit for KVFerry: 1 note, 1 ok."
+
+
+def test_a_warning_says_what_to_do():
+    with pytest.raises(AssertionError, match="says what to do"):
+        Finding(Level.WARNING, "a", "1")

@@ -1,0 +1,61 @@
+"""The self-test, for real between two processes, and with a fault of a rank."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvferry.connector.doctor.findings import Level
+from kvferry.connector.doctor.planes import PlaneOnDevice
+from kvferry.connector.doctor.self_test import SelfTest
+from tests.doctor.planted import is_bad
+
+CPU = torch.device("cpu")
+ODD = str(Path(__file__).with_name("odd_rank.py"))
+
+
+def run(fault: str, *planes: str, seconds: float = 120.0):
+    test = SelfTest("127.0.0.1", program=(sys.executable, ODD, fault), seconds=seconds, rounds=1)
+    return list(test.run([PlaneOnDevice(plane, CPU) for plane in planes]))
+
+
+def test_each_plane_brings_every_byte():
+    found = run("", "cma", "shm", "tcp", "zmq")
+    assert [finding.what.partition(",")[0] for finding in found] == ["cma", "shm", "tcp", "zmq"]
+    assert [finding.level for finding in found] == [Level.OK] * 4, found
+    assert all("GB/s; each of 2 MiB is right" in finding.value for finding in found)
+
+
+@pytest.mark.ucx
+def test_ucx_brings_every_byte():
+    pytest.importorskip("ucxx")
+    (finding,) = run("", "ucx")
+    assert finding.level is Level.OK, finding
+
+
+def test_one_flipped_bit_is_seen_and_the_next_plane_is_tested():
+    flipped, good = run("flip", "shm", "tcp")
+    is_bad(flipped, Level.FAULT, "2 of 2097152 bytes are wrong")  # one in each of two hand-overs
+    assert good.level is Level.OK
+
+
+def test_a_rank_that_ends_and_the_next_plane_is_tested():
+    died, good = run("die", "shm", "tcp")
+    is_bad(died, Level.FAULT, "has ended with status 3")
+    assert good.level is Level.OK
+
+
+def test_a_rank_that_hangs():
+    begin = time.monotonic()
+    (finding,) = run("hang", "shm", seconds=20.0)
+    is_bad(finding, Level.FAULT, "no answer in time")
+    assert time.monotonic() - begin < 60
+
+
+def test_a_plane_that_no_rank_can_have():
+    (finding,) = run("", "cuda_ipc")
+    is_bad(finding, Level.FAULT, "plane: 'cuda_ipc' cannot be used")

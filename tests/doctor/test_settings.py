@@ -1,0 +1,112 @@
+"""Settings with bad values, the key, the control port."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+import zmq
+
+from kvferry.connector.config import Settings
+from kvferry.connector.doctor.findings import Level
+from kvferry.connector.doctor.settings import control_port, read_keys, read_settings
+from kvferry.transport.control.key_file import make_key_file
+from tests.doctor.planted import is_bad, machine, only
+
+
+def found(tmp_path, environ=None, config=None):
+    return read_settings(machine(tmp_path, environ=environ), config or {})
+
+
+def test_settings_that_are_all_usable(tmp_path):
+    findings, settings = found(tmp_path, {"KVFERRY_PLANE": "tcp"}, {"lease_seconds": 5})
+    assert settings is not None and settings.plane == "tcp"
+    assert [finding.level for finding in findings] == [Level.OK]
+    assert findings[0].value == "plane=tcp, lease_seconds=5.0"
+
+
+def test_each_bad_value_is_one_line(tmp_path):
+    environ = {"KVFERRY_PLANE": "tpc", "KVFERRY_SIDE_CHANNEL_PORT": "70000", "KVFERRY_ENCRYPT": "perhaps"}
+    findings, settings = found(tmp_path, environ, {"lease_seconds": -1, "leese": 1})
+    assert settings is None and len(findings) == 5
+    is_bad(only(findings, "KVFERRY_PLANE"), Level.FAULT, "did you mean 'tcp'")
+    is_bad(only(findings, "KVFERRY_SIDE_CHANNEL_PORT"), Level.FAULT, "70000", "65535")
+    is_bad(only(findings, "KVFERRY_ENCRYPT"), Level.FAULT, "perhaps")
+    is_bad(only(findings, "kv_connector_extra_config['lease_seconds']"), Level.FAULT, "-1")
+    is_bad(only(findings, "kv_connector_extra_config"), Level.FAULT, "leese", "lease_seconds")
+
+
+def test_settings_that_contradict_each_other(tmp_path):
+    key = zmq.curve_keypair()[1].decode()
+    findings, settings = found(tmp_path, {"KVFERRY_KEY_FILE": "k", "KVFERRY_SECRET_KEY": key})
+    assert settings is None
+    is_bad(findings[-1], Level.FAULT, "secret_key and key_file")
+    assert key not in repr(findings)
+
+
+def test_a_misspelt_variable(tmp_path):
+    findings, settings = found(tmp_path, {"KVFERRY_KEYFILE": "/k"})
+    assert settings is not None and settings.key_file is None
+    is_bad(findings[0], Level.WARNING, "KVFERRY_KEYFILE", "did you mean 'KVFERRY_KEY_FILE'")
+
+
+# --- the key --------------------------------------------------------------------------------------------------------
+
+
+def test_a_key_file_that_others_may_read(tmp_path):
+    path = tmp_path / "key"
+    secret = make_key_file(path)
+    findings, keys = read_keys(Settings(key_file=str(path)))
+    assert keys is not None and findings[0].level is Level.OK and keys.fingerprint in findings[0].value
+    path.chmod(0o644)
+    findings, keys = read_keys(Settings(key_file=str(path)))
+    assert keys is None
+    is_bad(findings[0], Level.FAULT, "0644", "0600")
+    assert secret not in repr(findings)
+
+
+def test_a_key_file_that_is_missing_or_has_no_key(tmp_path):
+    is_bad(read_keys(Settings(key_file=str(tmp_path / "none")))[0][0], Level.FAULT, "does not exist", "kvferry keygen")
+    path = tmp_path / "odd"
+    path.write_text("no key")
+    path.chmod(0o600)
+    is_bad(read_keys(Settings(key_file=str(path)))[0][0], Level.FAULT, "contains no key")
+
+
+def test_the_shared_key_is_not_made(tmp_path, monkeypatch):
+    tmp_path.chmod(0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    findings, keys = read_keys(Settings())
+    assert keys is None and findings[0].level is Level.NOTE and not os.listdir(tmp_path)
+    make_key_file(tmp_path / "kvferry.key")
+    findings, keys = read_keys(Settings())
+    assert keys is not None and [finding.level for finding in findings] == [Level.OK]
+    findings, _ = read_keys(Settings(side_channel_host="10.0.0.1"))
+    is_bad(findings[-1], Level.WARNING, "this host only", "keygen")
+
+
+def test_no_keys_at_all():
+    findings, keys = read_keys(Settings(insecure=True))
+    assert keys is None
+    is_bad(findings[0], Level.WARNING, "insecure")
+
+
+# --- the port -------------------------------------------------------------------------------------------------------
+
+
+def test_a_port_that_is_free_and_one_in_use():
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        is_bad(control_port(Settings(side_channel_port=port))[0], Level.WARNING, str(port), "in use")
+    assert control_port(Settings(side_channel_port=port))[0].level is Level.NOTE  # loopback
+    assert control_port(Settings())[0].level is Level.NOTE
+
+
+@pytest.mark.parametrize(
+    ("host", "words"), [("192.0.2.1", ["no address of this machine"]), ("no.such.host.invalid", ["cannot be resolved"])]
+)
+def test_an_address_that_this_machine_has_not(host, words):
+    is_bad(control_port(Settings(side_channel_host=host))[0], Level.FAULT, host, *words)

@@ -1,0 +1,148 @@
+"""``kvferry top`` before real HTTP servers: what it prints, engines that are down, a user's mistakes."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable, Iterator
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from kvferry.connector.cli import app
+from kvferry.connector.top import command, poll
+from kvferry.connector.top.poll import EngineDownError, Engines, fetch, metrics_url
+from kvferry.connector.top.view import COLUMNS, table
+from kvferry.transport.errors import UsageError
+from tests.top.pages import Pages, recorded
+
+Serve = Callable[..., Pages]
+ONCE = ["--once", "--interval", "0.1"]
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    servers: list[Pages] = []
+
+    def start(*pages: str | int) -> Pages:
+        servers.append(Pages(*pages))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+def invoke(*arguments: str):
+    result = CliRunner().invoke(app, ["top", *arguments])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result
+
+
+def closed() -> str:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{sock.getsockname()[1]}"
+
+
+def test_one_table_of_two_engines_and_one_that_is_down(serve):
+    p, d, down = (
+        serve(*map(recorded, ("prefill_1", "prefill_2"))),
+        serve(*map(recorded, ("decode_1", "decode_2"))),
+        closed(),
+    )
+    result = invoke(p.url, d.name, down, *ONCE)
+    assert result.exit_code == 0, result.output
+    header, *rows = result.output.splitlines()
+    assert [name for name in COLUMNS if name not in header] == []
+    assert len(rows) == 3
+    assert rows[0].startswith(p.name) and rows[1].startswith(d.name) and " cma " in rows[1]
+    assert rows[2].split()[:2] == [down, "down"] and "Connection refused" in rows[2]
+
+
+def test_json(serve):
+    d = serve(*map(recorded, ("decode_1", "decode_2")))
+    result = invoke(d.url, closed(), *ONCE, "--json")
+    engine, down = json.loads(result.stdout)
+    assert result.exit_code == 0 and engine["planes"][0]["plane"] == "cma" and not engine["down"]
+    assert engine["planes"][0]["handovers_per_second"] > 0 and down["down"]
+
+
+def test_an_engine_that_comes_back_begins_anew(serve):
+    server = serve(recorded("decode_2"), 503, recorded("decode_1"))
+    engines = Engines([metrics_url(server.url)])
+    first, second, third = (engines.poll()[0] for _ in range(3))
+    engines.close()
+    assert not first.down and second.down == "HTTP 503 Service Unavailable"
+    assert not third.down and third.planes[0].handovers_per_second == 0
+
+
+@pytest.mark.parametrize(("page", "words"), [(404, "HTTP 404"), ("<html></html>", "no metrics page: line 1")])
+def test_a_page_that_is_none(page, words, serve):
+    with pytest.raises(EngineDownError, match=words):
+        fetch(metrics_url(serve(page).url))
+
+
+def test_a_page_without_end_of_size(serve, monkeypatch):
+    monkeypatch.setattr(poll, "MAX_PAGE_BYTES", 1000)
+    with pytest.raises(EngineDownError, match="more than 0 MiB"):
+        fetch(metrics_url(serve("x 1\n" * 1000).url))
+
+
+def test_an_engine_that_hangs_is_down_and_the_others_are_shown(serve, monkeypatch):
+    hangs, good = serve(""), serve(recorded("decode_1"))
+    hangs.open.clear()
+    real = poll.fetch
+    monkeypatch.setattr(poll, "fetch", lambda url: real(url, 0.2 if hangs.name in url else 60.0))
+    engines = Engines([metrics_url(hangs.url), metrics_url(good.url)])
+    rows = engines.poll()
+    engines.close()
+    assert rows[0].down == "no answer within 0.2 s" and not rows[1].down
+
+
+def test_the_live_table_is_drawn_until_ctrl_c(serve, monkeypatch):
+    server, drawn = serve(recorded("decode_1")), []
+
+    def sleep(seconds: float) -> None:
+        drawn.append(seconds)
+        if len(drawn) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(command.time, "sleep", sleep)
+    result = invoke(server.url, "--interval", "5")
+    assert result.exit_code == 0 and server.name in result.output and drawn == [5.0] * 3
+
+
+def test_markup_of_an_engine_is_text():
+    row = poll.EngineRow("[bold]x[/bold]", down="[red]y")
+    console = Console(width=200)
+    with console.capture() as captured:
+        console.print(table([row]))
+    assert "[bold]x[/bold]" in captured.get() and "[red]y" in captured.get()
+
+
+# --- a user's mistakes ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text", ["", "http://", "ftp://h:1", "http://h:99999", "http://h:x", "a b:1", "h:0", "http://[::1"]
+)
+def test_texts_that_are_no_url(text):
+    with pytest.raises(UsageError, match="expected http://HOST:PORT"):
+        metrics_url(text)
+    result = invoke(text, *ONCE)
+    assert result.exit_code == 2 and "expected http://HOST:PORT" in result.stderr
+
+
+def test_urls():
+    assert metrics_url("10.0.0.1:8001") == "http://10.0.0.1:8001/metrics"
+    assert metrics_url("https://h/prefix/metrics") == "https://h/prefix/metrics"
+    assert metrics_url("http://[::1]:8001/") == "http://[::1]:8001/metrics"
+
+
+def test_no_url_and_too_many():
+    assert invoke().exit_code == 2
+    result = invoke(*(f"h{number}:1" for number in range(poll.MAX_ENGINES + 1)), *ONCE)
+    assert result.exit_code == 2 and "at most 256" in result.stderr
+    assert invoke("h:1", "--interval", "0").exit_code == 2
