@@ -91,9 +91,7 @@ def test_the_plot_is_svg_with_each_prompt(model: Path) -> None:
 
 
 def test_a_fleet_that_misses_its_targets(model: Path, trace: Path) -> None:
-    few = plan(
-        model, "--trace", str(trace), "--step-ms", "10", "--p-engines", "1", "--d-engines", "1", "--ttft", "0.1"
-    )
+    few = plan(model, "--trace", str(trace), "--step-ms", "10", "--p-engines", "1", "--d-engines", "1", "--ttft", "0.1")
     assert few.exit_code == 1 and few.stderr.count("\n") == 1 and "does not meet the targets" in few.stderr
     found = plan(model, "--trace", str(trace), "--step-ms", "10", "--ttft", "4")
     assert found.exit_code == 0 and "TTFT p95" in found.output
