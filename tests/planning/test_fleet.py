@@ -133,6 +133,12 @@ def test_leased_blocks_leave_no_room_for_a_prompt_that_waits() -> None:
     assert isclose(two.prefill_began, one.loaded)
 
 
+def test_a_request_waits_until_d_has_room_for_its_tokens() -> None:
+    model = replace(MODEL, d_cache_tokens=2048)
+    one, two = Fleet(2, 1, model, link).run([request(0, 1000, 50), request(0, 1000, 50, first_hash=50)])
+    assert one.admitted == one.prefill_ended and two.admitted == one.ended > two.prefill_ended
+
+
 def test_a_lease_that_expires_makes_d_compute() -> None:
     model = replace(MODEL, d_sequences=1, lease_cap_seconds=1.0)
     long, late = Fleet(2, 1, model, link).run([request(0, 1000, 200), request(0, 1000, 2, first_hash=9)])

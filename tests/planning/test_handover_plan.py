@@ -18,7 +18,8 @@ from kvferry.transport.errors import ConfigError, GeometryError
 from tests.handover.rank_group import RankGroup
 from tests.support.ranks import Rank, grant, load_plan, peer, wait
 
-SLOT = 64 << 10
+SLOT = 100_000
+"""No multiple of a block's bytes, so that messages end before their slot is full."""
 SIZES = st.sampled_from([1, 2, 3, 4, 6, 12])
 
 
@@ -91,15 +92,15 @@ def test_bytes_and_messages_are_those_of_a_hand_over(
         return counted[-1]
 
     monkeypatch.setattr(Sender, "num_chunks", counting)
-    settings, tokens = Settings(plane="shm", slot_bytes=SLOT, staging_bytes=1 << 20), 300
-    ps = [group.rank(tp_rank=r, tp_size=p_tp, settings=settings) for r in range(p_tp)]
+    settings, tokens = Settings(plane="shm", slot_bytes=SLOT, staging_bytes=1 << 20), 780
+    ps = [group.rank(tp_rank=r, tp_size=p_tp, settings=settings, blocks=64) for r in range(p_tp)]
     ds = [
-        group.rank(tp_rank=r, tp_size=d_tp, settings=settings, engine_id="engine-d", block_size=d_block)
+        group.rank(tp_rank=r, tp_size=d_tp, settings=settings, engine_id="engine-d", block_size=d_block, blocks=64)
         for r in range(d_tp)
     ]
-    token = grant(ps, "req-p", range(20), tokens)
+    token = grant(ps, "req-p", range(49), tokens)
     for d in ds:
-        d.worker.post(load_plan("req-d", token, peer(ps), range(20), 0, tokens))
+        d.worker.post(load_plan("req-d", token, peer(ps), range(49), 0, tokens))
     assert wait(lambda: all(d.received for d in ds), [*ps, *ds])
     assert not any(d.failed for d in ds)
     moved = []

@@ -20,7 +20,7 @@ LLAMA = {
 QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 64, "dtype": "float16"}
 DEEPSEEK = LLAMA | {
     "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "kv_lora_rank": 64, "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 32, "v_head_dim": 32, "q_lora_rank": None, "n_routed_experts": None, "num_key_value_heads": 8,
+    "qk_nope_head_dim": 32, "v_head_dim": 32, "num_key_value_heads": 8,
 }  # fmt: skip
 
 

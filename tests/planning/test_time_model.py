@@ -71,8 +71,8 @@ def test_what_is_no_calibration(text: bytes) -> None:
 
 
 def test_an_unknown_plane_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"plane 'tcp' is not in the calibration.*did you mean 'tcp/host'"):
-        default_calibration().costs("tcp")
+    with pytest.raises(ConfigError, match=r"plane 'tpc/host' is not in the calibration.*did you mean 'tcp/host'"):
+        default_calibration().costs("tpc/host")
 
 
 @pytest.fixture
