@@ -33,6 +33,9 @@ class Stream(Copies):
     def engine_stream(self) -> int:
         return self.current
 
+    def after_engine(self, act: Callable[[], None]) -> None:
+        raise AssertionError
+
     def make_engine_wait(self, event: object = None) -> None:
         self.waits.append((self.current, event))
 
