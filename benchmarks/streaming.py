@@ -250,8 +250,8 @@ def row(name: str, rate: float, samples: list[Sample]) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    head = ["engines", "GB/s", "way", "first token, ms", "since P's end, ms", "second, ms", "last, ms", "P's prefill, ms", "MiB",
-            "there at its end"]  # fmt: skip
+    head = ["engines", "GB/s", "way", "first token, ms", "since P's end, ms", "second, ms", "last, ms",
+            "P's prefill, ms", "MiB", "there at its end"]  # fmt: skip
     cells = [
         [found["name"], f"{found['gb_per_s']:g}", found["way"], *(f"{found[f'{which}_ms']:.0f}" for which in
          ("first", "after_prefill", "second", "last", "prefill")), f"{found['mib']:.0f}", f"{found['before_end']:.0%}"]
