@@ -12,7 +12,8 @@ Ways, in turn, each with a prompt of its own: P alone (the client asks P, and P 
 both legs at once, where P offers it; each without and with the relay of P's first token. ``--variant NAME=JSON`` adds
 an engine pair with these settings of KVFerry, for both engines.
 
-Columns, medians over ``--samples``: the client's time to the first, second and last token; P's time from the begin of
+Columns, medians over ``--samples``: the client's time to the first, second and last token, and to the first since P's
+last step of the prompt, which what slows P down does not move; P's time from the begin of
 the prompt's first step to the end of its last one, noted in P's worker; the share of the prompt's bytes that had come
 over the link when that step ended, from the counters of D's end of it.
 """
@@ -238,6 +239,7 @@ def row(name: str, rate: float, samples: list[Sample]) -> dict[str, Any]:
         "way": samples[0].way,
         "samples": len(samples),
         "first_ms": middle([sample.arrived[0] for sample in samples]),
+        "after_prefill_ms": middle([sample.arrived[0] - sample.steps[-1]["end"] for sample in samples]),
         "second_ms": middle([sample.arrived[1] for sample in samples]),
         "last_ms": middle([sample.arrived[-1] for sample in samples]),
         "prefill_ms": middle([sample.prefill for sample in samples]),
@@ -248,11 +250,11 @@ def row(name: str, rate: float, samples: list[Sample]) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    head = ["engines", "GB/s", "way", "first token, ms", "second, ms", "last, ms", "P's prefill, ms", "MiB",
-            "there at its end"]  # fmt: skip
+    head = ["engines", "GB/s", "way", "first token, ms", "since P's end, ms", "second, ms", "last, ms",
+            "P's prefill, ms", "MiB", "there at its end"]  # fmt: skip
     cells = [
         [found["name"], f"{found['gb_per_s']:g}", found["way"], *(f"{found[f'{which}_ms']:.0f}" for which in
-         ("first", "second", "last", "prefill")), f"{found['mib']:.0f}", f"{found['before_end']:.0%}"]
+         ("first", "after_prefill", "second", "last", "prefill")), f"{found['mib']:.0f}", f"{found['before_end']:.0%}"]
         for found in rows
     ]  # fmt: skip
     return tables.table(head, cells)
