@@ -31,7 +31,9 @@ def tracked() -> set[str]:
     """Python files, markers and data that git has under our folders, as paths in the wheel."""
     listed = subprocess.run(["git", "ls-files", *FOLDERS], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     found = {
-        f"kvferry/{name}" for name in listed.split() if name.endswith((".py", "py.typed", ".json")) and (ROOT / name).exists()
+        f"kvferry/{name}"
+        for name in listed.split()
+        if name.endswith((".py", "py.typed", ".json")) and (ROOT / name).exists()
     }
     assert any(name.endswith("connector/config.py") for name in found)
     return found
