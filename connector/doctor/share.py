@@ -48,23 +48,26 @@ class Scrubber:
         home = environ.get("HOME", "")
         if len(home) > 1:
             words[home.rstrip("/")] = "~"
-        words |= {part: "<host>" for host in hosts for part in {host, host.partition(".")[0]} if len(part) > 1}
         self._words = dict(sorted(words.items(), key=lambda item: -len(item[0])))  # a longer one may contain another
-        self._users = [
-            re.compile(rf"(?<![A-Za-z0-9]){re.escape(user)}(?![A-Za-z0-9])") for user in users if len(user) > 1
+        names = {part: "<host>" for host in hosts for part in (host, host.partition(".")[0])}
+        names |= {user: "<user>" for user in users}
+        longest = sorted((name for name in names if len(name) > 1), key=len, reverse=True)
+        self._names = [
+            (re.compile(rf"(?<![A-Za-z0-9_]){re.escape(name)}(?![A-Za-z0-9_])"), names[name]) for name in longest
         ]
         self._addresses: dict[str, str] = {}
 
     def text(self, text: str) -> str:
         """A text without secrets."""
+        # First, because a part of a key may look like another secret, and the rest would stay.
+        text = " ".join(_KEY.sub("<key>", word) if _is_key(word) else word for word in text.split(" "))
         for word, instead in self._words.items():
             text = text.replace(word, instead)
         text = _HOME.sub("~", text)
         text = _ADDRESS.sub(self._address, text)
-        text = " ".join(_KEY.sub("<key>", word) if _is_key(word) else word for word in text.split(" "))
         text = _BLOB.sub(_blob, text)
-        for user in self._users:
-            text = user.sub("<user>", text)
+        for name, instead in self._names:
+            text = name.sub(instead, text)
         return text
 
     def _address(self, match: re.Match[str]) -> str:

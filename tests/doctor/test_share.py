@@ -84,6 +84,13 @@ def test_what_a_reader_needs_is_left(scrubber):
     )
 
 
+def test_a_host_name_inside_a_word_is_none():
+    scrubber = Scrubber({}, hosts=["vm.corp.example"], users=["ai"])
+    assert scrubber.text("process_vm_readv on vm, vm:5600, vm.corp.example by ai") == (
+        "process_vm_readv on <host>, <host>:5600, <host> by <user>"
+    )
+
+
 def test_equal_addresses_stay_equal(scrubber):
     assert scrubber.text("10.0.0.1 10.0.0.2 10.0.0.1:80") == "<address 1> <address 2> <address 1>:80"
 
