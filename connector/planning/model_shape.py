@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from kvferry.connector.geometry.dtypes import CONVERTIBLE, canonical
-from kvferry.connector.geometry.topology import MAX_HEADS
 from kvferry.connector.geometry.rank_geometry import MAX_REGION_LAYERS
+from kvferry.connector.geometry.topology import MAX_HEADS
 from kvferry.transport.errors import ConfigError, quoted
 
 LAYERS = ("num_hidden_layers", "n_layer")
