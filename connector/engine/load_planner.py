@@ -44,6 +44,8 @@ from kvferry.transport.wake import RateLimitedLog
 
 logger = logging.getLogger("vllm.kvferry.scheduler")
 
+LEAVE_SECONDS = 1.0
+"""How long the engine takes steps at most for the report that a rendezvous was left; it takes a moment."""
 _CHILD = re.compile(r"^\d+_.")
 """From a request with ``n > 1`` vLLM makes requests with the ids ``0_ID``, ``1_ID``, …"""
 
@@ -114,6 +116,8 @@ class LoadPlanner:
         self._clock = clock
         self._estimates = TransferEstimates(tp_size)
         self._requests: dict[str, EngineRequest] = {}  # all requests of the engine
+        self._leaving: dict[str, float] = {}  # rendezvous that were left: until when their end is awaited
+        self._releases_planned = False
         self._log = RateLimitedLog(logger)
 
     def __contains__(self, request_id: str) -> bool:
@@ -158,9 +162,11 @@ class LoadPlanner:
     def rendezvous_ended(self, results: Mapping[str, RendezvousResult]) -> None:
         """As ``SchedulerHalf.rendezvous_ended``."""
         for request_id, result in results.items():
+            self._leaving.pop(request_id, None)
             entry = self._requests.get(request_id)
             awaited = None if entry is None else entry.awaited
-            if entry is None or awaited is None or entry.lifetime.state.phase is not RequestPhase.AWAITED:
+            waits = entry is not None and entry.lifetime.state.phase is RequestPhase.AWAITED
+            if entry is None or awaited is None or not waits or result.left:
                 self._release_unneeded(request_id, entry, result)
                 continue
             try:
@@ -180,6 +186,17 @@ class LoadPlanner:
             keep = KeepLease(request_id, prompt.token, prompt.peer, siblings=False)
             self._plan.add(request_id, request_lifetime.PlanKeep(keep))
             self._plan.add(request_id, request_lifetime.PlanRelease(prompt.token))
+            self._releases_planned = True
+
+    @property
+    def needs_step(self) -> bool:
+        """Whether the engine must go on with its steps although it has no request: a rendezvous that was left has not
+        ended on the ranks, or its lease has not been released."""
+        if not (self._leaving or self._releases_planned):
+            return False
+        now = self._clock()
+        self._leaving = {request_id: end for request_id, end in self._leaving.items() if now < end}
+        return bool(self._leaving) or self._releases_planned
 
     def loads_itself(self, request_id: str) -> bool:
         """Whether tokens of a request come from a load, or may."""
@@ -304,6 +321,9 @@ class LoadPlanner:
     def step_planned(self, plan: StepPlan, preempted: Collection[str]) -> StepPlan:
         """The step of ``plan`` was scheduled. Returns its plan. ``preempted``: as ``SchedulerHalf.take_plan``."""
         self._rule.next_step()
+        self._releases_planned = False
+        for request_id in plan.left:
+            self._leaving[request_id] = self._clock() + LEAVE_SECONDS
         if self._steps is not None:
             if preempted:
                 self._steps.freed(None)

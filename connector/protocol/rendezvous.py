@@ -113,11 +113,17 @@ class ReportLost(msgspec.Struct, frozen=True):
     why: str
 
 
+class ReportLeft(msgspec.Struct, frozen=True):
+    """Report that the rendezvous was left. ``known``: with P's last answer, so that its lease is released."""
+
+    known: bool
+
+
 class SendLeave(msgspec.Struct, frozen=True):
     """Tell P that a question is not needed any more."""
 
 
-RendezvousEffect = FetchPage | AskName | BeginLinks | ReportFound | ReportLost | SendLeave
+RendezvousEffect = FetchPage | AskName | BeginLinks | ReportFound | ReportLost | ReportLeft | SendLeave
 Outcome = tuple[RendezvousState, tuple[RendezvousEffect, ...]]
 
 # --- transitions ------------------------------------------------------------------------------------------------
@@ -182,7 +188,8 @@ def _failed(state: RendezvousState, event: RendezvousEvent, now: float) -> Outco
 
 def _left(state: RendezvousState, event: RendezvousEvent, now: float) -> Outcome:
     asked = state.phase in _ASKING and state.retry_at is None
-    return _ended(*((SendLeave(),) if asked else ()))
+    known = state.phase in (_R.CONNECTING, _R.AWAITING_GRANT)
+    return _ended(*((SendLeave(),) if asked else ()), ReportLeft(known))
 
 
 RENDEZVOUS: TransitionTable[RendezvousState, RendezvousEvent, RendezvousEffect] = TransitionTable(

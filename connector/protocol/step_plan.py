@@ -134,13 +134,15 @@ class Rendezvous(msgspec.Struct, frozen=True):
 class RendezvousResult(msgspec.Struct, frozen=True):
     """D: the end of a rendezvous. ``params``: the ``kv_transfer_params`` of P's lease, in MessagePack. ``streams``: P
     computes the prompt, and sends it meanwhile; then ``found`` and ``step_tokens`` are as in ``Prefill``. ``error``:
-    why D must prefill; empty where it need not."""
+    why D must prefill; empty where it need not. ``left``: the request did not need the lease any more; D releases it,
+    where ``params`` tell it."""
 
     params: bytes = b""
     streams: bool = False
     found: int = 0
     step_tokens: int = 0
     error: str = ""
+    left: bool = False
 
     def __repr__(self) -> str:
         return f"RendezvousResult(error={self.error!r})"

@@ -247,6 +247,9 @@ class Meetings:
                 self._found(meeting, streams)
             case rendezvous.ReportLost(why):
                 self._report(meeting.rendezvous.request_id, RendezvousResult(error=why))
+            case rendezvous.ReportLeft(known):
+                params = meeting.answer.params if known and meeting.answer is not None else b""
+                self._report(meeting.rendezvous.request_id, RendezvousResult(params, left=True))
             case rendezvous.SendLeave():
                 assert meeting.contact is not None
                 meeting.contact.connection.send(messages.encode(messages.LeaveName(number=meeting.number)))

@@ -28,13 +28,13 @@ def test_settings_that_are_all_usable(tmp_path):
 
 def test_each_bad_value_is_one_line(tmp_path):
     environ = {"KVFERRY_PLANE": "tpc", "KVFERRY_SIDE_CHANNEL_PORT": "70000", "KVFERRY_ENCRYPT": "perhaps"}
-    findings, settings = found(tmp_path, environ, {"lease_seconds": -1, "leese": 1})
+    findings, settings = found(tmp_path, environ, {"lease_seconds": -1, "lease_second": 1})
     assert settings is None and len(findings) == 5
     is_bad(only(findings, "KVFERRY_PLANE"), Level.FAULT, "did you mean 'tcp'")
     is_bad(only(findings, "KVFERRY_SIDE_CHANNEL_PORT"), Level.FAULT, "70000", "65535")
     is_bad(only(findings, "KVFERRY_ENCRYPT"), Level.FAULT, "perhaps")
     is_bad(only(findings, "kv_connector_extra_config['lease_seconds']"), Level.FAULT, "-1")
-    is_bad(only(findings, "kv_connector_extra_config"), Level.FAULT, "leese", "lease_seconds")
+    is_bad(only(findings, "kv_connector_extra_config"), Level.FAULT, "lease_second", "did you mean 'lease_seconds'")
 
 
 def test_settings_that_contradict_each_other(tmp_path):

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from tests.support.served import (
-    START_SECONDS,
     Pair,
     PatientServerGroup,
     complete,
@@ -37,7 +36,7 @@ def pair(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.T
     with PatientServerGroup(tmp_path_factory.mktemp("logs")) as group:
         prefill = group.engine("prefill", model, extra=extra, arguments=chunked)
         decode = group.engine("decode", model, extra=extra)
-        group.wait_ready(START_SECONDS)
+        group.wait_ready()
         yield Pair(group, prefill, decode)
 
 

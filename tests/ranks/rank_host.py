@@ -105,9 +105,9 @@ class HostedRank:
             self.released.append(message.consumer_rank)
             release(session, message, now)
 
-        def freed(token: bytes, held: Any, reason: str) -> None:
+        def freed(token: bytes, held: Any, reason: str, now: float) -> None:
             self.released_when_freed, self.why_freed = list(self.released), reason
-            free(token, held, reason)
+            free(token, held, reason, now)
 
         thread._consumer._reads.ask = asked  # type: ignore[method-assign]
         thread._consumer._reads.use_posted_grant = found  # type: ignore[method-assign]

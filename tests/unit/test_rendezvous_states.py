@@ -62,7 +62,7 @@ def test_a_p_that_must_be_found_first_is_asked_then() -> None:
     state, effects = r.begin(located=False)
     assert (state.phase, effects) == (PHASE.LOCATING, (r.FetchPage(),))
     assert r.RENDEZVOUS.step(state, r.PeerLocated(), 0.0) == r.begin(located=True) == (r.RendezvousState(), (BEGUN,))
-    assert r.RENDEZVOUS.step(state, r.NameLeft(), 0.0)[1] == (), "nobody was asked"
+    assert r.RENDEZVOUS.step(state, r.NameLeft(), 0.0)[1] == (r.ReportLeft(False),), "nobody was asked"
     assert r.RENDEZVOUS.step(state, r.PeerFailed("why"), 0.0)[1] == (r.ReportLost("why"),)
 
 
@@ -77,13 +77,20 @@ EVENTS: Any = st.sampled_from(
 
 
 @given(st.lists(EVENTS, max_size=12))
-def test_it_is_reported_once_and_never_after_it_was_left(events: list[r.RendezvousEvent]) -> None:
+def test_its_end_is_reported_once(events: list[r.RendezvousEvent]) -> None:
     phase, effects = run(*events)
-    reports = [effect for effect in effects if isinstance(effect, r.ReportFound | r.ReportLost)]
+    reports = [effect for effect in effects if isinstance(effect, r.ReportFound | r.ReportLost | r.ReportLeft)]
     ended = [e for e in events if isinstance(e, r.NameLeft | r.PeerFailed)]
-    assert len(reports) <= 1 and (phase is PHASE.ENDED) >= bool(ended)
-    if phase is PHASE.ENDED and not reports:
-        assert r.NameLeft() in events
+    assert len(reports) == (phase is PHASE.ENDED) and (phase is PHASE.ENDED) >= bool(ended)
+
+
+def test_what_is_left_is_reported_with_the_answer_that_p_has_given() -> None:
+    for asked, answered in (
+        ((), False),
+        ((r.NameResolved(False, True),), True),
+        ((r.NameResolved(False, False),), True),
+    ):
+        assert run(*asked, r.NameLeft())[1][-1] == r.ReportLeft(answered)
 
 
 # --- P ------------------------------------------------------------------------------------------------------------

@@ -141,6 +141,27 @@ def test_a_d_that_is_aborted_while_the_answer_comes_releases_the_lease(group: En
     assert not d.all_loads
 
 
+@pytest.mark.parametrize("plane", ["cma", "tcp"])
+def test_a_d_that_is_aborted_after_p_has_begun_releases_the_lease(group: EngineGroup, plane: str) -> None:
+    """D knows the token before P has granted it. D's engine has no other request, and takes steps until it is done."""
+    p, d, params = legs(group, extra={"plane": plane}, max_batched=128)
+    request_id = ask(d, params)
+    leg = p.add(IDS, TO_P)
+    p.step()
+    eventually(lambda: any(meeting.answer for meeting in transfer_thread_of(d)._meetings.open.values()) or stalled(d))
+    d.abort(request_id)
+    while d.scheduler.has_requests():
+        d.step()
+    run([p], lambda: p.answers[leg].finish is not None)
+    settle(p)  # the lease is longer than any test
+    assert not d.all_loads
+
+
+def stalled(d: Engine) -> bool:
+    """Whether D's first rank has a result that D's engine has not taken."""
+    return bool(transfer_thread_of(d).results._met)
+
+
 def test_a_p_that_aborts_lets_d_prefill_at_once(group: EngineGroup, lines: Lines) -> None:
     p, d, params = legs(group, max_batched=128)
     leg = p.add(IDS, TO_P)
