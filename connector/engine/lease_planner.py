@@ -141,9 +141,12 @@ class LeasePlanner:
         """The requests whose prompts are handed over from here."""
         return self._prefills.keys()
 
-    def plan_step(self, scheduled: Iterable[ScheduledTokens], preempted: Iterable[str]) -> None:
-        """Add to the plan what the next step does with these prompts. As ``SchedulerHalf.take_plan``."""
-        self._prompts.step(scheduled, preempted, streams=self._may_stream, may_lease=not self._draining)
+    def plan_step(self, scheduled: Iterable[ScheduledTokens], preempted: Iterable[str], *, alone: bool) -> None:
+        """Add to the plan what the next step does with these prompts. As ``SchedulerHalf.take_plan``. ``alone``: the
+        step computes tokens of one request only."""
+        self._prompts.step(
+            scheduled, preempted, streams=self._may_stream, may_lease=not self._draining, alone=alone
+        )  # fmt: skip
 
     def step_planned(self, step: int, computed: Collection[str]) -> None:
         """The step with this number computes tokens of the requests ``computed``."""

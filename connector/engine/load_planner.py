@@ -174,6 +174,8 @@ class LoadPlanner:
                     raise ProtocolError(result.error)
                 awaited.result = result
                 self._offer(entry, awaited.request, prompt_of_answer(result.params, self._max_sizes))
+                if awaited.request.whole_prompt:  # the engine computes it, and does not ask again
+                    self._advance(entry, request_lifetime.LoadDeclined())
             except ProtocolError as error:
                 self._refuse(entry, error)
 

@@ -65,6 +65,7 @@ class Prefills:
         *,
         streams: Callable[[str], bool],
         may_lease: bool,
+        alone: bool,
     ) -> None:
         """Add to the plan what the next step does with these prompts.
 
@@ -74,6 +75,7 @@ class Prefills:
             streams: whether a prompt that begins, or begins anew, may leave before all of it is computed: nothing may
                 make its tokens invalid after they are computed.
             may_lease: this engine gives leases.
+            alone: the step computes tokens of one request only.
         """
         for request_id in preempted:
             if request_id in self._prompts:
@@ -81,11 +83,18 @@ class Prefills:
         for tokens in scheduled:
             prompt = self._prompts.get(tokens.request_id)
             if prompt is not None:
-                self._scheduled(prompt, tokens, streams, may_lease)
+                self._scheduled(prompt, tokens, streams, may_lease, alone)
 
     def _scheduled(
-        self, prompt: _Prompt, tokens: ScheduledTokens, streams: Callable[[str], bool], may_lease: bool
+        self,
+        prompt: _Prompt,
+        tokens: ScheduledTokens,
+        streams: Callable[[str], bool],
+        may_lease: bool,
+        alone: bool,
     ) -> None:
+        # Of the tokens that a request finds in the prefix cache, others of this step may compute some.
+        ready = tokens.start if alone or not (tokens.all_blocks or not prompt.blocks) else 0
         if prompt.lifetime.state.phase is PromptPhase.WAITING:
             self._begin(prompt, tokens, offers=may_lease, streams=self._whole and streams(tokens.request_id))
             if not prompt.params:
@@ -97,10 +106,10 @@ class Prefills:
         elif tokens.start < prompt.reached:  # the engine has found that computed tokens are not valid
             self._advance(prompt, prompt_prefill.PromptGivenUp())
         stop = min(tokens.start + tokens.count, prompt.view.num_prompt_tokens)
-        prompt.reached = tokens.start + tokens.count
+        prompt.reached = stop  # what lies behind the prompt may be drafts, which the engine takes back
         if prompt.lifetime.state.streams and tokens.start < stop:
             ids = self._new_blocks(prompt, tokens)
-            self._advance(prompt, prompt_prefill.StepScheduled(tokens.start, stop, ids))
+            self._advance(prompt, prompt_prefill.StepScheduled(tokens.start, stop, ids, ready))
 
     def _new_blocks(self, prompt: _Prompt, tokens: ScheduledTokens) -> tuple[bytes, ...]:
         """The blocks that the ranks do not know, without those behind the prompt."""

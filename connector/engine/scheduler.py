@@ -227,7 +227,7 @@ class SchedulerHalf:
             scheduled: which tokens the step computes, of the requests in ``computed`` that ``prefills`` names. Without
                 them D learns of a prompt when all of it is computed.
         """
-        self._lease_planner.plan_step(scheduled, preempted)
+        self._lease_planner.plan_step(scheduled, preempted, alone=len(computed) == 1)
         after_prefill = self._lease_planner.computed_any(self._plan.step)
         plan = self._plan.take(idle=idle, after_prefill=after_prefill)
         self._lease_planner.step_planned(plan.step, computed)

@@ -51,11 +51,13 @@ class PrefillBegun(msgspec.Struct, frozen=True):
 
 
 class StepScheduled(msgspec.Struct, frozen=True):
-    """A step computes tokens of the prompt. ``start``: the first of them. ``block_ids``: as in ``PrefillChunk``."""
+    """A step computes tokens of the prompt. ``start``: the first of them. ``block_ids``, ``ready``: as in
+    ``PrefillChunk``."""
 
     start: int
     stop: int
     block_ids: tuple[bytes, ...]
+    ready: int
 
 
 class BlocksTaken(msgspec.Struct, frozen=True):
@@ -109,7 +111,7 @@ def _chunk(state: PromptPrefill, event: PromptEvent, *, restarts: bool) -> tuple
     assert isinstance(event, StepScheduled)
     if not state.streams:
         return ()
-    return (PlanChunk(PrefillChunk(state.token, event.start, event.stop, event.block_ids, restarts)),)
+    return (PlanChunk(PrefillChunk(state.token, event.start, event.stop, event.block_ids, restarts, event.ready)),)
 
 
 def _scheduled(state: PromptPrefill, event: PromptEvent, now: float) -> Outcome:
@@ -143,7 +145,7 @@ def _unknown(state: PromptPrefill, event: PromptEvent, now: float) -> Outcome:
 
 _P = PromptPhase
 PROMPT_PREFILL: TransitionTable[PromptPrefill, PromptEvent, PromptEffect] = TransitionTable(
-    "prompt that P computes",
+    "prompt in P's scheduler",
     PromptPhase,
     get_args(PromptEvent),
     (

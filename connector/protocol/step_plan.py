@@ -89,8 +89,9 @@ class Prefill(msgspec.Struct, frozen=True):
 
 
 class PrefillChunk(msgspec.Struct, frozen=True):
-    """P: this step computes tokens ``[start, stop)`` of the prompt under ``token``; those before ``start`` are computed
-    when all steps before this one have ended.
+    """P: this step computes tokens ``[start, stop)`` of the prompt under ``token``. Those before ``ready`` are computed
+    when all steps before this one have ended, those before ``start`` with this step at the latest: the engine finds a
+    block in its prefix cache from the moment at which it schedules a request that fills it, also in the same step.
 
     ``block_ids``: per block table, the blocks that the prompt got since its last chunk, packed by ``pack_ids``.
     ``restarts``: the engine had preempted the request: all blocks of earlier chunks are lost, and these are all.
@@ -101,6 +102,7 @@ class PrefillChunk(msgspec.Struct, frozen=True):
     stop: int
     block_ids: tuple[bytes, ...]
     restarts: bool = False
+    ready: int = 0
 
     def __repr__(self) -> str:
         return f"PrefillChunk({self.start}, {self.stop})"

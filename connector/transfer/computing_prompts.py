@@ -32,10 +32,10 @@ from kvferry.transport.errors import GeometryError
 
 
 class PromptPart(msgspec.Struct, eq=False):
-    """The part of a prompt that one step computes: tokens ``[start, stop)``, in one ``life`` of the blocks. ``layers``:
-    those that are computed, as (region, layer)."""
+    """The part of a prompt that one step computes: tokens before ``stop``, in one ``life`` of the blocks. ``ready``: as
+    in ``PrefillChunk``. ``layers``: those that are computed, as (region, layer)."""
 
-    start: int
+    ready: int
     stop: int
     life: int
     layers: set[tuple[int, int]] = msgspec.field(default_factory=set)
@@ -171,7 +171,7 @@ class ComputingPrompts:
             else:
                 prompt.ids = [np.concatenate(pair) for pair in zip(prompt.ids, new, strict=True)]
             self._step(prompt, ChunkPlanned(chunk.restarts), now)
-            part = PromptPart(chunk.start, chunk.stop, prompt.lifetime.state.life)
+            part = PromptPart(chunk.ready, chunk.stop, prompt.lifetime.state.life)
             prompt.parts.append(part)
             parts.append((prompt, part))
         self.steps.append(_StepInFlight(step, parts))
@@ -190,7 +190,7 @@ class ComputingPrompts:
                 self.steps.remove(flight)
             for prompt, part in flight.parts:
                 part.layers.update(layers)
-                tokens = part.stop if ended else part.start if begun else 0
+                tokens = part.stop if ended else part.ready if begun else 0
                 self._step(prompt, TokensComputed(part.life, tokens), now)
                 if layers and not ended:
                     self._step(prompt, LayersComputed(part.life), now)

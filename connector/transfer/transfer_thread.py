@@ -257,10 +257,15 @@ class TransferThread:
                 self.results.listen(listener)
             self._consumer.identify(plan.consumer)
             self._computing += zip_longest(plan.leases, computed)
+            begun = {prefill.token for prefill in plan.prefills}
+            for stop in plan.stops:
+                if stop.token not in begun:  # before the prompts that begin, to which their names may go
+                    self._try(stop, partial(self._producer.stop_prefill, stop, now))
             for prefill in plan.prefills:
                 self._try(prefill, partial(self._producer.begin_prefill, prefill, now))
             for stop in plan.stops:
-                self._try(stop, partial(self._producer.stop_prefill, stop, now))
+                if stop.token in begun:
+                    self._try(stop, partial(self._producer.stop_prefill, stop, now))
             if step is not None:
                 self._try("the prompts of a step", partial(self._producer.computing.plan, plan.chunks, step, now))
             for request_id in plan.cancels:  # first: they are of earlier plans' loads, also where an id comes again

@@ -38,13 +38,15 @@ class PrefillingEngine:
         prefill = Prefill(self.request_id, self.token, self.tokens, "", names, b"p", found, step_tokens, streams=True)
         self.post(StepPlan(prefills=(prefill,)))
 
-    def plan(self, start: int, stop: int, *, restarts: bool = False) -> None:
-        """A step begins that computes tokens ``[start, stop)``."""
+    def plan(self, start: int, stop: int, *, restarts: bool = False, ready: int | None = None) -> None:
+        """A step begins that computes tokens ``[start, stop)``. ``ready``: as in ``PrefillChunk``, ``start`` if
+        ``None``."""
         self.planned = 0 if restarts else self.planned
         needed = -(-stop // self.ranks[0].block_size)
         new = self.blocks[self.planned : needed]
         self.planned = max(self.planned, needed)
-        self.post(StepPlan(chunks=(PrefillChunk(self.token, start, stop, (pack_ids(new),), restarts),)))
+        ready = start if ready is None else ready
+        self.post(StepPlan(chunks=(PrefillChunk(self.token, start, stop, (pack_ids(new),), restarts, ready),)))
 
     def write(self, start: int, stop: int, layers: Iterable[int] | None = None) -> None:
         """The bytes of these tokens come into the blocks."""

@@ -213,5 +213,5 @@ def test_names(request_id: str, transfer_id: object, names: tuple[str, ...]) -> 
 def test_ranks_must_know_a_prompt_before_its_blocks() -> None:
     state = p.PromptPrefill(b"t" * 16)
     with pytest.raises(AssertionError, match="do not know"):
-        p.PROMPT_PREFILL.step(state, p.StepScheduled(0, 1, ()), 0.0)
+        p.PROMPT_PREFILL.step(state, p.StepScheduled(0, 1, (), 0), 0.0)
     assert p.PROMPT_PREFILL.step(state, p.BlocksTaken(), 0.0) == (state, ())

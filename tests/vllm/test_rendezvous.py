@@ -248,6 +248,57 @@ def test_parameters_that_cannot_be_used(group: EngineGroup, lines: Lines, params
     prefills_locally(p, d, request_id, lines, why)
 
 
+def test_tokens_found_in_the_prefix_cache_may_be_computed_in_the_same_step(group: EngineGroup) -> None:
+    """vLLM finds a block from the moment at which it schedules the request that fills it. D gets no token before the
+    device has computed it."""
+    p, d, params = legs(group, extra={"plane": "tcp"}, max_batched=1024)
+    other = p.add(IDS[:192] + prompt(100, seed=4), max_tokens=2)
+    leg = p.add(IDS, TO_P)
+    request_id = ask(d, params)
+    blocks: list[bool] = []
+
+    def forward() -> None:
+        """D reads what it can while P's step is about to compute the tokens that both requests share."""
+        if not blocks:
+            p.device = lambda: None
+            run([d], lambda: d.free_blocks < d.baseline)
+            sender = transfer_thread_of(p)._producer._sender
+            eventually(lambda: bool(sender.waiting) or any(read.lifetime.state.sent for read in sender._outgoing))
+            eventually(lambda: bool(sender.waiting))  # after what could be sent
+            blocks.append(True)
+
+    p.device = forward
+    p.step()
+    assert blocks
+    run([p, d], lambda: d.answers[request_id].finish is not None)
+    assert not d.wrong and d.origins[request_id].theirs == len(IDS) - 1
+    run([p], lambda: p.answers[leg].finish is not None and p.answers[other].finish is not None)
+    settle(p, d)
+
+
+def test_a_name_goes_to_the_next_prompt_in_the_plan_in_which_the_first_one_ends(group: EngineGroup) -> None:
+    p, d, params = legs(group, max_batched=128)
+    first = p.add(IDS, TO_P)
+    p.step()
+    p.abort(first)
+    leg = p.add(IDS, TO_P)
+    request_id = ask(d, params)
+    run([p, d], lambda: d.answers[request_id].finish is not None)
+    assert d.origins[request_id].theirs == len(IDS) - 1 and p.answers[leg].finish is not None
+    settle(p, d)
+
+
+def test_a_request_that_computes_its_prompt_releases_the_lease(group: EngineGroup) -> None:
+    p, d, params = legs(group)
+    request_id = d.add(IDS, params, max_tokens=200, prompt_logprobs=1)
+    d.step()
+    leg = p.add(IDS, TO_P)
+    run([p, d], lambda: p.answers[leg].finish is not None)
+    run([p, d], lambda: not p.leases)  # the lease is longer than any test, and D decodes on
+    d.abort(request_id)
+    settle(p, d)
+
+
 def test_two_prompts_of_one_name(group: EngineGroup, lines: Lines) -> None:
     """The first keeps the name. The second can be asked for by its request id."""
     p, d, params = legs(group)
