@@ -89,7 +89,8 @@ class Meetings:
         self._last = 0
 
     def __bool__(self) -> bool:
-        return bool(self.open)
+        """Whether there is anything to ``serve``. P may send over a contact that no request uses."""
+        return bool(self.open or self._contacts)
 
     # --- commands from the engine -------------------------------------------------------------------------------
 
@@ -113,11 +114,17 @@ class Meetings:
     # --- the loop's calls ---------------------------------------------------------------------------------------
 
     def serve(self, now: float) -> None:
-        """Handle the answers that have arrived. The dialer has taken them in before."""
-        for contact in list(self._contacts.values()) if self.open else ():
+        """Handle the answers that have arrived. The dialer has taken them in before. Closes a contact over which P
+        sends while no request uses it; at best that is an answer to a request that has been left."""
+        for address, contact in list(self._contacts.items()):
             if not contact.connection.news:
                 continue
-            for frames in contact.connection.receive():
+            received = contact.connection.receive()
+            if received and not contact.open:
+                contact.connection.close()
+                del self._contacts[address]
+                continue
+            for frames in received:
                 try:
                     self._reply(contact, messages.decode_reply(frames), now)
                 except ProtocolError as error:

@@ -227,7 +227,7 @@ class TransferThread:
         if ready is None or self._producer.has_arrived or self._listener.socket in ready:
             busy |= self._producer.serve(now)
         busy |= self._consumer.serve(now, ready)
-        if self._meetings.open:
+        if self._meetings:
             self._meetings.serve(now)
         busy |= self._producer.pump(now)
         return busy

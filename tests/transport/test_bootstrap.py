@@ -8,11 +8,20 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import pytest
 
 from kvferry.transport.control import bootstrap
-from kvferry.transport.control.bootstrap import MAX_CONNECTIONS, BootstrapServer, checked_url, fetch, first_rank, page
+from kvferry.transport.control.bootstrap import (
+    MAX_CONNECTIONS,
+    MAX_FETCHES,
+    BootstrapServer,
+    checked_url,
+    fetch,
+    first_rank,
+    page,
+)
 from kvferry.transport.errors import ConfigError, ProtocolError
 
 RANKS = {(0, 0): ("10.0.0.1", 5600), (1, 0): ("10.0.0.1", 5601), (0, 1): ("fd00::2", 5600)}
@@ -99,6 +108,68 @@ def test_a_page_that_is_too_large(server: BootstrapServer, monkeypatch: pytest.M
     server.publish(b"x" * 11)
     with pytest.raises(OSError, match="more than 10 bytes"):
         fetch("127.0.0.1", server.port)
+
+
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@contextmanager
+def raw_server(*answers: bytes) -> Iterator[int]:
+    """The port of a server that gives one of the answers to each connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            for answer in answers:
+                connection = listener.accept()[0]
+                with connection, suppress(OSError):
+                    connection.recv(4096)
+                    connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield listener.getsockname()[1]
+        thread.join()
+
+
+def fetched(port: int) -> bootstrap.PageFetch:
+    done = threading.Event()
+    page_fetch = bootstrap.fetch_page(f"http://127.0.0.1:{port}", lambda address: "", done.set)
+    assert done.wait(60.0)
+    return page_fetch
+
+
+@pytest.mark.parametrize("chunk", [b"-5\r\nabc", b"-1\r\n" + b"x" * (2 << 20), b"2\r\n{}\r\n0\r\n\r\n"])
+def test_a_page_in_chunks_is_refused(chunk: bytes) -> None:
+    with raw_server(CHUNKED + chunk) as port, pytest.raises(OSError, match="has a Transfer-Encoding"):
+        fetch("127.0.0.1", port)
+
+
+def test_pages_that_the_library_cannot_read_end_no_thread(
+    server: BootstrapServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(address: str, port: int) -> bytes:
+        raise ValueError("invalid literal")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(bootstrap, "fetch", broken)
+        for _ in range(MAX_FETCHES):
+            assert "cannot be fetched: " in fetched(server.port).error
+    server.publish(b"{}")
+    assert fetched(server.port).content == b"{}"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_an_error_ends_makes_room_for_another(server: BootstrapServer) -> None:
+    def broken() -> None:
+        raise RuntimeError("the waker is gone")
+
+    server.publish(b"{}")
+    for _ in range(MAX_FETCHES):
+        bootstrap.fetch_page(f"http://127.0.0.1:{server.port}", lambda address: "", broken)
+        for thread in threading.enumerate():
+            if getattr(thread, "_target", None) is bootstrap._serve_fetches:
+                thread.join()
+    assert fetched(server.port).content == b"{}"
 
 
 def test_what_listens_is_no_web_server() -> None:

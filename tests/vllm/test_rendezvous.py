@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from kvferry.connector.engine.worker import IDLE_WAIT_SECONDS
+from kvferry.connector.protocol import messages
 from kvferry.connector.protocol.request_lifetime import RequestPhase
 from kvferry.transport.control import bootstrap
 from kvferry.transport.control.bootstrap import BootstrapServer
@@ -126,6 +127,34 @@ def test_a_d_that_is_aborted_asks_no_more(group: EngineGroup) -> None:
     settle(d)
     eventually(lambda: questions(p) == 0)
     assert not transfer_thread_of(d)._meetings.open
+
+
+def test_a_p_that_sends_what_nobody_waits_for_is_hung_up_on(group: EngineGroup) -> None:
+    p, d, params = legs(group)
+    request_id = ask(d, params)
+    eventually(lambda: questions(p) == 1)
+    (held,) = transfer_thread_of(p)._producer._named.held.values()
+    d.abort(request_id)
+    settle(d)
+    eventually(lambda: questions(p) == 0)
+    meetings = transfer_thread_of(d)._meetings
+    (contact,) = meetings._contacts.values()
+    assert not meetings.open
+    producer = transfer_thread_of(p)._producer
+
+    def serve(now: float) -> bool:
+        producer._reply(held.identity, messages.Unresolved(number=1, final=False, detail="x" * 900))
+        return bool(type(producer).serve(producer, now))
+
+    producer.serve = serve
+    eventually(lambda: not meetings._contacts)
+    del producer.serve
+    assert not contact.connection._inbox and contact.connection.lost
+    request_id = ask(d, params)  # over another connection
+    p.add(IDS, TO_P)
+    run([p, d], lambda: d.answers[request_id].finish is not None)
+    assert d.origins[request_id].theirs == len(IDS) - 1
+    settle(p, d)
 
 
 @pytest.mark.parametrize("plane", ["cma", "tcp"])

@@ -109,6 +109,8 @@ def fetch(address: str, port: int) -> bytes:
         answer = connection.getresponse()
         if answer.status != http.HTTPStatus.OK:
             raise OSError(f"the bootstrap page answers {answer.status}")
+        if answer.getheader("Transfer-Encoding") is not None:  # http.client does not bound what it reads of a chunk
+            raise OSError("the bootstrap page has a Transfer-Encoding, expected none")
         content = answer.read(MAX_PAGE_BYTES + 1)
     except http.client.HTTPException as error:
         raise OSError(f"the bootstrap page does not answer in HTTP: {type(error).__name__}") from None
@@ -143,6 +145,8 @@ class PageFetch:
                 self.content = fetch(address, port)
         except (OSError, UnicodeError, ProtocolError) as error:
             self.error = str(error)
+        except Exception as error:  # whatever P makes the library raise: the request must not wait for ever
+            self.error = f"the bootstrap page cannot be fetched: {quoted(repr(error)[:200])}"
         finally:
             self.done = True
             self._on_done()
@@ -182,7 +186,12 @@ def _serve_fetches() -> None:
                 _threads -= 1
                 return
             page_fetch = _waiting.popleft()
-        page_fetch.run()
+        try:
+            page_fetch.run()
+        except BaseException:  # of ``on_done``; this thread ends, and another one may start
+            with _lock:
+                _threads -= 1
+            raise
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
