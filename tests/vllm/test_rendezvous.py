@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import time
 from collections import Counter
@@ -14,6 +15,7 @@ import pytest
 from kvferry.connector.engine.worker import IDLE_WAIT_SECONDS
 from kvferry.connector.protocol import messages
 from kvferry.connector.protocol.request_lifetime import RequestPhase
+from kvferry.connector.transfer import rendezvous
 from kvferry.transport.control import bootstrap
 from kvferry.transport.control.bootstrap import BootstrapServer
 from tests.vllm.engine_group import EngineGroup, Lines
@@ -129,7 +131,10 @@ def test_a_d_that_is_aborted_asks_no_more(group: EngineGroup) -> None:
     assert not transfer_thread_of(d)._meetings.open
 
 
-def test_a_p_that_sends_what_nobody_waits_for_is_hung_up_on(group: EngineGroup) -> None:
+def test_a_p_that_sends_what_nobody_waits_for_is_hung_up_on(
+    group: EngineGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous, "IDLE_CONTACT_SECONDS", math.inf)
     p, d, params = legs(group)
     request_id = ask(d, params)
     eventually(lambda: questions(p) == 1)
