@@ -16,9 +16,9 @@ from tests.transport.plane_pair import PLANES, SLOT, Pair
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-LAYERS, HEADS, TOKENS, CONTENT = 2, 4, 32, 256
+LAYERS, HEADS, TOKENS, CONTENT = 2, 4, 32, 240
 NBYTES = LAYERS * HEADS * TOKENS * CONTENT
-assert NBYTES == SLOT
+assert NBYTES < SLOT, "an encrypted message is longer than its content"
 
 
 @pytest.fixture
