@@ -179,7 +179,7 @@ class Link:
         self._now = now
         replies: list[Reply] = []
         arrived = self.connection.receive()
-        if self.phase is LinkPhase.FAILED:
+        if self.lifetime.state.phase is LinkPhase.FAILED:
             return replies
         for frames in arrived:
             with self._errors_fail_the_link():
@@ -188,14 +188,15 @@ class Link:
                     self._on_handshake_reply(reply)
                 elif not self._on_closing(reply):
                     replies.append(reply)
-        if self.phase is LinkPhase.MAPPING and self.channel is not None and self.channel.error is None:
+        state = self.lifetime.state
+        if state.phase is LinkPhase.MAPPING and self.channel is not None and self.channel.error is None:
             with self._errors_fail_the_link():
                 self._map_pages()
         if self.connection.lost:
             self.fail("peer_lost", self.connection.reason or "the peer is gone")
         elif self.channel is not None and self.channel.error is not None:
             self._step(PlaneLost(str(self.channel.error)))
-        elif self.phase is not LinkPhase.ATTACHED:  # an attached link has no deadline, and D may have thousands
+        elif self.lifetime.state.phase is not LinkPhase.ATTACHED:  # which has no deadline; D may have thousands
             self._step(Tick())
         return replies
 

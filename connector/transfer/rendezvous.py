@@ -82,15 +82,11 @@ class Meetings:
         self._log = rank_context.log
         geometry = rank_context.caches.geometry
         self._asks = geometry.tp_rank == geometry.pp_rank == 0
-        self._contacts: dict[_Address, _Contact] = {}
+        self.contacts: dict[_Address, _Contact] = {}
         self.open: dict[str, _Meeting] = {}
         """The requests that wait, by their ids."""
         self._by_number: dict[int, _Meeting] = {}
         self._last = 0
-
-    def __bool__(self) -> bool:
-        """Whether there is anything to ``serve``. P may send over a contact that no request uses."""
-        return bool(self.open or self._contacts)
 
     # --- commands from the engine -------------------------------------------------------------------------------
 
@@ -116,13 +112,13 @@ class Meetings:
     def serve(self, now: float) -> None:
         """Handle the answers that have arrived. The dialer has taken them in before. Closes a contact over which P
         sends while no request uses it; at best that is an answer to a request that has been left."""
-        for address, contact in list(self._contacts.items()):
+        for address, contact in list(self.contacts.items()):
             if not contact.connection.news:
                 continue
             received = contact.connection.receive()
             if received and not contact.open:
                 contact.connection.close()
-                del self._contacts[address]
+                del self.contacts[address]
                 continue
             for frames in received:
                 try:
@@ -142,18 +138,18 @@ class Meetings:
         """Ask again where that is due; notice connections that could not be made; close those that are not used."""
         for meeting in list(self.open.values()):
             self._step(meeting, Tick(), now)
-        for address, contact in list(self._contacts.items()):
+        for address, contact in list(self.contacts.items()):
             if contact.connection.lost:
                 self._fail(contact, contact.connection.reason or "the peer is gone", now)
             if not contact.open and (contact.connection.lost or now >= contact.used_at + IDLE_CONTACT_SECONDS):
                 contact.connection.close()
-                del self._contacts[address]
+                del self.contacts[address]
 
     def close(self) -> None:
         """Close all connections. What waits is not reported."""
-        for contact in self._contacts.values():
+        for contact in self.contacts.values():
             contact.connection.close()
-        self._contacts.clear()
+        self.contacts.clear()
         self.open.clear()
         self._by_number.clear()
 
@@ -177,26 +173,26 @@ class Meetings:
         keys = self._rank_context.keys
         key = wanted.key or ("" if keys is None else keys.fingerprint)
         address = (wanted.host, wanted.port, key)
-        contact = self._contacts.get(address)
+        contact = self.contacts.get(address)
         if contact is not None and contact.connection.lost:
             self._fail(contact, contact.connection.reason, now)
             contact.connection.close()
             contact = None
         if contact is None:
-            if len(self._contacts) >= MAX_CONTACTS:
+            if len(self.contacts) >= MAX_CONTACTS:
                 self._make_room()
             timeout = self._rank_context.settings.handshake_timeout_seconds
             connection = self._rank_context.dialer.connect(wanted.host, wanted.port, key=key, timeout=timeout)
-            contact = self._contacts[address] = _Contact(connection, now)
+            contact = self.contacts[address] = _Contact(connection, now)
         contact.used_at = now
         return contact
 
     def _make_room(self) -> None:
-        unused = [(contact.used_at, address) for address, contact in self._contacts.items() if not contact.open]
+        unused = [(contact.used_at, address) for address, contact in self.contacts.items() if not contact.open]
         if not unused:
-            raise TransportError(f"{len(self._contacts)} P engines are asked for leases already, limit {MAX_CONTACTS}")
+            raise TransportError(f"{len(self.contacts)} P engines are asked for leases already, limit {MAX_CONTACTS}")
         address = min(unused)[1]
-        self._contacts.pop(address).connection.close()
+        self.contacts.pop(address).connection.close()
 
     def _reply(self, contact: _Contact, reply: messages.Reply, now: float) -> None:
         if isinstance(reply, messages.Refused):  # of another version; it has no number

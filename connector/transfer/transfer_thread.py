@@ -227,7 +227,7 @@ class TransferThread:
         if ready is None or self._producer.has_arrived or self._listener.socket in ready:
             busy |= self._producer.serve(now)
         busy |= self._consumer.serve(now, ready)
-        if self._meetings:
+        if self._meetings.open or self._meetings.contacts:  # P may send over a contact that no request uses
             self._meetings.serve(now)
         busy |= self._producer.pump(now)
         return busy
@@ -257,15 +257,8 @@ class TransferThread:
                 self.results.listen(listener)
             self._consumer.identify(plan.consumer)
             self._computing += zip_longest(plan.leases, computed)
-            begun = {prefill.token for prefill in plan.prefills}
-            for stop in plan.stops:
-                if stop.token not in begun:  # before the prompts that begin, to which their names may go
-                    self._try(stop, partial(self._producer.stop_prefill, stop, now))
-            for prefill in plan.prefills:
-                self._try(prefill, partial(self._producer.begin_prefill, prefill, now))
-            for stop in plan.stops:
-                if stop.token in begun:
-                    self._try(stop, partial(self._producer.stop_prefill, stop, now))
+            if plan.prefills or plan.stops:
+                self._begin_and_stop(plan, now)
             if step is not None:
                 self._try("the prompts of a step", partial(self._producer.computing.plan, plan.chunks, step, now))
             for request_id in plan.cancels:  # first: they are of earlier plans' loads, also where an id comes again
@@ -288,6 +281,18 @@ class TransferThread:
                 self._try(release, partial(self._consumer.release, release, now))
             if listener is not None and not self._commands and not any(p.active for p in self._rank_context.planes):
                 self._yield_to_engine(listener)
+
+    def _begin_and_stop(self, plan: StepPlan, now: float) -> None:
+        """P: begin and stop to compute the prompts of a plan. Those that end free their names for those that begin."""
+        begun = {prefill.token for prefill in plan.prefills}
+        for stop in plan.stops:
+            if stop.token not in begun:
+                self._try(stop, partial(self._producer.stop_prefill, stop, now))
+        for prefill in plan.prefills:
+            self._try(prefill, partial(self._producer.begin_prefill, prefill, now))
+        for stop in plan.stops:
+            if stop.token in begun:
+                self._try(stop, partial(self._producer.stop_prefill, stop, now))
 
     def _yield_to_engine(self, listener: StepLoadListener) -> None:
         """Meanwhile no end of a copy wakes this thread. A control message does: a peer waits for its answer."""

@@ -106,7 +106,7 @@ def test_d_renews_at_once_after_it_was_held_up(group: RankGroup, when: str) -> N
     plan = StepPlan(consumer=b"c" * 16, keeps=(KeepLease("req-d", token, peer([p]), False),))
     transfer_thread = d.worker._transfer_thread
     if when == "meanwhile":
-        transfer_thread._commands.append((plan, None, (), None))
+        transfer_thread._commands.append((plan, None, (), None, None))
     else:
         d.worker.post(plan)
         assert wait(lambda: bool(halves(d)[1]._lease_keeper), [p, d])

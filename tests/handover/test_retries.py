@@ -206,8 +206,8 @@ def test_the_deadline_passes_while_copies_end(group: RankGroup, monkeypatch: pyt
     assert wait(lambda: copies[1].running > 0, [p, d])
     for seconds in (31, 121, 500):
         let_time_pass(d, seconds)
+        assert wait(lambda: load_of(d).lifetime.state.phase.value == "draining", [p, d])
         assert not wait(lambda: bool(reports.ok), [p, d], 0.1)
-        assert load_of(d).lifetime.state.phase.value == "draining"
     copies[1].gate.set()
     assert wait(lambda: d.failed == {"req-d"} and p.sent == {"req-p"}, [p, d])
     assert reports.ok == [False] and figures(d)["retried"] == {}

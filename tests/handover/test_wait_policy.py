@@ -29,5 +29,5 @@ def test_a_copy_of_a_peers_pages(
     made[0].idle = idle
     if not brief:
         monkeypatch.setattr(caches, "BRIEF_BYTES", -1)
-    d.worker.rank_context.caches.fetch([], alone=alone)
+    d.worker.rank_context.caches.fetch([[]], alone=alone)
     assert made[0].waits == [wait]

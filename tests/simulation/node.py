@@ -34,12 +34,17 @@ PLANES: dict[str, type[SimPlane]] = {plane.name: plane for plane in (PullPlane, 
 class StepLoads:
     """What the transfer thread says of the loads inside one step, in the place of ``StepOutcome``."""
 
+    layer_order: tuple[str, ...] = ()
+
     def __init__(self, loads: Sequence[Load], begun: Callable[[Load, Check | None], None]) -> None:
         self._loads, self._begun = {id(load): load for load in loads}, begun
 
-    def begun(self, load: Load, stands: Check | None = None) -> None:
+    def begun(self, load: Load, stands: Check | None = None, copies: Sequence[object] = ()) -> None:
         if id(load) in self._loads:
             self._begun(load, stands)
+
+    def moved(self) -> None:
+        """The engine waits for no portion."""
 
     def ended(self, load: Load, ok: bool) -> None:
         self._loads.pop(id(load), None)

@@ -84,4 +84,5 @@ def test_the_connector_tells_no_channels_apart_by_their_class() -> None:
     sources = {path: path.read_text() for path in (ROOT / "connector").rglob("*.py")}
     assert len(sources) > 40
     assert not [path for path, text in sources.items() if re.search(r"isinstance\([^()]*(Channel|Plane)\b", text)]
-    assert not [path for path, text in sources.items() if "transport.planes" in text]
+    told = {path: text for path, text in sources.items() if "doctor" not in path.parts}  # which says what planes lack
+    assert not [path for path, text in told.items() if "transport.planes" in text]

@@ -46,7 +46,7 @@ def changed(*path: Any, value: object) -> Callable[[dict[str, Any]], object]:
 
 GARBAGE: dict[str, Callable[[dict[str, Any]], object]] = {
     "null values": lambda p: p.update({key: None for key in p} | {"do_remote_prefill": True}),
-    "another connector's": lambda p: p.pop("kvferry"),
+    "another connector's": lambda p: p.pop("kvferry") and p.update(remote_block_ids=[[1, 2]]),
     "another version": changed("kvferry", "v", value=99),
     "not a mapping": changed("kvferry", value="kvferry"),
     "a list": changed("kvferry", value=[1, 2]),

@@ -143,7 +143,7 @@ def test_a_p_that_sends_what_nobody_waits_for_is_hung_up_on(
     settle(d)
     eventually(lambda: questions(p) == 0)
     meetings = transfer_thread_of(d)._meetings
-    (contact,) = meetings._contacts.values()
+    (contact,) = meetings.contacts.values()
     assert not meetings.open
     producer = transfer_thread_of(p)._producer
 
@@ -152,7 +152,7 @@ def test_a_p_that_sends_what_nobody_waits_for_is_hung_up_on(
         return bool(type(producer).serve(producer, now))
 
     producer.serve = serve
-    eventually(lambda: not meetings._contacts)
+    eventually(lambda: not meetings.contacts)
     del producer.serve
     assert not contact.connection._inbox and contact.connection.lost
     request_id = ask(d, params)  # over another connection
