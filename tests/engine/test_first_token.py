@@ -20,7 +20,7 @@ from tests.support.served import Pair, eventually, no_block_held, prompt
 from tests.support.server import Server, metric_sum
 from tests.support.tiny_model import words
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.engines, pytest.mark.timeout(900)]
 
 USAGE = {"stream_options": {"include_usage": True}}
 _numbers = itertools.count()
@@ -123,7 +123,7 @@ def compare(pair: Pair, router: Server, path: str, body: dict[str, Any]) -> tupl
             seen.update(streamed(pair.prefill, path, body | {"cache_salt": "alone"}).forms)
         return set(both.forms) <= seen
 
-    eventually(of_one_engine, "an engine alone makes such chunks", 10)
+    eventually(of_one_engine, "an engine alone makes such chunks")
     total = both.usage[-1]["completion_tokens"]
     eventually(lambda: generated(pair.decode) - before >= total - 1 or total == 1, "D's tokens are counted")
     return both, int(generated(pair.decode) - before)
