@@ -222,7 +222,7 @@ def test_garbage_on_the_control_port_while_serving(pair: Pair) -> None:
     params = prefill_leg(pair.prefill, ids)
     host, port = control_address(params)
     complete(pair.decode, ids, kv_transfer_params=params)
-    pair.check(prompt(50, 13))  # D's connections to P are made: P ends the oldest of many that have shown no key
+    pair.check(prompt(50, 7713))  # D's connections to P are made: P ends the oldest of many that have shown no key
     stop = threading.Event()
     rubbish = [b"GET / HTTP/1.1\r\n\r\n", b"\x80\x04\x95" * 50, b"\xff" * 3000, struct.pack(">Q", 1 << 60), b"\0" * 64]
 
