@@ -135,7 +135,8 @@ def test_both_are_asked_at_once_from_the_second_request_on(at_once: Served) -> N
     at_once.learn()
     at_once.p.held = True  # P answers only when D has been asked
     client = Client(at_once.url, {"prompt": "y", "max_tokens": 5}, **{"x-request-id": "mine"})
-    assert at_once.d.engine.arrived.wait(60), "D was not asked while P computes"
+    for engine in (at_once.p, at_once.d):
+        assert engine.engine.arrived.wait(60), "both are asked while P computes"
     at_once.p.go_on.set()
     assert client.result().json() == {"text": "from D"}
     of_p, of_d = at_once.p.params[-1], at_once.d.params[-1]

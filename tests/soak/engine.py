@@ -207,7 +207,7 @@ class SoakEngine:
         outcome = "loaded" if ok else "aborted" if request.aborted else "failed"
         self.tell("loaded", name=name, outcome=outcome, right=right, ms=1e3 * (time.monotonic() - request.begun))
         if self.leak == "descriptor":
-            self.leaked.append(os.open("/dev/null", os.O_RDONLY))
+            self.leaked.extend(os.open("/dev/null", os.O_RDONLY) for _ in range(4))
         elif self.leak == "memory":
             self.leaked.append(bytearray(os.urandom(1 << 10) * 4096))
 
