@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 import msgspec
@@ -44,8 +43,6 @@ from kvferry.transport.wake import RateLimitedLog
 
 logger = logging.getLogger("vllm.kvferry.scheduler")
 
-LEAVE_SECONDS = 1.0
-"""How long the engine takes steps at most for the report that a rendezvous was left; it takes a moment."""
 _CHILD = re.compile(r"^\d+_.")
 """From a request with ``n > 1`` vLLM makes requests with the ids ``0_ID``, ``1_ID``, …"""
 
@@ -116,8 +113,6 @@ class LoadPlanner:
         self._clock = clock
         self._estimates = TransferEstimates(tp_size)
         self._requests: dict[str, EngineRequest] = {}  # all requests of the engine
-        self._leaving: dict[str, float] = {}  # rendezvous that were left: until when their end is awaited
-        self._releases_planned = False
         self._log = RateLimitedLog(logger)
 
     def __contains__(self, request_id: str) -> bool:
@@ -162,13 +157,10 @@ class LoadPlanner:
     def rendezvous_ended(self, results: Mapping[str, RendezvousResult]) -> None:
         """As ``SchedulerHalf.rendezvous_ended``."""
         for request_id, result in results.items():
-            self._leaving.pop(request_id, None)
             entry = self._requests.get(request_id)
             awaited = None if entry is None else entry.awaited
-            waits = entry is not None and entry.lifetime.state.phase is RequestPhase.AWAITED
-            if entry is None or awaited is None or not waits or result.left:
-                self._release_unneeded(request_id, entry, result)
-                continue
+            if entry is None or awaited is None or entry.lifetime.state.phase is not RequestPhase.AWAITED:
+                continue  # the ranks know that the answer is not needed, and release the lease
             try:
                 if result.error:
                     raise ProtocolError(result.error)
@@ -178,27 +170,6 @@ class LoadPlanner:
                     self._advance(entry, request_lifetime.LoadDeclined())
             except ProtocolError as error:
                 self._refuse(entry, error)
-
-    def _release_unneeded(self, request_id: str, entry: EngineRequest | None, result: RendezvousResult) -> None:
-        """The request was left, or has ended, while P's answer came: no other request of its id reads under it."""
-        with suppress(ProtocolError):  # of an answer that is not used
-            prompt = prompt_of_answer(result.params, self._max_sizes)
-            if entry is not None and entry.remote_prompt is not None and entry.remote_prompt.token == prompt.token:
-                return
-            keep = KeepLease(request_id, prompt.token, prompt.peer, siblings=False)
-            self._plan.add(request_id, request_lifetime.PlanKeep(keep))
-            self._plan.add(request_id, request_lifetime.PlanRelease(prompt.token))
-            self._releases_planned = True
-
-    @property
-    def needs_step(self) -> bool:
-        """Whether the engine must go on with its steps although it has no request: a rendezvous that was left has not
-        ended on the ranks, or its lease has not been released."""
-        if not (self._leaving or self._releases_planned):
-            return False
-        now = self._clock()
-        self._leaving = {request_id: end for request_id, end in self._leaving.items() if now < end}
-        return bool(self._leaving) or self._releases_planned
 
     def loads_itself(self, request_id: str) -> bool:
         """Whether tokens of a request come from a load, or may."""
@@ -323,9 +294,6 @@ class LoadPlanner:
     def step_planned(self, plan: StepPlan, preempted: Collection[str]) -> StepPlan:
         """The step of ``plan`` was scheduled. Returns its plan. ``preempted``: as ``SchedulerHalf.take_plan``."""
         self._rule.next_step()
-        self._releases_planned = False
-        for request_id in plan.left:
-            self._leaving[request_id] = self._clock() + LEAVE_SECONDS
         if self._steps is not None:
             if preempted:
                 self._steps.freed(None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from kvferry.connector.protocol import prompt_prefill, request_lifetime
 from kvferry.connector.protocol.step_plan import (
     KeepLease,
@@ -52,10 +54,11 @@ class StepPlanBuilder:
             case request_lifetime.PlanRendezvous(rendezvous):
                 self._rendezvous.append(rendezvous)
             case request_lifetime.PlanLeave():
-                asked = len(self._rendezvous)
-                self._rendezvous = [each for each in self._rendezvous if each.request_id != request_id]
-                if len(self._rendezvous) == asked:  # else P is not asked at all
-                    self._left.append(request_id)
+                for number, asked in enumerate(self._rendezvous):
+                    if asked.request_id == request_id:
+                        self._rendezvous[number] = replace(asked, ended=True)
+                        return
+                self._left.append(request_id)
             case prompt_prefill.PlanPrefill(prefill):
                 self._prefills.append(prefill)
             case prompt_prefill.PlanChunk(chunk):

@@ -13,7 +13,7 @@ import msgspec
 from kvferry.connector.engine.prompt_names import TRANSFER_ID, usable_name
 from kvferry.connector.engine.transfer_params import MAX_PORT, RemotePrompt, from_transfer_params, wants_load
 from kvferry.connector.geometry.topology import MAX_RANKS
-from kvferry.connector.protocol.step_plan import PeerEngine, Rendezvous
+from kvferry.connector.protocol.step_plan import RemoteLease, Rendezvous
 from kvferry.transport.control.bootstrap import checked_url
 from kvferry.transport.errors import ProtocolError, quoted
 
@@ -87,6 +87,7 @@ def prompt_of_answer(params: bytes, max_sizes: tuple[int, int] = (MAX_RANKS, MAX
     return prompt
 
 
-def peer_of_answer(params: bytes) -> PeerEngine:
-    """The P engine that P's answer names. Raises as ``prompt_of_answer``."""
-    return prompt_of_answer(params).peer
+def lease_of_answer(params: bytes) -> RemoteLease:
+    """The lease that P's answer names. Raises as ``prompt_of_answer``."""
+    prompt = prompt_of_answer(params)
+    return RemoteLease(prompt.token, prompt.peer)

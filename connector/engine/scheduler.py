@@ -154,11 +154,6 @@ class SchedulerHalf:
         """vLLM has decided: load ``num_external`` tokens into these blocks, or nothing."""
         self._load_planner.after_alloc(request, block_ids, num_external)
 
-    @property
-    def needs_step(self) -> bool:
-        """Whether the engine must take another step although it has no request, so that P's lease is released."""
-        return self._load_planner.needs_step
-
     def loads_finished(
         self, request_ids: Iterable[str], estimates: Mapping[EstimateKey, TransferEstimate] | None = None
     ) -> None:

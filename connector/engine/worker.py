@@ -21,7 +21,7 @@ from kvferry.connector.config import Settings, load_keys, peers_of
 from kvferry.connector.engine.layer_waits import LayerWaits
 from kvferry.connector.engine.load_ledger import LoadLedger
 from kvferry.connector.engine.prefill_events import PrefillEvents
-from kvferry.connector.engine.rendezvous_params import peer_of_answer
+from kvferry.connector.engine.rendezvous_params import lease_of_answer
 from kvferry.connector.engine.step_outcome import LOOK_SECONDS, StepOutcome
 from kvferry.connector.engine.worker_setup import bind_caches, make_planes
 from kvferry.connector.geometry.engine_types import LayerGroup, RankInfo
@@ -167,7 +167,7 @@ class WorkerHalf:
         listener = listen(settings.side_channel_host, port, keys=keys, max_message_bytes=MAX_REQUEST_BYTES)
         rank_context = RankContext(settings, info.engine_id, secrets.token_bytes(16), info.model, caches, keys)
         rank_context.allowed_peers = self._allowed_peers
-        rank_context.peer_of = peer_of_answer
+        rank_context.lease_of = lease_of_answer
         rank_context.stats = self._stats
         self._stats.new_life()
         try:
@@ -273,7 +273,7 @@ class WorkerHalf:
         self._ledger.post([load for load in ours.loads if not load.now], [lease.request_id for lease in plan.leases])
         if (plan.rendezvous or plan.left) and self._info.tp_rank == self._info.pp_rank == 0:
             self._awaited.difference_update(plan.left)
-            self._awaited.update(wanted.request_id for wanted in plan.rendezvous)
+            self._awaited.update(wanted.request_id for wanted in plan.rendezvous if not wanted.ended)
         copies = self._copies
         copies.idle = plan.idle
         event = self._record_event(copies, plan)
@@ -387,9 +387,9 @@ class WorkerHalf:
 
     def take_rendezvous(self) -> dict[str, RendezvousResult]:
         """The rendezvous that ended since the last call, by request. Only the first rank of an engine has any."""
-        met = {} if self._transfer_thread is None else dict(self._transfer_thread.results.take_met())
-        self._awaited.difference_update(met)
-        return met
+        results = {} if self._transfer_thread is None else dict(self._transfer_thread.results.take_rendezvous())
+        self._awaited.difference_update(results)
+        return results
 
     def take_results(self) -> StepResults:
         """What ended since the last call."""

@@ -2,14 +2,19 @@
 
 ``step(state, event, now) -> (state, effects)``::
 
-    LOCATING ──▶ FINDING ──▶ CONNECTING ──▶ AWAITING_GRANT ──▶ ENDED
-        └───────────┴──────────────┴───────────────┴────────────▲
+    LOCATING ──▶ FINDING ──▶ CONNECTING ──▶ AWAITING_GRANT ──▶ FOUND ──▶ ENDED
+                    └──────▶ LEFT ──────────────────────────────────────▶  ▲
+    every state ── P failed, or the request has ended ─────────────────────┘
 
 D's engine gives the request no blocks meanwhile. In LOCATING, P's bootstrap page is fetched, where the request names
 that page and not the address of a rank. In FINDING, P has not begun to compute the prompt. Where P sends bytes while
 it computes them, the request goes on as soon as P has begun: CONNECTING finds out whether P sends over the data plane.
 Otherwise D could use no block before P has computed the whole prompt, so the request waits for the grant, and the load
-then goes inside a step. The deadline is that of D's scheduler half: ``NameLeft``.
+then goes inside a step. The deadline is that of D's scheduler half: ``NameLeft``. In FOUND, D's engine has not taken
+the answer yet.
+
+A request that does not need its lease any more must not leave it to P's clock. Where P has told the lease, D releases
+it at once. Where P does not know the prompt yet, P may have it already in its engine: the question stays open, LEFT.
 """
 
 from __future__ import annotations
@@ -24,6 +29,9 @@ from kvferry.connector.protocol.state_machine import Tick, TransitionTable, igno
 
 RETRY_SECONDS = 0.2
 """Seconds until D asks again after P has said that it does not know the name yet. P holds a question for long."""
+LEFT_SECONDS = 5.0
+"""How long a question stays open whose request has ended. A router ends P's leg together with D's, so that P either has
+finished the prompt by then or never does."""
 
 
 class RendezvousPhase(enum.Enum):
@@ -31,19 +39,23 @@ class RendezvousPhase(enum.Enum):
     FINDING = "finding"
     CONNECTING = "connecting"
     AWAITING_GRANT = "awaiting the grant"
+    FOUND = "found"
+    LEFT = "left"
     ENDED = "ended"
 
 
 class RendezvousState(msgspec.Struct, frozen=True):
     """State. ``retry_at``: when D asks again, in seconds as ``now``; ``None`` while a question is open, or none is
-    needed."""
+    needed. ``until``: when LEFT ends."""
 
     phase: RendezvousPhase = RendezvousPhase.FINDING
     retry_at: float | None = None
+    until: float = 0.0
 
 
 _R = RendezvousPhase
 _ASKING = (_R.FINDING, _R.AWAITING_GRANT)
+_WAITING = (_R.LOCATING, *_ASKING, _R.CONNECTING)
 
 # --- events -----------------------------------------------------------------------------------------------------
 
@@ -78,11 +90,15 @@ class PeerFailed(msgspec.Struct, frozen=True):
     why: str
 
 
+class AnswerTaken(msgspec.Struct, frozen=True):
+    """D's engine keeps the lease that P has told."""
+
+
 class NameLeft(msgspec.Struct, frozen=True):
     """The request does not need the answer any more."""
 
 
-RendezvousEvent = PeerLocated | NameResolved | NameUnresolved | PlaneFound | PeerFailed | NameLeft | Tick
+RendezvousEvent = PeerLocated | NameResolved | NameUnresolved | PlaneFound | PeerFailed | AnswerTaken | NameLeft | Tick
 
 # --- effects ----------------------------------------------------------------------------------------------------
 
@@ -113,17 +129,15 @@ class ReportLost(msgspec.Struct, frozen=True):
     why: str
 
 
-class ReportLeft(msgspec.Struct, frozen=True):
-    """Report that the rendezvous was left. ``known``: with P's last answer, so that its lease is released."""
-
-    known: bool
+class ReleaseUnneeded(msgspec.Struct, frozen=True):
+    """Release the lease of P's last answer."""
 
 
 class SendLeave(msgspec.Struct, frozen=True):
     """Tell P that a question is not needed any more."""
 
 
-RendezvousEffect = FetchPage | AskName | BeginLinks | ReportFound | ReportLost | ReportLeft | SendLeave
+RendezvousEffect = FetchPage | AskName | BeginLinks | ReportFound | ReportLost | ReleaseUnneeded | SendLeave
 Outcome = tuple[RendezvousState, tuple[RendezvousEffect, ...]]
 
 # --- transitions ------------------------------------------------------------------------------------------------
@@ -140,6 +154,10 @@ def _ended(*effects: RendezvousEffect) -> Outcome:
     return RendezvousState(RendezvousPhase.ENDED), effects
 
 
+def _report_found(*, streams: bool) -> Outcome:
+    return RendezvousState(RendezvousPhase.FOUND), (ReportFound(streams),)
+
+
 def _await_grant(*effects: RendezvousEffect) -> Outcome:
     return RendezvousState(RendezvousPhase.AWAITING_GRANT), (*effects, AskName("granted"))
 
@@ -151,7 +169,7 @@ def _located(state: RendezvousState, event: RendezvousEvent, now: float) -> Outc
 def _found(state: RendezvousState, event: RendezvousEvent, now: float) -> Outcome:
     assert isinstance(event, NameResolved)
     if event.granted:
-        return _ended(ReportFound(streams=False))
+        return _report_found(streams=False)
     if event.streams:
         return RendezvousState(RendezvousPhase.CONNECTING), (BeginLinks(),)
     return _await_grant(BeginLinks())
@@ -159,12 +177,12 @@ def _found(state: RendezvousState, event: RendezvousEvent, now: float) -> Outcom
 
 def _granted(state: RendezvousState, event: RendezvousEvent, now: float) -> Outcome:
     assert isinstance(event, NameResolved)
-    return _ended(ReportFound(streams=False)) if event.granted else (replace(state, retry_at=now + RETRY_SECONDS), ())
+    return _report_found(streams=False) if event.granted else (replace(state, retry_at=now + RETRY_SECONDS), ())
 
 
 def _plane_found(state: RendezvousState, event: RendezvousEvent, now: float) -> Outcome:
     assert isinstance(event, PlaneFound)
-    return _ended(ReportFound(streams=True)) if event.p_sends else _await_grant()
+    return _report_found(streams=True) if event.p_sends else _await_grant()
 
 
 def _unresolved(state: RendezvousState, event: RendezvousEvent, now: float) -> Outcome:
@@ -177,7 +195,7 @@ def _unresolved(state: RendezvousState, event: RendezvousEvent, now: float) -> O
 def _retry(state: RendezvousState, event: RendezvousEvent, now: float) -> Outcome:
     if state.retry_at is None or now < state.retry_at:
         return state, ()
-    until: Literal["begun", "granted"] = "begun" if state.phase is RendezvousPhase.FINDING else "granted"
+    until: Literal["begun", "granted"] = "granted" if state.phase is RendezvousPhase.AWAITING_GRANT else "begun"
     return replace(state, retry_at=None), (AskName(until),)
 
 
@@ -186,10 +204,33 @@ def _failed(state: RendezvousState, event: RendezvousEvent, now: float) -> Outco
     return _ended(ReportLost(event.why))
 
 
+def _end(state: RendezvousState, event: RendezvousEvent, now: float) -> Outcome:
+    return _ended()
+
+
+def _leave(state: RendezvousState) -> tuple[RendezvousEffect, ...]:
+    return () if state.retry_at is not None else (SendLeave(),)
+
+
 def _left(state: RendezvousState, event: RendezvousEvent, now: float) -> Outcome:
-    asked = state.phase in _ASKING and state.retry_at is None
-    known = state.phase in (_R.CONNECTING, _R.AWAITING_GRANT)
-    return _ended(*((SendLeave(),) if asked else ()), ReportLeft(known))
+    return replace(state, phase=RendezvousPhase.LEFT, until=now + LEFT_SECONDS), ()
+
+
+def _left_grant(state: RendezvousState, event: RendezvousEvent, now: float) -> Outcome:
+    return _ended(*_leave(state), ReleaseUnneeded())
+
+
+def _left_known(state: RendezvousState, event: RendezvousEvent, now: float) -> Outcome:
+    return _ended(ReleaseUnneeded())
+
+
+def _left_unresolved(state: RendezvousState, event: RendezvousEvent, now: float) -> Outcome:
+    assert isinstance(event, NameUnresolved)
+    return _ended() if event.final else (replace(state, retry_at=now + RETRY_SECONDS), ())
+
+
+def _left_tick(state: RendezvousState, event: RendezvousEvent, now: float) -> Outcome:
+    return _ended(*_leave(state)) if now >= state.until else _retry(state, event, now)
 
 
 RENDEZVOUS: TransitionTable[RendezvousState, RendezvousEvent, RendezvousEffect] = TransitionTable(
@@ -203,8 +244,16 @@ RENDEZVOUS: TransitionTable[RendezvousState, RendezvousEvent, RendezvousEffect] 
         ((_R.CONNECTING,), (PlaneFound,), _plane_found),
         (_ASKING, (NameUnresolved,), _unresolved),
         (_ASKING, (Tick,), _retry),
-        ((_R.LOCATING, *_ASKING, _R.CONNECTING), (PeerFailed,), _failed),
-        ((_R.LOCATING, *_ASKING, _R.CONNECTING), (NameLeft,), _left),
+        (_WAITING, (PeerFailed,), _failed),
+        ((_R.LOCATING,), (NameLeft,), _end),
+        ((_R.FINDING,), (NameLeft,), _left),
+        ((_R.AWAITING_GRANT,), (NameLeft,), _left_grant),
+        ((_R.CONNECTING, _R.FOUND), (NameLeft,), _left_known),
+        ((_R.LEFT,), (NameResolved,), _left_known),
+        ((_R.LEFT,), (NameUnresolved,), _left_unresolved),
+        ((_R.LEFT,), (Tick,), _left_tick),
+        ((_R.LEFT,), (PeerFailed,), _end),
+        ((_R.FOUND,), (AnswerTaken,), _end),
         # An answer may come twice, or late; links may be ready before they are needed.
         (RendezvousPhase, get_args(RendezvousEvent), ignore),
     ),

@@ -122,8 +122,8 @@ class PrefillStop(msgspec.Struct, frozen=True):
 class Rendezvous(msgspec.Struct, frozen=True):
     """D: a request whose P is known, but not yet the token of its lease. A rank of P at ``host`` and ``port`` tells it
     when it knows a prompt of this ``name``. Where ``port`` is 0, ``host`` is the URL of P's bootstrap page, which tells
-    the address of that rank. ``engine_id``: of P; empty where it is unknown. ``key``: the fingerprint of
-    P's public key; empty where it is that of D."""
+    the address of that rank. ``engine_id``: of P; empty where it is unknown. ``key``: the fingerprint of P's public
+    key; empty where it is that of D. ``ended``: the request has ended; D asks so that the lease is released."""
 
     request_id: str
     host: str
@@ -131,20 +131,19 @@ class Rendezvous(msgspec.Struct, frozen=True):
     engine_id: str
     name: str
     key: str = ""
+    ended: bool = False
 
 
 class RendezvousResult(msgspec.Struct, frozen=True):
     """D: the end of a rendezvous. ``params``: the ``kv_transfer_params`` of P's lease, in MessagePack. ``streams``: P
     computes the prompt, and sends it meanwhile; then ``found`` and ``step_tokens`` are as in ``Prefill``. ``error``:
-    why D must prefill; empty where it need not. ``left``: the request did not need the lease any more; D releases it,
-    where ``params`` tell it."""
+    why D must prefill; empty where it need not."""
 
     params: bytes = b""
     streams: bool = False
     found: int = 0
     step_tokens: int = 0
     error: str = ""
-    left: bool = False
 
     def __repr__(self) -> str:
         return f"RendezvousResult(error={self.error!r})"
@@ -173,7 +172,7 @@ class UnneededLease(msgspec.Struct, frozen=True):
 
 
 class RemoteLease(msgspec.Struct, frozen=True):
-    """D: one more lease of the same prompt, at another P engine."""
+    """D: a lease at a P engine."""
 
     token: bytes
     peer: PeerEngine

@@ -25,6 +25,7 @@ from kvferry.connector.protocol.step_plan import (
     Load,
     PeerEngine,
     RankAddress,
+    RemoteLease,
     UnneededLease,
     unpack_ids,
 )
@@ -87,6 +88,10 @@ class Consumer:
     def release(self, release: UnneededLease, now: float) -> None:
         """The request loads nothing under this lease."""
         self._lease_keeper.release(release.token, release.request_id, now)
+
+    def release_for_all(self, lease: RemoteLease, now: float) -> None:
+        """Release a lease under which no rank of this engine reads."""
+        self._lease_keeper.release_for_all(lease, now)
 
     def cancel(self, request_id: str, now: float) -> None:
         """Cancel the loads of a request. They are still reported, once nothing can write their blocks."""

@@ -13,7 +13,7 @@ from functools import lru_cache, partial
 
 from kvferry.connector.protocol import kept_lease, messages
 from kvferry.connector.protocol.state_machine import Lifetime, Tick
-from kvferry.connector.protocol.step_plan import PeerEngine, RankAddress
+from kvferry.connector.protocol.step_plan import PeerEngine, RankAddress, RemoteLease
 from kvferry.connector.transfer.link import Link
 from kvferry.connector.transfer.rank_context import P_ENGINES, RankContext
 from kvferry.transport.errors import GeometryError
@@ -85,6 +85,17 @@ class LeaseKeeper:
         if kept is not None:
             self._step(kept, kept_lease.LeaseUnwanted(request_id), now)
 
+    def release_for_all(self, lease: RemoteLease, now: float) -> None:
+        """Release a lease that no rank of this engine has kept, at all ranks of P: this rank is then the only one whose
+        release P expects. Raises nothing."""
+        if lease.token in self._kept:
+            return
+        release = messages.Release(
+            token=lease.token, consumer=self.consumer, consumer_rank=self.rank, expected=(self.rank,)
+        )
+        for address in lease.peer.ranks:
+            self._send("release", address, lambda: release, now, greets=True)
+
     def tick(self, now: float) -> None:
         """Renew the leases whose renewal is due, and release those that have waited for siblings long enough."""
         for kept in list(self._kept.values()):
@@ -132,7 +143,7 @@ class LeaseKeeper:
     def _send_release(self, kept: LeaseAtPeer, now: float) -> None:
         del self._kept[kept.token]
         for address in kept.addresses:
-            self._send("release", address, partial(self._release_of, kept, address), now, kept)
+            self._send("release", address, partial(self._release_of, kept, address), now, kept, greets=True)
 
     def _release_of(self, kept: LeaseAtPeer, address: RankAddress) -> messages.Release:
         return messages.Release(
@@ -149,13 +160,15 @@ class LeaseKeeper:
         message: Callable[[], messages.Renew | messages.Release],
         now: float,
         kept: LeaseAtPeer | None = None,
+        *,
+        greets: bool = False,
     ) -> None:
-        """Make a message about a lease, and send it to one P rank; before the release of ``kept``, make this D known
-        there. A failure is counted, and logged at a limited rate. It must not affect other leases, nor the report of
-        the load for which D kept the lease."""
+        """Make a message about a lease, and send it to one P rank. ``greets``: before it, make this D known there. A
+        failure is counted, and logged at a limited rate. It must not affect other leases, nor the report of the load
+        for which D kept the lease."""
         try:
             link = self._link(address, now)
-            if kept is not None:
+            if greets:
                 link.start_greeting(now)
             link.send(message())
         except Exception as error:

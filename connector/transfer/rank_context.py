@@ -14,7 +14,7 @@ from kvferry.connector.config import Settings
 from kvferry.connector.geometry.topology import EngineForm, TpKVTopology
 from kvferry.connector.protocol.messages import MAX_REPLY_BYTES
 from kvferry.connector.protocol.metrics import HandoverStats
-from kvferry.connector.protocol.step_plan import PeerEngine
+from kvferry.connector.protocol.step_plan import RemoteLease
 from kvferry.connector.transfer.caches import RankCaches
 from kvferry.transport.allowed_peers import LOOPBACK, AllowedPeers
 from kvferry.transport.control.dialer import Dialer, make_dialer
@@ -27,15 +27,14 @@ P_ENGINES = 64
 """P engines of which D remembers what is the same for all hand-overs from them: ranks, and their addresses."""
 
 
-def _unknown_peer(params: bytes) -> PeerEngine:
+def _unknown_lease(params: bytes) -> RemoteLease:
     raise ProtocolError("this rank does not read what P tells of a lease")
 
 
 @dataclass
 class RankContext:
     """All data about its own rank that a hand-over needs. ``clock``: seconds, never going back, by which hand-overs are
-    measured. ``peer_of``: the P engine that the ``kv_transfer_params`` of a lease name, in MessagePack; may raise
-    ProtocolError."""
+    measured. ``lease_of``: the lease that ``kv_transfer_params`` name, in MessagePack; may raise ProtocolError."""
 
     settings: Settings
     engine_id: str
@@ -49,7 +48,7 @@ class RankContext:
     stats: HandoverStats = field(default_factory=HandoverStats)
     log: RateLimitedLog = field(default_factory=lambda: RateLimitedLog(logging.getLogger("vllm.kvferry.peer")))
     clock: Callable[[], float] = time.monotonic
-    peer_of: Callable[[bytes], PeerEngine] = _unknown_peer
+    lease_of: Callable[[bytes], RemoteLease] = _unknown_lease
     dialer: Dialer = field(init=False)
 
     def __post_init__(self) -> None:

@@ -15,7 +15,7 @@ from kvferry.connector.protocol import messages, rendezvous
 from kvferry.connector.protocol.link_state import LinkPhase
 from kvferry.connector.protocol.rendezvous import RendezvousEffect, RendezvousEvent, RendezvousPhase, RendezvousState
 from kvferry.connector.protocol.state_machine import Lifetime, Tick
-from kvferry.connector.protocol.step_plan import PeerEngine, Rendezvous, RendezvousResult
+from kvferry.connector.protocol.step_plan import PeerEngine, RemoteLease, Rendezvous, RendezvousResult
 from kvferry.connector.transfer.link import Link
 from kvferry.connector.transfer.rank_context import RankContext
 from kvferry.transport.control.bootstrap import PageFetch, fetch_page, first_rank
@@ -41,9 +41,9 @@ class _Contact:
 
 
 @dataclass(slots=True, eq=False)
-class _Meeting:
-    """One request. ``page``: P's bootstrap page, until ``contact`` is made. ``number``: of the last question.
-    ``answer``: P's last answer."""
+class _Search:
+    """The search for the prompt of one request. ``page``: P's bootstrap page, until ``contact`` is made. ``number``: of
+    the open question. ``answer``: P's last answer."""
 
     rendezvous: Rendezvous
     lifetime: Lifetime[RendezvousState, RendezvousEvent, RendezvousEffect]
@@ -59,14 +59,15 @@ class _Meeting:
         return f"P at {wanted.host}:{wanted.port}" if wanted.port else f"P by {wanted.host}"
 
 
-class Meetings:
-    """All requests of D that wait for P to tell their lease. Used by the transfer thread only."""
+class PromptFinder:
+    """The searches of all requests of D that wait for P to tell their lease. Used by the transfer thread only."""
 
     def __init__(
         self,
         rank_context: RankContext,
         links: Callable[[PeerEngine, float], list[Link]],
         report: Callable[[str, RendezvousResult], None],
+        release: Callable[[RemoteLease, float], None],
         wake: Callable[[], None],
     ) -> None:
         """
@@ -75,17 +76,20 @@ class Meetings:
             links: the links to the ranks of a P engine that this rank reads from, opened where necessary. May raise
                 KVFerryError.
             report: called with the id and the result of each request, once, unless it was left.
+            release: releases a lease for all ranks of D, unless one of its requests needs it.
             wake: has this thread call ``serve``; any thread may call it.
         """
         self._rank_context = rank_context
-        self._links, self._report, self._wake = links, report, wake
+        self._links, self._report, self._release, self._wake = links, report, release, wake
         self._log = rank_context.log
         geometry = rank_context.caches.geometry
         self._asks = geometry.tp_rank == geometry.pp_rank == 0
         self.contacts: dict[_Address, _Contact] = {}
-        self.open: dict[str, _Meeting] = {}
-        """The requests that wait, by their ids."""
-        self._by_number: dict[int, _Meeting] = {}
+        self.open: dict[str, _Search] = {}
+        """By the ids of the requests that wait, or whose answer D's engine has not taken yet."""
+        self.left: set[_Search] = set()
+        """Of requests that have ended, while P does not know their prompt."""
+        self._by_number: dict[int, _Search] = {}
         self._last = 0
 
     # --- commands from the engine -------------------------------------------------------------------------------
@@ -96,16 +100,29 @@ class Meetings:
             return
         self.leave(wanted.request_id, now)  # an id comes again
         state, effects = rendezvous.begin(located=wanted.port > 0)
-        meeting = _Meeting(wanted, Lifetime(rendezvous.RENDEZVOUS, state, now))
-        self.open[wanted.request_id] = meeting
+        search = _Search(wanted, Lifetime(rendezvous.RENDEZVOUS, state, now))
+        self.open[wanted.request_id] = search
         for effect in effects:
-            self._perform(meeting, effect, now)
+            self._perform(search, effect, now)
+        if wanted.ended:
+            self._step(search, rendezvous.NameLeft(), now)
 
     def leave(self, request_id: str, now: float) -> None:
         """A request does not need its lease any more."""
-        meeting = self.open.get(request_id)
-        if meeting is not None:
-            self._step(meeting, rendezvous.NameLeft(), now)
+        search = self.open.get(request_id)
+        if search is not None:
+            self._step(search, rendezvous.NameLeft(), now)
+
+    def taken(self, request_id: str, now: float) -> None:
+        """D's engine keeps the lease of a request from now on."""
+        search = self.open.get(request_id)
+        if search is not None:
+            self._step(search, rendezvous.AnswerTaken(), now)
+
+    @property
+    def live(self) -> bool:
+        """Whether a deadline is running."""
+        return bool(self.open or self.left)
 
     # --- the loop's calls ---------------------------------------------------------------------------------------
 
@@ -128,16 +145,16 @@ class Meetings:
                     self._fail(contact, str(error), now)
             if contact.connection.lost:
                 self._fail(contact, contact.connection.reason or "the peer is gone", now)
-        for meeting in list(self.open.values()):
-            if meeting.page is not None and meeting.page.done:
-                self._located(meeting, meeting.page, now)
-            elif meeting.lifetime.state.phase is RendezvousPhase.CONNECTING:
-                self._look_at_links(meeting, now)
+        for search in list(self.open.values()):
+            if search.page is not None and search.page.done:
+                self._located(search, search.page, now)
+            elif search.lifetime.state.phase is RendezvousPhase.CONNECTING:
+                self._look_at_links(search, now)
 
     def tick(self, now: float) -> None:
         """Ask again where that is due; notice connections that could not be made; close those that are not used."""
-        for meeting in list(self.open.values()):
-            self._step(meeting, Tick(), now)
+        for search in [*self.open.values(), *self.left]:
+            self._step(search, Tick(), now)
         for address, contact in list(self.contacts.items()):
             if contact.connection.lost:
                 self._fail(contact, contact.connection.reason or "the peer is gone", now)
@@ -151,22 +168,23 @@ class Meetings:
             contact.connection.close()
         self.contacts.clear()
         self.open.clear()
+        self.left.clear()
         self._by_number.clear()
 
     # --- events -------------------------------------------------------------------------------------------------
 
-    def _located(self, meeting: _Meeting, page: PageFetch, now: float) -> None:
-        meeting.page = None
-        wanted = meeting.rendezvous
+    def _located(self, search: _Search, page: PageFetch, now: float) -> None:
+        search.page = None
+        wanted = search.rendezvous
         try:
             if page.error:
                 raise ProtocolError(page.error)
             host, port = first_rank(page.content, wanted.engine_id)
         except ProtocolError as error:
-            self._step(meeting, rendezvous.PeerFailed(f"{meeting.where} cannot be found: {error}"), now)
+            self._step(search, rendezvous.PeerFailed(f"{search.where} cannot be found: {error}"), now)
             return
-        meeting.rendezvous = replace(wanted, host=host, port=port)
-        self._step(meeting, rendezvous.PeerLocated(), now)
+        search.rendezvous = replace(wanted, host=host, port=port)
+        self._step(search, rendezvous.PeerLocated(), now)
 
     def _contact(self, wanted: Rendezvous, now: float) -> _Contact:
         """Raises TransportError: D asks too many P engines."""
@@ -200,98 +218,111 @@ class Meetings:
             return
         if not isinstance(reply, messages.Resolved | messages.Unresolved):
             return
-        meeting = self._by_number.get(reply.number)
-        if meeting is None or meeting.contact is not contact:
+        search = self._by_number.get(reply.number)
+        if search is None or search.contact is not contact:
             return  # an answer that nobody waits for
         if isinstance(reply, messages.Unresolved):
-            detail = f"{meeting.where} says: {shortened(reply.detail)!r}" if reply.detail else ""
-            self._step(meeting, rendezvous.NameUnresolved(reply.final, detail), now)
+            detail = f"{search.where} says: {shortened(reply.detail)!r}" if reply.detail else ""
+            self._step(search, rendezvous.NameUnresolved(reply.final, detail), now)
         else:
-            meeting.answer = reply
-            self._step(meeting, rendezvous.NameResolved(reply.granted, reply.streams), now)
+            search.answer = reply
+            self._step(search, rendezvous.NameResolved(reply.granted, reply.streams), now)
 
     def _fail(self, contact: _Contact, why: str, now: float) -> None:
-        for meeting in [each for each in self.open.values() if each.contact is contact]:
-            self._step(meeting, rendezvous.PeerFailed(f"{meeting.where} cannot be asked for the lease: {why}"), now)
+        for search in [each for each in (*self.open.values(), *self.left) if each.contact is contact]:
+            self._step(search, rendezvous.PeerFailed(f"{search.where} cannot be asked for the lease: {why}"), now)
 
-    def _look_at_links(self, meeting: _Meeting, now: float) -> None:
-        phases = {link.phase for link in meeting.links}
+    def _look_at_links(self, search: _Search, now: float) -> None:
+        phases = {link.phase for link in search.links}
         if LinkPhase.FAILED in phases:
-            self._step(meeting, rendezvous.PlaneFound(p_sends=False), now)
+            self._step(search, rendezvous.PlaneFound(p_sends=False), now)
         elif phases <= {LinkPhase.ATTACHED}:
-            self._step(meeting, rendezvous.PlaneFound(not any(link.pulls for link in meeting.links)), now)
+            self._step(search, rendezvous.PlaneFound(not any(link.pulls for link in search.links)), now)
 
-    def _step(self, meeting: _Meeting, event: RendezvousEvent, now: float) -> None:
-        effects = meeting.lifetime.step(event, now)
-        if meeting.lifetime.state.phase is RendezvousPhase.ENDED:
-            self._forget(meeting)
+    def _step(self, search: _Search, event: RendezvousEvent, now: float) -> None:
+        before = search.lifetime.state.phase
+        effects = search.lifetime.step(event, now)
+        phase = search.lifetime.state.phase
+        if phase in (RendezvousPhase.LEFT, RendezvousPhase.ENDED):
+            if self.open.get(search.rendezvous.request_id) is search:
+                del self.open[search.rendezvous.request_id]
+            (self.left.add if phase is RendezvousPhase.LEFT else self.left.discard)(search)
         for effect in effects:
-            self._perform(meeting, effect, now)
+            self._perform(search, effect, now)
+        if phase is not before and phase in (RendezvousPhase.FOUND, RendezvousPhase.ENDED):
+            self._forget_question(search)
 
-    def _forget(self, meeting: _Meeting) -> None:
-        if self.open.get(meeting.rendezvous.request_id) is meeting:
-            del self.open[meeting.rendezvous.request_id]
-            if meeting.contact is not None:
-                meeting.contact.open -= 1
-        self._by_number.pop(meeting.number, None)
+    def _forget_question(self, search: _Search) -> None:
+        self._by_number.pop(search.number, None)
+        if search.contact is not None:
+            search.contact.open -= 1
+            search.contact = None
 
     # --- effects ------------------------------------------------------------------------------------------------
 
-    def _perform(self, meeting: _Meeting, effect: RendezvousEffect, now: float) -> None:
+    def _perform(self, search: _Search, effect: RendezvousEffect, now: float) -> None:
         match effect:
             case rendezvous.FetchPage():
                 refusal = self._rank_context.allowed_peers.refusal_without_keys
-                meeting.page = fetch_page(meeting.rendezvous.host, refusal, self._wake)
+                search.page = fetch_page(search.rendezvous.host, refusal, self._wake)
             case rendezvous.AskName():
-                self._ask(meeting, effect, now)
+                self._ask(search, effect, now)
             case rendezvous.BeginLinks():
-                self._begin_links(meeting, now)
+                self._begin_links(search, now)
             case rendezvous.ReportFound(streams):
-                self._found(meeting, streams)
+                self._found(search, streams)
             case rendezvous.ReportLost(why):
-                self._report(meeting.rendezvous.request_id, RendezvousResult(error=why))
-            case rendezvous.ReportLeft(known):
-                params = meeting.answer.params if known and meeting.answer is not None else b""
-                self._report(meeting.rendezvous.request_id, RendezvousResult(params, left=True))
+                self._report(search.rendezvous.request_id, RendezvousResult(error=why))
+            case rendezvous.ReleaseUnneeded():
+                self._release_unneeded(search, now)
             case rendezvous.SendLeave():
-                assert meeting.contact is not None
-                meeting.contact.connection.send(messages.encode(messages.LeaveName(number=meeting.number)))
+                assert search.contact is not None
+                search.contact.connection.send(messages.encode(messages.LeaveName(number=search.number)))
 
-    def _ask(self, meeting: _Meeting, ask: rendezvous.AskName, now: float) -> None:
-        if meeting.contact is None:
+    def _ask(self, search: _Search, ask: rendezvous.AskName, now: float) -> None:
+        if search.contact is None:
             try:
-                meeting.contact = self._contact(meeting.rendezvous, now)
+                search.contact = self._contact(search.rendezvous, now)
             except KVFerryError as error:
-                self._step(meeting, rendezvous.PeerFailed(str(error)), now)
+                self._step(search, rendezvous.PeerFailed(str(error)), now)
                 return
-            meeting.contact.open += 1
-        self._by_number.pop(meeting.number, None)
+            search.contact.open += 1
+        self._by_number.pop(search.number, None)
         self._last = (self._last + 1) % (1 << 32)
-        meeting.number = self._last
-        self._by_number[meeting.number] = meeting
-        wanted = meeting.rendezvous
-        question = messages.Resolve(
-            number=meeting.number, name=wanted.name, engine_id=wanted.engine_id, until=ask.until
-        )
-        connection = meeting.contact.connection
+        search.number = self._last
+        self._by_number[search.number] = search
+        wanted = search.rendezvous
+        question = messages.Resolve(number=search.number, name=wanted.name, engine_id=wanted.engine_id, until=ask.until)
+        connection = search.contact.connection
         if not connection.send(messages.encode(question)):
             why = connection.reason or "its control connection takes no more messages"
-            self._step(meeting, rendezvous.PeerFailed(f"{meeting.where} cannot be asked for the lease: {why}"), now)
+            self._step(search, rendezvous.PeerFailed(f"{search.where} cannot be asked for the lease: {why}"), now)
 
-    def _begin_links(self, meeting: _Meeting, now: float) -> None:
-        """Begin the handshakes, so that they are out of the way when the load begins."""
-        assert meeting.answer is not None
-        try:
-            meeting.links = self._links(self._rank_context.peer_of(meeting.answer.params), now)
-        except KVFerryError as error:
-            self._step(meeting, rendezvous.PeerFailed(str(error)), now)
+    def _release_unneeded(self, search: _Search, now: float) -> None:
+        """Release the lease for all ranks of D, unless another request of the same prompt needs it (``n > 1``)."""
+        wanted = search.rendezvous
+        if any(other.rendezvous.name == wanted.name for other in self.open.values()):
             return
-        for link in meeting.links:
+        assert search.answer is not None
+        try:
+            self._release(self._rank_context.lease_of(search.answer.params), now)
+        except KVFerryError as error:  # of an answer that D could not use either
+            self._log.warning("unneeded", "kvferry: the lease of %s ends by time: %s", wanted.request_id, error)
+
+    def _begin_links(self, search: _Search, now: float) -> None:
+        """Begin the handshakes, so that they are out of the way when the load begins."""
+        assert search.answer is not None
+        try:
+            search.links = self._links(self._rank_context.lease_of(search.answer.params).peer, now)
+        except KVFerryError as error:
+            self._step(search, rendezvous.PeerFailed(str(error)), now)
+            return
+        for link in search.links:
             link.start_handshake(now)
 
-    def _found(self, meeting: _Meeting, streams: bool) -> None:
-        answer = meeting.answer
+    def _found(self, search: _Search, streams: bool) -> None:
+        answer = search.answer
         assert answer is not None
         found, step_tokens = (answer.found, answer.step_tokens) if streams else (0, 0)
         result = RendezvousResult(answer.params, streams=streams, found=found, step_tokens=step_tokens)
-        self._report(meeting.rendezvous.request_id, result)
+        self._report(search.rendezvous.request_id, result)

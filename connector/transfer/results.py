@@ -15,7 +15,7 @@ class Results:
     def __init__(self) -> None:
         self._finished: deque[FinishedLoad] = deque()
         self._freed: deque[str] = deque()
-        self._met: deque[tuple[str, RendezvousResult]] = deque()
+        self._rendezvous: deque[tuple[str, RendezvousResult]] = deque()
         self._ready = threading.Event()
         self._listeners: list[StepLoadListener] = []
 
@@ -43,9 +43,9 @@ class Results:
         self._freed.append(request_id)
         self._set_ready()
 
-    def met(self, request_id: str, result: RendezvousResult) -> None:
-        """A rendezvous has ended."""
-        self._met.append((request_id, result))
+    def rendezvous_ended(self, request_id: str, result: RendezvousResult) -> None:
+        """P has told its lease to a request, or the request must prefill."""
+        self._rendezvous.append((request_id, result))
         self._set_ready()
 
     def _set_ready(self) -> None:
@@ -58,16 +58,16 @@ class Results:
     def wait(self, timeout: float) -> None:
         """Block for up to ``timeout`` seconds. Returns early if there is a result to take."""
         self._ready.clear()
-        if not (self._finished or self._freed or self._met):  # after the clear: nothing is missed
+        if not (self._finished or self._freed or self._rendezvous):  # after the clear: nothing is missed
             self._ready.wait(timeout)
 
     def take_finished(self) -> list[FinishedLoad]:
         """The loads that have ended."""
         return [self._finished.popleft() for _ in range(len(self._finished))]
 
-    def take_met(self) -> list[tuple[str, RendezvousResult]]:
-        """The requests whose rendezvous has ended, with its result."""
-        return [self._met.popleft() for _ in range(len(self._met))]
+    def take_rendezvous(self) -> list[tuple[str, RendezvousResult]]:
+        """The requests to which P has told its lease, or that must prefill."""
+        return [self._rendezvous.popleft() for _ in range(len(self._rendezvous))]
 
     def take_freed(self) -> list[str]:
         """The requests whose leased blocks may be freed."""

@@ -27,7 +27,7 @@ from kvferry.connector.transfer.copies import DeviceEvent
 from kvferry.connector.transfer.load_reports import Check, StepLoadListener
 from kvferry.connector.transfer.producer import Producer
 from kvferry.connector.transfer.rank_context import RankContext
-from kvferry.connector.transfer.rendezvous import Meetings
+from kvferry.connector.transfer.rendezvous import PromptFinder
 from kvferry.connector.transfer.results import Results
 from kvferry.transport.channels import Copy
 from kvferry.transport.control.listener import Listener
@@ -86,7 +86,10 @@ class TransferThread:
         self._next_tick = self._next_look = 0.0
         self._consumer = Consumer(rank_context, self._report_begun, self._report_moved, self.results.finished)
         self._producer = Producer(rank_context, listener, self.results.freed)
-        self._meetings = Meetings(rank_context, self._consumer.links_to, self.results.met, self.wake)
+        consumer = self._consumer
+        self._finder = PromptFinder(
+            rank_context, consumer.links_to, self.results.rendezvous_ended, consumer.release_for_all, self.wake
+        )
         self._steps = self._producer.computing.steps
         self._thread = threading.Thread(target=self._run, name="kvferry-transfer", daemon=True)
         rank_context.caches.copies.on_done = self._copy_done
@@ -199,7 +202,7 @@ class TransferThread:
     @property
     def sleep_seconds(self) -> float:
         """How long the thread may sleep if nothing happens."""
-        live = self._consumer.live or self._producer.live or bool(self._meetings.open)
+        live = self._consumer.live or self._producer.live or self._finder.live
         return COMPUTING_SECONDS if self._computing else TICK_SECONDS if live else IDLE_SECONDS
 
     def mark_ready(self, what: object) -> None:
@@ -227,8 +230,8 @@ class TransferThread:
         if ready is None or self._producer.has_arrived or self._listener.socket in ready:
             busy |= self._producer.serve(now)
         busy |= self._consumer.serve(now, ready)
-        if self._meetings.open or self._meetings.contacts:  # P may send over a contact that no request uses
-            self._meetings.serve(now)
+        if self._finder.open or self._finder.contacts:  # P may send over a contact that no request uses
+            self._finder.serve(now)
         busy |= self._producer.pump(now)
         return busy
 
@@ -246,7 +249,7 @@ class TransferThread:
 
     def _tick(self, now: float) -> None:
         self._consumer.tick(now)
-        self._meetings.tick(now)
+        self._finder.tick(now)
         self._producer.tick(now)
         self._rank_context.stats.dropped_so_far("listener", self._listener.dropped)
 
@@ -263,12 +266,13 @@ class TransferThread:
                 self._try("the prompts of a step", partial(self._producer.computing.plan, plan.chunks, step, now))
             for request_id in plan.cancels:  # first: they are of earlier plans' loads, also where an id comes again
                 self._try(request_id, partial(self._consumer.cancel, request_id, now))
-            for request_id in plan.left:
-                self._try(request_id, partial(self._meetings.leave, request_id, now))
-            for wanted in plan.rendezvous:
-                self._try(wanted, partial(self._meetings.begin, wanted, now))
             for keep in plan.keeps:
+                self._finder.taken(keep.request_id, now)
                 self._try(keep, partial(self._consumer.keep, keep, now))
+            for request_id in plan.left:
+                self._try(request_id, partial(self._finder.leave, request_id, now))
+            for wanted in plan.rendezvous:
+                self._try(wanted, partial(self._finder.begin, wanted, now))
             loads = plan.loads if self._copies_wait(event, plan.loads, now) else ()
             alone = len(loads) == 1 and not self._commands
             for load in loads:
@@ -413,7 +417,7 @@ class TransferThread:
             lambda: self._producer.say_closing(self._closing),
             self._rank_context.caches.copies.close,
             lambda: self._consumer.close(self._time.turn(), self._closing),
-            self._meetings.close,
+            self._finder.close,
             self._rank_context.dialer.close,
             self._producer.close,
             *(plane.close for plane in self._rank_context.planes),

@@ -191,10 +191,6 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
         assert self._steps is not None
         self._steps.processed(time.monotonic(), computed=computed)
 
-    def has_pending_push_work(self) -> bool:
-        """vLLM takes steps without a request while this is so. 0.26 does not ask: the lease then ends by time."""
-        return self._scheduling.needs_step
-
     def update_connector_output(self, connector_output: Any) -> None:
         meta = connector_output.kv_connector_worker_meta
         ours = meta if isinstance(meta, KVFerryWorkerMeta) else KVFerryWorkerMeta({})

@@ -31,7 +31,7 @@ def run(*events: r.RendezvousEvent, now: float = 0.0) -> tuple[PHASE, list[r.Ren
 def test_d_takes_blocks_early_only_where_p_sends(plane_sends: bool) -> None:
     way = (r.NameResolved(granted=False, streams=True), r.PlaneFound(plane_sends))
     if plane_sends:
-        assert run(*way) == (PHASE.ENDED, [BEGUN, r.BeginLinks(), r.ReportFound(streams=True)])
+        assert run(*way) == (PHASE.FOUND, [BEGUN, r.BeginLinks(), r.ReportFound(streams=True)])
     else:
         assert run(*way) == (PHASE.AWAITING_GRANT, [BEGUN, r.BeginLinks(), GRANTED])
         assert run(*way, r.NameResolved(True, False))[1][-1] == r.ReportFound(streams=False)
@@ -43,7 +43,7 @@ def test_a_prompt_that_does_not_stream_is_awaited_with_the_links_begun() -> None
 
 
 def test_a_granted_prompt_needs_one_question() -> None:
-    assert run(r.NameResolved(granted=True, streams=False)) == (PHASE.ENDED, [BEGUN, r.ReportFound(streams=False)])
+    assert run(r.NameResolved(granted=True, streams=False)) == (PHASE.FOUND, [BEGUN, r.ReportFound(streams=False)])
 
 
 @pytest.mark.parametrize("asked", [BEGUN, GRANTED])
@@ -62,7 +62,7 @@ def test_a_p_that_must_be_found_first_is_asked_then() -> None:
     state, effects = r.begin(located=False)
     assert (state.phase, effects) == (PHASE.LOCATING, (r.FetchPage(),))
     assert r.RENDEZVOUS.step(state, r.PeerLocated(), 0.0) == r.begin(located=True) == (r.RendezvousState(), (BEGUN,))
-    assert r.RENDEZVOUS.step(state, r.NameLeft(), 0.0)[1] == (r.ReportLeft(False),), "nobody was asked"
+    assert r.RENDEZVOUS.step(state, r.NameLeft(), 0.0) == (r.RendezvousState(PHASE.ENDED), ()), "nobody was asked"
     assert r.RENDEZVOUS.step(state, r.PeerFailed("why"), 0.0)[1] == (r.ReportLost("why"),)
 
 
@@ -71,26 +71,48 @@ EVENTS: Any = st.sampled_from(
         r.PeerLocated(),
         r.NameResolved(True, False), r.NameResolved(False, True), r.NameResolved(False, False), r.PeerFailed("p"),
         r.NameUnresolved(True, "why"), r.NameUnresolved(False), r.PlaneFound(True), r.PlaneFound(False), Tick(),
-        r.NameLeft(),
+        r.NameLeft(), r.AnswerTaken(),
     ]
 )  # fmt: skip
 
 
 @given(st.lists(EVENTS, max_size=12))
-def test_its_end_is_reported_once(events: list[r.RendezvousEvent]) -> None:
+def test_its_end_is_reported_once_and_its_lease_taken_or_released(events: list[r.RendezvousEvent]) -> None:
     phase, effects = run(*events)
-    reports = [effect for effect in effects if isinstance(effect, r.ReportFound | r.ReportLost | r.ReportLeft)]
-    ended = [e for e in events if isinstance(e, r.NameLeft | r.PeerFailed)]
-    assert len(reports) == (phase is PHASE.ENDED) and (phase is PHASE.ENDED) >= bool(ended)
+    reports = [effect for effect in effects if isinstance(effect, r.ReportFound | r.ReportLost)]
+    released = effects.count(r.ReleaseUnneeded())
+    left = any(isinstance(event, r.NameLeft) for event in events)
+    assert len(reports) <= 1 and released <= left
+    assert bool(reports) >= (phase is PHASE.FOUND) and (phase in (PHASE.FOUND, PHASE.LEFT, PHASE.ENDED)) >= left
+    if phase is PHASE.ENDED and not left:
+        assert len(reports) == 1
 
 
-def test_what_is_left_is_reported_with_the_answer_that_p_has_given() -> None:
-    for asked, answered in (
-        ((), False),
-        ((r.NameResolved(False, True),), True),
-        ((r.NameResolved(False, False),), True),
-    ):
-        assert run(*asked, r.NameLeft())[1][-1] == r.ReportLeft(answered)
+KNOWN = (r.NameResolved(False, True),), (r.NameResolved(False, False),), (r.NameResolved(True, False),)
+
+
+@pytest.mark.parametrize("answers", [*KNOWN, (r.NameResolved(False, True), r.PlaneFound(True))])
+def test_the_lease_of_a_request_that_ends_is_released(answers: tuple[r.RendezvousEvent, ...]) -> None:
+    phase, effects = run(*answers, r.NameLeft())
+    assert phase is PHASE.ENDED and effects[-1] == r.ReleaseUnneeded()
+    assert (r.SendLeave() in effects) == (answers == KNOWN[1]), "a question is open only while the grant is awaited"
+    if run(*answers)[0] is PHASE.FOUND:
+        assert run(*answers, r.AnswerTaken(), r.NameLeft())[1][-1] == r.ReportFound(answers[0].streams), "the engine's"
+
+
+def test_a_question_outlives_its_request_while_p_does_not_know_the_prompt() -> None:
+    """P may have the prompt already: the lease must not stay until it ends by time."""
+    left, effects = r.RENDEZVOUS.step(r.RendezvousState(), r.NameLeft(), 1.0)
+    assert (left.phase, effects) == (PHASE.LEFT, ())
+    for answer in KNOWN:
+        assert r.RENDEZVOUS.step(left, *answer, 2.0) == (r.RendezvousState(PHASE.ENDED), (r.ReleaseUnneeded(),))
+    for end in (r.PeerFailed("p"), r.NameUnresolved(final=True)):
+        assert r.RENDEZVOUS.step(left, end, 2.0) == (r.RendezvousState(PHASE.ENDED), ())
+    again, _ = r.RENDEZVOUS.step(left, r.NameUnresolved(final=False), 2.0)
+    assert r.RENDEZVOUS.step(again, Tick(), 2.0 + r.RETRY_SECONDS)[1] == (BEGUN,)
+    late = 1.0 + r.LEFT_SECONDS
+    assert r.RENDEZVOUS.step(left, Tick(), late)[1] == (r.SendLeave(),)
+    assert r.RENDEZVOUS.step(again, Tick(), late) == (r.RendezvousState(PHASE.ENDED), ()), "no question is open"
 
 
 # --- P ------------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import pytest
 
 from kvferry.connector.engine.worker import IDLE_WAIT_SECONDS
 from kvferry.connector.protocol import messages
+from kvferry.connector.protocol import rendezvous as rendezvous_states
 from kvferry.connector.protocol.request_lifetime import RequestPhase
 from kvferry.connector.transfer import rendezvous
 from kvferry.transport.control import bootstrap
@@ -121,14 +122,38 @@ def prefills_locally(p: Engine, d: Engine, request_id: str, lines: Lines, *words
 TO_P = PREFILL | {"transfer_id": "tx"}
 
 
-def test_a_d_that_is_aborted_asks_no_more(group: EngineGroup) -> None:
+def test_a_d_that_is_aborted_asks_no_more_after_a_while(group: EngineGroup) -> None:
     p, d, params = legs(group)
     request_id = ask(d, params)
     eventually(lambda: questions(p) == 1)
+    abort_and_wait(p, d, request_id)
+    assert not transfer_thread_of(d)._finder.live
+
+
+def abort_and_wait(p: Engine, d: Engine, request_id: str) -> None:
+    """Abort a request of D whose prompt P does not know; and let the time pass after which D does not ask for it."""
     d.abort(request_id)
     settle(d)
+    eventually(lambda: bool(transfer_thread_of(d)._finder.left))
+    let_time_pass(d, rendezvous_states.LEFT_SECONDS)
     eventually(lambda: questions(p) == 0)
-    assert not transfer_thread_of(d)._meetings.open
+
+
+@pytest.mark.parametrize("tp", [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize("plane", ["cma", "tcp"])
+def test_a_d_that_is_aborted_before_p_has_begun_releases_the_lease(
+    group: EngineGroup, plane: str, tp: tuple[int, int]
+) -> None:
+    """P's engine may have the prompt by then, and finish it. D's engine takes no further step."""
+    p, d = group.engine(0, tp=tp[0], extra={"plane": plane}), group.engine(1, tp=tp[1], extra={"plane": plane})
+    request_id = ask(d, to_d(p, transfer_id="tx"))
+    eventually(lambda: questions(p) == 1)
+    d.abort(request_id)
+    settle(d)
+    leg = p.add(IDS, TO_P)
+    run([p], lambda: p.answers[leg].finish is not None)
+    settle(p)  # the lease is longer than any test
+    eventually(lambda: not transfer_thread_of(d)._finder.live)
 
 
 def test_a_p_that_sends_what_nobody_waits_for_is_hung_up_on(
@@ -139,10 +164,8 @@ def test_a_p_that_sends_what_nobody_waits_for_is_hung_up_on(
     request_id = ask(d, params)
     eventually(lambda: questions(p) == 1)
     (held,) = transfer_thread_of(p)._producer._named.held.values()
-    d.abort(request_id)
-    settle(d)
-    eventually(lambda: questions(p) == 0)
-    meetings = transfer_thread_of(d)._meetings
+    abort_and_wait(p, d, request_id)
+    meetings = transfer_thread_of(d)._finder
     (contact,) = meetings.contacts.values()
     assert not meetings.open
     producer = transfer_thread_of(p)._producer
@@ -169,7 +192,7 @@ def test_a_d_that_is_aborted_while_the_answer_comes_releases_the_lease(group: En
     leg = p.add(IDS, TO_P)
     run([p], lambda: p.answers[leg].finish is not None and bool(p.leases))
     results = transfer_thread_of(d).results
-    eventually(lambda: bool(results._met))
+    eventually(lambda: bool(results._rendezvous))
     d.abort(request_id)
     settle(p, d)  # the lease is longer than any test
     assert not d.all_loads
@@ -177,12 +200,12 @@ def test_a_d_that_is_aborted_while_the_answer_comes_releases_the_lease(group: En
 
 @pytest.mark.parametrize("plane", ["cma", "tcp"])
 def test_a_d_that_is_aborted_after_p_has_begun_releases_the_lease(group: EngineGroup, plane: str) -> None:
-    """D knows the token before P has granted it. D's engine has no other request, and takes steps until it is done."""
+    """D knows the token before P has granted it."""
     p, d, params = legs(group, extra={"plane": plane}, max_batched=128)
     request_id = ask(d, params)
     leg = p.add(IDS, TO_P)
     p.step()
-    eventually(lambda: any(meeting.answer for meeting in transfer_thread_of(d)._meetings.open.values()) or stalled(d))
+    eventually(lambda: any(meeting.answer for meeting in transfer_thread_of(d)._finder.open.values()) or stalled(d))
     d.abort(request_id)
     while d.scheduler.has_requests():
         d.step()
@@ -193,7 +216,7 @@ def test_a_d_that_is_aborted_after_p_has_begun_releases_the_lease(group: EngineG
 
 def stalled(d: Engine) -> bool:
     """Whether D's first rank has a result that D's engine has not taken."""
-    return bool(transfer_thread_of(d).results._met)
+    return bool(transfer_thread_of(d).results._rendezvous)
 
 
 def test_a_p_that_aborts_lets_d_prefill_at_once(group: EngineGroup, lines: Lines) -> None:
@@ -217,7 +240,7 @@ def test_a_leg_that_never_comes(group: EngineGroup, lines: Lines) -> None:
 def test_p_answers_that_it_does_not_know_the_name_and_d_asks_again(group: EngineGroup) -> None:
     p, d, params = legs(group)
     request_id = ask(d, params)
-    meetings = transfer_thread_of(d)._meetings
+    meetings = transfer_thread_of(d)._finder
     for asked in (1, 2):
         eventually(lambda: questions(p) == 1)
         assert meetings._last == asked
@@ -365,11 +388,13 @@ def test_siblings_share_the_lease(group: EngineGroup) -> None:
     settle(p, d)
 
 
-def test_a_rejected_request_asks_and_leaves(group: EngineGroup) -> None:
+def test_a_rejected_request_releases_the_lease(group: EngineGroup) -> None:
     p, d, params = legs(group)
     d.add(IDS, params, rejected=True)
     settle(d)
-    eventually(lambda: questions(p) == 0 and not transfer_thread_of(d)._meetings.open)
+    leg = p.add(IDS, TO_P)
+    run([p], lambda: p.answers[leg].finish is not None)
+    settle(p)  # the lease is longer than any test
 
 
 def test_an_engine_in_which_all_requests_wait_does_not_spin(group: EngineGroup) -> None:
@@ -393,7 +418,7 @@ def test_one_rank_asks_for_all(group: EngineGroup, tp: tuple[int, int]) -> None:
     p, d = group.engine(0, tp=tp[0]), group.engine(1, tp=tp[1])
     request_id = d.add(IDS, to_d(p, transfer_id="tx"), max_tokens=4)
     d.step()
-    assert [bool(transfer_thread_of(d, rank)._meetings.open) for rank in range(d.tp)] == [True] + [False] * (d.tp - 1)
+    assert [bool(transfer_thread_of(d, rank)._finder.open) for rank in range(d.tp)] == [True] + [False] * (d.tp - 1)
     p.add(IDS, TO_P)
     run([p, d], lambda: d.answers[request_id].finish is not None)
     assert d.origins[request_id].theirs == len(IDS) - 1
@@ -465,7 +490,7 @@ def test_a_request_that_ends_while_the_page_is_fetched(group: EngineGroup) -> No
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"
         request_id = ask(d, by_page(p, SimpleNamespace(port=1), remote_bootstrap_addr=address))  # type: ignore[arg-type]
-        eventually(lambda: bool(transfer_thread_of(d)._meetings.open))
+        eventually(lambda: bool(transfer_thread_of(d)._finder.open))
         d.abort(request_id)
         settle(d)
-        eventually(lambda: not transfer_thread_of(d)._meetings.open)
+        eventually(lambda: not transfer_thread_of(d)._finder.open)
