@@ -18,7 +18,8 @@ from kvferry.connector.protocol.state_machine import Lifetime, Tick
 from kvferry.connector.protocol.step_plan import PeerEngine, RemoteLease, Rendezvous, RendezvousResult
 from kvferry.connector.transfer.link import Link
 from kvferry.connector.transfer.rank_context import RankContext
-from kvferry.transport.control.bootstrap import PageFetch, fetch_page, first_rank
+from kvferry.transport.control.bootstrap_fetch import PageFetch, fetch_page
+from kvferry.transport.control.bootstrap_page import first_rank
 from kvferry.transport.control.dialer import Connection
 from kvferry.transport.errors import KVFerryError, ProtocolError, TransportError, shortened
 

@@ -28,7 +28,8 @@ from kvferry.connector.vllm.callers import find_model_runner, find_scheduler
 from kvferry.connector.vllm.prometheus import KVFerryPromMetrics, KVFerryStats
 from kvferry.connector.vllm.step_load_recovery import StepLoadRecovery, filled_blocks
 from kvferry.connector.vllm.worker_meta import KVFerryWorkerMeta
-from kvferry.transport.control import bootstrap
+from kvferry.transport.control import bootstrap_page
+from kvferry.transport.control.bootstrap_server import BootstrapServer
 from kvferry.transport.host import host_id
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
         self._posted: StepPlan | None = None
         self._recovery: StepLoadRecovery | None = None
         self._steps: StepsInFlight | None = None
-        self._bootstrap: bootstrap.BootstrapServer | None = None
+        self._bootstrap: BootstrapServer | None = None
         if role == compat.KVConnectorRole.SCHEDULER:
             parallel = vllm_config.parallel_config
             self._alone = self.stepping_alone(parallel)
@@ -109,7 +110,7 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
             self._engine_id, self._dp_rank = str(transfer.engine_id), getattr(parallel, "data_parallel_index", 0)
             if settings.bootstrap_port and transfer.is_kv_producer:
                 port = settings.bootstrap_port + self._dp_rank
-                self._bootstrap = bootstrap.BootstrapServer(settings.side_channel_host, port)
+                self._bootstrap = BootstrapServer(settings.side_channel_host, port)
             if transfer.is_kv_consumer and fails:
                 logger.warning(
                     "kvferry: kv_load_failure_policy is 'fail', so a failed hand-over fails its request; "
@@ -223,7 +224,7 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
             self._scheduling.set_ranks(ours)
             if self._bootstrap is not None:
                 ranks = {(rank.tp_rank, rank.pp_rank): (rank.host, rank.port) for rank in ours}
-                self._bootstrap.publish(bootstrap.page(self._engine_id, self._dp_rank, ranks))
+                self._bootstrap.publish(bootstrap_page.page(self._engine_id, self._dp_rank, ranks))
         elif handshakes:
             logger.error(
                 "kvferry: the workers' addresses did not come (%s did); nothing can be handed over from here. "

@@ -12,16 +12,10 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from kvferry.transport.control import bootstrap
-from kvferry.transport.control.bootstrap import (
-    MAX_CONNECTIONS,
-    MAX_FETCHES,
-    BootstrapServer,
-    checked_url,
-    fetch,
-    first_rank,
-    page,
-)
+from kvferry.transport.control import bootstrap_fetch
+from kvferry.transport.control.bootstrap_fetch import MAX_FETCHES, fetch
+from kvferry.transport.control.bootstrap_page import checked_url, first_rank, page
+from kvferry.transport.control.bootstrap_server import MAX_CONNECTIONS, BootstrapServer
 from kvferry.transport.errors import ConfigError, ProtocolError
 
 RANKS = {(0, 0): ("10.0.0.1", 5600), (1, 0): ("10.0.0.1", 5601), (0, 1): ("fd00::2", 5600)}
@@ -104,7 +98,7 @@ def test_a_good_address() -> None:
 
 
 def test_a_page_that_is_too_large(server: BootstrapServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bootstrap, "MAX_PAGE_BYTES", 10)
+    monkeypatch.setattr(bootstrap_fetch, "MAX_PAGE_BYTES", 10)
     server.publish(b"x" * 11)
     with pytest.raises(OSError, match="more than 10 bytes"):
         fetch("127.0.0.1", server.port)
@@ -131,9 +125,9 @@ def raw_server(*answers: bytes) -> Iterator[int]:
         thread.join()
 
 
-def fetched(port: int) -> bootstrap.PageFetch:
+def fetched(port: int) -> bootstrap_fetch.PageFetch:
     done = threading.Event()
-    page_fetch = bootstrap.fetch_page(f"http://127.0.0.1:{port}", lambda address: "", done.set)
+    page_fetch = bootstrap_fetch.fetch_page(f"http://127.0.0.1:{port}", lambda address: "", done.set)
     assert done.wait(60.0)
     return page_fetch
 
@@ -151,7 +145,7 @@ def test_pages_that_the_library_cannot_read_end_no_thread(
         raise ValueError("invalid literal")
 
     with monkeypatch.context() as patched:
-        patched.setattr(bootstrap, "fetch", broken)
+        patched.setattr(bootstrap_fetch, "fetch", broken)
         for _ in range(MAX_FETCHES):
             assert "cannot be fetched: " in fetched(server.port).error
     server.publish(b"{}")
@@ -165,11 +159,37 @@ def test_a_thread_that_an_error_ends_makes_room_for_another(server: BootstrapSer
 
     server.publish(b"{}")
     for _ in range(MAX_FETCHES):
-        bootstrap.fetch_page(f"http://127.0.0.1:{server.port}", lambda address: "", broken)
+        bootstrap_fetch.fetch_page(f"http://127.0.0.1:{server.port}", lambda address: "", broken)
         for thread in threading.enumerate():
-            if getattr(thread, "_target", None) is bootstrap._serve_fetches:
+            if getattr(thread, "_target", None) == bootstrap_fetch._fetches._serve:
                 thread.join()
     assert fetched(server.port).content == b"{}"
+
+
+@pytest.mark.parametrize(
+    "head", [b"HTTP/1.1 200 OK\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n", b""]
+)
+def test_a_page_that_never_ends(head: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server sends a byte now and then, so that no read is silent for long."""
+    monkeypatch.setattr(bootstrap_fetch, "FETCH_SECONDS", 0.5)
+    ended = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def drip() -> None:
+            connection = listener.accept()[0]
+            with connection, suppress(OSError):
+                connection.sendall(head)
+                while not ended.wait(0.02):
+                    connection.sendall(b"x")
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        try:
+            with suppress(OSError):
+                assert len(fetch("127.0.0.1", listener.getsockname()[1])) < 1000
+        finally:
+            ended.set()
+            thread.join()
 
 
 def test_what_listens_is_no_web_server() -> None:

@@ -94,10 +94,10 @@ def test_many_names_hold_up_nobody_and_start_few_threads(keys, monkeypatch):
     assert time.monotonic() - begun < 1
     assert threading.active_count() <= threads + lookup.MAX_THREADS
     assert all(link.send(MESSAGE) for link in links)
-    monkeypatch.setattr(lookup, "MAX_WAITING", 300)
+    monkeypatch.setattr(lookup._lookups, "_most_waiting", 300)
     for _ in range(9):
         links.append(dialer.connect("one-more.example", 1, key=key, timeout=300))
-    assert links[-1].lost and "300 names wait to be looked up" in links[-1].reason
+    assert links[-1].lost and f"{lookup.MAX_WAITING} names wait to be looked up" in links[-1].reason
     answer.set()
     assert until(lambda: (dialer.progress(), all(link.lost for link in links))[1])
     assert "cannot be resolved (" in links[0].reason

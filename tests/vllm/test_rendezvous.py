@@ -17,8 +17,8 @@ from kvferry.connector.protocol import messages
 from kvferry.connector.protocol import rendezvous as rendezvous_states
 from kvferry.connector.protocol.request_lifetime import RequestPhase
 from kvferry.connector.transfer import rendezvous
-from kvferry.transport.control import bootstrap
-from kvferry.transport.control.bootstrap import BootstrapServer
+from kvferry.transport.control import bootstrap_page
+from kvferry.transport.control.bootstrap_server import BootstrapServer
 from tests.vllm.engine_group import EngineGroup, Lines
 from tests.vllm.labelled import prompt
 from tests.vllm.stepped import PREFILL, Engine, eventually, let_time_pass, run, settle, transfer_thread_of
@@ -339,6 +339,7 @@ def test_a_name_goes_to_the_next_prompt_in_the_plan_in_which_the_first_one_ends(
     p.step()
     p.abort(first)
     leg = p.add(IDS, TO_P)
+    p.step()
     request_id = ask(d, params)
     run([p, d], lambda: d.answers[request_id].finish is not None)
     assert d.origins[request_id].theirs == len(IDS) - 1 and p.answers[leg].finish is not None
@@ -449,7 +450,7 @@ def by_page(p: Engine, page: BootstrapServer, **more: Any) -> dict[str, Any]:
 def publish(p: Engine, page: BootstrapServer) -> None:
     address = p.workers[0].connector.get_handshake_metadata().address
     engine_id = p.config.kv_transfer_config.engine_id
-    page.publish(bootstrap.page(engine_id, 0, {(0, 0): (address.host, address.port)}))
+    page.publish(bootstrap_page.page(engine_id, 0, {(0, 0): (address.host, address.port)}))
 
 
 def test_p_is_found_by_its_bootstrap_page(group: EngineGroup, page: BootstrapServer) -> None:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-import threading
-from collections import deque
 from collections.abc import Callable
+
+from kvferry.transport.control.blocking_calls import BlockingCalls
 
 MAX_THREADS = 8
 MAX_WAITING = 1024
@@ -33,40 +33,23 @@ class Lookup:
         self.address = ""
         self.error = ""
         self.done = False
-        self.on_done = on_done
+        self._on_done = on_done
+
+    def run(self) -> None:
+        try:
+            self.address = str(socket.getaddrinfo(self.host, None, type=socket.SOCK_STREAM)[0][4][0])
+        except (OSError, UnicodeError) as error:
+            self.error = str(error)
+        self.done = True
+        self._on_done()
 
 
-_lock = threading.Lock()
-_waiting: deque[Lookup] = deque()
-_threads = 0
+_lookups = BlockingCalls("kvferry-lookup", MAX_THREADS, MAX_WAITING)
 
 
 def look_up(host: str, on_done: Callable[[], None]) -> Lookup:
     """Begin to look up a name. ``on_done`` is called from another thread."""
-    global _threads  # noqa: PLW0603
     lookup = Lookup(host, on_done)
-    with _lock:
-        if len(_waiting) >= MAX_WAITING:
-            lookup.error, lookup.done = f"{MAX_WAITING} names wait to be looked up", True
-            return lookup
-        _waiting.append(lookup)
-        if _threads < MAX_THREADS:
-            threading.Thread(target=_serve, name="kvferry-lookup", daemon=True).start()
-            _threads += 1
+    if not _lookups.start(lookup.run):
+        lookup.error, lookup.done = f"{MAX_WAITING} names wait to be looked up", True
     return lookup
-
-
-def _serve() -> None:
-    global _threads  # noqa: PLW0603
-    while True:
-        with _lock:
-            if not _waiting:
-                _threads -= 1
-                return
-            lookup = _waiting.popleft()
-        try:
-            lookup.address = str(socket.getaddrinfo(lookup.host, None, type=socket.SOCK_STREAM)[0][4][0])
-        except (OSError, UnicodeError) as error:
-            lookup.error = str(error)
-        lookup.done = True
-        lookup.on_done()

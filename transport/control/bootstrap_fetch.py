@@ -1,0 +1,103 @@
+"""D's requests for bootstrap pages. P's address comes from a client, so everything about an answer is bounded."""
+
+from __future__ import annotations
+
+import http.client
+import ipaddress
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+from kvferry.transport.control.blocking_calls import BlockingCalls
+from kvferry.transport.control.bootstrap_page import PATH, checked_url
+from kvferry.transport.errors import ProtocolError, quoted
+
+READ_SECONDS = 5.0
+"""How long a connection may be silent."""
+FETCH_SECONDS = 10.0
+"""How long the fetch of one page may take."""
+MAX_PAGE_BYTES = 1 << 20
+MAX_FETCHES = 4
+"""Pages that are fetched at once."""
+MAX_WAITING = 256
+"""Pages that wait to be fetched; further ones are refused at once."""
+
+
+def fetch(address: str, port: int) -> bytes:
+    """The page at a numeric address. Blocks for ``FETCH_SECONDS`` at most.
+
+    Raises:
+        OSError: there is none.
+    """
+    ipaddress.ip_address(address)
+    connection = http.client.HTTPConnection(address, port)
+    connection.sock = socket.create_connection((address, port), READ_SECONDS)
+    # Else a server could send byte by byte for ever. http.client forgets the socket where the length is not told.
+    connected = connection.sock.dup()
+    deadline = threading.Timer(FETCH_SECONDS, _shut, (connected,))
+    deadline.daemon = True
+    deadline.start()
+    try:
+        connection.request("GET", PATH)
+        answer = connection.getresponse()
+        if answer.status != http.HTTPStatus.OK:
+            raise OSError(f"the bootstrap page answers {answer.status}")
+        if answer.getheader("Transfer-Encoding") is not None:  # http.client does not bound what it reads of a chunk
+            raise OSError("the bootstrap page has a Transfer-Encoding, expected none")
+        content = answer.read(MAX_PAGE_BYTES + 1)
+    except http.client.HTTPException as error:
+        raise OSError(f"the bootstrap page does not answer in HTTP: {type(error).__name__}") from None
+    finally:
+        deadline.cancel()
+        connected.close()
+        connection.close()
+    if len(content) > MAX_PAGE_BYTES:
+        raise OSError(f"the bootstrap page has more than {MAX_PAGE_BYTES} bytes")
+    return content
+
+
+def _shut(connected: socket.socket) -> None:
+    with suppress(OSError):
+        connected.shutdown(socket.SHUT_RDWR)
+
+
+class PageFetch:
+    """One page, fetched by a thread. ``done``: then either ``content`` is the page, or ``error`` says why there is
+    none."""
+
+    def __init__(self, url: str, refusal: Callable[[str], str], on_done: Callable[[], None]) -> None:
+        self.url, self.content, self.error, self.done = url, b"", "", False
+        self._refusal, self._on_done = refusal, on_done
+
+    def run(self) -> None:
+        try:
+            host, port = checked_url(self.url)
+            address = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
+            self.error = self._refusal(address)
+            if not self.error:
+                self.content = fetch(address, port)
+        except (OSError, UnicodeError, ProtocolError) as error:
+            self.error = str(error)
+        except Exception as error:  # whatever P makes the library raise: the request must not wait for ever
+            self.error = f"the bootstrap page cannot be fetched: {quoted(repr(error)[:200])}"
+        finally:
+            self.done = True
+            self._on_done()
+
+
+_fetches = BlockingCalls("kvferry-bootstrap", MAX_FETCHES, MAX_WAITING)
+
+
+def fetch_page(url: str, refusal: Callable[[str], str], on_done: Callable[[], None]) -> PageFetch:
+    """Begin to fetch a page.
+
+    Args:
+        url: as ``checked_url`` takes it.
+        refusal: why there must be no connection to a numeric address; empty where there may be one.
+        on_done: called from another thread.
+    """
+    page_fetch = PageFetch(url, refusal, on_done)
+    if not _fetches.start(page_fetch.run):
+        page_fetch.error, page_fetch.done = f"{MAX_WAITING} bootstrap pages wait to be fetched", True
+    return page_fetch
