@@ -266,8 +266,10 @@ class TransferThread:
                 self._try("the prompts of a step", partial(self._producer.computing.plan, plan.chunks, step, now))
             for request_id in plan.cancels:  # first: they are of earlier plans' loads, also where an id comes again
                 self._try(request_id, partial(self._consumer.cancel, request_id, now))
+            if self._finder.open:
+                for keep in plan.keeps:
+                    self._finder.taken(keep.request_id, now)
             for keep in plan.keeps:
-                self._finder.taken(keep.request_id, now)
                 self._try(keep, partial(self._consumer.keep, keep, now))
             for request_id in plan.left:
                 self._try(request_id, partial(self._finder.leave, request_id, now))
