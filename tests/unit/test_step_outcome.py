@@ -94,13 +94,20 @@ def test_what_is_given_up_fails_after_its_copies_have_ended() -> None:
     assert outcome.standing() == {"a"}
 
 
+def until_moved(outcome: StepOutcome, copy: Copy) -> bool:
+    """As the engine waits for a portion: each wait is short, so that it sees whether the transfer thread is alive."""
+    while not outcome.wait_moved([(copy, 1)], LONG):
+        pass
+    return True
+
+
 def test_the_engine_waits_for_portions() -> None:
     """Until those that it asks for have ended; the rest may be under way."""
     ours, copy = load(), Copy()
     copy.ends = (10, 20, 30)
     outcome = outcome_of(ours)
     outcome.begun(ours, None, [copy])
-    engine = Aside(lambda: outcome.wait_moved([(copy, 1)], LONG))
+    engine = Aside(lambda: until_moved(outcome, copy))
     copy.moved = 15
     outcome.moved()
     assert engine.waits and copy.has_ended(0) and not copy.has_ended(1)
@@ -117,7 +124,7 @@ def test_the_engine_waits_for_no_portion_of_a_load_that(monkeypatch: pytest.Monk
     copy.ends = (10, 20)
     outcome = outcome_of(ours, alive=lambda: alive[0])
     outcome.begun(ours, None, [copy])
-    engine = Aside(lambda: any(outcome.wait_moved([(copy, 1)], LONG) for _ in iter(int, 1)))  # each wait is short
+    engine = Aside(lambda: until_moved(outcome, copy))
     if how == "failed":
         copy.done, copy.error = True, "planted"
         outcome.ended(ours, False)
