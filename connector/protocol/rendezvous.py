@@ -46,11 +46,12 @@ class RendezvousPhase(enum.Enum):
 
 class RendezvousState(msgspec.Struct, frozen=True):
     """State. ``retry_at``: when D asks again, in seconds as ``now``; ``None`` while a question is open, or none is
-    needed. ``until``: when LEFT ends."""
+    needed. ``until``: when LEFT ends. ``lost``: whether the connection to P was lost once."""
 
     phase: RendezvousPhase = RendezvousPhase.FINDING
     retry_at: float | None = None
     until: float = 0.0
+    lost: bool = False
 
 
 _R = RendezvousPhase
@@ -85,7 +86,13 @@ class PlaneFound(msgspec.Struct, frozen=True):
 
 
 class PeerFailed(msgspec.Struct, frozen=True):
-    """P cannot be reached, or D cannot use what P has sent."""
+    """P cannot be found, or D cannot use what P has sent."""
+
+    why: str
+
+
+class ContactLost(msgspec.Struct, frozen=True):
+    """The connection to P could not be made, or has ended. A busy P may have ended it: D connects once more."""
 
     why: str
 
@@ -98,7 +105,9 @@ class NameLeft(msgspec.Struct, frozen=True):
     """The request does not need the answer any more."""
 
 
-RendezvousEvent = PeerLocated | NameResolved | NameUnresolved | PlaneFound | PeerFailed | AnswerTaken | NameLeft | Tick
+RendezvousEvent = (
+    PeerLocated | NameResolved | NameUnresolved | PlaneFound | PeerFailed | ContactLost | AnswerTaken | NameLeft | Tick
+)
 
 # --- effects ----------------------------------------------------------------------------------------------------
 
@@ -160,6 +169,13 @@ def _report_found(*, streams: bool) -> Outcome:
 
 def _await_grant(*effects: RendezvousEffect) -> Outcome:
     return RendezvousState(RendezvousPhase.AWAITING_GRANT), (*effects, AskName("granted"))
+
+
+def _contact_lost(state: RendezvousState, event: RendezvousEvent, now: float) -> Outcome:
+    assert isinstance(event, ContactLost)
+    if state.lost:
+        return _ended(ReportLost(event.why))
+    return replace(state, lost=True, retry_at=now + RETRY_SECONDS), ()
 
 
 def _located(state: RendezvousState, event: RendezvousEvent, now: float) -> Outcome:
@@ -245,6 +261,7 @@ RENDEZVOUS: TransitionTable[RendezvousState, RendezvousEvent, RendezvousEffect] 
         (_ASKING, (NameUnresolved,), _unresolved),
         (_ASKING, (Tick,), _retry),
         (_WAITING, (PeerFailed,), _failed),
+        (_ASKING, (ContactLost,), _contact_lost),
         ((_R.LOCATING,), (NameLeft,), _end),
         ((_R.FINDING,), (NameLeft,), _left),
         ((_R.AWAITING_GRANT,), (NameLeft,), _left_grant),
@@ -252,7 +269,7 @@ RENDEZVOUS: TransitionTable[RendezvousState, RendezvousEvent, RendezvousEffect] 
         ((_R.LEFT,), (NameResolved,), _left_known),
         ((_R.LEFT,), (NameUnresolved,), _left_unresolved),
         ((_R.LEFT,), (Tick,), _left_tick),
-        ((_R.LEFT,), (PeerFailed,), _end),
+        ((_R.LEFT,), (PeerFailed, ContactLost), _end),
         ((_R.FOUND,), (AnswerTaken,), _end),
         # An answer may come twice, or late; links may be ready before they are needed.
         (RendezvousPhase, get_args(RendezvousEvent), ignore),

@@ -143,7 +143,7 @@ class PromptFinder:
                     self._reply(contact, messages.decode_reply(frames), now)
                 except ProtocolError as error:
                     self._rank_context.stats.dropped("malformed reply")
-                    self._fail(contact, str(error), now)
+                    self._fail(contact, str(error), now, rendezvous.PeerFailed)
             if contact.connection.lost:
                 self._fail(contact, contact.connection.reason or "the peer is gone", now)
         for search in list(self.open.values()):
@@ -215,7 +215,8 @@ class PromptFinder:
 
     def _reply(self, contact: _Contact, reply: messages.Reply, now: float) -> None:
         if isinstance(reply, messages.Refused):  # of another version; it has no number
-            self._fail(contact, f"its {reply.field} is {shortened(reply.ours)}, ours {shortened(reply.theirs)}", now)
+            why = f"its {reply.field} is {shortened(reply.ours)}, ours {shortened(reply.theirs)}"
+            self._fail(contact, why, now, rendezvous.PeerFailed)
             return
         if not isinstance(reply, messages.Resolved | messages.Unresolved):
             return
@@ -229,9 +230,15 @@ class PromptFinder:
             search.answer = reply
             self._step(search, rendezvous.NameResolved(reply.granted, reply.streams), now)
 
-    def _fail(self, contact: _Contact, why: str, now: float) -> None:
+    def _fail(
+        self,
+        contact: _Contact,
+        why: str,
+        now: float,
+        event: type[rendezvous.PeerFailed | rendezvous.ContactLost] = rendezvous.ContactLost,
+    ) -> None:
         for search in [each for each in (*self.open.values(), *self.left) if each.contact is contact]:
-            self._step(search, rendezvous.PeerFailed(f"{search.where} cannot be asked for the lease: {why}"), now)
+            self._step(search, event(f"{search.where} cannot be asked for the lease: {why}"), now)
 
     def _look_at_links(self, search: _Search, now: float) -> None:
         phases = {link.phase for link in search.links}
@@ -250,7 +257,8 @@ class PromptFinder:
             (self.left.add if phase is RendezvousPhase.LEFT else self.left.discard)(search)
         for effect in effects:
             self._perform(search, effect, now)
-        if phase is not before and phase in (RendezvousPhase.FOUND, RendezvousPhase.ENDED):
+        answered = phase is not before and phase in (RendezvousPhase.FOUND, RendezvousPhase.ENDED)
+        if answered or isinstance(event, rendezvous.ContactLost):
             self._forget_question(search)
 
     def _forget_question(self, search: _Search) -> None:
@@ -297,7 +305,7 @@ class PromptFinder:
         connection = search.contact.connection
         if not connection.send(messages.encode(question)):
             why = connection.reason or "its control connection takes no more messages"
-            self._step(search, rendezvous.PeerFailed(f"{search.where} cannot be asked for the lease: {why}"), now)
+            self._step(search, rendezvous.ContactLost(f"{search.where} cannot be asked for the lease: {why}"), now)
 
     def _release_unneeded(self, search: _Search, now: float) -> None:
         """Release the lease for all ranks of D, unless another request of the same prompt needs it (``n > 1``)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.served import (
+    Count,
     Pair,
     PatientServerGroup,
     complete,
@@ -27,6 +29,8 @@ from tests.support.served import (
 from tests.support.server import metric_sum
 
 pytestmark = [pytest.mark.engine, pytest.mark.engines, pytest.mark.timeout(600)]
+SEEDS = itertools.count(9000)
+"""Of prompts that no prefix cache has."""
 
 
 @pytest.fixture(scope="module", params=["tcp"])
@@ -41,16 +45,18 @@ def pair(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.T
 
 
 def identity_of(pair: Pair) -> dict[str, Any]:
-    """What a router knows of P from an earlier answer, whose lease D has released."""
-    ids = prompt(40, 3)
+    """What a router knows of P from an earlier answer, whose lease D has released. All of it is counted."""
+    ids, before = prompt(40, next(SEEDS)), count(pair.decode)
     known = prefill_leg(pair.prefill, ids)
     complete(pair.decode, ids, kv_transfer_params=known)
+    counted(pair.decode, before, len(ids))
     return known
 
 
-def both_legs(pair: Pair, ids: list[int], first: str, named: str, name: str) -> list[list[int]]:
-    """Send both legs of a request at once, the ``first`` one a moment earlier; the tokens of D's answer."""
-    known = identity_of(pair)
+def both_legs(pair: Pair, ids: list[int], first: str, named: str, name: str) -> tuple[list[list[int]], Count]:
+    """Send both legs of a request at once, the ``first`` one a moment earlier; the tokens of D's answer, and what D had
+    counted before."""
+    known, before = identity_of(pair), count(pair.decode)
     assert known["transfer_mode"] == "push"
     identity = {key: known[key] for key in ("remote_engine_id", "remote_host", "remote_port", "tp_size")}
     own = {named: name}
@@ -77,7 +83,7 @@ def both_legs(pair: Pair, ids: list[int], first: str, named: str, name: str) -> 
         answers[other] = pool.submit(send, other)
         tokens = tokens_of(answers["D"].result())
         answers["P"].result()
-    return tokens
+    return tokens, before
 
 
 @pytest.mark.parametrize("first", ["P", "D"])
@@ -85,8 +91,8 @@ def both_legs(pair: Pair, ids: list[int], first: str, named: str, name: str) -> 
 def test_both_legs_at_once(pair: Pair, first: str, named: str) -> None:
     ids, name = prompt(1500, sum(map(ord, first + named))), str(uuid.uuid4())
     alone = tokens_of(complete(pair.decode, ids, cache_salt=name))
-    before = count(pair.decode)
-    assert both_legs(pair, ids, first, named, name) == alone
+    tokens, before = both_legs(pair, ids, first, named, name)
+    assert tokens == alone
     assert counted(pair.decode, before, len(ids)).failed == 0
     assert differ(records(pair.decode), records(pair.prefill), ids) is None
     no_block_held(pair.prefill, pair.decode)
@@ -100,8 +106,7 @@ def test_bytes_leave_while_p_computes(pair: Pair) -> None:
 
     for number in range(20):
         ids, name = prompt(1800, 200 + number), str(uuid.uuid4())
-        before = count(pair.decode)
-        both_legs(pair, ids, "D", "transfer_id", name)
+        _, before = both_legs(pair, ids, "D", "transfer_id", name)
         assert counted(pair.decode, before, len(ids)).failed == 0
         assert differ(records(pair.decode), records(pair.prefill), ids) is None
         no_block_held(pair.prefill, pair.decode)

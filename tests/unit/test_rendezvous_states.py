@@ -66,12 +66,24 @@ def test_a_p_that_must_be_found_first_is_asked_then() -> None:
     assert r.RENDEZVOUS.step(state, r.PeerFailed("why"), 0.0)[1] == (r.ReportLost("why"),)
 
 
+@pytest.mark.parametrize("way", [(), (r.NameResolved(False, False),)])
+def test_a_connection_that_is_lost_once_is_made_again(way: tuple[r.RendezvousEvent, ...]) -> None:
+    state = r.RendezvousState()
+    for event in way:
+        state, _ = r.RENDEZVOUS.step(state, event, 0.0)
+    lost, effects = r.RENDEZVOUS.step(state, r.ContactLost("busy"), 1.0)
+    assert (lost.phase, effects) == (state.phase, ())
+    again, effects = r.RENDEZVOUS.step(lost, Tick(), 1.0 + r.RETRY_SECONDS)
+    assert effects == ((GRANTED,) if way else (BEGUN,))
+    assert r.RENDEZVOUS.step(again, r.ContactLost("gone"), 2.0)[1] == (r.ReportLost("gone"),)
+
+
 EVENTS: Any = st.sampled_from(
     [
         r.PeerLocated(),
         r.NameResolved(True, False), r.NameResolved(False, True), r.NameResolved(False, False), r.PeerFailed("p"),
         r.NameUnresolved(True, "why"), r.NameUnresolved(False), r.PlaneFound(True), r.PlaneFound(False), Tick(),
-        r.NameLeft(), r.AnswerTaken(),
+        r.NameLeft(), r.AnswerTaken(), r.ContactLost("lost"),
     ]
 )  # fmt: skip
 

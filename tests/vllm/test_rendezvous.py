@@ -165,9 +165,9 @@ def test_a_p_that_sends_what_nobody_waits_for_is_hung_up_on(
     eventually(lambda: questions(p) == 1)
     (held,) = transfer_thread_of(p)._producer._named.held.values()
     abort_and_wait(p, d, request_id)
-    meetings = transfer_thread_of(d)._finder
-    (contact,) = meetings.contacts.values()
-    assert not meetings.open
+    finder = transfer_thread_of(d)._finder
+    (contact,) = finder.contacts.values()
+    assert not finder.open
     producer = transfer_thread_of(p)._producer
 
     def serve(now: float) -> bool:
@@ -175,7 +175,7 @@ def test_a_p_that_sends_what_nobody_waits_for_is_hung_up_on(
         return bool(type(producer).serve(producer, now))
 
     producer.serve = serve
-    eventually(lambda: not meetings.contacts)
+    eventually(lambda: not finder.contacts)
     del producer.serve
     assert not contact.connection._inbox and contact.connection.lost
     request_id = ask(d, params)  # over another connection
@@ -240,12 +240,12 @@ def test_a_leg_that_never_comes(group: EngineGroup, lines: Lines) -> None:
 def test_p_answers_that_it_does_not_know_the_name_and_d_asks_again(group: EngineGroup) -> None:
     p, d, params = legs(group)
     request_id = ask(d, params)
-    meetings = transfer_thread_of(d)._finder
+    finder = transfer_thread_of(d)._finder
     for asked in (1, 2):
         eventually(lambda: questions(p) == 1)
-        assert meetings._last == asked
+        assert finder._last == asked
         let_time_pass(p, 700.0 * asked)  # P has held the question long enough
-        eventually(lambda before=asked: meetings._last > before)  # type: ignore[misc]
+        eventually(lambda before=asked: finder._last > before)  # type: ignore[misc]
     leg = p.add(IDS, TO_P)
     run([p, d], lambda: d.answers[request_id].finish is not None)
     assert p.answers[leg].finish and d.origins[request_id].theirs == len(IDS) - 1
@@ -261,6 +261,21 @@ def test_a_p_that_ends(group: EngineGroup, lines: Lines) -> None:
     assert d.origins[request_id].theirs == 0
     assert lines("prefills locally: P at 127.0.0.1", "cannot be asked for the lease")
     settle(d)
+
+
+def test_a_p_that_ends_the_connection_is_asked_once_more(group: EngineGroup) -> None:
+    """As a P does whose port strangers flood."""
+    p, d, params = legs(group)
+    request_id = ask(d, params)
+    eventually(lambda: questions(p) == 1)
+    finder = transfer_thread_of(d)._finder
+    (contact,) = finder.contacts.values()
+    contact.connection.lose("ended by P")
+    eventually(lambda: contact not in finder.contacts.values() and questions(p) == 2)  # P has not noticed the end
+    p.add(IDS, TO_P)
+    run([p, d], lambda: d.answers[request_id].finish is not None)
+    assert d.origins[request_id].theirs == len(IDS) - 1
+    settle(p, d)
 
 
 def test_another_engine_at_p_s_address(group: EngineGroup, lines: Lines) -> None:
