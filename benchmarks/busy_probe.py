@@ -298,9 +298,9 @@ def watch_steps(worker: Any, notes: CopyNotes) -> None:
                 notes.requests.setdefault(name, {})["posted"] = time.monotonic()
         post(self, plan)
 
-    def beginning(self: Any) -> None:
+    def beginning(self: Any, **options: Any) -> None:
         bound = time.monotonic()
-        begin(self)
+        begin(self, **options)
         for name in inside:
             notes.requests.setdefault(name, {}).update(bound=bound, launched=time.monotonic())
 
