@@ -8,6 +8,7 @@ from typing import Annotated, NoReturn
 import typer
 import zmq
 
+from kvferry.connector.bench_command import bench
 from kvferry.connector.plan_command import plan
 from kvferry.transport.control.key_file import make_key_file
 from kvferry.transport.errors import UsageError
@@ -82,6 +83,7 @@ def top(
         _wrong_usage(str(error))
 
 
+app.command()(bench)
 app.command()(plan)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from math import inf
 from pathlib import Path
@@ -14,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kvferry.connector.command_files import read_file, read_model_config, write_file
 from kvferry.connector.config import Settings
 from kvferry.connector.planning.deployment import Deployment
 from kvferry.connector.planning.fleet import EngineModel
@@ -28,7 +28,6 @@ from kvferry.transport.errors import ConfigError, KVFerryError, PlaneUnavailable
 from kvferry.transport.registry import best_slot_bytes, best_staging_bytes, plane_spec
 
 PROMPTS = (128, 1024, 8192, 32768)
-MAX_FILE = 1 << 30
 UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 BAD_INPUT, TARGETS_MISSED = 2, 1
 
@@ -67,7 +66,7 @@ def plan(
         str | None, typer.Option(help="bytes per second of the link of one rank, as in 12.5GB/s; unset: no bound")
     ] = None,
     calibration: Annotated[
-        Path | None, typer.Option(help="costs of the planes, as benchmarks/plan_accuracy.py --calibration writes them")
+        Path | None, typer.Option(help="costs of the planes, as kvferry bench --calibration writes them")
     ] = None,
     prompt: Annotated[list[int] | None, typer.Option(help="tokens of a prompt; may be repeated")] = None,
     trace: Annotated[Path | None, typer.Option(help="a trace in Mooncake's form: simulate a fleet under it")] = None,
@@ -90,9 +89,9 @@ def plan(
 ) -> None:
     """Plan hand-overs of two deployments: who reads what from whom, bytes, time; with --trace the size of a fleet."""
     try:
-        costs_by_plane = default_calibration() if calibration is None else decoded_calibration(_read(calibration))
+        costs_by_plane = default_calibration() if calibration is None else decoded_calibration(read_file(calibration))
         costs = costs_by_plane.costs(plane)
-        shape = model_shape(_config(model), kv_dtype)
+        shape = model_shape(read_model_config(model), kv_dtype)
         p, d = Deployment(p_tp, p_pp, p_block_size, p_layout), Deployment(d_tp, d_pp, d_block_size, d_layout)
         pair = Pair(shape, p, d, _slot_bytes(plane))
         rate = inf if link is None else bytes_per_second(link)
@@ -122,9 +121,9 @@ def plan(
             reads, plans, fleet,
         )  # fmt: skip
         if json_file is not None:
-            _write(json_file, msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
+            write_file(json_file, msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
         if plot is not None:
-            _write(plot, _plotted(plans, plane).encode())
+            write_file(plot, _plotted(plans, plane).encode())
     except KVFerryError as error:
         typer.echo(f"kvferry: {error}", err=True)
         raise typer.Exit(BAD_INPUT) from None
@@ -155,29 +154,9 @@ def _check_positive(values: dict[str, float]) -> None:
             raise ConfigError(f"{name} is {value:g}, expected a number above 0")
 
 
-def _read(path: Path) -> bytes:
-    try:
-        if path.stat().st_size > MAX_FILE:
-            raise ConfigError(f"{path} has more than {MAX_FILE >> 20} MiB; give a smaller file")
-        return path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}; name another file") from None
-
-
-def _config(path: Path) -> dict[str, Any]:
-    path = path / "config.json" if path.is_dir() else path
-    try:
-        config = json.loads(_read(path))
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is no JSON: {error}; give the config.json of a model") from None
-    if not isinstance(config, dict):
-        raise ConfigError(f"{path} has no JSON object; give the config.json of a model")
-    return config
-
-
 def _trace(path: Path) -> Any:
     try:
-        return parsed_trace(_read(path).splitlines())
+        return parsed_trace(read_file(path).splitlines())
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}" if str(path) not in str(error) else str(error)) from None
 
@@ -263,10 +242,3 @@ def _plotted(plans: list[PromptPlan], plane: str) -> str:
         "prefill": [(float(one.tokens), one.prefill_seconds) for one in plans],
     }
     return svg_chart(f"Hand-over over {plane}", "prompt tokens", "seconds", lines)
-
-
-def _write(path: Path, content: bytes) -> None:
-    try:
-        path.write_bytes(content)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}; name a file in another directory") from None

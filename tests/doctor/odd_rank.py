@@ -1,4 +1,4 @@
-"""The self-test's rank with a small cache, and on demand with a fault: ``python odd_rank.py FAULT SIDE PLANE``."""
+"""A rank of a pair, on demand with a fault: ``python odd_rank.py FAULT``."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ from typing import Any
 
 import torch
 
-from kvferry.connector.doctor import self_test_rank as rank
+from kvferry.connector.rank_pair import rank
 
-rank.BLOCKS = 8
-rank.TOKENS = rank.BLOCKS * rank.BLOCK_TOKENS
 FAULT = sys.argv[1]
 
 
-class OddRank(rank.SelfTestRank):
+class OddRank(rank.PairRank):
     """A rank that does one thing wrong, over the plane ``shm``."""
 
     def __init__(self, **options: Any) -> None:
@@ -26,21 +24,21 @@ class OddRank(rank.SelfTestRank):
     def do_fill(self, salt: int) -> None:
         super().do_fill(salt)
         if self.fault == "flip":
-            self.caches[rank.NAMES[-1]].view(torch.uint8).view(-1)[12345] ^= 1
+            self.caches[self.form.names[-1]].view(torch.uint8).view(-1)[12345] ^= 1
 
-    def do_grant(self, request: str, token: str) -> None:
+    def do_grant(self, request: str, token: str, tokens: int) -> None:
         if self.fault == "die":
             os._exit(3)
         if self.fault != "no lease":
-            super().do_grant(request, token)
+            super().do_grant(request, token, tokens)
 
-    def do_differing(self, salt: int) -> int:
+    def do_differing(self, salt: int, tokens: int) -> int:
         if self.fault == "hang":
             time.sleep(600)
-        return super().do_differing(salt)
+        return super().do_differing(salt, tokens)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    rank.SelfTestRank = OddRank  # type: ignore[misc]
+    rank.PairRank = OddRank  # type: ignore[misc]
     rank.main()

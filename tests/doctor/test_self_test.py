@@ -12,14 +12,16 @@ import torch
 from kvferry.connector.doctor.findings import Level
 from kvferry.connector.doctor.planes import PlaneOnDevice
 from kvferry.connector.doctor.self_test import SelfTest
+from kvferry.connector.rank_pair.form import CacheForm
 from tests.doctor.planted import is_bad
 
+SMALL = CacheForm(tokens=128)
 CPU = torch.device("cpu")
 ODD = str(Path(__file__).with_name("odd_rank.py"))
 
 
 def run(fault: str, *planes: str, seconds: float = 120.0):
-    test = SelfTest("127.0.0.1", program=(sys.executable, ODD, fault), seconds=seconds, rounds=1)
+    test = SelfTest("127.0.0.1", program=(sys.executable, ODD, fault), form=SMALL, seconds=seconds, rounds=1)
     return list(test.run([PlaneOnDevice(plane, CPU) for plane in planes]))
 
 

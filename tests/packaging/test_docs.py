@@ -217,12 +217,13 @@ def test_threads_are_those_of_the_source() -> None:
     for tree in trees().values():
         for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
             name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
-            if name in ("Thread", "ThreadPoolExecutor", "__init__"):
+            if name in ("Thread", "ThreadPoolExecutor", "BlockingCalls", "__init__"):
                 values = [*call.args, *(keyword.value for keyword in call.keywords)]
                 names = [
                     node.value for node in values if isinstance(node, ast.Constant) and isinstance(node.value, str)
                 ]
-                assert names or name != "Thread", f"a thread without a name: {ast.unparse(call)}"
+                named = names or any(keyword.arg == "name" for keyword in call.keywords)
+                assert named or name != "Thread", f"a thread without a name: {ast.unparse(call)}"
                 started |= {text for text in names if text.startswith("kvferry-")}
     shown = {
         code for cell in cells("docs/architecture.md", 0) for code in CODE.findall(cell) if code.startswith("kvferry-")

@@ -21,6 +21,8 @@ FLOORS = (
     "transfer",
     "engine",
     "vllm",
+    "rank_pair",
+    "bench",
     "doctor",
     "top",
 )
@@ -40,7 +42,7 @@ def floor(parts: tuple[str, ...]) -> str | None:
     if parts[0] in ("transport", "kernels"):
         return parts[0]
     name = parts[1].removesuffix(".py") if len(parts) > 1 else ""
-    if name in ("cli", "plan_command"):
+    if name in ("cli", "plan_command", "bench_command", "command_files"):
         return COMMANDS
     return name if name in FLOORS else None
 

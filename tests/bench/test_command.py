@@ -1,0 +1,116 @@
+"""``kvferry bench``: for real between two processes, and every wrong input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from kvferry.connector import bench_command
+from kvferry.connector.bench.cells import Cell
+from kvferry.connector.cli import app
+from kvferry.connector.planning.calibrate import measured_costs
+from kvferry.connector.planning.time_model import decoded_calibration
+from kvferry.connector.rank_pair.form import CacheForm
+from kvferry.transport.errors import ConfigError
+
+SMALL = {
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "hidden_size": 64,
+    "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    return tmp_path
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["bench", *map(str, arguments)])
+
+
+def test_planes_are_measured_on_the_model_s_caches(model: Path, tmp_path: Path) -> None:
+    written, plot = tmp_path / "bench.json", tmp_path / "bench.svg"
+    done = run(
+        "--model", model, "--plane", "cma", "--plane", "tcp", "--prompt", 40, "--prompt", 100, "--rounds", 3,
+        "--d-layout", "HND", "--d-block-size", 32, "--json", written, "--plot", plot, "--device", "cpu",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    result = json.loads(written.read_text())
+    token = 2 * 2 * 2 * 16 * 2  # layers, heads, K and V, elements, bytes
+    assert [(row["plane"], row["tokens"], row["nbytes"]) for row in result["rows"]] == [
+        (plane, tokens, tokens * token) for plane in ("cma", "tcp") for tokens in (40, 100)
+    ]
+    for row in result["rows"]:
+        assert len(row["samples_ms"]) == 3 and row["samples_ms"] != [0] * 3
+        assert min(row["samples_ms"]) <= row["p50_ms"] <= row["p95_ms"] <= max(row["samples_ms"])
+    assert [ceiling["what"] for ceiling in result["ceilings"]] == ["one contiguous copy", "TCP over loopback"]
+    assert "TCP over loopback" in done.output and plot.read_text().startswith("<svg")
+
+
+def test_a_calibration_for_the_planner(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_command, "CALIBRATED_BYTES", 64 << 20)
+    monkeypatch.setattr(bench_command, "PIECES", (4096, 65536))
+    costs = tmp_path / "costs.json"
+    done = run("--model", model, "--plane", "shm", "--prompt", 16, "--rounds", 5, "--calibration", costs)
+    assert done.exit_code == 0, done.output
+    measured = decoded_calibration(costs.read_bytes()).costs("shm/host")
+    assert measured.fixed_seconds > 0 and measured.bytes_per_second.keys() == {4096, 65536} and measured.p95_ratio >= 1
+    plan = ["plan", "--model", str(model), "--prefill-tokens-per-second", "1000", "--calibration", str(costs)]
+    planned = CliRunner().invoke(app, [*plan, "--plane", "shm/host", "--prompt", "64"])
+    assert planned.exit_code == 0, planned.output
+
+
+def test_costs_of_known_times() -> None:
+    costs = measured_costs([1e-3, 3e-3, 2e-3], {4096: (1 << 20, [4e-3, 4e-3, 4e-3]), 65536: (1 << 20, [3e-3] * 3)})
+    assert costs.fixed_seconds == 2e-3 and costs.p95_ratio == 1.0
+    assert costs.bytes_per_second == {
+        4096: pytest.approx((1 << 20) / 2e-3, rel=1e-3), 65536: pytest.approx((1 << 20) / 1e-3, rel=1e-3)
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match="took no longer than empty ones"):
+        measured_costs([1.0], {4096: (10, [1.0])})
+
+
+def test_wrong_bytes_are_a_failure(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_command, "measure", lambda *_: [Cell("shm", 16, 100, [1.0, 2.0, 3.0], wrong=7)])
+    done = run("--model", model, "--plane", "shm", "--prompt", 16)
+    assert done.exit_code == 1 and "shm: 7 bytes are wrong on D" in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--plane", "tpc"], "tpc"),
+        (["--plane", "cuda_ipc", "--device", "cpu"], None),
+        (["--rounds", "2"], "--rounds is 2, expected 3 to 1000"),
+        (["--prompt", "0"], "--prompt is 0, expected 1 to"),
+        (["--prompt", str(1 << 30)], "--prompt is 1073741824, expected 1 to"),
+        (["--tp", "3"], "--tp is 3, expected a divisor of the 32 attention heads"),
+        (["--d-block-size", "0"], "a block size is 0, expected 1 to"),
+        (["--model", "nowhere"], "nowhere cannot be read: No such file"),
+        (["--prompt", "4000000"], "MiB are free; give a smaller --prompt"),
+        (["--device", "cuda"], "PyTorch sees no GPU; give --device cpu"),
+    ],
+)
+def test_wrong_input_is_one_line(arguments: list[str], said: str | None) -> None:
+    if "cuda" in arguments and torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    done = run(*arguments)
+    if said is None:
+        assert done.exit_code == 1 and "cuda_ipc: it carries no host memory" in done.output
+    else:
+        assert done.exit_code == 2 and said in done.output and len(done.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+def test_the_pattern_is_that_of_the_tokens(layout: Any) -> None:
+    """Each element is another, and the same token has the same elements in each form."""
+    one, two = CacheForm(2, 3, 4, 50, 16, layout), CacheForm(2, 3, 4, 50, 32, "HND")
+    assert torch.equal(one.pattern(1, 7)[:50], two.pattern(1, 7)[:50])
+    assert len(one.pattern(0, 1).unique()) == one.blocks * 16 * 3 * 4
+    assert not torch.equal(one.pattern(0, 1), one.pattern(0, 2)) and one.caches("cpu")["layer 0"].shape == (4, 3, 16, 4)
