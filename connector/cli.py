@@ -97,7 +97,7 @@ def router(
     connect_timeout: Annotated[float, typer.Option(help="seconds for a connection to an engine")] = 3.0,
     prefill_timeout: Annotated[float, typer.Option(help="seconds for P's answer, then decode only")] = 120.0,
     abandoned_prefill_timeout: Annotated[float, typer.Option(help="seconds for P's answer, client gone")] = 10.0,
-    health_interval: Annotated[float, typer.Option(min=0.1, help="seconds between health checks of an engine")] = 5.0,
+    health_interval: Annotated[float, typer.Option(min=0.1, help="seconds between checks of an engine, and for one")] = 5.0,
     max_requests: Annotated[int, typer.Option(min=1, help="requests in flight; more get 429")] = 4096,
     max_body_mib: Annotated[int, typer.Option(min=1, help="MiB of one request; more gets 413")] = 64,
     admin_token_file: Annotated[Path | None, typer.Option(help="its token may change engines at run time")] = None,

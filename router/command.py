@@ -52,7 +52,7 @@ def router(
     app = make_app(
         Router(EnginePool(*fixed), LegTimeouts(*timeouts), serial=serial, relay=relay),
         limits=Limits(max_requests, max_body_mib << 20),
-        checks=Checks(health_interval),
+        checks=Checks(health_interval, timeout=health_interval),
         sources=sources,
         admin_token=token,
     )

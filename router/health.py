@@ -15,11 +15,12 @@ log = logging.getLogger("kvferry.router")
 
 @dataclass(frozen=True)
 class Checks:
-    """``interval``: seconds between two checks of an engine, and that one check may take. ``failures``: so many in a
-    row, and the engine is down."""
+    """``interval``: seconds between two checks of an engine. ``failures``: so many in a row, and the engine is down.
+    ``timeout``: seconds that one check may take."""
 
     interval: float = 5.0
     failures: int = 3
+    timeout: float = 5.0
 
 
 class HealthChecks:
@@ -44,7 +45,7 @@ class HealthChecks:
             log.warning("%s engine %s is %s: %s", engine.role, engine.url, engine.state, what)
 
     async def _passes(self, url: str) -> tuple[bool, str]:
-        limit = self._checks.interval
+        limit = self._checks.timeout
         try:
             async with asyncio.timeout(limit):
                 answer = await self._router.http.send("GET", url, "/health", connect=limit, silence=None)

@@ -52,7 +52,11 @@ class Engine:
         self._answer = answer
         names = ("/v1/completions", "/v1/chat/completions")
         routes = [Route(name, self._serve, methods=["POST"]) for name in names]
-        routes += [Route("/health", lambda _: Response()), Route("/v1/models", lambda _: JSONResponse({"data": ["m"]}))]
+        self.health = lambda: 200
+        routes += [
+            Route("/health", lambda _: Response(status_code=self.health())),
+            Route("/v1/models", lambda _: JSONResponse({"data": ["m"]})),
+        ]
         self.app = Starlette(routes=routes)
 
     async def _serve(self, request: Request) -> Response:
