@@ -127,12 +127,13 @@ def test_metrics_and_the_data_of_the_status_page() -> None:
         ask(url, long), ask(url, long)
         httpx.post(url + "/v1/completions", content=b"[", trust_env=False)
         with httpx.stream("POST", url + "/v1/completions", json=long | {"stream": True}, trust_env=False) as response:
-            next(response.iter_lines())
+            lines = response.iter_lines()
+            next(lines)
             during = samples(url)
             assert during["kvferry_router_in_flight"] == during[f"kvferry_router_engine_requests[decode][{d_url}]"] == 1
             assert during[f"kvferry_router_engine_load[prefill][{p_url}]"] == 0
             go_on.set()
-            assert list(response.iter_lines())
+            assert list(lines)
         after = samples(url)
         status = httpx.get(url + "/router/status", trust_env=False).json()
     assert after["kvferry_router_requests_total[200]"] == 3 and after["kvferry_router_requests_total[400]"] == 1

@@ -61,7 +61,7 @@ def test_changes_need_the_token() -> None:
             assert answer.status_code == 401 and answer.json()["error"]["code"] == 401
         assert states(url) == {"http://p:1": ("prefill", "up")}
     with running(["http://p:1"], []) as (_, url):
-        assert change(url, "DELETE", "", url="http://p:1").status_code == 403
+        assert change(url, "DELETE", "x", url="http://p:1").status_code == 403
         assert states(url) == {"http://p:1": ("prefill", "up")}
 
 
