@@ -87,8 +87,8 @@ app.command()(plan)
 
 @app.command()
 def router(
-    prefill: Annotated[list[str], typer.Option(help="URL of a prefill engine, or dns://NAME:PORT; repeatable")] = [],  # noqa: B006
-    decode: Annotated[list[str], typer.Option(help="URL of a decode engine, or dns://NAME:PORT; repeatable")] = [],  # noqa: B006
+    prefill: Annotated[list[str] | None, typer.Option(help="URL of a P, or dns://NAME:PORT; may be repeated")] = None,
+    decode: Annotated[list[str] | None, typer.Option(help="URL of a D, or dns://NAME:PORT; may be repeated")] = None,
     engines_file: Annotated[Path | None, typer.Option(help="names engines, and is looked at every 3 s")] = None,
     host: Annotated[str, typer.Option(help="address to bind to")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="port to bind to")] = 9000,
@@ -97,7 +97,9 @@ def router(
     connect_timeout: Annotated[float, typer.Option(help="seconds for a connection to an engine")] = 3.0,
     prefill_timeout: Annotated[float, typer.Option(help="seconds for P's answer, then decode only")] = 120.0,
     abandoned_prefill_timeout: Annotated[float, typer.Option(help="seconds for P's answer, client gone")] = 10.0,
-    health_interval: Annotated[float, typer.Option(min=0.1, help="seconds between checks of an engine, and for one")] = 5.0,
+    health_interval: Annotated[
+        float, typer.Option(min=0.1, help="seconds between checks of an engine, and for one")
+    ] = 5.0,
     max_requests: Annotated[int, typer.Option(min=1, help="requests in flight; more get 429")] = 4096,
     max_body_mib: Annotated[int, typer.Option(min=1, help="MiB of one request; more gets 413")] = 64,
     admin_token_file: Annotated[Path | None, typer.Option(help="its token may change engines at run time")] = None,
@@ -109,7 +111,7 @@ def router(
         _wrong_usage(f"the router needs {error.name}: pip install 'kvferry[router]'")
     try:
         command.router(
-            prefill, decode, engines_file, host=host, port=port, serial=serial, relay=relay,
+            prefill or (), decode or (), engines_file, host=host, port=port, serial=serial, relay=relay,
             timeouts=(connect_timeout, prefill_timeout, abandoned_prefill_timeout), health_interval=health_interval,
             max_requests=max_requests, max_body_mib=max_body_mib, admin_token_file=admin_token_file,
         )  # fmt: skip
