@@ -183,8 +183,8 @@ def router_cost() -> str:
             f"{machine(result)}.",
             "Milliseconds of a request through `kvferry router`, and of both legs sent to the engines directly, "
             "`benchmarks/router_cost.py`: medians, one request at a time, prompts of 2 KiB, engines that answer "
-            "at once. The last column is the requests of 16 clients divided by the seconds that the router's process ran on a "
-            "core.",
+            "at once. The last column is the requests of 16 clients divided by the seconds that the router's process "
+            "ran on a core.",
             table(["answer", "router, ms", "direct, ms", "own cost, ms", "requests/s of a core"], rows),
         ]
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 import threading
 from html.parser import HTMLParser
 from pathlib import Path
@@ -21,6 +23,8 @@ from kvferry.router.app import Limits, make_app
 from kvferry.router.first_token import sse
 from tests.router.stand_ins import PARAMS, Engine, ask, decode_engine, make_router, prefill_engine, routed, served
 from tests.router.test_at_once import PUSH
+
+CHROMIUM = shutil.which("chromium")
 
 
 def chat_engine(tokens: int = 3) -> Engine:
@@ -186,6 +190,20 @@ def test_the_status_page_refers_to_nothing_outside() -> None:
     assert not page.open and not page.references and "://" not in answer.text.replace("http://www.w3.org/2000/svg", "")
     assert set(re.findall(r'\bel\("([\w-]+)"\)', answer.text)) <= page.ids
     assert "/router/status" in answer.text
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+def test_the_status_page_in_a_browser(tmp_path: Path) -> None:
+    """Drawn without an error, with the engines and a plot."""
+    p, d = prefill_engine(), decode_engine()
+    with served(p.app) as p_url, served(d.app) as d_url, served(make_app(make_router([p_url], [d_url]))) as url:
+        ask(url, {"prompt": "x"})
+        command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}"]
+        command += ["--virtual-time-budget=9000", "--dump-dom", url + "/"]
+        page = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True).stdout
+    assert f"<td>{p_url}</td><td>prefill</td>" in page and f"<td>{d_url}</td><td>decode</td>" in page
+    assert "200: 1" in page and "serial: 1" in page and re.search(r'<polyline points="[\d., ]+"', page)
+    assert '<p id="error" role="status"></p>' in page
 
 
 # --- the command
