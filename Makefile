@@ -109,7 +109,7 @@ docs: install
 	$(BIN)/python docs/generate.py
 
 RESULTS ?= .bench
-BENCHMARKS := planning paged_copy layout_change kv_postprocess empty_handover control_round_trip idle_step host_planes \
+BENCHMARKS := planning paged_copy layout_change kv_postprocess empty_handover control_round_trip idle_step router_cost host_planes \
   checksum e2e_vs_nixl wrong_tokens stale_reads plan_accuracy plan_fleet
 bench: install
 	@set -e; for name in $(BENCHMARKS); do echo "== $$name"; \

@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / ".typing"))
 import report
 from comparison import OURS, THEIRS, comparison, difference_text, load_result
 
-from examples.lib.legs import PREFILL_TAG
+from kvferry.router.request_bodies import PREFILL_TAG
 from tests.support.engines import ServerGroup
 from tests.support.fragment import empty_cache
 from tests.support.pd_client import stream

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from examples.lib.legs import PREFILL_TAG
+from kvferry.router.request_bodies import PREFILL_TAG
 from tests.support.fragment import in_sequence
 from tests.support.kv_bytes import compare
 from tests.support.pd_client import METRICS, stream

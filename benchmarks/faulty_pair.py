@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from examples.lib.legs import PREFILL_TAG
+from kvferry.router.request_bodies import PREFILL_TAG
 from tests.support.engines import START_SECONDS
 from tests.support.served import PatientServerGroup, eventually, kill
 from tests.support.server import EngineError, Server

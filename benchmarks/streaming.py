@@ -39,8 +39,9 @@ import report
 import shaped_link
 import tables
 
-from examples.lib.legs import PREFILL_TAG, identity_of
 from examples.two_node.run_netns import enter, two_hosts
+from kvferry.router.identities import identity_of
+from kvferry.router.request_bodies import PREFILL_TAG
 from tests.support.engines import ServerGroup, python_path
 from tests.support.server import EngineError, Server
 from tests.support.tiny_model import ModelSpec, build_model

@@ -169,6 +169,27 @@ def keys() -> str:
     )
 
 
+def router_cost() -> str:
+    """What the router adds to a request."""
+    result = load("router_cost")
+    names = ("through_router_ms_p50", "direct_ms_p50", "own_cost_ms_p50")
+    rows = [
+        [row["case"], *(f"{row[name]:.2f}" for name in names), str(row["requests_per_core_second"])]
+        for row in result["rows"]
+    ]
+    return "\n\n".join(
+        [
+            "No vLLM engine takes part in this measurement, so no `kv_load_failure_policy` applies. Machine: "
+            f"{machine(result)}.",
+            "Milliseconds of a request through `kvferry router`, and of both legs sent to the engines directly, "
+            "`benchmarks/router_cost.py`: medians, one request at a time, prompts of 2 KiB, engines that answer "
+            "at once. The last column is the requests of 16 clients divided by the seconds that the router's process "
+            "ran on a core.",
+            table(["answer", "router, ms", "direct, ms", "own cost, ms", "requests/s of a core"], rows),
+        ]
+    )
+
+
 def idle_step() -> str:
     """What the connector costs a step that hands nothing over."""
     result = load("idle_step")
@@ -251,6 +272,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "encrypted": encrypted,
     "cpu-checksum": checksums,
     "keys": keys,
+    "router-cost": router_cost,
     "idle-step": idle_step,
 }
 

@@ -87,6 +87,40 @@ app.command()(bench)
 app.command()(plan)
 
 
+@app.command()
+def router(
+    prefill: Annotated[list[str] | None, typer.Option(help="URL of a P, or dns://NAME:PORT; may be repeated")] = None,
+    decode: Annotated[list[str] | None, typer.Option(help="URL of a D, or dns://NAME:PORT; may be repeated")] = None,
+    engines_file: Annotated[Path | None, typer.Option(help="names engines, and is looked at every 3 s")] = None,
+    host: Annotated[str, typer.Option(help="address to bind to")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="port to bind to")] = 9000,
+    serial: Annotated[bool, typer.Option("--serial", help="ask D only when P has answered")] = False,
+    relay: Annotated[bool, typer.Option("--relay/--no-relay", help="give the client P's token")] = True,
+    connect_timeout: Annotated[float, typer.Option(help="seconds for a connection to an engine")] = 3.0,
+    prefill_timeout: Annotated[float, typer.Option(help="seconds for P's answer, then decode only")] = 120.0,
+    abandoned_prefill_timeout: Annotated[float, typer.Option(help="seconds for P's answer, client gone")] = 10.0,
+    health_interval: Annotated[
+        float, typer.Option(min=0.1, help="seconds between checks of an engine, and for one")
+    ] = 5.0,
+    max_requests: Annotated[int, typer.Option(min=1, help="requests in flight; more get 429")] = 4096,
+    max_body_mib: Annotated[int, typer.Option(min=1, help="MiB of one request; more gets 413")] = 64,
+    admin_token_file: Annotated[Path | None, typer.Option(help="its token may change engines at run time")] = None,
+) -> None:
+    """Serve OpenAI's API in front of prefill and decode engines (extra: router)."""
+    try:
+        from kvferry.router import command
+    except ModuleNotFoundError as error:
+        _wrong_usage(f"the router needs {error.name}: pip install 'kvferry[router]'")
+    try:
+        command.router(
+            prefill or (), decode or (), engines_file, host=host, port=port, serial=serial, relay=relay,
+            timeouts=(connect_timeout, prefill_timeout, abandoned_prefill_timeout), health_interval=health_interval,
+            max_requests=max_requests, max_body_mib=max_body_mib, admin_token_file=admin_token_file,
+        )  # fmt: skip
+    except UsageError as error:
+        _wrong_usage(str(error))
+
+
 def _wrong_usage(text: str) -> NoReturn:
     typer.echo(f"kvferry: {text}", err=True)
     raise typer.Exit(2) from None

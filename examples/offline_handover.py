@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / ".typing"))
 
-from examples.lib.legs import PREFILL_TAG
+from kvferry.router.request_bodies import PREFILL_TAG
 from tests.support.engines import CPU_ENVIRONMENT, transfer_config
 from tests.support.tiny_model import build_model, prompt_of
 

@@ -6,4 +6,4 @@ set -eu
 [ $# -ge 2 ] || { echo "usage: $0 PREFILL_ADDRESS DECODE_ADDRESS [router arguments]" >&2; exit 2; }
 PREFILL=http://$1:${PREFILL_PORT:-8000} DECODE=http://$2:${DECODE_PORT:-8000}
 shift 2
-exec "${PYTHON:-python3}" "$(dirname "$0")/../lib/pd_router.py" --prefill "$PREFILL" --decode "$DECODE" "$@"
+exec "${PYTHON:-python3}" -m kvferry.connector.cli router --prefill "$PREFILL" --decode "$DECODE" "$@"

@@ -18,7 +18,7 @@ from kvferry.connector.protocol.metrics import FAILURE_KINDS
 from kvferry.transport.registry import plane_names, preferred_planes
 
 ROOT = Path(__file__).resolve().parents[2]
-PRODUCT = ("connector", "transport", "kernels")
+PRODUCT = ("connector", "transport", "kernels", "router")
 LIMITS = {
     "README.md": 150,
     "CONTRIBUTING.md": 60,
@@ -26,6 +26,7 @@ LIMITS = {
     "docs/glossary.md": 40,
     "connector/README.md": 30,
     "transport/README.md": 30,
+    "router/README.md": 30,
 }
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 PAGES += [f"{folder}/README.md" for folder in PRODUCT if (ROOT / folder / "README.md").exists()]
@@ -280,7 +281,7 @@ def test_modules_that_do_not_exist_are_noticed() -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_files_and_folders_that_are_named_exist(page: str) -> None:
-    tops = "connector|transport|kernels|tests|examples|benchmarks|docs"
+    tops = "connector|transport|kernels|router|tests|examples|benchmarks|docs"
     named = [code for code in CODE.findall(read(page)) if re.fullmatch(rf"({tops})(/[\w.\-]+)+/?", code)]
     assert [name for name in named if "NAME" not in name and not (ROOT / name).exists()] == []
 

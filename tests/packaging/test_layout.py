@@ -25,12 +25,15 @@ FLOORS = (
     "bench",
     "doctor",
     "top",
+    "router",
 )
 """From the ground up. A module imports from its own floor and from those below; the commands from all."""
-BESIDE = ("binding", "planning")
+BESIDE = ("binding", "planning", "router")
 """Floors that stand beside those above them: only the commands and the documentation import them."""
 COMMANDS = "commands"
-TOPS = ("connector", "transport", "kernels")
+TOPS = ("connector", "transport", "kernels", "router")
+ALONE = ("transport", "kernels", "router")
+"""Top folders that are one floor."""
 
 
 def modules() -> list[Path]:
@@ -39,7 +42,7 @@ def modules() -> list[Path]:
 
 def floor(parts: tuple[str, ...]) -> str | None:
     """The floor of a module by its path below the repository; ``None`` for connector/config.py, which all import."""
-    if parts[0] in ("transport", "kernels"):
+    if parts[0] in ALONE:
         return parts[0]
     name = parts[1].removesuffix(".py") if len(parts) > 1 else ""
     if name in ("cli", "plan_command", "bench_command", "command_files"):
@@ -56,7 +59,7 @@ def imports(path: Path) -> list[tuple[str, ...]]:
             assert node.level == 0, f"{path}: imports are absolute"
             names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
         found += [tuple(name.split(".")[1:]) for name in names if name.startswith("kvferry.")]
-    return [parts for parts in found if len(parts) > 1 or parts[0] in ("transport", "kernels")]
+    return [parts for parts in found if len(parts) > 1 or parts[0] in ALONE]
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
@@ -64,8 +67,10 @@ def test_imports_go_downwards(path: Path) -> None:
     own = floor(path.relative_to(ROOT).parts)
     for parts in imports(path):
         other = floor(parts)
-        if own in ("transport", "kernels"):
+        if own in ALONE:
             assert parts[0] != "connector", f"{'.'.join(parts)}: {own} knows nothing of connector"
+        if own == "router":
+            assert other in ("router", "transport"), f"{'.'.join(parts)} is imported by router"
         if own == COMMANDS:
             continue
         assert other != COMMANDS, f"{'.'.join(parts)} is a command"
@@ -109,7 +114,7 @@ def test_every_term_of_the_glossary_that_is_a_type_exists() -> None:
 
 
 @pytest.mark.parametrize(
-    "folder", [*(f"connector.{name}" for name in FLOORS[2:]), "transport.planes", "transport.control"]
+    "folder", [*(f"connector.{name}" for name in FLOORS if name not in ALONE), "transport.planes", "transport.control"]
 )
 def test_every_folder_has_a_docstring(folder: str) -> None:
     assert importlib.import_module(f"kvferry.{folder}").__doc__
@@ -117,7 +122,7 @@ def test_every_folder_has_a_docstring(folder: str) -> None:
 
 def test_no_deadline_goes_by_the_time_of_day() -> None:
     """The product reads no clock that somebody can set, so no message can carry its time either."""
-    for top in ("connector", "transport", "kernels"):
+    for top in TOPS:
         for path in sorted((ROOT / top).rglob("*.py")):
             tree = ast.parse(path.read_text())
             called = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}

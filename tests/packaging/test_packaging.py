@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("connector", "transport", "kernels")
+FOLDERS = ("connector", "transport", "kernels", "router")
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
@@ -33,7 +33,7 @@ def tracked() -> set[str]:
     found = {
         f"kvferry/{name}"
         for name in listed.split()
-        if name.endswith((".py", "py.typed", ".json")) and (ROOT / name).exists()
+        if name.endswith((".py", "py.typed", ".json", ".html")) and (ROOT / name).exists()
     }
     assert any(name.endswith("connector/config.py") for name in found)
     return found

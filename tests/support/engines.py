@@ -45,7 +45,9 @@ GRAPH_SIZES = (1, 2, 4, 8, 16)
 """Batch sizes that engines on GPUs capture CUDA graphs for: few, because each one takes time at the start."""
 START_SECONDS = 400.0
 """An engine starts in 25 s on an idle machine; others may use it too."""
-ROUTER_PATIENCE = ("--connect-timeout", "60", "--prefill-timeout", "600", "--abandoned-prefill-timeout", "300")
+ROUTER_PATIENCE = ("--connect-timeout", "60", "--prefill-timeout", "600", "--abandoned-prefill-timeout", "300",
+    "--health-interval", "60",
+)  # fmt: skip
 """Of a router on a host that may stand still: it must not take an engine for one that has failed."""
 # Engines on the CPU: no binding of threads, small cache.
 CPU_ENVIRONMENT = {**_ENVIRONMENT, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
@@ -231,9 +233,10 @@ class ServerGroup:
     ) -> Server:  # fmt: skip
         """Start the router in front of both and wait until it answers; ``name``: so that several have each its log."""
         port = free_port()
-        command = [sys.executable, str(ROOT / "examples" / "lib" / "pd_router.py"), "--host", host, "--port", str(port)]
+        command = [sys.executable, "-m", "kvferry.connector.cli", "router", "--host", host, "--port", str(port)]
         command += ["--prefill", prefill.url, "--decode", decode.url, *ROUTER_PATIENCE, *arguments]
-        server = self.spawn(name, command, host=host, port=port, netns=netns)
+        environment = {"PYTHONPATH": python_path()}
+        server = self.spawn(name, command, host=host, port=port, environment=environment, netns=netns)
         self.wait_ready(servers=[server])
         return server
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from examples.lib.legs import PREFILL_TAG
+from kvferry.router.request_bodies import PREFILL_TAG
 from tests.support.engines import CPU_ENVIRONMENT, ServerGroup, vllm_command
 from tests.support.fork_server import fork_server
 from tests.support.kv_bytes import compare, prompt_digest

@@ -14,15 +14,18 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from examples.lib.legs import PREFILL_TAG, Asked, Timeouts, prefill_body
-from examples.lib.pd_router import Router
-from tests.examples.stand_ins import (
+from kvferry.router.app import make_app
+from kvferry.router.health import Checks
+from kvferry.router.legs import ClientRequest, LegTimeouts
+from kvferry.router.request_bodies import PREFILL_TAG, prefill_body
+from tests.router.stand_ins import (
     PARAMS,
     Engine,
     ask,
     closed_port,
     decode_engine,
     leave_after,
+    make_router,
     prefill_engine,
     routed,
     served,
@@ -99,8 +102,8 @@ def test_decode_only_where_prefill_fails(why: str) -> None:
     d = decode_engine()
     with served(p.app) as p_url, served(d.app) as d_url:
         first = f"http://127.0.0.1:{closed_port()}" if why == "refused" else p_url
-        router = Router([first], [d_url], Timeouts(prefill=0.5, cool_down=600))
-        with served(router.app()) as url:
+        router = make_router([first], [d_url], LegTimeouts(prefill=0.5), cool_down=600)
+        with served(make_app(router)) as url:
             began = time.monotonic()
             theirs = {"do_remote_prefill": True, "remote_host": "attacker"}
             assert ask(url, {"prompt": "x", "kv_transfer_params": theirs}).json() == {"text": "from D"}
@@ -127,13 +130,13 @@ def test_client_gone_during_prefill_releases_what_p_computed() -> None:
     gone = threading.Event()
     p, d = prefill_engine(go_on=gone), decode_engine()
     with served(p.app) as p_url, served(d.app) as d_url:
-        router = Router([p_url], [d_url])
-        with served(router.app()) as url:
+        router = make_router([p_url], [d_url])
+        with served(make_app(router)) as url:
             leave_after(url, {"prompt": "x", "max_tokens": 50, "stream": True}, p.arrived)
-            eventually(lambda: len(router._tasks) == 2 or p.aborted.is_set(), "the router has seen that it is gone")
+            eventually(lambda: len(router.tasks) == 2 or p.aborted.is_set(), "the router has seen that it is gone")
             gone.set()
             assert d.arrived.wait(20), "D was not asked"
-            eventually(lambda: not router._tasks, "nothing is left")
+            eventually(lambda: not router.tasks, "nothing is left")
     body, headers, _ = d.seen[0]
     assert body["kv_transfer_params"] == PARAMS and (body["max_tokens"], body["stream"]) == (1, False)
     assert headers["x-request-id"] == p.seen[0][1]["x-request-id"] and not p.aborted.is_set()
@@ -142,11 +145,11 @@ def test_client_gone_during_prefill_releases_what_p_computed() -> None:
 def test_client_gone_during_a_long_prefill_cancels_it() -> None:
     p, d = prefill_engine(go_on=threading.Event()), decode_engine()
     with served(p.app) as p_url, served(d.app) as d_url:
-        router = Router([p_url], [d_url], Timeouts(abandoned_prefill=0.1))
-        with served(router.app()) as url:
+        router = make_router([p_url], [d_url], LegTimeouts(abandoned_prefill=0.1))
+        with served(make_app(router)) as url:
             leave_after(url, {"prompt": "x"}, p.arrived)
             assert p.aborted.wait(60)
-            eventually(lambda: not router._tasks, "nothing is left")
+            eventually(lambda: not router.tasks, "nothing is left")
     assert not d.seen
 
 
@@ -183,13 +186,13 @@ def test_client_gone_before_decode_was_asked_still_releases() -> None:
     """P has answered and D was not asked: D is sent the parameters, for P's blocks."""
     p, d = prefill_engine(), decode_engine()
     with served(d.app) as d_url:
-        router = Router(["http://unused"], [d_url])
+        router = make_router(["http://unused"], [d_url])
 
         async def go() -> None:
-            async with httpx.AsyncClient(trust_env=False) as router.http:
-                request = Request({"type": "http", "path": "/v1/completions", "headers": []})
-                asked = Asked(request, {"prompt": "x", "max_tokens": 50, "stream": True}, {"x-request-id": "r"})
-                await router.let_go(asked, PARAMS)
+            body = {"prompt": "x", "max_tokens": 50, "stream": True}
+            gone = asyncio.get_running_loop().create_future()
+            await router.let_go(ClientRequest("/v1/completions", body, {"x-request-id": "r"}, gone), PARAMS)
+            router.http.close()
 
         asyncio.run(go())
     assert d.seen[0][0]["kv_transfer_params"] == PARAMS and d.seen[0][0]["max_tokens"] == 1 and not p.seen
@@ -197,7 +200,7 @@ def test_client_gone_before_decode_was_asked_still_releases() -> None:
 
 def test_decode_unreachable_is_one_clear_error() -> None:
     p = prefill_engine()
-    with served(p.app) as p_url, served(Router([p_url], [f"http://127.0.0.1:{closed_port()}"]).app()) as url:
+    with served(p.app) as p_url, served(make_app(make_router([p_url], [f"http://127.0.0.1:{closed_port()}"]))) as url:
         response = ask(url, {"prompt": "x"})
         assert response.status_code == 502 and "decode engine" in response.json()["error"]["message"]
         assert httpx.get(url + "/health", trust_env=False).status_code == 503
@@ -227,7 +230,10 @@ def test_health_and_models() -> None:
     with routed(p, d) as url:
         assert httpx.get(url + "/v1/models", trust_env=False).json() == {"data": ["m"]}
         assert httpx.get(url + "/health", trust_env=False).json()["status"] == "ok"
-    with served(d.app) as d_url, served(Router([f"http://127.0.0.1:{closed_port()}"], [d_url]).app()) as url:
+    with (
+        served(d.app) as d_url,
+        served(make_app(make_router([f"http://127.0.0.1:{closed_port()}"], [d_url]), checks=Checks())) as url,
+    ):
         health = httpx.get(url + "/health", trust_env=False)
         assert health.status_code == 200 and health.json()["status"] == "degraded"
 
@@ -238,7 +244,7 @@ def test_engines_take_turns() -> None:
         served(a.app) as a_url,
         served(b.app) as b_url,
         served(d.app) as d_url,
-        served(Router([a_url, b_url], [d_url]).app()) as url,
+        served(make_app(make_router([a_url, b_url], [d_url]))) as url,
     ):
         for _ in range(4):
             ask(url, {"prompt": "x"})

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from examples.lib.first_token import RELAYED, events, relayed
+from kvferry.router.first_token import RELAYED, events, relayed
 from tests.support.relay_kinds import CHAT, COMPLETIONS, NOT_RELAYED
 
 ASKED: dict[str, dict[str, Any]] = {
@@ -77,6 +77,6 @@ def test_events_are_read_however_they_are_cut() -> None:
 
 @pytest.mark.parametrize("data", [b"data: {\n\n", b"data: 3\n\n", b"x" * 200])
 def test_what_is_no_event_is_an_error(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("examples.lib.first_token.MAX_EVENT_BYTES", 100)
+    monkeypatch.setattr("kvferry.router.first_token.MAX_EVENT_BYTES", 100)
     with pytest.raises(ValueError):
         read(data)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,10 +13,11 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from examples.lib import legs
-from examples.lib.legs import IDENTITY, PREFILL_TAG, Identities, Pool, Timeouts
-from examples.lib.pd_router import Router
-from tests.examples.stand_ins import Engine, ask, closed_port, leave_after, served
+from kvferry.router.app import make_app
+from kvferry.router.engines import EngineEvent, EngineState, Role
+from kvferry.router.identities import DISTRUST_SECONDS, IDENTITY, Identities
+from kvferry.router.request_bodies import PREFILL_TAG
+from tests.router.stand_ins import Engine, ask, closed_port, leave_after, make_router, served
 from tests.support.served import eventually
 
 PLACE = {"remote_engine_id": "p-0", "remote_host": "10.0.0.1", "remote_port": 5600, "remote_key": "0a1b2c3d4e5f"}
@@ -89,13 +89,13 @@ class Served:
         self.p = Scripted(lambda body: token_of_p())
         self.d = Scripted(lambda body: JSONResponse({"text": "from D"}))
         self.options = options
-        self.url, self.router = "", Router([], [])
+        self.url, self.d_url, self.router = "", "", make_router([], [])
 
     @contextmanager
     def running(self) -> Iterator[Served]:
-        with served(self.p.engine.app) as p_url, served(self.d.engine.app) as d_url:
-            self.router = Router([p_url], [d_url], Timeouts(cool_down=0.0), **self.options)
-            with served(self.router.app()) as self.url:
+        with served(self.p.engine.app) as p_url, served(self.d.engine.app) as self.d_url:
+            self.router = make_router([p_url], [self.d_url], cool_down=0.0, **self.options)
+            with served(make_app(self.router)) as self.url:
                 yield self
 
     def learn(self) -> None:
@@ -105,8 +105,16 @@ class Served:
         self.p.engine.arrived.clear()
         self.d.engine.arrived.clear()
 
+    def decode_engines(self, *urls: str) -> None:
+        """From now on, in this order."""
+        engines = self.router.engines
+        for engine in engines.of(Role.DECODE):
+            engines.apply(engine, EngineEvent.REMOVE)
+        for url in urls:
+            engines.add(url, Role.DECODE, EngineState.UP)
+
     def nothing_left(self) -> None:
-        eventually(lambda: not self.router._tasks, "nothing is left")
+        eventually(lambda: not self.router.tasks, "nothing is left")
 
 
 @pytest.fixture
@@ -208,9 +216,9 @@ def test_another_p_answers(at_once: Served) -> None:
     assert known(other).items() <= (at_once.d.params[-1] or {}).items(), "the other P is known now"
 
 
-def test_a_place_where_several_answer_is_asked_serially(monkeypatch: pytest.MonkeyPatch) -> None:
-    identities, now = Identities(), time.monotonic()
-    monkeypatch.setattr(legs.time, "monotonic", lambda: now)
+def test_a_place_where_several_answer_is_asked_serially() -> None:
+    now = 0.0
+    identities = Identities(lambda: now)
     other = PUSH | {"remote_engine_id": "p-1"}
     for params in (PUSH, other, other):
         identities.learn("http://p", params)
@@ -219,7 +227,7 @@ def test_a_place_where_several_answer_is_asked_serially(monkeypatch: pytest.Monk
     assert identities.get("http://p") is None
     identities.learn("http://p", PUSH)
     assert identities.get("http://p") is None
-    now += legs.DISTRUST_SECONDS
+    now += DISTRUST_SECONDS
     assert identities.get("http://p") is not None
 
 
@@ -246,7 +254,7 @@ def test_an_error_of_d_ends_ps_leg(at_once: Served) -> None:
 def test_a_d_that_is_gone_ends_ps_leg(at_once: Served) -> None:
     at_once.learn()
     at_once.p.held = True
-    at_once.router.decode = Pool([f"http://127.0.0.1:{closed_port()}"], cool_down=0)
+    at_once.decode_engines(f"http://127.0.0.1:{closed_port()}")
     answer = ask(at_once.url, {"prompt": "y"})
     assert answer.status_code == 502 and "decode engine" in answer.json()["error"]["message"]
     eventually(lambda: at_once.p.gone == 1, "P's leg was cancelled")
@@ -324,8 +332,7 @@ def test_the_d_that_has_the_kv_is_asked_for_the_rest(at_once: Served) -> None:
     at_once.d.answer = lambda body: (
         stream_of_d(("b", [12])) if body["prompt"] == [1, 2, 3, 11] else stream_of_d(("x", [99]))
     )
-    (d_url,) = at_once.router.decode.urls
-    at_once.router.decode = Pool([d_url, f"http://127.0.0.1:{closed_port()}"], cool_down=0)
+    at_once.decode_engines(at_once.d_url, f"http://127.0.0.1:{closed_port()}")
     text, _, ended = streamed(at_once.url)
     assert text == "ab" and ended
 
@@ -399,11 +406,11 @@ def test_without_relay_d_makes_all_tokens(at_once: Served) -> None:
 
 
 @pytest.mark.parametrize("at_once", [{"serial": True}], indirect=True)
-def test_a_lease_is_released_where_d_cannot_be_asked_for_the_rest(at_once: Served) -> None:
-    """Another D loads the prompt, for P's lease."""
-    (d_url,) = at_once.router.decode.urls
-    at_once.router.decode = Pool([f"http://127.0.0.1:{closed_port()}", d_url], cool_down=600)
-    _, events, ended = streamed(at_once.url)
-    assert events[0]["choices"][0]["text"] == "a" and events[-1]["error"]["code"] == 502 and not ended
-    eventually(lambda: len(at_once.d.bodies) == 1, "the other D is asked")
-    assert at_once.d.params == [PUSH] and at_once.d.bodies[0]["max_tokens"] == 1
+def test_another_d_is_asked_for_the_rest_where_the_first_is_gone(at_once: Served) -> None:
+    """With P's lease."""
+    at_once.decode_engines(f"http://127.0.0.1:{closed_port()}", at_once.d_url)
+    at_once.d.answer = lambda body: stream_of_d(("b", [12]))
+    text, _, ended = streamed(at_once.url)
+    assert text == "ab" and ended
+    assert at_once.d.params == [PUSH] and at_once.d.bodies[0]["prompt"] == [1, 2, 3, 11]
+    at_once.nothing_left()

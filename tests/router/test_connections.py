@@ -6,15 +6,16 @@ import json
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 
 import pytest
 
-from examples.lib.legs import Timeouts
-from examples.lib.pd_router import Router
-from tests.examples.stand_ins import PARAMS, ask, decode_engine, prefill_engine, served
+from kvferry.router.app import make_app
+from kvferry.router.router import Router
+from tests.router.stand_ins import PARAMS, ask, decode_engine, make_router, prefill_engine, served
 
 BODIES = {"P": {"kv_transfer_params": PARAMS, "choices": []}, "D": {"text": "from D"}}
 ENDS = ("closed", "reset")
@@ -76,12 +77,12 @@ def routed_to(engine: RawEngine) -> Iterator[tuple[Router, str]]:
     with engine.running() as raw, ExitStack() as stack:
         other = stack.enter_context(served((decode_engine() if engine.role == "P" else prefill_engine()).app))
         urls = (raw, other) if engine.role == "P" else (other, raw)
-        router = Router([urls[0]], [urls[1]], Timeouts(cool_down=600))
-        yield router, stack.enter_context(served(router.app()))
+        router = make_router([urls[0]], [urls[1]], cool_down=600)
+        yield router, stack.enter_context(served(make_app(router)))
 
 
 def none_cools_down(router: Router) -> bool:
-    return router.prefill.pick() is not None and router.decode.pick() is not None
+    return all(engine.usable(time.monotonic()) for engine in router.engines)
 
 
 @pytest.mark.parametrize("end", ENDS)

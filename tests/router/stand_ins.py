@@ -6,7 +6,7 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -17,8 +17,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from examples.lib.legs import Timeouts
-from examples.lib.pd_router import Router
+from kvferry.router.app import make_app
+from kvferry.router.engines import EnginePool
+from kvferry.router.legs import LegTimeouts
+from kvferry.router.router import Router
 
 PARAMS = {"do_remote_prefill": True, "remote_engine_id": "p-0", "kvferry": {"v": 1, "token": "00ff"}, "odd": [1, None]}
 
@@ -50,7 +52,11 @@ class Engine:
         self._answer = answer
         names = ("/v1/completions", "/v1/chat/completions")
         routes = [Route(name, self._serve, methods=["POST"]) for name in names]
-        routes += [Route("/health", lambda _: Response()), Route("/v1/models", lambda _: JSONResponse({"data": ["m"]}))]
+        self.health = lambda: 200
+        routes += [
+            Route("/health", lambda _: Response(status_code=self.health())),
+            Route("/v1/models", lambda _: JSONResponse({"data": ["m"]})),
+        ]
         self.app = Starlette(routes=routes)
 
     async def _serve(self, request: Request) -> Response:
@@ -118,12 +124,19 @@ def decode_engine(
     return engine
 
 
+def make_router(
+    prefill: Sequence[str], decode: Sequence[str], timeouts: LegTimeouts | None = None, *, cool_down: float = 5.0,
+    **options: Any,
+) -> Router:  # fmt: skip
+    return Router(EnginePool(prefill, decode, cool_down=cool_down), timeouts, **options)
+
+
 @contextmanager
-def routed(p: Engine, d: Engine, **timeouts: float) -> Iterator[str]:
+def routed(p: Engine, d: Engine, **app: Any) -> Iterator[str]:
     with (
         served(p.app) as p_url,
         served(d.app) as d_url,
-        served(Router([p_url], [d_url], Timeouts(**timeouts)).app()) as url,
+        served(make_app(make_router([p_url], [d_url]), **app)) as url,
     ):
         yield url
 

@@ -15,14 +15,15 @@ everything else would show that two requests make the answer.
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 ANY = None
 _OFF = (None, False)
-_NONE = (None, [], "", {})
+_NONE: tuple[Any, ...] = (None, [], "", {})
 RELAYED: dict[str, tuple[Any, ...] | None] = {
     # What P and D do alike, and what only P needs, which makes the prompt's token ids.
     "model": ANY, "prompt": ANY, "messages": ANY, "stream": (True,), "stream_options": ANY, "user": ANY,
@@ -149,7 +150,7 @@ class FirstToken:
         return self.of_whole(event)
 
     def _choice(self, text: str, finish: str | None, stop_reason: Any) -> dict[str, Any]:
-        choice = {"index": 0, "logprobs": None, "finish_reason": finish}
+        choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": finish}
         if not self.chat:
             return choice | {"text": text, "stop_reason": stop_reason, "prompt_token_ids": None, "token_ids": None}
         choice |= {"delta": {"content": text}, "token_ids": None}
@@ -236,7 +237,10 @@ async def events(pieces: AsyncIterator[bytes]) -> AsyncIterator[dict[str, Any] |
             if data == b"[DONE]":
                 yield None
             elif data:
-                found = json.loads(data)
+                try:
+                    found = msgspec.json.decode(data)
+                except (msgspec.DecodeError, RecursionError) as error:
+                    raise ValueError(f"an event that is not JSON: {error}") from None
                 if not isinstance(found, dict):
                     raise ValueError("an event that is not an object")
                 yield found
@@ -244,5 +248,4 @@ async def events(pieces: AsyncIterator[bytes]) -> AsyncIterator[dict[str, Any] |
 
 def sse(event: dict[str, Any] | None) -> bytes:
     """An event as vLLM writes it."""
-    text = "[DONE]" if event is None else json.dumps(event, ensure_ascii=False, separators=(",", ":"))
-    return f"data: {text}\n\n".encode()
+    return b"data: " + (b"[DONE]" if event is None else msgspec.json.encode(event)) + b"\n\n"

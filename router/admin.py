@@ -1,0 +1,83 @@
+"""``/router/engines``: the engines of a router at run time. Changes need the admin token."""
+
+from __future__ import annotations
+
+import hmac
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from kvferry.router.engines import EngineEvent, Role
+from kvferry.router.legs import log
+from kvferry.router.router import Router, error_response
+from kvferry.transport.errors import UsageError
+
+MAX_BODY_BYTES = 64 << 10
+
+
+class Change(msgspec.Struct, forbid_unknown_fields=True):
+    """What ``POST`` sends. ``role``: of a new engine, or the new role of a known one. ``drain``: it gets no new
+    requests from now on; without it, it gets them again."""
+
+    url: str
+    role: Role | None = None
+    drain: bool = False
+
+
+class Removal(msgspec.Struct, forbid_unknown_fields=True):
+    """What ``DELETE`` sends."""
+
+    url: str
+
+
+class Admin:
+    """``token``: empty: nothing can be changed."""
+
+    def __init__(self, router: Router, token: str) -> None:
+        self._router, self._token = router, token
+
+    async def serve(self, request: Request) -> Response:
+        if request.method == "GET":
+            return self._engines()
+        if not self._token:
+            return error_response(403, "engines cannot be changed: the router was started without --admin-token-file")
+        given = request.headers.get("authorization", "").removeprefix("Bearer ").encode("latin-1")
+        if not hmac.compare_digest(given, self._token.encode()):
+            return error_response(401, "expected the header Authorization: Bearer TOKEN, with the admin token")
+        content = bytearray()
+        async for piece in request.stream():
+            content += piece
+            if len(content) > MAX_BODY_BYTES:
+                return error_response(413, f"the body has over {MAX_BODY_BYTES} bytes", connection="close")
+        try:
+            if request.method == "POST":
+                self._change(msgspec.json.decode(content, type=Change))
+            else:
+                self._apply(msgspec.json.decode(content, type=Removal).url, EngineEvent.REMOVE)
+        except (msgspec.DecodeError, UsageError) as error:
+            return error_response(400, str(error))
+        self._router.forget_gone()
+        return self._engines()
+
+    def _engines(self) -> Response:
+        return JSONResponse({"engines": self._router.metrics.status(self._router.clock())["engines"]})
+
+    def _change(self, change: Change) -> None:
+        """Raises UsageError."""
+        if change.role is not None:
+            engine = self._router.engines.add(change.url, change.role)
+            log.warning("%s engine %s is set by an administrator", engine.role, engine.url)
+            if change.drain:
+                self._apply(engine.url, EngineEvent.DRAIN)
+        else:
+            self._apply(change.url, EngineEvent.DRAIN if change.drain else EngineEvent.RESUME)
+
+    def _apply(self, url: str, event: EngineEvent) -> None:
+        """Raises UsageError: there is no such engine."""
+        engine: Any = self._router.engines.get(url.strip().rstrip("/"))
+        if engine is None:
+            raise UsageError(f"there is no engine {url}; GET /router/engines lists them; a new one needs a role")
+        self._router.engines.apply(engine, event)
+        log.warning("%s engine %s is %s, by an administrator", engine.role, url, engine.state)

@@ -1,0 +1,72 @@
+"""The command ``kvferry router``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import uvicorn
+
+from kvferry.router.app import Limits, make_app
+from kvferry.router.engines import EnginePool, Role
+from kvferry.router.health import Checks
+from kvferry.router.legs import LegTimeouts
+from kvferry.router.membership import DnsName, EnginesFile, Source
+from kvferry.router.router import Router
+from kvferry.transport.errors import UsageError
+
+MIN_TOKEN_CHARS = 16
+
+
+def router(
+    prefill: Sequence[str],
+    decode: Sequence[str],
+    engines_file: Path | None,
+    *,
+    host: str,
+    port: int,
+    serial: bool,
+    relay: bool,
+    timeouts: tuple[float, float, float],
+    health_interval: float,
+    max_requests: int,
+    max_body_mib: int,
+    admin_token_file: Path | None,
+) -> None:
+    """Serve until SIGTERM or Ctrl-C; requests in flight end first.
+
+    Raises:
+        UsageError: an argument is not usable.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    sources: list[Source] = []
+    for urls, role in ((prefill, Role.PREFILL), (decode, Role.DECODE)):
+        sources += [DnsName(url, role) for url in urls if url.startswith("dns:")]
+    if engines_file is not None:
+        sources.append(EnginesFile(engines_file))
+    fixed = [[url for url in urls if not url.startswith("dns:")] for urls in (prefill, decode)]
+    token = "" if admin_token_file is None else _token(admin_token_file)
+    if not decode and engines_file is None and not token:
+        raise UsageError("no decode engine is named: --decode http://HOST:PORT, --engines-file, or --admin-token-file")
+    app = make_app(
+        Router(EnginePool(*fixed), LegTimeouts(*timeouts), serial=serial, relay=relay),
+        limits=Limits(max_requests, max_body_mib << 20),
+        checks=Checks(health_interval, timeout=health_interval),
+        sources=sources,
+        admin_token=token,
+    )
+    uvicorn.run(app, host=host, port=port, log_level="warning", access_log=False, server_header=False)
+
+
+def _token(path: Path) -> str:
+    try:
+        token = path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"the admin token file {path} cannot be read: {error}") from None
+    if len(token) < MIN_TOKEN_CHARS or not token.isascii():
+        raise UsageError(
+            f"the admin token in {path} has {len(token)} characters; expected {MIN_TOKEN_CHARS} or more of ASCII: "
+            "openssl rand -hex 16"
+        )
+    return token

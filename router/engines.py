@@ -1,0 +1,241 @@
+"""The engines that a router knows: their states and loads, and which one takes a request. Pure: no I/O, no clock.
+
+::
+
+                 ┌── check failed often ──┐
+    JOINING ─▶ UP ◀── check passed ──── DOWN         DRAINING ── resume ──▶ JOINING
+       └────────┴────────────┴─ drain ─▶ DRAINING    (each ── remove ──▶ LEAVING, and gone once idle)
+
+JOINING: added at run time, no check has passed. DRAINING: no new requests. UP, JOINING and DOWN may besides be passed
+over for a while, because a request to the engine has failed.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+from kvferry.transport.errors import UsageError, quoted
+
+MAX_ENGINES = 1024
+
+
+class Role(enum.StrEnum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class EngineState(enum.StrEnum):
+    JOINING = "joining"
+    UP = "up"
+    DOWN = "down"
+    DRAINING = "draining"
+    LEAVING = "leaving"
+
+
+class EngineEvent(enum.IntEnum):
+    CHECK_PASSED = 0
+    """A health check passed."""
+    FAILED_OFTEN = 1
+    """Several health checks in a row failed."""
+    DRAIN = 2
+    """No new requests."""
+    RESUME = 3
+    """New requests again, once a health check has passed."""
+    REMOVE = 4
+    """No new requests, and gone once idle."""
+
+
+_S = EngineState
+TRANSITIONS: dict[EngineState, tuple[EngineState, ...]] = {
+    _S.JOINING: (_S.UP, _S.JOINING, _S.DRAINING, _S.JOINING, _S.LEAVING),
+    _S.UP: (_S.UP, _S.DOWN, _S.DRAINING, _S.UP, _S.LEAVING),
+    _S.DOWN: (_S.UP, _S.DOWN, _S.DRAINING, _S.DOWN, _S.LEAVING),
+    _S.DRAINING: (_S.DRAINING, _S.DRAINING, _S.DRAINING, _S.JOINING, _S.LEAVING),
+    _S.LEAVING: (_S.LEAVING, _S.LEAVING, _S.LEAVING, _S.JOINING, _S.LEAVING),
+}
+"""For each state, the state after each event, in the order of ``EngineEvent``."""
+STOPPED = (EngineState.DRAINING, EngineState.LEAVING)
+"""No new request goes to an engine in these states."""
+
+
+@dataclass(eq=False)
+class Engine:
+    """One engine. ``requests``: in flight, those whose KV cache it still hands over among them. ``loads``: what it
+    computes, by the role that it had when it took the request: prompt tokens for P, requests for D. ``failed_checks``:
+    in a row. ``passed_over_until``: by the clock of the caller. ``last_taken``: the number of its last request, of
+    all engines' requests."""
+
+    url: str
+    role: Role
+    state: EngineState
+    requests: int = 0
+    loads: dict[Role, float] = field(default_factory=lambda: dict.fromkeys(Role, 0.0))
+    failed_checks: int = 0
+    passed_over_until: float = 0.0
+    last_taken: int = 0
+
+    @property
+    def load(self) -> float:
+        return self.loads[self.role]
+
+    def usable(self, now: float) -> bool:
+        return self.state is EngineState.UP and self.passed_over_until <= now
+
+
+class Seat:
+    """The part of one request in the load of one engine."""
+
+    def __init__(self, engine: Engine, weight: float, engines: EnginePool) -> None:
+        self.engine = engine
+        self._role, self._weight, self._engines = engine.role, weight, engines
+        self._computing = self._handing_over = True
+        engine.requests += 1
+        engine.loads[engine.role] += weight
+
+    def computed(self) -> None:
+        """The engine computes no longer for the request; it may still hand its KV cache over."""
+        if self._computing:
+            self._computing = False
+            self.engine.loads[self._role] -= self._weight
+            self._release_if_over()
+
+    def handed_over(self) -> None:
+        """The request needs no KV cache of the engine any longer."""
+        if self._handing_over:
+            self._handing_over = False
+            self._release_if_over()
+
+    def release(self) -> None:
+        """The request needs the engine no longer."""
+        self.computed()
+        self.handed_over()
+
+    def _release_if_over(self) -> None:
+        if not self._computing and not self._handing_over:
+            self.engine.requests -= 1
+            self._engines.forget_if_idle(self.engine)
+
+
+class EnginePool:
+    """All engines by URL. ``cool_down``: seconds for which an engine is passed over after a failed request."""
+
+    def __init__(self, prefill: Collection[str] = (), decode: Collection[str] = (), *, cool_down: float = 5.0) -> None:
+        self.cool_down = cool_down
+        self._engines: dict[str, Engine] = {}
+        self._taken = itertools.count(1)
+        self.forgotten: list[str] = []
+        """URLs of engines that have gone since the caller last emptied the list."""
+        for role, urls in ((Role.PREFILL, prefill), (Role.DECODE, decode)):
+            for url in urls:
+                known = self._engines.get(engine_url(url))
+                if known is not None and known.role is not role:
+                    raise UsageError(f"{known.url} is named as a prefill and as a decode engine; name it once")
+                self.add(url, role, EngineState.UP)
+
+    def __iter__(self) -> Iterator[Engine]:
+        return iter(list(self._engines.values()))
+
+    def get(self, url: str) -> Engine | None:
+        return self._engines.get(url)
+
+    def of(self, role: Role) -> list[Engine]:
+        return [engine for engine in self._engines.values() if engine.role is role]
+
+    # --- which engines there are
+
+    def add(self, url: str, role: Role, state: EngineState = EngineState.JOINING) -> Engine:
+        """A new engine; or a known one, with this role from now on, that gets requests again if it was drained.
+
+        Raises:
+            UsageError: ``url`` is none, or there are too many engines.
+        """
+        url = engine_url(url)
+        engine = self._engines.get(url)
+        if engine is None:
+            if len(self._engines) >= MAX_ENGINES:
+                raise UsageError(f"{url} is one engine too many: at most {MAX_ENGINES} fit; remove one first")
+            engine = self._engines[url] = Engine(url, role, state)
+            return engine
+        engine.role = role
+        self.apply(engine, EngineEvent.RESUME)
+        return engine
+
+    def apply(self, engine: Engine, event: EngineEvent) -> None:
+        engine.state = TRANSITIONS[engine.state][event]
+        self.forget_if_idle(engine)
+
+    def forget_if_idle(self, engine: Engine) -> None:
+        if engine.state is EngineState.LEAVING and engine.requests == 0 and self._engines.get(engine.url) is engine:
+            del self._engines[engine.url]
+            self.forgotten.append(engine.url)
+
+    # --- which engine takes a request
+
+    def usable(self, role: Role, now: float, but: Collection[Engine] = ()) -> list[Engine]:
+        return [engine for engine in self.of(role) if engine.usable(now) and engine not in but]
+
+    def take_prefill(
+        self, tokens: float, now: float, *, cached_on: str | None = None, cached: float = 0.0,
+        but: Collection[Engine] = (),
+    ) -> Seat | None:  # fmt: skip
+        """The P whose load, with this prompt, is least. ``cached_on`` has the first ``cached`` of its tokens and need
+        not compute them: it takes the prompt unless it has more than that to compute beyond the least loaded P."""
+
+        def own(engine: Engine) -> float:
+            return tokens - cached if engine.url == cached_on else tokens
+
+        found = self.usable(Role.PREFILL, now, but)
+        best = min(found, key=lambda engine: (engine.load + own(engine), engine.last_taken), default=None)
+        return None if best is None else self.seat(best, own(best))
+
+    def take_decode(self, now: float, but: Collection[Engine] = ()) -> Seat | None:
+        """The D with the fewest requests. Where each has failed: the one that failed first. None: there is none that
+        takes new requests."""
+        best = min(
+            (engine for engine in self.of(Role.DECODE) if engine.state not in STOPPED and engine not in but),
+            key=lambda e: (not e.usable(now), e.load if e.usable(now) else e.passed_over_until, e.last_taken),
+            default=None,
+        )
+        return None if best is None else self.seat(best, 1.0)
+
+    def seat(self, engine: Engine, weight: float) -> Seat:
+        """This engine takes the request."""
+        engine.last_taken = next(self._taken)
+        return Seat(engine, weight, self)
+
+    # --- what requests and health checks say
+
+    def failed(self, engine: Engine, now: float) -> None:
+        """A request to the engine has failed: pass it over for a while."""
+        engine.passed_over_until = now + self.cool_down
+
+    def checked(self, engine: Engine, passed: bool, threshold: int) -> bool:
+        """The result of a health check. Whether the engine's state has changed."""
+        before = engine.state
+        engine.failed_checks = 0 if passed else engine.failed_checks + 1
+        if passed:
+            self.apply(engine, EngineEvent.CHECK_PASSED)
+        elif engine.failed_checks >= threshold:
+            self.apply(engine, EngineEvent.FAILED_OFTEN)
+        return engine.state is not before
+
+
+def engine_url(text: str) -> str:
+    """The URL of an engine in one form.
+
+    Raises:
+        UsageError: it is none.
+    """
+    expected = f"{quoted(text)} is no URL of an engine; expected http://HOST:PORT"
+    try:
+        url = urlsplit(text.strip().rstrip("/"))
+        fits = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
+    except ValueError as error:
+        raise UsageError(f"{expected} ({error})") from None
+    if not fits or url.query or url.fragment or any(ord(c) <= 32 or ord(c) > 126 for c in url.geturl()):
+        raise UsageError(expected)
+    return url.geturl()

@@ -1,0 +1,56 @@
+"""Health checks in the background: an engine that fails several is left out until one passes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+
+from kvferry.router.engines import Engine
+from kvferry.router.http_client import HttpError
+from kvferry.router.router import Router
+
+log = logging.getLogger("kvferry.router")
+
+
+@dataclass(frozen=True)
+class Checks:
+    """``interval``: seconds between two checks of an engine. ``failures``: so many in a row, and the engine is down.
+    ``timeout``: seconds that one check may take."""
+
+    interval: float = 5.0
+    failures: int = 3
+    timeout: float = 5.0
+
+
+class HealthChecks:
+    """Asks ``/health`` of each engine."""
+
+    def __init__(self, router: Router, checks: Checks) -> None:
+        self._router, self._checks = router, checks
+
+    async def first_round(self) -> None:
+        """Before the first request: an engine that does not answer is down at once."""
+        await asyncio.gather(*(self._check(engine, 1) for engine in self._router.engines))
+
+    async def watch(self) -> None:
+        """For ever."""
+        while True:
+            await asyncio.sleep(self._checks.interval)
+            await asyncio.gather(*(self._check(engine, self._checks.failures) for engine in self._router.engines))
+
+    async def _check(self, engine: Engine, threshold: int) -> None:
+        passed, what = await self._passes(engine.url)
+        if self._router.engines.get(engine.url) is engine and self._router.engines.checked(engine, passed, threshold):
+            log.warning("%s engine %s is %s: %s", engine.role, engine.url, engine.state, what)
+
+    async def _passes(self, url: str) -> tuple[bool, str]:
+        limit = self._checks.timeout
+        try:
+            async with asyncio.timeout(limit):
+                answer = await self._router.http.send("GET", url, "/health", connect=limit, silence=None)
+                await answer.body()
+                answer.close()
+        except (HttpError, TimeoutError) as error:
+            return False, str(error) or f"no answer of /health in {limit:g} s"
+        return answer.status == 200, f"/health answered {answer.status}"

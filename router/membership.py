@@ -1,0 +1,135 @@
+"""Engines named by a file or by a DNS name, both looked at again every few seconds.
+
+A source's engines are compared with what it named at the last look: those new to it are added, those that it names no
+longer are drained and then forgotten. Between looks ``/router/engines`` may change any of them.
+
+A file has one engine a line, ``prefill http://HOST:PORT`` or ``decode http://HOST:PORT``; ``#`` begins a comment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+from urllib.parse import urlsplit
+
+from kvferry.router.engines import MAX_ENGINES, EngineEvent, EngineState, Role, engine_url
+from kvferry.router.router import Router
+from kvferry.transport.errors import UsageError, quoted
+
+log = logging.getLogger("kvferry.router")
+Named = dict[str, Role]
+"""Engines by URL."""
+LOOK_SECONDS = 3.0
+MAX_FILE_BYTES = 1 << 20
+
+
+class Source(Protocol):
+    async def named(self) -> Named:
+        """Raises OSError, UsageError: it cannot be looked at now, and nothing changes."""
+        ...
+
+
+class EnginesFile:
+    """A file of engines."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __str__(self) -> str:
+        return f"engines file {self._path}"
+
+    async def named(self) -> Named:
+        with self._path.open("rb") as file:
+            content = file.read(MAX_FILE_BYTES + 1)
+        if len(content) > MAX_FILE_BYTES:
+            raise UsageError(f"it has over {MAX_FILE_BYTES} bytes")
+        return engines_of(content.decode(errors="replace"))
+
+
+class DnsName:
+    """All addresses of one name. ``url``: ``dns://NAME:PORT``."""
+
+    def __init__(self, url: str, role: Role) -> None:
+        parts = urlsplit(url)
+        try:
+            host, port = parts.hostname, parts.port
+        except ValueError:
+            host = port = None
+        if parts.scheme != "dns" or not host or not port or parts.path not in ("", "/"):
+            raise UsageError(f"{quoted(url)} names no engines; expected dns://NAME:PORT")
+        self._host, self._port, self._role = host, port, role
+
+    def __str__(self) -> str:
+        return f"{self._role} engines of DNS name {self._host}"
+
+    async def named(self) -> Named:
+        loop = asyncio.get_running_loop()
+        found = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
+        hosts = {str(address[0]) for *_, address in found}
+        return {f"http://{f'[{host}]' if ':' in host else host}:{self._port}": self._role for host in sorted(hosts)}
+
+
+def engines_of(text: str) -> Named:
+    """What a file of engines names. Raises UsageError: a line is not as it should be, or there is no engine at all."""
+    named: Named = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        if len(words) != 2 or words[0] not in list(Role):
+            raise UsageError(f"line {number} is {quoted(line)}; expected: prefill http://HOST:PORT, or decode ...")
+        url = engine_url(words[1])
+        if named.setdefault(url, Role(words[0])) != words[0]:
+            raise UsageError(f"line {number} gives {url} a second role; name each engine once")
+    if not named or len(named) > MAX_ENGINES:
+        raise UsageError(f"it names {len(named)} engines; expected 1 to {MAX_ENGINES}")
+    return named
+
+
+class Membership:
+    """Brings what the sources name to the router's engines."""
+
+    def __init__(self, router: Router, sources: Sequence[Source]) -> None:
+        self._router = router
+        self._named: dict[Source, Named] = {source: {} for source in sources}
+        self._errors: dict[Source, str] = {}
+
+    async def look(self) -> None:
+        """Once at all sources. Engines of the first look take requests at once."""
+        for source in self._named:
+            await self._look_at(source, EngineState.UP)
+        self._router.forget_gone()
+
+    async def watch(self) -> None:
+        """For ever."""
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            for source in self._named:
+                await self._look_at(source, EngineState.JOINING)
+            self._router.forget_gone()
+
+    async def _look_at(self, source: Source, state: EngineState) -> None:
+        engines = self._router.engines
+        try:
+            named, before = await source.named(), self._named[source]
+            for url, role in named.items():
+                if before.get(url) is not role:
+                    engines.add(url, role, state)
+                    log.warning("%s engine %s is named by the %s", role, url, source)
+                    before[url] = role
+            for url in before.keys() - named.keys():
+                engine = engines.get(url)
+                if engine is not None:
+                    engines.apply(engine, EngineEvent.REMOVE)
+                    log.warning("%s engine %s is drained: the %s names it no longer", engine.role, url, source)
+                del before[url]
+        except (OSError, UsageError) as error:
+            if self._errors.get(source) != str(error):
+                log.error("the %s is not usable, and nothing is changed: %s", source, error)
+            self._errors[source] = str(error)
+        else:
+            self._errors.pop(source, None)

@@ -1,0 +1,134 @@
+"""What a router counts, as Prometheus series and for its status page."""
+
+from __future__ import annotations
+
+import bisect
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+from kvferry.router.engines import EnginePool, Role
+
+BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+"""Upper bounds in seconds."""
+RECENT_SECONDS, RECENT_REQUESTS = 60.0, 4096
+"""What latencies of the status page are of."""
+
+
+@dataclass
+class LatencyHistogram:
+    counts: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS) + 1))
+    sum: float = 0.0
+
+    def observe(self, seconds: float) -> None:
+        self.counts[bisect.bisect_left(BUCKETS, seconds)] += 1
+        self.sum += seconds
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """As Prometheus has them: cumulative."""
+        bounds = [*map(str, BUCKETS), "+Inf"]
+        return list(zip(bounds, map(float, accumulate(self.counts)), strict=True))
+
+
+class Metrics:
+    """Counts of one router. ``in_flight``: requests of clients."""
+
+    def __init__(self, engines: EnginePool) -> None:
+        self._engines = engines
+        self.in_flight = 0
+        self.requests: Counter[int] = Counter()
+        self.handovers: Counter[str] = Counter()
+        self.failed_legs: Counter[str] = Counter()
+        self.affinities: Counter[str] = Counter()
+        self.first_byte, self.whole = LatencyHistogram(), LatencyHistogram()
+        self._recent: deque[tuple[float, float, float]] = deque(maxlen=RECENT_REQUESTS)
+
+    def answered(self, status: int, now: float, first_byte: float | None, whole: float) -> None:
+        """A request is over. ``first_byte``, ``whole``: seconds from its arrival; None: nothing was sent."""
+        self.requests[status] += 1
+        if first_byte is not None and status == 200:
+            self.first_byte.observe(first_byte)
+            self.whole.observe(whole)
+            self._recent.append((now, first_byte, whole))
+
+    def handed_over(self, how: str) -> None:
+        """How D was asked: "serial", "at_once", "decode_only", or "prefill_only": not at all."""
+        self.handovers[how] += 1
+
+    def leg_failed(self, role: Role) -> None:
+        self.failed_legs[role] += 1
+
+    def affinity(self, known: str | None, taken: str) -> None:
+        """The P that has a prompt's prefix, if one is known, and the P that takes the prompt."""
+        self.affinities["none" if known is None else "followed" if known == taken else "given_up"] += 1
+
+    def status(self, now: float) -> dict[str, Any]:
+        """For the status page. Latencies in seconds, of the last minute."""
+        recent = [times for times in self._recent if now - times[0] <= RECENT_SECONDS]
+        return {
+            "in_flight": self.in_flight,
+            "requests": {str(status): count for status, count in self.requests.items()},
+            "handovers": dict(self.handovers),
+            "failed_legs": dict(self.failed_legs),
+            "prefix_affinity": dict(self.affinities),
+            "first_byte_seconds": _quantiles([first for _, first, _ in recent]),
+            "request_seconds": _quantiles([whole for _, _, whole in recent]),
+            "engines": [
+                {
+                    "url": engine.url, "role": engine.role, "state": engine.state, "requests": engine.requests,
+                    "load": round(engine.load, 1), "passed_over": engine.passed_over_until > now,
+                }
+                for engine in self._engines
+            ],
+        }  # fmt: skip
+
+    def text(self) -> bytes:
+        """The page of ``/metrics``."""
+        from prometheus_client import CollectorRegistry, generate_latest
+
+        registry = CollectorRegistry()
+        registry.register(self)
+        return generate_latest(registry)
+
+    def collect(self) -> Iterator[Any]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+        def counter(name: str, text: str, label: str, values: Iterable[tuple[Any, int]]) -> Any:
+            family = CounterMetricFamily(f"kvferry_router_{name}", text, labels=[label])
+            for value, count in sorted(values):
+                family.add_metric([str(value)], count)
+            return family
+
+        yield counter("requests", "Answered requests by status", "status", self.requests.items())
+        yield counter("handovers", "Requests by how D was asked", "how", self.handovers.items())
+        yield counter("failed_legs", "Legs that failed, by the engine's role", "role", self.failed_legs.items())
+        yield counter("prefix_affinity", "Choices of a P by prefix", "result", self.affinities.items())
+        for name, text, histogram in (
+            ("first_byte_seconds", "Seconds to the first byte of an answer", self.first_byte),
+            ("request_seconds", "Seconds to the end of an answer", self.whole),
+        ):
+            family = HistogramMetricFamily(f"kvferry_router_{name}", text)
+            family.add_metric([], histogram.buckets(), histogram.sum)
+            yield family
+        yield GaugeMetricFamily("kvferry_router_in_flight", "Requests of clients in flight", self.in_flight)
+        now_labels = ["role", "url"]
+        up = GaugeMetricFamily("kvferry_router_engine_up", "1: takes requests by its state", labels=now_labels)
+        requests = GaugeMetricFamily("kvferry_router_engine_requests", "Requests in flight", labels=now_labels)
+        load = GaugeMetricFamily("kvferry_router_engine_load", "P: prompt tokens; D: requests", labels=now_labels)
+        for engine in self._engines:
+            labels = [engine.role.value, engine.url]
+            up.add_metric(labels, engine.state == "up")
+            requests.add_metric(labels, engine.requests)
+            load.add_metric(labels, engine.load)
+        yield from (up, requests, load)
+
+
+def _quantiles(values: list[float]) -> dict[str, float | None]:
+    """The middle, and the value that a twentieth exceeds; None: there are no values."""
+    values.sort()
+    return {
+        "p50": values[len(values) // 2] if values else None,
+        "p95": values[len(values) * 95 // 100] if values else None,
+    }

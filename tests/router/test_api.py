@@ -1,0 +1,230 @@
+"""The router as its users see it: OpenAI's client, headers, metrics, the status page, the command."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import threading
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from typer.testing import CliRunner
+
+from kvferry.connector.cli import app
+from kvferry.router.app import Limits, make_app
+from kvferry.router.first_token import sse
+from tests.router.stand_ins import PARAMS, Engine, ask, decode_engine, make_router, prefill_engine, routed, served
+from tests.router.test_at_once import PUSH
+
+CHROMIUM = shutil.which("chromium")
+
+
+def chat_engine(tokens: int = 3) -> Engine:
+    """Answers chats and completions in OpenAI's form, as P and as D."""
+
+    async def answer(request: Request, body: dict[str, Any]) -> Response:
+        chat = request.url.path.endswith("/chat/completions")
+        head = {"id": "1", "created": 1, "model": "m"}
+        words = ["word "] * min(tokens, body.get("max_tokens") or tokens)
+        usage = {"prompt_tokens": 3, "completion_tokens": len(words), "total_tokens": 3 + len(words)}
+        if body.get("stream"):
+            kind = "chat.completion.chunk" if chat else "text_completion"
+            parts = [{"delta": {"role": "assistant", "content": w}} if chat else {"text": w} for w in words]
+            ends = [None] * (len(words) - 1) + ["stop"]
+            choices = [{"index": 0, "finish_reason": end} | part for part, end in zip(parts, ends, strict=True)]
+            events = [head | {"object": kind, "choices": [choice]} for choice in choices]
+            return StreamingResponse((sse(event) for event in [*events, None]), media_type="text/event-stream")
+        text = "".join(words)
+        part = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
+        kind = "chat.completion" if chat else "text_completion"
+        choice = {"index": 0, "finish_reason": "stop"} | part
+        return JSONResponse(head | {"object": kind, "choices": [choice], "usage": usage, "kv_transfer_params": PARAMS})
+
+    return Engine(answer)
+
+
+def test_openais_client() -> None:
+    p, d = chat_engine(), chat_engine()
+    with routed(p, d) as url, openai.OpenAI(base_url=url + "/v1", api_key="key", max_retries=0) as client:
+        assert client.completions.create(model="m", prompt="x").choices[0].text == "word " * 3
+        messages: Any = [{"role": "user", "content": "x"}]
+        chat = client.chat.completions.create(model="m", messages=messages)
+        assert chat.choices[0].message.content == "word " * 3 and chat.usage is not None
+        pieces = [c.choices[0].text for c in client.completions.create(model="m", prompt="x", stream=True, seed=1)]
+        assert pieces == ["word "] * 3
+        chunks = client.chat.completions.create(model="m", messages=messages, stream=True, seed=1)
+        assert [chunk.choices[0].delta.content for chunk in chunks] == ["word "] * 3
+    assert len(p.seen) == len(d.seen) == 4
+    assert {headers["authorization"] for _, headers, _ in p.seen + d.seen} == {"Bearer key"}
+
+
+@pytest.mark.parametrize(
+    ("status", "error"),
+    [(400, openai.BadRequestError), (404, openai.NotFoundError), (429, openai.RateLimitError)],
+)
+def test_openais_client_knows_the_errors(status: int, error: type[openai.APIStatusError]) -> None:
+    async def refuse(request: Request, body: dict[str, Any]) -> Response:
+        return JSONResponse({"error": {"message": "planted", "type": "x", "param": None, "code": status}}, status)
+
+    limits = Limits(requests=0) if status == 429 else None
+    with routed(prefill_engine(), Engine(refuse), limits=limits) as url:
+        with (
+            openai.OpenAI(base_url=url + "/v1", api_key="key", max_retries=0) as client,
+            pytest.raises(error) as raised,
+        ):
+            client.completions.create(model="m", prompt="x")
+        assert raised.value.type is not None
+
+
+def test_openais_client_that_leaves_ends_both_legs() -> None:
+    p, d = prefill_engine(), decode_engine(pieces=1000, gap=0.05)
+    with routed(p, d) as url, openai.OpenAI(base_url=url + "/v1", api_key="key") as client:
+        stream = client.completions.create(model="m", prompt="x", stream=True)
+        next(iter(stream))
+        stream.close()
+        assert d.aborted.wait(60)
+
+
+def test_the_trace_context_goes_to_both_legs() -> None:
+    trace = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
+    p, d = prefill_engine(), decode_engine()
+    with routed(p, d) as url:
+        headers = [*trace.items(), ("tracestate", "a=1"), ("tracestate", "b=2"), ("x-request-id", "mine")]
+        answer = httpx.post(url + "/v1/completions", json={"prompt": "x"}, headers=headers, trust_env=False)
+    assert answer.headers["x-request-id"] == "mine"
+    for _, seen, _ in (p.seen[0], d.seen[0]):
+        assert seen["traceparent"] == trace["traceparent"] and seen["tracestate"] == "a=1, b=2"
+        assert seen["x-request-id"] == "mine"
+
+
+def test_a_request_without_an_id_gets_one() -> None:
+    p, d = prefill_engine(), decode_engine()
+    with routed(p, d) as url:
+        ids = [ask(url, {"prompt": "x"}).headers["x-request-id"] for _ in range(2)]
+    assert [headers["x-request-id"] for _, headers, _ in p.seen] == ids and len(set(ids)) == 2
+
+
+def samples(url: str) -> dict[str, float]:
+    text = httpx.get(url + "/metrics", trust_env=False).text
+    return {
+        sample.name
+        + "".join(f"[{value}]" for name, value in sorted(sample.labels.items()) if name != "le"): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.labels.get("le", "+Inf") == "+Inf"
+    }
+
+
+def test_metrics_and_the_data_of_the_status_page() -> None:
+    go_on = threading.Event()
+    p, d = prefill_engine(), decode_engine(pieces=2, go_on=go_on)
+    long = {"prompt": "x" * 5000}
+    with served(p.app) as p_url, served(d.app) as d_url, served(make_app(make_router([p_url], [d_url]))) as url:
+        ask(url, long), ask(url, long)
+        httpx.post(url + "/v1/completions", content=b"[", trust_env=False)
+        with httpx.stream("POST", url + "/v1/completions", json=long | {"stream": True}, trust_env=False) as response:
+            lines = response.iter_lines()
+            next(lines)
+            during = samples(url)
+            assert during["kvferry_router_in_flight"] == during[f"kvferry_router_engine_requests[decode][{d_url}]"] == 1
+            assert during[f"kvferry_router_engine_load[prefill][{p_url}]"] == 0
+            go_on.set()
+            assert list(lines)
+        after = samples(url)
+        status = httpx.get(url + "/router/status", trust_env=False).json()
+    assert after["kvferry_router_requests_total[200]"] == 3 and after["kvferry_router_requests_total[400]"] == 1
+    assert after["kvferry_router_handovers_total[serial]"] == 3
+    assert after["kvferry_router_prefix_affinity_total[followed]"] == 2
+    assert after["kvferry_router_request_seconds_count"] == after["kvferry_router_first_byte_seconds_bucket"] == 3
+    assert after["kvferry_router_in_flight"] == after[f"kvferry_router_engine_requests[decode][{d_url}]"] == 0
+    assert status["requests"] == {"200": 3, "400": 1} and status["handovers"] == {"serial": 3}
+    assert 0 < status["first_byte_seconds"]["p50"] <= status["request_seconds"]["p95"] < 60
+    assert status["engines"][1] == {
+        "url": d_url, "role": "decode", "state": "up", "requests": 0, "load": 0.0, "passed_over": False,
+    }  # fmt: skip
+
+
+def test_both_legs_at_once_are_counted() -> None:
+    async def answer(request: Request, body: dict[str, Any]) -> Response:
+        return JSONResponse({"kv_transfer_params": PUSH, "choices": []})
+
+    with routed(Engine(answer), decode_engine()) as url:
+        ask(url, {"prompt": "x"}), ask(url, {"prompt": "x"})
+        assert samples(url)["kvferry_router_handovers_total[at_once]"] == 1
+
+
+class Page(HTMLParser):
+    """Checks that tags close, and collects what a page refers to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.references: list[str] = []
+        self.ids: set[str] = set()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in ("meta", "br", "link", "img", "input"):
+            self.open.append(tag)
+        self.references += [value or "" for name, value in attrs if name in ("src", "href", "action", "data")]
+        self.ids |= {value or "" for name, value in attrs if name == "id"}
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_the_status_page_refers_to_nothing_outside() -> None:
+    with served(make_app(make_router([], []))) as url:
+        answer = httpx.get(url + "/", trust_env=False)
+    assert answer.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+    page = Page()
+    page.feed(answer.text)
+    assert not page.open and not page.references and "://" not in answer.text.replace("http://www.w3.org/2000/svg", "")
+    assert set(re.findall(r'\bel\("([\w-]+)"\)', answer.text)) <= page.ids
+    assert "/router/status" in answer.text
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+def test_the_status_page_in_a_browser(tmp_path: Path) -> None:
+    """Drawn without an error, with the engines and a plot."""
+    p, d = prefill_engine(), decode_engine()
+    with served(p.app) as p_url, served(d.app) as d_url, served(make_app(make_router([p_url], [d_url]))) as url:
+        ask(url, {"prompt": "x"})
+        command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}"]
+        command += ["--virtual-time-budget=9000", "--dump-dom", url + "/"]
+        page = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True).stdout
+    assert f"<td>{p_url}</td><td>prefill</td>" in page and f"<td>{d_url}</td><td>decode</td>" in page
+    assert "200: 1" in page and "serial: 1" in page and re.search(r'<polyline points="[\d., ]+"', page)
+    assert '<p id="error" role="status"></p>' in page
+
+
+# --- the command
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "no decode engine is named"),
+        (["--decode", "x"], "expected http://HOST:PORT"),
+        (["--decode", "dns://x"], "expected dns://NAME:PORT"),
+        (["--decode", "http://d:1", "--prefill", "http://d:1"], "name it once"),
+        (["--decode", "http://d:1", "--admin-token-file", "/none"], "cannot be read"),
+    ],
+)
+def test_wrong_usage_is_one_line(arguments: list[str], said: str) -> None:
+    result = CliRunner().invoke(app, ["router", *arguments])
+    assert result.exit_code == 2 and said in result.output and len(result.output.splitlines()) == 1
+
+
+def test_a_short_token_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("short\n")
+    result = CliRunner().invoke(app, ["router", "--admin-token-file", str(tmp_path / "token")])
+    assert result.exit_code == 2 and "openssl rand" in result.output

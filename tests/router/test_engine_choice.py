@@ -1,0 +1,195 @@
+"""Which engine takes a request, and which one had a prompt's prefix. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvferry.router.engines import TRANSITIONS, EngineEvent, EnginePool, EngineState, Role
+from kvferry.router.prefix_affinity import BLOCK_TOKENS, MAX_BLOCKS, PrefixAffinity, prompt_prefix
+from kvferry.transport.errors import UsageError
+
+A, B, C = "http://a:1", "http://b:1", "http://c:1"
+BLOCK = "x" * 1024
+
+
+def taken(pool: EnginePool, tokens: float = 10, **how: Any) -> str:
+    seat = pool.take_prefill(tokens, 0.0, **how)
+    assert seat is not None
+    return seat.engine.url
+
+
+def test_the_table_of_states_is_total() -> None:
+    assert set(TRANSITIONS) == set(EngineState)
+    assert {len(after) for after in TRANSITIONS.values()} == {len(EngineEvent)}
+    assert all(TRANSITIONS[state][EngineEvent.REMOVE] is EngineState.LEAVING for state in EngineState)
+    stopped = {EngineState.DRAINING, EngineState.LEAVING}
+    for state in stopped:  # no health check gives a drained engine requests
+        assert {TRANSITIONS[state][event] for event in (EngineEvent.CHECK_PASSED, EngineEvent.FAILED_OFTEN)} == {state}
+
+
+def test_p_with_the_fewest_tokens_takes_the_prompt() -> None:
+    pool = EnginePool([A, B])
+    assert [taken(pool, 100), taken(pool, 10), taken(pool, 10), taken(pool, 10)] == [A, B, B, B]
+
+
+def test_equal_engines_take_turns() -> None:
+    pool = EnginePool([A, B, C])
+    urls = []
+    for _ in range(6):
+        seat = pool.take_prefill(1, 0.0)
+        assert seat is not None
+        urls.append(seat.engine.url)
+        seat.release()
+    assert urls == [A, B, C] * 2
+
+
+def test_a_prefix_is_followed_until_it_costs_more_than_it_saves() -> None:
+    pool = EnginePool([A, B])
+    cached = {"cached_on": A, "cached": 900.0}
+    assert [taken(pool, 1000, **cached) for _ in range(9)] == [A] * 9  # 100 tokens each
+    assert taken(pool, 1000, **cached) == B, "A has 900 tokens to compute, B none"
+
+
+def test_what_a_p_computes_no_longer_is_no_load_but_holds_it() -> None:
+    pool = EnginePool([A, B])
+    seat = pool.take_prefill(1000, 0.0)
+    assert seat is not None and taken(pool, 1) == B
+    seat.computed()
+    engine = pool.get(A)
+    assert engine is not None and (engine.load, engine.requests) == (0, 1)
+    pool.apply(engine, EngineEvent.REMOVE)
+    assert pool.get(A) is engine, "D has not loaded yet"
+    seat.handed_over()
+    seat.release()
+    assert pool.get(A) is None and pool.forgotten == [A] and engine.requests == 0
+
+
+def test_d_with_the_fewest_requests() -> None:
+    pool = EnginePool([], [A, B])
+    first, second = (pool.take_decode(0.0) for _ in range(2))
+    assert first is not None and second is not None and {first.engine.url, second.engine.url} == {A, B}
+    first.release()
+    again = pool.take_decode(0.0)
+    assert again is not None and again.engine is first.engine
+
+
+def test_an_engine_that_failed_is_passed_over_and_comes_back() -> None:
+    pool = EnginePool([A, B], cool_down=5)
+    engine = pool.get(A)
+    assert engine is not None
+    pool.failed(engine, 0.0)
+    assert [taken(pool) for _ in range(3)] == [B] * 3
+    late = pool.take_prefill(1, 5.0)
+    assert late is not None and late.engine is engine
+
+
+def test_a_d_that_failed_is_asked_where_there_is_no_other() -> None:
+    pool = EnginePool([], [A, B])
+    for number, engine in enumerate(pool):
+        pool.failed(engine, float(number))
+    seat = pool.take_decode(2.0)
+    assert seat is not None and seat.engine.url == A, "the one that failed first"
+    for engine in pool:
+        pool.apply(engine, EngineEvent.DRAIN)
+    assert pool.take_decode(2.0) is None
+    assert EnginePool([A]).take_prefill(1, 0.0, but=list(EnginePool([A]))) is not None
+    pool = EnginePool([A])
+    assert pool.take_prefill(1, 0.0, but=list(pool)) is None
+
+
+def test_health_checks_change_the_state_after_several_failures() -> None:
+    pool = EnginePool([A])
+    (engine,) = pool
+    assert [pool.checked(engine, False, 3) for _ in range(3)] == [False, False, True]
+    assert engine.state is EngineState.DOWN and pool.take_prefill(1, 0.0) is None
+    assert pool.checked(engine, True, 3) and engine.state is EngineState.UP
+    assert [pool.checked(engine, passed, 3) for passed in (False, False, True, False, False)] == [False] * 5
+
+
+def test_a_new_engine_takes_requests_once_a_check_has_passed() -> None:
+    pool = EnginePool()
+    engine = pool.add(A + "/", Role.PREFILL)
+    assert engine.url == A and pool.take_prefill(1, 0.0) is None
+    pool.checked(engine, True, 3)
+    assert taken(pool) == A
+
+
+def test_a_change_of_role_leaves_the_running_requests() -> None:
+    pool = EnginePool([A], [B])
+    running = pool.take_prefill(1000, 0.0)
+    engine = pool.add(A, Role.DECODE)
+    assert running is not None and engine is running.engine and pool.take_prefill(1, 0.0) is None
+    assert engine.load == 0 and engine.requests == 1
+    seat = pool.take_decode(0.0)
+    assert seat is not None
+    running.release()
+    assert [e.loads for e in pool] == [{Role.PREFILL: 0.0, Role.DECODE: 1.0 if e is seat.engine else 0.0} for e in pool]
+
+
+@pytest.mark.parametrize(
+    "url", ["10.0.0.1:8000", "ftp://a:1", "http://", "http://a:99999", "http://a:0", "http://a/?x", "http://a b"]
+)
+def test_what_is_no_url_is_refused(url: str) -> None:
+    with pytest.raises(UsageError, match="expected http://HOST:PORT"):
+        EnginePool([url])
+
+
+def test_one_engine_has_one_role() -> None:
+    with pytest.raises(UsageError, match="name it once"):
+        EnginePool([A], [A + "/"])
+
+
+PREFIXED: list[dict[str, Any]] = [
+    {"prompt": BLOCK * 3 + "tail"},
+    {"prompt": [BLOCK * 3]},
+    {"prompt": list(range(BLOCK_TOKENS * 3 + 5))},
+    {"messages": [{"role": "system", "content": BLOCK * 3}, {"role": "user", "content": "x"}]},
+    {"messages": [{"role": "user", "content": [{"type": "text", "text": BLOCK * 3}]}]},
+]
+
+
+@pytest.mark.parametrize("body", PREFIXED)
+def test_prompts_with_one_beginning_share_blocks(body: dict[str, Any]) -> None:
+    affinity = PrefixAffinity()
+    prefix = prompt_prefix(body)
+    assert len(prefix.blocks) == 3 and len(set(prefix.blocks)) == 3
+    affinity.note(prefix, A)
+    assert affinity.find(prefix, {A, B}) == (A, 3.0 * BLOCK_TOKENS)
+    assert affinity.find(prefix, {B}) == (None, 0.0), "A is not there"
+    for other in ({"model": "other"}, {"cache_salt": "other"}):
+        assert affinity.find(prompt_prefix(body | other), {A}) == (None, 0.0)
+
+
+def test_the_longest_part_counts_and_the_last_p() -> None:
+    affinity = PrefixAffinity()
+    affinity.note(prompt_prefix({"prompt": BLOCK + "y" * 1024}), A)
+    affinity.note(prompt_prefix({"prompt": BLOCK}), B)
+    assert affinity.find(prompt_prefix({"prompt": BLOCK + "y" * 2048}), {A, B}) == (A, 2.0 * BLOCK_TOKENS)
+    assert affinity.find(prompt_prefix({"prompt": BLOCK + "z" * 1024}), {A, B}) == (B, 1.0 * BLOCK_TOKENS)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"prompt": None},
+        {"prompt": 3},
+        {"messages": "x"},
+        {"messages": [3, {"role": 1}]},
+        {"prompt": "\ud800" * 2000},
+    ],
+)
+def test_a_body_of_any_form_has_a_prefix(body: dict[str, Any]) -> None:
+    assert prompt_prefix(body).tokens >= 0
+
+
+def test_memory_is_bounded() -> None:
+    affinity = PrefixAffinity(remembered=10)
+    first = prompt_prefix({"prompt": BLOCK})
+    affinity.note(first, A)
+    assert len(prompt_prefix({"prompt": BLOCK * 1000}).blocks) == MAX_BLOCKS
+    for number in range(20):
+        affinity.note(prompt_prefix({"prompt": f"{number:04}" + BLOCK}), B)
+    assert len(affinity._by_block) == 10 and affinity.find(first, {A}) == (None, 0.0)

@@ -1,0 +1,305 @@
+"""Engines that fail, several of each role; limits; and what clients are told."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import httpx
+import pytest
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from kvferry.router.app import Limits, make_app
+from kvferry.router.engines import EngineState, Role
+from kvferry.router.router import Router
+from tests.router.stand_ins import (
+    PARAMS,
+    Engine,
+    ask,
+    closed_port,
+    decode_engine,
+    leave_after,
+    make_router,
+    prefill_engine,
+    routed,
+    served,
+)
+from tests.router.test_at_once import PUSH, Served, at_once, stream_of_d, streamed, token_of_p
+from tests.router.test_connections import RawEngine
+from tests.support.served import eventually
+
+__all__ = ["at_once"]
+
+
+@contextmanager
+def router_of(p: list[Engine | str], d: list[Engine | str], **options: Any) -> Iterator[tuple[Router, str]]:
+    with ExitStack() as stack:
+        urls = [
+            [engine if isinstance(engine, str) else stack.enter_context(served(engine.app)) for engine in engines]
+            for engines in (p, d)
+        ]
+        router = make_router(*urls, cool_down=600, **options)
+        yield router, stack.enter_context(served(make_app(router)))
+
+
+def failing(status: int = 503) -> Engine:
+    async def answer(request: Request, body: dict[str, Any]) -> Response:
+        return JSONResponse({"error": {"message": "planted"}}, status)
+
+    return Engine(answer)
+
+
+def gone() -> str:
+    return f"http://127.0.0.1:{closed_port()}"
+
+
+@pytest.mark.parametrize("kind", ["gone", "error"])
+def test_another_p_is_asked_once(kind: str) -> None:
+    bad: Engine | str = gone() if kind == "gone" else failing()
+    p, d = prefill_engine(), decode_engine()
+    with router_of([bad, p], [d]) as (_, url):
+        for _ in range(2):
+            assert ask(url, {"prompt": "x"}).json() == {"text": "from D"}
+    assert [body["kv_transfer_params"] for body, _, _ in d.seen] == [PARAMS] * 2
+    assert len(p.seen) == 2 and (isinstance(bad, str) or len(bad.seen) == 1)
+
+
+def test_two_p_that_fail_leave_the_prompt_to_d() -> None:
+    bad, d = [failing(), failing(), prefill_engine()], decode_engine()
+    with router_of([*bad], [d]) as (_, url):
+        assert ask(url, {"prompt": "x"}).json() == {"text": "from D"}
+    assert [len(p.seen) for p in bad] == [1, 1, 0] and "kv_transfer_params" not in d.seen[0][0]
+
+
+def test_a_request_that_p_refuses_is_not_sent_to_another_p() -> None:
+    bad, p, d = failing(400), prefill_engine(), decode_engine()
+    with router_of([bad, p], [d]) as (_, url):
+        ask(url, {"prompt": "x"})
+    assert len(bad.seen) == 1 and not p.seen
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_d_that_is_gone_is_replaced_with_the_same_parameters(stream: bool) -> None:
+    p, d = prefill_engine(), decode_engine()
+    with router_of([p], [gone(), d]) as (router, url):
+        for _ in range(2):
+            assert ask(url, {"prompt": "x", "stream": stream, "seed": 1}).status_code == 200
+        assert not any(engine.requests or engine.load for engine in router.engines)
+    assert [body["kv_transfer_params"] for body, _, _ in d.seen] == [PARAMS] * 2
+
+
+def test_a_d_that_breaks_before_a_byte_is_replaced_and_one_that_breaks_after_is_not() -> None:
+    p, d = prefill_engine(), decode_engine()
+    for first, status, asked in ((b"", 200, 1), (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{", 502, 0)):
+        d.seen.clear()
+        raw = RawEngine("D", lambda connection, number, first=first: first)
+        with raw.running() as raw_url, router_of([p], [raw_url, d]) as (_, url):
+            assert ask(url, {"prompt": "x"}).status_code == status
+        assert [body["kv_transfer_params"] for body, _, _ in d.seen] == [PARAMS] * asked
+
+
+def test_a_d_that_answers_with_an_error_is_replaced_without_parameters() -> None:
+    """It has released the lease."""
+    bad, p, d = failing(500), prefill_engine(), decode_engine()
+    with router_of([p], [bad, d]) as (_, url):
+        assert ask(url, {"prompt": "x"}).json() == {"text": "from D"}
+    assert "kv_transfer_params" in bad.seen[0][0] and "kv_transfer_params" not in d.seen[0][0]
+
+
+def test_the_second_d_is_the_last() -> None:
+    bad, d = [failing(500), failing(500)], decode_engine()
+    with router_of([prefill_engine()], [*bad, d]) as (_, url):
+        answer = ask(url, {"prompt": "x"})
+        assert answer.status_code == 500 and answer.json() == {"error": {"message": "planted"}}
+    assert [len(engine.seen) for engine in bad] == [1, 1] and not d.seen
+
+
+def test_without_an_engine_the_error_says_so() -> None:
+    with served(make_app(make_router([], []))) as url:
+        answer = ask(url, {"prompt": "x"})
+        assert answer.status_code == 503 and answer.json()["error"]["type"] == "ServiceUnavailableError"
+        assert httpx.get(url + "/v1/models", trust_env=False).status_code == 503
+
+
+# --- both legs at once
+
+
+def broken_after_it_was_asked(at_once: Served, stack: ExitStack) -> None:
+    """D's connection breaks when it has the request; another D is there."""
+    raw = RawEngine("D", lambda connection, number: b"")
+    at_once.decode_engines(stack.enter_context(raw.running()), at_once.d_url)
+
+
+def test_a_d_that_is_gone_is_replaced_at_once_under_the_same_name(at_once: Served) -> None:
+    at_once.learn()
+    at_once.decode_engines(gone(), at_once.d_url)
+    at_once.p.held = True
+    assert ask(at_once.url, {"prompt": "y"}).json() == {"text": "from D"}, "before P has answered"
+    at_once.p.go_on.set()
+    at_once.nothing_left()
+    assert (at_once.d.params[-1] or {})["transfer_id"] == (at_once.p.params[-1] or {})["transfer_id"]
+
+
+def test_a_d_that_breaks_while_p_computes_is_replaced_with_ps_lease(at_once: Served) -> None:
+    at_once.learn()
+    with ExitStack() as stack:
+        broken_after_it_was_asked(at_once, stack)
+        assert ask(at_once.url, {"prompt": "y"}).json() == {"text": "from D"}
+    at_once.nothing_left()
+    assert at_once.d.params[-1] == PUSH and at_once.p.gone == 0
+
+
+def test_a_d_that_breaks_after_ps_token_is_replaced_for_the_rest(at_once: Served) -> None:
+    at_once.learn()
+    p_done = threading.Event()
+
+    def breaks(connection: int, number: int) -> bytes:
+        assert p_done.wait(60)
+        return b""
+
+    def p_answers(body: dict[str, Any]) -> Response:
+        threading.Timer(0.2, p_done.set).start()
+        return token_of_p()
+
+    at_once.p.answer = p_answers
+    at_once.router.engines.cool_down = 600
+    at_once.d.answer = lambda body: stream_of_d(("b", [12]))
+    with RawEngine("D", breaks).running() as raw_url:
+        at_once.decode_engines(raw_url, at_once.d_url)
+        text, _, ended = streamed(at_once.url)
+    assert text == "ab" and ended
+    assert at_once.d.bodies[-1]["prompt"] == [1, 2, 3, 11] and at_once.d.params[-1] == PUSH
+    at_once.nothing_left()
+
+
+def test_another_p_after_one_that_fails_while_d_waits(at_once: Served) -> None:
+    at_once.learn()
+    at_once.d.held = at_once.p.held = True
+    at_once.p.answer = lambda body: Response(status_code=503)
+    other = prefill_engine()
+    at_once.router.engines.cool_down = 600
+    with served(other.app) as other_url:
+        client = threading.Thread(target=ask, args=(at_once.url, {"prompt": "y"}), daemon=True)
+        client.start()
+        assert at_once.d.engine.arrived.wait(60)
+        at_once.router.engines.add(other_url, Role.PREFILL, EngineState.UP)
+        at_once.p.go_on.set()
+        eventually(lambda: at_once.d.gone == 1, "D's leg was cancelled")
+        at_once.d.go_on.set()
+        client.join(60)
+    assert len(other.seen) == 1 and at_once.d.params[-1] == PARAMS
+
+
+@pytest.mark.parametrize("p_has_answered", [False, True])
+def test_a_client_that_leaves_before_d_was_asked_leaves_no_lease(at_once: Served, p_has_answered: bool) -> None:
+    """D's connection is not there yet. P's leg ends as it would, and D loads the prompt, for the lease."""
+    at_once.learn()
+    send, waits = at_once.router.http.send, threading.Event()
+
+    async def held(method: str, base: str, path: str, **how: Any) -> Any:
+        if base == at_once.d_url and not waits.is_set():
+            waits.set()
+            await asyncio.Event().wait()
+        return await send(method, base, path, **how)
+
+    at_once.router.http.send = held  # type: ignore[method-assign]
+    at_once.p.held = not p_has_answered
+    ready = threading.Event()
+
+    def when_ready() -> None:
+        assert waits.wait(60) and at_once.p.engine.arrived.wait(60)
+        if p_has_answered:
+            engine = next(iter(at_once.router.engines))
+            eventually(lambda: engine.load == 0, "P has answered")
+        ready.set()
+
+    threading.Thread(target=when_ready, daemon=True).start()
+    leave_after(at_once.url, {"prompt": "y", "max_tokens": 50, "seed": 1}, ready)
+    if not p_has_answered:
+        eventually(lambda: at_once.router.metrics.in_flight == 0, "the router has seen that it is gone")
+        at_once.p.go_on.set()
+    eventually(lambda: len(at_once.d.bodies) == 2, "D is asked")
+    at_once.nothing_left()
+    assert at_once.p.gone == 0 and at_once.d.params[-1] == PUSH and at_once.d.bodies[-1]["max_tokens"] == 1
+
+
+# --- limits, and the form of errors
+
+
+def test_more_requests_than_allowed_get_429() -> None:
+    go_on = threading.Event()
+    p, d = prefill_engine(go_on=go_on), decode_engine()
+    with routed(p, d, limits=Limits(requests=1)) as url:
+        client = threading.Thread(target=ask, args=(url, {"prompt": "x"}), daemon=True)
+        client.start()
+        assert p.arrived.wait(60)
+        refused = ask(url, {"prompt": "y"})
+        assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
+        assert refused.json()["error"]["type"] == "RateLimitError"
+        go_on.set()
+        client.join(60)
+        assert ask(url, {"prompt": "z"}).status_code == 200
+    assert len(d.seen) == 2
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_body_that_is_too_large_gets_413(chunked: bool) -> None:
+    body = b'{"prompt": "' + b"x" * 5000 + b'"}'
+    with routed(prefill_engine(), decode_engine(), limits=Limits(body_bytes=1000)) as url:
+        content = iter([body[:3000], body[3000:]]) if chunked else body
+        answer = httpx.post(url + "/v1/completions", content=content, trust_env=False)
+        assert answer.status_code == 413 and "1000 bytes" in answer.json()["error"]["message"]
+        assert ask(url, {"prompt": "x"}).status_code == 200
+
+
+NO_OBJECTS = [b"", b"[1", b"[]", b"3", b"[" * 100_000, b'{"a":1e999}', b"\xff", b'{"prompt": "\\ud800"}']
+
+
+@pytest.mark.parametrize("content", NO_OBJECTS)
+def test_what_is_no_json_object_gets_400(content: bytes) -> None:
+    with routed(prefill_engine(), decode_engine()) as url:
+        answer = httpx.post(url + "/v1/completions", content=content, trust_env=False)
+        error = answer.json()["error"]
+        assert answer.status_code == error["code"] == 400 and "JSON object" in error["message"]
+
+
+@pytest.mark.parametrize(("method", "path", "status"), [("GET", "/v1/none", 404), ("GET", "/v1/completions", 405)])
+def test_errors_of_the_server_have_openais_form(method: str, path: str, status: int) -> None:
+    with routed(prefill_engine(), decode_engine()) as url:
+        answer = httpx.request(method, url + path, trust_env=False)
+        assert answer.status_code == answer.json()["error"]["code"] == status
+
+
+def test_a_fault_of_the_router_is_an_error_without_a_traceback() -> None:
+    async def fault(*_: Any) -> Any:
+        raise ZeroDivisionError("planted")
+
+    router = make_router([], [gone()])
+    router.answer = fault  # type: ignore[method-assign]
+    with served(make_app(router)) as url:
+        answer = ask(url, {"prompt": "x"})
+        assert answer.status_code == 500 and "planted" not in answer.text
+        assert answer.json()["error"]["type"] == "InternalServerError"
+        assert router.metrics.in_flight == 0
+
+
+def test_an_engine_that_speaks_no_http_is_one_clear_error() -> None:
+    raw = RawEngine("D", lambda connection, number: b"SSH-2.0-OpenSSH_9.6\r\n")
+    with raw.running() as raw_url, router_of([], [raw_url]) as (_, url):
+        answer = ask(url, {"prompt": "x"})
+        assert answer.status_code == 502 and "no HTTP answer" in answer.json()["error"]["message"]
+
+
+def test_a_client_that_sends_slowly_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry.router.app.BODY_SECONDS", 0.2)
+    with (
+        routed(prefill_engine(), decode_engine()) as url,
+        socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as client,
+    ):
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        assert b" 408 " in client.recv(100)
