@@ -19,7 +19,7 @@ from tests.support.rank_process import RemoteRank
 from tests.transport.test_planes_hosts import listening_ports
 
 P_ADDRESS, PROXY_ADDRESS = "127.0.0.2", "127.0.0.3"
-TOKENS, THEIRS, OURS = 100, [9, 2, 17, 5, 11, 3, 1], [4, 1, 8, 2, 6, 3, 7]
+TOKENS, STEP, THEIRS, OURS = 100, 40, [9, 2, 17, 5, 11, 3, 1], [4, 1, 8, 2, 6, 3, 7]
 HANDSHAKE, TRANSFER, LEASE = 10.0, 10.0, 20.0
 """Seconds: settings of both processes. Their clocks are moved, so that nobody waits for these times."""
 DEADLINE = HANDSHAKE + 2 * TRANSFER + 5.0
@@ -113,9 +113,14 @@ class FaultyPair:
             self._number += 1
             name = f"req-{self._number}"
             self.d.wipe()
-            self.p.fill(THEIRS, TOKENS, salt=self._number)
-            token = self.p.grant(name, THEIRS, TOKENS)
-            self.d.load(name, token, self._peer(), OURS, TOKENS)
+            if self._case is not None and self._case.streamed:
+                self.p.fill(THEIRS, TOKENS, salt=-self._number)  # what other requests have left there
+                token = self.p.compute(name, THEIRS, TOKENS, self._number, STEP)
+                self.d.load(name, token, self._peer(), OURS, TOKENS, STEP)
+            else:
+                self.p.fill(THEIRS, TOKENS, salt=self._number)
+                token = self.p.grant(name, THEIRS, TOKENS)
+                self.d.load(name, token, self._peer(), OURS, TOKENS)
             self._posted.set()
             if check(name):
                 return

@@ -7,7 +7,7 @@ import pytest
 
 from tests.vllm.engine_group import EngineGroup, Lines
 from tests.vllm.named_walk import PLANES, Case, NamedWalk, draw
-from tests.vllm.walk_faults import FAULTS
+from tests.support.streaming_faults import FAULTS
 
 pytestmark = pytest.mark.vllm
 SEED, CASES, TURNS = 5, 10, 250

@@ -1,4 +1,4 @@
-"""Faults that are planted into KVFerry, each of which makes D compute with wrong KV: a walk must see it."""
+"""Faults to plant into prompts that leave while P computes them: D then computes with wrong KV, and a test must see it."""
 
 from __future__ import annotations
 
