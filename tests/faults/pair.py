@@ -53,6 +53,7 @@ class FaultyPair:
         self._number = 0
         self._case: Case | None = None
         self._struck_before = 0
+        self._wiped = False  # whether D's engine has used its blocks for something else since the load failed
         self._posted = threading.Event()  # the load of the hand-over that is struck
         self.p, self.d = self._start_p(), self._start_d()
 
@@ -83,6 +84,7 @@ class FaultyPair:
         """
         self._case, self._struck_before = case, len(self.proxy.struck)
         self._posted.clear()
+        self._wiped = False
         if case.fresh:
             self.proxy.cut()
             self._until(lambda: self.d.tables()["links"] == 0, "D drops a link whose connection is gone", self.d)
@@ -97,6 +99,8 @@ class FaultyPair:
         self.outcomes["struck" if self._struck else "missed"] += 1
         self.proxy.heal()
         self._settle()
+        if self._wiped:
+            self._expect(self.d.is_wiped(), "D's blocks are not written after a load has failed")
         self._hand_over(self._check_clean)
         self._settle()
         self._case = None
@@ -148,6 +152,9 @@ class FaultyPair:
         ok = self._await_report(name)
         if ok and is_promised(self._case, self._settings):
             self._expect(self.d.holds(OURS, TOKENS, self._number), "a load that was reported as done has P's bytes")
+        if not ok:
+            self.d.wipe()
+            self._wiped = True
         self.outcomes["done" if ok else "failed"] += 1
         if happened in ("kill P", "restart P") and self._struck:
             self._restart()

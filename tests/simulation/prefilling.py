@@ -18,8 +18,8 @@ PREEMPTED, GIVEN_UP = 0.08, 0.02
 
 
 class Prefilling:
-    """One prompt. An engine computes one at a time, and its other plans come between the steps. The bytes of a step come
-    into the blocks at its end; until then the blocks hold what nobody may take for KV."""
+    """One prompt; an engine computes one at a time. The bytes of a step come into the blocks at its end. Until then the
+    blocks hold what nobody may take for KV."""
 
     def __init__(self, engine: Engine, prompt: Prompt, step_tokens: int) -> None:
         self.engine, self.prompt, self.step_tokens = engine, prompt, step_tokens

@@ -127,6 +127,10 @@ class RemoteRank:
         """Overwrite all caches with bytes that no prompt has."""
         self.call("wipe")
 
+    def is_wiped(self) -> bool:
+        """Whether nothing has written to the caches since ``wipe``."""
+        return bool(self.call("is_wiped")["wiped"])
+
     def holds(self, block_ids: Sequence[int], tokens: int, salt: int = 0) -> bool:
         """Whether these blocks have exactly the bytes of the prompt that ``fill`` writes with this ``salt``."""
         return bool(self.call("holds", block_ids=list(block_ids), tokens=tokens, salt=salt)["holds"])
@@ -205,6 +209,8 @@ def main() -> None:
                 for cache in rank.caches.values():
                     cache.fill_(-1)
                 answer()
+            case "is_wiped":
+                answer(wiped=all(bool((cache == -1).all()) for cache in rank.caches.values()))
             case "holds":
                 found, wanted = rank.read(order["block_ids"], order["tokens"]), rank.wanted(order["tokens"])
                 answer(holds=torch.equal(found, wanted + order["salt"]))
