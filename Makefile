@@ -115,7 +115,7 @@ docs: install
 
 RESULTS ?= .bench
 BENCHMARKS := planning paged_copy layout_change kv_postprocess empty_handover control_round_trip idle_step host_planes \
-  checksum e2e_vs_nixl wrong_tokens stale_reads plan_accuracy plan_fleet
+  checksum e2e_vs_nixl wrong_tokens both_legs stale_reads plan_accuracy plan_fleet
 bench: install
 	@set -e; for name in $(BENCHMARKS); do echo "== $$name"; \
 	  $(BIN)/python benchmarks/$$name.py --json $(RESULTS)/$$name.json; done

@@ -35,8 +35,7 @@ from tests.support.tiny_model import build_model
 P_LEFT = "P's client left"
 KINDS = ("client left", P_LEFT)
 SMALL = (
-    "--block-size", "16", "--num-gpu-blocks-override", "72", "--max-num-batched-tokens", "64",
-    "--long-prefill-token-threshold", "24",
+    "--num-gpu-blocks-override", "36", "--max-num-batched-tokens", "64", "--long-prefill-token-threshold", "24",
 )  # fmt: skip
 """P: one request of the longest length fits, steps are short, and several prompts are computed at a time."""
 

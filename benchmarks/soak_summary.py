@@ -77,11 +77,12 @@ def walks() -> str:
     return "\n\n".join(
         [
             f"{figures['handovers']:,} hand-overs in {result['cases']} cases, {figures['failed_cases']} of which "
-            f"failed, in {figures['seconds']:,} s, seed {result['arguments']['seed']}. Machine: {_machine(result)}, with other "
-            "work on it. `make walk`: both legs of each request are sent at once, at two engines with vLLM's scheduler, "
-            "KVFerry's two halves and real data planes; the model is made up. Each forward of D compares all KV that it "
-            "reads. The forms of P and D are drawn: ranks, block sizes, layouts, model runners, asynchronous "
-            "scheduling, drafts, a sliding window beside full attention. P computes 1 to 512 tokens in a step.",
+            f"failed, in {figures['seconds']:,} s, seed {result['arguments']['seed']}. Machine: {_machine(result)}, "
+            "with other work on it. `make walk`: both legs of each request are sent at once, at two engines with "
+            "vLLM's scheduler, KVFerry's two halves and real data planes; the model is made up. Each forward of D "
+            "compares all KV that it reads. The forms of P and D are drawn: ranks, block sizes, layouts, runners, "
+            "asynchronous scheduling, drafts, a sliding window beside full attention. P computes 1 to 512 tokens in a "
+            "step.",
             table(["plane", "requests of D", *titles.values()], rows),
             f"Where nothing was loaded, D had the tokens in its prefix cache, or P did not hand the prompt over. Also: "
             f"{happened}.",
