@@ -1,4 +1,4 @@
-"""Faults to plant into prompts that leave while P computes them: D then computes with wrong KV, and a test must see it."""
+"""Faults to plant into prompts that leave while P computes them: D computes with wrong KV, which a test must see."""
 
 from __future__ import annotations
 

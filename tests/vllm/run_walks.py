@@ -35,10 +35,10 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 import report  # noqa: E402
 import torch  # noqa: E402
 
+from tests.support.streaming_faults import FAULTS  # noqa: E402
 from tests.vllm.engine_group import EngineGroup, Lines  # noqa: E402
 from tests.vllm.named_walk import PLANES, Case, NamedWalk, draw  # noqa: E402
 from tests.vllm.stepped_config import tiny_model  # noqa: E402
-from tests.support.streaming_faults import FAULTS  # noqa: E402
 
 
 def walk(model: Any, case: Case) -> tuple[Counter[str], Counter[str], str]:

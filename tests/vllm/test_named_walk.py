@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.streaming_faults import FAULTS
 from tests.vllm.engine_group import EngineGroup, Lines
 from tests.vllm.named_walk import PLANES, Case, NamedWalk, draw
-from tests.support.streaming_faults import FAULTS
 
 pytestmark = pytest.mark.vllm
 SEED, CASES, TURNS = 5, 10, 250
