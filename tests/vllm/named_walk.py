@@ -136,8 +136,8 @@ class NamedWalk(Walk):
             return made[-1]
 
         cache_tokens = case.cache_tokens if side == "p" else CACHE_TOKENS
-        if case.window:  # vLLM admits no request that does not fit as a whole, with a window beside it
-            cache_tokens = 2 * CACHE_TOKENS
+        if case.window:  # vLLM admits only requests that fit as a whole, and then a window takes as many blocks again
+            cache_tokens = 4 * CACHE_TOKENS
         late = side == "p" and case.late_copies
         with mock.patch.object(worker_setup, "copies_on", copies if late else worker_setup.copies_on):
             engine = self._group.engine(

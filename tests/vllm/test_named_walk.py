@@ -11,8 +11,8 @@ from tests.vllm.named_walk import PLANES, Case, NamedWalk, draw
 
 pytestmark = pytest.mark.vllm
 SEED, CASES, TURNS = 5, 10, 250
-FAULTY = (3, 11, 1, 24, 7, 2, 6, 12)
-"""Cases whose copies are late, without a window; and others."""
+FAULTY = (3, 6, 1, 12, 28, 36, 5, 59)
+"""Cases in which copies of P are late, and urgent requests take blocks."""
 
 
 def cases() -> list[object]:
