@@ -32,6 +32,9 @@ CACHE_TOKENS = 640
 """Of D, and of P at most: so few that requests preempt each other, and use blocks again soon."""
 LATE_SECONDS = 5e-3
 """How late copies of P read its blocks, where they do: steps of P are shorter."""
+HANDOVER_SECONDS = 30.0
+"""D may hold blocks for a prompt that P has preempted and cannot resume, because D waits for blocks before it releases
+P's leases: this time ends it."""
 HANDOVERS = 60
 """Requests of D in one walk, about."""
 TURNS = 1000
@@ -127,6 +130,7 @@ class NamedWalk(Walk):
         extra: dict[str, Any] = PATIENT | {
             "plane": case.plane, "checksum": case.checksum, "encrypt": case.encrypt, "slot_bytes": 64 << 10,
             "staging_bytes": 1 << 20, "lease_seconds": LEASE_SECONDS, "ask_hold_seconds": 0.3,
+            "handover_timeout_seconds": HANDOVER_SECONDS,
             "side_channel_port": self._port if side == "p" else 0,
         }  # fmt: skip
         made: list[SlowCopies] = []
@@ -299,7 +303,7 @@ class NamedWalk(Walk):
         self.p.scheduler.max_num_scheduled_tokens = self.rng.choice((40, 128, 512))
         if not self.p.scheduler.requests:  # whoever waits for a name now waits for a leg that never comes
             planner = self.d.connector._scheduling._load_planner
-            planner._clock = lambda: time.monotonic() + 2 * PATIENT["handover_timeout_seconds"]
+            planner._clock = lambda: time.monotonic() + 2 * HANDOVER_SECONDS
         return super().over()
 
     def count_outcomes(self) -> None:
