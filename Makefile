@@ -7,7 +7,7 @@ PYTEST := $(BIN)/pytest
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-engines test-gpu test-vllm test-proxies sweep explore simulate faults soak fuzz lint docs bench bench-gpu clean
+.PHONY: help install demo test test-engines test-gpu test-vllm test-proxies sweep walk explore simulate faults soak fuzz lint docs bench bench-gpu clean
 
 help:
 	@echo "make install       everything into $(VENV): torch and vLLM for the CPU, UCX, NIXL to compare with, tools"
@@ -18,6 +18,7 @@ help:
 	@echo "make test-vllm VLLM=0.33.0   tests of the vLLM adapter with another release's Python files (or 0.26.0)"
 	@echo "make test-proxies  the proxy servers of vLLM's repository, unmodified, before KVFerry's engines"
 	@echo "make sweep         500 hand-overs between random forms of P and D (SEED=... repeats one run)"
+	@echo "make walk          10,000 hand-overs whose legs are sent at once, at random, under vLLM's scheduler (COUNT=..., SEED=...)"
 	@echo "make explore       property tests with examples drawn anew for SECONDS_TO_RUN=600 (SEED=... repeats a round)"
 	@echo "make simulate      1,000,000 hand-overs of 100 P and 100 D engines in virtual time (COUNT=..., SEED=...)"
 	@echo "make faults        seeded faults between real P and D processes for SECONDS_TO_RUN=600 (SEED=..., COUNT=...)"
@@ -80,6 +81,10 @@ test-proxies: install
 sweep: install
 	$(BIN)/python tests/ranks/sweep.py --count 500 $(if $(SEED),--seed $(SEED))
 
+walk: install
+	OMP_NUM_THREADS=1 $(BIN)/python tests/vllm/run_walks.py $(if $(COUNT),--count $(COUNT)) $(if $(SEED),--seed $(SEED)) \
+	  --json $(RESULTS)/walks.json
+
 explore: install
 	$(BIN)/python tests/explore.py --seconds $(or $(SECONDS_TO_RUN),600) $(if $(SEED),--seed $(SEED))
 
@@ -109,8 +114,8 @@ docs: install
 	$(BIN)/python docs/generate.py
 
 RESULTS ?= .bench
-BENCHMARKS := planning paged_copy layout_change kv_postprocess empty_handover control_round_trip idle_step router_cost host_planes \
-  checksum e2e_vs_nixl wrong_tokens stale_reads plan_accuracy plan_fleet
+BENCHMARKS := planning paged_copy layout_change kv_postprocess empty_handover control_round_trip idle_step router_cost \
+  host_planes checksum e2e_vs_nixl wrong_tokens both_legs stale_reads plan_accuracy plan_fleet
 bench: install
 	@set -e; for name in $(BENCHMARKS); do echo "== $$name"; \
 	  $(BIN)/python benchmarks/$$name.py --json $(RESULTS)/$$name.json; done

@@ -1,4 +1,4 @@
-"""The tables of the documentation about the soak and the fuzzing, made from benchmarks/results/."""
+"""The tables of the documentation about the soak, the walks and the fuzzing, made from benchmarks/results/."""
 
 from __future__ import annotations
 
@@ -55,6 +55,37 @@ def soak() -> str:
             "times 300 loads were given up at once: all blocks were back after "
             f"{figures['burst_blocks_back_s_max']:.2f} s at most, without new traffic. Longest turn of a transfer "
             f"thread: {figures['longest_turn_ms']:.0f} ms of the processor.",
+        ]
+    )
+
+
+def walks() -> str:
+    """What became of the requests whose legs were sent at once, by plane."""
+    result = load("walks")
+    figures, events = result["figures"], result["events"]
+    outcomes = dict.fromkeys(name for row in result["rows"] for name in row["outcomes"])
+    titles = {
+        "while P computed": "loaded while P computed", "after P's lease": "loaded after P's lease",
+        "load failed": "load failed, D computed", "no load": "nothing loaded", "ended first": "client or D gone",
+    }  # fmt: skip
+    rows = [
+        [f"`{row['plane']}`", f"{row['handovers']:,}", *(f"{row['outcomes'].get(name, 0):,}" for name in titles)]
+        for row in result["rows"]
+    ]
+    assert set(outcomes) <= titles.keys()
+    happened = ", ".join(f"{name} {count:,} times" for name, count in events.items())
+    return "\n\n".join(
+        [
+            f"{figures['handovers']:,} hand-overs in {result['cases']} cases, {figures['failed_cases']} of which "
+            f"failed, in {figures['seconds']:,} s, seed {result['arguments']['seed']}. Machine: {_machine(result)}, "
+            "with other work on it. `make walk`: both legs of each request are sent at once, at two engines with "
+            "vLLM's scheduler, KVFerry's two halves and real data planes; the model is made up. Each forward of D "
+            "compares all KV that it reads. The forms of P and D are drawn: ranks, block sizes, layouts, runners, "
+            "asynchronous scheduling, drafts, a sliding window beside full attention. P computes 1 to 512 tokens in a "
+            "step.",
+            table(["plane", "requests of D", *titles.values()], rows),
+            f"Where nothing was loaded, D had the tokens in its prefix cache, or P did not hand the prompt over. Also: "
+            f"{happened}.",
         ]
     )
 

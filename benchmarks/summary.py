@@ -17,6 +17,7 @@ import gpu_summary
 from comparison import compared_cells
 from tables import COMPARED_HEADS, INTERVAL, NIXL, NIXL_THREAD, RULE, load, policy_sentence, table
 
+P_LEFT = "P's client left"
 NAMES = {
     "nixl": "NIXL",
     "ucxx raw": "one contiguous UCXX message",
@@ -257,6 +258,33 @@ def wrong_tokens() -> str:
     )
 
 
+def both_legs() -> str:
+    """What became of hand-overs whose legs were sent at once."""
+    result = load("both_legs")
+    figures = result["figures"]
+    titles = {
+        "handovers": "requests of D", "loaded": "loaded", "failed": "load failed", "computed_by_d": "not loaded",
+        "loads_while_p_computes": "loads that began while P computed", "preemptions_of_p": "preemptions on P",
+        "wrong_tokens": "wrong tokens", "wrong_kv": "wrong KV",
+    }  # fmt: skip
+    return "\n\n".join(
+        [
+            f"{policy_sentence(result['policy'])} Machine: {machine(result)}.",
+            f"Two vLLM engines with a small model in fp32, plane `{result['settings']['plane']}`, seed "
+            f"{result['seed']}, `benchmarks/both_legs.py`. P computes at most 64 tokens in a step, in 36 blocks of 32 "
+            f"tokens, and is killed {figures['p_killed']} times; {figures['client left']} clients leave D, and "
+            f"{figures[P_LEFT]} leave P. The tokens and the KV of {figures['answers']:,} answers are compared "
+            "with those of a plain engine, also of sequences that D decodes beside them.",
+            table(list(titles.values()), [[f"{figures[name]:,.0f}" for name in titles]]),
+            f"{figures['mib_while_p_computes']:.0f} MiB left P before their lease. Both engines found tokens in their "
+            f"prefix caches: P {figures['tokens_p_found']:,.0f}, D {figures['tokens_d_found']:,.0f}. P's figures are "
+            f"those of its last life. Requests that hung: {figures['hung']}. Blocks and leases held at the end: "
+            f"{figures['held_at_the_end']:g}. Where nothing was loaded, D had the tokens, P did not hand the prompt "
+            "over, or the client had left.",
+        ]
+    )
+
+
 SECTIONS: dict[str, Callable[[], str]] = {
     "figure": gpu_summary.figure,
     "gpu-bandwidth": gpu_summary.bandwidth,
@@ -268,6 +296,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "gpu-checksum": gpu_summary.checksums,
     "cpu-end-to-end": cpu_end_to_end,
     "cpu-wrong-tokens": wrong_tokens,
+    "cpu-both-legs": both_legs,
     "cpu-bandwidth": cpu_bandwidth,
     "encrypted": encrypted,
     "cpu-checksum": checksums,

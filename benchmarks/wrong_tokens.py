@@ -259,9 +259,16 @@ def others_on_failed_blocks(log: str) -> int:
     return sum(int(count) - len(NAMES.findall(names)) for names, count in RECOVERED.findall(log))
 
 
-def start(group: PatientServerGroup, name: str, model: Path, connector: str | None, *arguments: str) -> Server:
+def start(
+    group: PatientServerGroup,
+    name: str,
+    model: Path,
+    connector: str | None,
+    *arguments: str,
+    extra: dict[str, Any] = EXTRA,
+) -> Server:
     return group.engine(
-        name, model, connector=connector, extra=EXTRA if connector else None, kv_bytes=False,
+        name, model, connector=connector, extra=extra if connector else None, kv_bytes=False,
         environment={"PYTHONPATH": python_path(HERE)}, max_model_len=1024,
         arguments=["--max-num-batched-tokens", "512", "--max-num-seqs", "32", "--disable-uvicorn-access-log",
                    *arguments],

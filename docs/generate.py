@@ -41,7 +41,7 @@ REGIONS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/compatibility.md": {"matrix": matrix, "dtypes": error_table},
     "docs/doctor.md": {"doctor": doctor_output.doctor, "top": doctor_output.top},
     "docs/library.md": {"binding": binding_table.markdown},
-    "docs/testing.md": {"soak": soak_summary.soak, "fuzz": soak_summary.fuzz},
+    "docs/testing.md": {"walks": soak_summary.walks, "soak": soak_summary.soak, "fuzz": soak_summary.fuzz},
     "docs/benchmarks.md": {name: make for name, make in summary.SECTIONS.items() if name != "figure"},
 }
 """By page, the generator of each of its tables."""

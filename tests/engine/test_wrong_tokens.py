@@ -1,4 +1,5 @@
-"""``benchmarks/wrong_tokens.py`` with few hand-overs: no wrong token beside planted failures, and wrong KV is seen."""
+"""``benchmarks/wrong_tokens.py`` with few hand-overs: no wrong token beside planted failures, and wrong KV is seen; and
+``benchmarks/both_legs.py``, where P's prompts leave while P computes them."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ ENDED, REUSED, ERROR = "lease ended during the copy", "P's pages reused during t
 ENOUGH = {"failed_inside_step": 3, "loaded_inside_step": 3, ENDED: 1, REUSED: 1, ERROR: 1}
 
 
-def run(tmp_path: Path, *options: str) -> dict[str, Any]:
-    command = [sys.executable, str(ROOT / "benchmarks" / "wrong_tokens.py"), *options]
+def run(tmp_path: Path, *options: str, script: str = "wrong_tokens.py") -> dict[str, Any]:
+    command = [sys.executable, str(ROOT / "benchmarks" / script), *options]
     command += ["--folder", str(tmp_path), "--json", str(tmp_path / "result.json")]
     environment = os.environ | {"PYTHONPATH": python_path()}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=800, check=False)
@@ -61,3 +62,10 @@ def counts_of(result: dict[str, Any]) -> Counter[str]:
 def test_wrong_kv_of_a_broken_decoder_is_seen(tmp_path: Path) -> None:
     figures = run(tmp_path, "--selftest", "--seed", "5")["figures"]
     assert figures["wrong_tokens"] > 0 and figures["wrong_kv"] >= figures["planted"] == 12
+
+
+def test_no_token_is_wrong_where_both_legs_are_sent_at_once(tmp_path: Path) -> None:
+    """The script fails where a token or the KV is wrong, a request hangs, or a block is held at the end."""
+    figures = run(tmp_path, "--count", "60", "--seed", "21", script="both_legs.py")["figures"]
+    assert figures["handovers"] == 60 and figures["p_killed"] == 1
+    assert figures["loaded"] > 20 and figures["loads_while_p_computes"] > 0

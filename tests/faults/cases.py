@@ -26,6 +26,7 @@ class Case:
 
     ``fresh``: D connects anew for this hand-over, so that the handshake can be struck too. ``control``: the fault is on
     the control port, else on the data port. ``process``: what happens to a process at that byte, one of ``PROCESS``.
+    ``streamed``: P computes the prompt while D reads it.
     """
 
     seed: int
@@ -38,11 +39,13 @@ class Case:
     flip: int
     abruptly: bool
     process: str = ""
+    streamed: bool = False
 
     def __str__(self) -> str:
         what = self.process or self.kind.value
         where = f"{'control' if self.control else 'data'} to {'P' if self.upwards else 'D'}"
-        return f"seed {self.seed}: {what} at byte {self.at} of {where}, {'fresh' if self.fresh else 'used'} connection"
+        text = f"seed {self.seed}: {what} at byte {self.at} of {where}, {'fresh' if self.fresh else 'used'} connection"
+        return f"{text}, while P computes" if self.streamed else text
 
 
 def draw(seed: int, *, data: bool = True) -> Case:
@@ -58,22 +61,24 @@ def draw(seed: int, *, data: bool = True) -> Case:
         at = rng.randrange(DATA_BYTES)
     return Case(
         seed, fresh, control, upwards, kind, at, nbytes=rng.choice((1, 7, 64, 500)), flip=1 << rng.randrange(8),
-        abruptly=rng.random() < 0.5, process=process,
+        abruptly=rng.random() < 0.5, process=process, streamed=rng.random() < 0.4,
     )  # fmt: skip
 
 
 def covering(first: int = 0) -> list[Case]:
     """The first cases from the seed ``first`` on of which each has a fault that none before it had: all kinds of damage
-    to the control stream and to the data stream, and all that happens to processes."""
+    to the control stream and to the data stream, and all that happens to processes, also while P computes."""
     wanted = {(kind, control, "") for kind in WHOLE_STREAM + DAMAGE for control in (True, False)}
     wanted |= {(Kind.CALL, True, process) for process in PROCESS} | {(Kind.CALL, False, "kill P")}
+    streamed = {(Kind.CALL, False, "kill P"), (Kind.TRUNCATE, False, ""), (Kind.STALL, True, "")}
+    streamed |= {(Kind.CALL, True, process) for process in PROCESS}
     found: list[Case] = []
-    while wanted:
+    while wanted or streamed:
         case = draw(first)
         first += 1
-        key = (case.kind, case.control, case.process)
-        if key in wanted:
-            wanted.remove(key)
+        key, keys = (case.kind, case.control, case.process), streamed if case.streamed else wanted
+        if key in keys:
+            keys.remove(key)
             found.append(case)
     return found
 

@@ -19,7 +19,7 @@ from tests.support.rank_process import RemoteRank
 from tests.transport.test_planes_hosts import listening_ports
 
 P_ADDRESS, PROXY_ADDRESS = "127.0.0.2", "127.0.0.3"
-TOKENS, THEIRS, OURS = 100, [9, 2, 17, 5, 11, 3, 1], [4, 1, 8, 2, 6, 3, 7]
+TOKENS, STEP, THEIRS, OURS = 100, 40, [9, 2, 17, 5, 11, 3, 1], [4, 1, 8, 2, 6, 3, 7]
 HANDSHAKE, TRANSFER, LEASE = 10.0, 10.0, 20.0
 """Seconds: settings of both processes. Their clocks are moved, so that nobody waits for these times."""
 DEADLINE = HANDSHAKE + 2 * TRANSFER + 5.0
@@ -53,6 +53,7 @@ class FaultyPair:
         self._number = 0
         self._case: Case | None = None
         self._struck_before = 0
+        self._wiped = False  # whether D's engine has used its blocks for something else since the load failed
         self._posted = threading.Event()  # the load of the hand-over that is struck
         self.p, self.d = self._start_p(), self._start_d()
 
@@ -83,6 +84,7 @@ class FaultyPair:
         """
         self._case, self._struck_before = case, len(self.proxy.struck)
         self._posted.clear()
+        self._wiped = False
         if case.fresh:
             self.proxy.cut()
             self._until(lambda: self.d.tables()["links"] == 0, "D drops a link whose connection is gone", self.d)
@@ -97,6 +99,8 @@ class FaultyPair:
         self.outcomes["struck" if self._struck else "missed"] += 1
         self.proxy.heal()
         self._settle()
+        if self._wiped:
+            self._expect(self.d.is_wiped(), "D's blocks are not written after a load has failed")
         self._hand_over(self._check_clean)
         self._settle()
         self._case = None
@@ -113,9 +117,14 @@ class FaultyPair:
             self._number += 1
             name = f"req-{self._number}"
             self.d.wipe()
-            self.p.fill(THEIRS, TOKENS, salt=self._number)
-            token = self.p.grant(name, THEIRS, TOKENS)
-            self.d.load(name, token, self._peer(), OURS, TOKENS)
+            if self._case is not None and self._case.streamed:
+                self.p.fill(THEIRS, TOKENS, salt=-self._number)  # what other requests have left there
+                token = self.p.compute(name, THEIRS, TOKENS, self._number, STEP)
+                self.d.load(name, token, self._peer(), OURS, TOKENS, STEP)
+            else:
+                self.p.fill(THEIRS, TOKENS, salt=self._number)
+                token = self.p.grant(name, THEIRS, TOKENS)
+                self.d.load(name, token, self._peer(), OURS, TOKENS)
             self._posted.set()
             if check(name):
                 return
@@ -143,6 +152,9 @@ class FaultyPair:
         ok = self._await_report(name)
         if ok and is_promised(self._case, self._settings):
             self._expect(self.d.holds(OURS, TOKENS, self._number), "a load that was reported as done has P's bytes")
+        if not ok:
+            self.d.wipe()
+            self._wiped = True
         self.outcomes["done" if ok else "failed"] += 1
         if happened in ("kill P", "restart P") and self._struck:
             self._restart()

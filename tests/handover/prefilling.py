@@ -21,10 +21,13 @@ GARBAGE = -7
 
 
 class PrefillingEngine:
-    """One prompt that ranks of P compute. The test says when what is computed."""
+    """One prompt that ranks of P compute. The test says when what is computed. Another ``salt`` is another prompt."""
 
-    def __init__(self, ranks: Sequence[Rank], blocks: Sequence[int], tokens: int, request_id: str = "req-p") -> None:
+    def __init__(
+        self, ranks: Sequence[Rank], blocks: Sequence[int], tokens: int, request_id: str = "req-p", salt: int = 0
+    ) -> None:
         self.ranks, self.blocks, self.tokens, self.request_id = ranks, list(blocks), tokens, request_id
+        self.salt = salt
         self.token = secrets.token_bytes(16)
         self.planned = 0  # blocks that the ranks know
 
@@ -51,7 +54,7 @@ class PrefillingEngine:
     def write(self, start: int, stop: int, layers: Iterable[int] | None = None) -> None:
         """The bytes of these tokens come into the blocks."""
         for rank in self.ranks:
-            wanted = rank.wanted(self.tokens)
+            wanted = rank.wanted(self.tokens) + self.salt
             for number in range(len(rank.layers)) if layers is None else layers:
                 cache = rank.caches[rank.layers[number]]
                 for token in range(start, stop):

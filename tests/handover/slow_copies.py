@@ -18,12 +18,14 @@ from kvferry.transport.channels import Copy
 
 
 class SlowCopies(Copies):
-    """Copies on another thread, each once ``gate`` is open. With ``error`` set they do nothing and say so."""
+    """Copies on another thread, each ``seconds`` after ``gate`` is open. With ``error`` set they do nothing and say
+    so."""
 
     device = torch.device("cpu")
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float = 1e-3) -> None:
         super().__init__()
+        self._seconds = seconds
         self.gate = threading.Event()
         self.gate.set()
         self.error = ""
@@ -62,7 +64,7 @@ class SlowCopies(Copies):
 
     def _copy(self, copy: Copy, enqueue: Callable[[], None]) -> None:
         self.gate.wait(60)
-        time.sleep(1e-3)
+        time.sleep(self._seconds)
         if not self.error:
             enqueue()
         copy.error = self.error

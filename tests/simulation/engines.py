@@ -26,6 +26,7 @@ from kvferry.connector.transfer.load_reports import Check
 from tests.simulation.memory import BLOCK_TOKENS, Form
 from tests.simulation.network import Network
 from tests.simulation.node import Node
+from tests.simulation.prefilling import Prefilling
 from tests.simulation.timeline import Violation
 
 STANDS_AFTER_SECONDS = 60e-6
@@ -95,6 +96,8 @@ class Engine:
         self.outcomes: Counter[str] = Counter()
         self.on_end: Callable[[Request, bool], None] = lambda request, ok: None
         self._prompts = 0
+        self.prefilling: Prefilling | None = None
+        """The prompt that is computed in steps."""
 
     # --- P --------------------------------------------------------------------------------------------------------
 
@@ -104,18 +107,13 @@ class Engine:
         """Compute a prompt, and lease its blocks. ``late``: by rank, after how many seconds the rank hears of the
         lease; ``None``: never. ``number``: of a prompt that another P has computed. ``None`` is returned where no block
         is free."""
-        count = -(-num_tokens // BLOCK_TOKENS)
-        if not self.alive or len(self.free) < count:
+        prompt = self._new_prompt(num_tokens, number)
+        if prompt is None:
             return None
-        self._prompts += 1
-        number = self.network.new_prompt() if number is None else number
-        blocks, self.free = self.free[:count], self.free[count:]
-        name = f"{self.name}-p{number}-{self._prompts}"
-        prompt = Prompt(name, number, self.timeline.rng.randbytes(16), blocks, num_tokens, self, self.peer)
+        name, blocks, number = prompt.name, prompt.blocks, prompt.number
         grant = LeaseGrant(name, prompt.token, num_tokens, (pack_ids(blocks),), str(number))
         plan = StepPlan(leases=(grant,))
         for node in self.nodes:
-            self._check_free(node, blocks)
             node.pages.fill(blocks, number)
             seconds = late[node.tp_rank] if late else 0.0
             if seconds is None:
@@ -129,6 +127,26 @@ class Engine:
         if not prompt.waiting:
             self._end_prompt(prompt)
         return prompt
+
+    def compute(self, num_tokens: int, step_tokens: int) -> Prompt | None:
+        """Begin to compute a prompt that may be read meanwhile, ``step_tokens`` in each step. Returns ``None`` where no
+        block is free, or another such prompt is computed."""
+        prompt = self._new_prompt(num_tokens, None) if self.prefilling is None else None
+        if prompt is not None:
+            self.prefilling = Prefilling(self, prompt, step_tokens)
+        return prompt
+
+    def _new_prompt(self, num_tokens: int, number: int | None) -> Prompt | None:
+        count = -(-num_tokens // BLOCK_TOKENS)
+        if not self.alive or len(self.free) < count:
+            return None
+        self._prompts += 1
+        number = self.network.new_prompt() if number is None else number
+        blocks, self.free = self.free[:count], self.free[count:]
+        for node in self.nodes:
+            self._check_free(node, blocks)
+        name = f"{self.name}-p{number}-{self._prompts}"
+        return Prompt(name, number, self.timeline.rng.randbytes(16), blocks, num_tokens, self, self.peer)
 
     def _freed(self, node: Node, name: str) -> None:
         prompt = self.prompts.get(name)
@@ -154,8 +172,11 @@ class Engine:
         self.kept[request] = None
         return request
 
-    def load(self, request: Request, start: int = 0, *, now: bool = False, behind: bool = False) -> bool:
-        """Load a request that is kept. Returns whether there were blocks for it."""
+    def load(
+        self, request: Request, start: int = 0, *, now: bool = False, behind: bool = False, step_tokens: int = 0
+    ) -> bool:
+        """Load a request that is kept. ``step_tokens``: of a P that computes the prompt. Returns whether there were
+        blocks for it."""
         prompt = request.prompt
         count = len(prompt.blocks)
         if not self.alive or request.phase != "kept" or len(self.free) < count:
@@ -166,6 +187,7 @@ class Engine:
         load = Load(
             request.name, prompt.token, prompt.peer, (pack_ids(request.blocks),), (request.span,), str(prompt.number),
             now, behind, tuple(RemoteLease(other.token, other.peer) for other in request.others),
+            step_tokens=step_tokens,
         )  # fmt: skip
         request.load, request.since = load, self.timeline.now
         request.waiting = {node.tp_rank for node in self.nodes}
@@ -308,6 +330,8 @@ class Engine:
         if not self.alive:
             return []
         left = [f"{node.name}: {what}" for node in self.nodes for what in node.left()]
+        if self.prefilling is not None:
+            left.append(f"{self.name}: computes {self.prefilling.prompt.name}")
         if self.prompts:
             left.append(f"{self.name}: leases {[(p.name, sorted(p.waiting)) for p in self.prompts.values()][:3]}")
         if self.requests or self.kept:

@@ -16,6 +16,8 @@ PLANES = (
 )  # fmt: skip
 EVERYTHING = ("sim_pull", "sim_place", "sim_push")
 SLOW_SECONDS = 300e-6
+STREAMED = 0.25
+"""The share of hand-overs during which P computes the prompt, where it computes no other one so."""
 
 
 class FleetOdds(Odds):
@@ -88,6 +90,8 @@ class Fleet:
         if not p.alive or not d.alive:
             return
         tokens = 330 if rng.random() < 0.06 else rng.choice((5, 16, 16, 30, 48))  # 330 need more than one message
+        if rng.random() < STREAMED and self._stream(p, d):
+            return
         late = ()
         if rng.random() < 0.03:
             late = tuple(None if rng.random() < 0.1 else 0.05 * rng.random() for _ in p.nodes)
@@ -116,6 +120,22 @@ class Fleet:
         else:
             self._come(d, prompt, prompt.name)
 
+    def _stream(self, p: Engine, d: Engine) -> bool:
+        """A hand-over of a prompt that P computes meanwhile. Whether it has begun. D may be early or late."""
+        tokens = self.rng.choice((5, 48, 48, 330))
+        step_tokens = max(self.rng.choice((1, 7, 16, 40)), tokens // 8)
+        prompt = p.compute(tokens, step_tokens)
+        if prompt is None:
+            return False
+        self.begun += 1
+        self.network.counts["while P computed"] += 1
+        request = d.keep(prompt, prompt.name)
+        wait = 0.004 * self.rng.random()
+        self.timeline.after(wait, lambda: self._load(d, request, 0, inside=False, step_tokens=step_tokens))
+        if self.rng.random() < 0.05:
+            self.timeline.after(0.02 * self.rng.random(), lambda: d.abort(request))
+        return True
+
     def _come(
         self,
         d: Engine,
@@ -143,10 +163,12 @@ class Fleet:
         if rng.random() < 0.03:
             self.timeline.after(0.004 * rng.random(), lambda: d.abort(request))
 
-    def _load(self, d: Engine, request: Request, start: int, *, inside: bool) -> None:
-        if d.alive and request.phase == "kept" and not d.load(request, start, now=inside):
+    def _load(self, d: Engine, request: Request, start: int, *, inside: bool, step_tokens: int = 0) -> None:
+        if not d.alive or request.phase != "kept":
+            return
+        if not d.load(request, start, now=inside, step_tokens=step_tokens):
             self.network.counts["D had no free block"] += 1
-            self.timeline.after(0.02, lambda: self._load(d, request, start, inside=inside))
+            self.timeline.after(0.02, lambda: self._load(d, request, start, inside=inside, step_tokens=step_tokens))
 
     # --- faults ---------------------------------------------------------------------------------------------------
 

@@ -78,6 +78,13 @@ class Pages:
         """The engine computes the prompt ``number`` in these blocks."""
         self.elements[blocks] = pattern(self.first, self.heads, len(blocks) * BLOCK_TOKENS) ^ (number << 24)
 
+    def compute(self, blocks: Sequence[int], number: int, start: int, stop: int) -> None:
+        """The engine computes tokens [start, stop) of the prompt ``number`` in these blocks."""
+        wanted = pattern(self.first, self.heads, len(blocks) * BLOCK_TOKENS) ^ (number << 24)
+        tokens = np.arange(start, stop)
+        places, offsets = np.array(blocks)[tokens // BLOCK_TOKENS], tokens % BLOCK_TOKENS
+        self.elements[places, :, offsets] = wanted[tokens // BLOCK_TOKENS, :, offsets]
+
     def holds(self, blocks: Sequence[int], number: int, start: int, stop: int) -> bool:
         """Whether tokens [start, stop) of the prompt ``number`` lie in these blocks."""
         wanted = pattern(self.first, self.heads, len(blocks) * BLOCK_TOKENS) ^ (number << 24)
@@ -91,6 +98,12 @@ class Pages:
         """The engine takes blocks back."""
         self.check_unused(blocks)
         self.elements[blocks] = FREE
+
+    def take_back(self, blocks: Sequence[int]) -> None:
+        """The engine takes blocks back whose prompt it has not computed yet. Copies of this rank may read them: what
+        they read counts for nothing."""
+        self.reads = [use for use in self.reads if use.copy is None or use.blocks.isdisjoint(blocks)]
+        self.free(blocks)
 
     def check_unused(self, blocks: Sequence[int]) -> None:
         """Nothing may read or write these blocks."""

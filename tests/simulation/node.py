@@ -9,6 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 from kvferry.connector.config import Settings
+from kvferry.connector.engine.prefill_events import PrefillEvents
 from kvferry.connector.geometry.engine_types import RankInfo
 from kvferry.connector.protocol.handover import HandoverPhase
 from kvferry.connector.protocol.lease import HELD
@@ -109,6 +110,7 @@ class Node:
         self._clock = RunningClock(self.timeline.clock)
         self.thread = TransferThread(context, self.listener, self._clock)
         self.copies.on_done = self.wake
+        self.prefills = PrefillEvents(self.copies, self.pages.caches.geometry, self.wake)
         self._turn_at = float("inf")
         self._busy_turns = 0
         network.hosts[self.number] = self
@@ -119,7 +121,11 @@ class Node:
         if self.alive:
             inside = [load for load in plan.loads if load.now]
             begun = lambda load, stands: self.begun(self, load, stands)  # noqa: E731
-            self.thread.post(plan, listener=StepLoads(inside, begun) if inside else None)
+            self.prefills.take_back(plan)
+            # Plans come at any time here. Those without chunks begin no step while one is computed.
+            begins = bool(plan.chunks) or self.prefills._step is None
+            step = self.prefills.begin_step(plan) if begins else None
+            self.thread.post(plan, listener=StepLoads(inside, begun) if inside else None, step=step)
             self.wake()
 
     # --- turns ----------------------------------------------------------------------------------------------------
@@ -263,6 +269,10 @@ class Node:
             "links": [f"{link.name} {link.lifetime.story()}" for link in consumer._links],
             "later": consumer._later,
             "leases": [f"{held.grant.request_id} {held.lifetime.story()}" for held in producer._leases.values()],
+            "prompts that are computed": producer.computing.prompts,
+            "steps that compute them": producer.computing.steps,
+            "reads that wait for them": producer._sender.waiting,
+            "named prompts": producer._named._prompts,
             "asks": producer._early.asks.values(),
             "early releases": producer._early.votes.values(),
             "replies": producer._replies.kept.values(),

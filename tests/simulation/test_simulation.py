@@ -7,7 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.simulation import run
+from tests.support.streaming_faults import FAULTS
 
 SEED = 20261123
 
@@ -22,6 +25,7 @@ def test_a_fleet_under_faults() -> None:
     faults = {"packet lost", "packet doubled", "packet late", "packet overtaken", "link cut", "process stopped"}
     assert faults | {"data plane broken"} <= set(result["faults"])
     assert {"peer_lost", "timeout"} <= set(result["retries"])
+    assert result["cases"]["while P computed"] > 100 and result["cases"]["prompts preempted"] > 50
 
 
 def test_a_seed_gives_the_same_run_again() -> None:
@@ -43,3 +47,10 @@ def test_the_program(tmp_path: Path) -> None:
     assert "requests of D:" in printed and "100 hand-overs" in printed
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["handovers"] == 100 and result["figures"]["violations"] == 0 and "python" in result["versions"]
+
+
+@pytest.mark.parametrize("fault", [name for name in FAULTS if name != "any prompt"])
+def test_a_fault_planted_into_streamed_prompts_is_seen(fault: str) -> None:
+    with FAULTS[fault]():
+        result = run.simulate(3, 1500, 20)
+    assert "other bytes in" in result["violation"]

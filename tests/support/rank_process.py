@@ -69,12 +69,25 @@ class RemoteRank:
         self.call("grant", request_id=request_id, block_ids=list(block_ids), tokens=tokens, token=encoded)
         return token
 
+    def compute(self, request_id: str, block_ids: Sequence[int], tokens: int, salt: int, step: int) -> bytes:
+        """Begin to compute a prompt, which may be read meanwhile, in steps of ``step`` tokens, and lease it at the end.
+        Returns the token when the first step is about to begin."""
+        token = secrets.token_bytes(16)
+        encoded = base64.b64encode(token).decode()
+        self.call(
+            "compute", request_id=request_id, block_ids=list(block_ids), tokens=tokens, token=encoded, salt=salt,
+            step=step,
+        )  # fmt: skip
+        return token
+
     def sent(self) -> set[str]:
         """Requests whose lease has ended."""
         return set(self.call("sent")["sent"])
 
-    def load(self, request_id: str, token: bytes, engine: PeerEngine, block_ids: Sequence[int], tokens: int) -> None:
-        """Start a hand-over into this rank."""
+    def load(
+        self, request_id: str, token: bytes, engine: PeerEngine, block_ids: Sequence[int], tokens: int, step: int = 0
+    ) -> None:
+        """Start a hand-over into this rank. ``step``: tokens of a step of a P that still computes the prompt."""
         self.call(
             "load",
             request_id=request_id,
@@ -82,6 +95,7 @@ class RemoteRank:
             engine=base64.b64encode(msgspec.msgpack.encode(engine)).decode(),
             block_ids=list(block_ids),
             tokens=tokens,
+            step=step,
         )
 
     def received(self) -> dict[str, bool]:
@@ -113,6 +127,10 @@ class RemoteRank:
         """Overwrite all caches with bytes that no prompt has."""
         self.call("wipe")
 
+    def is_wiped(self) -> bool:
+        """Whether nothing has written to the caches since ``wipe``."""
+        return bool(self.call("is_wiped")["wiped"])
+
     def holds(self, block_ids: Sequence[int], tokens: int, salt: int = 0) -> bool:
         """Whether these blocks have exactly the bytes of the prompt that ``fill`` writes with this ``salt``."""
         return bool(self.call("holds", block_ids=list(block_ids), tokens=tokens, salt=salt)["holds"])
@@ -139,6 +157,8 @@ def remote_peer(ranks: Sequence[RemoteRank], engine_id: str = "engine-p") -> Pee
 
 
 PAGE = mmap.PAGESIZE
+STEP_SECONDS = 5e-3
+"""Before each step of a prompt that a rank computes."""
 
 
 def protect(caches: Iterable[Any], *, accessible: bool) -> None:
@@ -159,6 +179,7 @@ def main() -> None:
     import torch
 
     from kvferry.connector.config import Settings
+    from tests.handover.prefilling import PrefillingEngine
     from tests.support.ranks import Rank, left_in_tables, let_time_pass, load_plan
 
     torch.set_num_threads(1)
@@ -188,6 +209,8 @@ def main() -> None:
                 for cache in rank.caches.values():
                     cache.fill_(-1)
                 answer()
+            case "is_wiped":
+                answer(wiped=all(bool((cache == -1).all()) for cache in rank.caches.values()))
             case "holds":
                 found, wanted = rank.read(order["block_ids"], order["tokens"]), rank.wanted(order["tokens"])
                 answer(holds=torch.equal(found, wanted + order["salt"]))
@@ -205,20 +228,31 @@ def main() -> None:
                 )
                 rank.worker.post(StepPlan(leases=(lease,)))
                 answer()
+            case "compute":
+                engine = PrefillingEngine(
+                    [rank], order["block_ids"], order["tokens"], order["request_id"], order["salt"]
+                )
+                engine.token = base64.b64decode(order["token"])
+                engine.begin(step_tokens=order["step"])
+                answer()
+                for start in range(0, order["tokens"], order["step"]):
+                    time.sleep(STEP_SECONDS)
+                    engine.step(start, min(start + order["step"], order["tokens"]))
+                engine.grant()
             case "sent":
                 rank.poll()
                 answer(sent=sorted(rank.sent))
             case "load":
-                rank.worker.post(
-                    load_plan(
-                        order["request_id"],
-                        base64.b64decode(order["token"]),
-                        msgspec.msgpack.decode(base64.b64decode(order["engine"]), type=PeerEngine),
-                        order["block_ids"],
-                        0,
-                        order["tokens"],
-                    )
+                plan = load_plan(
+                    order["request_id"],
+                    base64.b64decode(order["token"]),
+                    msgspec.msgpack.decode(base64.b64decode(order["engine"]), type=PeerEngine),
+                    order["block_ids"],
+                    0,
+                    order["tokens"],
                 )
+                load = msgspec.structs.replace(plan.loads[0], step_tokens=order["step"])
+                rank.worker.post(msgspec.structs.replace(plan, loads=(load,)))
                 answer()
             case "received":
                 rank.poll()

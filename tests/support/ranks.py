@@ -227,8 +227,10 @@ def left_in_tables(rank: Rank) -> dict[str, int]:
     assert thread is not None
     producer, consumer = thread._producer, thread._consumer
     early = producer._early.asks.cost + producer._early.votes.cost
+    computing = producer.computing
     return {
         "leases": len(producer._leases), "early requests": int(early), "outgoing reads": len(producer._sender),
+        "computing prompts": len(computing.prompts) + len(computing.steps),
         "loads": len(consumer._active_loads), "reads": len(consumer._receiver._reads),
         "named prompts": len(producer._named._prompts) + len(producer._named._tokens) + len(producer._named.held),
         "rendezvous": len(thread._finder.open) + len(thread._finder.left) + len(thread._finder._by_number),

@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from tests.support.tiny_model import ModelSpec, build_model
 from tests.vllm.engine_group import EngineGroup, Lines
-from tests.vllm.labelled import BLOCK, CONTENT, HEADS, LAYERS
+from tests.vllm.labelled import BLOCK
 from tests.vllm.releases import RELEASE
 from tests.vllm.stepped import Engine
-from tests.vllm.stepped_config import model_config
+from tests.vllm.stepped_config import tiny_model
 
 MODULES_026 = {
     "test_copies_behind": "loads inside the step as 0.32 schedules them; tests/gpu runs them with 0.26",
     "test_digest_vllm": "the configuration of 0.32's models",
     "test_families_vllm": "the caches of 0.32's models",
     "test_kv_postprocess_vllm": "0.26's functions take another layout",
+    "test_named_walk": "preempts as 0.32 does, which drops the outputs in flight",
     "test_random_walk": "preempts as 0.32 does, which drops the outputs in flight",
     "test_step_load_recovery": "loads inside the step as 0.32 schedules them; tests/gpu runs them with 0.26",
     "test_step_loads": "loads inside the step as 0.32 schedules them; tests/gpu runs them with 0.26",
@@ -54,11 +54,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """vLLM's configuration of a model of a few kilobytes."""
-    spec = ModelSpec(
-        layers=LAYERS, hidden=32, heads=HEADS, kv_heads=HEADS, head_dim=CONTENT // 2, intermediate=32,
-        vocabulary=300, max_tokens=1024,
-    )  # fmt: skip
-    return model_config(build_model(tmp_path_factory.mktemp("model") / "tiny", spec))
+    return tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture

@@ -89,14 +89,30 @@ def run(p: FamilyEngine, d: FamilyEngine, until: Any, seconds: float = 60.0) -> 
         time.sleep(0.0005)
 
 
-def hand_over(p: FamilyEngine, d: FamilyEngine, tokens: int, shared: int = 0) -> dict[str, Any]:
-    """One prompt from P to D; what D found at its first forward. ``shared`` tokens are those of all that share any."""
-    name = f"{tokens}-{shared}-{p.origin}"
-    own = 2 * tokens + p.origin
+def named(p: FamilyEngine, name: str) -> dict[str, Any]:
+    """D's parameters where both legs are sent at once."""
+    address = p.rank.connector.get_handshake_metadata().address
+    return {
+        "do_remote_prefill": True, "do_remote_decode": False, "remote_host": address.host, "remote_port": address.port,
+        "remote_engine_id": p.config.kv_transfer_config.engine_id, "transfer_id": name,
+    }  # fmt: skip
+
+
+def hand_over(
+    p: FamilyEngine, d: FamilyEngine, tokens: int, shared: int = 0, *, at_once: bool = False
+) -> dict[str, Any]:
+    """One prompt from P to D; what D found at its first forward. ``shared`` tokens are those of all that share any.
+    ``at_once``: D asks for it by name, before P computes it."""
+    name = f"{tokens}-{shared}-{p.origin}-{at_once}"
+    own = 2 * tokens + p.origin + 5000 * at_once
     ids = [(position * 37 + (own if position >= shared else 0)) % 280 + 2 for position in range(tokens)]
-    p.add(name, ids, PREFILL)
+    if at_once:
+        d.add(name, ids, named(p, name), max_tokens=40)
+        d.step()
+    p.add(name, ids, PREFILL | {"transfer_id": name})
     run(p, d, lambda: p.answers[name].finish is not None)
-    d.add(name, ids, p.answers[name].params, max_tokens=40)
+    if not at_once:
+        d.add(name, ids, p.answers[name].params, max_tokens=40)
     run(p, d, lambda: d.answers[name].finish is not None)
     run(p, d, lambda: p.idle and d.idle)
     return {
@@ -129,12 +145,20 @@ def report(family: Family, folder: Path, planted: str) -> dict[str, Any]:
     try:
         with fault(planted):
             loads = [{tokens: hand_over(*sides, tokens) for tokens in LENGTHS} for sides in ((p, d), (d, p))]
+            at_once = [hand_over(p, d, tokens, at_once=True) for tokens in LENGTHS]
             first, again = hand_over(p, d, SHARED + 1, SHARED), hand_over(p, d, SHARED + 150, SHARED)
     finally:
         p.close(), d.close()
     kinds = [type(group.kv_cache_spec).__name__ for group in d.kv_config.kv_cache_groups]
     blocks = [[group.kv_cache_spec.block_size for group in side.kv_config.kv_cache_groups] for side in (p, d)]
-    return {"kinds": kinds, "blocks": blocks, "loads": loads, "again": [first, again], "failed": p.failed + d.failed}
+    return {
+        "kinds": kinds,
+        "blocks": blocks,
+        "loads": loads,
+        "at once": at_once,
+        "again": [first, again],
+        "failed": p.failed + d.failed,
+    }
 
 
 def main() -> None:

@@ -93,12 +93,16 @@ class Engine:
         window: int | None = None,
         dcp: int = 1,
         interleave: int = 1,
+        layout: str = "HND",
+        engine_id: str | None = None,
     ) -> None:
         """``ahead``: steps that are scheduled and run before the output of the first is looked at, as with async
         scheduling, vLLM's default on GPUs. ``drafts``: tokens of speculative decoding. ``dp_rank``: of an engine with
         several data-parallel ranks, each of which has a scheduler of its own. ``window``: the last layer attends to as
         many tokens only, and has a block table of its own. ``dcp``: tensor-parallel ranks that hold the same heads and
-        share tokens out, ``interleave`` each in turn."""
+        share tokens out, ``interleave`` each in turn. ``layout``: whether heads or tokens come first in a
+        block."""
+        self.layout = layout
         self.dcp, self.interleave = dcp, interleave
         self.origin, self.tp, self.runner, self.num_blocks = origin, tp, runner, num_blocks
         self.block, self.window = block, window
@@ -106,7 +110,7 @@ class Engine:
         self.config = engine_config(
             model, role=role, policy=policy, extra=extra or {}, tp=tp, max_batched=max_batched, connector=connector,
             module=module, ahead=bool(ahead), drafts=drafts, scheduling=scheduling, dp_rank=dp_rank, block=block,
-            dcp=dcp, interleave=interleave,
+            dcp=dcp, interleave=interleave, engine_id=engine_id,
         )  # fmt: skip
         self.config.cache_config.num_gpu_blocks = num_blocks
         self._ahead = ahead
@@ -154,6 +158,10 @@ class Engine:
         self.loads: Counter[str] = Counter()
         self.step_loads: Counter[str] = Counter()
         """Those that the step they are told in computes with, and that no worker reports."""
+        self.streamed_loads: set[str] = set()
+        """Those of prompts that P still computes when D plans them."""
+        self.fallen_loads: set[str] = set()
+        """Those inside steps that have failed."""
         self.leases: Counter[str] = Counter()
         self.computed: Counter[str] = Counter()
         """Tokens that forwards of this engine computed, by request."""
@@ -268,6 +276,7 @@ class Engine:
         stand = standing_loads(carried.kv_connector_worker_meta if carried else None)
         loads = getattr(getattr(step.kv_connector_metadata, "plan", None), "loads", ())
         failed = [load for load in loads if load.now and stand[load.request_id] < self.tp]
+        self.fallen_loads.update(load.request_id for load in failed)
         return set().union(*(filled_blocks(load, self.block * self.dcp) for load in failed))
 
     def _note(self, metadata: Any) -> None:
@@ -276,6 +285,7 @@ class Engine:
             if plan is not None:
                 self.loads.update(load.request_id for load in plan.loads if not load.now)
                 self.step_loads.update(load.request_id for load in plan.loads if load.now)
+                self.streamed_loads.update(load.request_id for load in plan.loads if load.step_tokens)
                 self.leases.update(lease.request_id for lease in plan.leases)
 
     def _travel(self, metadata: Any) -> Any:

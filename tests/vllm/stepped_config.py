@@ -16,10 +16,18 @@ from vllm.config import (
     VllmConfig,
 )
 
+from tests.support.tiny_model import ModelSpec, build_model
+from tests.vllm.labelled import CONTENT, HEADS, LAYERS
 
-def model_config(folder: Path) -> ModelConfig:
-    """The tiny local model's configuration; no weights are read."""
-    return ModelConfig(model=str(folder), tokenizer=str(folder), dtype="float32", max_model_len=512, seed=0)
+
+def tiny_model(folder: Path) -> ModelConfig:
+    """vLLM's configuration of a model of a few kilobytes, which is written to ``folder``. Nothing reads its weights."""
+    spec = ModelSpec(
+        layers=LAYERS, hidden=32, heads=HEADS, kv_heads=HEADS, head_dim=CONTENT // 2, intermediate=32,
+        vocabulary=300, max_tokens=1024,
+    )  # fmt: skip
+    model = str(build_model(folder, spec))
+    return ModelConfig(model=model, tokenizer=model, dtype="float32", max_model_len=512, seed=0)
 
 
 def engine_config(
@@ -39,6 +47,7 @@ def engine_config(
     block: int,
     dcp: int,
     interleave: int,
+    engine_id: str | None = None,
 ) -> VllmConfig:
     """``policy`` is that of failed loads, ``scheduling`` the scheduler's, ``block`` a block's tokens; ``Engine`` says
     what the rest means."""
@@ -62,6 +71,7 @@ def engine_config(
         ),
         device_config=DeviceConfig(device="cpu"),
         kv_transfer_config=KVTransferConfig(
+            engine_id=engine_id,
             kv_connector=connector,
             kv_connector_module_path=module,
             kv_role=role,  # type: ignore[arg-type]

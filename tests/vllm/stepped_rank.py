@@ -43,6 +43,7 @@ class Owner(Protocol):
     tp: int
     dcp: int
     interleave: int
+    layout: str
 
 
 class Steps(Protocol):
@@ -64,7 +65,13 @@ class Worker:
         count, first = max(1, HEADS // engine.tp), rank * HEADS // engine.tp
         self.heads = range(first, first + count)
         shape = (engine.num_blocks, count, engine.block, CONTENT)
-        self.caches = {name: torch.full(shape, -1.0) for name in engine.layers}
+        if engine.layout == "NHD":
+            self.caches = {
+                name: torch.full((shape[0], shape[2], shape[1], shape[3]), -1.0).transpose(1, 2)
+                for name in engine.layers
+            }
+        else:
+            self.caches = {name: torch.full(shape, -1.0) for name in engine.layers}
         with _rank(rank):
             self.connector: Any = KVConnectorFactory.create_connector(
                 config=engine.config, role=KVConnectorRole.WORKER, kv_cache_config=engine.kv_config

@@ -72,6 +72,15 @@ def test_d_finds_all_that_it_reads_and_has_computed_none_of_it(sound: dict[str, 
 
 
 @pytest.mark.parametrize("family", ALL)
+def test_both_legs_at_once(sound: dict[str, dict[str, Any]], family: str) -> None:
+    """Also of windows and states, whose blocks D gets when P has computed the prompt."""
+    loads = [load for load in sound[family]["at once"] if not load["given back"]]
+    assert loads
+    for load in loads:
+        assert load["generated"] == 40 and load["found"] == load["wanted"] > 0
+
+
+@pytest.mark.parametrize("family", ALL)
 def test_a_prompt_that_begins_alike_loads_only_the_rest(sound: dict[str, dict[str, Any]], family: str) -> None:
     """D takes from its prefix cache what it loaded before; a state only as it was where a block ends."""
     first, again = sound[family]["again"]

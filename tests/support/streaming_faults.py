@@ -1,0 +1,62 @@
+"""Faults to plant into prompts that leave while P computes them: D computes with wrong KV, which a test must see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+from unittest import mock
+
+from kvferry.connector.engine import load_planner
+from kvferry.connector.engine.prefill_events import PrefillEvents
+from kvferry.connector.protocol.computing_prompt import ComputingPhase
+from kvferry.connector.transfer.computing_prompts import ComputingPrompt
+from kvferry.connector.transfer.sender import PackedChunk
+
+
+def no_fence() -> AbstractContextManager[Any]:
+    """P sends all tokens whose blocks are allocated, computed or not."""
+
+    def holds(prompt: ComputingPrompt, *_: int) -> bool:
+        return prompt.lifetime.state.phase in (ComputingPhase.COMPUTING, ComputingPhase.GRANTED)
+
+    return mock.patch.object(ComputingPrompt, "_holds", holds)
+
+
+def blocks_taken_back() -> AbstractContextManager[Any]:
+    """P sends chunks whose blocks the engine has taken back while they were copied."""
+    return mock.patch.object(PackedChunk, "lost", property(lambda packed: False))
+
+
+@contextmanager
+def before_its_event() -> Iterator[None]:
+    """P counts the tokens of a step when it begins."""
+    begin_step = PrefillEvents.begin_step
+
+    def begin(events: PrefillEvents, plan: Any) -> Any:
+        step = begin_step(events, plan)
+        if step is not None:
+            step.has_ended()
+        return step
+
+    with mock.patch.object(PrefillEvents, "begin_step", begin):
+        yield
+
+
+def not_said() -> AbstractContextManager[Any]:
+    """P's engine does not say that it takes blocks back before others write into them."""
+    return mock.patch.object(PrefillEvents, "take_back", lambda events, plan: None)
+
+
+def any_prompt() -> AbstractContextManager[Any]:
+    """D takes every prompt that P has under a name for its own."""
+    return mock.patch.object(load_planner, "check_prompt", lambda request, remote_prompt: None)
+
+
+FAULTS: Mapping[str, Callable[[], AbstractContextManager[Any]]] = {
+    "no fence": no_fence,
+    "blocks taken back": blocks_taken_back,
+    "before its event": before_its_event,
+    "not said": not_said,
+    "any prompt": any_prompt,
+}
