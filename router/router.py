@@ -208,7 +208,7 @@ class Router(Legs):
         """P failed, or is another one than D was told of: D is asked anew; None where another P is to be asked."""
         log.info("%s: D is asked again: the P that it was told of does not hand over", asked.id)
         await ended(d)
-        return await self._decode(asked, prefilled.params)
+        return None if prefilled.failed else await self._decode(asked, prefilled.params)
 
     async def _by_another(
         self, asked: ClientRequest, p: asyncio.Task[Prefilled], d: asyncio.Task[Decoded], tried: list[Engine]
