@@ -270,7 +270,7 @@ class Legs:
                 if not progress.answered:
                     progress.reset()  # this D releases nothing
                 if not again:
-                    raise HttpError(f"decode engine {seat.engine.url} failed: {why(error)}") from None
+                    raise type(error)(f"decode engine {seat.engine.url} failed: {why(error)}") from None
             else:
                 if decoded.status < 500 or not again:
                     asked.loaded()

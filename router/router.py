@@ -39,7 +39,7 @@ from starlette.responses import JSONResponse, Response
 
 from kvferry.router.engines import Engine, EnginePool, Seat
 from kvferry.router.first_token import relayed, sse, token_limit
-from kvferry.router.http_client import HttpError, RequestProgress
+from kvferry.router.http_client import HttpError, RequestProgress, SilenceError
 from kvferry.router.identities import identity_of
 from kvferry.router.legs import (
     ClientGoneError,
@@ -168,6 +168,7 @@ class Router(Legs):
         p = self.start_prefill(asked, seat, self._leg(asked, relay, PREFILL_TAG | name))
         progress = RequestProgress()
         tried: list[Engine] = []
+        over = False  # D is asked anew, with a leg of its own
         d = self.start(
             self.ask_decode(asked, body | {"return_token_ids": True} if relay else body, progress, tried=tried), asked
         )
@@ -177,11 +178,16 @@ class Router(Legs):
             if not d.done():  # P has answered
                 prefilled = p.result()
                 if identity_of(prefilled.params) != identity:
+                    over = True
                     return await self._instead(asked, prefilled, d)
                 first = first_of(asked, prefilled) if relay else None
                 if first is None:
                     await unless_gone(asked, asyncio.wait({d}))
             if first is None and d.exception() is not None:
+                over = True
+                if progress.answered or isinstance(d.exception(), SilenceError):
+                    p.cancel()
+                    d.result()
                 return await self._by_another(asked, p, d, tried)
             if first is None and d.result().status != 200:
                 p.cancel()
@@ -190,11 +196,12 @@ class Router(Legs):
                 return _stream(asked, whole_answer(self, asked, first, p, d))
             return self._answer_of(asked, d.result())
         except ClientGoneError:
-            self.start(ended(d), asked)
-            if progress.asked:
-                p.cancel()
-            else:
-                self.start(self.abandon(asked, p), asked)
+            if not over:
+                self.start(ended(d), asked)
+                if progress.asked:
+                    p.cancel()
+                else:
+                    self.start(self.abandon(asked, p), asked)
             raise
 
     async def _instead(self, asked: ClientRequest, prefilled: Prefilled, d: asyncio.Task[Decoded]) -> Response | None:
@@ -206,11 +213,16 @@ class Router(Legs):
     async def _by_another(
         self, asked: ClientRequest, p: asyncio.Task[Prefilled], d: asyncio.Task[Decoded], tried: list[Engine]
     ) -> Response:
-        """D failed: another D is asked when P has answered, with the lease of P's answer."""
-        if not self.another_decode(tried) or len(tried) > 1:
+        """D failed: another D is asked when P has answered, with the lease of P's answer. Raises ClientGoneError,
+        HttpError."""
+        if len(tried) != 1 or not self.another_decode(tried):
             p.cancel()
             d.result()
-        prefilled = await unless_gone(asked, asyncio.shield(p))
+        try:
+            prefilled = await unless_gone(asked, asyncio.shield(p))
+        except ClientGoneError:
+            self.start(self.abandon(asked, p), asked)
+            raise
         return await self._decode(asked, prefilled.params, tried)
 
     def _answer_of(self, asked: ClientRequest, decoded: Decoded) -> Response:

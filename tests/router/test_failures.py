@@ -303,3 +303,32 @@ def test_a_client_that_sends_slowly_ends(monkeypatch: pytest.MonkeyPatch) -> Non
     ):
         client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
         assert b" 408 " in client.recv(100)
+
+
+def test_a_client_that_leaves_while_a_d_is_replaced_leaves_no_lease(at_once: Served) -> None:
+    """D has broken off, and P computes: P's leg ends as it would, and the other D loads the prompt, once."""
+    at_once.learn()
+    at_once.p.held = True
+    broken = threading.Event()
+    raw = RawEngine("D", lambda connection, number: b"")
+    with raw.running() as raw_url:
+        at_once.decode_engines(raw_url, at_once.d_url)
+        at_once.router.engines.cool_down = 600
+        threading.Thread(target=lambda: (eventually(lambda: raw.seen, "D is asked"), broken.set()), daemon=True).start()
+        leave_after(at_once.url, {"prompt": "y", "max_tokens": 50, "seed": 1}, broken)
+        eventually(lambda: at_once.router.metrics.in_flight == 0, "the router has seen that it is gone")
+        at_once.p.go_on.set()
+        eventually(lambda: len(at_once.d.bodies) == 2, "the other D is asked")
+        at_once.nothing_left()
+    assert at_once.p.gone == 0 and at_once.d.params[1:] == [PUSH] and at_once.d.bodies[-1]["max_tokens"] == 1
+
+
+def test_a_d_that_breaks_in_its_answer_is_not_replaced_at_once_either(at_once: Served) -> None:
+    at_once.learn()
+    at_once.p.held = True
+    raw = RawEngine("D", lambda connection, number: b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{")
+    with raw.running() as raw_url:
+        at_once.decode_engines(raw_url, at_once.d_url)
+        assert ask(at_once.url, {"prompt": "y"}).status_code == 502
+        eventually(lambda: at_once.p.gone == 1, "P's leg was cancelled")
+    assert len(at_once.d.bodies) == 1
