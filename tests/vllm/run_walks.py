@@ -79,8 +79,8 @@ def _cases(job: tuple[int, int, int, int, tuple[str, ...], str]) -> dict[str, An
             events += happened
             done += of_case.total()
             if failure:
-                failed.append(f"{case}\n{failure}")
-                print(f"FAILED {failed[-1]}\nrepeat: {sys.argv[0]} --seed {seed} --case {number}", flush=True)
+                failed.append(f"{case}: {failure[:200]}")
+                print(f"FAILED {case}\n{failure}\nrepeat: {sys.argv[0]} --seed {seed} --case {number}", flush=True)
             if time.monotonic() > said + 30:
                 said = time.monotonic()
                 print(f"process {first}: {done} of {count} hand-overs, {len(failed)} cases failed", flush=True)
