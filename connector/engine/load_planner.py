@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -116,6 +117,7 @@ class LoadPlanner:
         self._clock = clock
         self._estimates = TransferEstimates(tp_size)
         self._requests: dict[str, EngineRequest] = {}  # all requests of the engine
+        self._phases: Counter[RequestPhase] = Counter()  # how many requests are in each phase but the first and last
         self._leaving: dict[str, float] = {}  # rendezvous that were left: until when their end is awaited
         self._releases_planned = False
         self._log = RateLimitedLog(logger)
@@ -211,8 +213,15 @@ class LoadPlanner:
         logger.warning("kvferry: %s prefills locally: %s; the request: %s", entry.request_id, why, story)
 
     def _advance(self, entry: EngineRequest, event: RequestEvent) -> None:
+        before = entry.lifetime.state.phase
         for effect in entry.lifetime.step(event, self._clock()):
             self._plan.add(entry.request_id, effect)
+        self._phases[before] -= 1
+        self._phases[entry.lifetime.state.phase] += 1
+
+    def num_in(self, phase: RequestPhase) -> int:
+        """How many requests are in one of the phases from AWAITED to SETTLED."""
+        return self._phases[phase]
 
     def num_new_matched_tokens(self, request: RequestView, num_local: int) -> tuple[int | None, bool]:
         """As ``SchedulerHalf.num_new_matched_tokens``, of a request of the engine."""

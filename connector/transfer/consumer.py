@@ -32,7 +32,7 @@ from kvferry.connector.transfer.active_load import ActiveLoad, SourceRead
 from kvferry.connector.transfer.lease_keeper import LeaseKeeper
 from kvferry.connector.transfer.link import Link
 from kvferry.connector.transfer.links import Links
-from kvferry.connector.transfer.load_reports import FinishedLoad, LoadReports, OnBegun
+from kvferry.connector.transfer.load_reports import FinishedLoad, LoadReports, OnBegun, short_name
 from kvferry.connector.transfer.rank_context import RankContext
 from kvferry.connector.transfer.receiver import Receiver
 from kvferry.connector.transfer.source_reads import SourceReads
@@ -326,8 +326,8 @@ class Consumer:
         if attempts.state.phase is load_attempts.LoadPhase.WAITING:
             for read in reads:
                 self._reads.step(read, HandoverEnded(), now)
-            self._rank_context.stats.retried(event.reason.kind)
-            number, peer = attempts.state.number, _at(load, attempts.state.source).peer.engine_id[:8]
+            self._rank_context.stats.retried(event.reason.kind, short_name(active_load.load.peer))
+            number, peer = attempts.state.number, short_name(_at(load, attempts.state.source).peer)
             text = "kvferry: hand-over of %s is tried again, attempt %d, at %s: %s"
             self._log.info("retry", text, load.request_id, number, peer, event.reason)
 

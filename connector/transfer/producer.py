@@ -315,6 +315,7 @@ class Producer:
             outgoing, displaced = self._sender.new(session, ask, source, chunks, now)
             self._step(ask.token, lease.ReadStarted(outgoing.key), now)
             self._sender.start(outgoing)
+            self._rank_context.stats.levels["sending"] += 1
             for other in displaced:
                 self._step_read(other, outgoing_read.SendFailed("P sends too many reads to this D"), now)
 
@@ -371,10 +372,10 @@ class Producer:
     def _free(self, token: bytes, held: HeldLease, reason: str, now: float) -> None:
         del self._leases[token]
         self._remember_end(token)
+        self._rank_context.stats.lease_ended(reason)  # first: the engine may idle once it knows of the end
         self._on_freed(held.grant.request_id)
         if answers := self._named.end(token, now):
             self._answer(answers)
-        self._rank_context.stats.lease_ended(reason)
         if reason != "released":
             cap = self._rank_context.settings.lease_cap_seconds
             why = f"the cap of {cap:g} s was reached" if reason == "cap" else "nobody renewed or released it"
@@ -404,6 +405,7 @@ class Producer:
                     self._step_read(outgoing, outgoing_read.CopiesEnded(), now)
             case outgoing_read.EndRead():
                 self._sender.forget(outgoing)
+                self._rank_context.stats.levels["sending"] -= 1
                 self._rank_context.stats.sent(outgoing.early, outgoing.nbytes - outgoing.early)
                 self._step(outgoing.token, lease.ReadEnded(outgoing.key), now)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from kvferry.connector.config import Settings
 from kvferry.connector.geometry.topology import EngineForm, TpKVTopology
 from kvferry.connector.protocol.messages import MAX_REPLY_BYTES
-from kvferry.connector.protocol.metrics import HandoverStats
+from kvferry.connector.protocol.metrics import HandoverStats, rank_stats
 from kvferry.connector.protocol.step_plan import PeerEngine
 from kvferry.connector.transfer.caches import RankCaches
 from kvferry.transport.allowed_peers import LOOPBACK, AllowedPeers
@@ -46,7 +46,7 @@ class RankContext:
     planes: Sequence[Plane] = ()
     allowed_peers: AllowedPeers = field(default_factory=lambda: AllowedPeers(LOOPBACK))
     missing_planes: Mapping[str, str] = field(default_factory=dict)
-    stats: HandoverStats = field(default_factory=HandoverStats)
+    stats: HandoverStats = field(default_factory=rank_stats)
     log: RateLimitedLog = field(default_factory=lambda: RateLimitedLog(logging.getLogger("vllm.kvferry.peer")))
     clock: Callable[[], float] = time.monotonic
     peer_of: Callable[[bytes], PeerEngine] = _unknown_peer

@@ -340,9 +340,10 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
         return KVFerryWorkerMeta(estimates, outcome, met=met) if estimates or outcome or met else None
 
     def get_kv_connector_stats(self) -> KVFerryStats | None:
-        if self._worker is None or self._worker.rank_context is None:
-            return None
-        return KVFerryStats.drain(self._worker.rank_context.stats)
+        """vLLM asks on the workers when a step is launched, and in the scheduler when its output has been processed."""
+        if self._scheduler is not None:
+            return KVFerryStats.drain(self._scheduler.stats)
+        return None if self._worker is None else KVFerryStats.drain(self._worker.stats)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Loads were started in ``bind_connector_metadata``."""
