@@ -74,6 +74,7 @@ class EngineRequest:
     remote_prompt: RemotePrompt | None = None
     awaited: AwaitedPrompt | None = None
     alternatives: tuple[RemoteLease, ...] = ()
+    traceparent: str = ""
 
 
 class LoadPlanner:
@@ -130,11 +131,13 @@ class LoadPlanner:
         """Check whether P holds this request's KV. If so, its lease is renewed from now on; if the KV cannot be used,
         the lease is released."""
         now = self._clock()
-        entry = EngineRequest(request.request_id, Lifetime(request_lifetime.REQUEST, RequestState(), now))
+        lifetime = Lifetime(request_lifetime.REQUEST, RequestState(), now)
+        entry = EngineRequest(request.request_id, lifetime, traceparent=request.traceparent)
         self._requests[request.request_id] = entry
         try:
             wanted = rendezvous_of(request.request_id, request.params) if self._consumes else None
             if wanted is not None:
+                wanted = msgspec.structs.replace(wanted, traceparent=request.traceparent)
                 entry.awaited = AwaitedPrompt(request, wanted, now + self._timeout)
                 self._advance(entry, request_lifetime.PromptAwaited(wanted))
                 return
@@ -309,6 +312,7 @@ class LoadPlanner:
             alternatives=entry.alternatives,
             found=result.found,
             step_tokens=result.step_tokens,
+            traceparent=entry.traceparent,
         )
 
     def loads_finished(

@@ -38,6 +38,7 @@ from kvferry.connector.protocol.step_plan import (
     by_region,
 )
 from kvferry.connector.protocol.transfer_estimate import UNKNOWN, EstimateKey, TransferEstimate
+from kvferry.connector.tracing import Tracer
 from kvferry.connector.transfer.copies import Copies, DeviceEvent
 from kvferry.connector.transfer.rank_context import RankContext
 from kvferry.connector.transfer.transfer_thread import TransferThread
@@ -92,6 +93,7 @@ class WorkerHalf:
         *,
         loads_fail_requests: bool = False,
         consumes: bool = True,
+        tracer: Tracer | None = None,
     ) -> None:
         """
         Args:
@@ -100,6 +102,7 @@ class WorkerHalf:
             groups: the layers whose caches are handed over.
             loads_fail_requests: a load that fails ends its request, so a step gives up no load that may succeed.
             consumes: this engine loads prompts, as D.
+            tracer: takes the spans of this rank; ``close`` closes it.
 
         Raises:
             ConfigError: the settings leave open to which peers D may connect.
@@ -108,6 +111,7 @@ class WorkerHalf:
         self._settings = settings
         self._patience = PATIENCE_SECONDS + (settings.ask_hold_seconds if loads_fail_requests else 0.0)
         self._info = info
+        self._tracer = tracer
         self._groups = tuple(groups)
         self._tables: tuple[int, ...] = ()  # the block table of each region
         self._registered: _Registered | None = None
@@ -170,7 +174,7 @@ class WorkerHalf:
         rank_context = RankContext(settings, info.engine_id, secrets.token_bytes(16), info.model, caches, keys)
         rank_context.allowed_peers = self._allowed_peers
         rank_context.peer_of = peer_of_answer
-        rank_context.stats = self.stats
+        rank_context.stats, rank_context.tracer = self.stats, self._tracer
         self.stats.new_life()
         try:
             rank_context.planes, rank_context.missing_planes = make_planes(settings, keys, caches)
@@ -260,6 +264,8 @@ class WorkerHalf:
         """Stop serving. Idempotent."""
         if self._transfer_thread is not None:
             self._transfer_thread.close()
+        if self._tracer is not None:
+            self._tracer.close()
 
     # --- every step ---------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from kvferry.connector.protocol.messages import MIN_CHUNK_BYTES
 from kvferry.connector.protocol.source_read import ReadEffect, ReadEvent, ReadState
 from kvferry.connector.protocol.state_machine import Lifetime
 from kvferry.connector.protocol.step_plan import Load, RankAddress
+from kvferry.connector.tracing import RecordedSpan
 from kvferry.connector.transfer.caches import Ids, PageBox
 from kvferry.connector.transfer.checksums import PlacedMessage
 from kvferry.connector.transfer.link import Link
@@ -29,7 +30,8 @@ class ActiveLoad(msgspec.Struct, eq=False):
     block ids per region. ``alone``: no other hand-over began in the same step. ``begun``: the engine knows that all
     copies are under way; only for a load inside a step. ``copied_at``: the end of its last copy, by ``time.monotonic``,
     where it was noted. ``attempts``: ``None`` while no attempt of this load has failed. ``layer_order``: the layers in
-    the order in which the step waits for them, one by one; empty where it waits for all of them together.
+    the order in which the step waits for them, one by one; empty where it waits for all of them together. ``ended``:
+    the spans of the attempts that have ended, where the request is traced.
     """
 
     load: Load
@@ -44,6 +46,7 @@ class ActiveLoad(msgspec.Struct, eq=False):
     copied_at: float = 0.0
     attempts: Lifetime[LoadAttempts, LoadAttemptsEvent, LoadAttemptsEffect] | None = None
     layer_order: Sequence[str] = ()
+    ended: list[RecordedSpan] = msgspec.field(default_factory=list)
 
     @property
     def number(self) -> int:

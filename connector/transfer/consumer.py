@@ -28,7 +28,9 @@ from kvferry.connector.protocol.step_plan import (
     UnneededLease,
     unpack_ids,
 )
+from kvferry.connector.tracing import time_of_zero
 from kvferry.connector.transfer.active_load import ActiveLoad, SourceRead
+from kvferry.connector.transfer.handover_trace import attempt_span, handover_span, record
 from kvferry.connector.transfer.lease_keeper import LeaseKeeper
 from kvferry.connector.transfer.link import Link
 from kvferry.connector.transfer.links import Links
@@ -117,6 +119,8 @@ class Consumer:
         except KVFerryError as error:
             self._reports.failed(load, Reason("incompatible", str(error)))
             self._release(load, now)
+            span = partial(handover_span, load, [], str(error), now)
+            record(self._rank_context, load.traceparent, span, time_of_zero(now))
             return
         sources = self._sources(load, now)
         state, effects = handover.begin(len(sources), self._timeouts, now)
@@ -298,6 +302,8 @@ class Consumer:
                     else:
                         self._reports.failed(active_load.posted, reason, active_load)
                 finally:
+                    if active_load.posted.traceparent:
+                        self._trace(active_load, reason, now)
                     for read in active_load.reads:
                         self._reads.step(read, HandoverEnded(), now)
                     # Else the load and its reads refer to each other until Python looks for such garbage, which an
@@ -319,6 +325,8 @@ class Consumer:
             end = active_load.lifetime.state.end
             state = load_attempts.first_attempt(peers, planes, end, again=not load.now)
             attempts = active_load.attempts = Lifetime(load_attempts.LOAD_ATTEMPTS, state, now)
+        if load.traceparent and isinstance(event, handover.AttemptFailed):
+            active_load.ended.append(attempt_span(active_load, str(event.reason), now))
         self._perform(active_load, attempts.step(event, now), now)
         if not isinstance(event, handover.AttemptFailed):
             return
@@ -348,7 +356,9 @@ class Consumer:
         sources = self._sources(load, now, redial=True)
         state, effects = handover.begin(len(sources), self._timeouts, now, attempts.state.end)
         lifetime = Lifetime(handover.HANDOVER, state, now)
-        again = ActiveLoad(load, posted, lifetime, active_load.started, active_load.ids, attempts=attempts)
+        again = ActiveLoad(
+            load, posted, lifetime, active_load.started, active_load.ids, attempts=attempts, ended=active_load.ended
+        )
         self._active_loads[self._active_loads.index(active_load)] = again
         active_load.reads = []  # as after a report
         try:
@@ -368,6 +378,14 @@ class Consumer:
             self._later.append(act)
         else:
             act()
+
+    def _trace(self, active_load: ActiveLoad, reason: Reason | None, now: float) -> None:
+        """Record the spans of a load that has ended."""
+        if reason is None:
+            active_load.ended.append(attempt_span(active_load, "", now))
+        load, error = active_load.posted, "" if reason is None else str(reason)
+        span = partial(handover_span, load, active_load.ended, error, now)
+        self._after_report(active_load, partial(record, self._rank_context, load.traceparent, span, time_of_zero(now)))
 
     def _catch_up(self) -> None:
         while self._later:

@@ -15,9 +15,11 @@ from itertools import chain
 from kvferry.connector.protocol import lease, messages, outgoing_read
 from kvferry.connector.protocol.state_machine import Lifetime, Tick
 from kvferry.connector.protocol.step_plan import LeaseGrant, Prefill, PrefillStop, unpack_ids
+from kvferry.connector.tracing import time_of_zero
 from kvferry.connector.transfer.caches import Ids
 from kvferry.connector.transfer.computing_prompts import ComputingPrompt, ComputingPrompts
 from kvferry.connector.transfer.early_requests import EarlyRequests, HeldAsk
+from kvferry.connector.transfer.handover_trace import MAX_READS, lease_span, record, sending_span
 from kvferry.connector.transfer.held_lease import HeldLease, granted
 from kvferry.connector.transfer.named_prompts import Answer, NamedPrompts
 from kvferry.connector.transfer.rank_context import RankContext
@@ -381,6 +383,10 @@ class Producer:
             why = f"the cap of {cap:g} s was reached" if reason == "cap" else "nobody renewed or released it"
             logger.warning("kvferry: lease of %s expired: %s", held.grant.request_id, why)
 
+        if held.grant.traceparent:
+            span = partial(lease_span, held, reason, now)
+            record(self._rank_context, held.grant.traceparent, span, time_of_zero(now))
+
     def _remember_end(self, token: bytes) -> None:
         self._ended[token] = None
         while len(self._ended) > ENDED_TOKENS:
@@ -407,6 +413,9 @@ class Producer:
                 self._sender.forget(outgoing)
                 self._rank_context.stats.levels["sending"] -= 1
                 self._rank_context.stats.sent(outgoing.early, outgoing.nbytes - outgoing.early)
+                held = self._leases.get(outgoing.token)
+                if held is not None and held.grant.traceparent and len(held.sent) < MAX_READS:
+                    held.sent.append(sending_span(outgoing, now))
                 self._step(outgoing.token, lease.ReadEnded(outgoing.key), now)
 
     def _read_failed(self, outgoing: OutgoingRead, why: str) -> None:

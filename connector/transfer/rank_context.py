@@ -15,6 +15,7 @@ from kvferry.connector.geometry.topology import EngineForm, TpKVTopology
 from kvferry.connector.protocol.messages import MAX_REPLY_BYTES
 from kvferry.connector.protocol.metrics import HandoverStats, rank_stats
 from kvferry.connector.protocol.step_plan import PeerEngine
+from kvferry.connector.tracing import Tracer
 from kvferry.connector.transfer.caches import RankCaches
 from kvferry.transport.allowed_peers import LOOPBACK, AllowedPeers
 from kvferry.transport.control.dialer import Dialer, make_dialer
@@ -35,7 +36,7 @@ def _unknown_peer(params: bytes) -> PeerEngine:
 class RankContext:
     """All data about its own rank that a hand-over needs. ``clock``: seconds, never going back, by which hand-overs are
     measured. ``peer_of``: the P engine that the ``kv_transfer_params`` of a lease name, in MessagePack; may raise
-    ProtocolError."""
+    ProtocolError. ``tracer``: takes the spans of hand-overs, where there are traces."""
 
     settings: Settings
     engine_id: str
@@ -50,6 +51,7 @@ class RankContext:
     log: RateLimitedLog = field(default_factory=lambda: RateLimitedLog(logging.getLogger("vllm.kvferry.peer")))
     clock: Callable[[], float] = time.monotonic
     peer_of: Callable[[bytes], PeerEngine] = _unknown_peer
+    tracer: Tracer | None = None
     dialer: Dialer = field(init=False)
 
     def __post_init__(self) -> None:

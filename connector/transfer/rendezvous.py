@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from msgspec.structs import replace
 
@@ -16,6 +17,8 @@ from kvferry.connector.protocol.link_state import LinkPhase
 from kvferry.connector.protocol.rendezvous import RendezvousEffect, RendezvousEvent, RendezvousPhase, RendezvousState
 from kvferry.connector.protocol.state_machine import Lifetime, Tick
 from kvferry.connector.protocol.step_plan import PeerEngine, Rendezvous, RendezvousResult
+from kvferry.connector.tracing import time_of_zero
+from kvferry.connector.transfer.handover_trace import record, rendezvous_span
 from kvferry.connector.transfer.link import Link
 from kvferry.connector.transfer.rank_context import RankContext
 from kvferry.transport.control.bootstrap import PageFetch, fetch_page, first_rank
@@ -225,6 +228,9 @@ class Meetings:
         effects = meeting.lifetime.step(event, now)
         if meeting.lifetime.state.phase is RendezvousPhase.ENDED:
             self._forget(meeting)
+            if meeting.rendezvous.traceparent:
+                span = partial(rendezvous_span, meeting.rendezvous, meeting.lifetime.history, now)
+                record(self._rank_context, meeting.rendezvous.traceparent, span, time_of_zero(now))
         for effect in effects:
             self._perform(meeting, effect, now)
 
