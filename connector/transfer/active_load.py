@@ -30,8 +30,9 @@ class ActiveLoad(msgspec.Struct, eq=False):
     block ids per region. ``alone``: no other hand-over began in the same step. ``begun``: the engine knows that all
     copies are under way; only for a load inside a step. ``copied_at``: the end of its last copy, by ``time.monotonic``,
     where it was noted. ``attempts``: ``None`` while no attempt of this load has failed. ``layer_order``: the layers in
-    the order in which the step waits for them, one by one; empty where it waits for all of them together. ``ended``:
-    the spans of the attempts that have ended, where the request is traced.
+    the order in which the step waits for them, one by one; empty where it waits for all of them together.
+    Where the request is traced, ``phases`` has the begin of each phase of this attempt, by ``RankContext.clock``, and
+    ``ended`` the spans of the attempts that have ended.
     """
 
     load: Load
@@ -46,6 +47,7 @@ class ActiveLoad(msgspec.Struct, eq=False):
     copied_at: float = 0.0
     attempts: Lifetime[LoadAttempts, LoadAttemptsEvent, LoadAttemptsEffect] | None = None
     layer_order: Sequence[str] = ()
+    phases: list[tuple[float, str]] = msgspec.field(default_factory=list)
     ended: list[RecordedSpan] = msgspec.field(default_factory=list)
 
     @property

@@ -13,13 +13,14 @@ from kvferry.connector.transfer.caches import Ids
 
 @dataclass(slots=True)
 class HeldLease:
-    """A lease with the blocks it holds. ``posted``: where its posted grant lies on the grant board. ``sent``: the spans
-    of reads that have ended, where the request is traced."""
+    """A lease with the blocks it holds. ``posted``: where its posted grant lies on the grant board. Where the
+    request is traced, ``begun_at`` is its begin by ``RankContext.clock``, and ``sent`` has the spans of its reads."""
 
     grant: LeaseGrant
     ids: list[Ids]
     lifetime: Lifetime[lease.Lease, lease.LeaseEvent, lease.LeaseEffect]
     posted: int | None = None
+    begun_at: float = 0.0
     sent: list[RecordedSpan] = field(default_factory=list)
 
 

@@ -15,7 +15,6 @@ from itertools import chain
 from kvferry.connector.protocol import lease, messages, outgoing_read
 from kvferry.connector.protocol.state_machine import Lifetime, Tick
 from kvferry.connector.protocol.step_plan import LeaseGrant, Prefill, PrefillStop, unpack_ids
-from kvferry.connector.tracing import time_of_zero
 from kvferry.connector.transfer.caches import Ids
 from kvferry.connector.transfer.computing_prompts import ComputingPrompt, ComputingPrompts
 from kvferry.connector.transfer.early_requests import EarlyRequests, HeldAsk
@@ -88,7 +87,8 @@ class Producer:
             self.stop_prefill(PrefillStop(grant.token, ended=True), now)
             raise
         state = lease.grant(now, settings.lease_seconds, settings.lease_cap_seconds)
-        self._leases[grant.token] = HeldLease(grant, ids, Lifetime(lease.LEASE, state, now), self._post(grant))
+        lifetime, begun_at = Lifetime(lease.LEASE, state, now), self._rank_context.clock()
+        self._leases[grant.token] = HeldLease(grant, ids, lifetime, self._post(grant), begun_at)
         if answers := self._named.grant(grant):
             self._answer(answers)
         if self.computing.prompts:
@@ -316,6 +316,7 @@ class Producer:
         if chunks:
             outgoing, displaced = self._sender.new(session, ask, source, chunks, now)
             self._step(ask.token, lease.ReadStarted(outgoing.key), now)
+            outgoing.begun_at = self._rank_context.clock()
             self._sender.start(outgoing)
             self._rank_context.stats.levels["sending"] += 1
             for other in displaced:
@@ -384,8 +385,8 @@ class Producer:
             logger.warning("kvferry: lease of %s expired: %s", held.grant.request_id, why)
 
         if held.grant.traceparent:
-            span = partial(lease_span, held, reason, now)
-            record(self._rank_context, held.grant.traceparent, span, time_of_zero(now))
+            span = partial(lease_span, held, reason, self._rank_context.clock())
+            record(self._rank_context, held.grant.traceparent, span)
 
     def _remember_end(self, token: bytes) -> None:
         self._ended[token] = None
@@ -415,7 +416,7 @@ class Producer:
                 self._rank_context.stats.sent(outgoing.early, outgoing.nbytes - outgoing.early)
                 held = self._leases.get(outgoing.token)
                 if held is not None and held.grant.traceparent and len(held.sent) < MAX_READS:
-                    held.sent.append(sending_span(outgoing, now))
+                    held.sent.append(sending_span(outgoing, self._rank_context.clock()))
                 self._step(outgoing.token, lease.ReadEnded(outgoing.key), now)
 
     def _read_failed(self, outgoing: OutgoingRead, why: str) -> None:

@@ -17,7 +17,6 @@ from kvferry.connector.protocol.link_state import LinkPhase
 from kvferry.connector.protocol.rendezvous import RendezvousEffect, RendezvousEvent, RendezvousPhase, RendezvousState
 from kvferry.connector.protocol.state_machine import Lifetime, Tick
 from kvferry.connector.protocol.step_plan import PeerEngine, Rendezvous, RendezvousResult
-from kvferry.connector.tracing import time_of_zero
 from kvferry.connector.transfer.handover_trace import record, rendezvous_span
 from kvferry.connector.transfer.link import Link
 from kvferry.connector.transfer.rank_context import RankContext
@@ -46,7 +45,7 @@ class _Contact:
 @dataclass(slots=True, eq=False)
 class _Meeting:
     """One request. ``page``: P's bootstrap page, until ``contact`` is made. ``number``: of the last question.
-    ``answer``: P's last answer."""
+    ``answer``: P's last answer. ``begun_at``: by ``RankContext.clock``."""
 
     rendezvous: Rendezvous
     lifetime: Lifetime[RendezvousState, RendezvousEvent, RendezvousEffect]
@@ -55,6 +54,7 @@ class _Meeting:
     number: int = 0
     answer: messages.Resolved | None = None
     links: Sequence[Link] = ()
+    begun_at: float = 0.0
 
     @property
     def where(self) -> str:
@@ -99,7 +99,8 @@ class Meetings:
             return
         self.leave(wanted.request_id, now)  # an id comes again
         state, effects = rendezvous.begin(located=wanted.port > 0)
-        meeting = _Meeting(wanted, Lifetime(rendezvous.RENDEZVOUS, state, now))
+        lifetime = Lifetime(rendezvous.RENDEZVOUS, state, now)
+        meeting = _Meeting(wanted, lifetime, begun_at=self._rank_context.clock())
         self.open[wanted.request_id] = meeting
         for effect in effects:
             self._perform(meeting, effect, now)
@@ -229,10 +230,14 @@ class Meetings:
         if meeting.lifetime.state.phase is RendezvousPhase.ENDED:
             self._forget(meeting)
             if meeting.rendezvous.traceparent:
-                span = partial(rendezvous_span, meeting.rendezvous, meeting.lifetime.history, now)
-                record(self._rank_context, meeting.rendezvous.traceparent, span, time_of_zero(now))
+                self._record(meeting, event)
         for effect in effects:
             self._perform(meeting, effect, now)
+
+    def _record(self, meeting: _Meeting, event: RendezvousEvent) -> None:
+        error = event.why if isinstance(event, rendezvous.PeerFailed) else ""
+        span = partial(rendezvous_span, meeting.rendezvous, meeting.begun_at, error, self._rank_context.clock())
+        record(self._rank_context, meeting.rendezvous.traceparent, span)
 
     def _forget(self, meeting: _Meeting) -> None:
         if self.open.get(meeting.rendezvous.request_id) is meeting:

@@ -76,7 +76,8 @@ def test_both_sides_of_a_hand_over_join_the_trace_of_the_request(traced) -> None
     phases = of_d.children(attempt)
     assert [span.name for span in phases] == PHASES
     assert all(first.end_time == then.start_time for first, then in itertools.pairwise(phases))
-    assert attempt.start_time == handover.start_time == phases[0].start_time and phases[-1].end_time == attempt.end_time
+    assert attempt.start_time == handover.start_time == phases[0].start_time
+    assert phases[-1].end_time <= attempt.end_time <= handover.end_time
     assert lease.attributes == {
         "kvferry.request_id": "req-p", "kvferry.tokens": TOKENS, "kvferry.blocks": len(THEIRS),
         "kvferry.end": "released",
@@ -132,11 +133,9 @@ def test_a_load_inside_a_step_is_traced_after_the_step_has_its_load(group: RankG
     assert handover.attributes["kvferry.inside_step"] is True and handover.attributes["kvferry.plane"] == "cma"
 
 
-def test_without_a_traceparent_or_a_tracer_there_are_no_spans(traced) -> None:
+def test_without_a_traceparent_there_are_no_spans(traced) -> None:
     p, d, of_p, of_d = traced
-    for traceparent, on in (("", True), (SAMPLED, False), (SAMPLED, True)):
-        p.worker.rank_context.tracer = of_p.tracer if on else None
-        d.worker.rank_context.tracer = of_d.tracer if on else None
+    for traceparent in ("", SAMPLED):
         begin(p, d, traceparent)
         assert wait(lambda: both_ended(p, d), [p, d])
         for rank in (p, d):
