@@ -24,6 +24,7 @@ import summary
 
 from kvferry.connector.config import settings_table
 from kvferry.connector.geometry.dtypes import error_table
+from kvferry.connector.protocol.series import series_table
 
 ROOT = Path(__file__).resolve().parent.parent
 README_SETTINGS = ("side_channel_host", "side_channel_port", "plane", "lease_seconds", "key_file")
@@ -38,6 +39,7 @@ def matrix() -> str:
 REGIONS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"figure": summary.SECTIONS["figure"], "settings": lambda: settings_table(README_SETTINGS)},
     "docs/settings.md": {"settings": settings_table},
+    "docs/observability.md": {"metrics": series_table},
     "docs/compatibility.md": {"matrix": matrix, "dtypes": error_table},
     "docs/doctor.md": {"doctor": doctor_output.doctor, "top": doctor_output.top},
     "docs/library.md": {"binding": binding_table.markdown},

@@ -7,11 +7,12 @@ from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from typing import Any
 
 from kvferry.connector.engine.block_contents import covers, first_held, used_blocks
+from kvferry.connector.engine.held_blocks import HeldBlocks
 from kvferry.connector.engine.plan_builder import StepPlanBuilder
 from kvferry.connector.engine.prefills import Prefills
 from kvferry.connector.engine.transfer_params import wants_prefill
 from kvferry.connector.geometry.engine_types import BlockTable, RequestView, ScheduledTokens
-from kvferry.connector.protocol.step_plan import PeerEngine, pack_ids
+from kvferry.connector.protocol.step_plan import ID_BYTES, PeerEngine, pack_ids
 
 logger = logging.getLogger("vllm.kvferry.scheduler")
 
@@ -43,7 +44,8 @@ class LeasePlanner:
         self._prompts = Prefills(self._tables, plan, clock)
         self._may_stream = may_stream
         self._prefills: dict[str, int] = {}  # by request: the last step that computed tokens of it
-        self._leases: set[str] = set()  # requests whose lease some rank holds
+        self.held = HeldBlocks(clock)
+        """The leases that some rank holds."""
         self._draining = False
 
     def set_engine(self, us: PeerEngine) -> None:
@@ -93,28 +95,19 @@ class LeasePlanner:
         num_tokens = request.num_prompt_tokens
         tables = list(zip(self._tables, block_ids, strict=True))
         packed = tuple(pack_ids(used_blocks(table, ids, num_tokens)) for table, ids in tables)
-        self._leases.add(request.request_id)
+        self.held.add(request.request_id, sum(map(len, packed)) // ID_BYTES)
         kept = tuple((table.kind, table.window, first_held(table, ids)) for table, ids in tables if table.window)
         return self._prompts.lease(request, packed, kept, computed_in)
 
     def drain(self) -> None:
         """Give no more leases."""
         if not self._draining:
-            logger.info("kvferry: no more prompts are handed over from here; %d lease(s) are served", len(self._leases))
+            logger.info("kvferry: no more prompts are handed over from here; %d lease(s) are served", len(self.held))
         self._draining = True
 
     def stop_draining(self) -> None:
         """Give leases again."""
         self._draining = False
-
-    @property
-    def leases_held(self) -> int:
-        """The number of leases that have not ended on all ranks."""
-        return len(self._leases)
-
-    def leases_ended(self, request_ids: Iterable[str]) -> None:
-        """All ranks have reported the end of these requests' leases."""
-        self._leases.difference_update(request_ids)
 
     def _cannot_lease(self, request: RequestView, block_ids: Sequence[Sequence[int]]) -> str | None:
         tokens, computed = request.num_prompt_tokens, request.num_computed_tokens

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -70,6 +71,7 @@ class EngineRequest:
     remote_prompt: RemotePrompt | None = None
     awaited: AwaitedPrompt | None = None
     alternatives: tuple[RemoteLease, ...] = ()
+    traceparent: str = ""
 
 
 class LoadPlanner:
@@ -113,6 +115,7 @@ class LoadPlanner:
         self._clock = clock
         self._estimates = TransferEstimates(tp_size)
         self._requests: dict[str, EngineRequest] = {}  # all requests of the engine
+        self._phases: Counter[RequestPhase] = Counter()  # how many requests are in each phase but the first and last
         self._log = RateLimitedLog(logger)
 
     def __contains__(self, request_id: str) -> bool:
@@ -123,11 +126,13 @@ class LoadPlanner:
         """Check whether P holds this request's KV. If so, its lease is renewed from now on; if the KV cannot be used,
         the lease is released."""
         now = self._clock()
-        entry = EngineRequest(request.request_id, Lifetime(request_lifetime.REQUEST, RequestState(), now))
+        lifetime = Lifetime(request_lifetime.REQUEST, RequestState(), now)
+        entry = EngineRequest(request.request_id, lifetime, traceparent=request.traceparent)
         self._requests[request.request_id] = entry
         try:
             wanted = rendezvous_of(request.request_id, request.params) if self._consumes else None
             if wanted is not None:
+                wanted = msgspec.structs.replace(wanted, traceparent=request.traceparent)
                 entry.awaited = AwaitedPrompt(request, wanted, now + self._timeout)
                 self._advance(entry, request_lifetime.PromptAwaited(wanted))
                 return
@@ -182,8 +187,15 @@ class LoadPlanner:
         logger.warning("kvferry: %s prefills locally: %s; the request: %s", entry.request_id, why, story)
 
     def _advance(self, entry: EngineRequest, event: RequestEvent) -> None:
+        before = entry.lifetime.state.phase
         for effect in entry.lifetime.step(event, self._clock()):
             self._plan.add(entry.request_id, effect)
+        self._phases[before] -= 1
+        self._phases[entry.lifetime.state.phase] += 1
+
+    def num_in(self, phase: RequestPhase) -> int:
+        """How many requests are in one of the phases from AWAITED to SETTLED."""
+        return self._phases[phase]
 
     def num_new_matched_tokens(self, request: RequestView, num_local: int) -> tuple[int | None, bool]:
         """As ``SchedulerHalf.num_new_matched_tokens``, of a request of the engine."""
@@ -271,6 +283,7 @@ class LoadPlanner:
             alternatives=entry.alternatives,
             found=result.found,
             step_tokens=result.step_tokens,
+            traceparent=entry.traceparent,
         )
 
     def loads_finished(

@@ -186,6 +186,7 @@ class Prefills:
             prompt.digest,
             computed_in,
             encoded if encoded != prompt.params else b"",
+            view.traceparent,
         )
         self._advance(prompt, prompt_prefill.PromptLeased(lease))
         return params

@@ -20,11 +20,18 @@ from kvferry.connector.engine.steps_in_flight import StepsInFlight
 from kvferry.connector.engine.transfer_params import wants_load, wants_prefill
 from kvferry.connector.geometry.engine_types import BlockTable, RequestView, ScheduledTokens
 from kvferry.connector.geometry.topology import MAX_RANKS
+from kvferry.connector.protocol.metrics import HandoverStats
+from kvferry.connector.protocol.request_lifetime import RequestPhase
 from kvferry.connector.protocol.step_plan import PeerEngine, RankAddress, RendezvousResult, StepPlan
 from kvferry.connector.protocol.transfer_estimate import EstimateKey, TransferEstimate
 from kvferry.transport.wake import RateLimitedLog
 
 logger = logging.getLogger("vllm.kvferry.scheduler")
+
+REQUEST_LEVELS = {
+    "awaiting_prompt": RequestPhase.AWAITED, "awaiting_blocks": RequestPhase.OFFERED, "loading": RequestPhase.LOADING,
+}  # fmt: skip
+"""By level, the phase of the requests that it counts."""
 
 
 class SchedulerHalf:
@@ -77,6 +84,7 @@ class SchedulerHalf:
         self._produces, self._consumes = produces, consumes
         self._host_id = host_id
         self._log = RateLimitedLog(logger)
+        self._stats = HandoverStats("scheduler")
         self._plan = StepPlanBuilder(secrets.token_bytes(16))
         rule = StepLoadRule(settings.step_hold_seconds if step_loads and consumes and steps else 0.0)
         self._steps, self._streams = steps, streams
@@ -197,13 +205,25 @@ class SchedulerHalf:
     def leases_held(self) -> int:
         """The number of leases that have not ended on all ranks. With ``drain`` it falls to 0, at the latest when
         ``lease_cap_seconds`` have passed."""
-        return self._lease_planner.leases_held
+        return len(self._lease_planner.held)
 
     def leases_ended(self, request_ids: Iterable[str]) -> None:
         """All ranks have reported the end of these requests' leases."""
-        self._lease_planner.leases_ended(request_ids)
+        self._lease_planner.held.remove(request_ids)
 
     # --- every step ---------------------------------------------------------------------------------------------
+
+    @property
+    def stats(self) -> HandoverStats:
+        """The metrics of this half, with the levels of now. Take them at the end of each step: after the last step
+        before the engine idles they are what they stay."""
+        held, loads, levels = self._lease_planner.held, self._load_planner, self._stats.levels
+        levels["leases"], levels["lease_blocks"] = len(held), held.blocks
+        for level, phase in REQUEST_LEVELS.items():
+            levels[level] = loads.num_in(phase)
+        if block_ms := held.take_block_ms():
+            self._stats.total("lease_block_ms", block_ms)
+        return self._stats
 
     def take_plan(
         self,

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from time import perf_counter
 
 import torch
 
@@ -27,7 +28,7 @@ from kvferry.connector.engine.worker_setup import bind_caches, make_planes
 from kvferry.connector.geometry.engine_types import LayerGroup, RankInfo
 from kvferry.connector.geometry.regions import ElementOrder
 from kvferry.connector.protocol.messages import MAX_REQUEST_BYTES
-from kvferry.connector.protocol.metrics import HandoverStats
+from kvferry.connector.protocol.metrics import rank_stats
 from kvferry.connector.protocol.step_plan import (
     Load,
     RankAddress,
@@ -37,6 +38,7 @@ from kvferry.connector.protocol.step_plan import (
     by_region,
 )
 from kvferry.connector.protocol.transfer_estimate import UNKNOWN, EstimateKey, TransferEstimate
+from kvferry.connector.tracing import Tracer
 from kvferry.connector.transfer.copies import Copies, DeviceEvent
 from kvferry.connector.transfer.rank_context import RankContext
 from kvferry.connector.transfer.transfer_thread import TransferThread
@@ -91,6 +93,7 @@ class WorkerHalf:
         *,
         loads_fail_requests: bool = False,
         consumes: bool = True,
+        tracer: Tracer | None = None,
     ) -> None:
         """
         Args:
@@ -99,6 +102,7 @@ class WorkerHalf:
             groups: the layers whose caches are handed over.
             loads_fail_requests: a load that fails ends its request, so a step gives up no load that may succeed.
             consumes: this engine loads prompts, as D.
+            tracer: takes the spans of this rank; ``close`` closes it.
 
         Raises:
             ConfigError: the settings leave open to which peers D may connect.
@@ -107,6 +111,7 @@ class WorkerHalf:
         self._settings = settings
         self._patience = PATIENCE_SECONDS + (settings.ask_hold_seconds if loads_fail_requests else 0.0)
         self._info = info
+        self._tracer = tracer
         self._groups = tuple(groups)
         self._tables: tuple[int, ...] = ()  # the block table of each region
         self._registered: _Registered | None = None
@@ -128,7 +133,8 @@ class WorkerHalf:
         self._awaited: set[str] = set()  # requests whose P this rank asks for their lease
         self.prefills: PrefillEvents | None = None
         """What the engine says about prompts that it computes; ``None`` before ``register``."""
-        self._stats = HandoverStats()  # of all lives of this rank
+        self.stats = rank_stats(f"pp{info.pp_rank} tp{info.tp_rank}")
+        """Of all lives of this rank."""
 
     # --- start and end ------------------------------------------------------------------------------------------
 
@@ -168,8 +174,8 @@ class WorkerHalf:
         rank_context = RankContext(settings, info.engine_id, secrets.token_bytes(16), info.model, caches, keys)
         rank_context.allowed_peers = self._allowed_peers
         rank_context.lease_of = lease_of_answer
-        rank_context.stats = self._stats
-        self._stats.new_life()
+        rank_context.stats, rank_context.tracer = self.stats, self._tracer
+        self.stats.new_life()
         try:
             rank_context.planes, rank_context.missing_planes = make_planes(settings, keys, caches)
             self._transfer_thread = TransferThread(rank_context, listener)
@@ -258,6 +264,8 @@ class WorkerHalf:
         """Stop serving. Idempotent."""
         if self._transfer_thread is not None:
             self._transfer_thread.close()
+        if self._tracer is not None:
+            self._tracer.close()
 
     # --- every step ---------------------------------------------------------------------------------------------
 
@@ -281,7 +289,9 @@ class WorkerHalf:
         step = self.prefills.begin_step(ours) if ours.chunks or self.prefills.busy else None
         thread.post(ours, event, computed, self._outcome, step)
         if self._outcome is not None:  # while this thread sleeps, the transfer thread has the interpreter to itself
+            before = perf_counter()
             self._outcome.wait_begun(BEGIN_SECONDS)
+            self._count_wait(before)
 
     def take_back(self, plan: StepPlan) -> None:
         """The engine takes blocks back from prompts that it computes (``plan.stops``). Must come before the device gets
@@ -344,12 +354,17 @@ class WorkerHalf:
     def _hold(self, wait: Callable[[float], bool]) -> bool:
         """Call ``wait``, which takes the longest time to wait, until it returns true. Returns false once the step has
         waited too long."""
-        clock, before = RunningClock(), self._waited
+        clock, before, begun_at = RunningClock(), self._waited, perf_counter()
         clock.sleeps(LOOK_SECONDS)
         while not (ended := wait(self._patience - self._waited)) and self._waited < self._patience:
             self._waited = before + clock.turn()
             clock.sleeps(LOOK_SECONDS)
+        self._count_wait(begun_at)
         return ended
+
+    def _count_wait(self, before: float) -> None:
+        """Count the time since ``before``, for which the engine's thread has waited for loads inside a step."""
+        self.stats.total("step_wait_us", round((perf_counter() - before) * 1e6))
 
     def _go_on(self, outcome: StepOutcome, late: tuple[str, ...]) -> None:
         """Go on with a step without the loads of the requests ``late``, which fail."""

@@ -116,7 +116,8 @@ class RequestView:
 
     ``extra``: the inputs of its KV beside its tokens. ``rejected``: the engine refused the request before admission; it
     comes here only to be aborted, with a placeholder as its prompt. ``whole_prompt``: D computes all of its prompt, for
-    its log-probabilities, so nothing of it is loaded.
+    its log-probabilities, so nothing of it is loaded. ``traceparent``: the span that its spans belong to; empty where
+    it is not traced.
     """
 
     request_id: str
@@ -127,3 +128,4 @@ class RequestView:
     extra: tuple[str, ...] = ()
     rejected: bool = False
     whole_prompt: bool = False
+    traceparent: str = ""

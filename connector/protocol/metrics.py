@@ -1,4 +1,5 @@
-"""Counters of hand-overs, leases and dropped messages. Pure: no vLLM, no clock; ``metrics_vllm`` exports them to vLLM.
+"""Counters of hand-overs, leases and dropped messages, and levels. Pure: no vLLM, no clock. ``series`` lists what the
+engine exports of them.
 
 The figures are a plain dictionary, ``Figures``, because vLLM sends them from workers to the process that logs. Adding
 two ``Figures`` is associative and exact: times are whole microseconds. Each D rank that took part counts a hand-over.
@@ -14,6 +15,8 @@ MAX_SAMPLES = 4096
 """Hand-overs kept one by one between two collections. Only the sums of further hand-overs are kept."""
 MAX_REASONS = 64
 """Different keys of one counter. Further keys are counted as "other", so that no peer can make memory grow."""
+MAX_PEERS = 32
+"""P engines that are counted by name. Further ones are counted as "other"."""
 
 
 class Samples(TypedDict):
@@ -46,6 +49,13 @@ class Figures(TypedDict):
     streamed: dict[str, int]
     """Hand-overs on D of prompts that P still computed: "loads", and "block_ms", the sum over their blocks of the
     milliseconds for which D held them until the load ended."""
+    totals: dict[str, int]
+    """What has no label, by ``Total``."""
+    peers: dict[str, dict[str, int]]
+    """Hand-overs on D by P engine, and of each by ``PEER_COUNTS``."""
+    levels: dict[str, dict[str, int]]
+    """What there is now, by its source (a rank, or the scheduler) and by name. A later report of a source replaces the
+    earlier one; different sources add up."""
 
 
 FailureKind = Literal[
@@ -55,21 +65,23 @@ FailureKind = Literal[
 FAILURE_KINDS: tuple[FailureKind, ...] = get_args(FailureKind)
 LEASE_ENDS = ("released", "expired", "cap")
 SENT_WHEN = ("computes", "leased")
+PeerCount = Literal["done", "retried", "failed", "bytes", "microseconds"]
+PEER_RESULTS: tuple[PeerCount, ...] = ("done", "retried", "failed")
+Total = Literal["stale_reads", "step_wait_us", "thread_delay_us", "lease_block_ms"]
+"""``stale_reads``: reads on D that were complete, of which the lease had ended. ``step_wait_us``: for how long the
+engine's thread has waited for loads inside steps. ``thread_delay_us``: for how long the transfer thread could not run.
+``lease_block_ms``: the sum over P's blocks of the milliseconds for which leases held them."""
+OTHER = "other"
 
-
-_COUNTERS: tuple[Literal["failed", "retried", "planes_changed", "leases", "sent", "dropped", "streamed"], ...] = (
-    "failed",
-    "retried",
-    "planes_changed",
-    "leases",
-    "sent",
-    "dropped",
-    "streamed",
-)
+_Counter = Literal["failed", "retried", "planes_changed", "leases", "sent", "dropped", "streamed", "totals"]
+_COUNTERS: tuple[_Counter, ...] = get_args(_Counter)
 
 
 def no_figures() -> Figures:
-    return Figures(finished={}, failed={}, retried={}, planes_changed={}, leases={}, sent={}, dropped={}, streamed={})
+    return Figures(
+        finished={}, failed={}, retried={}, planes_changed={}, leases={}, sent={}, dropped={}, streamed={},
+        totals={}, peers={}, levels={},
+    )  # fmt: skip
 
 
 def is_empty(figures: Figures) -> bool:
@@ -83,7 +95,20 @@ def add(into: Figures, other: Figures) -> Figures:
     for name in _COUNTERS:
         for reason, count in other[name].items():
             _count(into[name], reason, count)
+    for peer, counts in other["peers"].items():
+        _count_peer(into["peers"], peer, counts)
+    for source, levels in other["levels"].items():
+        into["levels"][source] = dict(levels)
     return into
+
+
+def levels(figures: Figures) -> dict[str, int]:
+    """The levels of all sources, added up."""
+    sums: dict[str, int] = {}
+    for of_source in figures["levels"].values():
+        for name, value in of_source.items():
+            sums[name] = sums.get(name, 0) + value
+    return sums
 
 
 def reduce(figures: Figures) -> dict[str, int | float]:
@@ -115,24 +140,43 @@ def reduce(figures: Figures) -> dict[str, int | float]:
         line["Num streamed hand-overs"] = figures["streamed"].get("loads", 0)
         line["Block seconds before their end"] = round(figures["streamed"].get("block_ms", 0) / 1e3, 3)
     line["Num dropped messages"] = sum(figures["dropped"].values())
+    if stale := figures["totals"].get("stale_reads", 0):
+        line["Num stale reads"] = stale
+    line |= {f"{_LEVEL_WORDS.get(name, name)} now": value for name, value in sorted(levels(figures).items()) if value}
     return line
 
 
-class HandoverStats:
-    """The counts of one rank. The transfer thread adds to them and the engine's thread takes them. Thread-safe; each
-    call takes microseconds."""
+_LEVEL_WORDS = {"leases": "Leases", "lease_blocks": "Leased blocks", "sending": "Reads sent"}
 
-    def __init__(self) -> None:
+
+class HandoverStats:
+    """The counts of one rank, or of a scheduler half. The transfer thread adds to them and the engine's thread takes
+    them. Thread-safe; each call takes microseconds.
+
+    ``levels``: what there is now, by name. One thread sets the values; the names stay after the first ``take``.
+    """
+
+    def __init__(self, source: str = "", levels: Mapping[str, int] | None = None) -> None:
+        """``source``: whose levels these are, unique in the engine."""
         self._lock = threading.Lock()
         self._figures = no_figures()
         self._seen: dict[str, dict[str, int]] = {}
+        self._peers: set[str] = set()
+        self._source = source
+        self._reported = False  # the last report of the levels was not of zeros
+        self.levels = dict(levels or {})
 
-    def finished(self, *, nbytes: int, milliseconds: float, plane: str, tokens: int) -> None:
-        """Count a hand-over that is complete, committed and reported."""
+    def finished(self, *, nbytes: int, milliseconds: float, plane: str, tokens: int, peer: str = OTHER) -> None:
+        """Count a hand-over that is complete, committed and reported. From its first one on, ``peer`` is counted by
+        its name: requests name P engines, and may name any."""
         microseconds = max(0, round(milliseconds * 1e3))
         with self._lock:
             samples = self._figures["finished"].setdefault(plane, _no_samples())
             _extend(samples, Samples(microseconds=[microseconds], nbytes=[nbytes], tokens=[tokens], rest=[0, 0, 0, 0]))
+            if len(self._peers) < MAX_PEERS:
+                self._peers.add(peer)
+            done = {"done": 1, "bytes": nbytes, "microseconds": microseconds}
+            _count_peer(self._figures["peers"], peer if peer in self._peers else OTHER, done)
 
     def streamed(self, *, blocks: int, milliseconds: float) -> None:
         """Count a hand-over of a prompt that P still computed, which has ended, and held D's blocks for this time."""
@@ -140,15 +184,23 @@ class HandoverStats:
             _count(self._figures["streamed"], "loads")
             _count(self._figures["streamed"], "block_ms", round(blocks * milliseconds))
 
-    def failed(self, kind: FailureKind) -> None:
-        """Count a hand-over that failed."""
+    def failed(self, kind: FailureKind, peer: str | None = None) -> None:
+        """Count a hand-over that failed, or an error of this rank: then without ``peer``."""
         with self._lock:
             _count(self._figures["failed"], kind)
+            if peer is not None:
+                _count_peer(self._figures["peers"], peer if peer in self._peers else OTHER, {"failed": 1})
 
-    def retried(self, kind: FailureKind) -> None:
-        """Count an attempt that failed, and that another attempt follows."""
+    def retried(self, kind: FailureKind, peer: str = OTHER) -> None:
+        """Count an attempt that failed, and that another attempt follows. ``peer``: of the one that failed."""
         with self._lock:
             _count(self._figures["retried"], kind)
+            _count_peer(self._figures["peers"], peer if peer in self._peers else OTHER, {"retried": 1})
+
+    def total(self, name: Total, by: int = 1) -> None:
+        """Add to a count without a label."""
+        with self._lock:
+            _count(self._figures["totals"], name, by)
 
     def plane_changed(self, broken: str) -> None:
         """Count a link that takes another data plane because ``broken`` broke."""
@@ -183,21 +235,32 @@ class HandoverStats:
                     seen[reason] = total
 
     def new_life(self) -> None:
-        """The totals that ``dropped_so_far`` takes begin at 0 again; nothing that was counted is lost."""
+        """The levels, and the totals that ``dropped_so_far`` takes, begin at 0 again. No count is lost."""
         with self._lock:
             self._seen.clear()
+            self.levels = dict.fromkeys(self.levels, 0)
 
     def is_empty(self) -> bool:
         with self._lock:
             return is_empty(self._figures)
 
     def take(self) -> Figures | None:
-        """All counts since the last call; ``None`` where there are none."""
+        """All counts since the last call, and the levels; ``None`` where there are none. Zeros are reported once."""
         with self._lock:
+            current = dict(self.levels)
+            nonzero = any(current.values())
+            if nonzero or self._reported:
+                self._figures["levels"][self._source] = current
+            self._reported = nonzero
             if is_empty(self._figures):
                 return None
             taken, self._figures = self._figures, no_figures()
             return taken
+
+
+def rank_stats(source: str = "") -> HandoverStats:
+    """The counts of one rank, with its levels: ``sending``, reads of D ranks that P sends or waits to send."""
+    return HandoverStats(source, {"sending": 0})
 
 
 def _no_samples() -> Samples:
@@ -228,8 +291,16 @@ def _extend(into: Samples, other: Samples) -> None:
 
 def _count(counts: dict[str, int], reason: str, by: int = 1) -> None:
     if reason not in counts and len(counts) >= MAX_REASONS:
-        reason = "other"
+        reason = OTHER
     counts[reason] = counts.get(reason, 0) + by
+
+
+def _count_peer(peers: dict[str, dict[str, int]], peer: str, new: Mapping[str, int]) -> None:
+    if peer not in peers and len(peers) - (OTHER in peers) >= MAX_PEERS:
+        peer = OTHER
+    counts = peers.setdefault(peer, {})
+    for name, count in new.items():
+        counts[name] = counts.get(name, 0) + count
 
 
 def _percentile(ordered: list[int], fraction: float) -> float:

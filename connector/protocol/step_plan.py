@@ -49,7 +49,8 @@ class PeerEngine(msgspec.Struct, frozen=True):
 class LeaseGrant(msgspec.Struct, frozen=True):
     """P: a finished prompt whose blocks P holds. ``block_ids``: per block table, packed by ``pack_ids``. ``prompt``:
     the digest of the prompt. ``step``: the engine's last step that computed the prompt. ``params``: the lease's
-    ``kv_transfer_params`` in MessagePack; empty where they are those of its ``Prefill``."""
+    ``kv_transfer_params`` in MessagePack; empty where they are those of its ``Prefill``. ``traceparent``: the span that
+    the spans of the lease belong to; empty where the request is not traced."""
 
     request_id: str
     token: bytes
@@ -58,6 +59,7 @@ class LeaseGrant(msgspec.Struct, frozen=True):
     prompt: str = ""
     step: int = 0
     params: bytes = b""
+    traceparent: str = ""
 
     def __repr__(self) -> str:
         return f"LeaseGrant({self.request_id!r})"
@@ -123,7 +125,8 @@ class Rendezvous(msgspec.Struct, frozen=True):
     """D: a request whose P is known, but not yet the token of its lease. A rank of P at ``host`` and ``port`` tells it
     when it knows a prompt of this ``name``. Where ``port`` is 0, ``host`` is the URL of P's bootstrap page, which tells
     the address of that rank. ``engine_id``: of P; empty where it is unknown. ``key``: the fingerprint of P's public
-    key; empty where it is that of D. ``ended``: the request has ended; D asks so that the lease is released."""
+    key; empty where it is that of D. ``ended``: the request has ended; D asks so that the lease is released.
+    ``traceparent``: as of ``LeaseGrant``."""
 
     request_id: str
     host: str
@@ -132,6 +135,7 @@ class Rendezvous(msgspec.Struct, frozen=True):
     name: str
     key: str = ""
     ended: bool = False
+    traceparent: str = ""
 
 
 class RendezvousResult(msgspec.Struct, frozen=True):
@@ -188,7 +192,8 @@ class Load(msgspec.Struct, frozen=True):
     must check because the lease's parameters came with the client's request. ``now``: the engine computes with the
     loaded tokens in the step of this plan. ``behind``: a step in flight may still use the blocks, so the copies wait
     for the work that the device was given before this step. ``alternatives``: where to load from if ``peer`` fails.
-    ``found`` and ``step_tokens``: as in ``Prefill``, where P still computes the prompt; else 0.
+    ``found`` and ``step_tokens``: as in ``Prefill``, where P still computes the prompt; else 0. ``traceparent``: as of
+    ``LeaseGrant``.
     """
 
     request_id: str
@@ -202,6 +207,7 @@ class Load(msgspec.Struct, frozen=True):
     alternatives: tuple[RemoteLease, ...] = ()
     found: int = 0
     step_tokens: int = 0
+    traceparent: str = ""
 
     def __repr__(self) -> str:
         return f"Load({self.request_id!r})"
@@ -286,8 +292,11 @@ def by_region(plan: StepPlan, tables: Sequence[int]) -> StepPlan:
     return msgspec.structs.replace(plan, leases=leases, loads=loads, chunks=chunks)
 
 
+ID_BYTES = 4
+
+
 def pack_ids(block_ids: list[int]) -> bytes:
-    """Block ids as little-endian int32."""
+    """Block ids as little-endian int32, of ``ID_BYTES`` each."""
     return struct.pack(f"<{len(block_ids)}i", *block_ids)  # takes half the time of numpy for a list
 
 

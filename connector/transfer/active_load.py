@@ -15,6 +15,7 @@ from kvferry.connector.protocol.messages import MIN_CHUNK_BYTES
 from kvferry.connector.protocol.source_read import ReadEffect, ReadEvent, ReadState
 from kvferry.connector.protocol.state_machine import Lifetime
 from kvferry.connector.protocol.step_plan import Load, RankAddress
+from kvferry.connector.tracing import RecordedSpan
 from kvferry.connector.transfer.caches import Ids, PageBox
 from kvferry.connector.transfer.checksums import PlacedMessage
 from kvferry.connector.transfer.link import Link
@@ -30,6 +31,8 @@ class ActiveLoad(msgspec.Struct, eq=False):
     copies are under way; only for a load inside a step. ``copied_at``: the end of its last copy, by ``time.monotonic``,
     where it was noted. ``attempts``: ``None`` while no attempt of this load has failed. ``layer_order``: the layers in
     the order in which the step waits for them, one by one; empty where it waits for all of them together.
+    Where the request is traced, ``phases`` has the begin of each phase of this attempt, by ``RankContext.clock``, and
+    ``ended`` the spans of the attempts that have ended.
     """
 
     load: Load
@@ -44,6 +47,8 @@ class ActiveLoad(msgspec.Struct, eq=False):
     copied_at: float = 0.0
     attempts: Lifetime[LoadAttempts, LoadAttemptsEvent, LoadAttemptsEffect] | None = None
     layer_order: Sequence[str] = ()
+    phases: list[tuple[float, str]] = msgspec.field(default_factory=list)
+    ended: list[RecordedSpan] = msgspec.field(default_factory=list)
 
     @property
     def number(self) -> int:

@@ -30,10 +30,11 @@ from kvferry.connector.protocol.step_plan import (
     unpack_ids,
 )
 from kvferry.connector.transfer.active_load import ActiveLoad, SourceRead
+from kvferry.connector.transfer.handover_trace import attempt_span, handover_span, record
 from kvferry.connector.transfer.lease_keeper import LeaseKeeper
 from kvferry.connector.transfer.link import Link
 from kvferry.connector.transfer.links import Links
-from kvferry.connector.transfer.load_reports import FinishedLoad, LoadReports, OnBegun
+from kvferry.connector.transfer.load_reports import FinishedLoad, LoadReports, OnBegun, short_name
 from kvferry.connector.transfer.rank_context import RankContext
 from kvferry.connector.transfer.receiver import Receiver
 from kvferry.connector.transfer.source_reads import SourceReads
@@ -122,6 +123,8 @@ class Consumer:
         except KVFerryError as error:
             self._reports.failed(load, Reason("incompatible", str(error)))
             self._release(load, now)
+            span = partial(handover_span, load, [], str(error), self._rank_context.clock())
+            record(self._rank_context, load.traceparent, span)
             return
         sources = self._sources(load, now)
         state, effects = handover.begin(len(sources), self._timeouts, now)
@@ -129,6 +132,8 @@ class Consumer:
         # A step that computes with the load begins once its copies are under way, so this thread waits for none.
         started, alone = self._rank_context.clock(), alone and not load.now
         active_load = ActiveLoad(load, load, lifetime, started, ids, alone, layer_order=layer_order)
+        if load.traceparent:
+            active_load.phases.append((started, state.phase.value))
         self._active_loads.append(active_load)
         self._begin(active_load, sources, effects, now)
 
@@ -255,6 +260,8 @@ class Consumer:
 
     def _step(self, active_load: ActiveLoad, event: handover.HandoverEvent, now: float) -> None:
         effects = active_load.lifetime.step(event, now)
+        if active_load.phases and (phase := active_load.lifetime.state.phase.value) != active_load.phases[-1][1]:
+            active_load.phases.append((self._rank_context.clock(), phase))
         if effects:
             self._perform(active_load, effects, now)
         if active_load.load.now:
@@ -303,6 +310,8 @@ class Consumer:
                     else:
                         self._reports.failed(active_load.posted, reason, active_load)
                 finally:
+                    if active_load.posted.traceparent:
+                        self._trace(active_load, reason)
                     for read in active_load.reads:
                         self._reads.step(read, HandoverEnded(), now)
                     # Else the load and its reads refer to each other until Python looks for such garbage, which an
@@ -324,6 +333,8 @@ class Consumer:
             end = active_load.lifetime.state.end
             state = load_attempts.first_attempt(peers, planes, end, again=not load.now)
             attempts = active_load.attempts = Lifetime(load_attempts.LOAD_ATTEMPTS, state, now)
+        if load.traceparent and isinstance(event, handover.AttemptFailed):
+            active_load.ended.append(attempt_span(active_load, str(event.reason), self._rank_context.clock()))
         self._perform(active_load, attempts.step(event, now), now)
         if not isinstance(event, handover.AttemptFailed):
             return
@@ -331,8 +342,8 @@ class Consumer:
         if attempts.state.phase is load_attempts.LoadPhase.WAITING:
             for read in reads:
                 self._reads.step(read, HandoverEnded(), now)
-            self._rank_context.stats.retried(event.reason.kind)
-            number, peer = attempts.state.number, _at(load, attempts.state.source).peer.engine_id[:8]
+            self._rank_context.stats.retried(event.reason.kind, short_name(active_load.load.peer))
+            number, peer = attempts.state.number, short_name(_at(load, attempts.state.source).peer)
             text = "kvferry: hand-over of %s is tried again, attempt %d, at %s: %s"
             self._log.info("retry", text, load.request_id, number, peer, event.reason)
 
@@ -353,7 +364,11 @@ class Consumer:
         sources = self._sources(load, now, redial=True)
         state, effects = handover.begin(len(sources), self._timeouts, now, attempts.state.end)
         lifetime = Lifetime(handover.HANDOVER, state, now)
-        again = ActiveLoad(load, posted, lifetime, active_load.started, active_load.ids, attempts=attempts)
+        again = ActiveLoad(
+            load, posted, lifetime, active_load.started, active_load.ids, attempts=attempts, ended=active_load.ended
+        )
+        if load.traceparent:
+            again.phases.append((self._rank_context.clock(), state.phase.value))
         self._active_loads[self._active_loads.index(active_load)] = again
         active_load.reads = []  # as after a report
         try:
@@ -373,6 +388,14 @@ class Consumer:
             self._later.append(act)
         else:
             act()
+
+    def _trace(self, active_load: ActiveLoad, reason: Reason | None) -> None:
+        """Record the spans of a load that has ended."""
+        if reason is None:
+            active_load.ended.append(attempt_span(active_load, "", self._rank_context.clock()))
+        load, error, end = active_load.posted, "" if reason is None else str(reason), self._rank_context.clock()
+        span = partial(handover_span, load, active_load.ended, error, end)
+        self._after_report(active_load, partial(record, self._rank_context, load.traceparent, span))
 
     def _catch_up(self) -> None:
         while self._later:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvferry.connector.protocol import lease, messages
 from kvferry.connector.protocol.state_machine import Lifetime
 from kvferry.connector.protocol.step_plan import LeaseGrant, Prefill
+from kvferry.connector.tracing import RecordedSpan
 from kvferry.connector.transfer.caches import Ids
 
 
 @dataclass(slots=True)
 class HeldLease:
-    """A lease with the blocks it holds. ``posted``: where its posted grant lies on the grant board."""
+    """A lease with the blocks it holds. ``posted``: where its posted grant lies on the grant board. Where the
+    request is traced, ``begun_at`` is its begin by ``RankContext.clock``, and ``sent`` has the spans of its reads."""
 
     grant: LeaseGrant
     ids: list[Ids]
     lifetime: Lifetime[lease.Lease, lease.LeaseEvent, lease.LeaseEffect]
     posted: int | None = None
+    begun_at: float = 0.0
+    sent: list[RecordedSpan] = field(default_factory=list)
 
 
 def granted(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -11,13 +12,15 @@ import msgspec
 from kvferry.connector.protocol.handover import HandoverPhase, Reason
 from kvferry.connector.protocol.link_state import LinkPhase
 from kvferry.connector.protocol.metrics import HandoverStats
-from kvferry.connector.protocol.step_plan import Load
+from kvferry.connector.protocol.step_plan import Load, PeerEngine
 from kvferry.connector.protocol.transfer_estimate import UNKNOWN, TransferEstimate
 from kvferry.connector.transfer.active_load import ActiveLoad, SourceRead
 from kvferry.transport.channels import Copy
 
 logger = logging.getLogger("vllm.kvferry.consumer")
 
+SHORT_NAME = 8
+"""Characters of an engine id by which log lines and metrics name the engine."""
 MAX_STORIES = 4
 """Reads whose phases are in the log line of a failed hand-over."""
 
@@ -120,15 +123,15 @@ class LoadReports:
         posted = all(read.state.fence == "posted" for read in active_load.reads if read.planned)
         first = active_load.attempts is None
         estimate = TransferEstimate(seconds, max(1, tokens)) if posted and first else UNKNOWN
-        nbytes, milliseconds = active_load.nbytes, seconds * 1e3
-
-        def count() -> None:
-            self._stats.finished(nbytes=nbytes, milliseconds=milliseconds, plane=plane, tokens=tokens)
+        nbytes, milliseconds, peer = active_load.nbytes, seconds * 1e3, load.peer.engine_id[:SHORT_NAME]
+        count = partial(
+            self._stats.finished, nbytes=nbytes, milliseconds=milliseconds, plane=plane, tokens=tokens, peer=peer
+        )
 
         def log() -> None:
             logger.info(
                 "kvferry: hand-over of %s done: %d tokens, %d bytes in %.2f ms over %s from %s%s%s",
-                load.request_id, tokens, nbytes, milliseconds, plane, load.peer.engine_id[:8],
+                load.request_id, tokens, nbytes, milliseconds, plane, peer,
                 ", inside the step" if load.now else "" if first else f", attempt {active_load.number}",
                 ", from when P computed it" if load.step_tokens else "",
             )  # fmt: skip
@@ -149,7 +152,7 @@ class LoadReports:
         """The load, as it was posted, has ended, and its tokens are not in the blocks. ``active_load``: its last
         attempt, if one has begun."""
         try:
-            self._stats.failed(reason.kind)
+            self._stats.failed(reason.kind, short_name((active_load.load if active_load else load).peer))
             if active_load is not None:
                 self._count_streamed(active_load)
         finally:
@@ -179,6 +182,11 @@ def grant_stands(read: SourceRead) -> bool:
     link = read.link
     stands = read.note is not None and read.note.is_current and link.phase is not LinkPhase.FAILED
     return stands and link.process is not None and not link.process.ended
+
+
+def short_name(peer: PeerEngine) -> str:
+    """How log lines and metrics name a P engine."""
+    return peer.engine_id[:SHORT_NAME]
 
 
 def _num_tokens(load: Load) -> int:

@@ -18,6 +18,7 @@ from kvferry.connector.protocol.step_plan import LeaseGrant, Prefill, PrefillSto
 from kvferry.connector.transfer.caches import Ids
 from kvferry.connector.transfer.computing_prompts import ComputingPrompt, ComputingPrompts
 from kvferry.connector.transfer.early_requests import EarlyRequests, HeldAsk
+from kvferry.connector.transfer.handover_trace import MAX_READS, lease_span, record, sending_span
 from kvferry.connector.transfer.held_lease import HeldLease, granted
 from kvferry.connector.transfer.named_prompts import Answer, NamedPrompts
 from kvferry.connector.transfer.rank_context import RankContext
@@ -86,7 +87,8 @@ class Producer:
             self.stop_prefill(PrefillStop(grant.token, ended=True), now)
             raise
         state = lease.grant(now, settings.lease_seconds, settings.lease_cap_seconds)
-        self._leases[grant.token] = HeldLease(grant, ids, Lifetime(lease.LEASE, state, now), self._post(grant))
+        lifetime, begun_at = Lifetime(lease.LEASE, state, now), self._rank_context.clock()
+        self._leases[grant.token] = HeldLease(grant, ids, lifetime, self._post(grant), begun_at)
         if answers := self._named.grant(grant):
             self._answer(answers)
         if self.computing.prompts:
@@ -314,7 +316,9 @@ class Producer:
         if chunks:
             outgoing, displaced = self._sender.new(session, ask, source, chunks, now)
             self._step(ask.token, lease.ReadStarted(outgoing.key), now)
+            outgoing.begun_at = self._rank_context.clock()
             self._sender.start(outgoing)
+            self._rank_context.stats.levels["sending"] += 1
             for other in displaced:
                 self._step_read(other, outgoing_read.SendFailed("P sends too many reads to this D"), now)
 
@@ -371,14 +375,18 @@ class Producer:
     def _free(self, token: bytes, held: HeldLease, reason: str, now: float) -> None:
         del self._leases[token]
         self._remember_end(token)
+        self._rank_context.stats.lease_ended(reason)  # first: the engine may idle once it knows of the end
         self._on_freed(held.grant.request_id)
         if answers := self._named.end(token, now):
             self._answer(answers)
-        self._rank_context.stats.lease_ended(reason)
         if reason != "released":
             cap = self._rank_context.settings.lease_cap_seconds
             why = f"the cap of {cap:g} s was reached" if reason == "cap" else "nobody renewed or released it"
             logger.warning("kvferry: lease of %s expired: %s", held.grant.request_id, why)
+
+        if held.grant.traceparent:
+            span = partial(lease_span, held, reason, self._rank_context.clock())
+            record(self._rank_context, held.grant.traceparent, span)
 
     def _remember_end(self, token: bytes) -> None:
         self._ended[token] = None
@@ -404,7 +412,11 @@ class Producer:
                     self._step_read(outgoing, outgoing_read.CopiesEnded(), now)
             case outgoing_read.EndRead():
                 self._sender.forget(outgoing)
+                self._rank_context.stats.levels["sending"] -= 1
                 self._rank_context.stats.sent(outgoing.early, outgoing.nbytes - outgoing.early)
+                held = self._leases.get(outgoing.token)
+                if held is not None and held.grant.traceparent and len(held.sent) < MAX_READS:
+                    held.sent.append(sending_span(outgoing, self._rank_context.clock()))
                 self._step(outgoing.token, lease.ReadEnded(outgoing.key), now)
 
     def _read_failed(self, outgoing: OutgoingRead, why: str) -> None:

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from kvferry.connector.config import Settings
 from kvferry.connector.geometry.topology import EngineForm, TpKVTopology
 from kvferry.connector.protocol.messages import MAX_REPLY_BYTES
-from kvferry.connector.protocol.metrics import HandoverStats
+from kvferry.connector.protocol.metrics import HandoverStats, rank_stats
 from kvferry.connector.protocol.step_plan import RemoteLease
+from kvferry.connector.tracing import Tracer
 from kvferry.connector.transfer.caches import RankCaches
 from kvferry.transport.allowed_peers import LOOPBACK, AllowedPeers
 from kvferry.transport.control.dialer import Dialer, make_dialer
@@ -34,7 +35,8 @@ def _unknown_lease(params: bytes) -> RemoteLease:
 @dataclass
 class RankContext:
     """All data about its own rank that a hand-over needs. ``clock``: seconds, never going back, by which hand-overs are
-    measured. ``lease_of``: the lease that ``kv_transfer_params`` name, in MessagePack; may raise ProtocolError."""
+    measured. ``lease_of``: the lease that ``kv_transfer_params`` name, in MessagePack; may raise ProtocolError.
+    ``tracer``: takes the spans of hand-overs, where there are traces."""
 
     settings: Settings
     engine_id: str
@@ -45,10 +47,11 @@ class RankContext:
     planes: Sequence[Plane] = ()
     allowed_peers: AllowedPeers = field(default_factory=lambda: AllowedPeers(LOOPBACK))
     missing_planes: Mapping[str, str] = field(default_factory=dict)
-    stats: HandoverStats = field(default_factory=HandoverStats)
+    stats: HandoverStats = field(default_factory=rank_stats)
     log: RateLimitedLog = field(default_factory=lambda: RateLimitedLog(logging.getLogger("vllm.kvferry.peer")))
     clock: Callable[[], float] = time.monotonic
     lease_of: Callable[[bytes], RemoteLease] = _unknown_lease
+    tracer: Tracer | None = None
     dialer: Dialer = field(init=False)
 
     def __post_init__(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from msgspec.structs import replace
 
@@ -16,6 +17,7 @@ from kvferry.connector.protocol.link_state import LinkPhase
 from kvferry.connector.protocol.rendezvous import RendezvousEffect, RendezvousEvent, RendezvousPhase, RendezvousState
 from kvferry.connector.protocol.state_machine import Lifetime, Tick
 from kvferry.connector.protocol.step_plan import PeerEngine, RemoteLease, Rendezvous, RendezvousResult
+from kvferry.connector.transfer.handover_trace import record, rendezvous_span
 from kvferry.connector.transfer.link import Link
 from kvferry.connector.transfer.rank_context import RankContext
 from kvferry.transport.control.bootstrap_fetch import PageFetch, fetch_page
@@ -44,7 +46,7 @@ class _Contact:
 @dataclass(slots=True, eq=False)
 class _Search:
     """The search for the prompt of one request. ``page``: P's bootstrap page, until ``contact`` is made. ``number``: of
-    the open question. ``answer``: P's last answer."""
+    the open question. ``answer``: P's last answer. ``begun_at``: by ``RankContext.clock``."""
 
     rendezvous: Rendezvous
     lifetime: Lifetime[RendezvousState, RendezvousEvent, RendezvousEffect]
@@ -53,6 +55,7 @@ class _Search:
     number: int = 0
     answer: messages.Resolved | None = None
     links: Sequence[Link] = ()
+    begun_at: float = 0.0
 
     @property
     def where(self) -> str:
@@ -101,7 +104,8 @@ class PromptFinder:
             return
         self.leave(wanted.request_id, now)  # an id comes again
         state, effects = rendezvous.begin(located=wanted.port > 0)
-        search = _Search(wanted, Lifetime(rendezvous.RENDEZVOUS, state, now))
+        lifetime = Lifetime(rendezvous.RENDEZVOUS, state, now)
+        search = _Search(wanted, lifetime, begun_at=self._rank_context.clock())
         self.open[wanted.request_id] = search
         for effect in effects:
             self._perform(search, effect, now)
@@ -260,12 +264,19 @@ class PromptFinder:
         answered = phase is not before and phase in (RendezvousPhase.FOUND, RendezvousPhase.ENDED)
         if answered or isinstance(event, rendezvous.ContactLost):
             self._forget_question(search)
+        if answered and before is not RendezvousPhase.FOUND and search.rendezvous.traceparent:
+            self._record(search, event)
 
     def _forget_question(self, search: _Search) -> None:
         self._by_number.pop(search.number, None)
         if search.contact is not None:
             search.contact.open -= 1
             search.contact = None
+
+    def _record(self, search: _Search, event: RendezvousEvent) -> None:
+        error = event.why if isinstance(event, rendezvous.PeerFailed | rendezvous.ContactLost) else ""
+        span = partial(rendezvous_span, search.rendezvous, search.begun_at, error, self._rank_context.clock())
+        record(self._rank_context, search.rendezvous.traceparent, span)
 
     # --- effects ------------------------------------------------------------------------------------------------
 

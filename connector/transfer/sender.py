@@ -78,7 +78,7 @@ class OutgoingRead(msgspec.Struct, eq=False):
     chunk that is not computed. ``next_box``: the chunk that is made but has not begun. ``packing``: the chunks that
     have begun but are not sent, in order. ``trailer``: the checksum of the message that is being sent in place.
     ``prompt``: where the read began before the lease; ``blocks``: the blocks that ``boxes`` name then. ``nbytes``: sent
-    so far; ``early``: of these, before the lease.
+    so far; ``early``: of these, before the lease. ``begun_at``: by ``RankContext.clock``.
     """
 
     session: Session
@@ -92,6 +92,7 @@ class OutgoingRead(msgspec.Struct, eq=False):
     blocks: PromptBlocks | None = None
     nbytes: int = 0
     early: int = 0
+    begun_at: float = 0.0
 
     @property
     def leased(self) -> bool:

@@ -20,6 +20,7 @@ from kvferry.connector.protocol.source_read import (
     ReadEvent,
     ReadFailed,
     ReadGranted,
+    ReadPhase,
     SendCommit,
 )
 from kvferry.connector.transfer.active_load import ActiveLoad, SourceRead
@@ -81,7 +82,10 @@ class SourceReads:
             case SendCommit():
                 read.link.send(messages.Commit(read=read.number, token=read.active_load.load.token))
             case CheckPostedGrant():
-                self.step(read, CommitAnswered(grant_stands(read)), now)
+                stands = grant_stands(read)
+                if not stands:
+                    self._rank_context.stats.total("stale_reads")
+                self.step(read, CommitAnswered(stands), now)
             case CancelRead():
                 self.step_all(self._receiver.cancel(read), now)
             case ForgetRead():
@@ -172,6 +176,8 @@ class SourceReads:
                     read, ReadFailed(Reason(_DENIED[reply.reason], f"P denied the read, {reply.reason}{detail}")), now
                 )
             case messages.Committed():
+                if not reply.ok and read.state.phase is ReadPhase.COMMITTING:  # P may say so again
+                    self._rank_context.stats.total("stale_reads")
                 self.step(read, CommitAnswered(reply.ok), now)
             case messages.Stopped():
                 self.step_all(self._receiver.on_stopped(read, reply.sent), now)

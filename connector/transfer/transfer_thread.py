@@ -194,6 +194,7 @@ class TransferThread:
         if busy:
             self._next_look = min(self._next_look, now + BUSY_SECONDS)
         if self._time.late:
+            self._rank_context.stats.total("thread_delay_us", round(self._time.late * 1e6))
             late = f"{self._time.late:.1f}"
             text = f"kvferry: the transfer thread was held up for {late} s; is the host overloaded, or paused?"
             self._log.warning("held up", "%s", text)

@@ -23,6 +23,7 @@ from kvferry.connector.engine.scheduler import SchedulerHalf
 from kvferry.connector.engine.steps_in_flight import StepsInFlight
 from kvferry.connector.engine.worker import WorkerHalf
 from kvferry.connector.protocol.step_plan import RankAddress, StepPlan, StepResults
+from kvferry.connector.tracing import open_tracer
 from kvferry.connector.vllm import compat, from_vllm
 from kvferry.connector.vllm.callers import find_model_runner, find_scheduler
 from kvferry.connector.vllm.prometheus import KVFerryPromMetrics, KVFerryStats
@@ -122,12 +123,15 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
             self._layer_computed: Callable[[str], None] | None = None  # of the step under way
             self._layers_run_once = from_vllm.layers_run_once(vllm_config)
             groups = from_vllm.layer_groups(vllm_config, kv_cache_config)
+            info = from_vllm.rank_info(vllm_config, settings.model_tag)
+            name = {"service.instance.id": info.engine_id, "kvferry.rank": f"pp{info.pp_rank} tp{info.tp_rank}"}
             self._worker = WorkerHalf(
                 settings,
-                from_vllm.rank_info(vllm_config, settings.model_tag),
+                info,
                 groups,
                 loads_fail_requests=from_vllm.loads_fail_requests(vllm_config),
                 consumes=transfer.is_kv_consumer,
+                tracer=open_tracer(vllm_config.observability_config.otlp_traces_endpoint, name),
             )
 
     @staticmethod
@@ -337,9 +341,10 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
         return KVFerryWorkerMeta(estimates, outcome, met=met) if estimates or outcome or met else None
 
     def get_kv_connector_stats(self) -> KVFerryStats | None:
-        if self._worker is None or self._worker.rank_context is None:
-            return None
-        return KVFerryStats.drain(self._worker.rank_context.stats)
+        """vLLM asks on the workers when a step is launched, and in the scheduler when its output has been processed."""
+        if self._scheduler is not None:
+            return KVFerryStats.drain(self._scheduler.stats)
+        return None if self._worker is None else KVFerryStats.drain(self._worker.stats)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Loads were started in ``bind_connector_metadata``."""

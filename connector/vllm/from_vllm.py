@@ -24,6 +24,7 @@ from kvferry.connector.geometry.rank_geometry import CacheKind
 from kvferry.connector.geometry.recurrent_state import Section, StateArray, sections, whole_page
 from kvferry.connector.geometry.token_sharding import UNSHARDED, TokenSharding
 from kvferry.connector.geometry.topology import MAX_RANKS
+from kvferry.connector.tracing import sampled_traceparent
 from kvferry.transport.errors import ConfigError
 from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 from vllm.platforms import current_platform
@@ -299,6 +300,8 @@ def request_view(request: Request) -> RequestView:
         extra=tuple(extra),
         rejected=bool(getattr(request, "abort_immediately", False)),
         whole_prompt=bool(request.get_skip_reading_prefix_cache()),
+        # vLLM leaves them out where --otlp-traces-endpoint is not set.
+        traceparent=sampled_traceparent(getattr(request, "trace_headers", None)),
     )
 
 

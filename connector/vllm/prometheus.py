@@ -6,13 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from kvferry.connector.protocol import metrics
-from kvferry.connector.protocol.metrics import Figures, HandoverStats, Samples
+from kvferry.connector.protocol.metrics import MAX_PEERS, OTHER, PEER_RESULTS, Figures, HandoverStats, Samples, Total
+from kvferry.connector.protocol.series import PREFIX, SERIES, STAGES
 from kvferry.connector.vllm.compat import KVConnectorPromMetrics, KVConnectorStats
-
-TIME_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-"""Seconds."""
-BYTES_BUCKETS = tuple(float(1 << shift) for shift in range(16, 38, 2))
-"""64 KiB to 64 GiB."""
 
 
 @dataclass
@@ -52,21 +48,23 @@ class KVFerryStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not there
         return cast(Figures, self.data)
 
 
-class KVFerryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """The Prometheus series of one API server. Every series has vLLM's own labels, and the one named here.
+_TOTALS: dict[Total, tuple[str, float]] = {
+    "stale_reads": ("num_stale_reads", 1),
+    "step_wait_us": ("step_wait_seconds", 1e6),
+    "thread_delay_us": ("thread_delay_seconds", 1e6),
+    "lease_block_ms": ("lease_block_seconds", 1e3),
+}
+"""By count, its series, and how many of the count make one there."""
+_LEVELS = {"leases": ("leases",), "lease_blocks": ("lease_blocks",), "sending": ("reads_sending",)} | {
+    stage: ("requests", stage) for stage in STAGES
+}
+"""By level, its gauge, with the value of its label."""
 
-    - ``vllm:kvferry_handover_time_seconds`` histogram, ``plane``: D's request to the completed report
-    - ``vllm:kvferry_bytes_transferred`` histogram, ``plane``: per hand-over and D rank
-    - ``vllm:kvferry_tokens`` counter, ``plane``: tokens loaded
-    - ``vllm:kvferry_num_failed_handovers`` counter, ``reason``
-    - ``vllm:kvferry_num_retries`` counter, ``reason``: attempts that failed and were followed by another
-    - ``vllm:kvferry_num_plane_changes`` counter, ``plane``: the plane that broke
-    - ``vllm:kvferry_num_expired_leases`` counter, ``reason``: "expired", or "cap"
-    - ``vllm:kvferry_num_released_leases`` counter
-    - ``vllm:kvferry_bytes_sent`` counter, ``when``: P sent them while it "computes" the prompt, or when it is "leased"
-    - ``vllm:kvferry_num_dropped_messages`` counter, ``reason``
-    - ``vllm:kvferry_num_streamed_handovers`` counter: of prompts that P still computed when D took blocks for them
-    - ``vllm:kvferry_streamed_block_seconds`` counter: for how long D held these blocks until the load ended, added up
+
+class KVFerryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    """The Prometheus series of one API server, as ``series`` lists them. Every series has vLLM's own labels, too.
+
+    Of several API servers each counts the steps that it is told of; a gauge has the value that was set last.
     """
 
     def __init__(
@@ -77,72 +75,59 @@ class KVFerryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._children: dict[tuple[str, int, str | None], Any] = {}
-        self._time = self._make(
-            self._histogram_cls,
-            "handover_time_seconds",
-            "Time of a hand-over on D, from the request to the report.",
-            "plane",
-            buckets=TIME_BUCKETS,
-        )
-        self._bytes = self._make(
-            self._histogram_cls, "bytes_transferred", "Bytes of a hand-over on D.", "plane", buckets=BYTES_BUCKETS
-        )
-        counter = self._counter_cls
-        self._tokens = self._make(counter, "tokens", "Tokens whose KV cache D loaded from P.", "plane")
-        self._failed = self._make(counter, "num_failed_handovers", "Hand-overs that failed on D.", "reason")
-        self._retried = self._make(counter, "num_retries", "Attempts that another attempt followed on D.", "reason")
-        self._changed = self._make(
-            counter, "num_plane_changes", "Links of D that took another data plane because one broke.", "plane"
-        )
-        self._expired = self._make(counter, "num_expired_leases", "Leases that P ended by itself.", "reason")
-        self._released = self._make(counter, "num_released_leases", "Leases that D released.", None)
-        self._sent = self._make(counter, "bytes_sent", "Bytes that P sent while it computed, or after.", "when")
-        self._dropped = self._make(
-            counter, "num_dropped_messages", "Control messages and connections that were not served.", "reason"
-        )
-        self._streamed = self._make(
-            counter, "num_streamed_handovers", "Hand-overs on D of prompts that P still computed.", None
-        )
-        self._block_seconds = self._make(
-            counter, "streamed_block_seconds", "Seconds for which blocks of these hand-overs were held, added up.", None
-        )
-        for engine in per_engine_labelvalues:  # a rate needs the zero before the first event
-            for kind in metrics.FAILURE_KINDS:
-                self._child(self._failed, engine, kind)
-                self._child(self._retried, engine, kind)
-            for end in metrics.LEASE_ENDS[1:]:
-                self._child(self._expired, engine, end)
-            for when in metrics.SENT_WHEN:
-                self._child(self._sent, engine, when)
-            for unlabelled in (self._released, self._streamed, self._block_seconds):
-                self._child(unlabelled, engine, None)
+        self._children: dict[tuple[str, int, tuple[str, ...]], Any] = {}
+        self._peers: dict[int, set[str]] = {}
+        makers = {"counter": self._counter_cls, "gauge": self._gauge_cls, "histogram": self._histogram_cls}
+        self._metrics: dict[str, Any] = {}
+        for series in SERIES:
+            options: dict[str, Any] = {"buckets": series.buckets} if series.kind == "histogram" else {}
+            if series.kind == "gauge":
+                options["multiprocess_mode"] = "mostrecent"
+            self._metrics[series.name] = makers[series.kind](
+                name=PREFIX + series.name,
+                documentation=series.meaning.replace("`", ""),
+                labelnames=[*labelnames, *series.labels],
+                **options,
+            )
+            for engine in per_engine_labelvalues:
+                for values in series.first_labels:
+                    self._child(series.name, engine, *values)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        figures = cast(Figures, {**metrics.no_figures(), **transfer_stats_data})
+        figures, child = cast(Figures, {**metrics.no_figures(), **transfer_stats_data}), self._child
         for plane, samples in figures["finished"].items():
             self._observe(plane, samples, engine_idx)
         for reason, count in figures["failed"].items():
-            self._child(self._failed, engine_idx, reason).inc(count)
+            child("num_failed_handovers", engine_idx, reason).inc(count)
         for reason, count in figures["retried"].items():
-            self._child(self._retried, engine_idx, reason).inc(count)
+            child("num_retries", engine_idx, reason).inc(count)
         for plane, count in figures["planes_changed"].items():
-            self._child(self._changed, engine_idx, plane).inc(count)
+            child("num_plane_changes", engine_idx, plane).inc(count)
         for end, count in figures["leases"].items():
             if end == "released":
-                self._child(self._released, engine_idx, None).inc(count)
+                child("num_released_leases", engine_idx).inc(count)
             else:
-                self._child(self._expired, engine_idx, end).inc(count)
+                child("num_expired_leases", engine_idx, end).inc(count)
         for when, count in figures["sent"].items():
-            self._child(self._sent, engine_idx, when).inc(count)
+            child("bytes_sent", engine_idx, when).inc(count)
         for reason, count in figures["dropped"].items():
-            self._child(self._dropped, engine_idx, reason).inc(count)
+            child("num_dropped_messages", engine_idx, reason).inc(count)
         if figures["streamed"]:
-            self._child(self._streamed, engine_idx, None).inc(figures["streamed"].get("loads", 0))
-            self._child(self._block_seconds, engine_idx, None).inc(figures["streamed"].get("block_ms", 0) / 1e3)
+            child("num_streamed_handovers", engine_idx).inc(figures["streamed"].get("loads", 0))
+            child("streamed_block_seconds", engine_idx).inc(figures["streamed"].get("block_ms", 0) / 1e3)
+        for total, (name, unit) in _TOTALS.items():
+            if count := figures["totals"].get(total, 0):
+                child(name, engine_idx).inc(count / unit)
+        for peer, counts in figures["peers"].items():
+            self._count_peer(peer, counts, engine_idx)
+        for level, value in metrics.levels(figures).items():
+            if level in _LEVELS:
+                name, *values = _LEVELS[level]
+                child(name, engine_idx, *values).set(value)
 
     def _observe(self, plane: str, samples: Samples, engine: int) -> None:
-        time, nbytes = self._child(self._time, engine, plane), self._child(self._bytes, engine, plane)
+        time = self._child("handover_time_seconds", engine, plane)
+        nbytes = self._child("bytes_transferred", engine, plane)
         for microseconds in samples["microseconds"]:
             time.observe(microseconds / 1e6)
         for size in samples["nbytes"]:
@@ -151,17 +136,23 @@ class KVFerryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         for _ in range(count):  # known by their sums only: right in count and sum, and at their mean in the buckets
             time.observe(all_microseconds / count / 1e6)
             nbytes.observe(all_bytes / count)
-        self._child(self._tokens, engine, plane).inc(all_tokens + sum(samples["tokens"]))
+        self._child("tokens", engine, plane).inc(all_tokens + sum(samples["tokens"]))
 
-    def _make(self, kind: Any, name: str, text: str, label: str | None, **options: Any) -> tuple[str, Any]:
-        labels = [*self._labelnames, *([label] if label else [])]
-        return name, kind(name=f"vllm:kvferry_{name}", documentation=text, labelnames=labels, **options)
+    def _count_peer(self, peer: str, counts: dict[str, int], engine: int) -> None:
+        names = self._peers.setdefault(engine, set())  # each rank may name others
+        if peer not in names and len(names) >= MAX_PEERS:
+            peer = OTHER
+        if peer != OTHER:
+            names.add(peer)
+        for result in PEER_RESULTS:
+            self._child("peer_handovers", engine, peer, result).inc(counts.get(result, 0))
+        self._child("peer_bytes", engine, peer).inc(counts.get("bytes", 0))
+        self._child("peer_seconds", engine, peer).inc(counts.get("microseconds", 0) / 1e6)
 
-    def _child(self, metric: tuple[str, Any], engine: int, value: str | None) -> Any:
-        name, parent = metric
-        key = (name, engine, value)
+    def _child(self, name: str, engine: int, *values: str) -> Any:
+        key = (name, engine, values)
         child = self._children.get(key)
         if child is None:
-            values = [*self.per_engine_labelvalues[engine], *([] if value is None else [value])]
-            child = self._children[key] = parent.labels(*values)
+            labels = [*self.per_engine_labelvalues[engine], *values]
+            child = self._children[key] = self._metrics[name].labels(*labels)
         return child

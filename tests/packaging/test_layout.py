@@ -121,9 +121,12 @@ def test_every_folder_has_a_docstring(folder: str) -> None:
 
 
 def test_no_deadline_goes_by_the_time_of_day() -> None:
-    """The product reads no clock that somebody can set, so no message can carry its time either."""
+    """The product reads no clock that somebody can set, so no message can carry its time either. Spans of a trace carry
+    the time of day, and nothing else uses it."""
     for top in TOPS:
         for path in sorted((ROOT / top).rglob("*.py")):
+            if path == ROOT / "connector" / "tracing.py":
+                continue
             tree = ast.parse(path.read_text())
             called = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
             assert not called & {"time.time", "time.time_ns", "time.localtime", "datetime.now"}, path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 
@@ -13,7 +14,8 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
 
 from kvferry.connector.protocol import metrics
-from kvferry.connector.protocol.metrics import HandoverStats
+from kvferry.connector.protocol.metrics import MAX_PEERS, HandoverStats, Total, rank_stats
+from kvferry.connector.protocol.series import PREFIX, SERIES, STAGES
 from kvferry.connector.vllm.prometheus import KVFerryPromMetrics, KVFerryStats
 
 pytestmark = pytest.mark.vllm
@@ -33,6 +35,8 @@ def busy() -> HandoverStats:
     stats.lease_ended("expired")
     stats.dropped("malformed", 3)
     stats.streamed(blocks=10, milliseconds=1500.0)
+    stats.total("stale_reads", 2)
+    stats.total("step_wait_us", 1500)
     return stats
 
 
@@ -72,8 +76,78 @@ def test_prometheus_series(registry, series):
     assert value(registry, "num_streamed_handovers_total") == 1
     assert value(registry, "streamed_block_seconds_total") == 15.0
     assert value(registry, "streamed_block_seconds_total", engine="1") == 0
+    assert value(registry, "num_stale_reads_total") == 2
+    assert value(registry, "step_wait_seconds_total") == 0.0015
     assert value(registry, "num_failed_handovers_total", engine="1", reason="timeout") == 0
     assert value(registry, "handover_time_seconds_count", engine="1", plane="shm") is None
+
+
+def test_every_series_of_the_list_is_exported(registry, series):
+    page = generate_latest(registry).decode()
+    assert {
+        f"# TYPE {PREFIX}{each.name}{'_total' if each.kind == 'counter' else ''} {each.kind}" for each in SERIES
+    } <= {*page.splitlines()}
+    stats = busy()
+    stats.levels |= dict.fromkeys(("leases", "lease_blocks", "sending", *STAGES), 3)
+    stats.failed("plane", "peer")
+    for total in get_args(Total):
+        stats.total(total, 10**6)
+    series.observe(KVFerryStats.drain(stats).data)
+    observed = {sample.name for metric in registry.collect() for sample in metric.samples if sample.value}
+    suffix = {"counter": "_total", "histogram": "_count", "gauge": ""}
+    names = {PREFIX + each.name + suffix[each.kind] for each in SERIES}
+    assert names - observed == {f"{PREFIX}{name}_total" for name in ("num_retries", "num_plane_changes", "bytes_sent")}
+
+
+def test_levels_of_ranks_add_up_and_a_later_report_replaces_an_earlier_one(registry, series):
+    ranks = [rank_stats("tp0"), rank_stats("tp1")]
+    scheduler = HandoverStats("scheduler", {"leases": 2, "loading": 1})
+
+    def step():
+        total = KVFerryStats()
+        for stats in (*ranks, scheduler):
+            if (drained := KVFerryStats.drain(stats)) is not None:
+                total = total.aggregate(drained)
+        series.observe(total.data)
+        return total
+
+    ranks[0].levels["sending"], ranks[1].levels["sending"] = 1, 2
+    step()
+    assert value(registry, "reads_sending") == 3
+    assert value(registry, "leases") == 2 and value(registry, "requests", stage="loading") == 1
+    ranks[0].levels["sending"], ranks[1].levels["sending"], scheduler.levels["leases"] = 0, 1, 0
+    later = step()
+    assert value(registry, "reads_sending") == 1 and value(registry, "leases") == 0
+    ranks[1].levels["sending"] = scheduler.levels["loading"] = 0
+    step()
+    assert value(registry, "reads_sending") == 0 and value(registry, "requests", stage="loading") == 0
+    assert step().is_empty(), "zeros are reported once"
+    assert "Reads sent now=1" in str([f"{k}={v}" for k, v in later.reduce().items()])
+
+
+def test_peers_have_names_from_their_first_hand_over_on_up_to_a_bound(registry, series):
+    stats = HandoverStats()
+    stats.failed("timeout", "stranger")
+    for number in range(MAX_PEERS + 2):
+        stats.finished(nbytes=100, milliseconds=2, plane="shm", tokens=1, peer=f"p{number}")
+    stats.failed("timeout", "p0")
+    stats.retried("plane", "p0")
+    stats.failed("internal")
+    series.observe(KVFerryStats.drain(stats).data)
+    other = HandoverStats()  # another rank, with other names
+    other.finished(nbytes=100, milliseconds=2, plane="shm", tokens=1, peer="elsewhere")
+    series.observe(KVFerryStats.drain(other).data)
+    assert value(registry, "peer_handovers_total", peer="p0", result="done") == 1
+    assert value(registry, "peer_handovers_total", peer="p0", result="failed") == 1
+    assert value(registry, "peer_handovers_total", peer="p0", result="retried") == 1
+    assert value(registry, "peer_bytes_total", peer="p0") == 100
+    assert value(registry, "peer_seconds_total", peer="p0") == 0.002
+    assert value(registry, "peer_handovers_total", peer="other", result="done") == 3
+    assert value(registry, "peer_handovers_total", peer="other", result="failed") == 1
+    names = {
+        sample.labels["peer"] for metric in registry.collect() for sample in metric.samples if "peer" in sample.labels
+    }
+    assert len(names) == MAX_PEERS + 1 and not names & {"stranger", "elsewhere"}
 
 
 def test_hand_overs_beyond_the_bound_keep_count_and_sum(registry, series, monkeypatch):

@@ -1,0 +1,170 @@
+"""OpenTelemetry spans of hand-overs and of routers: made of times that were recorded before, sent by the SDK's thread.
+
+A span belongs to a trace where the request came with a ``traceparent`` whose sender samples the trace
+(https://www.w3.org/TR/trace-context/#traceparent-header). Requests without one leave no spans.
+
+This is the only file that reads the time of day: a span carries it, no decision depends on it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from kvferry.transport.errors import ConfigError
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.trace import Span as SdkSpan
+
+TRACEPARENT = "traceparent"
+CLOSE_SECONDS = 2.0
+"""How long ``Tracer.close`` waits for the last spans to leave."""
+_FORM = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-([0-9a-f]{2})(-|$)")
+_PROTOCOL = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
+
+Attributes = Mapping[str, str | int | float | bool]
+
+
+def sampled_traceparent(headers: Mapping[str, str] | None) -> str:
+    """The ``traceparent`` of a request; empty where it has none, a malformed one, or one of a trace that is not
+    sampled."""
+    if not headers:
+        return ""
+    given = headers.get(TRACEPARENT, "")
+    match = _FORM.match(given)
+    return given if match is not None and int(match[1], 16) & 1 else ""
+
+
+def time_of_zero(now: float) -> int:
+    """The time of day at 0 of a clock that is at ``now`` seconds: nanoseconds since 1970."""
+    return time.time_ns() - int(now * 1e9)
+
+
+class RecordedSpan(msgspec.Struct):
+    """A span that has ended. ``begin`` and ``end``: seconds of the owner's clock. ``error``: why it failed."""
+
+    name: str
+    begin: float
+    end: float
+    attributes: dict[str, Any]
+    children: list[RecordedSpan] = msgspec.field(default_factory=list)
+    error: str = ""
+
+
+class OpenSpan:
+    """A span that has not ended, for a router: its requests carry ``headers``."""
+
+    def __init__(self, tracer: Tracer, span: SdkSpan) -> None:
+        self._tracer, self._span = tracer, span
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What a request within this span carries."""
+        context = self._span.get_span_context()
+        return {TRACEPARENT: f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"}
+
+    def child(self, name: str, attributes: Attributes | None = None) -> OpenSpan:
+        """A span within this one."""
+        return self._tracer.begin(name, self.headers, attributes)
+
+    def end(self, attributes: Attributes | None = None, error: str = "") -> None:
+        """``error``: why what it stands for failed."""
+        self._span.set_attributes(dict(attributes or {}))
+        _set_error(self._span, error)
+        self._span.end()
+
+
+class Tracer:
+    """Makes spans and hands them to an exporter. Thread-safe."""
+
+    def __init__(self, provider: TracerProvider) -> None:
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        self._provider = provider
+        self._tracer = provider.get_tracer("kvferry")
+        self._context = TraceContextTextMapPropagator().extract
+
+    def record(self, span: RecordedSpan, traceparent: str, zero: int) -> None:
+        """Make a span and its children, within the span that ``traceparent`` names. ``zero``: ``time_of_zero`` of the
+        clock of their times."""
+        self._record(span, self._context({TRACEPARENT: traceparent}), zero)
+
+    def _record(self, span: RecordedSpan, context: Any, zero: int) -> None:
+        from opentelemetry.trace import set_span_in_context
+
+        made = self._tracer.start_span(
+            span.name, context, attributes=span.attributes, start_time=zero + int(span.begin * 1e9)
+        )
+        _set_error(made, span.error)
+        within = set_span_in_context(made)
+        for child in span.children:
+            self._record(child, within, zero)
+        made.end(zero + int(span.end * 1e9))
+
+    def begin(
+        self, name: str, headers: Mapping[str, str] | None = None, attributes: Attributes | None = None
+    ) -> OpenSpan:
+        """Begin a span, within the one that the ``headers`` of a request name, or of a new trace."""
+        context = self._context(dict(headers or {}))
+        return OpenSpan(self, self._tracer.start_span(name, context, attributes=dict(attributes or {})))
+
+    def close(self) -> None:
+        """Send what is left, for ``CLOSE_SECONDS`` at most."""
+        closing = threading.Thread(target=self._provider.shutdown, name="kvferry-spans", daemon=True)
+        closing.start()
+        closing.join(CLOSE_SECONDS)
+
+
+def open_tracer(endpoint: str | None, identity: Attributes | None = None) -> Tracer | None:
+    """A tracer that sends spans to an OTLP endpoint, by gRPC, or by HTTP where ``OTEL_EXPORTER_OTLP_TRACES_PROTOCOL``
+    is ``http/protobuf``, as vLLM's own tracer does; ``None`` without an endpoint.
+
+    Args:
+        endpoint: URL; of HTTP with its path, as in ``http://127.0.0.1:4318/v1/traces``.
+        identity: attributes of this process. Its service is ``OTEL_SERVICE_NAME``, or ``kvferry``.
+
+    Raises:
+        ConfigError: OpenTelemetry is not installed, or the protocol is another one; one line.
+    """
+    if not endpoint:
+        return None
+    protocol = os.environ.get(_PROTOCOL, "grpc")
+    if protocol not in ("grpc", "http/protobuf"):
+        raise ConfigError(f"{_PROTOCOL} is {protocol!r}, expected grpc or http/protobuf")
+    try:
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+        exporter: Any
+        if protocol == "grpc":
+            from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
+
+            exporter = GrpcExporter(endpoint=endpoint, insecure=not endpoint.startswith("https"))
+        else:
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
+
+            exporter = HttpExporter(endpoint=endpoint)
+    except ImportError as error:
+        raise ConfigError(
+            f"traces are to go to {endpoint}, but OpenTelemetry is not there ({error}); "
+            "pip install 'kvferry[otel]', or name no endpoint"
+        ) from None
+    name = os.environ.get("OTEL_SERVICE_NAME") or "kvferry"
+    provider = TracerProvider(resource=Resource.create({"service.name": name, **(identity or {})}))
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    return Tracer(provider)
+
+
+def _set_error(span: SdkSpan, error: str) -> None:
+    if error:
+        from opentelemetry.trace import Status, StatusCode
+
+        span.set_status(Status(StatusCode.ERROR, error))

@@ -1,0 +1,164 @@
+"""The spans that P and D leave of a hand-over, and the ones that they do not leave."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+
+import pytest
+from msgspec.structs import replace
+
+pytest.importorskip("opentelemetry.sdk.trace")
+from opentelemetry.sdk.trace import ReadableSpan
+
+from kvferry.connector.config import Settings
+from kvferry.connector.protocol.step_plan import LeaseGrant, StepPlan, pack_ids
+from kvferry.connector.transfer import handover_trace
+from tests.handover.gates import halves
+from tests.handover.opening import OURS, THEIRS, TOKENS
+from tests.handover.rank_group import RankGroup
+from tests.handover.retries import Trickle, cut, in_the_middle, pair
+from tests.support.ranks import Rank, let_time_pass, load_plan, peer, wait
+from tests.support.spans import PARENT_ID, SAMPLED, TRACE_ID, Spans
+
+PHASES = ["handshaking", "ready", "moving", "committing"]
+
+
+@pytest.fixture
+def traced(group: RankGroup) -> tuple[Rank, Rank, Spans, Spans]:
+    p, d = pair(group, ("tcp", "shm"))
+    return p, d, trace(p), trace(d)
+
+
+def trace(rank: Rank) -> Spans:
+    spans = Spans()
+    assert rank.worker.rank_context is not None
+    rank.worker.rank_context.tracer = spans.tracer
+    return spans
+
+
+def begin(p: Rank, d: Rank, traceparent: str = SAMPLED, *, tokens: int = TOKENS, now: bool = False) -> None:
+    lease = prompt_lease("req-p", traceparent)
+    p.worker.post(StepPlan(leases=(lease,)))
+    plan = load_plan("req-d", lease.token, peer([p]), OURS, 0, tokens, now=now)
+    d.worker.post(replace(plan, loads=(replace(plan.loads[0], traceparent=traceparent),)))
+
+
+def prompt_lease(request_id: str, traceparent: str = SAMPLED) -> LeaseGrant:
+    return LeaseGrant(request_id, secrets.token_bytes(16), TOKENS, (pack_ids(THEIRS),), traceparent=traceparent)
+
+
+def only(spans: Spans, name: str) -> ReadableSpan:
+    """The one span of this name. It follows the report to the engine."""
+    assert wait(lambda: bool(spans.named(name)))
+    (span,) = spans.named(name)
+    return span
+
+
+def both_ended(p: Rank, d: Rank) -> bool:
+    return d.received == {"req-d"} and p.sent == {"req-p"}
+
+
+def test_both_sides_of_a_hand_over_join_the_trace_of_the_request(traced) -> None:
+    p, d, of_p, of_d = traced
+    begin(p, d)
+    assert wait(lambda: both_ended(p, d), [p, d])
+    handover, lease = only(of_d, "kvferry.handover"), only(of_p, "kvferry.lease")
+    for span in (handover, lease):
+        assert (f"{span.context.trace_id:032x}", f"{span.parent.span_id:016x}") == (TRACE_ID, PARENT_ID)
+    nbytes = d.read(OURS, TOKENS).numel() * 4
+    assert dict(handover.attributes) == {
+        "kvferry.request_id": "req-d", "kvferry.tokens": TOKENS, "kvferry.inside_step": False, "kvferry.attempts": 1,
+        "kvferry.peer": "engine-p", "kvferry.plane": "tcp", "kvferry.bytes": nbytes,
+    }  # fmt: skip
+    (attempt,) = of_d.children(handover)
+    assert attempt.attributes["kvferry.reads"] == 1 and attempt.status.is_unset
+    phases = of_d.children(attempt)
+    assert [span.name for span in phases] == PHASES
+    assert all(first.end_time == then.start_time for first, then in itertools.pairwise(phases))
+    assert attempt.start_time == handover.start_time == phases[0].start_time
+    assert phases[-1].end_time <= attempt.end_time <= handover.end_time
+    assert lease.attributes == {
+        "kvferry.request_id": "req-p", "kvferry.tokens": TOKENS, "kvferry.blocks": len(THEIRS),
+        "kvferry.end": "released",
+    }  # fmt: skip
+    (sent,) = of_p.children(lease)
+    assert sent.attributes["kvferry.bytes"] == nbytes and sent.attributes["kvferry.peer"] == "engine-d"
+    assert lease.start_time <= sent.start_time <= sent.end_time <= lease.end_time
+
+
+def test_each_attempt_has_its_span(traced) -> None:
+    p, d, _, of_d = traced
+    trickle = Trickle(p, 3)
+    begin(p, d)
+    assert wait(lambda: in_the_middle(d), [p, d])
+    cut(d)
+    trickle.turns = float("inf")
+    assert wait(lambda: both_ended(p, d), [p, d])
+    handover = only(of_d, "kvferry.handover")
+    first, second = of_d.children(handover)
+    assert handover.attributes["kvferry.attempts"] == 2 and handover.attributes["kvferry.plane"] == "shm"
+    assert not first.status.is_ok and "peer_lost: " in first.status.description
+    assert [span.attributes["kvferry.attempt"] for span in (first, second)] == [1, 2]
+    assert [span.name for span in of_d.children(second)] == PHASES and second.status.is_unset
+    assert handover.status.is_unset, "the hand-over did not fail"
+
+
+def test_a_failure_and_an_expiry_say_why(group: RankGroup) -> None:
+    p, d = pair(group, ("tcp",), lease_seconds=30.0)
+    of_p, of_d = trace(p), trace(d)
+    Trickle(p, 0)
+    begin(p, d)
+    assert wait(lambda: bool(halves(d)[1]._active_loads) and bool(halves(p)[0]._leases), [p, d])
+    d.worker.post(StepPlan(cancels=("req-d",)))
+    assert wait(lambda: d.failed == {"req-d"}, [p, d])
+    handover = only(of_d, "kvferry.handover")
+    assert "cancelled" in handover.status.description
+    assert wait(lambda: p.sent == {"req-p"}, [p, d])
+    lease = prompt_lease("req-2")
+    p.worker.post(StepPlan(leases=(lease,)))
+    assert wait(lambda: lease.token in halves(p)[0]._leases, [p])
+    let_time_pass(p, 31.0)
+    assert wait(lambda: "req-2" in p.sent, [p]) and wait(lambda: len(of_p.named("kvferry.lease")) == 2)
+    assert "expired" in of_p.named("kvferry.lease")[1].status.description
+
+
+def test_a_load_inside_a_step_is_traced_after_the_step_has_its_load(group: RankGroup) -> None:
+    p, d = (group.rank(settings=Settings(plane="cma"), engine_id=f"engine-{name}") for name in "pd")
+    spans = trace(d)
+    begin(p, d, tokens=16, now=True)
+    outcome = d.worker.take_outcome()
+    assert outcome is not None and outcome.standing() == {"req-d"}
+    handover = only(spans, "kvferry.handover")
+    assert handover.attributes["kvferry.inside_step"] is True and handover.attributes["kvferry.plane"] == "cma"
+
+
+def test_without_a_traceparent_there_are_no_spans(traced) -> None:
+    p, d, of_p, of_d = traced
+    for traceparent in ("", SAMPLED):
+        begin(p, d, traceparent)
+        assert wait(lambda: both_ended(p, d), [p, d])
+        for rank in (p, d):
+            rank.sent.clear()
+            rank.received.clear()
+    assert only(of_p, "kvferry.lease") and only(of_d, "kvferry.handover")
+
+
+def test_an_error_of_a_span_harms_no_hand_over(traced, monkeypatch: pytest.MonkeyPatch) -> None:
+    p, d, _, of_d = traced
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(of_d.tracer, "record", fails)
+    begin(p, d)
+    assert wait(lambda: both_ended(p, d), [p, d]) and not d.failed
+
+
+def test_reads_beyond_the_bound_have_no_span(traced, monkeypatch: pytest.MonkeyPatch) -> None:
+    p, d, of_p, _ = traced
+    monkeypatch.setattr("kvferry.connector.transfer.producer.MAX_READS", 0)
+    assert handover_trace.MAX_READS > 0
+    begin(p, d)
+    assert wait(lambda: both_ended(p, d), [p, d])
+    assert not of_p.children(only(of_p, "kvferry.lease"))
