@@ -272,9 +272,9 @@ def both_legs() -> str:
             f"{policy_sentence(result['policy'])} Machine: {machine(result)}.",
             f"Two vLLM engines with a small model in fp32, plane `{result['settings']['plane']}`, seed "
             f"{result['seed']}, `benchmarks/both_legs.py`. P computes at most 64 tokens in a step, in 36 blocks of 32 "
-            f"tokens, and is killed {figures['p_killed']} times; {figures['client left']} clients leave D, and "
-            f"{figures[P_LEFT]} leave P. The tokens and the KV of {figures['answers']:,} answers are compared "
-            "with those of a plain engine, also of sequences that D decodes beside them.",
+            f"tokens. It is killed during {figures['p_killed']} hand-over; {figures['client left']} clients leave D, "
+            f"and {figures[P_LEFT]} leave P. The tokens and the KV of {figures['answers']:,} answers are compared with "
+            "those of a plain engine, also of sequences that D decodes beside them.",
             table(list(titles.values()), [[f"{figures[name]:,.0f}" for name in titles]]),
             f"{figures['mib_while_p_computes']:.0f} MiB left P before their lease. Both engines found tokens in their "
             f"prefix caches: P {figures['tokens_p_found']:,.0f}, D {figures['tokens_d_found']:,.0f}. P's figures are "

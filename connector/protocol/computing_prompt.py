@@ -21,7 +21,13 @@ from typing import get_args
 import msgspec
 from msgspec.structs import replace
 
-from kvferry.connector.protocol.state_machine import TransitionTable, ignore
+from kvferry.connector.protocol.state_machine import Tick, TransitionTable, ignore
+
+PREEMPTED_SECONDS = 5.0
+"""How long reads wait for a prompt that the engine has preempted. D holds blocks for them. P's engine may wait for
+blocks of leases that D releases only when it gets such blocks itself: both would wait until D's deadline."""
+ABANDONED = "P's engine has given the prompt up"
+NOT_RESUMED = "P's engine has preempted the prompt, and computes it later"
 
 
 class ComputingPhase(enum.Enum):
@@ -34,11 +40,12 @@ class ComputingPhase(enum.Enum):
 
 class ComputingState(msgspec.Struct, frozen=True):
     """State. ``life``: the number of the present life of the blocks. ``computed``: tokens, from the first one on, whose
-    KV lies in the present blocks, of all layers."""
+    KV lies in the present blocks, of all layers. ``refuse_at``: in PREEMPTED, when reads that wait are refused."""
 
     phase: ComputingPhase = ComputingPhase.WAITING
     life: int = 0
     computed: int = 0
+    refuse_at: float | None = None
 
 
 # --- events -----------------------------------------------------------------------------------------------------
@@ -73,7 +80,7 @@ class LeaseBegins(msgspec.Struct, frozen=True):
     """The prompt is computed, and from now on the lease holds its blocks."""
 
 
-ComputingEvent = ChunkPlanned | TokensComputed | LayersComputed | BlocksLost | LeaseBegins
+ComputingEvent = ChunkPlanned | TokensComputed | LayersComputed | BlocksLost | LeaseBegins | Tick
 
 # --- effects ----------------------------------------------------------------------------------------------------
 
@@ -83,7 +90,9 @@ class ResumeReads(msgspec.Struct, frozen=True):
 
 
 class FailReads(msgspec.Struct, frozen=True):
-    """The reads get no more bytes: refuse them."""
+    """The reads that run get no more bytes, or not soon: refuse them."""
+
+    why: str = ABANDONED
 
 
 ComputingEffect = ResumeReads | FailReads
@@ -126,12 +135,18 @@ def _layers(state: ComputingState, event: ComputingEvent, now: float) -> Outcome
 def _lost(state: ComputingState, event: ComputingEvent, now: float) -> Outcome:
     assert isinstance(event, BlocksLost)
     if event.ended:
-        return replace(state, phase=_P.ENDED), (FailReads(),)
-    return replace(state, phase=_P.PREEMPTED, computed=0), ()
+        return replace(state, phase=_P.ENDED, refuse_at=None), (FailReads(),)
+    return replace(state, phase=_P.PREEMPTED, computed=0, refuse_at=now + PREEMPTED_SECONDS), ()
+
+
+def _not_resumed(state: ComputingState, event: ComputingEvent, now: float) -> Outcome:
+    if state.refuse_at is None or now < state.refuse_at:
+        return state, ()
+    return replace(state, refuse_at=now + PREEMPTED_SECONDS), (FailReads(NOT_RESUMED),)
 
 
 def _granted(state: ComputingState, event: ComputingEvent, now: float) -> Outcome:
-    return replace(state, phase=_P.GRANTED), (ResumeReads(),)
+    return replace(state, phase=_P.GRANTED, refuse_at=None), (ResumeReads(),)
 
 
 _LIVE = (_P.WAITING, _P.COMPUTING, _P.PREEMPTED)
@@ -144,6 +159,7 @@ COMPUTING_PROMPT: TransitionTable[ComputingState, ComputingEvent, ComputingEffec
         ((_P.PREEMPTED,), (ChunkPlanned,), _chunk_after_preemption),
         ((_P.COMPUTING,), (TokensComputed,), _computed),
         ((_P.COMPUTING,), (LayersComputed,), _layers),
+        ((_P.PREEMPTED,), (Tick,), _not_resumed),
         (_LIVE, (BlocksLost,), _lost),
         (_LIVE, (LeaseBegins,), _granted),
         # A step that was under way when the blocks were lost, or events after the end.

@@ -24,7 +24,7 @@ from kvferry.connector.protocol.computing_prompt import (
     ResumeReads,
     TokensComputed,
 )
-from kvferry.connector.protocol.state_machine import Lifetime
+from kvferry.connector.protocol.state_machine import Lifetime, Tick
 from kvferry.connector.protocol.step_plan import Prefill, PrefillChunk, PrefillStop, unpack_ids
 from kvferry.connector.transfer.caches import Ids, PageBox, RankCaches
 from kvferry.connector.transfer.computed_steps import ComputedStep, PromptBlocks
@@ -129,13 +129,13 @@ class ComputingPrompts:
     """All prompts that this rank computes, by the token of their later lease. Used by the transfer thread only."""
 
     def __init__(
-        self, caches: RankCaches, resume: Callable[[bytes], None], refuse: Callable[[bytes, float], None]
+        self, caches: RankCaches, resume: Callable[[bytes], None], refuse: Callable[[bytes, float, str], None]
     ) -> None:
         """
         Args:
             caches: of this rank.
             resume: called with a token: reads under it that wait may find more chunks.
-            refuse: called with a token and the time: the reads under it get no more bytes.
+            refuse: called with a token, the time and the reason: the reads under it get no more bytes.
         """
         self._caches, self._resume, self._refuse = caches, resume, refuse
         self.prompts: dict[bytes, ComputingPrompt] = {}
@@ -197,6 +197,12 @@ class ComputingPrompts:
                 if ended and part in prompt.parts:
                     prompt.parts.remove(part)
 
+    def tick(self, now: float) -> None:
+        """Refuse the reads of prompts that the engine has preempted and does not resume."""
+        for prompt in self.prompts.values():
+            if prompt.lifetime.state.phase is ComputingPhase.PREEMPTED:
+                self._step(prompt, Tick(), now)
+
     def stop(self, stop: PrefillStop, now: float) -> None:
         """The engine has taken the blocks of a prompt back."""
         prompt = self.prompts.get(stop.token)
@@ -221,8 +227,8 @@ class ComputingPrompts:
             match effect:
                 case ResumeReads():
                     self._resume(prompt.grant.token)
-                case FailReads():
-                    self._refuse(prompt.grant.token, now)
+                case FailReads(why):
+                    self._refuse(prompt.grant.token, now, why)
 
 
 def _begins_with(ours: list[Ids], theirs: list[Ids]) -> bool:

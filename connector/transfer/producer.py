@@ -9,10 +9,10 @@ import logging
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from functools import partial
 from itertools import chain
 
 from kvferry.connector.protocol import lease, messages, outgoing_read
+from kvferry.connector.protocol.computing_prompt import ABANDONED
 from kvferry.connector.protocol.state_machine import Lifetime, Tick
 from kvferry.connector.protocol.step_plan import LeaseGrant, Prefill, PrefillStop, unpack_ids
 from kvferry.connector.transfer.caches import Ids
@@ -43,7 +43,6 @@ CLOSING_SECONDS = 0.02
 connection loses it: libzmq drops what it has not delivered then. D knows that P is gone in any case."""
 SIGN_SECONDS = 2.0
 """How often P repeats the grants of reads that wait for its engine: D's deadlines begin anew with each."""
-ABANDONED = "P's engine has given the prompt up"
 READ_FAILED = "read failed"
 """The log lines of failed reads share one limited rate under this key."""
 
@@ -66,8 +65,7 @@ class Producer:
         )
         self._sessions = Sessions(rank_context, self._board.place)
         self._sender = Sender(rank_context.caches)
-        refuse = partial(self._refuse_reads, why=ABANDONED)
-        self.computing = ComputingPrompts(rank_context.caches, self._sender.resume, refuse)
+        self.computing = ComputingPrompts(rank_context.caches, self._sender.resume, self._refuse_reads)
         self._next_sign = 0.0
         settings = rank_context.settings
         self._early = EarlyRequests(settings.ask_hold_seconds, settings.lease_seconds)
@@ -194,6 +192,7 @@ class Producer:
         """Expire leases, refuse held asks that are overdue, end the sessions of D ranks that are gone."""
         for token in list(self._leases):
             self._step(token, Tick(), now)
+        self.computing.tick(now)
         if now >= self._next_sign and self._sender.waiting:
             self._next_sign = now + SIGN_SECONDS
             for outgoing in chain.from_iterable(self._sender.waiting.values()):

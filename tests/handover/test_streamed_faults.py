@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from kvferry.connector.protocol.computing_prompt import PREEMPTED_SECONDS
 from kvferry.connector.protocol.step_plan import StepPlan
 from kvferry.connector.transfer.sender import PackedChunk
 from tests.handover.gates import halves
@@ -47,6 +48,24 @@ def test_a_preempted_prompt_goes_on_from_other_blocks(group: RankGroup, plane: s
     engine.step(STEP, TOKENS)
     engine.grant()
     ends_well([p], d)
+
+
+def test_a_prompt_that_stays_preempted_gives_d_its_blocks_back(group: RankGroup) -> None:
+    """P's engine may wait for blocks of a lease that D releases only when it gets blocks itself."""
+    p, d = make(group)
+    engine = PrefillingEngine([p], THEIRS, TOKENS)
+    engine.begin(step_tokens=STEP)
+    engine.load(d, OURS, step=STEP)
+    engine.step(0, STEP)
+    assert wait(lambda: has(d, 0, STEP), [p, d])
+    engine.take_back(ELSEWHERE)
+    assert wait(lambda: not p.worker._transfer_thread._commands, [p, d]) and not d.failed
+    let_time_pass(p, PREEMPTED_SECONDS + 1)
+    assert wait(lambda: d.failed == {"req-d"}, [p, d])
+    engine.step(0, STEP, restarts=True)
+    engine.step(STEP, TOKENS)
+    engine.grant()
+    assert wait(lambda: p.sent == {"req-p"} and all_ended(p), [p, d]), "D has released the lease before it began"
 
 
 def test_a_prompt_that_is_preempted_until_its_lease(group: RankGroup) -> None:

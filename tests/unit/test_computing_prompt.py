@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.connector.protocol import computing_prompt as c
+from kvferry.connector.protocol.state_machine import Tick
 
 PHASE = c.ComputingPhase
 
@@ -31,7 +32,8 @@ def test_the_good_way() -> None:
 
 def test_a_step_of_lost_blocks_counts_no_more() -> None:
     late = c.TokensComputed(0, 80), c.LayersComputed(0)
-    assert run(FIRST, c.TokensComputed(0, 40), LOST, *late)[0] == c.ComputingState(PHASE.PREEMPTED, 0, 0)
+    state, _ = run(FIRST, c.TokensComputed(0, 40), LOST, *late)
+    assert state == c.ComputingState(PHASE.PREEMPTED, 0, 0, 1 + c.PREEMPTED_SECONDS)
     state, effects = run(FIRST, LOST, AGAIN, *late)
     assert (state, effects) == (c.ComputingState(PHASE.COMPUTING, 1, 0), [c.ResumeReads()] * 2)
     assert run(FIRST, AGAIN, *late)[0].computed == 0, "also where no stop came before"
@@ -46,6 +48,16 @@ def test_reads_fail_once() -> None:
     for before in ((), (FIRST,), (FIRST, LOST)):
         state, effects = run(*before, GIVEN_UP, GIVEN_UP, c.LeaseBegins(), AGAIN)
         assert state.phase is PHASE.ENDED and effects.count(c.FailReads()) == 1
+
+
+def test_reads_do_not_wait_long_for_a_prompt_that_stays_preempted() -> None:
+    state, _ = run(FIRST, LOST)
+    assert c.COMPUTING_PROMPT.step(state, Tick(), c.PREEMPTED_SECONDS)[1] == ()
+    for turn in (1, 2):  # reads that begin later are refused as well
+        state, effects = c.COMPUTING_PROMPT.step(state, Tick(), 1 + turn * c.PREEMPTED_SECONDS)
+        assert state.phase is PHASE.PREEMPTED and effects == (c.FailReads(c.NOT_RESUMED),)
+    state, _ = c.COMPUTING_PROMPT.step(state, AGAIN, 90)
+    assert c.COMPUTING_PROMPT.step(state, Tick(), 900) == (state, ())
 
 
 events = st.one_of(
