@@ -83,6 +83,28 @@ def top(
         _wrong_usage(str(error))
 
 
+@app.command()
+def drain(
+    engine: Annotated[str, typer.Argument(help="URL of a vLLM server, http://HOST:PORT", metavar="URL")],
+    quiet: Annotated[float, typer.Option(min=0, max=3600, help="seconds for which it must have had nothing")] = 5.0,
+    timeout: Annotated[float, typer.Option(min=0, max=86400, help="seconds to wait at most")] = 300.0,
+) -> None:
+    """Wait until an engine has no request and holds no lease. Exit status: 0 it is idle, 1 it is not, 2 wrong usage.
+
+    Before this command, have the router send nothing more to the engine; after it, end the engine by SIGTERM.
+    """
+    from kvferry.connector.top.drain import BusyError, wait_until_idle
+
+    try:
+        wait_until_idle(engine, quiet=quiet, timeout=timeout)
+    except UsageError as error:
+        _wrong_usage(str(error))
+    except BusyError as error:
+        typer.echo(f"kvferry: {error}", err=True)
+        raise typer.Exit(1) from None
+    typer.echo(f"{engine} is idle: no request and no lease for {quiet:g} s")
+
+
 app.command()(bench)
 app.command()(plan)
 

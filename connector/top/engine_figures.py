@@ -59,6 +59,8 @@ class EngineFigures:
     running: float = 0.0
     waiting: float = 0.0
     deferred: float = 0.0
+    kv_cache_usage: float | None = None
+    """The share of the KV blocks that requests and leases hold, 0 to 1; ``None`` where the page does not have it."""
     seconds: dict[str, Histogram] = field(default_factory=dict)
     nbytes: dict[str, float] = field(default_factory=dict)
     failed: Counter[str] = field(default_factory=Counter)
@@ -82,6 +84,8 @@ class EngineFigures:
                 self.models.add(labels.get("model_name", ""))
             case "vllm:num_requests_waiting":
                 self.waiting += value
+            case "vllm:kv_cache_usage_perc":
+                self.kv_cache_usage = max(self.kv_cache_usage or 0.0, value)
             case "vllm:num_requests_waiting_by_reason" if reason == "deferred":
                 self.deferred += value
             case "handover_time_seconds_bucket":

@@ -300,6 +300,11 @@ def kill(server: Server) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
+def terminate(server: Server) -> None:
+    """SIGTERM to the engine's API server, as the one process that an init system or a container runtime knows."""
+    os.kill(descendants(server.process.pid)[0], signal.SIGTERM)
+
+
 def stream_and_leave(server: Server, ids: Sequence[int], after_bytes: int, seconds: float) -> None:
     """A client that goes away after so many bytes of the answer, or after so long without any."""
     body = {"model": "model", "prompt": list(ids), "max_tokens": 200, "ignore_eos": True, "stream": True}

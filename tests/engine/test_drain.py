@@ -1,0 +1,168 @@
+"""Engines that are ended by SIGTERM: a rolling restart of all P and all D under load, and a lease that is held.
+
+The engines run with ``--shutdown-timeout``: without it vLLM ends at once, and with it requests and leases.
+"""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.support.engines import ServerGroup, python_path
+from tests.support.pd_client import stream
+from tests.support.served import (
+    complete,
+    count,
+    ended_leases,
+    eventually,
+    no_block_held,
+    prefill_leg,
+    prompt,
+    terminate,
+    tokens_of,
+)
+from tests.support.server import EngineError, Server
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
+DRAIN = ["--shutdown-timeout", "300"]
+QUIET_SECONDS = "3"
+CLIENTS = 3
+PROMPTS = [prompt(tokens, seed) for seed, tokens in enumerate((17, 64, 150, 333))]
+NEW_TOKENS = 12
+
+
+class Load:
+    """Clients that send one request after the other, each to the router that is then in use.
+
+    ``failed``: what went wrong, or which wrong tokens came.
+    """
+
+    def __init__(self, expected: Sequence[list[int]], router: Server) -> None:
+        self.router = router
+        self.answered = 0
+        self.failed: list[str] = []
+        self._expected = expected
+        self._stopping = threading.Event()
+        self._lock = threading.Lock()
+
+    def client(self, seed: int) -> None:
+        rng = random.Random(seed)
+        while not self._stopping.is_set():
+            number, streamed = rng.randrange(len(PROMPTS)), rng.random() < 0.5
+            failure = self._ask(number, streamed)
+            with self._lock:
+                self.answered += not failure
+                self.failed += [failure] if failure else []
+
+    def _ask(self, number: int, streamed: bool) -> str:
+        """What is wrong with one answer; empty where nothing is."""
+        router = self.router
+        options = {"max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True}
+        try:
+            if streamed:
+                got = stream(router.url, {"model": "model", "prompt": PROMPTS[number], **options}).token_ids
+            else:
+                (got,) = tokens_of(complete(router, PROMPTS[number], **options))
+        except (EngineError, OSError) as error:
+            return f"{router.name}: {error}"
+        wanted = self._expected[number]
+        return "" if got == wanted else f"prompt {number}, streamed={streamed}: {got} in place of {wanted}"
+
+    def more(self, requests: int) -> None:
+        """Wait until so many more requests are answered, or one has failed."""
+        wanted = self.answered + requests
+        eventually(lambda: self.answered >= wanted or self.failed, f"{requests} more requests are answered")
+        assert not self.failed, self.failed
+
+    def stop(self) -> None:
+        self._stopping.set()
+
+
+@contextmanager
+def load(expected: Sequence[list[int]], router: Server) -> Iterator[Load]:
+    running = Load(expected, router)
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        clients = [pool.submit(running.client, seed) for seed in range(CLIENTS)]
+        try:
+            yield running
+        finally:
+            running.stop()
+    for done in clients:
+        done.result()
+
+
+def drain(*engines: Server) -> None:
+    """``kvferry drain`` of all of them at once."""
+    command = [sys.executable, "-m", "kvferry.connector.cli", "drain", "--quiet", QUIET_SECONDS, "--timeout", "300"]
+    processes = [
+        subprocess.Popen([*command, engine.url], env={"PYTHONPATH": python_path()}, stderr=subprocess.PIPE, text=True)
+        for engine in engines
+    ]
+    for process in processes:
+        _, said = process.communicate(timeout=400)
+        assert process.returncode == 0, said
+
+
+def restart(group: ServerGroup, model: Path, *engines: Server) -> list[Server]:
+    """End engines by SIGTERM, and start new ones at their addresses."""
+    for engine in engines:
+        terminate(engine)
+    for engine in engines:
+        eventually(lambda engine=engine: not engine.alive, f"{engine.name} has ended")
+        assert engine.process.returncode == 0, engine.log_tail()
+        group.stop(engine)
+    new = [group.engine(f"{engine.name}-new", model, arguments=DRAIN, port=engine.port) for engine in engines]
+    group.wait_ready(servers=new)
+    return new
+
+
+def test_a_rolling_restart_of_all_p_and_all_d_loses_no_request(group, model):
+    p1, p2, d1, d2 = (group.engine(name, model, arguments=DRAIN) for name in ("p1", "p2", "d1", "d2"))
+    group.wait_ready()
+    expected = [tokens_of(complete(d1, ids, max_tokens=NEW_TOKENS))[0] for ids in PROMPTS]
+    everything = group.router(p1, d1, name="all", arguments=("--prefill", p2.url, "--decode", d2.url))
+    halves = group.router(p2, d2, name="second-half"), group.router(p1, d1, name="first-half")
+    with load(expected, everything) as running:
+        running.more(20)
+        for half, (p, d) in zip(halves, ((p1, d1), (p2, d2)), strict=True):
+            running.router = half  # no new request reaches the engines that end
+            drain(p, d)
+            assert ended_leases(p)[1] == 0 and ended_leases(p)[0] > 0, "every lease was released by D"
+            assert count(d).failed == 0
+            p, d = restart(group, model, p, d)
+            running.router = everything
+            running.more(20)
+            eventually(lambda d=d: count(d).external, f"{d.name} has loaded prompts")
+    assert not running.failed
+    for server in (engine for engine in group.servers if engine.is_engine):
+        assert count(server).failed == 0, server.log_tail()
+        no_block_held(server)
+
+
+def test_a_p_that_ends_serves_its_leases_until_d_has_read_them(group, model):
+    """Without ``kvferry drain``. What P is asked for after SIGTERM is refused, and D prefills it."""
+    p, d = (group.engine(name, model, arguments=DRAIN) for name in ("p", "d"))
+    group.wait_ready()
+    router = group.router(p, d)
+    ids, late = prompt(300, 1), prompt(200, 2)
+    expected = [tokens_of(complete(d, each, max_tokens=4)) for each in (ids, late)]
+    d.post("/reset_prefix_cache")
+    params = prefill_leg(p, ids)
+    terminate(p)
+    eventually(lambda: "start mode=drain" in p.log_text(), "the engine has seen SIGTERM")
+    assert tokens_of(complete(router, late, max_tokens=4)) == expected[1]
+    before = count(d)
+    assert p.alive
+    assert tokens_of(complete(d, ids, max_tokens=4, kv_transfer_params=params)) == expected[0]
+    eventually(lambda: (count(d) - before).external >= 299, "the prompt is counted as loaded")
+    assert (count(d) - before).failed == 0
+    eventually(lambda: not p.alive, "P has ended, as no lease is left")
+    assert p.process.returncode == 0

@@ -1,0 +1,92 @@
+"""``kvferry drain`` before real HTTP servers: what counts as idle, for how long, and what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from typer.testing import CliRunner
+
+from kvferry.connector.cli import app
+from kvferry.connector.top import drain
+from tests.top.pages import Pages, recorded
+
+Serve = Callable[..., Pages]
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    servers: list[Pages] = []
+
+    def start(*pages: str | int) -> Pages:
+        servers.append(Pages(*pages))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+class Clock:
+    """A clock that moves while somebody sleeps, and ``each`` second with every look at it."""
+
+    def __init__(self, each: float = 0.0) -> None:
+        self.now, self.each, self.slept = 0.0, each, 0
+
+    def __call__(self) -> float:
+        self.now += self.each
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self.slept += 1
+
+
+def page(running: int = 0, waiting: int = 0, usage: float = 0.0, engine: int = 0) -> str:
+    labels = f'{{engine="{engine}",model_name="m"}}'
+    return (
+        f"vllm:num_requests_running{labels} {running}\n"
+        f"vllm:num_requests_waiting{labels} {waiting}\n"
+        f"vllm:kv_cache_usage_perc{labels} {usage}\n"
+    )
+
+
+def wait(url: str, quiet: float = 2.0, timeout: float = 60.0) -> Clock:
+    clock = Clock()
+    drain.wait_until_idle(url, quiet=quiet, timeout=timeout, clock=clock, sleep=clock.sleep)
+    return clock
+
+
+@pytest.mark.parametrize("busy", [page(running=1), page(waiting=1), page(usage=0.01), page() + page(1, engine=1)])
+def test_a_request_or_a_lease_is_waited_for(serve, busy):
+    clock = wait(serve(busy, busy, page()).url)
+    assert clock.slept == 2 + 2.0 / drain.POLL_SECONDS
+
+
+def test_the_time_without_requests_begins_anew_with_each_request(serve):
+    clock = wait(serve(page(), page(), page(running=1), page()).url)
+    assert clock.slept == 3 + 2.0 / drain.POLL_SECONDS
+
+
+def test_an_engine_that_does_not_answer_is_not_idle(serve):
+    clock = wait(serve(500, page()).url)
+    assert clock.slept == 1 + 2.0 / drain.POLL_SECONDS
+    with pytest.raises(drain.BusyError, match="not idle after 3 s: HTTP 500"):
+        wait(serve(500).url, timeout=3.0)
+
+
+def test_without_the_figures_of_vllm_nothing_is_called_idle(serve):
+    server = serve(recorded("prefill_1").replace("vllm:kv_cache_usage_perc", "other"))
+    result = CliRunner().invoke(app, ["drain", server.url])
+    assert result.exit_code == 2 and "--disable-log-stats" in result.output
+
+
+def test_the_command(serve):
+    server = serve(page())
+    result = CliRunner().invoke(app, ["drain", server.url, "--quiet", "0"])
+    assert result.exit_code == 0, result.output
+    assert result.output == f"{server.url} is idle: no request and no lease for 0 s\n"
+    result = CliRunner().invoke(app, ["drain", serve(page(2, 1, 0.25)).url, "--timeout", "0"])
+    assert result.exit_code == 1
+    assert "2 request(s) run, 1 wait, 25.00% of its KV blocks are held by requests and leases" in result.output
+    assert CliRunner().invoke(app, ["drain", "ftp://engine"]).exit_code == 2
