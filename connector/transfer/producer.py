@@ -9,6 +9,7 @@ import logging
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from functools import partial
 from itertools import chain
 
 from kvferry.connector.protocol import lease, messages, outgoing_read

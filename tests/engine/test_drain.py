@@ -137,10 +137,10 @@ def test_a_rolling_restart_of_all_p_and_all_d_loses_no_request(group, model):
             drain(p, d)
             assert ended_leases(p)[1] == 0 and ended_leases(p)[0] > 0, "every lease was released by D"
             assert count(d).failed == 0
-            p, d = restart(group, model, p, d)
+            _, new_d = restart(group, model, p, d)
             running.router = everything
             running.more(20)
-            eventually(lambda d=d: count(d).external, f"{d.name} has loaded prompts")
+            eventually(lambda d=new_d: count(d).external, f"{new_d.name} has loaded prompts")
     assert not running.failed
     for server in (engine for engine in group.servers if engine.is_engine):
         assert count(server).failed == 0, server.log_tail()
