@@ -23,11 +23,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / ".typing"))
 
 import report
-from examples.lib.legs import IDENTITY, IDENTITY_ALSO, PREFILL_TAG
 from faulty_pair import Prefill
 from planned_asks import KILLED, Ask, Draw, ask_plain
 from wrong_tokens import DECODING, DECODING_TOKENS, DONE, EXTRA, FAILED, HERE, MUST_BE_0, PROBE, SPEC, Run, start
 
+from kvferry.router.identities import IDENTITY, IDENTITY_ALSO
+from kvferry.router.request_bodies import PREFILL_TAG
 from tests.support.served import PatientServerGroup
 from tests.support.server import EngineError, Server, metric_sum
 from tests.support.tiny_model import build_model
