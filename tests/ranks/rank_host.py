@@ -163,12 +163,14 @@ class HostedRank:
     def seen(self) -> dict[str, Any]:
         """What compare.py is given of this rank."""
         assert self.worker.rank_context is not None
-        figures = self.worker.rank_context.stats.take()
+        finished: dict[str, Any] = {}
         end = time.monotonic() + 60
-        while figures is None and self.computed and not self.failed and time.monotonic() < end:
-            time.sleep(1e-3)  # a load inside a step is counted after it was reported
+        while not finished:
             figures = self.worker.rank_context.stats.take()
-        finished = figures["finished"] if figures is not None else {}
+            finished = {} if figures is None else dict(figures["finished"])
+            if not self.computed or self.failed or time.monotonic() > end:
+                break
+            time.sleep(1e-3)  # a load inside a step is counted after it was reported
         return {
             "rank": self.rank,
             "pid": os.getpid(),

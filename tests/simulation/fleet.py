@@ -50,18 +50,20 @@ class Fleet:
 
     def run(self, progress: Callable[[Fleet], None] = lambda fleet: None) -> None:
         """All hand-overs, then quiet time. Raises Violation where a promise was broken."""
-        with self.world.explained():
-            for handovers, act in (
-                (700, self._kill), (300, self._cut), (500, self._stand_still), (700, self._cancel_burst),
-                (100, self._break_plane),
-            ):  # fmt: skip
-                self._repeat(handovers * self._interval, act)
-            self._hand_over()
-            while self.begun < self.count:
-                self.world.run(1.0)
-                progress(self)
-            self.world.settle()
-        self.world.close()
+        try:
+            with self.world.explained():
+                for handovers, act in (
+                    (700, self._kill), (300, self._cut), (500, self._stand_still), (700, self._cancel_burst),
+                    (100, self._break_plane),
+                ):  # fmt: skip
+                    self._repeat(handovers * self._interval, act)
+                self._hand_over()
+                while self.begun < self.count:
+                    self.world.run(1.0)
+                    progress(self)
+                self.world.settle()
+        finally:
+            self.world.close()
 
     @property
     def digest(self) -> int:

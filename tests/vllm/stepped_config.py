@@ -26,8 +26,12 @@ def tiny_model(folder: Path) -> ModelConfig:
         layers=LAYERS, hidden=32, heads=HEADS, kv_heads=HEADS, head_dim=CONTENT // 2, intermediate=32,
         vocabulary=300, max_tokens=1024,
     )  # fmt: skip
-    model = str(build_model(folder, spec))
-    return ModelConfig(model=model, tokenizer=model, dtype="float32", max_model_len=512, seed=0)
+    return model_config(build_model(folder, spec))
+
+
+def model_config(folder: Path) -> ModelConfig:
+    """vLLM's configuration of a local model; no weights are read."""
+    return ModelConfig(model=str(folder), tokenizer=str(folder), dtype="float32", max_model_len=512, seed=0)
 
 
 def engine_config(
