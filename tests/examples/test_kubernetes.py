@@ -156,7 +156,10 @@ def test_names_ports_and_labels_fit():
 def test_only_engines_reach_control_and_data_ports():
     policies = {policy["metadata"]["name"]: policy["spec"] for policy in of_kind("NetworkPolicy")}
     peers, clients = policies["kvferry-engines"]["ingress"]
-    assert peers["from"] == [{"podSelector": policies["kvferry-engines"]["podSelector"]}]
+    selected = policies["kvferry-engines"]["podSelector"]
+    roles = [part["spec"]["template"]["metadata"]["labels"]["role"] for part in of_kind("Deployment")]
+    assert sorted(selected["matchExpressions"][0]["values"]) == sorted(set(roles) - {"router"})
+    assert peers["from"] == [{"podSelector": selected}]
     assert [port["port"] for port in clients["ports"]] == [8000]
     for engine in of_kind("Deployment")[:2]:
         control = int({e["name"]: e.get("value") for e in containers(engine)[0]["env"]}["KVFERRY_SIDE_CHANNEL_PORT"])
