@@ -7,7 +7,7 @@ PYTEST := $(BIN)/pytest
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-engines test-gpu test-vllm test-proxies sweep walk explore simulate faults soak fuzz lint docs bench bench-gpu clean
+.PHONY: help install demo test test-engines test-gpu test-vllm test-proxies test-ray sweep walk explore simulate faults soak fuzz lint docs bench bench-gpu clean
 
 help:
 	@echo "make install       everything into $(VENV): torch and vLLM for the CPU, UCX, NIXL to compare with, tools"
@@ -17,6 +17,7 @@ help:
 	@echo "make test-gpu      those for two and more GPUs, by the interpreter GPU_PYTHON=... that has vLLM for GPUs"
 	@echo "make test-vllm VLLM=0.33.0   tests of the vLLM adapter with another release's Python files (or 0.26.0)"
 	@echo "make test-proxies  the proxy servers of vLLM's repository, unmodified, before KVFerry's engines"
+	@echo "make test-ray      Ray Serve's prefill and decode application over two Ray nodes on this machine"
 	@echo "make sweep         500 hand-overs between random forms of P and D (SEED=... repeats one run)"
 	@echo "make walk          10,000 hand-overs whose legs are sent at once, at random, under vLLM's scheduler (COUNT=..., SEED=...)"
 	@echo "make explore       property tests with examples drawn anew for SECONDS_TO_RUN=600 (SEED=... repeats a round)"
@@ -77,6 +78,11 @@ test-vllm: install
 test-proxies: install
 	$(BIN)/python .ci/vllm_proxies.py 0.32.0
 	$(PYTEST) -m proxies
+
+# Adds Ray to the environment, 80 MB; ray[llm] would ask for another vLLM.
+test-ray: install
+	$(BIN)/python -m pip install --quiet "ray[serve]==2.60.0" jsonref pyarrow
+	$(PYTEST) tests/examples/test_ray_serve.py
 
 sweep: install
 	$(BIN)/python tests/ranks/sweep.py --count 500 $(if $(SEED),--seed $(SEED))

@@ -13,7 +13,9 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
 from tests.support.engines import ServerGroup, python_path
@@ -29,50 +31,45 @@ from tests.support.served import (
     terminate,
     tokens_of,
 )
-from tests.support.server import EngineError, Server
+from tests.support.server import PATIENCE_SECONDS, EngineError, Server
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
 DRAIN = ["--shutdown-timeout", "300"]
 QUIET_SECONDS = "3"
+TOKEN = "of these tests only"
 CLIENTS = 3
 PROMPTS = [prompt(tokens, seed) for seed, tokens in enumerate((17, 64, 150, 333))]
 NEW_TOKENS = 12
 
 
 class Load:
-    """Clients that send one request after the other, each to the router that is then in use.
-
-    ``failed``: what went wrong, or which wrong tokens came.
-    """
+    """Clients that send one request after the other. ``failed``: what went wrong, or which wrong tokens came."""
 
     def __init__(self, expected: Sequence[list[int]], router: Server) -> None:
-        self.router = router
         self.answered = 0
         self.failed: list[str] = []
-        self._expected = expected
+        self._expected, self._router = expected, router
         self._stopping = threading.Event()
         self._lock = threading.Lock()
 
     def client(self, seed: int) -> None:
         rng = random.Random(seed)
         while not self._stopping.is_set():
-            number, streamed = rng.randrange(len(PROMPTS)), rng.random() < 0.5
-            failure = self._ask(number, streamed)
+            failure = self._ask(rng.randrange(len(PROMPTS)), rng.random() < 0.5)
             with self._lock:
                 self.answered += not failure
                 self.failed += [failure] if failure else []
 
     def _ask(self, number: int, streamed: bool) -> str:
         """What is wrong with one answer; empty where nothing is."""
-        router = self.router
         options = {"max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True}
         try:
             if streamed:
-                got = stream(router.url, {"model": "model", "prompt": PROMPTS[number], **options}).token_ids
+                got = stream(self._router.url, {"model": "model", "prompt": PROMPTS[number], **options}).token_ids
             else:
-                (got,) = tokens_of(complete(router, PROMPTS[number], **options))
-        except (EngineError, OSError) as error:
-            return f"{router.name}: {error}"
+                (got,) = tokens_of(complete(self._router, PROMPTS[number], **options))
+        except (EngineError, httpx.HTTPError) as error:
+            return f"prompt {number}, streamed={streamed}: {error!r}"
         wanted = self._expected[number]
         return "" if got == wanted else f"prompt {number}, streamed={streamed}: {got} in place of {wanted}"
 
@@ -99,16 +96,33 @@ def load(expected: Sequence[list[int]], router: Server) -> Iterator[Load]:
         done.result()
 
 
-def drain(*engines: Server) -> None:
-    """``kvferry drain`` of all of them at once."""
-    command = [sys.executable, "-m", "kvferry.connector.cli", "drain", "--quiet", QUIET_SECONDS, "--timeout", "300"]
-    processes = [
-        subprocess.Popen([*command, engine.url], env={"PYTHONPATH": python_path()}, stderr=subprocess.PIPE, text=True)
-        for engine in engines
-    ]
-    for process in processes:
-        _, said = process.communicate(timeout=400)
-        assert process.returncode == 0, said
+class Fleet:
+    """A router whose engines are changed at run time."""
+
+    def __init__(self, group: ServerGroup, token_file: Path, p: Sequence[Server], d: Sequence[Server]) -> None:
+        token_file.write_text(TOKEN)
+        arguments = ["--prefill", p[1].url, "--decode", d[1].url, "--admin-token-file", str(token_file)]
+        self.router = group.router(p[0], d[0], arguments=[*arguments, "--health-interval", "10"])
+
+    def set_draining(self, draining: bool, *engines: Server) -> None:
+        for engine in engines:
+            headers = {"Authorization": f"Bearer {TOKEN}"}
+            self.router.post("/router/engines", {"url": engine.url, "drain": draining}, headers=headers)
+
+    def serves(self, *engines: Server) -> bool:
+        answer = httpx.get(f"{self.router.url}/router/engines", trust_env=False, timeout=PATIENCE_SECONDS).json()
+        states = {engine["url"]: engine["state"] for engine in answer["engines"]}
+        return all(states[engine.url] == "up" for engine in engines)
+
+    def drain(self, *engines: Server) -> None:
+        """No new requests to these engines, and ``kvferry drain`` of all of them at once."""
+        self.set_draining(True, *engines)
+        command = [sys.executable, "-m", "kvferry.connector.cli", "drain", "--quiet", QUIET_SECONDS, "--timeout", "300"]
+        how: dict[str, Any] = {"env": {"PYTHONPATH": python_path()}, "stderr": subprocess.PIPE, "text": True}
+        processes = [subprocess.Popen([*command, engine.url], **how) for engine in engines]
+        for process in processes:
+            _, said = process.communicate(timeout=400)
+            assert process.returncode == 0, said
 
 
 def restart(group: ServerGroup, model: Path, *engines: Server) -> list[Server]:
@@ -124,21 +138,20 @@ def restart(group: ServerGroup, model: Path, *engines: Server) -> list[Server]:
     return new
 
 
-def test_a_rolling_restart_of_all_p_and_all_d_loses_no_request(group, model):
+def test_a_rolling_restart_of_all_p_and_all_d_loses_no_request(group, model, tmp_path):
     p1, p2, d1, d2 = (group.engine(name, model, arguments=DRAIN) for name in ("p1", "p2", "d1", "d2"))
     group.wait_ready()
     expected = [tokens_of(complete(d1, ids, max_tokens=NEW_TOKENS))[0] for ids in PROMPTS]
-    everything = group.router(p1, d1, name="all", arguments=("--prefill", p2.url, "--decode", d2.url))
-    halves = group.router(p2, d2, name="second-half"), group.router(p1, d1, name="first-half")
-    with load(expected, everything) as running:
+    fleet = Fleet(group, tmp_path / "token", (p1, p2), (d1, d2))
+    with load(expected, fleet.router) as running:
         running.more(20)
-        for half, (p, d) in zip(halves, ((p1, d1), (p2, d2)), strict=True):
-            running.router = half  # no new request reaches the engines that end
-            drain(p, d)
+        for p, d in ((p1, d1), (p2, d2)):
+            fleet.drain(p, d)
             assert ended_leases(p)[1] == 0 and ended_leases(p)[0] > 0, "every lease was released by D"
             assert count(d).failed == 0
-            _, new_d = restart(group, model, p, d)
-            running.router = everything
+            new_p, new_d = restart(group, model, p, d)
+            fleet.set_draining(False, new_p, new_d)
+            eventually(lambda new=(new_p, new_d): fleet.serves(*new), "the router sends requests to the new engines")
             running.more(20)
             eventually(lambda d=new_d: count(d).external, f"{new_d.name} has loaded prompts")
     assert not running.failed

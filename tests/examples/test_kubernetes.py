@@ -1,0 +1,166 @@
+"""``examples/kubernetes``: the manifests fit Kubernetes' schemas, vLLM's and KVFerry's commands, and one another."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+import yaml
+
+from kvferry.connector.cli import app
+from kvferry.connector.config import ENVIRONMENT, load_settings
+
+FOLDER = Path(__file__).resolve().parents[2] / "examples" / "kubernetes"
+KUBERNETES = "1.33"
+VALUES = sorted(path.name for path in FOLDER.glob("values-*.yaml"))
+MANIFESTS = sorted(path.name for path in FOLDER.glob("*.yaml") if path.name not in VALUES)
+Resource = dict[str, Any]
+
+
+def resources(name: str) -> list[Resource]:
+    return [document for document in yaml.safe_load_all((FOLDER / name).read_text()) if document]
+
+
+def of_kind(kind: str) -> list[Resource]:
+    return [resource for name in MANIFESTS for resource in resources(name) if resource["kind"] == kind]
+
+
+def containers(resource: Resource) -> list[Resource]:
+    found: list[Resource] = resource["spec"]["template"]["spec"]["containers"]
+    return found
+
+
+def chart_containers() -> Iterator[Resource]:
+    """The engines in the values of charts, as containers. The charts themselves add ``vllm serve MODEL``."""
+    values = {name: resources(name)[0] for name in VALUES}
+    for role in ("prefill", "decode"):
+        (container,) = values["values-llm-d.yaml"][role]["containers"]
+        yield container | {"command": ["vllm", "serve", "MODEL", *container["args"]], **container["extraConfig"]}
+    for engine in values["values-production-stack.yaml"]["servingEngineSpec"]["modelSpec"]:
+        yield engine | {"command": ["vllm", "serve", "MODEL", *engine["vllmConfig"]["extraArgs"]]}
+
+
+ENGINES = [
+    container for engine in of_kind("Deployment") for container in containers(engine) if "vllm" in container["command"]
+]
+ENGINES += chart_containers()
+HOOKS = [container["lifecycle"]["preStop"]["exec"]["command"] for container in ENGINES if "lifecycle" in container]
+ROUTERS = [
+    container["command"]
+    for part in of_kind("Deployment")
+    for container in containers(part)
+    if "router" in container["command"]
+]
+
+
+def test_all_files_are_looked_at():
+    assert MANIFESTS == ["decode.yaml", "network-policy.yaml", "prefill.yaml", "router.yaml"]
+    assert VALUES == ["values-llm-d.yaml", "values-production-stack.yaml"]
+    assert (len(ENGINES), len(HOOKS), len(ROUTERS)) == (6, 4, 1)
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_the_schemas_of_kubernetes(name):
+    schemas = pytest.importorskip("kubernetes_validate", reason="its schemas are not installed: pip install .[test]")
+    for resource in resources(name):
+        schemas.validate(resource, KUBERNETES, strict=True)
+        spoilt = copy.deepcopy(resource)
+        spoilt["spec"]["replicaz"] = 2
+        with pytest.raises(schemas.ValidationError):
+            schemas.validate(spoilt, KUBERNETES, strict=True)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("container", ENGINES, ids=lambda container: container["name"])
+def test_vllm_knows_each_flag_and_kvferry_each_setting(container):
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    program, *arguments = container["command"]
+    assert (program, arguments[0]) == ("vllm", "serve")
+    parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments[1:])
+    transfer = parsed.kv_transfer_config
+    transfer = json.loads(transfer) if isinstance(transfer, str) else transfer
+    config = transfer if isinstance(transfer, dict) else vars(transfer)
+    assert config["kv_connector"] == "KVFerryConnector" and config["kv_load_failure_policy"] == "recompute"
+    load_settings(config.get("kv_connector_extra_config") or {}, {})
+    assert parsed.shutdown_timeout > 0, "vLLM would end leases and requests at once"
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("container", ENGINES, ids=lambda container: container["name"])
+def test_each_environment_variable_exists(container):
+    from vllm import envs
+
+    names = {variable["name"] for variable in container["env"]}
+    known = {*ENVIRONMENT.values(), *envs.environment_variables, "POD_IP"}
+    assert names - known == set()
+    assert {"KVFERRY_SIDE_CHANNEL_HOST", "KVFERRY_SIDE_CHANNEL_PORT", "KVFERRY_SECRET_KEY"} <= names
+
+
+@pytest.mark.parametrize("command", [*HOOKS, *ROUTERS], ids=lambda command: " ".join(command[:2]))
+def test_kvferry_knows_its_commands(command):
+    program, name, *arguments = command
+    commands: Any = typer.main.get_command(app)
+    assert program == "kvferry"
+    commands.commands[name].make_context(name, arguments)
+
+
+def option(command: list[str], name: str) -> int:
+    (found,) = [word for word in command if word.startswith(f"--{name}=")]
+    return int(found.partition("=")[2])
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_pod_has_time_to_drain_and_to_end(role):
+    (engine,) = [part for part in of_kind("Deployment") if part["metadata"]["name"] == f"kvferry-{role}"]
+    (container,) = containers(engine)
+    hook = container["lifecycle"]["preStop"]["exec"]["command"]
+    needed = option(hook, "timeout") + option(container["command"], "shutdown-timeout")
+    assert engine["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] > needed
+    assert hook[2] == f"http://127.0.0.1:{option(container['command'], 'port')}"
+    values = resources("values-llm-d.yaml")[0][role]
+    assert values["terminationGracePeriodSeconds"] > needed
+    (hook,) = [
+        container["extraConfig"]["lifecycle"]["preStop"]["exec"]["command"] for container in values["containers"]
+    ]
+    assert hook[2] == f"http://127.0.0.1:{values['containers'][0]['ports'][0]['containerPort']}"
+
+
+def test_the_production_stack_leaves_a_pod_30_seconds():
+    for engine in resources("values-production-stack.yaml")[0]["servingEngineSpec"]["modelSpec"]:
+        assert option(engine["vllmConfig"]["extraArgs"], "shutdown-timeout") < 30
+
+
+def test_names_ports_and_labels_fit():
+    pods = {part["metadata"]["name"]: part["spec"]["template"] for part in of_kind("Deployment")}
+    services = {service["metadata"]["name"]: service["spec"] for service in of_kind("Service")}
+    assert pods.keys() == services.keys() == {"kvferry-prefill", "kvferry-decode", "kvferry-router"}
+    for name, service in services.items():
+        assert service["selector"].items() <= pods[name]["metadata"]["labels"].items()
+        ports = {port["name"]: port["containerPort"] for port in pods[name]["spec"]["containers"][0]["ports"]}
+        (port,) = service["ports"]
+        assert ports["http"] == (ports[port["targetPort"]] if "targetPort" in port else port["port"])
+    for role in ("prefill", "decode"):
+        assert services[f"kvferry-{role}"]["clusterIP"] == "None", "the router needs the address of each engine"
+        assert f"--{role}=dns://kvferry-{role}:8000" in ROUTERS[0]
+    for part in (*of_kind("Deployment"), *of_kind("PodDisruptionBudget")):
+        assert part["spec"]["selector"]["matchLabels"] == pods[part["metadata"]["name"]]["metadata"]["labels"]
+
+
+def test_only_engines_reach_control_and_data_ports():
+    policies = {policy["metadata"]["name"]: policy["spec"] for policy in of_kind("NetworkPolicy")}
+    peers, clients = policies["kvferry-engines"]["ingress"]
+    selected = policies["kvferry-engines"]["podSelector"]
+    roles = [part["spec"]["template"]["metadata"]["labels"]["role"] for part in of_kind("Deployment")]
+    assert sorted(selected["matchExpressions"][0]["values"]) == sorted(set(roles) - {"router"})
+    assert peers["from"] == [{"podSelector": selected}]
+    assert [port["port"] for port in clients["ports"]] == [8000]
+    for engine in of_kind("Deployment")[:2]:
+        control = int({e["name"]: e.get("value") for e in containers(engine)[0]["env"]}["KVFERRY_SIDE_CHANNEL_PORT"])
+        assert peers["ports"][0]["port"] <= control <= peers["ports"][0]["endPort"]
