@@ -10,7 +10,10 @@ step. Both are vLLM engines on the CPU of this machine.
 
 P's forward runs on its engine's thread, which stands for a device here. A device shares nothing with the threads that
 move bytes, so that thread gets a core of its own, and all else shares the others: P's transfer thread, D, the routers
-and the client. With ``--no-pin`` all share all cores.
+and the client. HTTP servers, routers and the client go before D's engine there (SCHED_FIFO), because they would be on
+other hosts. With ``--no-pin`` all share all cores. The executor is ``uni``: with ``mp``, vLLM's default on the CPU, an
+engine core and its worker spin while they wait for each other (``SpinCondition.wait`` of ``shm_broadcast.py``, for 1 s
+after the last message), so a D that waits takes a core from P.
 
 Ways, in turn, each with a prompt of its own: P alone (the client asks P, and P decodes); both legs one after the other;
 both legs at once, where P offers it; each without and with the relay of P's first token. ``--variant NAME=JSON`` adds
@@ -31,7 +34,7 @@ import json
 import random
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +44,19 @@ import httpx
 import report
 import shaped_link
 import streaming_figures
-from streaming_pair import OURS, OURS_NAME, PULL, PULL_NAME, PUSH, PUSH_NAME, Engines, Patience, open_ways, pin, turns
+from streaming_pair import (
+    OURS,
+    OURS_NAME,
+    PULL,
+    PULL_NAME,
+    PUSH,
+    PUSH_NAME,
+    Engines,
+    Patience,
+    open_ways,
+    own_cores,
+    turns,
+)
 
 from examples.two_node.run_netns import enter, two_hosts
 from kvferry.router.identities import identity_of
@@ -101,7 +116,9 @@ def started(
         engines = Engines(name, prefill, decode, shaped_link.LinkBytes)
         open_ways(group, engines, d_address)
         (engine_thread,) = prefill.rpc("probe_watch")
-        yield engines, pin(engine_thread, group.servers) if args.pin else "all share all cores"
+        shared = nullcontext("all share all cores")
+        with own_cores(int(engine_thread), group.servers) if args.pin else shared as cores:
+            yield engines, cores
 
 
 def model_spec(args: argparse.Namespace) -> ModelSpec:

@@ -50,6 +50,7 @@ def row(way: str, turns: Turns) -> Row:
         "prefill_ms": ms([sample.prefill for sample in samples]),
         "prefill_slower_percent": slower(lambda sample: sample.prefill),
         "core_slower_percent": slower(lambda sample: sample.of_prefill("core")),
+        "core_ms": ms([sample.of_prefill("core") for sample in samples]),
         "queued_ms": ms([sample.of_prefill("queued") for sample in samples]),
         "d_step_ms": ms(decode_steps) if decode_steps else None,
         "mib": round(statistics.median(sample.curve[-1][1] if sample.curve else 0 for sample in samples) / 2**20, 1),
@@ -113,10 +114,10 @@ def targets(rows: Sequence[Row]) -> list[Row]:
     for name, tokens, rate in dict.fromkeys((row["name"], row["tokens"], row["gb_per_s"]) for row in rows):
         cell = {way: found[name, tokens, rate, way] for way in (SERIAL, AT_ONCE, f"{AT_ONCE}, relay", ALONE)
                 if (name, tokens, rate, way) in found}  # fmt: skip
-        if name != OURS_NAME or AT_ONCE not in cell:
+        if not name.startswith(OURS_NAME) or AT_ONCE not in cell:
             continue
         theirs = found.get((PULL_NAME, tokens, rate, SERIAL))
-        where = f"{tokens} tokens" + (f", {rate:g} GB/s" if rate else "")
+        where = f"{name}, {tokens} tokens" + (f", {rate:g} GB/s" if rate else "")
         verdicts += [{"cell": where} | one for one in _of_cell(cell, theirs, tokens)]
     return verdicts
 

@@ -7,8 +7,8 @@ import json
 import os
 import random
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -227,23 +227,48 @@ def turns(engines: Engines, tokens: int, rng: random.Random, patience: Patience)
             turn[way] = measure(engines, way, prompt)
             time.sleep(SETTLE_SECONDS)
         if number >= 0:
-            found.append(turn)
+            found.append({way: turn[way] for way in ways})
     return found
 
 
-def pin(engine_thread: int, servers: list[Server]) -> str:
-    """Leave the last core to the thread that stands for P's device, and the others to all else: these servers, with
-    what they have started, and this process. Returns what was done, for the result."""
+@contextmanager
+def own_cores(engine_thread: int, servers: list[Server]) -> Iterator[str]:
+    """Keep threads that stand for devices and for hosts from waiting for each other's cores. Yields what was done.
+
+    The last core is for the thread that stands for P's device. All else shares the others: these servers, with what
+    they have started, and this process. On either core, what takes little time and would be on a host of its own goes
+    first, before D's engine, P's transfer thread and other people's work: HTTP servers, routers and the client.
+    """
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
-        return "one core for all"
-    for pid in [os.getpid(), *descendants([server.process.pid for server in servers])]:
-        for task in tasks(pid):
-            try:
-                os.sched_setaffinity(task, cores[-1:] if task == engine_thread else cores[:-1])
-            except ProcessLookupError:
-                continue
-    return f"P's engine thread has a core of its own, all else shares {len(cores) - 1}"
+        yield "one core for all"
+        return
+    try:
+        for pid in [os.getpid(), *descendants([server.process.pid for server in servers])]:
+            for task in tasks(pid):
+                with suppress(ProcessLookupError):
+                    os.sched_setaffinity(task, cores[-1:] if task == engine_thread else cores[:-1])
+                    if task == engine_thread or not computes(pid):
+                        go_first(task)
+        yield f"P's engine thread has a core of its own, all else shares {len(cores) - 1}"
+    finally:
+        for task in tasks(os.getpid()):
+            with suppress(ProcessLookupError):
+                os.sched_setscheduler(task, os.SCHED_OTHER, os.sched_param(0))
+                os.sched_setaffinity(task, cores)
+
+
+def computes(pid: int) -> bool:
+    """Whether this is a process of an engine behind its HTTP server."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"VLLM::")
+    except OSError:  # it has ended
+        return True
+
+
+def go_first(task: int) -> None:
+    with suppress(PermissionError):  # a container may not
+        os.sched_setscheduler(task, os.SCHED_FIFO, os.sched_param(1))
 
 
 def tasks(pid: int) -> list[int]:
