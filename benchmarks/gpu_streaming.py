@@ -16,6 +16,7 @@ its own where there are two.
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import sys
 from pathlib import Path
@@ -87,8 +88,8 @@ def measured(
         engines = Engines(name, prefill, decode)
         open_ways(group, engines)
         (engine_thread,) = prefill.rpc("probe_watch")
-        with own_cores(int(engine_thread), group.servers) as result["cores"]:
-            for tokens in args.tokens:
+        with own_cores(int(engine_thread), engines, group.servers) as result["cores"]:
+            for tokens in args.tokens:  # a GPU engine compiles and tunes for each
                 found = turns(engines, tokens, rng, Patience(seconds=args.seconds))
                 cell = {"name": name, "tokens": tokens, "gb_per_s": None}
                 result["rows"] += streaming_figures.rows_of(found, **cell)
@@ -103,6 +104,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     setup = CPU if args.cpu else GPU
     args.tokens = args.tokens or list(setup.lengths)
     result: dict[str, Any] = {"rows": [], "timelines": [], "left_out": [], "chunk": args.chunk}
+    result["load_before"] = round(os.getloadavg()[0], 1)
     result["kv_kib_per_token"] = setup.spec.kv_bytes_per_token / 1024
     for connector, name, extra in pairs_of(args):
         try:

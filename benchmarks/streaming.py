@@ -10,10 +10,10 @@ step. Both are vLLM engines on the CPU of this machine.
 
 P's forward runs on its engine's thread, which stands for a device here. A device shares nothing with the threads that
 move bytes, so that thread gets a core of its own, and all else shares the others: P's transfer thread, D, the routers
-and the client. HTTP servers, routers and the client go before D's engine there (SCHED_FIFO), because they would be on
-other hosts. With ``--no-pin`` all share all cores. The executor is ``uni``: with ``mp``, vLLM's default on the CPU, an
-engine core and its worker spin while they wait for each other (``SpinCondition.wait`` of ``shm_broadcast.py``, for 1 s
-after the last message), so a D that waits takes a core from P.
+and the client. All of these go before D's engine (SCHED_FIFO), because they would be on other cores and hosts. With
+``--no-pin`` all share all cores. The executor is ``uni``: with ``mp``, vLLM's default on the CPU, an engine core and
+its worker spin while they wait for each other (``SpinCondition.wait`` of ``shm_broadcast.py``, for 1 s after the last
+message), so a D that waits takes a core from P.
 
 Ways, in turn, each with a prompt of its own: P alone (the client asks P, and P decodes); both legs one after the other;
 both legs at once, where P offers it; each without and with the relay of P's first token. ``--variant NAME=JSON`` adds
@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import sys
 from collections.abc import Iterator
@@ -117,7 +118,7 @@ def started(
         open_ways(group, engines, d_address)
         (engine_thread,) = prefill.rpc("probe_watch")
         shared = nullcontext("all share all cores")
-        with own_cores(int(engine_thread), group.servers) if args.pin else shared as cores:
+        with own_cores(int(engine_thread), engines, group.servers) if args.pin else shared as cores:
             yield engines, cores
 
 
@@ -139,16 +140,17 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Measure all of it. Raises EngineError."""
     rng = random.Random(1)
     result: dict[str, Any] = {"rows": [], "timelines": [], "left_out": [], "chunk": args.chunk}
+    result["load_before"] = round(os.getloadavg()[0], 1)
     result["kv_kib_per_token"] = model_spec(args).kv_bytes_per_token / 1024
     with two_hosts() as hosts:
         enter(hosts[2])
         for connector, name, extra in pairs_of(args):
             try:
                 with started(args, hosts, connector, name, extra) as (engines, result["cores"]):
-                    for tokens, rate in args.cells:
+                    for number, (tokens, rate) in enumerate(args.cells):
                         for host in (hosts[0], hosts[2]):
                             shaped_link.shape(host, rate)
-                        found = turns(engines, tokens, rng, args.patience)
+                        found = turns(engines, tokens, rng, args.patience if number == 0 else args.patience.warm)
                         cell = {"name": name, "tokens": tokens, "gb_per_s": rate}
                         result["rows"] += streaming_figures.rows_of(found, **cell)
                         if (tokens, rate) == (TIMELINE if TIMELINE in args.cells else args.cells[0]):
@@ -160,7 +162,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                     raise
                 result["left_out"].append(f"{name}: {str(error).splitlines()[0]}")
                 print(f"left out: {result['left_out'][-1]}", flush=True)
-    return result | {"targets": streaming_figures.targets(result["rows"])}
+            result["targets"] = streaming_figures.targets(result["rows"])
+            report.save(args.json, result)  # the other pairs take as long again
+    return result
 
 
 def main() -> int:
@@ -169,7 +173,7 @@ def main() -> int:
     parser.add_argument("--plot", type=Path, help="a PNG; needs matplotlib")
     parser.add_argument("--cells", type=cell_of, nargs="+", default=CELLS, metavar="TOKENS@RATE", help="GB/s")
     parser.add_argument("--chunk", type=int, default=256, help="tokens that an engine computes in one step")
-    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--layers", type=int, default=8)
     parser.add_argument(
         "--seconds", type=float, default=Patience.seconds, help="of a cell and a pair, 3 turns at least"
     )

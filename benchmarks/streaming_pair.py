@@ -9,7 +9,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -209,7 +209,12 @@ class Patience:
     least: int = 3
     most: int = 15
     seconds: float = 60.0
-    warm_ups: int = 1
+    warm_ups: int = 2
+
+    @property
+    def warm(self) -> Patience:
+        """That of a cell whose engines are warm."""
+        return replace(self, warm_ups=0)
 
 
 def turns(engines: Engines, tokens: int, rng: random.Random, patience: Patience) -> list[dict[str, Sample]]:
@@ -232,25 +237,26 @@ def turns(engines: Engines, tokens: int, rng: random.Random, patience: Patience)
 
 
 @contextmanager
-def own_cores(engine_thread: int, servers: list[Server]) -> Iterator[str]:
+def own_cores(engine_thread: int, engines: Engines, servers: list[Server]) -> Iterator[str]:
     """Keep threads that stand for devices and for hosts from waiting for each other's cores. Yields what was done.
 
     The last core is for the thread that stands for P's device. All else shares the others: these servers, with what
-    they have started, and this process. On either core, what takes little time and would be on a host of its own goes
-    first, before D's engine, P's transfer thread and other people's work: HTTP servers, routers and the client.
+    they have started, and this process. On either core, all go first but D's engine: what is left takes little time,
+    and would be on a host of its own.
     """
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
-        yield "one core for all"
+        yield "One core for all"
         return
+    of_d = {pid for pid in descendants([engines.decode.process.pid]) if computes(pid)}
     try:
         for pid in [os.getpid(), *descendants([server.process.pid for server in servers])]:
             for task in tasks(pid):
                 with suppress(ProcessLookupError):
                     os.sched_setaffinity(task, cores[-1:] if task == engine_thread else cores[:-1])
-                    if task == engine_thread or not computes(pid):
+                    if pid not in of_d:
                         go_first(task)
-        yield f"P's engine thread has a core of its own, all else shares {len(cores) - 1}"
+        yield f"P's engine thread has a core of its own, all else shares {len(cores) - 1}, where D's engine goes last"
     finally:
         for task in tasks(os.getpid()):
             with suppress(ProcessLookupError):
