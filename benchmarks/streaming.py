@@ -10,7 +10,7 @@ step. Both are vLLM engines on the CPU of this machine.
 
 P's forward runs on its engine's thread, which stands for a device here. A device shares nothing with the threads that
 move bytes, so that thread gets a core of its own, and all else shares the others: P's transfer thread, D, the routers
-and the client. All of these go before D's engine (SCHED_FIFO), because they would be on other cores and hosts. With
+and the client. D's engine has a lower priority (nice), because they would be on other cores and hosts. With
 ``--no-pin`` all share all cores. The executor is ``uni``: with ``mp``, vLLM's default on the CPU, an engine core and
 its worker spin while they wait for each other (``SpinCondition.wait`` of ``shm_broadcast.py``, for 1 s after the last
 message), so a D that waits takes a core from P.

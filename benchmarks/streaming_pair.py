@@ -236,13 +236,17 @@ def turns(engines: Engines, tokens: int, rng: random.Random, patience: Patience)
     return found
 
 
+NICE = 10
+"""Of D's engine on cores that it shares."""
+
+
 @contextmanager
 def own_cores(engine_thread: int, engines: Engines, servers: list[Server]) -> Iterator[str]:
     """Keep threads that stand for devices and for hosts from waiting for each other's cores. Yields what was done.
 
     The last core is for the thread that stands for P's device. All else shares the others: these servers, with what
-    they have started, and this process. On either core, all go first but D's engine: what is left takes little time,
-    and would be on a host of its own.
+    they have started, and this process. D's engine has a lower priority: what is left takes little time, and would
+    be on a host of its own. (No real-time priority: a server that spins as it ends would hold the core for ever.)
     """
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
@@ -254,13 +258,12 @@ def own_cores(engine_thread: int, engines: Engines, servers: list[Server]) -> It
             for task in tasks(pid):
                 with suppress(ProcessLookupError):
                     os.sched_setaffinity(task, cores[-1:] if task == engine_thread else cores[:-1])
-                    if pid not in of_d:
-                        go_first(task)
+                    if pid in of_d:
+                        os.setpriority(os.PRIO_PROCESS, task, NICE)
         yield f"P's engine thread has a core of its own, all else shares {len(cores) - 1}, where D's engine goes last"
     finally:
         for task in tasks(os.getpid()):
             with suppress(ProcessLookupError):
-                os.sched_setscheduler(task, os.SCHED_OTHER, os.sched_param(0))
                 os.sched_setaffinity(task, cores)
 
 
@@ -270,11 +273,6 @@ def computes(pid: int) -> bool:
         return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"VLLM::")
     except OSError:  # it has ended
         return True
-
-
-def go_first(task: int) -> None:
-    with suppress(PermissionError):  # a container may not
-        os.sched_setscheduler(task, os.SCHED_FIFO, os.sched_param(1))
 
 
 def tasks(pid: int) -> list[int]:
