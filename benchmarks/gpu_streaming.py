@@ -88,7 +88,7 @@ def measured(
         engines = Engines(name, prefill, decode)
         open_ways(group, engines)
         (engine_thread,) = prefill.rpc("probe_watch")
-        with own_cores(int(engine_thread), engines, group.servers) as result["cores"]:
+        with own_cores(int(engine_thread), group.servers) as result["cores"]:
             for tokens in args.tokens:  # a GPU engine compiles and tunes for each
                 found = turns(engines, tokens, rng, Patience(seconds=args.seconds))
                 cell = {"name": name, "tokens": tokens, "gb_per_s": None}

@@ -10,10 +10,9 @@ step. Both are vLLM engines on the CPU of this machine.
 
 P's forward runs on its engine's thread, which stands for a device here. A device shares nothing with the threads that
 move bytes, so that thread gets a core of its own, and all else shares the others: P's transfer thread, D, the routers
-and the client. D's engine has a lower priority (nice), because they would be on other cores and hosts. With
-``--no-pin`` all share all cores. The executor is ``uni``: with ``mp``, vLLM's default on the CPU, an engine core and
-its worker spin while they wait for each other (``SpinCondition.wait`` of ``shm_broadcast.py``, for 1 s after the last
-message), so a D that waits takes a core from P.
+and the client. With ``--no-pin`` all share all cores. The executor is ``uni``: with ``mp``, vLLM's default on the CPU,
+an engine core and its worker spin while they wait for each other (``SpinCondition.wait`` of ``shm_broadcast.py``, for
+1 s after the last message), so a D that waits takes a core from P.
 
 Ways, in turn, each with a prompt of its own: P alone (the client asks P, and P decodes); both legs one after the other;
 both legs at once, where P offers it; each without and with the relay of P's first token. ``--variant NAME=JSON`` adds
@@ -60,8 +59,6 @@ from streaming_pair import (
 )
 
 from examples.two_node.run_netns import enter, two_hosts
-from kvferry.router.identities import identity_of
-from kvferry.router.request_bodies import PREFILL_TAG
 from tests.support.engines import ServerGroup, python_path
 from tests.support.server import EngineError, Server
 from tests.support.tiny_model import ModelSpec, build_model
@@ -118,7 +115,7 @@ def started(
         open_ways(group, engines, d_address)
         (engine_thread,) = prefill.rpc("probe_watch")
         shared = nullcontext("all share all cores")
-        with own_cores(int(engine_thread), engines, group.servers) if args.pin else shared as cores:
+        with own_cores(int(engine_thread), group.servers) if args.pin else shared as cores:
             yield engines, cores
 
 

@@ -16,7 +16,8 @@ from typing import Any
 import httpx
 from shaped_link import LinkBytes
 
-from examples.lib.legs import PREFILL_TAG, identity_of
+from kvferry.router.identities import identity_of
+from kvferry.router.request_bodies import PREFILL_TAG
 from tests.support.engines import ServerGroup
 from tests.support.server import PATIENCE_SECONDS, EngineError, Server
 from tests.support.tiny_model import ModelSpec
@@ -236,43 +237,28 @@ def turns(engines: Engines, tokens: int, rng: random.Random, patience: Patience)
     return found
 
 
-NICE = 10
-"""Of D's engine on cores that it shares."""
-
-
 @contextmanager
-def own_cores(engine_thread: int, engines: Engines, servers: list[Server]) -> Iterator[str]:
+def own_cores(engine_thread: int, servers: list[Server]) -> Iterator[str]:
     """Keep threads that stand for devices and for hosts from waiting for each other's cores. Yields what was done.
 
     The last core is for the thread that stands for P's device. All else shares the others: these servers, with what
-    they have started, and this process. D's engine has a lower priority: what is left takes little time, and would
-    be on a host of its own. (No real-time priority: a server that spins as it ends would hold the core for ever.)
+    they have started, and this process. No thread has a real-time priority: one
+    that spins would hold its core for ever.
     """
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         yield "One core for all"
         return
-    of_d = {pid for pid in descendants([engines.decode.process.pid]) if computes(pid)}
     try:
         for pid in [os.getpid(), *descendants([server.process.pid for server in servers])]:
             for task in tasks(pid):
                 with suppress(ProcessLookupError):
                     os.sched_setaffinity(task, cores[-1:] if task == engine_thread else cores[:-1])
-                    if pid in of_d:
-                        os.setpriority(os.PRIO_PROCESS, task, NICE)
-        yield f"P's engine thread has a core of its own, all else shares {len(cores) - 1}, where D's engine goes last"
+        yield f"P's engine thread has a core of its own, all else shares {len(cores) - 1}"
     finally:
         for task in tasks(os.getpid()):
             with suppress(ProcessLookupError):
                 os.sched_setaffinity(task, cores)
-
-
-def computes(pid: int) -> bool:
-    """Whether this is a process of an engine behind its HTTP server."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"VLLM::")
-    except OSError:  # it has ended
-        return True
 
 
 def tasks(pid: int) -> list[int]:
