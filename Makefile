@@ -126,7 +126,7 @@ bench: install
 	@set -e; for name in $(BENCHMARKS); do echo "== $$name"; \
 	  $(BIN)/python benchmarks/$$name.py --json $(RESULTS)/$$name.json; done
 
-GPU_BENCHMARKS := gpu_planes interference gpu_e2e gpu_busy
+GPU_BENCHMARKS := gpu_planes interference gpu_e2e gpu_busy gpu_streaming
 bench-gpu:
 	@set -e; for name in $(GPU_BENCHMARKS); do echo "== $$name"; \
 	  $(ON_GPUS) benchmarks/$$name.py --json $(RESULTS)/$$name.json --plot $(RESULTS)/$$name.png; done

@@ -1,39 +1,109 @@
-"""What ``streaming.py`` installs in the workers of P: when each step and each of its layers was computed.
+"""What the streaming benchmarks install in the workers of P and of D: steps, moved bytes, and time on a core.
 
     vllm serve ... --worker-extension-cls step_probe.StepProbe
 
-Times are those of ``time.monotonic``, which all processes of a host share. Of an engine on the CPU, whose forward ends
-with its call; on a GPU they are those of the launches.
+Times are those of ``time.monotonic``, which all processes of a host share. On a GPU, steps and layers are timed by CUDA
+events, so they are those of the device; on the CPU the forward ends with its call.
 """
 
 from __future__ import annotations
 
+import threading
 import time
+from pathlib import Path
 from typing import Any
+
+import torch
+
+
+class DeviceClock:
+    """The moment that a device reaches. ``mark`` notes it, ``seconds`` gives it later."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._base: tuple[float, torch.cuda.Event] | None = None
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            event.synchronize()
+            self._base = time.monotonic(), event
+
+    def mark(self) -> float | torch.cuda.Event:
+        if self._base is None:
+            return time.monotonic()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, mark: float | torch.cuda.Event) -> float:
+        """The time of a mark. Blocks until the device has reached it."""
+        if isinstance(mark, float):
+            return mark
+        assert self._base is not None
+        mark.synchronize()
+        return self._base[0] + self._base[1].elapsed_time(mark) / 1e3
+
+
+def core_seconds(task: str | int) -> tuple[float, float]:
+    """How long a thread of this process has run, and for how long it was ready but waited for a core. 0 where the
+    thread has ended, or the kernel does not count it."""
+    try:
+        ran, waited, _ = Path(f"/proc/self/task/{task}/schedstat").read_text().split()
+    except (OSError, ValueError):
+        return 0.0, 0.0
+    return int(ran) / 1e9, int(waited) / 1e9
+
+
+def threads() -> dict[str, tuple[float, float]]:
+    """``core_seconds`` of all threads of this process, added up by name."""
+    names = {str(thread.native_id): thread.name for thread in threading.enumerate()}
+    found: dict[str, tuple[float, float]] = {}
+    for task in Path("/proc/self/task").iterdir():
+        ran, waited = core_seconds(task.name)
+        name = names.get(task.name, "threads of libraries")
+        before = found.get(name, (0.0, 0.0))
+        found[name] = before[0] + ran, before[1] + waited
+    return found
 
 
 class StepProbe:
-    """Mixed into vLLM's worker; its methods are called through ``collective_rpc``."""
+    """Mixed into vLLM's worker; its methods are called through ``collective_rpc``, on the engine's own thread."""
 
-    def steps_watch(self) -> None:
-        """Start to note steps. Idempotent."""
-        if "probed_steps" in self.__dict__:
-            return
-        steps: list[dict[str, Any]] = []
-        self.probed_steps = steps
-        runner = self.model_runner  # type: ignore[attr-defined]
+    def probe_watch(self) -> int:
+        """Start to note. Returns the system's number of the engine's thread. Idempotent."""
+        if "probed_steps" not in self.__dict__:
+            self.probed_steps: list[dict[str, Any]] = []
+            self.probed_empty = 0
+            self.probed_moves: list[tuple[float, int]] = []
+            self.probed_threads = threads()
+            self.probed_clock = DeviceClock(self.device)  # type: ignore[attr-defined]
+            self._watch_steps()
+            self._watch_layers()
+            watch_moves(self.probed_moves)
+        return threading.get_native_id()
+
+    def _watch_steps(self) -> None:
+        runner, clock = self.model_runner, self.probed_clock  # type: ignore[attr-defined]
         execute = runner.execute_model
 
         def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
             tokens = scheduler_output.total_num_scheduled_tokens
-            step: dict[str, Any] = {"begin": time.monotonic(), "tokens": tokens, "layers": []}
-            if tokens:
-                steps.append(step)
+            if not tokens:
+                self.probed_empty += 1
+                return execute(scheduler_output, *args, **kwargs)
+            me = threading.get_native_id()
+            ran, waited = core_seconds(me)
+            step: dict[str, Any] = {"begin": clock.mark(), "tokens": tokens, "layers": []}
+            self.probed_steps.append(step)
             result = execute(scheduler_output, *args, **kwargs)
-            step["end"] = time.monotonic()
+            step["end"] = clock.mark()
+            now = core_seconds(me)
+            step["core"], step["queued"] = now[0] - ran, now[1] - waited
             return result
 
         runner.execute_model = execute_model
+
+    def _watch_layers(self) -> None:
         from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
         if not has_kv_transfer_group():
@@ -42,14 +112,51 @@ class StepProbe:
         save = connector.save_kv_layer
 
         def save_kv_layer(layer_name: str, *args: Any, **kwargs: Any) -> None:
-            if steps:
-                steps[-1]["layers"].append(time.monotonic())
+            if self.probed_steps:
+                self.probed_steps[-1]["layers"].append(self.probed_clock.mark())
             save(layer_name, *args, **kwargs)
 
         connector.save_kv_layer = save_kv_layer
 
-    def steps_take(self) -> list[dict[str, Any]]:
-        """The steps since the last call: ``begin``, ``end``, ``tokens``, and ``layers``, the ends of its layers."""
-        taken = list(self.probed_steps)
+    def probe_take(self) -> dict[str, Any]:
+        """What was noted since the last call.
+
+        ``steps``: those that computed tokens, with ``begin``, ``end``, ``tokens``, ``layers`` (the ends of its layers),
+        and of the engine's thread the seconds on a core (``core``) and ready without one (``queued``). ``empty``: the
+        number of the others. ``moves``: KVFerry's messages as (time, bytes), on P when they were sent, on D when they
+        were in the pages. ``threads``: seconds on a core and ready without one, by name.
+        """
+        steps, seconds = list(self.probed_steps), self.probed_clock.seconds
         self.probed_steps.clear()
-        return taken
+        for step in steps:
+            step["begin"], step["end"] = seconds(step["begin"]), seconds(step["end"])
+            step["layers"] = [seconds(mark) for mark in step["layers"]]
+        empty, self.probed_empty = self.probed_empty, 0
+        moves = self.probed_moves[:]
+        del self.probed_moves[: len(moves)]
+        before, self.probed_threads = self.probed_threads, threads()
+        used = {
+            name: (ran - before.get(name, (0.0, 0.0))[0], waited - before.get(name, (0.0, 0.0))[1])
+            for name, (ran, waited) in self.probed_threads.items()
+        }
+        return {"steps": steps, "empty": empty, "moves": moves, "threads": used}
+
+
+def watch_moves(moves: list[tuple[float, int]]) -> None:
+    """Note what KVFerry's transfer thread of this process sends, and what it has put into pages."""
+    from kvferry.connector.transfer.receiver import Receiver
+    from kvferry.connector.transfer.sender import OutgoingRead
+
+    sent, placed = OutgoingRead.count, Receiver._count
+
+    def count(self: OutgoingRead, nbytes: int) -> None:
+        moves.append((time.monotonic(), nbytes))
+        sent(self, nbytes)
+
+    def _count(self: Receiver, read: Any, nbytes: int) -> None:
+        if nbytes:
+            moves.append((time.monotonic(), nbytes))
+        placed(self, read, nbytes)
+
+    OutgoingRead.count = count  # type: ignore[method-assign]
+    Receiver._count = _count  # type: ignore[method-assign]

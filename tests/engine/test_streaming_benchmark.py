@@ -35,7 +35,7 @@ def test_every_way_has_its_samples(tmp_path: Path) -> None:
     result = json.loads((tmp_path / "streaming.json").read_text())
     rows = {row["way"]: row for row in result["rows"]}
     assert {"P alone", "serial", "serial, relay"} <= rows.keys(), done.stdout
-    prompt_mib = result["tokens"] * result["kv_kib_per_token"] / 1024
+    prompt_mib = 400 * result["kv_kib_per_token"] / 1024
     for way, row in rows.items():
         assert row["samples"] == 2 and 0 < row["first_ms"] <= row["second_ms"] <= row["last_ms"]
         assert 0 <= row["before_end"] <= 1 and row["prefill_ms"] > 0
@@ -46,6 +46,12 @@ def test_every_way_has_its_samples(tmp_path: Path) -> None:
     assert rows["serial"]["before_end"] < 0.1, "KV left before P had computed it"
     for line in result["timelines"]:
         chunks = line["steps"]
-        assert sum(step["tokens"] for step in chunks) == result["tokens"] and len(chunks) > 1
+        assert sum(step["tokens"] for step in chunks) == 400 and len(chunks) > 1
         assert all(step["begin"] < step["end"] and len(step["layers"]) == 4 for step in chunks)
         assert line["link"][0][1] == 0 and len(line["arrived"]) == 6
+        if line["way"] != "P alone":
+            moved = prompt_mib * 2**20 * 0.9
+            assert line["sent"][-1][1] > moved and line["placed"][-1][1] > moved
+            assert line["sent"][0][0] < line["placed"][-1][0] < line["arrived"][-1]
+    assert rows["at once"]["empty_steps"]["D"] > 0, "D is asked again while it waits for P"
+    assert {one["target"] for one in result["targets"]} >= {"P's prefill slower than alone, %"}

@@ -96,7 +96,7 @@ def transfer_config(
         "kv_role": "kv_both",
         "kv_load_failure_policy": policy,
     }
-    if connector == "NixlConnector" and not on_gpu:
+    if connector.startswith("Nixl") and not on_gpu:
         config["kv_buffer_device"] = "cpu"
     if connector == "KVFerryConnector":
         try:
@@ -218,7 +218,7 @@ class ServerGroup:
             command += ["--worker-extension-cls", "tests.support.kv_bytes.KVBytes"]
         if connector:
             command += ["--kv-transfer-config", json.dumps(transfer_config(connector, extra, bool(gpus), policy))]
-        if connector == "NixlConnector":
+        if connector and connector.startswith("Nixl"):
             env["VLLM_PLUGINS"] = ""  # nothing of ours in the process that is compared with
             env["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
             env["VLLM_NIXL_SIDE_CHANNEL_HOST"] = host
