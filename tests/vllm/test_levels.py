@@ -1,0 +1,59 @@
+"""What an engine reports of leases, blocks and waiting requests, under vLLM's real scheduler."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvferry.connector.protocol import metrics
+from tests.vllm.labelled import BLOCK, prompt
+from tests.vllm.stepped import Engine, prefill, run, settle
+
+pytestmark = pytest.mark.vllm
+
+
+def watch(engine: Engine) -> list[dict[str, int]]:
+    """The levels that the engine reports, one dictionary for each step with a report."""
+    seen: list[dict[str, int]] = []
+    real = engine.scheduler.update_from_output
+
+    def update(*arguments: Any) -> Any:
+        outputs = real(*arguments)
+        for each in outputs.values():
+            figures = each.scheduler_stats and each.scheduler_stats.kv_connector_stats
+            if figures and figures["levels"]:
+                seen.append(metrics.levels(figures))
+        return outputs
+
+    engine.scheduler.update_from_output = update
+    return seen
+
+
+def test_levels_follow_leases_and_loads_and_end_with_zeros(pair: tuple[Engine, Engine]) -> None:
+    p, d = pair
+    of_p, of_d = watch(p), watch(d)
+    tokens = 3 * BLOCK + 1
+    params = prefill(p, prompt(tokens))
+    assert of_p[-1]["leases"] == 1 and of_p[-1]["lease_blocks"] == 4, "reported in the step that ends the request"
+    request_id = d.add(prompt(tokens), params)
+    run([p, d], lambda: d.answers[request_id].finish is not None)
+    settle(p, d)
+    assert max(levels["loading"] for levels in of_d) == 1
+    assert not any(of_p[-1].values()) and not any(of_d[-1].values())
+    reports = len(of_p), len(of_d)
+    local = [engine.add(prompt(20, 3)) for engine in (p, d)]
+    run([p, d], lambda: all(engine.answers[one].finish is not None for engine, one in zip((p, d), local, strict=True)))
+    assert (len(of_p), len(of_d)) == reports, "zeros are reported once"
+
+
+def test_a_request_that_ends_early_is_in_no_stage_any_more(pair: tuple[Engine, Engine]) -> None:
+    p, d = pair
+    of_d = watch(d)
+    params = prefill(p, prompt(50))
+    request_id = d.add(prompt(50), params)
+    d.abort(request_id)
+    settle(p, d)
+    assert not of_d or not any(of_d[-1].values())
+    half = d.scheduler.connector._scheduler
+    assert not any(value for level, value in half.stats.levels.items()), half.stats.levels
