@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import Any
 
 import gpu_summary
-import streaming_summary
 from comparison import compared_cells
 from tables import COMPARED_HEADS, INTERVAL, NIXL, NIXL_THREAD, RULE, load, policy_sentence, table
 
@@ -296,7 +295,6 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "gpu-decode": gpu_summary.slow_down,
     "gpu-checksum": gpu_summary.checksums,
     "cpu-end-to-end": cpu_end_to_end,
-    "cpu-streaming": lambda: streaming_summary.section(machine),
     "cpu-wrong-tokens": wrong_tokens,
     "cpu-both-legs": both_legs,
     "cpu-bandwidth": cpu_bandwidth,
