@@ -52,10 +52,11 @@ def counts_of(result: dict[str, Any]) -> Counter[str]:
     loads = {kind: rows[kind]["handovers"] - rows[kind]["nothing_to_load"] for kind in (ENDED, REUSED, ERROR)}
     for kind in (ENDED, REUSED):
         assert rows[kind]["failed"] == loads[kind], rows[kind]
-    # Each of these errors happened. After it, a load inside its step failed, and one beside the steps was tried again.
+    # After such an error, a load inside its step failed, and one beside the steps was tried again. A load that failed
+    # before, as on a host that stands still, has begun no copy.
     error = rows[ERROR]
-    assert error["fired"] == loads[ERROR], error
-    assert error["failed"] + error["loaded_beside"] == error["fired"] and not error["loaded_inside_step"], error
+    assert error["failed"] + error["loaded_beside"] == loads[ERROR] and not error["loaded_inside_step"], error
+    loads[ERROR] = error["fired"]
     return Counter(loads) + Counter({what: figures[what] for what in ("failed_inside_step", "loaded_inside_step")})
 
 
