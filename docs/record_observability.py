@@ -32,7 +32,7 @@ from tests.support.tiny_model import ModelSpec, build_model
 
 FOLDER = Path(__file__).with_name("observability")
 PROTOCOL = "http/protobuf"
-SHOWN = ("Hand-overs", "Time of a hand-over", "Leases held", "Blocks held by leases", "Mean time by P engine")
+SHOWN = ("Hand-overs", "Time of a hand-over", "Leases held", "Blocks held by leases")
 """The panels whose first query is in the picture."""
 
 
@@ -57,7 +57,7 @@ def jaeger(spans: list[dict[str, Any]]) -> dict[str, Any]:
     return {"data": [{"traceID": spans[0]["trace"], "spans": made, "processes": processes}]}
 
 
-def traced_request(otlp: Receiver, router: Server, decode: Server) -> list[dict[str, Any]]:
+def traced_request(otlp: Receiver, router: Server) -> list[dict[str, Any]]:
     """The spans of one request, the second of its kind: the router asks P and D at once."""
     tracer = open_tracer(otlp.url)
     assert tracer is not None
@@ -108,7 +108,7 @@ def picture(prometheus: Prometheus, target: Path) -> None:
         form |= {f"g{number}.expr": texts[title], f"g{number}.tab": "0", f"g{number}.range_input": "2m"}
     url = f"{prometheus.server.url}/graph?{urllib.parse.urlencode(form)}"
     with tempfile.TemporaryDirectory() as profile:
-        options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1200,3300"]
+        options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1200,2660"]
         options += [f"--user-data-dir={profile}", "--virtual-time-budget=20000", f"--screenshot={target}"]
         subprocess.run([browser, *options, url], check=True, timeout=180, capture_output=True)
 
@@ -133,7 +133,7 @@ def main() -> None:
         prometheus = Prometheus(group, Path(name), {"prefill": prefill, "decode": decode})
         eventually(prometheus.ready, "Prometheus is ready")
         complete(router, prompt(300, 1))
-        spans = traced_request(otlp, router, decode)
+        spans = traced_request(otlp, router)
         (FOLDER / "trace.json").write_text(json.dumps(jaeger(spans), indent=1) + "\n")
         work(router, prefill, decode, seconds)
         picture(prometheus, FOLDER / "prometheus.png")

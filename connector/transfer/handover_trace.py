@@ -79,7 +79,8 @@ def lease_span(held: HeldLease, reason: str, end: float) -> RecordedSpan:
     attributes = {
         "kvferry.request_id": grant.request_id[:MAX_TEXT],
         "kvferry.tokens": grant.num_tokens,
-        "kvferry.blocks": sum(map(len, grant.block_ids)) // ID_BYTES,
+        "kvferry.blocks": sum(map(len, set(grant.block_ids)))
+        // ID_BYTES,  # regions of one block table share its blocks
         "kvferry.end": reason,
     }
     error = "" if reason == "released" else f"the lease ended by time ({reason})"

@@ -12,8 +12,11 @@ pytest.importorskip("opentelemetry.sdk.trace")
 from opentelemetry.sdk.trace import ReadableSpan
 
 from kvferry.connector.config import Settings
+from kvferry.connector.protocol import lease as lease_state
+from kvferry.connector.protocol.state_machine import Lifetime
 from kvferry.connector.protocol.step_plan import LeaseGrant, StepPlan, pack_ids
 from kvferry.connector.transfer import handover_trace
+from kvferry.connector.transfer.held_lease import HeldLease
 from tests.handover.gates import halves
 from tests.handover.opening import OURS, THEIRS, TOKENS
 from tests.handover.rank_group import RankGroup
@@ -153,6 +156,16 @@ def test_an_error_of_a_span_harms_no_hand_over(traced, monkeypatch: pytest.Monke
     monkeypatch.setattr(of_d.tracer, "record", fails)
     begin(p, d)
     assert wait(lambda: both_ended(p, d), [p, d]) and not d.failed
+
+
+def test_blocks_of_a_lease_count_once_for_each_block_table() -> None:
+    """A rank's grant has blocks for each of its regions."""
+    table, states = pack_ids([4, 5, 6]), pack_ids([9])
+    grant = LeaseGrant("req", bytes(16), TOKENS, (table, table, states, b""))
+    state = lease_state.grant(0.0, 30.0, 60.0)
+    held = HeldLease(grant, [], Lifetime(lease_state.LEASE, state, 0.0), begun_at=5.0)
+    span = handover_trace.lease_span(held, "expired", 7.0)
+    assert span.attributes["kvferry.blocks"] == 4 and (span.begin, span.end) == (5.0, 7.0) and "expired" in span.error
 
 
 def test_reads_beyond_the_bound_have_no_span(traced, monkeypatch: pytest.MonkeyPatch) -> None:
