@@ -156,9 +156,15 @@ def streaming(url: str) -> Iterator[httpx.Response]:
         yield response
 
 
+_TAKEN: list[socket.socket] = []
+
+
 def closed_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
+    """A port that refuses connections until the process ends: it is bound, so no other listener gets it."""
+    bound = socket.socket()
+    bound.bind(("127.0.0.1", 0))
+    _TAKEN.append(bound)
+    return int(bound.getsockname()[1])
 
 
 def leave_after(url: str, body: dict[str, Any], event: threading.Event) -> None:
