@@ -104,6 +104,11 @@ class Plane(ABC):
         """Bytes of staging memory that this plane has allocated so far, both directions together."""
         return 0
 
+    @property
+    def lanes(self) -> str:
+        """Which of several ways the bytes take over this plane, for logs; empty where the plane's name says it."""
+        return ""
+
     @abstractmethod
     def offer(self) -> bytes:
         """P: the data that a D needs to connect, at most ``MAX_PAYLOAD_BYTES``. It is made for one session with one D,

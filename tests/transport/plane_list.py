@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -18,13 +19,16 @@ ENCRYPTED = "-encrypted"
 
 
 def plane_of(name: str, context: PlaneContext) -> Plane:
-    """The plane of a name that may end with ``ENCRYPTED``."""
+    """The plane of a name that may end with ``ENCRYPTED``; ``nixl`` over TCP."""
+    if name == "nixl":
+        os.environ["UCX_TLS"] = "tcp"
     return make_plane(name.removesuffix(ENCRYPTED), replace(context, encrypt=name.endswith(ENCRYPTED)))
 
 
 def parameter(spec: PlaneSpec, device: str = "") -> Any:
     """A plane's name and a device type, marked where the plane needs an extra that a machine may lack."""
-    return pytest.param(f"{spec.name} {device}".rstrip(), marks=pytest.mark.ucx if spec.name == "ucx" else ())
+    marks = {"ucx": pytest.mark.ucx, "nixl": pytest.mark.nixl}
+    return pytest.param(f"{spec.name} {device}".rstrip(), marks=marks.get(spec.name, ()))
 
 
 def host_planes(*kinds: bool) -> list[Any]:
