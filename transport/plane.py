@@ -104,9 +104,9 @@ class Plane(ABC):
         """Bytes of staging memory that this plane has allocated so far, both directions together."""
         return 0
 
-    @property
-    def lanes(self) -> str:
-        """Which of several ways the bytes take over this plane, for logs; empty where the plane's name says it."""
+    def lanes_to(self, host: str) -> str:
+        """Which of several ways the bytes take to a peer at the numeric address ``host``, for logs; empty where the
+        name of the plane says it."""
         return ""
 
     @abstractmethod

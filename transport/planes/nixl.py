@@ -139,8 +139,7 @@ class NixlPlane(SocketPlane):
         self._timer = Timer()
         self._moved_at = 0.0
 
-    @property
-    def lanes(self) -> str:
+    def lanes_to(self, host: str) -> str:
         return self._lanes.shown
 
     @property
