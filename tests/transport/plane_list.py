@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +20,9 @@ ENCRYPTED = "-encrypted"
 def plane_of(name: str, context: PlaneContext) -> Plane:
     """The plane of a name that may end with ``ENCRYPTED``; ``nixl`` over TCP."""
     if name == "nixl":
-        os.environ["UCX_TLS"] = "tcp"
+        with pytest.MonkeyPatch.context() as over_tcp:
+            over_tcp.setenv("UCX_TLS", "tcp")
+            return make_plane(name, context)
     return make_plane(name.removesuffix(ENCRYPTED), replace(context, encrypt=name.endswith(ENCRYPTED)))
 
 

@@ -80,9 +80,9 @@ def test_device_of_an_address() -> None:
 
 def test_what_is_not_chosen_automatically() -> None:
     """UCX has an open port and is slower than tcp; zmq is for encrypted bytes."""
-    assert preferred_planes(CPU) == ("cma", "shm", "tcp")
-    assert preferred_planes(torch.device("cuda", 0)) == ("cuda_ipc", "ucx", "shm", "tcp")
-    assert {name for name in plane_names() if plane_spec(name).needs_keys} == {"ucx", "zmq"}
+    assert preferred_planes(CPU) == ("cma", "shm", "nixl", "tcp")
+    assert preferred_planes(torch.device("cuda", 0)) == ("cuda_ipc", "ucx", "nixl", "shm", "tcp")
+    assert {name for name in plane_names() if plane_spec(name).needs_keys} == {"nixl", "ucx", "zmq"}
 
 
 def test_ucx_has_no_tcp_port_beyond_the_host_but_for_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -307,16 +307,15 @@ class NixlPlane(SocketPlane):
 
     def _look(self) -> bool:
         """Take the READs that have ended a step further."""
-        under_way, moved = [], False
-        for fetch in self._fetches:
+        moved = False
+        for fetch in list(self._fetches):
             ended = fetch.read.ended()
-            if ended is None or (ended and self._goes_on(fetch)):
-                under_way.append(fetch)
-                moved |= ended is not None
+            if ended is None:
                 continue
             moved = True
-            self._finish(fetch, ok=ended)
-        self._fetches = under_way
+            if not (ended and self._goes_on(fetch)):
+                self._fetches.remove(fetch)
+                self._finish(fetch, ok=ended)
         if moved:
             self._moved_at = time.monotonic()
         return moved

@@ -53,7 +53,7 @@ def choose_lanes(host: str, environ: Mapping[str, str]) -> Lanes:
     listed = environ.get("UCX_TLS", "")
     names = {name.strip() for name in listed.split(",")}
     if listed and not listed.startswith("^") and "all" not in names:
-        settings = {}
+        settings = {"UCX_TLS": listed}
         if "tcp" in names and "UCX_NET_DEVICES" not in environ:
             device = device_of(host)
             if device is None:
