@@ -25,21 +25,19 @@ import os
 import socket
 import time
 import zlib
-from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 import msgspec
 import torch
 import zmq
-from msgspec import Meta
 
 from kvferry.transport.channels import Channel, DChannel, RecvChannel, SendChannel, Slot
 from kvferry.transport.errors import PlaneUnavailableError, ProtocolError, TransportError
 from kvferry.transport.plane import PlaneContext, decode_payload
 from kvferry.transport.planes.nixl_agent import NixlAgent, choose_lanes, nixl_release
 from kvferry.transport.planes.nixl_channels import Fetch, NixlRecvChannel, NixlSendChannel
+from kvferry.transport.planes.nixl_messages import NixlOffer, NixlReply, NixlSlots, NixlSource
 from kvferry.transport.socket_plane import SocketAttach, SocketPlane
-from kvferry.transport.sockets import MAX_UNAUTHENTICATED, SECRET_BYTES
 from kvferry.transport.staging import SlotPool
 from kvferry.transport.timer import Timer
 
@@ -54,52 +52,6 @@ _CLOSE_SECONDS = 0.5
 _MOST_PEERS = 256
 """Peers without a channel whose connections D keeps."""
 _USE_BYTES = 8
-
-_Address = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
-_Count = Annotated[int, Meta(ge=1, le=1 << 20)]
-
-
-class _Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``release`` and ``lanes`` must be D's own: NIXL's formats are not those of other releases."""
-
-    port: Annotated[int, Meta(gt=0, lt=65536)]
-    secret: Annotated[bytes, Meta(min_length=SECRET_BYTES, max_length=SECRET_BYTES)]
-    release: Annotated[str, Meta(max_length=64)]
-    lanes: Annotated[str, Meta(max_length=256)]
-
-
-class Slots(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """P's slots: slot i is the ``slot_bytes`` from ``address + i * slot_bytes`` on; the number of its use is the word
-    at ``uses + 8 * i``. ``device``: the index of P's GPU, ``None`` for host memory."""
-
-    address: _Address
-    slot_bytes: Annotated[int, Meta(ge=4096, le=1 << 40)]
-    count: _Count
-    uses: _Address
-    device: Annotated[int, Meta(ge=0, le=1024)] | None
-
-
-class _Reply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """P's agent. ``metadata``: what NIXL needs for the slots and for the numbers of their uses. The checksum keeps
-    damaged bytes from NIXL."""
-
-    agent: Annotated[str, Meta(min_length=1, max_length=64)]
-    metadata: Annotated[list[Annotated[bytes, Meta(max_length=24 << 10)]], Meta(min_length=2, max_length=2)]
-    checksum: Annotated[int, Meta(ge=0, lt=1 << 32)]
-    slots: Slots
-
-
-@dataclass(slots=True)
-class NixlSource:
-    """D: one life of a P whose slots D READs. ``channels``: those that are open. ``fetches``: READs under way.
-    ``lives_on``: P has said that its process lives. Else the connection is closed with the last channel."""
-
-    agent: str
-    slots: Slots
-    channels: int = 0
-    fetches: int = 0
-    broken: bool = False
-    lives_on: bool = False
 
 
 class NixlPlane(SocketPlane):
@@ -165,13 +117,11 @@ class NixlPlane(SocketPlane):
 
     def offer(self) -> bytes:
         if not self._port:
-            listener = _listener(self._host)
-            self._port = listener.getsockname()[1]
-            self.listen(listener, arrived=self._came)
-        return msgspec.msgpack.encode(_Offer(self._port, self.new_secret(), self._release, self._lanes.kind))
+            self._port = self.listen_tcp(self._host, arrived=self._came)
+        return msgspec.msgpack.encode(NixlOffer(self._port, self.new_secret(), self._release, self._lanes.kind))
 
     def connect(self, offer: bytes, host: str) -> tuple[RecvChannel, bytes]:
-        theirs = decode_payload(offer, _Offer, "nixl offer")
+        theirs = decode_payload(offer, NixlOffer, "nixl offer")
         if theirs.release != self._release:
             raise PlaneUnavailableError(
                 f"nixl: P has NIXL {theirs.release[:64]!r}, this host {self._release}; install the same on both"
@@ -180,19 +130,9 @@ class NixlPlane(SocketPlane):
             raise PlaneUnavailableError(f"nixl: P's lanes are {theirs.lanes[:256]!r}, ours {self._lanes.kind!r}")
         try:
             self._prepare_to_receive()
-            family, _, _, _, address = socket.getaddrinfo(
-                host, theirs.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
-            )[0]
-            sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        except (OSError, TransportError) as error:
-            raise PlaneUnavailableError(f"nixl: no channel can be made: {error}") from None
-        try:
-            sock.connect(address)
-        except BlockingIOError:
-            pass  # the connection is being made
-        except OSError as error:
-            sock.close()
-            raise PlaneUnavailableError(f"nixl: {host} cannot be reached: {error.strerror}") from None
+        except TransportError as error:
+            raise PlaneUnavailableError(f"nixl: no staging memory can be had: {error}") from None
+        sock = self.connect_tcp(host, theirs.port)
         attach = self.new_attach()
         channel = NixlRecvChannel(self, sock, theirs.secret + attach.channel)
         self.channels[channel] = None
@@ -214,7 +154,7 @@ class NixlPlane(SocketPlane):
 
     def finish(self, channel: DChannel, reply: bytes) -> None:
         assert isinstance(channel, NixlRecvChannel)
-        theirs = decode_payload(reply, _Reply, "nixl reply")
+        theirs = decode_payload(reply, NixlReply, "nixl reply")
         if zlib.crc32(b"".join(theirs.metadata)) != theirs.checksum:
             raise ProtocolError("nixl reply: the metadata is damaged")
         source = self._sources.get(theirs.agent)
@@ -241,9 +181,9 @@ class NixlPlane(SocketPlane):
             assert slab is not None
             metadata = [self.agent.register(slab), self.agent.register(self._uses.view(torch.uint8))]
             device = slab.device.index if slab.is_cuda else None
-            slots = Slots(slab.data_ptr(), self.slot_bytes, self.send_pool.capacity, self._uses.data_ptr(), device)
+            slots = NixlSlots(slab.data_ptr(), self.slot_bytes, self.send_pool.capacity, self._uses.data_ptr(), device)
             checksum = zlib.crc32(b"".join(metadata))
-            self._reply = msgspec.msgpack.encode(_Reply(self.agent.name, metadata, checksum, slots))
+            self._reply = msgspec.msgpack.encode(NixlReply(self.agent.name, metadata, checksum, slots))
         return self._reply
 
     def _prepare_to_receive(self) -> None:
@@ -436,19 +376,3 @@ class NixlPlane(SocketPlane):
         self._fetches.clear()
         self._sources.clear()
         self._timer.close()
-
-
-def _listener(host: str) -> socket.socket:
-    """A listening socket at a port that the system chooses."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-    except OSError as error:
-        raise PlaneUnavailableError(f"nixl: {host!r} is no address: {error.strerror}") from None
-    try:
-        listener.bind(address)
-        listener.listen(MAX_UNAUTHENTICATED)
-    except OSError as error:
-        listener.close()
-        raise PlaneUnavailableError(f"nixl: cannot listen on {host}: {error.strerror}") from None
-    return listener

@@ -185,7 +185,9 @@ class NixlAgent:
         binding = self.binding
         row = _row(memory)
         ours = binding.nixlXferDList(_segment(binding, memory.device.type), [row])
-        theirs = binding.nixlXferDList(_segment(binding, "cpu" if device is None else "cuda"), [(address, row[1], device or 0)])
+        theirs = binding.nixlXferDList(
+            _segment(binding, "cpu" if device is None else "cuda"), [(address, row[1], device or 0)]
+        )
         try:
             handle = self.native.createXferReq(binding.NIXL_READ, ours, theirs, name, "", [self._backend])
             self.native.postXferReq(handle, "")

@@ -1,7 +1,8 @@
-"""The two ends of a NIXL channel: a TCP connection that carries announcements, beside the READs that carry the bytes."""
+"""The two ends of a NIXL channel: a TCP connection for announcements, beside the READs that carry the bytes."""
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
 from collections import deque
@@ -10,13 +11,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvferry.transport.channels import Channel, ExpectingChannel, Pieces, Received, SendChannel, Slot
-from kvferry.transport.errors import TransportError
+from kvferry.transport.channels import Channel, ExpectingChannel, Received, SendChannel, Slot
 from kvferry.transport.planes.nixl_agent import NixlRead
+from kvferry.transport.planes.nixl_messages import NixlSource
 from kvferry.transport.sockets import ENDED, READABLE, WRITABLE
 
 if TYPE_CHECKING:
-    from kvferry.transport.planes.nixl import NixlPlane, NixlSource
+    from kvferry.transport.planes.nixl import NixlPlane
 
 _READY = struct.Struct("!IQQQ")
 """P: a message is ready in slot (index), in this use of the slot, of so many bytes, under this tag."""
@@ -54,17 +55,23 @@ class Fetch:
 class _Connection:
     """The messages of a fixed size that one end receives, and the bytes that it still has to send."""
 
-    def __init__(self, plane: NixlPlane, channel: Channel, sock: socket.socket, form: struct.Struct) -> None:
+    def __init__(
+        self, plane: NixlPlane, channel: Channel, sock: socket.socket, form: struct.Struct, serve: Callable[[], None]
+    ) -> None:
+        """``serve`` is called when the socket is ready."""
         self.sock = sock
-        self._plane, self._channel, self._form = plane, channel, form
+        self._plane, self._channel, self._form, self._serve = plane, channel, form, serve
         self._received = b""
         self._to_send = b""
 
-    def watch(self, handler: Callable[[], None]) -> None:
-        """Call ``handler`` when the socket is ready."""
-        self._handler = handler
+    def watch(self) -> None:
+        """From now on the connection stands."""
+        self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._watch()
+
+    def _watch(self) -> None:
         events = READABLE | ENDED | (WRITABLE if self._to_send else 0)
-        self._plane.sockets.watch(self.sock, handler, events)
+        self._plane.sockets.watch(self.sock, self._serve, events)
 
     def send(self, data: bytes = b"") -> None:
         """Send as much as the socket takes now, and the rest when it is writable."""
@@ -79,7 +86,7 @@ class _Connection:
             self._channel.fail(f"nixl: the connection broke: {error.strerror}")
             return
         if waited != bool(self._to_send):
-            self.watch(self._handler)
+            self._watch()
 
     def receive(self) -> list[tuple[int, ...]]:
         """The messages that have arrived. At the end of the stream the channel gets an error."""
@@ -115,9 +122,8 @@ class NixlSendChannel(SendChannel):
 
     def connected(self, sock: socket.socket) -> None:
         """D's connection is here."""
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._connection = _Connection(self._plane, self, sock, _FREE)
-        self._connection.watch(self._serve)
+        self._connection = _Connection(self._plane, self, sock, _FREE, self._serve)
+        self._connection.watch()
 
     def acquire(self) -> Slot | None:
         if self.closed or self.error is not None or self._connection is None:
@@ -180,8 +186,7 @@ class NixlRecvChannel(ExpectingChannel):
         self.receiving: set[int] = set()
         self._plane = plane
         self._ready: deque[Ready] = deque()
-        self._connection = _Connection(plane, self, sock, _READY)
-        self._connection._handler = self._serve
+        self._connection = _Connection(plane, self, sock, _READY, self._serve)
         self._hello = hello
         plane.sockets.watch(sock, self._connected, WRITABLE)
 
@@ -191,11 +196,10 @@ class NixlRecvChannel(ExpectingChannel):
     def _connected(self) -> None:
         number = self._connection.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if number:
-            self.fail(f"nixl: the producer cannot be reached: {TransportError(number)}")
+            self.fail(f"nixl: the producer cannot be reached: {os.strerror(number)}")
             return
-        self._connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._connection.watch()
         self._connection.send(self._hello)
-        self._connection.watch(self._serve)
 
     def _serve(self) -> None:
         self._connection.send()
