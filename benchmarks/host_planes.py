@@ -240,7 +240,7 @@ def compare_nixl(config: dict[str, Any], rounds: int) -> dict[str, Any]:
 def compare_nixl_plane(config: dict[str, Any], rounds: int) -> dict[str, Any]:
     """The plane ``nixl``, NIXL's own descriptors, and NIXL's operations on whole slots, in turn over the same lanes."""
     with ExitStack() as stack:
-        pairs = [Pair(kind, "tcp", config, stack) for kind in (NIXL_PLANE, NIXL, *NIXL_RAW, "tcp", "ucx")]
+        pairs = [Pair(kind, "tcp", config, stack) for kind in (NIXL_PLANE, NIXL, NIXL_THREAD, *NIXL_RAW, "tcp", "ucx")]
         seconds = measure(pairs, config["kib"], rounds)
     rows = [
         {

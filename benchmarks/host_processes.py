@@ -49,13 +49,14 @@ class PlaneEndpoint:
         self.plane = make_plane(
             name,
             PlaneContext(
-                "127.0.0.1",
+                config.host,
                 slot_bytes=config.slot_bytes,
                 staging_bytes=config.staging_bytes,
                 keys=Keys(config.secret_key),
                 encrypt=config.encrypt,
             ),
         )
+        self.peer = config.peer
         self.caches = caches
         self.checksum: ChecksumName | None = "xxh3" if config.checksum else None
 
@@ -120,7 +121,7 @@ class PlaneTarget(PlaneEndpoint):
     def exchange(self, blob: bytes | None) -> bytes | None:
         assert blob is not None
         if self.channel is None:
-            channel, payload = self.plane.connect(blob, "127.0.0.1")
+            channel, payload = self.plane.connect(blob, self.peer)
             assert not channel.pulls
             self.channel = channel
             return payload

@@ -41,7 +41,7 @@ from kvferry.transport.socket_plane import SocketAttach, SocketPlane
 from kvferry.transport.staging import SlotPool
 from kvferry.transport.timer import Timer
 
-_WINDOWS, _GPU_WINDOWS = (4, 3), (6, 4)
+_WINDOWS, _GPU_WINDOWS = (8, 6), (6, 4)
 """Slots of one channel that P has in use, and READs of one channel that D has under way."""
 _LOOK_SECONDS = (50e-6, 2e-3)
 """D looks at its READs after a quarter of the time since the last one ended, within these bounds."""
@@ -82,7 +82,9 @@ class NixlPlane(SocketPlane):
         )
         self._uses = torch.zeros(self.send_pool.capacity, dtype=torch.int64)
         self._uses_seen = torch.zeros(self._recv_pool.capacity, dtype=torch.int64)
-        self._agent = NixlAgent(self._lanes) if self._lanes.rdma else None
+        self._agent = NixlAgent(self._lanes)
+        if self._lanes.rdma:
+            self._agent.start()
         self._reply: bytes = b""
         self._receiving = False
         self._sources: dict[str, NixlSource] = {}
@@ -105,9 +107,8 @@ class NixlPlane(SocketPlane):
 
     @property
     def agent(self) -> NixlAgent:
-        """The agent. Over TCP, which opens a port, there is none before the first hand-over."""
-        if self._agent is None:
-            self._agent = NixlAgent(self._lanes)
+        """The agent. Over TCP, which opens a port, its UCX does not start before the first hand-over."""
+        self._agent.start()
         return self._agent
 
     def slower_because(self, offer: bytes, *, reached: bool) -> str:
@@ -131,7 +132,7 @@ class NixlPlane(SocketPlane):
         try:
             self._prepare_to_receive()
         except TransportError as error:
-            raise PlaneUnavailableError(f"nixl: no staging memory can be had: {error}") from None
+            raise PlaneUnavailableError(f"nixl: {str(error).removeprefix('nixl: ')}") from None
         sock = self.connect_tcp(host, theirs.port)
         attach = self.new_attach()
         channel = NixlRecvChannel(self, sock, theirs.secret + attach.channel)
@@ -369,8 +370,7 @@ class NixlPlane(SocketPlane):
         while self._fetches and time.monotonic() < deadline:
             self._look()
         super().close()
-        if self._agent is not None:
-            self._agent.close()  # ends the READs under way
+        self._agent.close()  # ends the READs under way
         for fetch in self._fetches:
             self._recv_pool.revive(fetch.slot)
         self._fetches.clear()

@@ -114,14 +114,16 @@ class NixlRead:
 
 
 class NixlAgent:
-    """One agent with NIXL's UCX backend, and one thread of NIXL, which sleeps while nothing moves.
+    """One agent, and from ``start`` on NIXL's UCX with one thread of NIXL, which sleeps while nothing moves.
 
     Raises:
-        PlaneUnavailableError: NIXL or its UCX does not start on this machine.
+        PlaneUnavailableError: NIXL does not load on this machine.
     """
 
     def __init__(self, lanes: Lanes) -> None:
         package, _ = nixl_release()
+        self._lanes = lanes
+        self._backend: int | None = None
         self.name = secrets.token_hex(8)
         try:
             self.binding: Any = import_module(f"{package}._bindings")
@@ -131,11 +133,23 @@ class NixlAgent:
         config.useProgThread, config.useListenThread = True, False
         config.pthrDelay = _PROGRESS_MICROSECONDS
         try:
-            with _environment(lanes.settings):
-                self.native: Any = self.binding.nixlAgent(self.name, config)
-                self._backend = self.native.createBackend("UCX", {"ucx_error_handling_mode": "peer"})
+            self.native: Any = self.binding.nixlAgent(self.name, config)
         except Exception as error:  # any reason why NIXL does not start on this machine
-            raise PlaneUnavailableError(f"nixl: NIXL does not start with {lanes.shown}: {error}") from None
+            raise PlaneUnavailableError(f"nixl: NIXL does not start: {error}") from None
+
+    def start(self) -> None:
+        """Start UCX, if it has not started. Over TCP it listens from then on.
+
+        Raises:
+            PlaneUnavailableError: it does not start on this machine.
+        """
+        if self._backend is not None:
+            return
+        try:
+            with _environment(self._lanes.settings):
+                self._backend = self.native.createBackend("UCX", {"ucx_error_handling_mode": "peer"})
+        except Exception as error:  # any reason why UCX does not start on this machine
+            raise PlaneUnavailableError(f"nixl: UCX does not start with {self._lanes.shown}: {error}") from None
 
     def register(self, memory: torch.Tensor) -> bytes:
         """Register ``memory``, uint8 [n]. Returns our address, and what a peer needs to READ the memory.
