@@ -296,13 +296,15 @@ class Peer:
             answer = {"ok": getattr(self, "do_" + command.pop("do"))(**command)}
         except KVFerryError as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(answer), flush=True)
+        print(json.dumps(answer), file=ANSWERS, flush=True)
 
 
 if __name__ == "__main__":
+    ANSWERS = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # UCX logs to stdout; that must not look like an answer
     started = time.monotonic()
     device = torch.device(*((sys.argv[4],) if sys.argv[4] == "cpu" else (sys.argv[4], 0)))
     pulls = plane_spec(sys.argv[1].removesuffix(ENCRYPTED)).load().pulls
     peer = Peer(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), device, MEMORY_BYTES if pulls else 0)
-    print(json.dumps({"ready": os.getpid()}), flush=True)
+    print(json.dumps({"ready": os.getpid()}), file=ANSWERS, flush=True)
     peer.serve()

@@ -95,6 +95,18 @@ def test_ucx_has_no_tcp_port_beyond_the_host_but_for_other_hosts(monkeypatch: py
     assert "TLS" not in ucx_library.settings_for("127.0.0.1", {**rdma, "UCX_TLS": "all"}, here=False)
 
 
+def test_lanes_of_ucx(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the words of the plane ``nixl``."""
+    monkeypatch.setattr(ucx_library, "active_ports", lambda: ["mlx5_0:1"])
+
+    def lanes(environ: dict[str, str], *, here: bool = False, on_gpu: bool = False) -> str:
+        return ucx_library.lanes_to("127.0.0.1", environ, here=here, on_gpu=on_gpu)
+
+    assert lanes({}) == lanes({}, here=True) == "TCP on lo" and lanes({}, here=True, on_gpu=True) == "CUDA IPC"
+    rdma = {"RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY": "true"}
+    assert lanes(rdma) == "RDMA on mlx5_0:1" and lanes(rdma | {"UCX_TLS": "rc"}) == "UCX_TLS=rc"
+
+
 def test_ucx_does_not_listen_on_all_devices_for_want_of_a_known_one() -> None:
     with pytest.raises(PlaneUnavailableError, match=r"no network device is known by its address 192\.0\.2\.77"):
         ucx_library.settings_for("192.0.2.77", {}, here=False)

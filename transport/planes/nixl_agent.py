@@ -28,7 +28,7 @@ _PROGRESS_MICROSECONDS = 100_000
 sleep: it then takes 15 to 20 % of a core while nothing moves, with this value 0.05 %."""
 _GPU_DEVICE = Path("/dev/nvidiactl")
 _PEERMEM = Path("/sys/module/nvidia_peermem")
-_DMA_BUF = Path("/sys/module/nvidia/parameters/NVreg_OpenRmEnableUnsupportedGpus")
+_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 class Lanes(NamedTuple):
@@ -75,7 +75,10 @@ def choose_lanes(host: str, environ: Mapping[str, str]) -> Lanes:
 
 def _has_gpudirect() -> bool:
     """Whether a NIC can reach a GPU's memory: by NVIDIA's module, or by the open kernel driver's dma-buf."""
-    return _PEERMEM.exists() or _DMA_BUF.exists()
+    try:
+        return _PEERMEM.exists() or "Open Kernel Module" in _DRIVER.read_text()
+    except OSError:
+        return False
 
 
 def nixl_release() -> tuple[str, str]:
