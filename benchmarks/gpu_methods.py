@@ -47,8 +47,16 @@ class Method:
         return self.name not in ("nixl", "memcpy_async") or not point.changes
 
 
+NIXL_PLANE = "nixl_plane"
+"""KVFerry's plane ``nixl``; ``nixl`` is NIXL's own way. Without RDMA: ``UCX_TLS=cuda,tcp`` for both."""
 PLANES = tuple(
-    Method(spec.name, "plane", (("plane", spec.name),), gpu_only=spec.host is None) for spec in plane_specs()
+    Method(
+        NIXL_PLANE if spec.name == "nixl" else spec.name,
+        "plane",
+        (("plane", spec.name),),
+        gpu_only=spec.host is None,
+    )
+    for spec in plane_specs()
 )
 UCX_MOVING = Method(f"ucx{MOVING}", "plane", (("plane", "ucx"),))
 RIVALS = (

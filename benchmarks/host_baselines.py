@@ -64,16 +64,66 @@ class NixlTarget(NixlSource):
         return took
 
 
+class NixlRaw(NixlSource):
+    """Raw NIXL: ``operation`` (READ or WRITE) of 4 MiB by D, four in flight, contiguous."""
+
+    def __init__(self, role: str, config: Config, caches: dict[int, Cache], operation: str) -> None:
+        memory = torch.ones(config.mib << 20, dtype=torch.uint8)
+        super().__init__(role, config, {0: _Whole(memory)}, thread=role == "source")
+        self.operation, self.memory = operation, memory
+
+    def exchange(self, blob: bytes | None) -> bytes | None:
+        if blob is None:
+            return super().exchange(None)
+        peer = json.loads(blob)
+        name = self.agent.add_remote_agent(base64.b64decode(peer["metadata"]))
+        self.name = name.decode() if isinstance(name, bytes) else name
+        (self.theirs,) = peer["tables"]["0"]
+        return None
+
+    def move(self, kib: int) -> float | None:
+        if not hasattr(self, "name"):
+            return super().move(kib)
+        start = time.perf_counter()
+        offsets, flying = iter(range(0, self.memory.numel(), RAW_MESSAGE)), []
+        offset = next(offsets, None)
+        while offset is not None or flying:
+            while offset is not None and len(flying) < RAW_WINDOW:
+                ours, theirs = (
+                    self.agent.get_xfer_descs([(base + offset, RAW_MESSAGE, 0)], "DRAM")
+                    for base in (self.memory.data_ptr(), self.theirs)
+                )
+                flying.append(self.agent.initialize_xfer(self.operation, ours, theirs, self.name))
+                self.agent.transfer(flying[-1])
+                offset = next(offsets, None)
+            states = [(handle, self.agent.check_xfer_state(handle)) for handle in flying]
+            assert all(state != "ERR" for _, state in states)
+            flying = [handle for handle, state in states if state == "PROC"]
+        return time.perf_counter() - start
+
+
+class _Whole:
+    """A memory in one piece, as ``NixlSource`` takes caches."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+
+    def addresses(self) -> list[int]:
+        return [self.memory.data_ptr()]
+
+
 class UcxxRaw:
     """Raw UCXX bulk: tagged messages of 4 MiB, four in flight, contiguous, with the plane's own settings."""
 
     def __init__(self, role: str, config: Config, caches: dict[int, Cache]) -> None:
+        from kvferry.transport.planes.ucx_library import load_array
         from kvferry.transport.planes.ucx_worker import UcxWorker
 
+        array = load_array()
         self.source = role == "source"
-        self.worker = UcxWorker("127.0.0.1")
+        self.worker = UcxWorker("127.0.0.1", here=True)
         memory = torch.ones(config.mib << 20, dtype=torch.uint8)
-        self.pieces = [self.worker.memory(piece) for piece in memory.split(RAW_MESSAGE)]
+        self.pieces = [array(piece.numpy()) for piece in memory.split(RAW_MESSAGE)]
         self.address_sent = False
 
     def exchange(self, blob: bytes | None) -> bytes | None:

@@ -31,6 +31,10 @@ class Config:
     staging_bytes: int
     secret_key: str
     """For the plane ``zmq``."""
+    host: str = "127.0.0.1"
+    """The address of this process."""
+    peer: str = "127.0.0.1"
+    """The address of the source, for the target."""
     encrypt: bool = False
     checksum: bool = False
     """Whether our push planes carry a checksum behind each message."""

@@ -30,16 +30,16 @@ from typing import Any
 import empty_handover
 import report
 import zmq
-from tables import NIXL, NIXL_THREAD
+from tables import NIXL, NIXL_PLANE, NIXL_RAW, NIXL_THREAD
 
 from kvferry.transport.channels import CPU
 from kvferry.transport.registry import preferred_planes
 
 HERE = Path(__file__).resolve().parent
-PLANES = preferred_planes(CPU)
+PLANES = tuple(name for name in preferred_planes(CPU) if name != "nixl")
 SAME_HOST = ("cma", "shm", "tcp", "ucx", "zmq", "nixl")
-TCP = ("tcp", "ucx", "zmq", "nixl", "ucxx raw", "raw socket")
-BULK = ("ucxx raw", "raw socket", "memcpy")
+TCP = ("tcp", "ucx", "zmq", NIXL_PLANE, NIXL, *NIXL_RAW, "ucxx raw", "raw socket")
+BULK = ("ucxx raw", "raw socket", "memcpy", *NIXL_RAW)
 
 
 class Process:
@@ -92,7 +92,7 @@ class Pair:
         self.move(config["kib"][0])
 
     def _signal(self, number: signal.Signals) -> None:
-        if self.kind not in (NIXL, NIXL_THREAD):  # the others sleep by themselves
+        if self.kind not in (NIXL, NIXL_THREAD, *NIXL_RAW):  # the others sleep by themselves
             return
         for end in (self.source, self.target):
             end.process.send_signal(number)
@@ -147,10 +147,13 @@ def summarise(rates: dict[tuple[str, str, int], float], sizes: list[int]) -> dic
         "ucx_vs_staged_ceiling": rate("tcp", "ucx", best) / ceiling,
         "zmq_tcp_vs_raw_socket": rate("tcp", "zmq", best) / rate("tcp", "raw socket"),
     }
+    for kind, operation in NIXL_RAW.items():
+        ratios[f"nixl_plane_vs_raw_{operation}"] = rate("tcp", NIXL_PLANE, best) / rate("tcp", kind)
     for kib in (8, 32):
         if kib in sizes:
             ratios[f"tcp_vs_nixl_{kib}k"] = rate("tcp", "tcp", kib) / rate("tcp", "nixl", kib)
             ratios[f"ucx_tcp_vs_nixl_{kib}k"] = rate("tcp", "ucx", kib) / rate("tcp", "nixl", kib)
+            ratios[f"nixl_plane_vs_nixl_{kib}k"] = rate("tcp", NIXL_PLANE, kib) / rate("tcp", NIXL, kib)
             ratios[f"cma_vs_nixl_{kib}k"] = rate("host", "cma", kib) / rate("host", "nixl", kib)
             ratios[f"shm_vs_nixl_{kib}k"] = rate("host", "shm", kib) / rate("host", "nixl", kib)
     return ratios
@@ -234,6 +237,25 @@ def compare_nixl(config: dict[str, Any], rounds: int) -> dict[str, Any]:
     return {"ratios": {}, "figures": {}, "rows": rows, "rounds": rounds}
 
 
+def compare_nixl_plane(config: dict[str, Any], rounds: int) -> dict[str, Any]:
+    """The plane ``nixl``, NIXL's own descriptors, and NIXL's operations on whole slots, in turn over the same lanes."""
+    with ExitStack() as stack:
+        pairs = [Pair(kind, "tcp", config, stack) for kind in (NIXL_PLANE, NIXL, NIXL_THREAD, *NIXL_RAW, "tcp", "ucx")]
+        seconds = measure(pairs, config["kib"], rounds)
+    rows = [
+        {
+            "kind": kind,
+            "block_kib": kib,
+            "gb_per_s": (config["mib"] << 20) / statistics.median(times) / 1e9,
+            "seconds": times,
+        }
+        for (_, kind, kib), times in seconds.items()
+    ]
+    for row in rows:
+        print(f"{row['kind']:20}{row['block_kib'] or 'bulk':>6}{row['gb_per_s']:8.2f} GB/s")
+    return {"rows": rows, "rounds": rounds, "mib": config["mib"]}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mib", type=int, default=64, help="MiB that one transfer moves")
@@ -246,6 +268,7 @@ def main() -> None:
     parser.add_argument(
         "--compare-nixl", action="store_true", help="only NIXL, with a progress thread on D and without"
     )
+    parser.add_argument("--nixl-plane", action="store_true", help="only the plane nixl and NIXL itself, over TCP")
     options = parser.parse_args()
     config = {
         "mib": options.mib,
@@ -257,6 +280,9 @@ def main() -> None:
     }
     if options.sweep_shm:
         sweep_shm(config, options.rounds)
+        return
+    if options.nixl_plane:
+        report.write(options.json, compare_nixl_plane(config, options.rounds))
         return
     if options.compare_nixl:
         report.write(options.json, compare_nixl(config, options.rounds))

@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 import torch
 import zmq
-from host_baselines import Memcpy, NixlSource, NixlTarget, SocketRaw, UcxxRaw
+from host_baselines import Memcpy, NixlRaw, NixlSource, NixlTarget, SocketRaw, UcxxRaw
 from host_endpoints import Cache, Config, Endpoint, ReadSource, stopped
-from tables import NIXL, NIXL_THREAD
+from tables import NIXL, NIXL_PLANE, NIXL_RAW, NIXL_THREAD
 
 from kvferry.connector.geometry.byte_ranges import byte_ranges
 from kvferry.connector.geometry.spans import Chunk
@@ -49,13 +49,14 @@ class PlaneEndpoint:
         self.plane = make_plane(
             name,
             PlaneContext(
-                "127.0.0.1",
+                config.host,
                 slot_bytes=config.slot_bytes,
                 staging_bytes=config.staging_bytes,
                 keys=Keys(config.secret_key),
                 encrypt=config.encrypt,
             ),
         )
+        self.peer = config.peer
         self.caches = caches
         self.checksum: ChecksumName | None = "xxh3" if config.checksum else None
 
@@ -120,7 +121,7 @@ class PlaneTarget(PlaneEndpoint):
     def exchange(self, blob: bytes | None) -> bytes | None:
         assert blob is not None
         if self.channel is None:
-            channel, payload = self.plane.connect(blob, "127.0.0.1")
+            channel, payload = self.plane.connect(blob, self.peer)
             assert not channel.pulls
             self.channel = channel
             return payload
@@ -220,14 +221,17 @@ class CmaTarget(CmaSource):
 
 
 def contender(kind: str, role: str, config: Config, caches: dict[int, Cache]) -> Endpoint:
-    if kind in ("shm", "tcp", "ucx", "zmq"):
-        return (PlaneSource if role == "source" else PlaneTarget)(kind, config, caches)
+    if kind in ("shm", "tcp", "ucx", "zmq", NIXL_PLANE):
+        name = "nixl" if kind == NIXL_PLANE else kind
+        return (PlaneSource if role == "source" else PlaneTarget)(name, config, caches)
     if kind == "cma":
         return (CmaSource if role == "source" else CmaTarget)(kind, config, caches)
     if kind in (NIXL, NIXL_THREAD):
         if role == "source":
             return NixlSource(role, config, caches)
         return NixlTarget(role, config, caches, thread=kind == NIXL_THREAD)
+    if kind in NIXL_RAW:
+        return NixlRaw(role, config, caches, NIXL_RAW[kind])
     return {"ucxx raw": UcxxRaw, "raw socket": SocketRaw, "memcpy": Memcpy}[kind](role, config, caches)
 
 
@@ -237,7 +241,7 @@ def main() -> None:
     torch.set_num_threads(1)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library prints must not look like an answer
-    bulk = kind in ("ucxx raw", "raw socket", "memcpy")
+    bulk = kind in ("ucxx raw", "raw socket", "memcpy", *NIXL_RAW)
     # One memory serves all block sizes: the source fills it once, the target is overwritten anyway.
     seed = 1 if role == "source" else 2
     memory = torch.from_numpy(np.random.default_rng(seed).integers(0, 256, config.mib << 21, dtype=np.uint8))

@@ -12,6 +12,10 @@ RECOMMENDED_POLICY = "recompute"
 
 NIXL, NIXL_THREAD = "nixl", "nixl, progress thread on D"
 """NIXL, whose progress thread on P serves; D polls in a loop, with or without a progress thread beside it."""
+NIXL_PLANE = "nixl plane"
+"""KVFerry's plane ``nixl``; ``NIXL`` is NIXL's own way."""
+NIXL_RAW = {"nixl raw read": "READ", "nixl raw write": "WRITE"}
+"""NIXL's operations of 4 MiB in one piece."""
 RULE = (
     "TTFT is D's time to first token for a prompt whose KV comes from P. The difference is the median TTFT of KVFerry "
     "minus that of NIXL; below 0 KVFerry is faster. Hand-over time is the median TTFT minus a baseline that is the "

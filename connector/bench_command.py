@@ -21,7 +21,7 @@ from kvferry.connector.bench.ceilings import Ceiling, ceilings
 from kvferry.connector.bench.cells import Cell, PlaneFailedError, measure
 from kvferry.connector.command_files import read_model_config, write_file
 from kvferry.connector.config import Settings
-from kvferry.connector.doctor.planes import why_not
+from kvferry.connector.doctor.planes import look
 from kvferry.connector.geometry.topology import TpKVTopology
 from kvferry.connector.planning.calibrate import measured_costs
 from kvferry.connector.planning.model_shape import ModelShape, model_shape
@@ -174,7 +174,7 @@ def _planes(wanted: Sequence[str] | None, device: torch.device) -> tuple[list[st
     found, missing = [], []
     for spec in specs:
         why = (
-            why_not(spec, device, settings, keys) if spec.use(device) else f"it carries no {MEMORY[device.type]} memory"
+            look(spec, device, settings, keys)[0] if spec.use(device) else f"it carries no {MEMORY[device.type]} memory"
         )
         if not why:
             found.append(spec.name)

@@ -104,6 +104,11 @@ class Plane(ABC):
         """Bytes of staging memory that this plane has allocated so far, both directions together."""
         return 0
 
+    def lanes_to(self, host: str) -> str:
+        """Which of several ways the bytes take to a peer at the numeric address ``host``, for logs; empty where the
+        name of the plane says it."""
+        return ""
+
     @abstractmethod
     def offer(self) -> bytes:
         """P: the data that a D needs to connect, at most ``MAX_PAYLOAD_BYTES``. It is made for one session with one D,

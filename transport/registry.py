@@ -150,6 +150,16 @@ register(
 )  # fmt: skip
 register(
     PlaneSpec(
+        "nixl", f"{_PLANES}.nixl:NixlPlane", "between hosts with RDMA hardware",
+        "P packs into registered slots, D reads each with one RDMA READ, and unpacks",
+        # After shm and before tcp. ``ucx`` comes first between the GPUs of one host, over NVLink, and where the user
+        # has told it to use a system's UCX; between other hosts it has TCP only, and says so.
+        host=Use(25), gpu=Use(25, slot_bytes=32 << 20), extra="kvferry[rdma]",
+        needs_keys="NIXL parses the peer's metadata in native code",
+    )
+)  # fmt: skip
+register(
+    PlaneSpec(
         "zmq", f"{_PLANES}.zmq:ZmqPlane", "anywhere",
         "packed, sent as encrypted ZMQ messages, unpacked",
         host=Use(50, auto=False), gpu=Use(50, auto=False), encrypts=True,

@@ -16,9 +16,9 @@ import zmq
 from msgspec import Meta
 
 from kvferry.transport.channels import Channel
-from kvferry.transport.errors import TransportError
+from kvferry.transport.errors import PlaneUnavailableError, TransportError
 from kvferry.transport.plane import Plane
-from kvferry.transport.sockets import CHANNEL_BYTES, PendingConnections, Secrets, Sockets
+from kvferry.transport.sockets import CHANNEL_BYTES, MAX_UNAUTHENTICATED, PendingConnections, Secrets, Sockets
 
 
 class SocketAttach(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -59,6 +59,47 @@ class SocketPlane(Plane):
     def new_attach(self) -> SocketAttach:
         """D: the payload of a new channel."""
         return SocketAttach(secrets.token_bytes(CHANNEL_BYTES), self.slot_bytes)
+
+    def listen_tcp(self, host: str, *, arrived: Callable[[bytes], None]) -> int:
+        """P: listen at the local address ``host``. Returns the port, which the system chooses.
+
+        Raises:
+            PlaneUnavailableError: it is no address of this host.
+        """
+        try:
+            family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+            listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        except OSError as error:
+            raise PlaneUnavailableError(f"{self.name}: {host!r} is no address: {error.strerror}") from None
+        try:
+            listener.bind(address)
+            listener.listen(MAX_UNAUTHENTICATED)
+        except OSError as error:
+            listener.close()
+            raise PlaneUnavailableError(f"{self.name}: cannot listen on {host}: {error.strerror}") from None
+        self.listen(listener, arrived=arrived)
+        return int(listener.getsockname()[1])
+
+    def connect_tcp(self, host: str, port: int) -> socket.socket:
+        """D: a socket that begins to connect to a numeric address; it is writable when it has connected, or failed.
+
+        Raises:
+            PlaneUnavailableError: there is no way to it.
+        """
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+            family, _, _, _, address = found[0]
+            sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        except OSError as error:
+            raise PlaneUnavailableError(f"{self.name}: {host!r} is no address: {error.strerror}") from None
+        try:
+            sock.connect(address)
+        except BlockingIOError:
+            pass  # the connection is being made
+        except OSError as error:
+            sock.close()
+            raise PlaneUnavailableError(f"{self.name}: {host} cannot be reached: {error.strerror}") from None
+        return sock
 
     def connect_unix(self, kind: int, address: bytes, secret: bytes) -> tuple[socket.socket, SocketAttach]:
         """D: a new Unix socket of type ``kind`` that is connected to ``address`` and has sent its hello, and the

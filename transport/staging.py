@@ -22,17 +22,25 @@ class SlotPool:
     A slot is free, in use, or retired. A retired slot belongs to a request that can neither be cancelled nor waited
     for. So ``take`` does not return it until ``revive``, and it still counts against the limit.
 
-    The slots lie on ``device``; ``page_locked``: in host memory that kernels of a GPU can use.
+    The slots lie on ``device``; ``page_locked``: in host memory that kernels of a GPU can use. ``in_one_piece``: all
+    are allocated together, as they always are on a GPU.
     """
 
     def __init__(
-        self, slot_bytes: int, limit_bytes: int, device: torch.device = CPU, *, page_locked: bool = False
+        self,
+        slot_bytes: int,
+        limit_bytes: int,
+        device: torch.device = CPU,
+        *,
+        page_locked: bool = False,
+        in_one_piece: bool = False,
     ) -> None:
         assert device == CPU or not page_locked
         self.slot_bytes = slot_bytes
         self.capacity = max(1, limit_bytes // slot_bytes)
         self._device = device
         self._page_locked = page_locked
+        self._in_one_piece = in_one_piece or device.type == "cuda"
         self._free: list[Slot] = []
         self._slab: torch.Tensor | None = None
         self._retired: set[int] = set()
@@ -78,16 +86,25 @@ class SlotPool:
         self._retired.remove(slot.index)
         self.put(slot)
 
-    def _allocate(self) -> torch.Tensor:
-        if self._page_locked:
-            return empty_page_locked(self.slot_bytes)
-        if self._device.type == "cuda":
-            self.prepare()
-            assert self._slab is not None
-            return self._slab[len(self._slots) * self.slot_bytes :][: self.slot_bytes]
-        return torch.empty(self.slot_bytes, dtype=torch.uint8)
+    @property
+    def slab(self) -> torch.Tensor | None:
+        """The memory of all slots, uint8 [capacity * slot_bytes], where it was allocated in one piece."""
+        return self._slab
 
     def prepare(self) -> None:
-        """Allocate all slots on a GPU in one piece: peers map the piece once, which takes milliseconds."""
-        if self._device.type == "cuda" and self._slab is None:
-            self._slab = cuda.allocate(self.capacity * self.slot_bytes, self._device)
+        """Allocate all slots that lie in one piece: peers map or register the piece once, which takes milliseconds."""
+        if self._in_one_piece and self._slab is None:
+            self._slab = self._empty(self.capacity * self.slot_bytes)
+
+    def _allocate(self) -> torch.Tensor:
+        self.prepare()
+        if self._slab is not None:
+            return self._slab[len(self._slots) * self.slot_bytes :][: self.slot_bytes]
+        return self._empty(self.slot_bytes)
+
+    def _empty(self, nbytes: int) -> torch.Tensor:
+        if self._page_locked:
+            return empty_page_locked(nbytes)
+        if self._device.type == "cuda":
+            return cuda.allocate(nbytes, self._device)
+        return torch.empty(nbytes, dtype=torch.uint8)

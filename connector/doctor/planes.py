@@ -23,6 +23,8 @@ from kvferry.transport.plane import PlaneContext, PlaneMemory
 from kvferry.transport.registry import PlaneSpec, make_plane, plane_specs
 
 _SLOT_BYTES, _STAGING_BYTES, _MEMORY_BYTES = 64 << 10, 1 << 20, 1 << 20
+_ELSEWHERE = "192.0.2.1"
+"""An address of no host (RFC 5737)."""
 PTRACE_SCOPE = "proc/sys/kernel/yama/ptrace_scope"
 CHILD_SECONDS = 20.0
 
@@ -76,7 +78,7 @@ def findings(machine: Machine, settings: Settings) -> tuple[list[Finding], list[
             if spec.use(device) is None:
                 continue
             plane = PlaneOnDevice(spec.name, device)
-            why = why_not(spec, device, settings, keys)
+            why, lanes = look(spec, device, settings, keys)
             if why:
                 found.append(_missing(plane, why, settings))
                 continue
@@ -86,15 +88,15 @@ def findings(machine: Machine, settings: Settings) -> tuple[list[Finding], list[
                 if permission.do:
                     continue
             else:
-                found.append(ok(str(plane), spec.link))
+                found.append(ok(str(plane), spec.link + (f"; lanes: {lanes}" if lanes else "")))
             usable.append(plane)
     return found, usable
 
 
-def why_not(spec: PlaneSpec, device: torch.device, settings: Settings, keys: Keys | None) -> str:
-    """Why a rank with these settings cannot have this plane; empty where it can."""
+def look(spec: PlaneSpec, device: torch.device, settings: Settings, keys: Keys | None) -> tuple[str, str]:
+    """Why a rank with these settings cannot have this plane, empty where it can; and its lanes to other hosts."""
     if keys is None and spec.needs_keys:
-        return f"it needs keys, because {spec.needs_keys}"
+        return f"it needs keys, because {spec.needs_keys}", ""
     memory = torch.zeros(_MEMORY_BYTES, dtype=torch.uint8, device=device)
     ranges = PlaneMemory(device, ((memory.data_ptr(), memory.numel()),))
     context = PlaneContext(settings.side_channel_host, _SLOT_BYTES, _STAGING_BYTES, keys, ranges, settings.encrypt)
@@ -102,11 +104,11 @@ def why_not(spec: PlaneSpec, device: torch.device, settings: Settings, keys: Key
         plane = make_plane(spec.name, context)
         try:
             plane.offer()
-            return plane.cannot_serve
+            return plane.cannot_serve, plane.lanes_to(_ELSEWHERE)
         finally:
             plane.close()
     except KVFerryError as error:
-        return str(error).removeprefix(f"{spec.name}: ")
+        return str(error).removeprefix(f"{spec.name}: "), ""
 
 
 def _missing(plane: PlaneOnDevice, why: str, settings: Settings) -> Finding:

@@ -1,4 +1,5 @@
-"""Why the plane ``ucx`` has no RDMA here: no InfiniBand built in, no device, no permission, or another lane chosen."""
+"""Why the planes ``nixl`` and ``ucx`` have no RDMA here: nothing installed, no InfiniBand built in, no device, no
+permission, or another lane chosen."""
 
 from __future__ import annotations
 
@@ -13,12 +14,16 @@ from kvferry.connector.doctor.findings import Finding, note, ok, warning
 from kvferry.connector.doctor.limits import limit
 from kvferry.connector.doctor.machine import Machine
 from kvferry.transport.errors import PlaneUnavailableError
+from kvferry.transport.planes.nixl_agent import nixl_release
 from kvferry.transport.planes.ucx_library import load_ucxx
 
 SYSTEM_UCX = "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY"
 _IB_MODULE = "libuct_ib"
 _RDMA_LANES = ("all", "ib", "rc", "rc_x", "rc_v", "rc_mlx5", "rc_verbs", "ud", "ud_x", "ud_v", "dc", "dc_x")
-_OF_A_SYSTEM = f"install a UCX with InfiniBand on the system, and set {SYSTEM_UCX}=true"
+_BY_NIXL = "pip install 'kvferry[rdma]'"
+_OF_A_SYSTEM = (
+    f"{_BY_NIXL}, for the plane nixl; or install a UCX with InfiniBand on the system, and set {SYSTEM_UCX}=true"
+)
 
 
 @dataclass(frozen=True)
@@ -65,15 +70,26 @@ def findings(machine: Machine) -> list[Finding]:
         build: UcxBuild | None = loaded_ucx()
     except PlaneUnavailableError:
         build = None  # the section of the planes says why
-    return judge(machine, build)
+    try:
+        nixl = " ".join(nixl_release())
+    except PlaneUnavailableError:
+        nixl = ""
+    return judge(machine, build, nixl)
 
 
-def judge(machine: Machine, build: UcxBuild | None) -> list[Finding]:
-    """As ``findings``, of a UCX that was looked at before."""
+def judge(machine: Machine, build: UcxBuild | None, nixl: str = "") -> list[Finding]:
+    """As ``findings``, of a UCX that was looked at before, and of NIXL's package and release, empty where it is not
+    installed."""
     devices = machine.names("sys/class/infiniband")
     found = [ok("UCX", f"{build.version}, {build.source}")] if build is not None else []
     found += [_device(machine, name) for name in devices]
-    return [*found, _rdma(machine, build, devices)]
+    over_ucx = _over_ucx(machine, build, devices)
+    if not devices:
+        return [*found, over_ucx]
+    over_nixl = _over_nixl(machine, nixl, devices)
+    if not over_nixl.do and over_ucx.do:
+        over_ucx = note("RDMA over ucx", over_ucx.value, "nothing to do: nixl has RDMA")
+    return [*found, over_nixl, over_ucx]
 
 
 def _device(machine: Machine, name: str) -> Finding:
@@ -91,7 +107,14 @@ def _device(machine: Machine, name: str) -> Finding:
     return ok(name, value)
 
 
-def _rdma(machine: Machine, build: UcxBuild | None, devices: list[str]) -> Finding:
+def _over_nixl(machine: Machine, nixl: str, devices: list[str]) -> Finding:
+    what = "RDMA over nixl"
+    if not nixl:
+        return warning(what, f"NIXL is not installed, and {', '.join(devices)} is there", _BY_NIXL)
+    return _obstacle(machine, what) or ok(what, f"{nixl}: {', '.join(devices)} can be used")
+
+
+def _over_ucx(machine: Machine, build: UcxBuild | None, devices: list[str]) -> Finding:
     what = "RDMA over ucx"
     if not devices:
         reason = "no device: /sys/class/infiniband is empty"
@@ -102,6 +125,15 @@ def _rdma(machine: Machine, build: UcxBuild | None, devices: list[str]) -> Findi
         return warning(what, f"no UCX, and {', '.join(devices)} is there", "pip install 'kvferry[ucx]'")
     if not build.infiniband:
         return warning(what, f"no InfiniBand built in: {build.source} has no {_IB_MODULE}", _OF_A_SYSTEM)
+    obstacle = _obstacle(machine, what)
+    if obstacle is None and machine.environ.get(SYSTEM_UCX, "").lower() != "true":
+        return warning(what, f"another lane is chosen: {SYSTEM_UCX} is not set, so KVFerry tells UCX to use TCP",
+                       f"set {SYSTEM_UCX}=true")  # fmt: skip
+    return obstacle or ok(what, f"{', '.join(devices)} can be used")
+
+
+def _obstacle(machine: Machine, what: str) -> Finding | None:
+    """What keeps any UCX from the RDMA devices; ``None`` where nothing does."""
     refused = no_permission(machine)
     if refused:
         return warning(
@@ -113,16 +145,13 @@ def _rdma(machine: Machine, build: UcxBuild | None, devices: list[str]) -> Findi
         return warning(
             what, f"another lane is chosen: {lane}", "unset it, or let it name the RDMA transport and device"
         )
-    if machine.environ.get(SYSTEM_UCX, "").lower() != "true":
-        return warning(what, f"another lane is chosen: {SYSTEM_UCX} is not set, so KVFerry tells UCX to use TCP",
-                       f"set {SYSTEM_UCX}=true")  # fmt: skip
     pinned = limit(machine, "Max locked memory")
     if pinned is not None and not math.isinf(pinned[1]):
         return warning(
             what, f"locked memory is limited to {pinned[1] / 1024:g} KiB", "ulimit -Hl unlimited",
             expected="unlimited: RDMA registers the staging memory",
         )  # fmt: skip
-    return ok(what, f"{', '.join(devices)} can be used")
+    return None
 
 
 def no_permission(machine: Machine) -> str:

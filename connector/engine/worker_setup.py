@@ -101,7 +101,7 @@ def make_planes(settings: Settings, keys: Keys | None, caches: RankCaches) -> tu
                 raise ConfigError(
                     f"plane: {settings.plane!r} cannot be used: {error}; expected one of {choices}"
                 ) from None
-            missing[name] = str(error)
+            missing[name] = str(error).removeprefix(f"{name}: ")
         else:
             planes.append(plane)
     if not planes:

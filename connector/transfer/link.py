@@ -398,7 +398,8 @@ class Link:
         needs = Needs(converts=bool(self.converted), checksum=self.checksum is not None)
         self.plane, self.channel, payload, why = self._choice.connect(self.connection, needs)
         name, because = self.plane.name, f" ({why})" if why else ""
-        shown = described(name, self.checksum)
+        lanes = self.plane.lanes_to(self.connection.address)
+        shown = described(name, self.checksum) + (f", lanes: {lanes}" if lanes else "")
         self._log.info(self._key(name), "kvferry: data plane to %s is %s%s", self.name, shown, because)
         self._choice.report_change(self.name, name, partial(self._log.warning, self._key(f"changed to {name}")))
         self._step(PlaneChosen(name))

@@ -136,6 +136,18 @@ def test_the_four_reasons_against_rdma_are_told_apart(tmp_path):
         assert verdict(tmp_path / "5", WITH_IB, SYSTEM | fine).level is Level.OK
 
 
+def test_rdma_by_nixl(tmp_path):
+    """Beside it nothing has to be done for ucx."""
+    files = {**DEVICE, "proc/self/limits": LIMITS.format(soft=1024, hard=1024, locked="unlimited")}
+    found = rdma.judge(machine(tmp_path, files), WITHOUT_IB, "nixl_cu13 1.5.1")
+    assert only(found, "RDMA over nixl").level is Level.OK and "1.5.1: mlx5_0" in only(found, "RDMA over nixl").value
+    assert only(found, "RDMA over ucx").level is Level.NOTE
+    found = rdma.judge(machine(tmp_path, files, {"UCX_TLS": "tcp"}), WITHOUT_IB, "nixl_cu13 1.5.1")
+    is_bad(only(found, "RDMA over nixl"), Level.WARNING, "another lane is chosen", "UCX_TLS=tcp")
+    is_bad(only(rdma.judge(machine(tmp_path, files), WITH_IB), "RDMA over nixl"), Level.WARNING, "kvferry[rdma]")
+    assert not [x for x in rdma.judge(machine(tmp_path / "bare", {}), WITH_IB, "nixl_cu13 1.5.1") if "nixl" in x.what]
+
+
 def test_device_files_without_permission(tmp_path):
     tmp_path.chmod(0o755)
     for parent in tmp_path.parents:  # nobody may look into the folders above

@@ -65,7 +65,7 @@ from kvferry.transport.errors import (
     ProtocolError,
 )
 from kvferry.transport.plane import decode_payload
-from kvferry.transport.planes import cma, cuda_ipc, shm, tcp, ucx
+from kvferry.transport.planes import cma, cuda_ipc, nixl_messages, shm, tcp, ucx
 from kvferry.transport.planes import zmq as zmq_plane
 from kvferry.transport.planes.memory_file import MAX_FILE_BYTES, MemoryFileAddress
 from kvferry.transport.socket_plane import SocketAttach
@@ -149,6 +149,9 @@ def of_streams(honest: Honest) -> Iterator[Decoder]:
     )
 
 
+NIXL_SLOTS = nixl_messages.NixlSlots(4096, 4096, 1, 8, None)
+
+
 def of_planes(honest: Honest) -> Iterator[Decoder]:
     """Offers, answers and files of each plane, by kind; and what P does with an answer."""
     secret = bytes(range(32))
@@ -162,6 +165,8 @@ def of_planes(honest: Honest) -> Iterator[Decoder]:
         ("cma memory", cma._Memory, [cma._Memory(4096, bytes(16), ((1, 2), (3, 4)))], MAX_FILE_BYTES),
         ("memory file", MemoryFileAddress, [MemoryFileAddress(7)], 1 << 16),
         ("cuda_ipc offer", cuda_ipc._Offer, [cuda_ipc._Offer("host", 77)], 1 << 16),
+        ("nixl offer", nixl_messages.NixlOffer, [nixl_messages.NixlOffer(5600, secret, "1.5.1", "rdma")], 1 << 16),
+        ("nixl reply", nixl_messages.NixlReply, [nixl_messages.NixlReply("a", [secret] * 2, 1, NIXL_SLOTS)], 1 << 16),
         ("ucx offer", ucx._Offer, [ucx._Offer("host")], 1 << 16),
         ("ucx attach", ucx._Attach, [ucx._Attach(secret, 1, 1 << 20, b"c" * 8, True)], 1 << 16),
         ("ucx reply", ucx._Reply, [ucx._Reply(secret, 1)], 1 << 16),

@@ -39,6 +39,8 @@ class HostedRank:
 
     def __init__(self, pairing: Pairing, side: str, rank: Rank, engine_id: str, device: str = "cpu") -> None:
         self.pairing, self.side, self.rank = pairing, side, rank
+        if pairing.plane == "nixl":
+            os.environ["UCX_TLS"] = "tcp" if device == "cpu" else "cuda,tcp"
         self.caches = (StateCaches if pairing.model.kind == "state" else RankCaches)(pairing, side, rank, device)
         form, model = pairing.form(side), pairing.model
         settings = Settings(

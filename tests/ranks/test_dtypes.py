@@ -38,6 +38,11 @@ def test_ucx(processes: RankProcesses) -> None:
     check(processes, Pairing(Model(), Form(dtype="float32"), Form(dtype="float16"), plane="ucx"))
 
 
+@pytest.mark.nixl
+def test_nixl(processes: RankProcesses) -> None:
+    check(processes, Pairing(Model(), Form(dtype="float32"), Form(dtype="float16"), plane="nixl"))
+
+
 def test_the_planes_that_ranks_choose_by_themselves(processes: RankProcesses) -> None:
     """On one host D would copy P's pages; not these."""
     seen = check(processes, Pairing(Model(), Form(dtype="float16"), Form(dtype="bfloat16"), plane="auto"))

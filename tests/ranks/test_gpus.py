@@ -27,7 +27,9 @@ def processes() -> Iterator[RankProcesses]:
     processes.close()
 
 
-@pytest.mark.parametrize("plane", [*GPU_PLANES, pytest.param("ucx", marks=pytest.mark.ucx)])
+@pytest.mark.parametrize(
+    "plane", [*GPU_PLANES, *(pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("nixl", "ucx"))]
+)
 @pytest.mark.parametrize(
     ("p", "d"),
     [

@@ -18,13 +18,18 @@ ENCRYPTED = "-encrypted"
 
 
 def plane_of(name: str, context: PlaneContext) -> Plane:
-    """The plane of a name that may end with ``ENCRYPTED``."""
+    """The plane of a name that may end with ``ENCRYPTED``; ``nixl`` over TCP."""
+    if name == "nixl":
+        with pytest.MonkeyPatch.context() as over_tcp:
+            over_tcp.setenv("UCX_TLS", "tcp")
+            return make_plane(name, context)
     return make_plane(name.removesuffix(ENCRYPTED), replace(context, encrypt=name.endswith(ENCRYPTED)))
 
 
 def parameter(spec: PlaneSpec, device: str = "") -> Any:
     """A plane's name and a device type, marked where the plane needs an extra that a machine may lack."""
-    return pytest.param(f"{spec.name} {device}".rstrip(), marks=pytest.mark.ucx if spec.name == "ucx" else ())
+    marks = {"ucx": pytest.mark.ucx, "nixl": pytest.mark.nixl}
+    return pytest.param(f"{spec.name} {device}".rstrip(), marks=marks.get(spec.name, ()))
 
 
 def host_planes(*kinds: bool) -> list[Any]:

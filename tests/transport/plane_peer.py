@@ -1,6 +1,6 @@
 """One process of the plane tests: serves a plane as the transfer thread does and obeys JSON lines on stdin.
 
-``python plane_peer.py NAME SLOT_BYTES STAGING_BYTES DEVICE``. Every command is answered by one JSON line.
+``python plane_peer.py NAME SLOT_BYTES STAGING_BYTES DEVICE [HOST]``. Every command is answered by one JSON line.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ def pattern(tag: int, nbytes: int) -> np.ndarray:
     return words.view(np.uint8)[:nbytes]
 
 
+HOST = sys.argv[5] if len(sys.argv) > 5 else "127.0.0.1"
+"""The address of this process."""
 MEMORY_BYTES = 20 << 20
 """Of a process whose plane pulls: several turns of any plane."""
 P_BYTES, D_BYTES = 1, 2
@@ -77,7 +79,7 @@ class Peer:
         self.memory = torch.from_numpy(pattern(P_BYTES, memory_bytes).copy()).to(device)
         ranges = ((self.memory.data_ptr(), memory_bytes),)
         memory = PlaneMemory(device, ranges if memory_bytes else ())
-        self.plane = plane_of(name, PlaneContext("127.0.0.1", slot_bytes, staging_bytes, Keys(shared_key()), memory))
+        self.plane = plane_of(name, PlaneContext(HOST, slot_bytes, staging_bytes, Keys(shared_key()), memory))
         self.theirs: dict[str, int] = {}
         self.copies: list[Copy] = []
         self.channels: dict[str, Any] = {}
@@ -95,8 +97,8 @@ class Peer:
     def do_offer(self) -> str:
         return base64.b64encode(self.plane.offer()).decode()
 
-    def do_connect(self, id: str, offer: str) -> str:
-        self.channels[id], payload = self.plane.connect(base64.b64decode(offer), "127.0.0.1")
+    def do_connect(self, id: str, offer: str, host: str = "127.0.0.1") -> str:
+        self.channels[id], payload = self.plane.connect(base64.b64decode(offer), host)
         self.good[id] = []
         return base64.b64encode(payload).decode()
 
@@ -294,13 +296,15 @@ class Peer:
             answer = {"ok": getattr(self, "do_" + command.pop("do"))(**command)}
         except KVFerryError as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(answer), flush=True)
+        print(json.dumps(answer), file=ANSWERS, flush=True)
 
 
 if __name__ == "__main__":
+    ANSWERS = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # UCX logs to stdout; that must not look like an answer
     started = time.monotonic()
     device = torch.device(*((sys.argv[4],) if sys.argv[4] == "cpu" else (sys.argv[4], 0)))
     pulls = plane_spec(sys.argv[1].removesuffix(ENCRYPTED)).load().pulls
     peer = Peer(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), device, MEMORY_BYTES if pulls else 0)
-    print(json.dumps({"ready": os.getpid()}), flush=True)
+    print(json.dumps({"ready": os.getpid()}), file=ANSWERS, flush=True)
     peer.serve()

@@ -80,9 +80,9 @@ def test_device_of_an_address() -> None:
 
 def test_what_is_not_chosen_automatically() -> None:
     """UCX has an open port and is slower than tcp; zmq is for encrypted bytes."""
-    assert preferred_planes(CPU) == ("cma", "shm", "tcp")
-    assert preferred_planes(torch.device("cuda", 0)) == ("cuda_ipc", "ucx", "shm", "tcp")
-    assert {name for name in plane_names() if plane_spec(name).needs_keys} == {"ucx", "zmq"}
+    assert preferred_planes(CPU) == ("cma", "shm", "nixl", "tcp")
+    assert preferred_planes(torch.device("cuda", 0)) == ("cuda_ipc", "ucx", "nixl", "shm", "tcp")
+    assert {name for name in plane_names() if plane_spec(name).needs_keys} == {"nixl", "ucx", "zmq"}
 
 
 def test_ucx_has_no_tcp_port_beyond_the_host_but_for_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,6 +93,18 @@ def test_ucx_has_no_tcp_port_beyond_the_host_but_for_other_hosts(monkeypatch: py
         afar = ucx_library.settings_for("127.0.0.1", environ, here=False)
         assert (afar.get("NET_DEVICES"), afar.get("TLS")) == ((None, "^tcp") if environ else ("lo", None))
     assert "TLS" not in ucx_library.settings_for("127.0.0.1", {**rdma, "UCX_TLS": "all"}, here=False)
+
+
+def test_lanes_of_ucx(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the words of the plane ``nixl``."""
+    monkeypatch.setattr(ucx_library, "active_ports", lambda: ["mlx5_0:1"])
+
+    def lanes(environ: dict[str, str], *, here: bool = False, on_gpu: bool = False) -> str:
+        return ucx_library.lanes_to("127.0.0.1", environ, here=here, on_gpu=on_gpu)
+
+    assert lanes({}) == lanes({}, here=True) == "TCP on lo" and lanes({}, here=True, on_gpu=True) == "CUDA IPC"
+    rdma = {"RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY": "true"}
+    assert lanes(rdma) == "RDMA on mlx5_0:1" and lanes(rdma | {"UCX_TLS": "rc"}) == "UCX_TLS=rc"
 
 
 def test_ucx_does_not_listen_on_all_devices_for_want_of_a_known_one() -> None:

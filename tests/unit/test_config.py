@@ -56,9 +56,9 @@ def test_hosts_that_are_fine(host):
 BAD = [
     ({"palne": "ucx"}, {}, ["palne", "did you mean 'plane'", "slot_bytes"]),
     ({5: "ucx"}, {}, ["5", "plane"]),
-    ({"plane": "rdma"}, {}, ["plane", "'rdma'", "auto, cma, cuda_ipc, shm, tcp, ucx, zmq"]),
+    ({"plane": "rdma"}, {}, ["plane", "'rdma'", "auto, cma, cuda_ipc, nixl, shm, tcp, ucx, zmq"]),
     ({"plane": "ucx\n"}, {}, ["plane", "'ucx\\n'", "did you mean 'ucx'"]),
-    ({"plane": "x" * 5000}, {}, ["plane", "xxx ...", "auto, cma, cuda_ipc, shm, tcp, ucx, zmq"]),
+    ({"plane": "x" * 5000}, {}, ["plane", "xxx ...", "auto, cma, cuda_ipc, nixl, shm, tcp, ucx, zmq"]),
     ({"side_channel_port": 70000}, {}, ["side_channel_port", "70000", "65535"]),
     ({"side_channel_port": -1}, {}, ["side_channel_port", "-1", ">= 0"]),
     ({"side_channel_port": "5600"}, {}, ["side_channel_port", "'5600'", "int"]),
@@ -97,7 +97,7 @@ BAD = [
     ({}, {"KVFERRY_SIDE_CHANNEL_PORT": "many"}, ["KVFERRY_SIDE_CHANNEL_PORT", "'many'", "int"]),
     ({}, {"KVFERRY_SIDE_CHANNEL_PORT": "²"}, ["KVFERRY_SIDE_CHANNEL_PORT", "'²'", "int"]),
     ({}, {"KVFERRY_ENCRYPT": "yes"}, ["KVFERRY_ENCRYPT", "'yes'", "bool"]),
-    ({}, {"KVFERRY_PLANE": "rdma"}, ["KVFERRY_PLANE", "'rdma'", "auto, cma, cuda_ipc, shm, tcp, ucx, zmq"]),
+    ({}, {"KVFERRY_PLANE": "rdma"}, ["KVFERRY_PLANE", "'rdma'", "auto, cma, cuda_ipc, nixl, shm, tcp, ucx, zmq"]),
 ]
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 import msgspec
 import numpy as np
@@ -22,13 +22,13 @@ import numpy.typing as npt
 from msgspec import Meta
 
 from kvferry.transport.channels import Channel, DChannel, Pieces, RecvChannel, SendChannel
-from kvferry.transport.errors import PlaneUnavailableError, ProtocolError, TransportError
+from kvferry.transport.errors import ProtocolError, TransportError
 from kvferry.transport.plane import PlaneContext, decode_payload
 from kvferry.transport.planes.tcp_channels import TcpRecvChannel, TcpSendChannel
 from kvferry.transport.planes.tcp_cipher import KEY_BYTES, TAG_BYTES, Cipher, check_available, new_key
 from kvferry.transport.planes.vectors import repeated
 from kvferry.transport.socket_plane import SocketAttach, SocketPlane
-from kvferry.transport.sockets import MAX_UNAUTHENTICATED, SECRET_BYTES
+from kvferry.transport.sockets import SECRET_BYTES
 from kvferry.transport.staging import SlotPool
 
 _SCRATCH_BYTES = 256 << 10
@@ -75,32 +75,12 @@ class TcpPlane(SocketPlane):
 
     def offer(self) -> bytes:
         if not self._port:
-            try:
-                family, _, _, _, address = socket.getaddrinfo(self._host, 0, type=socket.SOCK_STREAM)[0]
-                listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-            except OSError as error:
-                raise PlaneUnavailableError(f"tcp: {self._host!r} is no address: {error.strerror}") from None
-            try:
-                listener.bind(address)
-                listener.listen(MAX_UNAUTHENTICATED)
-            except OSError as error:
-                listener.close()
-                raise PlaneUnavailableError(f"tcp: cannot listen on {self._host}: {error.strerror}") from None
-            self._port = listener.getsockname()[1]
-            self.listen(listener, arrived=self._came)
+            self._port = self.listen_tcp(self._host, arrived=self._came)
         return msgspec.msgpack.encode(_Offer(self._port, self.new_secret()))
 
     def connect(self, offer: bytes, host: str) -> tuple[RecvChannel, bytes]:
         theirs = decode_payload(offer, _Offer, "tcp offer")
-        family, _, _, _, address = _numeric(host, theirs.port)
-        sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        try:
-            sock.connect(address)
-        except BlockingIOError:
-            pass  # the connection is being made
-        except OSError as error:
-            sock.close()
-            raise PlaneUnavailableError(f"tcp: {host} cannot be reached: {error.strerror}") from None
+        sock = self.connect_tcp(host, theirs.port)
         new = self.new_attach()
         attach = _Attach(new.channel, new.slot_bytes, self._encrypts)
         channel = TcpRecvChannel(self, sock, theirs.secret + attach.channel)
@@ -169,11 +149,3 @@ class TcpPlane(SocketPlane):
         if channel is not None and sock is not None:
             del self._awaited[channel_id]
             channel.connected(sock)
-
-
-def _numeric(host: str, port: int) -> tuple[Any, ...]:
-    """Family and address of a numeric host, without a name server."""
-    try:
-        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[0]
-    except OSError as error:
-        raise PlaneUnavailableError(f"tcp: {host!r} is no address: {error.strerror}") from None

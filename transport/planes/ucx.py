@@ -34,7 +34,7 @@ from kvferry.transport.errors import PlaneUnavailableError, ProtocolError, Trans
 from kvferry.transport.host import host_id, is_ours
 from kvferry.transport.plane import Plane, PlaneContext, decode_payload
 from kvferry.transport.planes.ucx_channels import UcxRecvChannel, UcxSendChannel, UcxTransfer
-from kvferry.transport.planes.ucx_library import load_array, settings_for, uses_rdma
+from kvferry.transport.planes.ucx_library import lanes_to, load_array, settings_for, uses_rdma
 from kvferry.transport.planes.ucx_worker import UcxAnnouncement, UcxArray, UcxEndpoint, UcxRequest, UcxWorker
 from kvferry.transport.staging import SlotPool
 
@@ -135,6 +135,9 @@ class UcxPlane(Plane):
         if reached and theirs.host_id and theirs.host_id == host_id():
             return ""
         return "it has no way of its own between these GPUs, and would go through the host by TCP"
+
+    def lanes_to(self, host: str) -> str:
+        return lanes_to(self._host, os.environ, here=is_ours(host), on_gpu=self._on_gpu)
 
     def connect(self, offer: bytes, host: str) -> tuple[RecvChannel, bytes]:
         decode_payload(offer, _Offer, "ucx offer")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.transport.errors import PlaneUnavailableError
+from kvferry.transport.rdma_ports import active_ports
 
 DEFAULTS = {"TCP_TX_SEG_SIZE": "512k", "TCP_RX_SEG_SIZE": "512k"}
 """KVFerry's UCX settings. Each is used where the environment has no ``UCX_<name>``.
@@ -80,6 +81,19 @@ def settings_for(host: str, environ: Mapping[str, str], *, here: bool) -> dict[s
     return {name: value for name, value in settings.items() if f"UCX_{name}" not in environ}
 
 
+def lanes_to(host: str, environ: Mapping[str, str], *, here: bool, on_gpu: bool) -> str:
+    """How UCX moves the bytes with ``settings_for`` the same arguments, for logs; the same words as of plane ``nixl``.
+    ``on_gpu``: the slots lie on a GPU."""
+    if lanes := environ.get("UCX_TLS", ""):
+        return f"UCX_TLS={lanes}"
+    if here and on_gpu:
+        return "CUDA IPC"
+    settings = settings_for(host, environ, here=here)
+    if "TLS" in settings:
+        return f"RDMA on {environ.get('UCX_NET_DEVICES') or ', '.join(active_ports())}"
+    return f"TCP on {environ.get('UCX_NET_DEVICES') or settings['NET_DEVICES']}"
+
+
 def device_of(host: str) -> str | None:
     """The network device that carries the local address ``host``; ``None`` where it is unknown."""
     try:
@@ -115,7 +129,4 @@ def uses_rdma(environ: Mapping[str, str]) -> bool:
 
 
 def _has_rdma() -> bool:
-    try:
-        return any(Path("/sys/class/infiniband").iterdir())
-    except OSError:
-        return False
+    return bool(active_ports())

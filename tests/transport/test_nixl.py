@@ -1,0 +1,210 @@
+"""NIXL's plane over TCP: what D may take, when slots come back, which lanes are chosen, what P and D may not say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvferry.transport import rdma_ports
+from kvferry.transport.channels import CPU
+from kvferry.transport.errors import PlaneUnavailableError, ProtocolError
+from kvferry.transport.plane import PlaneContext
+from kvferry.transport.planes import nixl_agent
+from kvferry.transport.planes.nixl import NixlPlane
+from kvferry.transport.planes.nixl_agent import choose_lanes
+from kvferry.transport.planes.nixl_channels import _FREE, _READY
+from kvferry.transport.registry import make_plane, plane_spec
+from tests.support.fork_server import fork_server
+from tests.transport.control_ends import KEYS
+from tests.transport.plane_pair import SLOT, Pair
+from tests.transport.test_planes_hosts import PORTS, listening_addresses
+
+SLOTS = 8
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    with closing(Pair("nixl", SLOTS, CPU)) as pair:
+        yield pair
+
+
+@pytest.mark.nixl
+def test_bytes_of_a_slot_that_p_has_used_again_are_no_message(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P gave D up while D read the slot, and packs another message there."""
+    sender, receiver = pair.join()
+    p: Any = pair.p
+    d: Any = pair.d
+    goes_on = d._goes_on
+
+    def p_uses_the_slot_again(fetch: Any) -> Any:
+        if not fetch.checking:
+            p._uses[fetch.ready.slot] += 1
+        return goes_on(fetch)
+
+    monkeypatch.setattr(d, "_goes_on", p_uses_the_slot_again)
+    pair.send(sender, receiver, 1)
+    pair.turn(lambda: receiver.error is not None)
+    assert "gave the slot of a message to another one" in str(receiver.error) and not receiver.poll()
+    receiver.close()
+    pair.follow(sender)
+    pair.turn(lambda: not pair.slots_out)
+
+
+@pytest.mark.nixl
+def test_a_read_under_way_keeps_its_slot_beyond_its_channel(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    sender, receiver = pair.join()
+    d: Any = pair.d
+    with monkeypatch.context() as never:
+        never.setattr(nixl_agent.NixlRead, "ended", lambda self: None)
+        pair.send(sender, receiver, 1)
+        pair.turn(lambda: len(d._fetches) == 1)
+        pair.p.sockets.drop(sender._connection.sock)  # type: ignore[attr-defined]
+        pair.follow(receiver)
+        assert d.retired_slots == 1 and d._sources, "its connection must not be closed meanwhile"
+    sender.close()
+    pair.turn(lambda: not pair.slots_out)
+    assert d.retired_slots == 0 and not d._sources
+    sender, receiver = pair.join()
+    pair.carry(sender, receiver, 2).release()
+
+
+@pytest.mark.nixl
+def test_a_read_that_fails_breaks_the_connection_and_the_next_one_works(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, receiver = pair.join()
+    other_sender, other_receiver = pair.join()
+    d: Any = pair.d
+    with monkeypatch.context() as failing:
+        failing.setattr(nixl_agent.NixlRead, "ended", lambda self: False)
+        pair.send(sender, receiver, 1)
+        pair.turn(lambda: receiver.error is not None)
+    assert "a READ failed" in str(receiver.error) and other_receiver.error is not None
+    assert not d._sources
+    for end in (receiver, other_receiver):
+        end.close()
+    for channel in (sender, other_sender):
+        pair.follow(channel)
+    pair.turn(lambda: not pair.slots_out)
+    sender, receiver = pair.join()
+    pair.carry(sender, receiver, 2).release()
+
+
+@pytest.mark.nixl
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (_READY.pack(SLOTS, 0, 100, 1), "announces 100 bytes in slot"),
+        (_READY.pack(0, 0, SLOT + 1, 1), f"announces {SLOT + 1} bytes"),
+        (_READY.pack(0, 0, 0, 1), "announces 0 bytes"),
+        (_READY.pack(0, 0, 100, 7) * 5000, "more than 4096 messages"),
+    ],
+)
+def test_p_may_not_say(pair: Pair, words: bytes, why: str) -> None:
+    sender, receiver = pair.join()
+    pair.carry(sender, receiver, 1).release()
+    connection: Any = sender._connection  # type: ignore[attr-defined]
+    if "more than" in why:  # messages wait only while D has no slot for them
+        d: Any = pair.d
+        taken = [d._recv_pool.take() for _ in range(d._recv_pool.free)]
+        receiver.expect(7, 100)
+    connection.send(words)
+    pair.turn(lambda: receiver.error is not None)
+    assert why in str(receiver.error)
+    if "more than" in why:
+        for slot in taken:
+            d._recv_pool.put(slot)
+
+
+@pytest.mark.nixl
+def test_d_may_not_give_back_what_it_does_not_have(pair: Pair) -> None:
+    sender, receiver = pair.join()
+    pair.carry(sender, receiver, 1).release()
+    receiver._connection.send(_FREE.pack(0))  # type: ignore[attr-defined]
+    pair.turn(lambda: sender.error is not None)
+    assert "gave back slot 0" in str(sender.error)
+
+
+@pytest.mark.nixl
+def test_another_release_other_lanes_and_damaged_metadata_are_refused(pair: Pair) -> None:
+    offer = msgspec.msgpack.decode(pair.p.offer())
+    for field, value in (("release", "0.9.0"), ("lanes", "rdma")):
+        with pytest.raises(PlaneUnavailableError, match=rf"{value}"):
+            pair.d.connect(msgspec.msgpack.encode(offer | {field: value}), "127.0.0.1")
+    receiver, payload = pair.d.connect(pair.p.offer(), "127.0.0.1")
+    assert not receiver.pulls
+    _, answer = pair.p.accept(payload)
+    reply = msgspec.msgpack.decode(answer)
+    reply["metadata"][0] = reply["metadata"][0][:-1] + b"\x00\x01"
+    with pytest.raises(ProtocolError, match="metadata is damaged"):
+        pair.d.finish(receiver, msgspec.msgpack.encode(reply))
+
+
+@pytest.mark.nixl
+def test_both_directions_together_register_no_more_than_the_staging_memory(pair: Pair) -> None:
+    pair.join()
+    p: Any = pair.p
+    p._prepare_to_receive()
+    assert p.staging_bytes == SLOTS * SLOT
+
+
+@pytest.mark.nixl
+def test_nixl_listens_from_the_first_hand_over_on_and_on_one_device() -> None:
+    script = f"import os; os.environ['UCX_TLS'] = 'tcp'\n{PORTS}"
+    with fork_server().start("-c", script, "nixl", "127.0.0.1", KEYS.secret) as process:
+        for said in (b"offered\n", b"attached\n"):
+            assert process.stdout.readline() == said
+            assert listening_addresses(process.pid) == {"0100007F"}
+            process.stdin.write(b"\n")
+            process.stdin.flush()
+
+
+def ports(root: Path, *states: str) -> Path:
+    for number, state in enumerate(states):
+        port = root / f"mlx5_{number}" / "ports" / "1"
+        port.mkdir(parents=True)
+        (port / "state").write_text(f"4: {state}\n")
+    return root
+
+
+def test_lanes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """RDMA where a port is up, TCP only where UCX_TLS lists it."""
+    monkeypatch.setattr(nixl_agent, "_GPU_DEVICE", tmp_path / "no GPU")
+    monkeypatch.setattr(rdma_ports, "_DEVICES", ports(tmp_path / "down", "DOWN", "INIT"))
+    for environ in ({}, {"UCX_TLS": "all"}, {"UCX_TLS": "^cma"}):
+        with pytest.raises(PlaneUnavailableError, match="no RDMA port is up"):
+            choose_lanes("127.0.0.1", environ)
+    monkeypatch.setattr(rdma_ports, "_DEVICES", ports(tmp_path / "up", "DOWN", "ACTIVE"))
+    for environ in ({}, {"UCX_TLS": "all"}, {"UCX_TLS": "^cma"}):
+        lanes = choose_lanes("127.0.0.1", environ)
+        assert (lanes.kind, lanes.settings, lanes.rdma) == ("rdma", {"UCX_TLS": "rc"}, True)
+        assert lanes.shown == "RDMA on mlx5_1:1"
+    lanes = choose_lanes("127.0.0.1", {"UCX_TLS": "tcp"})
+    assert (lanes.settings, lanes.shown, lanes.rdma) == (
+        {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"},
+        "UCX_TLS=tcp",
+        False,
+    )
+    assert choose_lanes("127.0.0.1", {"UCX_TLS": "rc,cuda"}).rdma
+    with pytest.raises(PlaneUnavailableError, match=r"no network device is known by its address 192\.0\.2\.77"):
+        choose_lanes("192.0.2.77", {"UCX_TLS": "tcp"})
+
+
+def test_a_missing_nixl_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    monkeypatch.setattr(nixl_agent, "PACKAGES", ("nixl_cu0",))
+    with pytest.raises(PlaneUnavailableError, match=r"pip install 'kvferry\[rdma\]'"):
+        make_plane("nixl", PlaneContext("127.0.0.1", SLOT, SLOTS * SLOT))
+    assert plane_spec("nixl").extra == "kvferry[rdma]" and plane_spec("nixl").needs_keys
+
+
+@pytest.mark.nixl
+def test_without_rdma_auto_takes_another_plane(pair: Pair) -> None:
+    assert isinstance(pair.d, NixlPlane)
+    assert "UCX_TLS=tcp" in pair.d.slower_because(pair.p.offer(), reached=True)
+    assert pair.d.lanes_to("127.0.0.1") == "UCX_TLS=tcp"

@@ -1,0 +1,240 @@
+"""NIXL from one thread: an agent, the memory that peers may READ, and READs. This module alone imports NIXL.
+
+The binding is used without NIXL's Python layer: that layer gives its progress thread no time to sleep, and serialises
+with pickle. NIXL takes the settings of its UCX from the environment only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from kvferry.transport.errors import PlaneUnavailableError, TransportError
+from kvferry.transport.planes.ucx_library import device_of
+from kvferry.transport.rdma_ports import active_ports
+
+PACKAGES = ("nixl_cu13", "nixl_cu12")
+_PROGRESS_MICROSECONDS = 100_000
+"""NIXL's progress thread sleeps until UCX has an event, and this long at most. With NIXL's default of 0 it does not
+sleep: it then takes 15 to 20 % of a core while nothing moves, with this value 0.05 %."""
+_GPU_DEVICE = Path("/dev/nvidiactl")
+_PEERMEM = Path("/sys/module/nvidia_peermem")
+_DRIVER = Path("/proc/driver/nvidia/version")
+
+
+class Lanes(NamedTuple):
+    """How UCX moves the bytes. ``kind``: the same word on both sides, or they do not meet. ``settings``: variables of
+    UCX, by name. ``shown``: for logs. ``rdma``: by RDMA. ``gpu_slots``: whether they carry a GPU's memory."""
+
+    kind: str
+    settings: Mapping[str, str]
+    shown: str
+    rdma: bool
+    gpu_slots: bool
+
+
+def choose_lanes(host: str, environ: Mapping[str, str]) -> Lanes:
+    """The lanes of a process whose peers reach it at the local address ``host``: RDMA, or what ``UCX_TLS`` lists.
+
+    TCP is used only where ``UCX_TLS`` lists it.
+
+    Raises:
+        PlaneUnavailableError: no RDMA port is up, and ``UCX_TLS`` lists no other lane.
+    """
+    listed = environ.get("UCX_TLS", "")
+    names = {name.strip() for name in listed.split(",")}
+    if listed and not listed.startswith("^") and "all" not in names:
+        settings = {"UCX_TLS": listed}
+        if "tcp" in names and "UCX_NET_DEVICES" not in environ:
+            device = device_of(host)
+            if device is None:
+                raise PlaneUnavailableError(
+                    f"nixl: no network device is known by its address {host}; set UCX_NET_DEVICES to the device that "
+                    "peers reach, or UCX would listen on all of them"
+                )
+            settings["UCX_NET_DEVICES"] = device
+        rdma = bool(names & {"rc", "rc_x", "rc_v", "rc_mlx5", "rc_verbs", "ib"}) and "tcp" not in names
+        on_gpu = "cuda_ipc" in names or "cuda" in names
+        return Lanes(listed, settings, f"UCX_TLS={listed}", rdma, on_gpu)
+    ports = active_ports()
+    if not ports:
+        raise PlaneUnavailableError("nixl: no RDMA port is up on this host")
+    cuda = ",cuda" if _GPU_DEVICE.exists() else ""
+    shown = f"RDMA on {environ.get('UCX_NET_DEVICES') or ', '.join(ports)}"
+    return Lanes("rdma", {"UCX_TLS": f"rc{cuda}"}, shown, True, bool(cuda) and _has_gpudirect())
+
+
+def _has_gpudirect() -> bool:
+    """Whether a NIC can reach a GPU's memory: by NVIDIA's module, or by the open kernel driver's dma-buf."""
+    try:
+        return _PEERMEM.exists() or "Open Kernel Module" in _DRIVER.read_text()
+    except OSError:
+        return False
+
+
+def nixl_release() -> tuple[str, str]:
+    """NIXL's package, and its release.
+
+    Raises:
+        PlaneUnavailableError: it is not installed.
+    """
+    for package in PACKAGES:
+        if find_spec(package) is not None:
+            with contextlib.suppress(PackageNotFoundError):
+                return package, version(package)
+    raise PlaneUnavailableError("nixl: NIXL is not installed; pip install 'kvferry[rdma]'")
+
+
+class NixlRead:
+    """A READ under way."""
+
+    __slots__ = ("_agent", "_handle")
+
+    def __init__(self, agent: NixlAgent, handle: int) -> None:
+        self._agent, self._handle = agent, handle
+
+    def ended(self) -> bool | None:
+        """``None``: under way. Else UCX uses our memory no more; ``True``: the bytes are there."""
+        binding, native = self._agent.binding, self._agent.native
+        try:
+            status = native.getXferStatus(self._handle)
+        except Exception:  # NIXL raises one of its dozen exception types where UCX has ended the READ with an error
+            status = None
+        if status == binding.NIXL_IN_PROG:
+            return None
+        with contextlib.suppress(Exception):
+            native.releaseXferReq(self._handle)
+        return bool(status == binding.NIXL_SUCCESS)
+
+
+class NixlAgent:
+    """One agent, and from ``start`` on NIXL's UCX with one thread of NIXL, which sleeps while nothing moves.
+
+    Raises:
+        PlaneUnavailableError: NIXL does not load on this machine.
+    """
+
+    def __init__(self, lanes: Lanes) -> None:
+        package, _ = nixl_release()
+        self._lanes = lanes
+        self._backend: int | None = None
+        self.name = secrets.token_hex(8)
+        try:
+            self.binding: Any = import_module(f"{package}._bindings")
+        except (ImportError, OSError) as error:
+            raise PlaneUnavailableError(f"nixl: NIXL does not load: {str(error).splitlines()[0]}") from None
+        config = self.binding.nixlAgentConfig()
+        config.useProgThread, config.useListenThread = True, False
+        config.pthrDelay = _PROGRESS_MICROSECONDS
+        try:
+            self.native: Any = self.binding.nixlAgent(self.name, config)
+        except Exception as error:  # any reason why NIXL does not start on this machine
+            raise PlaneUnavailableError(f"nixl: NIXL does not start: {error}") from None
+
+    def start(self) -> None:
+        """Start UCX, if it has not started. Over TCP it listens from then on.
+
+        Raises:
+            PlaneUnavailableError: it does not start on this machine.
+        """
+        if self._backend is not None:
+            return
+        try:
+            with _environment(self._lanes.settings):
+                self._backend = self.native.createBackend("UCX", {"ucx_error_handling_mode": "peer"})
+        except Exception as error:  # any reason why UCX does not start on this machine
+            raise PlaneUnavailableError(f"nixl: UCX does not start with {self._lanes.shown}: {error}") from None
+
+    def register(self, memory: torch.Tensor) -> bytes:
+        """Register ``memory``, uint8 [n]. Returns our address, and what a peer needs to READ the memory.
+
+        Raises:
+            TransportError: NIXL refused.
+        """
+        rows = self.binding.nixlRegDList(_segment(self.binding, memory.device.type), [(*_row(memory), "")])
+        try:
+            self.native.registerMem(rows, [self._backend])
+            return bytes(self.native.getLocalPartialMD(rows, True, [self._backend]))
+        except Exception as error:
+            raise TransportError(f"nixl: memory cannot be registered: {error}") from None
+
+    def load(self, name: str, metadata: bytes) -> None:
+        """Take what ``register`` returned to agent ``name``. Native code parses it: it must come from an authenticated
+        peer.
+
+        Raises:
+            TransportError: NIXL refused, or it is another agent's.
+        """
+        try:
+            loaded = self.native.loadRemoteMD(metadata)
+        except Exception as error:
+            raise TransportError(f"nixl: the peer's metadata is refused: {error}") from None
+        if (loaded.decode() if isinstance(loaded, bytes) else loaded) != name:
+            raise TransportError(f"nixl: the peer's metadata is not that of agent {name!r}")
+
+    def connect(self, name: str) -> None:
+        """Begin to connect to a peer, so that its first READ does not wait for it."""
+        with contextlib.suppress(Exception):  # the first READ tells
+            self.native.makeConnection(name, [self._backend])
+
+    def forget(self, name: str) -> None:
+        """Close the connection to a peer. No READ from it may be under way: NIXL then says that it has ended, while UCX
+        goes on with it."""
+        with contextlib.suppress(Exception):
+            self.native.invalidateRemoteMD(name)
+
+    def read(self, memory: torch.Tensor, name: str, address: int, device: int | None) -> NixlRead:
+        """READ a peer's memory from ``address`` on into ``memory``, uint8 [n]. ``device``: the index of the peer's GPU,
+        ``None`` for host memory there.
+
+        Raises:
+            TransportError: the peer is gone.
+        """
+        binding = self.binding
+        row = _row(memory)
+        ours = binding.nixlXferDList(_segment(binding, memory.device.type), [row])
+        theirs = binding.nixlXferDList(
+            _segment(binding, "cpu" if device is None else "cuda"), [(address, row[1], device or 0)]
+        )
+        try:
+            handle = self.native.createXferReq(binding.NIXL_READ, ours, theirs, name, "", [self._backend])
+            self.native.postXferReq(handle, "")
+        except Exception as error:
+            raise TransportError(f"nixl: a READ is refused: {error}") from None
+        return NixlRead(self, handle)
+
+    def close(self) -> None:
+        """Close all connections and end the thread."""
+        self.native = None
+
+
+def _segment(binding: Any, device_type: str) -> Any:
+    return binding.DRAM_SEG if device_type == "cpu" else binding.VRAM_SEG
+
+
+def _row(memory: torch.Tensor) -> tuple[int, int, int]:
+    return memory.data_ptr(), memory.numel(), memory.device.index or 0
+
+
+@contextlib.contextmanager
+def _environment(settings: Mapping[str, str]) -> Iterator[None]:
+    """Set variables while UCX reads its settings; other users of UCX in this process have their own."""
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
