@@ -149,7 +149,9 @@ def test_what_d_cannot_use_is_released_and_logged_once_with_its_history(caplog: 
     assert (len(plan.keeps), plan.releases) == (1, (UnneededLease("r", PROMPT.token),))
     (line,) = [record.getMessage() for record in caplog.records]
     assert "prefills locally: P prefilled another prompt" in line
-    history = r"; the request: new, offered \+\d\.\d{3} s \(PromptOffered\), computed here \+\d\.\d{3} s \(OfferRefused\)"
+    history = (
+        r"; the request: new, offered \+\d\.\d{3} s \(PromptOffered\), computed here \+\d\.\d{3} s \(OfferRefused\)"
+    )
     assert re.search(history, line)
 
 
