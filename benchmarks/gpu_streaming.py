@@ -3,10 +3,10 @@
     python benchmarks/gpu_streaming.py [--json FILE] [--plot FILE.png] [--planes tcp ucx cuda_ipc] [--tokens 2000 8000]
     python benchmarks/gpu_streaming.py --cpu --tokens 400 --seconds 5       # a tiny model on the CPU, to try it out
 
-As ``streaming.py``, without its link: P on the first GPU, D on the second, with CUDA graphs and asynchronous
-scheduling, and the form of Llama-8B with made-up weights. ``tcp`` goes over loopback. Over ``cuda_ipc`` D reads P's
-pages when the prompt is computed, so nothing leaves before; it is here to compare with. NixlConnector moves bytes as
-its UCX chooses, over NVLink as a rule.
+As ``streaming.py``, without its link: P on the first GPU, D on the second (``--gpus 0 0``: both on one, which they then
+share in time), with CUDA graphs and asynchronous scheduling, and the form of Llama-8B with made-up weights. ``tcp`` goes
+over loopback. Over ``cuda_ipc`` D reads P's pages when the prompt is computed, so nothing leaves before; it is here to
+compare with. NixlConnector moves bytes as its UCX chooses, over NVLink as a rule.
 
 P's steps are timed by CUDA events. The share of the bytes that were at D when P's last step ended is that of the bytes
 in D's pages, noted by KVFerry's transfer thread on D; of NIXL it is not known. The thread of P's engine has a core of
@@ -19,6 +19,7 @@ import argparse
 import os
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ HERE = Path(__file__).resolve().parent
 GPU = Setup(
     ModelSpec(
         layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=14336, max_tokens=32768,
-        dtype="bfloat16",
+        dtype="bfloat16", text_tokens=True,
     ),
     block=16, gpus=((0,), (1,)), lengths=(128, 2000, 8000), beside=16,
 )  # fmt: skip
@@ -101,9 +102,12 @@ def measured(
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Measure all pairs that start; which do not is in ``left_out``."""
-    setup = CPU if args.cpu else GPU
+    p, d = args.gpus
+    cpu = replace(CPU, spec=replace(CPU.spec, text_tokens=True))
+    setup = cpu if args.cpu else replace(GPU, gpus=((p,), (d,)))
     args.tokens = args.tokens or list(setup.lengths)
     result: dict[str, Any] = {"rows": [], "timelines": [], "left_out": [], "chunk": args.chunk}
+    result["gpus_of_p_and_d"] = list(args.gpus)
     result["load_before"] = round(os.getloadavg()[0], 1)
     result["kv_kib_per_token"] = setup.spec.kv_bytes_per_token / 1024
     for connector, name, extra in pairs_of(args):
@@ -123,6 +127,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=int, nargs="+", help="of a prompt")
     parser.add_argument("--chunk", type=int, help="tokens that an engine computes in one step: 2048, on the CPU 128")
     parser.add_argument("--seconds", type=float, default=Patience.seconds, help="of a cell, 3 turns at least")
+    parser.add_argument("--gpus", type=int, nargs=2, default=(0, 1), metavar=("P", "D"), help="0 0: both on one GPU")
     parser.add_argument("--kv-gib", type=int, help="KV cache of each engine, 24 on a GPU")
     parser.add_argument("--no-nixl", dest="nixl", action="store_false")
     parser.add_argument("--cpu", action="store_true", help="a small model on the CPU")

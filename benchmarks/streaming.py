@@ -89,12 +89,12 @@ def started(
     args: argparse.Namespace, hosts: Hosts, connector: str, name: str, extra: dict[str, Any]
 ) -> Iterator[tuple[Engines, str]]:
     """A pair and its routers, up, warm and on their cores; and which these are."""
-    p_name, p_address, _, d_address = hosts
+    p_name, p_address, d_name, d_address = hosts
     spec = model_spec(args)
     model = build_model(args.folder / f"model-{args.layers}", spec)
     with ServerGroup(args.folder / "logs" / name.replace(" ", "-")) as group:
 
-        def engine(role: str, address: str, netns: str | None) -> Server:
+        def engine(role: str, address: str, netns: str) -> Server:
             environment = {"VLLM_CPU_KVCACHE_SPACE": "3", "PYTHONPATH": python_path(Path(__file__).resolve().parent)}
             settings = dict(extra)
             if connector == OURS:
@@ -109,7 +109,7 @@ def started(
                 host=address, dtype=spec.dtype, max_model_len=spec.max_tokens, kv_bytes=False, netns=netns,
             )  # fmt: skip
 
-        prefill, decode = engine("prefill", p_address, p_name), engine("decode", d_address, None)
+        prefill, decode = engine("prefill", p_address, p_name), engine("decode", d_address, d_name)
         group.wait_ready(args.start_seconds)
         engines = Engines(name, prefill, decode, shaped_link.LinkBytes)
         open_ways(group, engines, d_address)
@@ -120,7 +120,7 @@ def started(
 
 
 def model_spec(args: argparse.Namespace) -> ModelSpec:
-    return ModelSpec(layers=args.layers, max_tokens=max(tokens for tokens, _ in args.cells) + 64)
+    return ModelSpec(layers=args.layers, max_tokens=max(tokens for tokens, _ in args.cells) + 64, text_tokens=True)
 
 
 def pairs_of(args: argparse.Namespace) -> list[tuple[str, str, dict[str, Any]]]:

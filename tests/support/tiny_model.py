@@ -14,6 +14,10 @@ import os
 import random
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 # Stems and endings from which the made-up corpus and the prompts are put together.
 _STEMS = ("riv", "cargo", "ferr", "bridg", "harb", "anch", "tid", "wav", "lant", "mast", "sail", "keel", "dock", "pier")
@@ -34,6 +38,9 @@ class ModelSpec:
     max_tokens: int = 8192
     dtype: str = "float32"
     seed: int = 7
+    text_tokens: bool = False
+    """Each token but the special ones is a text of its own, as nearly all of a real model's are. Otherwise many of what
+    this model computes are bytes of no character, or in no vocabulary, which a router does not relay."""
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -89,6 +96,13 @@ def build_model(folder: Path, spec: ModelSpec | None = None, weights: bool = Tru
 def write_tokenizer(folder: Path, spec: ModelSpec) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+    if spec.text_tokens:
+        vocabulary = {"<s>": 0, "</s>": 1} | {f"w{number}": number for number in range(2, spec.vocabulary)}
+        tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="</s>"))
+        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        tokenizer.add_special_tokens(["<s>", "</s>"])
+        _save(tokenizer, folder, spec)
+        return
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -100,6 +114,10 @@ def write_tokenizer(folder: Path, spec: ModelSpec) -> None:
     )
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     tokenizer.train_from_iterator([words(400, seed) for seed in range(50)], trainer)
+    _save(tokenizer, folder, spec)
+
+
+def _save(tokenizer: Tokenizer, folder: Path, spec: ModelSpec) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
