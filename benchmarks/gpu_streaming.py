@@ -3,10 +3,10 @@
     python benchmarks/gpu_streaming.py [--json FILE] [--plot FILE.png] [--planes tcp ucx cuda_ipc] [--tokens 2000 8000]
     python benchmarks/gpu_streaming.py --cpu --tokens 400 --seconds 5       # a tiny model on the CPU, to try it out
 
-As ``streaming.py``, without its link: P on the first GPU, D on the second (``--gpus 0 0``: both on one, which they then
-share in time), with CUDA graphs and asynchronous scheduling, and the form of Llama-8B with made-up weights. ``tcp``
-goes over loopback. Over ``cuda_ipc`` D reads P's pages when the prompt is computed, so nothing leaves before; it is here
-to compare with. NixlConnector moves bytes as its UCX chooses, over NVLink as a rule.
+As ``streaming.py``, without its link: P on the first GPU, D on the second (``--gpus 0 0``: both on one, which they
+then share in time), with CUDA graphs and asynchronous scheduling, and the form of Llama-8B with made-up weights.
+``tcp`` goes over loopback. Over ``cuda_ipc`` D reads P's pages when the prompt is computed, so nothing leaves before;
+it is here to compare with. NixlConnector moves bytes as its UCX chooses, over NVLink as a rule.
 
 P's steps are timed by CUDA events. The share of the bytes that were at D when P's last step ended is that of the bytes
 in D's pages, noted by KVFerry's transfer thread on D; of NIXL it is not known. The thread of P's engine has a core of
