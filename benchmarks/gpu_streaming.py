@@ -61,7 +61,7 @@ GPU = Setup(
 def pairs_of(args: argparse.Namespace) -> list[tuple[str, str, dict[str, Any]]]:
     """Connector, name and settings of each pair."""
     pairs: list[tuple[str, str, dict[str, Any]]] = [
-        (OURS, f"{OURS_NAME}, {plane}", {"plane": plane}) for plane in args.planes
+        (OURS, f"{OURS_NAME}, {plane}" + ", discarded" * args.discard, {"plane": plane}) for plane in args.planes
     ]
     nixl = CPU.nixl if args.cpu else {}
     return pairs + ([(PULL, PULL_NAME, nixl), (PUSH, PUSH_NAME, nixl)] if args.nixl else [])
@@ -88,6 +88,8 @@ def measured(
         group.wait_ready(args.start_seconds)
         engines = Engines(name, prefill, decode)
         open_ways(group, engines)
+        if args.discard and connector == OURS:
+            decode.rpc("probe_discard")
         (engine_thread,) = prefill.rpc("probe_watch")
         with own_cores(int(engine_thread), group.servers) as result["cores"]:
             for tokens in args.tokens:  # a GPU engine compiles and tunes for each
@@ -129,6 +131,10 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--seconds", type=float, default=Patience.seconds, help="of a cell, 3 turns at least")
     parser.add_argument("--gpus", type=int, nargs=2, default=(0, 1), metavar=("P", "D"), help="0 0: both on one GPU")
     parser.add_argument("--kv-gib", type=int, help="KV cache of each engine, 24 on a GPU")
+    parser.add_argument(
+        "--discard", action="store_true",
+        help="D throws away what KVFerry sends; tokens are wrong. Shows what P loses to D on one GPU",
+    )  # fmt: skip
     parser.add_argument("--no-nixl", dest="nixl", action="store_false")
     parser.add_argument("--cpu", action="store_true", help="a small model on the CPU")
     parser.add_argument(

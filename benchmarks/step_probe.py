@@ -82,6 +82,13 @@ class StepProbe:
             watch_moves(self.probed_moves)
         return threading.get_native_id()
 
+    def probe_discard(self) -> None:
+        """Have KVFerry's transfer thread of this process throw away what it receives, so that it uses no GPU."""
+        from kvferry.connector.transfer.caches import RankCaches
+        from kvferry.transport.channels import Copy
+
+        RankCaches.unpack = lambda *args, **options: Copy(done=True)  # type: ignore[method-assign,assignment]
+
     def _watch_steps(self) -> None:
         runner, clock = self.model_runner, self.probed_clock  # type: ignore[attr-defined]
         execute = runner.execute_model
