@@ -89,13 +89,13 @@ def started(
     args: argparse.Namespace, hosts: Hosts, connector: str, name: str, extra: dict[str, Any]
 ) -> Iterator[tuple[Engines, str]]:
     """A pair and its routers, up, warm and on their cores; and which these are."""
-    p_name, p_address, _, d_address = hosts
+    p_name, p_address, d_name, d_address = hosts
     spec = model_spec(args)
     kv_gib = -(-2 * spec.max_tokens * spec.kv_bytes_per_token // 2**30)  # for two prompts
     model = build_model(args.folder / f"model-{args.layers}", spec)
     with ServerGroup(args.folder / "logs" / name.replace(" ", "-")) as group:
 
-        def engine(role: str, address: str, netns: str | None) -> Server:
+        def engine(role: str, address: str, netns: str) -> Server:
             environment = {
                 "VLLM_CPU_KVCACHE_SPACE": str(kv_gib),
                 "PYTHONPATH": python_path(Path(__file__).resolve().parent),
@@ -113,7 +113,8 @@ def started(
                 host=address, dtype=spec.dtype, max_model_len=spec.max_tokens, kv_bytes=False, netns=netns,
             )  # fmt: skip
 
-        prefill, decode = engine("prefill", p_address, p_name), engine("decode", d_address, None)
+        # D in its namespace by name, although this process is there: UCX finds network devices by a /sys of its own.
+        prefill, decode = engine("prefill", p_address, p_name), engine("decode", d_address, d_name)
         group.wait_ready(args.start_seconds)
         engines = Engines(name, prefill, decode, shaped_link.LinkBytes)
         open_ways(group, engines, d_address)
