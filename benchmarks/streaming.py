@@ -91,11 +91,15 @@ def started(
     """A pair and its routers, up, warm and on their cores; and which these are."""
     p_name, p_address, d_name, d_address = hosts
     spec = model_spec(args)
+    kv_gib = -(-2 * spec.max_tokens * spec.kv_bytes_per_token // 2**30)  # for two prompts
     model = build_model(args.folder / f"model-{args.layers}", spec)
     with ServerGroup(args.folder / "logs" / name.replace(" ", "-")) as group:
 
         def engine(role: str, address: str, netns: str) -> Server:
-            environment = {"VLLM_CPU_KVCACHE_SPACE": "3", "PYTHONPATH": python_path(Path(__file__).resolve().parent)}
+            environment = {
+                "VLLM_CPU_KVCACHE_SPACE": str(kv_gib),
+                "PYTHONPATH": python_path(Path(__file__).resolve().parent),
+            }
             settings = dict(extra)
             if connector == OURS:
                 environment["KVFERRY_ALLOWED_PEERS"] = f"{p_address},{d_address}"
@@ -109,6 +113,7 @@ def started(
                 host=address, dtype=spec.dtype, max_model_len=spec.max_tokens, kv_bytes=False, netns=netns,
             )  # fmt: skip
 
+        # D in its namespace by name, although this process is there: UCX finds network devices by a /sys of its own.
         prefill, decode = engine("prefill", p_address, p_name), engine("decode", d_address, d_name)
         group.wait_ready(args.start_seconds)
         engines = Engines(name, prefill, decode, shaped_link.LinkBytes)
@@ -154,13 +159,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                             samples = [streaming_figures.middle(found, way) for way in found[0]]
                             result["timelines"] += [streaming_figures.timeline(one, **cell) for one in samples]
                         print(f"{name}, {tokens} tokens, {rate:g} GB/s: {len(found)} turns", flush=True)
+                        result["targets"] = streaming_figures.targets(result["rows"])
+                        report.save(args.json, result)  # the others take as long again
             except (EngineError, httpx.HTTPError) as error:
                 if connector == OURS:
                     raise
                 result["left_out"].append(f"{name}: {str(error).splitlines()[0]}")
                 print(f"left out: {result['left_out'][-1]}", flush=True)
-            result["targets"] = streaming_figures.targets(result["rows"])
-            report.save(args.json, result)  # the other pairs take as long again
     return result
 
 

@@ -242,8 +242,8 @@ def own_cores(engine_thread: int, servers: list[Server]) -> Iterator[str]:
     """Keep threads that stand for devices and for hosts from waiting for each other's cores. Yields what was done.
 
     The last core is for the thread that stands for P's device. All else shares the others: these servers, with what
-    they have started, and this process. No thread has a real-time priority: one
-    that spins would hold its core for ever.
+    they have started, and this process. No thread has a real-time priority: one that spins would hold its core for
+    ever.
     """
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
