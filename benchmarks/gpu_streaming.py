@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / ".typing"))
 import httpx
 import report
 import streaming_figures
+import streaming_tables
 from gpu_e2e import CPU, Setup
 from streaming_pair import (
     OURS,
@@ -153,9 +154,9 @@ def main() -> int:
     if not result["rows"]:
         print("FAILED  no pair could be measured", file=sys.stderr)
         return 1
-    print(streaming_figures.table(result["rows"]))
-    print(streaming_figures.core_table(result["rows"]))
-    print(streaming_figures.target_table(result["targets"]))
+    print(streaming_tables.table(result["rows"]))
+    print(streaming_tables.core_table(result["rows"]))
+    print(streaming_tables.target_table(result["targets"]))
     report.write(args.json, result)
     if args.plot is not None:
         streaming_figures.plot(result["timelines"], args.plot)

@@ -44,6 +44,7 @@ import httpx
 import report
 import shaped_link
 import streaming_figures
+import streaming_tables
 from streaming_pair import (
     OURS,
     OURS_NAME,
@@ -201,9 +202,9 @@ def main() -> int:
     except (EngineError, httpx.HTTPError) as error:
         print(f"FAILED  {error}", file=sys.stderr)
         return 1
-    print(streaming_figures.table(result["rows"]))
-    print(streaming_figures.core_table(result["rows"]))
-    print(streaming_figures.target_table(result["targets"]))
+    print(streaming_tables.table(result["rows"]))
+    print(streaming_tables.core_table(result["rows"]))
+    print(streaming_tables.target_table(result["targets"]))
     report.write(args.json, result)
     if args.plot is not None:
         streaming_figures.plot(result["timelines"], args.plot)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import gpu_summary
+import streaming_summary
 from comparison import compared_cells
 from tables import COMPARED_HEADS, INTERVAL, NIXL, NIXL_THREAD, RULE, load, policy_sentence, table
 
@@ -293,10 +294,12 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "gpu-busy-one-gpu": gpu_summary.busy_one_gpu,
     "gpu-load": gpu_summary.under_load,
     "gpu-decode": gpu_summary.slow_down,
+    "gpu-streaming-one-gpu": streaming_summary.one_gpu,
     "gpu-checksum": gpu_summary.checksums,
     "cpu-end-to-end": cpu_end_to_end,
     "cpu-wrong-tokens": wrong_tokens,
     "cpu-both-legs": both_legs,
+    "cpu-streaming": lambda: streaming_summary.over_a_link(machine),
     "cpu-bandwidth": cpu_bandwidth,
     "encrypted": encrypted,
     "cpu-checksum": checksums,

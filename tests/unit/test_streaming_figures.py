@@ -15,7 +15,7 @@ BENCHMARKS = str(Path(__file__).resolve().parents[2] / "benchmarks")
 @pytest.fixture
 def modules(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
     monkeypatch.syspath_prepend(BENCHMARKS)
-    for name in ("streaming_pair", "streaming_figures", "shaped_link"):
+    for name in ("streaming_pair", "streaming_figures", "streaming_tables", "shaped_link"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     import streaming_figures
     import streaming_pair
@@ -121,9 +121,11 @@ def test_a_timeline_has_few_points_and_the_last_one(modules: tuple[Any, Any]) ->
 def test_tables_have_a_line_for_each_row(modules: tuple[Any, Any]) -> None:
     pair, figures = modules
     found = rows(modules, [turn(pair)])
-    for text in (figures.table(found), figures.core_table(found), figures.target_table(figures.targets(found))):
+    import streaming_tables as tables
+
+    for text in (tables.table(found), tables.core_table(found), tables.target_table(figures.targets(found))):
         assert text.count("\n") == 5
-    (alone,) = [line for line in figures.table(found).splitlines() if f"| {pair.ALONE} |" in line]
+    (alone,) = [line for line in tables.table(found).splitlines() if f"| {pair.ALONE} |" in line]
     assert alone.endswith("|  |  |  |"), "P alone hands nothing over"
 
 
