@@ -24,12 +24,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / ".typing"))
 
-from tests.support.served import PatientServerGroup, complete, prompt
+from tests.support.pd_client import stream
+from tests.support.served import PatientServerGroup, prompt
 from tests.support.server import Server
 from tests.support.tiny_model import ModelSpec, build_model
 
 TARGET = Path(__file__).with_name("observability") / "router.png"
-WIDTH, HEIGHT = 1060, 720
+WIDTH, HEIGHT = 1060, 760
 SHARED_TOKENS = 256
 """Of the prompts of one conversation, so that P is chosen by prefix."""
 
@@ -93,7 +94,8 @@ def work(router: Server, seconds: float) -> None:
         for turn in range(4):
             ids = [*ids, *prompt(rng.randrange(50, 500), 1000 * seed + turn)]
             if time.monotonic() < end:
-                complete(router, ids, max_tokens=rng.randrange(8, 64))
+                tokens = rng.randrange(8, 64)
+                stream(router.url, {"model": "model", "prompt": ids, "max_tokens": tokens, "ignore_eos": True})
 
     with ThreadPoolExecutor(3) as pool:
         seed = 1
