@@ -21,7 +21,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     no file adds nothing: MkDocs reports it."""
     root, docs = Path(config.config_file_path).parent, Path(config.docs_dir)
     site = [file for file in files if file.src_dir is None or not Path(file.src_dir).is_relative_to(docs)]
-    waiting = ["README.md", *(path.relative_to(root).as_posix() for path in sorted(docs.glob("*.md")))]
+    waiting = [
+        "README.md",
+        *config.extra_css,
+        *(path.relative_to(root).as_posix() for path in sorted(docs.glob("*.md"))),
+    ]
     found = set(waiting)
     while waiting:
         name = waiting.pop(0)

@@ -40,7 +40,7 @@ def main() -> int:
     elif program == "curl":
         for shown, real in told["addresses"].items():
             arguments = [argument.replace(shown, real) for argument in arguments]
-        os.execv(told["curl"], ["curl", "--fail-with-body", *arguments])
+        os.execv(told["curl"], ["curl", "--fail", *arguments])
     elif runs and program == "kvferry":
         command = [sys.executable, "-m", "kvferry.connector.cli", *arguments, *told["added"].get(arguments[0], [])]
         status = subprocess.run(command, check=False).returncode

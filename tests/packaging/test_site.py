@@ -142,6 +142,7 @@ def small_site(folder: Path, text: str, *nav: str) -> str:
     (folder / "README.md").write_text("# All\n\n[page](docs/page.md)\n")
     (docs / "page.md").write_text(f"# Page\n\n{text}\n")
     (docs / "settings.md").write_text("# Settings\n")
+    (docs / "site.css").touch()
     (docs / "site_files.py").write_text((ROOT / "docs" / "site_files.py").read_text())
     (folder / "benchmarks" / "results").mkdir(parents=True)
     (folder / "benchmarks" / "one.json").write_text("{}")
