@@ -7,7 +7,7 @@ PYTEST := $(BIN)/pytest
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-engines test-gpu test-vllm test-proxies test-ray sweep walk explore simulate faults soak fuzz lint docs bench bench-gpu clean
+.PHONY: help install demo test test-engines test-gpu test-vllm test-proxies test-ray sweep walk explore simulate faults soak fuzz lint docs site bench bench-gpu clean
 
 help:
 	@echo "make install       everything into $(VENV): torch and vLLM for the CPU, UCX, NIXL to compare with, tools"
@@ -27,6 +27,7 @@ help:
 	@echo "make fuzz          mutated inputs for every decoder and port (COUNT=10000000, SEED=...)"
 	@echo "make lint          ruff and mypy --strict"
 	@echo "make docs          write the generated tables of README.md and docs/"
+	@echo "make site          the documentation as a site in site/, built strictly: a dead link is an error"
 	@echo "make bench         the benchmarks; tables here, JSON in .bench/ (RESULTS=...)"
 	@echo "make bench-gpu     the benchmarks for two GPUs, by that interpreter; plots beside the JSON"
 	@echo "make clean         remove what these made"
@@ -119,6 +120,9 @@ lint: install
 docs: install
 	$(BIN)/python docs/generate.py
 
+site: install
+	$(BIN)/mkdocs build --strict
+
 RESULTS ?= .bench
 BENCHMARKS := planning paged_copy layout_change kv_postprocess empty_handover control_round_trip idle_step router_cost \
   host_planes checksum e2e_vs_nixl wrong_tokens both_legs stale_reads plan_accuracy plan_fleet
@@ -132,5 +136,5 @@ bench-gpu:
 	  $(ON_GPUS) benchmarks/$$name.py --json $(RESULTS)/$$name.json --plot $(RESULTS)/$$name.png; done
 
 clean:
-	rm -rf $(VENV) .vllm-* .demo .bench build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .vllm-* .demo .bench site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

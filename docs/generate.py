@@ -21,6 +21,7 @@ import binding_table
 import doctor_output
 import soak_summary
 import summary
+import systems_summary
 
 from kvferry.connector.config import settings_table
 from kvferry.connector.geometry.dtypes import error_table
@@ -40,6 +41,7 @@ REGIONS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"figure": summary.SECTIONS["figure"], "settings": lambda: settings_table(README_SETTINGS)},
     "docs/settings.md": {"settings": settings_table},
     "docs/observability.md": {"metrics": series_table},
+    "docs/comparison.md": {"measured": systems_summary.measured},
     "docs/compatibility.md": {"matrix": matrix, "dtypes": error_table},
     "docs/doctor.md": {"doctor": doctor_output.doctor, "top": doctor_output.top},
     "docs/library.md": {"binding": binding_table.markdown},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import re
 import runpy
 import subprocess
@@ -144,7 +145,10 @@ def generator() -> dict[str, Any]:
     "page",
     [
         "README.md",
-        *(f"docs/{n}.md" for n in ("settings", "compatibility", "doctor", "library", "testing", "benchmarks")),
+        *(
+            f"docs/{n}.md"
+            for n in ("settings", "comparison", "compatibility", "doctor", "library", "testing", "benchmarks")
+        ),
     ],
 )
 def test_tables_are_as_their_generators_print_them(page: str) -> None:
@@ -185,9 +189,10 @@ def test_the_readme_has_no_figure_of_another_policy_than_it_recommends() -> None
 
 
 def quoted_lines() -> list[str]:
-    """What docs/troubleshooting.md has in code in the first column of its tables, and log lines of the README."""
+    """What docs/troubleshooting.md has in code in the first column of its tables, and log lines of all pages."""
     first = [code for cell in cells("docs/troubleshooting.md", 0) for code in CODE.findall(cell)]
-    return first + [code for code in CODE.findall(read("README.md")) if code.startswith("kvferry: ")]
+    lines = [code for page in PAGES for code in CODE.findall(read(page)) if code.startswith("kvferry: ")]
+    return list(dict.fromkeys(first + lines))
 
 
 @pytest.mark.parametrize("quoted", quoted_lines())
@@ -198,6 +203,32 @@ def test_quoted_log_lines_are_in_the_source(quoted: str) -> None:
 def test_lines_that_nobody_logs_are_noticed() -> None:
     assert len(quoted_lines()) > 25
     assert not in_source("kvferry: hand-over of ... ended: ... tokens") and not in_source("GPU ... has no ... access")
+
+
+def quoted_from_vllm() -> list[tuple[str, str]]:
+    """Files of vLLM, and what docs/comparison.md quotes from each."""
+    columns = [[CODE.findall(cell) for cell in cells("docs/comparison.md", column)] for column in (1, 2)]
+    return [(file[0], text[0]) for file, text in zip(*columns, strict=True) if file and file[0].endswith(".py")]
+
+
+def in_vllm(file: str, quoted: str) -> bool:
+    """Whether the installed vLLM says so; texts of several lines are put together."""
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None and spec.origin is not None
+    text = (Path(spec.origin).parent / "distributed" / "kv_transfer" / "kv_connector" / file).read_text()
+    return quoted in " ".join(re.sub(r'"\s*\n\s*f?"', "", text).split())
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(("file", "quoted"), quoted_from_vllm())
+def test_what_the_comparison_quotes_is_in_vllm(file: str, quoted: str) -> None:
+    assert in_vllm(file, quoted)
+
+
+@pytest.mark.vllm
+def test_what_vllm_does_not_say_is_noticed() -> None:
+    assert len(quoted_from_vllm()) > 15
+    assert not in_vllm("utils.py", "is not divisible by remote pipeline parallel size")
 
 
 def test_metrics_that_a_page_names_exist() -> None:

@@ -1,0 +1,328 @@
+"""Each command of the documentation is run, or looked at as far as it can be without engines, GPUs or a cluster.
+
+The commands of a page run in one bash, with stand-ins for programs (pages.py). curl asks a real router before stand-ins
+for engines. A command of no known kind is a fault, as is an option that its program does not have.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+from starlette.applications import Starlette
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+
+from kvferry.connector.cli import app
+from kvferry.connector.config import ENVIRONMENT, load_settings
+from kvferry.router.app import make_app
+from tests.docs.pages import PAGES, ROOT, Call, commands, of_page, run
+from tests.router.stand_ins import decode_engine, make_router, prefill_engine, served
+
+CODE = re.compile(r"`([^`\n]+)`")
+TOKEN = "0123456789abcdef"
+COUNTED = 'vllm:prompt_tokens_by_source_total{engine="0",model_name="MODEL",source="external_kv_transfer"} 511.0\n'
+WITH_COMMANDS = [page for page in PAGES if of_page((ROOT / page).read_text())]
+ELSEWHERE = {
+    "docker build": ("", ""),
+    "git clone": (".ci/run", "From a clean clone"),
+    "kubectl": ("tests/examples/test_kubernetes.py", "kubernetes_validate"),
+    "kvferry bench": ("tests/bench/test_command.py", '"bench"'),
+    "kvferry doctor --peer": ("tests/doctor/test_command.py", "--peer"),
+    "kvferry drain": ("tests/engine/test_drain.py", "drain"),
+    "kvferry router": ("tests/support/engines.py", '"router"'),
+    "kvferry top": ("tests/top/test_command.py", '"top"'),
+    "ls": ("", ""),
+    "make demo": ("tests/examples/test_examples_run.py", "demo.py"),
+    "make install": (".ci/run", "install"),
+    "make test": (".ci/run", "test"),
+    "pip install": (".ci/run", "install"),
+    "pre-commit install": ("tests/packaging/test_docs.py", ".pre-commit-config.yaml"),
+    "python -m dynamo.vllm": ("tests/engine/test_vllm_proxies.py", "kvferry.connector.vllm.as_nixl"),
+    "python -m kvferry.connector.cli router": ("tests/support/engines.py", '"router"'),
+    "python benchmarks/rdma_check.py": ("tests/transport/test_rdma_check.py", "rdma_check.py"),
+    "python examples/two_node/run_netns.py": ("tests/examples/test_examples_run.py", "two_node/run_netns.py"),
+    "ray start": ("tests/examples/test_ray_serve.py", "two_nodes.py"),
+    "scp": ("", ""),
+    "serve run": ("tests/examples/test_ray_serve.py", "examples.ray_serve.app"),
+    "vllm bench serve": ("benchmarks/serve_load.py", "vllm bench serve"),
+    "vllm serve": ("tests/support/engines.py", '"serve"'),
+}
+"""Commands that are only looked at here, by their first words: the file that runs them, and a text in it. No test runs
+those without a file: they are none of ours, or need Docker."""
+
+
+# --- a page in a shell
+
+
+@contextmanager
+def servers() -> Iterator[dict[str, str]]:
+    """A router before stand-ins for engines, and a page of metrics, by the addresses of the documentation."""
+    p, d = prefill_engine(), decode_engine()
+    metrics = Starlette(routes=[Route("/metrics", lambda _: PlainTextResponse(COUNTED))])
+    with served(p.app) as p_url, served(d.app) as d_url, served(metrics) as metrics_url:
+        router = make_app(make_router([p_url], [d_url]), admin_token=TOKEN)
+        with served(router) as url:
+            yield {"localhost:9000": url.removeprefix("http://"), "localhost:8002": metrics_url.removeprefix("http://")}
+
+
+@pytest.fixture(scope="module")
+def calls_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Call]]:
+    """The calls of a page's commands, all of which ended well. Each page runs once."""
+
+    @cache
+    def ran(page: str) -> list[Call]:
+        with servers() as addresses:
+            folder = tmp_path_factory.mktemp(Path(page).stem)
+            calls, wrong = run(of_page((ROOT / page).read_text()), folder, addresses, TOKEN)
+        assert not wrong, wrong
+        return calls
+
+    return ran
+
+
+@pytest.mark.parametrize("page", WITH_COMMANDS)
+def test_the_commands_of_a_page(page: str, calls_of: Callable[[str], list[Call]]) -> None:
+    calls = calls_of(page)
+    assert calls
+    for call in calls:
+        look_at(call)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("page", WITH_COMMANDS)
+def test_flags_of_vllm(page: str, calls_of: Callable[[str], list[Call]]) -> None:
+    for call in calls_of(page):
+        if call.program == "vllm":
+            look_at_vllm(call)
+        if "--kv-transfer-config" in call.arguments:
+            look_at_transfer_config(call)
+
+
+# --- what is looked at
+
+
+def look_at(call: Call) -> None:
+    """Raises AssertionError, with the reason, for a command that cannot be right or is of no known kind."""
+    assert call.was_run or elsewhere(call), f"nothing runs this command: {call}"
+    unknown = {name for name in call.environment if name not in ENVIRONMENT.values()} - {"CUDA_VISIBLE_DEVICES"}
+    assert not {name for name in unknown if not name.startswith(("OTEL_", "UCX_", "VLLM_"))}, f"{call}: {unknown}"
+    load_settings({}, call.environment)
+    if call.program in LOOKS:
+        LOOKS[call.program](call)
+
+
+def elsewhere(call: Call) -> str | None:
+    """The first words of this command in the table."""
+    words = [call.program.removesuffix("3"), *call.arguments]
+    for number in (4, 3, 2, 1):
+        known = " ".join(words[:number])
+        if number <= len(words) and known in ELSEWHERE:
+            return known
+    with_peer = words[:2] == ["kvferry", "doctor"] and "--peer" in words
+    return "kvferry doctor --peer" if with_peer else None
+
+
+def look_at_kvferry(call: Call) -> None:
+    click_app: Any = typer.main.get_command(app)
+    name, *arguments = call.arguments
+    if "--help" not in arguments:
+        click_app.commands[name].make_context(name, arguments)
+
+
+def look_at_python(call: Call) -> None:
+    first, *arguments = call.arguments
+    if first == "-m":
+        if arguments[0] == "kvferry.connector.cli":
+            look_at_kvferry(Call("kvferry", arguments[1:], call.folder, {}))
+        return
+    flags = {word.partition("=")[0] for word in arguments if word.startswith("--")}
+    shown = help_of(first) | (help_of(first, arguments[0]) if flags - help_of(first) else set())
+    assert flags <= shown, f"{call}: {flags - shown}"
+
+
+@cache
+def help_of(script: str, *subcommand: str) -> set[str]:
+    done = subprocess.run(
+        [sys.executable, script, *subcommand, "--help"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return set(re.findall(r"--[a-z][\w-]*", done.stdout))
+
+
+def look_at_make(call: Call) -> None:
+    text = (ROOT / "Makefile").read_text()
+    for word in call.arguments:
+        name, is_variable, _ = word.partition("=")
+        pattern = rf"\$[({{]\(?(?:if|or)?\s*\$?\(?{name}\b" if is_variable else rf"^{name}:"
+        assert re.search(pattern, text, re.MULTILINE), f"{call}: {word}"
+
+
+def look_at_pip(call: Call) -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    what, *packages = call.arguments
+    assert what == "install"
+    for package in packages:
+        found = re.fullmatch(r"([\w.-]+)(?:\[([\w,-]+)\])?", package)
+        assert found and found[1] in (".", "kvferry", "nixl", "pre-commit", "vllm"), f"{call}: {package}"
+        assert set(filter(None, (found[2] or "").split(","))) <= extras.keys(), f"{call}: {package}"
+
+
+def look_at_files(call: Call) -> None:
+    """Files behind ``-f`` exist, and what a Dockerfile among them copies."""
+    named = [after for before, after in zip(call.arguments, call.arguments[1:], strict=False) if before == "-f"]
+    for name in named:
+        assert (ROOT / name).is_file(), f"{call}: {name}"
+    for name in (name for name in named if name.endswith("Dockerfile")):
+        copied = re.findall(r"^COPY (.+) \S+$", (ROOT / name).read_text(), re.MULTILINE)
+        assert copied and all((ROOT / path).exists() for line in copied for path in line.split()), f"{call}: {copied}"
+
+
+def look_at_serve(call: Call) -> None:
+    """``serve run MODULE:FUNCTION``: the function exists and reads these arguments."""
+    where, *arguments = call.arguments[1:]
+    module, _, name = where.partition(":")
+    tree = ast.parse((ROOT / module.replace(".", "/")).with_suffix(".py").read_text())
+    (function,) = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
+    texts = {node.value for node in ast.walk(function) if isinstance(node, ast.Constant)}
+    assert {argument.partition("=")[0] for argument in arguments} <= texts, f"{call}"
+
+
+LOOKS: dict[str, Callable[[Call], None]] = {
+    "kvferry": look_at_kvferry, "python": look_at_python, "python3": look_at_python, "make": look_at_make,
+    "pip": look_at_pip, "docker": look_at_files, "kubectl": look_at_files, "serve": look_at_serve,
+}  # fmt: skip
+
+
+@cache
+def vllm_parsers() -> dict[str, Any]:
+    from vllm.benchmarks.serve import add_cli_args
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    bench = FlexibleArgumentParser()
+    add_cli_args(bench)
+    return {"serve": make_arg_parser(FlexibleArgumentParser()), "bench": bench}
+
+
+def look_at_vllm(call: Call) -> None:
+    """vLLM's own parsers take the flags, and vLLM or KVFerry the environment."""
+    from vllm import envs
+
+    name, *arguments = call.arguments
+    vllm_parsers()[name].parse_args(arguments[1:] if name == "bench" else arguments)
+    named = {variable for variable in call.environment if variable.startswith("VLLM_")}
+    assert not named - set(envs.environment_variables), f"{call}"
+
+
+def look_at_transfer_config(call: Call) -> None:
+    """vLLM takes the keys, its factory or plug-ins the connector, and KVFerry its settings."""
+    from vllm.config import KVTransferConfig
+
+    config = json.loads(call.arguments[call.arguments.index("--kv-transfer-config") + 1])
+    taken = KVTransferConfig(**config)
+    module = taken.kv_connector_module_path
+    assert taken.kv_connector == "KVFerryConnector" or module == "kvferry.connector.vllm.as_nixl", f"{call}"
+    assert taken.kv_load_failure_policy == "recompute"
+    load_settings(taken.kv_connector_extra_config, call.environment)
+
+
+# --- the table, and the rules themselves
+
+
+def test_commands_that_are_only_looked_at_are_run_elsewhere(calls_of: Callable[[str], list[Call]]) -> None:
+    for path, text in filter(all, ELSEWHERE.values()):
+        assert text in (ROOT / path).read_text(), f"{path} has no {text!r}"
+    used = {elsewhere(call) for page in WITH_COMMANDS for call in calls_of(page)}
+    assert ELSEWHERE.keys() <= used, f"no page has these: {ELSEWHERE.keys() - used}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_kvferry_s_commands_in_running_text_have_their_options(page: str) -> None:
+    click_app: Any = typer.main.get_command(app)
+    for code in CODE.findall((ROOT / page).read_text()):
+        found = re.match(r"kvferry ([a-z]+)\b(?!:)", code)
+        if found:
+            command = click_app.commands[found[1]]
+            known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+            assert set(re.findall(r"--[a-z][\w-]*", code)) <= {*known, "--help"}, code
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ("kvferry plan --model none.json --prefill-tokens-per-second 2", "this failed: kvferry plan"),
+        ("curl -s localhost:9000/router/none", "this failed: curl"),
+        ("helm install kvferry", "helm: command not found"),
+        ("kvferry keygen a && kvferry keygen a", "this failed: kvferry keygen"),
+    ],
+)
+def test_commands_that_fail_are_noticed(line: str, what: str, tmp_path: Path) -> None:
+    with servers() as addresses:
+        _, wrong = run([line], tmp_path, addresses)
+    assert what in wrong
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ("kvferry router --decode http://d:1 --prot 9000", "No such option"),
+        ("kvferry none", "nothing runs this"),
+        ("kvferry top --interval no http://127.0.0.1:1", "valid number"),
+        ("python benchmarks/rdma_check.py check a b 1 --jsn x", "--jsn"),
+        ("python benchmarks/none.py", "nothing runs this"),
+        ("make none", "nothing runs this"),
+        ("make install NONE=1", "NONE=1"),
+        ("pip install '.[none]'", "none"),
+        ("kubectl apply -f none.yaml", "none.yaml"),
+        ("serve run examples.ray_serve.app:build modle=x", "modle"),
+        ("KVFERRY_NONE=1 vllm serve MODEL", "KVFERRY_NONE"),
+        ("KVFERRY_SIDE_CHANNEL_PORT=70000 vllm serve MODEL", "70000"),
+    ],
+)
+def test_commands_that_cannot_be_right_are_noticed(line: str, what: str, tmp_path: Path) -> None:
+    (call,), wrong = run([line], tmp_path, {})
+    assert not wrong
+    with pytest.raises(Exception, match=re.escape(what)):
+        look_at(call)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    "line",
+    [
+        "vllm serve MODEL --prot 8001",
+        'vllm serve MODEL --kv-transfer-config "${CONFIG/kv_role/kv_rule}"',
+        'vllm serve MODEL --kv-transfer-config "${CONFIG/KVFerry/Ferry}"',
+        "vllm bench serve --none",
+    ],
+)
+def test_wrong_flags_of_vllm_are_noticed(line: str, tmp_path: Path) -> None:
+    (call,), wrong = run([line], tmp_path, {})
+    assert not wrong
+    with pytest.raises((SystemExit, AssertionError, ValueError, TypeError)):
+        look_at_vllm(call)
+        look_at_transfer_config(call)
+
+
+def test_commands_of_a_block() -> None:
+    block = "$ one  # it's\noutput\n$ two 'a\nb' \\\n  c\noutput 'x\n$ three\n"
+    assert commands(block) == ["one  # it's", "two 'a\nb' \\\n  c", "three"]
+    with pytest.raises(AssertionError, match="has no end"):
+        commands("$ one 'a\n")

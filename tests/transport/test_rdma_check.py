@@ -1,0 +1,50 @@
+"""``benchmarks/rdma_check.py``, both commands on this machine: over TCP lanes it measures all, and is not fit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.engines import free_port
+
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "rdma_check.py"
+HOST = "127.0.0.1"
+
+
+@pytest.mark.nixl
+def test_serve_and_check(tmp_path: Path) -> None:
+    environ, port, result = os.environ | {"UCX_TLS": "tcp"}, str(free_port()), tmp_path / "rdma.json"
+    serving = subprocess.Popen(
+        [sys.executable, str(SCRIPT), "serve", HOST, port], env=environ, stdout=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        assert serving.stdout is not None and "lanes: UCX_TLS=tcp" in serving.stdout.readline()
+        command = [sys.executable, str(SCRIPT), "check", HOST, HOST, port, "--mib", "8", "--rounds", "1"]
+        done = subprocess.run(
+            [*command, "--json", str(result)], env=environ, capture_output=True, text=True, timeout=240, check=False
+        )
+        assert done.returncode == 1 and "not fit: no RDMA: the lanes are UCX_TLS=tcp" in done.stdout, done.stderr
+        found = json.loads(result.read_text())
+        assert found["wrong"] == [] and len(found["gb_per_s"]) == 6 and min(found["gb_per_s"].values()) > 0
+    finally:
+        os.killpg(serving.pid, signal.SIGKILL)
+        serving.wait()
+
+
+def test_a_host_without_rdma_is_told_in_one_line() -> None:
+    environ = {name: value for name, value in os.environ.items() if name != "UCX_TLS"}
+    command = [sys.executable, str(SCRIPT), "check", HOST, HOST, "1"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=240, check=False)
+    if not list(Path("/sys/class/infiniband").glob("*")):
+        assert (
+            done.returncode == 1
+            and done.stdout == "not fit: nixl: no RDMA port is up on this host\n"
+            and not done.stderr
+        )
