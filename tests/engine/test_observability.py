@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.connector.tracing import open_tracer
+from kvferry.transport.tracing import open_tracer
 from tests.support.engines import ServerGroup
 from tests.support.monitored import PROMETHEUS, Prometheus, queries
 from tests.support.served import complete, eventually, prefill_leg, prompt
@@ -59,14 +59,17 @@ def test_levels_traces_and_the_dashboard(
             for name in ("prefill", "decode")
         )  # fmt: skip
         group.wait_ready()
-        router = group.router(prefill, decode)
+        router = group.router(
+            prefill, decode, arguments=["--otlp-traces-endpoint", otlp.url],
+            environment={"OTEL_SERVICE_NAME": "router", "OTEL_BSP_SCHEDULE_DELAY": "200"},
+        )  # fmt: skip
         prometheus = None
         if PROMETHEUS is not None:
             prometheus = Prometheus(group, tmp_path, {"prefill": prefill, "decode": decode})
             eventually(prometheus.ready, "Prometheus is ready")
 
         levels_follow_a_lease(prefill, decode)
-        one_trace_of_client_and_engines(otlp, router)
+        one_trace_of_client_router_and_engines(otlp, router)
         if prometheus is not None:
             every_query_of_the_dashboard_has_a_result(prometheus, router, prefill)
 
@@ -84,22 +87,24 @@ def levels_follow_a_lease(prefill: Server, decode: Server) -> None:
     assert level(decode, "peer_handovers_total", result="done") == 1
 
 
-def one_trace_of_client_and_engines(otlp: Receiver, router: Server) -> None:
+def one_trace_of_client_router_and_engines(otlp: Receiver, router: Server) -> None:
     first, second = (traced(otlp, router, prompt(200, seed)) for seed in (2, 3))
-
-    def complete_trace(trace: str) -> bool:
-        return {"kvferry.lease", "kvferry.handover", "llm_request", "request"} <= by_name(otlp, trace).keys()
-
-    eventually(lambda: complete_trace(first) and complete_trace(second), "both engines' spans have arrived")
+    whole = {"kvferry.lease", "kvferry.handover", "llm_request", "request", "kvferry.request"}
+    eventually(lambda: all(whole <= by_name(otlp, trace).keys() for trace in (first, second)), "all spans have arrived")
     spans = by_name(otlp, first)
-    (request,), (lease,), (handover,) = spans["request"], spans["kvferry.lease"], spans["kvferry.handover"]
-    assert lease["parent"] == handover["parent"] == request["id"]
-    assert (request["service"], lease["service"], handover["service"]) == ("client", "prefill", "decode")
-    assert {span["service"] for span in spans["llm_request"]} == {"prefill", "decode"}
+    (client,), (request,) = spans["request"], spans["kvferry.request"]
+    (p_leg,), (d_leg,) = spans["kvferry.prefill"], spans["kvferry.decode"]
+    (lease,), (handover,) = spans["kvferry.lease"], spans["kvferry.handover"]
+    parents = [span["parent"] for span in (request, p_leg, d_leg, lease, handover)]
+    assert parents == [client["id"], request["id"], request["id"], p_leg["id"], d_leg["id"]]
+    services = [span["service"] for span in (client, request, p_leg, d_leg, lease, handover)]
+    assert services == ["client", "router", "router", "router", "prefill", "decode"]
+    engines = {span["service"]: span["parent"] for span in spans["llm_request"]}
+    assert engines == {"prefill": p_leg["id"], "decode": d_leg["id"]}
     assert not (lease["error"] or handover["error"]) and handover["attributes"]["kvferry.tokens"] in ("199", "200")
-    assert request["begin"] < lease["begin"] < handover["begin"] < handover["end"] < request["end"]
-    (waited,) = by_name(otlp, second)["kvferry.rendezvous"]
-    assert waited["service"] == "decode" and waited["parent"] == by_name(otlp, second)["request"][0]["id"]
+    assert client["begin"] < request["begin"] < lease["begin"] < handover["begin"] < handover["end"] < client["end"]
+    (waited,), (d_leg,) = (by_name(otlp, second)[name] for name in ("kvferry.rendezvous", "kvferry.decode"))
+    assert waited["service"] == "decode" and waited["parent"] == d_leg["id"]
 
 
 def every_query_of_the_dashboard_has_a_result(prometheus: Prometheus, router: Server, prefill: Server) -> None:

@@ -9,9 +9,9 @@ import time
 import pytest
 
 pytest.importorskip("opentelemetry.sdk.trace")
-from kvferry.connector import tracing
-from kvferry.connector.tracing import RecordedSpan, open_tracer, sampled_traceparent, time_of_zero
+from kvferry.transport import tracing
 from kvferry.transport.errors import ConfigError
+from kvferry.transport.tracing import RecordedSpan, open_tracer, sampled_traceparent, time_of_zero
 from tests.support.spans import PARENT_ID, SAMPLED, TRACE_ID, Spans, receiver
 
 HTTP = "http/protobuf"
