@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -90,7 +91,12 @@ def levels_follow_a_lease(prefill: Server, decode: Server) -> None:
 def one_trace_of_client_router_and_engines(otlp: Receiver, router: Server) -> None:
     first, second = (traced(otlp, router, prompt(200, seed)) for seed in (2, 3))
     whole = {"kvferry.lease", "kvferry.handover", "llm_request", "request", "kvferry.request"}
-    eventually(lambda: all(whole <= by_name(otlp, trace).keys() for trace in (first, second)), "all spans have arrived")
+
+    def complete_trace(trace: str) -> bool:
+        spans = by_name(otlp, trace)
+        return whole <= spans.keys() and len(spans["llm_request"]) == 2
+
+    eventually(lambda: complete_trace(first) and complete_trace(second), "all spans have arrived")
     spans = by_name(otlp, first)
     (client,), (request,) = spans["request"], spans["kvferry.request"]
     (p_leg,), (d_leg,) = spans["kvferry.prefill"], spans["kvferry.decode"]
@@ -112,12 +118,17 @@ def every_query_of_the_dashboard_has_a_result(prometheus: Prometheus, router: Se
         complete(router, prompt(150, seed))
     eventually(lambda: prometheus.value('vllm:kvferry_tokens_total{role="decode"}') > 800, "the tokens are scraped")
     eventually(lambda: prometheus.value("vllm:kvferry_leases") == 0, "no lease is held")
-    asked, empty = 0, set()
-    for title, text in queries():
-        asked += 1
-        if not prometheus.query(text):
-            empty.add(title)
-    assert asked > 20 and empty <= EMPTY, empty
+    assert len(list(queries())) > 20
+
+    seeds = itertools.count(100)
+
+    def empty() -> set[str]:
+        """After one more hand-over: a rate is above 0 only if a series grows between two scrapes."""
+        complete(router, prompt(150, next(seeds)))
+        return {title for title, text in queries() if not prometheus.query(text)}
+
+    eventually(lambda: empty() <= EMPTY, "every query has a result")
+    eventually(lambda: prometheus.value("vllm:kvferry_leases") == 0, "no lease is held")
     prefill_leg(prefill, prompt(100, 20))
     eventually(lambda: prometheus.value("vllm:kvferry_leases") == 1, "the lease is scraped")
     before = prometheus.value("vllm:kvferry_lease_block_seconds_total")

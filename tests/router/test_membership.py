@@ -101,7 +101,7 @@ def test_an_error_is_logged_once_until_it_is_over(
     router, listed = make_router([], []), Listed(A)
     found = Membership(router, [listed])
     asyncio.run(found.look())
-    for now, logged in ((error, 1), (error, 1), (OSError("another"), 2), ({A: Role.DECODE}, 2), (error, 3)):
+    for now, logged in ((error, 1), (error, 1), ({A: Role.DECODE}, 1), (error, 2), (OSError("another"), 3)):
         listed.now = now
         one_look(monkeypatch, found)
         assert len([line for line in caplog.messages if "nothing is changed" in line]) == logged

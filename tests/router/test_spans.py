@@ -204,6 +204,15 @@ def test_an_error_of_d_after_ps_token() -> None:
     assert outcome(request) == (200, f"decode engine {at_once.d_url} answered 500", False)
 
 
+def test_no_d_after_ps_token() -> None:
+    spans = Spans()
+    with Served(tracer=spans.tracer).running() as pair:
+        pair.decode_engines(f"http://127.0.0.1:{closed_port()}")
+        assert "no connection" in ask(pair.url, {"prompt": "y", "stream": True}).text
+        (request,) = named(spans, REQUEST)
+    assert outcome(request)[0] == 200 and "no connection" in outcome(request)[1]
+
+
 @pytest.mark.parametrize("during", ["prefill", "decode", "stream"])
 def test_a_client_that_leaves_is_no_failure(during: str) -> None:
     never = threading.Event()
