@@ -48,8 +48,8 @@ def one_gpu() -> str:
             "Two vLLM engines on one GPU, which runs their kernels in turn, `benchmarks/gpu_streaming.py --gpus 0 0`: "
             f"the form of Llama-8B, {result['kv_kib_per_token']:.0f} KiB of KV per token, steps of {result['chunk']} "
             f"tokens, CUDA graphs, `tcp` over loopback, medians of {_samples(rows)} turns. {COMPARED} `discarded`: D "
-            "throws away what it receives, so that only P uses the GPU. The share is of the bytes that were in D's pages "
-            f"when P's last step ended.{_left_out(result)}",
+            "throws away what it receives, so that only P uses the GPU. The share is of the bytes that were in D's "
+            f"pages when P's last step ended.{_left_out(result)}",
             streaming_tables.table(rows),
             "What was to be reached:",
             streaming_tables.target_table(result["targets"]),

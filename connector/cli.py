@@ -127,6 +127,7 @@ def router(
     max_requests: Annotated[int, typer.Option(min=1, help="requests in flight; more get 429")] = 4096,
     max_body_mib: Annotated[int, typer.Option(min=1, help="MiB of one request; more gets 413")] = 64,
     admin_token_file: Annotated[Path | None, typer.Option(help="its token may change engines at run time")] = None,
+    otlp_traces_endpoint: Annotated[str, typer.Option(help="URL to send spans of requests to (extra: otel)")] = "",
 ) -> None:
     """Serve OpenAI's API in front of prefill and decode engines (extra: router)."""
     try:
@@ -138,6 +139,7 @@ def router(
             prefill or (), decode or (), engines_file, host=host, port=port, serial=serial, relay=relay,
             timeouts=(connect_timeout, prefill_timeout, abandoned_prefill_timeout), health_interval=health_interval,
             max_requests=max_requests, max_body_mib=max_body_mib, admin_token_file=admin_token_file,
+            otlp_traces_endpoint=otlp_traces_endpoint,
         )  # fmt: skip
     except UsageError as error:
         _wrong_usage(str(error))

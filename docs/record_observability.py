@@ -23,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / ".typing"))
 
-from kvferry.connector.tracing import open_tracer
+from kvferry.transport.tracing import open_tracer
 from tests.support.monitored import Prometheus, queries
 from tests.support.served import PatientServerGroup, complete, eventually, prefill_leg, prompt
 from tests.support.server import Server
@@ -71,7 +71,8 @@ def traced_request(otlp: Receiver, router: Server) -> list[dict[str, Any]]:
     def found() -> list[dict[str, Any]]:
         return [each for each in otlp.spans() if each["trace"] == trace]
 
-    eventually(lambda: {"kvferry.lease", "kvferry.handover"} <= {each["name"] for each in found()}, "its spans arrive")
+    wanted = {"kvferry.lease", "kvferry.handover", "kvferry.request"}
+    eventually(lambda: wanted <= {each["name"] for each in found()}, "its spans arrive")
     time.sleep(3)
     return found()
 
@@ -129,7 +130,10 @@ def main() -> None:
             for role in ("prefill", "decode")
         )  # fmt: skip
         group.wait_ready()
-        router = group.router(prefill, decode)
+        router = group.router(
+            prefill, decode, arguments=["--otlp-traces-endpoint", otlp.url],
+            environment={"OTEL_SERVICE_NAME": "router", "OTEL_BSP_SCHEDULE_DELAY": "200"},
+        )  # fmt: skip
         prometheus = Prometheus(group, Path(name), {"prefill": prefill, "decode": decode})
         eventually(prometheus.ready, "Prometheus is ready")
         complete(router, prompt(300, 1))

@@ -23,6 +23,7 @@ from kvferry.router.http_client import HttpError
 from kvferry.router.legs import ClientGoneError, ClientRequest, log, why
 from kvferry.router.membership import Membership, Source
 from kvferry.router.router import OWN_HEADERS, Router, error_response
+from kvferry.router.spans import begin_request, end_request
 from kvferry.router.status_page import page
 
 BODY_SECONDS = 60.0
@@ -54,7 +55,7 @@ class Completions:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         router, metrics = self._router, self._router.metrics
-        began, first_byte, status = router.clock(), None, 499
+        began, first_byte, status, gone = router.clock(), None, 499, False
 
         async def noted(message: Any) -> None:
             nonlocal first_byte, status
@@ -77,12 +78,15 @@ class Completions:
             except RefusedError as error:
                 await error_response(error.status, str(error), connection="close")(scope, receive, noted)
         except ClientGoneError:
+            gone = True
             if asked is None:
                 log.info("a client is gone before its request was read")
             else:
                 log.info("%s: the client is gone", asked.id)
         except Exception:
             log.exception("a request failed by a fault of the router")
+            if asked is not None:
+                asked.broken = "the router failed; its log says why"
             if status == 499:
                 await error_response(500, "the router failed; its log says why")(scope, receive, noted)
         finally:
@@ -90,6 +94,7 @@ class Completions:
             now = router.clock()
             metrics.answered(status, now, first_byte, now - began)
             if asked is not None:
+                end_request(asked.span, None if gone else status, first_byte, asked.broken)
                 asked.gone.cancel()
                 asked.drop()
             router.forget_gone()
@@ -117,7 +122,8 @@ class Completions:
         if not isinstance(body, dict):
             raise RefusedError(400, f"the body is not a JSON object but of type {type(body).__name__}")
         body.pop("kv_transfer_params", None)
-        asked = ClientRequest(scope["path"], body, headers, asyncio.ensure_future(_gone(receive)))
+        span = begin_request(self._router.tracer, headers, scope["path"])
+        asked = ClientRequest(scope["path"], body, headers, asyncio.ensure_future(_gone(receive)), span)
         asked.hold()
         return asked
 
@@ -178,6 +184,8 @@ def make_app(
                 with suppress(asyncio.CancelledError):
                     await loop
             router.http.close()
+            if router.tracer is not None:
+                await asyncio.to_thread(router.tracer.close)
 
     async def health(request: Request) -> Response:
         """200 while a decode engine is up; ``degraded`` where no prefill engine is."""

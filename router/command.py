@@ -14,7 +14,8 @@ from kvferry.router.health import Checks
 from kvferry.router.legs import LegTimeouts
 from kvferry.router.membership import DnsName, EnginesFile, Source
 from kvferry.router.router import Router
-from kvferry.transport.errors import UsageError
+from kvferry.transport.errors import ConfigError, UsageError
+from kvferry.transport.tracing import open_tracer
 
 MIN_TOKEN_CHARS = 16
 
@@ -33,6 +34,7 @@ def router(
     max_requests: int,
     max_body_mib: int,
     admin_token_file: Path | None,
+    otlp_traces_endpoint: str,
 ) -> None:
     """Serve until SIGTERM or Ctrl-C; requests in flight end first.
 
@@ -49,8 +51,13 @@ def router(
     token = "" if admin_token_file is None else _token(admin_token_file)
     if not decode and engines_file is None and not token:
         raise UsageError("no decode engine is named: --decode http://HOST:PORT, --engines-file, or --admin-token-file")
+    engines = EnginePool(*fixed)
+    try:
+        tracer = open_tracer(otlp_traces_endpoint)
+    except ConfigError as error:
+        raise UsageError(str(error)) from None
     app = make_app(
-        Router(EnginePool(*fixed), LegTimeouts(*timeouts), serial=serial, relay=relay),
+        Router(engines, LegTimeouts(*timeouts), serial=serial, relay=relay, tracer=tracer),
         limits=Limits(max_requests, max_body_mib << 20),
         checks=Checks(health_interval, timeout=health_interval),
         sources=sources,

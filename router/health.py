@@ -41,7 +41,7 @@ class HealthChecks:
 
     async def _check(self, engine: Engine, threshold: int) -> None:
         passed, what = await self._passes(engine.url)
-        if self._router.engines.get(engine.url) is engine and self._router.engines.checked(engine, passed, threshold):
+        if self._router.engines.checked(engine, passed, threshold):
             log.warning("%s engine %s is %s: %s", engine.role, engine.url, engine.state, what)
 
     async def _passes(self, url: str) -> tuple[bool, str]:

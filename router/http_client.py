@@ -89,6 +89,16 @@ class Answer:
             call()
 
     @property
+    def whole(self) -> bool:
+        """All of it was received."""
+        return self._whole
+
+    @property
+    def broken(self) -> str:
+        """Why it broke off; empty where it did not."""
+        return "" if self._error is None else str(self._error)
+
+    @property
     def streamed(self) -> bool:
         return self.headers.get("content-type", "").startswith("text/event-stream")
 

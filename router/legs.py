@@ -21,6 +21,8 @@ from kvferry.router.identities import Identities
 from kvferry.router.metrics import Metrics
 from kvferry.router.prefix_affinity import PrefixAffinity, PromptPrefix, prompt_prefix
 from kvferry.router.request_bodies import error_of, prefill_body, without_params
+from kvferry.router.spans import DECODE, PREFILL, LegSpan
+from kvferry.transport.tracing import OpenSpan, Tracer
 
 log = logging.getLogger("kvferry.router")
 T = TypeVar("T")
@@ -51,12 +53,15 @@ class LegTimeouts:
 @dataclass(eq=False)
 class ClientRequest:
     """One completion or chat completion of a client, with the headers for both legs. ``gone`` ends when the client
-    does. It is over when each of its tasks has ended: ``hold`` and ``drop``."""
+    does. ``span``: None where nothing is traced. It is over when each of its tasks has ended: ``hold`` and ``drop``."""
 
     path: str
     body: dict[str, Any]
     headers: dict[str, str]
     gone: asyncio.Future[Any]
+    span: OpenSpan | None = None
+    broken: str = ""
+    """Why the answer broke off."""
     prefix: PromptPrefix = field(init=False)
     _seats: list[Seat] = field(default_factory=list)
     _holders: int = 0
@@ -138,12 +143,13 @@ async def unless_gone(asked: ClientRequest, work: Awaitable[T]) -> T:
 
 
 class Legs:
-    """Sends the legs. ``http`` is open while the app is up."""
+    """Sends the legs. ``http`` is open while the app is up. ``tracer``: makes spans of requests and legs."""
 
     def __init__(
-        self, engines: EnginePool, timeouts: LegTimeouts | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self.engines, self.timeouts, self.clock = engines, timeouts or LegTimeouts(), clock
+        self, engines: EnginePool, timeouts: LegTimeouts | None = None, clock: Callable[[], float] = time.monotonic,
+        tracer: Tracer | None = None,
+    ) -> None:  # fmt: skip
+        self.engines, self.timeouts, self.clock, self.tracer = engines, timeouts or LegTimeouts(), clock, tracer
         self.identities, self.affinity = Identities(clock), PrefixAffinity()
         self.http = HttpClient()
         self.metrics = Metrics(engines)
@@ -180,22 +186,17 @@ class Legs:
     async def _ask_prefill(self, asked: ClientRequest, engine: Engine, leg: dict[str, Any]) -> Prefilled:
         url = engine.url
         try:
-            async with asyncio.timeout(self.timeouts.prefill):
-                answer = await self._send(asked, engine, asked.path, leg, RequestProgress(), silence=None)
-                try:
-                    content = await answer.body()
-                finally:
-                    answer.close()
+            status, content = await self._prefill_answer(asked, engine, leg)
         except (HttpError, TimeoutError) as error:
             self._prefill_failed(engine)
             log.warning("%s: prefill at %s failed: %s", asked.id, url, why(error))
             return Prefilled(failed=isinstance(error, HttpError))
-        if answer.status != 200:
+        if status != 200:
             # A 4xx is the request's fault, and D says so itself.
-            if answer.status >= 500:
+            if status >= 500:
                 self._prefill_failed(engine)
-            log.warning("%s: prefill at %s answered %d", asked.id, url, answer.status)
-            return Prefilled(failed=answer.status >= 500)
+            log.warning("%s: prefill at %s answered %d", asked.id, url, status)
+            return Prefilled(failed=status >= 500)
         found: Any = None
         with suppress(msgspec.DecodeError, RecursionError):
             found = msgspec.json.decode(content)
@@ -207,6 +208,16 @@ class Legs:
                 log.info("%s: prefill at %s handed nothing over, decode only", asked.id, url)
             self.identities.learn(url, params)
         return Prefilled(found, params)
+
+    async def _prefill_answer(self, asked: ClientRequest, engine: Engine, leg: dict[str, Any]) -> tuple[int, bytes]:
+        """Its status and its body. Raises HttpError, TimeoutError."""
+        with LegSpan(asked.span, PREFILL, engine) as span:
+            async with asyncio.timeout(self.timeouts.prefill):
+                answer = await self._send(asked, engine, asked.path, leg, RequestProgress(), span, silence=None)
+                try:
+                    return answer.status, await answer.body()
+                finally:
+                    answer.close()
 
     def _prefill_failed(self, engine: Engine) -> None:
         self.metrics.leg_failed(engine.role)
@@ -284,16 +295,22 @@ class Legs:
     async def _ask_one_decode(
         self, asked: ClientRequest, seat: Seat, path: str, body: dict[str, Any], progress: RequestProgress
     ) -> Decoded:
-        answer = None
+        answer, span = None, LegSpan(asked.span, DECODE, seat.engine)
+
+        def over() -> None:
+            seat.release()
+            span.end()
+
         try:
             silence = self.timeouts.decode_silence
-            answer = await self._send(asked, seat.engine, path, body, progress, silence=silence)
-            answer.on_end(seat.release)
+            answer = await self._send(asked, seat.engine, path, body, progress, span, silence=silence)
+            answer.on_end(over)
             if not answer.streamed:
                 return Decoded(seat.engine, answer, await answer.body())
             pieces = answer.pieces()
             first = await anext(pieces, b"")
-        except BaseException:
+        except BaseException as error:
+            span.end(error)
             if answer is not None:
                 answer.close()
             seat.release()
@@ -312,29 +329,32 @@ class Legs:
 
     def broke_off(self, asked: ClientRequest, engine: Engine | None, error: Exception) -> dict[str, Any]:
         """The event with which a stream ends that D did not end."""
-        if engine is None:  # it is logged already
-            return error_of(502, str(error))
-        self.decode_failed(engine)
-        log.error("%s: decode at %s broke off: %s", asked.id, engine.url, why(error))
-        return error_of(502, f"decode engine {engine.url} broke off: {why(error)}")
+        asked.broken = str(error)
+        if engine is not None:  # else it is logged already
+            self.decode_failed(engine)
+            log.error("%s: decode at %s broke off: %s", asked.id, engine.url, why(error))
+            asked.broken = f"decode engine {engine.url} broke off: {why(error)}"
+        return error_of(502, asked.broken)
 
     # --- both
 
     async def _send(
-        self, asked: ClientRequest, engine: Engine, path: str, body: dict[str, Any], progress: RequestProgress, *,
-        silence: float | None,
+        self, asked: ClientRequest, engine: Engine, path: str, body: dict[str, Any], progress: RequestProgress,
+        span: LegSpan, *, silence: float | None,
     ) -> Answer:  # fmt: skip
         """The head of an engine's answer; on a fresh connection where a kept one breaks before a byte of the answer.
         Raises HttpError."""
-        how: dict[str, Any] = {"body": body, "headers": asked.headers, "progress": progress}
+        how: dict[str, Any] = {"body": body, "headers": asked.headers | span.headers, "progress": progress}
         how |= {"connect": self.timeouts.connect, "silence": silence}
         try:
-            return await self.http.send("POST", engine.url, path, **how)
+            span.answer = await self.http.send("POST", engine.url, path, **how)
+            return span.answer
         except HttpError as error:
             if progress.fresh or progress.answered or isinstance(error, SilenceError):
                 raise
             log.info("%s: a kept connection to %s broke, once more: %s", asked.id, engine.url, why(error))
-        return await self.http.send("POST", engine.url, path, fresh=True, **how)
+        span.answer = await self.http.send("POST", engine.url, path, fresh=True, **how)
+        return span.answer
 
     def start(self, work: Coroutine[Any, Any, T], asked: ClientRequest) -> asyncio.Task[T]:
         """Run ``work`` so that it may outlive its request's answer."""

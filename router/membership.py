@@ -113,23 +113,35 @@ class Membership:
             self._router.forget_gone()
 
     async def _look_at(self, source: Source, state: EngineState) -> None:
-        engines = self._router.engines
         try:
-            named, before = await source.named(), self._named[source]
-            for url, role in named.items():
-                if before.get(url) is not role:
+            named = await source.named()
+        except (OSError, UsageError) as error:
+            self._log_error(source, f"is not usable, and nothing is changed: {error}")
+        else:
+            self._log_error(source, self._take_over(source, named, state))
+
+    def _take_over(self, source: Source, named: Named, state: EngineState) -> str:
+        """What is wrong with an engine that is named; the others are taken over. Those that leave make room."""
+        engines, before, wrong = self._router.engines, self._named[source], ""
+        for url in before.keys() - named.keys():
+            engine = engines.get(url)
+            if engine is not None:
+                engines.apply(engine, EngineEvent.REMOVE)
+                log.warning("%s engine %s is drained: the %s names it no longer", engine.role, url, source)
+            del before[url]
+        for url, role in named.items():
+            if before.get(url) is not role:
+                try:
                     engines.add(url, role, state)
+                except UsageError as error:
+                    wrong = wrong or f"names an engine that is not taken: {error}"
+                else:
                     log.warning("%s engine %s is named by the %s", role, url, source)
                     before[url] = role
-            for url in before.keys() - named.keys():
-                engine = engines.get(url)
-                if engine is not None:
-                    engines.apply(engine, EngineEvent.REMOVE)
-                    log.warning("%s engine %s is drained: the %s names it no longer", engine.role, url, source)
-                del before[url]
-        except (OSError, UsageError) as error:
-            if self._errors.get(source) != str(error):
-                log.error("the %s is not usable, and nothing is changed: %s", source, error)
-            self._errors[source] = str(error)
-        else:
-            self._errors.pop(source, None)
+        return wrong
+
+    def _log_error(self, source: Source, text: str) -> None:
+        """Once, until it is over or another one."""
+        if text and self._errors.get(source) != text:
+            log.error("the %s %s", source, text)
+        self._errors[source] = text

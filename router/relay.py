@@ -125,8 +125,8 @@ async def _answer(legs: Legs, asked: ClientRequest, d: asyncio.Task[Decoded]) ->
         engine = decoded.engine
         if decoded.pieces is None:
             log.error("%s: decode at %s answered %d", asked.id, engine.url, decoded.status)
-            text = decoded.body.decode(errors="replace")
-            yield error_of(502, f"decode engine {engine.url} answered {decoded.status}: {text}")
+            asked.broken = f"decode engine {engine.url} answered {decoded.status}"
+            yield error_of(502, f"{asked.broken}: {decoded.body.decode(errors='replace')}")
             return
         async for event in events(decoded.pieces):
             yield event

@@ -2,7 +2,8 @@
 
 The prefill leg is the client's request cut down to one token and marked with the six keys of ``kv_transfer_params``
 that vLLM's connectors know. D's answer is streamed to the client. Both legs carry the client's headers, among them its
-``X-Request-Id``, or one that the router makes, and its trace context (``traceparent``, ``tracestate``).
+``X-Request-Id``, or one that the router makes, and its trace context (``traceparent``, ``tracestate``), or that of the
+leg's own span (``spans.py``).
 
 When D is asked:
 
@@ -55,6 +56,7 @@ from kvferry.router.legs import (
 )
 from kvferry.router.relay import Chunks, first_of, rest_of_answer, streams, whole_answer
 from kvferry.router.request_bodies import PREFILL_TAG, can_hand_over, error_of, prefill_body
+from kvferry.transport.tracing import Tracer
 
 OWN_HEADERS = {
     "connection", "content-length", "date", "expect", "host", "keep-alive", "proxy-authenticate", "proxy-authorization",
@@ -92,9 +94,10 @@ class Router(Legs):
     """``serial``: D is asked after P. ``relay``: P's token goes to the client where that cannot show."""
 
     def __init__(
-        self, engines: EnginePool, timeouts: LegTimeouts | None = None, *, serial: bool = False, relay: bool = True
-    ) -> None:
-        super().__init__(engines, timeouts)
+        self, engines: EnginePool, timeouts: LegTimeouts | None = None, *, serial: bool = False, relay: bool = True,
+        tracer: Tracer | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(engines, timeouts, tracer=tracer)
         self._serial, self._relay = serial, relay
 
     async def answer(self, asked: ClientRequest) -> Response:

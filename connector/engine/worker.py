@@ -38,7 +38,6 @@ from kvferry.connector.protocol.step_plan import (
     by_region,
 )
 from kvferry.connector.protocol.transfer_estimate import UNKNOWN, EstimateKey, TransferEstimate
-from kvferry.connector.tracing import Tracer
 from kvferry.connector.transfer.copies import Copies, DeviceEvent
 from kvferry.connector.transfer.rank_context import RankContext
 from kvferry.connector.transfer.transfer_thread import TransferThread
@@ -46,6 +45,7 @@ from kvferry.transport.channels import Copy
 from kvferry.transport.control.listener import listen
 from kvferry.transport.errors import TransportError
 from kvferry.transport.host import raise_file_limit
+from kvferry.transport.tracing import Tracer
 from kvferry.transport.wake import RunningClock
 
 logger = logging.getLogger("vllm.kvferry.worker")

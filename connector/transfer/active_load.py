@@ -15,12 +15,12 @@ from kvferry.connector.protocol.messages import MIN_CHUNK_BYTES
 from kvferry.connector.protocol.source_read import ReadEffect, ReadEvent, ReadState
 from kvferry.connector.protocol.state_machine import Lifetime
 from kvferry.connector.protocol.step_plan import Load, RankAddress
-from kvferry.connector.tracing import RecordedSpan
 from kvferry.connector.transfer.caches import Ids, PageBox
 from kvferry.connector.transfer.checksums import PlacedMessage
 from kvferry.connector.transfer.link import Link
 from kvferry.transport.errors import IncompatiblePeerError
 from kvferry.transport.grant_board import PostedGrant
+from kvferry.transport.tracing import RecordedSpan
 
 
 class ActiveLoad(msgspec.Struct, eq=False):

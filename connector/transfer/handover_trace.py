@@ -9,11 +9,11 @@ from collections.abc import Callable
 from itertools import pairwise
 
 from kvferry.connector.protocol.step_plan import ID_BYTES, Load, Rendezvous
-from kvferry.connector.tracing import RecordedSpan, time_of_zero
 from kvferry.connector.transfer.active_load import ActiveLoad
 from kvferry.connector.transfer.held_lease import HeldLease
 from kvferry.connector.transfer.rank_context import RankContext
 from kvferry.connector.transfer.sender import OutgoingRead
+from kvferry.transport.tracing import RecordedSpan, time_of_zero
 
 MAX_READS = 32
 """Reads of one lease that have spans of their own. Peers may ask for any number."""

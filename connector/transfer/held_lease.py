@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from kvferry.connector.protocol import lease, messages
 from kvferry.connector.protocol.state_machine import Lifetime
 from kvferry.connector.protocol.step_plan import LeaseGrant, Prefill
-from kvferry.connector.tracing import RecordedSpan
 from kvferry.connector.transfer.caches import Ids
+from kvferry.transport.tracing import RecordedSpan
 
 
 @dataclass(slots=True)

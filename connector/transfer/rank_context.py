@@ -15,13 +15,13 @@ from kvferry.connector.geometry.topology import EngineForm, TpKVTopology
 from kvferry.connector.protocol.messages import MAX_REPLY_BYTES
 from kvferry.connector.protocol.metrics import HandoverStats, rank_stats
 from kvferry.connector.protocol.step_plan import RemoteLease
-from kvferry.connector.tracing import Tracer
 from kvferry.connector.transfer.caches import RankCaches
 from kvferry.transport.allowed_peers import LOOPBACK, AllowedPeers
 from kvferry.transport.control.dialer import Dialer, make_dialer
 from kvferry.transport.control.keys import Keys
 from kvferry.transport.errors import IncompatiblePeerError, ProtocolError
 from kvferry.transport.plane import Plane
+from kvferry.transport.tracing import Tracer
 from kvferry.transport.wake import RateLimitedLog
 
 P_ENGINES = 64

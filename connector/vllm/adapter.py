@@ -23,7 +23,6 @@ from kvferry.connector.engine.scheduler import SchedulerHalf
 from kvferry.connector.engine.steps_in_flight import StepsInFlight
 from kvferry.connector.engine.worker import WorkerHalf
 from kvferry.connector.protocol.step_plan import RankAddress, StepPlan, StepResults
-from kvferry.connector.tracing import open_tracer
 from kvferry.connector.vllm import compat, from_vllm
 from kvferry.connector.vllm.callers import find_model_runner, find_scheduler
 from kvferry.connector.vllm.prometheus import KVFerryPromMetrics, KVFerryStats
@@ -32,6 +31,7 @@ from kvferry.connector.vllm.worker_meta import KVFerryWorkerMeta
 from kvferry.transport.control import bootstrap_page
 from kvferry.transport.control.bootstrap_server import BootstrapServer
 from kvferry.transport.host import host_id
+from kvferry.transport.tracing import open_tracer
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

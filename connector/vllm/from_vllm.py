@@ -24,8 +24,8 @@ from kvferry.connector.geometry.rank_geometry import CacheKind
 from kvferry.connector.geometry.recurrent_state import Section, StateArray, sections, whole_page
 from kvferry.connector.geometry.token_sharding import UNSHARDED, TokenSharding
 from kvferry.connector.geometry.topology import MAX_RANKS
-from kvferry.connector.tracing import sampled_traceparent
 from kvferry.transport.errors import ConfigError
+from kvferry.transport.tracing import sampled_traceparent
 from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec, MLAAttentionSpec

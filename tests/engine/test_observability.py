@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.connector.tracing import open_tracer
+from kvferry.transport.tracing import open_tracer
 from tests.support.engines import ServerGroup
 from tests.support.monitored import PROMETHEUS, Prometheus, queries
 from tests.support.served import complete, eventually, prefill_leg, prompt
@@ -59,14 +60,17 @@ def test_levels_traces_and_the_dashboard(
             for name in ("prefill", "decode")
         )  # fmt: skip
         group.wait_ready()
-        router = group.router(prefill, decode)
+        router = group.router(
+            prefill, decode, arguments=["--otlp-traces-endpoint", otlp.url],
+            environment={"OTEL_SERVICE_NAME": "router", "OTEL_BSP_SCHEDULE_DELAY": "200"},
+        )  # fmt: skip
         prometheus = None
         if PROMETHEUS is not None:
             prometheus = Prometheus(group, tmp_path, {"prefill": prefill, "decode": decode})
             eventually(prometheus.ready, "Prometheus is ready")
 
         levels_follow_a_lease(prefill, decode)
-        one_trace_of_client_and_engines(otlp, router)
+        one_trace_of_client_router_and_engines(otlp, router)
         if prometheus is not None:
             every_query_of_the_dashboard_has_a_result(prometheus, router, prefill)
 
@@ -84,22 +88,29 @@ def levels_follow_a_lease(prefill: Server, decode: Server) -> None:
     assert level(decode, "peer_handovers_total", result="done") == 1
 
 
-def one_trace_of_client_and_engines(otlp: Receiver, router: Server) -> None:
+def one_trace_of_client_router_and_engines(otlp: Receiver, router: Server) -> None:
     first, second = (traced(otlp, router, prompt(200, seed)) for seed in (2, 3))
+    whole = {"kvferry.lease", "kvferry.handover", "llm_request", "request", "kvferry.request"}
 
     def complete_trace(trace: str) -> bool:
-        return {"kvferry.lease", "kvferry.handover", "llm_request", "request"} <= by_name(otlp, trace).keys()
+        spans = by_name(otlp, trace)
+        return whole <= spans.keys() and len(spans["llm_request"]) == 2
 
-    eventually(lambda: complete_trace(first) and complete_trace(second), "both engines' spans have arrived")
+    eventually(lambda: complete_trace(first) and complete_trace(second), "all spans have arrived")
     spans = by_name(otlp, first)
-    (request,), (lease,), (handover,) = spans["request"], spans["kvferry.lease"], spans["kvferry.handover"]
-    assert lease["parent"] == handover["parent"] == request["id"]
-    assert (request["service"], lease["service"], handover["service"]) == ("client", "prefill", "decode")
-    assert {span["service"] for span in spans["llm_request"]} == {"prefill", "decode"}
+    (client,), (request,) = spans["request"], spans["kvferry.request"]
+    (p_leg,), (d_leg,) = spans["kvferry.prefill"], spans["kvferry.decode"]
+    (lease,), (handover,) = spans["kvferry.lease"], spans["kvferry.handover"]
+    parents = [span["parent"] for span in (request, p_leg, d_leg, lease, handover)]
+    assert parents == [client["id"], request["id"], request["id"], p_leg["id"], d_leg["id"]]
+    services = [span["service"] for span in (client, request, p_leg, d_leg, lease, handover)]
+    assert services == ["client", "router", "router", "router", "prefill", "decode"]
+    engines = {span["service"]: span["parent"] for span in spans["llm_request"]}
+    assert engines == {"prefill": p_leg["id"], "decode": d_leg["id"]}
     assert not (lease["error"] or handover["error"]) and handover["attributes"]["kvferry.tokens"] in ("199", "200")
-    assert request["begin"] < lease["begin"] < handover["begin"] < handover["end"] < request["end"]
-    (waited,) = by_name(otlp, second)["kvferry.rendezvous"]
-    assert waited["service"] == "decode" and waited["parent"] == by_name(otlp, second)["request"][0]["id"]
+    assert client["begin"] < request["begin"] < lease["begin"] < handover["begin"] < handover["end"] < client["end"]
+    (waited,), (d_leg,) = (by_name(otlp, second)[name] for name in ("kvferry.rendezvous", "kvferry.decode"))
+    assert waited["service"] == "decode" and waited["parent"] == d_leg["id"]
 
 
 def every_query_of_the_dashboard_has_a_result(prometheus: Prometheus, router: Server, prefill: Server) -> None:
@@ -107,12 +118,17 @@ def every_query_of_the_dashboard_has_a_result(prometheus: Prometheus, router: Se
         complete(router, prompt(150, seed))
     eventually(lambda: prometheus.value('vllm:kvferry_tokens_total{role="decode"}') > 800, "the tokens are scraped")
     eventually(lambda: prometheus.value("vllm:kvferry_leases") == 0, "no lease is held")
-    asked, empty = 0, set()
-    for title, text in queries():
-        asked += 1
-        if not prometheus.query(text):
-            empty.add(title)
-    assert asked > 20 and empty <= EMPTY, empty
+    assert len(list(queries())) > 20
+
+    seeds = itertools.count(100)
+
+    def empty() -> set[str]:
+        """After one more hand-over: a rate is above 0 only if a series grows between two scrapes."""
+        complete(router, prompt(150, next(seeds)))
+        return {title for title, text in queries() if not prometheus.query(text)}
+
+    eventually(lambda: empty() <= EMPTY, "every query has a result")
+    eventually(lambda: prometheus.value("vllm:kvferry_leases") == 0, "no lease is held")
     prefill_leg(prefill, prompt(100, 20))
     eventually(lambda: prometheus.value("vllm:kvferry_leases") == 1, "the lease is scraped")
     before = prometheus.value("vllm:kvferry_lease_block_seconds_total")

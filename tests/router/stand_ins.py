@@ -26,13 +26,14 @@ PARAMS = {"do_remote_prefill": True, "remote_engine_id": "p-0", "kvferry": {"v":
 
 
 @contextmanager
-def served(app: Starlette) -> Iterator[str]:
-    """The app behind a real socket, in a thread; its URL."""
-    listener = socket.create_server(("127.0.0.1", 0))
+def served(app: Starlette, listener: socket.socket | None = None) -> Iterator[str]:
+    """The app behind a real socket, a new one or this one, in a thread; its URL."""
+    listener = listener or socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    host, port = listener.getsockname()
+    url = f"http://{host}:{port}"
     while not server.started:
         time.sleep(0.005)
     try:

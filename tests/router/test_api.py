@@ -14,12 +14,16 @@ import httpx
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
 from typer.testing import CliRunner
 
 from kvferry.connector.cli import app
+from kvferry.router import status_page
 from kvferry.router.app import Limits, make_app
+from kvferry.router.engines import EngineState, Role
 from kvferry.router.first_token import sse
 from tests.router.stand_ins import PARAMS, Engine, ask, decode_engine, make_router, prefill_engine, routed, served
 from tests.router.test_at_once import PUSH
@@ -192,18 +196,38 @@ def test_the_status_page_refers_to_nothing_outside() -> None:
     assert "/router/status" in answer.text
 
 
+def drawn(url: str, profile: Path) -> str:
+    """The page, as a browser has it some polls later."""
+    command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}"]
+    command += ["--virtual-time-budget=9000", "--dump-dom", url + "/"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=True).stdout
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 def test_the_status_page_in_a_browser(tmp_path: Path) -> None:
     """Drawn without an error, with the engines and a plot."""
     p, d = prefill_engine(), decode_engine()
-    with served(p.app) as p_url, served(d.app) as d_url, served(make_app(make_router([p_url], [d_url]))) as url:
-        ask(url, {"prompt": "x"})
-        command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}"]
-        command += ["--virtual-time-budget=9000", "--dump-dom", url + "/"]
-        page = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True).stdout
+    with served(p.app) as p_url, served(d.app) as d_url:
+        router = make_router([p_url], [d_url])
+        router.engines.add("http://h:1/<b>bold</b>", Role.DECODE, EngineState.DRAINING)
+        with served(make_app(router)) as url:
+            ask(url, {"prompt": "x"})
+            page = drawn(url, tmp_path)
     assert f"<td>{p_url}</td><td>prefill</td>" in page and f"<td>{d_url}</td><td>decode</td>" in page
-    assert "200: 1" in page and "serial: 1" in page and re.search(r'<polyline points="[\d., ]+"', page)
+    assert '<td>http://h:1/&lt;b&gt;bold&lt;/b&gt;</td><td>decode</td><td class="draining">draining</td>' in page
+    assert "200: 1" in page and "serial: 1" in page
+    assert re.search(r'<polyline points="[\d.]+,[\d.]+ [\d., ]+"', page), "a plot of several polls"
     assert '<p id="error" role="status"></p>' in page
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+def test_the_status_page_says_that_the_router_does_not_answer(tmp_path: Path) -> None:
+    routes = [
+        Route("/", lambda _: HTMLResponse(status_page.page())),
+        Route("/router/status", lambda _: Response(status_code=500)),
+    ]
+    with served(Starlette(routes=routes)) as url:
+        assert ">The router does not answer: status 500</p>" in drawn(url, tmp_path)
 
 
 # --- the command

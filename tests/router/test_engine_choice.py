@@ -27,6 +27,7 @@ def test_the_table_of_states_is_total() -> None:
     stopped = {EngineState.DRAINING, EngineState.LEAVING}
     for state in stopped:  # no health check gives a drained engine requests
         assert {TRANSITIONS[state][event] for event in (EngineEvent.CHECK_PASSED, EngineEvent.FAILED_OFTEN)} == {state}
+        assert TRANSITIONS[state][EngineEvent.RESUME] is EngineState.JOINING
 
 
 def test_p_with_the_fewest_tokens_takes_the_prompt() -> None:

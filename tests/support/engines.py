@@ -229,13 +229,13 @@ class ServerGroup:
 
     def router(
         self, prefill: Server, decode: Server, *, host: str = "127.0.0.1", arguments: Sequence[str] = (),
-        netns: str | None = None, name: str = "router",
+        netns: str | None = None, name: str = "router", environment: Mapping[str, str] = {},
     ) -> Server:  # fmt: skip
         """Start the router in front of both and wait until it answers; ``name``: so that several have each its log."""
         port = free_port()
         command = [sys.executable, "-m", "kvferry.connector.cli", "router", "--host", host, "--port", str(port)]
         command += ["--prefill", prefill.url, "--decode", decode.url, *ROUTER_PATIENCE, *arguments]
-        environment = {"PYTHONPATH": python_path()}
+        environment = {"PYTHONPATH": python_path(), **environment}
         server = self.spawn(name, command, host=host, port=port, environment=environment, netns=netns)
         self.wait_ready(servers=[server])
         return server

@@ -9,9 +9,9 @@ import time
 import pytest
 
 pytest.importorskip("opentelemetry.sdk.trace")
-from kvferry.connector import tracing
-from kvferry.connector.tracing import RecordedSpan, open_tracer, sampled_traceparent, time_of_zero
+from kvferry.transport import tracing
 from kvferry.transport.errors import ConfigError
+from kvferry.transport.tracing import RecordedSpan, open_tracer, sampled_traceparent, time_of_zero
 from tests.support.spans import PARENT_ID, SAMPLED, TRACE_ID, Spans, receiver
 
 HTTP = "http/protobuf"
@@ -58,16 +58,18 @@ def test_the_time_of_day_of_a_clock():
     assert abs(time_of_zero(clock) + clock * 1e9 - time.time_ns()) < 1e9
 
 
-def test_spans_of_a_router():
+def test_spans_of_a_router(caplog):
     spans = Spans()
     request = spans.tracer.begin("request", {"traceparent": SAMPLED}, {"a": 1})
     leg = request.child("prefill")
     assert sampled_traceparent(leg.headers) == leg.headers["traceparent"] and TRACE_ID in leg.headers["traceparent"]
     leg.end(error="HTTP 500")
+    leg.end({"late": 1}, error="HTTP 501")
     request.end({"b": 2})
     (top,), (inner,) = spans.named("request"), spans.named("prefill")
     assert f"{top.parent.span_id:016x}" == PARENT_ID and inner.parent.span_id == top.context.span_id
-    assert top.attributes == {"a": 1, "b": 2} and inner.status.description == "HTTP 500"
+    assert top.attributes == {"a": 1, "b": 2} and inner.status.description == "HTTP 500" and not inner.attributes
+    assert not caplog.messages, "only the first end counts"
     alone = spans.tracer.begin("request")
     alone.end()
     assert spans.named("request")[1].parent is None

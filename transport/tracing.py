@@ -1,7 +1,7 @@
 """OpenTelemetry spans of hand-overs and of routers: made of times that were recorded before, sent by the SDK's thread.
 
-A span belongs to a trace where the request came with a ``traceparent`` whose sender samples the trace
-(https://www.w3.org/TR/trace-context/#traceparent-header). Requests without one leave no spans.
+A hand-over has spans where its request came with a ``traceparent`` whose sender samples the trace
+(https://www.w3.org/TR/trace-context/#traceparent-header). A router begins a trace for a request without one.
 
 This is the only file that reads the time of day: a span carries it, no decision depends on it.
 """
@@ -20,8 +20,10 @@ import msgspec
 from kvferry.transport.errors import ConfigError
 
 if TYPE_CHECKING:
+    from opentelemetry.context import Context
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.trace import Span as SdkSpan
+    from opentelemetry.trace import SpanKind
 
 TRACEPARENT = "traceparent"
 CLOSE_SECONDS = 2.0
@@ -59,26 +61,24 @@ class RecordedSpan(msgspec.Struct):
 
 
 class OpenSpan:
-    """A span that has not ended, for a router: its requests carry ``headers``."""
+    """A span that has not ended. ``headers``: the trace context of what is sent within it."""
 
-    def __init__(self, tracer: Tracer, span: SdkSpan) -> None:
-        self._tracer, self._span = tracer, span
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """What a request within this span carries."""
-        context = self._span.get_span_context()
-        return {TRACEPARENT: f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"}
+    def __init__(self, tracer: Tracer, span: SdkSpan, context: Context) -> None:
+        self._tracer, self._span, self._context = tracer, span, context
+        self.headers = tracer.headers_of(context)
 
     def child(self, name: str, attributes: Attributes | None = None) -> OpenSpan:
-        """A span within this one."""
-        return self._tracer.begin(name, self.headers, attributes)
+        """Begin the span of a request that this process sends within this span."""
+        from opentelemetry.trace import SpanKind
+
+        return self._tracer.open(name, SpanKind.CLIENT, self._context, attributes)
 
     def end(self, attributes: Attributes | None = None, error: str = "") -> None:
-        """``error``: why what it stands for failed."""
-        self._span.set_attributes(dict(attributes or {}))
-        _set_error(self._span, error)
-        self._span.end()
+        """Only the first call counts. ``error``: why what the span stands for failed."""
+        if self._span.is_recording():
+            self._span.set_attributes(dict(attributes or {}))
+            _set_error(self._span, error)
+            self._span.end()
 
 
 class Tracer:
@@ -89,12 +89,12 @@ class Tracer:
 
         self._provider = provider
         self._tracer = provider.get_tracer("kvferry")
-        self._context = TraceContextTextMapPropagator().extract
+        self._propagator = TraceContextTextMapPropagator()
 
     def record(self, span: RecordedSpan, traceparent: str, zero: int) -> None:
         """Make a span and its children, within the span that ``traceparent`` names. ``zero``: ``time_of_zero`` of the
         clock of their times."""
-        self._record(span, self._context({TRACEPARENT: traceparent}), zero)
+        self._record(span, self._propagator.extract({TRACEPARENT: traceparent}), zero)
 
     def _record(self, span: RecordedSpan, context: Any, zero: int) -> None:
         from opentelemetry.trace import set_span_in_context
@@ -111,9 +111,22 @@ class Tracer:
     def begin(
         self, name: str, headers: Mapping[str, str] | None = None, attributes: Attributes | None = None
     ) -> OpenSpan:
-        """Begin a span, within the one that the ``headers`` of a request name, or of a new trace."""
-        context = self._context(dict(headers or {}))
-        return OpenSpan(self, self._tracer.start_span(name, context, attributes=dict(attributes or {})))
+        """Begin the span of a request that came with these ``headers``: within the span that they name, or of a new
+        trace."""
+        from opentelemetry.trace import SpanKind
+
+        return self.open(name, SpanKind.SERVER, self._propagator.extract(headers or {}), attributes)
+
+    def open(self, name: str, kind: SpanKind, context: Context, attributes: Attributes | None) -> OpenSpan:
+        from opentelemetry.trace import set_span_in_context
+
+        span = self._tracer.start_span(name, context, kind, attributes)
+        return OpenSpan(self, span, set_span_in_context(span))
+
+    def headers_of(self, context: Context) -> dict[str, str]:
+        headers: dict[str, str] = {}
+        self._propagator.inject(headers, context)
+        return headers
 
     def close(self) -> None:
         """Send what is left, for ``CLOSE_SECONDS`` at most."""

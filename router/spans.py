@@ -1,0 +1,66 @@
+"""The OpenTelemetry spans of a request and of its legs, in the client's trace; nothing where there is no tracer."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+from kvferry.router.engines import Engine
+from kvferry.router.http_client import Answer, HttpError
+from kvferry.transport.tracing import OpenSpan, Tracer
+
+REQUEST, PREFILL, DECODE = "kvferry.request", "kvferry.prefill", "kvferry.decode"
+STATUS, CANCELLED = "http.response.status_code", "kvferry.cancelled"
+MAX_ID_CHARS = 256
+
+
+def begin_request(tracer: Tracer | None, headers: dict[str, str], path: str) -> OpenSpan | None:
+    """The span of a request with these headers, from which its trace context is taken away: each leg has its own."""
+    if tracer is None:
+        return None
+    attributes = {"url.path": path, "kvferry.request_id": headers["x-request-id"][:MAX_ID_CHARS]}
+    span = tracer.begin(REQUEST, headers, attributes)
+    for name in ("traceparent", "tracestate"):
+        headers.pop(name, None)
+    return span
+
+
+def end_request(span: OpenSpan | None, status: int | None, first_byte: float | None, broken: str) -> None:
+    """``status``: None where the client left before there was one. ``first_byte``: seconds from the request's arrival.
+    ``broken``: why the answer broke off."""
+    if span is None:
+        return
+    attributes: dict[str, Any] = {CANCELLED: True} if status is None else {STATUS: status}
+    if first_byte is not None:
+        attributes["kvferry.first_byte_seconds"] = first_byte
+    span.end(attributes, broken or (f"HTTP {status}" if status is not None and status >= 500 else ""))
+
+
+class LegSpan:
+    """The span of one leg, which ``headers`` go with; ``request``: the span of its request. ``answer``: the engine's,
+    once its head has been received."""
+
+    def __init__(self, request: OpenSpan | None, name: str, engine: Engine) -> None:
+        self._span = None if request is None else request.child(name, {"kvferry.engine": engine.url})
+        self.headers = {} if self._span is None else self._span.headers
+        self.answer: Answer | None = None
+
+    def __enter__(self) -> LegSpan:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.end(error)
+
+    def end(self, error: BaseException | None = None) -> None:
+        """The leg is over; only the first call counts. ``error``: what ended it."""
+        if self._span is None:
+            return
+        answer, attributes, failure = self.answer, dict[str, Any](), ""
+        if answer is not None:
+            attributes[STATUS] = answer.status
+            failure = answer.broken or (f"HTTP {answer.status}" if answer.status >= 400 else "")
+        if isinstance(error, HttpError | TimeoutError):
+            failure = str(error) or type(error).__name__
+        elif not failure and (answer is None or not answer.whole):
+            attributes[CANCELLED] = True
+        self._span.end(attributes, failure)

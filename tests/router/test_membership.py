@@ -1,0 +1,203 @@
+"""Sources of engines and health checks, without a server: what each look and each check changes, and what is logged."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvferry.router import engines, membership
+from kvferry.router.engines import EngineEvent, Role
+from kvferry.router.health import Checks, HealthChecks
+from kvferry.router.http_client import HttpError
+from kvferry.router.membership import EnginesFile, Membership, Named
+from kvferry.router.router import Router
+from kvferry.transport.errors import UsageError
+from tests.router.stand_ins import make_router
+
+A, B, C = (f"http://10.0.0.{number}:8000" for number in (1, 2, 3))
+
+
+class Listed:
+    """A source whose engines, or whose error, the test sets."""
+
+    def __init__(self, *urls: str) -> None:
+        self.now: Named | Exception = dict.fromkeys(urls, Role.DECODE)
+
+    def __str__(self) -> str:
+        return "list"
+
+    async def named(self) -> Named:
+        if isinstance(self.now, Exception):
+            raise self.now
+        return self.now
+
+
+def one_look(monkeypatch: pytest.MonkeyPatch, found: Membership) -> None:
+    """Of the loop that looks for ever."""
+    slept = []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) > 1:
+            raise asyncio.CancelledError
+
+    monkeypatch.setattr(membership, "asyncio", SimpleNamespace(sleep=sleep))
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(found.watch())
+    assert slept == [membership.LOOK_SECONDS] * 2
+
+
+def states(router: Router) -> dict[str, str]:
+    return {engine.url: engine.state.value for engine in router.engines}
+
+
+def test_engines_of_the_first_look_are_up_and_later_ones_wait_for_a_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    router, listed = make_router([], []), Listed(A)
+    found = Membership(router, [listed])
+    asyncio.run(found.look())
+    assert states(router) == {A: "up"}
+    listed.now = {A: Role.DECODE, B: Role.DECODE}
+    one_look(monkeypatch, found)
+    assert states(router) == {A: "up", B: "joining"}
+
+
+def test_an_engine_that_left_may_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing is kept of it meanwhile."""
+    router, listed = make_router([], []), Listed(A, B)
+    found = Membership(router, [listed])
+    asyncio.run(found.look())
+    router.identities.learn(A, {"transfer_mode": "push", "remote_engine_id": "p", "remote_host": "h", "remote_port": 1})
+    listed.now = {B: Role.DECODE}
+    one_look(monkeypatch, found)
+    assert states(router) == {B: "up"} and router.identities.get(A) is None
+    listed.now = {A: Role.DECODE, B: Role.DECODE}
+    one_look(monkeypatch, found)
+    assert states(router) == {A: "joining", B: "up"}
+
+
+def test_an_engine_that_was_removed_by_hand_stays_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A source that goes on naming it does not bring it back."""
+    router, listed = make_router([], []), Listed(A, B)
+    found = Membership(router, [listed])
+    asyncio.run(found.look())
+    engine = router.engines.get(A)
+    assert engine is not None
+    router.engines.apply(engine, EngineEvent.REMOVE)
+    one_look(monkeypatch, found)
+    assert states(router) == {B: "up"}
+    listed.now = {B: Role.DECODE}
+    one_look(monkeypatch, found)
+    assert states(router) == {B: "up"}
+
+
+@pytest.mark.parametrize("error", [OSError("no such file"), UsageError("line 3 is wrong")])
+def test_an_error_is_logged_once_until_it_is_over(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    router, listed = make_router([], []), Listed(A)
+    found = Membership(router, [listed])
+    asyncio.run(found.look())
+    for now, logged in ((error, 1), (error, 1), ({A: Role.DECODE}, 1), (error, 2), (OSError("another"), 3)):
+        listed.now = now
+        one_look(monkeypatch, found)
+        assert len([line for line in caplog.messages if "nothing is changed" in line]) == logged
+        assert states(router) == {A: "up"}
+
+
+def test_a_source_that_fails_does_not_hold_up_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    router, failing, listed = make_router([], []), Listed(), Listed()
+    failing.now = OSError("planted")
+    found = Membership(router, [failing, listed])
+    asyncio.run(found.look())
+    listed.now = {A: Role.DECODE}
+    one_look(monkeypatch, found)
+    assert states(router) == {A: "joining"}
+
+
+def test_engines_beyond_the_limit_come_when_there_is_room(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(engines, "MAX_ENGINES", 2)
+    router, listed = make_router([], []), Listed(A, B, C)
+    found = Membership(router, [listed])
+    asyncio.run(found.look())
+    assert states(router) == {A: "up", B: "up"} and f"is not taken: {C} is one engine too many" in caplog.text
+    listed.now = {B: Role.DECODE, C: Role.DECODE}
+    one_look(monkeypatch, found)
+    assert states(router) == {B: "up", C: "joining"}
+
+
+def test_a_file_that_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(membership, "MAX_FILE_BYTES", 60)
+    file = tmp_path / "engines"
+    file.write_text(f"decode {A}\n")
+    assert asyncio.run(EnginesFile(file).named()) == {A: "decode"}
+    file.write_text(f"decode {A}\n" + "#" * 60)
+    with pytest.raises(UsageError, match="over 60 bytes"):
+        asyncio.run(EnginesFile(file).named())
+
+
+# --- health checks
+
+
+class Http:
+    """Answers ``/health`` by URL: a status, an exception, or an event that is never set."""
+
+    def __init__(self, **answers: Any) -> None:
+        self.answers, self.asked = answers, asyncio.Event()
+        self.urls: list[str] = []
+
+    async def send(self, method: str, base: str, path: str, **_: Any) -> Any:
+        self.urls.append(base)
+        if len(self.urls) == len(self.answers):
+            self.asked.set()
+        answer = self.answers[base.split("//")[1]]
+        if isinstance(answer, asyncio.Event):
+            await answer.wait()
+        if isinstance(answer, Exception):
+            raise answer
+
+        async def body() -> bytes:
+            return b""
+
+        return SimpleNamespace(status=answer, body=body, close=lambda: None)
+
+
+def checked(router: Router, http: Http, **checks: Any) -> HealthChecks:
+    router.http = http  # type: ignore[assignment]
+    return HealthChecks(router, Checks(**checks))
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [(503, "/health answered 503"), (HttpError("no connection"), "no connection"), (None, "no answer of /health in")],
+    ids=["an error", "no connection", "silence"],
+)
+def test_what_does_not_pass_a_check(answer: Any, why: str, caplog: pytest.LogCaptureFixture) -> None:
+    async def go() -> Router:
+        router = make_router([], ["http://a", "http://b"])
+        http = Http(a=asyncio.Event() if answer is None else answer, b=200)
+        await checked(router, http, timeout=0.05).first_round()
+        return router
+
+    assert states(asyncio.run(go())) == {"http://a": "down", "http://b": "up"}
+    (line,) = [line for line in caplog.messages if "http://a is down" in line]
+    assert why in line and not [line for line in caplog.messages if "http://b" in line]
+
+
+def test_engines_are_checked_at_the_same_time() -> None:
+    """One that is silent does not hold up the others."""
+
+    async def go() -> None:
+        http = Http(a=asyncio.Event(), b=asyncio.Event(), c=200)
+        router = make_router([], ["http://a", "http://b", "http://c"])
+        round_of_checks = asyncio.ensure_future(checked(router, http, timeout=600).first_round())
+        await asyncio.wait_for(http.asked.wait(), 60)
+        assert sorted(http.urls) == ["http://a", "http://b", "http://c"] and not round_of_checks.done()
+        round_of_checks.cancel()
+
+    asyncio.run(go())

@@ -1,0 +1,122 @@
+"""Engines that are drained by the router's HTTP interface, end, and come back at their addresses under load."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from kvferry.router.app import make_app
+from kvferry.router.engines import Role
+from tests.router.stand_ins import Engine, ask, decode_engine, make_router, prefill_engine, served
+from tests.router.test_at_once import PUSH
+from tests.router.test_run_time import OFTEN, TOKEN, change
+from tests.support.engines import free_port
+from tests.support.served import eventually
+
+CLIENTS = 4
+
+
+class Restarted:
+    """An engine at one address, with a new engine id in each of its lives. While it is away, it refuses connections."""
+
+    def __init__(self, role: Role) -> None:
+        self.role, self.port, self.lives = role, free_port(), 0
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.engine: Engine
+        self._stack = ExitStack()
+
+    def start(self) -> None:
+        self.lives += 1
+        if self.role is Role.PREFILL:
+            self.engine = prefill_engine(0.01, params=PUSH | {"remote_engine_id": f"{self.port}-{self.lives}"})
+        else:
+            self.engine = decode_engine(gap=0.005)
+        self._stack.enter_context(served(self.engine.app, socket.create_server(("127.0.0.1", self.port))))
+
+    def stop(self) -> None:
+        self._stack.close()
+
+
+class Clients:
+    """Each sends one request after the other, every second one streamed. ``lost``: answers that were not whole."""
+
+    def __init__(self, url: str) -> None:
+        self.answered = 0
+        self.lost: list[str] = []
+        self._url, self._over = url, threading.Event()
+
+    def go_on(self, number: int) -> None:
+        while not self._over.is_set():
+            number += 1
+            stream = number % 2 == 0
+            answer = ask(self._url, {"prompt": f"{number}", "stream": stream})
+            whole = answer.text.endswith("data: [DONE]\n\n") if stream else answer.json() == {"text": "from D"}
+            if answer.status_code != 200 or not whole:
+                self.lost.append(answer.text)
+            self.answered += 1
+
+    def more(self, requests: int) -> None:
+        wanted = self.answered + requests
+        eventually(lambda: self.answered >= wanted or self.lost, f"{requests} more requests are answered", 120)
+        assert not self.lost
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        with ThreadPoolExecutor(CLIENTS) as pool:
+            threads = [pool.submit(self.go_on, 1000 * number) for number in range(CLIENTS)]
+            try:
+                yield
+            finally:
+                self._over.set()
+        for thread in threads:
+            thread.result()
+
+
+def status(url: str) -> dict[str, Any]:
+    answer: dict[str, Any] = httpx.get(url + "/router/status", trust_env=False).json()
+    return answer
+
+
+def seen(url: str, engine: Restarted) -> tuple[str, int]:
+    """Its state, and how many requests the router counts for it."""
+    (found,) = [each for each in status(url)["engines"] if each["url"] == engine.url]
+    return found["state"], found["requests"]
+
+
+@pytest.mark.parametrize("back", ["resumed", "added again"])
+def test_a_rolling_restart_loses_no_request(back: str) -> None:
+    engines = [Restarted(role) for role in (Role.PREFILL, Role.DECODE) for _ in range(2)]
+    with ExitStack() as stack:
+        for engine in engines:
+            stack.callback(engine.stop)
+            engine.start()
+        p, d = ([engine.url for engine in engines if engine.role is role] for role in Role)
+        url = stack.enter_context(served(make_app(make_router(p, d), admin_token=TOKEN, checks=OFTEN)))
+        clients = Clients(url)
+        with clients.running():
+            clients.more(40)
+            for engine in engines:
+                change(url, url=engine.url, drain=True)
+                eventually(lambda e=engine: seen(url, e)[1] == 0, "its requests have ended", 120)
+                if back == "added again":
+                    change(url, "DELETE", url=engine.url)
+                engine.stop()
+                clients.more(40)
+                engine.start()
+                if back == "resumed":
+                    change(url, url=engine.url, drain=False)
+                else:
+                    change(url, url=engine.url, role=engine.role)
+                eventually(lambda e=engine: seen(url, e)[0] == "up", "its health check has passed", 120)
+                eventually(lambda e=engine: e.engine.seen, "it is asked again", 120)
+        after = status(url)
+    assert not clients.lost and not after["failed_legs"] and "decode_only" not in after["handovers"]
+    assert after["handovers"]["at_once"] > after["handovers"]["serial"] > 0
+    assert set(after["requests"]) == {"200"} and all(engine.lives == 2 for engine in engines)

@@ -1,0 +1,288 @@
+"""Spans of requests and of their legs: one trace of client, router and engines, and nothing where they are off."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+pytest.importorskip("opentelemetry.sdk.trace")
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.trace import SpanKind
+from starlette.responses import Response
+
+from kvferry.connector.cli import app
+from kvferry.router.app import make_app
+from kvferry.router.legs import LegTimeouts
+from kvferry.router.spans import CANCELLED, DECODE, MAX_ID_CHARS, PREFILL, REQUEST, STATUS
+from tests.router.stand_ins import (
+    Engine,
+    ask,
+    closed_port,
+    decode_engine,
+    leave_after,
+    make_router,
+    prefill_engine,
+    served,
+    streaming,
+)
+from tests.router.test_at_once import Client, Served
+from tests.support.engines import free_port, python_path
+from tests.support.served import eventually
+from tests.support.spans import PARENT_ID, SAMPLED, TRACE_ID, Spans, receiver
+
+
+@contextmanager
+def traced(p: list[Engine | str], d: list[Engine | str], *timeouts: LegTimeouts) -> Iterator[tuple[Spans, str]]:
+    """A router that passes an engine over once it has failed, and whose spans stay here."""
+    spans = Spans()
+    with ExitStack() as stack:
+        urls = [
+            [engine if isinstance(engine, str) else stack.enter_context(served(engine.app)) for engine in engines]
+            for engines in (p, d)
+        ]
+        router = make_router(*urls, *timeouts, cool_down=600, tracer=spans.tracer)
+        yield spans, stack.enter_context(served(make_app(router)))
+
+
+def named(spans: Spans, name: str, count: int = 1) -> list[ReadableSpan]:
+    """The spans of this name, in the order in which they began."""
+    eventually(lambda: len(spans.named(name)) >= count, f"{count} {name} have ended")
+    found = spans.named(name)
+    assert len(found) == count
+    return sorted(found, key=lambda span: span.start_time or 0)
+
+
+def of(span: ReadableSpan, attribute: str) -> Any:
+    return (span.attributes or {}).get(attribute)
+
+
+def outcome(span: ReadableSpan) -> tuple[Any, str, bool]:
+    """Its HTTP status, why it failed, and whether it was cancelled."""
+    assert span.status.is_unset != bool(span.status.description)
+    return of(span, STATUS), span.status.description or "", bool(of(span, CANCELLED))
+
+
+def is_child(leg: ReadableSpan, request: ReadableSpan, engine: Engine) -> bool:
+    """Whether the leg is a child of the request, and the engine was told so."""
+    told = f"00-{leg.context.trace_id:032x}-{leg.context.span_id:016x}-{leg.context.trace_flags:02x}"
+    assert leg.parent is not None
+    return leg.parent.span_id == request.context.span_id and engine.seen[-1][1]["traceparent"] == told
+
+
+OK = (200, "", False)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_one_trace_of_client_router_and_both_engines(stream: bool) -> None:
+    p, d = prefill_engine(), decode_engine()
+    with traced([p], [d]) as (spans, url):
+        headers = {"traceparent": SAMPLED, "tracestate": "a=1, b=2", "x-request-id": "mine"}
+        assert ask(url, {"prompt": "x", "stream": stream}, **headers).status_code == 200
+        (request,), (prefill,), (decode,) = (named(spans, name) for name in (REQUEST, PREFILL, DECODE))
+    assert f"{request.context.trace_id:032x}" == TRACE_ID
+    assert request.parent is not None and f"{request.parent.span_id:016x}" == PARENT_ID
+    assert is_child(prefill, request, p) and is_child(decode, request, d)
+    assert [engine.seen[0][1]["tracestate"] for engine in (p, d)] == ["a=1,b=2"] * 2
+    assert [span.kind for span in (request, prefill, decode)] == [SpanKind.SERVER, SpanKind.CLIENT, SpanKind.CLIENT]
+    assert [outcome(span) for span in (request, prefill, decode)] == [OK] * 3
+    assert (of(request, "kvferry.request_id"), of(request, "url.path")) == ("mine", "/v1/completions")
+    assert of(request, "kvferry.first_byte_seconds") > 0 and of(prefill, "kvferry.engine") != of(
+        decode, "kvferry.engine"
+    )
+    times = [request.start_time, prefill.start_time, prefill.end_time, decode.start_time, decode.end_time]
+    assert times == sorted(times, key=lambda time: time or 0)
+
+
+def test_both_legs_at_once_are_beside_each_other() -> None:
+    spans = Spans()
+    with Served(tracer=spans.tracer).running() as at_once:
+        at_once.learn()
+        named(spans, REQUEST)
+        at_once.p.held = at_once.d.held = True
+        client = Client(at_once.url, {"prompt": "y"})
+        assert at_once.p.engine.arrived.wait(60) and at_once.d.engine.arrived.wait(60)
+        at_once.p.go_on.set(), at_once.d.go_on.set()
+        assert client.result().status_code == 200
+        request, prefill, decode = (named(spans, name, 2)[1] for name in (REQUEST, PREFILL, DECODE))
+        assert is_child(prefill, request, at_once.p.engine) and is_child(decode, request, at_once.d.engine)
+    assert (decode.start_time or 0) < (prefill.end_time or 0)
+    assert request.parent is None, "a request without a trace begins one"
+
+
+@pytest.mark.parametrize("given", ["x", SAMPLED + "-later", SAMPLED.replace(TRACE_ID, "0" * 32)])
+def test_a_malformed_trace_context_is_replaced(given: str) -> None:
+    p, d = prefill_engine(), decode_engine()
+    with traced([p], [d]) as (spans, url):
+        ask(url, {"prompt": "x"}, traceparent=given, tracestate="a=1", **{"x-request-id": "i" * 1000})
+        (request,) = named(spans, REQUEST)
+        assert is_child(named(spans, DECODE)[0], request, d)
+    assert request.parent is None and "tracestate" not in d.seen[0][1]
+    assert of(request, "kvferry.request_id") == "i" * MAX_ID_CHARS and d.seen[0][1]["x-request-id"] == "i" * 1000
+
+
+def test_a_trace_that_is_not_sampled_stays_so() -> None:
+    p, d = prefill_engine(), decode_engine()
+    with traced([p], [d]) as (spans, url):
+        ask(url, {"prompt": "x"}, traceparent=SAMPLED[:-2] + "00")
+    assert not len(spans)
+    for engine in (p, d):
+        _, trace, _, flags = engine.seen[0][1]["traceparent"].split("-")
+        assert (trace, flags) == (TRACE_ID, "00")
+
+
+# --- what fails
+
+
+def failing(status: int) -> Engine:
+    return prefill_engine(status=status)
+
+
+def test_a_p_that_fails_has_a_span_of_its_own() -> None:
+    with traced([failing(503), prefill_engine()], [decode_engine()]) as (spans, url):
+        assert ask(url, {"prompt": "x"}).status_code == 200
+        assert list(map(outcome, named(spans, PREFILL, 2))) == [(503, "HTTP 503", False), OK]
+        assert [outcome(named(spans, name)[0]) for name in (REQUEST, DECODE)] == [OK, OK]
+
+
+def test_a_p_that_is_too_late() -> None:
+    with traced([prefill_engine(delay=600)], [decode_engine()], LegTimeouts(prefill=0.1)) as (spans, url):
+        assert ask(url, {"prompt": "x"}).status_code == 200
+        assert outcome(named(spans, PREFILL)[0]) == (None, "TimeoutError", False)
+
+
+def test_a_d_that_is_gone_and_one_that_answers_an_error() -> None:
+    with traced([], [f"http://127.0.0.1:{closed_port()}", failing(500)]) as (spans, url):
+        assert ask(url, {"prompt": "x"}).status_code == 500
+        gone, error = named(spans, DECODE, 2)
+        assert gone.status.description is not None and gone.status.description.startswith("no connection")
+        assert outcome(error) == (500, "HTTP 500", False)
+        assert outcome(named(spans, REQUEST)[0]) == (500, "HTTP 500", False)
+
+
+def test_no_engine_at_all() -> None:
+    with traced([], []) as (spans, url):
+        ask(url, {"prompt": "x"})
+        assert outcome(named(spans, REQUEST)[0]) == (503, "HTTP 503", False) and len(spans) == 1
+
+
+def test_a_d_that_refuses_is_no_failure_of_the_router() -> None:
+    with traced([], [failing(400)]) as (spans, url):
+        ask(url, {"prompt": "x"})
+        assert outcome(named(spans, DECODE)[0]) == (400, "HTTP 400", False)
+        assert outcome(named(spans, REQUEST)[0]) == (400, "", False)
+
+
+def test_an_answer_that_breaks_off() -> None:
+    with traced([prefill_engine()], [decode_engine(break_after=1)]) as (spans, url):
+        assert "broke off" in ask(url, {"prompt": "x", "stream": True}).text
+        (decode,), (request,) = named(spans, DECODE), named(spans, REQUEST)
+    assert outcome(decode)[:2] == (200, "the engine closed the connection")
+    assert of(request, STATUS) == 200 and "broke off" in (request.status.description or "")
+
+
+def test_an_error_of_d_after_ps_token() -> None:
+    spans = Spans()
+    with Served(tracer=spans.tracer).running() as at_once:
+        at_once.learn()
+        at_once.d.held, at_once.d.answer = True, lambda body: Response("planted", 500)
+        client = Client(at_once.url, {"prompt": "y", "stream": True})
+        named(spans, PREFILL, 2)
+        at_once.d.go_on.set()
+        assert "planted" in client.result().text
+        request, decode = (named(spans, name, 2)[1] for name in (REQUEST, DECODE))
+    assert outcome(decode) == (500, "HTTP 500", False)
+    assert outcome(request) == (200, f"decode engine {at_once.d_url} answered 500", False)
+
+
+def test_no_d_after_ps_token() -> None:
+    spans = Spans()
+    with Served(tracer=spans.tracer).running() as pair:
+        pair.decode_engines(f"http://127.0.0.1:{closed_port()}")
+        assert "no connection" in ask(pair.url, {"prompt": "y", "stream": True}).text
+        (request,) = named(spans, REQUEST)
+    assert outcome(request)[0] == 200 and "no connection" in outcome(request)[1]
+
+
+@pytest.mark.parametrize("during", ["prefill", "decode", "stream"])
+def test_a_client_that_leaves_is_no_failure(during: str) -> None:
+    never = threading.Event()
+    p = prefill_engine(go_on=never if during == "prefill" else None)
+    d = decode_engine(go_on=never) if during == "stream" else decode_engine(before=600)
+    with traced([p], [d], LegTimeouts(abandoned_prefill=0.1)) as (spans, url):
+        if during == "stream":
+            with streaming(url) as response:
+                next(response.iter_lines())
+        else:
+            leave_after(url, {"prompt": "x"}, (p if during == "prefill" else d).arrived)
+        (request,), (leg,) = named(spans, REQUEST), named(spans, PREFILL if during == "prefill" else DECODE)
+        status = 200 if during == "stream" else None
+        assert outcome(request) == (None, "", True) and outcome(leg) == (status, "", True)
+        never.set()
+
+
+# --- the command
+
+
+def test_spans_of_a_router_that_is_ended_arrive() -> None:
+    """The last ones, too: they leave at SIGTERM."""
+    d, port = decode_engine(), free_port()
+    with receiver() as otlp, served(d.app) as d_url:
+        command = [sys.executable, "-m", "kvferry.connector.cli", "router", "--port", str(port), "--decode", d_url]
+        environment = {"PYTHONPATH": python_path(), "OTEL_SERVICE_NAME": "router"}
+        environment |= {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf", "OTEL_BSP_SCHEDULE_DELAY": "600000"}
+        process = subprocess.Popen([*command, "--otlp-traces-endpoint", otlp.url], env=os.environ | environment)
+        try:
+            eventually(lambda: answers(f"http://127.0.0.1:{port}"), "the router answers")
+            process.send_signal(signal.SIGTERM)
+            process.wait(60)
+        finally:
+            process.kill()
+        spans = {span["name"]: span for span in otlp.spans()}
+    assert spans[REQUEST]["parent"] == PARENT_ID and spans[DECODE]["parent"] == spans[REQUEST]["id"]
+    assert spans[REQUEST]["service"] == "router" and SAMPLED not in d.seen[0][1]["traceparent"]
+
+
+def answers(url: str) -> bool:
+    try:
+        return ask(url, {"prompt": "x"}, traceparent=SAMPLED).status_code == 200
+    except httpx.ConnectError:
+        return False
+
+
+def test_a_wrong_protocol_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "pigeon")
+    result = CliRunner().invoke(
+        app, ["router", "--decode", "http://d:1", "--otlp-traces-endpoint", "http://127.0.0.1:1"]
+    )
+    assert result.exit_code == 2 and "expected grpc or http/protobuf" in result.output
+    assert len(result.output.splitlines()) == 1
+
+
+OFF = """
+import sys, threading
+from kvferry.router import command
+from tests.router.stand_ins import ask, decode_engine, make_router, prefill_engine, routed
+p, d = prefill_engine(), decode_engine()
+with routed(p, d) as url:
+    assert ask(url, {"prompt": "x", "stream": True}, traceparent=sys.argv[1]).status_code == 200
+assert [engine.seen[0][1]["traceparent"] for engine in (p, d)] == [sys.argv[1]] * 2
+assert "kvferry.transport.tracing" in sys.modules
+print([name for name in sys.modules if name.startswith("opentelemetry")])
+"""
+
+
+def test_without_an_endpoint_nothing_of_opentelemetry_is_imported() -> None:
+    environment = os.environ | {"PYTHONPATH": python_path()}
+    command = [sys.executable, "-c", OFF, SAMPLED]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == "[]\n", done.stderr
