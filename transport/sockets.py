@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 SESSION_BYTES = 16
 SECRET_BYTES = 2 * SESSION_BYTES
@@ -32,30 +33,39 @@ READABLE, WRITABLE, ENDED = select.EPOLLIN, select.EPOLLOUT, select.EPOLLRDHUP
 """The events of a socket. ENDED: the peer will send no more bytes; received bytes may still be unread."""
 
 
+EXHAUSTED: Final = object()
+"""What a handler returns that has done all that it can before its socket is ready once more, and whose work no other
+channel waits for. The caller may then sleep without another look."""
+
+
 class Sockets:
     """Sockets with a handler each, behind one epoll descriptor."""
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
-        self._handlers: dict[int, Callable[[], None]] = {}
+        self._handlers: dict[int, Callable[[], object]] = {}
+        self._events: dict[int, int] = {}
 
     @property
     def fd(self) -> int:
         """The epoll descriptor, readable while an event of any watched socket holds."""
         return self._epoll.fileno()
 
-    def watch(self, sock: socket.socket, handler: Callable[[], None], events: int = READABLE) -> None:
-        """Call ``handler`` when any of ``events`` holds for the socket, or when it is broken."""
+    def watch(self, sock: socket.socket, handler: Callable[[], object], events: int = READABLE) -> None:
+        """Call ``handler`` when any of ``events`` holds for the socket, or when it is broken. It may return
+        ``EXHAUSTED``."""
         fd = sock.fileno()
-        if fd in self._handlers:
-            self._epoll.modify(fd, events)
-        else:
+        watched = self._events.get(fd)
+        if watched is None:
             self._epoll.register(fd, events)
-        self._handlers[fd] = handler
+        elif watched != events:
+            self._epoll.modify(fd, events)
+        self._handlers[fd], self._events[fd] = handler, events
 
     def mute(self, sock: socket.socket) -> None:
         """Stop watching; the socket stays open."""
         if self._handlers.pop(sock.fileno(), None) is not None:
+            del self._events[sock.fileno()]
             with contextlib.suppress(OSError):
                 self._epoll.unregister(sock.fileno())
 
@@ -65,16 +75,18 @@ class Sockets:
         sock.close()
 
     def progress(self) -> bool:
-        """Call the handlers of the ready sockets, without waiting. Returns whether any socket was ready."""
-        ready = self._epoll.poll(0)
-        for fd, _ in ready:
+        """Call the handlers of the ready sockets, without waiting. Returns whether any socket was ready whose handler
+        has not returned ``EXHAUSTED``."""
+        more = False
+        for fd, _ in self._epoll.poll(0):
             handler = self._handlers.get(fd)
             if handler is not None:  # an earlier handler of this round may have dropped it
-                handler()
-        return bool(ready)
+                more |= handler() is not EXHAUSTED
+        return more
 
     def close(self) -> None:
         self._handlers.clear()
+        self._events.clear()
         self._epoll.close()
 
 

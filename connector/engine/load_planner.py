@@ -48,13 +48,20 @@ _CHILD = re.compile(r"^\d+_.")
 """From a request with ``n > 1`` vLLM makes requests with the ids ``0_ID``, ``1_ID``, …"""
 
 
+MAX_PATIENCE = 10
+"""How many times ``handover_timeout_seconds`` a request waits at most for a prompt that P's engine has in its queue, or
+under way: P says so again and again, and a P that never ends it may be one that means harm."""
+
+
 @dataclass(slots=True)
 class AwaitedPrompt:
-    """A prompt that P will hold. ``deadline``: in seconds of the scheduler half's clock. ``result``: P's answer."""
+    """A prompt that P will hold. ``deadline``: in seconds of the scheduler half's clock; each time P says that its
+    engine has the prompt, it begins anew, up to ``end``. ``result``: P's answer."""
 
     request: RequestView
     wanted: Rendezvous
     deadline: float
+    end: float
     result: RendezvousResult = field(default_factory=RendezvousResult)
 
 
@@ -97,7 +104,7 @@ class LoadPlanner:
         Args:
             plan: where the parts of the step plans go.
             rule: which loads go inside a step.
-            timeout: seconds that a request waits for P's answer.
+            timeout: seconds that a request waits for P's answer, the time not counted for which P says that it comes.
             tables, steps, tp_size, consumes, host_id, max_sizes, lookahead, shares_steps, clock: as ``SchedulerHalf``
                 takes them.
         """
@@ -133,7 +140,8 @@ class LoadPlanner:
             wanted = rendezvous_of(request.request_id, request.params) if self._consumes else None
             if wanted is not None:
                 wanted = msgspec.structs.replace(wanted, traceparent=request.traceparent)
-                entry.awaited = AwaitedPrompt(request, wanted, now + self._timeout)
+                end = now + MAX_PATIENCE * self._timeout
+                entry.awaited = AwaitedPrompt(request, wanted, now + self._timeout, end)
                 self._advance(entry, request_lifetime.PromptAwaited(wanted))
                 return
             remote_prompt = from_transfer_params(request.params, self._max_sizes) if self._consumes else None
@@ -159,13 +167,16 @@ class LoadPlanner:
         if not request.rejected:
             check_prompt(request, remote_prompt)
 
-    def rendezvous_ended(self, results: Mapping[str, RendezvousResult]) -> None:
-        """As ``SchedulerHalf.rendezvous_ended``."""
+    def rendezvous_told(self, results: Mapping[str, RendezvousResult]) -> None:
+        """As ``SchedulerHalf.rendezvous_told``."""
         for request_id, result in results.items():
             entry = self._requests.get(request_id)
             awaited = None if entry is None else entry.awaited
             if entry is None or awaited is None or entry.lifetime.state.phase is not RequestPhase.AWAITED:
                 continue  # the ranks know that the answer is not needed, and release the lease
+            if result.known:
+                awaited.deadline = min(self._clock() + self._timeout, awaited.end)
+                continue
             try:
                 if result.error:
                     raise ProtocolError(result.error)
@@ -226,11 +237,16 @@ class LoadPlanner:
         """Whether a request waits for P's answer. Ends the wait when it has lasted long enough."""
         if entry.lifetime.state.phase is not RequestPhase.AWAITED or entry.awaited is None:
             return False
-        if self._clock() < entry.awaited.deadline:
+        wanted, deadline = entry.awaited.wanted, entry.awaited.deadline
+        if self._clock() < deadline:
             return True
-        wanted = entry.awaited.wanted
-        text = f"P at {wanted.host}:{wanted.port} has told nothing of {quoted(wanted.name)} in {self._timeout:g} s"
-        self._refuse(entry, ProtocolError(f"{text}; does the router send both legs, with one transfer_id?"))
+        p, name = f"P at {wanted.host}:{wanted.port}", quoted(wanted.name)
+        if deadline == entry.awaited.end:
+            text = f"{p} has had {name} for {MAX_PATIENCE * self._timeout:g} s, and has not computed it"
+        else:
+            text = f"{p} has told nothing of {name} in {self._timeout:g} s; does the router send both legs, with one "
+            text += "transfer_id?"
+        self._refuse(entry, ProtocolError(text))
         return False
 
     def _in_step(self, peer: PeerEngine, tokens: int) -> bool:

@@ -12,6 +12,7 @@ from kvferry.connector.protocol.step_plan import (
     Prefill,
     PrefillChunk,
     PrefillStop,
+    QueuedPrompt,
     Rendezvous,
     StepPlan,
     UnneededLease,
@@ -34,6 +35,7 @@ class StepPlanBuilder:
         self._loads: list[Load] = []
         self._cancels: list[str] = []
         self._releases: list[UnneededLease] = []
+        self._queued: list[QueuedPrompt] = []
         self._prefills: list[Prefill] = []
         self._chunks: list[PrefillChunk] = []
         self._stops: list[PrefillStop] = []
@@ -59,6 +61,8 @@ class StepPlanBuilder:
                         self._rendezvous[number] = replace(asked, ended=True)
                         return
                 self._left.append(request_id)
+            case prompt_prefill.PlanQueued(prompt):
+                self._queued.append(prompt)
             case prompt_prefill.PlanPrefill(prefill):
                 self._prefills.append(prefill)
             case prompt_prefill.PlanChunk(chunk):
@@ -86,6 +90,7 @@ class StepPlanBuilder:
             idle=idle,
             step=self.step,
             after_prefill=after_prefill,
+            queued=tuple(self._queued),
             prefills=tuple(self._prefills),
             chunks=tuple(self._chunks),
             stops=tuple(self._stops),

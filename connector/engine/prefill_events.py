@@ -1,8 +1,12 @@
-"""When the device has computed parts of a prompt: events before a step, after groups of its layers, and at its end.
+"""When the device has computed parts of a prompt: events before its first step, after groups of layers, after steps.
 
 The engine's thread calls in here, and waits for nothing. In host memory its work is done when it says so; on a GPU a
 thread of ``Copies`` waits for the device. A layer of which the engine says nothing, and a step that runs as one CUDA
 graph, are ready at the end of the step.
+
+In host memory the engine's thread is the device. Between the operations of two layers it needs the interpreter, which
+it shares with the transfer thread. So where the engine says that a layer begins, the transfer thread is woken then, for
+the layers before: the operation that follows is long, and holds no interpreter.
 """
 
 from __future__ import annotations
@@ -23,14 +27,17 @@ group alone leave after the step: an eighth of it."""
 class PrefillEvents:
     """The steps of one life of a rank that compute prompts for hand-overs."""
 
-    def __init__(self, copies: Copies, geometry: RankGeometry, wake: Callable[[], None]) -> None:
-        """``wake``: has the transfer thread look at the steps. Any thread may call it."""
-        self._copies, self._wake = copies, wake
+    def __init__(self, copies: Copies, geometry: RankGeometry, advanced: Callable[[], None]) -> None:
+        """``advanced``: as ``ComputedStep`` takes it. Any thread may call it."""
+        self._copies, self._advanced = copies, advanced
+        self._in_host_memory = copies.device.type == "cpu"
+        self._waits = self._advances = False  # whether ``advanced`` waits for a layer to begin, and whether it is due
         self._places: dict[str, list[tuple[int, int]]] = {}  # a layer's cache may have several parts
         for number, region in enumerate(geometry.regions):
             for layer, name in enumerate(region.layers):
                 self._places.setdefault(name, []).append((number, layer))
-        self._group = -(-sum(map(len, self._places.values())) // LAYER_GROUPS)
+        self._layers = sum(map(len, self._places.values()))
+        self._group = -(-self._layers // LAYER_GROUPS)
         self._blocks: dict[bytes, PromptBlocks] = {}
         self._step: ComputedStep | None = None
         self._told = 0  # layers of the step for which an event was recorded
@@ -55,14 +62,32 @@ class PrefillEvents:
         self.busy = bool(plan.chunks or self._blocks)
         if not plan.chunks:
             return None
-        blocks = []
+        blocks, found = [], False
         for chunk in plan.chunks:
             if chunk.restarts and (former := self._blocks.pop(chunk.token, None)) is not None:
                 former.lost = True
+            found |= chunk.token not in self._blocks and chunk.ready > 0
             blocks.append(self._blocks.setdefault(chunk.token, PromptBlocks()))
-        self._step, self._told = ComputedStep(tuple(blocks), self._wake), 0
-        self._copies.after_engine(self._step.has_begun)
+        self._step, self._told = ComputedStep(tuple(blocks), self._layers, self._advance), 0
+        if found:  # else what is ready when the step begins was ready when the one before had ended
+            self._copies.after_engine(self._step.has_begun)
         return self._step
+
+    def _advance(self) -> None:
+        if self._waits:
+            self._advances = True
+        else:
+            self._advanced()
+
+    def layer_begins(self) -> None:
+        """The engine is about to compute the operation of a layer that writes or reads its cache."""
+        self._waits = self._in_host_memory
+        self._advance_now()
+
+    def _advance_now(self) -> None:
+        if self._advances:
+            self._advances = False
+            self._advanced()
 
     def layer_computed(self, name: str) -> None:
         """The engine has given the device all work of this step that writes the cache of a layer."""
@@ -70,8 +95,9 @@ class PrefillEvents:
         if step is None or name not in self._places:  # a layer that uses the cache of another one
             return
         step.layers += self._places[name]
-        if len(step.layers) - self._told >= self._group:
-            self._told = len(step.layers)
+        layers = len(step.layers)
+        if layers - self._told >= self._group or layers == self._layers:
+            self._told = layers
             self._copies.after_engine(partial(step.has_computed, self._told))
 
     def end_step(self) -> None:
@@ -79,3 +105,5 @@ class PrefillEvents:
         step, self._step = self._step, None
         if step is not None:
             self._copies.after_engine(step.has_ended)
+            self._waits = False
+            self._advance_now()

@@ -21,7 +21,7 @@ from kvferry.connector.geometry.rank_geometry import CacheKind
 from kvferry.connector.protocol import prompt_prefill
 from kvferry.connector.protocol.prompt_prefill import PromptEffect, PromptEvent, PromptPhase, PromptPrefill
 from kvferry.connector.protocol.state_machine import Lifetime
-from kvferry.connector.protocol.step_plan import LeaseGrant, PeerEngine, Prefill, pack_ids
+from kvferry.connector.protocol.step_plan import LeaseGrant, PeerEngine, Prefill, QueuedPrompt, pack_ids
 
 _Kept = tuple[CacheKind, int, int]
 
@@ -50,6 +50,7 @@ class Prefills:
         self._tables, self._plan, self._clock = tuple(tables), plan, clock
         self._whole = all(table.whole for table in self._tables)
         self._prompts: dict[str, _Prompt] = {}
+        self._new: list[str] = []  # since the last step
         self.us: PeerEngine | None = None
 
     def add(self, view: RequestView) -> None:
@@ -57,6 +58,7 @@ class Prefills:
         state = PromptPrefill(secrets.token_bytes(16))
         lifetime = Lifetime(prompt_prefill.PROMPT_PREFILL, state, self._clock())
         self._prompts[view.request_id] = _Prompt(view, lifetime)
+        self._new.append(view.request_id)
 
     def step(
         self,
@@ -84,6 +86,12 @@ class Prefills:
             prompt = self._prompts.get(tokens.request_id)
             if prompt is not None:
                 self._scheduled(prompt, tokens, streams, may_lease, alone)
+        new, self._new = self._new, []
+        for prompt in [self._prompts[request_id] for request_id in new if request_id in self._prompts]:
+            if may_lease and prompt.lifetime.state.phase is PromptPhase.WAITING:
+                view, token = prompt.view, prompt.token
+                queued = QueuedPrompt(view.request_id, token, prompt_names(view.request_id, view.params, token))
+                self._advance(prompt, prompt_prefill.LeftInQueue(queued))
 
     def _scheduled(
         self,

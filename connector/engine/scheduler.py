@@ -169,10 +169,10 @@ class SchedulerHalf:
         the ranks measured, also loads inside a step."""
         self._load_planner.loads_finished(request_ids, estimates)
 
-    def rendezvous_ended(self, results: Mapping[str, RendezvousResult]) -> None:
-        """P has answered where its lease was known by name only, or D has given up. ``results``: by request, as the
-        first rank's worker half has returned them."""
-        self._load_planner.rendezvous_ended(results)
+    def rendezvous_told(self, results: Mapping[str, RendezvousResult]) -> None:
+        """P has answered where its lease was known by name only, or has said that its engine has the prompt, or cannot
+        be asked. ``results``: by request, as the first rank's worker half has returned them."""
+        self._load_planner.rendezvous_told(results)
 
     # --- P ------------------------------------------------------------------------------------------------------
 

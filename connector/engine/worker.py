@@ -193,7 +193,7 @@ class WorkerHalf:
             rank_context.incarnation,
             "" if keys is None else keys.fingerprint,
         )
-        self.prefills = PrefillEvents(caches.copies, caches.geometry, self._transfer_thread.wake)
+        self.prefills = PrefillEvents(caches.copies, caches.geometry, self._transfer_thread.step_advanced)
         self._transfer_thread.start()
         logger.info(
             "kvferry: rank pp%d tp%d serves %d cache region(s) at %s, key %s, data planes %s%s",
@@ -401,9 +401,9 @@ class WorkerHalf:
                 self._estimates[source] = finished.estimate
 
     def take_rendezvous(self) -> dict[str, RendezvousResult]:
-        """The rendezvous that ended since the last call, by request. Only the first rank of an engine has any."""
+        """The last word of P since the last call on each rendezvous. Only the first rank of an engine has any."""
         results = {} if self._transfer_thread is None else dict(self._transfer_thread.results.take_rendezvous())
-        self._awaited.difference_update(results)
+        self._awaited.difference_update([name for name, result in results.items() if not result.known])
         return results
 
     def take_results(self) -> StepResults:

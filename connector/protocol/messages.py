@@ -187,10 +187,12 @@ class Resolved(_Message, frozen=True):
 
 
 class Unresolved(_Message, frozen=True):
-    """P knows no prompt of this name. ``final``: D must not ask again, because P will hand none over."""
+    """What D asked for has not happened. ``final``: D must not ask again, because P will hand no such prompt over.
+    ``known``: P's engine has the prompt, in its queue or under way, and has taken a step since D asked."""
 
     number: ReadNumber
     final: bool
+    known: bool = False
     detail: Text = ""
 
 

@@ -6,7 +6,8 @@
        │            │              │
        └────────────┴──────────────┴──▶ ENDED
 
-The engine has computed no token of the prompt in WAITING. P's ranks know the prompt from ``PlanPrefill`` on, until
+The engine has computed no token of the prompt in WAITING; ``PlanQueued`` tells P's ranks, once, that it has the prompt
+in its queue. P's ranks know the prompt from ``PlanPrefill`` on, until
 ``PlanLease``, or a ``PlanStop`` that ends it. Exactly one of these two follows. Between two chunks of a prompt that
 streams, a ``PlanStop`` that does not end it takes back the blocks of all chunks before.
 """
@@ -20,7 +21,7 @@ import msgspec
 from msgspec.structs import replace
 
 from kvferry.connector.protocol.state_machine import TransitionTable, ignore
-from kvferry.connector.protocol.step_plan import LeaseGrant, Prefill, PrefillChunk, PrefillStop
+from kvferry.connector.protocol.step_plan import LeaseGrant, Prefill, PrefillChunk, PrefillStop, QueuedPrompt
 
 
 class PromptPhase(enum.Enum):
@@ -34,14 +35,22 @@ BEGUN = (PromptPhase.COMPUTING, PromptPhase.PREEMPTED)
 
 
 class PromptPrefill(msgspec.Struct, frozen=True):
-    """State. ``token``: of the lease that follows. ``streams``: the ranks get the blocks chunk by chunk."""
+    """State. ``token``: of the lease that follows. ``streams``: the ranks get the blocks chunk by chunk. ``queued``:
+    the ranks know that the prompt waits."""
 
     token: bytes
     phase: PromptPhase = PromptPhase.WAITING
     streams: bool = False
+    queued: bool = False
 
 
 # --- events -----------------------------------------------------------------------------------------------------
+
+
+class LeftInQueue(msgspec.Struct, frozen=True):
+    """The engine has scheduled a step without the request."""
+
+    prompt: QueuedPrompt
 
 
 class PrefillBegun(msgspec.Struct, frozen=True):
@@ -74,9 +83,13 @@ class PromptGivenUp(msgspec.Struct, frozen=True):
     """The prompt will not be handed over."""
 
 
-PromptEvent = PrefillBegun | StepScheduled | BlocksTaken | PromptLeased | PromptGivenUp
+PromptEvent = LeftInQueue | PrefillBegun | StepScheduled | BlocksTaken | PromptLeased | PromptGivenUp
 
 # --- effects ----------------------------------------------------------------------------------------------------
+
+
+class PlanQueued(msgspec.Struct, frozen=True):
+    prompt: QueuedPrompt
 
 
 class PlanPrefill(msgspec.Struct, frozen=True):
@@ -95,10 +108,15 @@ class PlanLease(msgspec.Struct, frozen=True):
     lease: LeaseGrant
 
 
-PromptEffect = PlanPrefill | PlanChunk | PlanStop | PlanLease
+PromptEffect = PlanQueued | PlanPrefill | PlanChunk | PlanStop | PlanLease
 Outcome = tuple[PromptPrefill, tuple[PromptEffect, ...]]
 
 # --- transitions ------------------------------------------------------------------------------------------------
+
+
+def _queued(state: PromptPrefill, event: PromptEvent, now: float) -> Outcome:
+    assert isinstance(event, LeftInQueue)
+    return (state, ()) if state.queued else (replace(state, queued=True), (PlanQueued(event.prompt),))
 
 
 def _begun(state: PromptPrefill, event: PromptEvent, now: float) -> Outcome:
@@ -149,6 +167,7 @@ PROMPT_PREFILL: TransitionTable[PromptPrefill, PromptEvent, PromptEffect] = Tran
     PromptPhase,
     get_args(PromptEvent),
     (
+        ((_P.WAITING,), (LeftInQueue,), _queued),
         ((_P.WAITING,), (PrefillBegun,), _begun),
         ((_P.WAITING,), (PromptGivenUp,), _never_begun),
         ((_P.WAITING,), (StepScheduled, PromptLeased), _unknown),

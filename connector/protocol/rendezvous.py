@@ -10,8 +10,8 @@ D's engine gives the request no blocks meanwhile. In LOCATING, P's bootstrap pag
 that page and not the address of a rank. In FINDING, P has not begun to compute the prompt. Where P sends bytes while
 it computes them, the request goes on as soon as P has begun: CONNECTING finds out whether P sends over the data plane.
 Otherwise D could use no block before P has computed the whole prompt, so the request waits for the grant, and the load
-then goes inside a step. The deadline is that of D's scheduler half: ``NameLeft``. In FOUND, D's engine has not taken
-the answer yet.
+then goes inside a step. The deadline is that of D's scheduler half: ``NameLeft``. It begins anew where P says that its
+engine has the prompt. In FOUND, D's engine has not taken the answer yet.
 
 A request that does not need its lease any more must not leave it to P's clock. Where P has told the lease, D releases
 it at once. Where P does not know the prompt yet, P may have it already in its engine: the question stays open, LEFT.
@@ -73,10 +73,11 @@ class NameResolved(msgspec.Struct, frozen=True):
 
 
 class NameUnresolved(msgspec.Struct, frozen=True):
-    """P does not know the prompt; ``final``: and it will hand none over."""
+    """What D asked for has not happened. ``final``, ``known``: as in ``messages.Unresolved``."""
 
     final: bool
     detail: str = ""
+    known: bool = False
 
 
 class PlaneFound(msgspec.Struct, frozen=True):
@@ -138,6 +139,10 @@ class ReportLost(msgspec.Struct, frozen=True):
     why: str
 
 
+class ReportKnown(msgspec.Struct, frozen=True):
+    """Report that P's engine has the prompt, so that D may wait on."""
+
+
 class ReleaseUnneeded(msgspec.Struct, frozen=True):
     """Release the lease of P's last answer."""
 
@@ -146,7 +151,9 @@ class SendLeave(msgspec.Struct, frozen=True):
     """Tell P that a question is not needed any more."""
 
 
-RendezvousEffect = FetchPage | AskName | BeginLinks | ReportFound | ReportLost | ReleaseUnneeded | SendLeave
+RendezvousEffect = (
+    FetchPage | AskName | BeginLinks | ReportFound | ReportLost | ReportKnown | ReleaseUnneeded | SendLeave
+)
 Outcome = tuple[RendezvousState, tuple[RendezvousEffect, ...]]
 
 # --- transitions ------------------------------------------------------------------------------------------------
@@ -205,7 +212,7 @@ def _unresolved(state: RendezvousState, event: RendezvousEvent, now: float) -> O
     assert isinstance(event, NameUnresolved)
     if event.final:
         return _ended(ReportLost(event.detail or "P does not hand the prompt over"))
-    return replace(state, retry_at=now + RETRY_SECONDS), ()
+    return replace(state, retry_at=now + RETRY_SECONDS), (ReportKnown(),) if event.known else ()
 
 
 def _retry(state: RendezvousState, event: RendezvousEvent, now: float) -> Outcome:

@@ -90,6 +90,18 @@ class Prefill(msgspec.Struct, frozen=True):
         return f"Prefill({self.request_id!r})"
 
 
+class QueuedPrompt(msgspec.Struct, frozen=True):
+    """P: a prompt that will be handed over, and that the engine left in its queue when it scheduled this step. At most
+    one precedes the ``Prefill`` of the same ``token``. ``names``: as there."""
+
+    request_id: str
+    token: bytes
+    names: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        return f"QueuedPrompt({self.request_id!r})"
+
+
 class PrefillChunk(msgspec.Struct, frozen=True):
     """P: this step computes tokens ``[start, stop)`` of the prompt under ``token``. Those before ``ready`` are computed
     when all steps before this one have ended, those before ``start`` with this step at the latest: the engine finds a
@@ -141,13 +153,14 @@ class Rendezvous(msgspec.Struct, frozen=True):
 class RendezvousResult(msgspec.Struct, frozen=True):
     """D: the end of a rendezvous. ``params``: the ``kv_transfer_params`` of P's lease, in MessagePack. ``streams``: P
     computes the prompt, and sends it meanwhile; then ``found`` and ``step_tokens`` are as in ``Prefill``. ``error``:
-    why D must prefill; empty where it need not."""
+    why D must prefill; empty where it need not. ``known``: this is not the end, P's engine has the prompt now."""
 
     params: bytes = b""
     streams: bool = False
     found: int = 0
     step_tokens: int = 0
     error: str = ""
+    known: bool = False
 
     def __repr__(self) -> str:
         return f"RendezvousResult(error={self.error!r})"
@@ -219,9 +232,10 @@ class StepPlan(msgspec.Struct, frozen=True):
     ``consumer`` names this life of this engine to P. ``cancels``: loads to cancel. ``releases``: kept leases
     under which a request will load nothing. ``idle``: the engine computes nothing in this step, so a worker may wait
     for its loads. ``step``: the number of this step. ``after_prefill``: the step before computed a prompt that will be
-    handed over from here. Its lease comes with a later plan, and is granted when that step has ended. ``prefills``,
-    ``chunks`` and ``stops``: of the prompts that P computes; where several concern one prompt, prefills come before
-    stops, stops before chunks, chunks before leases. ``rendezvous``: requests of D whose P must be asked for the
+    handed over from here. Its lease comes with a later plan, and is granted when that step has ended. ``queued``: the
+    prompts that wait to be computed, each in one plan. ``prefills``, ``chunks`` and ``stops``: of the prompts that P
+    computes; where several concern one prompt, prefills come before stops, stops before chunks, chunks before leases.
+    ``rendezvous``: requests of D whose P must be asked for the
     token; ``left``: requests of earlier plans that do not need their answer any more.
     """
 
@@ -234,6 +248,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     idle: bool = False
     step: int = 0
     after_prefill: bool = False
+    queued: tuple[QueuedPrompt, ...] = ()
     prefills: tuple[Prefill, ...] = ()
     chunks: tuple[PrefillChunk, ...] = ()
     stops: tuple[PrefillStop, ...] = ()
@@ -241,10 +256,11 @@ class StepPlan(msgspec.Struct, frozen=True):
     left: tuple[str, ...] = ()
 
     @property
-    def empty(self) -> bool:
-        return not (
+    def urgent(self) -> bool:
+        """Whether it has other work than ``chunks``, of which nothing leaves before the step advances."""
+        return bool(
             self.leases or self.keeps or self.loads or self.cancels or self.releases
-            or self.prefills or self.chunks or self.stops or self.rendezvous or self.left
+            or self.queued or self.prefills or self.stops or self.rendezvous or self.left
         )  # fmt: skip
 
 

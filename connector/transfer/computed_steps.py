@@ -23,29 +23,36 @@ class PromptBlocks:
 
 
 class ComputedStep:
-    """One step that computes parts of prompts. ``wake`` has the transfer thread look at it.
+    """One step that computes parts of prompts. ``advanced`` is called after each change that has bytes leave, by the
+    thread that makes it.
 
     ``blocks``: of each prompt of the step, in the order of the chunks of its plan. ``begun``: all steps before this one
-    have ended on the device. ``layers``: the layers whose bytes of this step lie in the blocks, as (region, layer), of
-    which the first ``computed`` count. ``ended``: the device has ended the step.
+    have ended on the device; said only where that is news. ``num_layers``: of the rank. ``layers``: the layers whose
+    bytes of this step lie in the blocks, as (region, layer), of which the first ``computed`` count. ``ended``: the
+    device has ended the step.
     """
 
-    __slots__ = ("_wake", "begun", "blocks", "computed", "ended", "layers")
+    __slots__ = ("_advanced", "begun", "blocks", "computed", "ended", "layers", "num_layers")
 
-    def __init__(self, blocks: tuple[PromptBlocks, ...], wake: Callable[[], None]) -> None:
-        self.blocks, self._wake = blocks, wake
+    def __init__(self, blocks: tuple[PromptBlocks, ...], num_layers: int, advanced: Callable[[], None]) -> None:
+        self.blocks, self.num_layers, self._advanced = blocks, num_layers, advanced
         self.begun = self.ended = False
         self.layers: list[tuple[int, int]] = []
         self.computed = 0
 
+    @property
+    def progress(self) -> tuple[bool, int, bool]:
+        return self.begun, self.computed, self.ended
+
     def has_begun(self) -> None:
         self.begun = True
-        self._wake()
+        self._advanced()
 
     def has_computed(self, layers: int) -> None:
         self.computed = layers
-        self._wake()
+        self._advanced()
 
     def has_ended(self) -> None:
         self.ended = True
-        self._wake()
+        if len(set(self.layers[: self.computed])) < self.num_layers:  # else all of its bytes could leave before
+            self._advanced()

@@ -176,11 +176,16 @@ class ComputingPrompts:
             parts.append((prompt, part))
         self.steps.append(_StepInFlight(step, parts))
 
+    @property
+    def has_news(self) -> bool:
+        """Whether a step has advanced since ``look``."""
+        return any(flight.seen != flight.step.progress for flight in self.steps)
+
     def look(self, now: float) -> None:
         """Look at the steps that the device has not ended."""
         for flight in list(self.steps):
             step = flight.step
-            seen = step.begun, step.computed, step.ended
+            seen = step.progress
             if seen == flight.seen:
                 continue
             begun, computed, ended = seen

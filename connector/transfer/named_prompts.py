@@ -11,7 +11,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from kvferry.connector.protocol import messages
-from kvferry.connector.protocol.step_plan import LeaseGrant, Prefill
+from kvferry.connector.protocol.step_plan import LeaseGrant, Prefill, QueuedPrompt
 from kvferry.connector.transfer.fair_table import FairTable
 from kvferry.transport.errors import quoted
 from kvferry.transport.wake import RateLimitedLog
@@ -27,20 +27,22 @@ Answer = tuple[bytes, messages.Resolved | messages.Unresolved]
 
 @dataclass(slots=True)
 class _HeldResolve:
-    """A question that waits."""
+    """A question that waits. ``steps``: those that P's engine had begun when it came."""
 
     identity: bytes
     resolve: messages.Resolve
     deadline: float
+    steps: int
 
 
 @dataclass(slots=True)
 class _Named:
-    """A prompt, from ``Prefill`` until the end of its lease. ``names``: of its names, those that D finds it by."""
+    """A prompt, from ``QueuedPrompt`` or ``Prefill`` until the end of its lease. ``names``: of its names, those that D
+    finds it by. ``prefill``: once the engine has begun."""
 
-    prefill: Prefill
     names: tuple[str, ...]
-    params: bytes
+    prefill: Prefill | None = None
+    params: bytes = b""
     granted: bool = False
 
 
@@ -60,29 +62,42 @@ class NamedPrompts:
         self._gone: OrderedDict[str, float] = OrderedDict()  # until when a name is remembered
         self.held: FairTable[tuple[bytes, int], _HeldResolve] = FairTable(HELD_RESOLVES)
         """The questions that wait."""
+        self.engine_steps = 0
+        """The steps that P's engine has begun, which another thread counts. An engine that begins none is not one that
+        has a prompt under way."""
 
     def __contains__(self, token: object) -> bool:
         return token in self._prompts
 
     # --- P's prompts --------------------------------------------------------------------------------------------
 
+    def queue(self, prompt: QueuedPrompt) -> None:
+        """P's engine has a prompt in its queue. Questions for it wait on, and D is told that it is known."""
+        self._name(prompt)
+
     def begin(self, prefill: Prefill) -> list[Answer]:
-        """P's engine begins to compute a prompt. Where two live prompts have one name, the first keeps it. Returns the
-        answers to the questions that have waited for this, as ``grant`` and ``end`` do."""
-        taken = [name for name in prefill.names if name in self._tokens]
-        names = tuple(name for name in prefill.names if name not in self._tokens)
+        """P's engine begins to compute a prompt. Returns the answers to the questions that have waited for this, as
+        ``grant`` and ``end`` do."""
+        named = self._prompts.get(prefill.token) or self._name(prefill)
+        named.prefill, named.params = prefill, prefill.params
+        return self._tell(prefill.token) if prefill.params else []
+
+    def _name(self, prompt: QueuedPrompt | Prefill) -> _Named:
+        """Where two live prompts have one name, the first keeps it."""
+        taken = [name for name in prompt.names if name in self._tokens]
+        names = tuple(name for name in prompt.names if name not in self._tokens)
         if taken:
             self._log.warning(
                 "name",
                 "kvferry: %s has the name %s of a prompt that P holds: D finds only the first by it; a router must "
                 "give each request a transfer_id of its own",
-                prefill.request_id, quoted(taken[0]),
+                prompt.request_id, quoted(taken[0]),
             )  # fmt: skip
-        self._prompts[prefill.token] = _Named(prefill, names, prefill.params)
+        named = self._prompts[prompt.token] = _Named(names)
         for name in names:
-            self._tokens[name] = prefill.token
+            self._tokens[name] = prompt.token
             self._gone.pop(name, None)
-        return self._tell(prefill.token) if prefill.params else []
+        return named
 
     def grant(self, grant: LeaseGrant) -> list[Answer]:
         """P holds the blocks of a prompt."""
@@ -135,11 +150,9 @@ class NamedPrompts:
             return [(identity, self._ended(resolve))]
         if named is not None and named.params and (named.granted or resolve.until == "begun"):
             return [(identity, _resolved(resolve, named))]
-        key, held = (identity, resolve.number), _HeldResolve(identity, resolve, now + self._hold_seconds)
-        return [
-            (left.identity, _not_yet(left.resolve, "too many questions wait here"))
-            for left in self.held.put(identity, key, held)
-        ]
+        key = identity, resolve.number
+        held = _HeldResolve(identity, resolve, now + self._hold_seconds, self.engine_steps)
+        return [self._not_yet(left, "too many questions wait here") for left in self.held.put(identity, key, held)]
 
     def leave(self, identity: bytes, number: int) -> None:
         """D does not need an answer any more."""
@@ -152,7 +165,11 @@ class NamedPrompts:
         late = [held for held in (self.held.values() if self.held.cost else ()) if now >= held.deadline]
         for held in late:
             self.held.pop((held.identity, held.resolve.number))
-        return [(held.identity, _not_yet(held.resolve, "no such prompt came in time")) for held in late]
+        return [self._not_yet(held, "no such prompt came in time") for held in late]
+
+    def _not_yet(self, held: _HeldResolve, why: str) -> Answer:
+        known = held.resolve.name in self._tokens and held.steps != self.engine_steps
+        return held.identity, messages.Unresolved(number=held.resolve.number, final=False, known=known, detail=why)
 
     @staticmethod
     def _ended(resolve: messages.Resolve) -> messages.Unresolved:
@@ -162,6 +179,7 @@ class NamedPrompts:
 
 def _resolved(resolve: messages.Resolve, named: _Named) -> messages.Resolved:
     prefill, granted = named.prefill, named.granted
+    assert prefill is not None, "only a prompt that has begun has parameters"
     return messages.Resolved(
         number=resolve.number,
         params=named.params,
@@ -170,7 +188,3 @@ def _resolved(resolve: messages.Resolve, named: _Named) -> messages.Resolved:
         found=prefill.found,
         step_tokens=prefill.step_tokens,
     )
-
-
-def _not_yet(resolve: messages.Resolve, why: str) -> messages.Unresolved:
-    return messages.Unresolved(number=resolve.number, final=False, detail=why)

@@ -15,7 +15,7 @@ from itertools import chain
 from kvferry.connector.protocol import lease, messages, outgoing_read
 from kvferry.connector.protocol.computing_prompt import ABANDONED
 from kvferry.connector.protocol.state_machine import Lifetime, Tick
-from kvferry.connector.protocol.step_plan import LeaseGrant, Prefill, PrefillStop, unpack_ids
+from kvferry.connector.protocol.step_plan import LeaseGrant, Prefill, PrefillStop, QueuedPrompt, unpack_ids
 from kvferry.connector.transfer.caches import Ids
 from kvferry.connector.transfer.computing_prompts import ComputingPrompt, ComputingPrompts
 from kvferry.connector.transfer.early_requests import EarlyRequests, HeldAsk
@@ -70,7 +70,7 @@ class Producer:
         self._next_sign = 0.0
         settings = rank_context.settings
         self._early = EarlyRequests(settings.ask_hold_seconds, settings.lease_seconds)
-        self._named = NamedPrompts(rank_context.engine_id, settings.ask_hold_seconds)
+        self.named = NamedPrompts(rank_context.engine_id, settings.ask_hold_seconds)
         self._replies = Replies(listener)
         self._arrived: deque[tuple[bytes, list[bytes], str]] = deque()
 
@@ -88,7 +88,7 @@ class Producer:
         state = lease.grant(now, settings.lease_seconds, settings.lease_cap_seconds)
         lifetime, begun_at = Lifetime(lease.LEASE, state, now), self._rank_context.clock()
         self._leases[grant.token] = HeldLease(grant, ids, lifetime, self._post(grant), begun_at)
-        if answers := self._named.grant(grant):
+        if answers := self.named.grant(grant):
             self._answer(answers)
         if self.computing.prompts:
             self._end_prefill(grant.token, ids, now)
@@ -109,17 +109,21 @@ class Producer:
                 self._log.exception("held ask", "kvferry: unexpected error with an ask that was held")
                 self._deny(held, held.ask.read, "failed", repr(error))
 
+    def queue_prompt(self, prompt: QueuedPrompt) -> None:
+        """The engine has a prompt in its queue that a lease will cover."""
+        self.named.queue(prompt)
+
     def begin_prefill(self, prompt: Prefill, now: float) -> None:
         """The engine begins to compute a prompt that a lease will cover. From now on D can ask for it by name."""
         if prompt.streams:
             self.computing.begin(prompt, now)
             self._serve_held(prompt.token, now)
-        self._answer(self._named.begin(prompt))
+        self._answer(self.named.begin(prompt))
 
     def stop_prefill(self, stop: PrefillStop, now: float) -> None:
         """The engine has taken back the blocks of a prompt. ``stop.ended``: no lease will cover it."""
         if stop.ended:
-            self._answer(self._named.end(stop.token, now))
+            self._answer(self.named.end(stop.token, now))
             self._remember_end(stop.token)
             self._early.take_votes(stop.token)
             for held in self._early.take_asks(stop.token):
@@ -172,22 +176,21 @@ class Producer:
         return bool(self._arrived)
 
     def pump(self, now: float) -> bool:
-        """Pack and send chunks of the reads in turn. Returns whether any chunk was packed or sent."""
+        """Pack and send chunks of the reads in turn. Returns whether more can be packed or sent at once."""
         if self._sender.idle:
             return False
         for outgoing in self._sender.drained():
             self._step_read(outgoing, outgoing_read.CopiesEnded(), now)
-        packed = 0
-        for _ in range(len(self._sender)):  # a read that cannot send now must not delay the others
-            if packed == PACKS_PER_TURN or not self._sender:
-                break
+        packed = idle = 0
+        while packed < PACKS_PER_TURN and idle < len(self._sender):  # all reads have had a turn since the last chunk
             outgoing, sent, event = self._sender.turn(now)
+            idle = 0 if sent else idle + 1
             if sent:
                 packed += 1
                 self._step(outgoing.token, lease.Renewed(), now)
             if event is not None:
                 self._step_read(outgoing, event, now)
-        return packed > 0
+        return packed == PACKS_PER_TURN
 
     def tick(self, now: float) -> None:
         """Expire leases, refuse held asks that are overdue, end the sessions of D ranks that are gone."""
@@ -200,9 +203,9 @@ class Producer:
                 assert outgoing.prompt is not None
                 grant = granted(outgoing.prompt.grant, outgoing.number, outgoing.lifetime.state.chunks)
                 self._reply(outgoing.session.identity, grant)
-        for held in self._early.take_late(now, self._named):
+        for held in self._early.take_late(now, self.named):
             self._deny(held, held.ask.read, "unknown", "no such lease was granted here in time")
-        self._answer(self._named.take_late(now))
+        self._answer(self.named.take_late(now))
         for session in self._sessions.gone(now):
             self._end_session(session, now)
         self._replies.flush()
@@ -214,9 +217,14 @@ class Producer:
                 self._end_session(unread, now)
 
     @property
+    def reads_wait(self) -> bool:
+        """Whether a read waits until P's engine has computed more. Any thread may ask."""
+        return bool(self._sender.waiting)
+
+    @property
     def live(self) -> bool:
         """Whether any deadline is running."""
-        early = self._early.asks.cost or self._early.votes.cost or self._named.held.cost
+        early = self._early.asks.cost or self._early.votes.cost or self.named.held.cost
         return bool(self._leases or early or self._replies.kept.cost or self._sender.waiting)
 
     def withdraw(self) -> None:
@@ -248,9 +256,9 @@ class Producer:
             case messages.Release():
                 self._release(session, request, now)
             case messages.Resolve():
-                self._answer(self._named.resolve(identity, request, now))
+                self._answer(self.named.resolve(identity, request, now))
             case messages.LeaveName():
-                self._named.leave(identity, request.number)
+                self.named.leave(identity, request.number)
             case _:
                 if session is None:
                     self._strange(identity, request)
@@ -377,7 +385,7 @@ class Producer:
         self._remember_end(token)
         self._rank_context.stats.lease_ended(reason)  # first: the engine may idle once it knows of the end
         self._on_freed(held.grant.request_id)
-        if answers := self._named.end(token, now):
+        if answers := self.named.end(token, now):
             self._answer(answers)
         if reason != "released":
             cap = self._rank_context.settings.lease_cap_seconds

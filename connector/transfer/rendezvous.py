@@ -79,7 +79,8 @@ class PromptFinder:
             rank_context: of this rank.
             links: the links to the ranks of a P engine that this rank reads from, opened where necessary. May raise
                 KVFerryError.
-            report: called with the id and the result of each request, once, unless it was left.
+            report: called with the id and the result of each request, once, unless it was left. Before that it may be
+                called with results that are ``known``.
             release: releases a lease for all ranks of D, unless one of its requests needs it.
             wake: has this thread call ``serve``; any thread may call it.
         """
@@ -91,8 +92,8 @@ class PromptFinder:
         self.contacts: dict[_Address, _Contact] = {}
         self.open: dict[str, _Search] = {}
         """By the ids of the requests that wait, or whose answer D's engine has not taken yet."""
-        self.left: set[_Search] = set()
-        """Of requests that have ended, while P does not know their prompt."""
+        self.left: dict[_Search, None] = {}
+        """Of requests that have ended, while P does not know their prompt; the oldest first."""
         self._by_number: dict[int, _Search] = {}
         self._last = 0
 
@@ -229,7 +230,7 @@ class PromptFinder:
             return  # an answer that nobody waits for
         if isinstance(reply, messages.Unresolved):
             detail = f"{search.where} says: {shortened(reply.detail)!r}" if reply.detail else ""
-            self._step(search, rendezvous.NameUnresolved(reply.final, detail), now)
+            self._step(search, rendezvous.NameUnresolved(reply.final, detail, reply.known), now)
         else:
             search.answer = reply
             self._step(search, rendezvous.NameResolved(reply.granted, reply.streams), now)
@@ -258,7 +259,10 @@ class PromptFinder:
         if phase in (RendezvousPhase.LEFT, RendezvousPhase.ENDED):
             if self.open.get(search.rendezvous.request_id) is search:
                 del self.open[search.rendezvous.request_id]
-            (self.left.add if phase is RendezvousPhase.LEFT else self.left.discard)(search)
+            if phase is RendezvousPhase.LEFT:
+                self.left[search] = None
+            else:
+                self.left.pop(search, None)
         for effect in effects:
             self._perform(search, effect, now)
         answered = phase is not before and phase in (RendezvousPhase.FOUND, RendezvousPhase.ENDED)
@@ -293,6 +297,8 @@ class PromptFinder:
                 self._found(search, streams)
             case rendezvous.ReportLost(why):
                 self._report(search.rendezvous.request_id, RendezvousResult(error=why))
+            case rendezvous.ReportKnown():
+                self._report(search.rendezvous.request_id, RendezvousResult(known=True))
             case rendezvous.ReleaseUnneeded():
                 self._release_unneeded(search, now)
             case rendezvous.SendLeave():

@@ -1,4 +1,4 @@
-"""The results that the transfer thread has for its engine: loads and rendezvous that have ended, and freed leases."""
+"""The results that the transfer thread has for its engine: loads that have ended, P's answers, and freed leases."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class Results:
         self._freed.append(request_id)
         self._set_ready()
 
-    def rendezvous_ended(self, request_id: str, result: RendezvousResult) -> None:
-        """P has told its lease to a request, or the request must prefill."""
+    def rendezvous_told(self, request_id: str, result: RendezvousResult) -> None:
+        """P has told its lease to a request, or that its engine has the prompt; or the request must prefill."""
         self._rendezvous.append((request_id, result))
         self._set_ready()
 
@@ -66,7 +66,7 @@ class Results:
         return [self._finished.popleft() for _ in range(len(self._finished))]
 
     def take_rendezvous(self) -> list[tuple[str, RendezvousResult]]:
-        """The requests to which P has told its lease, or that must prefill."""
+        """The requests of which ``rendezvous_told`` was called, in that order."""
         return [self._rendezvous.popleft() for _ in range(len(self._rendezvous))]
 
     def take_freed(self) -> list[str]:

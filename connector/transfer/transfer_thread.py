@@ -88,7 +88,7 @@ class TransferThread:
         self._producer = Producer(rank_context, listener, self.results.freed)
         consumer = self._consumer
         self._finder = PromptFinder(
-            rank_context, consumer.links_to, self.results.rendezvous_ended, consumer.release_for_all, self.wake
+            rank_context, consumer.links_to, self.results.rendezvous_told, consumer.release_for_all, self.wake
         )
         self._steps = self._producer.computing.steps
         self._thread = threading.Thread(target=self._run, name="kvferry-transfer", daemon=True)
@@ -116,13 +116,19 @@ class TransferThread:
         listener: StepLoadListener | None = None,
         step: ComputedStep | None = None,
     ) -> None:
-        """Post the work of one step. ``event``: the device must have reached it before the blocks of loads ``behind``
-        are written. ``computed``: one event per lease; the device must have reached it before the blocks of the lease
-        are read. ``listener``: takes the reports of the loads inside the step, from this thread. ``step``: where the
-        step computes ``plan.chunks``."""
-        if not plan.empty:
+        """Post the work of one step. Where it is not ``urgent``, the thread takes it at its next turn.
+
+        ``event``: the device must have reached it before the blocks of loads ``behind`` are written. ``computed``: one
+        event per lease; the device must have reached it before the blocks of the lease are read. ``listener``: takes
+        the reports of the loads inside the step, from this thread. ``step``: where the step computes ``plan.chunks``.
+        """
+        self._producer.named.engine_steps += 1
+        urgent = plan.urgent
+        if urgent or plan.chunks:
             earlier = self.results.listeners  # before the thread can add this listener
             self._commands.append((plan, event, computed, listener, step))
+            if not urgent:
+                return
             self.wake()
             for other in earlier:
                 other.interrupt()
@@ -145,6 +151,13 @@ class TransferThread:
         """Have the thread look at its work once more. Any thread may call this."""
         self._work_posted = True
         self._waker.wake()
+
+    def step_advanced(self) -> None:
+        """A step that computes prompts has advanced, see ``ComputedStep``. Any thread may call this. The transfer
+        thread looks at such steps in each turn. It is woken only where a read waits for them, because while it runs it
+        takes the interpreter from the engine's thread."""
+        if self._producer.reads_wait:
+            self.wake()
 
     def end_yield(self) -> None:
         """End the wait that ``StepLoadListener.yield_to_engine`` was given. Any thread may call this."""
@@ -234,7 +247,8 @@ class TransferThread:
         if self._finder.open or self._finder.contacts:  # P may send over a contact that no request uses
             self._finder.serve(now)
         busy |= self._producer.pump(now)
-        return busy
+        # After the reads that wait are known to ``step_advanced``, so that nothing is missed that did not wake us.
+        return busy or bool(self._commands) or (bool(self._steps) and self._producer.computing.has_news)
 
     def _progress(self, plane: Plane) -> bool:
         """Advance one plane. An error there must not stop the other planes, nor the control messages."""
@@ -261,7 +275,7 @@ class TransferThread:
                 self.results.listen(listener)
             self._consumer.identify(plan.consumer)
             self._computing += zip_longest(plan.leases, computed)
-            if plan.prefills or plan.stops:
+            if plan.queued or plan.prefills or plan.stops:
                 self._begin_and_stop(plan, now)
             if step is not None:
                 self._try("the prompts of a step", partial(self._producer.computing.plan, plan.chunks, step, now))
@@ -290,13 +304,15 @@ class TransferThread:
                 self._yield_to_engine(listener)
 
     def _begin_and_stop(self, plan: StepPlan, now: float) -> None:
-        """P: begin and stop to compute the prompts of a plan. Those that end free their names for those that begin."""
+        """P: queue, begin and stop the prompts of a plan. Those that end free their names for those that begin."""
         begun = {prefill.token for prefill in plan.prefills}
         for stop in plan.stops:
             if stop.token not in begun:
                 self._try(stop, partial(self._producer.stop_prefill, stop, now))
         for prefill in plan.prefills:
             self._try(prefill, partial(self._producer.begin_prefill, prefill, now))
+        for prompt in plan.queued:
+            self._try(prompt, partial(self._producer.queue_prompt, prompt))
         for stop in plan.stops:
             if stop.token in begun:
                 self._try(stop, partial(self._producer.stop_prefill, stop, now))

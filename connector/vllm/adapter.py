@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvferry.connector.config import load_settings
+from kvferry.connector.engine.prefill_events import PrefillEvents
 from kvferry.connector.engine.scheduler import SchedulerHalf
 from kvferry.connector.engine.steps_in_flight import StepsInFlight
 from kvferry.connector.engine.worker import WorkerHalf
@@ -120,7 +121,7 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
         else:
             tables = from_vllm.block_tables(vllm_config, kv_cache_config)
             self._block_size = tables[0].block_size if tables else 1
-            self._layer_computed: Callable[[str], None] | None = None  # of the step under way
+            self._prefills: PrefillEvents | None = None  # where they follow the layers of the step under way
             self._layers_run_once = from_vllm.layers_run_once(vllm_config)
             groups = from_vllm.layer_groups(vllm_config, kv_cache_config)
             info = from_vllm.rank_info(vllm_config, settings.model_tag)
@@ -200,7 +201,7 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
         meta = connector_output.kv_connector_worker_meta
         ours = meta if isinstance(meta, KVFerryWorkerMeta) else KVFerryWorkerMeta({})
         self._scheduling.loads_finished(connector_output.finished_recving or (), ours.estimates)
-        self._scheduling.rendezvous_ended(ours.met)
+        self._scheduling.rendezvous_told(ours.met)
         self._scheduling.leases_ended(connector_output.finished_sending or ())
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -305,7 +306,7 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
         working.begin_step(by_layer=working.computes_with_loads and compat.waits_by_layer())
         prefills = working.prefills
         # With micro-batches or a draft model a layer may run more than once in a step.
-        self._layer_computed = prefills.layer_computed if plan.chunks and prefills and self._layers_run_once else None
+        self._prefills = prefills if plan.chunks and self._layers_run_once else None
 
     def finish_forward(self) -> None:
         """The V2 model runner of 0.32 calls this after the forward; where it is not called, ``_finish_step`` comes."""
@@ -353,11 +354,13 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
         """vLLM calls this before the attention of each layer, but for CUDA graphs of the whole forward."""
         if self._worker is not None and (waits := self._worker.layer_waits) is not None:
             waits.layer(layer_name)
+        if self._worker is not None and self._prefills is not None:
+            self._prefills.layer_begins()
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         """P's blocks are read in place, also while P computes."""
-        if self._layer_computed is not None:
-            self._layer_computed(layer_name)
+        if self._prefills is not None:
+            self._prefills.layer_computed(layer_name)
 
     def wait_for_save(self) -> None:
         """Nothing is waited for: the transfer thread sees when the device has computed the step."""

@@ -28,7 +28,7 @@ class KVFerryWorkerMeta(compat.KVConnectorWorkerMetadata):  # type: ignore[misc]
         met: Mapping[str, RendezvousResult] | None = None,
     ) -> None:
         """``outcome``: of this rank's loads inside the step. ``standing``: for each request, the number of other ranks
-        whose load stands. ``met``: the rendezvous that have ended, by request."""
+        whose load stands. ``met``: what P has said last, by request that waits for it."""
         self.estimates = dict(estimates)
         self.met = dict(met or {})
         self._outcome = outcome

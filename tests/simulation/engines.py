@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 from kvferry.connector.config import Settings
 from kvferry.connector.protocol.metrics import Figures, add, no_figures
@@ -17,6 +16,7 @@ from kvferry.connector.protocol.step_plan import (
     LeaseGrant,
     Load,
     PeerEngine,
+    QueuedPrompt,
     RemoteLease,
     StepPlan,
     UnneededLease,
@@ -26,43 +26,13 @@ from kvferry.connector.transfer.load_reports import Check
 from tests.simulation.memory import BLOCK_TOKENS, Form
 from tests.simulation.network import Network
 from tests.simulation.node import Node
-from tests.simulation.prefilling import Prefilling
+from tests.simulation.prefilling import STEP_SECONDS, Prefilling
+from tests.simulation.prompts import Prompt, Request
+from tests.simulation.searching import Searches
 from tests.simulation.timeline import Violation
 
 STANDS_AFTER_SECONDS = 60e-6
 """When the engine first looks whether a load inside a step stands."""
-
-
-@dataclass(slots=True, eq=False)
-class Prompt:
-    """A prompt that P has computed. ``waiting``: P's ranks that have a lease of it and have not reported its end."""
-
-    name: str
-    number: int
-    token: bytes
-    blocks: list[int]
-    num_tokens: int
-    engine: Engine
-    peer: PeerEngine
-    waiting: set[int] = field(default_factory=set)
-
-
-@dataclass(slots=True, eq=False)
-class Request:
-    """A request of D. ``others``: the same prompt at other P engines. ``phase``: kept, loading, ended. ``waiting``: D's
-    ranks that have not reported its load. ``since``: when it was posted to them."""
-
-    name: str
-    prompt: Prompt
-    siblings: bool
-    others: Sequence[Prompt] = ()
-    phase: str = "kept"
-    blocks: list[int] = field(default_factory=list)
-    load: Load | None = None
-    span: tuple[int, int] = (0, 0)
-    waiting: set[int] = field(default_factory=set)
-    failed: set[int] = field(default_factory=set)
-    since: float = 0.0
 
 
 class Engine:
@@ -87,12 +57,14 @@ class Engine:
         ]
         for node in self.nodes:
             node.finished, node.freed, node.begun = self._finished, self._freed, self._begun
+            node.told = lambda node, name, result: self.searches.told(node.name, name, result)
         self.free = list(range(form.blocks))
         self.consumer = self.timeline.rng.randbytes(16)
         self.peer = PeerEngine(name, form.tp_size, 1, settings.lease_seconds, tuple(n.address for n in self.nodes))
         self.prompts: dict[str, Prompt] = {}
         self.requests: dict[int, Request] = {}  # by the identity of the load
         self.kept: dict[Request, None] = {}
+        self.searches = Searches(self)
         self.outcomes: Counter[str] = Counter()
         self.on_end: Callable[[Request, bool], None] = lambda request, ok: None
         self._prompts = 0
@@ -111,7 +83,7 @@ class Engine:
         if prompt is None:
             return None
         name, blocks, number = prompt.name, prompt.blocks, prompt.number
-        grant = LeaseGrant(name, prompt.token, num_tokens, (pack_ids(blocks),), str(number))
+        grant = LeaseGrant(name, prompt.token, num_tokens, (pack_ids(blocks),), prompt.digest)
         plan = StepPlan(leases=(grant,))
         for node in self.nodes:
             node.pages.fill(blocks, number)
@@ -133,10 +105,25 @@ class Engine:
         block is free, or another such prompt is computed."""
         prompt = self._new_prompt(num_tokens, None) if self.prefilling is None else None
         if prompt is not None:
-            self.prefilling = Prefilling(self, prompt, step_tokens)
+            self.prefilling = Prefilling(self, prompt, step_tokens, (prompt.name,))
         return prompt
 
-    def _new_prompt(self, num_tokens: int, number: int | None) -> Prompt | None:
+    def queue(self, number: int, num_tokens: int, step_tokens: int, transfer_id: str) -> None:
+        """A request has come whose prompt is computed as soon as no other one is. D may find it by ``transfer_id``."""
+        token, names = self.timeline.rng.randbytes(16), (transfer_id,)
+
+        def begin(*, told: bool) -> None:
+            prompt = self._new_prompt(num_tokens, number, token) if self.prefilling is None else None
+            if prompt is not None:
+                self.prefilling = Prefilling(self, prompt, step_tokens, names)
+            elif self.alive:
+                if not told:
+                    self._post_all(StepPlan(queued=(QueuedPrompt(transfer_id, token, names),)))
+                self.timeline.after(STEP_SECONDS * (0.5 + self.timeline.rng.random()), lambda: begin(told=True))
+
+        begin(told=False)
+
+    def _new_prompt(self, num_tokens: int, number: int | None, token: bytes | None = None) -> Prompt | None:
         count = -(-num_tokens // BLOCK_TOKENS)
         if not self.alive or len(self.free) < count:
             return None
@@ -146,7 +133,7 @@ class Engine:
         for node in self.nodes:
             self._check_free(node, blocks)
         name = f"{self.name}-p{number}-{self._prompts}"
-        return Prompt(name, number, self.timeline.rng.randbytes(16), blocks, num_tokens, self, self.peer)
+        return Prompt(name, number, token or self.timeline.rng.randbytes(16), blocks, num_tokens, self.peer)
 
     def _freed(self, node: Node, name: str) -> None:
         prompt = self.prompts.get(name)
@@ -185,7 +172,7 @@ class Engine:
         request.span, request.phase = (start, prompt.num_tokens), "loading"
         del self.kept[request]
         load = Load(
-            request.name, prompt.token, prompt.peer, (pack_ids(request.blocks),), (request.span,), str(prompt.number),
+            request.name, prompt.token, prompt.peer, (pack_ids(request.blocks),), (request.span,), prompt.digest,
             now, behind, tuple(RemoteLease(other.token, other.peer) for other in request.others),
             step_tokens=step_tokens,
         )  # fmt: skip
@@ -301,6 +288,7 @@ class Engine:
                 request.phase = "ended"
                 self.outcomes["gone with its engine"] += 1
                 self.on_end(request, False)
+            self.outcomes["gone with its engine"] += len(self.searches.open)
             self.kept.clear()
             self.requests.clear()
 
@@ -334,6 +322,8 @@ class Engine:
             left.append(f"{self.name}: computes {self.prefilling.prompt.name}")
         if self.prompts:
             left.append(f"{self.name}: leases {[(p.name, sorted(p.waiting)) for p in self.prompts.values()][:3]}")
+        if self.searches.open:
+            left.append(f"{self.name}: waits for {list(self.searches.open)[:3]}")
         if self.requests or self.kept:
             left.append(f"{self.name}: requests {[r.name for r in (*self.requests.values(), *self.kept)][:3]}")
         if sorted(self.free) != list(range(self.form.blocks)):

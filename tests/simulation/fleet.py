@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from random import Random
 
-from tests.simulation.engines import Engine, Prompt, Request
+from kvferry.connector.protocol.step_plan import RendezvousResult
+from tests.simulation.engines import Engine
 from tests.simulation.memory import BLOCK_TOKENS, Form
 from tests.simulation.network import Odds
+from tests.simulation.prompts import Prompt, Request
 from tests.simulation.world import World
 
 HEADS, BLOCKS = 2, 160
@@ -18,6 +20,8 @@ EVERYTHING = ("sim_pull", "sim_place", "sim_push")
 SLOW_SECONDS = 300e-6
 STREAMED = 0.25
 """The share of hand-overs during which P computes the prompt, where it computes no other one so."""
+NAMED = 0.4
+"""The share of these for which D knows P and a name of the prompt, but no token. P may have others in its queue."""
 
 
 class FleetOdds(Odds):
@@ -33,6 +37,7 @@ class Fleet:
 
     def __init__(self, seed: int, count: int, p: int = 100, d: int = 100, rate: float = 200.0) -> None:
         self.count, self.begun = count, 0
+        self._transfer_ids: dict[str, str] = {}  # the last one by P
         self.world = World(seed)
         self.timeline, self.network = self.world.timeline, self.world.network
         self.rng: Random = self.timeline.rng
@@ -126,6 +131,9 @@ class Fleet:
         """A hand-over of a prompt that P computes meanwhile. Whether it has begun. D may be early or late."""
         tokens = self.rng.choice((5, 48, 48, 330))
         step_tokens = max(self.rng.choice((1, 7, 16, 40)), tokens // 8)
+        if self.rng.random() < NAMED:
+            self._by_name(p, d, tokens, step_tokens)
+            return True
         prompt = p.compute(tokens, step_tokens)
         if prompt is None:
             return False
@@ -137,6 +145,40 @@ class Fleet:
         if self.rng.random() < 0.05:
             self.timeline.after(0.02 * self.rng.random(), lambda: d.abort(request))
         return True
+
+    def _by_name(self, p: Engine, d: Engine, tokens: int, step_tokens: int) -> None:
+        """Both legs at once. Either may come first; one of them may not come, and a router may give a name twice."""
+        rng, after = self.rng, self.timeline.after
+        number = self.network.new_prompt()
+        name, dice = f"{d.name}-n{number}", rng.random()
+        again = self._transfer_ids.get(p.name) if rng.random() < 0.05 else None
+        transfer_id = self._transfer_ids[p.name] = again or f"tx{number}"
+        self.begun += 1
+        self.network.counts["found by name"] += 1
+        if dice >= 0.02:
+            after(0.004 * rng.random(), lambda: p.queue(number, tokens, step_tokens, transfer_id))
+        if dice >= 0.98:
+            return
+        requests: list[Request] = []
+
+        def found(request: Request, result: RendezvousResult) -> None:
+            requests.append(request)
+            self.network.counts["found while P computed" if result.streams else "found when P had computed"] += 1
+            inside = not result.streams and rng.random() < 0.5
+            self._load(d, request, 0, inside=inside, step_tokens=result.step_tokens)
+
+        def abort() -> None:
+            d.searches.abort(name, "aborted before P told of the prompt")
+            for request in requests:
+                d.abort(request)
+
+        def ask() -> None:
+            if d.alive:
+                d.searches.begin(name, number, tokens, p, transfer_id, found, ended=rng.random() < 0.02)
+
+        after(0.004 * rng.random(), ask)
+        if rng.random() < 0.05:
+            after(0.02 * rng.random(), abort)
 
     def _come(
         self,
@@ -212,3 +254,5 @@ class Fleet:
             self.network.faults["burst of cancels"] += 1
             for request in [*d.kept, *d.requests.values()]:
                 d.abort(request)
+            for name in list(d.searches.open):
+                d.searches.abort(name, "aborted before P told of the prompt")

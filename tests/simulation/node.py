@@ -10,11 +10,13 @@ from unittest.mock import patch
 
 from kvferry.connector.config import Settings
 from kvferry.connector.engine.prefill_events import PrefillEvents
+from kvferry.connector.engine.rendezvous_params import lease_of_answer
 from kvferry.connector.geometry.engine_types import RankInfo
 from kvferry.connector.protocol.handover import HandoverPhase
 from kvferry.connector.protocol.lease import HELD
 from kvferry.connector.protocol.load_attempts import LoadPhase
-from kvferry.connector.protocol.step_plan import Load, RankAddress, StepPlan
+from kvferry.connector.protocol.rendezvous import RendezvousPhase
+from kvferry.connector.protocol.step_plan import Load, RankAddress, RendezvousResult, StepPlan
 from kvferry.connector.transfer.load_reports import Check, FinishedLoad
 from kvferry.connector.transfer.rank_context import RankContext
 from kvferry.connector.transfer.transfer_thread import IDLE_SECONDS, TICK_SECONDS, TransferThread
@@ -64,8 +66,8 @@ class StepLoads:
 class Node:
     """One process: one rank of one engine, from its start to its end.
 
-    ``finished``, ``freed``: called with what the rank reports. ``begun``: called when the copies of a load inside a
-    step are under way.
+    ``finished``, ``freed``, ``told``: called with what the rank reports. ``begun``: called when the copies of a load
+    inside a step are under way.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class Node:
         self.finished: Callable[[Node, Load, bool], None] = lambda node, load, ok: None
         self.freed: Callable[[Node, str], None] = lambda node, request_id: None
         self.begun: Callable[[Node, Load, Check | None], None] = lambda node, load, stands: None
+        self.told: Callable[[Node, str, RendezvousResult], None] = lambda node, request_id, result: None
         info = RankInfo(engine_id=engine_id, tp_rank=tp_rank, tp_size=form.tp_size, pp_rank=0, pp_size=1, model=MODEL)
         self.copies = SimCopies(self.timeline, slow)
         self.pages = Pages(form, tp_rank, info, self.copies)
@@ -103,6 +106,7 @@ class Node:
         context.dialer.close()
         dialer: Any = SimDialer(network, self)
         context.dialer = dialer
+        context.lease_of = lease_of_answer
         context.planes = [PLANES[name](self) for name in planes]
         self.context = context
         self.address = RankAddress(0, tp_rank, *address, incarnation)
@@ -110,7 +114,7 @@ class Node:
         self._clock = RunningClock(self.timeline.clock)
         self.thread = TransferThread(context, self.listener, self._clock)
         self.copies.on_done = self.wake
-        self.prefills = PrefillEvents(self.copies, self.pages.caches.geometry, self.wake)
+        self.prefills = PrefillEvents(self.copies, self.pages.caches.geometry, self._step_advanced)
         self._turn_at = float("inf")
         self._busy_turns = 0
         network.hosts[self.number] = self
@@ -126,7 +130,8 @@ class Node:
             begins = bool(plan.chunks) or self.prefills._step is None
             step = self.prefills.begin_step(plan) if begins else None
             self.thread.post(plan, listener=StepLoads(inside, begun) if inside else None, step=step)
-            self.wake()
+            if plan.urgent:
+                self.wake()
 
     # --- turns ----------------------------------------------------------------------------------------------------
 
@@ -135,6 +140,10 @@ class Node:
         if self.alive:
             self.thread.mark_ready(what)
             self._turn_in(TURN_SECONDS)
+
+    def _step_advanced(self) -> None:
+        if self.thread._producer.reads_wait:
+            self.wake()
 
     def wake(self) -> None:
         if self.alive:
@@ -185,6 +194,8 @@ class Node:
             self.finished(self, finished.load, finished.ok)
         for request_id in self.thread.results.take_freed():
             self.freed(self, request_id)
+        for request_id, result in self.thread.results.take_rendezvous():
+            self.told(self, request_id, result)
 
     # --- the end --------------------------------------------------------------------------------------------------
 
@@ -243,6 +254,14 @@ class Node:
         for kept in consumer._lease_keeper._kept.values():
             if kept.lifetime.state.renew_at < late:
                 yield f"renewal of {kept.token.hex()[:8]}"
+        for search in (*self.thread._finder.open.values(), *self.thread._finder.left):
+            rendezvous = search.lifetime.state
+            until = rendezvous.until if rendezvous.phase is RendezvousPhase.LEFT else rendezvous.retry_at
+            if until is not None and until < late:
+                yield f"question of {search.rendezvous.request_id}, {rendezvous.phase.value}, by {late - until:.3f} s"
+        for question in producer.named.held.values():
+            if question.deadline < late:
+                yield f"held question {question.resolve.number}"
         for held in producer._leases.values():
             lease = held.lifetime.state
             if lease.phase in HELD and lease.deadline < late:
@@ -257,7 +276,7 @@ class Node:
     def left(self) -> Iterator[str]:
         """What is still in a table."""
         consumer, producer = self.thread._consumer, self.thread._producer
-        receiver = consumer._receiver
+        receiver, finder = consumer._receiver, self.thread._finder
         tables = {
             "loads": [f"{each.load.request_id} {each.lifetime.story()}" for each in consumer._active_loads],
             "reads": [f"{r.number} of {r.active_load.load.request_id} {r.lifetime.story()} {sorted(r.tags)}"
@@ -272,7 +291,12 @@ class Node:
             "prompts that are computed": producer.computing.prompts,
             "steps that compute them": producer.computing.steps,
             "reads that wait for them": producer._sender.waiting,
-            "named prompts": producer._named._prompts,
+            "named prompts": producer.named._prompts,
+            "names": producer.named._tokens,
+            "questions of D": producer.named.held.values(),
+            "searches": [each.lifetime.story() for each in (*finder.open.values(), *finder.left)],
+            "open questions": finder._by_number,
+            "connections to ask over": finder.contacts,
             "asks": producer._early.asks.values(),
             "early releases": producer._early.votes.values(),
             "replies": producer._replies.kept.values(),

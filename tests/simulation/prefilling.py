@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
+import msgspec
+
+from kvferry.connector.engine.transfer_params import RemotePrompt, to_transfer_params
 from kvferry.connector.protocol.step_plan import LeaseGrant, Prefill, PrefillChunk, PrefillStop, StepPlan, pack_ids
 from tests.simulation.memory import BLOCK_TOKENS
 
 if TYPE_CHECKING:
-    from tests.simulation.engines import Engine, Prompt
+    from tests.simulation.engines import Engine
+    from tests.simulation.prompts import Prompt
 
 STEP_SECONDS = 2e-3
 SOON_SECONDS = 200e-6
@@ -21,12 +25,16 @@ class Prefilling:
     """One prompt; an engine computes one at a time. The bytes of a step come into the blocks at its end. Until then the
     blocks hold what nobody may take for KV."""
 
-    def __init__(self, engine: Engine, prompt: Prompt, step_tokens: int) -> None:
+    def __init__(self, engine: Engine, prompt: Prompt, step_tokens: int, names: tuple[str, ...]) -> None:
+        """``names``: by which D may ask for the prompt."""
         self.engine, self.prompt, self.step_tokens = engine, prompt, step_tokens
         self._timeline = engine.timeline
         self._told = 0  # blocks that the ranks know
-        name, number = prompt.name, str(prompt.number)
-        prefill = Prefill(name, prompt.token, prompt.num_tokens, number, (name,), b"p", 0, step_tokens, streams=True)
+        told = RemotePrompt(prompt.token, prompt.num_tokens, prompt.digest, prompt.peer)
+        prefill = Prefill(
+            prompt.name, prompt.token, prompt.num_tokens, prompt.digest, names,
+            msgspec.msgpack.encode(to_transfer_params(told)), 0, step_tokens, streams=True,
+        )  # fmt: skip
         self._post(StepPlan(prefills=(prefill,)))
         self._later(lambda: self._begin(0, restarts=False))
 
@@ -68,7 +76,7 @@ class Prefilling:
         if stop < prompt.num_tokens:
             self._later(lambda: self._begin(stop, restarts=False))
             return
-        lease = LeaseGrant(prompt.name, prompt.token, prompt.num_tokens, (pack_ids(prompt.blocks),), str(prompt.number))
+        lease = LeaseGrant(prompt.name, prompt.token, prompt.num_tokens, (pack_ids(prompt.blocks),), prompt.digest)
         prompt.waiting = {node.tp_rank for node in self.engine.nodes}
         self.engine.prompts[prompt.name] = prompt
         self.engine.prefilling = None

@@ -6,9 +6,11 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kvferry.connector.transfer.rendezvous import PromptFinder
 from tests.simulation import run
 from tests.support.streaming_faults import FAULTS
 
@@ -25,7 +27,10 @@ def test_a_fleet_under_faults() -> None:
     faults = {"packet lost", "packet doubled", "packet late", "packet overtaken", "link cut", "process stopped"}
     assert faults | {"data plane broken"} <= set(result["faults"])
     assert {"peer_lost", "timeout"} <= set(result["retries"])
-    assert result["cases"]["while P computed"] > 100 and result["cases"]["prompts preempted"] > 50
+    cases = result["cases"]
+    assert cases["while P computed"] > 50 and cases["found by name"] > 50 and cases["prompts preempted"] > 50
+    by_name = "found by name", "found while P computed", "found when P had computed", "another prompt under the name"
+    assert all(cases[case] for case in by_name) and result["outcomes"]["aborted before P told of the prompt"]
 
 
 def test_a_seed_gives_the_same_run_again() -> None:
@@ -49,8 +54,28 @@ def test_the_program(tmp_path: Path) -> None:
     assert result["handovers"] == 100 and result["figures"]["violations"] == 0 and "python" in result["versions"]
 
 
-@pytest.mark.parametrize("fault", [name for name in FAULTS if name != "any prompt"])
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_planted_into_streamed_prompts_is_seen(fault: str) -> None:
     with FAULTS[fault]():
         result = run.simulate(3, 1500, 20)
     assert "other bytes in" in result["violation"]
+
+
+def test_a_rendezvous_that_is_reported_twice_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = PromptFinder._found
+
+    def twice(finder: PromptFinder, search: Any, streams: bool) -> None:
+        found(finder, search, streams)
+        found(finder, search, streams)
+
+    monkeypatch.setattr(PromptFinder, "_found", twice)
+    assert "once more" in run.simulate(3, 200, 4)["violation"]
+
+
+def test_a_question_that_keeps_its_connection_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forget(finder: PromptFinder, search: Any) -> None:
+        finder._by_number.pop(search.number, None)
+        search.contact = None
+
+    monkeypatch.setattr(PromptFinder, "_forget_question", forget)
+    assert "connections to ask over" in run.simulate(3, 200, 4)["violation"]

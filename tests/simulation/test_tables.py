@@ -7,9 +7,10 @@ from collections.abc import Iterator
 import pytest
 
 from kvferry.connector.transfer.sessions import SILENT_SECONDS
-from tests.simulation.engines import Engine, Request
+from tests.simulation.engines import Engine
 from tests.simulation.memory import Form
 from tests.simulation.network import Packet
+from tests.simulation.prompts import Request
 from tests.simulation.world import World
 
 FORM = Form(1, 2, 128)

@@ -11,9 +11,10 @@ from typing import Any
 from kvferry.connector.config import Settings
 from kvferry.connector.protocol.metrics import Figures, add, no_figures
 from kvferry.connector.transfer.links import IDLE_LINK_SECONDS
-from tests.simulation.engines import Engine, Request
+from tests.simulation.engines import Engine
 from tests.simulation.memory import Form
 from tests.simulation.network import Network, Odds
+from tests.simulation.prompts import Request
 from tests.simulation.timeline import ErrorLog, Timeline, Violation
 
 SETTINGS = Settings(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from kvferry.connector.engine.prefill_events import LAYER_GROUPS, PrefillEvents
 from kvferry.connector.protocol.step_plan import LeaseGrant, PrefillChunk, PrefillStop, StepPlan
@@ -19,8 +20,9 @@ GROUP = -(-len(NAMES) // LAYER_GROUPS)
 class Behind(HostCopies):
     """A device that reaches each point of its work when the test says so."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str) -> None:
         super().__init__()
+        self.device = torch.device("cpu" if device == "host" else "cuda")
         self.acts: list[Callable[[], None]] = []
 
     def after_engine(self, act: Callable[[], None]) -> None:
@@ -32,22 +34,22 @@ class Behind(HostCopies):
 
 
 class Step:
-    def __init__(self) -> None:
-        self.device, self.wakes = Behind(), 0
+    def __init__(self, device: str = "GPU") -> None:
+        self.device, self.wakes = Behind(device), 0
         geometry = Model(("full", "mla") * 10, 2, False).rank((0, 1), (0, 1), 16)
         self.events = PrefillEvents(self.device, geometry, self.wake)
 
     def wake(self) -> None:
         self.wakes += 1
 
-    def begin(self, *tokens: bytes, restarts: bool = False) -> ComputedStep:
-        step = self.events.begin_step(plan(*tokens, restarts=restarts))
+    def begin(self, *tokens: bytes, restarts: bool = False, found: int = 0) -> ComputedStep:
+        step = self.events.begin_step(plan(*tokens, restarts=restarts, found=found))
         assert step is not None
         return step
 
 
-def plan(*tokens: bytes, restarts: bool = False) -> StepPlan:
-    return StepPlan(chunks=tuple(PrefillChunk(token, 0, 1, (b"",), restarts) for token in tokens))
+def plan(*tokens: bytes, restarts: bool = False, found: int = 0) -> StepPlan:
+    return StepPlan(chunks=tuple(PrefillChunk(token, 0, 1, (b"",), restarts, found) for token in tokens))
 
 
 def stop(token: bytes, *, ended: bool = False) -> StepPlan:
@@ -56,19 +58,67 @@ def stop(token: bytes, *, ended: bool = False) -> StepPlan:
 
 def test_nothing_counts_before_the_device_has_reached_it() -> None:
     made = Step()
-    step = made.begin(b"a")
+    step = made.begin(b"a", found=16)
     for name in NAMES:
         made.events.layer_computed(name)
     made.events.end_step()
     assert (step.begun, step.computed, step.ended, made.wakes) == (False, 0, False, 0)
-    events = 1 + len(NAMES) // GROUP + 1
+    events = 1 + -(-len(NAMES) // GROUP) + 1
     assert len(made.device.acts) == events <= LAYER_GROUPS + 2
     made.device.reach(1)
     assert (step.begun, step.computed) == (True, 0)
     made.device.reach(1)
     assert step.computed == GROUP and not step.ended
     made.device.reach(events - 2)
-    assert step.ended and made.wakes == events
+    assert step.ended and step.computed == step.num_layers
+    assert made.wakes == events - 1, "the end brings no news"
+
+
+def test_the_begin_of_a_step_is_told_where_tokens_were_found() -> None:
+    """Else what is ready then was ready when the step before had ended."""
+    made = Step()
+    for found, restarts, acts in ((0, False, 0), (16, False, 0), (16, True, 1), (16, False, 0)):
+        step = made.begin(b"a", found=found, restarts=restarts)
+        assert len(made.device.acts) == acts
+        made.events.end_step()
+        made.device.reach(acts + 1)
+        assert step.begun == bool(acts) and step.ended
+
+
+@pytest.mark.parametrize("hooks", [True, False])
+def test_the_end_of_a_step_is_told_where_a_layer_was_not(hooks: bool) -> None:
+    made = Step()
+    step = made.begin(b"a")
+    for name in NAMES if hooks else NAMES[:-1]:
+        made.events.layer_computed(name)
+    made.device.reach(len(made.device.acts))
+    told, all_told = made.wakes, step.computed == step.num_layers
+    made.events.end_step()
+    made.device.reach(1)
+    assert all_told == hooks and made.wakes == told + (not hooks)
+
+
+@pytest.mark.parametrize("device", ["host", "GPU"])
+def test_in_host_memory_the_next_layer_begins_before_the_thread_is_woken(device: str) -> None:
+    """A GPU shares no interpreter, and what it has computed leaves at once."""
+    made = Step(device)
+    step = made.begin(b"a")
+    deferred = device == "host"
+    for number, name in enumerate(NAMES):
+        made.events.layer_begins()
+        assert made.wakes == number // GROUP
+        made.events.layer_computed(name)
+        made.device.reach(len(made.device.acts))
+        assert step.computed == (number + 1 if number + 1 == len(NAMES) else (number + 1) // GROUP * GROUP)
+        assert made.wakes == (number // GROUP if deferred else -(-step.computed // GROUP))
+    made.events.end_step()
+    made.device.reach(1)
+    assert made.wakes == -(-len(NAMES) // GROUP)
+    step = made.begin(b"a")
+    made.events.layer_computed(NAMES[0])
+    made.events.end_step()
+    made.device.reach(1)
+    assert step.ended and made.wakes == -(-len(NAMES) // GROUP) + 1, "where no layer begins, nothing waits for it"
 
 
 def test_a_layer_has_its_place_in_each_region() -> None:
@@ -86,7 +136,7 @@ def test_a_layer_between_steps_is_no_layer_of_a_step() -> None:
     made.events.end_step()
     made.events.layer_computed("layers.0")
     made.events.end_step()
-    assert not step.layers and len(made.device.acts) == 2
+    assert not step.layers and len(made.device.acts) == 1
 
 
 def test_a_step_without_an_end_ends_with_the_next_one() -> None:
@@ -94,7 +144,7 @@ def test_a_step_without_an_end_ends_with_the_next_one() -> None:
     first = made.begin(b"a")
     assert made.events.busy
     assert made.events.begin_step(StepPlan()) is None
-    made.device.reach(2)
+    made.device.reach(1)
     assert first.ended
 
 

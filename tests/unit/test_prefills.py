@@ -46,6 +46,10 @@ def step(scheduler: SchedulerHalf, *scheduled: ScheduledTokens, preempted: Seque
     return scheduler.take_plan(computed=computed, scheduled=scheduled, preempted=preempted)
 
 
+def empty(plan: StepPlan) -> bool:
+    return not (plan.urgent or plan.chunks)
+
+
 def chunks(plan: StepPlan) -> list[tuple[int, int, list[int], bool]]:
     return [(c.start, c.stop, unpack_ids(c.block_ids[0]).tolist(), c.restarts) for c in plan.chunks]
 
@@ -53,9 +57,12 @@ def chunks(plan: StepPlan) -> list[tuple[int, int, list[int], bool]]:
 def test_a_prompt_is_told_with_its_first_step_and_leased_under_the_same_token() -> None:
     scheduler, request = half(), view()
     scheduler.on_new_request(request)
-    assert step(scheduler).empty, "the engine has computed nothing"
+    (queued,) = (plan := step(scheduler)).queued
+    assert not plan.prefills, "the engine has computed nothing"
+    assert empty(step(scheduler)), "it is told once"
     plan = step(scheduler, tokens(16, 32, [7, 8, 9], fresh=True))
     (prefill,) = plan.prefills
+    assert (queued.token, queued.names) == (prefill.token, prefill.names)
     assert prefill.names == (
         "tx-1", "cmpl-abc-0-0123abcd", "cmpl-abc-0", "abc-0", "abc", prefill.token.hex()
     )  # fmt: skip
@@ -90,7 +97,7 @@ def test_blocks_that_the_engine_takes_are_taken_back_first(told: bool) -> None:
     if told:
         plan = step(scheduler, preempted=[view().request_id])
         assert [stop.ended for stop in plan.stops] == [False]
-        assert step(scheduler, preempted=[view().request_id]).empty, "they are lost once"
+        assert empty(step(scheduler, preempted=[view().request_id])), "they are lost once"
     plan = step(scheduler, tokens(16, 16, [3, 4], fresh=True))
     assert [stop.ended for stop in plan.stops] == ([] if told else [False])
     assert chunks(plan) == [(16, 32, [3, 4], True)]
@@ -134,7 +141,7 @@ def test_a_prompt_that_cannot_be_leased_is_told_and_given_up(why: str) -> None:
     plan = step(scheduler, tokens(0, 32, [7, 8], fresh=True))
     assert ([prefill.params for prefill in plan.prefills], [stop.ended for stop in plan.stops]) == ([b""], [True])
     assert not plan.chunks and not plan.prefills[0].streams
-    assert step(scheduler, tokens(32, 32, [9, 10])).empty
+    assert empty(step(scheduler, tokens(32, 32, [9, 10])))
 
 
 def test_a_lease_of_an_engine_that_does_not_tell_its_steps() -> None:
@@ -208,6 +215,19 @@ def test_below_another_connector_nothing_streams() -> None:
 )
 def test_names(request_id: str, transfer_id: object, names: tuple[str, ...]) -> None:
     assert prompt_names(request_id, {"transfer_id": transfer_id}, b"t" * 16) == (*names, (b"t" * 16).hex())
+
+
+def test_a_prompt_of_the_first_step_after_its_request_was_in_no_queue() -> None:
+    scheduler = half()
+    scheduler.on_new_request(view())
+    assert not step(scheduler, tokens(0, 32, [7, 8], fresh=True)).queued
+
+
+def test_a_prompt_that_will_not_be_handed_over_is_not_told() -> None:
+    scheduler = half()
+    scheduler.on_new_request(view())
+    scheduler.drain()
+    assert empty(step(scheduler))
 
 
 def test_ranks_must_know_a_prompt_before_its_blocks() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from kvferry.connector.protocol import messages
 from kvferry.connector.protocol import rendezvous as r
 from kvferry.connector.protocol.state_machine import Tick
-from kvferry.connector.protocol.step_plan import LeaseGrant, Prefill
+from kvferry.connector.protocol.step_plan import LeaseGrant, Prefill, QueuedPrompt
 from kvferry.connector.transfer import named_prompts
 from kvferry.connector.transfer.named_prompts import NamedPrompts
 
@@ -58,6 +59,14 @@ def test_an_open_question_is_repeated_after_a_pause(asked: r.AskName) -> None:
     assert r.RENDEZVOUS.step(state, Tick(), 100.0)[1] == (), "P holds the question"
 
 
+@pytest.mark.parametrize("way", [(), (r.NameResolved(False, False),)], ids=["begun", "granted"])
+def test_d_hears_that_p_s_engine_has_the_prompt(way: tuple[r.RendezvousEvent, ...]) -> None:
+    phase, effects = run(*way, r.NameUnresolved(final=False, known=True))
+    assert effects[-1] == r.ReportKnown() and (phase, effects[:-1]) == run(*way), "and waits on"
+    assert r.ReportKnown() not in run(*way, r.NameUnresolved(final=True, detail="why", known=True))[1]
+    assert r.ReportKnown() not in run(r.NameLeft(), r.NameUnresolved(final=False, known=True))[1]
+
+
 def test_a_p_that_must_be_found_first_is_asked_then() -> None:
     state, effects = r.begin(located=False)
     assert (state.phase, effects) == (PHASE.LOCATING, (r.FetchPage(),))
@@ -82,8 +91,8 @@ EVENTS: Any = st.sampled_from(
     [
         r.PeerLocated(),
         r.NameResolved(True, False), r.NameResolved(False, True), r.NameResolved(False, False), r.PeerFailed("p"),
-        r.NameUnresolved(True, "why"), r.NameUnresolved(False), r.PlaneFound(True), r.PlaneFound(False), Tick(),
-        r.NameLeft(), r.AnswerTaken(), r.ContactLost("lost"),
+        r.NameUnresolved(True, "why"), r.NameUnresolved(False), r.NameUnresolved(False, known=True),
+        r.PlaneFound(True), r.PlaneFound(False), Tick(), r.NameLeft(), r.AnswerTaken(), r.ContactLost("lost"),
     ]
 )  # fmt: skip
 
@@ -185,6 +194,37 @@ def test_questions_are_answered_in_time_and_can_be_left() -> None:
     ((_, answer),) = named.take_late(10.0)
     assert isinstance(answer, messages.Unresolved) and (answer.number, answer.final) == (2, False)
     assert not bool(named.held.cost)
+
+
+@pytest.mark.parametrize(("begins", "steps"), [(False, 1), (True, 1), (False, 0)])
+def test_a_question_for_a_prompt_that_waits_is_held_and_told_so(begins: bool, steps: int) -> None:
+    """Unless P's engine has not taken a step since: it may never take one."""
+    named = NamedPrompts("p", 10.0)
+    named.queue(QueuedPrompt("r", b"t" * 16, ("tx",)))
+    if begins:
+        named.begin(prefill("r", "tx", streams=False))
+    assert named.resolve(b"d", question(1, until="granted"), 0.0) == []
+    assert named.resolve(b"d", question(2, "another"), 0.0) == []
+    named.engine_steps += steps
+    told = {answer.number: answer for _, answer in named.take_late(10.0)}
+    assert all(isinstance(answer, messages.Unresolved) and not answer.final for answer in told.values())
+    assert (told[1].known, told[2].known) == (bool(steps), False)  # type: ignore[union-attr]
+
+
+def test_a_prompt_that_waited_begins_or_ends_like_any_other() -> None:
+    named = NamedPrompts("p", 10.0)
+    queued = QueuedPrompt("r", b"t" * 16, ("tx", "r"))
+    named.queue(queued)
+    assert named.resolve(b"d", question(1), 0.0) == []
+    ((_, answer),) = named.begin(prefill("r", "tx"))
+    assert isinstance(answer, messages.Resolved) and answer.streams
+    named.end(b"t" * 16, 0.0)
+    named.queue(msgspec.structs.replace(queued, token=b"u" * 16))
+    named.resolve(b"d", question(2), 0.0)
+    assert named.begin(prefill("r", "tx", token=b"u" * 16, params=b"")) == [], "its request was aborted"
+    ((_, answer),) = named.end(b"u" * 16, 0.0)
+    assert isinstance(answer, messages.Unresolved) and answer.final
+    assert not named._prompts and not named._tokens
 
 
 def test_another_engine_is_meant() -> None:

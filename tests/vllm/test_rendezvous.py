@@ -108,7 +108,7 @@ def ask(d: Engine, params: object, **kwargs: Any) -> str:
 
 def questions(p: Engine) -> int:
     """How many questions wait at P."""
-    return len(transfer_thread_of(p)._producer._named.held)
+    return len(transfer_thread_of(p)._producer.named.held)
 
 
 def prefills_locally(p: Engine, d: Engine, request_id: str, lines: Lines, *words: str) -> None:
@@ -163,7 +163,7 @@ def test_a_p_that_sends_what_nobody_waits_for_is_hung_up_on(
     p, d, params = legs(group)
     request_id = ask(d, params)
     eventually(lambda: questions(p) == 1)
-    (held,) = transfer_thread_of(p)._producer._named.held.values()
+    (held,) = transfer_thread_of(p)._producer.named.held.values()
     abort_and_wait(p, d, request_id)
     finder = transfer_thread_of(d)._finder
     (contact,) = finder.contacts.values()
@@ -235,6 +235,51 @@ def test_a_leg_that_never_comes(group: EngineGroup, lines: Lines) -> None:
     d.connector._scheduling._load_planner._clock = lambda: time.monotonic() + 700.0
     prefills_locally(p, d, request_id, lines, "has told nothing of 'tx' in 600 s; does the router send both legs")
     eventually(lambda: questions(p) == 0)
+
+
+def behind_another(group: EngineGroup) -> tuple[Engine, Engine, str, str]:
+    """P, D, and the legs of a request whose prompt is in P's queue, behind another one. P's ranks know of it."""
+    p, d, params = legs(group, max_batched=64)
+    p.add(prompt(300, 7))
+    p.step()
+    leg = p.add(IDS, TO_P)
+    p.step()
+    request_id = ask(d, params)
+    eventually(lambda: questions(p) == 1)
+    assert "tx" in transfer_thread_of(p)._producer.named._tokens
+    return p, d, leg, request_id
+
+
+def put_deadline_forward(d: Engine, seconds: float) -> None:
+    """For D's scheduler half it is so many seconds later than it is."""
+    d.connector._scheduling._load_planner._clock = lambda: time.monotonic() + seconds
+
+
+def test_the_time_in_p_s_queue_does_not_count(group: EngineGroup) -> None:
+    p, d, leg, request_id = behind_another(group)
+    p.step()  # P's engine does something, if not this
+    put_deadline_forward(d, 500.0)
+    let_time_pass(p, 700.0)  # P has held the question long enough
+    eventually(lambda: stalled(d))
+    d.step()
+    put_deadline_forward(d, 1000.0)
+    d.step()
+    assert phase(d, request_id) is RequestPhase.AWAITED
+    run([p, d], lambda: d.answers[request_id].finish is not None)
+    assert p.answers[leg].finish and d.origins[request_id].theirs == len(IDS) - 1
+    settle(p, d)
+
+
+def test_a_p_whose_engine_stands_still_vouches_for_nothing(group: EngineGroup, lines: Lines) -> None:
+    p, d, _, request_id = behind_another(group)
+    asked = transfer_thread_of(d)._finder._last
+    let_time_pass(p, 700.0)
+    eventually(lambda: transfer_thread_of(d)._finder._last > asked)  # P's answer has come
+    put_deadline_forward(d, 700.0)
+    d.step()
+    assert phase(d, request_id) is not RequestPhase.AWAITED
+    prefills_locally(p, d, request_id, lines, "has told nothing of 'tx' in 600 s")
+    settle(p)
 
 
 def test_p_answers_that_it_does_not_know_the_name_and_d_asks_again(group: EngineGroup) -> None:

@@ -18,7 +18,7 @@ from kvferry.transport.channels import ExpectingChannel, Pieces, Received, SendC
 from kvferry.transport.planes.tcp_cipher import TAG_BYTES, Cipher
 from kvferry.transport.planes.tcp_messages import HEADER, Arriving, Outgoing, byte, together
 from kvferry.transport.planes.vectors import Vector, repeated
-from kvferry.transport.sockets import ENDED, READABLE, WRITABLE
+from kvferry.transport.sockets import ENDED, EXHAUSTED, READABLE, WRITABLE
 
 if TYPE_CHECKING:
     from kvferry.transport.planes.tcp import TcpPlane
@@ -152,20 +152,25 @@ class TcpSendChannel(SendChannel):
         try:
             while message.vector.left:
                 message.vector.send(sock)
+                if message.vector.short:
+                    break
         except BlockingIOError:
-            self._plane.sockets.watch(sock, self._on_writable, READABLE | WRITABLE)
-            return
+            pass
         except OSError as error:
             self.fail(f"tcp: the consumer is gone: {error.strerror}")
+            return
+        if message.vector.left:
+            self._plane.sockets.watch(sock, self._on_writable, READABLE | WRITABLE)
             return
         self._forget_message()
         self._plane.sockets.watch(sock, self.on_readable)
 
-    def _on_writable(self) -> None:
+    def _on_writable(self) -> object:
         self._write()
         self._go_on()
         if self.error is None and not self._closed:
             self.on_readable()
+        return EXHAUSTED
 
     def _forget_message(self) -> None:
         message, self._message = self._message, None

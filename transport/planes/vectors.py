@@ -43,9 +43,10 @@ for _function in (_libc.sendmsg, _libc.recvmsg):
 
 
 class Vector:
-    """Pieces of memory that a socket works through from the first byte to the last. Their owner keeps them alive."""
+    """Pieces of memory that a socket works through from the first byte to the last. Their owner keeps them alive.
+    ``short``: the last call moved fewer bytes than it could have: the socket had no more, or takes no more."""
 
-    __slots__ = ("_ends", "_header", "_iov", "done", "nbytes")
+    __slots__ = ("_ends", "_header", "_iov", "done", "nbytes", "short")
 
     def __init__(self, pieces: Pieces) -> None:
         addresses, nbytes = pieces
@@ -56,6 +57,7 @@ class Vector:
         self._header = _MsgHdr()
         self.nbytes = int(self._ends[-1])
         self.done = 0
+        self.short = False
 
     @property
     def left(self) -> int:
@@ -89,6 +91,7 @@ class Vector:
             if number == errno.EINTR:
                 return self._call(function, sock, limit)
             raise OSError(number, os.strerror(number))  # Python makes it a BlockingIOError, ConnectionResetError, ...
+        self.short = moved < int(self._ends[first + count - 1]) - self.done
         self.done += moved
         return moved
 

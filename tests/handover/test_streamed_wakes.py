@@ -1,0 +1,145 @@
+"""When P's engine wakes its transfer thread while it computes: only where bytes can leave, for they share one
+interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvferry.connector.transfer import transfer_thread
+from kvferry.connector.transfer.sender import Sender
+from tests.handover.gates import Gate, halves
+from tests.handover.prefilling import PrefillingEngine
+from tests.handover.rank_group import RankGroup
+from tests.handover.streamed import OURS, STEP, THEIRS, TOKENS, ends_well, has, make
+from tests.support.ranks import Rank, wait
+
+
+@pytest.fixture(autouse=True)
+def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No turns because time has passed: a wake-up that is missed is missed for ever."""
+    for name in ("TICK_SECONDS", "BUSY_SECONDS", "IDLE_SECONDS"):
+        monkeypatch.setattr(transfer_thread, name, 600.0)
+
+
+class Wakes:
+    """Counts how often P's transfer thread is woken."""
+
+    def __init__(self, p: Rank) -> None:
+        self.thread: Any = p.worker._transfer_thread
+        self.count = 0
+        wake: Callable[[], None] = self.thread.wake
+
+        def counted() -> None:
+            self.count += 1
+            wake()
+
+        self.thread.wake = counted
+
+    def new(self) -> int:
+        """How often since the last call."""
+        count, self.count = self.count, 0
+        return count
+
+    @property
+    def asleep(self) -> bool:
+        return bool(self.thread._time._asleep) and not self.thread._work_posted
+
+
+def test_a_prompt_that_nobody_reads(group: RankGroup) -> None:
+    p, _ = make(group)
+    wakes, engine = Wakes(p), PrefillingEngine([p], THEIRS, TOKENS)
+    engine.begin(step_tokens=STEP)
+    assert wakes.new() == 1
+    for start in range(0, TOKENS, STEP):
+        engine.plan(start, min(start + STEP, TOKENS))
+        engine.hook(range(len(p.layers)))
+        engine.end()
+    assert wakes.new() == 0
+    engine.grant()
+    assert wakes.new() == 1
+    assert wait(lambda: bool(halves(p)[0]._leases) and not halves(p)[0].computing.steps)
+
+
+def test_a_read_that_waits(group: RankGroup) -> None:
+    """Each layer wakes the thread once; the plan and the end of a step bring nothing that could leave."""
+    p, d = make(group, content=1024)
+    step = TOKENS // 2  # windows of one length, so that each layer of each one is a message
+    engine = PrefillingEngine([p], THEIRS, TOKENS)
+    engine.begin(step_tokens=step)
+    engine.load(d, OURS, step=step)
+    sender, wakes = halves(p)[0]._sender, Wakes(p)
+    for start in range(0, TOKENS, step):
+        stop = start + step
+        assert wait(lambda: bool(sender.waiting) and wakes.asleep)
+        wakes.new()
+        engine.plan(start, stop)
+        assert wakes.new() == 0
+        for layer in range(len(p.layers)):
+            engine.write(start, stop, [layer])
+            engine.hook([layer])
+            assert wait(lambda stop=stop, layer=layer: has(d, 0, stop, layers=slice(layer + 1)), [p, d])
+            last = (stop, layer) == (TOKENS, len(p.layers) - 1)
+            assert wait(lambda last=last: (last or bool(sender.waiting)) and wakes.asleep)
+            assert wakes.new() == 1
+        engine.end()
+        assert wakes.new() == 0
+    engine.grant()
+    ends_well([p], d)
+
+
+def test_a_read_that_cannot_send(group: RankGroup) -> None:
+    """It looks at the steps when it can send again."""
+    p, d = make(group, content=1024)
+    engine = PrefillingEngine([p], THEIRS, TOKENS)
+    engine.begin(step_tokens=TOKENS)
+    engine.load(d, OURS, step=TOKENS)
+    producer = halves(p)[0]
+    assert wait(lambda: bool(producer._sender.waiting))
+    (session,) = producer._sessions
+    gate, wakes = Gate(session.channel, "acquire", lambda: None), Wakes(p)
+    engine.plan(0, TOKENS)
+    engine.write(0, TOKENS)
+    engine.hook([0])
+    assert wait(lambda: gate.calls > 0 and wakes.asleep) and not producer._sender.waiting
+    wakes.new()
+    engine.hook([1, 2, 3])
+    assert wakes.new() == 0
+    gate.open()
+    wakes.thread.wake()
+    assert wait(lambda: has(d, 0, TOKENS), [p, d])
+    engine.end()
+    engine.grant()
+    ends_well([p], d)
+
+
+def test_a_layer_that_is_computed_while_its_read_is_put_aside(
+    group: RankGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine sees no read that waits, and wakes nobody; the thread has looked at the step before."""
+    p, d = make(group, content=512)  # each layer is a message
+    engine = PrefillingEngine([p], THEIRS, TOKENS)
+    engine.begin(step_tokens=TOKENS)
+    turn, late = Sender.turn, [2, 3]
+
+    def put_aside(sender: Sender, now: float) -> Any:
+        result = turn(sender, now)
+        if late and sender.waiting and result[0].lifetime.state.sent == late[0]:
+            waiting, sender.waiting = sender.waiting, {}
+            engine.hook([late.pop(0)])
+            sender.waiting = waiting
+        return result
+
+    monkeypatch.setattr(Sender, "turn", put_aside)
+    engine.load(d, OURS, step=TOKENS)
+    assert wait(lambda: bool(halves(p)[0]._sender.waiting))
+    engine.plan(0, TOKENS)
+    engine.write(0, TOKENS)
+    engine.hook([0, 1])
+    assert wait(lambda: has(d, 0, TOKENS), [p, d])
+    assert not late
+    engine.end()
+    engine.grant()
+    ends_well([p], d)
