@@ -27,7 +27,7 @@ def begin_request(tracer: Tracer | None, headers: dict[str, str], path: str) -> 
 
 
 def end_request(span: OpenSpan | None, status: int | None, first_byte: float | None, broken: str) -> None:
-    """``status``: None where the client left before there was one. ``first_byte``: seconds from the request's arrival.
+    """``status``: None where the client left. ``first_byte``: seconds from the request's arrival.
     ``broken``: why the answer broke off."""
     if span is None:
         return
