@@ -21,7 +21,7 @@ from kvferry.router.identities import Identities
 from kvferry.router.metrics import Metrics
 from kvferry.router.prefix_affinity import PrefixAffinity, PromptPrefix, prompt_prefix
 from kvferry.router.request_bodies import error_of, prefill_body, without_params
-from kvferry.router.spans import DECODE, PREFILL, LegSpan
+from kvferry.router.spans import DECODE, PREFILL, LegSpan, leg_span
 from kvferry.transport.tracing import OpenSpan, Tracer
 
 log = logging.getLogger("kvferry.router")
@@ -211,7 +211,7 @@ class Legs:
 
     async def _prefill_answer(self, asked: ClientRequest, engine: Engine, leg: dict[str, Any]) -> tuple[int, bytes]:
         """Its status and its body. Raises HttpError, TimeoutError."""
-        with LegSpan(asked.span, PREFILL, engine) as span:
+        with leg_span(asked.span, PREFILL, engine) as span:
             async with asyncio.timeout(self.timeouts.prefill):
                 answer = await self._send(asked, engine, asked.path, leg, RequestProgress(), span, silence=None)
                 try:
@@ -295,7 +295,7 @@ class Legs:
     async def _ask_one_decode(
         self, asked: ClientRequest, seat: Seat, path: str, body: dict[str, Any], progress: RequestProgress
     ) -> Decoded:
-        answer, span = None, LegSpan(asked.span, DECODE, seat.engine)
+        answer, span = None, leg_span(asked.span, DECODE, seat.engine)
 
         def over() -> None:
             seat.release()
@@ -344,17 +344,16 @@ class Legs:
     ) -> Answer:  # fmt: skip
         """The head of an engine's answer; on a fresh connection where a kept one breaks before a byte of the answer.
         Raises HttpError."""
-        how: dict[str, Any] = {"body": body, "headers": asked.headers | span.headers, "progress": progress}
+        headers = {**asked.headers, **span.headers} if span.headers else asked.headers
+        how: dict[str, Any] = {"body": body, "headers": headers, "progress": progress}
         how |= {"connect": self.timeouts.connect, "silence": silence}
         try:
-            span.answer = await self.http.send("POST", engine.url, path, **how)
-            return span.answer
+            return span.answered(await self.http.send("POST", engine.url, path, **how))
         except HttpError as error:
             if progress.fresh or progress.answered or isinstance(error, SilenceError):
                 raise
             log.info("%s: a kept connection to %s broke, once more: %s", asked.id, engine.url, why(error))
-        span.answer = await self.http.send("POST", engine.url, path, fresh=True, **how)
-        return span.answer
+        return span.answered(await self.http.send("POST", engine.url, path, fresh=True, **how))
 
     def start(self, work: Coroutine[Any, Any, T], asked: ClientRequest) -> asyncio.Task[T]:
         """Run ``work`` so that it may outlive its request's answer."""
