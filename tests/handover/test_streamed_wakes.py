@@ -132,14 +132,25 @@ def test_a_layer_that_is_computed_while_its_read_is_put_aside(
             sender.waiting = waiting
         return result
 
+    thread: Any = p.worker._transfer_thread
+    thread_turn, more = thread.turn, []
+
+    def turn_of_thread(now: float) -> bool:
+        before = len(late)
+        busy = bool(thread_turn(now))
+        if len(late) < before:
+            more.append(busy)
+        return busy
+
     monkeypatch.setattr(Sender, "turn", put_aside)
+    monkeypatch.setattr(thread, "turn", turn_of_thread)
     engine.load(d, OURS, step=TOKENS)
     assert wait(lambda: bool(halves(p)[0]._sender.waiting))
     engine.plan(0, TOKENS)
     engine.write(0, TOKENS)
     engine.hook([0, 1])
     assert wait(lambda: has(d, 0, TOKENS), [p, d])
-    assert not late
+    assert not late and more == [True, True], "also where D's next message would wake the thread"
     engine.end()
     engine.grant()
     ends_well([p], d)

@@ -273,8 +273,11 @@ def test_the_time_in_p_s_queue_does_not_count(group: EngineGroup) -> None:
 def test_a_p_whose_engine_stands_still_vouches_for_nothing(group: EngineGroup, lines: Lines) -> None:
     p, d, _, request_id = behind_another(group)
     asked = transfer_thread_of(d)._finder._last
+    put_deadline_forward(d, 500.0)
     let_time_pass(p, 700.0)
     eventually(lambda: transfer_thread_of(d)._finder._last > asked)  # P's answer has come
+    d.step()
+    assert phase(d, request_id) is RequestPhase.AWAITED
     put_deadline_forward(d, 700.0)
     d.step()
     assert phase(d, request_id) is not RequestPhase.AWAITED
