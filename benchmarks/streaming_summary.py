@@ -49,7 +49,7 @@ def one_gpu() -> str:
             f"the form of Llama-8B, {result['kv_kib_per_token']:.0f} KiB of KV per token, steps of {result['chunk']} "
             f"tokens, CUDA graphs, `tcp` over loopback, medians of {_samples(rows)} turns. {COMPARED} `discarded`: D "
             "throws away what it receives, so that only P uses the GPU. The share is of the bytes that were in D's "
-            f"pages when P's last step ended.{_left_out(result)}",
+            f"pages when P's last step ended.{_left_out(result)} Of two runs: {'; '.join(result['runs'])}.",
             streaming_tables.table(rows),
             "What was to be reached:",
             streaming_tables.target_table(result["targets"]),

@@ -240,12 +240,15 @@ class LoadPlanner:
         wanted, deadline = entry.awaited.wanted, entry.awaited.deadline
         if self._clock() < deadline:
             return True
-        p, name = f"P at {wanted.host}:{wanted.port}", quoted(wanted.name)
+        name = quoted(wanted.name)
         if deadline == entry.awaited.end:
-            text = f"{p} has had {name} for {MAX_PATIENCE * self._timeout:g} s, and has not computed it"
+            patience = MAX_PATIENCE * self._timeout
+            text = f"P at {wanted.host}:{wanted.port} has had {name} for {patience:g} s, and has not computed it"
         else:
-            text = f"{p} has told nothing of {name} in {self._timeout:g} s; does the router send both legs, with one "
-            text += "transfer_id?"
+            text = (
+                f"P at {wanted.host}:{wanted.port} has told nothing of {name} in {self._timeout:g} s; does the router "
+                "send both legs, with one transfer_id?"
+            )
         self._refuse(entry, ProtocolError(text))
         return False
 

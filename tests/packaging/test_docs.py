@@ -297,7 +297,8 @@ def exists(dotted: str) -> bool:
 @pytest.mark.parametrize("page", PAGES)
 def test_modules_that_are_named_exist(page: str) -> None:
     named = set(re.findall(r"\bkvferry(?:\.\w+)+", "\n".join(CODE.findall(read(page)))))
-    assert [name for name in sorted(named) if not exists(name)] == []
+    texts = set(templates().split("\n"))  # an attribute of a span is a text in the source
+    assert [name for name in sorted(named) if not (exists(name) or name in texts)] == []
 
 
 def test_modules_that_do_not_exist_are_noticed() -> None:
