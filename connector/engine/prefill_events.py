@@ -105,5 +105,5 @@ class PrefillEvents:
         step, self._step = self._step, None
         if step is not None:
             self._copies.after_engine(step.has_ended)
-            self._waits = False
-            self._advance_now()
+        self._waits = False
+        self._advance_now()
