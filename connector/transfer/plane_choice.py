@@ -14,6 +14,7 @@ from kvferry.transport.control.dialer import Connection
 from kvferry.transport.errors import PeerUnreachableError, PlaneUnavailableError
 from kvferry.transport.host import is_ours
 from kvferry.transport.plane import Plane
+from kvferry.transport.registry import preferred_planes
 
 
 class Needs(NamedTuple):
@@ -57,18 +58,24 @@ class PlaneChoice:
             PlaneUnavailableError: no such plane is left.
             TransportError: P broke the protocol.
         """
-        rejected = {**self._rank_context.missing_planes, **self._rejected}
+        missing, rejected = self._rank_context.missing_planes, dict(self._rejected)
         for plane in sorted(self._rank_context.planes, key=lambda plane: plane.name in self.avoid):
             why = self._cannot_use(plane, connection.address, needs)
             if why:
                 rejected.setdefault(plane.name, why)
                 continue
             try:
-                return plane, *self._connect(plane, connection), _listed(rejected)
+                return plane, *self._connect(plane, connection), _listed(self._better(missing, plane.name) | rejected)
             except PlaneUnavailableError as error:
                 self.note_error(error)
                 rejected[plane.name] = str(error)
-        raise PlaneUnavailableError(f"no data plane in common: {_listed(rejected) or 'none offered'}")
+        raise PlaneUnavailableError(f"no data plane in common: {_listed({**missing, **rejected}) or 'none offered'}")
+
+    def _better(self, missing: Mapping[str, str], chosen: str) -> dict[str, str]:
+        """Of the planes that this machine does not have, those that KVFerry would have preferred."""
+        preferred = preferred_planes(self._rank_context.caches.device)
+        better = preferred[: preferred.index(chosen)] if chosen in preferred else preferred
+        return {name: why for name, why in missing.items() if name in better}
 
     def _connect(self, plane: Plane, connection: Connection) -> tuple[DChannel, bytes]:
         channel, payload = plane.connect(self._offers[plane.name], connection.address)
