@@ -1,0 +1,45 @@
+"""What D's line about its data plane says of the planes that were not chosen."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvferry.connector.transfer.plane_choice import Needs, PlaneChoice
+from kvferry.transport.errors import PlaneUnavailableError
+
+MISSING = {"nixl": "no RDMA port is up", "ucx": "UCXX is not installed"}
+
+
+def choice(*planes: str) -> PlaneChoice:
+    """A D on a host without RDMA that has these planes, as P has."""
+    channel = SimpleNamespace(pulls=False, process=None)
+    made = [
+        SimpleNamespace(
+            name=name, same_host=False, pulls=False,
+            connect=lambda payload, host: (channel, b""), slower_because=lambda payload, reached: "",
+        )
+        for name in planes
+    ]  # fmt: skip
+    context: Any = SimpleNamespace(
+        planes=made, missing_planes=MISSING, caches=SimpleNamespace(device=torch.device("cpu"))
+    )
+    found = PlaneChoice(context, {})
+    found.take_offers([SimpleNamespace(name=name, payload=b"") for name in planes])  # type: ignore[misc]
+    return found
+
+
+@pytest.mark.parametrize(("chosen", "said"), [("cma", ""), ("shm", ""), ("tcp", "nixl: no RDMA port is up")])
+def test_a_plane_that_is_missing_is_named_where_it_would_have_been_preferred(chosen: str, said: str) -> None:
+    connection: Any = SimpleNamespace(address="10.0.0.1")
+    plane, _, _, why = choice(chosen).connect(connection, Needs(converts=False, checksum=False))
+    assert (plane.name, why) == (chosen, said)
+
+
+def test_without_a_plane_all_are_named() -> None:
+    connection: Any = SimpleNamespace(address="10.0.0.1")
+    with pytest.raises(PlaneUnavailableError, match="nixl: no RDMA port is up; ucx: UCXX is not installed"):
+        choice().connect(connection, Needs(converts=False, checksum=False))
