@@ -3,13 +3,12 @@
     python benchmarks/empty_handover.py [--rounds 300] [--json FILE]
 
 Time is taken on D from the request to its report, in milliseconds. Beside it the processor time that an idle transfer
-thread uses, as a share of one core. ``nixl`` goes over TCP here, as ``UCX_TLS`` says, unless that has a value already.
+thread uses, as a share of one core. ``nixl`` goes over TCP here, unless ``UCX_TLS`` names other lanes.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
 import time
@@ -34,9 +33,7 @@ SHAPE = {"layers": 32, "total_heads": 8, "blocks": 64, "block_size": 32, "conten
 def measure(plane: str, rounds: int, idle_seconds: float = 3.0) -> dict[str, Any]:
     """Median and p99 milliseconds, the first hand-over's, and the idle share of a core on D and on P."""
     torch.set_num_threads(1)
-    lanes = {"UCX_TLS": os.environ.get("UCX_TLS", "tcp")} if plane == "nixl" else {}
-    os.environ.update(lanes)  # of this process; ``nixl`` is the last plane
-    p = RemoteRank(environment=lanes, settings={"plane": plane}, **SHAPE)
+    p = RemoteRank(settings={"plane": plane}, **SHAPE)
     d = Rank(settings=Settings(plane=plane), engine_id="engine-d", **SHAPE)
     try:
         times = []

@@ -10,7 +10,7 @@ import secrets
 import signal
 import sys
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from queue import Empty, Queue
 from typing import Any
@@ -22,15 +22,12 @@ from tests.support.fork_server import fork_server
 
 
 class RemoteRank:
-    """The parent's end. Every call waits for its answer, at most ``timeout`` seconds. ``environment``: variables to
-    add."""
+    """The parent's end. Every call waits for its answer, at most ``timeout`` seconds."""
 
-    def __init__(self, timeout: float = 120.0, environment: Mapping[str, str] | None = None, **rank: Any) -> None:
+    def __init__(self, timeout: float = 120.0, **rank: Any) -> None:
         self._timeout = timeout
         self._ahead = 0.0
-        self.process = fork_server().start(
-            str(Path(__file__).resolve()), json.dumps(rank), text=True, environment=environment
-        )
+        self.process = fork_server().start(str(Path(__file__).resolve()), json.dumps(rank), text=True)
         self._answers: Queue[str] = Queue()
         threading.Thread(target=self._listen, daemon=True).start()
         self._greet(self._answer())

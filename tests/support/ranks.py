@@ -26,6 +26,7 @@ from kvferry.connector.protocol.step_plan import (
     pack_ids,
 )
 from tests.support.clocks import put_forward
+from tests.support.lanes import lanes_of
 
 SOON = 20.0
 """Seconds: long on a loaded machine, shorter than what would end a hand-over whose settings say nothing."""
@@ -102,7 +103,8 @@ class Rank:
                 )
             ],
         )
-        self.worker.register(self.caches, places=places)
+        with lanes_of(self.settings.plane):
+            self.worker.register(self.caches, places=places)
         self.sent: set[str] = set()
         self.received: set[str] = set()
         self.failed: set[str] = set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -12,6 +13,9 @@ from kvferry.connector.engine.prefill_events import PrefillEvents
 from kvferry.connector.protocol.computing_prompt import ComputingPhase
 from kvferry.connector.transfer.computing_prompts import ComputingPrompt
 from kvferry.connector.transfer.sender import PackedChunk
+
+LATE_SECONDS = 2e-3
+"""For which the engine's thread lets the transfer thread send what it should not."""
 
 
 def no_fence() -> AbstractContextManager[Any]:
@@ -30,8 +34,8 @@ def blocks_taken_back() -> AbstractContextManager[Any]:
 
 @contextmanager
 def before_its_event() -> Iterator[None]:
-    """P counts the tokens of a step when it begins."""
-    begin_step = PrefillEvents.begin_step
+    """P counts the tokens of a step when it begins, and computes its first layer late."""
+    begin_step, layer_begins = PrefillEvents.begin_step, PrefillEvents.layer_begins
 
     def begin(events: PrefillEvents, plan: Any) -> Any:
         step = begin_step(events, plan)
@@ -39,7 +43,11 @@ def before_its_event() -> Iterator[None]:
             step.has_ended()
         return step
 
-    with mock.patch.object(PrefillEvents, "begin_step", begin):
+    def late(events: PrefillEvents) -> None:
+        time.sleep(LATE_SECONDS)
+        layer_begins(events)
+
+    with mock.patch.object(PrefillEvents, "begin_step", begin), mock.patch.object(PrefillEvents, "layer_begins", late):
         yield
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from kvferry.transport.plane import Plane, PlaneContext
 from kvferry.transport.registry import PlaneSpec, make_plane, plane_specs
+from tests.support.lanes import lanes_of
 
 PUSH, PULL = False, True
 
@@ -19,11 +20,8 @@ ENCRYPTED = "-encrypted"
 
 def plane_of(name: str, context: PlaneContext) -> Plane:
     """The plane of a name that may end with ``ENCRYPTED``; ``nixl`` over TCP."""
-    if name == "nixl":
-        with pytest.MonkeyPatch.context() as over_tcp:
-            over_tcp.setenv("UCX_TLS", "tcp")
-            return make_plane(name, context)
-    return make_plane(name.removesuffix(ENCRYPTED), replace(context, encrypt=name.endswith(ENCRYPTED)))
+    with lanes_of(name):
+        return make_plane(name.removesuffix(ENCRYPTED), replace(context, encrypt=name.endswith(ENCRYPTED)))
 
 
 def parameter(spec: PlaneSpec, device: str = "") -> Any:

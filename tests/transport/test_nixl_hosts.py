@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.engines import python_path
 from tests.transport.plane_process import SLOT, STAGING, Peer, all_good, announce
 
 pytestmark = [pytest.mark.root, pytest.mark.nixl]
@@ -58,8 +59,9 @@ class NamespacePeer(Peer):
         script = str(Path(__file__).with_name("plane_peer.py"))
         program = [sys.executable, script, "nixl", str(SLOT), str(STAGING), "cpu", address]
         self.process = subprocess.Popen(  # type: ignore[assignment]
-            ["ip", "netns", "exec", namespace, *program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
+            ["ip", "netns", "exec", namespace, *program], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": python_path()},
+        )  # fmt: skip
         self._answer()
 
     def kill(self) -> None:

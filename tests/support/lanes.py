@@ -1,0 +1,20 @@
+"""The lanes of the plane ``nixl`` on a machine without RDMA."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def lanes_of(plane: str) -> Iterator[None]:
+    """The machine of a test has no RDMA: the plane ``nixl`` goes over TCP there, which ``UCX_TLS`` must name."""
+    before = os.environ.get("UCX_TLS")
+    if plane == "nixl":
+        os.environ["UCX_TLS"] = before or "tcp"
+    try:
+        yield
+    finally:
+        if plane == "nixl" and before is None:
+            del os.environ["UCX_TLS"]
