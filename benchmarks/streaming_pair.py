@@ -190,7 +190,7 @@ def open_ways(group: ServerGroup, engines: Engines, host: str = "127.0.0.1") -> 
     for way, options in WAYS.items():
         if options is None:
             engines.urls[way] = engines.prefill.url
-        elif at_once or way.startswith(SERIAL):
+        elif at_once or way == SERIAL:  # P's first token is relayed where both connectors are KVFerry's
             name = f"router-{way.replace(', ', '-').replace(' ', '-')}"
             router = group.router(engines.prefill, engines.decode, host=host, arguments=options, name=name)
             engines.urls[way] = router.url

@@ -186,9 +186,10 @@ def first_token(
 ) -> FirstToken | None:
     """The token of P's answer to a request that may be relayed; None where it must not go to the client.
 
-    It must not where P computed less than the prompt (D is to compute the rest first), where the answer holds more than
-    text (reasoning, tool calls), and where the token is not the whole of a character: D's text goes on after a
-    character. ``params``: what P handed over; None: P was not asked to, and the answer ends with its token.
+    It must not where P computed less than the prompt (D is to compute the rest first), where P has another connector
+    (NixlConnector ends D's engine by an assertion if D's prompt needs one block more than P's), where the answer holds
+    more than text (reasoning, tool calls), and where the token is not the whole of a character: D's text goes on after
+    a character. ``params``: what P handed over; None: P was not asked to, and the answer ends with its token.
     """
     try:
         (choice,) = answer["choices"]
@@ -207,7 +208,7 @@ def first_token(
         finish = None
         if not text or "\ufffd" in text:
             return None
-    if params is not None and params.get("remote_num_tokens") != len(prompt):
+    if params is not None and (params.get("remote_num_tokens") != len(prompt) or "kvferry" not in params):
         return None
     return FirstToken(chat, token, prompt, text, finish, role, answer, options)
 

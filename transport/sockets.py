@@ -27,6 +27,8 @@ the oldest of them, and one more of the same session closes that session's."""
 _ADMITS = 64
 """Connections accepted by one call, before other sockets are served."""
 _NO_DESCRIPTOR_SECONDS = 1.0
+SILENCE_SECONDS = 30
+"""A host that acknowledges nothing for this long counts as gone."""
 
 
 READABLE, WRITABLE, ENDED = select.EPOLLIN, select.EPOLLOUT, select.EPOLLRDHUP
@@ -36,6 +38,15 @@ READABLE, WRITABLE, ENDED = select.EPOLLIN, select.EPOLLOUT, select.EPOLLRDHUP
 EXHAUSTED: Final = object()
 """What a handler returns that has done all that it can before its socket is ready once more, and whose work no other
 channel waits for. The caller may then sleep without another look."""
+
+
+def tune(sock: socket.socket) -> None:
+    """Set the options of a TCP socket whose end must be noticed, and whose messages leave at once."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)):
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_SECONDS * 1000)
 
 
 class Sockets:

@@ -6,6 +6,7 @@ import torch
 
 from kvferry.transport import cuda
 from kvferry.transport.channels import CPU, Slot
+from kvferry.transport.errors import TransportError
 
 
 def empty_page_locked(nbytes: int) -> torch.Tensor:
@@ -104,7 +105,13 @@ class SlotPool:
 
     def _empty(self, nbytes: int) -> torch.Tensor:
         if self._page_locked:
-            return empty_page_locked(nbytes)
+            try:
+                return empty_page_locked(nbytes)
+            except RuntimeError as error:
+                raise TransportError(
+                    f"no {nbytes >> 20} MiB of page-locked host memory for staging: {str(error).splitlines()[0]}; "
+                    "lower staging_bytes"
+                ) from None
         if self._device.type == "cuda":
             return cuda.allocate(nbytes, self._device)
         return torch.empty(nbytes, dtype=torch.uint8)

@@ -56,12 +56,13 @@ under way: P says so again and again, and a P that never ends it may be one that
 @dataclass(slots=True)
 class AwaitedPrompt:
     """A prompt that P will hold. ``deadline``: in seconds of the scheduler half's clock; each time P says that its
-    engine has the prompt, it begins anew, up to ``end``. ``result``: P's answer."""
+    engine has the prompt, it begins anew, up to ``end``. ``known``: P has said so. ``result``: P's answer."""
 
     request: RequestView
     wanted: Rendezvous
     deadline: float
     end: float
+    known: bool = False
     result: RendezvousResult = field(default_factory=RendezvousResult)
 
 
@@ -175,6 +176,7 @@ class LoadPlanner:
             if entry is None or awaited is None or entry.lifetime.state.phase is not RequestPhase.AWAITED:
                 continue  # the ranks know that the answer is not needed, and release the lease
             if result.known:
+                awaited.known = True
                 awaited.deadline = min(self._clock() + self._timeout, awaited.end)
                 continue
             try:
@@ -245,10 +247,9 @@ class LoadPlanner:
             patience = MAX_PATIENCE * self._timeout
             text = f"P at {wanted.host}:{wanted.port} has had {name} for {patience:g} s, and has not computed it"
         else:
-            text = (
-                f"P at {wanted.host}:{wanted.port} has told nothing of {name} in {self._timeout:g} s; does the router "
-                "send both legs, with one transfer_id?"
-            )
+            text = f"P at {wanted.host}:{wanted.port} has told nothing of {name} in {self._timeout:g} s; "
+            asked = "does the router send both legs, with one transfer_id?"
+            text += "it had the prompt: has its engine stopped?" if entry.awaited.known else asked
         self._refuse(entry, ProtocolError(text))
         return False
 

@@ -46,7 +46,7 @@ class RendezvousPhase(enum.Enum):
 
 class RendezvousState(msgspec.Struct, frozen=True):
     """State. ``retry_at``: when D asks again, in seconds as ``now``; ``None`` while a question is open, or none is
-    needed. ``until``: when LEFT ends. ``lost``: whether the connection to P was lost once."""
+    needed. ``until``: when LEFT ends. ``lost``: whether the connection to P was lost since P has last answered."""
 
     phase: RendezvousPhase = RendezvousPhase.FINDING
     retry_at: float | None = None
@@ -212,7 +212,7 @@ def _unresolved(state: RendezvousState, event: RendezvousEvent, now: float) -> O
     assert isinstance(event, NameUnresolved)
     if event.final:
         return _ended(ReportLost(event.detail or "P does not hand the prompt over"))
-    return replace(state, retry_at=now + RETRY_SECONDS), (ReportKnown(),) if event.known else ()
+    return replace(state, retry_at=now + RETRY_SECONDS, lost=False), (ReportKnown(),) if event.known else ()
 
 
 def _retry(state: RendezvousState, event: RendezvousEvent, now: float) -> Outcome:

@@ -383,6 +383,7 @@ def test_a_d_that_fails_after_ps_token_ends_the_stream_with_an_error(at_once: Se
         (token_of_p(text="\ufffd"), True),
         (token_of_p(PUSH | {"remote_num_tokens": 2}), True),
         (token_of_p(PUSH | {"remote_num_tokens": None}), True),
+        (token_of_p({name: value for name, value in PUSH.items() if name != "kvferry"}), True),
         (token_of_p(finish="abort"), True),
         (JSONResponse({"kv_transfer_params": PUSH, "choices": "x"}), True),
     ],

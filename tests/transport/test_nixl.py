@@ -17,7 +17,7 @@ from kvferry.transport.plane import PlaneContext
 from kvferry.transport.planes import nixl_agent
 from kvferry.transport.planes.nixl import NixlPlane
 from kvferry.transport.planes.nixl_agent import choose_lanes
-from kvferry.transport.planes.nixl_channels import _FREE, _READY
+from kvferry.transport.planes.nixl_channels import _FREE, _MOST_UNSENT, _READY
 from kvferry.transport.registry import make_plane, plane_spec
 from tests.support.fork_server import fork_server
 from tests.transport.control_ends import KEYS
@@ -119,6 +119,79 @@ def test_p_may_not_say(pair: Pair, words: bytes, why: str) -> None:
     if "more than" in why:
         for slot in taken:
             d._recv_pool.put(slot)
+
+
+@pytest.mark.nixl
+def test_a_channel_that_has_failed_gets_no_source(pair: Pair) -> None:
+    """P's reply comes after D's connection has broken."""
+    receiver, payload = pair.d.connect(pair.p.offer(), "127.0.0.1")
+    _, answer = pair.p.accept(payload)
+    receiver.fail("cut")
+    with pytest.raises(PlaneUnavailableError, match="cut"):
+        pair.d.finish(receiver, answer)
+    d: Any = pair.d
+    assert not d._sources
+
+
+@pytest.mark.nixl
+def test_p_may_not_announce_more_than_a_slot_of_d_holds(pair: Pair) -> None:
+    sender, receiver = pair.join()
+    pair.carry(sender, receiver, 2).release()
+    source: Any = receiver.source  # type: ignore[attr-defined]
+    source.slots = msgspec.structs.replace(source.slots, slot_bytes=4 * SLOT)
+    sender._connection.send(_READY.pack(0, 0, SLOT + 1, 1))  # type: ignore[attr-defined]
+    pair.turn(lambda: receiver.error is not None)
+    assert f"announces {SLOT + 1} bytes" in str(receiver.error)
+
+
+@pytest.mark.nixl
+def test_a_message_may_be_expected_with_another_size_after_it_was_announced(pair: Pair) -> None:
+    sender, receiver = pair.join()
+    pair.carry(sender, receiver, 2).release()
+    d: Any = pair.d
+    taken = [d._recv_pool.take() for _ in range(d._recv_pool.free)]
+    sender._connection.send(_READY.pack(0, 0, SLOT, 7))  # type: ignore[attr-defined]
+    pair.turn(lambda: bool(receiver._ready))  # type: ignore[attr-defined]
+    receiver.expect(7, 100)
+    for slot in taken:
+        d._recv_pool.put(slot)
+    pair.turn(lambda: receiver.error is not None)
+    assert f"has {SLOT} bytes, expected 100" in str(receiver.error)
+
+
+@pytest.mark.nixl
+def test_another_p_may_not_take_the_name_of_an_agent(pair: Pair) -> None:
+    pair.join()
+    receiver, payload = pair.d.connect(pair.p.offer(), "127.0.0.1")
+    reply = msgspec.msgpack.decode(pair.p.accept(payload)[1])
+    reply["slots"]["address"] += 4096
+    with pytest.raises(PlaneUnavailableError, match="another P has the agent name"):
+        pair.d.finish(receiver, msgspec.msgpack.encode(reply))
+
+
+@pytest.mark.nixl
+def test_connections_that_do_not_come(pair: Pair) -> None:
+    sender, receiver = pair.join()
+    pair.carry(sender, receiver, 2).release()
+    receiver._deadline = 0.0  # type: ignore[attr-defined]
+    pair.turn(lambda: receiver.error is not None)
+    assert "is a firewall between?" in str(receiver.error)
+    _, payload = pair.d.connect(pair.p.offer(), "127.0.0.1")
+    attach = msgspec.msgpack.decode(payload) | {"channel": bytes(16)}
+    late, _ = pair.p.accept(msgspec.msgpack.encode(attach))
+    late.deadline = 0.0  # type: ignore[attr-defined]
+    pair.turn(lambda: late.error is not None)
+    p: Any = pair.p
+    assert not p._awaited, "a connection that comes now is joined to no channel"
+
+
+@pytest.mark.nixl
+def test_a_peer_that_does_not_read(pair: Pair) -> None:
+    _, receiver = pair.join()
+    connection: Any = receiver._connection  # type: ignore[attr-defined]
+    connection._to_send = bytes(_MOST_UNSENT + 1)
+    connection.send(_FREE.pack(0))
+    assert "does not read" in str(receiver.error)
 
 
 @pytest.mark.nixl

@@ -102,6 +102,7 @@ def test_lanes_of_ucx(monkeypatch: pytest.MonkeyPatch) -> None:
     def lanes(environ: dict[str, str], *, here: bool = False, on_gpu: bool = False) -> str:
         return ucx_library.lanes_to("127.0.0.1", environ, here=here, on_gpu=on_gpu)
 
+    assert lanes({"UCX_NET_DEVICES": "", "UCX_TLS": ""}) == "TCP on lo", "an empty variable is none"
     assert lanes({}) == lanes({}, here=True) == "TCP on lo" and lanes({}, here=True, on_gpu=True) == "CUDA IPC"
     rdma = {"RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY": "true"}
     assert lanes(rdma) == "RDMA on mlx5_0:1" and lanes(rdma | {"UCX_TLS": "rc"}) == "UCX_TLS=rc"

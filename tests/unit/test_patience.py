@@ -54,13 +54,13 @@ Waits = Callable[..., bool]
 def test_a_p_that_never_gets_the_request(waits: Waits, caplog: pytest.LogCaptureFixture) -> None:
     assert waits(0.0) and waits(TIMEOUT - 1)
     assert not waits(TIMEOUT)
-    assert "has told nothing of 'tx' in 100 s" in caplog.text
+    assert "has told nothing of 'tx' in 100 s; does the router send both legs" in caplog.text
 
 
 def test_a_p_that_says_so_once_and_dies(waits: Waits, caplog: pytest.LogCaptureFixture) -> None:
     assert waits(60.0, known=True) and waits(60.0 + TIMEOUT - 1)
     assert not waits(60.0 + TIMEOUT)
-    assert "has told nothing of 'tx' in 100 s" in caplog.text
+    assert "has told nothing of 'tx' in 100 s; it had the prompt: has its engine stopped?" in caplog.text
 
 
 def test_a_p_that_never_computes_it(waits: Waits, caplog: pytest.LogCaptureFixture) -> None:

@@ -85,6 +85,8 @@ def test_a_connection_that_is_lost_once_is_made_again(way: tuple[r.RendezvousEve
     again, effects = r.RENDEZVOUS.step(lost, Tick(), 1.0 + r.RETRY_SECONDS)
     assert effects == ((GRANTED,) if way else (BEGUN,))
     assert r.RENDEZVOUS.step(again, r.ContactLost("gone"), 2.0)[1] == (r.ReportLost("gone"),)
+    answered, _ = r.RENDEZVOUS.step(again, r.NameUnresolved(False), 2.0)
+    assert r.RENDEZVOUS.step(answered, r.ContactLost("later"), 600.0)[1] == (), "once since P has last answered"
 
 
 EVENTS: Any = st.sampled_from(

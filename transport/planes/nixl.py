@@ -22,7 +22,6 @@ connection is authenticated (``PlaneSpec.needs_keys``).
 from __future__ import annotations
 
 import os
-import socket
 import time
 import zlib
 from typing import ClassVar
@@ -31,7 +30,7 @@ import msgspec
 import torch
 import zmq
 
-from kvferry.transport.channels import Channel, DChannel, RecvChannel, SendChannel, Slot
+from kvferry.transport.channels import DChannel, RecvChannel, SendChannel, Slot
 from kvferry.transport.errors import PlaneUnavailableError, ProtocolError, TransportError
 from kvferry.transport.plane import PlaneContext, decode_payload
 from kvferry.transport.planes.nixl_agent import NixlAgent, choose_lanes, nixl_release
@@ -155,12 +154,16 @@ class NixlPlane(SocketPlane):
 
     def finish(self, channel: DChannel, reply: bytes) -> None:
         assert isinstance(channel, NixlRecvChannel)
+        if channel.error is not None:  # it has given up what it had; it must get no source any more
+            raise PlaneUnavailableError(str(channel.error))
         theirs = decode_payload(reply, NixlReply, "nixl reply")
         if zlib.crc32(b"".join(theirs.metadata)) != theirs.checksum:
             raise ProtocolError("nixl reply: the metadata is damaged")
         source = self._sources.get(theirs.agent)
         if source is not None and source.broken:
             raise PlaneUnavailableError("nixl: the last connection to this P is not closed yet")
+        if source is not None and (source.slots, source.checksum) != (theirs.slots, theirs.checksum):
+            raise PlaneUnavailableError("nixl: another P has the agent name of this one")
         if source is None:
             try:
                 for metadata in theirs.metadata:
@@ -169,7 +172,7 @@ class NixlPlane(SocketPlane):
                 self.agent.forget(theirs.agent)
                 raise PlaneUnavailableError(str(error)) from None
             self.agent.connect(theirs.agent)
-            source = self._sources[theirs.agent] = NixlSource(theirs.agent, theirs.slots)
+            source = self._sources[theirs.agent] = NixlSource(theirs.agent, theirs.slots, theirs.checksum)
         source.channels += 1
         source.lives_on = False
         channel.source = source
@@ -340,6 +343,9 @@ class NixlPlane(SocketPlane):
         for late in [channel for channel in self._awaited.values() if now > channel.deadline]:
             late.fail("nixl: the consumer's connection did not come")
             moved = True
+        for channel in [c for c in self.channels if isinstance(c, NixlRecvChannel) and c.is_late(now)]:
+            channel.fail("nixl: the producer's data port does not answer; is a firewall between?")
+            moved = True
         if self._fetches:
             moved |= self._look()
         moved |= self._fetch()
@@ -356,10 +362,9 @@ class NixlPlane(SocketPlane):
         waits = any(isinstance(c, NixlRecvChannel) and c.may_fetch for c in self.channels)
         return not (waits and self._recv_pool.free)
 
-    def drop(self, channel: Channel, sock: socket.socket | None) -> None:
-        super().drop(channel, sock)
-        if isinstance(channel, NixlSendChannel):
-            self._awaited.pop(channel.id, None)
+    def leave_line(self, channel: NixlSendChannel) -> None:
+        """P: no connection is awaited for a channel any more."""
+        self._awaited.pop(channel.id, None)
 
     def close(self) -> None:
         if self._closed:

@@ -54,7 +54,7 @@ def choose_lanes(host: str, environ: Mapping[str, str]) -> Lanes:
     names = {name.strip() for name in listed.split(",")}
     if listed and not listed.startswith("^") and "all" not in names:
         settings = {"UCX_TLS": listed}
-        if "tcp" in names and "UCX_NET_DEVICES" not in environ:
+        if "tcp" in names and not environ.get("UCX_NET_DEVICES"):
             device = device_of(host)
             if device is None:
                 raise PlaneUnavailableError(
@@ -205,10 +205,14 @@ class NixlAgent:
         theirs = binding.nixlXferDList(
             _segment(binding, "cpu" if device is None else "cuda"), [(address, row[1], device or 0)]
         )
+        handle = None
         try:
             handle = self.native.createXferReq(binding.NIXL_READ, ours, theirs, name, "", [self._backend])
             self.native.postXferReq(handle, "")
         except Exception as error:
+            if handle is not None:
+                with contextlib.suppress(Exception):
+                    self.native.releaseXferReq(handle)
             raise TransportError(f"nixl: a READ is refused: {error}") from None
         return NixlRead(self, handle)
 

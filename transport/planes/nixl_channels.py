@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvferry.transport.channels import Channel, ExpectingChannel, Received, SendChannel, Slot
 from kvferry.transport.planes.nixl_agent import NixlRead
 from kvferry.transport.planes.nixl_messages import NixlSource
-from kvferry.transport.sockets import ENDED, READABLE, WRITABLE
+from kvferry.transport.sockets import ENDED, READABLE, WRITABLE, tune
 
 if TYPE_CHECKING:
     from kvferry.transport.planes.nixl import NixlPlane
@@ -27,6 +28,10 @@ GOODBYE = 0xFFFFFFFF
 """P, as the slot of the last message: this channel ends, P's process lives on."""
 _MOST_READY = 4096
 """Bound on the messages of one channel that are ready and wait for a slot of D."""
+CONNECT_SECONDS = 10.0
+"""D's connection must stand within this time."""
+_MOST_UNSENT = 256 << 10
+"""Bound on the bytes that wait in one channel until the peer reads its connection."""
 _READ_BYTES = 64 << 10
 
 
@@ -66,7 +71,7 @@ class _Connection:
 
     def watch(self) -> None:
         """From now on the connection stands."""
-        self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        tune(self.sock)
         self._watch()
 
     def _watch(self) -> None:
@@ -76,6 +81,9 @@ class _Connection:
     def send(self, data: bytes = b"") -> None:
         """Send as much as the socket takes now, and the rest when it is writable."""
         waited = bool(self._to_send)
+        if len(self._to_send) > _MOST_UNSENT:
+            self._channel.fail("nixl: the peer does not read its connection")
+            return
         self._to_send += data
         try:
             while self._to_send:
@@ -162,6 +170,7 @@ class NixlSendChannel(SendChannel):
         for slot in self._sent.values():
             self._plane.free(slot)
         self._sent.clear()
+        self._plane.leave_line(self)
         if self._connection is not None:
             self._plane.sockets.drop(self._connection.sock)
 
@@ -187,6 +196,7 @@ class NixlRecvChannel(ExpectingChannel):
         self._plane = plane
         self._ready: deque[Ready] = deque()
         self._connection = _Connection(plane, self, sock, _READY, self._serve)
+        self._deadline: float | None = time.monotonic() + CONNECT_SECONDS
         self._hello = hello
         plane.sockets.watch(sock, self._connected, WRITABLE)
 
@@ -198,8 +208,13 @@ class NixlRecvChannel(ExpectingChannel):
         if number:
             self.fail(f"nixl: the producer cannot be reached: {os.strerror(number)}")
             return
+        self._deadline = None
         self._connection.watch()
         self._connection.send(self._hello)
+
+    def is_late(self, now: float) -> bool:
+        """Whether the connection has not come in time."""
+        return self._deadline is not None and now > self._deadline and self.error is None
 
     def _serve(self) -> None:
         self._connection.send()
@@ -220,7 +235,7 @@ class NixlRecvChannel(ExpectingChannel):
         if self.source is None:
             return "the producer sends before its reply"
         slots = self.source.slots
-        if ready.slot >= slots.count or not 0 < ready.nbytes <= slots.slot_bytes:
+        if ready.slot >= slots.count or not 0 < ready.nbytes <= min(slots.slot_bytes, self._plane.slot_bytes):
             return f"the producer announces {ready.nbytes} bytes in slot {ready.slot} of {slots.count}"
         if len(self._ready) >= _MOST_READY:
             return f"the producer has announced more than {_MOST_READY} messages"
@@ -238,7 +253,11 @@ class NixlRecvChannel(ExpectingChannel):
         """The next message that is expected; those that are not are dropped."""
         while self.may_fetch:
             ready = self._ready.popleft()
-            if self.expected.pop(ready.tag, None) is not None:
+            expected = self.expected.pop(ready.tag, None)
+            if expected is not None and expected.nbytes != ready.nbytes:  # expected after it was announced
+                self.fail(f"nixl: message {ready.tag:#x} has {ready.nbytes} bytes, expected {expected.nbytes}")
+                return None
+            if expected is not None:
                 self.receiving.add(ready.tag)
                 return ready
             self._connection.send(_FREE.pack(ready.slot))

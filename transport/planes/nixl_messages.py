@@ -46,11 +46,13 @@ class NixlReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(slots=True)
 class NixlSource:
-    """D: one life of a P whose slots D READs. ``channels``: those that are open. ``fetches``: READs under way.
-    ``lives_on``: P has said that its process lives. Else the connection is closed with the last channel."""
+    """D: one life of a P whose slots D READs. ``checksum``: of P's metadata. ``channels``: those that are open.
+    ``fetches``: READs under way. ``lives_on``: P has said that its process lives. Else the connection is closed with
+    the last channel."""
 
     agent: str
     slots: NixlSlots
+    checksum: int
     channels: int = 0
     fetches: int = 0
     broken: bool = False

@@ -18,7 +18,7 @@ from kvferry.transport.channels import ExpectingChannel, Pieces, Received, SendC
 from kvferry.transport.planes.tcp_cipher import TAG_BYTES, Cipher
 from kvferry.transport.planes.tcp_messages import HEADER, Arriving, Outgoing, byte, together
 from kvferry.transport.planes.vectors import Vector, repeated
-from kvferry.transport.sockets import ENDED, EXHAUSTED, READABLE, WRITABLE
+from kvferry.transport.sockets import ENDED, EXHAUSTED, READABLE, SILENCE_SECONDS, WRITABLE, tune
 
 if TYPE_CHECKING:
     from kvferry.transport.planes.tcp import TcpPlane
@@ -28,9 +28,6 @@ logger = logging.getLogger("vllm.kvferry.tcp")
 CONNECT_SECONDS = 10.0
 _BYTES_PER_TURN = 32 << 20
 """Bytes moved on one channel before the other channels are served."""
-_SILENCE_SECONDS = 30
-"""A host that acknowledges nothing for this long counts as gone. So does a D that takes no bytes, and a P that stops in
-the middle of a message."""
 
 
 class TcpSendChannel(SendChannel):
@@ -64,7 +61,7 @@ class TcpSendChannel(SendChannel):
         # Ends the stream at once when this process ends: otherwise the kernel would first deliver the unsent bytes, and
         # a D that takes no bytes at that time would not notice our death.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        _tune(sock)
+        tune(sock)
         self._plane.sockets.watch(sock, self.on_readable)
 
     def acquire(self) -> Slot | None:
@@ -245,8 +242,8 @@ class TcpRecvChannel(ExpectingChannel):
                 self._plane.sockets.watch(self._sock, self.on_readable)
                 self.on_readable()
                 return True
-        elif (self._arriving is not None or self._head.done) and now > self._received_at + _SILENCE_SECONDS:
-            self.fail(f"tcp: the producer stopped in the middle of a message, {_SILENCE_SECONDS} s ago")
+        elif (self._arriving is not None or self._head.done) and now > self._received_at + SILENCE_SECONDS:
+            self.fail(f"tcp: the producer stopped in the middle of a message, {SILENCE_SECONDS} s ago")
         return False
 
     def on_connected(self) -> None:
@@ -255,7 +252,7 @@ class TcpRecvChannel(ExpectingChannel):
         try:
             if number:
                 raise OSError(number, os.strerror(number))
-            _tune(self._sock)
+            tune(self._sock)
             sent = self._sock.send(self._hello, socket.MSG_NOSIGNAL)
         except BlockingIOError:
             return
@@ -361,12 +358,3 @@ class TcpRecvChannel(ExpectingChannel):
 
 def _nothing() -> None:
     """A message in place holds no slot."""
-
-
-def _tune(sock: socket.socket) -> None:
-    """Set the socket's options for a stream of large messages whose end must be noticed."""
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)):
-        sock.setsockopt(socket.IPPROTO_TCP, option, value)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENCE_SECONDS * 1000)

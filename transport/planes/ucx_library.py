@@ -70,7 +70,7 @@ def settings_for(host: str, environ: Mapping[str, str], *, here: bool) -> dict[s
         settings["TLS"] = "^tcp"
     else:
         device = device_of(host)
-        if device is None and "UCX_NET_DEVICES" not in environ:
+        if device is None and not environ.get("UCX_NET_DEVICES"):
             raise PlaneUnavailableError(
                 f"ucx: no network device is known by its address {host}; set UCX_NET_DEVICES to the device that peers "
                 "reach, or UCX would listen on all of them"
@@ -78,7 +78,7 @@ def settings_for(host: str, environ: Mapping[str, str], *, here: bool) -> dict[s
         settings["NET_DEVICES"] = device or ""
     if ":" in host and "NET_DEVICES" in settings:
         settings["TCP_AF_PRIO"] = "inet6,inet"
-    return {name: value for name, value in settings.items() if f"UCX_{name}" not in environ}
+    return {name: value for name, value in settings.items() if not environ.get(f"UCX_{name}")}
 
 
 def lanes_to(host: str, environ: Mapping[str, str], *, here: bool, on_gpu: bool) -> str:
@@ -91,7 +91,7 @@ def lanes_to(host: str, environ: Mapping[str, str], *, here: bool, on_gpu: bool)
     settings = settings_for(host, environ, here=here)
     if "TLS" in settings:
         return f"RDMA on {environ.get('UCX_NET_DEVICES') or ', '.join(active_ports())}"
-    return f"TCP on {environ.get('UCX_NET_DEVICES') or settings['NET_DEVICES']}"
+    return f"TCP on {environ.get('UCX_NET_DEVICES') or settings.get('NET_DEVICES', 'all devices')}"
 
 
 def device_of(host: str) -> str | None:
