@@ -1,10 +1,14 @@
-"""The RDMA ports of this host."""
+"""The RDMA ports of this host, and UCX's names for RDMA."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 _DEVICES = Path("/sys/class/infiniband")
+RDMA_LANES = frozenset(
+    ["ib", *(f"{kind}{how}" for kind in ("rc", "ud", "dc") for how in ("", "_x", "_v", "_mlx5", "_verbs"))]
+)
+"""What ``UCX_TLS`` may list of RDMA."""
 
 
 def active_ports() -> list[str]:

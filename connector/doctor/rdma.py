@@ -16,10 +16,10 @@ from kvferry.connector.doctor.machine import Machine
 from kvferry.transport.errors import PlaneUnavailableError
 from kvferry.transport.planes.nixl_agent import nixl_release
 from kvferry.transport.planes.ucx_library import load_ucxx
+from kvferry.transport.rdma_ports import RDMA_LANES
 
 SYSTEM_UCX = "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY"
 _IB_MODULE = "libuct_ib"
-_RDMA_LANES = ("all", "ib", "rc", "rc_x", "rc_v", "rc_mlx5", "rc_verbs", "ud", "ud_x", "ud_v", "dc", "dc_x")
 _BY_NIXL = "pip install 'kvferry[rdma]'"
 _OF_A_SYSTEM = (
     f"{_BY_NIXL}, for the plane nixl; or install a UCX with InfiniBand on the system, and set {SYSTEM_UCX}=true"
@@ -92,11 +92,21 @@ def judge(machine: Machine, build: UcxBuild | None, nixl: str = "") -> list[Find
     return [*found, over_nixl, over_ucx]
 
 
+def _ports(name: str) -> str:
+    return f"sys/class/infiniband/{name}/ports"
+
+
+def _states(machine: Machine, name: str) -> dict[str, str]:
+    """The state of each port of a device."""
+    folder = _ports(name)
+    return {
+        port: machine.text(f"{folder}/{port}/state").partition(": ")[2] or "unknown" for port in machine.names(folder)
+    }
+
+
 def _device(machine: Machine, name: str) -> Finding:
     """One device, by its ports."""
-    folder = f"sys/class/infiniband/{name}/ports"
-    ports = machine.names(folder)
-    states = {port: machine.text(f"{folder}/{port}/state").partition(": ")[2] or "unknown" for port in ports}
+    folder, states = _ports(name), _states(machine, name)
     value = ", ".join(
         f"port {port} {state} ({machine.text(f'{folder}/{port}/link_layer')})" for port, state in states.items()
     )
@@ -111,7 +121,10 @@ def _over_nixl(machine: Machine, nixl: str, devices: list[str]) -> Finding:
     what = "RDMA over nixl"
     if not nixl:
         return warning(what, f"NIXL is not installed, and {', '.join(devices)} is there", _BY_NIXL)
-    return _obstacle(machine, what) or ok(what, f"{nixl}: {', '.join(devices)} can be used")
+    up = [name for name in devices if "ACTIVE" in _states(machine, name).values()]
+    if not up:
+        return warning(what, f"no RDMA port of {', '.join(devices)} is up", "connect it, or start its subnet manager")
+    return _obstacle(machine, what) or ok(what, f"{nixl}: {', '.join(up)} can be used")
 
 
 def _over_ucx(machine: Machine, build: UcxBuild | None, devices: list[str]) -> Finding:
@@ -174,7 +187,7 @@ def chosen_lane(environ: Mapping[str, str]) -> str:
     lanes = environ.get("UCX_TLS", "")
     named = {name.strip().lstrip("^") for name in lanes.split(",") if name.strip()}
     excludes = lanes.startswith("^")
-    if named and (bool(named & {"ib", "rc", "ud", "dc"}) if excludes else not named & {*_RDMA_LANES}):
+    if named and (bool(named & {"ib", "rc", "ud", "dc"}) if excludes else not named & (RDMA_LANES | {"all"})):
         return f"UCX_TLS={lanes}"
     devices = environ.get("UCX_NET_DEVICES", "")
     if devices and devices != "all" and ":" not in devices:  # RDMA devices have a port: mlx5_0:1

@@ -145,6 +145,8 @@ def test_rdma_by_nixl(tmp_path):
     found = rdma.judge(machine(tmp_path, files, {"UCX_TLS": "tcp"}), WITHOUT_IB, "nixl_cu13 1.5.1")
     is_bad(only(found, "RDMA over nixl"), Level.WARNING, "another lane is chosen", "UCX_TLS=tcp")
     is_bad(only(rdma.judge(machine(tmp_path, files), WITH_IB), "RDMA over nixl"), Level.WARNING, "kvferry[rdma]")
+    down = machine(tmp_path / "down", {**files, f"{PORT}/state": "1: DOWN\n"})
+    is_bad(only(rdma.judge(down, WITHOUT_IB, "nixl_cu13 1.5.1"), "RDMA over nixl"), Level.WARNING, "no RDMA port")
     assert not [x for x in rdma.judge(machine(tmp_path / "bare", {}), WITH_IB, "nixl_cu13 1.5.1") if "nixl" in x.what]
 
 

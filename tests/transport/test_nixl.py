@@ -257,6 +257,9 @@ def test_lanes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         lanes = choose_lanes("127.0.0.1", environ)
         assert (lanes.kind, lanes.settings, lanes.rdma) == ("rdma", {"UCX_TLS": "rc"}, True)
         assert lanes.shown == "RDMA on mlx5_1:1"
+    with pytest.raises(PlaneUnavailableError, match="excludes RDMA"):
+        choose_lanes("127.0.0.1", {"UCX_TLS": "^rc,shm"})
+    assert choose_lanes("127.0.0.1", {"UCX_TLS": "dc_x"}).rdma
     lanes = choose_lanes("127.0.0.1", {"UCX_TLS": "tcp"})
     assert (lanes.settings, lanes.shown, lanes.rdma) == (
         {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"},

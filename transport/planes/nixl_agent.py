@@ -20,7 +20,7 @@ import torch
 
 from kvferry.transport.errors import PlaneUnavailableError, TransportError
 from kvferry.transport.planes.ucx_library import device_of
-from kvferry.transport.rdma_ports import active_ports
+from kvferry.transport.rdma_ports import RDMA_LANES, active_ports
 
 PACKAGES = ("nixl_cu13", "nixl_cu12")
 _PROGRESS_MICROSECONDS = 100_000
@@ -62,12 +62,14 @@ def choose_lanes(host: str, environ: Mapping[str, str]) -> Lanes:
                     "peers reach, or UCX would listen on all of them"
                 )
             settings["UCX_NET_DEVICES"] = device
-        rdma = bool(names & {"rc", "rc_x", "rc_v", "rc_mlx5", "rc_verbs", "ib"}) and "tcp" not in names
+        rdma = bool(names & RDMA_LANES) and "tcp" not in names
         on_gpu = "cuda_ipc" in names or "cuda" in names
         return Lanes(listed, settings, f"UCX_TLS={listed}", rdma, on_gpu)
     ports = active_ports()
     if not ports:
         raise PlaneUnavailableError("nixl: no RDMA port is up on this host")
+    if listed.startswith("^") and {"rc", "ib"} & {name.strip() for name in listed[1:].split(",")}:
+        raise PlaneUnavailableError(f"nixl: UCX_TLS={listed} excludes RDMA; let it list the lanes to use")
     cuda = ",cuda" if _GPU_DEVICE.exists() else ""
     shown = f"RDMA on {environ.get('UCX_NET_DEVICES') or ', '.join(ports)}"
     return Lanes("rdma", {"UCX_TLS": f"rc{cuda}"}, shown, True, bool(cuda) and _has_gpudirect())
