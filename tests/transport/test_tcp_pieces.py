@@ -229,7 +229,7 @@ def test_a_message_without_a_place_is_reported_empty(ends: Ends) -> None:
 
 
 def test_a_producer_that_stops_in_the_middle(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp_channels, "_SILENCE_SECONDS", 0.3)
+    monkeypatch.setattr(tcp_channels, "SILENCE_SECONDS", 0.3)
     assert not ends.until(lambda: ends.receiver.error is not None, 1), "idle is not silent"
     monkeypatch.undo()
     source, target = Memory(SLOT, 8192, 1), Memory(SLOT, 8192, 2)
@@ -238,7 +238,7 @@ def test_a_producer_that_stops_in_the_middle(ends: Ends, monkeypatch: pytest.Mon
     for _ in range(2000):
         ends.d.progress()
     assert ends.receiver.error is None, "not at once"
-    monkeypatch.setattr(tcp_channels, "_SILENCE_SECONDS", 0.3)
+    monkeypatch.setattr(tcp_channels, "SILENCE_SECONDS", 0.3)
     end = time.monotonic() + 60
     while ends.receiver.error is None and time.monotonic() < end:
         ends.d.progress()
