@@ -52,9 +52,12 @@ demo: install
 
 # One process more than cores: many tests wait. A file's tests share fixtures, so they stay in one process. (Not by
 # --dist loadgroup: pytest-xdist 3.8 sets groups by an attribute that pytest 9.2 no longer reads.)
+# NIXL and UCXX each bring a UCX, and the tests kill peers of both: their tests have processes of their own.
 TEST_PROCESSES ?= $(shell echo $$(($$(nproc) + 1)))
+IN_PROCESSES = -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 test: install
-	OMP_NUM_THREADS=1 $(PYTEST) -m "not engines" -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(PYTEST) -m "not engines and not nixl" $(IN_PROCESSES)
+	OMP_NUM_THREADS=1 $(PYTEST) -m "nixl and not engines" $(IN_PROCESSES)
 
 test-engines: install
 	$(PYTEST) -m "engines and not proxies"
@@ -73,7 +76,7 @@ VLLM_TESTS ?= tests/vllm tests/unit
 test-vllm: install
 	$(BIN)/python .ci/vllm_release.py $(VLLM)
 	PYTHONPATH=.typing:$(CURDIR)/.vllm-$(VLLM) OMP_NUM_THREADS=1 $(PYTEST) $(VLLM_TESTS) -m "vllm and not engines" \
-	  -rs -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+	  -rs $(IN_PROCESSES)
 
 # Downloads the source distribution of a release once, 45 MB.
 test-proxies: install

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -17,6 +18,7 @@ from kvferry.transport.channels import CPU
 from kvferry.transport.control.keys import Keys
 from kvferry.transport.errors import ConfigError, GeometryError, PlaneUnavailableError
 from kvferry.transport.plane import Plane, PlaneContext, PlaneMemory
+from kvferry.transport.planes.nixl_agent import refuse_second_ucx
 from kvferry.transport.registry import best_slot_bytes, best_staging_bytes, make_plane, plane_spec, preferred_planes
 
 
@@ -81,6 +83,8 @@ def make_planes(settings: Settings, keys: Keys | None, caches: RankCaches) -> tu
             missing[name] = f"it needs keys, because {why}"
             continue
         try:
+            if {"ucx", "nixl"} <= set(names):
+                refuse_second_ucx(name, settings.side_channel_host, os.environ, {plane.name for plane in planes})
             if settings.checksum and plane_spec(name).load().pulls:
                 raise PlaneUnavailableError(NO_CHECKSUM)
             context = PlaneContext(

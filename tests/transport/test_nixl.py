@@ -284,3 +284,21 @@ def test_without_rdma_auto_takes_another_plane(pair: Pair) -> None:
     assert isinstance(pair.d, NixlPlane)
     assert "UCX_TLS=tcp" in pair.d.slower_because(pair.p.offer(), reached=True)
     assert pair.d.lanes_to("127.0.0.1") == "UCX_TLS=tcp"
+
+
+def test_a_process_has_one_ucx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of them end the process when a peer dies."""
+    refuse = nixl_agent.refuse_second_ucx
+    monkeypatch.setattr(nixl_agent, "nixl_release", lambda: ("nixl_cu13", "1.5.1"))
+    monkeypatch.setattr(rdma_ports, "_DEVICES", ports(tmp_path / "down", "DOWN"))
+    refuse("ucx", "127.0.0.1", {}, ())
+    with pytest.raises(PlaneUnavailableError, match="no RDMA port is up"):
+        refuse("nixl", "127.0.0.1", {}, ("ucx",))
+    refuse("nixl", "127.0.0.1", {}, ("shm",))
+    monkeypatch.setattr(rdma_ports, "_DEVICES", ports(tmp_path / "up", "ACTIVE"))
+    with pytest.raises(PlaneUnavailableError, match="nixl's has RDMA"):
+        refuse("ucx", "127.0.0.1", {}, ())
+    system = {"RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY": "true"}
+    refuse("ucx", "127.0.0.1", system, ())
+    with pytest.raises(PlaneUnavailableError, match="has that of the plane ucx"):
+        refuse("nixl", "127.0.0.1", system, ("ucx",))
