@@ -18,6 +18,8 @@ from tests.support.server import Server, metric_sum
 from tests.support.spans import Receiver, receiver
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
+HTTP = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"}
+"""Also for engines of a server of processes, which has the environment of an earlier test."""
 EMPTY = {"Failed and retried", "Plane changes and stale reads", "Refused messages and connections"}
 """Panels of which a query may have no result, because nothing of the kind has happened."""
 
@@ -49,20 +51,20 @@ def by_name(otlp: Receiver, trace: str) -> dict[str, list[dict[str, Any]]]:
 def test_levels_traces_and_the_dashboard(
     group: ServerGroup, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")
-    monkeypatch.setenv("OTEL_SERVICE_NAME", "client")
+    for name, value in (HTTP | {"OTEL_SERVICE_NAME": "client"}).items():
+        monkeypatch.setenv(name, value)
     with receiver() as otlp:
         prefill, decode = (
             group.engine(
                 name, model, arguments=["--otlp-traces-endpoint", otlp.url],
-                environment={"OTEL_SERVICE_NAME": name, "OTEL_BSP_SCHEDULE_DELAY": "200"},
+                environment=HTTP | {"OTEL_SERVICE_NAME": name, "OTEL_BSP_SCHEDULE_DELAY": "200"},
             )
             for name in ("prefill", "decode")
         )  # fmt: skip
         group.wait_ready()
         router = group.router(
             prefill, decode, arguments=["--otlp-traces-endpoint", otlp.url],
-            environment={"OTEL_SERVICE_NAME": "router", "OTEL_BSP_SCHEDULE_DELAY": "200"},
+            environment=HTTP | {"OTEL_SERVICE_NAME": "router", "OTEL_BSP_SCHEDULE_DELAY": "200"},
         )  # fmt: skip
         prometheus = None
         if PROMETHEUS is not None:
