@@ -49,7 +49,7 @@ def one_gpu() -> str:
             f"the form of Llama-8B, {result['kv_kib_per_token']:.0f} KiB of KV per token, steps of {result['chunk']} "
             f"tokens, CUDA graphs, `tcp` over loopback, medians of {_samples(rows)} turns. {COMPARED} `discarded`: D "
             "throws away what it receives, so that only P uses the GPU. The share is of the bytes that were in D's "
-            f"pages when P's last step ended.{_left_out(result)} Of two runs: {'; '.join(result['runs'])}.",
+            f"pages when P's last step ended.{_left_out(result)}{_runs(result)}",
             streaming_tables.table(rows),
             "What was to be reached:",
             streaming_tables.target_table(result["targets"]),
@@ -59,6 +59,11 @@ def one_gpu() -> str:
 
 def _samples(rows: list[dict[str, Any]]) -> str:
     return f"{min(row['samples'] for row in rows)} to {max(row['samples'] for row in rows)}"
+
+
+def _runs(result: dict[str, Any]) -> str:
+    """What is said of a result that was put together from several runs; empty for one run."""
+    return f" Of several runs: {'; '.join(result['runs'])}." if "runs" in result else ""
 
 
 def _left_out(result: dict[str, Any]) -> str:

@@ -362,7 +362,7 @@ class NixlPlane(SocketPlane):
         waits = any(isinstance(c, NixlRecvChannel) and c.may_fetch for c in self.channels)
         return not (waits and self._recv_pool.free)
 
-    def leave_line(self, channel: NixlSendChannel) -> None:
+    def stop_awaiting(self, channel: NixlSendChannel) -> None:
         """P: no connection is awaited for a channel any more."""
         self._awaited.pop(channel.id, None)
 

@@ -170,7 +170,7 @@ class NixlSendChannel(SendChannel):
         for slot in self._sent.values():
             self._plane.free(slot)
         self._sent.clear()
-        self._plane.leave_line(self)
+        self._plane.stop_awaiting(self)
         if self._connection is not None:
             self._plane.sockets.drop(self._connection.sock)
 

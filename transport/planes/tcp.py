@@ -145,7 +145,9 @@ class TcpPlane(SocketPlane):
         """Join a channel and its connection once both are here."""
         assert self.pending is not None
         channel = self._awaited.get(channel_id)
-        sock = self.pending.take(channel_id) if channel is not None else None
-        if channel is not None and sock is not None:
+        if channel is None or channel.error is not None:  # the connection came too late
+            return
+        sock = self.pending.take(channel_id)
+        if sock is not None:
             del self._awaited[channel_id]
             channel.connected(sock)
