@@ -5,18 +5,21 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
-from kvferry.transport.channels import Pieces, Received
+from kvferry.transport.channels import CPU, Pieces, Received
 from kvferry.transport.plane import PlaneContext
 from kvferry.transport.planes import tcp, tcp_channels
 from kvferry.transport.planes.tcp import TcpPlane
 from kvferry.transport.planes.tcp_channels import TcpRecvChannel, TcpSendChannel
 from kvferry.transport.planes.vectors import Vector
 from kvferry.transport.sockets import MAX_UNAUTHENTICATED
+from tests.transport.plane_pair import Pair
 
 SLOT = 4 << 20
 
@@ -310,3 +313,19 @@ def test_a_connection_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> Non
             filler.close()
     p.close()
     d.close()
+
+
+def test_a_connection_that_comes_after_its_deadline_is_joined_to_no_channel() -> None:
+    """P would watch it for a channel that has failed, and never sleep."""
+    with closing(Pair("tcp", 4, CPU)) as pair:
+        receiver, payload = pair.d.connect(pair.p.offer(), "127.0.0.1")
+        sender: Any = pair.p.accept(payload)[0]
+        sender.deadline = 0.0
+        pair.p.progress()
+        assert "did not come" in str(sender.error)
+        joined: Any = receiver
+        pair.turn(lambda: not joined._hello)
+        for _ in range(20):
+            pair.p.progress()
+            time.sleep(1e-3)
+        assert sender.sock is None
