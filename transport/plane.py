@@ -68,6 +68,7 @@ class PlaneContext:
         keys: the keys of this engine; None where it is insecure.
         memory: the memory to carry.
         encrypt: bytes that leave the host must be encrypted; only planes that can do so are made then.
+        others: the names of the planes that this rank has, and of those that it will try to make after this one.
     """
 
     host: str
@@ -76,6 +77,7 @@ class PlaneContext:
     keys: Keys | None = None
     memory: PlaneMemory = HOST
     encrypt: bool = False
+    others: frozenset[str] = frozenset()
 
 
 class Plane(ABC):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -18,7 +17,6 @@ from kvferry.transport.channels import CPU
 from kvferry.transport.control.keys import Keys
 from kvferry.transport.errors import ConfigError, GeometryError, PlaneUnavailableError
 from kvferry.transport.plane import Plane, PlaneContext, PlaneMemory
-from kvferry.transport.planes.nixl_agent import refuse_second_ucx
 from kvferry.transport.registry import best_slot_bytes, best_staging_bytes, make_plane, plane_spec, preferred_planes
 
 
@@ -74,7 +72,7 @@ def make_planes(settings: Settings, keys: Keys | None, caches: RankCaches) -> tu
     staging_bytes = settings.staging_bytes or max(best_staging_bytes(caches.device), 4 * (settings.slot_bytes or 0))
     planes: list[Plane] = []
     missing: dict[str, str] = {}
-    for name in names:
+    for place, name in enumerate(names):
         if keys is None and (why := _needs_keys(name)):
             if settings.plane != "auto":
                 raise ConfigError(
@@ -83,8 +81,6 @@ def make_planes(settings: Settings, keys: Keys | None, caches: RankCaches) -> tu
             missing[name] = f"it needs keys, because {why}"
             continue
         try:
-            if {"ucx", "nixl"} <= set(names):
-                refuse_second_ucx(name, settings.side_channel_host, os.environ, {plane.name for plane in planes})
             if settings.checksum and plane_spec(name).load().pulls:
                 raise PlaneUnavailableError(NO_CHECKSUM)
             context = PlaneContext(
@@ -94,6 +90,7 @@ def make_planes(settings: Settings, keys: Keys | None, caches: RankCaches) -> tu
                 keys=keys,
                 encrypt=settings.encrypt,
                 memory=memory,
+                others=frozenset({*(plane.name for plane in planes), *names[place + 1 :]}),
             )
             plane = make_plane(name, context)
             plane.offer()  # it must get its listener now, not at the first handshake

@@ -6,8 +6,11 @@ import pytest
 import torch
 
 from kvferry.connector.config import Settings
+from kvferry.connector.engine import worker_setup
 from kvferry.connector.engine.worker_setup import make_planes
-from kvferry.transport.errors import ConfigError
+from kvferry.transport.errors import ConfigError, PlaneUnavailableError
+from kvferry.transport.plane import Plane, PlaneContext
+from kvferry.transport.registry import make_plane
 from tests.handover.opening import OURS, THEIRS, TOKENS
 from tests.handover.rank_group import RankGroup
 from tests.support.rank_process import remote_peer
@@ -51,3 +54,23 @@ def test_a_plane_that_needs_keys_is_not_had_without_them(group: RankGroup, name:
     with pytest.raises(ConfigError, match=f"{name} needs keys, because .*; remove the setting insecure, or") as caught:
         make_planes(Settings(plane=name), None, context.caches)
     assert "\n" not in str(caught.value)
+
+
+def test_a_plane_is_told_of_the_others(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are there, and those that may come: not those that this rank cannot have."""
+    context = group.rank(settings=Settings()).worker.rank_context
+    assert context is not None
+    told: dict[str, frozenset[str]] = {}
+
+    def make(name: str, context: PlaneContext) -> Plane:
+        told[name] = context.others
+        if name == "cma":
+            raise PlaneUnavailableError("cma: not here")
+        return make_plane(name, context)
+
+    monkeypatch.setattr(worker_setup, "preferred_planes", lambda device: ("cma", "shm", "tcp"))
+    monkeypatch.setattr(worker_setup, "make_plane", make)
+    planes, missing = make_planes(Settings(), None, context.caches)
+    for plane in planes:
+        plane.close()
+    assert told == {"cma": {"shm", "tcp"}, "shm": {"tcp"}, "tcp": {"shm"}} and missing == {"cma": "not here"}

@@ -14,7 +14,7 @@ from kvferry.transport import rdma_ports
 from kvferry.transport.channels import CPU
 from kvferry.transport.errors import PlaneUnavailableError, ProtocolError
 from kvferry.transport.plane import PlaneContext
-from kvferry.transport.planes import nixl_agent
+from kvferry.transport.planes import nixl_agent, one_ucx
 from kvferry.transport.planes.nixl import NixlPlane
 from kvferry.transport.planes.nixl_agent import choose_lanes
 from kvferry.transport.planes.nixl_channels import _FREE, _MOST_UNSENT, _READY
@@ -288,17 +288,25 @@ def test_without_rdma_auto_takes_another_plane(pair: Pair) -> None:
 
 def test_a_process_has_one_ucx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of them end the process when a peer dies."""
-    refuse = nixl_agent.refuse_second_ucx
-    monkeypatch.setattr(nixl_agent, "nixl_release", lambda: ("nixl_cu13", "1.5.1"))
+    monkeypatch.setattr(one_ucx, "nixl_release", lambda: ("nixl_cu13", "1.5.1"))
     monkeypatch.setattr(rdma_ports, "_DEVICES", ports(tmp_path / "down", "DOWN"))
-    refuse("ucx", "127.0.0.1", {}, ())
+    one_ucx.refuse_ucx("127.0.0.1", {}, ("nixl", "tcp"))
     with pytest.raises(PlaneUnavailableError, match="no RDMA port is up"):
-        refuse("nixl", "127.0.0.1", {}, ("ucx",))
-    refuse("nixl", "127.0.0.1", {}, ("shm",))
+        one_ucx.refuse_nixl("127.0.0.1", {}, ("ucx",))
+    one_ucx.refuse_nixl("127.0.0.1", {}, ("shm",))
     monkeypatch.setattr(rdma_ports, "_DEVICES", ports(tmp_path / "up", "ACTIVE"))
     with pytest.raises(PlaneUnavailableError, match="nixl's has RDMA"):
-        refuse("ucx", "127.0.0.1", {}, ())
+        one_ucx.refuse_ucx("127.0.0.1", {}, ("nixl", "tcp"))
+    one_ucx.refuse_ucx("127.0.0.1", {}, ("tcp",))  # the user has named the plane
     system = {"RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY": "true"}
-    refuse("ucx", "127.0.0.1", system, ())
+    one_ucx.refuse_ucx("127.0.0.1", system, ("nixl",))
     with pytest.raises(PlaneUnavailableError, match="has that of the plane ucx"):
-        refuse("nixl", "127.0.0.1", system, ("ucx",))
+        one_ucx.refuse_nixl("127.0.0.1", system, ("ucx",))
+
+
+def test_the_rule_of_one_ucx_holds_where_the_planes_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(one_ucx, "nixl_release", lambda: ("nixl_cu13", "1.5.1"))
+    monkeypatch.setattr(rdma_ports, "_DEVICES", ports(tmp_path / "up", "ACTIVE"))
+    for name, other in (("ucx", "nixl"), ("nixl", "ucx")):
+        with pytest.raises(PlaneUnavailableError, match="a process can have one UCX"):
+            make_plane(name, PlaneContext("127.0.0.1", SLOT, SLOTS * SLOT, others=frozenset({other})))

@@ -36,6 +36,7 @@ from kvferry.transport.plane import PlaneContext, decode_payload
 from kvferry.transport.planes.nixl_agent import NixlAgent, choose_lanes, nixl_release
 from kvferry.transport.planes.nixl_channels import Fetch, NixlRecvChannel, NixlSendChannel
 from kvferry.transport.planes.nixl_messages import NixlOffer, NixlReply, NixlSlots, NixlSource
+from kvferry.transport.planes.one_ucx import refuse_nixl
 from kvferry.transport.socket_plane import SocketAttach, SocketPlane
 from kvferry.transport.staging import SlotPool
 from kvferry.transport.timer import Timer
@@ -65,6 +66,7 @@ class NixlPlane(SocketPlane):
     name: ClassVar[str] = "nixl"
 
     def __init__(self, context: PlaneContext) -> None:
+        refuse_nixl(context.host, os.environ, context.others)
         device = context.memory.device
         on_gpu = device.type != "cpu"
         self._lanes = choose_lanes(context.host, os.environ)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kvferry.transport.errors import PlaneUnavailableError, TransportError
-from kvferry.transport.planes.ucx_library import device_of, uses_rdma
+from kvferry.transport.planes.ucx_library import device_of
 from kvferry.transport.rdma_ports import RDMA_LANES, active_ports
 
 PACKAGES = ("nixl_cu13", "nixl_cu12")
@@ -73,29 +73,6 @@ def choose_lanes(host: str, environ: Mapping[str, str]) -> Lanes:
     cuda = ",cuda" if _GPU_DEVICE.exists() else ""
     shown = f"RDMA on {environ.get('UCX_NET_DEVICES') or ', '.join(ports)}"
     return Lanes("rdma", {"UCX_TLS": f"rc{cuda}"}, shown, True, bool(cuda) and _has_gpudirect())
-
-
-def refuse_second_ucx(name: str, host: str, environ: Mapping[str, str], made: Container[str]) -> None:
-    """Of the planes ``ucx`` and ``nixl`` a process has one. Each brings a UCX. The second one gets no cache of
-    registrations, and UCX 1.21 without it ends the process when a peer dies in the middle of a message
-    (``ucs_rcache_region_invalidate``). ``nixl`` is kept where it has RDMA, unless the user has asked for the system's
-    UCX. ``made``: the planes that the process has.
-
-    Raises:
-        PlaneUnavailableError: the plane is the other one.
-    """
-    if name == "nixl" and "ucx" in made:
-        nixl_release()
-        choose_lanes(host, environ)  # its own reason says more
-        raise PlaneUnavailableError("nixl: a process can have one UCX, and has that of the plane ucx")
-    if name == "ucx" and not uses_rdma(environ):
-        try:
-            nixl_release()
-            rdma = choose_lanes(host, environ).rdma
-        except PlaneUnavailableError:
-            return
-        if rdma:
-            raise PlaneUnavailableError("ucx: a process can have one UCX, and nixl's has RDMA")
 
 
 def _has_gpudirect() -> bool:

@@ -33,6 +33,7 @@ from kvferry.transport.channels import DChannel, Received, RecvChannel, SendChan
 from kvferry.transport.errors import PlaneUnavailableError, ProtocolError, TransportError
 from kvferry.transport.host import host_id, is_ours
 from kvferry.transport.plane import Plane, PlaneContext, decode_payload
+from kvferry.transport.planes.one_ucx import refuse_ucx
 from kvferry.transport.planes.ucx_channels import UcxRecvChannel, UcxSendChannel, UcxTransfer
 from kvferry.transport.planes.ucx_library import lanes_to, load_array, settings_for, uses_rdma
 from kvferry.transport.planes.ucx_worker import UcxAnnouncement, UcxArray, UcxEndpoint, UcxRequest, UcxWorker
@@ -92,6 +93,7 @@ class UcxPlane(Plane):
     name: ClassVar[str] = "ucx"
 
     def __init__(self, context: PlaneContext) -> None:
+        refuse_ucx(context.host, os.environ, context.others)
         slot_bytes, staging_bytes, device = context.slot_bytes, context.staging_bytes, context.memory.device
         self._on_gpu = device.type != "cpu"
         if self._on_gpu:
