@@ -24,16 +24,27 @@ atexit.register(shutil.rmtree, _runtime, ignore_errors=True)
 
 LONGEST_FIRST = (
     "tests/vllm/test_families_vllm.py",
-    "tests/kernels/test_convert_triton.py",
-    "tests/kernels/test_kv_postprocess_triton.py",
+    "tests/faults/test_fault_proxy.py",
+    "tests/handover/test_lost_peers.py",
     "tests/transport/test_planes.py",
+    "tests/docs/test_commands.py",
+    "tests/doctor/test_self_test.py",
+    "tests/transport/test_toy_plane.py",
+    "tests/engine/test_pair.py",
     "tests/vllm/test_random_walk.py",
     "tests/ranks/test_matrix.py",
+    "tests/kernels/test_convert_triton.py",
+    "tests/kernels/test_kv_postprocess_triton.py",
     "tests/examples/test_engine_neutral.py",
 )
 """Files that take half a minute and more: begun last, one of them would run on alone."""
+WITH_NIXL = ("tests/gpu/", "tests/handover/", "tests/ranks/", "tests/transport/")
+"""The folders in which ``make test`` looks for tests of ``nixl``: to collect all tests takes as long as to run these."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     rank = {name: number for number, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: rank.get(item.nodeid.partition("::")[0], len(rank)))
+    for item in items:
+        if item.get_closest_marker("nixl") is not None and not item.nodeid.startswith(WITH_NIXL):
+            raise pytest.UsageError(f"{item.nodeid}: make test runs no test of nixl there; add its folder to WITH_NIXL")
