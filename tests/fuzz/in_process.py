@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import random
-import resource
 import tempfile
 import time
 import traceback
@@ -44,9 +43,16 @@ class Outcome:
         self.failures |= other.failures
 
 
+def begin_peak() -> int:
+    """Let ``peak_bytes`` begin anew: an earlier peak of this process must not hide a later one. Returns it."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return peak_bytes()
+
+
 def peak_bytes() -> int:
-    """The most memory that this process has had in use."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    """The most memory that this process has had in use since ``begin_peak``."""
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:")]
+    return int(line.split()[1]) << 10
 
 
 def judge(decoder: Decoder, data: bytes, outcome: Outcome) -> None:
@@ -82,7 +88,7 @@ def rounds(decoders: Sequence[Decoder], seed: int, size: float = ROUND) -> Itera
     gc.freeze()  # a search for garbage is no time of the decoder
     while True:
         for decoder in decoders:
-            outcome, mutator, before = Outcome(), mutators[decoder.name], peak_bytes()
+            outcome, mutator, before = Outcome(), mutators[decoder.name], begin_peak()
             for _ in range(max(1, int(size * decoder.share))):
                 judge(decoder, mutator.next(), outcome)
             outcome.worst_bytes = peak_bytes() - before
