@@ -39,7 +39,7 @@ LONGEST_FIRST = (
 )
 """Files that take half a minute and more: begun last, one of them would run on alone."""
 WITH_NIXL = ("tests/gpu/", "tests/handover/", "tests/ranks/", "tests/transport/")
-"""The folders in which ``make test`` looks for tests of ``nixl``: to collect all tests takes as long as to run these."""
+"""Folders in which ``make test`` looks for tests of ``nixl``: to collect all tests takes as long as to run these."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
