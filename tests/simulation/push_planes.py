@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 from kvferry.transport.channels import DChannel, ExpectingChannel, PChannel, Pieces, Received, SendChannel, Slot
@@ -133,14 +134,14 @@ class PlacingSender(Sender):
         if self._reading is not None and self._reading[2] is use and self.plane.host.alive:
             self._end(first + _read(found, half, len(found.nbytes)))
 
-    def _end(self, data: bytes) -> None:
+    def _end(self, data: bytes, *, whole: bool = True) -> None:
         assert self._reading is not None
         tag, _, use = self._reading
         self._reading = None
         self.plane.host.pages.reads.remove(use)  # type: ignore[attr-defined]
         self.plane.host.mark(self.plane)
         if self.is_open:
-            self.lane.send("chunk", lambda: self.receiver.arrive(tag, data))
+            self.lane.send("chunk", lambda: self.receiver.arrive(tag, data, whole=whole))
 
     @property
     def reading(self) -> int | None:
@@ -148,7 +149,7 @@ class PlacingSender(Sender):
 
     def stop_reading(self) -> None:
         if self._reading is not None:
-            self._end(bytes(int(self._reading[1].nbytes.sum())))
+            self._end(bytes(int(self._reading[1].nbytes.sum())), whole=False)
 
     def _give_up(self) -> None:
         self.stop_reading()
@@ -171,15 +172,15 @@ class Receiver(End, ExpectingChannel):
         self.plane: PushPlane = plane
         self.other, self.name = other, b""
         self.sender: Sender | None = None  # once P has accepted
-        self._queue: deque[tuple[int, bytes]] = deque()  # messages that wait for a slot
+        self._queue: deque[tuple[int, bytes, bool]] = deque()  # messages that wait for a slot
         self._placing: dict[int, Use] = {}
         self.open()
 
-    def arrive(self, tag: int, data: bytes) -> None:
-        """A message has arrived."""
+    def arrive(self, tag: int, data: bytes, *, whole: bool = True) -> None:
+        """A message has arrived. ``whole``: P has not stopped to read its pages in the middle of it."""
         if self.error is not None or self not in self.plane.ends:
             return
-        self._queue.append((tag, data))
+        self._queue.append((tag, data, whole))
         self.go_on()
         self.plane.host.mark(self.plane)
 
@@ -187,7 +188,8 @@ class Receiver(End, ExpectingChannel):
         """Take the messages that wait."""
         self.plane.starving.pop(self, None)
         while self._queue:
-            tag, data = self._queue[0]
+            tag, data, whole = self._queue[0]
+            counted = len(data) if whole else 0
             expected = self.expected.get(tag)
             if expected is None:  # forgotten, never announced, or doubled
                 self._queue.popleft()
@@ -197,7 +199,7 @@ class Receiver(End, ExpectingChannel):
             elif expected.into is not None and self.plane.in_place:
                 self._queue.popleft()
                 del self.expected[tag]
-                self._place(tag, data, expected.into())
+                self._place(tag, data, expected.into(), counted)
             else:
                 slot = self.plane.recv_pool.take()
                 if slot is None:
@@ -207,24 +209,25 @@ class Receiver(End, ExpectingChannel):
                 del self.expected[tag]
                 ctypes.memmove(slot.address, data, len(data))
                 release = lambda slot=slot: self.plane.recv_pool.put(slot)  # noqa: E731
-                self.arrived.append(Received(tag, slot.address, len(data), release))
+                self.arrived.append(Received(tag, slot.address, counted, release))
 
-    def _place(self, tag: int, data: bytes, into: Pieces) -> None:
+    def _place(self, tag: int, data: bytes, into: Pieces, counted: int) -> None:
         """Write the first half of a message into D's pages, and the second half some time later."""
         pages, timeline = self.plane.host.pages, self.plane.network.timeline  # type: ignore[attr-defined]
         use = self._placing[tag] = Use(None, pieces_of(pages, into))
         pages.writes.append(use)
         half = len(into.nbytes) // 2
         done = _write(into, 0, half, data, 0)
-        timeline.after(MOVE_SECONDS * timeline.rng.random(), lambda: self._placed(tag, use, data, into, half, done))
+        place = partial(self._placed, tag, use, data, into, half, done, counted)
+        timeline.after(MOVE_SECONDS * timeline.rng.random(), place)
 
-    def _placed(self, tag: int, use: Use, data: bytes, into: Pieces, half: int, done: int) -> None:
+    def _placed(self, tag: int, use: Use, data: bytes, into: Pieces, half: int, done: int, counted: int) -> None:
         if not self.plane.host.alive or self not in self.plane.ends or self.error is not None:
             return
         if self._placing.get(tag) is use:
             _write(into, half, len(into.nbytes), data, done)
             self._ended(tag)
-        self.arrived.append(Received(tag, 0, len(data), lambda: None, placed=True))
+        self.arrived.append(Received(tag, 0, counted, lambda: None, placed=True))
         self.plane.host.mark(self.plane)
 
     def _ended(self, tag: int) -> None:
