@@ -11,6 +11,7 @@ Time is taken on D, from the request to the report. ``--calibration`` writes the
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import sys
 import time
@@ -135,6 +136,8 @@ def measure(plane: str, rounds: int) -> dict[Case, list[list[float]]]:
     try:
         for geometry in GEOMETRIES:
             ranks[geometry] = Ranks(plane, geometry)
+        gc.collect()
+        gc.freeze()  # as vLLM does: a full collection takes 200 ms
         for number in range(rounds + 1):
             print(f"{plane}: round {number} of {rounds}", file=sys.stderr, flush=True)
             for case in CASES:
@@ -156,7 +159,7 @@ def predicted(plane: str, case: Case, costs: PlaneCosts) -> tuple[float, float]:
     """Median and 95th percentile of the seconds of a case."""
     work = work_of(planned(plane, case), costs)
     ends = [finish_seconds(work, costs, n, case.at_once) for n in range(1, case.at_once + 1)]
-    return statistics.median(ends), float(np.percentile(ends, 95)) * costs.p95_ratio
+    return statistics.median(ends), float(np.percentile(ends, 95)) * costs.p95_ratio_of(case.at_once)
 
 
 def row_of(plane: str, case: Case, rounds: list[list[float]]) -> Measured:
@@ -173,8 +176,9 @@ def run(planes: Sequence[str], rounds: int) -> dict[str, Any]:
     for plane in planes:
         measured = {case: row_of(plane, case, seconds) for case, seconds in measure(plane, rounds).items()}
         half = {case for place, case in enumerate(CASES) if place % 2 == 0}
-        costs = plan_fit.fitted([measured[case] for case in CASES if case in half])
-        costs_of[plane] = msgspec.to_builtins(plan_fit.fitted(list(measured.values())), str_keys=True)
+        turn_bytes = plan_fit.turn_bytes(plane)
+        costs = plan_fit.fitted([measured[case] for case in CASES if case in half], turn_bytes)
+        costs_of[plane] = msgspec.to_builtins(plan_fit.fitted(list(measured.values()), turn_bytes), str_keys=True)
         for case, row in measured.items():
             p50, p95 = predicted(plane, case, costs)
             rows.append(
@@ -190,7 +194,7 @@ def run(planes: Sequence[str], rounds: int) -> dict[str, Any]:
 def on_gpus(plane: str) -> list[dict[str, Any]]:
     """The rows of ``gpu_planes.json``, which have no p95: every second one is predicted from the others."""
     measured = plan_fit.on_gpus(plane)
-    costs = plan_fit.fitted(measured[::2])
+    costs = plan_fit.fitted(measured[::2], plan_fit.turn_bytes(plane))
     return [
         {"plane": f"{plane}/gpu", "geometry": row.name, "at_once": row.at_once, "fitted": place % 2 == 0,
          "measured_p50_ms": row.p50 * 1e3,

@@ -44,24 +44,26 @@ class Measured(NamedTuple):
     p95: float
 
 
-def fitted(rows: Sequence[Measured]) -> PlaneCosts:
-    """The costs with the smallest squared relative errors, none below zero. All reads must end at one rank of D."""
+def fitted(rows: Sequence[Measured], turn_bytes: int) -> PlaneCosts:
+    """The costs with the smallest squared relative errors, none below zero. All reads must end at one rank of D.
+    ``turn_bytes``: as in ``PlaneCosts``."""
+    form = PlaneCosts(0.0, 0.0, 0.0, {1: 1.0}, 1.0, turn_bytes)
     sizes = sorted({read.piece_bytes for row in rows for read in row.reads})
     several = any(row.at_once > 1 for row in rows)
     matrix = np.zeros((len(rows), 3 + len(sizes)))
     for place, row in enumerate(rows):
         line = matrix[place]
-        messages = sum(read.messages for read in row.reads)
-        turns = ((max(1, messages) - 1) * row.at_once + row.number) / max(1, messages)
-        line[:3] = 1, row.number if several else 0, turns * messages  # alone, the two parts cannot be told apart
+        turns = sum(form.turns(read) for read in row.reads)
+        waited = ((turns - 1) * row.at_once + row.number) / turns
+        line[:3] = 1, row.number if several else 0, waited * turns  # alone, the two parts cannot be told apart
         for read in row.reads:
-            line[3 + sizes.index(read.piece_bytes)] += turns * read.nbytes
+            line[3 + sizes.index(read.piece_bytes)] += waited * read.nbytes
         line /= row.p50
     costs = _least_squares(matrix, np.ones(len(rows)))
     fixed, each, message = (float(f"{cost:.{DIGITS}g}") for cost in costs[:3])
     rates = {size: float(f"{1 / cost:.{DIGITS}g}") for size, cost in zip(sizes, costs[3:], strict=True) if cost > 0}
     spread = statistics.median(row.p95 / row.p50 for row in rows if row.at_once == 1)
-    return PlaneCosts(fixed, each, message, rates, float(f"{max(1.0, spread):.{DIGITS}g}"))
+    return PlaneCosts(fixed, each, message, rates, float(f"{max(1.0, spread):.{DIGITS}g}"), turn_bytes)
 
 
 def _least_squares(matrix: np.ndarray, wanted: np.ndarray) -> np.ndarray:
@@ -84,6 +86,11 @@ def slot_bytes(plane: str, device: str) -> int | None:
         return None
     where = torch.device(device)
     return best_slot_bytes(plane, where, best_staging_bytes(where))
+
+
+def turn_bytes(plane: str) -> int:
+    """The most bytes of a turn where D reads P's pages, as in ``PlaneCosts``."""
+    return plane_spec(plane).load().turn_bytes
 
 
 def on_gpus(plane: str) -> list[Measured]:
@@ -115,15 +122,15 @@ def on_host(plane: str) -> list[Measured]:
 
 def _alone(name: str, nbytes: int, piece: int, seconds: Sequence[float], fixed: float) -> Measured:
     p50, p95 = np.percentile(seconds, [50, 95]).tolist()
-    read = PlannedRead((0, 0), (0, 0), 0, 1, 0, 1, 1, 0, nbytes, piece)  # what messages cost is in the rate
+    read = PlannedRead((0, 0), (0, 0), 0, 1, 0, 1, 1, 1, nbytes, piece)  # what messages cost is in the rate
     return Measured(name, [read], 1, 1, fixed + p50, fixed + p95)
 
 
 def calibration() -> Calibration:
     """The default calibration."""
     host, gpu = (tables.load(name)["versions"] for name in ("host_planes", "gpu_planes"))
-    planes = {f"{plane}/host": fitted(on_host(plane)) for plane in HOST_PLANES}
-    planes |= {f"{plane}/gpu": fitted(on_gpus(plane)) for plane in GPU_PLANES}
+    planes = {f"{plane}/host": fitted(on_host(plane), turn_bytes(plane)) for plane in HOST_PLANES}
+    planes |= {f"{plane}/gpu": fitted(on_gpus(plane), turn_bytes(plane)) for plane in GPU_PLANES}
     measured = {
         "host": f"benchmarks/results/host_planes.json and empty_handover.json: {host['cpus']} cores, {host['cpu']}; "
         "what messages cost is in the rates, and what hand-overs at once add to each other was not measured",

@@ -244,7 +244,9 @@ def _calibrated(planes: Sequence[str], device: torch.device, rounds: int) -> byt
                     cells = measure(pair, plane, device, (form, form), prompts, rounds, lambda: progress.advance(task))
                     nothing = nothing or cells[0].seconds
                     by_piece[piece] = cells[-1].nbytes, cells[-1].seconds
-                costs[f"{plane}/{MEMORY[device.type]}"] = measured_costs(nothing, by_piece)
+                costs[f"{plane}/{MEMORY[device.type]}"] = measured_costs(
+                    nothing, by_piece, plane_spec(plane).load().turn_bytes
+                )
     finally:
         pair.close()
     if not costs:

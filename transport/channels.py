@@ -152,8 +152,8 @@ class SendChannel(Channel):
         return None
 
     def stop_reading(self) -> None:
-        """Read no pieces any more. The channel completes a message that has begun with zeros, and D receives it as one of
-        0 bytes: what P has to say of the read comes over another connection, maybe later."""
+        """Read no pieces any more. The channel completes a message that has begun with zeros, and D receives it as one
+        of 0 bytes: what P has to say of the read comes over another connection, maybe later."""
 
 
 class Received(msgspec.Struct, frozen=True):

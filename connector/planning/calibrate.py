@@ -13,12 +13,15 @@ from kvferry.transport.errors import ConfigError
 DIGITS = 4
 
 
-def measured_costs(nothing: Sequence[float], by_piece: Mapping[int, tuple[int, Sequence[float]]]) -> PlaneCosts:
+def measured_costs(
+    nothing: Sequence[float], by_piece: Mapping[int, tuple[int, Sequence[float]]], turn_bytes: int
+) -> PlaneCosts:
     """The costs without ``each_seconds``, which hand-overs at one time show; what messages cost is in the rates.
 
     Args:
         nothing: seconds of hand-overs of next to nothing.
         by_piece: by the bytes of a piece, the bytes of a hand-over and its seconds.
+        turn_bytes: as in ``PlaneCosts``.
 
     Raises:
         ConfigError: the hand-overs with bytes took no longer than those without.
@@ -32,4 +35,4 @@ def measured_costs(nothing: Sequence[float], by_piece: Mapping[int, tuple[int, S
         rates[piece] = float(f"{nbytes / moving:.{DIGITS}g}")
     spreads = [float(np.percentile(seconds, 95)) / statistics.median(seconds) for _, seconds in by_piece.values()]
     spread = max(1.0, statistics.median(spreads))
-    return PlaneCosts(float(f"{fixed:.{DIGITS}g}"), 0.0, 0.0, rates, float(f"{spread:.{DIGITS}g}"))
+    return PlaneCosts(float(f"{fixed:.{DIGITS}g}"), 0.0, 0.0, rates, float(f"{spread:.{DIGITS}g}"), turn_bytes)

@@ -2,12 +2,12 @@
 
 The busiest rank decides. A rank moves its reads one after the other in all, whether they take turns or not::
 
-    work     = messages x message_seconds + bytes / min(bytes_per_second of the pieces, link)
+    work     = turns x message_seconds + bytes / min(bytes_per_second of the pieces, link)
     seconds  = fixed_seconds + each_seconds + work
 
-Of n equal hand-overs that begin at once between the same ranks, a push plane sends the messages in turn: with m
-messages each, number i of n has ended after ``((m - 1) x n + i) / m`` times the work of one. A plane on which D reads
-P's pages moves one hand-over after the other.
+A turn is a message; where D reads P's pages by itself, it is what D copies before it goes on with another read. Of n
+equal hand-overs that begin at once between the same ranks, with m turns each, number i has ended after
+``((m - 1) x n + i) / m`` times the work of one. The spread of their times is that of sums of n independent times.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
-from math import exp, inf, log
+from math import ceil, exp, inf, log, sqrt
 from typing import Annotated
 
 import msgspec
@@ -33,9 +33,10 @@ class PlaneCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What one data plane costs.
 
     ``fixed_seconds``: of a hand-over of nothing, from the request to the report. ``each_seconds``: the part by which
-    each of several hand-overs delays those behind it. ``message_seconds``: of a message beside its bytes.
+    each of several hand-overs delays those behind it. ``message_seconds``: of a turn beside its bytes.
     ``bytes_per_second``: by the bytes of a piece, which is a run that is contiguous in both caches; between two sizes
-    the logarithms are interpolated. ``p95_ratio``: the 95th percentile over the median, of equal hand-overs.
+    the logarithms are interpolated. ``p95_ratio``: the 95th percentile over the median, of equal hand-overs, each
+    alone. ``turn_bytes``: where D reads P's pages, the most bytes of a turn; 0: a read is one turn.
     """
 
     fixed_seconds: Seconds
@@ -43,6 +44,7 @@ class PlaneCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     message_seconds: Seconds
     bytes_per_second: Annotated[dict[int, Rate], Meta(min_length=1, max_length=64)]
     p95_ratio: Annotated[float, Meta(ge=1, le=1000)]
+    turn_bytes: Annotated[int, Meta(ge=0)] = 0
 
     def rate(self, piece_bytes: int) -> float:
         """Bytes per second for pieces of a size."""
@@ -53,6 +55,14 @@ class PlaneCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         (low, slow), (high, fast) = known[place - 1 : place + 1]
         share = (log(piece_bytes) - log(low)) / (log(high) - log(low))
         return exp(log(slow) + share * (log(fast) - log(slow)))
+
+    def turns(self, read: PlannedRead) -> int:
+        """The turns of a read."""
+        return read.messages or (max(1, ceil(read.nbytes / self.turn_bytes)) if self.turn_bytes else 1)
+
+    def p95_ratio_of(self, at_once: int) -> float:
+        """The 95th percentile over the median of the time of ``at_once`` hand-overs together."""
+        return 1 + (self.p95_ratio - 1) / sqrt(at_once)
 
 
 class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -96,11 +106,10 @@ def default_calibration() -> Calibration:
 
 
 class Work(msgspec.Struct, frozen=True):
-    """What the busiest rank of a hand-over moves. ``seconds``: alone, without the fixed part. ``messages``: its
-    messages, 1 where D reads P's pages."""
+    """What the busiest rank of a hand-over moves. ``seconds``: alone, without the fixed part."""
 
     seconds: float
-    messages: int
+    turns: int
 
 
 def work_of(reads: Sequence[PlannedRead], costs: PlaneCosts, link: float = inf) -> Work:
@@ -111,15 +120,16 @@ def work_of(reads: Sequence[PlannedRead], costs: PlaneCosts, link: float = inf) 
     """
     seconds: Mapping[tuple[str, RankName], list[float]] = defaultdict(lambda: [0.0, 0])
     for read in reads:
-        moving = read.messages * costs.message_seconds + read.nbytes / min(link, costs.rate(read.piece_bytes))
+        turns = costs.turns(read)
+        moving = turns * costs.message_seconds + read.nbytes / min(link, costs.rate(read.piece_bytes))
         for end in (("p", read.p), ("d", read.d)):
             seconds[end][0] += moving
-            seconds[end][1] += read.messages
+            seconds[end][1] += turns
     busiest = max(seconds.values(), default=[0.0, 0])
     return Work(busiest[0], max(1, int(busiest[1])))
 
 
 def finish_seconds(work: Work, costs: PlaneCosts, number: int = 1, at_once: int = 1) -> float:
     """Seconds until ``number`` of ``at_once`` equal hand-overs, which begin together, have ended."""
-    turns = ((work.messages - 1) * at_once + number) / work.messages
+    turns = ((work.turns - 1) * at_once + number) / work.turns
     return costs.fixed_seconds + number * costs.each_seconds + turns * work.seconds

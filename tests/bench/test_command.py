@@ -67,13 +67,13 @@ def test_a_calibration_for_the_planner(model: Path, tmp_path: Path, monkeypatch:
 
 
 def test_costs_of_known_times() -> None:
-    costs = measured_costs([1e-3, 3e-3, 2e-3], {4096: (1 << 20, [4e-3, 4e-3, 4e-3]), 65536: (1 << 20, [3e-3] * 3)})
-    assert costs.fixed_seconds == 2e-3 and costs.p95_ratio == 1.0
+    costs = measured_costs([1e-3, 3e-3, 2e-3], {4096: (1 << 20, [4e-3, 4e-3, 4e-3]), 65536: (1 << 20, [3e-3] * 3)}, 7)
+    assert costs.fixed_seconds == 2e-3 and costs.p95_ratio == 1.0 and costs.turn_bytes == 7
     assert costs.bytes_per_second == {
         4096: pytest.approx((1 << 20) / 2e-3, rel=1e-3), 65536: pytest.approx((1 << 20) / 1e-3, rel=1e-3)
     }  # fmt: skip
     with pytest.raises(ConfigError, match="took no longer than empty ones"):
-        measured_costs([1.0], {4096: (10, [1.0])})
+        measured_costs([1.0], {4096: (10, [1.0])}, 0)
 
 
 def test_wrong_bytes_are_a_failure(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

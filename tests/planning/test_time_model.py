@@ -32,7 +32,7 @@ def read(p: int, d: int, nbytes: int, messages: int = 10, piece: int = 1024) -> 
 def test_the_busiest_rank_decides() -> None:
     assert isclose(work_of([read(0, 0, 10**6)], COSTS).seconds, 0.0011)
     both = work_of([read(0, 0, 10**6), read(1, 0, 2 * 10**6)], COSTS)
-    assert isclose(both.seconds, 0.0032) and both.messages == 20
+    assert isclose(both.seconds, 0.0032) and both.turns == 20
     apart = work_of([read(0, 0, 10**6), read(1, 1, 2 * 10**6)], COSTS)
     assert isclose(apart.seconds, 0.0021)
     one_source = work_of([read(0, 0, 10**6), read(0, 1, 10**6)], COSTS)
@@ -40,8 +40,8 @@ def test_the_busiest_rank_decides() -> None:
 
 
 def test_a_link_bounds_the_rate() -> None:
-    assert isclose(work_of([read(0, 0, 10**6, 0)], COSTS, link=1e8).seconds, 0.01)
-    assert isclose(work_of([read(0, 0, 10**6, 0)], COSTS, link=inf).seconds, 0.001)
+    assert isclose(work_of([read(0, 0, 10**6, 0)], COSTS, link=1e8).seconds, 0.01001)
+    assert isclose(work_of([read(0, 0, 10**6, 0)], COSTS, link=inf).seconds, 0.00101)
 
 
 @pytest.mark.parametrize(("piece", "rate"), [(1, 1e9), (1024, 1e9), (2048, 2e9), (4096, 4e9), (1 << 20, 4e9)])
@@ -57,7 +57,13 @@ def test_hand_overs_at_once_take_turns() -> None:
     assert ends == sorted(ends) and isclose(ends[-1], 0.001 + 0.0004 + 4 * work.seconds)
     assert ends[0] > 0.001 + 3.6 * work.seconds, "the first waits for the turns of the others"
     pulled = work_of([read(0, 0, 10**6, messages=0)], COSTS)
-    assert isclose(finish_seconds(pulled, COSTS, 1, 4), alone - 10 * 0.00001), "D reads one after the other"
+    assert isclose(finish_seconds(pulled, COSTS, 1, 4), alone - 9 * 0.00001), "D reads one after the other"
+    long = PlaneCosts(0.001, 0.0001, 0.00001, {1024: 1e9}, 1.5, turn_bytes=300_000)
+    assert work_of([read(0, 0, 10**6, messages=0)], long).turns == 4, "D goes on with another read after 300,000 bytes"
+
+
+def test_the_spread_of_many_together_is_less() -> None:
+    assert [COSTS.p95_ratio_of(n) for n in (1, 4, 16)] == [1.5, 1.25, 1.125]
 
 
 @pytest.mark.parametrize(
@@ -100,10 +106,10 @@ def test_the_fit_finds_the_costs_that_made_the_times(plan_fit: ModuleType) -> No
         reads = [read(0, 0, nbytes, messages, piece)]
         middle = (at_once + 1) / 2
         work = work_of(reads, COSTS)
-        turns = ((work.messages - 1) * at_once + middle) / work.messages
+        turns = ((work.turns - 1) * at_once + middle) / work.turns
         seconds = COSTS.fixed_seconds + middle * COSTS.each_seconds + turns * work.seconds
         rows.append(plan_fit.Measured("", reads, at_once, middle, seconds, 1.5 * seconds))
-    found = plan_fit.fitted(rows)
+    found = plan_fit.fitted(rows, 0)
     for name in ("fixed_seconds", "each_seconds", "message_seconds", "p95_ratio"):
         assert getattr(found, name) == pytest.approx(getattr(COSTS, name), rel=0.02), msgspec.to_builtins(found)
     assert found.bytes_per_second == pytest.approx(COSTS.bytes_per_second, rel=0.02)

@@ -227,6 +227,7 @@ class CmaPlane(Plane):
     """
 
     name: ClassVar[str] = "cma"
+    turn_bytes: ClassVar[int] = TURN_BYTES
     pulls: ClassVar[bool] = True
     same_host: ClassVar[bool] = True
 
