@@ -162,6 +162,12 @@ def predicted(plane: str, case: Case, costs: PlaneCosts) -> tuple[float, float]:
     return statistics.median(ends), float(np.percentile(ends, 95)) * costs.p95_ratio_of(case.at_once)
 
 
+def repeat(rounds: list[list[float]]) -> dict[str, float]:
+    """How far the percentiles of every second round are from those of the others."""
+    halves = np.percentile(rounds[::2], [50, 95]), np.percentile(rounds[1::2], [50, 95])
+    return dict(zip(("repeat_p50", "repeat_p95"), np.abs(halves[0] / halves[1] - 1).tolist(), strict=True))
+
+
 def row_of(plane: str, case: Case, rounds: list[list[float]]) -> Measured:
     flat = [seconds for one in rounds for seconds in one]
     p50, p95 = np.percentile(flat, [50, 95]).tolist()
@@ -174,7 +180,8 @@ def run(planes: Sequence[str], rounds: int) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     costs_of: dict[str, Any] = {}
     for plane in planes:
-        measured = {case: row_of(plane, case, seconds) for case, seconds in measure(plane, rounds).items()}
+        by_round = measure(plane, rounds)
+        measured = {case: row_of(plane, case, seconds) for case, seconds in by_round.items()}
         half = {case for place, case in enumerate(CASES) if place % 2 == 0}
         turn_bytes = plan_fit.turn_bytes(plane)
         costs = plan_fit.fitted([measured[case] for case in CASES if case in half], turn_bytes)
@@ -184,7 +191,7 @@ def run(planes: Sequence[str], rounds: int) -> dict[str, Any]:
             rows.append(
                 {"plane": f"{plane}/host", "geometry": case.geometry, "tokens": case.tokens, "at_once": case.at_once,
                  "fitted": case in half, "measured_p50_ms": row.p50 * 1e3, "measured_p95_ms": row.p95 * 1e3,
-                 "predicted_p50_ms": p50 * 1e3, "predicted_p95_ms": p95 * 1e3}
+                 "predicted_p50_ms": p50 * 1e3, "predicted_p95_ms": p95 * 1e3, **repeat(by_round[case])}
             )  # fmt: skip
     for plane in plan_fit.GPU_PLANES:
         rows += on_gpus(plane)
@@ -204,7 +211,8 @@ def on_gpus(plane: str) -> list[dict[str, Any]]:
 
 
 def figures(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Of the cases that were predicted: the share within the bounds, and the median and largest error of the p50."""
+    """Of the cases that were predicted: the share within the bounds, and the median and largest error; and the share of
+    which one half of the rounds is within these bounds of the other half."""
     found: dict[str, float] = {}
     for plane in sorted({row["plane"] for row in rows}):
         mine = [row for row in rows if row["plane"] == plane and not row["fitted"]]
@@ -219,6 +227,10 @@ def figures(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
             found[f"{plane}_{name}_within_{round(100 * bound)}_percent"] = statistics.mean(
                 error <= bound for error in errors[name]
             )
+            if f"repeat_{name}" in mine[0]:
+                found[f"{plane}_{name}_repeats_within_{round(100 * bound)}_percent"] = statistics.mean(
+                    row[f"repeat_{name}"] <= bound for row in mine
+                )
             found[f"{plane}_{name}_median_error"] = statistics.median(errors[name])
             found[f"{plane}_{name}_largest_error"] = max(errors[name])
     return found
