@@ -126,7 +126,7 @@ class PlaneSource(PlaneEndpoint):
     def _note_starts(self, worker: WorkerHalf) -> None:
         """When P begins with the data of a read that it was asked for."""
         assert worker._transfer_thread is not None
-        pushes = worker._transfer_thread._producer._sender
+        pushes = worker._transfer_thread._producer.reads.sender
         start = pushes.start
 
         def noted(push: OutgoingRead) -> None:

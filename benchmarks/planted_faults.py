@@ -215,7 +215,7 @@ class FaultProbe:
         producer: Any = thread._producer
         end = time.monotonic() + LOOK_SECONDS
         while time.monotonic() < end:
-            held = next((h for h in list(producer._leases.values()) if name_of(h.grant.request_id) == name), None)
+            held = next((h for h in list(producer._leases.held.values()) if name_of(h.grant.request_id) == name), None)
             if held is not None:
                 break
             if any(name_of(grant.request_id) == name for grant, _ in thread._computing):
@@ -248,7 +248,7 @@ class FaultProbe:
             return {}
         thread = _transfer_thread()
         return {
-            "leases at P": len(thread._producer._leases) + len(thread._computing),
+            "leases at P": len(thread._producer._leases.held) + len(thread._computing),
             "loads at D": len(thread._consumer._active_loads) + len(thread._consumer._receiver._reads),
             "leases kept by D": len(thread._consumer._lease_keeper._kept),
         }
@@ -259,18 +259,18 @@ def _transfer_thread() -> Any:
 
 
 def _expire(producer: Any, held: Any, done: list[bool]) -> None:
-    producer._step(held.grant.token, Tick(), held.lifetime.state.deadline)
+    producer._leases.step(held.grant.token, Tick(), held.lifetime.state.deadline)
     done.append(True)
 
 
 def _on_thread(thread: Any, act: Callable[[], None]) -> None:
     """Run this on the transfer thread."""
-    pump = thread._producer.pump
+    pump = thread._producer.reads.pump
 
     def once(now: float) -> bool:
-        thread._producer.pump = pump
+        thread._producer.reads.pump = pump
         act()
         return bool(pump(now))
 
-    thread._producer.pump = once
+    thread._producer.reads.pump = once
     thread._waker.wake()

@@ -68,6 +68,11 @@ class RankContext:
         """The plane with this name, or ``None`` where this rank does not have it."""
         return next((plane for plane in self.planes if plane.name == name), None)
 
+    def drop(self, reason: str, detail: object) -> None:
+        """Count and log a control message that this rank does not handle or send."""
+        self.stats.dropped(reason)
+        self.log.warning(reason, "kvferry: control message dropped (%s): %s", reason, detail)
+
 
 def check_model(ours: Mapping[str, str], theirs: Mapping[str, str]) -> None:
     """Check that two ranks hold the same model.

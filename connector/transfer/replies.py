@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from kvferry.connector.protocol import messages
 from kvferry.connector.transfer.fair_table import FairTable
+from kvferry.connector.transfer.rank_context import RankContext
+from kvferry.connector.transfer.sessions import Sessions
 from kvferry.transport.control.listener import Listener
 
 UNSENT_BYTES = 16 << 20
@@ -16,32 +18,36 @@ _Kept = tuple[bytes, int]
 
 
 class Replies:
-    """Sends replies. libzmq holds some thousand messages for a D that does not read; then further ones are kept here.
+    """Sends replies. libzmq holds some thousand messages for a D that does not read; then further ones are kept here,
+    for the peers with a session.
 
     ``lost`` contains the peers of which a kept reply found no room any more. Their sessions must end: D would wait for
     a reply that never comes.
     """
 
-    def __init__(self, listener: Listener) -> None:
-        self._listener = listener
+    def __init__(self, rank_context: RankContext, listener: Listener, sessions: Sessions) -> None:
+        self._rank_context, self._listener, self._sessions = rank_context, listener, sessions
         self.kept: FairTable[_Kept, tuple[bytes, list[bytes]]] = FairTable(UNSENT_BYTES)
         self._last = 0
         self.lost: set[bytes] = set()
 
-    def send(self, identity: bytes, message: messages.Reply, *, keep: bool) -> bool:
-        """Send a reply, or keep it where ``keep`` and the queue of this D is full. False: the reply is dropped."""
-        frames = messages.encode(message)
+    def send(self, identity: bytes, message: messages.Reply) -> None:
+        """Send a reply, or keep it where the queue of this D is full. A reply that finds no room there is dropped."""
+        frames, keep = messages.encode(message), self._sessions.peek(identity) is not None
         sent, full = (False, True) if keep and self.kept.owns(identity) else self._try(identity, frames)
+        if sent:
+            return
         if full and keep and identity not in self.lost:
             self._last += 1
             cost = REPLY_BYTES + sum(map(len, frames))
             for owner, _ in self.kept.put(identity, (identity, self._last), (identity, frames), cost):
                 self.forget(owner)
                 self.lost.add(owner)
-            return identity not in self.lost
-        if full:
+            if identity not in self.lost:
+                return
+        elif full:
             self._listener.dropped["full"] += 1
-        return sent
+        self._rank_context.drop("reply to a peer that is gone", type(message).__name__)
 
     def _try(self, identity: bytes, frames: list[bytes]) -> tuple[bool, bool]:
         """Send a message. Returns whether it was sent, and whether the queue of this D is full. A message that is kept

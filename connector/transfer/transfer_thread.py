@@ -241,12 +241,12 @@ class TransferThread:
         for plane in self._rank_context.planes:
             if ready is None or plane in ready or plane.active:
                 busy |= self._progress(plane)
-        if ready is None or self._producer.has_arrived or self._listener.socket in ready:
+        if ready is None or self._producer.arrived or self._listener.socket in ready:
             busy |= self._producer.serve(now)
         busy |= self._consumer.serve(now, ready)
         if self._finder.open or self._finder.contacts:  # P may send over a contact that no request uses
             self._finder.serve(now)
-        busy |= self._producer.pump(now)
+        busy |= self._producer.reads.pump(now)
         # After the reads that wait are known to ``step_advanced``, so that nothing is missed that did not wake us.
         return busy or bool(self._commands) or (bool(self._steps) and self._producer.computing.has_news)
 

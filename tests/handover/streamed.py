@@ -56,5 +56,5 @@ def all_ended(p: Rank) -> bool:
     left = left_in_tables(p)
     del left["links"]
     return not (
-        any(left.values()) or producer.computing.prompts or producer._sender.waiting or producer.computing.steps
+        any(left.values()) or producer.computing.prompts or producer.reads.sender.waiting or producer.computing.steps
     )

@@ -115,13 +115,13 @@ def test_while_p_packs_and_chunks_are_under_way(group: RankGroup, plane: str, he
     if held == "in flight":
         gate = Gate(consumer, "_collect", lambda now: False)
     elif held == "granted":
-        gate = Gate(producer, "pump", lambda now: False)
+        gate = Gate(producer.reads, "pump", lambda now: False)
     else:
-        real = producer.pump
-        gate = Gate(producer, "pump", lambda now: gate.calls <= 2 and real(now))
+        real = producer.reads.pump
+        gate = Gate(producer.reads, "pump", lambda now: gate.calls <= 2 and real(now))
     begin(p, d)
     give_up(p, d, lambda: gate.calls > 5 and bool(consumer._active_loads), gate)
-    assert wait(lambda: not consumer._receiver and not producer._sender, [p, d]), (
+    assert wait(lambda: not consumer._receiver and not producer.reads.sender, [p, d]), (
         "reads that nobody waits for were kept"
     )
 

@@ -139,7 +139,7 @@ def test_a_lease_waits_for_no_step_after_the_one_that_computed_it(
     lease = LeaseGrant("req-p", token, TOKENS, (pack_ids(THEIRS),), step=2)
     p.worker.post(StepPlan(leases=(lease,), step=4))
     assert len(events) == 2
-    leases = halves(p)[0]._leases
+    leases = halves(p)[0]._leases.held
     assert not wait(lambda: bool(leases), [p], 0.1), "step 2 has not ended"
     events[0].reached = True
     assert wait(lambda: bool(leases), [p]), "step 3 need not end"
@@ -156,7 +156,7 @@ def test_a_lease_that_nothing_announced_waits_for_all_that_was_launched(
     monkeypatch.setattr(p.worker.rank_context.caches.copies, "record_event", lambda: event)
     lease = LeaseGrant("req-p", secrets.token_bytes(16), TOKENS, (pack_ids(THEIRS),), step=2)
     p.worker.post(StepPlan(leases=(lease,), step=4))
-    leases = halves(p)[0]._leases
+    leases = halves(p)[0]._leases.held
     assert not wait(lambda: bool(leases), [p], 0.1)
     event.reached = True
     assert wait(lambda: bool(leases), [p])

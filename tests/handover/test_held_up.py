@@ -81,14 +81,14 @@ def test_p_is_held_up(group: RankGroup) -> None:
     p, d = group.rank(settings=Settings(lease_seconds=LIMIT)), group.rank(engine_id="engine-d")
     p.fill(THEIRS, TOKENS)
     token = grant([p], "req-p", THEIRS, TOKENS)
-    assert wait(lambda: bool(halves(p)[0]._leases), [p])
+    assert wait(lambda: bool(halves(p)[0]._leases.held), [p])
     hold_up(p.worker._transfer_thread, STOP)
     assert wait(goes_on(p), [p]) and not p.sent
     d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
     assert wait(lambda: "req-d" in d.received and p.sent == {"req-p"}, [p, d])
     assert not d.failed and torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS))
     grant([p], "late-p", THEIRS, TOKENS)
-    assert wait(lambda: bool(halves(p)[0]._leases), [p])
+    assert wait(lambda: bool(halves(p)[0]._leases.held), [p])
     put_forward(p.worker._transfer_thread, STOP)
     assert wait(lambda: "late-p" in p.sent, [p]), "time in which it runs does count"
 
@@ -100,7 +100,7 @@ def test_d_renews_at_once_after_it_was_held_up(group: RankGroup, when: str) -> N
     p = group.rank(settings=Settings(**PATIENT, lease_cap_seconds=1200.0))
     d = group.rank(engine_id="engine-d")
     token = grant([p], "req-p", THEIRS, TOKENS)
-    leases = halves(p)[0]._leases
+    leases = halves(p)[0]._leases.held
     assert wait(lambda: bool(leases), [p])
     before = leases[token].lifetime.state.deadline
     plan = StepPlan(consumer=b"c" * 16, keeps=(KeepLease("req-d", token, peer([p]), False),))
@@ -121,7 +121,7 @@ def test_what_cannot_be_renewed_costs_no_other_lease(
     p = group.rank(settings=Settings(**PATIENT, lease_cap_seconds=1200.0))
     d = group.rank(engine_id="engine-d")
     tokens = [grant([p], name, THEIRS, TOKENS) for name in ("good", "bad", "odd")]
-    leases, claims = halves(p)[0]._leases, halves(d)[1]._lease_keeper
+    leases, claims = halves(p)[0]._leases.held, halves(d)[1]._lease_keeper
     assert wait(lambda: len(leases) == 3, [p])
     before = leases[tokens[0]].lifetime.state.deadline
     good = peer([p])
@@ -151,7 +151,7 @@ def test_a_turn_that_breaks_after_it_was_held_up_ends_nothing(
 ) -> None:
     p = group.rank(settings=Settings(lease_seconds=LIMIT))
     grant([p], "req-p", THEIRS, TOKENS)
-    assert wait(lambda: bool(halves(p)[0]._leases), [p])
+    assert wait(lambda: bool(halves(p)[0]._leases.held), [p])
     transfer_thread = p.worker._transfer_thread
     real = transfer_thread._turn
 

@@ -115,12 +115,12 @@ def test_consumers_of_one_lease_are_bounded(peers: Peers) -> None:
     """Who knows the token may end the lease, but not fill P's memory with votes that never end it."""
     hostile = peers.raw()
     token = grant([peers.p], "req-p", THEIRS, TOKENS)
-    assert wait(lambda: token in peers.producer._leases)
+    assert wait(lambda: token in peers.producer._leases.held)
     before = resident_bytes()
     for number in range(500):
         peers.send(hostile, release(token, 5, consumer=number.to_bytes(16, "big"), ranks=4096))
     peers.settled(hostile)
-    assert len(peers.producer._leases[token].lifetime.state.votes) == lease.MAX_CONSUMERS
+    assert len(peers.producer._leases.held[token].lifetime.state.votes) == lease.MAX_CONSUMERS
     assert resident_bytes() - before < MOST_BYTES
     peers.send(hostile, release(token))  # complete by itself
     assert wait(lambda: peers.p.sent == {"req-p"}, [peers.p])
@@ -134,12 +134,12 @@ def test_cancels_of_reads_that_never_were_keep_nothing(peers: Peers) -> None:
         if number % 200 == 0:
             hostile._connection.receive()
     peers.settled(hostile)
-    assert len(peers.producer._sender._ended) == 0
+    assert len(peers.producer.reads.sender._ended) == 0
     another_works(peers.p, peers.d)
 
 
 def test_reads_that_have_ended_are_bounded(peers: Peers, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers.producer._sender._ended, "_limit", 100)
+    monkeypatch.setattr(peers.producer.reads.sender._ended, "_limit", 100)
     hostile = peers.raw()
     for number in range(300):
         peers.send(hostile, messages.Ask(
@@ -148,7 +148,7 @@ def test_reads_that_have_ended_are_bounded(peers: Peers, monkeypatch: pytest.Mon
         ))  # fmt: skip
         peers.send(hostile, messages.Cancel(read=number, posted=0))
     peers.settled(hostile)
-    assert 0 < len(peers.producer._sender._ended) <= 100
+    assert 0 < len(peers.producer.reads.sender._ended) <= 100
 
 
 def test_smaller_chunks_than_settings_allow_are_no_message(peers: Peers) -> None:
@@ -184,7 +184,7 @@ def test_an_ask_of_many_spans_does_not_hold_p_up(group: RankGroup) -> None:
         ))  # fmt: skip
     assert hostile.answer(messages.Grant).chunks == MAX_SPANS
     peers.settled(hostile)
-    live = peers.producer._sender._live
+    live = peers.producer.reads.sender._live
     assert live.cost <= sender.LIVE_SPANS and len(live) < 40, "the oldest reads of this D have failed"
     assert turn.seconds < MOST_TURN_SECONDS
     assert resident_bytes() - before < 2 * MOST_BYTES  # shared with the messages that this test makes
@@ -264,8 +264,8 @@ def test_a_d_that_never_reads_loses_its_session(
     token = grant([peers.p], "req-p", THEIRS, TOKENS)
     monkeypatch.setattr(producer._replies.kept, "_limit", 1 << 20)
     channel = next(iter(producer._sessions._sessions.values())).channel
-    detail, deny = "x" * 1000, producer._deny
-    monkeypatch.setattr(producer, "_deny", lambda to, read, reason, text="": deny(to, read, reason, detail))
+    detail, deny = "x" * 1000, producer.reads.deny
+    monkeypatch.setattr(producer.reads, "deny", lambda to, read, reason, text="": deny(to, read, reason, detail))
     with caplog.at_level("WARNING", "vllm.kvferry"):
         end = time.monotonic() + 60
         number = 0

@@ -75,7 +75,7 @@ def test_pages_are_not_read_by_a_socket_once_their_lease_is_over(group: RankGrou
     p, d = group.rank(**form), group.rank(engine_id="engine-d", **form)
     p.fill(THEIRS, TOKENS)
     token = grant([p], "req-p", THEIRS, TOKENS)
-    plane, pushes = d.worker.rank_context.plane("tcp"), halves(p)[0]._sender
+    plane, pushes = d.worker.rank_context.plane("tcp"), halves(p)[0].reads.sender
     real = plane.progress
     stuck = Gate(plane, "progress", lambda: real() if not any(push.reading for push in pushes._outgoing) else False)
     d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))

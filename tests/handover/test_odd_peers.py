@@ -133,7 +133,7 @@ def test_a_read_that_has_ended_is_not_asked_for_again(pair: tuple[Rank, Rank], r
     raw.answer(messages.Attached)
     raw.ask(7, token)
     raw.answer(messages.Grant)
-    assert wait(lambda: not halves(pair[0])[0]._sender)
+    assert wait(lambda: not halves(pair[0])[0].reads.sender)
     raw.ask(7, token)
     assert raw.answer(messages.Deny).reason == "bounds"
 
@@ -222,14 +222,14 @@ def test_a_p_that_says_that_it_has_stopped_what_nobody_has(group: RankGroup) -> 
     p, d = group.rank(settings=settings), group.rank(settings=settings, engine_id="engine-d")
     p.fill(THEIRS, TOKENS)
     producer = halves(p)[0]
-    reply = producer._reply
+    reply = producer._replies.send
 
     def and_stopped(identity: bytes, message: object) -> None:
         reply(identity, message)
         if isinstance(message, messages.Grant):
             reply(identity, messages.Stopped(read=message.read, sent=0))
 
-    producer._reply = and_stopped
+    producer._replies.send = and_stopped
     another_works(p, d)
 
 
@@ -264,7 +264,7 @@ def test_staging_that_is_used_up_leads_to_the_next_plane(group: RankGroup) -> No
     p = group.rank(settings=Settings(staging_bytes=8 << 20))
     p.fill(THEIRS, TOKENS)
     producer = halves(p)[0]
-    reply, tick, late = producer._reply, producer.tick, []
+    reply, tick, late = producer._replies.send, producer.tick, []
     context = p.worker.rank_context
     assert context is not None
     context.planes = [plane for plane in context.planes if plane.name in ("shm", "tcp")]
@@ -280,7 +280,7 @@ def test_staging_that_is_used_up_leads_to_the_next_plane(group: RankGroup) -> No
         while late and late[0][0] < time.monotonic():
             reply(*late.pop(0)[1:])
 
-    producer._reply, producer.tick = slowly, on_tick
+    producer._replies.send, producer.tick = slowly, on_tick
     planes = []
     for n in range(3):
         d = group.rank(engine_id=f"engine-{n}")
@@ -297,7 +297,7 @@ def test_a_d_that_does_not_read_does_not_hold_up_the_others(group: RankGroup, mo
     p, slow, d = group.rank(**form), group.rank(engine_id="slow", **form), group.rank(engine_id="engine-d", **form)
     p.fill(THEIRS, TOKENS)
     token = grant([p], "req-p", THEIRS, TOKENS)
-    pushes = halves(p)[0]._sender
+    pushes = halves(p)[0].reads.sender
     plane = slow.worker.rank_context.plane("tcp")
     real = plane.progress
     stuck = Gate(plane, "progress", lambda: real() if not any(push.reading for push in pushes._outgoing) else False)

@@ -49,7 +49,7 @@ def test_zeros_in_the_place_of_pages_that_p_may_not_read_any_more(group: RankGro
     p, d = group.rank(**form), group.rank(engine_id="engine-d", **form)
     p.fill(THEIRS, TOKENS)
     token = grant([p], "req-p", THEIRS, TOKENS)
-    plane, pushes = d.worker.rank_context.plane("tcp"), halves(p)[0]._sender
+    plane, pushes = d.worker.rank_context.plane("tcp"), halves(p)[0].reads.sender
     real = plane.progress
 
     def last() -> bool:

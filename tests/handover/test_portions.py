@@ -52,7 +52,7 @@ def begin(p: Rank, d: Rank, name: str, tokens: int) -> None:
     """D begins a step that computes with ``tokens``, and asks for each layer."""
     token = grant([p], f"{name}-p", THEIRS, 112)
     thread = p.worker._transfer_thread
-    assert thread is not None and wait(lambda: token in thread._producer._leases)
+    assert thread is not None and wait(lambda: token in thread._producer._leases.held)
     d.worker.post(load_plan(f"{name}-d", token, peer([p]), OURS, 0, tokens, now=True))
     d.worker.begin_step(by_layer=True)
 

@@ -45,7 +45,7 @@ def asked(p: Rank) -> Counter[str]:
 
 
 def posted(p: Rank, token: bytes) -> None:
-    assert wait(lambda: (held := halves(p)[0]._leases.get(token)) is not None and held.posted is not None)
+    assert wait(lambda: (held := halves(p)[0]._leases.held.get(token)) is not None and held.posted is not None)
 
 
 def test_nothing_is_asked_and_nothing_committed(pair: Pair) -> None:
@@ -124,7 +124,7 @@ def test_no_lease_is_left_on_the_board(pair: Pair) -> None:
         token = grant([p], f"p{number}", THEIRS, TOKENS)
         d.worker.post(load_plan(f"d{number}", token, peer([p]), OURS, 0, TOKENS))
         assert wait(lambda n=number: f"d{n}" in d.received and f"p{n}" in p.sent, [p, d])
-    assert not d.failed and not halves(p)[0]._board._taken
+    assert not d.failed and not halves(p)[0]._leases.board._taken
 
 
 def test_without_the_board_it_asks(pair: Pair, group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,7 +135,7 @@ def test_a_plane_is_left_though_two_loads_are_stuck_on_it(group: RankGroup) -> N
 
 def test_a_plane_on_which_another_load_moves_is_kept(group: RankGroup) -> None:
     p, d = pair(group, ("tcp", "shm"))
-    trickle, sender = Trickle(p, 0), halves(p)[0]._sender
+    trickle, sender = Trickle(p, 0), halves(p)[0].reads.sender
     stuck, turn = [begin(p, d, "one")], sender.turn
 
     def passes_over_one(now: float) -> Any:
@@ -281,8 +281,8 @@ def test_a_lost_stopped_leaves_nothing(group: RankGroup) -> None:
     """P's answer to a Cancel says how many chunks are under way. Without it D ends the link, not earlier."""
     p, d = pair(group, handover_timeout_seconds=600.0)
     trickle, producer = Trickle(p, 3), halves(p)[0]
-    reply = producer._reply
-    producer._reply = lambda to, message: None if isinstance(message, messages.Stopped) else reply(to, message)
+    reply = producer._replies.send
+    producer._replies.send = lambda to, message: None if isinstance(message, messages.Stopped) else reply(to, message)
     begin(p, d)
     assert wait(lambda: in_the_middle(d), [p, d])
     d.worker.post(StepPlan(cancels=("req-d",)))
@@ -290,7 +290,7 @@ def test_a_lost_stopped_leaves_nothing(group: RankGroup) -> None:
     assert halves(d)[1]._receiver.stopped
     let_time_pass(d, 31)
     assert wait(lambda: not halves(d)[1]._receiver and p.sent == {"req-p"}, [p, d])
-    producer._reply, trickle.turns = reply, float("inf")
+    producer._replies.send, trickle.turns = reply, float("inf")
     let_time_pass(d, 40)
     another_works(p, d)
 

@@ -212,7 +212,7 @@ def test_pages_that_may_be_in_use_stay_mapped(group: RankGroup, monkeypatch: pyt
         held.set()
         return not hold.wait(60)
 
-    halves(p)[0].pump = stuck
+    halves(p)[0].reads.pump = stuck
     assert held.wait(60)
     monkeypatch.setattr(worker, "UNREGISTER_SECONDS", 0.05)
     with pytest.raises(TransportError, match="they must stay mapped"):

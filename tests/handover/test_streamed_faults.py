@@ -93,7 +93,7 @@ def preempt_under_a_copy(p: Rank, d: Rank, slow: SlowCopies) -> PrefillingEngine
     engine.begin(step_tokens=STEP)
     engine.load(d, OURS, step=STEP)
     engine.plan(0, STEP)
-    assert wait(lambda: bool(halves(p)[0]._sender.waiting), [p, d])
+    assert wait(lambda: bool(halves(p)[0].reads.sender.waiting), [p, d])
     engine.write(0, STEP)
     slow.gate.clear()
     engine.end()
@@ -133,7 +133,7 @@ def test_an_abort_under_a_copy(group: RankGroup, copies: list[SlowCopies]) -> No
     engine.begin(step_tokens=STEP)
     engine.load(d, OURS, step=STEP)
     engine.plan(0, STEP)
-    assert wait(lambda: bool(halves(p)[0]._sender.waiting), [p, d])
+    assert wait(lambda: bool(halves(p)[0].reads.sender.waiting), [p, d])
     engine.write(0, STEP)
     copies[0].gate.clear()
     engine.end()
@@ -151,7 +151,7 @@ def test_p_gives_the_prompt_up(group: RankGroup, when: str) -> None:
     engine = PrefillingEngine([p], THEIRS, TOKENS)
     engine.begin(step_tokens=STEP)
     engine.load(d, OURS, step=STEP)
-    sender = halves(p)[0]._sender
+    sender = halves(p)[0].reads.sender
     if when == "before the first step":
         assert wait(lambda: bool(sender.waiting), [p, d])
     else:
@@ -190,7 +190,7 @@ def test_d_cancels_while_p_computes(group: RankGroup) -> None:
     for cache in d.caches.values():
         cache.fill_(-1)
     producer = halves(p)[0]
-    assert wait(lambda: bool(producer._early.votes) and not producer._sender.waiting, [p, d])
+    assert wait(lambda: bool(producer._early.votes) and not producer.reads.sender.waiting, [p, d])
     let_time_pass(p, 10_000)  # the vote is kept for as long as P computes
     engine.step(STEP, TOKENS)
     assert nothing_of(d, 0, TOKENS)
@@ -217,7 +217,7 @@ def test_a_d_that_is_gone_lets_the_lease_expire(group: RankGroup) -> None:
 
 
 def token_is_leased(p: Rank, engine: PrefillingEngine) -> bool:
-    return engine.token in halves(p)[0]._leases
+    return engine.token in halves(p)[0]._leases.held
 
 
 def test_p_ends_while_it_computes(group: RankGroup) -> None:

@@ -112,7 +112,7 @@ def test_a_failure_and_an_expiry_say_why(group: RankGroup) -> None:
     of_p, of_d = trace(p), trace(d)
     Trickle(p, 0)
     begin(p, d)
-    assert wait(lambda: bool(halves(d)[1]._active_loads) and bool(halves(p)[0]._leases), [p, d])
+    assert wait(lambda: bool(halves(d)[1]._active_loads) and bool(halves(p)[0]._leases.held), [p, d])
     d.worker.post(StepPlan(cancels=("req-d",)))
     assert wait(lambda: d.failed == {"req-d"}, [p, d])
     handover = only(of_d, "kvferry.handover")
@@ -120,7 +120,7 @@ def test_a_failure_and_an_expiry_say_why(group: RankGroup) -> None:
     assert wait(lambda: p.sent == {"req-p"}, [p, d])
     lease = prompt_lease("req-2")
     p.worker.post(StepPlan(leases=(lease,)))
-    assert wait(lambda: lease.token in halves(p)[0]._leases, [p])
+    assert wait(lambda: lease.token in halves(p)[0]._leases.held, [p])
     let_time_pass(p, 31.0)
     assert wait(lambda: "req-2" in p.sent, [p]) and wait(lambda: len(of_p.named("kvferry.lease")) == 2)
     assert "expired" in of_p.named("kvferry.lease")[1].status.description
@@ -170,7 +170,7 @@ def test_blocks_of_a_lease_count_once_for_each_block_table() -> None:
 
 def test_reads_beyond_the_bound_have_no_span(traced, monkeypatch: pytest.MonkeyPatch) -> None:
     p, d, of_p, _ = traced
-    monkeypatch.setattr("kvferry.connector.transfer.producer.MAX_READS", 0)
+    monkeypatch.setattr("kvferry.connector.transfer.outgoing_reads.MAX_READS", 0)
     assert handover_trace.MAX_READS > 0
     begin(p, d)
     assert wait(lambda: both_ended(p, d), [p, d])

@@ -25,7 +25,7 @@ def no_board(*place: object) -> None:
 
 def leased(p: Rank, name: str) -> bytes:
     token, thread = grant([p], f"{name}-p", THEIRS, TOKENS), p.worker._transfer_thread
-    assert thread is not None and wait(lambda: token in thread._producer._leases)
+    assert thread is not None and wait(lambda: token in thread._producer._leases.held)
     return token
 
 

@@ -86,7 +86,7 @@ class HostedRank:
         """Note what D asks for and what P is released by; everything goes its way."""
         thread = self.worker._transfer_thread
         assert thread is not None
-        ask, release, free = thread._consumer._reads.ask, thread._producer._release, thread._producer._free
+        ask, release, free = thread._consumer._reads.ask, thread._producer._release, thread._producer._leases._free
         find_posted = thread._consumer._reads.use_posted_grant
 
         def note(read: SourceRead) -> None:
@@ -114,7 +114,7 @@ class HostedRank:
         thread._consumer._reads.ask = asked  # type: ignore[method-assign]
         thread._consumer._reads.use_posted_grant = found  # type: ignore[method-assign]
         thread._producer._release = released  # type: ignore[method-assign]
-        thread._producer._free = freed  # type: ignore[method-assign]
+        thread._producer._leases._free = freed  # type: ignore[method-assign]
 
     @property
     def tables(self) -> tuple[bytes, ...]:

@@ -205,7 +205,7 @@ class Node:
             return
         self.timeline.note(f"{self.name} is killed{' with its host' if silently else ''}")
         self._end()
-        board = self.thread._producer._board  # no other process opens a dead process's descriptor
+        board = self.thread._producer._leases.board  # no other process opens a dead process's descriptor
         os.close(board._fd)
         board._fd = -1
         self.network.ended(self, silently=silently)
@@ -262,7 +262,7 @@ class Node:
         for question in producer.named.held.values():
             if question.deadline < late:
                 yield f"held question {question.resolve.number}"
-        for held in producer._leases.values():
+        for held in producer._leases.held.values():
             lease = held.lifetime.state
             if lease.phase in HELD and lease.deadline < late:
                 yield f"lease {held.grant.request_id}, {lease.phase.value}, by {late - lease.deadline:.3f} s"
@@ -287,10 +287,10 @@ class Node:
             "renewals": list(consumer._lease_keeper._due),
             "links": [f"{link.name} {link.lifetime.story()}" for link in consumer._links],
             "later": consumer._later,
-            "leases": [f"{held.grant.request_id} {held.lifetime.story()}" for held in producer._leases.values()],
+            "leases": [f"{held.grant.request_id} {held.lifetime.story()}" for held in producer._leases.held.values()],
             "prompts that are computed": producer.computing.prompts,
             "steps that compute them": producer.computing.steps,
-            "reads that wait for them": producer._sender.waiting,
+            "reads that wait for them": producer.reads.sender.waiting,
             "named prompts": producer.named._prompts,
             "names": producer.named._tokens,
             "questions of D": producer.named.held.values(),
@@ -300,11 +300,11 @@ class Node:
             "asks": producer._early.asks.values(),
             "early releases": producer._early.votes.values(),
             "replies": producer._replies.kept.values(),
-            "messages that have arrived": producer._arrived,
-            "outgoing reads": producer._sender._outgoing,
-            "live reads": producer._sender._live.values(),
-            "draining reads": producer._sender._draining,
-            "posted grants": producer._board._taken,
+            "messages that have arrived": producer.arrived,
+            "outgoing reads": producer.reads.sender._outgoing,
+            "live reads": producer.reads.sender._live.values(),
+            "draining reads": producer.reads.sender._draining,
+            "posted grants": producer._leases.board._taken,
             "sessions": [session.engine_id for session in producer._sessions._sessions.values()],
             "commands": self.thread._commands,
             "leases that are computed": self.thread._computing,

@@ -215,7 +215,7 @@ def let_time_pass(rank: Rank, seconds: float) -> None:
 def renew_after(p: Rank, d: Rank, seconds: float) -> None:
     """It is ``seconds`` later for both, and D has renewed its leases on P meanwhile."""
     assert p.worker._transfer_thread is not None and d.worker._transfer_thread is not None
-    leases, claims = p.worker._transfer_thread._producer._leases, d.worker._transfer_thread._consumer._lease_keeper
+    leases, claims = p.worker._transfer_thread._producer._leases.held, d.worker._transfer_thread._consumer._lease_keeper
     assert wait(lambda: bool(leases) and bool(claims)), "what is claimed later is renewed later"
     before = {token: held.lifetime.state.deadline for token, held in list(leases.items())}
     let_time_pass(d, seconds)
@@ -231,7 +231,8 @@ def left_in_tables(rank: Rank) -> dict[str, int]:
     early = producer._early.asks.cost + producer._early.votes.cost
     computing = producer.computing
     return {
-        "leases": len(producer._leases), "early requests": int(early), "outgoing reads": len(producer._sender),
+        "leases": len(producer._leases.held), "early requests": int(early),
+        "outgoing reads": len(producer.reads.sender),
         "computing prompts": len(computing.prompts) + len(computing.steps),
         "loads": len(consumer._active_loads), "reads": len(consumer._receiver._reads),
         "named prompts": len(producer.named._prompts) + len(producer.named._tokens) + len(producer.named.held),

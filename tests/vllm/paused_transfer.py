@@ -7,7 +7,7 @@ from typing import Any
 from unittest import mock
 
 from kvferry.connector.protocol.handover import HandoverPhase
-from kvferry.connector.transfer import producer
+from kvferry.connector.transfer import outgoing_reads
 from kvferry.transport.planes import cma
 from tests.vllm.stepped import Engine, eventually, transfer_thread_of
 
@@ -28,8 +28,8 @@ class PausedTransfer:
         self._producer: Any = self._transfer_thread._producer
         self._kinds, self._left = kinds, chunks
         self._parked: list[tuple[bytes, Any, str]] = []
-        self._request, self._pump = self._producer._request, self._producer.pump
-        self._producer._request, self._producer.pump = self._hold_request, self._hold_pump
+        self._request, self._pump = self._producer._request, self._producer.reads.pump
+        self._producer._request, self._producer.reads.pump = self._hold_request, self._hold_pump
         self._open = False
         if reader is not None:
             self._plane: Any = transfer_thread_of(reader)._rank_context.plane("cma")
@@ -61,11 +61,11 @@ class PausedTransfer:
             return bool(self._pump(now))
         if self._left == 0:
             return False
-        packs, producer.PACKS_PER_TURN = producer.PACKS_PER_TURN, 1
+        packs, outgoing_reads.PACKS_PER_TURN = outgoing_reads.PACKS_PER_TURN, 1
         try:
             sent = bool(self._pump(now))
         finally:
-            producer.PACKS_PER_TURN = packs
+            outgoing_reads.PACKS_PER_TURN = packs
         self._left -= sent
         return sent
 

@@ -377,7 +377,7 @@ def renew_after(p: Engine, d: Engine, seconds: float) -> None:
     """It is ``seconds`` later for both, and D has renewed its leases on P meanwhile."""
 
     def deadlines() -> list[float]:
-        return [held.lifetime.state.deadline for held in list(transfer_thread_of(p)._producer._leases.values())]
+        return [held.lifetime.state.deadline for held in list(transfer_thread_of(p)._producer._leases.held.values())]
 
     eventually(lambda: bool(transfer_thread_of(d)._consumer._lease_keeper))  # what is claimed later is renewed later
     before = deadlines()

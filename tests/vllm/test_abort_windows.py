@@ -45,7 +45,7 @@ def test_before_it_was_scheduled(pair: Pair) -> None:
     d.abort(request_id)
     settle(p, d)
     assert not d.loads, "nothing was loaded"
-    assert transfer_thread_of(p)._producer._leases == {}
+    assert transfer_thread_of(p)._producer._leases.held == {}
 
 
 def test_while_no_block_is_free(pair: Pair) -> None:
@@ -110,7 +110,7 @@ def test_while(pair: Pair, group: EngineGroup, monkeypatch: pytest.MonkeyPatch, 
     paused.open()
     run([p, d], lambda: d.answers[busy].finish is not None)
     settle(p, d)
-    assert transfer_thread_of(p)._producer._leases == {}
+    assert transfer_thread_of(p)._producer._leases.held == {}
 
 
 def test_committed_but_not_reported(pair: Pair) -> None:
@@ -148,7 +148,7 @@ def test_rejected_before_it_was_admitted(pair: Pair, lines: Lines) -> None:
     p, d = pair
     params = prefill(p, IDS)
     p.step()
-    eventually(lambda: bool(transfer_thread_of(p)._producer._leases))
+    eventually(lambda: bool(transfer_thread_of(p)._producer._leases.held))
     d.add([0], params, rejected=True)
     run([p, d], lambda: p.idle and d.idle)
     settle(p, d)

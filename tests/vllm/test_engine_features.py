@@ -92,7 +92,7 @@ def test_nothing_left_to_load_releases_p_at_once(pair: Pair, lines: Lines, token
     run([d], lambda: d.answers[local].finish is not None)
     params = prefill(p, ids)
     p.step()
-    eventually(lambda: len(transfer_thread_of(p)._producer._leases) == 1)
+    eventually(lambda: len(transfer_thread_of(p)._producer._leases.held) == 1)
     request_id = d.add(ids, params, max_tokens=3)
     run([p, d], lambda: d.answers[request_id].finish is not None)
     assert d.answers[request_id].tokens == tokens_after(ids, 3)

@@ -264,7 +264,7 @@ def test_the_lease_is_renewed_while_d_has_no_room(group: EngineGroup) -> None:
     request_id = d.add(prompt(400), prefill(p, prompt(400)))
     d.step()
     p.step()
-    eventually(lambda: bool(transfer_thread_of(p)._producer._leases))
+    eventually(lambda: bool(transfer_thread_of(p)._producer._leases.held))
     for seconds in (500, 1000, 1500):
         renew_after(p, d, seconds)
         p.step()

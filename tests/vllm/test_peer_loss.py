@@ -133,7 +133,7 @@ def test_the_cap_ends_a_lease_however_often_it_is_renewed(group: EngineGroup, li
     request_id = d.add(IDS, prefill(p, IDS))
     d.step()
     p.step()
-    eventually(lambda: bool(transfer_thread_of(p)._producer._leases))
+    eventually(lambda: bool(transfer_thread_of(p)._producer._leases.held))
     for seconds in (500, 1000):
         renew_after(p, d, seconds)
     let_time_pass(p, 1300)

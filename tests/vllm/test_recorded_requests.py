@@ -154,7 +154,7 @@ def test_llm_d_tries_p_again_under_a_new_name(pair: tuple[Engine, Engine]) -> No
     leg = d.add(IDS, through_go(answer) | {"transfer_id": name}, max_tokens=4)
     run([p, d], lambda: d.answers[leg].finish is not None)
     assert d.origins[leg].theirs == len(IDS) - 1
-    held = transfer_thread_of(p)._producer._leases
+    held = transfer_thread_of(p)._producer._leases.held
     eventually(lambda: [token.hex() for token in held] == [left["remote_request_id"]])
     let_time_pass(p, PATIENT["lease_seconds"])
     settle(p, d)

@@ -171,7 +171,7 @@ def test_a_p_that_sends_what_nobody_waits_for_is_hung_up_on(
     producer = transfer_thread_of(p)._producer
 
     def serve(now: float) -> bool:
-        producer._reply(held.identity, messages.Unresolved(number=1, final=False, detail="x" * 900))
+        producer._replies.send(held.identity, messages.Unresolved(number=1, final=False, detail="x" * 900))
         return bool(type(producer).serve(producer, now))
 
     producer.serve = serve
@@ -382,7 +382,7 @@ def test_tokens_found_in_the_prefix_cache_may_be_computed_in_the_same_step(group
         if not blocks:
             p.device = lambda: None
             run([d], lambda: d.free_blocks < d.baseline)
-            sender = transfer_thread_of(p)._producer._sender
+            sender = transfer_thread_of(p)._producer.reads.sender
             eventually(lambda: bool(sender.waiting) or any(read.lifetime.state.sent for read in sender._outgoing))
             eventually(lambda: bool(sender.waiting))  # after what could be sent
             blocks.append(True)

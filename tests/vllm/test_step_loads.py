@@ -60,7 +60,7 @@ def add(p: Engine, d: Engine, ids: list[int], **kwargs: Any) -> str:
     before = p.leases.total()
     params = prefill(p, ids)
     run([p], lambda: p.leases.total() > before)
-    eventually(lambda: all(transfer_thread_of(p, rank)._producer._leases for rank in range(p.tp)))
+    eventually(lambda: all(transfer_thread_of(p, rank)._producer._leases.held for rank in range(p.tp)))
     return d.add(ids, params, **kwargs)
 
 
