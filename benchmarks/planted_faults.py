@@ -218,7 +218,7 @@ class FaultProbe:
             held = next((h for h in list(producer._leases.held.values()) if name_of(h.grant.request_id) == name), None)
             if held is not None:
                 break
-            if any(name_of(grant.request_id) == name for grant, _ in thread._computing):
+            if any(name_of(grant.request_id) == name for grant, _ in thread._plans.computing):
                 continue
             return False
         assert held is not None
@@ -248,7 +248,7 @@ class FaultProbe:
             return {}
         thread = _transfer_thread()
         return {
-            "leases at P": len(thread._producer._leases.held) + len(thread._computing),
+            "leases at P": len(thread._producer._leases.held) + len(thread._plans.computing),
             "loads at D": len(thread._consumer._active_loads) + len(thread._consumer._receiver._reads),
             "leases kept by D": len(thread._consumer._lease_keeper._kept),
         }

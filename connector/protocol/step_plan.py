@@ -256,8 +256,9 @@ class StepPlan(msgspec.Struct, frozen=True):
     left: tuple[str, ...] = ()
 
     @property
-    def urgent(self) -> bool:
-        """Whether it has other work than ``chunks``, of which nothing leaves before the step advances."""
+    def wakes_thread(self) -> bool:
+        """Whether the transfer thread is woken for it: it has other work than ``chunks``, of which nothing leaves
+        before the step advances."""
         return bool(
             self.leases or self.keeps or self.loads or self.cancels or self.releases
             or self.queued or self.prefills or self.stops or self.rendezvous or self.left

@@ -27,12 +27,12 @@ Answer = tuple[bytes, messages.Resolved | messages.Unresolved]
 
 @dataclass(slots=True)
 class _HeldResolve:
-    """A question that waits. ``steps``: those that P's engine had begun when it came."""
+    """A question that waits. ``plans``: how many P's engine had posted when it came."""
 
     identity: bytes
     resolve: messages.Resolve
     deadline: float
-    steps: int
+    plans: int
 
 
 @dataclass(slots=True)
@@ -62,9 +62,9 @@ class NamedPrompts:
         self._gone: OrderedDict[str, float] = OrderedDict()  # until when a name is remembered
         self.held: FairTable[tuple[bytes, int], _HeldResolve] = FairTable(HELD_RESOLVES)
         """The questions that wait."""
-        self.engine_steps = 0
-        """The steps that P's engine has begun, which another thread counts. An engine that begins none is not one that
-        has a prompt under way."""
+        self.posted_plans = 0
+        """The step plans that P's engine has posted; its thread counts them. An engine that posts none has no prompt
+        under way."""
 
     def __contains__(self, token: object) -> bool:
         return token in self._prompts
@@ -151,7 +151,7 @@ class NamedPrompts:
         if named is not None and named.params and (named.granted or resolve.until == "begun"):
             return [(identity, _resolved(resolve, named))]
         key = identity, resolve.number
-        held = _HeldResolve(identity, resolve, now + self._hold_seconds, self.engine_steps)
+        held = _HeldResolve(identity, resolve, now + self._hold_seconds, self.posted_plans)
         return [self._not_yet(left, "too many questions wait here") for left in self.held.put(identity, key, held)]
 
     def leave(self, identity: bytes, number: int) -> None:
@@ -168,7 +168,7 @@ class NamedPrompts:
         return [self._not_yet(held, "no such prompt came in time") for held in late]
 
     def _not_yet(self, held: _HeldResolve, why: str) -> Answer:
-        known = held.resolve.name in self._tokens and held.steps != self.engine_steps
+        known = held.resolve.name in self._tokens and held.plans != self.posted_plans
         return held.identity, messages.Unresolved(number=held.resolve.number, final=False, known=known, detail=why)
 
     @staticmethod

@@ -12,19 +12,17 @@ import math
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
-from itertools import zip_longest
 
 import zmq
 
-from kvferry.connector.protocol.step_plan import LeaseGrant, Load, PrefillStop, StepPlan
+from kvferry.connector.protocol.step_plan import Load, StepPlan
 from kvferry.connector.transfer.computed_steps import ComputedStep
 from kvferry.connector.transfer.consumer import Consumer
 from kvferry.connector.transfer.copies import DeviceEvent
 from kvferry.connector.transfer.load_reports import Check, StepLoadListener
+from kvferry.connector.transfer.posted_plans import PostedPlan, PostedPlans
 from kvferry.connector.transfer.producer import Producer
 from kvferry.connector.transfer.rank_context import RankContext
 from kvferry.connector.transfer.rendezvous import PromptFinder
@@ -53,9 +51,6 @@ worker spins so between steps. At Python's default of 5 ms a hand-over of 138 MB
 
 
 Pollable = int | zmq.Socket[bytes]
-_Command = tuple[
-    StepPlan, DeviceEvent | None, Sequence[DeviceEvent | None], StepLoadListener | None, ComputedStep | None
-]
 
 
 class TransferThread:
@@ -71,8 +66,6 @@ class TransferThread:
         self._listener = listener
         self._time = clock or RunningClock()
         self._waker = Waker()
-        self._commands: deque[_Command] = deque()
-        self._computing: list[tuple[LeaseGrant, DeviceEvent | None]] = []
         self.results = Results()
         self._work_posted = False  # any thread sets it, before it wakes this one
         self._yielding = False  # the engine's threads have more urgent work than this one
@@ -89,6 +82,9 @@ class TransferThread:
         consumer = self._consumer
         self._finder = PromptFinder(
             rank_context, consumer.links_to, self.results.rendezvous_told, consumer.release_for_all, self.wake
+        )
+        self._plans = PostedPlans(
+            rank_context, self._producer, consumer, self._finder, self.results, self._yield_to_engine
         )
         self._steps = self._producer.computing.steps
         self._thread = threading.Thread(target=self._run, name="kvferry-transfer", daemon=True)
@@ -116,18 +112,18 @@ class TransferThread:
         listener: StepLoadListener | None = None,
         step: ComputedStep | None = None,
     ) -> None:
-        """Post the work of one step. Where it is not ``urgent``, the thread takes it at its next turn.
+        """Post the work of one step. Where it does not wake the thread, the thread takes it at its next turn.
 
         ``event``: the device must have reached it before the blocks of loads ``behind`` are written. ``computed``: one
         event per lease; the device must have reached it before the blocks of the lease are read. ``listener``: takes
         the reports of the loads inside the step, from this thread. ``step``: where the step computes ``plan.chunks``.
         """
-        self._producer.named.engine_steps += 1
-        urgent = plan.urgent
-        if urgent or plan.chunks:
+        self._producer.named.posted_plans += 1
+        wakes = plan.wakes_thread
+        if wakes or plan.chunks:
             earlier = self.results.listeners  # before the thread can add this listener
-            self._commands.append((plan, event, computed, listener, step))
-            if not urgent:
+            self._plans.posted.append(PostedPlan(plan, event, computed, listener, step))
+            if not wakes:
                 return
             self.wake()
             for other in earlier:
@@ -217,7 +213,7 @@ class TransferThread:
     def sleep_seconds(self) -> float:
         """How long the thread may sleep if nothing happens."""
         live = self._consumer.live or self._producer.live or self._finder.live
-        return COMPUTING_SECONDS if self._computing else TICK_SECONDS if live else IDLE_SECONDS
+        return COMPUTING_SECONDS if self._plans.computing else TICK_SECONDS if live else IDLE_SECONDS
 
     def mark_ready(self, what: object) -> None:
         """A socket is readable, or a plane has an event: the next turn serves it."""
@@ -228,11 +224,11 @@ class TransferThread:
         """Look at all work. Returns whether there is more to do at once."""
         self._work_posted = busy = False  # before the first look, so that nothing is missed
         try:
-            self._run_commands(now)
+            self._plans.run(now)
             if self._steps:
                 self._producer.computing.look(now)
-            if self._computing:
-                self._grant(now)
+            if self._plans.computing:
+                self._plans.grant_computed(now)
         finally:
             if self._time.late:
                 self._consumer.renew_now()
@@ -248,7 +244,7 @@ class TransferThread:
             self._finder.serve(now)
         busy |= self._producer.reads.pump(now)
         # After the reads that wait are known to ``step_advanced``, so that nothing is missed that did not wake us.
-        return busy or bool(self._commands) or (bool(self._steps) and self._producer.computing.has_news)
+        return busy or bool(self._plans.posted) or (bool(self._steps) and self._producer.computing.has_news)
 
     def _progress(self, plane: Plane) -> bool:
         """Advance one plane. An error there must not stop the other planes, nor the control messages."""
@@ -267,55 +263,6 @@ class TransferThread:
         self._finder.tick(now)
         self._producer.tick(now)
         self._rank_context.stats.dropped_so_far("listener", self._listener.dropped)
-
-    def _run_commands(self, now: float) -> None:
-        for _ in range(len(self._commands)):
-            plan, event, computed, listener, step = self._commands.popleft()
-            if listener is not None:
-                self.results.listen(listener)
-            self._consumer.identify(plan.consumer)
-            self._computing += zip_longest(plan.leases, computed)
-            if plan.queued or plan.prefills or plan.stops:
-                self._begin_and_stop(plan, now)
-            if step is not None:
-                self._try("the prompts of a step", partial(self._producer.computing.plan, plan.chunks, step, now))
-            for request_id in plan.cancels:  # first: they are of earlier plans' loads, also where an id comes again
-                self._try(request_id, partial(self._consumer.cancel, request_id, now))
-            if self._finder.open:
-                for keep in plan.keeps:
-                    self._finder.taken(keep.request_id, now)
-            for keep in plan.keeps:
-                self._try(keep, partial(self._consumer.keep, keep, now))
-            for request_id in plan.left:
-                self._try(request_id, partial(self._finder.leave, request_id, now))
-            for wanted in plan.rendezvous:
-                self._try(wanted, partial(self._finder.begin, wanted, now))
-            loads = plan.loads if self._copies_wait(event, plan.loads, now) else ()
-            alone = len(loads) == 1 and not self._commands
-            for load in loads:
-                order = listener.layer_order if listener is not None and load.now else ()
-                begin = partial(self._consumer.load, load, now, alone=alone, layer_order=order)
-                self._try(load, begin, partial(self._consumer.fail, load, now))
-            # Before all other work: the engine waits for these results.
-            self._try("copies that have ended", partial(self._consumer.finished_writes, now))
-            for release in plan.releases:
-                self._try(release, partial(self._consumer.release, release, now))
-            if listener is not None and not self._commands and not any(p.active for p in self._rank_context.planes):
-                self._yield_to_engine(listener)
-
-    def _begin_and_stop(self, plan: StepPlan, now: float) -> None:
-        """P: queue, begin and stop the prompts of a plan. Those that end free their names for those that begin."""
-        begun = {prefill.token for prefill in plan.prefills}
-        for stop in plan.stops:
-            if stop.token not in begun:
-                self._try(stop, partial(self._producer.stop_prefill, stop, now))
-        for prefill in plan.prefills:
-            self._try(prefill, partial(self._producer.begin_prefill, prefill, now))
-        for prompt in plan.queued:
-            self._try(prompt, partial(self._producer.queue_prompt, prompt))
-        for stop in plan.stops:
-            if stop.token in begun:
-                self._try(stop, partial(self._producer.stop_prefill, stop, now))
 
     def _yield_to_engine(self, listener: StepLoadListener) -> None:
         """Meanwhile no end of a copy wakes this thread. A control message does: a peer waits for its answer."""
@@ -339,54 +286,6 @@ class TransferThread:
         """A copy on a GPU has ended. Any thread may call this."""
         if not self._yielding:  # else this thread looks at the copies right after the wait
             self.wake()
-
-    def _copies_wait(self, event: DeviceEvent | None, loads: Sequence[Load], now: float) -> bool:
-        """Have copies from now on wait for the engine's event, if one of ``loads`` must. Where the device refuses, the
-        loads fail."""
-        if event is None or not any(load.behind for load in loads):
-            return True
-        try:
-            self._rank_context.caches.copies.wait_event(event)
-        except Exception:
-            logger.exception("kvferry: %d loads fail: their copies cannot wait for the engine", len(loads))
-            for load in loads:
-                self._try(load, partial(self._consumer.fail, load, now))
-            return False
-        return True
-
-    def _grant(self, now: float) -> None:
-        """Grant the leases whose blocks the device has filled. P holds an ask that arrives before the grant."""
-        ready: list[LeaseGrant] = []
-        left: list[tuple[LeaseGrant, DeviceEvent | None]] = []
-        for grant, computed in self._computing:
-            if computed is None or computed.query():
-                ready.append(grant)
-            else:
-                left.append((grant, computed))
-        self._computing = left
-        for grant in ready:
-            self._try(grant, partial(self._producer.grant, grant, now), partial(self._not_granted, grant, now))
-
-    def _not_granted(self, grant: LeaseGrant, now: float) -> None:
-        """A grant has raised an error: the engine gets its blocks back, and no D may wait for them."""
-        self.results.freed(grant.request_id)
-        self._producer.stop_prefill(PrefillStop(grant.token, ended=True), now)
-
-    def _try(self, item: object, act: Callable[[], object], otherwise: Callable[[], None] | None = None) -> None:
-        """Run one command, which is about ``item``. Its error must not stop the other commands. ``otherwise`` then
-        reports it to the engine."""
-        try:
-            act()
-        except Exception:
-            # Not ``item`` itself: it contains the token of a lease.
-            what = getattr(item, "request_id", item)
-            self._log.exception("command", "kvferry: unexpected error with %s", what)
-            self._rank_context.stats.failed("internal")
-            if otherwise is not None:
-                try:
-                    otherwise()
-                except Exception:
-                    self._log.exception("otherwise", "kvferry: unexpected error after an error")
 
     def _report_begun(self, load: Load, stands: Check | None, copies: Sequence[Copy]) -> None:
         for listener in self.results.listeners:

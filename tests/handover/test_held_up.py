@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from kvferry.connector.config import Settings
 from kvferry.connector.protocol.step_plan import KeepLease, RankAddress, StepPlan
+from kvferry.connector.transfer.posted_plans import PostedPlan
 from kvferry.transport.control import framing
 from kvferry.transport.wake import RateLimitedLog
 from tests.handover.gates import PATIENT, Gate, halves
@@ -106,7 +107,7 @@ def test_d_renews_at_once_after_it_was_held_up(group: RankGroup, when: str) -> N
     plan = StepPlan(consumer=b"c" * 16, keeps=(KeepLease("req-d", token, peer([p]), False),))
     transfer_thread = d.worker._transfer_thread
     if when == "meanwhile":
-        transfer_thread._commands.append((plan, None, (), None, None))
+        transfer_thread._plans.posted.append(PostedPlan(plan))
     else:
         d.worker.post(plan)
         assert wait(lambda: bool(halves(d)[1]._lease_keeper), [p, d])

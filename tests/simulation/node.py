@@ -130,7 +130,7 @@ class Node:
             begins = bool(plan.chunks) or self.prefills._step is None
             step = self.prefills.begin_step(plan) if begins else None
             self.thread.post(plan, listener=StepLoads(inside, begun) if inside else None, step=step)
-            if plan.urgent:
+            if plan.wakes_thread:
                 self.wake()
 
     # --- turns ----------------------------------------------------------------------------------------------------
@@ -217,8 +217,8 @@ class Node:
         self.timeline.note(f"{self.name} closes")
         with patch("kvferry.connector.transfer.producer.CLOSING_SECONDS", 0.0):
             self.thread._shut()
-        for plan, *_ in self.thread._commands:  # that have not begun: the worker half reports their loads as failed
-            for load in plan.loads:
+        for posted in self.thread._plans.posted:  # that have not begun: the worker half reports their loads as failed
+            for load in posted.plan.loads:
                 self.thread.results.finished(FinishedLoad(load, False))
         self._take()
         self._end()
@@ -306,8 +306,8 @@ class Node:
             "draining reads": producer.reads.sender._draining,
             "posted grants": producer._leases.board._taken,
             "sessions": [session.engine_id for session in producer._sessions._sessions.values()],
-            "commands": self.thread._commands,
-            "leases that are computed": self.thread._computing,
+            "commands": self.thread._plans.posted,
+            "leases that are computed": self.thread._plans.computing,
             "loads inside steps": self.thread.results._listeners,
             "peers": list(self.listener.peers),
             "reads of pages": [use for use in self.pages.reads if use.copy is None or not use.copy.done],

@@ -47,7 +47,7 @@ def step(scheduler: SchedulerHalf, *scheduled: ScheduledTokens, preempted: Seque
 
 
 def empty(plan: StepPlan) -> bool:
-    return not (plan.urgent or plan.chunks)
+    return not (plan.wakes_thread or plan.chunks)
 
 
 def chunks(plan: StepPlan) -> list[tuple[int, int, list[int], bool]]:

@@ -207,7 +207,7 @@ def test_a_question_for_a_prompt_that_waits_is_held_and_told_so(begins: bool, st
         named.begin(prefill("r", "tx", streams=False))
     assert named.resolve(b"d", question(1, until="granted"), 0.0) == []
     assert named.resolve(b"d", question(2, "another"), 0.0) == []
-    named.engine_steps += steps
+    named.posted_plans += steps
     told = {answer.number: answer for _, answer in named.take_late(10.0)}
     assert all(isinstance(answer, messages.Unresolved) and not answer.final for answer in told.values())
     assert (told[1].known, told[2].known) == (bool(steps), False)  # type: ignore[union-attr]
