@@ -249,7 +249,7 @@ class FaultProbe:
         thread = _transfer_thread()
         return {
             "leases at P": len(thread._producer._leases.held) + len(thread._plans.computing),
-            "loads at D": len(thread._consumer._active_loads) + len(thread._consumer._receiver._reads),
+            "loads at D": len(thread._consumer.loads.running) + len(thread._consumer._receiver._reads),
             "leases kept by D": len(thread._consumer._lease_keeper._kept),
         }
 

@@ -72,7 +72,7 @@ class PostedPlans:
             if step is not None:
                 self._try("the prompts of a step", partial(self._producer.computing.plan, plan.chunks, step, now))
             for request_id in plan.cancels:  # first: they are of earlier plans' loads, also where an id comes again
-                self._try(request_id, partial(self._consumer.cancel, request_id, now))
+                self._try(request_id, partial(self._consumer.loads.cancel, request_id, now))
             if self._finder.open:
                 for keep in plan.keeps:
                     self._finder.taken(keep.request_id, now)
@@ -86,8 +86,8 @@ class PostedPlans:
             alone = len(loads) == 1 and not self.posted
             for load in loads:
                 order = listener.layer_order if listener is not None and load.now else ()
-                begin = partial(self._consumer.load, load, now, alone=alone, layer_order=order)
-                self._try(load, begin, partial(self._consumer.fail, load, now))
+                begin = partial(self._consumer.loads.begin, load, now, alone=alone, layer_order=order)
+                self._try(load, begin, partial(self._consumer.loads.fail, load, now))
             # Before all other work: the engine waits for these results.
             self._try("copies that have ended", partial(self._consumer.finished_writes, now))
             for release in plan.releases:
@@ -119,7 +119,7 @@ class PostedPlans:
         except Exception:
             logger.exception("kvferry: %d loads fail: their copies cannot wait for the engine", len(loads))
             for load in loads:
-                self._try(load, partial(self._consumer.fail, load, now))
+                self._try(load, partial(self._consumer.loads.fail, load, now))
             return False
         return True
 

@@ -45,7 +45,7 @@ class Reports:
 
     def __init__(self, d: Rank) -> None:
         self.ok: list[bool] = []
-        reports = halves(d)[1]._reports
+        reports = halves(d)[1].loads._reports
         self._real = reports._on_finished
         reports._on_finished = self._note
 
@@ -75,12 +75,12 @@ def figures(d: Rank) -> Any:
 
 
 def load_of(d: Rank) -> Any:
-    loads = halves(d)[1]._active_loads
+    loads = halves(d)[1].loads.running
     return loads[0] if loads else None
 
 
 def loads_of(d: Rank) -> list[Any]:
-    return list(halves(d)[1]._active_loads)
+    return list(halves(d)[1].loads.running)
 
 
 def moving(d: Rank, count: int) -> bool:

@@ -120,7 +120,7 @@ def test_while_p_packs_and_chunks_are_under_way(group: RankGroup, plane: str, he
         real = producer.reads.pump
         gate = Gate(producer.reads, "pump", lambda now: gate.calls <= 2 and real(now))
     begin(p, d)
-    give_up(p, d, lambda: gate.calls > 5 and bool(consumer._active_loads), gate)
+    give_up(p, d, lambda: gate.calls > 5 and bool(consumer.loads.running), gate)
     assert wait(lambda: not consumer._receiver and not producer.reads.sender, [p, d]), (
         "reads that nobody waits for were kept"
     )
@@ -160,7 +160,7 @@ def test_while_d_reads_by_itself(group: RankGroup) -> None:
 def test_unpacked_while_committing(pair: tuple[Rank, Rank]) -> None:
     p, d = pair
     consumer = halves(d)[1]
-    gate = Gate(consumer, "_commit", lambda active_load, now: None)
+    gate = Gate(consumer.loads, "_commit", lambda active_load, now: None)
     begin(p, d)
     give_up(p, d, lambda: gate.calls > 0, gate)
 

@@ -102,13 +102,13 @@ def test_a_read_whose_last_message_is_bad_does_not_wait_for_p(
     """No message of it can arrive any more, so it is forgotten also where P never answers the Cancel."""
     p, d = two(group, "shm")
     consumer = halves(d)[1]
-    reply = consumer._reads.reply
+    reply = consumer.loads.reads.reply
 
     def all_but_stopped(link: Any, message: Any, now: float) -> None:
         if not isinstance(message, messages.Stopped):
             reply(link, message, now)
 
-    monkeypatch.setattr(consumer._reads, "reply", all_but_stopped)
+    monkeypatch.setattr(consumer.loads.reads, "reply", all_but_stopped)
     monkeypatch.setattr(type(consumer._receiver._caches), "unpack", breaks)
     begin(p, d)
     assert wait(lambda: d.received == d.failed == {"req-d"}, [p, d])

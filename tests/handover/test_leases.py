@@ -57,14 +57,14 @@ def test_the_commit_is_a_fence(group: RankGroup) -> None:
     d = group.rank(settings=Settings(plane="cma"), engine_id="engine-d")
     p.fill(THEIRS, TOKENS)
     token = grant([p], "req-p", THEIRS, TOKENS)
-    gate = Gate(halves(d)[1], "_commit", lambda active_load, now: None)
+    gate = Gate(halves(d)[1].loads, "_commit", lambda active_load, now: None)
     d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
     assert wait(lambda: gate.calls > 0, [p, d], SOON)
     let_time_pass(p, 60)
     assert wait(lambda: p.sent == {"req-p"}, [p, d], SOON)
     gate.open()
-    (job,) = halves(d)[1]._active_loads
-    halves(d)[1]._commit(job, time.monotonic())
+    (job,) = halves(d)[1].loads.running
+    halves(d)[1].loads._commit(job, time.monotonic())
     assert wait(lambda: d.failed == {"req-d"}, [p, d], SOON)
     assert torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS)), "the bytes were right: only the commit refused them"
 

@@ -101,7 +101,7 @@ def test_p_stops_and_goes_on(group: RankGroup, plane: str) -> None:
     token = p.grant("req-p", THEIRS, TOKENS)
     p.signal(signal.SIGSTOP)
     d.worker.post(load_plan("req-d", token, remote_peer([p]), OURS, 0, TOKENS))
-    assert wait(lambda: bool(halves(d)[1]._active_loads), [d])
+    assert wait(lambda: bool(halves(d)[1].loads.running), [d])
     assert "req-d" not in d.received, "D waits for P"
     let_time_pass(d, 2 * QUICK["transfer_timeout_seconds"])
     assert wait(lambda: "req-d" in d.received, [d], SOON)

@@ -198,7 +198,7 @@ def test_a_load_that_breaks_while_it_starts_is_reported(
 ) -> None:
     p, d = pair
     half = halves(d)[1]
-    owner = half._links if where == "get" else half
+    owner = half._links if where == "get" else half.loads
     real, calls = getattr(owner, where), []
 
     def breaks(*args: Any, **options: Any) -> Any:
@@ -213,7 +213,7 @@ def test_a_load_that_breaks_while_it_starts_is_reported(
     assert wait(lambda: d.failed == {"req-d"}, [p, d])
     monkeypatch.undo()
     another_works(p, d)
-    assert not half._active_loads
+    assert not half.loads.running
 
 
 def test_a_p_that_says_that_it_has_stopped_what_nobody_has(group: RankGroup) -> None:
@@ -237,8 +237,8 @@ def test_a_grant_that_comes_twice_counts_once(pair: tuple[Rank, Rank]) -> None:
     """A second copy into D's pages would go on when the load has ended."""
     p, d = pair
     half = halves(d)[1]
-    grant, checked, calls = half._reads._take_grant, half._receiver.check_grant, []
-    half._reads._take_grant = lambda *args: (grant(*args), grant(*args))
+    grant, checked, calls = half.loads.reads._take_grant, half._receiver.check_grant, []
+    half.loads.reads._take_grant = lambda *args: (grant(*args), grant(*args))
     half._receiver.check_grant = lambda *args: (calls.append(args), checked(*args))
     another_works(p, d)
     assert len(calls) == 1

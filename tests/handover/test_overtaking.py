@@ -21,9 +21,9 @@ class Late:
 
     def __init__(self, d: Rank, *kinds: type) -> None:
         self._consumer, self._kinds = halves(d)[1], kinds
-        self._real = self._consumer._reads.reply
+        self._real = self._consumer.loads.reads.reply
         self.held: list[tuple[Any, ...]] = []
-        self._consumer._reads.reply = self._reply
+        self._consumer.loads.reads.reply = self._reply
 
     def _reply(self, link: Any, reply: Any, now: float) -> None:
         if isinstance(reply, self._kinds):
@@ -32,14 +32,14 @@ class Late:
             self._real(link, reply, now)
 
     def come(self) -> None:
-        self._consumer._reads.reply = self._real
+        self._consumer.loads.reads.reply = self._real
         while self.held:
             self._real(*self.held.pop(0))
 
 
 def all_here(d: Rank) -> bool:
     """Whether every chunk of D's hand-overs lies in its pages."""
-    return all(read.state.landed for job in list(halves(d)[1]._active_loads) for read in job.reads)
+    return all(read.state.landed for job in list(halves(d)[1].loads.running) for read in job.reads)
 
 
 def test_zeros_in_the_place_of_pages_that_p_may_not_read_any_more(group: RankGroup) -> None:

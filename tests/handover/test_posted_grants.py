@@ -166,7 +166,7 @@ def test_a_load_that_was_waited_for_is_reported_once(pair: Pair, monkeypatch: py
     p, d = pair
     consumer, reported = halves(d)[1], []
     reads = consumer._receiver
-    begin_pull, tell, close = reads.begin_pull, consumer._reports._on_finished, consumer._lease_keeper.release
+    begin_pull, tell, close = reads.begin_pull, consumer.loads._reports._on_finished, consumer._lease_keeper.release
 
     def copied(read: Any, grant: Any) -> Any:
         happenings = list(begin_pull(read, grant))
@@ -183,7 +183,7 @@ def test_a_load_that_was_waited_for_is_reported_once(pair: Pair, monkeypatch: py
         tell(finished)
 
     for owner, name, value in (
-        (reads, "begin_pull", copied), (consumer._reports, "_on_finished", noted),
+        (reads, "begin_pull", copied), (consumer.loads._reports, "_on_finished", noted),
         (consumer._lease_keeper, "release", broken),
     ):  # fmt: skip
         monkeypatch.setattr(owner, name, value)

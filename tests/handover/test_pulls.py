@@ -68,7 +68,7 @@ def test_a_copy_that_goes_on_may_take_longer_than_the_time_out(pair: tuple[Rank,
     plane.progress = seldom
     started = time.monotonic()
     begin(p, d)
-    loads, seen = halves(d)[1]._active_loads, set()
+    loads, seen = halves(d)[1].loads.running, set()
 
     def done() -> bool:
         seen.update(load.nbytes for load in list(loads))

@@ -50,7 +50,7 @@ def load_again(p: Rank, d: Rank, *, one_plan: bool) -> LeaseGrant:
 @pytest.mark.parametrize("one_plan", [False, True])
 def test_the_end_of_the_first_is_not_that_of_the_second(pair: Pair, one_plan: bool) -> None:
     p, d, copies = pair
-    loads = halves(d)[1]._active_loads
+    loads = halves(d)[1].loads.running
     first = loads[0].load
     lease = load_again(p, d, one_plan=one_plan)
     assert wait(lambda: len(loads) == 2, [p, d])
@@ -73,7 +73,7 @@ def test_the_second_fails_by_itself_where_it_cannot_start(pair: Pair, monkeypatc
     monkeypatch.setattr(halves(d)[1]._links, "source_addresses", breaks)
     lease = load_again(p, d, one_plan=False)
     assert wait(lambda: d.received == d.failed == {"req-d"}, [p, d]), "its report does not wait for the first"
-    assert copies.running and len(halves(d)[1]._active_loads) == 1
+    assert copies.running and len(halves(d)[1].loads.running) == 1
     p.worker.post(StepPlan(leases=(lease,)))
     assert wait(lambda: p.sent == {"again-p"}, [p, d])
     copies.gate.set()

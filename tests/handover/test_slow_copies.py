@@ -334,7 +334,7 @@ def test_a_load_that_begins_after_it_was_given_up_fails_though_all_of_it_arrives
     p, d = pair
     transfer_thread = d.worker._transfer_thread
     assert transfer_thread is not None
-    monkeypatch.setattr(transfer_thread._consumer, "cancel", lambda *_: None)  # it comes too late
+    monkeypatch.setattr(transfer_thread._consumer.loads, "cancel", lambda *_: None)  # it comes too late
     copies[0].gate.clear()
     token = grant([p], "req-p", THEIRS, TOKENS)
     d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS, now=True))
@@ -401,7 +401,7 @@ def test_of_copies_that_end_at_once_nobody_is_told(group: RankGroup) -> None:
     p, d = group.rank(), group.rank(engine_id="engine-d")
     p.fill(THEIRS, TOKENS)
     begun: list[object] = []
-    halves(d)[1]._reports._on_begun = begun.append
+    halves(d)[1].loads._reports._on_begun = begun.append
     begin_inside(p, d)
     assert standing(d) == {"req-d"} and torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS))
     assert wait(lambda: p.sent == {"req-p"}, [p, d]) and not begun

@@ -216,7 +216,7 @@ def test_p_says_that_it_lives_while_it_computes(group: RankGroup) -> None:
 
 def wait_for_reads(p: Rank, d: Rank) -> list[object]:
     assert wait(lambda: bool(halves(p)[0].reads.sender.waiting), [p, d])
-    return list(halves(d)[1]._active_loads)
+    return list(halves(d)[1].loads.running)
 
 
 def test_a_read_that_waits_takes_no_turn(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:

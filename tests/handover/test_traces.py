@@ -112,7 +112,7 @@ def test_a_failure_and_an_expiry_say_why(group: RankGroup) -> None:
     of_p, of_d = trace(p), trace(d)
     Trickle(p, 0)
     begin(p, d)
-    assert wait(lambda: bool(halves(d)[1]._active_loads) and bool(halves(p)[0]._leases.held), [p, d])
+    assert wait(lambda: bool(halves(d)[1].loads.running) and bool(halves(p)[0]._leases.held), [p, d])
     d.worker.post(StepPlan(cancels=("req-d",)))
     assert wait(lambda: d.failed == {"req-d"}, [p, d])
     handover = only(of_d, "kvferry.handover")

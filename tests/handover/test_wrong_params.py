@@ -168,7 +168,7 @@ def test_no_line_has_a_token(pair: tuple[Rank, Rank], monkeypatch: pytest.Monkey
     def breaks(*_: Any, **__: Any) -> Any:
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(halves(d)[1], "load", breaks)
+    monkeypatch.setattr(halves(d)[1].loads, "begin", breaks)
     token = b"secret token 16b"
     plan = load_plan("req-d", token, peer([p]), OURS, 0, TOKENS)
     with caplog.at_level("INFO", "vllm.kvferry"):

@@ -86,8 +86,8 @@ class HostedRank:
         """Note what D asks for and what P is released by; everything goes its way."""
         thread = self.worker._transfer_thread
         assert thread is not None
-        ask, release, free = thread._consumer._reads.ask, thread._producer._release, thread._producer._leases._free
-        find_posted = thread._consumer._reads.use_posted_grant
+        ask, release, free = thread._consumer.loads.reads.ask, thread._producer._release, thread._producer._leases._free
+        find_posted = thread._consumer.loads.reads.use_posted_grant
 
         def note(read: SourceRead) -> None:
             address = read.address
@@ -111,8 +111,8 @@ class HostedRank:
             self.released_when_freed, self.why_freed = list(self.released), reason
             free(token, held, reason, now)
 
-        thread._consumer._reads.ask = asked  # type: ignore[method-assign]
-        thread._consumer._reads.use_posted_grant = found  # type: ignore[method-assign]
+        thread._consumer.loads.reads.ask = asked  # type: ignore[method-assign]
+        thread._consumer.loads.reads.use_posted_grant = found  # type: ignore[method-assign]
         thread._producer._release = released  # type: ignore[method-assign]
         thread._producer._leases._free = freed  # type: ignore[method-assign]
 

@@ -239,7 +239,7 @@ class Node:
             return
         late = self._clock._now - 5 * TICK_SECONDS
         consumer, producer = self.thread._consumer, self.thread._producer
-        for load in consumer._active_loads:
+        for load in consumer.loads.running:
             state = load.lifetime.state
             if load.attempts is not None and load.attempts.state.phase is LoadPhase.WAITING:
                 if min(load.attempts.state.begin_at, state.end) < late:
@@ -278,7 +278,7 @@ class Node:
         consumer, producer = self.thread._consumer, self.thread._producer
         receiver, finder = consumer._receiver, self.thread._finder
         tables = {
-            "loads": [f"{each.load.request_id} {each.lifetime.story()}" for each in consumer._active_loads],
+            "loads": [f"{each.load.request_id} {each.lifetime.story()}" for each in consumer.loads.running],
             "reads": [f"{r.number} of {r.active_load.load.request_id} {r.lifetime.story()} {sorted(r.tags)}"
                       for r in receiver._reads.values()],
             "writes": receiver._writing,
@@ -286,7 +286,7 @@ class Node:
             "kept leases": [kept.lifetime.story() for kept in consumer._lease_keeper._kept.values()],
             "renewals": list(consumer._lease_keeper._due),
             "links": [f"{link.name} {link.lifetime.story()}" for link in consumer._links],
-            "later": consumer._later,
+            "later": consumer.loads.later,
             "leases": [f"{held.grant.request_id} {held.lifetime.story()}" for held in producer._leases.held.values()],
             "prompts that are computed": producer.computing.prompts,
             "steps that compute them": producer.computing.steps,
@@ -327,4 +327,4 @@ class Node:
     @property
     def draining(self) -> int:
         """Loads whose copies must end before they are reported."""
-        return sum(load.lifetime.state.phase is HandoverPhase.DRAINING for load in self.thread._consumer._active_loads)
+        return sum(load.lifetime.state.phase is HandoverPhase.DRAINING for load in self.thread._consumer.loads.running)

@@ -234,7 +234,7 @@ def left_in_tables(rank: Rank) -> dict[str, int]:
         "leases": len(producer._leases.held), "early requests": int(early),
         "outgoing reads": len(producer.reads.sender),
         "computing prompts": len(computing.prompts) + len(computing.steps),
-        "loads": len(consumer._active_loads), "reads": len(consumer._receiver._reads),
+        "loads": len(consumer.loads.running), "reads": len(consumer._receiver._reads),
         "named prompts": len(producer.named._prompts) + len(producer.named._tokens) + len(producer.named.held),
         "rendezvous": len(thread._finder.open) + len(thread._finder.left) + len(thread._finder._by_number),
         "kept leases": int(bool(consumer._lease_keeper)), "links": len(list(consumer._links)),

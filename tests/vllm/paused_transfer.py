@@ -77,7 +77,7 @@ class PausedTransfer:
 
 def job_of(engine: Engine, request_id: str) -> Any:
     """D's hand-over of a request, or None."""
-    loads = transfer_thread_of(engine)._consumer._active_loads
+    loads = transfer_thread_of(engine)._consumer.loads.running
     return next((each for each in list(loads) if each.load.request_id == request_id), None)
 
 

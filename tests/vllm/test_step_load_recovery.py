@@ -46,7 +46,7 @@ class Failing:
             case "revoked":  # P has taken the grant back, or used the pages again, by the time the copy has ended
 
                 def is_current(note: PostedGrant) -> bool:
-                    for active in consumer._active_loads:  # another prompt's bytes, before anybody reads them
+                    for active in consumer.loads.running:  # another prompt's bytes, before anybody reads them
                         ids = torch.tensor(list(filled_blocks(active.load, BLOCK)), dtype=torch.long)
                         for cache in d.workers[rank].caches.values():
                             cache[ids] = -1.0
@@ -61,7 +61,7 @@ class Failing:
                 self._patch.setattr(consumer._receiver, "begin_pull", broken)
             case "late":  # the transfer thread comes to a load only after the engine has given it up
                 self._patch.setattr(d.workers[rank].connector._worker, "_patience", 0.0)
-                load, cancel = consumer.load, consumer.cancel
+                load, cancel = consumer.loads.begin, consumer.loads.cancel
                 parked: list[Callable[[], None]] = []
 
                 def give_up(request_id: str, now: float) -> bool:
@@ -69,8 +69,8 @@ class Failing:
                         parked.pop()()
                     return bool(cancel(request_id, now))
 
-                self._patch.setattr(consumer, "load", lambda *a, **k: parked.append(lambda: load(*a, **k)))
-                self._patch.setattr(consumer, "cancel", give_up)
+                self._patch.setattr(consumer.loads, "begin", lambda *a, **k: parked.append(lambda: load(*a, **k)))
+                self._patch.setattr(consumer.loads, "cancel", give_up)
 
     def end(self) -> None:
         self._patch.undo()
