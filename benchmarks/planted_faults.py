@@ -193,7 +193,7 @@ class FaultProbe:
         if kind == COPY_ERROR:
             return
         if kind == GIVEN_UP:
-            time.sleep(get_kv_transfer_group()._worker._patience + 0.3)
+            time.sleep(get_kv_transfer_group()._worker.step_hold.patience + 0.3)
             return
         with socket.socket(socket.AF_UNIX) as benchmark:
             benchmark.settimeout(ANSWER_SECONDS)

@@ -11,26 +11,23 @@ from __future__ import annotations
 import logging
 import secrets
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from time import perf_counter
 
 import torch
 
 from kvferry.connector.config import Settings, load_keys, peers_of
-from kvferry.connector.engine.layer_waits import LayerWaits
 from kvferry.connector.engine.load_ledger import LoadLedger
 from kvferry.connector.engine.prefill_events import PrefillEvents
 from kvferry.connector.engine.rendezvous_params import lease_of_answer
-from kvferry.connector.engine.step_outcome import LOOK_SECONDS, StepOutcome
+from kvferry.connector.engine.step_hold import StepHold
+from kvferry.connector.engine.step_outcome import StepOutcome
 from kvferry.connector.engine.worker_setup import bind_caches, make_planes
 from kvferry.connector.geometry.engine_types import LayerGroup, RankInfo
 from kvferry.connector.geometry.regions import ElementOrder
 from kvferry.connector.protocol.messages import MAX_REQUEST_BYTES
 from kvferry.connector.protocol.metrics import rank_stats
 from kvferry.connector.protocol.step_plan import (
-    Load,
     RankAddress,
     RendezvousResult,
     StepPlan,
@@ -41,12 +38,10 @@ from kvferry.connector.protocol.transfer_estimate import UNKNOWN, EstimateKey, T
 from kvferry.connector.transfer.copies import Copies, DeviceEvent
 from kvferry.connector.transfer.rank_context import RankContext
 from kvferry.connector.transfer.transfer_thread import TransferThread
-from kvferry.transport.channels import Copy
 from kvferry.transport.control.listener import listen
 from kvferry.transport.errors import TransportError
 from kvferry.transport.host import raise_file_limit
 from kvferry.transport.tracing import Tracer
-from kvferry.transport.wake import RunningClock
 
 logger = logging.getLogger("vllm.kvferry.worker")
 
@@ -57,15 +52,6 @@ IDLE_WAIT_SECONDS = 5e-3
 """How long a step that computes nothing waits for a load to end, or for P's answer; 1 GiB takes less. Without the wait
 the engine's thread would spin in Python, and take the interpreter and a core from the transfer thread. A new request
 may wait as long."""
-BEGIN_SECONDS = 1e-3
-"""How long the engine's thread leaves the interpreter to the transfer thread when it has posted loads inside a step;
-their copies are under way after 0.3 to 0.6 ms. Running beside each other, both threads take longer."""
-PATIENCE_SECONDS = 1.0
-"""How long a step is held back at most until the copies of its loads are under way, 0.2 ms as a rule. A load that is
-given up then is computed by the engine itself. Where it would fail its request instead, P may take
-``ask_hold_seconds`` more to grant the lease."""
-
-
 UNREGISTER_SECONDS = 30.0
 """How long ``unregister`` waits for the end of the transfer thread. It takes milliseconds; a data plane
 with messages in flight to a peer that does not read takes some seconds."""
@@ -109,7 +95,6 @@ class WorkerHalf:
         """
         self._allowed_peers = peers_of(settings, consumes=consumes)
         self._settings = settings
-        self._patience = PATIENCE_SECONDS + (settings.ask_hold_seconds if loads_fail_requests else 0.0)
         self._info = info
         self._tracer = tracer
         self._groups = tuple(groups)
@@ -121,12 +106,7 @@ class WorkerHalf:
         self._address: RankAddress | None = None
         self._consumer = bytes(16)
         self._ledger = LoadLedger()
-        self._outcome: StepOutcome | None = None  # of the loads that the step under way computes with
-        self.layer_waits: LayerWaits | None = None
-        """How the forward under way waits for these loads."""
-        self._layer_order: tuple[str, ...] = ()  # as the last forward with loads waited for them
         self._layers: frozenset[str] = frozenset()  # those with caches of their own
-        self._waited = 0.0  # seconds that the step under way has waited for its loads
         self._estimates: dict[EstimateKey, TransferEstimate] = {}
         self._events: deque[tuple[int, DeviceEvent]] = deque(maxlen=MAX_EVENTS)
         self._idle = False
@@ -135,6 +115,8 @@ class WorkerHalf:
         """What the engine says about prompts that it computes; ``None`` before ``register``."""
         self.stats = rank_stats(f"pp{info.pp_rank} tp{info.tp_rank}")
         """Of all lives of this rank."""
+        more_patience = settings.ask_hold_seconds if loads_fail_requests else 0.0
+        self.step_hold = StepHold(self.stats, more_patience, self._cancel_late)
 
     # --- start and end ------------------------------------------------------------------------------------------
 
@@ -277,7 +259,9 @@ class WorkerHalf:
         self._consumer, self._idle = plan.consumer, plan.idle
         ours = by_region(plan, self._tables)
         inside = tuple([load for load in ours.loads if load.now])
-        self._outcome = self._new_outcome(inside, thread) if inside else None
+        hold = self.step_hold
+        hold.outcome = None
+        outcome = hold.post(inside, thread) if inside else None
         self._ledger.post([load for load in ours.loads if not load.now], [lease.request_id for lease in plan.leases])
         if (plan.rendezvous or plan.left) and self._info.tp_rank == self._info.pp_rank == 0:
             self._awaited.difference_update(plan.left)
@@ -287,11 +271,9 @@ class WorkerHalf:
         event = self._record_event(copies, plan)
         computed = [self._computed(lease.step) for lease in plan.leases]
         step = self.prefills.begin_step(ours) if ours.chunks or self.prefills.busy else None
-        thread.post(ours, event, computed, self._outcome, step)
-        if self._outcome is not None:  # while this thread sleeps, the transfer thread has the interpreter to itself
-            before = perf_counter()
-            self._outcome.wait_begun(BEGIN_SECONDS)
-            self._count_wait(before)
+        thread.post(ours, event, computed, outcome, step)
+        if outcome is not None:
+            hold.wait_begun()
 
     def take_back(self, plan: StepPlan) -> None:
         """The engine takes blocks back from prompts that it computes (``plan.stops``). Must come before the device gets
@@ -315,69 +297,28 @@ class WorkerHalf:
         One was recorded for the lease's own plan at the latest."""
         return next((event for number, event in self._events if number > step), None)
 
-    def _new_outcome(self, inside: tuple[Load, ...], thread: TransferThread) -> StepOutcome:
-        return StepOutcome(inside, lambda: thread.alive, thread.end_yield, layer_order=self._layer_order)
+    def _cancel_late(self, late: tuple[str, ...]) -> None:
+        assert self._transfer_thread is not None
+        self._transfer_thread.post(StepPlan(consumer=self._consumer, cancels=late))
 
     @property
     def computes_with_loads(self) -> bool:
         """Whether the step that was posted computes with loads."""
-        return self._outcome is not None
+        return self.step_hold.outcome is not None
 
     def begin_step(self, *, by_layer: bool = False) -> None:
-        """Block until the copies of the loads that this step computes with are under way, and make the device wait for
-        them, or block until they have ended where a device cannot. A load whose copies do not begin in time, or do not
-        end, is given up. Must come before the forward.
-
-        Args:
-            by_layer: as ``LayerWaits.begin`` takes it. The copies of some layers may then be left to ``layer_waits``,
-                and ``finish_forward`` must come after the forward.
-        """
-        outcome = self._outcome
-        if outcome is None:
-            return
-        self._waited = 0.0
-        self._hold(outcome.wait_begun)
-        self._go_on(outcome, outcome.give_up())
-        self.layer_waits = LayerWaits(outcome, self._copies, partial(self._wait_moved, outcome))
-        self.layer_waits.begin(by_layer=by_layer)
+        """Hold the step back until its forward may begin, as ``StepHold.begin``."""
+        if self.step_hold.outcome is not None:
+            self.step_hold.begin(self._copies, by_layer=by_layer)
 
     def finish_forward(self) -> None:
         """The forward has been launched."""
-        waits, self.layer_waits = self.layer_waits, None
-        if waits is not None:
-            self._layer_order = tuple(layer for layer in waits.finish() if layer in self._layers)
-
-    def _wait_moved(self, outcome: StepOutcome, portions: Sequence[tuple[Copy, int]]) -> None:
-        if not self._hold(partial(outcome.wait_moved, portions)):
-            self._go_on(outcome, outcome.spoil())
-
-    def _hold(self, wait: Callable[[float], bool]) -> bool:
-        """Call ``wait``, which takes the longest time to wait, until it returns true. Returns false once the step has
-        waited too long."""
-        clock, before, begun_at = RunningClock(), self._waited, perf_counter()
-        clock.sleeps(LOOK_SECONDS)
-        while not (ended := wait(self._patience - self._waited)) and self._waited < self._patience:
-            self._waited = before + clock.turn()
-            clock.sleeps(LOOK_SECONDS)
-        self._count_wait(begun_at)
-        return ended
-
-    def _count_wait(self, before: float) -> None:
-        """Count the time since ``before``, for which the engine's thread has waited for loads inside a step."""
-        self.stats.total("step_wait_us", round((perf_counter() - before) * 1e6))
-
-    def _go_on(self, outcome: StepOutcome, late: tuple[str, ...]) -> None:
-        """Go on with a step without the loads of the requests ``late``, which fail."""
-        if late:
-            text = "kvferry: a step has waited %.1f s for its loads and goes on: %s"
-            logger.error(text, self._waited, outcome.story())
-            assert self._transfer_thread is not None
-            self._transfer_thread.post(StepPlan(consumer=self._consumer, cancels=late))
+        self.step_hold.finish_forward(self._layers)
 
     def take_outcome(self) -> StepOutcome | None:
         """What becomes of the loads that this step computes with; ``None`` where there are none. Must be final before
         the engine uses what the step has computed."""
-        outcome, self._outcome = self._outcome, None
+        outcome, self.step_hold.outcome = self.step_hold.outcome, None
         return outcome
 
     def _end_with_thread(self) -> None:

@@ -352,7 +352,7 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """vLLM calls this before the attention of each layer, but for CUDA graphs of the whole forward."""
-        if self._worker is not None and (waits := self._worker.layer_waits) is not None:
+        if self._worker is not None and (waits := self._worker.step_hold.layer_waits) is not None:
             waits.layer(layer_name)
         if self._worker is not None and self._prefills is not None:
             self._prefills.layer_begins()

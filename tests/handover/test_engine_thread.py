@@ -68,14 +68,14 @@ def test_a_step_that_waits_for_its_load_sleeps(pair: tuple[Rank, Rank], monkeypa
     another_works(p, d)
     transfer_thread = d.worker._transfer_thread
     assert transfer_thread is not None
-    monkeypatch.setattr(d.worker, "_patience", 60.0)
+    monkeypatch.setattr(d.worker.step_hold, "patience", 60.0)
     transfer_thread.results._freed.append("a lease of ours")
     token = secrets.token_bytes(16)
     lease = StepPlan(leases=(LeaseGrant("req-p", token, TOKENS, (pack_ids(THEIRS),)),))
     threading.Timer(0.5, lambda: p.worker.post(lease)).start()
     d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS, now=True))
     waits: list[float] = []
-    outcome = d.worker._outcome
+    outcome = d.worker.step_hold.outcome
     assert outcome is not None
     real = outcome.wait_begun
     monkeypatch.setattr(outcome, "wait_begun", lambda seconds: (waits.append(seconds), real(seconds))[1])

@@ -59,8 +59,8 @@ def begin(p: Rank, d: Rank, name: str, tokens: int) -> None:
 
 def forward(d: Rank) -> None:
     for layer in d.layers:
-        assert d.worker.layer_waits is not None
-        d.worker.layer_waits.layer(layer)
+        assert d.worker.step_hold.layer_waits is not None
+        d.worker.step_hold.layer_waits.layer(layer)
     d.worker.finish_forward()
 
 
@@ -73,7 +73,7 @@ def learn(p: Rank, d: Rank) -> None:
     """D's first step with a load, which is not cut."""
     begin(p, d, "first", 7)
     forward(d)
-    assert standing(d) == {"first-d"} and d.worker._layer_order == tuple(d.layers)
+    assert standing(d) == {"first-d"} and d.worker.step_hold.layer_order == tuple(d.layers)
     assert wait(lambda: "first-p" in p.sent, [p, d])
     for cache in d.caches.values():
         cache.fill_(-1)
@@ -154,8 +154,8 @@ def test_as_kernels_copy(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> N
     copies[1].held.clear()
     begin(p, d, "req", 100)
     for number, layer in enumerate(d.layers):
-        assert d.worker.layer_waits is not None
-        d.worker.layer_waits.layer(layer)
+        assert d.worker.step_hold.layer_waits is not None
+        d.worker.step_hold.layer_waits.layer(layer)
         assert all(event.wait(60) for event in copies[1].held)
         assert torch.equal(d.read(OURS, 100)[number], d.wanted(100)[number])
     assert len(copies[1].held) == portions.MAX_PORTIONS

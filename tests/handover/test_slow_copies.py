@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from kvferry.connector.config import Settings
-from kvferry.connector.engine import worker
+from kvferry.connector.engine import step_hold
 from kvferry.connector.protocol.source_read import ReadPhase
 from kvferry.connector.protocol.step_plan import LeaseGrant, StepPlan, pack_ids
 from kvferry.connector.transfer.copies import WaitPolicy
@@ -206,9 +206,9 @@ def test_copies_hear_whether_the_engine_computes(pair: tuple[Rank, Rank], copies
 
 def once_it_waits(d: Rank, act: Callable[[], object]) -> None:
     """Have this done when the step of D that was posted waits for the first time."""
-    outcome = d.worker._outcome
+    outcome = d.worker.step_hold.outcome
     assert outcome is not None
-    d.worker._patience = 60.0
+    d.worker.step_hold.patience = 60.0
     wait_begun = outcome.wait_begun
 
     def act_and_wait(seconds: float) -> bool:
@@ -311,7 +311,7 @@ def test_a_load_whose_copies_do_not_begin_in_time_is_given_up(
     copies[2].gate.clear()
     d.worker.post(load_plan("req-d", token, peer(p), OURS, 0, TOKENS, now=True))
     assert wait(lambda: copies[2].running > 0, p)
-    monkeypatch.setattr(d.worker, "_patience", 0.3)
+    monkeypatch.setattr(d.worker.step_hold, "patience", 0.3)
     d.worker.begin_step()
     assert not copies[2].held, "the forward reads what nobody uses"
     outcome = d.worker.take_outcome()
@@ -338,7 +338,7 @@ def test_a_load_that_begins_after_it_was_given_up_fails_though_all_of_it_arrives
     copies[0].gate.clear()
     token = grant([p], "req-p", THEIRS, TOKENS)
     d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS, now=True))
-    monkeypatch.setattr(d.worker, "_patience", 0.2)
+    monkeypatch.setattr(d.worker.step_hold, "patience", 0.2)
     d.worker.begin_step()
     copies[0].gate.set()
     assert not standing(d) and wait(lambda: p.sent == {"req-p"}, [p, d])
@@ -350,12 +350,14 @@ def test_time_in_which_the_engine_stood_still_is_not_counted(
 ) -> None:
     """The host has stopped it for ten minutes; P's message was there all the time."""
     p, d = pair
-    clock = worker.RunningClock
-    monkeypatch.setattr(worker, "RunningClock", lambda: clock(iter([0.0, *(600.0 + n for n in range(100))]).__next__))
+    clock = step_hold.RunningClock
+    monkeypatch.setattr(
+        step_hold, "RunningClock", lambda: clock(iter([0.0, *(600.0 + n for n in range(100))]).__next__)
+    )
     token = grant([p], "req-p", THEIRS, TOKENS)
     copies[0].gate.clear()
     d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS, now=True))
-    monkeypatch.setattr(d.worker, "_patience", 4.0)
+    monkeypatch.setattr(d.worker.step_hold, "patience", 4.0)
     threading.Timer(0.5, copies[0].gate.set).start()
     d.worker.begin_step()
     assert standing(d) == {"req-d"}
@@ -368,7 +370,7 @@ def test_the_transfer_thread_ends_while_the_device_waits(
     p, d = pair
     copies[1].gate.clear()
     begin_inside(p, d)
-    transfer_thread, outcome = d.worker._transfer_thread, d.worker._outcome
+    transfer_thread, outcome = d.worker._transfer_thread, d.worker.step_hold.outcome
     assert transfer_thread is not None and outcome is not None
     monkeypatch.setattr(outcome, "ended", lambda *_: None)  # whatever it says in the end is lost
     threading.Timer(0.2, copies[1].gate.set).start()
@@ -386,7 +388,7 @@ def test_what_is_told_of_another_load_of_that_name_counts_for_nothing(
     lease = LeaseGrant("req-p2", token, TOKENS, (pack_ids(THEIRS),))
     copies[1].gate.clear()
     d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS, now=True))
-    outcome = d.worker._outcome
+    outcome = d.worker.step_hold.outcome
     assert outcome is not None
     outcome.begun(old.loads[0])
     outcome.ended(old.loads[0], True)

@@ -13,7 +13,7 @@ import os
 import sys
 from typing import Any
 
-from kvferry.connector.engine import worker
+from kvferry.connector.engine import step_hold
 from tests.support import process_guard
 
 PIPE = 3
@@ -45,7 +45,7 @@ def fork_for_spawn() -> None:
 
 
 def main() -> None:
-    grace, worker.PATIENCE_SECONDS, arguments = float(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
+    grace, step_hold.PATIENCE_SECONDS, arguments = float(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
     os.setsid()
     sys.stdout.flush()
     engine = os.fork()

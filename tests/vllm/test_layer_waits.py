@@ -81,7 +81,7 @@ def learnt(group: EngineGroup, runner: str, **kwargs: Any) -> tuple[Engine, Engi
 
 
 def order_of(d: Engine) -> tuple[str, ...]:
-    return tuple(d.workers[0].connector._worker._layer_order)
+    return tuple(d.workers[0].connector._worker.step_hold.layer_order)
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
@@ -294,7 +294,7 @@ def test_a_portion_that_does_not_come(
 ) -> None:
     """The step goes on after its patience, and the load fails."""
     p, d = learnt(group, runner)
-    monkeypatch.setattr(d.workers[0].connector._worker, "_patience", 0.3)
+    monkeypatch.setattr(d.workers[0].connector._worker.step_hold, "patience", 0.3)
     held.holds, ids = True, prompt(300, 9)
     request_id = add(p, d, ids, max_tokens=5)
     to_the_end(d, request_id)

@@ -60,7 +60,7 @@ class Failing:
 
                 self._patch.setattr(consumer._receiver, "begin_pull", broken)
             case "late":  # the transfer thread comes to a load only after the engine has given it up
-                self._patch.setattr(d.workers[rank].connector._worker, "_patience", 0.0)
+                self._patch.setattr(d.workers[rank].connector._worker.step_hold, "patience", 0.0)
                 load, cancel = consumer.loads.begin, consumer.loads.cancel
                 parked: list[Callable[[], None]] = []
 

@@ -384,7 +384,7 @@ def test_one_that_does_not_end_is_given_up(group: EngineGroup, monkeypatch: pyte
     p, d = pair_of(group)
     meet(p, d)
     ids = prompt(400, 9)
-    monkeypatch.setattr(d.workers[0].connector._worker, "_patience", 0.5)
+    monkeypatch.setattr(d.workers[0].connector._worker.step_hold, "patience", 0.5)
     paused = PausedTransfer(p, reader=d, chunks=1)
     request_id = add(p, d, ids)
     fails(d, request_id, ids)
