@@ -100,16 +100,16 @@ class Channel(ABC):
 class SendChannel(Channel):
     """P's end of a PUSH channel, to one rank of D.
 
-    Optional capability, messages in place: a channel with ``sends_in_place`` reads the bytes of a message from the
-    pages where they lie, without a slot. It overrides ``send_pieces``, ``reading`` and ``stop_reading``. The defaults
-    suit every channel whose slots lie in host memory: they copy the pieces into a slot and send the slot.
+    Optional capability, messages in place: a channel with ``sends_in_place`` overrides ``send_pieces``, ``reading`` and
+    ``stop_reading``. The defaults suit every channel whose slots lie in host memory.
     """
 
     pulls: ClassVar[Literal[False]] = False
     slot_bytes: int
     """Capacity of this channel's slots; may be less than the plane's ``slot_bytes``."""
     sends_in_place: bool = False
-    """Whether ``send_pieces`` makes no copy; without that it is better to pack into a slot."""
+    """Whether ``send_pieces`` reads the pieces where they lie. Where it does not, it copies them into a slot; then P
+    packs each message into a slot itself, and calls none of the three."""
 
     @abstractmethod
     def acquire(self) -> Slot | None:

@@ -62,30 +62,12 @@ CONVERTIBLE = {
 """Dtypes that can be converted, as ``torch.finfo`` describes them."""
 
 SCALED = ("float8_e4m3fn", "float8_e5m2")
-SCALE_ERROR = 2.0**-23
-"""Bound on the relative error of multiplying by one scale and dividing by another, each rounded to float32."""
 
 
 def canonical(dtype: str) -> str:
     """torch's name of a dtype, from any name: ``torch.float16``, ``half``, ``fp8``. An unknown name does not change."""
     name = dtype.removeprefix("torch.")
     return ALIASES.get(name, name)
-
-
-def error_bound(dtype: str, number: float, scale: float = 1.0) -> float:
-    """How far a converted number may be from ``number``. Infinite beyond the largest number: it becomes the largest.
-
-    Args:
-        dtype: the dtype after the conversion.
-        number: the value of the element, scale included.
-        scale: the layer's scale on D.
-    """
-    to = CONVERTIBLE[dtype]
-    size = abs(number)
-    if size > to.largest * scale:
-        return math.inf
-    rounding = max(size * to.relative_error, to.absolute_error * scale)
-    return rounding * (1 + SCALE_ERROR) + size * SCALE_ERROR
 
 
 def scales(region: RegionGeometry, place: int) -> tuple[float, float]:

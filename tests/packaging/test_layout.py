@@ -81,6 +81,21 @@ def test_imports_go_downwards(path: Path) -> None:
             assert other not in BESIDE or own == other, f"{own} imports {'.'.join(parts)}"
 
 
+def test_the_rows_of_transfer() -> None:
+    """Its docstring names each module once, and imports go downwards."""
+    folder = ROOT / "connector" / "transfer"
+    rows = ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
+    assert rows is not None
+    table = [re.findall(r"[a-z_]+", line.split("|", 2)[2]) for line in rows.splitlines() if line.startswith("| ")][1:]
+    places = [(name, place) for place, names in enumerate(table) for name in names]
+    place_of = dict(places)
+    assert sorted(name for name, _ in places) == sorted(path.stem for path in folder.glob("[a-z]*.py"))
+    for name, place in places:
+        ours = [parts[2] for parts in imports(folder / f"{name}.py") if parts[1:2] == ("transfer",) and len(parts) > 2]
+        above = {other for other in ours if place_of.get(other, place) < place}
+        assert not above, f"{name} imports {above}, which are above it"
+
+
 def test_vllm_is_imported_in_one_folder() -> None:
     importing = set()
     for path in modules():

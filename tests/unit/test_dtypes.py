@@ -21,7 +21,6 @@ from kvferry.connector.geometry.dtypes import (
     check_same_elements,
     common_layers,
     converted_pairs,
-    error_bound,
     error_table,
 )
 from kvferry.connector.geometry.rank_geometry import RankGeometry, RegionGeometry
@@ -156,6 +155,26 @@ def test_dtypes_are_as_torch_describes_them() -> None:
         assert (known.itemsize, known.largest) == (info.bits // 8, info.max)
         assert (known.smallest_normal, known.relative_error) == (info.smallest_normal, info.eps / 2)
         assert known.smallest == info.smallest_normal * info.eps
+
+
+SCALE_ERROR = 2.0**-23
+"""Bound on the relative error of multiplying by one scale and dividing by another, each rounded to float32."""
+
+
+def error_bound(dtype: str, number: float, scale: float = 1.0) -> float:
+    """How far a converted number may be from ``number``. Infinite beyond the largest number: it becomes the largest.
+
+    Args:
+        dtype: the dtype after the conversion.
+        number: the value of the element, scale included.
+        scale: the layer's scale on D.
+    """
+    to = CONVERTIBLE[dtype]
+    size = abs(number)
+    if size > to.largest * scale:
+        return math.inf
+    rounding = max(size * to.relative_error, to.absolute_error * scale)
+    return rounding * (1 + SCALE_ERROR) + size * SCALE_ERROR
 
 
 @pytest.mark.parametrize("dtype", CONVERTIBLE)
