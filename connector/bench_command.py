@@ -6,7 +6,7 @@ import platform
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -73,29 +73,10 @@ class BenchResult(msgspec.Struct, frozen=True):
 
 
 def bench(
-    model: Annotated[
-        Path | None, typer.Option(help="config.json of the model, or its folder; unset: Llama-3.1-8B")
-    ] = None,
-    kv_dtype: Annotated[str, typer.Option(help="--kv-cache-dtype of both engines")] = "auto",
-    tp: Annotated[int, typer.Option(help="tensor-parallel size: a rank has this part of the KV heads")] = 1,
-    p_block_size: Annotated[int, typer.Option(help="tokens of a block of P")] = 16,
-    d_block_size: Annotated[int, typer.Option(help="tokens of a block of D")] = 16,
-    p_layout: Annotated[Layout, typer.Option(help="order of heads and tokens in P's pages")] = "NHD",
-    d_layout: Annotated[Layout, typer.Option(help="order of heads and tokens in D's pages")] = "NHD",
-    prompt: Annotated[list[int] | None, typer.Option(help="tokens of a prompt; may be repeated")] = None,
-    plane: Annotated[
-        list[str] | None, typer.Option(help="data plane; may be repeated; unset: all that the machine has")
-    ] = None,
-    device: Annotated[
-        Literal["auto", "cpu", "cuda"], typer.Option(help="where the caches are; auto: on GPUs where there are any")
-    ] = "auto",
-    rounds: Annotated[int, typer.Option(help="hand-overs of each cell")] = 11,
-    json_file: Annotated[Path | None, typer.Option("--json", help="write the figures here as JSON")] = None,
-    plot: Annotated[Path | None, typer.Option(help="write time by prompt length here, an SVG")] = None,
-    calibration: Annotated[
-        Path | None, typer.Option(help="measure the costs of each plane too, and write them here for kvferry plan")
-    ] = None,
-) -> None:
+    *, model: Path | None, kv_dtype: str, tp: int, p_block_size: int, d_block_size: int, p_layout: Layout,
+    d_layout: Layout, prompt: list[int] | None, plane: list[str] | None, device: Literal["auto", "cpu", "cuda"],
+    rounds: int, json_file: Path | None, plot: Path | None, calibration: Path | None,
+) -> None:  # fmt: skip
     """Measure hand-overs between two ranks of this machine, over each data plane, on the caches of a model."""
     try:
         shape = LLAMA_8B if model is None else model_shape(read_model_config(model), kv_dtype)

@@ -1,17 +1,17 @@
-"""The command ``kvferry``."""
+"""The command ``kvferry``. Each command imports its module when it runs: PyTorch alone takes a second to import."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Literal, NoReturn
 
 import typer
 import zmq
 
-from kvferry.connector.bench_command import bench
-from kvferry.connector.plan_command import plan
 from kvferry.transport.control.key_file import make_key_file
 from kvferry.transport.errors import UsageError
+
+Layout = Literal["HND", "NHD"]
 
 app = typer.Typer(
     help="KVFerry: KV caches from prefill engines to decode engines.",
@@ -105,8 +105,91 @@ def drain(
     typer.echo(f"{engine} is idle: no request and no lease for {quiet:g} s")
 
 
-app.command()(bench)
-app.command()(plan)
+@app.command()
+def bench(
+    model: Annotated[
+        Path | None, typer.Option(help="config.json of the model, or its folder; unset: Llama-3.1-8B")
+    ] = None,
+    kv_dtype: Annotated[str, typer.Option(help="--kv-cache-dtype of both engines")] = "auto",
+    tp: Annotated[int, typer.Option(help="tensor-parallel size: a rank has this part of the KV heads")] = 1,
+    p_block_size: Annotated[int, typer.Option(help="tokens of a block of P")] = 16,
+    d_block_size: Annotated[int, typer.Option(help="tokens of a block of D")] = 16,
+    p_layout: Annotated[Layout, typer.Option(help="order of heads and tokens in P's pages")] = "NHD",
+    d_layout: Annotated[Layout, typer.Option(help="order of heads and tokens in D's pages")] = "NHD",
+    prompt: Annotated[list[int] | None, typer.Option(help="tokens of a prompt; may be repeated")] = None,
+    plane: Annotated[
+        list[str] | None, typer.Option(help="data plane; may be repeated; unset: all that the machine has")
+    ] = None,
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], typer.Option(help="where the caches are; auto: on GPUs where there are any")
+    ] = "auto",
+    rounds: Annotated[int, typer.Option(help="hand-overs of each cell")] = 11,
+    json_file: Annotated[Path | None, typer.Option("--json", help="write the figures here as JSON")] = None,
+    plot: Annotated[Path | None, typer.Option(help="write time by prompt length here, an SVG")] = None,
+    calibration: Annotated[
+        Path | None, typer.Option(help="measure the costs of each plane too, and write them here for kvferry plan")
+    ] = None,
+) -> None:
+    """Measure hand-overs between two ranks of this machine, over each data plane, on the caches of a model."""
+    from kvferry.connector.bench_command import bench
+
+    bench(
+        model=model, kv_dtype=kv_dtype, tp=tp, p_block_size=p_block_size, d_block_size=d_block_size,
+        p_layout=p_layout, d_layout=d_layout, prompt=prompt, plane=plane, device=device, rounds=rounds,
+        json_file=json_file, plot=plot, calibration=calibration,
+    )  # fmt: skip
+
+
+@app.command()
+def plan(
+    model: Annotated[Path, typer.Option(help="config.json of the model, or the folder that has it")],
+    prefill_tokens_per_second: Annotated[float, typer.Option(help="tokens that one P engine computes in a second")],
+    p_tp: Annotated[int, typer.Option(help="tensor-parallel size of P")] = 1,
+    d_tp: Annotated[int, typer.Option(help="tensor-parallel size of D")] = 1,
+    p_pp: Annotated[int, typer.Option(help="pipeline-parallel size of P")] = 1,
+    d_pp: Annotated[int, typer.Option(help="pipeline-parallel size of D")] = 1,
+    p_block_size: Annotated[int, typer.Option(help="tokens of a block of P")] = 16,
+    d_block_size: Annotated[int, typer.Option(help="tokens of a block of D")] = 16,
+    p_layout: Annotated[Layout, typer.Option(help="order of heads and tokens in P's pages")] = "NHD",
+    d_layout: Annotated[Layout, typer.Option(help="order of heads and tokens in D's pages")] = "NHD",
+    kv_dtype: Annotated[str, typer.Option(help="--kv-cache-dtype of both engines")] = "auto",
+    plane: Annotated[str, typer.Option(help="data plane and memory, as in ucx/gpu or tcp/host")] = "ucx/gpu",
+    link: Annotated[
+        str | None, typer.Option(help="bytes per second of the link of one rank, as in 12.5GB/s; unset: no bound")
+    ] = None,
+    calibration: Annotated[
+        Path | None, typer.Option(help="costs of the planes, as kvferry bench --calibration writes them")
+    ] = None,
+    prompt: Annotated[list[int] | None, typer.Option(help="tokens of a prompt; may be repeated")] = None,
+    trace: Annotated[Path | None, typer.Option(help="a trace in Mooncake's form: simulate a fleet under it")] = None,
+    p_engines: Annotated[
+        int | None, typer.Option(help="P engines of the fleet; unset: as few as the targets need")
+    ] = None,
+    d_engines: Annotated[int | None, typer.Option(help="D engines, likewise; give both or none")] = None,
+    ttft: Annotated[float, typer.Option(help="target: seconds to the first token")] = 5.0,
+    tpot: Annotated[float, typer.Option(help="target: seconds for each further token")] = 0.05,
+    percentile: Annotated[float, typer.Option(help="of the requests that meet each target", min=0, max=100)] = 95.0,
+    step_ms: Annotated[float | None, typer.Option(help="milliseconds of a step of D; for --trace")] = None,
+    step_ms_per_sequence: Annotated[float, typer.Option(help="what each sequence adds to it", min=0)] = 0.0,
+    d_sequences: Annotated[int, typer.Option(help="--max-num-seqs of D")] = 256,
+    p_cache_tokens: Annotated[
+        int | None, typer.Option(help="KV cache of a P engine, as vLLM logs it; unset: no bound")
+    ] = None,
+    d_cache_tokens: Annotated[int | None, typer.Option(help="KV cache of a D engine, likewise")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="write the plan here as JSON")] = None,
+    plot: Annotated[Path | None, typer.Option(help="write hand-over time by prompt length here, an SVG")] = None,
+) -> None:
+    """Plan hand-overs of two deployments: who reads what from whom, bytes, time; with --trace the size of a fleet."""
+    from kvferry.connector.plan_command import plan
+
+    plan(
+        model=model, prefill_tokens_per_second=prefill_tokens_per_second, p_tp=p_tp, d_tp=d_tp, p_pp=p_pp, d_pp=d_pp,
+        p_block_size=p_block_size, d_block_size=d_block_size, p_layout=p_layout, d_layout=d_layout,
+        kv_dtype=kv_dtype, plane=plane, link=link, calibration=calibration, prompt=prompt, trace=trace,
+        p_engines=p_engines, d_engines=d_engines, ttft=ttft, tpot=tpot, percentile=percentile, step_ms=step_ms,
+        step_ms_per_sequence=step_ms_per_sequence, d_sequences=d_sequences, p_cache_tokens=p_cache_tokens,
+        d_cache_tokens=d_cache_tokens, json_file=json_file, plot=plot,
+    )  # fmt: skip
 
 
 @app.command()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from math import inf
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -50,43 +50,13 @@ class PlanResult(msgspec.Struct, frozen=True):
 
 
 def plan(
-    model: Annotated[Path, typer.Option(help="config.json of the model, or the folder that has it")],
-    prefill_tokens_per_second: Annotated[float, typer.Option(help="tokens that one P engine computes in a second")],
-    p_tp: Annotated[int, typer.Option(help="tensor-parallel size of P")] = 1,
-    d_tp: Annotated[int, typer.Option(help="tensor-parallel size of D")] = 1,
-    p_pp: Annotated[int, typer.Option(help="pipeline-parallel size of P")] = 1,
-    d_pp: Annotated[int, typer.Option(help="pipeline-parallel size of D")] = 1,
-    p_block_size: Annotated[int, typer.Option(help="tokens of a block of P")] = 16,
-    d_block_size: Annotated[int, typer.Option(help="tokens of a block of D")] = 16,
-    p_layout: Annotated[Layout, typer.Option(help="order of heads and tokens in P's pages")] = "NHD",
-    d_layout: Annotated[Layout, typer.Option(help="order of heads and tokens in D's pages")] = "NHD",
-    kv_dtype: Annotated[str, typer.Option(help="--kv-cache-dtype of both engines")] = "auto",
-    plane: Annotated[str, typer.Option(help="data plane and memory, as in ucx/gpu or tcp/host")] = "ucx/gpu",
-    link: Annotated[
-        str | None, typer.Option(help="bytes per second of the link of one rank, as in 12.5GB/s; unset: no bound")
-    ] = None,
-    calibration: Annotated[
-        Path | None, typer.Option(help="costs of the planes, as kvferry bench --calibration writes them")
-    ] = None,
-    prompt: Annotated[list[int] | None, typer.Option(help="tokens of a prompt; may be repeated")] = None,
-    trace: Annotated[Path | None, typer.Option(help="a trace in Mooncake's form: simulate a fleet under it")] = None,
-    p_engines: Annotated[
-        int | None, typer.Option(help="P engines of the fleet; unset: as few as the targets need")
-    ] = None,
-    d_engines: Annotated[int | None, typer.Option(help="D engines, likewise; give both or none")] = None,
-    ttft: Annotated[float, typer.Option(help="target: seconds to the first token")] = 5.0,
-    tpot: Annotated[float, typer.Option(help="target: seconds for each further token")] = 0.05,
-    percentile: Annotated[float, typer.Option(help="of the requests that meet each target", min=0, max=100)] = 95.0,
-    step_ms: Annotated[float | None, typer.Option(help="milliseconds of a step of D; for --trace")] = None,
-    step_ms_per_sequence: Annotated[float, typer.Option(help="what each sequence adds to it", min=0)] = 0.0,
-    d_sequences: Annotated[int, typer.Option(help="--max-num-seqs of D")] = 256,
-    p_cache_tokens: Annotated[
-        int | None, typer.Option(help="KV cache of a P engine, as vLLM logs it; unset: no bound")
-    ] = None,
-    d_cache_tokens: Annotated[int | None, typer.Option(help="KV cache of a D engine, likewise")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="write the plan here as JSON")] = None,
-    plot: Annotated[Path | None, typer.Option(help="write hand-over time by prompt length here, an SVG")] = None,
-) -> None:
+    *, model: Path, prefill_tokens_per_second: float, p_tp: int, d_tp: int, p_pp: int, d_pp: int, p_block_size: int,
+    d_block_size: int, p_layout: Layout, d_layout: Layout, kv_dtype: str, plane: str, link: str | None,
+    calibration: Path | None, prompt: list[int] | None, trace: Path | None, p_engines: int | None,
+    d_engines: int | None, ttft: float, tpot: float, percentile: float, step_ms: float | None,
+    step_ms_per_sequence: float, d_sequences: int, p_cache_tokens: int | None, d_cache_tokens: int | None,
+    json_file: Path | None, plot: Path | None,
+) -> None:  # fmt: skip
     """Plan hand-overs of two deployments: who reads what from whom, bytes, time; with --trace the size of a fleet."""
     try:
         costs_by_plane = default_calibration() if calibration is None else decoded_calibration(read_file(calibration))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import importlib
 import re
+import subprocess
+import sys
 from collections import defaultdict
 from pathlib import Path
 
@@ -94,6 +96,12 @@ def test_the_rows_of_transfer() -> None:
         ours = [parts[2] for parts in imports(folder / f"{name}.py") if parts[1:2] == ("transfer",) and len(parts) > 2]
         above = {other for other in ours if place_of.get(other, place) < place}
         assert not above, f"{name} imports {above}, which are above it"
+
+
+def test_the_command_starts_without_torch() -> None:
+    """PyTorch takes more than a second to import."""
+    code = "import sys, kvferry.connector.cli, kvferry.connector.top.drain; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=240, check=False).returncode == 0
 
 
 def test_vllm_is_imported_in_one_folder() -> None:
