@@ -23,6 +23,7 @@ import mmap
 import os
 import secrets
 import struct
+import threading
 from hashlib import blake2b
 from typing import Annotated
 
@@ -63,7 +64,7 @@ def _slots(key: bytes) -> list[int]:
 
 
 class GrantBoard:
-    """The writer's end."""
+    """The writer's end. Any thread may use it."""
 
     def __init__(self) -> None:
         self._fd = os.memfd_create("kvferry-board", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -72,29 +73,32 @@ class GrantBoard:
         self._memory = mmap.mmap(self._fd, 0)
         self._counters = np.frombuffer(self._memory, dtype=np.int64)
         self._taken: set[int] = set()
+        self._lock = threading.Lock()
         self.place = BoardAddress(self._fd, secrets.token_bytes(KEY_BYTES))
         self._memory[:KEY_BYTES] = self.place.secret
 
     def post(self, key: bytes, text: bytes) -> int | None:
         """Post a grant. Returns its place, or None where there is no room for it."""
-        at = next((slot for slot in _slots(key) if slot not in self._taken), None)
-        if at is None or len(text) > SLOT_BYTES - _HEADER.size:
-            return None
-        self._taken.add(at)
-        counter = int(self._counters[at // 8])
-        counter += 1 - counter % 2  # odd: being written
-        self._counters[at // 8] = counter
-        digest = _digest(counter + 1, key, text)
-        _HEADER.pack_into(self._memory, at, counter, key, digest, len(text))
-        self._memory[at + _HEADER.size : at + _HEADER.size + len(text)] = text
-        self._counters[at // 8] = counter + 1
-        return at
+        with self._lock:
+            at = next((slot for slot in _slots(key) if slot not in self._taken), None)
+            if at is None or len(text) > SLOT_BYTES - _HEADER.size:
+                return None
+            self._taken.add(at)
+            counter = int(self._counters[at // 8])
+            counter += 1 - counter % 2  # odd: being written
+            self._counters[at // 8] = counter
+            digest = _digest(counter + 1, key, text)
+            _HEADER.pack_into(self._memory, at, counter, key, digest, len(text))
+            self._memory[at + _HEADER.size : at + _HEADER.size + len(text)] = text
+            self._counters[at // 8] = counter + 1
+            return at
 
     def withdraw(self, at: int) -> None:
         """Withdraw a grant: from now on ``is_current`` is false for every reader. Idempotent."""
-        if at in self._taken:  # a second step of the counter would post it again
-            self._counters[at // 8] += 1
-            self._taken.remove(at)
+        with self._lock:
+            if at in self._taken:  # a second step of the counter would post it again
+                self._counters[at // 8] += 1
+                self._taken.remove(at)
 
     def close(self) -> None:
         """Withdraw all grants. Idempotent."""

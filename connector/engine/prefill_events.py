@@ -11,6 +11,7 @@ the layers before: the operation that follows is long, and holds no interpreter.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -27,9 +28,16 @@ group alone leave after the step: an eighth of it."""
 class PrefillEvents:
     """The steps of one life of a rank that compute prompts for hand-overs."""
 
-    def __init__(self, copies: Copies, geometry: RankGeometry, advanced: Callable[[], None]) -> None:
-        """``advanced``: as ``ComputedStep`` takes it. Any thread may call it."""
-        self._copies, self._advanced = copies, advanced
+    def __init__(
+        self,
+        copies: Copies,
+        geometry: RankGeometry,
+        advanced: Callable[[], None],
+        over: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``advanced``, ``over``, ``clock``: as ``ComputedStep`` takes them. Any thread may call the first two."""
+        self._copies, self._advanced, self._over, self._clock = copies, advanced, over, clock
         self._in_host_memory = copies.device.type == "cpu"
         self._waits = self._advances = False  # whether ``advanced`` waits for a layer to begin, and whether it is due
         self._places: dict[str, list[tuple[int, int]]] = {}  # a layer's cache may have several parts
@@ -50,7 +58,7 @@ class PrefillEvents:
         for stop in plan.stops:
             blocks = self._blocks.pop(stop.token, None)
             if blocks is not None:
-                blocks.lost = True
+                blocks.lose()
 
     def begin_step(self, plan: StepPlan) -> ComputedStep | None:
         """A step is about to begin. Returns what the transfer thread must know of it; ``None`` where it computes no
@@ -65,10 +73,10 @@ class PrefillEvents:
         blocks, found = [], False
         for chunk in plan.chunks:
             if chunk.restarts and (former := self._blocks.pop(chunk.token, None)) is not None:
-                former.lost = True
+                former.lose()
             found |= chunk.token not in self._blocks and chunk.ready > 0
             blocks.append(self._blocks.setdefault(chunk.token, PromptBlocks()))
-        self._step, self._told = ComputedStep(tuple(blocks), self._layers, self._advance), 0
+        self._step, self._told = ComputedStep(tuple(blocks), self._layers, self._advance, self._over, self._clock), 0
         if found:  # else what is ready when the step begins was ready when the one before had ended
             self._copies.after_engine(self._step.has_begun)
         return self._step

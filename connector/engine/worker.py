@@ -175,7 +175,8 @@ class WorkerHalf:
             rank_context.incarnation,
             "" if keys is None else keys.fingerprint,
         )
-        self.prefills = PrefillEvents(caches.copies, caches.geometry, self._transfer_thread.step_advanced)
+        thread = self._transfer_thread
+        self.prefills = PrefillEvents(caches.copies, caches.geometry, thread.step_advanced, thread.step_over)
         self._transfer_thread.start()
         logger.info(
             "kvferry: rank pp%d tp%d serves %d cache region(s) at %s, key %s, data planes %s%s",

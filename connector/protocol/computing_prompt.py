@@ -8,9 +8,10 @@
                           ▼
                    GRANTED or ENDED
 
-The tokens that are computed leave meanwhile (``transfer.sender``). Their blocks are the engine's: it may take them back
-at any time, and then says so. Blocks have a life, which ends when the engine takes them back. What a step of an earlier
-life has computed counts no more. From GRANTED on the lease holds the blocks (``lease.LEASE``).
+The tokens that are computed leave meanwhile (``transfer.sender``). A D that reads P's pages by itself may do so from
+the end of the last step on. The blocks are the engine's: it may take them back at any time, and then says so. Blocks
+have a life, which ends when the engine takes them back. What a step of an earlier life has computed counts no more.
+From GRANTED on the lease holds the blocks (``lease.LEASE``).
 """
 
 from __future__ import annotations
@@ -58,10 +59,12 @@ class ChunkPlanned(msgspec.Struct, frozen=True):
 
 
 class TokensComputed(msgspec.Struct, frozen=True):
-    """The device has computed the first ``tokens`` tokens, of all layers, into the blocks of this ``life``."""
+    """The device has computed the first ``tokens`` tokens, of all layers, into the blocks of this ``life``. ``whole``:
+    these are all."""
 
     life: int
     tokens: int
+    whole: bool = False
 
 
 class LayersComputed(msgspec.Struct, frozen=True):
@@ -89,13 +92,17 @@ class ResumeReads(msgspec.Struct, frozen=True):
     """Reads that wait may find more chunks whose bytes lie in the blocks."""
 
 
+class PostGrant(msgspec.Struct, frozen=True):
+    """All of the prompt lies in the blocks: a D that reads them by itself may do so from now on."""
+
+
 class FailReads(msgspec.Struct, frozen=True):
     """The reads that run get no more bytes, or not soon: refuse them."""
 
     why: str = ABANDONED
 
 
-ComputingEffect = ResumeReads | FailReads
+ComputingEffect = ResumeReads | PostGrant | FailReads
 Outcome = tuple[ComputingState, tuple[ComputingEffect, ...]]
 
 # --- transitions ------------------------------------------------------------------------------------------------
@@ -124,7 +131,8 @@ def _computed(state: ComputingState, event: ComputingEvent, now: float) -> Outco
     assert isinstance(event, TokensComputed)
     if event.life != state.life or event.tokens <= state.computed:
         return state, ()
-    return replace(state, computed=event.tokens), (ResumeReads(),)
+    computed = replace(state, computed=event.tokens)
+    return computed, (ResumeReads(), PostGrant()) if event.whole else (ResumeReads(),)
 
 
 def _layers(state: ComputingState, event: ComputingEvent, now: float) -> Outcome:

@@ -176,7 +176,8 @@ class Resolve(_Message, frozen=True):
 
 class Resolved(_Message, frozen=True):
     """P's answer: ``params`` are the ``kv_transfer_params`` of the lease, in MessagePack. ``streams``, ``found`` and
-    ``step_tokens``: as in ``step_plan.Prefill``. ``granted``: the lease is granted; ``streams`` is false then."""
+    ``step_tokens``: as in ``step_plan.Prefill``. ``granted``: the lease is granted, or P has computed the
+    prompt and has posted the grant; ``streams`` is false then."""
 
     number: ReadNumber
     params: Annotated[bytes, Meta(max_length=MAX_PARAMS_BYTES)]

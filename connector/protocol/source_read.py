@@ -106,7 +106,8 @@ LANDED = (
 
 
 class ReadAsked(msgspec.Struct, frozen=True):
-    """D asked P, or uses P's posted grant. ``left``: messages that P will send, 0 where D reads P's pages."""
+    """D asked P, or uses P's posted grant, also one that P posted after D had asked. ``left``: messages that P will
+    send, 0 where D reads P's pages."""
 
     left: int
     fence: Fence
@@ -334,7 +335,7 @@ SOURCE_READ: TransitionTable[ReadState, ReadEvent, ReadEffect] = TransitionTable
     ReadPhase,
     get_args(ReadEvent),
     (
-        ((_P.WAITING,), (ReadAsked,), _asked),
+        ((_P.WAITING, _P.ASKED), (ReadAsked,), _asked),
         ((_P.WAITING,), (NothingToRead,), _nothing),
         ((_P.ASKED, _P.OVERTAKEN), (ReadGranted,), _granted),
         # P computes the prompt, and repeats the grant as a sign of life.

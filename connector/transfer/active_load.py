@@ -29,7 +29,8 @@ class ActiveLoad(msgspec.Struct, eq=False):
     ``load``: with the lease and the P engine of this attempt; ``posted``: as the engine posted it. ``ids``: kernel
     block ids per region. ``alone``: no other hand-over began in the same step. ``begun``: the engine knows that all
     copies are under way; only for a load inside a step. ``copied_at``: the end of its last copy, by ``time.monotonic``,
-    where it was noted. ``attempts``: ``None`` while no attempt of this load has failed. ``layer_order``: the layers in
+    where it was noted. ``granted_at``: when P had posted the grant that D asked for before. ``attempts``: ``None``
+    while no attempt of this load has failed. ``layer_order``: the layers in
     the order in which the step waits for them, one by one; empty where it waits for all of them together.
     Where the request is traced, ``phases`` has the begin of each phase of this attempt, by ``RankContext.clock``, and
     ``ended`` the spans of the attempts that have ended.
@@ -45,6 +46,7 @@ class ActiveLoad(msgspec.Struct, eq=False):
     reads: list[SourceRead] = msgspec.field(default_factory=list)
     nbytes: int = 0
     copied_at: float = 0.0
+    granted_at: float = 0.0
     attempts: Lifetime[LoadAttempts, LoadAttemptsEvent, LoadAttemptsEffect] | None = None
     layer_order: Sequence[str] = ()
     phases: list[tuple[float, str]] = msgspec.field(default_factory=list)

@@ -1,42 +1,103 @@
 """What the engine's thread says about the steps that compute prompts for hand-overs, while they run.
 
 The engine's thread, and the thread that waits for the device, write; the transfer thread reads. Each attribute is
-written by one store, which other threads see whole, so nobody waits for a lock.
+written by one store, which other threads see whole, so nobody waits for a lock, but where a grant is posted.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+
+from kvferry.transport.grant_board import GrantBoard
+
+NEARLY_SECONDS = 8e-3
+"""How long before its end a step counts as nearly ended. A D that hears of it needs 3 ms at least until its step waits
+for the bytes, so D holds up a step of others for 5 ms."""
 
 
 class PromptBlocks:
     """The blocks of a prompt that P computes, in one life: until the engine takes them back.
 
     ``lost``: the engine's thread sets it before the device gets work that may reuse a block. So a copy out of the
-    blocks that has ended while ``lost`` was not set holds the bytes of the prompt.
+    blocks that has ended while ``lost`` was not set holds the bytes of the prompt. A D that reads the blocks by itself
+    has the same proof: a grant that is posted before the lease is withdrawn by the engine's thread together with it.
     """
 
-    __slots__ = ("lost",)
+    __slots__ = ("_lock", "_posted", "lost")
 
     def __init__(self) -> None:
         self.lost = False
+        self._posted: tuple[GrantBoard, int, bytes] | None = None
+        self._lock = threading.Lock()
+
+    def lose(self) -> None:
+        """The engine takes the blocks back. Idempotent. The store of the withdrawal comes before those of the engine
+        into the blocks: between them lie locks that the engine's thread takes."""
+        with self._lock:
+            self.lost = True
+            self._withdraw()
+
+    def post(self, board: GrantBoard, key: bytes, text: bytes) -> bool:
+        """Post a grant of the blocks, unless they are lost. Returns whether it is posted."""
+        with self._lock:
+            place = None if self.lost else board.post(key, text)
+            self._posted = None if place is None else (board, place, text)
+            return place is not None
+
+    def take_posted(self, text: bytes) -> int | None:
+        """The lease holds the blocks from now on. Returns the place of the grant that was posted, if it is this one;
+        another one is withdrawn."""
+        with self._lock:
+            if self._posted is None or self._posted[2] != text:
+                self._withdraw()
+                return None
+            place, self._posted = self._posted[1], None
+            return place
+
+    def _withdraw(self) -> None:
+        if self._posted is not None:
+            self._posted[0].withdraw(self._posted[1])
+            self._posted = None
 
 
 class ComputedStep:
     """One step that computes parts of prompts. ``advanced`` is called after each change that has bytes leave, by the
-    thread that makes it.
+    thread that makes it; ``over`` when the device has ended the step, and before that once it nearly has.
+    ``clock``: seconds.
 
     ``blocks``: of each prompt of the step, in the order of the chunks of its plan. ``begun``: all steps before this one
     have ended on the device; said only where that is news. ``num_layers``: of the rank. ``layers``: the layers whose
-    bytes of this step lie in the blocks, as (region, layer), of which the first ``computed`` count. ``ended``: the
-    device has ended the step.
+    bytes of this step lie in the blocks, as (region, layer), of which the first ``computed`` count. ``nearly``: the
+    other layers should take ``NEARLY_SECONDS`` at most. ``ended``: the device has ended the step.
     """
 
-    __slots__ = ("_advanced", "begun", "blocks", "computed", "ended", "layers", "num_layers")
+    __slots__ = (
+        "_advanced",
+        "_clock",
+        "_first",
+        "_over",
+        "begun",
+        "blocks",
+        "computed",
+        "ended",
+        "layers",
+        "nearly",
+        "num_layers",
+    )
 
-    def __init__(self, blocks: tuple[PromptBlocks, ...], num_layers: int, advanced: Callable[[], None]) -> None:
-        self.blocks, self.num_layers, self._advanced = blocks, num_layers, advanced
-        self.begun = self.ended = False
+    def __init__(
+        self,
+        blocks: tuple[PromptBlocks, ...],
+        num_layers: int,
+        advanced: Callable[[], None],
+        over: Callable[[], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self.blocks, self.num_layers, self._advanced, self._over = blocks, num_layers, advanced, over
+        self._clock = clock
+        self.begun = self.nearly = self.ended = False
+        self._first: tuple[int, float] | None = None  # layers computed, and when
         self.layers: list[tuple[int, int]] = []
         self.computed = 0
 
@@ -49,10 +110,18 @@ class ComputedStep:
         self._advanced()
 
     def has_computed(self, layers: int) -> None:
-        self.computed = layers
+        now = self._clock()
+        first, before = self._first = self._first or (layers, now)
+        left, done = self.num_layers - layers, layers - first
+        nearly = done > 0 and not self.nearly and left * (now - before) <= NEARLY_SECONDS * done
+        self.nearly |= nearly
+        self.computed = layers  # after ``nearly``, by which the transfer thread looks at the step again
         self._advanced()
+        if nearly:
+            self._over()
 
     def has_ended(self) -> None:
         self.ended = True
         if len(set(self.layers[: self.computed])) < self.num_layers:  # else all of its bytes could leave before
             self._advanced()
+        self._over()

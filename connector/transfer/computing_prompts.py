@@ -21,6 +21,7 @@ from kvferry.connector.protocol.computing_prompt import (
     FailReads,
     LayersComputed,
     LeaseBegins,
+    PostGrant,
     ResumeReads,
     TokensComputed,
 )
@@ -28,7 +29,12 @@ from kvferry.connector.protocol.state_machine import Lifetime, Tick
 from kvferry.connector.protocol.step_plan import Prefill, PrefillChunk, PrefillStop, unpack_ids
 from kvferry.connector.transfer.caches import Ids, PageBox, RankCaches
 from kvferry.connector.transfer.computed_steps import ComputedStep, PromptBlocks
+from kvferry.connector.transfer.held_lease import granted
 from kvferry.transport.errors import GeometryError
+from kvferry.transport.grant_board import GrantBoard
+
+Reader = tuple[bytes, int]
+"""The identity of a D, and the number of a read."""
 
 
 class PromptPart(msgspec.Struct, eq=False):
@@ -43,14 +49,18 @@ class PromptPart(msgspec.Struct, eq=False):
 
 class ComputingPrompt:
     """One prompt. ``grant``: its length and digest, as a grant has them. ``ids``: the kernel blocks per region, as far
-    as the engine has allocated them. ``blocks``: their present life; ``None`` before the first step."""
+    as the engine has allocated them, and ``block_ids`` the same as the engine named them, packed by ``pack_ids``.
+    ``blocks``: their present life; ``None`` before the first step."""
 
     def __init__(self, prefill: Prefill, caches: RankCaches, now: float) -> None:
         self.grant = prefill
         self.ids: list[Ids] = [np.zeros(0, dtype=np.int64) for _ in caches.views]
+        self.block_ids: tuple[bytes, ...] = (b"",) * len(caches.views)
         self.blocks: PromptBlocks | None = None
         self.parts: list[PromptPart] = []  # of steps that have not ended
         self.lifetime = Lifetime(COMPUTING_PROMPT, ComputingState(), now)
+        self.readers: dict[Reader, PromptBlocks] = {}
+        """The reads by D of these blocks that D was granted by message, before the lease."""
         self._caches = caches
         self._votes: dict[bytes, int] = {}
 
@@ -58,6 +68,20 @@ class ComputingPrompt:
     def granted(self) -> bool:
         """Whether a lease holds the blocks."""
         return self.lifetime.state.phase is ComputingPhase.GRANTED
+
+    def is_last(self, part: PromptPart) -> bool:
+        """Whether the prompt is computed once this part of it is."""
+        state = self.lifetime.state
+        return (
+            state.phase is ComputingPhase.COMPUTING and part.life == state.life and part.stop >= self.grant.num_tokens
+        )
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of the prompt lies in the blocks, which are not lost."""
+        state, blocks = self.lifetime.state, self.blocks
+        computed = state.phase is ComputingPhase.COMPUTING and state.computed >= self.grant.num_tokens
+        return computed and blocks is not None and not blocks.lost
 
     def asked(self, consumer: bytes, expected: tuple[int, ...]) -> None:
         """A rank of ``consumer`` asks to read, as ``lease.Asked``."""
@@ -99,6 +123,12 @@ class ComputingPrompt:
                     yield box
                 number += 1
 
+    def post(self, board: GrantBoard) -> bool:
+        """Post a grant of all tokens, which lie in the blocks. Returns whether it is posted."""
+        assert self.blocks is not None
+        text = messages.encode_grant(granted(self.grant, 0, 0, self.block_ids))
+        return self.blocks.post(board, self.grant.token, text)
+
     def _allocated(self, region: int, stop: int) -> bool:
         """Whether the engine has allocated the blocks of all tokens before ``stop``."""
         blocks = len(self.ids[region]) * self._caches.views[region].block_size
@@ -129,15 +159,23 @@ class ComputingPrompts:
     """All prompts that this rank computes, by the token of their later lease. Used by the transfer thread only."""
 
     def __init__(
-        self, caches: RankCaches, resume: Callable[[bytes], None], refuse: Callable[[bytes, float, str], None]
+        self,
+        caches: RankCaches,
+        resume: Callable[[bytes], None],
+        refuse: Callable[[bytes, float, str], None],
+        computed: Callable[[ComputingPrompt, float], None],
+        nearly: Callable[[ComputingPrompt], None],
     ) -> None:
         """
         Args:
             caches: of this rank.
             resume: called with a token: reads under it that wait may find more chunks.
             refuse: called with a token, the time and the reason: the reads under it get no more bytes.
+            computed: called with a prompt that lies in its blocks as a whole, before its lease.
+            nearly: called before, when it should be so in ``NEARLY_SECONDS``.
         """
         self._caches, self._resume, self._refuse = caches, resume, refuse
+        self._computed, self._nearly = computed, nearly
         self.prompts: dict[bytes, ComputingPrompt] = {}
         self.steps: list[_StepInFlight] = []
         """The steps that the device has not ended, the oldest first."""
@@ -167,8 +205,9 @@ class ComputingPrompts:
                 self._step(prompt, BlocksLost(ended=False), now)
                 raise
             if blocks is not prompt.blocks:
-                prompt.blocks, prompt.parts, prompt.ids = blocks, [], new
+                prompt.blocks, prompt.parts, prompt.ids, prompt.block_ids = blocks, [], new, chunk.block_ids
             else:
+                prompt.block_ids = tuple(map(bytes.__add__, prompt.block_ids, chunk.block_ids))
                 prompt.ids = [np.concatenate(pair) for pair in zip(prompt.ids, new, strict=True)]
             self._step(prompt, ChunkPlanned(chunk.restarts), now)
             part = PromptPart(chunk.ready, chunk.stop, prompt.lifetime.state.life)
@@ -196,9 +235,12 @@ class ComputingPrompts:
             for prompt, part in flight.parts:
                 part.layers.update(layers)
                 tokens = part.stop if ended else part.ready if begun else 0
-                self._step(prompt, TokensComputed(part.life, tokens), now)
+                whole = tokens >= prompt.grant.num_tokens
+                self._step(prompt, TokensComputed(part.life, tokens, whole), now)
                 if layers and not ended:
                     self._step(prompt, LayersComputed(part.life), now)
+                    if step.nearly and prompt.is_last(part):
+                        self._nearly(prompt)
                 if ended and part in prompt.parts:
                     prompt.parts.remove(part)
 
@@ -216,12 +258,20 @@ class ComputingPrompts:
                 del self.prompts[stop.token]
             self._step(prompt, BlocksLost(stop.ended), now)
 
+    def lose(self, token: bytes) -> None:
+        """The lease of a prompt cannot begin: its blocks are the engine's again."""
+        prompt = self.prompts.get(token)
+        if prompt is not None and prompt.blocks is not None:
+            prompt.blocks.lose()
+
     def grant(self, token: bytes, ids: list[Ids], now: float) -> ComputingPrompt | None:
         """The lease of a prompt begins, with its blocks. Returns the prompt, which is forgotten here."""
         prompt = self.prompts.pop(token, None)
         if prompt is not None:
             # Chunks that were sent stay good: the same tokens. The others are packed from the blocks of the lease.
             if prompt.lifetime.state.phase is not ComputingPhase.COMPUTING or not _begins_with(prompt.ids, ids):
+                if prompt.blocks is not None:
+                    prompt.blocks.lose()
                 prompt.blocks = PromptBlocks()
             prompt.ids = ids
             self._step(prompt, LeaseBegins(), now)
@@ -232,6 +282,8 @@ class ComputingPrompts:
             match effect:
                 case ResumeReads():
                     self._resume(prompt.grant.token)
+                case PostGrant():
+                    self._computed(prompt, now)
                 case FailReads(why):
                     self._refuse(prompt.grant.token, now, why)
 

@@ -8,13 +8,15 @@ from kvferry.connector.protocol import lease, messages
 from kvferry.connector.protocol.state_machine import Lifetime
 from kvferry.connector.protocol.step_plan import LeaseGrant, Prefill
 from kvferry.connector.transfer.caches import Ids
+from kvferry.connector.transfer.computed_steps import PromptBlocks
 from kvferry.transport.tracing import RecordedSpan
 
 
 @dataclass(slots=True)
 class HeldLease:
     """A lease with the blocks it holds. ``posted``: where its posted grant lies on the grant board. Where the
-    request is traced, ``begun_at`` is its begin by ``RankContext.clock``, and ``sent`` has the spans of its reads."""
+    request is traced, ``begun_at`` is its begin by ``RankContext.clock``, and ``sent`` has the spans of its reads.
+    ``readers``: as of ``ComputingPrompt``."""
 
     grant: LeaseGrant
     ids: list[Ids]
@@ -22,6 +24,7 @@ class HeldLease:
     posted: int | None = None
     begun_at: float = 0.0
     sent: list[RecordedSpan] = field(default_factory=list)
+    readers: dict[tuple[bytes, int], PromptBlocks] = field(default_factory=dict)
 
 
 def granted(

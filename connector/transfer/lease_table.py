@@ -11,6 +11,7 @@ from kvferry.connector.protocol import lease, messages
 from kvferry.connector.protocol.state_machine import Lifetime, Tick
 from kvferry.connector.protocol.step_plan import LeaseGrant
 from kvferry.connector.transfer.caches import Ids
+from kvferry.connector.transfer.computed_steps import PromptBlocks
 from kvferry.connector.transfer.handover_trace import lease_span, record
 from kvferry.connector.transfer.held_lease import HeldLease, granted
 from kvferry.connector.transfer.rank_context import RankContext
@@ -27,7 +28,7 @@ class LeaseTable:
     """Gives the leases their events, and performs their effects. Used by the transfer thread only.
 
     ``held``: by token, until nothing reads the blocks any more. ``ended``: tokens that no lease holds any more, or
-    never will. ``board``: where the grants are posted.
+    never will. ``board``: where the grants are posted, if ``posts_grants``.
     """
 
     def __init__(
@@ -48,17 +49,20 @@ class LeaseTable:
         self.ended: OrderedDict[bytes, None] = OrderedDict()
         self.board = GrantBoard()
         # A grant is not posted where the engine may have freed some of the blocks: there P must check each ask.
-        self._posts_grants = any(plane.pulls for plane in rank_context.planes) and all(
+        self.posts_grants = any(plane.pulls for plane in rank_context.planes) and all(
             region.kind in ("full", "mla") for region in rank_context.caches.geometry.regions
         )
 
-    def grant(self, grant: LeaseGrant, ids: list[Ids], now: float) -> None:
-        """Hold the blocks of a finished prompt, ``ids`` per region, and post the grant on the grant board."""
+    def grant(self, grant: LeaseGrant, ids: list[Ids], computed: PromptBlocks | None, now: float) -> None:
+        """Hold the blocks of a finished prompt, ``ids`` per region, and post the grant on the grant board.
+        ``computed``: the same blocks before the lease, of which a grant may be posted already."""
         settings, posted = self._rank_context.settings, None
         state = lease.grant(now, settings.lease_seconds, settings.lease_cap_seconds)
         lifetime, begun_at = Lifetime(lease.LEASE, state, now), self._rank_context.clock()
-        if self._posts_grants:  # a D that reads P's pages by itself then needs no ask and no commit
-            posted = self.board.post(grant.token, messages.encode_grant(granted(grant, 0, 0, grant.block_ids)))
+        if self.posts_grants:  # a D that reads P's pages by itself then needs no ask and no commit
+            text = messages.encode_grant(granted(grant, 0, 0, grant.block_ids))
+            posted = None if computed is None else computed.take_posted(text)
+            posted = self.board.post(grant.token, text) if posted is None else posted
         self.held[grant.token] = HeldLease(grant, ids, lifetime, posted, begun_at)
 
     def step(self, token: bytes, event: lease.LeaseEvent, now: float) -> None:

@@ -122,7 +122,8 @@ class LoadReports:
         plane = "+".join(planes) or "none"
         posted = all(read.state.fence == "posted" for read in active_load.reads if read.planned)
         first = active_load.attempts is None
-        estimate = TransferEstimate(seconds, max(1, tokens)) if posted and first else UNKNOWN
+        waited = max(0.0, active_load.granted_at - active_load.started)
+        estimate = TransferEstimate(seconds - waited, max(1, tokens)) if posted and first else UNKNOWN
         nbytes, milliseconds, peer = active_load.nbytes, seconds * 1e3, load.peer.engine_id[:SHORT_NAME]
         count = partial(
             self._stats.finished, nbytes=nbytes, milliseconds=milliseconds, plane=plane, tokens=tokens, peer=peer

@@ -107,6 +107,22 @@ class NamedPrompts:
         named.granted, named.params = True, grant.params or named.params
         return self._tell(grant.token)
 
+    def offer(self, token: bytes) -> list[Answer]:
+        """A prompt is computed, or nearly, and D may read it before its lease."""
+        named = self._prompts.get(token)
+        if named is None:
+            return []
+        named.granted = True
+        return self._tell(token)
+
+    def take_back(self, token: bytes) -> bool:
+        """The engine computes a prompt anew: D must wait again. Returns whether a D was told of it."""
+        named = self._prompts.get(token)
+        if named is None or not named.granted:
+            return False
+        named.granted = False
+        return True
+
     def end(self, token: bytes, now: float) -> list[Answer]:
         """The lease of a prompt has ended, or there will be none."""
         named = self._prompts.pop(token, None)

@@ -138,6 +138,7 @@ class PostedPlans:
 
     def _not_granted(self, grant: LeaseGrant, now: float) -> None:
         """A grant has raised an error: the engine gets its blocks back, and no D may wait for them."""
+        self._producer.computing.lose(grant.token)
         self._results.freed(grant.request_id)
         self._producer.stop_prefill(PrefillStop(grant.token, ended=True), now)
 

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 
 from kvferry.connector.protocol import lease, messages
-from kvferry.connector.protocol.computing_prompt import ABANDONED
+from kvferry.connector.protocol.computing_prompt import ABANDONED, NOT_RESUMED
 from kvferry.connector.protocol.step_plan import LeaseGrant, Prefill, PrefillStop, QueuedPrompt, unpack_ids
 from kvferry.connector.transfer.caches import Ids
 from kvferry.connector.transfer.computing_prompts import ComputingPrompt, ComputingPrompts
@@ -30,6 +30,8 @@ logger = logging.getLogger("vllm.kvferry.producer")
 
 SERVE_SECONDS = 0.01
 """How long the thread answers messages before it looks at its other work; further messages wait for the next turn."""
+MAX_READERS = 1024
+"""Reads of one prompt that P grants by message before its lease; others wait for the lease."""
 CLOSING_SECONDS = 0.02
 """How long the last message to each D, why P closes, stands alone. A D that sees it together with the end of the
 connection loses it: libzmq drops what it has not delivered then. D knows that P is gone in any case."""
@@ -48,7 +50,9 @@ class Producer:
         self._sessions = Sessions(rank_context, self._leases.board.place)
         self._replies = Replies(rank_context, listener, self._sessions)
         self.reads = OutgoingReads(rank_context, self._leases, self._sessions, self._replies)
-        self.computing = ComputingPrompts(rank_context.caches, self.reads.sender.resume, self.reads.refuse)
+        self.computing = ComputingPrompts(
+            rank_context.caches, self.reads.sender.resume, self.reads.refuse, self._computed, self._nearly_computed
+        )
         settings = rank_context.settings
         self._early = EarlyRequests(settings.ask_hold_seconds, settings.lease_seconds)
         self.named = NamedPrompts(rank_context.engine_id, settings.ask_hold_seconds)
@@ -63,12 +67,14 @@ class Producer:
             caches, packed = self._rank_context.caches, grant.block_ids
             ids = [caches.kernel_ids(region, unpack_ids(ids)) for region, ids in enumerate(packed)]
         except GeometryError:
+            self.computing.lose(grant.token)
             self.stop_prefill(PrefillStop(grant.token, ended=True), now)
             raise
-        self._leases.grant(grant, ids, now)
+        computed = self.computing.prompts.get(grant.token)
+        self._leases.grant(grant, ids, None if computed is None else computed.blocks, now)
         if answers := self.named.grant(grant):
             self._answer(answers)
-        if self.computing.prompts:
+        if computed is not None:
             self._end_prefill(grant.token, ids, now)
         if self._early.votes.cost:
             for vote in self._early.take_votes(grant.token):
@@ -106,12 +112,30 @@ class Producer:
             self._early.take_votes(stop.token)
             for held in self._early.take_asks(stop.token):
                 self.reads.deny(held, held.ask.read, "expired", ABANDONED)
+        elif self.named.take_back(stop.token):  # a step of D may wait for it
+            for held in self._early.take_asks(stop.token):
+                self.reads.deny(held, held.ask.read, "expired", NOT_RESUMED)
         self.computing.stop(stop, now)
+
+    def _nearly_computed(self, prompt: ComputingPrompt) -> None:
+        """D takes some milliseconds from the answer until it reads, and waits for the rest in its step."""
+        # The first stage of a pipeline does not know of the others.
+        if self._leases.posts_grants and self._rank_context.caches.geometry.pp_size == 1:
+            self._answer(self.named.offer(prompt.grant.token))
+
+    def _computed(self, prompt: ComputingPrompt, now: float) -> None:
+        """A prompt is computed, which P's engine has not said yet. A D that reads P's pages by itself need not wait for
+        the lease: the engine's thread withdraws the grant before the blocks are used for anything else."""
+        if self._leases.posts_grants and prompt.whole:
+            prompt.post(self._leases.board)
+            self._nearly_computed(prompt)
+            self._serve_held(prompt.grant.token, now)
 
     def _end_prefill(self, token: bytes, ids: list[Ids], now: float) -> None:
         """The lease of a prompt has begun: the reads that run are reads under the lease."""
         prompt = self.computing.grant(token, ids, now)
         if prompt is not None:
+            self._leases.held[token].readers = prompt.readers
             for asked in prompt.asks():
                 self._leases.step(token, asked, now)
             for outgoing in self.reads.sender.of_lease(token):
@@ -166,6 +190,11 @@ class Producer:
         return bool(self.reads.sender.waiting)
 
     @property
+    def answers_wait(self) -> bool:
+        """Whether a D that may read P's pages by itself waits until a prompt is computed. Any thread may ask."""
+        return self._leases.posts_grants and bool(self.named.held.cost)
+
+    @property
     def live(self) -> bool:
         """Whether any deadline is running."""
         early = self._early.asks.cost or self._early.votes.cost or self.named.held.cost
@@ -215,8 +244,7 @@ class Producer:
                     case messages.Cancel():
                         self._cancel(session, request, now)
                     case messages.Commit():
-                        held = self._leases.held.get(request.token)
-                        ok = held is not None and lease.may_commit(held.lifetime.state)
+                        ok = self._may_commit(identity, request)
                         self._replies.send(identity, messages.Committed(read=request.read, ok=ok))
 
     def _strange(self, identity: bytes, request: messages.Request) -> None:
@@ -236,8 +264,11 @@ class Producer:
 
     def _ask(self, session: Session, ask: messages.Ask, now: float) -> None:
         prompt: HeldLease | ComputingPrompt | None = self._leases.held.get(ask.token)
-        if prompt is None and session.sender is not None:  # a D that reads P's pages by itself waits for the lease
-            prompt = self.computing.get(ask.token)
+        if prompt is None:
+            computing = self.computing.get(ask.token)
+            # A D that reads P's pages by itself waits until all is computed.
+            if computing is not None and (session.sender is not None or self._may_read(computing)):
+                prompt = computing
         if prompt is None and ask.token not in self._leases.ended:
             self._hold(session, ask, now)
             return
@@ -250,7 +281,8 @@ class Producer:
         session.asked = True
         leased = isinstance(prompt, HeldLease)
         try:
-            self.reads.sender.check(session, ask, prompt.grant.num_tokens, prompt.ids if leased else None)
+            ids = prompt.ids if leased or session.channel.pulls else None
+            self.reads.sender.check(session, ask, prompt.grant.num_tokens, ids)
             chunks = 0 if session.channel.pulls else self.reads.sender.num_chunks(ask, session.chunk_bytes)
         except KVFerryError as error:
             self.reads.deny(session, ask.read, "bounds", str(error))
@@ -261,6 +293,9 @@ class Producer:
         if isinstance(prompt, ComputingPrompt):
             prompt.asked(ask.consumer, ask.expected)
             source = prompt
+            if session.channel.pulls and prompt.blocks is not None:
+                block_ids = prompt.block_ids
+                prompt.readers[session.identity, ask.read] = prompt.blocks
         else:
             self._leases.step(ask.token, lease.Asked(ask.consumer, frozenset(ask.expected)), now)
             source, block_ids = prompt.ids, prompt.grant.block_ids if session.channel.pulls else ()
@@ -268,10 +303,23 @@ class Producer:
         if chunks:
             self.reads.begin(session, ask, source, chunks, now)
 
+    def _may_read(self, prompt: ComputingPrompt) -> bool:
+        """Whether a D that reads by itself may do so before the lease. What it reads, it must commit."""
+        return self._leases.posts_grants and prompt.whole and len(prompt.readers) < MAX_READERS
+
     def _hold(self, session: Session, ask: messages.Ask, now: float) -> None:
         """Keep an ask until its lease is granted, or until ``ask_hold_seconds`` have passed."""
         for held in self._early.hold(session, ask, now):
             self.reads.deny(held, held.ask.read, "unknown", "too many asks are waiting for their lease")
+
+    def _may_commit(self, identity: bytes, commit: messages.Commit) -> bool:
+        """Whether the blocks that D has read are those of the prompt."""
+        held = self._leases.held.get(commit.token)
+        prompt = held or self.computing.get(commit.token)
+        blocks = None if prompt is None else prompt.readers.get((identity, commit.read))
+        if blocks is not None and blocks.lost:
+            return False  # it may be that the prompt lies in other blocks by now
+        return blocks is not None if held is None else lease.may_commit(held.lifetime.state)
 
     def _cancel(self, session: Session, cancel: messages.Cancel, now: float) -> None:
         if self._early.asks.pop((session.identity, cancel.read)) is not None:

@@ -95,8 +95,9 @@ class SourceReads:
             case _:
                 self._on_event(read.active_load, effect, now)
 
-    def use_posted_grant(self, read: SourceRead, now: float) -> bool:
-        """Whether P has posted the grant on its grant board. Then D sends no ask, and the read begins at once."""
+    def use_posted_grant(self, read: SourceRead, now: float, *, asked: bool = False) -> bool:
+        """Whether P has posted the grant on its grant board. Then D sends no ask, and the read begins at once. Where
+        D has ``asked`` before, it needs no commit of P."""
         board = read.link.board
         note = None if board is None else board.find(read.active_load.load.token)
         if note is None:
@@ -106,6 +107,8 @@ class SourceReads:
             check_spans([item.span for item in read.planned], read.link.theirs, grant.num_tokens)
         except (ProtocolError, GeometryError):
             return False  # P's answer to an ask will contain the reason
+        if asked:
+            read.active_load.granted_at = self._rank_context.clock()
         read.note = note
         self.step(read, ReadAsked(0, "posted"), now)
         self._take_grant(read, grant, now)
@@ -167,7 +170,9 @@ class SourceReads:
             return  # a message for a read that has ended
         match reply:
             case messages.Grant():
-                self._take_grant(read, reply, now)
+                waits = read.link.pulls and read.state.awaits_grant
+                if not (waits and self.use_posted_grant(read, now, asked=True)):  # posted since D has asked
+                    self._take_grant(read, reply, now)
             case messages.Deny():
                 detail = f": {shortened(reply.detail)!r}" if reply.detail else ""
                 if reply.reason == "detached":  # P has ended its session with this D: the next load makes a new link

@@ -155,6 +155,11 @@ class TransferThread:
         if self._producer.reads_wait:
             self.wake()
 
+    def step_over(self) -> None:
+        """The device has ended a step that computes prompts. Any thread may call this."""
+        if self._producer.answers_wait:
+            self.wake()
+
     def end_yield(self) -> None:
         """End the wait that ``StepLoadListener.yield_to_engine`` was given. Any thread may call this."""
         self._waker.wake()

@@ -186,17 +186,6 @@ def test_other_blocks_and_layouts(group: RankGroup, block_size: int, layout: str
     assert wait(lambda: p.sent == {"req-p"}, [p, d]) and not d.failed
 
 
-def test_a_d_that_reads_p_s_pages_by_itself_waits_for_the_lease(group: RankGroup) -> None:
-    p, d = make(group, "cma")
-    engine = PrefillingEngine([p], THEIRS, TOKENS)
-    engine.begin(step_tokens=STEP)
-    engine.load(d, OURS, step=STEP)
-    engine.step(0, TOKENS)
-    assert wait(lambda: bool(halves(p)[0]._early.asks), [p, d]) and nothing_of(d, 0, TOKENS)
-    engine.grant()
-    ends_well([p], d)
-
-
 def test_p_says_that_it_lives_while_it_computes(group: RankGroup) -> None:
     """D's deadline begins anew with each repeated grant, and ends a read of which it hears nothing."""
     p, d = make(group, transfer_timeout_seconds=60.0)

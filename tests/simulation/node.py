@@ -114,7 +114,9 @@ class Node:
         self._clock = RunningClock(self.timeline.clock)
         self.thread = TransferThread(context, self.listener, self._clock)
         self.copies.on_done = self.wake
-        self.prefills = PrefillEvents(self.copies, self.pages.caches.geometry, self._step_advanced)
+        self.prefills = PrefillEvents(
+            self.copies, self.pages.caches.geometry, self._step_advanced, self._step_over, self.timeline.clock
+        )
         self._turn_at = float("inf")
         self._busy_turns = 0
         network.hosts[self.number] = self
@@ -143,6 +145,10 @@ class Node:
 
     def _step_advanced(self) -> None:
         if self.thread._producer.reads_wait:
+            self.wake()
+
+    def _step_over(self) -> None:
+        if self.thread._producer.answers_wait:
             self.wake()
 
     def wake(self) -> None:

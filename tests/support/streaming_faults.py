@@ -11,6 +11,7 @@ from unittest import mock
 from kvferry.connector.engine import load_planner
 from kvferry.connector.engine.prefill_events import PrefillEvents
 from kvferry.connector.protocol.computing_prompt import ComputingPhase
+from kvferry.connector.transfer.computed_steps import PromptBlocks
 from kvferry.connector.transfer.computing_prompts import ComputingPrompt
 from kvferry.connector.transfer.sender import PackedChunk
 
@@ -56,6 +57,15 @@ def not_said() -> AbstractContextManager[Any]:
     return mock.patch.object(PrefillEvents, "take_back", lambda events, plan: None)
 
 
+def grant_stays() -> AbstractContextManager[Any]:
+    """A grant that P has posted before the lease stands on when P's engine takes the blocks back."""
+
+    def lose(blocks: PromptBlocks) -> None:
+        blocks.lost = True
+
+    return mock.patch.object(PromptBlocks, "lose", lose)
+
+
 def any_prompt() -> AbstractContextManager[Any]:
     """D takes every prompt that P has under a name for its own."""
     return mock.patch.object(load_planner, "check_prompt", lambda request, remote_prompt: None)
@@ -66,5 +76,6 @@ FAULTS: Mapping[str, Callable[[], AbstractContextManager[Any]]] = {
     "blocks taken back": blocks_taken_back,
     "before its event": before_its_event,
     "not said": not_said,
+    "grant stays": grant_stays,
     "any prompt": any_prompt,
 }

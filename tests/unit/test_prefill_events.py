@@ -9,6 +9,7 @@ import torch
 
 from kvferry.connector.engine.prefill_events import LAYER_GROUPS, PrefillEvents
 from kvferry.connector.protocol.step_plan import LeaseGrant, PrefillChunk, PrefillStop, StepPlan
+from kvferry.connector.transfer import computed_steps
 from kvferry.connector.transfer.computed_steps import ComputedStep
 from kvferry.connector.transfer.copies import HostCopies
 from tests.unit.labelled_model import Model
@@ -35,12 +36,15 @@ class Behind(HostCopies):
 
 class Step:
     def __init__(self, device: str = "GPU") -> None:
-        self.device, self.wakes = Behind(device), 0
+        self.device, self.wakes, self.over = Behind(device), 0, 0
         geometry = Model(("full", "mla") * 10, 2, False).rank((0, 1), (0, 1), 16)
-        self.events = PrefillEvents(self.device, geometry, self.wake)
+        self.events = PrefillEvents(self.device, geometry, self.wake, self.count_over)
 
     def wake(self) -> None:
         self.wakes += 1
+
+    def count_over(self) -> None:
+        self.over += 1
 
     def begin(self, *tokens: bytes, restarts: bool = False, found: int = 0) -> ComputedStep:
         step = self.events.begin_step(plan(*tokens, restarts=restarts, found=found))
@@ -56,13 +60,14 @@ def stop(token: bytes, *, ended: bool = False) -> StepPlan:
     return StepPlan(stops=(PrefillStop(token, ended),))
 
 
-def test_nothing_counts_before_the_device_has_reached_it() -> None:
+def test_nothing_counts_before_the_device_has_reached_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(computed_steps, "NEARLY_SECONDS", 600.0)
     made = Step()
     step = made.begin(b"a", found=16)
     for name in NAMES:
         made.events.layer_computed(name)
     made.events.end_step()
-    assert (step.begun, step.computed, step.ended, made.wakes) == (False, 0, False, 0)
+    assert (step.begun, step.computed, step.ended, made.wakes, made.over) == (False, 0, False, 0, 0)
     events = 1 + -(-len(NAMES) // GROUP) + 1
     assert len(made.device.acts) == events <= LAYER_GROUPS + 2
     made.device.reach(1)
@@ -72,6 +77,7 @@ def test_nothing_counts_before_the_device_has_reached_it() -> None:
     made.device.reach(events - 2)
     assert step.ended and step.computed == step.num_layers
     assert made.wakes == events - 1, "the end brings no news"
+    assert made.over == 2, "nearly at its end, and at its end"
 
 
 def test_the_begin_of_a_step_is_told_where_tokens_were_found() -> None:

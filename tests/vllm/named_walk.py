@@ -16,12 +16,13 @@ from typing import Any
 from unittest import mock
 
 from kvferry.connector.engine import worker_setup
+from kvferry.connector.transfer.early_requests import EarlyRequests
 from tests.handover.slow_copies import SlowCopies
 from tests.support.engines import free_port
 from tests.vllm.engine_group import PATIENT, EngineGroup
 from tests.vllm.labelled import prompt
 from tests.vllm.random_walk import LEASE_SECONDS, Walk
-from tests.vllm.stepped import PREFILL, Engine, run, settle
+from tests.vllm.stepped import PREFILL, Engine, run, settle, transfer_thread_of
 
 PLANES = ("cma", "shm", "tcp", "zmq", "ucx")
 PROMPTS = 10
@@ -152,9 +153,20 @@ class NamedWalk(Walk):
             )  # fmt: skip
         if side == "p":
             self._copies = made
+            for rank in range(engine.tp):
+                self._count_early(transfer_thread_of(engine, rank)._producer._early)
             engine.device = partial(self._compute, 0.3)
             engine.at_layer = lambda layer: self._compute(0.1)
         return engine
+
+    def _count_early(self, early: EarlyRequests) -> None:
+        vote = early.vote
+
+        def counted(*args: Any) -> None:
+            self.events["D was done before P's lease"] += 1
+            vote(*args)
+
+        early.vote = counted  # type: ignore[method-assign]
 
     def _compute(self, odds: float) -> None:
         """P's device takes its time, and the transfer thread goes on meanwhile."""
@@ -261,6 +273,8 @@ class NamedWalk(Walk):
 
     def preempt(self) -> None:
         """Mostly a request of P whose prompt is computed in part, and another one takes its blocks."""
+        if self.case.ahead and self.rng.random() < 0.5 and self.take_back():
+            return
         for _ in range(4):  # until a copy reads blocks of a prompt that is computed, or none will
             self.p.scheduler.max_num_scheduled_tokens = self.rng.choice(BUDGETS)
             self.p.step()
@@ -280,6 +294,38 @@ class NamedWalk(Walk):
             self.prompts[self.p.add(other, priority=-1)] = other
             self.p.scheduler.max_num_scheduled_tokens = 512
         self.p.step()
+
+    def take_back(self) -> bool:
+        """P's device has computed a prompt, P's engine does not know yet and gives its blocks to another request. A D
+        may read them meanwhile. Returns whether there was one."""
+        for _ in range(4):
+            self.p.scheduler.max_num_scheduled_tokens = self.rng.choice((40, 128, 512))
+            self.p.step()
+            computed = [
+                r.request_id for r in self.p.scheduler.running
+                if r.max_tokens == 1 and r.num_computed_tokens >= r.num_prompt_tokens
+            ]  # fmt: skip
+            if computed:
+                break
+        else:
+            return False
+        for _ in range(self.rng.choice((0, 2, 4))):
+            self.d.step()
+            self.pause()
+        name = self.rng.choice(computed)
+        if self.rng.random() < 0.5:
+            self.p.preempt(name)
+            self.events["P preempted a prompt that was computed"] += 1
+        else:
+            self.given_up.add(name)
+            self.p.abort(name)
+            self.events["P aborted a prompt that was computed"] += 1
+        if self.p.free_blocks:
+            other = prompt(min(500, self.p.free_blocks * self.p.block - 1), 100 + self.rng.randrange(50))
+            self.prompts[self.p.add(other, priority=-1)] = other
+            self.p.scheduler.max_num_scheduled_tokens = 512
+        self.p.step()
+        return True
 
     def step(self) -> None:
         self.p.scheduler.max_num_scheduled_tokens = self.rng.choice(BUDGETS)

@@ -1,7 +1,7 @@
 """Hand-overs whose two legs are sent at once, at random, until there are enough: no token may be wrong.
 
-    python tests/vllm/run_walks.py [--count N] [--seed S] [--processes N] [--json FILE]
-    python tests/vllm/run_walks.py --seed S --case N [--fault NAME]
+    python tests/vllm/run_walks.py [--count N] [--seed S] [--planes cma ...] [--processes N] [--json FILE]
+    python tests/vllm/run_walks.py --seed S --case N [--planes cma ...] [--fault NAME]
     make walk COUNT=10000 SEED=...
 
 Real worker halves and scheduler halves below vLLM's scheduler, over real data planes; only the model is made up. Each
@@ -80,7 +80,8 @@ def _cases(job: tuple[int, int, int, int, tuple[str, ...], str]) -> dict[str, An
             done += of_case.total()
             if failure:
                 failed.append(f"{case}: {failure[:200]}")
-                print(f"FAILED {case}\n{failure}\nrepeat: {sys.argv[0]} --seed {seed} --case {number}", flush=True)
+                again = f"{sys.argv[0]} --seed {seed} --case {number} --planes {' '.join(planes)}"
+                print(f"FAILED {case}\n{failure}\nrepeat: {again}", flush=True)
             if time.monotonic() > said + 30:
                 said = time.monotonic()
                 print(f"process {first}: {done} of {count} hand-overs, {len(failed)} cases failed", flush=True)
@@ -106,11 +107,12 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=10_000, help="hand-overs of all processes together")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 16))
     parser.add_argument("--case", type=int, help="this one only, by its number")
+    parser.add_argument("--planes", nargs="+", choices=PLANES, default=PLANES)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--fault", choices=FAULTS, default="")
     parser.add_argument("--json", type=Path, help="write the counts and versions to this file")
     options = parser.parse_args()
-    planes = tuple(plane for plane in PLANES if plane != "ucx" or find_spec("ucxx"))
+    planes = tuple(plane for plane in options.planes if plane != "ucx" or find_spec("ucxx"))
     processes = 1 if options.case is not None else options.processes
     share = 1 if options.case is not None else -(-options.count // processes)
     print(f"seed {options.seed}: {options.count} hand-overs over {', '.join(planes)}", flush=True)

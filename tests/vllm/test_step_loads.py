@@ -17,6 +17,8 @@ from kvferry.connector.engine.transfer_params import RemotePrompt, prompt_digest
 from kvferry.connector.geometry.engine_types import BlockTable, RequestView
 from kvferry.connector.protocol.step_plan import PeerEngine, RankAddress, UnneededLease
 from kvferry.connector.protocol.transfer_estimate import TransferEstimate, TransferEstimates
+from kvferry.connector.transfer.computing_prompts import ComputingPrompt
+from kvferry.transport import grant_board
 from tests.handover.slow_copies import install
 from tests.vllm.engine_group import EngineGroup, Lines
 from tests.vllm.labelled import BLOCK, prompt
@@ -319,10 +321,25 @@ def test_all_clients_have_left_meanwhile(group: EngineGroup) -> None:
     assert d.computed[again] == len(longer) - len(ids), "only what was computed from right blocks is found"
 
 
+def test_d_does_not_wait_for_p_s_next_step(group: EngineGroup) -> None:
+    p, d = pair_of(group)
+    meet(p, d)
+    ids = prompt(200, 4)
+    request_id = d.add(ids, prefill(p, ids))
+    assert to_the_end(d, request_id) == "length"
+    assert d.step_loads[request_id] == 1 and not transfer_thread_of(p)._producer._leases.held
+    after = add(p, d, prompt(100, 5))
+    to_the_end(d, after)
+    assert d.step_loads[after] == 1
+    settle(p, d)
+
+
 def test_p_is_late_to_grant(group: EngineGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its next step comes late; that costs time, not the request."""
     p, d = pair_of(group)
     meet(p, d)
+    monkeypatch.setattr(ComputingPrompt, "whole", False)  # else D need not wait for the lease
+    monkeypatch.setattr(grant_board, "SLOT_BYTES", 64)
     ids = prompt(200, 4)
     request_id = d.add(ids, prefill(p, ids))
     in_vain: list[StepOutcome] = []

@@ -1,0 +1,313 @@
+"""A D that reads P's pages by itself begins when P's device has computed the prompt, before the lease that P's engine
+gives with a later step. Until then the blocks are the engine's: nothing counts that was read after it took them back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from kvferry.connector.protocol import messages
+from kvferry.connector.protocol.step_plan import LeaseGrant, StepPlan, pack_ids
+from kvferry.connector.protocol.transfer_estimate import UNKNOWN
+from kvferry.connector.transfer import computed_steps, producer
+from kvferry.connector.transfer.computed_steps import NEARLY_SECONDS, ComputedStep, PromptBlocks
+from kvferry.transport import grant_board
+from kvferry.transport.grant_board import GrantBoard
+from tests.handover.gates import Gate, halves
+from tests.handover.prefilling import PrefillingEngine
+from tests.handover.rank_group import RankGroup
+from tests.handover.streamed import ELSEWHERE, OURS, STEP, THEIRS, TOKENS, all_ended, ends_well, has, make, nothing_of
+from tests.handover.test_posted_grants import asked
+from tests.support.ranks import Rank, wait
+from tests.support.streaming_faults import grant_stays
+
+
+def warm(p: Rank, d: Rank) -> None:
+    """With a link between them, so that D looks at P's board."""
+    engine = PrefillingEngine([p], THEIRS, TOKENS, "first-p")
+    engine.begin(step_tokens=TOKENS)
+    engine.step(0, TOKENS)
+    engine.load(d, OURS, "first-d")
+    engine.grant()
+    assert wait(lambda: p.sent == {"first-p"} and d.received == {"first-d"}, [p, d]) and not d.failed
+    for rank in (p, d):
+        rank.sent.clear()
+        rank.received.clear()
+    for cache in d.caches.values():
+        cache.fill_(-1)
+
+
+@pytest.fixture
+def pair(group: RankGroup) -> tuple[Rank, Rank]:
+    p, d = make(group, "cma")
+    warm(p, d)
+    return p, d
+
+
+def computed(p: Rank, tokens: int = TOKENS) -> PrefillingEngine:
+    """A prompt whose last step has ended, and whose engine has not looked at it."""
+    engine = PrefillingEngine([p], THEIRS, TOKENS)
+    engine.begin(step_tokens=STEP)
+    for start in range(0, tokens, STEP):
+        engine.step(start, min(start + STEP, tokens))
+    return engine
+
+
+def is_posted(p: Rank, engine: PrefillingEngine) -> Callable[[], bool]:
+    def posted() -> bool:
+        prompt = halves(p)[0].computing.prompts.get(engine.token)
+        return prompt is not None and prompt.blocks is not None and prompt.blocks._posted is not None
+
+    p.worker._transfer_thread.wake()  # nobody waits for this prompt by name
+    return posted
+
+
+def test_d_reads_before_the_lease(pair: tuple[Rank, Rank]) -> None:
+    p, d = pair
+    engine = computed(p)
+    assert wait(is_posted(p, engine))
+    engine.load(d, OURS)
+    assert wait(lambda: d.received == {"req-d"}, [p, d]) and not d.failed and has(d, 0, TOKENS)
+    assert wait(lambda: halves(p)[0]._early.votes.cost > 0, [p, d]), "D has released what is not there yet"
+    assert not halves(p)[0]._leases.held
+    engine.grant()
+    ends_well([p], d)
+    assert not halves(p)[0]._leases.board._taken
+
+
+def test_a_prompt_that_is_not_computed_to_its_end_waits(pair: tuple[Rank, Rank]) -> None:
+    p, d = pair
+    engine = computed(p, 2 * STEP)
+    engine.load(d, OURS)
+    assert wait(lambda: bool(halves(p)[0]._early.asks), [p, d]) and not halves(p)[0]._leases.board._taken
+    engine.plan(2 * STEP, TOKENS)
+    assert wait(lambda: not p.worker._transfer_thread._plans.posted, [p, d]) and not halves(p)[0]._leases.board._taken
+    assert nothing_of(d, 0, TOKENS)
+    engine.write(2 * STEP, TOKENS)
+    engine.end()
+    assert wait(lambda: d.received == {"req-d"}, [p, d]) and not d.failed and not halves(p)[0]._leases.held
+    engine.grant()
+    ends_well([p], d)
+
+
+@pytest.mark.parametrize("board", [True, False])
+def test_what_d_has_asked_for_is_read_before_the_lease(
+    pair: tuple[Rank, Rank], monkeypatch: pytest.MonkeyPatch, board: bool
+) -> None:
+    """Without room on the board P answers D's commit."""
+    p, d = pair
+    if not board:
+        monkeypatch.setattr(grant_board, "SLOT_BYTES", 64)
+    counts = asked(p)
+    engine = computed(p, 2 * STEP)
+    engine.load(d, OURS)
+    assert wait(lambda: bool(halves(p)[0]._early.asks), [p, d])
+    engine.step(2 * STEP, TOKENS)
+    assert wait(lambda: d.received == {"req-d"}, [p, d]) and not d.failed and has(d, 0, TOKENS)
+    assert not halves(p)[0]._leases.held and counts["Ask"] == 1 and counts["Commit"] == (not board)
+    known = d.worker.take_estimates().values()
+    assert all((estimate == UNKNOWN) is not board for estimate in known) and known
+    engine.grant()
+    ends_well([p], d)
+
+
+@pytest.mark.parametrize("again", ["preempted", "computed again", "leased", "aborted"])
+def test_p_answers_no_commit_of_blocks_that_are_lost(
+    pair: tuple[Rank, Rank], monkeypatch: pytest.MonkeyPatch, again: str
+) -> None:
+    p, d = pair
+    monkeypatch.setattr(grant_board, "SLOT_BYTES", 64)
+    counts = asked(p)
+    engine = computed(p, 2 * STEP)
+    gate = Gate(halves(d)[1]._receiver, "collect", lambda: iter(()))
+    engine.load(d, OURS)
+    assert wait(lambda: bool(halves(p)[0]._early.asks), [p, d])
+    engine.step(2 * STEP, TOKENS)
+    assert wait(lambda: bool(halves(p)[0].computing.prompts[engine.token].readers), [p])
+    read = next(iter(halves(d)[1]._receiver._reads.values()))
+    assert wait(lambda: not read.state.awaits_grant, [d])
+    engine.take_back(ELSEWHERE, ended=again == "aborted")
+    if again in ("computed again", "leased"):
+        engine.step(0, STEP, restarts=True)
+        engine.step(STEP, TOKENS)
+    if again == "leased":
+        engine.grant()
+        assert wait(lambda: engine.token in halves(p)[0]._leases.held, [p])
+    assert wait(lambda: not p.worker._transfer_thread._plans.posted, [p])
+    gate.open()
+    assert wait(lambda: d.failed == {"req-d"}, [p, d]) and counts["Commit"] == 1
+    if again in ("preempted", "computed again"):
+        engine.grant()
+    assert again == "aborted" or wait(lambda: p.sent == {"req-p"}, [p, d])
+    assert wait(lambda: all_ended(p), [p, d])
+
+
+def test_reads_that_p_grants_by_message_are_bounded(pair: tuple[Rank, Rank], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(producer, "MAX_READERS", 0)
+    p, d = pair
+    engine = computed(p, 2 * STEP)
+    engine.load(d, OURS)
+    assert wait(lambda: bool(halves(p)[0]._early.asks), [p, d])
+    engine.step(2 * STEP, TOKENS)
+    assert wait(lambda: bool(halves(p)[0]._leases.board._taken) and bool(halves(p)[0]._early.asks), [p, d])
+    engine.grant()
+    ends_well([p], d)
+
+
+def test_an_ask_for_a_prompt_that_is_taken_back_is_denied(pair: tuple[Rank, Rank]) -> None:
+    """D was told that it is nearly computed, so a step of D may wait."""
+    p, d = pair
+    engine = computed(p, STEP)
+    producer_ = halves(p)[0]
+    assert wait(lambda: engine.token in producer_.computing.prompts)
+    engine.load(d, OURS)
+    assert wait(lambda: bool(producer_._early.asks), [p, d])
+    assert producer_.named.offer(engine.token) == []
+    engine.take_back(ELSEWHERE)
+    assert wait(lambda: d.failed == {"req-d"}, [p, d])
+
+
+def test_the_lease_takes_the_posted_grant_over(pair: tuple[Rank, Rank]) -> None:
+    """D may have found it: it must stand on, and fall with the lease."""
+    p, _ = pair
+    engine = computed(p)
+    producer = halves(p)[0]
+    assert wait(is_posted(p, engine))
+    (place,) = producer._leases.board._taken
+    counter = int(producer._leases.board._counters[place // 8])
+    engine.grant()
+    assert wait(lambda: engine.token in producer._leases.held)
+    assert producer._leases.held[engine.token].posted == place
+    assert int(producer._leases.board._counters[place // 8]) == counter
+
+
+def test_a_lease_of_other_blocks_is_posted_anew(pair: tuple[Rank, Rank]) -> None:
+    p, d = pair
+    engine = computed(p)
+    assert wait(is_posted(p, engine))
+    for cache in p.caches.values():
+        cache[THEIRS] = -7
+    engine.blocks = list(ELSEWHERE)
+    engine.write(0, TOKENS)
+    engine.grant()
+    engine.load(d, OURS)
+    ends_well([p], d)
+
+
+def read_under_way(p: Rank, d: Rank) -> tuple[PrefillingEngine, Gate]:
+    """D has copied the prompt before its lease, and has not looked at the grant again."""
+    engine = computed(p)
+    assert wait(is_posted(p, engine))
+    reads = halves(d)[1]._receiver
+    gate = Gate(reads, "collect", lambda: iter(()))
+    engine.load(d, OURS)
+    assert wait(lambda: any(read.note for read in reads._reads.values()), [d]), "it began to"
+    return engine, gate
+
+
+def test_what_was_read_before_a_preemption_does_not_count(pair: tuple[Rank, Rank]) -> None:
+    p, d = pair
+    engine, gate = read_under_way(p, d)
+    engine.take_back(ELSEWHERE)
+    gate.open()
+    assert wait(lambda: d.failed == {"req-d"}, [p, d]), "D computes it"
+    engine.step(0, STEP, restarts=True)
+    engine.step(STEP, TOKENS)
+    engine.grant()
+    assert wait(lambda: p.sent == {"req-p"} and all_ended(p), [p, d])
+
+
+def test_what_was_read_before_an_abort_does_not_count(pair: tuple[Rank, Rank]) -> None:
+    p, d = pair
+    engine, gate = read_under_way(p, d)
+    engine.take_back(ended=True)
+    gate.open()
+    assert wait(lambda: d.failed == {"req-d"} and all_ended(p), [p, d])
+
+
+def test_what_was_read_before_p_ends_does_not_count(pair: tuple[Rank, Rank]) -> None:
+    p, d = pair
+    _, gate = read_under_way(p, d)
+    p.worker.close()
+    gate.open()
+    assert wait(lambda: d.failed == {"req-d"}, [d])
+
+
+def test_the_engine_withdraws_while_the_transfer_thread_stands_still(pair: tuple[Rank, Rank]) -> None:
+    p, d = pair
+    engine, gate = read_under_way(p, d)
+    thread = p.worker._transfer_thread
+    held = Gate(thread._plans, "run", lambda now: None)
+    engine.take_back(ended=True)
+    gate.open()
+    assert wait(lambda: d.failed == {"req-d"}, [d])
+    held.open()
+    assert wait(lambda: all_ended(p), [p, d])
+
+
+def test_without_the_withdrawal_wrong_bytes_arrive(pair: tuple[Rank, Rank]) -> None:
+    """The planted fault: the tests above would see it."""
+    p, d = pair
+    with grant_stays():
+        engine = computed(p)
+        assert wait(is_posted(p, engine))
+        engine.take_back(ELSEWHERE)
+        engine.load(d, OURS)
+        assert wait(lambda: d.received == {"req-d"}, [p, d]) and not d.failed and not has(d, 0, TOKENS)
+
+
+def test_blocks_that_are_lost_get_no_grant() -> None:
+    board, blocks = GrantBoard(), PromptBlocks()
+    blocks.lose()
+    assert not blocks.post(board, bytes(16), b"text") and not board._taken
+    blocks = PromptBlocks()
+    assert blocks.post(board, bytes(16), b"text") and board._taken
+    blocks.lose()
+    blocks.lose()
+    assert blocks.lost and not board._taken and blocks.take_posted(b"text") is None
+    board.close()
+
+
+def test_a_step_nearly_ends_when_little_time_is_left() -> None:
+    now, said = [0.0], list[tuple[bool, int]]()
+    step = ComputedStep((), 8, lambda: None, lambda: said.append((step.nearly, step.computed)), lambda: now[0])
+    for layers in range(1, 8):
+        step.has_computed(layers)
+        now[0] += NEARLY_SECONDS / 2.5
+    assert said == [(True, 6)], "two layers are left, and half of the time of a third"
+    step.has_ended()
+    assert said == [(True, 6), (True, 7)]
+
+
+@pytest.mark.parametrize("nearly", [False, True])
+def test_a_d_that_waits_by_name_hears_of_the_end_at_once(
+    pair: tuple[Rank, Rank], monkeypatch: pytest.MonkeyPatch, nearly: bool
+) -> None:
+    monkeypatch.setattr(computed_steps, "NEARLY_SECONDS", 600.0 if nearly else -1.0)
+    p, _ = pair
+    engine = PrefillingEngine([p], THEIRS, TOKENS)
+    engine.begin(step_tokens=STEP)
+    ours, answers = halves(p)[0], list[messages.Reply]()
+    ours._replies.send = lambda identity, message: answers.append(message)
+    ask = messages.Resolve(number=1, name=engine.request_id, until="granted")
+    ours._answer(ours.named.resolve(b"d", ask, 0.0))
+    engine.plan(0, STEP)
+    engine.hook(range(len(p.layers)))
+    engine.end()
+    engine.plan(STEP, TOKENS)
+    engine.hook([0])
+    assert wait(lambda: not p.worker._transfer_thread._plans.posted, [p]) and not answers
+    engine.hook([1])
+    assert nearly or (wait(lambda: not ours.computing.has_news, [p]) and not answers)
+    if not nearly:
+        engine.end()
+    assert wait(lambda: bool(answers)), "no step of the engine has followed"
+    assert isinstance(answers[0], messages.Resolved) and answers[0].granted
+    engine.take_back(ELSEWHERE)
+    assert wait(lambda: not p.worker._transfer_thread._plans.posted, [p])
+    assert not ours.named.resolve(b"d", ask, 0.0), "the next one waits again"
+    lease = LeaseGrant(engine.request_id, engine.token, TOKENS, (pack_ids(ELSEWHERE),))
+    engine.post(StepPlan(leases=(lease,)))
+    assert wait(lambda: len(answers) == 2, [p]) and answers[1].granted
