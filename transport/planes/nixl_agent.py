@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kvferry.transport.errors import PlaneUnavailableError, TransportError
-from kvferry.transport.planes.ucx_library import device_of
+from kvferry.transport.planes.ucx_library import DEFAULTS, device_of
 from kvferry.transport.rdma_ports import RDMA_LANES, active_ports
 
 PACKAGES = ("nixl_cu13", "nixl_cu12")
@@ -62,6 +62,8 @@ def choose_lanes(host: str, environ: Mapping[str, str]) -> Lanes:
                     "peers reach, or UCX would listen on all of them"
                 )
             settings["UCX_NET_DEVICES"] = device
+        if "tcp" in names:
+            settings |= {f"UCX_{name}": value for name, value in DEFAULTS.items() if not environ.get(f"UCX_{name}")}
         rdma = bool(names & RDMA_LANES) and "tcp" not in names
         on_gpu = "cuda_ipc" in names or "cuda" in names
         return Lanes(listed, settings, f"UCX_TLS={listed}", rdma, on_gpu)
@@ -151,7 +153,7 @@ class NixlAgent:
         if self._backend is not None:
             return
         try:
-            with _environment(self._lanes.settings):
+            with _environment({'UCX_USE_MT_MUTEX':'y'} | dict(self._lanes.settings)):
                 self._backend = self.native.createBackend("UCX", {"ucx_error_handling_mode": "peer"})
         except Exception as error:  # any reason why UCX does not start on this machine
             raise PlaneUnavailableError(f"nixl: UCX does not start with {self._lanes.shown}: {error}") from None
