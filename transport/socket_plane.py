@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import secrets
 import socket
+import time
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Annotated
 
@@ -15,10 +17,13 @@ import msgspec
 import zmq
 from msgspec import Meta
 
-from kvferry.transport.channels import Channel
-from kvferry.transport.errors import PlaneUnavailableError, TransportError
+from kvferry.transport.channels import Channel, SendChannel
+from kvferry.transport.errors import PlaneUnavailableError, ProtocolError, TransportError
 from kvferry.transport.plane import Plane
 from kvferry.transport.sockets import CHANNEL_BYTES, MAX_UNAUTHENTICATED, PendingConnections, Secrets, Sockets
+
+CONNECT_SECONDS = 10.0
+"""A connection that is being made must stand within this time."""
 
 
 class SocketAttach(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -28,14 +33,31 @@ class SocketAttach(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     slot_bytes: Annotated[int, Meta(ge=4096, le=1 << 40)]
 
 
+class AwaitedChannel(SendChannel):
+    """P's end of a channel whose connection may arrive after D's payload. ``id``: what D's hello names.
+
+    ``deadline``: when the connection must be here, by ``time.monotonic``.
+    """
+
+    def __init__(self, channel_id: bytes, slot_bytes: int) -> None:
+        self.id, self.slot_bytes = channel_id, slot_bytes
+        self.deadline = time.monotonic() + CONNECT_SECONDS
+
+    @abstractmethod
+    def connected(self, sock: socket.socket) -> None:
+        """D's connection is here."""
+
+
 class SocketPlane(Plane):
     """``channels`` are the open channels of P and D, in the order in which they are served.
 
-    ``pending`` are P's new connections; ``None`` before ``listen``.
+    ``pending`` are P's new connections; ``None`` before ``listen``. ``awaited`` are P's channels without a connection.
     """
 
     def __init__(self, slot_bytes: int) -> None:
         self.slot_bytes = slot_bytes
+        self.awaited: dict[bytes, AwaitedChannel] = {}
+        self._port = 0
         self.sockets = Sockets()
         self.channels: dict[Channel, None] = {}
         self.pending: PendingConnections | None = None
@@ -60,12 +82,15 @@ class SocketPlane(Plane):
         """D: the payload of a new channel."""
         return SocketAttach(secrets.token_bytes(CHANNEL_BYTES), self.slot_bytes)
 
-    def listen_tcp(self, host: str, *, arrived: Callable[[bytes], None]) -> int:
-        """P: listen at the local address ``host``. Returns the port, which the system chooses.
+    def listen_tcp(self, host: str) -> int:
+        """P: listen at the local address ``host``. Returns the port, which the system chooses at the first call. The
+        channels of this port are given to ``await_connection``.
 
         Raises:
             PlaneUnavailableError: it is no address of this host.
         """
+        if self._port:
+            return self._port
         try:
             family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
             listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
@@ -77,8 +102,48 @@ class SocketPlane(Plane):
         except OSError as error:
             listener.close()
             raise PlaneUnavailableError(f"{self.name}: cannot listen on {host}: {error.strerror}") from None
-        self.listen(listener, arrived=arrived)
-        return int(listener.getsockname()[1])
+        self.listen(listener, arrived=self._join)
+        self._port = int(listener.getsockname()[1])
+        return self._port
+
+    def check_new(self, attach: SocketAttach) -> None:
+        """P: check D's payload for a channel of ``listen_tcp``.
+
+        Raises:
+            TransportError: this P has made no offer.
+            ProtocolError: the channel exists already.
+        """
+        if self.pending is None:
+            raise TransportError(f"{self.name}: a consumer answers an offer that was never made")
+        if any(isinstance(channel, AwaitedChannel) and channel.id == attach.channel for channel in self.channels):
+            raise ProtocolError(f"{self.name} attach: this channel exists already")
+
+    def await_connection(self, channel: AwaitedChannel) -> None:
+        """P: a new channel, whose connection may be here already."""
+        self.channels[channel] = None
+        self.awaited[channel.id] = channel
+        self._join(channel.id)
+
+    def _join(self, channel_id: bytes) -> None:
+        """Join a channel and its connection once both are here."""
+        assert self.pending is not None
+        channel = self.awaited.get(channel_id)
+        if channel is None or channel.error is not None:  # the connection came too late
+            return
+        sock = self.pending.take(channel_id)
+        if sock is not None:
+            del self.awaited[channel_id]
+            channel.connected(sock)
+
+    def _fail_late(self) -> bool:
+        """P: the channels whose connection has not come in time fail."""
+        now = time.monotonic()
+        late = [channel for channel in self.awaited.values() if now > channel.deadline]
+        for channel in late:
+            del self.awaited[channel.id]
+            if channel.error is None:
+                channel.fail(f"{self.name}: the consumer's connection did not come")
+        return bool(late)
 
     def connect_tcp(self, host: str, port: int) -> socket.socket:
         """D: a socket that begins to connect to a numeric address; it is writable when it has connected, or failed.
@@ -132,6 +197,8 @@ class SocketPlane(Plane):
     def drop(self, channel: Channel, sock: socket.socket | None) -> None:
         """Forget a channel that closes, and close its socket. Idempotent."""
         self.channels.pop(channel, None)
+        if isinstance(channel, AwaitedChannel):
+            self.awaited.pop(channel.id, None)
         if sock is not None:
             self.sockets.drop(sock)
 
@@ -148,7 +215,7 @@ class SocketPlane(Plane):
         moved = self.sockets.progress()
         if self.pending is not None:
             self.pending.expire()
-        return moved
+        return moved | self._fail_late() if self.awaited else moved
 
     def arm(self) -> bool:
         return True  # the epoll descriptor is level-triggered

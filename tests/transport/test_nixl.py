@@ -25,6 +25,8 @@ from tests.transport.plane_pair import SLOT, Pair
 from tests.transport.test_planes_hosts import PORTS, listening_addresses
 
 SLOTS = 8
+MUTEX = {"UCX_USE_MT_MUTEX": "y"}
+SEGMENTS = {"UCX_TCP_TX_SEG_SIZE": "512k", "UCX_TCP_RX_SEG_SIZE": "512k"}
 
 
 @pytest.fixture
@@ -39,14 +41,14 @@ def test_bytes_of_a_slot_that_p_has_used_again_are_no_message(pair: Pair, monkey
     sender, receiver = pair.join()
     p: Any = pair.p
     d: Any = pair.d
-    goes_on = d._goes_on
+    goes_on = d.reads._goes_on
 
     def p_uses_the_slot_again(fetch: Any) -> Any:
         if not fetch.checking:
             p._uses[fetch.ready.slot] += 1
         return goes_on(fetch)
 
-    monkeypatch.setattr(d, "_goes_on", p_uses_the_slot_again)
+    monkeypatch.setattr(d.reads, "_goes_on", p_uses_the_slot_again)
     pair.send(sender, receiver, 1)
     pair.turn(lambda: receiver.error is not None)
     assert "gave the slot of a message to another one" in str(receiver.error) and not receiver.poll()
@@ -62,13 +64,13 @@ def test_a_read_under_way_keeps_its_slot_beyond_its_channel(pair: Pair, monkeypa
     with monkeypatch.context() as never:
         never.setattr(nixl_agent.NixlRead, "ended", lambda self: None)
         pair.send(sender, receiver, 1)
-        pair.turn(lambda: len(d._fetches) == 1)
+        pair.turn(lambda: len(d.reads.fetches) == 1)
         pair.p.sockets.drop(sender._connection.sock)  # type: ignore[attr-defined]
         pair.follow(receiver)
-        assert d.retired_slots == 1 and d._sources, "its connection must not be closed meanwhile"
+        assert d.retired_slots == 1 and d.reads.sources, "its connection must not be closed meanwhile"
     sender.close()
     pair.turn(lambda: not pair.slots_out)
-    assert d.retired_slots == 0 and not d._sources
+    assert d.retired_slots == 0 and not d.reads.sources
     sender, receiver = pair.join()
     pair.carry(sender, receiver, 2).release()
 
@@ -85,7 +87,7 @@ def test_a_read_that_fails_breaks_the_connection_and_the_next_one_works(
         pair.send(sender, receiver, 1)
         pair.turn(lambda: receiver.error is not None)
     assert "a READ failed" in str(receiver.error) and other_receiver.error is not None
-    assert not d._sources
+    assert not d.reads.sources
     for end in (receiver, other_receiver):
         end.close()
     for channel in (sender, other_sender):
@@ -111,14 +113,14 @@ def test_p_may_not_say(pair: Pair, words: bytes, why: str) -> None:
     connection: Any = sender._connection  # type: ignore[attr-defined]
     if "more than" in why:  # messages wait only while D has no slot for them
         d: Any = pair.d
-        taken = [d._recv_pool.take() for _ in range(d._recv_pool.free)]
+        taken = [d.recv_pool.take() for _ in range(d.recv_pool.free)]
         receiver.expect(7, 100)
     connection.send(words)
     pair.turn(lambda: receiver.error is not None)
     assert why in str(receiver.error)
     if "more than" in why:
         for slot in taken:
-            d._recv_pool.put(slot)
+            d.recv_pool.put(slot)
 
 
 @pytest.mark.nixl
@@ -130,7 +132,7 @@ def test_a_channel_that_has_failed_gets_no_source(pair: Pair) -> None:
     with pytest.raises(PlaneUnavailableError, match="cut"):
         pair.d.finish(receiver, answer)
     d: Any = pair.d
-    assert not d._sources
+    assert not d.reads.sources
 
 
 @pytest.mark.nixl
@@ -149,12 +151,12 @@ def test_a_message_may_be_expected_with_another_size_after_it_was_announced(pair
     sender, receiver = pair.join()
     pair.carry(sender, receiver, 2).release()
     d: Any = pair.d
-    taken = [d._recv_pool.take() for _ in range(d._recv_pool.free)]
+    taken = [d.recv_pool.take() for _ in range(d.recv_pool.free)]
     sender._connection.send(_READY.pack(0, 0, SLOT, 7))  # type: ignore[attr-defined]
     pair.turn(lambda: bool(receiver._ready))  # type: ignore[attr-defined]
     receiver.expect(7, 100)
     for slot in taken:
-        d._recv_pool.put(slot)
+        d.recv_pool.put(slot)
     pair.turn(lambda: receiver.error is not None)
     assert f"has {SLOT} bytes, expected 100" in str(receiver.error)
 
@@ -182,7 +184,7 @@ def test_connections_that_do_not_come(pair: Pair) -> None:
     late.deadline = 0.0  # type: ignore[attr-defined]
     pair.turn(lambda: late.error is not None)
     p: Any = pair.p
-    assert not p._awaited, "a connection that comes now is joined to no channel"
+    assert not p.awaited, "a connection that comes now is joined to no channel"
 
 
 @pytest.mark.nixl
@@ -222,7 +224,7 @@ def test_another_release_other_lanes_and_damaged_metadata_are_refused(pair: Pair
 def test_both_directions_together_register_no_more_than_the_staging_memory(pair: Pair) -> None:
     pair.join()
     p: Any = pair.p
-    p._prepare_to_receive()
+    p.reads.prepare()
     assert p.staging_bytes == SLOTS * SLOT
 
 
@@ -235,6 +237,46 @@ def test_nixl_listens_from_the_first_hand_over_on_and_on_one_device() -> None:
             assert listening_addresses(process.pid) == {"0100007F"}
             process.stdin.write(b"\n")
             process.stdin.flush()
+
+
+@pytest.mark.nixl
+def test_a_lost_channel_closes_the_connection_also_after_a_channel_that_ended_well(pair: Pair) -> None:
+    """P ends one channel in good order, and dies before the other one ends."""
+    (first, first_end), (second, second_end) = pair.join(), pair.join()
+    pair.carry(first, first_end, 1).release()
+    first.close()
+    pair.follow(first_end)
+    d: Any = pair.d
+    assert d.reads.sources
+    pair.p.sockets.drop(second._connection.sock)  # type: ignore[attr-defined]
+    pair.follow(second_end)
+    assert not d.reads.sources
+
+
+@pytest.mark.nixl
+def test_a_read_that_waits_holds_up_no_other_p(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """D looks at no READ behind one that is under way, of the same P."""
+    sender, receiver = pair.join()
+    pair.carry(sender, receiver, 1).release()
+    looked: list[object] = []
+    with monkeypatch.context() as waits:
+        waits.setattr(nixl_agent.NixlRead, "ended", looked.append)
+        for tag in (2, 3):
+            pair.send(sender, receiver, tag)
+        d: Any = pair.d
+        pair.turn(lambda: len(d.reads.fetches) == 2)
+        first, second = d.reads.fetches
+        looked.clear()
+        d.reads.look()
+        assert looked == [first.read]
+        second.source = object()  # another P's
+        looked.clear()
+        d.reads.look()
+        assert looked == [first.read, second.read]
+        second.source = first.source
+    pair.turn(lambda: not d.reads.fetches)
+    for message in receiver.poll():
+        message.release()
 
 
 def ports(root: Path, *states: str) -> Path:
@@ -255,17 +297,19 @@ def test_lanes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rdma_ports, "_DEVICES", ports(tmp_path / "up", "DOWN", "ACTIVE"))
     for environ in ({}, {"UCX_TLS": "all"}, {"UCX_TLS": "^cma"}):
         lanes = choose_lanes("127.0.0.1", environ)
-        assert (lanes.kind, lanes.settings, lanes.rdma) == ("rdma", {"UCX_TLS": "rc"}, True)
+        assert (lanes.kind, lanes.settings, lanes.rdma) == ("rdma", MUTEX | {"UCX_TLS": "rc"}, True)
         assert lanes.shown == "RDMA on mlx5_1:1"
     with pytest.raises(PlaneUnavailableError, match="excludes RDMA"):
         choose_lanes("127.0.0.1", {"UCX_TLS": "^rc,shm"})
     assert choose_lanes("127.0.0.1", {"UCX_TLS": "dc_x"}).rdma
     lanes = choose_lanes("127.0.0.1", {"UCX_TLS": "tcp"})
     assert (lanes.settings, lanes.shown, lanes.rdma) == (
-        {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"},
+        MUTEX | SEGMENTS | {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"},
         "UCX_TLS=tcp",
         False,
     )
+    of_the_user = {"UCX_TLS": "tcp", "UCX_USE_MT_MUTEX": "n", "UCX_TCP_RX_SEG_SIZE": "8k"}
+    assert not {"UCX_USE_MT_MUTEX", "UCX_TCP_RX_SEG_SIZE"} & choose_lanes("127.0.0.1", of_the_user).settings.keys()
     assert choose_lanes("127.0.0.1", {"UCX_TLS": "rc,cuda"}).rdma
     with pytest.raises(PlaneUnavailableError, match=r"no network device is known by its address 192\.0\.2\.77"):
         choose_lanes("192.0.2.77", {"UCX_TLS": "tcp"})

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from kvferry.transport import socket_plane
 from kvferry.transport.channels import CPU, Pieces, Received
 from kvferry.transport.plane import PlaneContext
 from kvferry.transport.planes import tcp, tcp_channels
@@ -289,7 +290,8 @@ def test_a_stranger_is_shown_out(ends: Ends) -> None:
 
 
 def test_a_connection_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp_channels, "CONNECT_SECONDS", 0.2)
+    for end in (tcp_channels, socket_plane):
+        monkeypatch.setattr(end, "CONNECT_SECONDS", 0.2)
     p, d = (TcpPlane(PlaneContext("127.0.0.1", SLOT, SLOT)) for _ in range(2))
     with socket.socket() as deaf:  # takes no connection: its queue is full
         deaf.bind(("127.0.0.1", 0))

@@ -31,11 +31,12 @@ import torch
 import zmq
 
 from kvferry.transport.channels import DChannel, RecvChannel, SendChannel, Slot
-from kvferry.transport.errors import PlaneUnavailableError, ProtocolError, TransportError
+from kvferry.transport.errors import PlaneUnavailableError, TransportError
 from kvferry.transport.plane import PlaneContext, decode_payload
 from kvferry.transport.planes.nixl_agent import NixlAgent, choose_lanes, nixl_release
-from kvferry.transport.planes.nixl_channels import Fetch, NixlRecvChannel, NixlSendChannel
-from kvferry.transport.planes.nixl_messages import NixlOffer, NixlReply, NixlSlots, NixlSource
+from kvferry.transport.planes.nixl_channels import NixlRecvChannel, NixlSendChannel
+from kvferry.transport.planes.nixl_messages import NixlOffer, NixlReply, NixlSlots
+from kvferry.transport.planes.nixl_reads import NixlReads
 from kvferry.transport.planes.one_ucx import refuse_nixl
 from kvferry.transport.socket_plane import SocketAttach, SocketPlane
 from kvferry.transport.staging import SlotPool
@@ -43,21 +44,14 @@ from kvferry.transport.timer import Timer
 
 _WINDOWS, _GPU_WINDOWS = (8, 6), (6, 4)
 """Slots of one channel that P has in use, and READs of one channel that D has under way."""
-_LOOK_SECONDS = (50e-6, 2e-3)
-"""D looks at its READs after a quarter of the time since the last one ended, within these bounds."""
-_CONNECT_SECONDS = 30.0
-"""D's connection must come within this time."""
 _CLOSE_SECONDS = 0.5
 """Bound on the wait for the READs under way when the plane closes."""
-_MOST_PEERS = 256
-"""Peers without a channel whose connections D keeps."""
-_USE_BYTES = 8
 
 
 class NixlPlane(SocketPlane):
     """The NIXL data plane of one process. Each direction has half of the staging memory.
 
-    The slots lie in the memory of the GPU where the lanes carry that, else in host memory.
+    The slots lie in the memory of the GPU where the lanes carry that, else in host memory. D's half is ``reads``.
 
     Raises:
         PlaneUnavailableError: no RDMA port is up, or NIXL is not installed or does not start.
@@ -73,26 +67,21 @@ class NixlPlane(SocketPlane):
         self._release = nixl_release()[1]
         half = context.staging_bytes // 2
         super().__init__(min(context.slot_bytes, half))
-        self._host, self._port = context.host, 0
+        self._host = context.host
         most = max(1, half // self.slot_bytes - 1)  # a peer that stops must not hold every slot
         self.window, self.receives = (min(n, most) for n in (_GPU_WINDOWS if on_gpu else _WINDOWS))
         where = device if on_gpu and self._lanes.gpu_slots else torch.device("cpu")
         locked = on_gpu and where.type == "cpu"
-        self.send_pool, self._recv_pool = (
+        self.send_pool, self.recv_pool = (
             SlotPool(self.slot_bytes, half, where, page_locked=locked, in_one_piece=True) for _ in range(2)
         )
         self._uses = torch.zeros(self.send_pool.capacity, dtype=torch.int64)
-        self._uses_seen = torch.zeros(self._recv_pool.capacity, dtype=torch.int64)
         self._agent = NixlAgent(self._lanes)
         if self._lanes.rdma:
-            self._agent.start()
+            self._agent.start()  # over TCP, which opens a port, UCX does not start before the first hand-over
+        self.reads = NixlReads(self._agent, self.recv_pool, self.channels)
         self._reply: bytes = b""
-        self._receiving = False
-        self._sources: dict[str, NixlSource] = {}
-        self._fetches: list[Fetch] = []
-        self._awaited: dict[bytes, NixlSendChannel] = {}
         self._timer = Timer()
-        self._moved_at = 0.0
 
     def lanes_to(self, host: str) -> str:
         return self._lanes.shown
@@ -100,17 +89,11 @@ class NixlPlane(SocketPlane):
     @property
     def retired_slots(self) -> int:
         """The number of slots of closed channels into which a READ may still write."""
-        return self._recv_pool.retired
+        return self.recv_pool.retired
 
     @property
     def staging_bytes(self) -> int:
-        return sum(pool.slab.numel() for pool in (self.send_pool, self._recv_pool) if pool.slab is not None)
-
-    @property
-    def agent(self) -> NixlAgent:
-        """The agent. Over TCP, which opens a port, its UCX does not start before the first hand-over."""
-        self._agent.start()
-        return self._agent
+        return sum(pool.slab.numel() for pool in (self.send_pool, self.recv_pool) if pool.slab is not None)
 
     def slower_because(self, offer: bytes, *, reached: bool) -> str:
         return "" if self._lanes.rdma else f"it has no RDMA: {self._lanes.shown}"
@@ -118,9 +101,8 @@ class NixlPlane(SocketPlane):
     # --- handshake --------------------------------------------------------------------------------------------------
 
     def offer(self) -> bytes:
-        if not self._port:
-            self._port = self.listen_tcp(self._host, arrived=self._came)
-        return msgspec.msgpack.encode(NixlOffer(self._port, self.new_secret(), self._release, self._lanes.kind))
+        port = self.listen_tcp(self._host)
+        return msgspec.msgpack.encode(NixlOffer(port, self.new_secret(), self._release, self._lanes.kind))
 
     def connect(self, offer: bytes, host: str) -> tuple[RecvChannel, bytes]:
         theirs = decode_payload(offer, NixlOffer, "nixl offer")
@@ -131,7 +113,7 @@ class NixlPlane(SocketPlane):
         if theirs.lanes != self._lanes.kind:
             raise PlaneUnavailableError(f"nixl: P's lanes are {theirs.lanes[:256]!r}, ours {self._lanes.kind!r}")
         try:
-            self._prepare_to_receive()
+            self.reads.prepare()
         except TransportError as error:
             raise PlaneUnavailableError(f"nixl: {str(error).removeprefix('nixl: ')}") from None
         sock = self.connect_tcp(host, theirs.port)
@@ -142,42 +124,17 @@ class NixlPlane(SocketPlane):
 
     def accept(self, payload: bytes) -> tuple[SendChannel, bytes]:
         attach = decode_payload(payload, SocketAttach, "nixl attach")
-        if self.pending is None:
-            raise TransportError("nixl: a consumer answers an offer that was never made")
-        if any(isinstance(c, NixlSendChannel) and c.id == attach.channel for c in self.channels):
-            raise ProtocolError("nixl attach: this channel exists already")
+        self.check_new(attach)
         reply = self._prepare_to_send()
-        slot_bytes = min(self.slot_bytes, attach.slot_bytes)
-        channel = NixlSendChannel(self, attach.channel, slot_bytes, time.monotonic() + _CONNECT_SECONDS)
-        self.channels[channel] = None
-        self._awaited[attach.channel] = channel
-        self._came(attach.channel)  # D's connection may be here before its Attach, or after
+        channel = NixlSendChannel(self, attach.channel, min(self.slot_bytes, attach.slot_bytes))
+        self.await_connection(channel)
         return channel, reply
 
     def finish(self, channel: DChannel, reply: bytes) -> None:
         assert isinstance(channel, NixlRecvChannel)
         if channel.error is not None:  # it has given up what it had; it must get no source any more
             raise PlaneUnavailableError(str(channel.error))
-        theirs = decode_payload(reply, NixlReply, "nixl reply")
-        if zlib.crc32(b"".join(theirs.metadata)) != theirs.checksum:
-            raise ProtocolError("nixl reply: the metadata is damaged")
-        source = self._sources.get(theirs.agent)
-        if source is not None and source.broken:
-            raise PlaneUnavailableError("nixl: the last connection to this P is not closed yet")
-        if source is not None and (source.slots, source.checksum) != (theirs.slots, theirs.checksum):
-            raise PlaneUnavailableError("nixl: another P has the agent name of this one")
-        if source is None:
-            try:
-                for metadata in theirs.metadata:
-                    self.agent.load(theirs.agent, metadata)
-            except TransportError as error:
-                self.agent.forget(theirs.agent)
-                raise PlaneUnavailableError(str(error)) from None
-            self.agent.connect(theirs.agent)
-            source = self._sources[theirs.agent] = NixlSource(theirs.agent, theirs.slots, theirs.checksum)
-        source.channels += 1
-        source.lives_on = False
-        channel.source = source
+        self.reads.join(channel, decode_payload(reply, NixlReply, "nixl reply"))
 
     def _prepare_to_send(self) -> bytes:
         """P: allocate and register the slots. Returns the reply to every D."""
@@ -185,32 +142,15 @@ class NixlPlane(SocketPlane):
             self.send_pool.prepare()
             slab = self.send_pool.slab
             assert slab is not None
-            metadata = [self.agent.register(slab), self.agent.register(self._uses.view(torch.uint8))]
+            self._agent.start()
+            metadata = [self._agent.register(slab), self._agent.register(self._uses.view(torch.uint8))]
             device = slab.device.index if slab.is_cuda else None
             slots = NixlSlots(slab.data_ptr(), self.slot_bytes, self.send_pool.capacity, self._uses.data_ptr(), device)
             checksum = zlib.crc32(b"".join(metadata))
-            self._reply = msgspec.msgpack.encode(NixlReply(self.agent.name, metadata, checksum, slots))
+            self._reply = msgspec.msgpack.encode(NixlReply(self._agent.name, metadata, checksum, slots))
         return self._reply
 
-    def _prepare_to_receive(self) -> None:
-        """D: allocate and register the slots."""
-        if not self._receiving:
-            self._recv_pool.prepare()
-            assert self._recv_pool.slab is not None
-            self.agent.register(self._recv_pool.slab)
-            self.agent.register(self._uses_seen.view(torch.uint8))
-            self._receiving = True
-
-    def _came(self, channel_id: bytes) -> None:
-        """Join a channel and its connection once both are here."""
-        assert self.pending is not None
-        channel = self._awaited.get(channel_id)
-        sock = self.pending.take(channel_id) if channel is not None else None
-        if channel is not None and sock is not None:
-            del self._awaited[channel_id]
-            channel.connected(sock)
-
-    # --- P's slots --------------------------------------------------------------------------------------------------
+    # --- slots ------------------------------------------------------------------------------------------------------
 
     def use_of(self, slot: Slot) -> int:
         """The number of the present use of a slot of P."""
@@ -221,112 +161,11 @@ class NixlPlane(SocketPlane):
         self._uses[slot.index] += 1
         self.send_pool.put(slot)
 
-    # --- D's READs --------------------------------------------------------------------------------------------------
-
     def release(self, slot: Slot) -> None:
-        """A message was unpacked."""
-        self._recv_pool.put(slot)
+        """D: a message was unpacked."""
+        self.recv_pool.put(slot)
         if not self._closed:
-            self._fetch()
-
-    def _fetch(self) -> bool:
-        """Begin to READ as many messages as there are slots for; the channels take turns."""
-        began = False
-        for channel in [c for c in self.channels if isinstance(c, NixlRecvChannel) and c.may_fetch]:
-            while self._recv_pool.free and (ready := channel.next_ready()) is not None:
-                began = True
-                source, slot = channel.source, self._recv_pool.take()
-                assert source is not None and slot is not None
-                address = source.slots.address + ready.slot * source.slots.slot_bytes
-                try:
-                    read = self.agent.read(slot.tensor[: ready.nbytes], source.agent, address, source.slots.device)
-                except TransportError as error:
-                    self._recv_pool.put(slot)
-                    self._break(source, str(error))
-                    break
-                source.fetches += 1
-                self._fetches.append(Fetch(read, slot, channel, ready))
-                self._moved_at = time.monotonic()
-            if channel in self.channels:
-                self.channels[channel] = self.channels.pop(channel)
-        return began
-
-    def _look(self) -> bool:
-        """Take the READs that have ended a step further."""
-        moved = False
-        for fetch in list(self._fetches):
-            ended = fetch.read.ended()
-            if ended is None:
-                continue
-            moved = True
-            if not (ended and self._goes_on(fetch)):
-                self._fetches.remove(fetch)
-                self._finish(fetch, ok=ended)
-        if moved:
-            self._moved_at = time.monotonic()
-        return moved
-
-    def _goes_on(self, fetch: Fetch) -> bool:
-        """The bytes are here: begin to READ the number of the slot's use. ``False``: that is not needed, or done."""
-        source = fetch.channel.source
-        if fetch.checking or fetch.retired or fetch.channel.error is not None:
-            return False
-        assert source is not None
-        seen = self._uses_seen[fetch.slot.index :][:1].view(torch.uint8)
-        try:
-            fetch.read = self.agent.read(seen, source.agent, source.slots.uses + _USE_BYTES * fetch.ready.slot, None)
-        except TransportError as error:
-            self._break(source, str(error))
-            return False
-        fetch.checking = True
-        return True
-
-    def _finish(self, fetch: Fetch, *, ok: bool) -> None:
-        """No READ of this message is under way any more."""
-        channel, source = fetch.channel, fetch.channel.source
-        assert source is not None
-        source.fetches -= 1
-        if ok and fetch.checking and channel.error is None and not channel.closed:
-            if int(self._uses_seen[fetch.slot.index]) == fetch.ready.use:
-                channel.fetched(fetch)
-                return
-            channel.fail("nixl: the producer gave the slot of a message to another one")
-        (self._recv_pool.revive if fetch.retired else self._recv_pool.put)(fetch.slot)
-        if not ok:
-            self._break(source, "nixl: a READ failed: the producer is gone")
-        self._let_go(source)
-
-    def _break(self, source: NixlSource, reason: str) -> None:
-        """The connection to a P has broken: all of its channels fail."""
-        source.broken = True
-        for channel in [c for c in self.channels if isinstance(c, NixlRecvChannel) and c.source is source]:
-            channel.fail(reason)
-
-    def leave(self, channel: NixlRecvChannel) -> None:
-        """A channel of D has ended: its READs under way keep their slots until they end."""
-        for fetch in self._fetches:
-            if fetch.channel is channel and not fetch.retired:
-                fetch.retired = True
-                self._recv_pool.retire(fetch.slot)
-        if channel.source is not None:
-            channel.source.channels -= 1
-            self._let_go(channel.source)
-
-    def _let_go(self, source: NixlSource) -> None:
-        """Close the connection to a P that nothing uses, if P is gone; or the oldest such, if there are many."""
-        if source.channels or source.fetches or self._sources.get(source.agent) is not source:
-            return
-        if source.broken or not source.lives_on:
-            self._forget(source)
-            return
-        self._sources[source.agent] = self._sources.pop(source.agent)
-        idle = [found for found in self._sources.values() if not (found.channels or found.fetches)]
-        if len(idle) > _MOST_PEERS:
-            self._forget(idle[0])
-
-    def _forget(self, source: NixlSource) -> None:
-        self.agent.forget(source.agent)
-        del self._sources[source.agent]
+            self.reads.begin()
 
     # --- poll loop --------------------------------------------------------------------------------------------------
 
@@ -335,38 +174,26 @@ class NixlPlane(SocketPlane):
 
     @property
     def active(self) -> bool:
-        return bool(self.channels or self._fetches)
+        return bool(self.channels or self.reads.fetches)
 
     def progress(self) -> bool:
         if self._closed:
             return False
         moved = super().progress()
         now = time.monotonic()
-        for late in [channel for channel in self._awaited.values() if now > channel.deadline]:
-            late.fail("nixl: the consumer's connection did not come")
-            moved = True
         for channel in [c for c in self.channels if isinstance(c, NixlRecvChannel) and c.is_late(now)]:
             channel.fail("nixl: the producer's data port does not answer; is a firewall between?")
             moved = True
-        if self._fetches:
-            moved |= self._look()
-        moved |= self._fetch()
+        if self.reads.fetches:
+            moved |= self.reads.look()
+        moved |= self.reads.begin()
         return moved
 
     def arm(self) -> bool:
         if self._closed:
             return True
-        if self._fetches:
-            least, most = _LOOK_SECONDS
-            self._timer.set(min(most, max(least, (time.monotonic() - self._moved_at) / 4)))
-        else:
-            self._timer.set(0)
-        waits = any(isinstance(c, NixlRecvChannel) and c.may_fetch for c in self.channels)
-        return not (waits and self._recv_pool.free)
-
-    def stop_awaiting(self, channel: NixlSendChannel) -> None:
-        """P: no connection is awaited for a channel any more."""
-        self._awaited.pop(channel.id, None)
+        self._timer.set(self.reads.look_in())
+        return not self.reads.may_begin
 
     def close(self) -> None:
         if self._closed:
@@ -374,12 +201,9 @@ class NixlPlane(SocketPlane):
         for channel in list(self.channels):
             channel.close()
         deadline = time.monotonic() + _CLOSE_SECONDS
-        while self._fetches and time.monotonic() < deadline:
-            self._look()
+        while self.reads.fetches and time.monotonic() < deadline:
+            self.reads.look()
         super().close()
         self._agent.close()  # ends the READs under way
-        for fetch in self._fetches:
-            self._recv_pool.revive(fetch.slot)
-        self._fetches.clear()
-        self._sources.clear()
+        self.reads.end_all()
         self._timer.close()

@@ -8,13 +8,12 @@ import struct
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvferry.transport.channels import Channel, ExpectingChannel, Received, SendChannel, Slot
-from kvferry.transport.planes.nixl_agent import NixlRead
-from kvferry.transport.planes.nixl_messages import NixlSource
+from kvferry.transport.channels import Channel, ExpectingChannel, Received, Slot
+from kvferry.transport.planes.nixl_source import NixlSource
+from kvferry.transport.socket_plane import CONNECT_SECONDS, AwaitedChannel
 from kvferry.transport.sockets import ENDED, READABLE, WRITABLE, tune
 
 if TYPE_CHECKING:
@@ -28,8 +27,6 @@ GOODBYE = 0xFFFFFFFF
 """P, as the slot of the last message: this channel ends, P's process lives on."""
 _MOST_READY = 4096
 """Bound on the messages of one channel that are ready and wait for a slot of D."""
-CONNECT_SECONDS = 10.0
-"""D's connection must stand within this time."""
 _MOST_UNSENT = 256 << 10
 """Bound on the bytes that wait in one channel until the peer reads its connection."""
 _READ_BYTES = 64 << 10
@@ -42,19 +39,6 @@ class Ready(NamedTuple):
     use: int
     nbytes: int
     tag: int
-
-
-@dataclass(slots=True)
-class Fetch:
-    """A message that D reads: first its bytes into ``slot``, then, once they are there, the number of the use of P's
-    slot. The bytes are the message only if P has not begun a new use of the slot before they had been read."""
-
-    read: NixlRead
-    slot: Slot
-    channel: NixlRecvChannel
-    ready: Ready
-    checking: bool = False
-    retired: bool = False
 
 
 class _Connection:
@@ -114,14 +98,11 @@ class _Connection:
         return list(self._form.iter_unpack(data[:whole]))
 
 
-class NixlSendChannel(SendChannel):
+class NixlSendChannel(AwaitedChannel):
     """P's end. A slot is in use from ``acquire`` until D says that it is free, or the channel ends."""
 
-    def __init__(self, plane: NixlPlane, channel_id: bytes, slot_bytes: int, deadline: float) -> None:
-        self.id = channel_id
-        self.slot_bytes = slot_bytes
-        self.deadline = deadline
-        """When D's connection must be here, by ``time.monotonic``."""
+    def __init__(self, plane: NixlPlane, channel_id: bytes, slot_bytes: int) -> None:
+        super().__init__(channel_id, slot_bytes)
         self.closed = False
         self._plane = plane
         self._connection: _Connection | None = None
@@ -129,7 +110,6 @@ class NixlSendChannel(SendChannel):
         self._acquired = 0
 
     def connected(self, sock: socket.socket) -> None:
-        """D's connection is here."""
         self._connection = _Connection(self._plane, self, sock, _FREE, self._serve)
         self._connection.watch()
 
@@ -170,7 +150,6 @@ class NixlSendChannel(SendChannel):
         for slot in self._sent.values():
             self._plane.free(slot)
         self._sent.clear()
-        self._plane.stop_awaiting(self)
         if self._connection is not None:
             self._plane.sockets.drop(self._connection.sock)
 
@@ -186,13 +165,15 @@ class NixlSendChannel(SendChannel):
 
 
 class NixlRecvChannel(ExpectingChannel):
-    """D's end. ``source``: P's slots; ``None`` until P has replied."""
+    """D's end. ``source``: P's slots; ``None`` until P has replied. ``_lives_on``: P's process does, for P or we ended
+    the channel in good order."""
 
     def __init__(self, plane: NixlPlane, sock: socket.socket, hello: bytes) -> None:
         super().__init__()
         self.source: NixlSource | None = None
         self.closed = False
         self.receiving: set[int] = set()
+        self._lives_on = False
         self._plane = plane
         self._ready: deque[Ready] = deque()
         self._connection = _Connection(plane, self, sock, _READY, self._serve)
@@ -221,8 +202,7 @@ class NixlRecvChannel(ExpectingChannel):
         for fields in self._connection.receive():
             ready = Ready(*fields)
             if ready.slot == GOODBYE:
-                if self.source is not None:
-                    self.source.lives_on = True
+                self._lives_on = True
                 self.fail("nixl: the producer closed the channel")
                 return
             if why := self._refusal(ready):
@@ -263,20 +243,17 @@ class NixlRecvChannel(ExpectingChannel):
             self._connection.send(_FREE.pack(ready.slot))
         return None
 
-    def fetched(self, fetch: Fetch) -> None:
+    def fetched(self, slot: Slot, ready: Ready) -> None:
         """The bytes of a message are in our slot, and they are the message's."""
-        self.receiving.discard(fetch.ready.tag)
-        self._connection.send(_FREE.pack(fetch.ready.slot))
-        release = partial(self._plane.release, fetch.slot)
-        slot = fetch.slot
-        self.arrived.append(
-            Received(fetch.ready.tag, slot.address, fetch.ready.nbytes, release, device=slot.tensor.device)
-        )
+        self.receiving.discard(ready.tag)
+        self._connection.send(_FREE.pack(ready.slot))
+        release = partial(self._plane.release, slot)
+        self.arrived.append(Received(ready.tag, slot.address, ready.nbytes, release, device=slot.tensor.device))
 
     def _give_up(self) -> None:
         self._ready.clear()
         self._plane.sockets.drop(self._connection.sock)
-        self._plane.leave(self)
+        self._plane.reads.leave(self, lives_on=self._lives_on)
 
     def close(self) -> None:
         if self.closed:
@@ -285,7 +262,6 @@ class NixlRecvChannel(ExpectingChannel):
         self.expected.clear()
         self.release_arrived()
         if self.error is None:
-            if self.source is not None:
-                self.source.lives_on = True
+            self._lives_on = True
             self._give_up()
         self._plane.drop(self, None)

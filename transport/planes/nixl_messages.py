@@ -1,8 +1,7 @@
-"""What the two ends of plane ``nixl`` tell each other in the handshake, and what D keeps of a P."""
+"""What the two ends of plane ``nixl`` tell each other in the handshake."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
@@ -42,18 +41,3 @@ class NixlReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     metadata: Annotated[list[Annotated[bytes, Meta(max_length=24 << 10)]], Meta(min_length=2, max_length=2)]
     checksum: Annotated[int, Meta(ge=0, lt=1 << 32)]
     slots: NixlSlots
-
-
-@dataclass(slots=True)
-class NixlSource:
-    """D: one life of a P whose slots D READs. ``checksum``: of P's metadata. ``channels``: those that are open.
-    ``fetches``: READs under way. ``lives_on``: P has said that its process lives. Else the connection is closed with
-    the last channel."""
-
-    agent: str
-    slots: NixlSlots
-    checksum: int
-    channels: int = 0
-    fetches: int = 0
-    broken: bool = False
-    lives_on: bool = False

@@ -11,9 +11,7 @@ the engine of P or of D wants its bytes encrypted. Then every message goes throu
 
 from __future__ import annotations
 
-import socket
 import time
-from collections.abc import Iterator
 from typing import Annotated, ClassVar
 
 import msgspec
@@ -21,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
 
-from kvferry.transport.channels import Channel, DChannel, Pieces, RecvChannel, SendChannel
+from kvferry.transport.channels import DChannel, Pieces, RecvChannel, SendChannel
 from kvferry.transport.errors import ProtocolError, TransportError
 from kvferry.transport.plane import PlaneContext, decode_payload
 from kvferry.transport.planes.tcp_channels import TcpRecvChannel, TcpSendChannel
@@ -66,17 +64,13 @@ class TcpPlane(SocketPlane):
         self.zeros: npt.NDArray[np.uint8] = np.zeros(_SCRATCH_BYTES, dtype=np.uint8)
         self._waste: npt.NDArray[np.uint8] = np.empty(_SCRATCH_BYTES, dtype=np.uint8)
         self._host = context.host
-        self._port = 0
-        self._awaited: dict[bytes, TcpSendChannel] = {}
 
     @property
     def staging_bytes(self) -> int:
         return self.send_pool.allocated_bytes + self.recv_pool.allocated_bytes
 
     def offer(self) -> bytes:
-        if not self._port:
-            self._port = self.listen_tcp(self._host, arrived=self._came)
-        return msgspec.msgpack.encode(_Offer(self._port, self.new_secret()))
+        return msgspec.msgpack.encode(_Offer(self.listen_tcp(self._host), self.new_secret()))
 
     def connect(self, offer: bytes, host: str) -> tuple[RecvChannel, bytes]:
         theirs = decode_payload(offer, _Offer, "tcp offer")
@@ -89,18 +83,13 @@ class TcpPlane(SocketPlane):
 
     def accept(self, payload: bytes) -> tuple[SendChannel, bytes]:
         attach = decode_payload(payload, _Attach, "tcp attach")
-        if self.pending is None:
-            raise TransportError("tcp: a consumer answers an offer that was never made")
-        if attach.channel in self._awaited or any(channel.id == attach.channel for channel in self._senders()):
-            raise ProtocolError("tcp attach: this channel exists already")
+        self.check_new(attach)
         key = new_key() if self._encrypts or attach.encrypts else b""
         if key and not self._may_encrypt:
             raise TransportError("tcp: a key for the bytes would cross a control connection that is not encrypted")
         slot_bytes = min(self.slot_bytes, attach.slot_bytes) - (TAG_BYTES if key else 0)
         channel = TcpSendChannel(self, attach.channel, slot_bytes, Cipher(key) if key else None)
-        self.channels[channel] = None
-        self._awaited[attach.channel] = channel
-        self._came(attach.channel)  # D's connection may be here before its Attach, or after
+        self.await_connection(channel)
         return channel, key
 
     def finish(self, channel: DChannel, reply: bytes) -> None:
@@ -117,9 +106,6 @@ class TcpPlane(SocketPlane):
             return False
         moved = super().progress()
         now = time.monotonic()
-        for late in self._awaited.values():
-            if late.error is None and now > late.deadline:
-                late.fail("tcp: the consumer's connection did not come")
         for channel in [c for c in self.channels if isinstance(c, TcpRecvChannel)]:
             if channel.check(now):  # the channel has a slot now; at the next shortage other channels come first
                 moved = True
@@ -129,25 +115,6 @@ class TcpPlane(SocketPlane):
     def arm(self) -> bool:
         return not any(isinstance(c, TcpRecvChannel) and c.starved and self.recv_pool.free for c in self.channels)
 
-    def drop(self, channel: Channel, sock: socket.socket | None) -> None:
-        super().drop(channel, sock)
-        if isinstance(channel, TcpSendChannel):
-            self._awaited.pop(channel.id, None)
-
     def nowhere(self, nbytes: int) -> Pieces:
         """Memory for received bytes that belong to no message any more."""
         return repeated(self._waste, nbytes)
-
-    def _senders(self) -> Iterator[TcpSendChannel]:
-        return (channel for channel in self.channels if isinstance(channel, TcpSendChannel))
-
-    def _came(self, channel_id: bytes) -> None:
-        """Join a channel and its connection once both are here."""
-        assert self.pending is not None
-        channel = self._awaited.get(channel_id)
-        if channel is None or channel.error is not None:  # the connection came too late
-            return
-        sock = self.pending.take(channel_id)
-        if sock is not None:
-            del self._awaited[channel_id]
-            channel.connected(sock)

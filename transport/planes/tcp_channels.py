@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvferry.transport.channels import ExpectingChannel, Pieces, Received, SendChannel, Slot
+from kvferry.transport.channels import ExpectingChannel, Pieces, Received, Slot
 from kvferry.transport.planes.tcp_cipher import TAG_BYTES, Cipher
 from kvferry.transport.planes.tcp_messages import HEADER, Arriving, Outgoing, byte, together
 from kvferry.transport.planes.vectors import Vector, repeated
+from kvferry.transport.socket_plane import CONNECT_SECONDS, AwaitedChannel
 from kvferry.transport.sockets import ENDED, EXHAUSTED, READABLE, SILENCE_SECONDS, WRITABLE, tune
 
 if TYPE_CHECKING:
@@ -25,12 +26,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.kvferry.tcp")
 
-CONNECT_SECONDS = 10.0
 _BYTES_PER_TURN = 32 << 20
 """Bytes moved on one channel before the other channels are served."""
 
 
-class TcpSendChannel(SendChannel):
+class TcpSendChannel(AwaitedChannel):
     """P's end. One message is on its way at a time; nothing can be sent before D's connection has arrived.
 
     ``_taken`` counts the slots that are being packed, ``_waiting`` holds the slots that were sent meanwhile. With a
@@ -38,11 +38,9 @@ class TcpSendChannel(SendChannel):
     """
 
     def __init__(self, plane: TcpPlane, channel: bytes, slot_bytes: int, cipher: Cipher | None = None) -> None:
-        self.slot_bytes = slot_bytes
+        super().__init__(channel, slot_bytes)
         self.sends_in_place = cipher is None
         self._cipher = cipher
-        self.id = channel
-        self.deadline = time.monotonic() + CONNECT_SECONDS
         self.sock: socket.socket | None = None
         self._plane = plane
         self._message: Outgoing | None = None
