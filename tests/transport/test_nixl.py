@@ -260,7 +260,7 @@ def test_a_read_that_waits_holds_up_no_other_p(pair: Pair, monkeypatch: pytest.M
     pair.carry(sender, receiver, 1).release()
     looked: list[object] = []
     with monkeypatch.context() as waits:
-        waits.setattr(nixl_agent.NixlRead, "ended", looked.append)
+        waits.setattr(nixl_agent.NixlRead, "ended", lambda self: looked.append(self))
         for tag in (2, 3):
             pair.send(sender, receiver, tag)
         d: Any = pair.d

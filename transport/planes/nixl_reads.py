@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _LOOK_SECONDS = (50e-6, 2e-3)
 """D looks at its READs after a part of the time since the last one ended, within these bounds."""
-_LOOK_PART = 1 / 4
+_LOOK_PART = 1 / 2
 _MOST_PEERS = 256
 """Peers without a channel whose connections D keeps."""
 _USE_BYTES = 8
