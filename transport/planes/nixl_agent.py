@@ -150,6 +150,7 @@ class NixlAgent:
         config.pthrDelay = _PROGRESS_MICROSECONDS
         try:
             self.native: Any = self.binding.nixlAgent(self.name, config)
+            self.native.getPluginParams("UCX")  # loads UCX, 0.4 s, which no hand-over should wait for
         except Exception as error:  # any reason why NIXL does not start on this machine
             raise PlaneUnavailableError(f"nixl: NIXL does not start: {error}") from None
 
