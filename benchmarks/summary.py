@@ -21,6 +21,9 @@ from tables import COMPARED_HEADS, INTERVAL, NIXL, NIXL_THREAD, RULE, load, poli
 P_LEFT = "P's client left"
 NAMES = {
     "nixl": "NIXL",
+    "nixl plane": "`nixl`",
+    "nixl raw read": "one NIXL READ of 4 MiB, four at a time",
+    "nixl raw write": "one NIXL WRITE of 4 MiB, four at a time",
     "ucxx raw": "one contiguous UCXX message",
     "raw socket": "one plain TCP socket",
     "memcpy": "memcpy",

@@ -259,8 +259,12 @@ def test_a_read_that_waits_holds_up_no_other_p(pair: Pair, monkeypatch: pytest.M
     sender, receiver = pair.join()
     pair.carry(sender, receiver, 1).release()
     looked: list[object] = []
+
+    def under_way(read: object) -> None:
+        looked.append(read)
+
     with monkeypatch.context() as waits:
-        waits.setattr(nixl_agent.NixlRead, "ended", lambda self: looked.append(self))
+        waits.setattr(nixl_agent.NixlRead, "ended", under_way)
         for tag in (2, 3):
             pair.send(sender, receiver, tag)
         d: Any = pair.d
