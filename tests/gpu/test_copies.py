@@ -101,8 +101,10 @@ def test_the_engine_waits_on_its_gpu_for_what_was_started(copies: GpuCopies, cur
 
 def test_the_engine_waits_for_a_portion_and_not_for_the_next(copies: GpuCopies) -> None:
     flags, seen = torch.zeros(3, device=copies.device), torch.zeros(3, 3, device=copies.device)
-    flags[:1].fill_(0)  # an assignment, flags[0] = 0, would wait for the device
-    seen[0].copy_(flags)  # CUDA loads a kernel with its first launch, which then waits for the device
+    engine = torch.cuda.Stream(copies.device)
+    with torch.cuda.stream(engine):  # the first launch of a kernel, and on a stream, waits for the device
+        flags[:1].fill_(0)  # an assignment, flags[0] = 0, would wait for it, too
+        seen[0].copy_(flags)
     torch.cuda.synchronize(copies.device)
 
     def fill(number: int) -> None:
@@ -111,7 +113,6 @@ def test_the_engine_waits_for_a_portion_and_not_for_the_next(copies: GpuCopies) 
 
     copy = copies.start(partial(fill, 0), WaitPolicy.NONE, [partial(fill, 1), partial(fill, 2)])
     assert len(copy.events) == 3 and copy.portions == 3
-    engine = torch.cuda.Stream(copies.device)
     with torch.cuda.stream(engine):  # nothing is allocated here: that may wait for the device
         for row, event in zip(seen, copy.events, strict=True):
             copies.make_engine_wait(event)
