@@ -98,8 +98,9 @@ class HostedRank:
             note(read)
             ask(read, now)
 
-        def found(read: SourceRead, now: float) -> bool:
-            if posted := find_posted(read, now):
+        def found(read: SourceRead, now: float, *, asked: bool = False) -> bool:
+            posted = find_posted(read, now, asked=asked)
+            if posted and not asked:
                 note(read)
             return posted
 

@@ -39,6 +39,8 @@ class Hosts:
 
     def link(self, state: str) -> None:
         ip("-n", self.names[P], "link", "set", "kvn0", state)
+        for name in self.names.values():  # else a search for the other's address that began before fails after it
+            ip("-n", name, "neigh", "flush", "dev", "kvn0")
 
     def start(self, address: str) -> NamespacePeer:
         peer = NamespacePeer(self.names[address], address)
