@@ -31,6 +31,8 @@ def keygen(
     file: Annotated[Path, typer.Argument(help="the file to write; it must not exist")] = Path("kvferry.key"),
 ) -> None:
     """Write a new secret key into FILE (mode 0600), and print its public key."""
+    if not file.name:
+        _wrong_usage("FILE is empty or a folder; name a file")
     try:
         secret = make_key_file(file)
     except FileExistsError:

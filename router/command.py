@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import uvicorn
 
@@ -14,7 +15,7 @@ from kvferry.router.health import Checks
 from kvferry.router.legs import LegTimeouts
 from kvferry.router.membership import DnsName, EnginesFile, Source
 from kvferry.router.router import Router
-from kvferry.transport.errors import ConfigError, UsageError
+from kvferry.transport.errors import ConfigError, UsageError, check_positive, quoted
 from kvferry.transport.tracing import open_tracer
 
 MIN_TOKEN_CHARS = 16
@@ -41,6 +42,10 @@ def router(
     Raises:
         UsageError: an argument is not usable.
     """
+    names = "--connect-timeout", "--prefill-timeout", "--abandoned-prefill-timeout", "--health-interval"
+    for name, seconds in zip(names, (*timeouts, health_interval), strict=True):
+        check_positive(name, seconds)
+    _check_endpoint(otlp_traces_endpoint)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     sources: list[Source] = []
     for urls, role in ((prefill, Role.PREFILL), (decode, Role.DECODE)):
@@ -64,6 +69,16 @@ def router(
         admin_token=token,
     )
     uvicorn.run(app, host=host, port=port, log_level="warning", access_log=False, server_header=False)
+
+
+def _check_endpoint(text: str) -> None:
+    try:
+        url = urlsplit(text)
+        fits = url.scheme in ("http", "https", "grpc") and bool(url.hostname) and url.port != 0
+    except ValueError:
+        fits = False
+    if text and not fits:
+        raise UsageError(f"--otlp-traces-endpoint is {quoted(text)}, expected a URL such as http://127.0.0.1:4317")
 
 
 def _token(path: Path) -> str:

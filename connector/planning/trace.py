@@ -16,7 +16,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from kvferry.transport.errors import ConfigError
+from kvferry.transport.errors import ConfigError, UsageError, check_positive
 
 BLOCK_TOKENS = 512
 """Prompt tokens of one of ``hash_ids``."""
@@ -105,6 +105,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=600.0, help="from the first one to the last one, at most")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    try:
+        check_positive("--count", args.count)
+        check_positive("--seconds", args.seconds)
+    except UsageError as error:
+        parser.exit(2, f"kvferry: {error}\n")
     for line in trace_lines(synthetic_trace(args.count, args.seconds, args.seed)):
         print(line.decode(), end="")
 

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from kvferry.connector.cli import app
 from kvferry.connector.plan_command import PlanResult, bytes_per_second
+from kvferry.connector.planning.trace import main as trace_main
 from kvferry.connector.planning.trace import synthetic_trace, trace_lines
 from kvferry.transport.errors import ConfigError
 
@@ -146,6 +147,18 @@ def test_rates(text: str, rate: float) -> None:
 def test_what_is_no_rate(text: str) -> None:
     with pytest.raises(ConfigError, match="is no rate"):
         bytes_per_second(text)
+
+
+@pytest.mark.parametrize("option", ["--count", "--seconds"])
+@pytest.mark.parametrize("value", ["-3", "0"])
+def test_a_trace_of_nothing_is_one_line(
+    option: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["trace", option, value])
+    with pytest.raises(SystemExit) as ended:
+        trace_main()
+    assert ended.value.code == 2
+    assert capsys.readouterr() == ("", f"kvferry: {option} is {value}, expected a number above 0\n")
 
 
 def commands() -> list[str]:

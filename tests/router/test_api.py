@@ -241,6 +241,12 @@ def test_the_status_page_says_that_the_router_does_not_answer(tmp_path: Path) ->
         (["--decode", "dns://x"], "expected dns://NAME:PORT"),
         (["--decode", "http://d:1", "--prefill", "http://d:1"], "name it once"),
         (["--decode", "http://d:1", "--admin-token-file", "/none"], "cannot be read"),
+        (["--prefill-timeout", "-1"], "--prefill-timeout is -1, expected a number above 0"),
+        (["--connect-timeout", "0"], "--connect-timeout is 0, expected a number above 0"),
+        (["--abandoned-prefill-timeout", "inf"], "--abandoned-prefill-timeout is inf, expected a number above 0"),
+        (["--health-interval", "inf"], "--health-interval is inf, expected a number above 0"),
+        (["--otlp-traces-endpoint", "foo"], "--otlp-traces-endpoint is 'foo', expected a URL such as http://"),
+        (["--otlp-traces-endpoint", "http://[h"], "--otlp-traces-endpoint is 'http://[h', expected a URL"),
     ],
 )
 def test_wrong_usage_is_one_line(arguments: list[str], said: str) -> None:
