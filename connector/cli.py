@@ -98,7 +98,9 @@ def drain(
     from kvferry.connector.top.drain import BusyError, wait_until_idle
 
     try:
-        wait_until_idle(engine, quiet=quiet, timeout=timeout)
+        wait_until_idle(
+            engine, quiet=quiet, timeout=timeout, say=lambda line: typer.echo(f"kvferry: {line}", err=True)
+        )
     except UsageError as error:
         _wrong_usage(str(error))
     except BusyError as error:

@@ -37,6 +37,7 @@ def metrics_url(text: str) -> str:
     try:
         parts = urllib.parse.urlsplit(full)
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        usable = usable and ("://" in text or parts.port is not None)
     except ValueError:
         usable = False
     if not usable or any(character.isspace() or not character.isprintable() for character in text):

@@ -126,7 +126,7 @@ def test_markup_of_an_engine_is_text():
 
 
 @pytest.mark.parametrize(
-    "text", ["", "http://", "ftp://h:1", "http://h:99999", "http://h:x", "a b:1", "h:0", "http://[::1"]
+    "text", ["", "foo", "http://", "ftp://h:1", "http://h:99999", "http://h:x", "a b:1", "h:0", "http://[::1"]
 )
 def test_texts_that_are_no_url(text):
     with pytest.raises(UsageError, match="expected http://HOST:PORT"):
