@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Literal, NoReturn
 
@@ -18,12 +19,27 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # tables of rich cut off the names of options
 )
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kvferry {metadata.version('kvferry')}")
+        raise typer.Exit
+
+
 @app.callback()
-def main() -> None:
+def main(
+    version: Annotated[bool, typer.Option("--version", help="print the version", callback=_version, is_eager=True)] = False,
+) -> None:
     """KVFerry: KV caches from prefill engines to decode engines."""
+
+
+def _model_path(text: str) -> Path:
+    if not text:  # a Path of it would be the working directory
+        _wrong_usage("--model is empty; name the config.json of a model, or its folder")
+    return Path(text)
 
 
 @app.command()
@@ -54,7 +70,7 @@ def keygen(
 @app.command()
 def doctor(
     peer: Annotated[str, typer.Option(help="control port of a running engine, HOST:PORT")] = "",
-    config: Annotated[str, typer.Option(help="kv_connector_extra_config of the engine, as JSON")] = "",
+    config: Annotated[str, typer.Option(help="kv_connector_extra_config, or all of --kv-transfer-config, as JSON")] = "",
     share: Annotated[Path | None, typer.Option(help="write a report without secrets into this new file")] = None,
     self_test: Annotated[bool, typer.Option(help="hand a pattern over between two processes, over each plane")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="print the findings as JSON")] = False,
@@ -76,13 +92,17 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="poll twice, print one table, and end")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print rows as JSON, one line for each poll")] = False,
 ) -> None:
-    """Show hand-overs, rates, failures and leases of running engines."""
+    """Show hand-overs, rates, failures and leases of running engines.
+
+    Exit status of --once: 0, 1 where no engine answers, 2 wrong usage.
+    """
     from kvferry.connector.top.command import top
 
     try:
-        top(engines, interval=interval, once=once, as_json=as_json)
+        answered = top(engines, interval=interval, once=once, as_json=as_json)
     except UsageError as error:
         _wrong_usage(str(error))
+    raise typer.Exit(1 if once and not answered else 0)
 
 
 @app.command()
@@ -112,7 +132,10 @@ def drain(
 @app.command()
 def bench(
     model: Annotated[
-        Path | None, typer.Option(help="config.json of the model, or its folder; unset: Llama-3.1-8B")
+        Path | None,
+        typer.Option(
+            help="config.json of the model, or its folder; unset: Llama-3.1-8B", parser=_model_path, metavar="PATH"
+        ),
     ] = None,
     kv_dtype: Annotated[str, typer.Option(help="--kv-cache-dtype of both engines")] = "auto",
     tp: Annotated[int, typer.Option(help="tensor-parallel size: a rank has this part of the KV heads")] = 1,
@@ -146,7 +169,10 @@ def bench(
 
 @app.command()
 def plan(
-    model: Annotated[Path, typer.Option(help="config.json of the model, or the folder that has it")],
+    model: Annotated[
+        Path,
+        typer.Option(help="config.json of the model, or the folder that has it", parser=_model_path, metavar="PATH"),
+    ],
     prefill_tokens_per_second: Annotated[float, typer.Option(help="tokens that one P engine computes in a second")],
     p_tp: Annotated[int, typer.Option(help="tensor-parallel size of P")] = 1,
     d_tp: Annotated[int, typer.Option(help="tensor-parallel size of D")] = 1,

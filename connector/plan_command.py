@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvferry.connector.command_files import read_file, read_model_config, write_file
+from kvferry.connector.command_files import check_writable, read_file, read_model_config, write_file
 from kvferry.connector.config import Settings
 from kvferry.connector.planning.deployment import Deployment
 from kvferry.connector.planning.fleet import EngineModel
@@ -59,6 +59,7 @@ def plan(
 ) -> None:  # fmt: skip
     """Plan hand-overs of two deployments: who reads what from whom, bytes, time; with --trace the size of a fleet."""
     try:
+        check_writable(json_file, plot)
         costs_by_plane = default_calibration() if calibration is None else decoded_calibration(read_file(calibration))
         costs = costs_by_plane.costs(plane)
         shape = model_shape(read_model_config(model), kv_dtype)
@@ -84,10 +85,17 @@ def plan(
             )  # fmt: skip
             planner = FleetPlanner(_trace(trace), engines, handover_of(pair, costs, rate), percentile)
             fleet = _fleet(planner, p_engines, d_engines, Targets(ttft, tpot, percentile))
+        elif step_ms is not None:
+            raise ConfigError("--step-ms is given without --trace; give --trace, or leave --step-ms out")
         console = Console()
         _print_reads(console, reads, prompts[-1])
         _print_prompts(console, plans, plane, costs)
         if fleet is not None:
+            if p_engines is None:
+                console.print(
+                    f"Fewest engines for TTFT {ttft:g} s and TPOT {tpot:g} s at percentile {percentile:g}: "
+                    f"{fleet.p_engines} P, {fleet.d_engines} D", soft_wrap=True,
+                )  # fmt: skip
             _print_fleet(console, fleet)
         result = PlanResult(
             "kvferry-plan-1", msgspec.to_builtins(shape), p, d, plane, None if link is None else rate, costs_by_plane,

@@ -52,7 +52,8 @@ def parsed_trace(lines: Iterable[bytes]) -> list[TracedRequest]:
         try:
             request = decoder.decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"line {number} is no request of a trace: {error}") from None
+            why = error if isinstance(error, msgspec.ValidationError) else "no JSON"
+            raise ConfigError(f"line {number} is no request of a trace: {why}") from None
         if len(request.hash_ids) != -(-request.input_length // BLOCK_TOKENS):
             raise ConfigError(
                 f"line {number}: {len(request.hash_ids)} hash_ids for {request.input_length} tokens, expected one for "
