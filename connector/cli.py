@@ -31,7 +31,9 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def main(
-    version: Annotated[bool, typer.Option("--version", help="print the version", callback=_version, is_eager=True)] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="print the version", callback=_version, is_eager=True)
+    ] = False,
 ) -> None:
     """KVFerry: KV caches from prefill engines to decode engines."""
 
@@ -70,7 +72,9 @@ def keygen(
 @app.command()
 def doctor(
     peer: Annotated[str, typer.Option(help="control port of a running engine, HOST:PORT")] = "",
-    config: Annotated[str, typer.Option(help="kv_connector_extra_config, or all of --kv-transfer-config, as JSON")] = "",
+    config: Annotated[
+        str, typer.Option(help="kv_connector_extra_config, or all of --kv-transfer-config, as JSON")
+    ] = "",
     share: Annotated[Path | None, typer.Option(help="write a report without secrets into this new file")] = None,
     self_test: Annotated[bool, typer.Option(help="hand a pattern over between two processes, over each plane")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="print the findings as JSON")] = False,
@@ -87,7 +91,7 @@ def doctor(
 
 @app.command()
 def top(
-    engines: Annotated[list[str], typer.Argument(help="URLs of vLLM servers, http://HOST:PORT", metavar="URL...")],
+    engines: Annotated[list[str], typer.Argument(help="URLs of vLLM servers, http://HOST:PORT", metavar="URL")],
     interval: Annotated[float, typer.Option(min=0.1, max=3600, help="seconds between two polls")] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="poll twice, print one table, and end")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print rows as JSON, one line for each poll")] = False,
@@ -118,9 +122,7 @@ def drain(
     from kvferry.connector.top.drain import BusyError, wait_until_idle
 
     try:
-        wait_until_idle(
-            engine, quiet=quiet, timeout=timeout, say=lambda line: typer.echo(f"kvferry: {line}", err=True)
-        )
+        wait_until_idle(engine, quiet=quiet, timeout=timeout, say=lambda line: typer.echo(f"kvferry: {line}", err=True))
     except UsageError as error:
         _wrong_usage(str(error))
     except BusyError as error:
@@ -134,7 +136,7 @@ def bench(
     model: Annotated[
         Path | None,
         typer.Option(
-            help="config.json of the model, or its folder; unset: Llama-3.1-8B", parser=_model_path, metavar="PATH"
+            help="config.json of the model, or its folder; unset: Llama-3.1-8B", parser=_model_path, metavar="<path>"
         ),
     ] = None,
     kv_dtype: Annotated[str, typer.Option(help="--kv-cache-dtype of both engines")] = "auto",
@@ -171,7 +173,7 @@ def bench(
 def plan(
     model: Annotated[
         Path,
-        typer.Option(help="config.json of the model, or the folder that has it", parser=_model_path, metavar="PATH"),
+        typer.Option(help="config.json of the model, or the folder that has it", parser=_model_path, metavar="<path>"),
     ],
     prefill_tokens_per_second: Annotated[float, typer.Option(help="tokens that one P engine computes in a second")],
     p_tp: Annotated[int, typer.Option(help="tensor-parallel size of P")] = 1,

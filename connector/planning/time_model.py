@@ -83,9 +83,7 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             known = sorted(self.planes)
             memories = [name for name in known if name.startswith(f"{plane}/")]
             hint = f" (did you mean {' or '.join(map(repr, memories))}?)" if memories else did_you_mean(plane, known)
-            raise ConfigError(
-                f"plane {plane!r} is not in the calibration, expected one of {', '.join(known)}{hint}"
-            )
+            raise ConfigError(f"plane {plane!r} is not in the calibration, expected one of {', '.join(known)}{hint}")
         return self.planes[plane]
 
 

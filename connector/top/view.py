@@ -18,7 +18,7 @@ _LEFT = ("engine", "plane", "failed", "retries")
 
 
 def table(rows: Sequence[EngineRow]) -> Group:
-    """One line for each plane of each engine; an engine without hand-overs has one line. Below, why engines are down."""
+    """One line for each plane of each engine, or for the engine without hand-overs; below, why engines are down."""
     drawn = Table(box=None, pad_edge=False, header_style="bold")
     for column in COLUMNS:
         drawn.add_column(column, justify="left" if column in _LEFT else "right", overflow="fold")

@@ -107,7 +107,12 @@ def test_wrong_input_is_one_line(arguments: list[str], said: str | None) -> None
         said = "kvferry: not measured: cuda_ipc: it carries no host memory\n"
         assert done.exit_code == 1 and done.output == said, "and the baselines were not measured"
     else:
-        assert done.exit_code == 2 and said in done.output and len(done.stderr.strip().splitlines()) == 1
+        assert (
+            done.exit_code == 2
+            and said in done.output
+            and done.stdout == ""
+            and len(done.stderr.strip().splitlines()) == 1
+        )
 
 
 @pytest.mark.parametrize("layout", ["HND", "NHD"])

@@ -96,7 +96,9 @@ def test_a_fleet_that_misses_its_targets(model: Path, trace: Path) -> None:
     assert few.exit_code == 1 and few.stderr.count("\n") == 1 and "does not meet the targets" in few.stderr
     found = plan(model, "--trace", str(trace), "--step-ms", "10", "--ttft", "4")
     assert found.exit_code == 0 and "TTFT p95" in found.output
-    assert re.search(r"^Fewest engines for TTFT 4 s and TPOT 0.05 s at percentile 95: \d+ P, \d+ D$", found.output, re.M)
+    assert re.search(
+        r"^Fewest engines for TTFT 4 s and TPOT 0.05 s at percentile 95: \d+ P, \d+ D$", found.output, re.M
+    )
 
 
 @pytest.mark.parametrize(
