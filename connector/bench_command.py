@@ -19,7 +19,7 @@ from rich.table import Table
 
 from kvferry.connector.bench.ceilings import Ceiling, ceilings
 from kvferry.connector.bench.cells import Cell, PlaneFailedError, measure
-from kvferry.connector.command_files import read_model_config, write_file
+from kvferry.connector.command_files import check_writable, read_model_config, write_file
 from kvferry.connector.config import Settings
 from kvferry.connector.doctor.planes import look
 from kvferry.connector.geometry.topology import TpKVTopology
@@ -79,6 +79,7 @@ def bench(
 ) -> None:  # fmt: skip
     """Measure hand-overs between two ranks of this machine, over each data plane, on the caches of a model."""
     try:
+        check_writable(json_file, plot, calibration)
         shape = LLAMA_8B if model is None else model_shape(read_model_config(model), kv_dtype)
         prompts = sorted(set(prompt or PROMPTS))
         _check("--prompt", prompts[0], 1, MAX_TOKENS)
@@ -89,6 +90,8 @@ def bench(
         d = cache_form(shape, tp, prompts[-1], d_block_size, d_layout)
         _check_memory(where, p.token_bytes * prompts[-1])
         planes, missing = _planes(plane, where)
+        if plane and not planes:
+            raise PlaneFailedError("not measured: " + "; ".join(missing))
         result = _measured(shape, p, d, planes, missing, prompts, rounds, where)
         _print(Console(), result, where)
         if json_file is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Literal, NoReturn
 
@@ -18,12 +19,29 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # tables of rich cut off the names of options
 )
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kvferry {metadata.version('kvferry')}")
+        raise typer.Exit
+
+
 @app.callback()
-def main() -> None:
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", help="print the version", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
     """KVFerry: KV caches from prefill engines to decode engines."""
+
+
+def _model_path(text: str) -> Path:
+    if not text:  # a Path of it would be the working directory
+        _wrong_usage("--model is empty; name the config.json of a model, or its folder")
+    return Path(text)
 
 
 @app.command()
@@ -31,6 +49,8 @@ def keygen(
     file: Annotated[Path, typer.Argument(help="the file to write; it must not exist")] = Path("kvferry.key"),
 ) -> None:
     """Write a new secret key into FILE (mode 0600), and print its public key."""
+    if not file.name:
+        _wrong_usage("FILE is empty or a folder; name a file")
     try:
         secret = make_key_file(file)
     except FileExistsError:
@@ -52,7 +72,9 @@ def keygen(
 @app.command()
 def doctor(
     peer: Annotated[str, typer.Option(help="control port of a running engine, HOST:PORT")] = "",
-    config: Annotated[str, typer.Option(help="kv_connector_extra_config of the engine, as JSON")] = "",
+    config: Annotated[
+        str, typer.Option(help="kv_connector_extra_config, or all of --kv-transfer-config, as JSON")
+    ] = "",
     share: Annotated[Path | None, typer.Option(help="write a report without secrets into this new file")] = None,
     self_test: Annotated[bool, typer.Option(help="hand a pattern over between two processes, over each plane")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="print the findings as JSON")] = False,
@@ -69,18 +91,22 @@ def doctor(
 
 @app.command()
 def top(
-    engines: Annotated[list[str], typer.Argument(help="URLs of vLLM servers, http://HOST:PORT", metavar="URL...")],
+    engines: Annotated[list[str], typer.Argument(help="URLs of vLLM servers, http://HOST:PORT", metavar="URL")],
     interval: Annotated[float, typer.Option(min=0.1, max=3600, help="seconds between two polls")] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="poll twice, print one table, and end")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print rows as JSON, one line for each poll")] = False,
 ) -> None:
-    """Show hand-overs, rates, failures and leases of running engines."""
+    """Show hand-overs, rates, failures and leases of running engines.
+
+    Exit status of --once: 0, 1 where no engine answers, 2 wrong usage.
+    """
     from kvferry.connector.top.command import top
 
     try:
-        top(engines, interval=interval, once=once, as_json=as_json)
+        answered = top(engines, interval=interval, once=once, as_json=as_json)
     except UsageError as error:
         _wrong_usage(str(error))
+    raise typer.Exit(1 if once and not answered else 0)
 
 
 @app.command()
@@ -96,7 +122,7 @@ def drain(
     from kvferry.connector.top.drain import BusyError, wait_until_idle
 
     try:
-        wait_until_idle(engine, quiet=quiet, timeout=timeout)
+        wait_until_idle(engine, quiet=quiet, timeout=timeout, say=lambda line: typer.echo(f"kvferry: {line}", err=True))
     except UsageError as error:
         _wrong_usage(str(error))
     except BusyError as error:
@@ -108,7 +134,10 @@ def drain(
 @app.command()
 def bench(
     model: Annotated[
-        Path | None, typer.Option(help="config.json of the model, or its folder; unset: Llama-3.1-8B")
+        Path | None,
+        typer.Option(
+            help="config.json of the model, or its folder; unset: Llama-3.1-8B", parser=_model_path, metavar="<path>"
+        ),
     ] = None,
     kv_dtype: Annotated[str, typer.Option(help="--kv-cache-dtype of both engines")] = "auto",
     tp: Annotated[int, typer.Option(help="tensor-parallel size: a rank has this part of the KV heads")] = 1,
@@ -142,7 +171,10 @@ def bench(
 
 @app.command()
 def plan(
-    model: Annotated[Path, typer.Option(help="config.json of the model, or the folder that has it")],
+    model: Annotated[
+        Path,
+        typer.Option(help="config.json of the model, or the folder that has it", parser=_model_path, metavar="<path>"),
+    ],
     prefill_tokens_per_second: Annotated[float, typer.Option(help="tokens that one P engine computes in a second")],
     p_tp: Annotated[int, typer.Option(help="tensor-parallel size of P")] = 1,
     d_tp: Annotated[int, typer.Option(help="tensor-parallel size of D")] = 1,

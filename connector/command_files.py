@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +26,9 @@ def read_file(path: Path) -> bytes:
 def read_model_config(path: Path) -> dict[str, Any]:
     """The ``config.json`` of a model, or of the model in this folder. Raises ConfigError."""
     path = path / "config.json" if path.is_dir() else path
+    content = read_file(path)
     try:
-        config = json.loads(read_file(path))
+        config = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is no JSON: {error}; give the config.json of a model") from None
     if not isinstance(config, dict):
@@ -33,9 +36,29 @@ def read_model_config(path: Path) -> dict[str, Any]:
     return config
 
 
+def check_writable(*paths: Path | None) -> None:
+    """Raises ConfigError: ``write_file`` would fail after the work."""
+    for path in paths:
+        if path is None:
+            continue
+        if path.is_dir():
+            why = errno.EISDIR
+        elif not path.parent.is_dir():
+            why = errno.ENOENT
+        elif not os.access(path if path.exists() else path.parent, os.W_OK):
+            why = errno.EACCES
+        else:
+            continue
+        raise _unwritable(path, os.strerror(why))
+
+
 def write_file(path: Path, content: bytes) -> None:
     """Raises ConfigError: the file cannot be written."""
     try:
         path.write_bytes(content)
     except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}; name a file in another directory") from None
+        raise _unwritable(path, error.strerror) from None
+
+
+def _unwritable(path: Path, why: str | None) -> ConfigError:
+    return ConfigError(f"{path} cannot be written: {why}; name a file in another directory")

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvferry.connector.command_files import read_file, read_model_config, write_file
+from kvferry.connector.command_files import check_writable, read_file, read_model_config, write_file
 from kvferry.connector.config import Settings
 from kvferry.connector.planning.deployment import Deployment
 from kvferry.connector.planning.fleet import EngineModel
@@ -24,7 +24,7 @@ from kvferry.connector.planning.plot import svg_chart
 from kvferry.connector.planning.prompt_plan import PromptPlan, handover_of, prompt_plan
 from kvferry.connector.planning.time_model import Calibration, PlaneCosts, decoded_calibration, default_calibration
 from kvferry.connector.planning.trace import parsed_trace
-from kvferry.transport.errors import ConfigError, KVFerryError, PlaneUnavailableError
+from kvferry.transport.errors import ConfigError, KVFerryError, PlaneUnavailableError, check_positive
 from kvferry.transport.registry import best_slot_bytes, best_staging_bytes, plane_spec
 
 PROMPTS = (128, 1024, 8192, 32768)
@@ -59,32 +59,43 @@ def plan(
 ) -> None:  # fmt: skip
     """Plan hand-overs of two deployments: who reads what from whom, bytes, time; with --trace the size of a fleet."""
     try:
+        check_writable(json_file, plot)
         costs_by_plane = default_calibration() if calibration is None else decoded_calibration(read_file(calibration))
         costs = costs_by_plane.costs(plane)
         shape = model_shape(read_model_config(model), kv_dtype)
         p, d = Deployment(p_tp, p_pp, p_block_size, p_layout), Deployment(d_tp, d_pp, d_block_size, d_layout)
         pair = Pair(shape, p, d, _slot_bytes(plane))
         rate = inf if link is None else bytes_per_second(link)
-        _check_positive({"--prefill-tokens-per-second": prefill_tokens_per_second, "--ttft": ttft, "--tpot": tpot})
+        check_positive("--prefill-tokens-per-second", prefill_tokens_per_second)
+        check_positive("--ttft", ttft)
+        check_positive("--tpot", tpot)
         prompts = sorted(set(prompt or PROMPTS))
-        _check_positive({"--prompt": prompts[0]})
+        check_positive("--prompt", prompts[0])
         plans = [prompt_plan(pair, tokens, costs, rate, prefill_tokens_per_second) for tokens in prompts]
         reads = list(plan_handover(pair, prompts[-1]))
         fleet = None
         if trace is not None:
             if step_ms is None:
                 raise ConfigError("--trace needs --step-ms, the milliseconds of a step of D; give it")
-            _check_positive({"--step-ms": step_ms, "--d-sequences": d_sequences})
+            check_positive("--step-ms", step_ms)
+            check_positive("--d-sequences", d_sequences)
             engines = EngineModel(
                 prefill_tokens_per_second, step_ms / 1e3, step_ms_per_sequence / 1e3,
                 Settings().lease_cap_seconds, d_sequences, p_cache_tokens, d_cache_tokens,
             )  # fmt: skip
             planner = FleetPlanner(_trace(trace), engines, handover_of(pair, costs, rate), percentile)
             fleet = _fleet(planner, p_engines, d_engines, Targets(ttft, tpot, percentile))
+        elif step_ms is not None:
+            raise ConfigError("--step-ms is given without --trace; give --trace, or leave --step-ms out")
         console = Console()
         _print_reads(console, reads, prompts[-1])
         _print_prompts(console, plans, plane, costs)
         if fleet is not None:
+            if p_engines is None:
+                console.print(
+                    f"Fewest engines for TTFT {ttft:g} s and TPOT {tpot:g} s at percentile {percentile:g}: "
+                    f"{fleet.p_engines} P, {fleet.d_engines} D", soft_wrap=True,
+                )  # fmt: skip
             _print_fleet(console, fleet)
         result = PlanResult(
             "kvferry-plan-1", msgspec.to_builtins(shape), p, d, plane, None if link is None else rate, costs_by_plane,
@@ -116,12 +127,6 @@ def bytes_per_second(text: str) -> float:
 
 
 # --- input ----------------------------------------------------------------------------------------------------------
-
-
-def _check_positive(values: dict[str, float]) -> None:
-    for name, value in values.items():
-        if not 0 < value < inf:
-            raise ConfigError(f"{name} is {value:g}, expected a number above 0")
 
 
 def _trace(path: Path) -> Any:

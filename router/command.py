@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import uvicorn
 
 from kvferry.router.app import Limits, make_app
 from kvferry.router.engines import EnginePool, Role
 from kvferry.router.health import Checks
-from kvferry.router.legs import LegTimeouts
+from kvferry.router.legs import LegTimeouts, log
 from kvferry.router.membership import DnsName, EnginesFile, Source
 from kvferry.router.router import Router
-from kvferry.transport.errors import ConfigError, UsageError
+from kvferry.transport.errors import ConfigError, UsageError, check_positive, quoted
 from kvferry.transport.tracing import open_tracer
 
 MIN_TOKEN_CHARS = 16
@@ -41,12 +45,22 @@ def router(
     Raises:
         UsageError: an argument is not usable.
     """
+    names = "--connect-timeout", "--prefill-timeout", "--abandoned-prefill-timeout", "--health-interval"
+    for name, seconds in zip(names, (*timeouts, health_interval), strict=True):
+        check_positive(name, seconds)
+    _check_endpoint(otlp_traces_endpoint)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     sources: list[Source] = []
     for urls, role in ((prefill, Role.PREFILL), (decode, Role.DECODE)):
         sources += [DnsName(url, role) for url in urls if url.startswith("dns:")]
     if engines_file is not None:
-        sources.append(EnginesFile(engines_file))
+        file = EnginesFile(engines_file)
+        try:
+            file.read()
+        except (OSError, UsageError) as error:
+            why = error.strerror if isinstance(error, OSError) else error
+            raise UsageError(f"the {file} is not usable: {why}") from None
+        sources.append(file)
     fixed = [[url for url in urls if not url.startswith("dns:")] for urls in (prefill, decode)]
     token = "" if admin_token_file is None else _token(admin_token_file)
     if not decode and engines_file is None and not token:
@@ -56,6 +70,7 @@ def router(
         tracer = open_tracer(otlp_traces_endpoint)
     except ConfigError as error:
         raise UsageError(str(error)) from None
+    listeners = _bound(host, port)
     app = make_app(
         Router(engines, LegTimeouts(*timeouts), serial=serial, relay=relay, tracer=tracer),
         limits=Limits(max_requests, max_body_mib << 20),
@@ -63,7 +78,60 @@ def router(
         sources=sources,
         admin_token=token,
     )
-    uvicorn.run(app, host=host, port=port, log_level="warning", access_log=False, server_header=False)
+    config = uvicorn.Config(app, log_level="warning", access_log=False, server_header=False)
+    try:
+        with suppress(KeyboardInterrupt):
+            _Server(config, engines, f"http://{f'[{host}]' if ':' in host else host}:{port}").run(listeners)
+    except OSError as error:  # another process was the first to listen at a port that both had bound
+        raise _not_bound(host, port, error) from None
+
+
+class _Server(uvicorn.Server):
+    """Logs the URL and the engines when it accepts connections."""
+
+    def __init__(self, config: uvicorn.Config, engines: EnginePool, url: str) -> None:
+        super().__init__(config)
+        self._engines, self._url = engines, url
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        p, d = (len(self._engines.of(role)) for role in (Role.PREFILL, Role.DECODE))
+        log.info("serving on %s: %d P, %d D", self._url, p, d)
+
+
+def _bound(host: str, port: int) -> list[socket.socket]:
+    """A socket for each address of ``host``, which does not listen yet. Raises UsageError: one cannot be had."""
+    found: list[socket.socket] = []
+    try:
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, kind, protocol, _, address in dict.fromkeys(addresses):
+            found.append(socket.socket(family, kind, protocol))  # asyncio sets TCP_NODELAY only by the protocol
+            found[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                found[-1].setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            found[-1].bind(address)
+    except (OSError, UnicodeError) as error:
+        for each in found:
+            each.close()
+        raise _not_bound(host, port, error) from None
+    return found
+
+
+def _not_bound(host: str, port: int, error: OSError | UnicodeError) -> UsageError:
+    if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+        return UsageError(f"port {port} of {host} is in use; give --port")
+    why = (error.strerror or str(error)) if isinstance(error, OSError) else "it is no name of a host"
+    return UsageError(f"port {port} of {quoted(host)} cannot be bound: {why}; give --host or --port")
+
+
+def _check_endpoint(text: str) -> None:
+    try:
+        url = urlsplit(text)
+        fits = url.scheme in ("http", "https", "grpc") and bool(url.hostname) and url.port != 0
+    except ValueError:
+        fits = False
+    if text and not fits:
+        raise UsageError(f"--otlp-traces-endpoint is {quoted(text)}, expected a URL such as http://127.0.0.1:4317")
 
 
 def _token(path: Path) -> str:

@@ -43,6 +43,10 @@ class EnginesFile:
         return f"engines file {self._path}"
 
     async def named(self) -> Named:
+        return self.read()
+
+    def read(self) -> Named:
+        """Raises OSError, UsageError: it cannot be read, or names no engines."""
         with self._path.open("rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)
         if len(content) > MAX_FILE_BYTES:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import reprlib
 from collections.abc import Iterable
+from math import inf
 
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = _repr.maxlong = 80
@@ -84,6 +85,12 @@ class PlaneUnavailableError(TransportError):
 
 class PeerUnreachableError(PlaneUnavailableError):
     """Our GPU does not reach P's memory by any plane."""
+
+
+def check_positive(option: str, value: float) -> None:
+    """Raises UsageError: the value of this option of a command is not above 0, or is no finite number."""
+    if not 0 < value < inf:
+        raise UsageError(f"{option} is {value if isinstance(value, int) else f'{value:g}'}, expected a number above 0")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

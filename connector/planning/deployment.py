@@ -37,7 +37,9 @@ def rank_geometries(shape: ModelShape, deployment: Deployment, name: str) -> tup
         ConfigError: vLLM starts no engine of these sizes.
     """
     tp, pp, block = deployment.tp_size, deployment.pp_size, deployment.block_size
-    if not 1 <= tp <= MAX_RANKS or shape.attention_heads % tp:
+    if tp < 1:
+        raise ConfigError(f"{name}: TP is {tp}, expected 1 or more")
+    if tp > MAX_RANKS or shape.attention_heads % tp:
         raise ConfigError(f"{name}: TP {tp} does not divide the {shape.attention_heads} attention heads of the model")
     if not 1 <= pp <= shape.num_layers:
         raise ConfigError(f"{name}: PP {pp} is outside 1..{shape.num_layers}; each stage needs one of the layers")

@@ -81,10 +81,9 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """
         if plane not in self.planes:
             known = sorted(self.planes)
-            raise ConfigError(
-                f"plane {plane!r} is not in the calibration, expected one of {', '.join(known)}"
-                f"{did_you_mean(plane, known)}"
-            )
+            memories = [name for name in known if name.startswith(f"{plane}/")]
+            hint = f" (did you mean {' or '.join(map(repr, memories))}?)" if memories else did_you_mean(plane, known)
+            raise ConfigError(f"plane {plane!r} is not in the calibration, expected one of {', '.join(known)}{hint}")
         return self.planes[plane]
 
 

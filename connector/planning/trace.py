@@ -16,7 +16,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from kvferry.transport.errors import ConfigError
+from kvferry.transport.errors import ConfigError, UsageError, check_positive
 
 BLOCK_TOKENS = 512
 """Prompt tokens of one of ``hash_ids``."""
@@ -52,7 +52,8 @@ def parsed_trace(lines: Iterable[bytes]) -> list[TracedRequest]:
         try:
             request = decoder.decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"line {number} is no request of a trace: {error}") from None
+            why = error if isinstance(error, msgspec.ValidationError) else "no JSON"
+            raise ConfigError(f"line {number} is no request of a trace: {why}") from None
         if len(request.hash_ids) != -(-request.input_length // BLOCK_TOKENS):
             raise ConfigError(
                 f"line {number}: {len(request.hash_ids)} hash_ids for {request.input_length} tokens, expected one for "
@@ -105,6 +106,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=600.0, help="from the first one to the last one, at most")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    try:
+        check_positive("--count", args.count)
+        check_positive("--seconds", args.seconds)
+    except UsageError as error:
+        parser.exit(2, f"kvferry: {error}\n")
     for line in trace_lines(synthetic_trace(args.count, args.seconds, args.seed)):
         print(line.decode(), end="")
 

@@ -19,8 +19,11 @@ WIDTH = 140
 """Columns where the output is no terminal."""
 
 
-def top(urls: Sequence[str], *, interval: float, once: bool, as_json: bool) -> None:
+def top(urls: Sequence[str], *, interval: float, once: bool, as_json: bool) -> bool:
     """Poll until Ctrl-C, or twice.
+
+    Returns:
+        Whether an engine answered at the last poll.
 
     Raises:
         UsageError: a URL is none, or there are too many.
@@ -28,6 +31,7 @@ def top(urls: Sequence[str], *, interval: float, once: bool, as_json: bool) -> N
     pages = list(dict.fromkeys(metrics_url(url) for url in urls))
     if len(pages) > MAX_ENGINES:
         raise UsageError(f"{len(pages)} engines, at most {MAX_ENGINES} fit")
+    rows: list[EngineRow] = []
     engines = Engines(pages, window=0.0 if once else WINDOW_SECONDS)
     console = Console(highlight=False)
     if not console.is_terminal:
@@ -36,20 +40,24 @@ def top(urls: Sequence[str], *, interval: float, once: bool, as_json: bool) -> N
         rows = engines.poll()
         if once:
             time.sleep(interval)
-            _print(console, engines.poll(), as_json)
-        elif as_json:
+            rows = engines.poll()
+            _print(console, rows, as_json)
+        elif as_json or not console.is_terminal:
             while True:
                 time.sleep(interval)
-                _print(console, engines.poll(), as_json)
+                rows = engines.poll()
+                _print(console, rows, as_json)
         else:
-            with Live(table(rows), console=console, screen=console.is_terminal, auto_refresh=False) as live:
+            with Live(table(rows), console=console, screen=True, auto_refresh=False) as live:
                 while True:
                     time.sleep(interval)
-                    live.update(table(engines.poll()), refresh=True)
+                    rows = engines.poll()
+                    live.update(table(rows), refresh=True)
     except KeyboardInterrupt:
         pass
     finally:
         engines.close()
+    return not all(row.down for row in rows)
 
 
 def _print(console: Console, rows: Sequence[EngineRow], as_json: bool) -> None:

@@ -37,6 +37,7 @@ def metrics_url(text: str) -> str:
     try:
         parts = urllib.parse.urlsplit(full)
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        usable = usable and ("://" in text or parts.port is not None)
     except ValueError:
         usable = False
     if not usable or any(character.isspace() or not character.isprintable() for character in text):
@@ -95,6 +96,9 @@ class Engines:
         except EngineDownError as error:
             past.clear()  # what was counted before says nothing of the next life
             return EngineRow(name, down=str(error))
+        if not figures.models:
+            past.clear()
+            return EngineRow(name, down="no vLLM server, or one with --disable-log-stats")
         now = time.monotonic()
         then, before = past[-1] if past else (now - 1.0, figures)
         first = past[0][1] if past and self._window else EngineFigures()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
@@ -16,16 +17,14 @@ COLUMNS = (
 _LEFT = ("engine", "plane", "failed", "retries")
 
 
-def table(rows: Sequence[EngineRow]) -> Table:
-    """One line for each plane of each engine; an engine without hand-overs has one line."""
+def table(rows: Sequence[EngineRow]) -> Group:
+    """One line for each plane of each engine, or for the engine without hand-overs; below, why engines are down."""
     drawn = Table(box=None, pad_edge=False, header_style="bold")
     for column in COLUMNS:
         drawn.add_column(column, justify="left" if column in _LEFT else "right", overflow="fold")
     for engine in rows:
         if engine.down:
-            blank = [""] * (COLUMNS.index("failed") - COLUMNS.index("plane") - 1)
-            down, why = Text("down", style="bold red"), Text(engine.down, style="red")
-            drawn.add_row(Text(engine.engine), "", "", "", down, *blank, why)
+            drawn.add_row(Text(engine.engine), "", "", "", Text("down", style="bold red"))
             continue
         planes: Sequence[PlaneRates | None] = engine.planes or (None,)
         for number, plane in enumerate(planes):
@@ -39,7 +38,8 @@ def table(rows: Sequence[EngineRow]) -> Table:
                 f"{engine.leases_released_per_second:.1f}" if own else "",
                 str(engine.leases_expired) if own else "",
             )
-    return drawn
+    reasons = [Text(f"{engine.engine}: {engine.down}", style="red") for engine in rows if engine.down]
+    return Group(drawn, *reasons)
 
 
 def _plane_cells(plane: PlaneRates | None) -> tuple[str, ...]:

@@ -86,6 +86,8 @@ def test_wrong_bytes_are_a_failure(model: Path, monkeypatch: pytest.MonkeyPatch)
     ("arguments", "said"),
     [
         (["--plane", "tpc"], "tpc"),
+        (["--model", ""], "--model is empty"),
+        (["--json", "no/such/folder.json"], "no/such/folder.json cannot be written: No such file or directory"),
         (["--plane", "cuda_ipc", "--device", "cpu"], None),
         (["--rounds", "2"], "--rounds is 2, expected 3 to 1000"),
         (["--prompt", "0"], "--prompt is 0, expected 1 to"),
@@ -102,9 +104,15 @@ def test_wrong_input_is_one_line(arguments: list[str], said: str | None) -> None
         pytest.skip("this machine has a GPU")
     done = run(*arguments)
     if said is None:
-        assert done.exit_code == 1 and "cuda_ipc: it carries no host memory" in done.output
+        said = "kvferry: not measured: cuda_ipc: it carries no host memory\n"
+        assert done.exit_code == 1 and done.output == said, "and the baselines were not measured"
     else:
-        assert done.exit_code == 2 and said in done.output and len(done.stderr.strip().splitlines()) == 1
+        assert (
+            done.exit_code == 2
+            and said in done.output
+            and done.stdout == ""
+            and len(done.stderr.strip().splitlines()) == 1
+        )
 
 
 @pytest.mark.parametrize("layout", ["HND", "NHD"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from importlib import metadata
 
 import pytest
 from typer.testing import CliRunner
@@ -29,6 +30,17 @@ def invoke(monkeypatch):
         return result
 
     return call
+
+
+def test_version_and_help_of_80_columns(invoke, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert invoke("--version").output == f"kvferry {metadata.version('kvferry')}\n"
+    for command, names in (
+        ("plan", ("--prefill-tokens-per-second", "--step-ms-per-sequence")),
+        ("router", ("--abandoned-prefill-timeout", "--otlp-traces-endpoint")),
+    ):
+        shown = invoke(command, "--help").output
+        assert [name for name in names if name not in shown] == []
 
 
 def test_a_fit_machine(invoke):

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from kvferry.connector.cli import app
 from kvferry.connector.plan_command import PlanResult, bytes_per_second
+from kvferry.connector.planning.trace import main as trace_main
 from kvferry.connector.planning.trace import synthetic_trace, trace_lines
 from kvferry.transport.errors import ConfigError
 
@@ -95,12 +96,22 @@ def test_a_fleet_that_misses_its_targets(model: Path, trace: Path) -> None:
     assert few.exit_code == 1 and few.stderr.count("\n") == 1 and "does not meet the targets" in few.stderr
     found = plan(model, "--trace", str(trace), "--step-ms", "10", "--ttft", "4")
     assert found.exit_code == 0 and "TTFT p95" in found.output
+    assert re.search(
+        r"^Fewest engines for TTFT 4 s and TPOT 0.05 s at percentile 95: \d+ P, \d+ D$", found.output, re.M
+    )
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--model", "nowhere.json"], "nowhere.json cannot be read: No such file or directory"),
+        (["--model", ""], "kvferry: --model is empty; name the config.json of a model, or its folder"),
+        (["--model", "nowhere.json"], "kvferry: nowhere.json cannot be read"),
+        (["--p-tp", "0"], "P: TP is 0, expected 1 or more"),
+        (["--plane", "tcp"], "(did you mean 'tcp/host'?)"),
+        (["--trace", "text.txt", "--step-ms", "10"], "text.txt: line 1 is no request of a trace: no JSON"),
+        (["--step-ms", "10"], "--step-ms is given without --trace"),
+        (["--plot", "."], ". cannot be written: Is a directory"),
         (["--p-tp", "5"], "P: TP 5 does not divide the 32 attention heads"),
         (["--d-pp", "33"], "D: PP 33 is outside 1..32"),
         (["--kv-dtype", "int3"], "the KV dtype is 'int3'"),
@@ -123,8 +134,10 @@ def test_errors_have_one_line(
     model: Path, trace: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], message: str
 ) -> None:
     monkeypatch.chdir(model)
+    (model / "text.txt").write_text("some text\n")
     done = plan(model, *options)
     assert done.exit_code == 2, done.output
+    assert done.stdout == ""
     assert done.stderr.startswith("kvferry: ") and done.stderr.count("\n") == 1 and message in done.stderr
 
 
@@ -146,6 +159,18 @@ def test_rates(text: str, rate: float) -> None:
 def test_what_is_no_rate(text: str) -> None:
     with pytest.raises(ConfigError, match="is no rate"):
         bytes_per_second(text)
+
+
+@pytest.mark.parametrize("option", ["--count", "--seconds"])
+@pytest.mark.parametrize("value", ["-3", "0"])
+def test_a_trace_of_nothing_is_one_line(
+    option: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["trace", option, value])
+    with pytest.raises(SystemExit) as ended:
+        trace_main()
+    assert ended.value.code == 2
+    assert capsys.readouterr() == ("", f"kvferry: {option} is {value}, expected a number above 0\n")
 
 
 def commands() -> list[str]:

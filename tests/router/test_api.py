@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import signal
+import socket
 import subprocess
+import sys
 import threading
 from html.parser import HTMLParser
 from pathlib import Path
@@ -21,12 +25,13 @@ from starlette.routing import Route
 from typer.testing import CliRunner
 
 from kvferry.connector.cli import app
-from kvferry.router import status_page
+from kvferry.router import command, status_page
 from kvferry.router.app import Limits, make_app
 from kvferry.router.engines import EngineState, Role
 from kvferry.router.first_token import sse
 from tests.router.stand_ins import PARAMS, Engine, ask, decode_engine, make_router, prefill_engine, routed, served
 from tests.router.test_at_once import PUSH
+from tests.support.engines import free_port, python_path
 
 CHROMIUM = shutil.which("chromium")
 
@@ -241,11 +246,54 @@ def test_the_status_page_says_that_the_router_does_not_answer(tmp_path: Path) ->
         (["--decode", "dns://x"], "expected dns://NAME:PORT"),
         (["--decode", "http://d:1", "--prefill", "http://d:1"], "name it once"),
         (["--decode", "http://d:1", "--admin-token-file", "/none"], "cannot be read"),
+        (["--decode", "http://d:1", "--host", "192.0.2.1"], "port 9000 of '192.0.2.1' cannot be bound: "),
+        (["--decode", "http://d:1", "--host", "a..b"], "port 9000 of 'a..b' cannot be bound: it is no name of a host"),
+        (["--engines-file", "/none"], "the engines file /none is not usable: No such file or directory"),
+        (["--engines-file", "/dev/null"], "the engines file /dev/null is not usable: it names 0 engines"),
+        (["--prefill-timeout", "-1"], "--prefill-timeout is -1, expected a number above 0"),
+        (["--connect-timeout", "0"], "--connect-timeout is 0, expected a number above 0"),
+        (["--abandoned-prefill-timeout", "inf"], "--abandoned-prefill-timeout is inf, expected a number above 0"),
+        (["--health-interval", "inf"], "--health-interval is inf, expected a number above 0"),
+        (["--otlp-traces-endpoint", "foo"], "--otlp-traces-endpoint is 'foo', expected a URL such as http://"),
+        (["--otlp-traces-endpoint", "http://[h"], "--otlp-traces-endpoint is 'http://[h', expected a URL"),
     ],
 )
 def test_wrong_usage_is_one_line(arguments: list[str], said: str) -> None:
     result = CliRunner().invoke(app, ["router", *arguments])
     assert result.exit_code == 2 and said in result.output and len(result.output.splitlines()) == 1
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_port_in_use_is_one_line(host: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        arguments = ["router", "--decode", "http://127.0.0.1:1", "--host", host, "--port", str(port)]
+        result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2 and result.stderr == f"kvferry: port {port} of {host} is in use; give --port\n"
+
+
+def test_the_command_says_where_it_serves(tmp_path: Path) -> None:
+    port = free_port()
+    (tmp_path / "engines").write_text("decode http://127.0.0.1:1\n")
+    arguments = [sys.executable, "-m", "kvferry.connector.cli", "router", "--port", str(port)]
+    arguments += ["--prefill", "http://127.0.0.1:2", "--engines-file", str(tmp_path / "engines")]
+    process = subprocess.Popen(arguments, env=os.environ | {"PYTHONPATH": python_path()}, stderr=subprocess.PIPE)
+    try:
+        assert process.stderr is not None
+        line = next(line for line in process.stderr if b"serving on" in line).decode()
+        assert line.endswith(f"kvferry.router INFO serving on http://127.0.0.1:{port}: 1 P, 1 D\n")
+        assert httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False, timeout=60).status_code == 503
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+    finally:
+        process.kill()
+
+
+def test_connections_of_clients_do_not_wait_for_more_bytes() -> None:
+    """asyncio sets TCP_NODELAY where the listening socket names its protocol."""
+    (bound,) = command._bound("127.0.0.1", free_port())
+    with bound:
+        assert bound.proto == socket.IPPROTO_TCP
 
 
 def test_a_short_token_is_refused(tmp_path: Path) -> None:

@@ -56,9 +56,17 @@ def test_one_table_of_two_engines_and_one_that_is_down(serve):
     assert result.exit_code == 0, result.output
     header, *rows = result.output.splitlines()
     assert [name for name in COLUMNS if name not in header] == []
-    assert len(rows) == 3
+    assert len(rows) == 4
     assert rows[0].startswith(p.name) and rows[1].startswith(d.name) and " cma " in rows[1]
-    assert rows[2].split()[:2] == [down, "down"] and "Connection refused" in rows[2]
+    assert rows[2].split() == [down, "down"] and rows[3] == f"{down}: Connection refused"
+
+
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_no_engine_that_answers_is_exit_status_1(serve, form):
+    router = serve("kvferry_router_requests_in_flight 0\n")
+    result = invoke(closed(), router.url, *ONCE, *form)
+    assert result.exit_code == 1
+    assert "Connection refused" in result.stdout and "no vLLM server" in result.stdout
 
 
 def test_json(serve):
@@ -111,7 +119,8 @@ def test_the_live_table_is_drawn_until_ctrl_c(serve, monkeypatch):
 
     monkeypatch.setattr(command.time, "sleep", sleep)
     result = invoke(server.url, "--interval", "5")
-    assert result.exit_code == 0 and server.name in result.output and drawn == [5.0] * 3
+    assert result.exit_code == 0 and drawn == [5.0] * 3
+    assert result.output.count(server.name) == 2, "without a terminal, each poll is printed"
 
 
 def test_markup_of_an_engine_is_text():
@@ -126,7 +135,7 @@ def test_markup_of_an_engine_is_text():
 
 
 @pytest.mark.parametrize(
-    "text", ["", "http://", "ftp://h:1", "http://h:99999", "http://h:x", "a b:1", "h:0", "http://[::1"]
+    "text", ["", "foo", "http://", "ftp://h:1", "http://h:99999", "http://h:x", "a b:1", "h:0", "http://[::1"]
 )
 def test_texts_that_are_no_url(text):
     with pytest.raises(UsageError, match="expected http://HOST:PORT"):

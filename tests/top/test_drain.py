@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -51,9 +52,9 @@ def page(running: int = 0, waiting: int = 0, usage: float = 0.0, engine: int = 0
     )
 
 
-def wait(url: str, quiet: float = 2.0, timeout: float = 60.0) -> Clock:
-    clock = Clock()
-    drain.wait_until_idle(url, quiet=quiet, timeout=timeout, clock=clock, sleep=clock.sleep)
+def wait(url: str, quiet: float = 2.0, timeout: float = 60.0, said: list[str] | None = None) -> Clock:
+    clock, lines = Clock(), [] if said is None else said
+    drain.wait_until_idle(url, quiet=quiet, timeout=timeout, say=lines.append, clock=clock, sleep=clock.sleep)
     return clock
 
 
@@ -81,12 +82,57 @@ def test_without_the_figures_of_vllm_nothing_is_called_idle(serve):
     assert result.exit_code == 2 and "--disable-log-stats" in result.output
 
 
+def test_what_it_waits_for_is_said_every_10_seconds(serve):
+    said: list[str] = []
+    server = serve(*[500] * 41, page())
+    wait(server.url, said=said)
+    assert said == [f"waiting for {server.url}: HTTP 500 Internal Server Error"] * 3, "at 0, 10 and 20 s"
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("foo", "'foo' is no URL of an engine; expected http://HOST:PORT"),
+        ("http://no-such-host.invalid:8000", "http://no-such-host.invalid:8000: "),
+        ("http://a..b:8000", "http://a..b:8000: "),
+    ],
+)
+def test_a_host_that_does_not_exist_is_not_waited_for(url, said, monkeypatch):
+    def unknown(host, *_):
+        if ".." in host:  # as the real one
+            host.encode("idna")
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(drain.socket, "getaddrinfo", unknown)
+    result = CliRunner().invoke(app, ["drain", url])
+    assert result.exit_code == 2 and result.stderr.startswith(f"kvferry: {said}")
+    assert "expected http://HOST:PORT" in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_a_name_server_that_does_not_answer_is_waited_for(monkeypatch):
+    def no_answer(*_):
+        raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+
+    monkeypatch.setattr(drain.socket, "getaddrinfo", no_answer)
+    said: list[str] = []
+    with pytest.raises(drain.BusyError, match="Temporary failure"):
+        wait("http://p:8000", timeout=3.0, said=said)
+    assert said == ["waiting for http://p:8000: Temporary failure in name resolution"]
+
+
+def test_a_timeout_that_is_too_short(serve):
+    result = CliRunner().invoke(app, ["drain", serve(page()).url, "--quiet", "10", "--timeout", "5"])
+    assert result.exit_code == 2
+    assert result.stderr == "kvferry: --timeout 5 is shorter than --quiet 10; give a longer one\n"
+    assert wait(serve(page()).url, quiet=5.0, timeout=5.0).now == 5.0
+
+
 def test_the_command(serve):
     server = serve(page())
     result = CliRunner().invoke(app, ["drain", server.url, "--quiet", "0"])
     assert result.exit_code == 0, result.output
     assert result.output == f"{server.url} is idle: no request and no lease for 0 s\n"
-    result = CliRunner().invoke(app, ["drain", serve(page(2, 1, 0.25)).url, "--timeout", "0"])
+    result = CliRunner().invoke(app, ["drain", serve(page(2, 1, 0.25)).url, "--quiet", "0", "--timeout", "0"])
     assert result.exit_code == 1
     assert "2 request(s) run, 1 wait, 25.00% of its KV blocks are held by requests and leases" in result.output
     assert CliRunner().invoke(app, ["drain", "ftp://engine"]).exit_code == 2

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 import zmq
+from typer.testing import CliRunner
 
+from kvferry.connector.cli import app
 from kvferry.transport.control import key_file
 from kvferry.transport.control.key_file import default_key_file, make_key_file, read_key_file, shared_key
 from kvferry.transport.errors import ConfigError
@@ -137,3 +139,9 @@ def test_keygen(tmp_path):
     nowhere = keygen(tmp_path / "no" / "key")
     assert nowhere.returncode == 1 and "cannot be written" in nowhere.stderr and "Traceback" not in nowhere.stderr
     assert read_key_file(tmp_path / "key") == secret
+
+
+@pytest.mark.parametrize("file", ["", ".", "/"])
+def test_keygen_without_a_name_is_one_line(file: str) -> None:
+    done = CliRunner().invoke(app, ["keygen", file])
+    assert done.exit_code == 2 and done.stderr == "kvferry: FILE is empty or a folder; name a file\n"
