@@ -147,7 +147,7 @@ def generator() -> dict[str, Any]:
         "README.md",
         *(
             f"docs/{n}.md"
-            for n in ("settings", "comparison", "compatibility", "doctor", "library", "testing", "benchmarks")
+            for n in ("settings", "comparison", "compatibility", "doctor", "library", "planning", "testing", "benchmarks")
         ),
     ],
 )
