@@ -27,10 +27,10 @@ def accuracy() -> str:
     return "\n\n".join(
         [
             f"How far predictions were off, of {hosts} cases of each plane in host memory, on {versions['cpus']} cores "
-            f"({versions['cpu']}) with little other load, and of {gpus} cases of each plane of GPUs, between two GPUs of "
-            "one host: the share of the cases whose predicted time was so close to the measured one, and the median "
-            "error. None of these cases was one to which the costs were fitted. *The same measured twice*: the share of "
-            "the cases in which one half of the rounds was so close to the other half; a half has fewer hand-overs, so "
+            f"({versions['cpu']}) with little other load, and of {gpus} cases of each plane of GPUs, between two "
+            "GPUs of one host: the share of the cases whose predicted time was so close to the measured one, and the "
+            "median error. The costs were fitted to none of these cases. *The same measured twice*: the share of the "
+            "cases in which one half of the rounds was so close to the other half; a half has fewer hand-overs, so "
             "its percentiles scatter more.",
             table(HEAD, rows),
             "[plan_accuracy.json](../benchmarks/results/plan_accuracy.json) has all cases, "
