@@ -83,7 +83,6 @@ def start(group: ServerGroup, name: str, address: str, model: Path, netns: str |
         **CPU_ENVIRONMENT,
         "PORT": "8000",
         "KVFERRY_ALLOWED_PEERS": "10.231.77.0/24",
-        "PYTHON": sys.executable,
         "VLLM": " ".join(vllm_command()),
         "PYTHONPATH": python_path(),
     }
@@ -103,7 +102,8 @@ def run(folder: Path, tokens: int) -> None:
         decode = start(group, "decode", d_address, model, None)
         group.wait_ready()
         command = [str(HERE / "router.sh"), p_address, d_address, "--host", d_address, *ROUTER_PATIENCE]
-        router = group.spawn("router", command, host=d_address, port=9000, environment={"PYTHON": sys.executable})
+        kvferry = {"KVFERRY": f"{sys.executable} -m kvferry.connector.cli"}
+        router = group.spawn("router", command, host=d_address, port=9000, environment=kvferry)
         group.wait_ready()
         for engine in (prefill, decode):
             engine.rpc("kv_watch")

@@ -50,7 +50,6 @@ ELSEWHERE = {
     "pip install": (".ci/run", "install"),
     "pre-commit install": ("tests/packaging/test_docs.py", ".pre-commit-config.yaml"),
     "python -m dynamo.vllm": ("tests/engine/test_vllm_proxies.py", "kvferry.connector.vllm.as_nixl"),
-    "python -m kvferry.connector.cli router": ("tests/support/engines.py", '"router"'),
     "python benchmarks/rdma_check.py": ("tests/transport/test_rdma_check.py", "rdma_check.py"),
     "python examples/two_node/run_netns.py": ("tests/examples/test_examples_run.py", "two_node/run_netns.py"),
     "ray start": ("tests/examples/test_ray_serve.py", "two_nodes.py"),
@@ -116,7 +115,10 @@ def test_flags_of_vllm(page: str, calls_of: Callable[[str], list[Call]]) -> None
 def look_at(call: Call) -> None:
     """Raises AssertionError, with the reason, for a command that cannot be right or is of no known kind."""
     assert call.was_run or elsewhere(call), f"nothing runs this command: {call}"
-    unknown = {name for name in call.environment if name not in ENVIRONMENT.values()} - {"CUDA_VISIBLE_DEVICES"}
+    unknown = {name for name in call.environment if name not in ENVIRONMENT.values()} - {
+        "CUDA_VISIBLE_DEVICES",
+        "OMP_NUM_THREADS",
+    }
     assert not {name for name in unknown if not name.startswith(("OTEL_", "UCX_", "VLLM_"))}, f"{call}: {unknown}"
     load_settings({}, call.environment)
     if call.program in LOOKS:
@@ -144,8 +146,6 @@ def look_at_kvferry(call: Call) -> None:
 def look_at_python(call: Call) -> None:
     first, *arguments = call.arguments
     if first == "-m":
-        if arguments[0] == "kvferry.connector.cli":
-            look_at_kvferry(Call("kvferry", arguments[1:], call.folder, {}))
         return
     flags = {word.partition("=")[0] for word in arguments if word.startswith("--")}
     shown = help_of(first) | (help_of(first, arguments[0]) if flags - help_of(first) else set())
