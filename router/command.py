@@ -100,12 +100,19 @@ class _Server(uvicorn.Server):
 
 
 def _bound(host: str, port: int) -> list[socket.socket]:
-    """A socket for each address of ``host``, which does not listen yet. Raises UsageError: one cannot be had."""
+    """A socket for each address of ``host`` that this machine has, which does not listen yet. Raises UsageError: there
+    is none, or a port is in use."""
     found: list[socket.socket] = []
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         for family, kind, protocol, _, address in dict.fromkeys(addresses):
-            found.append(socket.socket(family, kind, protocol))  # asyncio sets TCP_NODELAY only by the protocol
+            try:
+                one = socket.socket(family, kind, protocol)  # asyncio sets TCP_NODELAY only by the protocol
+            except OSError as error:
+                if error.errno == errno.EAFNOSUPPORT and len(addresses) > 1:
+                    continue  # localhost is ::1, too, on a machine without IPv6
+                raise
+            found.append(one)
             found[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if family == socket.AF_INET6:
                 found[-1].setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)

@@ -192,7 +192,7 @@ class Producer:
     @property
     def answers_wait(self) -> bool:
         """Whether a D that may read P's pages by itself waits until a prompt is computed. Any thread may ask."""
-        return self._leases.posts_grants and bool(self.named.held.cost)
+        return self._leases.posts_grants and bool(self.named.held.cost or self._early.asks.cost)
 
     @property
     def live(self) -> bool:

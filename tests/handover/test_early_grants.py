@@ -85,6 +85,7 @@ def test_a_prompt_that_is_not_computed_to_its_end_waits(pair: tuple[Rank, Rank])
     engine.plan(2 * STEP, TOKENS)
     assert wait(lambda: not p.worker._transfer_thread._plans.posted, [p, d]) and not halves(p)[0]._leases.board._taken
     assert nothing_of(d, 0, TOKENS)
+    assert halves(p)[0].answers_wait, "the end of the step wakes the transfer thread"
     engine.write(2 * STEP, TOKENS)
     engine.end()
     assert wait(lambda: d.received == {"req-d"}, [p, d]) and not d.failed and not halves(p)[0]._leases.held

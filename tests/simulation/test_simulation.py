@@ -14,7 +14,7 @@ from kvferry.connector.transfer.rendezvous import PromptFinder
 from tests.simulation import run
 from tests.support.streaming_faults import FAULTS
 
-SEED = 20261125
+SEED = 20261133
 
 
 def test_a_fleet_under_faults() -> None:
@@ -57,7 +57,7 @@ def test_the_program(tmp_path: Path) -> None:
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_planted_into_streamed_prompts_is_seen(fault: str) -> None:
     with FAULTS[fault]():
-        result = run.simulate(3, 1500, 20)
+        result = run.simulate(4, 1500, 20)
     assert "other bytes in" in result["violation"]
 
 
