@@ -194,16 +194,19 @@ class ComputingPrompts:
         Raises:
             GeometryError: a block id is out of range.
         """
-        parts = []
+        parts, wrong = [], None
         for chunk, blocks in zip(chunks, step.blocks, strict=True):
             prompt = self.prompts.get(chunk.token)
             if prompt is None:
                 continue
             try:
                 new = [self._caches.kernel_ids(region, unpack_ids(ids)) for region, ids in enumerate(chunk.block_ids)]
-            except GeometryError:  # which blocks hold the tokens is not known any more, so reads wait for the lease
+            except (
+                GeometryError
+            ) as error:  # which blocks hold the tokens is not known any more: reads wait for the lease
                 self._step(prompt, BlocksLost(ended=False), now)
-                raise
+                wrong = error
+                continue
             if blocks is not prompt.blocks:
                 prompt.blocks, prompt.parts, prompt.ids, prompt.block_ids = blocks, [], new, chunk.block_ids
             else:
@@ -214,6 +217,8 @@ class ComputingPrompts:
             prompt.parts.append(part)
             parts.append((prompt, part))
         self.steps.append(_StepInFlight(step, parts))
+        if wrong is not None:
+            raise wrong
 
     @property
     def has_news(self) -> bool:

@@ -137,7 +137,10 @@ class PostedPlans:
             self._try(grant, partial(self._producer.grant, grant, now), partial(self._not_granted, grant, now))
 
     def _not_granted(self, grant: LeaseGrant, now: float) -> None:
-        """A grant has raised an error: the engine gets its blocks back, and no D may wait for them."""
+        """A grant has raised an error: the engine gets its blocks back, and no D may wait for them. Where the lease
+        stands all the same, D may read the blocks, and the end of the lease gives them back."""
+        if self._producer.holds(grant.token):
+            return
         self._producer.computing.lose(grant.token)
         self._results.freed(grant.request_id)
         self._producer.stop_prefill(PrefillStop(grant.token, ended=True), now)

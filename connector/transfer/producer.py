@@ -82,6 +82,10 @@ class Producer:
         if self._early.asks.cost:
             self._serve_held(grant.token, now)
 
+    def holds(self, token: bytes) -> bool:
+        """Whether a lease of this token stands."""
+        return token in self._leases.held
+
     def _serve_held(self, token: bytes, now: float) -> None:
         """Serve the asks under a token that came too early."""
         for held in self._early.take_asks(token):
@@ -126,10 +130,15 @@ class Producer:
     def _computed(self, prompt: ComputingPrompt, now: float) -> None:
         """A prompt is computed, which P's engine has not said yet. A D that reads P's pages by itself need not wait for
         the lease: the engine's thread withdraws the grant before the blocks are used for anything else."""
-        if self._leases.posts_grants and prompt.whole:
+        if not (self._leases.posts_grants and prompt.whole):
+            return
+        try:
             prompt.post(self._leases.board)
-            self._nearly_computed(prompt)
-            self._serve_held(prompt.grant.token, now)
+            if prompt.whole:  # else the engine's thread has taken the blocks back meanwhile
+                self._nearly_computed(prompt)
+                self._serve_held(prompt.grant.token, now)
+        except Exception:  # other prompts of the step are computed, too; of this one D hears with its lease
+            self._log.exception("computed prompt", "kvferry: unexpected error with a prompt that is computed")
 
     def _end_prefill(self, token: bytes, ids: list[Ids], now: float) -> None:
         """The lease of a prompt has begun: the reads that run are reads under the lease."""

@@ -9,10 +9,11 @@ from collections.abc import Callable
 import pytest
 
 from kvferry.connector.protocol import messages
-from kvferry.connector.protocol.step_plan import LeaseGrant, StepPlan, pack_ids
+from kvferry.connector.protocol.step_plan import LeaseGrant, PrefillChunk, StepPlan, pack_ids
 from kvferry.connector.protocol.transfer_estimate import UNKNOWN
 from kvferry.connector.transfer import computed_steps, producer
 from kvferry.connector.transfer.computed_steps import NEARLY_SECONDS, ComputedStep, PromptBlocks
+from kvferry.connector.transfer.named_prompts import Answer
 from kvferry.transport import grant_board
 from kvferry.transport.grant_board import GrantBoard
 from tests.handover.gates import Gate, halves
@@ -182,6 +183,68 @@ def test_the_lease_takes_the_posted_grant_over(pair: tuple[Rank, Rank]) -> None:
     assert wait(lambda: engine.token in producer._leases.held)
     assert producer._leases.held[engine.token].posted == place
     assert int(producer._leases.board._counters[place // 8]) == counter
+
+
+def test_an_error_behind_the_grant_frees_no_blocks(pair: tuple[Rank, Rank], monkeypatch: pytest.MonkeyPatch) -> None:
+    """D may have found the grant: only the end of the lease gives the blocks back, once."""
+    p, d = pair
+    engine = computed(p)
+    producer = halves(p)[0]
+    assert wait(is_posted(p, engine))
+
+    def breaks(grant: LeaseGrant) -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(producer.named, "grant", breaks)
+    engine.grant()
+    assert wait(lambda: engine.token in producer._leases.held)
+    assert wait(lambda: not p.worker._transfer_thread._plans.posted, [p, d])
+    assert not p.sent and producer._leases.held[engine.token].posted is not None
+    engine.load(d, OURS)
+    assert wait(lambda: p.sent == {"req-p"} and d.received == {"req-d"}, [p, d]) and not d.failed
+    assert has(d, 0, TOKENS) and not producer._leases.held
+
+
+def test_an_error_with_one_computed_prompt_reaches_no_other(
+    pair: tuple[Rank, Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p, d = pair
+    engine = PrefillingEngine([p], THEIRS, TOKENS)
+    engine.begin(step_tokens=TOKENS)
+    broken = PrefillingEngine([p], ELSEWHERE, TOKENS, "broken-p")
+    broken.begin(step_tokens=TOKENS)
+    offer = halves(p)[0].named.offer
+
+    def breaks(token: bytes) -> list[Answer]:
+        if token == broken.token:
+            raise RuntimeError("planted")
+        return offer(token)
+
+    monkeypatch.setattr(halves(p)[0].named, "offer", breaks)
+    chunks = [
+        PrefillChunk(each.token, 0, TOKENS, (pack_ids(each.blocks),), False, 0) for each in (broken, engine)
+    ]  # fmt: skip
+    engine.post(StepPlan(chunks=tuple(chunks)))
+    engine.write(0, TOKENS)
+    engine.end()
+    engine.load(d, OURS)
+    assert wait(lambda: d.received == {"req-d"}, [p, d]) and not d.failed and has(d, 0, TOKENS)
+
+
+def test_a_wrong_block_of_one_prompt_costs_no_other_its_blocks(pair: tuple[Rank, Rank]) -> None:
+    p, d = pair
+    engine = PrefillingEngine([p], THEIRS, TOKENS)
+    engine.begin(step_tokens=TOKENS)
+    wrong = PrefillingEngine([p], [1 << 20], TOKENS, "wrong-p")
+    wrong.begin(step_tokens=TOKENS)
+    chunks = [
+        PrefillChunk(each.token, 0, TOKENS, (pack_ids(each.blocks),), False, 0) for each in (wrong, engine)
+    ]  # fmt: skip
+    engine.post(StepPlan(chunks=tuple(chunks)))
+    engine.write(0, TOKENS)
+    engine.end()
+    engine.load(d, OURS)
+    assert wait(lambda: d.received == {"req-d"}, [p, d]) and not d.failed and has(d, 0, TOKENS)
 
 
 def test_a_lease_of_other_blocks_is_posted_anew(pair: tuple[Rank, Rank]) -> None:

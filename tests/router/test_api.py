@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -29,6 +30,7 @@ from kvferry.router import command, status_page
 from kvferry.router.app import Limits, make_app
 from kvferry.router.engines import EngineState, Role
 from kvferry.router.first_token import sse
+from kvferry.transport.errors import UsageError
 from tests.router.stand_ins import PARAMS, Engine, ask, decode_engine, make_router, prefill_engine, routed, served
 from tests.router.test_at_once import PUSH
 from tests.support.engines import free_port, python_path
@@ -294,6 +296,26 @@ def test_connections_of_clients_do_not_wait_for_more_bytes() -> None:
     (bound,) = command._bound("127.0.0.1", free_port())
     with bound:
         assert bound.proto == socket.IPPROTO_TCP
+
+
+@pytest.mark.parametrize("missing", [{socket.AF_INET6}, {socket.AF_INET6, socket.AF_INET}])
+def test_a_machine_without_ipv6(monkeypatch: pytest.MonkeyPatch, missing: set[socket.AddressFamily]) -> None:
+    class Missing(socket.socket):
+        def __init__(self, family: Any, *others: Any) -> None:
+            if family in missing:
+                raise OSError(errno.EAFNOSUPPORT, "planted")
+            super().__init__(family, *others)
+
+    found = [(family, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", (host, 0))
+             for family, host in ((socket.AF_INET6, "::1"), (socket.AF_INET, "127.0.0.1"))]  # fmt: skip
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    monkeypatch.setattr(socket, "socket", Missing)
+    if socket.AF_INET in missing:
+        with pytest.raises(UsageError, match="port 9000 of 'localhost' cannot be bound"):
+            command._bound("localhost", 9000)
+    else:
+        (bound,) = command._bound("localhost", 9000)
+        bound.close()
 
 
 def test_a_short_token_is_refused(tmp_path: Path) -> None:

@@ -168,7 +168,8 @@ class NixlReads:
         for fetch in list(self.fetches):
             ended = None if fetch.source in waiting else fetch.read.ended()
             if ended is None:
-                waiting.add(fetch.source)
+                if not fetch.retired:  # which may never end, while P serves other channels
+                    waiting.add(fetch.source)
                 continue
             moved = True
             self.fetches.remove(fetch)
