@@ -172,9 +172,17 @@ def records(server: Server) -> list[dict[str, Any]]:
 
 def counted(server: Server, before: Count, tokens: int, replica: int | None = None, requests: int = 1) -> Count:
     """What has been loaded since ``before``, once it is all but the last of each request's tokens, none of them failed.
-    ``tokens``: of all ``requests`` together."""
-    wanted = before.external + tokens - requests
-    eventually(lambda: count(server, replica).external >= wanted, f"{tokens} tokens are counted as loaded")
+    ``tokens``: of all ``requests`` together.
+
+    vLLM counts the tokens as it processes the step's output, and what the worker counted of the hand-overs with the
+    report of the load, which may come a step later: both are waited for.
+    """
+
+    def all_counted() -> bool:
+        grown = count(server, replica) - before
+        return grown.external >= tokens - requests and sum(grown.by_plane.values()) >= requests
+
+    eventually(all_counted, f"{tokens} tokens of {requests} hand-overs are counted as loaded")
     grown = count(server, replica) - before
     assert grown.external <= tokens and grown.failed == 0
     return grown
