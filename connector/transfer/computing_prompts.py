@@ -201,9 +201,8 @@ class ComputingPrompts:
                 continue
             try:
                 new = [self._caches.kernel_ids(region, unpack_ids(ids)) for region, ids in enumerate(chunk.block_ids)]
-            except (
-                GeometryError
-            ) as error:  # which blocks hold the tokens is not known any more: reads wait for the lease
+            except GeometryError as error:
+                # Which blocks hold the tokens is not known any more: reads wait for the lease.
                 self._step(prompt, BlocksLost(ended=False), now)
                 wrong = error
                 continue

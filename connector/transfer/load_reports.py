@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -113,8 +112,7 @@ class LoadReports:
             self._on_begun(active_load.posted, stands, under_way)
 
     def succeeded(self, active_load: ActiveLoad) -> Callable[[], None]:
-        """The load has ended, and its tokens are in the blocks. The call that is returned logs it, and counts a load
-        inside a step, which the engine does not look at that soon."""
+        """The load has ended, and its tokens are in the blocks. The call that is returned logs it."""
         load, tokens = active_load.load, _num_tokens(active_load.load)
         # This thread may come to it late, see ``yield_to_engine``.
         seconds = (active_load.copied_at or self._clock()) - active_load.started
@@ -125,9 +123,6 @@ class LoadReports:
         waited = max(0.0, active_load.granted_at - active_load.started)
         estimate = TransferEstimate(seconds - waited, max(1, tokens)) if posted and first else UNKNOWN
         nbytes, milliseconds, peer = active_load.nbytes, seconds * 1e3, load.peer.engine_id[:SHORT_NAME]
-        count = partial(
-            self._stats.finished, nbytes=nbytes, milliseconds=milliseconds, plane=plane, tokens=tokens, peer=peer
-        )
 
         def log() -> None:
             logger.info(
@@ -137,17 +132,13 @@ class LoadReports:
                 ", from when P computed it" if load.step_tokens else "",
             )  # fmt: skip
 
-        def count_and_log() -> None:
-            count()
-            log()
-
         try:
-            if not load.now:
-                count()
+            # Before the report, so that the engine takes the counts with the load: an idle engine takes no later step.
+            self._stats.finished(nbytes=nbytes, milliseconds=milliseconds, plane=plane, tokens=tokens, peer=peer)
             self._count_streamed(active_load)
         finally:
             self._on_finished(FinishedLoad(active_load.posted, True, estimate))
-        return count_and_log if load.now else log
+        return log
 
     def failed(self, load: Load, reason: Reason, active_load: ActiveLoad | None = None) -> None:
         """The load, as it was posted, has ended, and its tokens are not in the blocks. ``active_load``: its last

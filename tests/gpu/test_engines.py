@@ -32,7 +32,6 @@ from tests.support.served import (
     count,
     counted,
     differ,
-    eventually,
     no_block_held,
     prefill_leg,
     prompt,
@@ -130,9 +129,7 @@ def hand_over(p: Server, d: Server, ids: list[int], plane: str) -> tuple[list[in
     records(p), records(d)
     before = count(d)
     complete(d, ids, kv_transfer_params=prefill_leg(p, ids))
-    counted(d, before, len(ids))
-    eventually(lambda: (count(d) - before).by_plane, "the hand-over is counted")
-    assert set((count(d) - before).by_plane) == {plane}
+    assert set(counted(d, before, len(ids)).by_plane) == {plane}
     of_d, of_p = records(d), records(p)
     problem = differ(of_d, of_p, ids)
     assert problem is None, problem

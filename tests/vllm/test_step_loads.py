@@ -17,6 +17,7 @@ from kvferry.connector.engine.transfer_params import RemotePrompt, prompt_digest
 from kvferry.connector.geometry.engine_types import BlockTable, RequestView
 from kvferry.connector.protocol.step_plan import PeerEngine, RankAddress, UnneededLease
 from kvferry.connector.protocol.transfer_estimate import TransferEstimate, TransferEstimates
+from kvferry.connector.transfer.active_loads import ActiveLoads
 from kvferry.connector.transfer.computing_prompts import ComputingPrompt
 from kvferry.transport import grant_board
 from tests.handover.slow_copies import install
@@ -94,6 +95,20 @@ def test_the_second_one_is_computed_with_at_once(group: EngineGroup, runner: str
         assert d.step_loads[request_id] == 1 and not d.loads[request_id]
         settle(p, d)
     assert not d.workers[0].failed and len(d.workers[0].received) == 1
+
+
+def test_a_load_is_counted_with_its_tokens(group: EngineGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An idle D takes no step after its last request: what was counted later would wait for the next request."""
+    p, d = pair_of(group)
+    meet(p, d)
+    d.stats.clear()
+    with monkeypatch.context() as held:
+        held.setattr(ActiveLoads, "catch_up", lambda loads: None)  # what the transfer thread leaves for later
+        request_id = add(p, d, prompt(60, 2))
+        to_the_end(d, request_id)
+        assert d.step_loads[request_id] == 1
+        assert [len(samples["tokens"]) for stats in d.stats for samples in stats.data["finished"].values()] == [1]
+    settle(p, d)
 
 
 def test_beside_a_prefix_hit(group: EngineGroup) -> None:
