@@ -56,7 +56,7 @@ class Admin:
                 self._change(msgspec.json.decode(content, type=Change))
             else:
                 self._apply(msgspec.json.decode(content, type=Removal).url, EngineEvent.REMOVE)
-        except (msgspec.DecodeError, UsageError) as error:
+        except (msgspec.DecodeError, RecursionError, ValueError, UsageError) as error:  # ValueError: it is not UTF-8
             return error_response(400, str(error))
         self._router.forget_gone()
         return self._engines()

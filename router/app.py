@@ -117,7 +117,7 @@ class Completions:
             raise RefusedError(408, f"the body did not arrive in {BODY_SECONDS:g} s") from None
         try:
             body = msgspec.json.decode(content)
-        except (msgspec.DecodeError, RecursionError) as error:
+        except (msgspec.DecodeError, RecursionError, ValueError) as error:  # ValueError: it is not UTF-8
             raise RefusedError(400, f"the body is not a JSON object: {why(error)}") from None
         if not isinstance(body, dict):
             raise RefusedError(400, f"the body is not a JSON object but of type {type(body).__name__}")

@@ -198,7 +198,7 @@ class Legs:
             log.warning("%s: prefill at %s answered %d", asked.id, url, status)
             return Prefilled(failed=status >= 500)
         found: Any = None
-        with suppress(msgspec.DecodeError, RecursionError):
+        with suppress(msgspec.DecodeError, RecursionError, ValueError):  # ValueError: it is not UTF-8
             found = msgspec.json.decode(content)
         found = found if isinstance(found, dict) else {}
         params = found.get("kv_transfer_params")

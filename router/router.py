@@ -198,13 +198,13 @@ class Router(Legs):
             if relay and (first is not None or streams(d.result())):
                 return _stream(asked, whole_answer(self, asked, first, p, d))
             return self._answer_of(asked, d.result())
-        except ClientGoneError:
+        except BaseException as error:  # also one that nobody expects: a leg without an end holds its seat for good
             if not over:
                 self.start(ended(d), asked)
-                if progress.asked:
-                    p.cancel()
-                else:
+                if isinstance(error, ClientGoneError) and not progress.asked:
                     self.start(self.abandon(asked, p), asked)
+                else:
+                    p.cancel()
             raise
 
     async def _instead(self, asked: ClientRequest, prefilled: Prefilled, d: asyncio.Task[Decoded]) -> Response | None:

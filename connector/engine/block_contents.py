@@ -19,12 +19,11 @@ def first_held(table: BlockTable, block_ids: Sequence[int]) -> int:
 
 
 def used_blocks(table: BlockTable, block_ids: Sequence[int], num_computed: int) -> list[int]:
-    """The blocks that matter once ``num_computed`` tokens are computed: all blocks of a table of tokens; of a table of
-    states the one block that holds the state after these tokens."""
-    if table.kind == "state":
-        place = (num_computed - 1) // table.block_size
-        return list(block_ids[place : place + 1])
-    return list(block_ids)
+    """The blocks that matter once ``num_computed`` tokens are computed: of a table of tokens the blocks of these
+    tokens, without those behind them, which the engine may have for drafts; of a table of states the one block that
+    holds the state after these tokens."""
+    place = (num_computed - 1) // table.block_size
+    return list(block_ids[place if table.kind == "state" else 0 : place + 1])
 
 
 def covers(table: BlockTable, block_ids: Sequence[int], num_computed: int) -> bool:

@@ -108,6 +108,13 @@ class PrefillEvents:
             self._told = layers
             self._copies.after_engine(partial(step.has_computed, self._told))
 
+    def fail_step(self) -> None:
+        """The engine has given up the step: what the device has not computed by now, it never will. Idempotent."""
+        step, self._step = self._step, None
+        if step is not None:
+            for blocks in step.blocks:
+                blocks.lose()
+
     def end_step(self) -> None:
         """The engine has given the device all work of the step. Idempotent."""
         step, self._step = self._step, None

@@ -70,11 +70,10 @@ class ComputingPrompt:
         return self.lifetime.state.phase is ComputingPhase.GRANTED
 
     def is_last(self, part: PromptPart) -> bool:
-        """Whether the prompt is computed once this part of it is."""
-        state = self.lifetime.state
-        return (
-            state.phase is ComputingPhase.COMPUTING and part.life == state.life and part.stop >= self.grant.num_tokens
-        )
+        """Whether the prompt is computed once this part of it is, in blocks that are not lost."""
+        state, blocks = self.lifetime.state, self.blocks
+        computing = state.phase is ComputingPhase.COMPUTING and part.life == state.life
+        return computing and part.stop >= self.grant.num_tokens and blocks is not None and not blocks.lost
 
     @property
     def whole(self) -> bool:

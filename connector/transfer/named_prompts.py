@@ -38,12 +38,14 @@ class _HeldResolve:
 @dataclass(slots=True)
 class _Named:
     """A prompt, from ``QueuedPrompt`` or ``Prefill`` until the end of its lease. ``names``: of its names, those that D
-    finds it by. ``prefill``: once the engine has begun."""
+    finds it by. ``prefill``: once the engine has begun. ``granted``: D may read it. ``taken_back``: D was told so, and
+    must wait again."""
 
     names: tuple[str, ...]
     prefill: Prefill | None = None
     params: bytes = b""
     granted: bool = False
+    taken_back: bool = False
 
 
 class NamedPrompts:
@@ -104,7 +106,7 @@ class NamedPrompts:
         named = self._prompts.get(grant.token)
         if named is None:
             return []
-        named.granted, named.params = True, grant.params or named.params
+        named.granted, named.taken_back, named.params = True, False, grant.params or named.params
         return self._tell(grant.token)
 
     def offer(self, token: bytes) -> list[Answer]:
@@ -112,16 +114,19 @@ class NamedPrompts:
         named = self._prompts.get(token)
         if named is None:
             return []
-        named.granted = True
+        named.granted, named.taken_back = True, False
         return self._tell(token)
 
-    def take_back(self, token: bytes) -> bool:
-        """The engine computes a prompt anew: D must wait again. Returns whether a D was told of it."""
+    def take_back(self, token: bytes) -> None:
+        """The engine computes a prompt anew: D must wait again."""
         named = self._prompts.get(token)
-        if named is None or not named.granted:
-            return False
-        named.granted = False
-        return True
+        if named is not None and named.granted:
+            named.granted, named.taken_back = False, True
+
+    def is_taken_back(self, token: bytes) -> bool:
+        """Whether a D that was told that it may read the prompt must wait again."""
+        named = self._prompts.get(token)
+        return named is not None and named.taken_back
 
     def end(self, token: bytes, now: float) -> list[Answer]:
         """The lease of a prompt has ended, or there will be none."""

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 
 from kvferry.connector.protocol import lease, messages
-from kvferry.connector.protocol.computing_prompt import ABANDONED, NOT_RESUMED
+from kvferry.connector.protocol.computing_prompt import ABANDONED, NOT_RESUMED, ComputingPhase
 from kvferry.connector.protocol.step_plan import LeaseGrant, Prefill, PrefillStop, QueuedPrompt, unpack_ids
 from kvferry.connector.transfer.caches import Ids
 from kvferry.connector.transfer.computing_prompts import ComputingPrompt, ComputingPrompts
@@ -114,11 +114,10 @@ class Producer:
             self._answer(self.named.end(stop.token, now))
             self._leases.remember_end(stop.token)
             self._early.take_votes(stop.token)
-            for held in self._early.take_asks(stop.token):
-                self.reads.deny(held, held.ask.read, "expired", ABANDONED)
-        elif self.named.take_back(stop.token):  # a step of D may wait for it
-            for held in self._early.take_asks(stop.token):
-                self.reads.deny(held, held.ask.read, "expired", NOT_RESUMED)
+        else:
+            self.named.take_back(stop.token)
+        for held in self._early.take_asks(stop.token):  # a step of D may wait for it
+            self.reads.deny(held, held.ask.read, "expired", ABANDONED if stop.ended else NOT_RESUMED)
         self.computing.stop(stop, now)
 
     def _nearly_computed(self, prompt: ComputingPrompt) -> None:
@@ -279,7 +278,10 @@ class Producer:
             if computing is not None and (session.sender is not None or self._may_read(computing)):
                 prompt = computing
         if prompt is None and ask.token not in self._leases.ended:
-            self._hold(session, ask, now)
+            if self._is_taken_back(ask.token):
+                self.reads.deny(session, ask.read, "expired", NOT_RESUMED)
+            else:
+                self._hold(session, ask, now)
             return
         if prompt is None or (isinstance(prompt, HeldLease) and not lease.may_commit(prompt.lifetime.state)):
             self.reads.deny(session, ask.read, "expired")
@@ -315,6 +317,13 @@ class Producer:
     def _may_read(self, prompt: ComputingPrompt) -> bool:
         """Whether a D that reads by itself may do so before the lease. What it reads, it must commit."""
         return self._leases.posts_grants and prompt.whole and len(prompt.readers) < MAX_READERS
+
+    def _is_taken_back(self, token: bytes) -> bool:
+        """Whether the engine has taken back the blocks of a prompt for which a step of D may wait: D, or another rank
+        of it, was told that it is computed, or nearly."""
+        prompt = self.computing.get(token)
+        preempted = prompt is not None and prompt.lifetime.state.phase is ComputingPhase.PREEMPTED
+        return preempted or self.named.is_taken_back(token)
 
     def _hold(self, session: Session, ask: messages.Ask, now: float) -> None:
         """Keep an ask until its lease is granted, or until ``ask_hold_seconds`` have passed."""

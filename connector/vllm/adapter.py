@@ -10,6 +10,7 @@ and ``update_from_output`` of the scheduler, in ``step_load_recovery``.
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -363,9 +364,14 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
             self._prefills.layer_computed(layer_name)
 
     def wait_for_save(self) -> None:
-        """Nothing is waited for: the transfer thread sees when the device has computed the step."""
-        if self._working.prefills is not None:
-            self._working.prefills.end_step()
+        """Nothing is waited for: the transfer thread sees when the device has computed the step. The V1 model runner
+        calls this also while an error leaves the forward, from a ``finally``."""
+        prefills = self._working.prefills
+        if prefills is not None:
+            if sys.exc_info()[0] is None:
+                prefills.end_step()
+            else:
+                prefills.fail_step()
 
     def shutdown(self) -> None:
         if self._worker is not None:

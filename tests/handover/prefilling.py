@@ -74,6 +74,12 @@ class PrefillingEngine:
             assert rank.worker.prefills is not None
             rank.worker.prefills.end_step()
 
+    def fail(self) -> None:
+        """The step has raised an error."""
+        for rank in self.ranks:
+            assert rank.worker.prefills is not None
+            rank.worker.prefills.fail_step()
+
     def step(self, start: int, stop: int, *, restarts: bool = False) -> None:
         """A whole step."""
         self.plan(start, stop, restarts=restarts)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from kvferry.connector.protocol import messages
-from kvferry.connector.protocol.step_plan import LeaseGrant, PrefillChunk, StepPlan, pack_ids
+from kvferry.connector.protocol.step_plan import LeaseGrant, PrefillChunk, PrefillStop, StepPlan, pack_ids
 from kvferry.connector.protocol.transfer_estimate import UNKNOWN
 from kvferry.connector.transfer import computed_steps, producer
 from kvferry.connector.transfer.computed_steps import NEARLY_SECONDS, ComputedStep, PromptBlocks
@@ -171,6 +171,78 @@ def test_an_ask_for_a_prompt_that_is_taken_back_is_denied(pair: tuple[Rank, Rank
     assert wait(lambda: d.failed == {"req-d"}, [p, d])
 
 
+@pytest.mark.parametrize("resumed", [False, True])
+def test_an_ask_that_comes_after_the_blocks_were_taken_back_is_denied(
+    pair: tuple[Rank, Rank], *, resumed: bool
+) -> None:
+    """D heard that the prompt is nearly computed, and its step asks some milliseconds later. P's engine may compute the
+    prompt anew by then: the step of D would wait for all of it."""
+    p, d = pair
+    engine = computed(p, STEP)
+    producer_ = halves(p)[0]
+    assert wait(lambda: engine.token in producer_.computing.prompts)
+    assert producer_.named.offer(engine.token) == []
+    engine.take_back(ELSEWHERE)
+    if resumed:
+        engine.step(0, STEP, restarts=True)
+    assert wait(lambda: not p.worker._transfer_thread._plans.posted, [p])
+    engine.load(d, OURS)
+    assert wait(lambda: d.failed == {"req-d"}, [p, d]) and not producer_._early.asks
+    if resumed:  # D may be told again, and ask again
+        engine.step(STEP, TOKENS)
+        assert wait(is_posted(p, engine)) and not producer_.named.is_taken_back(engine.token)
+
+
+def test_what_the_engine_has_taken_back_is_not_nearly_computed(
+    pair: tuple[Rank, Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine's thread takes the blocks back before the transfer thread gets the plan that says so."""
+    monkeypatch.setattr(computed_steps, "NEARLY_SECONDS", 600.0)
+    p, _ = pair
+    producer_ = halves(p)[0]
+    offered: list[bytes] = []
+    monkeypatch.setattr(producer_.named, "offer", lambda token: offered.append(token) or [])
+    for name, lost in (("stands", False), ("lost", True)):
+        engine = PrefillingEngine([p], THEIRS, TOKENS, name)
+        engine.begin(step_tokens=TOKENS)
+        engine.plan(0, TOKENS)
+        assert wait(lambda: bool(producer_.computing.steps), [p])
+        engine.hook([0])
+        stop = StepPlan(stops=(PrefillStop(engine.token, ended=False),))
+        if lost:
+            p.worker.take_back(stop)
+        engine.hook([1])
+        p.worker._transfer_thread.wake()
+        assert wait(lambda: not producer_.computing.has_news, [p])
+        assert (engine.token in offered) is not lost
+        engine.post(stop)
+        engine.end()
+        assert wait(lambda: not producer_.computing.steps, [p])
+
+
+@pytest.mark.parametrize("plane", ["cma", "tcp"])
+def test_a_step_that_raises_an_error_computes_nothing(group: RankGroup, plane: str) -> None:
+    """vLLM's V1 model runner ends the connector's step in a ``finally``. P's engine ends some time after the error."""
+    p, d = make(group, plane)
+    warm(p, d)
+    engine = PrefillingEngine([p], THEIRS, TOKENS)
+    engine.begin(step_tokens=TOKENS)
+    engine.plan(0, TOKENS)
+    engine.write(0, TOKENS, [0])
+    engine.hook([0])
+    engine.load(d, OURS, step=TOKENS if plane == "tcp" else 0)
+    producer_ = halves(p)[0]
+    assert wait(lambda: bool(producer_._early.asks or producer_.reads.sender.waiting), [p, d])
+    engine.fail()
+    p.worker._transfer_thread.wake()
+    again = PrefillingEngine([p], ELSEWHERE, TOKENS, "again-p")  # once P has taken this plan it has seen the error
+    again.begin(step_tokens=TOKENS)
+    assert wait(lambda: again.token in producer_.computing.prompts, [p, d])
+    assert not producer_._leases.board._taken and not d.received and not d.failed
+    p.worker.close()
+    assert wait(lambda: d.failed == {"req-d"}, [d]) and not d.received - d.failed
+
+
 def test_the_lease_takes_the_posted_grant_over(pair: tuple[Rank, Rank]) -> None:
     """D may have found it: it must stand on, and fall with the lease."""
     p, _ = pair
@@ -256,6 +328,8 @@ def test_a_lease_of_other_blocks_is_posted_anew(pair: tuple[Rank, Rank]) -> None
     engine.blocks = list(ELSEWHERE)
     engine.write(0, TOKENS)
     engine.grant()
+    # An engine that moves a prompt says so before. Here the lease alone does, so D comes after it.
+    assert wait(lambda: engine.token in halves(p)[0]._leases.held, [p])
     engine.load(d, OURS)
     ends_well([p], d)
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -259,6 +260,32 @@ def test_a_d_that_is_gone_ends_ps_leg(at_once: Served) -> None:
     answer = ask(at_once.url, {"prompt": "y"})
     assert answer.status_code == 502 and "decode engine" in answer.json()["error"]["message"]
     eventually(lambda: at_once.p.gone == 1, "P's leg was cancelled")
+
+
+def test_an_answer_of_p_that_is_not_utf_8_hands_nothing_over(at_once: Served) -> None:
+    at_once.learn()
+    at_once.d.held = True
+    at_once.p.answer = lambda body: Response(b'{"a": "\xff"}', media_type="application/json")
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(ask, at_once.url, {"prompt": "y"})
+        eventually(lambda: at_once.d.gone == 1 or answer.done(), "D's first leg has ended")
+        at_once.d.go_on.set()
+        assert answer.result().json() == {"text": "from D"}
+    at_once.nothing_left()
+
+
+def test_an_error_that_nobody_expects_ends_ds_leg(at_once: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its seat would count as a request of D for good."""
+    at_once.learn()
+    at_once.d.held = True
+
+    def breaks(url: str, params: Any) -> None:
+        raise ZeroDivisionError("planted")
+
+    monkeypatch.setattr(at_once.router.identities, "learn", breaks)
+    assert ask(at_once.url, {"prompt": "y"}).status_code == 500
+    eventually(lambda: at_once.d.gone == 1, "D's leg was cancelled")
+    at_once.nothing_left()
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -257,7 +257,17 @@ def test_a_body_that_is_too_large_gets_413(chunked: bool) -> None:
         assert ask(url, {"prompt": "x"}).status_code == 200
 
 
-NO_OBJECTS = [b"", b"[1", b"[]", b"3", b"[" * 100_000, b'{"a":1e999}', b"\xff", b'{"prompt": "\\ud800"}']
+NO_OBJECTS = [
+    b"",
+    b"[1",
+    b"[]",
+    b"3",
+    b"[" * 100_000,
+    b'{"a":1e999}',
+    b"\xff",
+    b'{"prompt": "\\ud800"}',
+    b'{"prompt": "\xff"}',
+]
 
 
 @pytest.mark.parametrize("content", NO_OBJECTS)

@@ -75,6 +75,15 @@ def test_a_change_that_makes_no_sense_gets_400(body: dict[str, Any]) -> None:
         assert states(url) == {"http://p:1": ("prefill", "up")}
 
 
+def test_a_change_that_is_not_utf_8_gets_400() -> None:
+    with running(["http://p:1"], [], admin_token=TOKEN) as (_, url):
+        headers = {"authorization": f"Bearer {TOKEN}"}
+        content = b'{"url": "\xff", "role": "prefill"}'
+        answer = httpx.post(url + "/router/engines", content=content, headers=headers, trust_env=False)
+        assert answer.status_code == answer.json()["error"]["code"] == 400
+        assert states(url) == {"http://p:1": ("prefill", "up")}
+
+
 def test_a_drained_p_ends_its_requests_and_gets_no_new_ones() -> None:
     """And one that is removed is forgotten when D has loaded what it handed over."""
     go_on = threading.Event()
