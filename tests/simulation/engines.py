@@ -6,7 +6,7 @@ the bytes each time.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 from kvferry.connector.config import Settings
@@ -25,7 +25,7 @@ from kvferry.connector.protocol.step_plan import (
 from kvferry.connector.transfer.load_reports import Check
 from tests.simulation.memory import BLOCK_TOKENS, Form
 from tests.simulation.network import Network
-from tests.simulation.node import Node
+from tests.simulation.node import TURN_SECONDS, Node
 from tests.simulation.prefilling import STEP_SECONDS, Prefilling
 from tests.simulation.prompts import Prompt, Request
 from tests.simulation.searching import Searches
@@ -70,6 +70,9 @@ class Engine:
         self._prompts = 0
         self.prefilling: Prefilling | None = None
         """The prompt that is computed in steps."""
+        self._queued: deque[Callable[[], bool]] = deque()  # P: what begins to compute each, and tells whether it has
+        self._waiting: deque[Callable[[], bool]] = deque()  # D: what loads each, and tells whether it waits no more
+        self._begins = self._wakes = False  # an event looks at these
 
     # --- P --------------------------------------------------------------------------------------------------------
 
@@ -112,16 +115,36 @@ class Engine:
         """A request has come whose prompt is computed as soon as no other one is. D may find it by ``transfer_id``."""
         token, names = self.timeline.rng.randbytes(16), (transfer_id,)
 
-        def begin(*, told: bool) -> None:
+        def begin() -> bool:
             prompt = self._new_prompt(num_tokens, number, token) if self.prefilling is None else None
             if prompt is not None:
                 self.prefilling = Prefilling(self, prompt, step_tokens, names)
-            elif self.alive:
-                if not told:
-                    self._post_all(StepPlan(queued=(QueuedPrompt(transfer_id, token, names),)))
-                self.timeline.after(STEP_SECONDS * (0.5 + self.timeline.rng.random()), lambda: begin(told=True))
+            return prompt is not None
 
-        begin(told=False)
+        if not begin() and self.alive:
+            self._post_all(StepPlan(queued=(QueuedPrompt(transfer_id, token, names),)))
+            self._queued.append(begin)
+            self._begin_later()
+
+    def computed(self) -> None:
+        """No prompt is computed any more: it is whole, or given up."""
+        self.prefilling = None
+        self._begin_later()
+
+    def _begin_later(self) -> None:
+        """Begin to compute the next prompt in the queue. Nothing tells when blocks become free for it."""
+
+        def begin() -> None:
+            self._begins = False
+            if self.alive and self._queued and self.prefilling is None:
+                if self._queued[0]():
+                    self._queued.popleft()
+                else:
+                    self._begin_later()
+
+        if self._queued and self.prefilling is None and not self._begins:
+            self._begins = True
+            self.timeline.after(STEP_SECONDS * self.timeline.rng.random(), begin)
 
     def _new_prompt(self, num_tokens: int, number: int | None, token: bytes | None = None) -> Prompt | None:
         count = -(-num_tokens // BLOCK_TOKENS)
@@ -184,6 +207,16 @@ class Engine:
             self._check_free(node, request.blocks)
             node.post(plan)
         return True
+
+    def wait(self, load: Callable[[], bool]) -> None:
+        """Call ``load`` whenever blocks have become free, until it returns that its request waits no more. Those that
+        wait come first in their order."""
+        self._waiting.append(load)
+
+    def _wake(self) -> None:
+        self._wakes = False
+        while self._waiting and self._waiting[0]():
+            self._waiting.popleft()
 
     def abort(self, request: Request) -> None:
         """The client has gone."""
@@ -256,6 +289,9 @@ class Engine:
         self.free += blocks
         if len(self.free) > self.form.blocks:
             raise Violation(f"{self.name} got a block back twice")
+        if self._waiting and not self._wakes:
+            self._wakes = True
+            self.timeline.after(TURN_SECONDS, self._wake)
 
     def _check_free(self, node: Node, blocks: list[int]) -> None:
         if not node.pages.untouched(blocks):
@@ -320,6 +356,8 @@ class Engine:
         left = [f"{node.name}: {what}" for node in self.nodes for what in node.left()]
         if self.prefilling is not None:
             left.append(f"{self.name}: computes {self.prefilling.prompt.name}")
+        if self._queued:
+            left.append(f"{self.name}: {len(self._queued)} prompts are in the queue")
         if self.prompts:
             left.append(f"{self.name}: leases {[(p.name, sorted(p.waiting)) for p in self.prompts.values()][:3]}")
         if self.searches.open:
