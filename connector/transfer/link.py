@@ -71,6 +71,10 @@ Life = tuple[str, int, bytes, str]
 may be wrong, and must not concern other requests: ``Link.check_addressed`` checks it for each hand-over."""
 
 
+_ATTACHED, _MAPPING = LinkPhase.ATTACHED, LinkPhase.MAPPING
+# Python 3.11 finds a member of an enumeration in Python code, which is slow for a look at each link.
+
+
 class Link:
     """One connection to one life of one P rank: control connection, handshake, data plane.
 
@@ -136,14 +140,14 @@ class Link:
         """Whether ``serve`` has work, or the owner has not acted on the phase. A deadline, and a data plane that
         breaks, bring no work here: see ``may_have_failed``."""
         phase = self.lifetime.state.phase
-        return self.connection.news or phase is not self.handled_phase or phase is LinkPhase.MAPPING
+        return self.connection.news or phase is not self.handled_phase or phase is _MAPPING
 
     @property
     def may_have_failed(self) -> bool:
         """Whether ``serve`` must look at the time, or at the data plane. D may have thousands of links, and looks at
         each of them at every tick."""
         channel = self.channel
-        return channel is None or channel.error is not None or self.lifetime.state.phase is not LinkPhase.ATTACHED
+        return channel is None or channel.error is not None or self.lifetime.state.phase is not _ATTACHED
 
     @property
     def name(self) -> str:

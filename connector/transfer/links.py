@@ -21,6 +21,8 @@ FAILED_LINK_SECONDS = 1.0
 """D keeps a failed link for this time, so that a burst of requests for a dead peer fails at once."""
 IDLE_LINK_SECONDS = 120.0
 """D closes a link that was not used for this time, so that its staging memory serves other peers."""
+UNUSED_LOOK_SECONDS = 0.25
+"""Seconds between two looks for links that are not used. D may have thousands of links, and ticks 50 times a second."""
 MAX_LINKS = 4096
 """Links at once. Requests name the addresses, and clients may send any."""
 
@@ -38,6 +40,7 @@ class Links:
         self._links: dict[Life, Link] = {}
         self._pending: dict[Link, None] = {}
         self._failed: dict[Link, None] = {}  # until they are closed
+        self._next_look = 0.0
         self._failed_planes = FailedPlanes(avoided_seconds(rank_context.settings.handover_timeout_seconds))
         self.source_addresses = lru_cache(maxsize=P_ENGINES)(self._source_addresses)
 
@@ -66,7 +69,7 @@ class Links:
                 link = Link(
                     self._rank_context, address, self._log, life=life, avoid=avoid, on_work=self._has_work
                 )  # fmt: skip
-                self._links[life] = link
+                self._links[life], link.used_at = link, now
             except (OSError, RuntimeError, zmq.ZMQError) as error:  # no descriptor, no socket or no thread is left
                 raise TransportError(f"no connection to {address.host}:{address.port} can be opened: {error}") from None
         return link
@@ -135,14 +138,18 @@ class Links:
         """Close the links that have failed long enough ago, those that were not used for long, and those that avoid a
         data plane which may be used again."""
         self._failed_planes.expire(now)
+        for link in [link for link in self._failed if now >= link.failed_at + FAILED_LINK_SECONDS]:
+            self._close(link.life, link)
+        if now < self._next_look:
+            return
+        self._next_look = now + UNUSED_LOOK_SECONDS
         in_use = self._in_use()
         for life, link in list(self._links.items()):
             if link.used or link in in_use:
                 link.used, link.used_at = False, now
-            failed = link.handled_phase is LinkPhase.FAILED and now >= link.failed_at + FAILED_LINK_SECONDS
             idle = now >= link.used_at + IDLE_LINK_SECONDS
             worse = link.avoids and not self._failed_planes.of(life, now) and link not in in_use
-            if failed or idle or worse:
+            if idle or worse:
                 self._close(life, link)
 
     def close(self) -> None:

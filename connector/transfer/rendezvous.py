@@ -134,6 +134,11 @@ class PromptFinder:
 
     # --- the loop's calls ---------------------------------------------------------------------------------------
 
+    @property
+    def has_work(self) -> bool:
+        """Whether ``serve`` must be called. P may send over a contact that no request uses."""
+        return bool(self.open or self._news)
+
     def serve(self, now: float) -> None:
         """Handle the answers that have arrived. The dialer has taken them in before. Closes a contact over which P
         sends while no request uses it; at best that is an answer to a request that has been left."""

@@ -247,7 +247,7 @@ class TransferThread:
         if ready is None or self._producer.arrived or self._listener.socket in ready:
             busy |= self._producer.serve(now)
         busy |= self._consumer.serve(now, ready)
-        if self._finder.open or self._finder.contacts:  # P may send over a contact that no request uses
+        if self._finder.has_work:
             self._finder.serve(now)
         busy |= self._producer.reads.pump(now)
         # After the reads that wait are known to ``step_advanced``, so that nothing is missed that did not wake us.
