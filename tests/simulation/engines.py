@@ -70,9 +70,8 @@ class Engine:
         self._prompts = 0
         self.prefilling: Prefilling | None = None
         """The prompt that is computed in steps."""
-        self._queued: deque[Callable[[], bool]] = deque()  # P: what begins to compute each, and tells whether it has
         self._waiting: deque[Callable[[], bool]] = deque()  # D: what loads each, and tells whether it waits no more
-        self._begins = self._wakes = False  # an event looks at these
+        self._wakes = False  # an event looks at these
 
     # --- P --------------------------------------------------------------------------------------------------------
 
@@ -115,36 +114,16 @@ class Engine:
         """A request has come whose prompt is computed as soon as no other one is. D may find it by ``transfer_id``."""
         token, names = self.timeline.rng.randbytes(16), (transfer_id,)
 
-        def begin() -> bool:
+        def begin(*, told: bool) -> None:
             prompt = self._new_prompt(num_tokens, number, token) if self.prefilling is None else None
             if prompt is not None:
                 self.prefilling = Prefilling(self, prompt, step_tokens, names)
-            return prompt is not None
+            elif self.alive:
+                if not told:
+                    self._post_all(StepPlan(queued=(QueuedPrompt(transfer_id, token, names),)))
+                self.timeline.after(STEP_SECONDS * (0.5 + self.timeline.rng.random()), lambda: begin(told=True))
 
-        if not begin() and self.alive:
-            self._post_all(StepPlan(queued=(QueuedPrompt(transfer_id, token, names),)))
-            self._queued.append(begin)
-            self._begin_later()
-
-    def computed(self) -> None:
-        """No prompt is computed any more: it is whole, or given up."""
-        self.prefilling = None
-        self._begin_later()
-
-    def _begin_later(self) -> None:
-        """Begin to compute the next prompt in the queue. Nothing tells when blocks become free for it."""
-
-        def begin() -> None:
-            self._begins = False
-            if self.alive and self._queued and self.prefilling is None:
-                if self._queued[0]():
-                    self._queued.popleft()
-                else:
-                    self._begin_later()
-
-        if self._queued and self.prefilling is None and not self._begins:
-            self._begins = True
-            self.timeline.after(STEP_SECONDS * self.timeline.rng.random(), begin)
+        begin(told=False)
 
     def _new_prompt(self, num_tokens: int, number: int | None, token: bytes | None = None) -> Prompt | None:
         count = -(-num_tokens // BLOCK_TOKENS)
@@ -356,8 +335,6 @@ class Engine:
         left = [f"{node.name}: {what}" for node in self.nodes for what in node.left()]
         if self.prefilling is not None:
             left.append(f"{self.name}: computes {self.prefilling.prompt.name}")
-        if self._queued:
-            left.append(f"{self.name}: {len(self._queued)} prompts are in the queue")
         if self.prompts:
             left.append(f"{self.name}: leases {[(p.name, sorted(p.waiting)) for p in self.prompts.values()][:3]}")
         if self.searches.open:

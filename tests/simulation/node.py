@@ -199,9 +199,11 @@ class Node:
 
     def _look(self) -> None:
         self._events.pop()
+        if not self.alive:
+            return
         if self.timeline.now < self._turn_at:
             self._look_by(self._turn_at)
-        elif self.alive:
+        else:
             self._turn()
 
     def _turn(self) -> None:

@@ -79,7 +79,7 @@ class Prefilling:
         lease = LeaseGrant(prompt.name, prompt.token, prompt.num_tokens, (pack_ids(prompt.blocks),), prompt.digest)
         prompt.waiting = {node.tp_rank for node in self.engine.nodes}
         self.engine.prompts[prompt.name] = prompt
-        self.engine.computed()
+        self.engine.prefilling = None
         self._post(StepPlan(leases=(lease,)))
 
     def _take_back(self, *, ended: bool) -> None:
@@ -89,7 +89,7 @@ class Prefilling:
             node.prefills.end_step()
         self._give_back(self.prompt.blocks)
         if ended:
-            self.engine.computed()
+            self.engine.prefilling = None
         else:
             self._later(self._resume)
 
