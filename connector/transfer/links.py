@@ -95,9 +95,10 @@ class Links:
     def to_serve(self, *, all_of_them: bool) -> list[Link]:
         """The links that have work. ``all_of_them``: also those that have failed, or whose time may be over, which no
         event tells."""
-        if not all_of_them:
-            return list(self._pending)
-        return [link for link in self._links.values() if link.may_have_failed or link in self._pending]
+        links = list(self._pending)
+        if all_of_them:
+            links += [link for link in self._links.values() if link.may_have_failed and link not in self._pending]
+        return links
 
     def served(self, link: Link) -> None:
         """A link was served, and its owner has acted on its phase."""

@@ -377,6 +377,7 @@ class SimConnection:
     def close(self) -> None:
         if not self._closed:
             self._closed = self.lost = True
+            self.on_news = lambda: None
             self.dialer.connections.pop(self, None)
             self._leave()
 
