@@ -40,7 +40,7 @@ class Consumer:
         self._log = rank_context.log
         reports = LoadReports(rank_context.stats, begun, moved, finished, rank_context.clock)
         self._receiver = Receiver(rank_context.caches)
-        self._links = Links(rank_context, self._receiver.through)
+        self._links = Links(rank_context, self._receiver.links)
         self._lease_keeper = LeaseKeeper(rank_context, self._links.get)
         self.loads = ActiveLoads(rank_context, self._links, self._receiver, self._lease_keeper, reports)
 
@@ -70,7 +70,8 @@ class Consumer:
 
     def finished_writes(self, now: float) -> None:
         """Handle the copies into D's pages whose end this thread awaited when they began."""
-        self.loads.reads.step_all(self._receiver.finished_writes(), now)
+        if self._receiver.writing:
+            self.loads.reads.step_all(self._receiver.finished_writes(), now)
 
     def serve(self, now: float, ready: Set[object] | None = None) -> bool:
         """Handle the messages that have arrived. Returns whether there is more to do at once. ``ready``: the readable
@@ -78,10 +79,7 @@ class Consumer:
         dialer = self._rank_context.dialer
         if ready is None or not ready.isdisjoint(dialer.pollables):
             dialer.progress()
-        for link in self._links:  # of which D may have thousands, so this loop calls nothing for a link without work
-            # A data plane that broke brings no work here: it is found when any socket may be ready.
-            if ready is not None and not (link.pending or link.connection.news):
-                continue
+        for link in self._links.to_serve(all_of_them=ready is None):
             try:
                 for reply in link.serve(now):
                     self.loads.reads.reply(link, reply, now)
@@ -91,7 +89,7 @@ class Consumer:
             if link.phase is not link.handled_phase:
                 link.handled_phase = link.phase
                 self._link_changed(link, now)
-                link.pending = link.phase is LinkPhase.MAPPING
+            self._links.served(link)
         return self._collect(now)
 
     def tick(self, now: float) -> None:
@@ -110,7 +108,7 @@ class Consumer:
     def live(self) -> bool:
         """Whether a deadline is running, or something is left for the next tick."""
         loads = self.loads.later or self.loads.running
-        return bool(loads or self._lease_keeper or self._receiver or self._links.any_failed)
+        return bool(loads or self._lease_keeper or self._receiver or self._links.live)
 
     def close(self, now: float, reason: str) -> None:
         """Release every lease and close the links; loads that still run are reported as failed for ``reason``."""
@@ -130,5 +128,6 @@ class Consumer:
             link.detach()
 
     def _collect(self, now: float) -> bool:
-        self.loads.reads.step_all(self._receiver.collect(), now)
+        if self._receiver or self._receiver.writing or self._receiver.backlog:
+            self.loads.reads.step_all(self._receiver.collect(), now)
         return self._receiver.backlog

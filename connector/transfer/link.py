@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 
@@ -71,6 +71,10 @@ Life = tuple[str, int, bytes, str]
 may be wrong, and must not concern other requests: ``Link.check_addressed`` checks it for each hand-over."""
 
 
+_ATTACHED, _MAPPING = LinkPhase.ATTACHED, LinkPhase.MAPPING
+# Python 3.11 finds a member of an enumeration in Python code, which is slow for a look at each link.
+
+
 class Link:
     """One connection to one life of one P rank: control connection, handshake, data plane.
 
@@ -85,17 +89,19 @@ class Link:
         *,
         life: Life,
         avoid: Mapping[str, str],
+        on_work: Callable[[Link], None],
     ) -> None:
-        """``avoid``: the data planes that broke on a link to this P rank, and why each did. They come last."""
+        """``avoid``: the data planes that broke on a link to this P rank, and why each did. They come last.
+        ``on_work``: called where the link becomes ``pending``."""
         settings = rank_context.settings
         self._rank_context = rank_context
         self._log = log
+        self._on_work = on_work
         self.life = life
         self._host, self._port, self._incarnation = address.host, address.port, address.incarnation
         self._now = 0.0  # the time that the last call passed
         self.lifetime = Lifetime(LINK, LinkState(settings.handshake_timeout_seconds), self._now)
         self.handled_phase = LinkPhase.CONNECTED  # the last phase that the owner has acted on
-        self.pending = False  # ``serve`` has work that no message brings, or the owner has not acted on the phase
         self.failed_at = 0.0
         self.used = True  # a message was sent since the owner last looked
         self.used_at = 0.0
@@ -116,6 +122,9 @@ class Link:
             key=address.key,
             timeout=2 * settings.handshake_timeout_seconds,  # the deadline of the handshake comes first
         )
+        self.connection.on_news = partial(on_work, self)
+        if self.connection.news:
+            on_work(self)
 
     @property
     def avoids(self) -> bool:
@@ -125,6 +134,20 @@ class Link:
     @property
     def phase(self) -> LinkPhase:
         return self.lifetime.state.phase
+
+    @property
+    def pending(self) -> bool:
+        """Whether ``serve`` has work, or the owner has not acted on the phase. A deadline, and a data plane that
+        breaks, bring no work here: see ``may_have_failed``."""
+        phase = self.lifetime.state.phase
+        return self.connection.news or phase is not self.handled_phase or phase is _MAPPING
+
+    @property
+    def may_have_failed(self) -> bool:
+        """Whether ``serve`` must look at the time, or at the data plane. D may have thousands of links, and looks at
+        each of them at every tick."""
+        channel = self.channel
+        return channel is None or channel.error is not None or self.lifetime.state.phase is not _ATTACHED
 
     @property
     def name(self) -> str:
@@ -266,7 +289,8 @@ class Link:
                 case ReportBroken(reason):
                     text = "kvferry: link to %s failed: %s [%s]"
                     self._log.warning(self._key("failed"), text, self.name, reason.text, self.lifetime.story())
-        self.pending = self.phase is not self.handled_phase or self.phase is LinkPhase.MAPPING
+        if self.pending:
+            self._on_work(self)
 
     def _hello(self) -> Hello:
         rank_context = self._rank_context

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from functools import lru_cache
 from itertools import product
 
@@ -21,6 +21,8 @@ FAILED_LINK_SECONDS = 1.0
 """D keeps a failed link for this time, so that a burst of requests for a dead peer fails at once."""
 IDLE_LINK_SECONDS = 120.0
 """D closes a link that was not used for this time, so that its staging memory serves other peers."""
+UNUSED_LOOK_SECONDS = 0.25
+"""Seconds between two looks for links that are not used. D may have thousands of links, and ticks 50 times a second."""
 MAX_LINKS = 4096
 """Links at once. Requests name the addresses, and clients may send any."""
 
@@ -28,14 +30,17 @@ MAX_LINKS = 4096
 class Links:
     """At most one link to each life of each P rank. Iteration is over a copy: links may be opened and closed meanwhile.
 
-    ``has_reads``: whether reads use a link.
+    ``in_use``: the links that reads use.
     """
 
-    def __init__(self, rank_context: RankContext, has_reads: Callable[[Link], object]) -> None:
+    def __init__(self, rank_context: RankContext, in_use: Callable[[], Container[Link]]) -> None:
         self._rank_context = rank_context
-        self._has_reads = has_reads
+        self._in_use = in_use
         self._log = RateLimitedLog(logging.getLogger("vllm.kvferry.link"))
         self._links: dict[Life, Link] = {}
+        self._pending: dict[Link, None] = {}
+        self._failed: dict[Link, None] = {}  # until they are closed
+        self._next_look = 0.0
         self._failed_planes = FailedPlanes(avoided_seconds(rank_context.settings.handover_timeout_seconds))
         self.source_addresses = lru_cache(maxsize=P_ENGINES)(self._source_addresses)
 
@@ -54,26 +59,51 @@ class Links:
         life = address.host, address.port, address.incarnation, address.key
         link = self._links.get(life)
         if redial and link is not None and link.handled_phase is LinkPhase.FAILED:
-            link.close()
+            self._close(life, link)
             link = None
         if link is None:
             if len(self._links) >= MAX_LINKS:
                 self._make_room()
             try:
                 avoid = self._failed_planes.of(life, now)
-                link = self._links[life] = Link(self._rank_context, address, self._log, life=life, avoid=avoid)
+                link = Link(
+                    self._rank_context, address, self._log, life=life, avoid=avoid, on_work=self._has_work
+                )  # fmt: skip
+                self._links[life], link.used_at = link, now
             except (OSError, RuntimeError, zmq.ZMQError) as error:  # no descriptor, no socket or no thread is left
                 raise TransportError(f"no connection to {address.host}:{address.port} can be opened: {error}") from None
         return link
 
     def _make_room(self) -> None:
         """Close the link without reads that was not used for the longest time, if possible one without data plane."""
-        unused = [(life, link) for life, link in self._links.items() if not self._has_reads(link)]
+        in_use = self._in_use()
+        unused = [(life, link) for life, link in self._links.items() if link not in in_use]
         if not unused:
             raise TransportError(f"{len(self._links)} links to ranks of P are in use, limit {MAX_LINKS}")
         life, link = min(unused, key=lambda item: (item[1].phase is LinkPhase.ATTACHED, item[1].used_at))
+        self._close(life, link)
+
+    def _close(self, life: Life, link: Link) -> None:
         link.close()
         del self._links[life]
+        self._pending.pop(link, None)
+        self._failed.pop(link, None)
+
+    def _has_work(self, link: Link) -> None:
+        self._pending[link] = None
+
+    def to_serve(self, *, all_of_them: bool) -> list[Link]:
+        """The links that have work. ``all_of_them``: also those that have failed, or whose time may be over, which no
+        event tells."""
+        links = list(self._pending)
+        if all_of_them:
+            links += [link for link in self._links.values() if link.may_have_failed and link not in self._pending]
+        return links
+
+    def served(self, link: Link) -> None:
+        """A link was served, and its owner has acted on its phase."""
+        if not link.pending:
+            self._pending.pop(link, None)
 
     def _source_addresses(self, peer: PeerEngine) -> tuple[RankAddress, ...]:
         """The ranks of P that this rank reads from.
@@ -92,12 +122,15 @@ class Links:
         return tuple(by_rank[rank] for rank in wanted)
 
     @property
-    def any_failed(self) -> bool:
-        return any(link.phase is LinkPhase.FAILED for link in self._links.values())
+    def live(self) -> bool:
+        """Whether a link has work, or has failed and is not closed yet."""
+        return bool(self._pending or self._failed)
 
     def failed(self, link: Link, now: float) -> None:
         """A link has failed. Where its data plane ended it, the links to this P rank avoid this plane for some time."""
         link.failed_at = now
+        if self._links.get(link.life) is link:
+            self._failed[link] = None
         if link.broken_plane:
             why = link.failure.text
             self._failed_planes.add(link.life, link.broken_plane, why, now)
@@ -106,18 +139,24 @@ class Links:
         """Close the links that have failed long enough ago, those that were not used for long, and those that avoid a
         data plane which may be used again."""
         self._failed_planes.expire(now)
+        for link in [link for link in self._failed if now >= link.failed_at + FAILED_LINK_SECONDS]:
+            self._close(link.life, link)
+        if now < self._next_look:
+            return
+        self._next_look = now + UNUSED_LOOK_SECONDS
+        in_use = self._in_use()
         for life, link in list(self._links.items()):
-            if link.used or self._has_reads(link):
+            if link.used or link in in_use:
                 link.used, link.used_at = False, now
-            failed = link.handled_phase is LinkPhase.FAILED and now >= link.failed_at + FAILED_LINK_SECONDS
             idle = now >= link.used_at + IDLE_LINK_SECONDS
-            worse = link.avoids and not self._failed_planes.of(life, now) and not self._has_reads(link)
-            if failed or idle or worse:
-                link.close()
-                del self._links[life]
+            worse = link.avoids and not self._failed_planes.of(life, now) and link not in in_use
+            if idle or worse:
+                self._close(life, link)
 
     def close(self) -> None:
         """Close all links."""
         for link in self._links.values():
             link.close()
         self._links.clear()
+        self._pending.clear()
+        self._failed.clear()

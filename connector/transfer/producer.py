@@ -152,11 +152,11 @@ class Producer:
     # --- the loop's calls ---------------------------------------------------------------------------------------
 
     def serve(self, now: float) -> bool:
-        """Answer messages that have arrived, for ``SERVE_SECONDS``. Returns whether there were any."""
+        """Answer messages that have arrived, for ``SERVE_SECONDS``. Returns whether some wait for the next turn."""
         if not self.arrived:
             self.arrived.extend(self._listener.receive())
         clock = self._rank_context.clock
-        served, end = bool(self.arrived), clock() + SERVE_SECONDS
+        end = clock() + SERVE_SECONDS
         while self.arrived:
             identity, frames, address = self.arrived.popleft()
             try:
@@ -172,7 +172,7 @@ class Producer:
                 self._rank_context.drop("unexpected error", repr(error))
             if clock() >= end:
                 break
-        return served
+        return bool(self.arrived)
 
     def tick(self, now: float) -> None:
         """Expire leases, refuse held asks that are overdue, end the sessions of D ranks that are gone."""

@@ -100,6 +100,10 @@ class Receiver:
         """All reads over a link."""
         return [read for read in self._reads.values() if read.link is link]
 
+    def links(self) -> set[Link]:
+        """The links that reads use."""
+        return {read.link for read in self._reads.values()}
+
     @property
     def stopped(self) -> list[SourceRead]:
         """The reads that were stopped, and of which messages can arrive."""
@@ -279,6 +283,11 @@ class Receiver:
     def copies_of(self, active_load: ActiveLoad) -> list[Copy]:
         """The copies of a load that are under way."""
         return [write.copy for write in self._writing if write.read.active_load is active_load]
+
+    @property
+    def writing(self) -> bool:
+        """Whether copies into D's pages are under way, or their end is not handled yet."""
+        return bool(self._writing)
 
     @property
     def backlog(self) -> bool:

@@ -90,6 +90,8 @@ class PromptFinder:
         geometry = rank_context.caches.geometry
         self._asks = geometry.tp_rank == geometry.pp_rank == 0
         self.contacts: dict[_Address, _Contact] = {}
+        self._news: dict[_Address, _Contact] = {}
+        """The contacts whose connections have news. D may have hundreds of contacts."""
         self.open: dict[str, _Search] = {}
         """By the ids of the requests that wait, or whose answer D's engine has not taken yet."""
         self.left: dict[_Search, None] = {}
@@ -132,12 +134,18 @@ class PromptFinder:
 
     # --- the loop's calls ---------------------------------------------------------------------------------------
 
+    @property
+    def has_work(self) -> bool:
+        """Whether ``serve`` must be called. P may send over a contact that no request uses."""
+        return bool(self.open or self._news)
+
     def serve(self, now: float) -> None:
         """Handle the answers that have arrived. The dialer has taken them in before. Closes a contact over which P
         sends while no request uses it; at best that is an answer to a request that has been left."""
-        for address, contact in list(self.contacts.items()):
-            if not contact.connection.news:
-                continue
+        for address in list(self._news):
+            contact = self._news.pop(address)
+            if self.contacts.get(address) is not contact:
+                continue  # closed
             received = contact.connection.receive()
             if received and not contact.open:
                 contact.connection.close()
@@ -173,6 +181,7 @@ class PromptFinder:
         for contact in self.contacts.values():
             contact.connection.close()
         self.contacts.clear()
+        self._news.clear()
         self.open.clear()
         self.left.clear()
         self._by_number.clear()
@@ -208,6 +217,9 @@ class PromptFinder:
             timeout = self._rank_context.settings.handshake_timeout_seconds
             connection = self._rank_context.dialer.connect(wanted.host, wanted.port, key=key, timeout=timeout)
             contact = self.contacts[address] = _Contact(connection, now)
+            connection.on_news = partial(self._news.__setitem__, address, contact)
+            if connection.news:
+                connection.on_news()
         contact.used_at = now
         return contact
 

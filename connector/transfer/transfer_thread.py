@@ -205,8 +205,9 @@ class TransferThread:
         if now >= self._next_tick:
             self._next_tick = now + TICK_SECONDS
             self._tick(now)
-        if busy:
-            self._next_look = min(self._next_look, now + BUSY_SECONDS)
+        # Where this thread sleeps next, the poller names what is ready.
+        calls_no_poller = busy or self._work_posted
+        self._next_look = min(self._next_look, now + BUSY_SECONDS) if calls_no_poller else self._next_tick
         if self._time.late:
             self._rank_context.stats.total("thread_delay_us", round(self._time.late * 1e6))
             late = f"{self._time.late:.1f}"
@@ -229,7 +230,8 @@ class TransferThread:
         """Look at all work. Returns whether there is more to do at once."""
         self._work_posted = busy = False  # before the first look, so that nothing is missed
         try:
-            self._plans.run(now)
+            if self._plans.posted:
+                self._plans.run(now)
             if self._steps:
                 self._producer.computing.look(now)
             if self._plans.computing:
@@ -245,7 +247,7 @@ class TransferThread:
         if ready is None or self._producer.arrived or self._listener.socket in ready:
             busy |= self._producer.serve(now)
         busy |= self._consumer.serve(now, ready)
-        if self._finder.open or self._finder.contacts:  # P may send over a contact that no request uses
+        if self._finder.has_work:
             self._finder.serve(now)
         busy |= self._producer.reads.pump(now)
         # After the reads that wait are known to ``step_advanced``, so that nothing is missed that did not wake us.

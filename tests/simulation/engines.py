@@ -6,7 +6,7 @@ the bytes each time.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 from kvferry.connector.config import Settings
@@ -25,7 +25,7 @@ from kvferry.connector.protocol.step_plan import (
 from kvferry.connector.transfer.load_reports import Check
 from tests.simulation.memory import BLOCK_TOKENS, Form
 from tests.simulation.network import Network
-from tests.simulation.node import Node
+from tests.simulation.node import TURN_SECONDS, Node
 from tests.simulation.prefilling import STEP_SECONDS, Prefilling
 from tests.simulation.prompts import Prompt, Request
 from tests.simulation.searching import Searches
@@ -70,6 +70,8 @@ class Engine:
         self._prompts = 0
         self.prefilling: Prefilling | None = None
         """The prompt that is computed in steps."""
+        self._waiting: deque[Callable[[], bool]] = deque()  # D: what loads each, and tells whether it waits no more
+        self._wakes = False  # an event looks at these
 
     # --- P --------------------------------------------------------------------------------------------------------
 
@@ -185,6 +187,16 @@ class Engine:
             node.post(plan)
         return True
 
+    def wait(self, load: Callable[[], bool]) -> None:
+        """Call ``load`` whenever blocks have become free, until it returns that its request waits no more. Those that
+        wait come first in their order."""
+        self._waiting.append(load)
+
+    def _wake(self) -> None:
+        self._wakes = False
+        while self._waiting and self._waiting[0]():
+            self._waiting.popleft()
+
     def abort(self, request: Request) -> None:
         """The client has gone."""
         if not self.alive or request.phase == "ended":
@@ -256,6 +268,9 @@ class Engine:
         self.free += blocks
         if len(self.free) > self.form.blocks:
             raise Violation(f"{self.name} got a block back twice")
+        if self._waiting and not self._wakes:
+            self._wakes = True
+            self.timeline.after(TURN_SECONDS, self._wake)
 
     def _check_free(self, node: Node, blocks: list[int]) -> None:
         if not node.pages.untouched(blocks):

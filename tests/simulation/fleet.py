@@ -208,11 +208,13 @@ class Fleet:
             self.timeline.after(0.004 * rng.random(), lambda: d.abort(request))
 
     def _load(self, d: Engine, request: Request, start: int, *, inside: bool, step_tokens: int = 0) -> None:
-        if not d.alive or request.phase != "kept":
-            return
-        if not d.load(request, start, now=inside, step_tokens=step_tokens):
+        def load() -> bool:
+            waits = d.alive and request.phase == "kept"
+            return not waits or d.load(request, start, now=inside, step_tokens=step_tokens)
+
+        if not load():
             self.network.counts["D had no free block"] += 1
-            self.timeline.after(0.02, lambda: self._load(d, request, start, inside=inside, step_tokens=step_tokens))
+            d.wait(load)
 
     # --- faults ---------------------------------------------------------------------------------------------------
 

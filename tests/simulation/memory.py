@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -50,6 +50,14 @@ class Use:
     blocks: frozenset[int]
 
 
+@lru_cache(maxsize=512)
+def wanted(first: int, heads: int, blocks: int, number: int) -> npt.NDArray[np.int64]:
+    """[B, H, N, C] of the prompt ``number``: P writes it, and D compares it twice."""
+    elements = pattern(first, heads, blocks * BLOCK_TOKENS) ^ (number << 24)
+    elements.flags.writeable = False
+    return elements
+
+
 @cache
 def pattern(first: int, heads: int, tokens: int) -> npt.NDArray[np.int64]:
     """[B, H, N, C] of the prompt with the number 0."""
@@ -76,19 +84,19 @@ class Pages:
 
     def fill(self, blocks: Sequence[int], number: int) -> None:
         """The engine computes the prompt ``number`` in these blocks."""
-        self.elements[blocks] = pattern(self.first, self.heads, len(blocks) * BLOCK_TOKENS) ^ (number << 24)
+        self.elements[blocks] = wanted(self.first, self.heads, len(blocks), number)
 
     def compute(self, blocks: Sequence[int], number: int, start: int, stop: int) -> None:
         """The engine computes tokens [start, stop) of the prompt ``number`` in these blocks."""
-        wanted = pattern(self.first, self.heads, len(blocks) * BLOCK_TOKENS) ^ (number << 24)
+        elements = wanted(self.first, self.heads, len(blocks), number)
         tokens = np.arange(start, stop)
         places, offsets = np.array(blocks)[tokens // BLOCK_TOKENS], tokens % BLOCK_TOKENS
-        self.elements[places, :, offsets] = wanted[tokens // BLOCK_TOKENS, :, offsets]
+        self.elements[places, :, offsets] = elements[tokens // BLOCK_TOKENS, :, offsets]
 
     def holds(self, blocks: Sequence[int], number: int, start: int, stop: int) -> bool:
         """Whether tokens [start, stop) of the prompt ``number`` lie in these blocks."""
-        wanted = pattern(self.first, self.heads, len(blocks) * BLOCK_TOKENS) ^ (number << 24)
-        equal: npt.NDArray[np.bool_] = self.elements[blocks] == wanted
+        elements = wanted(self.first, self.heads, len(blocks), number)
+        equal: npt.NDArray[np.bool_] = self.elements[blocks] == elements
         if start == 0 and stop == len(blocks) * BLOCK_TOKENS:
             return bool(equal.all())
         by_token = equal.transpose(0, 2, 1, 3).reshape(len(blocks) * BLOCK_TOKENS, -1)

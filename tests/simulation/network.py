@@ -10,6 +10,7 @@ import struct
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 from tests.simulation.timeline import Timeline
@@ -80,7 +81,7 @@ class Lane:
             elif dice < odds.lost + odds.doubled + odds.late + odds.overtaken:
                 network.fault("packet overtaken", what)
                 delay += 20 * LATENCY_SECONDS * timeline.rng.random()
-                timeline.after(delay, lambda: network.deliver(packet))  # those behind it do not wait for it
+                timeline.after(delay, partial(network.deliver, packet))  # those behind it do not wait for it
                 network.under_way[packet] = None
                 return
         self.go(packet, delay)
@@ -88,10 +89,10 @@ class Lane:
     def go(self, packet: Packet, delay: float) -> None:
         """Send a packet behind all others of this lane."""
         network = self.network
-        now = network.timeline.now
-        self.last = max(self.last + 1e-9, now + delay)
+        now, last = network.timeline.now, self.last + 1e-9
+        self.last = last = max(last, now + delay)
         network.under_way[packet] = None
-        network.timeline.after(self.last - now, lambda: network.deliver(packet))
+        network.timeline.after(last - now, partial(network.deliver, packet))
 
 
 class Network:
@@ -114,7 +115,7 @@ class Network:
 
     def fault(self, kind: str, what: str) -> None:
         self.faults[kind] += 1
-        self.timeline.note(f"{kind}: {what}")
+        self.timeline.note(kind, what)
 
     def new_number(self) -> int:
         """The number of a new process; never used again."""
@@ -252,9 +253,6 @@ class SimListener:
         peer.back.send("reply", lambda: peer.arrived(frames))
         return True
 
-    def __hash__(self) -> int:  # the order of a set must not depend on addresses
-        return self.host.number
-
     def take(self, connection: SimConnection, frames: list[bytes]) -> None:
         """A message of a D has arrived."""
         self.inbox.append((connection.identity, frames, LOOPBACK))
@@ -280,9 +278,6 @@ class SimDialer:
         self.pollables = [self]
         self.connections: dict[SimConnection, None] = {}  # that are open
 
-    def __hash__(self) -> int:  # the order of a set must not depend on addresses
-        return -self.host.number
-
     def connect(self, host: str, port: int, *, key: str, timeout: float) -> SimConnection:
         return SimConnection(self, (host, port), timeout)
 
@@ -303,6 +298,7 @@ class SimConnection:
         self.dialer = dialer
         self.address, self.connected, self.lost, self.reason = where[0], False, False, ""
         self.news, self.ends = False, None
+        self.on_news: Callable[[], None] = lambda: None
         self.dropped: Counter[str] = Counter()
         self.identity = self.network.name()
         self.inbox: list[list[bytes]] = []
@@ -314,9 +310,6 @@ class SimConnection:
         dialer.connections[self] = None
         self.network.timeline.after(LATENCY_SECONDS, self._dial)
         self.network.timeline.after(timeout, self._late)
-
-    def __hash__(self) -> int:  # the order of a set must not depend on addresses
-        return hash(int.from_bytes(self.identity, "big"))
 
     def _dial(self) -> None:
         if self._closed or not self.host.alive:
@@ -344,8 +337,10 @@ class SimConnection:
 
     def _tell(self) -> None:
         """A poller would name the dialer."""
-        self.news = True
         self.host.mark(self.dialer)
+        if not self.news:
+            self.news = True
+            self.on_news()
 
     def receive(self) -> list[list[bytes]]:
         self.news = False
@@ -382,6 +377,7 @@ class SimConnection:
     def close(self) -> None:
         if not self._closed:
             self._closed = self.lost = True
+            self.on_news = lambda: None
             self.dialer.connections.pop(self, None)
             self._leave()
 

@@ -20,7 +20,7 @@ from kvferry.connector.protocol.step_plan import Load, RankAddress, RendezvousRe
 from kvferry.connector.transfer.load_reports import Check, FinishedLoad
 from kvferry.connector.transfer.rank_context import RankContext
 from kvferry.connector.transfer.transfer_thread import IDLE_SECONDS, TICK_SECONDS, TransferThread
-from kvferry.transport.wake import RateLimitedLog, RunningClock
+from kvferry.transport.wake import RateLimitedLog, RunningClock, Waker
 from tests.simulation.memory import Form, Pages, SimCopies
 from tests.simulation.network import Network, SimDialer, SimListener
 from tests.simulation.plane_base import SimPlane
@@ -61,6 +61,17 @@ class StepLoads:
     @property
     def final(self) -> bool:
         return not self._loads
+
+
+class NoWaker(Waker):
+    """Wakes nobody: no thread sleeps here. It makes no call of the system."""
+
+    def __init__(self) -> None:
+        self.fd = -1
+
+    def wake(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class Node:
@@ -113,11 +124,14 @@ class Node:
         self.listener: Any = SimListener(network, self, address)
         self._clock = RunningClock(self.timeline.clock)
         self.thread = TransferThread(context, self.listener, self._clock)
+        self.thread._waker.close()
+        self.thread._waker = NoWaker()
         self.copies.on_done = self.wake
         self.prefills = PrefillEvents(
             self.copies, self.pages.caches.geometry, self._step_advanced, self._step_over, self.timeline.clock
         )
         self._turn_at = float("inf")
+        self._events: list[float] = []  # when the timeline calls ``_look``, the next time at the end
         self._busy_turns = 0
         network.hosts[self.number] = self
         self._turn_in(0.5 * TICK_SECONDS * self.timeline.rng.random())
@@ -126,14 +140,16 @@ class Node:
         """The engine posts the work of a step."""
         if self.alive:
             inside = [load for load in plan.loads if load.now]
-            begun = lambda load, stands: self.begun(self, load, stands)  # noqa: E731
             self.prefills.take_back(plan)
             # Plans come at any time here. Those without chunks begin no step while one is computed.
             begins = bool(plan.chunks) or self.prefills._step is None
             step = self.prefills.begin_step(plan) if begins else None
-            self.thread.post(plan, listener=StepLoads(inside, begun) if inside else None, step=step)
+            self.thread.post(plan, listener=StepLoads(inside, self._load_begun) if inside else None, step=step)
             if plan.wakes_thread:
                 self.wake()
+
+    def _load_begun(self, load: Load, stands: Check | None) -> None:
+        self.begun(self, load, stands)
 
     # --- turns ----------------------------------------------------------------------------------------------------
 
@@ -173,11 +189,24 @@ class Node:
         at = self.timeline.now + seconds
         if at < self._turn_at:
             self._turn_at = at
-            self.timeline.after(seconds, lambda: self._turn(at))
+            self._look_by(at)
 
-    def _turn(self, at: float) -> None:
-        if at != self._turn_at or not self.alive:
-            return  # an earlier turn has come instead
+    def _look_by(self, at: float) -> None:
+        """Most turns come before the end of a sleep, so an event that is to come serves the next sleep too."""
+        if not self._events or at < self._events[-1]:
+            self._events.append(at)
+            self.timeline.at(at, self._look)
+
+    def _look(self) -> None:
+        self._events.pop()
+        if not self.alive:
+            return
+        if self.timeline.now < self._turn_at:
+            self._look_by(self._turn_at)
+        else:
+            self._turn()
+
+    def _turn(self) -> None:
         self._turn_at = float("inf")
         if self.timeline.now < self._stands_still_until:
             self._turn_in(self._stands_still_until - self.timeline.now + TURN_SECONDS)
@@ -196,6 +225,9 @@ class Node:
             self._turn_in(seconds)
 
     def _take(self) -> None:
+        if not self.thread.results._ready.is_set():
+            return
+        self.thread.results._ready.clear()
         for finished in self.thread.results.take_finished():
             self.finished(self, finished.load, finished.ok)
         for request_id in self.thread.results.take_freed():

@@ -14,7 +14,7 @@ from kvferry.connector.transfer.rendezvous import PromptFinder
 from tests.simulation import run
 from tests.support.streaming_faults import FAULTS
 
-SEED = 20261133
+SEED = 20261138
 
 
 def test_a_fleet_under_faults() -> None:

@@ -19,7 +19,7 @@ class Timeline:
     def __init__(self, seed: int) -> None:
         self.now = 0.0
         self.rng = Random(seed)
-        self.happened: deque[tuple[float, str]] = deque(maxlen=400)
+        self.happened: deque[tuple[float, str, str]] = deque(maxlen=400)
         """The last notes, for the message of a violation."""
         self._events: list[tuple[float, int, Callable[[], object]]] = []
         self._made = 0
@@ -33,21 +33,26 @@ class Timeline:
         self._made += 1
         heapq.heappush(self._events, (self.now + seconds, self._made, act))
 
+    def at(self, when: float, act: Callable[[], object]) -> None:
+        """Let ``act`` happen at a time."""
+        self._made += 1
+        heapq.heappush(self._events, (when, self._made, act))
+
     def run(self, seconds: float) -> None:
         """Let ``seconds`` pass, with all that happens in them."""
-        end = self.now + seconds
-        while self._events and self._events[0][0] <= end:
-            self.now, _, act = heapq.heappop(self._events)
+        end, events = self.now + seconds, self._events
+        while events and events[0][0] <= end:
+            self.now, _, act = heapq.heappop(events)
             act()
         self.now = end
 
-    def note(self, text: str) -> None:
+    def note(self, kind: str, what: str = "") -> None:
         """Remember what happened."""
-        self.happened.append((self.now, text))
+        self.happened.append((self.now, kind, what))
 
     def story(self) -> str:
         """The last notes, the latest at the end."""
-        return "\n".join(f"{at:12.6f}  {text}" for at, text in self.happened)
+        return "\n".join(f"{at:12.6f}  {kind}{what and ': '}{what}" for at, kind, what in self.happened)
 
 
 class ErrorLog(logging.Handler):

@@ -21,6 +21,10 @@ the connection goes to the address that was judged."""
 NOBODY_LISTENS = "nobody listens there, or no way leads there; is the engine up, and its address told right?"
 
 
+def _nobody() -> None:
+    """No owner wants to hear of news."""
+
+
 class Connection(ABC):
     """A connection to one rank of P. It connects once; when it is lost, close it and make another.
 
@@ -33,6 +37,7 @@ class Connection(ABC):
         reason: why the connection is lost, one line.
         fd: the descriptor of the TCP connection, once it is made.
         news: messages have arrived, or the connection was established or lost, since the last ``receive``.
+        on_news: called where ``news`` becomes true. The owner sets it.
         dropped: the number of dropped messages by reason: "frames" and "oversize" are messages received, "full" and
             "gone" are messages not sent.
     """
@@ -41,6 +46,7 @@ class Connection(ABC):
         self.host, self.port = host, port
         self.address = ""
         self.connected = self.news = False
+        self.on_news: Callable[[], None] = _nobody
         self.reason = ""
         self.dropped: Counter[str] = Counter()
         self.fd = -1
@@ -92,6 +98,7 @@ class Connection(ABC):
 
     def close(self) -> None:
         """Close the connection and drop unsent messages. Idempotent."""
+        self.on_news = _nobody  # the owner most often refers to this connection: no circle of references is left
         self.lose("closed")
         self._inbox.clear()
 
@@ -121,20 +128,27 @@ class Connection(ABC):
 
     def establish(self) -> None:
         if not self._lost:
-            self.connected = self.news = True
+            self.connected = True
+            self._tell()
 
     def deliver(self, frames: list[bytes]) -> None:
         """A message has arrived."""
         self._inbox.append(frames)
-        self.news = True
+        self._tell()
 
     def lose(self, reason: str) -> None:
         """End the connection. The first reason stays."""
         if not self._lost:
-            self._lost, self.connected, self.news = True, False, True
+            self._lost, self.connected = True, False
             self.reason = f"{self.host}:{self.port}: {reason}"
             self._unsent.clear()
             self._shut()
+            self._tell()
+
+    def _tell(self) -> None:
+        if not self.news:
+            self.news = True
+            self.on_news()
 
     def _open(self, address: str) -> None:
         refused = self._dialer.refusal(address)
