@@ -16,7 +16,7 @@ from typing import Any
 import gpu_summary
 import streaming_summary
 from comparison import compared_cells
-from tables import COMPARED_HEADS, INTERVAL, NIXL, NIXL_THREAD, RULE, load, policy_sentence, table
+from tables import COMPARED_HEADS, INTERVAL, NIXL, NIXL_PLANE, NIXL_THREAD, RULE, load, policy_sentence, table
 
 P_LEFT = "P's client left"
 NAMES = {
@@ -131,6 +131,34 @@ def nixl_form(result: dict[str, Any]) -> str:
     return (
         "NIXL is polled in a loop on D, without a progress thread beside it. This is its better form: it is "
         f"{factor} as fast {run} {where}."
+    )
+
+
+def nixl_link() -> str:
+    """The plane ``nixl`` over a link that is slower than the memory of the hosts."""
+    result = load("nixl_link")
+    names = {
+        "nixl raw write": "NIXL, WRITEs of 4 MiB in one piece",
+        "nixl raw read": "NIXL, READs of 4 MiB in one piece",
+        f"{NIXL_PLANE}, 8 KiB": "`nixl`, scattered blocks of 8 KiB",
+        f"{NIXL_PLANE}, 32 KiB": "`nixl`, scattered blocks of 32 KiB",
+        f"{NIXL}, 8 KiB": "NIXL, one descriptor for each block of 8 KiB",
+        f"{NIXL}, 32 KiB": "NIXL, one descriptor for each block of 32 KiB",
+    }
+    cells = {(row["contender"], row["link_gb_per_s"]): row for row in result["rows"]}
+    links = list(dict.fromkeys(row["link_gb_per_s"] for row in result["rows"]))
+    rows = []
+    for contender, name in names.items():
+        found = [cells[contender, link] for link in links]
+        rows.append([name, *(f"{c['gb_per_s']:.2f} ({min(c['all']):.2f} to {max(c['all']):.2f})" for c in found)])
+    return "\n\n".join(
+        [
+            f"{gpu_summary.NO_POLICY} Machine: {machine(result)}.",
+            "GB/s in host memory between two network namespaces whose link sends at most so much, over the TCP lanes "
+            f"of NIXL's UCX, `benchmarks/nixl_link.py`: medians of {result['turns']} turns, and their range. In a turn "
+            f"each contender moves {result['mib']} MiB {result['rounds']} times, one contender after the other.",
+            table(["contender", *(f"link of {link:g} GB/s" for link in links)], rows),
+        ]
     )
 
 
@@ -304,6 +332,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "cpu-both-legs": both_legs,
     "cpu-streaming": lambda: streaming_summary.over_a_link(machine),
     "cpu-bandwidth": cpu_bandwidth,
+    "cpu-nixl-link": nixl_link,
     "encrypted": encrypted,
     "cpu-checksum": checksums,
     "keys": keys,
