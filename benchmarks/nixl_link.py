@@ -1,6 +1,6 @@
 """The plane ``nixl`` between two hosts whose link is slower than their memory, beside NIXL itself. No RDMA, no GPU.
 
-    sudo .venv/bin/python benchmarks/nixl_link.py [--rates 1.25 3] [--turns 3] [--mib 64] [--json FILE]
+    sudo .venv/bin/python benchmarks/nixl_link.py [--rates 1.25 3] [--turns 3] [--mib 256] [--json FILE]
 
 Two network namespaces joined by a veth pair whose ends send at most so many GB/s (tc's token bucket filter): 1.25 is
 an Ethernet of 10 Gb/s. In each turn ``rdma_check.py`` measures all contenders over the same TCP lanes of NIXL's UCX:
@@ -103,7 +103,7 @@ def main() -> None:
     parser.add_argument("--rates", type=float, nargs="+", default=[1.25, 3.0], help="GB/s of the link")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=5, help="transfers of each contender in a turn")
-    parser.add_argument("--mib", type=int, default=64, help="MiB that one transfer moves")
+    parser.add_argument("--mib", type=int, default=256, help="MiB that one transfer moves")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     why_not = shaped_link.why_not()
