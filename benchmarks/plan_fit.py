@@ -27,6 +27,8 @@ from kvferry.transport.registry import best_slot_bytes, best_staging_bytes, plan
 
 PACKAGED = Path(__file__).resolve().parents[1] / "connector" / "planning" / "calibration.json"
 DIGITS = 4
+NO_SECONDS = 1e-12
+"""A shorter time is what the rounding of numbers leaves of none: its digits depend on the processor."""
 GPU_PLANES, HOST_PLANES = ("cuda_ipc", "ucx"), ("cma", "shm", "tcp", "ucx", "zmq")
 MOVED_BYTES = 64 << 20
 """Of each move in ``host_planes.json``, by its default."""
@@ -60,7 +62,7 @@ def fitted(rows: Sequence[Measured], turn_bytes: int) -> PlaneCosts:
             line[3 + sizes.index(read.piece_bytes)] += waited * read.nbytes
         line /= row.p50
     costs = _least_squares(matrix, np.ones(len(rows)))
-    fixed, each, message = (float(f"{cost:.{DIGITS}g}") for cost in costs[:3])
+    fixed, each, message = (float(f"{cost:.{DIGITS}g}") if cost > NO_SECONDS else 0.0 for cost in costs[:3])
     rates = {size: float(f"{1 / cost:.{DIGITS}g}") for size, cost in zip(sizes, costs[3:], strict=True) if cost > 0}
     spread = statistics.median(row.p95 / row.p50 for row in rows if row.at_once == 1)
     return PlaneCosts(fixed, each, message, rates, float(f"{max(1.0, spread):.{DIGITS}g}"), turn_bytes)
