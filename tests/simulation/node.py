@@ -246,6 +246,8 @@ class Node:
         board = self.thread._producer._leases.board  # no other process opens a dead process's descriptor
         os.close(board._fd)
         board._fd = -1
+        for link in self.thread._consumer._links:  # the system unmaps what a dead process has mapped
+            link.board = None
         self.network.ended(self, silently=silently)
 
     def close(self) -> None:
