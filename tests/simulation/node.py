@@ -309,8 +309,9 @@ class Node:
         for ask in producer._early.asks.values():
             if ask.deadline < late:
                 yield f"held ask {ask.ask.read}"
-        for vote in producer._early.votes.values():
-            if vote.deadline < late:
+        for key in producer._early.votes:
+            vote = producer._early.votes.get(key)
+            if vote is not None and vote.deadline < late and key[0] not in producer.named:  # else P keeps it that long
                 yield "early release"
 
     def left(self) -> Iterator[str]:
