@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from kvferry.router.engines import EngineEvent, Role
 from kvferry.router.legs import log
+from kvferry.router.request_bodies import NOT_JSON
 from kvferry.router.router import Router, error_response
 from kvferry.transport.errors import UsageError
 
@@ -56,7 +57,7 @@ class Admin:
                 self._change(msgspec.json.decode(content, type=Change))
             else:
                 self._apply(msgspec.json.decode(content, type=Removal).url, EngineEvent.REMOVE)
-        except (msgspec.DecodeError, RecursionError, ValueError, UsageError) as error:  # ValueError: it is not UTF-8
+        except (*NOT_JSON, UsageError) as error:
             return error_response(400, str(error))
         self._router.forget_gone()
         return self._engines()

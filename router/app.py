@@ -22,6 +22,7 @@ from kvferry.router.health import Checks, HealthChecks
 from kvferry.router.http_client import HttpError
 from kvferry.router.legs import ClientGoneError, ClientRequest, log, why
 from kvferry.router.membership import Membership, Source
+from kvferry.router.request_bodies import NOT_JSON
 from kvferry.router.router import OWN_HEADERS, Router, error_response
 from kvferry.router.spans import begin_request, end_request
 from kvferry.router.status_page import page
@@ -117,7 +118,7 @@ class Completions:
             raise RefusedError(408, f"the body did not arrive in {BODY_SECONDS:g} s") from None
         try:
             body = msgspec.json.decode(content)
-        except (msgspec.DecodeError, RecursionError, ValueError) as error:  # ValueError: it is not UTF-8
+        except NOT_JSON as error:
             raise RefusedError(400, f"the body is not a JSON object: {why(error)}") from None
         if not isinstance(body, dict):
             raise RefusedError(400, f"the body is not a JSON object but of type {type(body).__name__}")

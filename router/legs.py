@@ -20,7 +20,7 @@ from kvferry.router.http_client import Answer, HttpClient, HttpError, RequestPro
 from kvferry.router.identities import Identities
 from kvferry.router.metrics import Metrics
 from kvferry.router.prefix_affinity import PrefixAffinity, PromptPrefix, prompt_prefix
-from kvferry.router.request_bodies import error_of, prefill_body, without_params
+from kvferry.router.request_bodies import NOT_JSON, error_of, prefill_body, without_params
 from kvferry.router.spans import DECODE, PREFILL, LegSpan, leg_span
 from kvferry.transport.tracing import OpenSpan, Tracer
 
@@ -198,7 +198,7 @@ class Legs:
             log.warning("%s: prefill at %s answered %d", asked.id, url, status)
             return Prefilled(failed=status >= 500)
         found: Any = None
-        with suppress(msgspec.DecodeError, RecursionError, ValueError):  # ValueError: it is not UTF-8
+        with suppress(*NOT_JSON):
             found = msgspec.json.decode(content)
         found = found if isinstance(found, dict) else {}
         params = found.get("kv_transfer_params")

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
+NOT_JSON = (msgspec.DecodeError, RecursionError, ValueError)
+"""What ``msgspec.json.decode`` raises for bytes that are no JSON. ValueError: they are not UTF-8."""
 PREFILL_TAG: dict[str, Any] = {
     "do_remote_decode": True,
     "do_remote_prefill": False,

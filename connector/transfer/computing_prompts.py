@@ -71,16 +71,21 @@ class ComputingPrompt:
 
     def is_last(self, part: PromptPart) -> bool:
         """Whether the prompt is computed once this part of it is, in blocks that are not lost."""
-        state, blocks = self.lifetime.state, self.blocks
+        state = self.lifetime.state
         computing = state.phase is ComputingPhase.COMPUTING and part.life == state.life
-        return computing and part.stop >= self.grant.num_tokens and blocks is not None and not blocks.lost
+        return computing and part.stop >= self.grant.num_tokens and self._has_blocks
 
     @property
     def whole(self) -> bool:
         """Whether all of the prompt lies in the blocks, which are not lost."""
-        state, blocks = self.lifetime.state, self.blocks
+        state = self.lifetime.state
         computed = state.phase is ComputingPhase.COMPUTING and state.computed >= self.grant.num_tokens
-        return computed and blocks is not None and not blocks.lost
+        return computed and self._has_blocks
+
+    @property
+    def _has_blocks(self) -> bool:
+        """Whether the prompt has blocks that are not lost."""
+        return self.blocks is not None and not self.blocks.lost
 
     def asked(self, consumer: bytes, expected: tuple[int, ...]) -> None:
         """A rank of ``consumer`` asks to read, as ``lease.Asked``."""
