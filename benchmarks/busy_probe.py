@@ -97,7 +97,8 @@ class _Probed:
         self.busy_path = Path(os.environ[NOTES])
         self.busy_open: set[str] = set()  # ids of followed requests that no step has computed yet
         watch_arrivals(self.busy_notes)
-        watch_connector(self.connector, self.busy_notes)  # type: ignore[attr-defined]
+        if self.connector is not None:  # type: ignore[attr-defined]
+            watch_connector(self.connector, self.busy_notes)  # type: ignore[attr-defined]
 
     def add_request(self, request: Any) -> None:
         self.busy_notes.mark(request.request_id, taken=time.monotonic())
@@ -258,6 +259,12 @@ class CopyProbe(KVBytes):
         copies = sys.modules["kvferry.connector.transfer.copies"]
         watch_gpu(copies.GpuCopies, self.busy_copies)
         return True
+
+    def busy_switch_interval(self, seconds: str) -> float:
+        """Set the interpreter's switch interval; returns the one before."""
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(float(seconds))
+        return before
 
     def busy_take(self) -> dict[str, dict[str, Any]]:
         """By request: ``posted`` to the transfer thread, ``begun`` and ``ended`` there, ``on_gpu`` [begin, end] where a
