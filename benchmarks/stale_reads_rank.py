@@ -155,7 +155,7 @@ class Decoder:
             self._begun[name] = time.monotonic()
             with self._of(name):
                 events = list(begin(read, grant))
-            self._copies[name] = receiver._writing[-1].copy
+            self._copies[name] = next(reversed(receiver._writing)).copy
             return iter(events)
 
         receiver.begin_pull = begin_pull

@@ -78,10 +78,10 @@ class GrantBoard:
         self._memory[:KEY_BYTES] = self.place.secret
 
     def post(self, key: bytes, text: bytes) -> int | None:
-        """Post a grant. Returns its place, or None where there is no room for it."""
+        """Post a grant. Returns its place, or None where there is no room for it, or after ``close``."""
         with self._lock:
             at = next((slot for slot in _slots(key) if slot not in self._taken), None)
-            if at is None or len(text) > SLOT_BYTES - _HEADER.size:
+            if at is None or self._fd < 0 or len(text) > SLOT_BYTES - _HEADER.size:
                 return None
             self._taken.add(at)
             counter = int(self._counters[at // 8])
@@ -101,12 +101,14 @@ class GrantBoard:
                 self._taken.remove(at)
 
     def close(self) -> None:
-        """Withdraw all grants. Idempotent."""
-        for at in list(self._taken):
-            self.withdraw(at)
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        """Withdraw all grants, and post none from now on. Idempotent."""
+        with self._lock:
+            for at in self._taken:
+                self._counters[at // 8] += 1
+            self._taken.clear()
+            if self._fd >= 0:
+                os.close(self._fd)
+                self._fd = -1
 
 
 class PostedGrant:

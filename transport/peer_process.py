@@ -17,6 +17,7 @@ import select
 import socket
 import stat
 import struct
+import threading
 from typing import NamedTuple
 
 from kvferry.transport.errors import PeerUnreachableError
@@ -59,16 +60,18 @@ class PeerProcess:
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.fd = os.pidfd_open(pid)
+        self._lock = threading.Lock()  # without it ``ended`` beside ``close`` could ask a file that got the same number
 
     @property
     def ended(self) -> bool:
         """Whether the process has ended, or ``close`` was called. While this is ``False``, ``pid`` is its number and no
         other process's: what was read by the number before was this process's. Any thread may ask."""
-        if self.fd < 0:
-            return True
-        poll = select.poll()  # select() takes no descriptor of 1024 or more
-        poll.register(self.fd, select.POLLIN)
-        return bool(poll.poll(0))
+        with self._lock:
+            if self.fd < 0:
+                return True
+            poll = select.poll()  # select() takes no descriptor of 1024 or more
+            poll.register(self.fd, select.POLLIN)
+            return bool(poll.poll(0))
 
     def check_holds_end(self, ends: Ends | None) -> None:
         """Check that this process has the other end of our connection ``ends`` open.
@@ -115,9 +118,10 @@ class PeerProcess:
 
     def close(self) -> None:
         """Close ``fd``. Idempotent."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        with self._lock:
+            if self.fd >= 0:
+                os.close(self.fd)
+                self.fd = -1
 
     def _has_open(self, link: str) -> bool:
         folder = f"/proc/{self.pid}/fd"

@@ -21,7 +21,8 @@ LOOK_SECONDS = 0.2
 """How often a thread that waits checks that the transfer thread is alive."""
 
 POLL_SECONDS = 2e-4
-"""How often the thread that takes the output away looks whether copies have ended. They have as a rule."""
+"""How often the thread that takes the output away looks whether copies have ended. They have as a rule. After
+``YIELD_SECONDS`` it waits for the transfer thread, which looks at the copies itself by then."""
 YIELD_SECONDS = 0.01
 """The longest time for which the transfer thread leaves the interpreter to the engine's threads: to prepare a step with
 a new request in it takes 2 to 3 ms, and its forward as long as a step of the engine."""
@@ -188,8 +189,10 @@ class StepOutcome:
         it cannot."""
         with self._changed:
             self._check()
+            end = self._clock() + YIELD_SECONDS
             while not self.final:
-                if not self._changed.wait(POLL_SECONDS if self._checks else LOOK_SECONDS) and not self._alive():
+                polls = self._checks and self._clock() < end
+                if not self._changed.wait(POLL_SECONDS if polls else LOOK_SECONDS) and not self._alive():
                     self._all(step_load.ThreadEnded())
                 self._check()
             self._answered = True

@@ -135,8 +135,10 @@ class WorkerHalf:
             ConfigError: the control port cannot be bound, or the data plane that the settings name cannot be used.
             PlaneUnavailableError: the rank can have no data plane.
         """
+        self.unregister()  # where caches were registered before
         self._registered = _Registered(kv_caches, num_blocks, places)
         self._start(self._registered)
+        self._asleep = False
 
     def _start(self, registered: _Registered) -> None:
         """Begin a life of this rank: a new incarnation, at a port that may be another one."""

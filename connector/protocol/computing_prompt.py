@@ -17,6 +17,7 @@ From GRANTED on the lease holds the blocks (``lease.LEASE``).
 from __future__ import annotations
 
 import enum
+import math
 from typing import get_args
 
 import msgspec
@@ -47,6 +48,11 @@ class ComputingState(msgspec.Struct, frozen=True):
     life: int = 0
     computed: int = 0
     refuse_at: float | None = None
+
+    @property
+    def due(self) -> float:
+        """When a Tick changes something."""
+        return math.inf if self.refuse_at is None or self.phase is not ComputingPhase.PREEMPTED else self.refuse_at
 
 
 # --- events -----------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ that was stopped writes no page, whatever P does, and a read of P's memory ends 
 from __future__ import annotations
 
 import enum
+import math
 from typing import Literal, get_args
 
 import msgspec
@@ -78,6 +79,11 @@ class Handover(msgspec.Struct, frozen=True):
     end: float
     timeouts: Timeouts
     reason: Reason | None = None
+
+    @property
+    def due(self) -> float:
+        """When a Tick changes something."""
+        return math.inf if self.phase in (HandoverPhase.DONE, HandoverPhase.FAILED) else self.deadline
 
 
 # --- events -----------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ D renews the lease in both phases. Exactly one ``SendRelease`` leaves the machin
 from __future__ import annotations
 
 import enum
+import math
 from typing import get_args
 
 import msgspec
@@ -50,6 +51,13 @@ class KeptLease(msgspec.Struct, frozen=True):
     requests: frozenset[str]
     siblings: bool = False
     release_at: float = 0.0
+
+    @property
+    def due(self) -> float:
+        """When a Tick changes something."""
+        if self.phase is KeptLeasePhase.WAITING_FOR_SIBLINGS:
+            return min(self.renew_at, self.release_at)
+        return self.renew_at if self.phase is KeptLeasePhase.NEEDED else math.inf
 
 
 # --- events -----------------------------------------------------------------------------------------------------

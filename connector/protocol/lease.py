@@ -17,6 +17,7 @@ Sets of ranks are numbers, one bit for each rank: a peer names thousands of rank
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import get_args
@@ -75,6 +76,11 @@ class Lease(msgspec.Struct, frozen=True):
     reads: frozenset[object] = frozenset()
     freed: bool = False
     reason: str = ""
+
+    @property
+    def due(self) -> float:
+        """When a Tick changes something."""
+        return self.deadline if self.phase in HELD else math.inf
 
 
 # --- events -----------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ the machine if no attempt succeeds. All attempts share one end in time.
 from __future__ import annotations
 
 import enum
+import math
 from typing import get_args
 
 import msgspec
@@ -61,6 +62,11 @@ class LoadAttempts(msgspec.Struct, frozen=True):
     number: int = 1
     begin_at: float = 0.0
     reason: Reason | None = None
+
+    @property
+    def due(self) -> float:
+        """When a Tick changes something."""
+        return min(self.begin_at, self.end) if self.phase is LoadPhase.WAITING else math.inf
 
 
 # --- events and effects -----------------------------------------------------------------------------------------

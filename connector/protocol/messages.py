@@ -207,8 +207,8 @@ class Grant(_Message, frozen=True):
     """The read may proceed: ``chunks`` messages will come for its tokens. P repeats it without block ids while it
     computes tokens of the read, as a sign of life.
 
-    ``num_tokens`` and ``prompt`` describe the prompt that the lease covers: its length, and its digest
-    (``transfer_params.prompt_digest``, which includes the number of tokens).
+    ``num_tokens`` and ``prompt`` describe the prompt that the lease covers: its length, and the digest of its tokens
+    (``transfer_params.prompt_digest``).
     ``block_ids`` are packed little-endian int32, one run per region, for planes where D reads P's pages.
     """
 

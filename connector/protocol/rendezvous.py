@@ -20,6 +20,7 @@ it at once. Where P does not know the prompt yet, P may have it already in its e
 from __future__ import annotations
 
 import enum
+import math
 from typing import Literal, get_args
 
 import msgspec
@@ -52,6 +53,14 @@ class RendezvousState(msgspec.Struct, frozen=True):
     retry_at: float | None = None
     until: float = 0.0
     lost: bool = False
+
+    @property
+    def due(self) -> float:
+        """When a Tick changes something."""
+        retry_at = math.inf if self.retry_at is None else self.retry_at
+        if self.phase is RendezvousPhase.LEFT:
+            return min(self.until, retry_at)
+        return retry_at if self.phase in _ASKING else math.inf
 
 
 _R = RendezvousPhase

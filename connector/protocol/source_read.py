@@ -19,6 +19,7 @@ The effects that are events of ``handover`` go to the hand-over that the read be
 from __future__ import annotations
 
 import enum
+import math
 from typing import Literal, get_args
 
 import msgspec
@@ -73,6 +74,11 @@ class ReadState(msgspec.Struct, frozen=True):
     def stopped(self) -> bool:
         """Whether no more copies into D's pages may begin."""
         return self.phase in (ReadPhase.DRAINING, ReadPhase.STOPPED)
+
+    @property
+    def due(self) -> float:
+        """When a Tick changes something."""
+        return self.deadline if self.stopped and self.left else math.inf
 
     @property
     def awaits_grant(self) -> bool:

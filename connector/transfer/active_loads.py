@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -25,6 +26,7 @@ from kvferry.connector.protocol.step_plan import (
     unpack_ids,
 )
 from kvferry.connector.transfer.active_load import ActiveLoad, SourceRead
+from kvferry.connector.transfer.deadlines import Deadlines
 from kvferry.connector.transfer.handover_trace import attempt_span, handover_span, record
 from kvferry.connector.transfer.lease_keeper import LeaseKeeper
 from kvferry.connector.transfer.link import Link
@@ -62,7 +64,8 @@ class ActiveLoads:
         self._timeouts = handover.Timeouts(
             settings.handshake_timeout_seconds, settings.transfer_timeout_seconds, settings.handover_timeout_seconds
         )
-        self.running: list[ActiveLoad] = []
+        self.running: dict[ActiveLoad, None] = {}
+        self._deadlines = Deadlines(self._due)
         self.reads = SourceReads(rank_context, receiver, lease_keeper, self._step)
         self.later: deque[Callable[[], None]] = deque()
 
@@ -108,8 +111,15 @@ class ActiveLoads:
         active_load = ActiveLoad(load, load, lifetime, started, ids, alone, layer_order=layer_order)
         if load.traceparent:
             active_load.phases.append((started, state.phase.value))
-        self.running.append(active_load)
+        self.running[active_load] = None
+        self._deadlines.note(active_load, state.deadline)
         self._begin_attempt(active_load, sources, effects, now)
+
+    def _due(self, active_load: ActiveLoad) -> float:
+        if active_load not in self.running:
+            return math.inf
+        attempts = math.inf if active_load.attempts is None else active_load.attempts.state.due
+        return min(active_load.lifetime.state.due, attempts)
 
     def _sources(self, load: Load, now: float, *, redial: bool = False) -> list[Source]:
         """The ranks of P that an attempt reads from. Where it cannot begin, the reason takes the place of all."""
@@ -154,7 +164,7 @@ class ActiveLoads:
     def tick(self, now: float) -> None:
         """Check the deadlines of the hand-overs, after what was left for this tick."""
         self.catch_up()
-        for active_load in list(self.running):
+        for active_load in self._deadlines.due(now):
             self._give(active_load, Tick(), now)
 
     def cancel_all(self, reason: str, now: float) -> None:
@@ -176,7 +186,10 @@ class ActiveLoads:
             self.reads.step(read, ReadFailed(read.link.failure), now)
 
     def _step(self, active_load: ActiveLoad, event: handover.HandoverEvent, now: float) -> None:
+        before = active_load.lifetime.state.deadline
         effects = active_load.lifetime.step(event, now)
+        if (deadline := active_load.lifetime.state.deadline) < before:
+            self._deadlines.note(active_load, deadline)
         if active_load.phases and (phase := active_load.lifetime.state.phase.value) != active_load.phases[-1][1]:
             active_load.phases.append((self._rank_context.clock(), phase))
         if effects:
@@ -220,7 +233,7 @@ class ActiveLoads:
             case handover.ReleaseLease():
                 self._after_report(active_load, partial(self._release, active_load.posted, now))
             case handover.ReportLoad(reason):
-                self.running.remove(active_load)
+                del self.running[active_load]
                 try:
                     if reason is None:
                         self._after_report(active_load, self._reports.succeeded(active_load))
@@ -252,7 +265,9 @@ class ActiveLoads:
             attempts = active_load.attempts = Lifetime(load_attempts.LOAD_ATTEMPTS, state, now)
         if load.traceparent and isinstance(event, handover.AttemptFailed):
             active_load.ended.append(attempt_span(active_load, str(event.reason), self._rank_context.clock()))
-        self._perform(active_load, attempts.step(event, now), now)
+        effects = attempts.step(event, now)
+        self._deadlines.note(active_load, attempts.state.due)
+        self._perform(active_load, effects, now)
         if not isinstance(event, handover.AttemptFailed):
             return
         self._leave_planes(reads, event.reason)
@@ -286,7 +301,9 @@ class ActiveLoads:
         )
         if load.traceparent:
             again.phases.append((self._rank_context.clock(), state.phase.value))
-        self.running[self.running.index(active_load)] = again
+        del self.running[active_load]
+        self.running[again] = None
+        self._deadlines.note(again, state.deadline)
         active_load.reads = []  # as after a report
         try:
             self._begin_attempt(again, sources, effects, now)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 import msgspec
@@ -29,6 +30,7 @@ from kvferry.connector.protocol.state_machine import Lifetime, Tick
 from kvferry.connector.protocol.step_plan import Prefill, PrefillChunk, PrefillStop, unpack_ids
 from kvferry.connector.transfer.caches import Ids, PageBox, RankCaches
 from kvferry.connector.transfer.computed_steps import ComputedStep, PromptBlocks
+from kvferry.connector.transfer.deadlines import Deadlines
 from kvferry.connector.transfer.held_lease import granted
 from kvferry.transport.errors import GeometryError
 from kvferry.transport.grant_board import GrantBoard
@@ -181,6 +183,7 @@ class ComputingPrompts:
         self._caches, self._resume, self._refuse = caches, resume, refuse
         self._computed, self._nearly = computed, nearly
         self.prompts: dict[bytes, ComputingPrompt] = {}
+        self._deadlines = Deadlines(self._due)
         self.steps: list[_StepInFlight] = []
         """The steps that the device has not ended, the oldest first."""
 
@@ -254,9 +257,12 @@ class ComputingPrompts:
 
     def tick(self, now: float) -> None:
         """Refuse the reads of prompts that the engine has preempted and does not resume."""
-        for prompt in self.prompts.values():
-            if prompt.lifetime.state.phase is ComputingPhase.PREEMPTED:
-                self._step(prompt, Tick(), now)
+        for token in self._deadlines.due(now):
+            self._step(self.prompts[token], Tick(), now)
+
+    def _due(self, token: bytes) -> float:
+        prompt = self.prompts.get(token)
+        return math.inf if prompt is None else prompt.lifetime.state.due
 
     def stop(self, stop: PrefillStop, now: float) -> None:
         """The engine has taken the blocks of a prompt back."""
@@ -286,7 +292,10 @@ class ComputingPrompts:
         return prompt
 
     def _step(self, prompt: ComputingPrompt, event: ComputingEvent, now: float) -> None:
-        for effect in prompt.lifetime.step(event, now):
+        effects = prompt.lifetime.step(event, now)
+        if isinstance(event, BlocksLost):
+            self._deadlines.note(prompt.grant.token, prompt.lifetime.state.due)
+        for effect in effects:
             match effect:
                 case ResumeReads():
                     self._resume(prompt.grant.token)

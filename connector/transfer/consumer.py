@@ -95,7 +95,7 @@ class Consumer:
     def tick(self, now: float) -> None:
         """Check deadlines, renew leases, close links that have failed long enough or that are not used."""
         self.loads.tick(now)
-        for read in self._receiver.stopped:
+        for read in self._receiver.late(now):
             self.loads.reads.step(read, Tick(), now)
         self._lease_keeper.tick(now)
         self._links.close_unused(now)

@@ -22,6 +22,7 @@ import torch
 
 from kvferry.transport import cuda
 from kvferry.transport.channels import CPU, Copy
+from kvferry.transport.wake import RateLimitedLog
 
 logger = logging.getLogger("vllm.kvferry.copies")
 
@@ -148,7 +149,7 @@ class GpuCopies(Copies):
 
     def __init__(self, device: torch.device, sms: int) -> None:
         super().__init__()
-        self.device, self._sms = device, sms
+        self.device, self._sms, self._log = device, sms, RateLimitedLog(logger)
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._handle = self._stream.cuda_stream
         self._local = threading.local()
@@ -274,13 +275,20 @@ class GpuCopies(Copies):
                 logger.exception("kvferry: the device has failed")
                 continue
             self._engine_events.append(event)
-            act()
+            self._call(act)
 
     def _watch(self) -> None:
         self._bind()
         while (started := self._started.get()) is not None:
             self._await(*started)
-            self.on_done()
+            self._call(self.on_done)
+
+    def _call(self, act: Callable[[], None]) -> None:
+        """An error in one call must not end the thread: no later copy, or step, would be seen to end."""
+        try:
+            act()
+        except Exception:
+            self._log.exception("call", "kvferry: unexpected error at the end of work of the device, going on")
 
 
 def copies_on(device: torch.device, sms: int) -> Copies:

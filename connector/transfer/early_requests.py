@@ -31,8 +31,10 @@ class HeldAsk:
 
 @dataclass(slots=True)
 class _Vote:
-    """The ranks of one consumer that have released a lease, and all of its ranks that must (``lease.rank_set``)."""
+    """The ranks of one consumer that have released a lease, and all of its ranks that must (``lease.rank_set``).
+    ``key``: token and consumer."""
 
+    key: tuple[bytes, bytes]
     expected: int
     released: int
     deadline: float
@@ -66,7 +68,7 @@ class EarlyRequests:
         if vote is not None:
             vote.released |= bit
             return
-        vote = _Vote(lease.rank_set(release.expected), bit, now + self._vote_seconds)
+        vote = _Vote(key, lease.rank_set(release.expected), bit, now + self._vote_seconds)
         self.votes.put(session.identity, key, vote, 1 + len(release.expected))
 
     def take_votes(self, token: bytes) -> list[lease.Released]:
@@ -89,11 +91,10 @@ class EarlyRequests:
     def take_late(self, now: float, computing: Container[bytes] = ()) -> list[HeldAsk]:
         """The asks that have waited long enough: the caller denies them. Forgets the releases that have, except those
         of prompts that P is ``computing``."""
-        for key in self.votes:
-            vote = self.votes.get(key)
-            if vote is not None and now >= vote.deadline and key[0] not in computing:
-                self.votes.pop(key)
-        late = [held for held in self.asks.values() if now >= held.deadline]
+        for vote in self.votes.first(lambda vote: now >= vote.deadline):
+            if vote.key[0] not in computing:
+                self.votes.pop(vote.key)
+        late = self.asks.first(lambda held: now >= held.deadline)
         for held in late:
             self.asks.pop((held.identity, held.ask.read))
         return late

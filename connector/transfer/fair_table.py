@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
+from itertools import takewhile
 from typing import Generic, NamedTuple, TypeVar
 
 K = TypeVar("K", bound=Hashable)
@@ -51,6 +52,10 @@ class FairTable(Generic[K, V]):
     def values(self) -> list[V]:
         """All values."""
         return [entry.value for entry in self._entries.values()]
+
+    def first(self, wanted: Callable[[V], bool]) -> list[V]:
+        """The values up to the first one that is not ``wanted``, those that were put first before the others."""
+        return list(takewhile(wanted, (entry.value for entry in self._entries.values())))
 
     def owners(self) -> list[bytes]:
         """The owners of entries."""

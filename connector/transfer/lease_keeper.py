@@ -7,6 +7,7 @@ could not be sent is sent again after the next interval, and a lease whose relea
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -14,6 +15,7 @@ from functools import lru_cache, partial
 from kvferry.connector.protocol import kept_lease, messages
 from kvferry.connector.protocol.state_machine import Lifetime, Tick
 from kvferry.connector.protocol.step_plan import PeerEngine, RankAddress, RemoteLease
+from kvferry.connector.transfer.deadlines import Deadlines
 from kvferry.connector.transfer.link import Link
 from kvferry.connector.transfer.rank_context import P_ENGINES, RankContext
 from kvferry.transport.errors import GeometryError
@@ -55,6 +57,7 @@ class LeaseKeeper:
         """This rank's number in its engine, over all pipeline stages."""
         self._link = link
         self._kept: dict[bytes, LeaseAtPeer] = {}
+        self._deadlines = Deadlines(self._due_at)
         self._due: dict[RankAddress, dict[bytes, None]] = {}  # the tokens to renew, by P rank
         self._addresses = lru_cache(maxsize=P_ENGINES)(self._release_addresses)
         self.expected = lru_cache(maxsize=P_ENGINES * 16)(self._expected)
@@ -76,6 +79,7 @@ class LeaseKeeper:
             state = kept_lease.keep_lease(now, interval, SIBLING_SECONDS)
             kept = LeaseAtPeer(token, peer, self._addresses(peer), Lifetime(kept_lease.KEPT_LEASE, state, now))
             self._kept[token] = kept
+            self._deadlines.note(token, state.renew_at)
         self._step(kept, kept_lease.LeaseWanted(request_id, siblings), now)
 
     def release(self, token: bytes, request_id: str, now: float) -> None:
@@ -84,6 +88,8 @@ class LeaseKeeper:
         kept = self._kept.get(token)
         if kept is not None:
             self._step(kept, kept_lease.LeaseUnwanted(request_id), now)
+            if token in self._kept:
+                self._deadlines.note(token, kept.lifetime.state.due)
 
     def release_for_all(self, lease: RemoteLease, now: float) -> None:
         """Release a lease that no rank of this engine has kept, at all ranks of P: this rank is then the only one whose
@@ -98,8 +104,8 @@ class LeaseKeeper:
 
     def tick(self, now: float) -> None:
         """Renew the leases whose renewal is due, and release those that have waited for siblings long enough."""
-        for kept in list(self._kept.values()):
-            self._step(kept, Tick(), now)
+        for token in self._deadlines.due(now):
+            self._step(self._kept[token], Tick(), now)
         for address in list(self._due)[:RENEWED_PER_TICK]:
             tokens = [token for token in self._due.pop(address) if token in self._kept]
             for start in range(0, len(tokens), messages.MAX_RENEWED):
@@ -110,6 +116,7 @@ class LeaseKeeper:
         """Renew every lease at the next tick."""
         for kept in self._kept.values():
             self._step(kept, kept_lease.RenewalOverdue(), 0.0)  # the time does not matter to this event
+            self._deadlines.note(kept.token, kept.lifetime.state.due)
 
     def close_all(self, now: float) -> None:
         """Release every lease."""
@@ -139,6 +146,10 @@ class LeaseKeeper:
                         self._due.setdefault(address, {})[kept.token] = None
                 case kept_lease.SendRelease():
                     self._send_release(kept, now)
+
+    def _due_at(self, token: bytes) -> float:
+        kept = self._kept.get(token)
+        return math.inf if kept is None else kept.lifetime.state.due
 
     def _send_release(self, kept: LeaseAtPeer, now: float) -> None:
         del self._kept[kept.token]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
@@ -12,6 +13,7 @@ from kvferry.connector.protocol.state_machine import Lifetime, Tick
 from kvferry.connector.protocol.step_plan import LeaseGrant
 from kvferry.connector.transfer.caches import Ids
 from kvferry.connector.transfer.computed_steps import PromptBlocks
+from kvferry.connector.transfer.deadlines import Deadlines
 from kvferry.connector.transfer.handover_trace import lease_span, record
 from kvferry.connector.transfer.held_lease import HeldLease, granted
 from kvferry.connector.transfer.rank_context import RankContext
@@ -46,6 +48,7 @@ class LeaseTable:
         self._rank_context = rank_context
         self._stop_reads, self._on_freed = stop_reads, freed
         self.held: dict[bytes, HeldLease] = {}
+        self._deadlines = Deadlines(self._due)
         self.ended: OrderedDict[bytes, None] = OrderedDict()
         self.board = GrantBoard()
         # A grant is not posted where the engine may have freed some of the blocks: there P must check each ask.
@@ -64,6 +67,7 @@ class LeaseTable:
             posted = None if computed is None else computed.take_posted(text)
             posted = self.board.post(grant.token, text) if posted is None else posted
         self.held[grant.token] = HeldLease(grant, ids, lifetime, posted, begun_at)
+        self._deadlines.note(grant.token, state.deadline)  # no event moves it to earlier
 
     def step(self, token: bytes, event: lease.LeaseEvent, now: float) -> None:
         """Give a lease an event, if P holds it."""
@@ -102,5 +106,9 @@ class LeaseTable:
 
     def tick(self, now: float) -> None:
         """End the leases whose time is up."""
-        for token in list(self.held):
+        for token in self._deadlines.due(now):
             self.step(token, Tick(), now)
+
+    def _due(self, token: bytes) -> float:
+        held = self.held.get(token)
+        return math.inf if held is None else held.lifetime.state.due

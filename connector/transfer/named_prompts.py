@@ -183,7 +183,7 @@ class NamedPrompts:
         """The answers to the questions that have waited long enough. Forgets names that ended long enough ago."""
         while self._gone and now >= next(iter(self._gone.values())):
             self._gone.popitem(last=False)
-        late = [held for held in (self.held.values() if self.held.cost else ()) if now >= held.deadline]
+        late = self.held.first(lambda held: now >= held.deadline)
         for held in late:
             self.held.pop((held.identity, held.resolve.number))
         return [self._not_yet(held, "no such prompt came in time") for held in late]

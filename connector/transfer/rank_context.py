@@ -35,8 +35,9 @@ def _unknown_lease(params: bytes) -> RemoteLease:
 @dataclass
 class RankContext:
     """All data about its own rank that a hand-over needs. ``clock``: seconds, never going back, by which hand-overs are
-    measured. ``lease_of``: the lease that ``kv_transfer_params`` name, in MessagePack; may raise ProtocolError.
-    ``tracer``: takes the spans of hand-overs, where there are traces."""
+    measured; ``time.monotonic`` where copies note their ends (``Copy.ended_at``). ``lease_of``: the lease that
+    ``kv_transfer_params`` name, in MessagePack; may raise ProtocolError. ``tracer``: takes the spans of hand-overs,
+    where there are traces."""
 
     settings: Settings
     engine_id: str

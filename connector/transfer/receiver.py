@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -37,6 +38,7 @@ from kvferry.connector.transfer.checksums import (
     takes_pieces,
     trailer_bytes,
 )
+from kvferry.connector.transfer.deadlines import Deadlines
 from kvferry.connector.transfer.link import Link
 from kvferry.connector.transfer.span_read import Side, SpanRead, cut_read
 from kvferry.transport.channels import Copy, Pieces, Received
@@ -73,7 +75,8 @@ class Receiver:
         self._reads: dict[int, SourceRead] = {}
         self._last = 0
         self._arrived: deque[tuple[Link, Received]] = deque()
-        self._writing: list[PageWrite] = []
+        self._writing: dict[PageWrite, None] = {}
+        self._deadlines = Deadlines(self._due)
         self._moving = False  # a copy by a plane has just begun or moved bytes
         self._moves = 0  # how often bytes of any read came into D's pages
 
@@ -104,10 +107,17 @@ class Receiver:
         """The links that reads use."""
         return {read.link for read in self._reads.values()}
 
-    @property
-    def stopped(self) -> list[SourceRead]:
-        """The reads that were stopped, and of which messages can arrive."""
-        return [read for read in self._reads.values() if read.state.stopped]
+    def stopped(self, read: SourceRead) -> None:
+        """A read was stopped. Its last messages may come until its deadline."""
+        self._deadlines.note(read.number, read.state.due)
+
+    def late(self, now: float) -> list[SourceRead]:
+        """The stopped reads whose last messages are overdue."""
+        return [self._reads[number] for number in self._deadlines.due(now)]
+
+    def _due(self, number: int) -> float:
+        read = self._reads.get(number)
+        return math.inf if read is None else read.state.due
 
     def others_move(self, read: SourceRead) -> bool:
         """Whether another read over the link of a read goes on, and has made progress since this one did."""
@@ -195,7 +205,7 @@ class Receiver:
     def _write(
         self, read: SourceRead, copy: Copy, nbytes: int, message: Received | None = None, verdict: Verdict | None = None
     ) -> Happening:
-        self._writing.append(PageWrite(read, copy, nbytes, message, verdict))
+        self._writing[PageWrite(read, copy, nbytes, message, verdict)] = None
         return read, WriteBegan(len(read.tags), awaitable=copy.on_stream or copy.done)
 
     def _box(self, read: SourceRead, item: PlannedSpan) -> PageBox:
@@ -215,7 +225,7 @@ class Receiver:
             for write in [write for write in self._writing if write.read is read]:
                 channel.cancel(write.copy)
                 if write.copy.done:
-                    self._writing.remove(write)
+                    del self._writing[write]
                     yield read, WriteEnded()
         elif channel is not None:
             for tag in read.tags:
@@ -260,8 +270,10 @@ class Receiver:
 
     def finished_writes(self) -> Iterator[Happening]:
         """The events of the copies into D's pages that have ended."""
-        while (write := next((write for write in self._writing if write.copy.done), None)) is not None:
-            self._writing.remove(write)
+        for write in [write for write in self._writing if write.copy.done]:
+            if write not in self._writing:  # an earlier event has cancelled its read
+                continue
+            del self._writing[write]
             if write.message is not None:
                 write.message.release()
             failure = _failure(write)

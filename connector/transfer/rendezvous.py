@@ -17,6 +17,7 @@ from kvferry.connector.protocol.link_state import LinkPhase
 from kvferry.connector.protocol.rendezvous import RendezvousEffect, RendezvousEvent, RendezvousPhase, RendezvousState
 from kvferry.connector.protocol.state_machine import Lifetime, Tick
 from kvferry.connector.protocol.step_plan import PeerEngine, RemoteLease, Rendezvous, RendezvousResult
+from kvferry.connector.transfer.deadlines import Deadlines
 from kvferry.connector.transfer.handover_trace import record, rendezvous_span
 from kvferry.connector.transfer.link import Link
 from kvferry.connector.transfer.rank_context import RankContext
@@ -94,8 +95,11 @@ class PromptFinder:
         """The contacts whose connections have news. D may have hundreds of contacts."""
         self.open: dict[str, _Search] = {}
         """By the ids of the requests that wait, or whose answer D's engine has not taken yet."""
+        self._looked_at: dict[_Search, None] = {}
+        """Those that wait for their bootstrap page or for links: ``serve`` looks at each."""
         self.left: dict[_Search, None] = {}
         """Of requests that have ended, while P does not know their prompt; the oldest first."""
+        self._deadlines = Deadlines[_Search](lambda search: search.lifetime.state.due)
         self._by_number: dict[int, _Search] = {}
         self._last = 0
 
@@ -137,7 +141,7 @@ class PromptFinder:
     @property
     def has_work(self) -> bool:
         """Whether ``serve`` must be called. P may send over a contact that no request uses."""
-        return bool(self.open or self._news)
+        return bool(self._looked_at or self._news)
 
     def serve(self, now: float) -> None:
         """Handle the answers that have arrived. The dialer has taken them in before. Closes a contact over which P
@@ -159,15 +163,17 @@ class PromptFinder:
                     self._fail(contact, str(error), now, rendezvous.PeerFailed)
             if contact.connection.lost:
                 self._fail(contact, contact.connection.reason or "the peer is gone", now)
-        for search in list(self.open.values()):
+        for search in list(self._looked_at):
             if search.page is not None and search.page.done:
                 self._located(search, search.page, now)
             elif search.lifetime.state.phase is RendezvousPhase.CONNECTING:
                 self._look_at_links(search, now)
+            elif search.lifetime.state.phase is not RendezvousPhase.LOCATING:
+                del self._looked_at[search]
 
     def tick(self, now: float) -> None:
         """Ask again where that is due; notice connections that could not be made; close those that are not used."""
-        for search in [*self.open.values(), *self.left]:
+        for search in self._deadlines.due(now):
             self._step(search, Tick(), now)
         for address, contact in list(self.contacts.items()):
             if contact.connection.lost:
@@ -267,6 +273,7 @@ class PromptFinder:
     def _step(self, search: _Search, event: RendezvousEvent, now: float) -> None:
         before = search.lifetime.state.phase
         effects = search.lifetime.step(event, now)
+        self._deadlines.note(search, search.lifetime.state.due)
         phase = search.lifetime.state.phase
         if phase in (RendezvousPhase.LEFT, RendezvousPhase.ENDED):
             if self.open.get(search.rendezvous.request_id) is search:
@@ -299,11 +306,13 @@ class PromptFinder:
     def _perform(self, search: _Search, effect: RendezvousEffect, now: float) -> None:
         match effect:
             case rendezvous.FetchPage():
+                self._looked_at[search] = None
                 refusal = self._rank_context.allowed_peers.refusal_without_keys
                 search.page = fetch_page(search.rendezvous.host, refusal, self._wake)
             case rendezvous.AskName():
                 self._ask(search, effect, now)
             case rendezvous.BeginLinks():
+                self._looked_at[search] = None
                 self._begin_links(search, now)
             case rendezvous.ReportFound(streams):
                 self._found(search, streams)

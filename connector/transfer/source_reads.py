@@ -22,6 +22,7 @@ from kvferry.connector.protocol.source_read import (
     ReadGranted,
     ReadPhase,
     SendCommit,
+    StopRead,
 )
 from kvferry.connector.transfer.active_load import ActiveLoad, SourceRead
 from kvferry.connector.transfer.lease_keeper import LeaseKeeper
@@ -67,7 +68,10 @@ class SourceReads:
 
     def step(self, read: SourceRead, event: ReadEvent, now: float) -> None:
         """Perform every effect of an event, also after an error in one."""
-        for effect in read.lifetime.step(event, now):
+        effects = read.lifetime.step(event, now)
+        if isinstance(event, StopRead):
+            self._receiver.stopped(read)
+        for effect in effects:
             try:
                 self._perform_read_effect(read, effect, now)
             except Exception as error:

@@ -121,6 +121,7 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
                 )
         else:
             tables = from_vllm.block_tables(vllm_config, kv_cache_config)
+            self._runner: Any = None  # whose ``execute_model`` is wrapped
             self._block_size = tables[0].block_size if tables else 1
             self._prefills: PrefillEvents | None = None  # where they follow the layers of the step under way
             self._layers_run_once = from_vllm.layers_run_once(vllm_config)
@@ -253,7 +254,7 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
         compat.permit_amx()
         places = partial(from_vllm.element_order, self._vllm_config)
         runner = find_model_runner()
-        if runner is not None:
+        if runner is not None and runner is not self._runner:  # vLLM may register anew
             self._start_with(runner)
         self._working.register(kv_caches, from_vllm.num_blocks(self._config), places)
 
@@ -274,7 +275,7 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
     def _start_with(self, runner: Any) -> None:
         """Start a step's loads when the model runner gets the step, not when it has prepared it: a millisecond or two
         for a new request, and more for a long one."""
-        execute = runner.execute_model
+        self._runner, execute = runner, runner.execute_model
 
         def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
             metadata = scheduler_output.kv_connector_metadata

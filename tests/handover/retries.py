@@ -75,8 +75,7 @@ def figures(d: Rank) -> Any:
 
 
 def load_of(d: Rank) -> Any:
-    loads = halves(d)[1].loads.running
-    return loads[0] if loads else None
+    return next(iter(loads_of(d)), None)
 
 
 def loads_of(d: Rank) -> list[Any]:

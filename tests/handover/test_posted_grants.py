@@ -171,7 +171,7 @@ def test_a_load_that_was_waited_for_is_reported_once(pair: Pair, monkeypatch: py
     def copied(read: Any, grant: Any) -> Any:
         happenings = list(begin_pull(read, grant))
         read.link.plane.progress()
-        assert reads._writing[-1].copy.done
+        assert next(reversed(reads._writing)).copy.done
         return happenings
 
     def broken(*args: Any) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from kvferry.connector.config import Settings
+from kvferry.transport.channels import Copy
 from kvferry.transport.planes import cma
 from tests.handover.gates import Gate, halves
 from tests.handover.opening import OURS, THEIRS, TOKENS, another_works, begin
@@ -79,6 +80,35 @@ def test_a_copy_that_goes_on_may_take_longer_than_the_time_out(pair: tuple[Rank,
     assert halves(d)[1]._rank_context.stats.take()["finished"]["cma"]["nbytes"] == [d.wanted(TOKENS).nbytes]
     assert time.monotonic() > started + 2 * d.settings.transfer_timeout_seconds
     assert not d.failed and torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS))
+
+
+def test_the_ends_of_many_copies_are_seen_in_one_pass(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search for each end among the copies that go on would hold up every other hand-over."""
+    count, settings = 100, Settings(plane="cma")
+    p, d = (group.rank(settings=settings, engine_id=name, blocks=count) for name in ("engine-p", "engine-d"))
+    plane, done, looks = plane_of(d), Copy.done, [0]
+    progress = type(plane).progress
+    Gate(plane, "progress", lambda: False)
+
+    def the_later_half() -> bool:
+        if len(plane.copies) == count:
+            plane.copies.rotate(count // 2)
+        left = len(plane.copies) // 2
+        while len(plane.copies) > left:
+            progress(plane)
+        return True
+
+    def look(copy: Copy) -> bool:
+        looks[0] += threading.current_thread().name == "kvferry-transfer"
+        return bool(done.__get__(copy))  # type: ignore[attr-defined]
+
+    for n in range(count):
+        d.worker.post(load_plan(f"d{n}", grant([p], f"p{n}", [n], 1), peer([p]), [n], 0, 1))
+    assert wait(lambda: len(plane.copies) == count, [p, d])
+    monkeypatch.setattr(Copy, "done", property(look, done.__set__))  # type: ignore[attr-defined]
+    plane.progress = the_later_half
+    assert wait(lambda: len(d.received) == count, [p, d]) and not d.failed
+    assert looks[0] < 10 * count
 
 
 def test_a_copy_that_stands_still_times_out(pair: tuple[Rank, Rank]) -> None:

@@ -51,12 +51,12 @@ def load_again(p: Rank, d: Rank, *, one_plan: bool) -> LeaseGrant:
 def test_the_end_of_the_first_is_not_that_of_the_second(pair: Pair, one_plan: bool) -> None:
     p, d, copies = pair
     loads = halves(d)[1].loads.running
-    first = loads[0].load
+    first = next(iter(loads)).load
     lease = load_again(p, d, one_plan=one_plan)
     assert wait(lambda: len(loads) == 2, [p, d])
     copies.gate.set()
     assert wait(lambda: p.sent == {"req-p"}, [p, d]), "the first has ended, and released its lease"
-    assert len(loads) == 1 and loads[0].load is not first
+    assert [each.load is first for each in loads] == [False]
     assert not wait(lambda: bool(d.received), [p, d], 0.2), "the second has not ended"
     p.worker.post(StepPlan(leases=(lease,)))
     assert wait(lambda: d.received == {"req-d"} and p.sent == {"req-p", "again-p"}, [p, d])

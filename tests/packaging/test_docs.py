@@ -202,6 +202,17 @@ def test_lines_that_nobody_logs_are_noticed() -> None:
     assert not in_source("kvferry: hand-over of ... ended: ... tokens") and not in_source("GPU ... has no ... access")
 
 
+def strange_names(text: str) -> list[str]:
+    """What is written as a name of Python in a text, and is none in the product's code."""
+    known = {word for tree in trees().values() for word in re.findall(r"\w+", ast.unparse(tree))}
+    return [name for name in CODE.findall(text) if re.fullmatch("[a-z]+(_[a-z]+)+", name) and name not in known]
+
+
+def test_names_that_an_engine_needs_exist() -> None:
+    text = read("docs/library.md").partition("## Utilities")[0]
+    assert strange_names(text) == [] and strange_names("`loads_finished` (`rendezvous_ended`)") == ["rendezvous_ended"]
+
+
 def quoted_from_vllm() -> list[tuple[str, str]]:
     """Files of vLLM, and what docs/comparison.md quotes from each."""
     columns = [[CODE.findall(cell) for cell in cells("docs/comparison.md", column)] for column in (1, 2)]

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
+from kvferry.connector.protocol.state_machine import Lifetime, Tick
+from kvferry.connector.transfer.lease_keeper import SIBLING_SECONDS
 from kvferry.connector.transfer.sessions import SILENT_SECONDS
 from tests.simulation.engines import Engine
 from tests.simulation.memory import Form
@@ -86,7 +91,7 @@ def test_a_read_whose_end_is_lost_does_not_stay(world: World, what: str) -> None
     world.run(1.0)
     assert request.phase == "ended", "the engine does not wait for it"
     receiver = d.nodes[0].thread._consumer._receiver
-    assert receiver.stopped
+    assert receiver
     world.run(world.settings.transfer_timeout_seconds)
     assert not receiver
     world.run(2.0)
@@ -107,3 +112,42 @@ def test_an_attach_that_comes_twice_leaves_no_closed_channel(world: World) -> No
     world.run(5.0)
     assert request.phase == "ended"
     world.settle()
+
+
+def test_a_tick_costs_nothing_while_nothing_is_due(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is under way: leases, their renewals, loads, prompts that D asks for by name."""
+    p, still, d = (world.engine(name, Form(1, 2, 400), ("sim_pull",)) for name in ("p", "still", "d"))
+    prompts = [engine.prefill(20) for engine in (p, still) for _ in range(40)]
+    requests = [d.keep(prompt, prompt.name) for prompt in prompts if prompt is not None]
+    for number in range(40):
+        d.searches.begin(f"search {number}", 1000 + number, 20, p, f"name {number}", lambda request, result: None)
+    world.run(0.1)
+    still.nodes[0].stand_still(600.0)
+    assert all(d.load(request) for request in requests[40:])
+    world.run(0.1)
+    ticks: Counter[str] = Counter()
+    step = Lifetime.step
+
+    def counted(lifetime: Any, event: Any, now: float) -> Any:
+        ticks[type(lifetime.state).__name__] += isinstance(event, Tick)
+        return step(lifetime, event, now)
+
+    monkeypatch.setattr(Lifetime, "step", counted)
+    world.run(0.2)
+    del ticks["LinkState"]  # the one link whose handshake is under way
+    assert not ticks.total()
+    world.run(1.0)
+    assert ticks["KeptLease"] >= 40, "their renewals come at their time"
+
+
+def test_a_lease_waits_for_siblings_no_longer_than_it_should(world: World) -> None:
+    """Also where its next renewal is far."""
+    world.settings = replace(world.settings, lease_seconds=300.0, lease_cap_seconds=300.0)
+    p, d = (world.engine(name, FORM, ("sim_pull",)) for name in "pd")
+    prompt = p.prefill(20)
+    assert prompt is not None
+    request = d.keep(prompt, prompt.name, siblings=True)
+    world.run(0.5)
+    d.abort(request)
+    world.run(2 * SIBLING_SECONDS)
+    assert not p.prompts

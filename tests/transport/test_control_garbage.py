@@ -207,6 +207,43 @@ def test_the_numbers_of_the_c_library_stay_the_same():
     context.term()
 
 
+def test_two_threads_leave_the_c_library_its_own_memory():
+    """Sockets that two threads open at once: else its numbers come from memory that is free by then."""
+    libc, context = ctypes.CDLL(None), zmq.Context()
+    began, inside, ended = threading.Event(), threading.Event(), threading.Event()
+
+    class First:
+        def socket(self, kind):
+            began.set()
+            inside.wait(0.2)  # the other one gets here only where nothing keeps it
+            return context.socket(kind)
+
+    class Second:
+        def socket(self, kind):
+            inside.set()
+            assert ended.wait(60)
+            return context.socket(kind)
+
+    def second():
+        assert began.wait(60)
+        new_router(Second()).close(0)
+
+    def numbers(between=lambda: None):
+        libc.srand(7)
+        between()
+        return libc.rand(), libc.rand()
+
+    def both():
+        thread = threading.Thread(target=second)
+        thread.start()
+        new_router(First()).close(0)
+        ended.set()
+        thread.join(60)
+
+    assert numbers() == numbers(both)
+    context.term()
+
+
 def test_slow_connections_end_and_hold_up_nobody(listener, good, monkeypatch):
     served(listener, good)
     peers = [socket.create_connection(("127.0.0.1", listener.port), timeout=60) for _ in range(100)]

@@ -97,6 +97,7 @@ def test_notes_fall_when_the_board_closes() -> None:
     writer.close()
     writer.close()
     assert note is not None and not note.is_current
+    assert writer.post(one, b"text") is None and reader.find(one) is None, "another thread may come too late"
 
 
 def test_a_note_that_is_retracted_twice_stays_down() -> None:

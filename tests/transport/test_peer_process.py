@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import select
 import socket
 import struct
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -49,6 +51,27 @@ def test_the_process_at_the_other_end_is_known(
     for pid in (os.getpid(), os.getppid()):  # ours holds this end
         with pytest.raises(PeerUnreachableError, match="is not at the other end"):
             PeerProcess(pid).check_holds_end(ends)
+
+
+def test_a_process_that_has_ended_is_not_taken_for_another_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread closes while another asks: a file that is opened meanwhile may get the same number."""
+    with fork_server().start("-c", "", text=True) as program:
+        process = PeerProcess(program.pid)
+        assert program.wait(60) == 0
+    numbers, poll = [], select.poll
+
+    def slow() -> select.poll:
+        closer.start()
+        closer.join(0.1)
+        numbers.append(os.eventfd(0))
+        return poll()
+
+    closer = threading.Thread(target=process.close)
+    monkeypatch.setattr(select, "poll", slow)
+    assert process.ended
+    closer.join(60)
+    assert process.fd < 0 and process.ended
+    os.close(numbers[0])
 
 
 def test_no_connection_or_no_such_connection_is_nobody_s(joined: tuple[Program, socket.socket]) -> None:

@@ -17,6 +17,7 @@ def test_the_greedy_lose_their_own() -> None:
     assert left == sorted(left, key=lambda value: int(value[1:])), "the oldest first"
     assert all(table.get(n) == f"m{n}" for n in range(10)) and table.cost <= 100
     assert len(table.drop(b"greedy")) == len(range(100, 1000)) - len(left)
+    assert table.first(lambda value: value < "m3") == ["m0", "m1", "m2"]
     assert table.owners() == [b"modest"] and table.oldest(b"modest") == 0 and not table.owns(b"greedy")
 
 

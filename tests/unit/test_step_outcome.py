@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from itertools import count
 
 import pytest
 
@@ -52,6 +53,19 @@ class Aside:
         self._thread.join(60)
         (found,) = self._found
         return found
+
+
+def test_the_output_looks_at_copies_for_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy may take seconds. Thousands of looks would take the interpreter from the thread that serves it."""
+    monkeypatch.setattr(step_outcome, "LOOK_SECONDS", LONG)
+    now, looks = count(), []
+    one = load()
+    outcome = StepOutcome([one], lambda: True, lambda: None, clock=lambda: next(now) * step_outcome.YIELD_SECONDS / 10)
+    outcome.begun(one, lambda: looks.append(1))
+    output = Aside(outcome.standing)
+    assert all(output.waits for _ in range(4)) and len(looks) < 20
+    outcome.ended(one, ok=True)
+    assert output.result() == {"r"}
 
 
 def test_the_engine_waits_for_the_beginning_and_the_output_for_the_end() -> None:

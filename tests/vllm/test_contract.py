@@ -118,6 +118,10 @@ def wake(engine: Engine) -> None:
     """As 0.33's workers, and then its engine core, which tells the scheduler the workers' addresses anew."""
     for worker in engine.workers:
         worker.connector.restore_kv_caches()
+    introduce(engine)
+
+
+def introduce(engine: Engine) -> None:
     handshakes = {(0, worker.rank): worker.connector.get_handshake_metadata() for worker in engine.workers}
     engine.connector.set_xfer_handshake_metadata_pp_aware(handshakes)
 
@@ -142,6 +146,31 @@ def test_engines_sleep_and_wake(group: EngineGroup, tp: int) -> None:
     sleep(d)
     d.scheduler.reset_prefix_cache()
     wake(d)
+    hand_over(p, d)
+    settle(p, d)
+
+
+def test_caches_may_be_registered_anew(group: EngineGroup) -> None:
+    """The former life of the rank ends, and the model runner's method is wrapped once."""
+
+    class PretendModelRunner:
+        def execute_model(self, step: Any) -> None: ...
+
+        def register(self, worker: Any) -> Any:
+            worker.connector.register_kv_caches(worker.caches)
+            return self.execute_model
+
+    p, d = group.engine(0), group.engine(1)
+    hand_over(p, d)
+    settle(p, d)
+    runner, (worker,) = PretendModelRunner(), p.workers
+    threads = threading.active_count()
+    wrapped = runner.register(worker)
+    assert wrapped != type(runner).execute_model.__get__(runner)
+    assert runner.register(worker) is wrapped and threading.active_count() == threads
+    p.scheduler.reset_prefix_cache()
+    d.scheduler.reset_prefix_cache()
+    introduce(p)
     hand_over(p, d)
     settle(p, d)
 

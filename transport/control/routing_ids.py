@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 
 import zmq
 
 _STATE_BYTES = 64
 _libc = ctypes.CDLL(None)
+_one_at_a_time = threading.Lock()
+"""Two calls at once leave ``rand`` with the memory of one of them, which is free by then: the process crashed."""
 
 
 def new_router(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
@@ -26,8 +29,9 @@ def new_router(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
     _libc.setstate.argtypes = [ctypes.c_void_p]
     state = ctypes.create_string_buffer(_STATE_BYTES)  # in use until ``setstate``
     seed = ctypes.c_uint(int.from_bytes(os.urandom(4), "little"))
-    before = _libc.initstate(seed, state, ctypes.c_size_t(_STATE_BYTES))
-    try:
-        return context.socket(zmq.ROUTER)
-    finally:
-        _libc.setstate(before)
+    with _one_at_a_time:
+        before = _libc.initstate(seed, state, ctypes.c_size_t(_STATE_BYTES))
+        try:
+            return context.socket(zmq.ROUTER)
+        finally:
+            _libc.setstate(before)

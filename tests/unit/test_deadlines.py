@@ -1,0 +1,112 @@
+"""A tick looks at what is due and at nothing else; no deadline is missed, whatever moves it."""
+
+from __future__ import annotations
+
+import gc
+import math
+import weakref
+from itertools import product
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from kvferry.connector.protocol import (
+    computing_prompt,
+    handover,
+    kept_lease,
+    lease,
+    load_attempts,
+    rendezvous,
+    source_read,
+)
+from kvferry.connector.protocol.state_machine import Tick, TransitionTable
+from kvferry.connector.transfer.deadlines import SWEEP, Deadlines
+
+calls = st.lists(
+    st.tuples(
+        st.sampled_from(["new", "earlier", "later", "gone", "handle", "leave"]), st.integers(0, 8), st.floats(0, 9)
+    )
+)
+
+
+@given(calls)
+def test_what_is_due_is_found(calls: list[tuple[str, int, float]]) -> None:
+    """``handle``: a tick whose caller moves what was due; ``leave``: one that an error has kept from it."""
+    now, times = 0.0, dict[int, float]()
+    deadlines = Deadlines[int](lambda key: times.get(key, math.inf))
+    for call, key, seconds in calls:
+        if call == "new" or (call == "earlier" and key in times):
+            times[key] = min(times.get(key, math.inf), now + seconds)
+            deadlines.note(key, times[key])
+        elif call == "later" and key in times:
+            times[key] += seconds
+        elif call == "gone":
+            times.pop(key, None)
+        elif call in ("handle", "leave"):
+            now += seconds
+            wanted = [key for key, at in times.items() if at <= now]
+            assert sorted(deadlines.due(now)) == sorted(wanted)
+            times.update((key, now + 0.5) for key in wanted if call == "handle")
+
+
+def test_only_what_is_due_is_looked_at() -> None:
+    looked: list[int] = []
+
+    def at(key: int) -> float:
+        looked.append(key)
+        return float(key)
+
+    deadlines = Deadlines(at)
+    for key in range(4000):
+        deadlines.note(key, float(key))
+    looked.clear()
+    assert deadlines.due(-1) == [] and not looked
+    assert deadlines.due(2) == [0, 1, 2] and set(looked) == {0, 1, 2}
+
+
+def test_what_is_gone_is_forgotten_long_before_its_time() -> None:
+    class Thing:
+        pass
+
+    living = weakref.WeakSet[Thing]()
+    deadlines = Deadlines[Thing](lambda thing: math.inf)
+    for _ in range(10 * SWEEP):
+        thing = Thing()
+        living.add(thing)
+        deadlines.note(thing, 604800.0)
+    gc.collect()
+    assert len(living) <= SWEEP + 1
+
+
+def states() -> list[tuple[TransitionTable[Any, Any, Any], Any]]:
+    """Every phase of every lifetime that waits for a time, with its times in each order."""
+    times = list(product((3.0, 4.0, 5.0), repeat=2))
+    timeouts = handover.Timeouts(1.0, 1.0, 1.0)
+    reason = handover.Reason("timeout", "planted")
+    found: list[tuple[TransitionTable[Any, Any, Any], Any]] = []
+    for first, second in times:
+        found += [
+            (lease.LEASE, lease.Lease(lease.LeasePhase.GRANTED, first, 1.0, second)),
+            (kept_lease.KEPT_LEASE,
+             kept_lease.KeptLease(kept_lease.KeptLeasePhase.NEEDED, 1.0, 0.5, first, frozenset(), release_at=second)),
+            (handover.HANDOVER, handover.Handover(
+                handover.HandoverPhase.READY, 1, frozenset({0}), min(first, second), second, timeouts, reason)),
+            (load_attempts.LOAD_ATTEMPTS, load_attempts.LoadAttempts(
+                load_attempts.LoadPhase.WAITING, second, (1,), 0, begin_at=first, reason=reason)),
+            (source_read.SOURCE_READ, source_read.ReadState(0, left=1, timeout=1.0, deadline=first)),
+            (source_read.SOURCE_READ, source_read.ReadState(0, left=0, timeout=1.0, deadline=first)),
+            (rendezvous.RENDEZVOUS, rendezvous.RendezvousState(retry_at=first, until=second)),
+            (rendezvous.RENDEZVOUS, rendezvous.RendezvousState(retry_at=None, until=second)),
+            (computing_prompt.COMPUTING_PROMPT, computing_prompt.ComputingState(refuse_at=first)),
+            (computing_prompt.COMPUTING_PROMPT, computing_prompt.ComputingState(refuse_at=None)),
+        ]  # fmt: skip
+    return [(table, replace(state, phase=phase)) for table, state in found for phase in table.phases]
+
+
+def test_a_lifetime_is_due_when_a_tick_changes_it() -> None:
+    for table, state in states():
+        before = math.nextafter(min(state.due, 1e9), 0.0)
+        assert table.step(state, Tick(), before) == (state, ()), table.name
+        assert math.isinf(state.due) or table.step(state, Tick(), state.due) != (state, ()), table.name
