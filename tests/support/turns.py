@@ -20,16 +20,16 @@ MOST_BYTES = 64 << 20
 
 
 class TurnLines:
-    """Counts the lines of Python in the turns of a rank's transfer thread. ``most``: in one turn, from now on."""
+    """Counts the turns of a rank's transfer thread from now on. ``most``: lines of Python in one of them."""
 
     def __init__(self, rank: Rank) -> None:
         thread: Any = rank.worker._transfer_thread
-        real, self.most = thread._turn, 0
+        real, self.count, self.most = thread._turn, 0, 0
 
         def turn(now: float) -> bool:
             with Lines() as lines:
                 moved = bool(real(now))
-            self.most = max(self.most, lines.count)
+            self.count, self.most = self.count + 1, max(self.most, lines.count)
             return moved
 
         thread._turn = turn

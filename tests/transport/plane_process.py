@@ -55,6 +55,18 @@ class Peer:
         self.process.close()
 
 
+def rest(*peers: Peer) -> bool:
+    """Whether there is a second in which none of them takes a tenth of a core. One that polls takes all that it gets;
+    what a slow host adds is not there in every second."""
+    for _ in range(20):
+        begun, before = time.monotonic(), [peer("status")["cpu"] for peer in peers]
+        time.sleep(1)
+        taken = [peer("status")["cpu"] - was for peer, was in zip(peers, before, strict=True)]
+        if max(taken) < 0.1 * (time.monotonic() - begun):
+            return True
+    return False
+
+
 class Peers:
     """Peers of one plane that a test left alive serve the next test."""
 
