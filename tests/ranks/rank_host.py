@@ -27,6 +27,7 @@ from kvferry.transport.channels import Copy
 from tests.ranks.caches import RankCaches, Table, layer_name
 from tests.ranks.pairing import INPUTS, ITEM_SIZES, STATE_SIZE, Pairing, Rank, parse
 from tests.ranks.state_caches import StateCaches
+from tests.support.lanes import LANES
 
 SLOT_BYTES = 64 << 10
 """So small that a hand-over takes several messages."""
@@ -40,7 +41,7 @@ class HostedRank:
     def __init__(self, pairing: Pairing, side: str, rank: Rank, engine_id: str, device: str = "cpu") -> None:
         self.pairing, self.side, self.rank = pairing, side, rank
         if pairing.plane == "nixl":
-            os.environ["UCX_TLS"] = "tcp" if device == "cpu" else "cuda,tcp"
+            os.environ["UCX_TLS"] = LANES
         self.caches = (StateCaches if pairing.model.kind == "state" else RankCaches)(pairing, side, rank, device)
         form, model = pairing.form(side), pairing.model
         settings = Settings(
