@@ -7,7 +7,6 @@ import time
 
 import zmq
 
-from kvferry.transport.control import framing
 from kvferry.transport.control.dialer import make_dialer
 from kvferry.transport.control.key_file import shared_key
 from kvferry.transport.control.keys import Keys
@@ -34,7 +33,7 @@ class Dialed:
     """One connection with a dialer of its own."""
 
     def __init__(
-        self, port, host="127.0.0.1", *, keys=KEYS, key=None, timeout=framing.CONNECT_TIMEOUT_SECONDS, limit=LIMIT
+        self, port, host="127.0.0.1", *, keys=KEYS, key=None, timeout=300.0, limit=LIMIT
     ):
         named = key if key is not None else "" if keys is None else keys.fingerprint
         self.dialer = make_dialer(keys, max_message_bytes=limit)
