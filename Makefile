@@ -56,9 +56,9 @@ demo: install
 WITH_NIXL = $(shell sed -n 's/^WITH_NIXL = (\(.*\))/\1/p' tests/conftest.py | tr -d '",')
 TEST_PROCESSES ?= $(shell echo $$(($$(nproc) + 2)))
 IN_PROCESSES = -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
-# Both parts run, whatever becomes of the first.
+# Both parts run, whatever becomes of the first. Without files of bytecode, each of hundreds of processes compiles all anew.
 test: install
-	export OMP_NUM_THREADS=1; failed=0; \
+	export OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=; failed=0; \
 	$(PYTEST) -m "not engines and not nixl" $(IN_PROCESSES) || failed=1; \
 	$(PYTEST) -m "nixl and not engines" $(WITH_NIXL) $(IN_PROCESSES) || failed=1; \
 	exit $$failed

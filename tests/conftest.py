@@ -24,18 +24,22 @@ atexit.register(shutil.rmtree, _runtime, ignore_errors=True)
 
 LONGEST_FIRST = (
     "tests/vllm/test_families_vllm.py",
-    "tests/faults/test_fault_proxy.py",
-    "tests/handover/test_lost_peers.py",
-    "tests/transport/test_planes.py",
-    "tests/docs/test_commands.py",
-    "tests/doctor/test_self_test.py",
-    "tests/transport/test_toy_plane.py",
-    "tests/engine/test_pair.py",
-    "tests/vllm/test_random_walk.py",
     "tests/ranks/test_matrix.py",
+    "tests/transport/test_planes.py",
+    "tests/engine/test_pair.py",
     "tests/kernels/test_convert_triton.py",
+    "tests/handover/test_lost_peers.py",
+    "tests/docs/test_commands.py",
+    "tests/faults/test_fault_proxy.py",
+    "tests/vllm/test_random_walk.py",
+    "tests/simulation/test_simulation.py",
     "tests/kernels/test_kv_postprocess_triton.py",
+    "tests/transport/test_toy_plane.py",
     "tests/examples/test_engine_neutral.py",
+    "tests/transport/test_nixl_hosts.py",
+    "tests/transport/test_rdma_check.py",
+    "tests/doctor/test_self_test.py",
+    "tests/vllm/test_named_walk.py",
 )
 """Files that take half a minute and more: begun last, one of them would run on alone."""
 WITH_NIXL = ("tests/gpu/", "tests/handover/", "tests/ranks/", "tests/transport/")

@@ -53,8 +53,7 @@ class Peers:
         return raw
 
     def send(self, raw: RawD, request: messages.Request) -> None:
-        """Send, also where the queue is full."""
-        assert wait(lambda: raw._connection.send(messages.encode(request)))
+        raw.send(request)
 
     def settled(self, raw: RawD) -> None:
         """P has answered all that this peer has sent."""

@@ -421,7 +421,7 @@ def test_without_their_distribution_they_are_unknown() -> None:
 
 def test_the_table_shows_them(environ: dict[str, str]) -> None:
     command = [sys.executable, "-m", "kvferry.transport.registry"]
-    table = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=240, check=True).stdout
+    table = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=800, check=True).stdout
     assert "| `toy_pull` | same host | host |  | D reads `/proc/PID/mem` of P |" in table.splitlines()
     assert "| `pip install 'toy-planes'` |" in table and "| `cuda_ipc` |" in table
 
