@@ -52,13 +52,10 @@ class Peers:
                 raw.answer(messages.Attached)
         return raw
 
-    def send(self, raw: RawD, request: messages.Request) -> None:
-        raw.send(request)
-
     def settled(self, raw: RawD) -> None:
         """P has answered all that this peer has sent."""
         last = messages.Commit(read=(1 << 32) - 1, token=bytes(16))
-        self.send(raw, last)
+        raw.send(last)
 
         def answered() -> bool:
             replies = [messages.decode_reply(frames) for frames in raw._connection.receive()]
@@ -93,14 +90,14 @@ def test_releases_that_precede_their_lease_are_bounded(peers: Peers) -> None:
     """They were 389 MiB for 30 MiB of messages, and the last of them displaced those of an honest D."""
     honest, hostile, stranger = peers.raw(), peers.raw(), peers.raw(greets=False)
     token = secrets.token_bytes(16)
-    peers.send(honest, release(token))
+    honest.send(release(token))
     peers.settled(honest)
     turn, before = TurnLines(peers.p), resident_bytes()
     gate = Gate(peers.producer, "serve", lambda now: False)  # P finds all of them at once
     for number in range(400):
         name = number.to_bytes(16, "big")
-        peers.send(hostile, release(name, number, consumer=name, ranks=4096))
-        peers.send(stranger, release(name[::-1], number, consumer=name, ranks=4096))
+        hostile.send(release(name, number, consumer=name, ranks=4096))
+        stranger.send(release(name[::-1], number, consumer=name, ranks=4096))
     gate.open()
     for raw in (hostile, stranger):
         peers.settled(raw)
@@ -119,11 +116,11 @@ def test_consumers_of_one_lease_are_bounded(peers: Peers) -> None:
     assert wait(lambda: token in peers.producer._leases.held)
     before = resident_bytes()
     for number in range(500):
-        peers.send(hostile, release(token, 5, consumer=number.to_bytes(16, "big"), ranks=4096))
+        hostile.send(release(token, 5, consumer=number.to_bytes(16, "big"), ranks=4096))
     peers.settled(hostile)
     assert len(peers.producer._leases.held[token].lifetime.state.votes) == lease.MAX_CONSUMERS
     assert resident_bytes() - before < MOST_BYTES
-    peers.send(hostile, release(token))  # complete by itself
+    hostile.send(release(token))  # complete by itself
     assert wait(lambda: peers.p.sent == {"req-p"}, [peers.p])
 
 
@@ -131,7 +128,7 @@ def test_cancels_of_reads_that_never_were_keep_nothing(peers: Peers) -> None:
     """Each left an entry in its session for ever."""
     hostile = peers.raw()
     for number in range(3000):
-        peers.send(hostile, messages.Cancel(read=number, posted=5))
+        hostile.send(messages.Cancel(read=number, posted=5))
         if number % 200 == 0:
             hostile._connection.receive()
     peers.settled(hostile)
@@ -143,11 +140,11 @@ def test_reads_that_have_ended_are_bounded(peers: Peers, monkeypatch: pytest.Mon
     monkeypatch.setattr(peers.producer.reads.sender._ended, "_limit", 100)
     hostile = peers.raw()
     for number in range(300):
-        peers.send(hostile, messages.Ask(
+        hostile.send(messages.Ask(
             read=number, token=b"t" * 16, consumer=b"h" * 16, consumer_rank=0, expected=(0,), spans=(),
             chunk_bytes=messages.MIN_CHUNK_BYTES,
         ))  # fmt: skip
-        peers.send(hostile, messages.Cancel(read=number, posted=0))
+        hostile.send(messages.Cancel(read=number, posted=0))
     peers.settled(hostile)
     assert 0 < len(peers.producer.reads.sender._ended) <= 100
 

@@ -32,9 +32,7 @@ def listening(keys=KEYS, port=0, host="127.0.0.1", **options):
 class Dialed:
     """One connection with a dialer of its own."""
 
-    def __init__(
-        self, port, host="127.0.0.1", *, keys=KEYS, key=None, timeout=300.0, limit=LIMIT
-    ):
+    def __init__(self, port, host="127.0.0.1", *, keys=KEYS, key=None, timeout=300.0, limit=LIMIT):
         named = key if key is not None else "" if keys is None else keys.fingerprint
         self.dialer = make_dialer(keys, max_message_bytes=limit)
         self.connection = self.dialer.connect(host, port, key=named, timeout=timeout)
