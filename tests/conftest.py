@@ -7,6 +7,7 @@ The profile ``explore`` draws anew: ``make explore``. The engines of a test proc
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import shutil
 import tempfile
@@ -44,6 +45,18 @@ LONGEST_FIRST = (
 """Files that take half a minute and more: begun last, one of them would run on alone."""
 WITH_NIXL = ("tests/gpu/", "tests/handover/", "tests/ranks/", "tests/transport/")
 """Folders in which ``make test`` looks for tests of ``nixl``: to collect all tests takes as long as to run these."""
+
+gc.disable()  # until all is imported: see below
+
+
+def pytest_collection_finish() -> None:
+    """A search for garbage looks at all objects, of which the imports make two million: at these, no more."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # else libraries complain of what is left
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -121,5 +121,4 @@ def fuzz(seed: int, count: int, seconds: float, only: str = "") -> dict[str, dic
             done += outcome.inputs
             if (done >= count or time.monotonic() >= end) and len(total) == len(chosen):
                 break
-    gc.unfreeze()
     return {name: {field: getattr(outcome, field) for field in outcome.__slots__} for name, outcome in total.items()}

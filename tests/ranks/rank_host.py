@@ -45,8 +45,8 @@ class HostedRank:
         self.caches = (StateCaches if pairing.model.kind == "state" else RankCaches)(pairing, side, rank, device)
         form, model = pairing.form(side), pairing.model
         settings = Settings(
-            plane=pairing.plane, slot_bytes=SLOT_BYTES, staging_bytes=16 << 20, lease_seconds=300.0,
-            handshake_timeout_seconds=120.0, transfer_timeout_seconds=120.0, ask_hold_seconds=120.0,
+            plane=pairing.plane, slot_bytes=SLOT_BYTES, staging_bytes=16 << 20, lease_seconds=900.0,
+            handshake_timeout_seconds=600.0, transfer_timeout_seconds=600.0, ask_hold_seconds=600.0,
             convert_dtype=side == "d" and pairing.converts,
         )  # fmt: skip
         info = RankInfo(
@@ -168,7 +168,7 @@ class HostedRank:
         """What compare.py is given of this rank."""
         assert self.worker.rank_context is not None
         finished: dict[str, Any] = {}
-        end = time.monotonic() + 60
+        end = time.monotonic() + 600
         while not finished:
             figures = self.worker.rank_context.stats.take()
             finished = {} if figures is None else dict(figures["finished"])

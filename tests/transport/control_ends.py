@@ -76,7 +76,7 @@ class Dialed:
         self.dialer.close()
 
 
-def until(condition, seconds=60.0):
+def until(condition, seconds=300.0):
     """The value of ``condition`` once it is true; all connections of this process make progress meanwhile."""
     deadline = time.monotonic() + seconds
     while not (done := condition()) and time.monotonic() < deadline:

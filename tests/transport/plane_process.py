@@ -36,13 +36,13 @@ class Peer:
         return self._answer()
 
     def _answer(self) -> Any:
-        ready, _, _ = select.select([self.process.stdout], [], [], 120)
+        ready, _, _ = select.select([self.process.stdout], [], [], 600)
         assert ready, "the peer does not answer"
         line = self.process.stdout.readline()
         assert line, f"the peer died with status {self.process.wait()}"
         return json.loads(line)
 
-    def until(self, condition: Callable[[dict[str, Any]], bool], seconds: float = 90) -> dict[str, Any]:
+    def until(self, condition: Callable[[dict[str, Any]], bool], seconds: float = 600) -> dict[str, Any]:
         deadline = time.monotonic() + seconds
         while True:
             status = self("status")
