@@ -56,9 +56,12 @@ demo: install
 WITH_NIXL = $(shell sed -n 's/^WITH_NIXL = (\(.*\))/\1/p' tests/conftest.py | tr -d '",')
 TEST_PROCESSES ?= $(shell echo $$(($$(nproc) + 2)))
 IN_PROCESSES = -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+# Both parts run, whatever becomes of the first. Without files of bytecode, each of hundreds of processes compiles all anew.
 test: install
-	OMP_NUM_THREADS=1 $(PYTEST) -m "not engines and not nixl" $(IN_PROCESSES)
-	OMP_NUM_THREADS=1 $(PYTEST) -m "nixl and not engines" $(WITH_NIXL) $(IN_PROCESSES)
+	export OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=; failed=0; \
+	$(PYTEST) -m "not engines and not nixl" $(IN_PROCESSES) || failed=1; \
+	$(PYTEST) -m "nixl and not engines" $(WITH_NIXL) $(IN_PROCESSES) || failed=1; \
+	exit $$failed
 
 test-engines: install
 	$(PYTEST) -m "engines and not proxies"

@@ -43,7 +43,7 @@ COMPARED = {
 def environment() -> dict[str, str]:
     """TCP lanes over the link."""
     paths = f"{ROOT / '.typing'}:{os.environ.get('PYTHONPATH', '')}"
-    return os.environ | {"UCX_TLS": "tcp", "UCX_NET_DEVICES": shaped_link.DEVICE, "PYTHONPATH": paths}
+    return os.environ | {"UCX_TLS": "cuda,tcp", "UCX_NET_DEVICES": shaped_link.DEVICE, "PYTHONPATH": paths}
 
 
 def inside(namespace: str, *arguments: str) -> list[str]:

@@ -9,7 +9,7 @@ parser: use a network of your own. Both hosts need this checkout, and ``pip inst
 It prints the lanes of both hosts; rates in turn of NIXL's WRITEs and READs of whole slots, of the plane with scattered
 blocks, and of NIXL's own descriptors for these, all in host memory and over the same lanes; and a verdict. The
 exit status is 0 if the plane is fit: it has RDMA, at least 0.9 of the raw WRITEs, and 3 times NIXL's own descriptors at
-8 KiB. ``UCX_TLS=tcp`` on both sides tries the script without RDMA.
+8 KiB. ``UCX_TLS=cuda,tcp`` on both sides tries the script without RDMA.
 """
 
 from __future__ import annotations

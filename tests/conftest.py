@@ -7,6 +7,7 @@ The profile ``explore`` draws anew: ``make explore``. The engines of a test proc
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import shutil
 import tempfile
@@ -24,22 +25,38 @@ atexit.register(shutil.rmtree, _runtime, ignore_errors=True)
 
 LONGEST_FIRST = (
     "tests/vllm/test_families_vllm.py",
-    "tests/faults/test_fault_proxy.py",
-    "tests/handover/test_lost_peers.py",
-    "tests/transport/test_planes.py",
-    "tests/docs/test_commands.py",
-    "tests/doctor/test_self_test.py",
-    "tests/transport/test_toy_plane.py",
-    "tests/engine/test_pair.py",
-    "tests/vllm/test_random_walk.py",
     "tests/ranks/test_matrix.py",
+    "tests/transport/test_planes.py",
+    "tests/engine/test_pair.py",
     "tests/kernels/test_convert_triton.py",
+    "tests/handover/test_lost_peers.py",
+    "tests/docs/test_commands.py",
+    "tests/faults/test_fault_proxy.py",
+    "tests/vllm/test_random_walk.py",
+    "tests/simulation/test_simulation.py",
     "tests/kernels/test_kv_postprocess_triton.py",
+    "tests/transport/test_toy_plane.py",
     "tests/examples/test_engine_neutral.py",
+    "tests/transport/test_nixl_hosts.py",
+    "tests/transport/test_rdma_check.py",
+    "tests/doctor/test_self_test.py",
+    "tests/vllm/test_named_walk.py",
 )
 """Files that take half a minute and more: begun last, one of them would run on alone."""
 WITH_NIXL = ("tests/gpu/", "tests/handover/", "tests/ranks/", "tests/transport/")
 """Folders in which ``make test`` looks for tests of ``nixl``: to collect all tests takes as long as to run these."""
+
+gc.disable()  # until all is imported: see below
+
+
+def pytest_collection_finish() -> None:
+    """A search for garbage looks at all objects, of which the imports make two million: at these, no more."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # else libraries complain of what is left
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -143,7 +143,7 @@ def run(lines: Sequence[str], folder: Path, addresses: Mapping[str, str], token:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=800,
         check=False,
     )
     calls = [Call(**(call | {"folder": Path(call["folder"])})) for call in map(json.loads, (folder / "calls").open())]

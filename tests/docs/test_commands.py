@@ -160,7 +160,7 @@ def help_of(script: str, *subcommand: str) -> set[str]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=800,
     )
     assert done.returncode == 0, done.stderr
     return set(re.findall(r"--[a-z][\w-]*", done.stdout))

@@ -20,13 +20,14 @@ CPU = torch.device("cpu")
 ODD = str(Path(__file__).with_name("odd_rank.py"))
 
 
-def run(fault: str, *planes: str, seconds: float = 120.0):
+def run(fault: str, *planes: str, seconds: float = 800.0):
     test = SelfTest("127.0.0.1", program=(sys.executable, ODD, fault), form=SMALL, seconds=seconds, rounds=1)
     return list(test.run([PlaneOnDevice(plane, CPU) for plane in planes]))
 
 
-def test_each_plane_brings_every_byte():
-    found = run("", "cma", "shm", "tcp", "zmq")
+def test_each_plane_brings_every_byte_also_after_one_that_no_rank_can_have():
+    none, *found = run("", "cuda_ipc", "cma", "shm", "tcp", "zmq")
+    is_bad(none, Level.FAULT, "plane: 'cuda_ipc' cannot be used")
     assert [finding.what.partition(",")[0] for finding in found] == ["cma", "shm", "tcp", "zmq"]
     assert [finding.level for finding in found] == [Level.OK] * 4, found
     assert all("GB/s; each of 2 MiB is right" in finding.value for finding in found)
@@ -55,9 +56,4 @@ def test_a_rank_that_hangs():
     begin = time.monotonic()
     (finding,) = run("hang", "shm", seconds=20.0)
     is_bad(finding, Level.FAULT, "no answer in time")
-    assert time.monotonic() - begin < 60
-
-
-def test_a_plane_that_no_rank_can_have():
-    (finding,) = run("", "cuda_ipc")
-    is_bad(finding, Level.FAULT, "plane: 'cuda_ipc' cannot be used")
+    assert time.monotonic() - begin < 500, "it would sleep for longer"

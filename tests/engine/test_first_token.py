@@ -51,7 +51,7 @@ def form(event: dict[str, Any]) -> str:
 def streamed(server: Server, path: str, body: dict[str, Any]) -> Streamed:
     found = Streamed()
     with (
-        httpx.Client(trust_env=False, timeout=120) as client,
+        httpx.Client(trust_env=False, timeout=800) as client,
         client.stream("POST", server.url + path, json={"model": "model", "stream": True} | body) as response,
     ):
         assert response.status_code == 200, response.read()
@@ -207,7 +207,7 @@ def test_what_is_not_relayed(pair: Pair, router: Server, path: str, extra: dict[
 def test_a_client_that_leaves(pair: Pair, router: Server, after_bytes: int) -> None:
     """With P's token, or a few more, and then no more."""
     body = {"model": "model", "stream": True, "max_tokens": 2000, "ignore_eos": True, "temperature": 0}
-    with httpx.Client(trust_env=False, timeout=120) as client:
+    with httpx.Client(trust_env=False, timeout=800) as client:
         for seed in range(360, 364):
             with client.stream("POST", router.url + COMPLETIONS, json=body | {"prompt": prompt(500, seed)}) as answer:
                 received = 0

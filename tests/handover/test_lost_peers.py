@@ -163,7 +163,8 @@ def test_nobody_listens(group: RankGroup) -> None:
     assert reason_of(d) == "peer_lost"
 
 
-def test_a_silent_peer(group: RankGroup) -> None:
+def test_a_silent_peer(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(framing, "HANDSHAKE_SECONDS", 600.0)
     d = group.rank(settings=Settings(handshake_timeout_seconds=1.0))
     with socket.socket() as mute:
         mute.bind(("127.0.0.1", 0))

@@ -40,7 +40,8 @@ class RawD:
         self.plane = ShmPlane(PlaneContext("127.0.0.1", 64 << 10, 1 << 20))
 
     def send(self, message: messages.Request) -> None:
-        self._connection.send(messages.encode(message))
+        """Also where the queue is full at the moment."""
+        assert wait(lambda: self._connection.send(messages.encode(message)))
 
     def answer(self, kind: type[ReplyT]) -> ReplyT:
         """The next reply; it must be of that kind."""

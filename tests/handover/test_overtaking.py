@@ -10,7 +10,7 @@ import pytest
 from kvferry.connector.config import Settings
 from kvferry.connector.protocol import messages
 from kvferry.connector.protocol.step_plan import LeaseGrant, Load, StepPlan, pack_ids
-from tests.handover.gates import Gate, halves
+from tests.handover.gates import PATIENT, Gate, halves
 from tests.handover.opening import OURS, THEIRS, TOKENS
 from tests.handover.rank_group import RankGroup
 from tests.support.ranks import SOON, Rank, grant, let_time_pass, load_plan, peer, reason_of, wait
@@ -74,7 +74,7 @@ def test_zeros_in_the_place_of_pages_that_p_may_not_read_any_more(group: RankGro
 @pytest.mark.parametrize("plane", ["shm", "tcp", "zmq", pytest.param("ucx", marks=pytest.mark.ucx)])
 def test_what_was_pushed_is_loaded_only_with_its_grant(group: RankGroup, plane: str) -> None:
     """The grant says whose prompt the chunks are: they are not loaded before it, nor after one of another prompt."""
-    settings = Settings(plane=plane)
+    settings = Settings(plane=plane, **PATIENT)
     p, d = group.rank(settings=settings), group.rank(settings=settings, engine_id="engine-d")
     p.fill(THEIRS, TOKENS)
     for wanted in ("a" * 32, "b" * 32):
@@ -82,10 +82,10 @@ def test_what_was_pushed_is_loaded_only_with_its_grant(group: RankGroup, plane: 
         p.worker.post(StepPlan(leases=(LeaseGrant(f"p{name}", token, TOKENS, (pack_ids(THEIRS),), "a" * 32),)))
         load = Load(f"d{name}", token, peer([p]), (pack_ids(OURS),), ((0, TOKENS),), wanted)
         d.worker.post(StepPlan(consumer=b"c" * 16, loads=(load,)))
-        assert wait(lambda late=late: all_here(d) and bool(late.held), [p, d], SOON)  # type: ignore[misc]
+        assert wait(lambda late=late: all_here(d) and bool(late.held), [p, d])  # type: ignore[misc]
         assert not wait(lambda name=name: f"d{name}" in d.received, [p, d], 0.1)  # type: ignore[misc]
         late.come()
         d.worker._transfer_thread._waker.wake()
-        assert wait(lambda name=name: f"d{name}" in d.received, [p, d], SOON)  # type: ignore[misc]
+        assert wait(lambda name=name: f"d{name}" in d.received, [p, d])  # type: ignore[misc]
     assert d.failed == {"db"}
     assert reason_of(d) == "denied"

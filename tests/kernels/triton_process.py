@@ -13,6 +13,6 @@ assert "triton" not in sys.modules, "it has decided"
 def python(script: str, *arguments: str, interpret: bool) -> list[list[str]]:
     """Words of each line that the script prints."""
     choice = 'os.environ["TRITON_INTERPRET"] = "1"' if interpret else 'os.environ.pop("TRITON_INTERPRET", None)'
-    done = fork_server().run("-c", f"{PRELUDE}{choice}\n{script}", *arguments, timeout=280)
+    done = fork_server().run("-c", f"{PRELUDE}{choice}\n{script}", *arguments, timeout=800)
     assert done.returncode == 0, done.stderr[-4000:]
     return [line.split() for line in done.stdout.splitlines()]

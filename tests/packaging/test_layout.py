@@ -101,7 +101,7 @@ def test_the_rows_of_transfer() -> None:
 def test_the_command_starts_without_torch() -> None:
     """PyTorch takes more than a second to import."""
     code = "import sys, kvferry.connector.cli, kvferry.connector.top.drain; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=240, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=800, check=False).returncode == 0
 
 
 def test_vllm_is_imported_in_one_folder() -> None:

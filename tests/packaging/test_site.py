@@ -60,7 +60,7 @@ def build(config: Path, target: Path) -> str:
         "--site-dir",
         str(target),
     ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=240)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=800)
     return "" if done.returncode == 0 else done.stdout + done.stderr
 
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -171,27 +168,6 @@ def test_a_trace_of_nothing_is_one_line(
         trace_main()
     assert ended.value.code == 2
     assert capsys.readouterr() == ("", f"kvferry: {option} is {value}, expected a number above 0\n")
-
-
-def commands() -> list[str]:
-    blocks = re.findall(r"```console\n(.*?)```", PAGE, re.DOTALL)
-    return [found for block in blocks for found in re.findall(r"^\$ ((?:.*\\\n)*.*)$", block, re.MULTILINE)]
-
-
-def test_the_commands_of_the_page_work(model: Path) -> None:
-    bins = model / "bin"
-    bins.mkdir()
-    for name, line in (("kvferry", "-m kvferry.connector.cli"), ("python", "")):
-        (bins / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {line} "$@"\n')
-        (bins / name).chmod(0o755)
-    environment: dict[str, Any] = os.environ | {"PATH": f"{bins}:/usr/bin:/bin", "PYTHONPATH": str(ROOT / ".typing")}
-    assert len(commands()) == 5
-    for command in commands():
-        done = subprocess.run(
-            command, shell=True, cwd=model, env=environment, capture_output=True, text=True, timeout=240, check=False
-        )
-        assert done.returncode == 0, f"{command}\n{done.stderr}"
-    assert (model / "plan.json").exists() and (model / "plan.svg").exists()
 
 
 def test_the_page_names_every_key_of_a_calibration() -> None:

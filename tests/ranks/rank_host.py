@@ -27,6 +27,7 @@ from kvferry.transport.channels import Copy
 from tests.ranks.caches import RankCaches, Table, layer_name
 from tests.ranks.pairing import INPUTS, ITEM_SIZES, STATE_SIZE, Pairing, Rank, parse
 from tests.ranks.state_caches import StateCaches
+from tests.support.lanes import LANES
 
 SLOT_BYTES = 64 << 10
 """So small that a hand-over takes several messages."""
@@ -40,12 +41,12 @@ class HostedRank:
     def __init__(self, pairing: Pairing, side: str, rank: Rank, engine_id: str, device: str = "cpu") -> None:
         self.pairing, self.side, self.rank = pairing, side, rank
         if pairing.plane == "nixl":
-            os.environ["UCX_TLS"] = "tcp" if device == "cpu" else "cuda,tcp"
+            os.environ["UCX_TLS"] = LANES
         self.caches = (StateCaches if pairing.model.kind == "state" else RankCaches)(pairing, side, rank, device)
         form, model = pairing.form(side), pairing.model
         settings = Settings(
-            plane=pairing.plane, slot_bytes=SLOT_BYTES, staging_bytes=16 << 20, lease_seconds=300.0,
-            handshake_timeout_seconds=120.0, transfer_timeout_seconds=120.0, ask_hold_seconds=120.0,
+            plane=pairing.plane, slot_bytes=SLOT_BYTES, staging_bytes=16 << 20, lease_seconds=900.0,
+            handshake_timeout_seconds=600.0, transfer_timeout_seconds=600.0, ask_hold_seconds=600.0,
             convert_dtype=side == "d" and pairing.converts,
         )  # fmt: skip
         info = RankInfo(
@@ -167,7 +168,7 @@ class HostedRank:
         """What compare.py is given of this rank."""
         assert self.worker.rank_context is not None
         finished: dict[str, Any] = {}
-        end = time.monotonic() + 60
+        end = time.monotonic() + 600
         while not finished:
             figures = self.worker.rank_context.stats.take()
             finished = {} if figures is None else dict(figures["finished"])

@@ -72,7 +72,7 @@ class RankProcesses:
         self._hosts: list[HostProcess] = []
         self._count = itertools.count()
 
-    def run(self, pairing: Pairing, *, inside: bool = False, fault: str = "", seconds: float = 120.0) -> Seen:
+    def run(self, pairing: Pairing, *, inside: bool = False, fault: str = "", seconds: float = 600.0) -> Seen:
         """One hand-over. ``inside``: a step of D computes with it. ``fault``: see ``rank_host.plant``.
 
         Raises:
@@ -81,7 +81,7 @@ class RankProcesses:
         if not self._hosts:
             self._hosts = [HostProcess() for _ in range(PROCESSES)]
             for host in self._hosts:
-                host.answer(120)
+                host.answer(600)
         try:
             return self._run(pairing, inside, fault, seconds)
         except BaseException:
@@ -98,10 +98,10 @@ class RankProcesses:
                 host.start("open", pairing=str(pairing), side=side, ranks=ranks,
                            engine_id=f"engine-{side}{number}", gpus=self.gpus)  # fmt: skip
         for host in p_hosts:
-            answers = [base64.b64decode(address) for address in host.answer(120)]
+            answers = [base64.b64decode(address) for address in host.answer(600)]
             addresses += [msgspec.msgpack.decode(address, type=RankAddress) for address in answers]
         for host in d_hosts:
-            host.answer(120)
+            host.answer(600)
         shardings = (TokenSharding(pairing.p.dcp, pairing.p.interleave),)
         peer = PeerEngine(f"engine-p{number}", pairing.p.tp, pairing.p.pp, 300.0, tuple(addresses), shardings=shardings)
         encoded = base64.b64encode(msgspec.msgpack.encode(peer)).decode()
@@ -120,7 +120,7 @@ class RankProcesses:
             host.kill()
 
 
-def every(hosts: Sequence[HostProcess], command: str, *, wait: float = 120.0, **arguments: Any) -> list[Any]:
+def every(hosts: Sequence[HostProcess], command: str, *, wait: float = 600.0, **arguments: Any) -> list[Any]:
     """One command to all at once; their answers in order."""
     for host in hosts:
         host.start(command, **arguments)

@@ -143,7 +143,7 @@ def routed(p: Engine, d: Engine, **app: Any) -> Iterator[str]:
 
 
 def ask(url: str, body: dict[str, Any], path: str = "/v1/completions", **headers: str) -> httpx.Response:
-    with httpx.Client(trust_env=False, timeout=120) as client:
+    with httpx.Client(trust_env=False, timeout=800) as client:
         return client.post(url + path, json=body, headers=headers)
 
 
@@ -151,7 +151,7 @@ def ask(url: str, body: dict[str, Any], path: str = "/v1/completions", **headers
 def streaming(url: str) -> Iterator[httpx.Response]:
     body = {"prompt": "x", "stream": True}
     with (
-        httpx.Client(trust_env=False, timeout=120) as client,
+        httpx.Client(trust_env=False, timeout=800) as client,
         client.stream("POST", url + "/v1/completions", json=body) as response,
     ):
         yield response
@@ -172,7 +172,7 @@ def leave_after(url: str, body: dict[str, Any], event: threading.Event) -> None:
     """Send a request and close the connection once ``event`` is set."""
 
     async def go() -> None:
-        async with httpx.AsyncClient(trust_env=False, timeout=120) as client:
+        async with httpx.AsyncClient(trust_env=False, timeout=800) as client:
             task = asyncio.ensure_future(client.post(url + "/v1/completions", json=body))
             assert await asyncio.to_thread(event.wait, 60)
             task.cancel()

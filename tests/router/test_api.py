@@ -207,7 +207,7 @@ def drawn(url: str, profile: Path) -> str:
     """The page, as a browser has it some polls later."""
     command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}"]
     command += ["--virtual-time-budget=9000", "--dump-dom", url + "/"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=True).stdout
+    return subprocess.run(command, capture_output=True, text=True, timeout=800, check=True).stdout
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")

@@ -13,7 +13,8 @@ class Dialed:
         rank_context = p.worker.rank_context
         assert rank_context is not None
         self._dialer = make_dialer(rank_context.keys, max_message_bytes=limit)
-        self._connection: Connection = self._dialer.connect(p.address.host, p.address.port, key=p.address.key)
+        host, port, key = p.address.host, p.address.port, p.address.key
+        self._connection: Connection = self._dialer.connect(host, port, key=key, timeout=300)
 
     def send(self, frames: list[bytes]) -> bool:
         return self._connection.send(frames)

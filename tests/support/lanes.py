@@ -1,4 +1,4 @@
-"""The lanes of the plane ``nixl`` on a machine without RDMA."""
+"""The lanes of the plane ``nixl`` in tests: no RDMA."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
+LANES = "cuda,tcp"
+"""``UCX_TLS`` for NIXL on any machine: with a GPU it demands CUDA's copies, for host memory too; without one UCX passes
+them over."""
 
 
 @contextmanager
 def lanes_of(plane: str) -> Iterator[None]:
-    """The machine of a test has no RDMA: the plane ``nixl`` goes over TCP there, which ``UCX_TLS`` must name."""
+    """The plane ``nixl`` goes over TCP here, unless ``UCX_TLS`` names other lanes."""
     before = os.environ.get("UCX_TLS")
     if plane == "nixl":
-        os.environ["UCX_TLS"] = before or ("cuda,tcp" if torch.cuda.is_available() else "tcp")
+        os.environ["UCX_TLS"] = before or LANES
     try:
         yield
     finally:

@@ -24,7 +24,7 @@ from tests.support.fork_server import fork_server
 class RemoteRank:
     """The parent's end. Every call waits for its answer, at most ``timeout`` seconds."""
 
-    def __init__(self, timeout: float = 120.0, **rank: Any) -> None:
+    def __init__(self, timeout: float = 600.0, **rank: Any) -> None:
         self._timeout = timeout
         self._ahead = 0.0
         self.process = fork_server().start(str(Path(__file__).resolve()), json.dumps(rank), text=True)

@@ -179,7 +179,7 @@ def load_plan(
     return StepPlan(consumer=consumer, keeps=keeps, loads=(load,))
 
 
-def wait(condition: Callable[[], bool], ranks: Sequence[Rank] = (), seconds: float = 60.0) -> bool:
+def wait(condition: Callable[[], bool], ranks: Sequence[Rank] = (), seconds: float = 300.0) -> bool:
     """Poll the ranks until ``condition`` holds; False if it does not within a time that is none on a loaded machine."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:

@@ -1,4 +1,4 @@
-"""What a rank's transfer thread costs: processor time of its longest turn, memory of the process."""
+"""What a rank's transfer thread costs: work and processor time of its longest turn, memory of the process."""
 
 from __future__ import annotations
 
@@ -9,11 +9,30 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tests.support.lines import Lines
 from tests.support.ranks import Rank
 
 MOST_TURN_SECONDS = 0.05
-"""A peer must not hold the thread of the others for longer, in time of the processor: a slow host does not count."""
+"""A peer must not hold the thread of the others for longer, in time of the processor."""
+MOST_TURN_LINES = 500_000
+"""The same as work: a million lines take about a second."""
 MOST_BYTES = 64 << 20
+
+
+class TurnLines:
+    """Counts the turns of a rank's transfer thread from now on. ``most``: lines of Python in one of them."""
+
+    def __init__(self, rank: Rank) -> None:
+        thread: Any = rank.worker._transfer_thread
+        real, self.count, self.most = thread._turn, 0, 0
+
+        def turn(now: float) -> bool:
+            with Lines() as lines:
+                moved = bool(real(now))
+            self.count, self.most = self.count + 1, max(self.most, lines.count)
+            return moved
+
+        thread._turn = turn
 
 
 class LongestTurn:

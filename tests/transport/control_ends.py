@@ -7,7 +7,6 @@ import time
 
 import zmq
 
-from kvferry.transport.control import framing
 from kvferry.transport.control.dialer import make_dialer
 from kvferry.transport.control.key_file import shared_key
 from kvferry.transport.control.keys import Keys
@@ -33,9 +32,7 @@ def listening(keys=KEYS, port=0, host="127.0.0.1", **options):
 class Dialed:
     """One connection with a dialer of its own."""
 
-    def __init__(
-        self, port, host="127.0.0.1", *, keys=KEYS, key=None, timeout=framing.CONNECT_TIMEOUT_SECONDS, limit=LIMIT
-    ):
+    def __init__(self, port, host="127.0.0.1", *, keys=KEYS, key=None, timeout=300.0, limit=LIMIT):
         named = key if key is not None else "" if keys is None else keys.fingerprint
         self.dialer = make_dialer(keys, max_message_bytes=limit)
         self.connection = self.dialer.connect(host, port, key=named, timeout=timeout)
@@ -79,7 +76,7 @@ class Dialed:
         self.dialer.close()
 
 
-def until(condition, seconds=60.0):
+def until(condition, seconds=300.0):
     """The value of ``condition`` once it is true; all connections of this process make progress meanwhile."""
     deadline = time.monotonic() + seconds
     while not (done := condition()) and time.monotonic() < deadline:

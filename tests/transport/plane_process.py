@@ -36,13 +36,13 @@ class Peer:
         return self._answer()
 
     def _answer(self) -> Any:
-        ready, _, _ = select.select([self.process.stdout], [], [], 120)
+        ready, _, _ = select.select([self.process.stdout], [], [], 600)
         assert ready, "the peer does not answer"
         line = self.process.stdout.readline()
         assert line, f"the peer died with status {self.process.wait()}"
         return json.loads(line)
 
-    def until(self, condition: Callable[[dict[str, Any]], bool], seconds: float = 90) -> dict[str, Any]:
+    def until(self, condition: Callable[[dict[str, Any]], bool], seconds: float = 600) -> dict[str, Any]:
         deadline = time.monotonic() + seconds
         while True:
             status = self("status")
@@ -53,6 +53,18 @@ class Peer:
 
     def kill(self) -> None:
         self.process.close()
+
+
+def rest(*peers: Peer) -> bool:
+    """Whether there is a second in which none of them takes a tenth of a core. One that polls takes all that it gets;
+    what a slow host adds is not there in every second."""
+    for _ in range(20):
+        begun, before = time.monotonic(), [peer("status")["cpu"] for peer in peers]
+        time.sleep(1)
+        taken = [peer("status")["cpu"] - was for peer, was in zip(peers, before, strict=True)]
+        if max(taken) < 0.1 * (time.monotonic() - begun):
+            return True
+    return False
 
 
 class Peers:

@@ -289,7 +289,7 @@ print(*before, *now)
 
 def test_open_files_and_threads_stay_flat(keys):
     """In a process of its own: here, those of other tests come and go."""
-    done = fork_server().run("-c", COUNTED, "keys" if keys else "insecure", timeout=280)
+    done = fork_server().run("-c", COUNTED, "keys" if keys else "insecure", timeout=800)
     assert done.returncode == 0, done.stderr
     files, threads, files_now, threads_now = map(int, done.stdout.split())
     assert files_now <= files + 2 and threads_now <= threads + 2, done.stdout

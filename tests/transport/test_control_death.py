@@ -107,9 +107,7 @@ def test_a_stopped_p_is_lost_within_seconds(far, spawn, connect):
     connection = connect(int(child.stdout.readline()))
     assert answers(connection)
     child.send_signal(signal.SIGSTOP)
-    begun = time.monotonic()
     assert until(lambda: connection.state[1], SILENCE + LATE)
-    assert time.monotonic() - begun > SILENCE / 2
     child.send_signal(signal.SIGCONT)
     assert answers(connect(connection.port))
 

@@ -154,7 +154,7 @@ def encoded(offer: _Offer, **change: object) -> bytes:
 
 
 def until(condition: Callable[[], bool], plane: CudaIpcPlane) -> None:
-    end = time.monotonic() + 30
+    end = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < end
         plane.progress()
@@ -178,13 +178,13 @@ def test_p_s_memory_is_mapped_once_and_found_at_our_addresses(driver: Driver, pl
 
 def test_it_is_unmapped_once_the_copies_have_ended(driver: Driver, plane: Make, p: P) -> None:
     ended = threading.Event()
-    d = plane(synchronize=lambda: ended.wait(30))
+    waited: list[bool] = []
+    d = plane(synchronize=lambda: waited.append(ended.wait(60)))
     channel = p.join(d)
     until(lambda: channel.ready, d)
-    begun = time.monotonic()
     channel.close()
-    assert time.monotonic() - begun < 1, "nothing waits for it"
     time.sleep(0.2)
+    assert not waited, "nothing waits for it"
     assert driver.mapped
     ended.set()
     until(lambda: not driver.mapped, d)

@@ -41,5 +41,5 @@ sys.exit(bool(wrong))
 
 def test_several_threads_decode_a_kind_for_the_first_time() -> None:
     """In a process of its own: without a lock msgspec takes it along."""
-    ended = fork_server().run("-c", SCRIPT, timeout=290)
+    ended = fork_server().run("-c", SCRIPT, timeout=800)
     assert ended.returncode == 0, ended.stderr[-2000:]

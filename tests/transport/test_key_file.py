@@ -33,7 +33,7 @@ def test_processes_that_start_at_once_agree_on_one_key(runtime):
     with ThreadPoolExecutor(12) as pool:
         runs = list(
             pool.map(
-                lambda _: fork_server().run("-c", script, environment={"XDG_RUNTIME_DIR": str(runtime)}, timeout=240),
+                lambda _: fork_server().run("-c", script, environment={"XDG_RUNTIME_DIR": str(runtime)}, timeout=800),
                 range(12),
             )
         )
@@ -127,7 +127,7 @@ def test_a_runtime_directory_that_others_may_write_is_passed_over(runtime, monke
 
 def test_keygen(tmp_path):
     def keygen(path: Path):
-        return fork_server().run("-m", "kvferry.connector.cli", "keygen", str(path), timeout=240)
+        return fork_server().run("-m", "kvferry.connector.cli", "keygen", str(path), timeout=800)
 
     done = keygen(tmp_path / "key")
     assert done.returncode == 0, done.stderr

@@ -20,6 +20,7 @@ from kvferry.transport.planes.nixl_agent import choose_lanes
 from kvferry.transport.planes.nixl_channels import _FREE, _MOST_UNSENT, _READY
 from kvferry.transport.registry import make_plane, plane_spec
 from tests.support.fork_server import fork_server
+from tests.support.lanes import LANES
 from tests.transport.control_ends import KEYS
 from tests.transport.plane_pair import SLOT, Pair
 from tests.transport.test_planes_hosts import PORTS, listening_addresses
@@ -230,7 +231,7 @@ def test_both_directions_together_register_no_more_than_the_staging_memory(pair:
 
 @pytest.mark.nixl
 def test_nixl_listens_from_the_first_hand_over_on_and_on_one_device() -> None:
-    script = f"import os; os.environ['UCX_TLS'] = 'tcp'\n{PORTS}"
+    script = f"import os; os.environ['UCX_TLS'] = {LANES!r}\n{PORTS}"
     with fork_server().start("-c", script, "nixl", "127.0.0.1", KEYS.secret) as process:
         for said in (b"offered\n", b"attached\n"):
             assert process.stdout.readline() == said
@@ -330,8 +331,8 @@ def test_a_missing_nixl_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.nixl
 def test_without_rdma_auto_takes_another_plane(pair: Pair) -> None:
     assert isinstance(pair.d, NixlPlane)
-    assert "UCX_TLS=tcp" in pair.d.slower_because(pair.p.offer(), reached=True)
-    assert pair.d.lanes_to("127.0.0.1") == "UCX_TLS=tcp"
+    assert f"UCX_TLS={LANES}" in pair.d.slower_because(pair.p.offer(), reached=True)
+    assert pair.d.lanes_to("127.0.0.1") == f"UCX_TLS={LANES}"
 
 
 def test_a_process_has_one_ucx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

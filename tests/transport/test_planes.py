@@ -6,6 +6,7 @@ import base64
 import random
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -14,7 +15,10 @@ from kvferry.transport.errors import PlaneUnavailableError, ProtocolError
 from kvferry.transport.plane import PlaneContext
 from kvferry.transport.registry import make_plane, plane_names
 from tests.transport.plane_pair import PLANES
-from tests.transport.plane_process import SLOT, STAGING, Peers, all_good, announce, end, join, lend
+from tests.transport.plane_process import SLOT, STAGING, Peers, all_good, announce, end, join, lend, rest
+
+SOCKETS = sum(int(Path(f"/proc/sys/net/ipv4/tcp_{way}mem").read_text().split()[2]) for way in "rw")
+"""What both ends' sockets of one connection hold at most."""
 
 _peers: dict[str, Peers] = {}
 
@@ -37,7 +41,7 @@ def test_every_size_arrives_in_order_and_intact(peers: Peers) -> None:
     assert 4096 <= slot <= SLOT
     rng = random.Random(1)
     sizes = [1, 2, 7, 8, 9, 63, 4095, 4096, 8191, 8192, 8193, 65536, slot - 1, slot]
-    sizes += [rng.randint(1, slot) for _ in range(200)]
+    sizes += [rng.randint(1, slot) for _ in range(60)]
     messages = [((i + 1) << 40 | i, size) for i, size in enumerate(sizes)]
     announce(p, d, messages)
     status = d.until(all_good([tag for tag, _ in messages]))
@@ -69,15 +73,15 @@ def test_slow_consumer_holds_the_producer_back(peers: Peers) -> None:
     slot = p("slot_bytes", id="a")
     before = p("status")["rss"], d("status")["rss"]
     d("hold", on=True)
-    messages = [(tag, slot) for tag in range(200)]
+    messages = [(tag, slot) for tag in range(120)]
     announce(p, d, messages)
     p.until(lambda s: s["refused"]["a"] > 0)
     d.until(lambda s: s["held"] > 0)
     time.sleep(0.5)
     status, stuck = d("status"), p("status")
-    # Both ends together hold no more than their staging memory, and the rest waits on P.
-    assert stuck["sent"]["a"] * slot <= 2 * STAGING
-    assert 0 < status["held"] < 200
+    # Both ends together hold no more than their staging memory, and the kernel what sockets hold; the rest waits on P.
+    assert stuck["sent"]["a"] * slot <= 2 * STAGING + SOCKETS
+    assert 0 < status["held"] < 120
     assert status["rss"] - before[1] < STAGING + (24 << 20)
     assert stuck["rss"] - before[0] < STAGING + (24 << 20)
     d("hold", on=False)
@@ -251,11 +255,7 @@ def test_no_core_is_burnt_while_idle(peers: Peers) -> None:
     join(p, d)
     announce(p, d, [(i, 500_000) for i in range(20)])
     d.until(all_good(list(range(20))))
-    time.sleep(0.5)
-    before = p("status")["cpu"], d("status")["cpu"]
-    time.sleep(3)
-    for peer, was in zip((p, d), before, strict=True):
-        assert peer("status")["cpu"] - was < 0.09  # 3 % of 3 s, the polling of this test included
+    assert rest(p, d)
 
 
 def test_malformed_payloads_are_refused(peers: Peers) -> None:

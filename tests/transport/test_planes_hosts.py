@@ -193,7 +193,7 @@ def test_ucx_missing_names_the_extra() -> None:
         f"try: make_plane('ucx', PlaneContext('127.0.0.1', {SLOT}, {STAGING}))\n"
         "except PlaneUnavailableError as error: print(error)"
     )
-    out = fork_server().run("-c", script, timeout=240)
+    out = fork_server().run("-c", script, timeout=800)
     assert out.returncode == 0 and "pip install 'kvferry[ucx]'" in out.stdout and out.stdout.count("\n") == 1
 
 
@@ -215,7 +215,7 @@ def test_shm_knows_another_network_namespace() -> None:
     )
     for command, expected in (([], "connected"), (["unshare", "--net"], "network namespace")):
         out = subprocess.run(
-            [*command, sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=True
+            [*command, sys.executable, "-c", script], capture_output=True, text=True, timeout=800, check=True
         )
         assert expected in out.stdout and out.stdout.count("\n") == 1
     p.close()
@@ -296,7 +296,7 @@ def test_ucx_tells_when_there_is_no_way() -> None:
     d = make_plane("ucx", PlaneContext("127.0.0.1", SLOT, STAGING))
     payload = base64.b64encode(d.connect(d.offer(), "127.0.0.1")[1]).decode()
     for tls, expected in (("tcp", "accepted"), ("self", "cannot be reached from 127.0.0.1")):
-        out = fork_server().run("-c", script, tls, payload, timeout=240)
+        out = fork_server().run("-c", script, tls, payload, timeout=800)
         assert out.returncode == 0 and expected in out.stdout, out
     d.close()
 

@@ -156,6 +156,6 @@ def test_the_table_says_how_large_a_number_may_be():
 
 def test_the_module_prints_the_table():
     run = subprocess.run(
-        [sys.executable, "-m", "kvferry.connector.config"], capture_output=True, text=True, check=True, timeout=240
+        [sys.executable, "-m", "kvferry.connector.config"], capture_output=True, text=True, check=True, timeout=800
     )
     assert run.stdout.strip() == settings_table()

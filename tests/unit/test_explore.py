@@ -30,7 +30,7 @@ def drawn(folder: Path, *options: str, check: str = "", status: int = 0) -> tupl
     (folder / "test_drawn.py").write_text(DRAWN.format(path=str(path), check=check))
     file = str(folder / "test_drawn.py")
     command = [explore.__file__, *options] if options else ["-m", "pytest", "-m", "hypothesis"]
-    done = fork_server().run(*command, file, timeout=120)
+    done = fork_server().run(*command, file, timeout=800)
     assert done.returncode == status, done.stdout + done.stderr
     return [int(line) for line in path.read_text().split()], done.stdout
 

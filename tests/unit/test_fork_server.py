@@ -20,7 +20,7 @@ def test_what_was_to_be_imported_is_there() -> None:
         "import os, sys; there = set(sys.modules); import tests.support.preload; print(set(sys.modules) - there)\n"
         "print(len(os.listdir('/proc/self/task')), 'torch' in there, sys.modules['zmq'].Context._instance)\n"
     )
-    done = fork_server().run("-c", script, timeout=120)
+    done = fork_server().run("-c", script, timeout=800)
     assert done.stdout.splitlines() == ["set()", "1 True None"], done.stderr
 
 
@@ -29,18 +29,18 @@ def test_arguments_environment_folder_output_and_status(tmp_path: Path, monkeypa
     script = (
         "import os, sys; print(sys.argv, os.environ['WORD'], os.getcwd()); print('e', file=sys.stderr); sys.exit(7)"
     )
-    forked = fork_server().run("-c", script, "one", timeout=120, environment={"WORD": "given"})
+    forked = fork_server().run("-c", script, "one", timeout=800, environment={"WORD": "given"})
     command = [sys.executable, "-c", script, "one"]
     started = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"WORD": "given"})
     assert (forked.returncode, forked.stdout, forked.stderr) == (started.returncode, started.stdout, started.stderr)
     (tmp_path / "program.py").write_text("import beside, sys; print(__name__, sys.argv[1:], beside.__name__)")
     (tmp_path / "beside.py").write_text("")
-    forked = fork_server().run(str(tmp_path / "program.py"), "two", timeout=120)
+    forked = fork_server().run(str(tmp_path / "program.py"), "two", timeout=800)
     assert forked.stdout == "__main__ ['two'] beside\n", forked.stderr
 
 
 def test_an_error_is_a_status_and_its_traceback() -> None:
-    done = fork_server().run("-c", "raise ValueError('planted')", timeout=120)
+    done = fork_server().run("-c", "raise ValueError('planted')", timeout=800)
     assert done.returncode == 1 and "ValueError: planted" in done.stderr
 
 
@@ -67,7 +67,7 @@ def test_pipes_signals_and_statuses_of_several_at_once() -> None:
 
 def test_address_spaces_are_laid_out_anew() -> None:
     script = "import ctypes; print(ctypes.addressof(ctypes.create_string_buffer(64 << 20)))"
-    assert len({fork_server().run("-c", script, timeout=120).stdout for _ in range(4)}) == 4
+    assert len({fork_server().run("-c", script, timeout=800).stdout for _ in range(4)}) == 4
 
 
 def test_no_program_outlives_its_server(tmp_path: Path) -> None:

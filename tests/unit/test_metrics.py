@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from kvferry.connector.protocol import metrics
 from kvferry.connector.protocol.metrics import FAILURE_KINDS, Figures, HandoverStats
+from tests.support.lines import Lines
 
 counts = st.integers(1, 1 << 40)
 events = st.one_of(
@@ -187,13 +188,9 @@ def test_the_log_line_of_failures_only():
 
 
 def test_counting_is_cheap():
-    stats = HandoverStats()
-    best = min(_seconds_per_call(stats) for _ in range(50))
-    assert best < 50e-6
-
-
-def _seconds_per_call(stats: HandoverStats) -> float:
-    begun = time.perf_counter()
-    for _ in range(200):
-        stats.finished(nbytes=1, milliseconds=1, plane="shm", tokens=1)
-    return (time.perf_counter() - begun) / 200
+    stats, costs = HandoverStats(), []
+    for _ in range(1000):
+        with Lines() as lines:
+            stats.finished(nbytes=1, milliseconds=1, plane="shm", tokens=1)
+        costs.append(lines.count)
+    assert max(costs) < 60, "also where many are counted already"

@@ -81,7 +81,7 @@ def start_groups(folder: Path) -> None:
         initialize_model_parallel(1, 1)
 
 
-def run(p: FamilyEngine, d: FamilyEngine, until: Any, seconds: float = 60.0) -> None:
+def run(p: FamilyEngine, d: FamilyEngine, until: Any, seconds: float = 300.0) -> None:
     end = time.monotonic() + seconds
     while not until():
         assert time.monotonic() < end, "not in time"

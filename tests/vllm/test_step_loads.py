@@ -60,10 +60,16 @@ def pair_of(group: EngineGroup, extra: dict[str, Any] | None = None, **kwargs: A
 
 def add(p: Engine, d: Engine, ids: list[int], **kwargs: Any) -> str:
     """A request of D whose prompt P holds, with a lease that is granted."""
-    before = p.leases.total()
+    known = set(p.answers)
     params = prefill(p, ids)
-    run([p], lambda: p.leases.total() > before)
-    eventually(lambda: all(transfer_thread_of(p, rank)._producer._leases.held for rank in range(p.tp)))
+    (request_id,) = p.answers.keys() - known
+    run([p], lambda: request_id in p.leases)
+
+    def held(rank: int) -> bool:
+        leases = list(transfer_thread_of(p, rank)._producer._leases.held.values())
+        return any(lease.grant.request_id == request_id for lease in leases)
+
+    eventually(lambda: all(held(rank) for rank in range(p.tp)))
     return d.add(ids, params, **kwargs)
 
 
@@ -342,7 +348,7 @@ def test_d_does_not_wait_for_p_s_next_step(group: EngineGroup) -> None:
     ids = prompt(200, 4)
     request_id = d.add(ids, prefill(p, ids))
     assert to_the_end(d, request_id) == "length"
-    assert d.step_loads[request_id] == 1 and not transfer_thread_of(p)._producer._leases.held
+    assert d.step_loads[request_id] == 1 and p.leases.total() == 1, "P has not stepped, and granted that of meet only"
     after = add(p, d, prompt(100, 5))
     to_the_end(d, after)
     assert d.step_loads[after] == 1
