@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable, Iterable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,10 @@ STAGES = (
     "scheduled",
     "token",
 )
-TARGETS = {
-    "busy_vs_nixl_2k": 0.1, "busy_vs_nixl_8k": 0.1, "busy_handover_ms_2k": 0.5, "busy_handover_ms_8k": 1.5,
-    "idle_handover_ms_8k": 3.5, "gap_p99_ratio": 1.15,
-}  # fmt: skip
+LOADS = {"busy": BUSY, "idle": 0}
+TARGETS = {f"{load}_ttft_vs_nixl_{size}": 1.0 for load in LOADS for size in SIZES} | {
+    f"gap_p99_vs_nixl_{size}": 1.15 for size in SIZES
+}
 """The most that each may be."""
 Row = dict[str, Any]
 
@@ -64,16 +65,12 @@ def row_of(connector: str, samples: list[Sample], quiet: list[float]) -> Row:
         found = [number for sample in samples if (number := value(sample)) is not None]
         return round(statistics.median(found), 3) if found else None
 
-    handovers = [sample.handover for sample in samples]
     ways = [sample.loaded["way"] for sample in samples]
     gaps, local = ([gap for s in samples for gap in getattr(s, name)] for name in ("gaps", "local_gaps"))
     tables = [s.loaded["in_sequence"] for s in samples if "in_sequence" in s.loaded]
     return {
         "connector": connector, "order": samples[0].cell.order, "sequences": samples[0].cell.sequences,
         "tokens": samples[0].tokens, "samples": len(samples),
-        "handover_ms": p50(lambda s: s.handover),
-        "handover_p25_ms": percentile(handovers, 25), "handover_p75_ms": percentile(handovers, 75),
-        "from_plan_ms": p50(lambda s: s.from_plan),
         "ttft_ms": p50(lambda s: s.ttft("loaded")), "local_ttft_ms": p50(lambda s: s.ttft("local")),
         "copy_ms": p50(lambda s: copy_ms(s.loaded)), "logged_ms": p50(lambda s: s.loaded.get("logged_ms")),
         "ways": {way: ways.count(way) for way in sorted(set(ways))},
@@ -83,7 +80,8 @@ def row_of(connector: str, samples: list[Sample], quiet: list[float]) -> Row:
         "local_gap_p99_ms": percentile(local, 99), "local_gap_max_ms": most(local),
         "quiet_p50_ms": percentile(quiet, 50), "quiet_p99_ms": percentile(quiet, 99), "quiet_max_ms": most(quiet),
         "gaps": len(gaps), "quiet_gaps": len(quiet),
-        "all_handover_ms": [round(value, 2) for value in handovers],
+        "all_ttft_ms": [round(sample.ttft("loaded"), 2) for sample in samples],
+        "all_local_ttft_ms": [round(sample.ttft("local"), 2) for sample in samples],
     }  # fmt: skip
 
 
@@ -92,57 +90,44 @@ def most(values: Sequence[float]) -> float | None:
 
 
 def timelines_of(pair: BusyPair) -> list[Row]:
-    """For each cell, prompt length and way the hand-over nearest to the median: milliseconds since it arrived."""
+    """For each cell, prompt length and way the request nearest to the median TTFT: milliseconds since it arrived."""
     keys = dict.fromkeys((sample.cell, sample.tokens, sample.loaded["way"]) for sample in pair.measured)
     return [timeline(pair.connector, *key, pair.measured) for key in keys]
 
 
 def timeline(connector: str, cell: Cell, tokens: int, way: str, measured: Iterable[Sample]) -> Row:
     samples = [s for s in measured if (s.cell, s.tokens, s.loaded["way"]) == (cell, tokens, way)]
-    middle = statistics.median(sample.handover for sample in samples)
-    chosen = min(samples, key=lambda sample: abs(sample.handover - middle))
+    middle = statistics.median(sample.ttft("loaded") for sample in samples)
+    chosen = min(samples, key=lambda sample: abs(sample.ttft("loaded") - middle))
     marks = dict(chosen.loaded)
     if "on_gpu" in marks:
         marks["gpu_begun"], marks["gpu_ended"] = marks["on_gpu"]
     began = marks["arrived"]
     return {
         "connector": connector, "order": cell.order, "sequences": cell.sequences, "tokens": tokens, "way": way,
-        "handover_ms": round(chosen.handover, 3), "local_ttft_ms": round(chosen.ttft("local"), 3),
+        "local_ttft_ms": round(chosen.ttft("local"), 3),
         "marks": {name: round((marks[name] - began) * 1e3, 3) for name in STAGES if name in marks},
         "steps": [round((at - began) * 1e3, 3) for at in chosen.steps],
     }  # fmt: skip
 
 
 def summed_up(rows: list[Row]) -> tuple[dict[str, float], dict[str, float]]:
-    """Ratios and figures; those of which a cell was not measured are left out."""
+    """Ratios of both connectors, and KVFerry's figures; those of which a cell was not measured are left out."""
     found = {(r["connector"], r["order"], r["sequences"], r["tokens"]): r for r in rows}
     ratios: dict[str, float] = {}
     figures: dict[str, float] = {}
-    for name, tokens in SIZES.items():
-        ours, theirs = (found.get((connector, "fresh", BUSY, tokens)) for connector in (OURS, THEIRS))
-        if ours and theirs:
-            for key, what in (("busy", "handover_ms"), ("busy_from_plan", "from_plan_ms")):
-                if theirs[what] > 0:
-                    ratios[f"{key}_vs_nixl_{name}"] = round(ours[what] / theirs[what], 4)
-        if ours:
-            figures |= {f"busy_handover_ms_{name}": ours["handover_ms"]}
-            figures |= {f"busy_from_plan_ms_{name}": ours["from_plan_ms"]}
-            figures |= {f"copy_ms_{name}": ours["copy_ms"]} if ours["copy_ms"] is not None else {}
-            figures |= gap_figures(ours, "" if name == "8k" else f"_{name}")
-        if idle := found.get((OURS, "fresh", 0, tokens)):
-            figures[f"idle_handover_ms_{name}"] = idle["handover_ms"]
+    for (load, sequences), (size, tokens) in product(LOADS.items(), SIZES.items()):
+        ours, theirs = (found.get((connector, "fresh", sequences, tokens)) for connector in (OURS, THEIRS))
+        for what, name in (
+            ("ttft_ms", f"{load}_ttft"),
+            ("local_ttft_ms", f"{load}_local_ttft"),
+            ("gap_p99_ms", "gap_p99"),
+        ):
+            if ours and ours[what] is not None:
+                figures[f"{name}_ms_{size}"] = ours[what]
+                if theirs and theirs[what]:
+                    ratios[f"{name}_vs_nixl_{size}"] = round(ours[what] / theirs[what], 4)
     return ratios, figures
-
-
-def gap_figures(row: Row, ending: str) -> dict[str, float]:
-    """The gaps of the others during hand-overs against quiet ones; without an ending those at 8001 tokens."""
-    if row["quiet_p99_ms"] is None or row["gap_p99_ms"] is None:
-        return {}
-    return {
-        f"gap_p99_ratio{ending}": round(row["gap_p99_ms"] / row["quiet_p99_ms"], 3),
-        f"gap_max_ratio{ending}": round(row["gap_max_ms"] / row["quiet_max_ms"], 3),
-        f"gap_max_minus_quiet_p99_ms{ending}": round(row["gap_max_ms"] - row["quiet_p99_ms"], 3),
-    }
 
 
 def merged(paths: Iterable[Path]) -> Row:
@@ -164,10 +149,10 @@ def result_of(rows: list[Row], timelines: list[Row]) -> Row:
 
 def show(result: Row) -> None:
     """Print the table, then ratios and figures with their targets."""
-    heads = ("hand-over", "p25", "p75", "from plan", "TTFT", "local hit", "copy", "gap p99", "max", "quiet p99", "max")
+    heads = ("TTFT", "local hit", "copy", "gap p99", "max", "local p99", "max", "quiet p99", "max")
     names = (
-        "handover_ms", "handover_p25_ms", "handover_p75_ms", "from_plan_ms", "ttft_ms", "local_ttft_ms", "copy_ms",
-        "gap_p99_ms", "gap_max_ms", "quiet_p99_ms", "quiet_max_ms",
+        "ttft_ms", "local_ttft_ms", "copy_ms", "gap_p99_ms", "gap_max_ms", "local_gap_p99_ms", "local_gap_max_ms",
+        "quiet_p99_ms", "quiet_max_ms",
     )  # fmt: skip
     print(
         f"\n{'order':10}{'seqs':>5}{'tokens':>7}  {'ms, medians of':22}" + "".join(f"{h:>10}" for h in heads) + "  way"

@@ -1,4 +1,4 @@
-"""The plots of ``gpu_busy.py``: hand-over time by prompt length, and what one hand-over's time is made of."""
+"""The plots of ``gpu_busy.py``: time to first token by prompt length, and what that of one request is made of."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ def chosen(timelines: list[dict[str, Any]], way: str) -> dict[str, Any] | None:
 
 
 def lengths_panel(axis: Any, rows: list[dict[str, Any]]) -> None:
-    """Median hand-over times with quartiles; a line for each connector, load and order of blocks."""
+    """Median times to first token, and pale those of local hits; lines for each connector, load and order of blocks."""
+    from matplotlib import ticker
+
     styles = {"fresh": "-", "scattered": "--"}
     loads = sorted({row["sequences"] for row in rows})
     for connector, colour in COLOURS.items():
@@ -60,29 +62,24 @@ def lengths_panel(axis: Any, rows: list[dict[str, Any]]) -> None:
                 if points:
                     draw_line(axis, points, colour, dashes, "osD^v"[loads.index(sequences) % 5])
     axis.set(
-        xscale="log", xlabel="prompt tokens", ylabel="ms, median and quartiles",
-        title="hand-over time: D's time to first token, less that of a local prefix hit",
+        xscale="log", yscale="log", xlabel="prompt tokens", ylabel="ms, median",
+        title="D's time to first token with KV from P; pale: of a local prefix hit",
     )  # fmt: skip
     lengths = sorted({row["tokens"] for row in rows})
     axis.set_xticks(lengths, [str(length) for length in lengths])
     axis.minorticks_off()
-    axis.set_yscale("symlog", linthresh=1)
+    axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    axis.yaxis.set_major_formatter("{x:g}")
     axis.grid(alpha=0.3, which="both")
     axis.legend(fontsize=7, ncols=2)
 
 
 def draw_line(axis: Any, points: list[dict[str, Any]], colour: str, dashes: str, marker: str) -> None:
     first = points[0]
-    middle = [row["handover_ms"] for row in points]
-    low, high = (
-        [abs((row[name] if row[name] is not None else row["handover_ms"]) - row["handover_ms"]) for row in points]
-        for name in ("handover_p25_ms", "handover_p75_ms")
-    )
     label = f"{first['connector']}, {first['sequences']} decoding, {first['order']}"
-    axis.errorbar(
-        [row["tokens"] for row in points], middle, yerr=[low, high], linestyle=dashes, marker=marker, color=colour,
-        label=label, capsize=2, alpha=0.8,
-    )  # fmt: skip
+    for name, shown, alpha in (("ttft_ms", label, 0.8), ("local_ttft_ms", None, 0.25)):
+        y = [row[name] for row in points]
+        axis.plot([row["tokens"] for row in points], y, dashes, marker=marker, color=colour, label=shown, alpha=alpha)
 
 
 def timeline_panel(axis: Any, line: dict[str, Any]) -> None:
@@ -104,6 +101,6 @@ def timeline_panel(axis: Any, line: dict[str, Any]) -> None:
     axis.set(
         ylim=(-0.5, 0.9 + 0.45 * len(stages)), yticks=[], xlabel="ms since the request came in",
         title=f"{line['way']}: {line['tokens']} tokens, {line['sequences']} sequences decoding, {line['order']} "
-        f"blocks; hand-over {line['handover_ms']:.2f} ms",
+        f"blocks; a local hit takes {line['local_ttft_ms']:.2f} ms",
     )  # fmt: skip
     axis.title.set_fontsize(10)

@@ -66,20 +66,9 @@ class Sample:
     local_gaps: list[float]
     steps: list[float]
 
-    @property
-    def handover(self) -> float:
-        """Milliseconds of the time to first token that the hand-over costs."""
-        return self.ttft("loaded") - self.ttft("local")
-
-    @property
-    def from_plan(self) -> float:
-        """As ``handover``, without the wait for the engine to look at its queue: that wait is the same in both, and
-        differs from request to request by as much as a step takes."""
-        return self.ttft("loaded", "planned") - self.ttft("local", "planned")
-
-    def ttft(self, which: str, since: str = "arrived") -> float:
+    def ttft(self, which: str) -> float:
         marks: Marks = getattr(self, which)
-        return float(marks["token"] - marks[since]) * 1e3
+        return float(marks["token"] - marks["arrived"]) * 1e3
 
 
 class DisturbedTurnError(EngineError):

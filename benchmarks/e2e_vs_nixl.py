@@ -1,4 +1,4 @@
-"""Hand-over time between two vLLM engines, with KVFerryConnector and with vLLM's own NixlConnector, in one run.
+"""Time to first token between two vLLM engines, with KVFerryConnector and with vLLM's own NixlConnector, in one run.
 
     python benchmarks/e2e_vs_nixl.py [--json FILE] [--rounds 2] [--repeats 8] [--lengths 257 ...] [--layers 32 4]
     python benchmarks/e2e_vs_nixl.py --again RESULT.json --json FILE           # compare the samples of a result again
@@ -9,8 +9,7 @@ plus one) and go the same way through HTTP, tokenizer and scheduler. P's own pre
 prefix cache before the clock starts. Every hand-over is checked against vLLM's counter of tokens loaded from outside;
 one that failed is counted, and made again.
 
-``comparison.py`` has the rule by which the connectors are compared. ``spin_ms`` in the rows is what a connector's own
-prefix hits take longer than the baseline.
+``comparison.py`` has the rule by which the connectors are compared.
 
 The two connectors do not run at the same time: NIXL's threads spin on a core each, and an engine that is stopped
 meanwhile loses its peer. NIXL gets one progress thread instead of vLLM's four: with four, engines that have two cores
@@ -104,7 +103,7 @@ def measure(connector: str, spec: ModelSpec, model: Path, args: argparse.Namespa
         prefill, decode = (group.engine(name, model, **start) for name in names)
         group.wait_ready(400)
         handshake = into.measured(prefill, decode, prompt_of(model, BLOCK + 1, 1), BLOCK + 1)
-        into.first.append(handshake[0] - handshake[1])
+        into.first.append(handshake[0])
         for tokens in args.lengths:
             prompt = prompt_of(model, tokens, tokens)
             for turn in range(-WARM_UPS, args.repeats):
@@ -131,7 +130,7 @@ def rows_of(spec: ModelSpec, found: dict[str, Samples]) -> list[dict[str, Any]]:
 
 
 def compared(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Rows with hand-over times and quartiles by the common baseline; comparisons, ratios and figures."""
+    """Rows with medians and quartiles; comparisons, ratios and figures."""
     measured = {(row["layers"], row["tokens"], row["connector"]): row for row in rows}
     comparisons, figures = [], {}
     for layers, tokens in dict.fromkeys((layers, tokens) for layers, tokens, _ in measured):
@@ -140,17 +139,19 @@ def compared(rows: list[dict[str, Any]]) -> dict[str, Any]:
         comparisons.append({"layers": layers, "tokens": tokens} | found)
         for row in pair:
             low, middle, high = statistics.quantiles(row["loaded_ms"], n=4, method="inclusive")
-            own, base = statistics.median(row["local_ms"]), found["baseline_ms"]
-            times = {"handover_ms": middle - base, "low_ms": low - base, "high_ms": high - base}
-            row |= {
-                name: round(value, 2) for name, value in (times | {"spin_ms": own - base, "ttft_ms": middle}).items()
+            times = {
+                "ttft_ms": middle,
+                "low_ms": low,
+                "high_ms": high,
+                "local_ttft_ms": statistics.median(row["local_ms"]),
             }
-            figures[f"handover_ms_{row['connector']}_{tokens}{suffix(layers)}"] = row["handover_ms"]
+            row |= {name: round(value, 2) for name, value in times.items()}
+            figures[f"ttft_ms_{row['connector']}_{tokens}{suffix(layers)}"] = row["ttft_ms"]
     ratios = {}
     for layers in dict.fromkeys(found["layers"] for found in comparisons):
-        of_layers = [found for found in comparisons if found["layers"] == layers and found["ratio"] is not None]
+        of_layers = [found for found in comparisons if found["layers"] == layers]
         chosen = [found["ratio"] for found in of_layers if found["tokens"] >= LONG] or [f["ratio"] for f in of_layers]
-        ratios[f"handover_vs_nixl{suffix(layers)}"] = round(statistics.median(chosen), 3)
+        ratios[f"ttft_vs_nixl{suffix(layers)}"] = round(statistics.median(chosen), 3)
     return {"ratios": ratios, "figures": figures, "comparisons": comparisons, "rows": rows}
 
 
@@ -159,13 +160,13 @@ def suffix(layers: int) -> str:
 
 
 def show(result: dict[str, Any]) -> None:
-    """TTFT of both, their difference with its interval, hand-over times."""
-    heads = ("layers", "tokens", "TTFT ours", "TTFT NIXL", "hand-over ours", "NIXL", "ratio")
+    """TTFT of both, their difference with its interval, local hits."""
+    heads = ("layers", "tokens", "TTFT ours", "TTFT NIXL", "local hit ours", "NIXL", "ratio")
     print("\n" + "".join(f"{head:>15}" for head in heads) + "  ms; difference of TTFT (95 %)")
     for found in result["comparisons"]:
-        times = [*found["ttft_ms"].values(), *found["handover_ms"].values()]
+        times = [*found["ttft_ms"].values(), *found["local_ttft_ms"].values()]
         cells = [f"{found['layers']}", f"{found['tokens']}", *(f"{time:.1f}" for time in times)]
-        cells.append("" if found["ratio"] is None else f"{found['ratio']:.2f}")
+        cells.append(f"{found['ratio']:.2f}")
         print("".join(f"{cell:>15}" for cell in cells) + f"  {difference_text(found)}")
     for name, value in result["ratios"].items():
         print(f"{name} {value}  (median over prompts of {LONG} tokens and more; under 1 is ours faster)")
@@ -180,7 +181,7 @@ def shape(layers: int, args: argparse.Namespace) -> tuple[list[dict[str, Any]], 
         for connector in (OURS, THEIRS) if turn % 2 == 0 else (THEIRS, OURS):
             measure(connector, spec, model, args, found[connector])
     first = {
-        f"first_handover_ms_{name}{suffix(layers)}": round(statistics.median(samples.first), 2)
+        f"first_ttft_ms_{name}{suffix(layers)}": round(statistics.median(samples.first), 2)
         for name, samples in found.items()
     }
     return rows_of(spec, found), first

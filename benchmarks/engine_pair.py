@@ -24,10 +24,6 @@ class Sample:
     loaded: float
     local: float
 
-    @property
-    def handover(self) -> float:
-        return self.loaded - self.local
-
 
 @dataclass
 class Pair:

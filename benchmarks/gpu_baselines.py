@@ -196,7 +196,7 @@ class UcxxRawEndpoint(ArenaEndpoint):
         super().__init__(config)
         from kvferry.transport.planes.ucx_worker import UcxWorker
 
-        self.worker = UcxWorker("127.0.0.1")
+        self.worker = UcxWorker("127.0.0.1", here=True)
         self.address_sent = False
         self.todo: list[UcxArray] = []
 

@@ -10,15 +10,14 @@ take turns, A B B A, while the other one's engines are idle.
 
 A turn: D starts to decode ``--sequences`` sequences, which end when the turn does. It decodes for a while without
 anything beside it: the quiet gaps. Then requests come at a fixed rate: a hand-over, the same prompt again, which D has
-in its prefix cache by then, the next hand-over, and so on. Both compute one token. Hand-over time is the time to first
-token of the first, less that of the second; each row has the median of these differences and their quartiles. P finds
+in its prefix cache by then, the next hand-over, and so on. Both compute one token. Each row has the medians of both
+times to first token. The connectors are compared by the first; the second, the local hit, is never subtracted. P finds
 its prompts in its own prefix cache and has answered before D is asked.
 
 All times are taken in D's engine process, from the request's arrival in the engine's queue to the end of the step that
-made its token, see ``busy_probe.py``; HTTP is in none of them. ``from_plan_ms`` counts from the scheduler's first look
-at the request: a request waits up to a step for this, which makes hand-over times vary but not larger. The gaps of the
-others are the times between their tokens within one period after a hand-over (``gap``), after a local hit
-(``local_gap``), and before all of them (``quiet``), of equally many seconds.
+made its token, see ``busy_probe.py``; HTTP is in none of them. The gaps of the others are the times between their
+tokens within one period after a hand-over (``gap``), after a local hit (``local_gap``), and before all of them
+(``quiet``), of equally many seconds.
 
 ``fresh``: D's free blocks are in the order of memory when a turn begins. ``scattered``: they are shuffled, so that
 hardly two blocks of a table lie side by side. D's prefix cache is empty in both, so no block is evicted.

@@ -1,4 +1,4 @@
-"""Hand-over time between two vLLM engines on two GPUs, with KVFerryConnector and with vLLM's own NixlConnector.
+"""Time to first token between two vLLM engines on two GPUs, with KVFerryConnector and with vLLM's own NixlConnector.
 
     python benchmarks/gpu_e2e.py [--json FILE] [--plot FILE.png] [--plane cuda_ipc] [--seconds 40]
 
@@ -17,9 +17,8 @@ request fails.
 The model is a Llama of 128 KiB of KV per token, narrow beside that, with made-up weights. D's time to the first token
 is taken of a prompt that P holds, and of the same prompt out of D's own prefix cache, after a pause as long as P's
 prefill. Both compute one token (lengths are a multiple of the block plus one). ``comparison.py`` has the rule by which
-the connectors are compared: by the difference of these times; hand-over times have one baseline for both. P has
-answered before the clock starts; how long it took is in ``total``, the time to the first token as a client of the pair
-sees it.
+the connectors are compared. P has answered before the clock starts; how long it took is in ``total``, the time to the
+first token as a client of the pair sees it.
 
 Every prompt is new. ``fresh``: the engines take blocks that were never used, in the order of memory. ``scattered``:
 after traffic of many short prompts that decoded side by side; how many blocks of a table lie right behind the one
@@ -143,8 +142,8 @@ def row_of(pair: Pair, state: str, tokens: int, spec: ModelSpec) -> dict[str, An
 
 
 def compared(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Rows with hand-over times by the common baseline; comparisons, and the ratio of each state at the longest prompt.
-    Results from before ``all_ttft_ms`` was kept have no intervals."""
+    """Rows and comparisons, and the ratio of each state at the longest prompt. Results from before ``all_ttft_ms`` was
+    kept have no intervals."""
     found = {(row["state"], row["tokens"], row["connector"]): row for row in rows if row["state"] in STATES}
     comparisons, ratios = [], {}
     for state, tokens in dict.fromkeys((state, tokens) for state, tokens, _ in found):
@@ -154,10 +153,7 @@ def compared(rows: list[dict[str, Any]]) -> dict[str, Any]:
         else:
             one = of_medians(*(row["ttft_ms"] for row in pair), *(row["local_ttft_ms"] for row in pair))
         comparisons.append({"state": state, "tokens": tokens} | one)
-        ratios[f"handover_vs_nixl_{state}"] = one["ratio"]  # the last is of the longest prompt
-        for row in pair:
-            row["handover_ms"] = one["handover_ms"][row["connector"]]
-            row["handover_p99_ms"] = round(row["ttft_p99_ms"] - one["baseline_ms"], 2)
+        ratios[f"ttft_vs_nixl_{state}"] = one["ratio"]  # the last is of the longest prompt
     return {"ratios": ratios, "comparisons": comparisons, "rows": rows}
 
 
@@ -165,7 +161,7 @@ def figures_of(rows: list[dict[str, Any]]) -> dict[str, float]:
     return {
         f"{key}_{row['connector']}_{row['state']}_{row['tokens']}": row[key]
         for row in rows
-        for key in ("handover_ms", "handover_p99_ms", "ttft_ms")
+        for key in ("ttft_ms", "ttft_p99_ms", "local_ttft_ms")
         if row["state"] in STATES
     }
 
@@ -199,9 +195,8 @@ def loaded_runs(
 
 def show(result: dict[str, Any]) -> None:
     rows = [row for row in result["rows"] if row["state"] in STATES]
-    heads = ("hand-over ms", "p99", "D's TTFT ms", "p99", "local hit ms", "P and D ms", "p99")
-    names = ("handover_ms", "handover_p99_ms", "ttft_ms", "ttft_p99_ms", "local_ttft_ms", "total_ttft_ms",
-             "total_ttft_p99_ms")  # fmt: skip
+    heads = ("D's TTFT ms", "p99", "local hit ms", "P and D ms", "p99")
+    names = ("ttft_ms", "ttft_p99_ms", "local_ttft_ms", "total_ttft_ms", "total_ttft_p99_ms")
     print(f"\n{'state':10}{'tokens':>7}{'MiB':>7}  {'connector':18}" + "".join(f"{head:>13}" for head in heads))
     for row in rows:
         figures = "".join(f"{row[name]:13.2f}" for name in names)
@@ -212,15 +207,15 @@ def show(result: dict[str, Any]) -> None:
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Hand-over time and D's time to the first token over the prompt length."""
+    """D's time to the first token over the prompt length, beside that of local hits."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot, ticker
 
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.5), layout="constrained", sharey=True)
     for axis, name, title in zip(
-        axes, ("handover_ms", "ttft_ms"), ("hand-over", "D's time to first token"), strict=True
+        axes, ("ttft_ms", "local_ttft_ms"), ("D's time to first token", "of a local prefix hit"), strict=True
     ):
         for connector, colour in ((OURS, "tab:blue"), (THEIRS, "tab:orange")):
             for state, dashes in zip(STATES, ("-", "--", ":"), strict=True):
@@ -311,12 +306,14 @@ def result_of(pairs: Sequence[Pair], rounds: dict[str, int], setup: Setup, polic
     ratios = result["ratios"]
     figures: dict[str, Any] = {f"rounds_{state}": count for state, count in rounds.items()} | figures_of(rows)
     for pair in pairs:
-        figures[f"first_handover_ms_{pair.connector}"] = round(max(s.handover for s in pair.first), 2)
+        figures[f"first_ttft_ms_{pair.connector}"] = round(max(s.loaded for s in pair.first), 2)
         figures |= {f"blocks_in_sequence_{s}_{pair.connector}": share for s, share in pair.in_sequence.items()}
     show(result)
     for pair in pairs:
-        both = " and ".join(f"{sample.handover:.1f}" for sample in pair.first)
-        print(f"first hand-over to a new peer, {lengths[-1]} tokens, {pair.connector}: {both} ms (either direction)")
+        both = " and ".join(f"{sample.loaded:.1f}" for sample in pair.first)
+        print(
+            f"TTFT of the first from a new peer, {lengths[-1]} tokens, {pair.connector}: {both} ms (either direction)"
+        )
     said = pairs[0].said()
     planes = Counter(re.findall(r"hand-over of \S+ done: .* over (\S+) from", said))
     for line in sorted(set(re.findall(r"kvferry: (data plane to .*)", said))):
@@ -324,7 +321,7 @@ def result_of(pairs: Sequence[Pair], rounds: dict[str, int], setup: Setup, polic
     lanes = {pair.connector: sorted(set(LANE.findall(pair.said()))) for pair in pairs}
     print(f"hand-overs of KVFerry by plane: {dict(planes)}; lanes that UCX names: {lanes}")
     for state, count in rounds.items():
-        name = f"handover_vs_nixl_{state}"
+        name = f"ttft_vs_nixl_{state}"
         where = f"{lengths[-1]} tokens, medians of {count} rounds"
         print(f"{name} {ratios[name]}  ({where})  {verdict(name, ratios[name])}")
     how = {"policy": policy, "cuda_graphs": bool(setup.gpus[1]), "planes": dict(planes), "ucx_lanes": lanes}

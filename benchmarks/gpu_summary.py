@@ -86,13 +86,15 @@ COMPARED = ("cuda_ipc", "nixl")
 def rates(result: Mapping[str, Any]) -> str:
     """GB/s by point and contender; ``*`` where a change of layout is not included."""
     rows = {(row["point"], row["contender"]): row for row in result["rows"]}
+    ran = {name for (_, name), row in rows.items() if "error" not in row}
+    names = [name for name in CONTENDERS if name in ran]
     lines = []
     for point, label in POINTS.items():
-        found = [rows[point, contender] for contender in CONTENDERS if (point, contender) in rows]
+        found = [rows[point, name] for name in names if (point, name) in rows]
         if found:
-            cells = [_rate(rows, point, contender) for contender in CONTENDERS]
+            cells = [_rate(rows, point, name) for name in names]
             lines.append([label, f"{found[0]['bytes'] / 2**20:.0f}", *cells])
-    return table(["hand-over", "MiB", *CONTENDERS.values()], lines)
+    return table(["hand-over", "MiB", *(CONTENDERS[name] for name in names)], lines)
 
 
 def _rate(rows: Rows, point: str, contender: str) -> str:
@@ -147,7 +149,7 @@ def bandwidth() -> str:
 
 
 def end_to_end() -> str:
-    """Hand-over time and time to first token by prompt length and state of the block tables, both connectors."""
+    """Time to first token by prompt length and state of the block tables, both connectors."""
     result = load("gpu_e2e")
     mib = {(row["state"], row["tokens"]): row["mib"] for row in result["rows"] if row["state"] != "load"}
     lines = []
@@ -159,7 +161,11 @@ def end_to_end() -> str:
     rounds = ", ".join(
         f"{figures[f'rounds_{state}']} rounds {state}" for state in dict.fromkeys(line[0] for line in lines)
     )
-    first = [figures[f"first_handover_ms_{connector}"] for connector in CONNECTORS]
+    first = [figures[name] for connector in CONNECTORS if (name := f"first_ttft_ms_{connector}") in figures]
+    of_first = "TTFT with KV from a new P was not kept in this result."
+    if first:
+        pair = " and ".join(f"{ms:.0f} ms with {name}" for ms, name in zip(first, CONNECTORS, strict=True))
+        of_first = f"TTFT with KV from a new P, at the longest prompt: {pair}."
     return "\n\n".join(
         [
             f"{policy_sentence(result['policy'])} {machine(result, *PACKAGES, 'vllm')}",
@@ -169,72 +175,66 @@ def end_to_end() -> str:
             "`fresh`: blocks that were never used, in the order of memory. `scattered`: after traffic of many short "
             "prompts. `emptied`: scattered, and vLLM's prefix cache was emptied, so that no block is evicted.",
             table(["block tables", "prompt tokens", "MiB", *COMPARED_HEADS], lines),
-            f"The first hand-over from a new P, at the longest prompt: {first[0]:.0f} ms with KVFerryConnector, "
-            f"{first[1]:.0f} ms with NixlConnector.",
-            f"![hand-over time and D's time to first token by prompt length]({PLOTS}/gpu_e2e.png)",
+            of_first,
+            f"![D's time to first token by prompt length, and of local hits]({PLOTS}/gpu_e2e.png)",
         ]
     )
 
 
 def busy() -> str:
-    """Hand-over time on a D that decodes, the way that loads went, and the gaps of the sequences that it decodes."""
+    """TTFT on a D that decodes, the way that loads went, and the gaps of the sequences that it decodes."""
     result = load("gpu_busy")
     found = {(row["sequences"], row["tokens"], row["connector"]): row for row in result["rows"]}
     lines = []
     for sequences, tokens in dict.fromkeys((sequences, tokens) for sequences, tokens, _ in found):
         ours, theirs = (found[sequences, tokens, connector] for connector in CONNECTORS)
-        times = [
-            f"{r['handover_ms']:.1f} ({r['handover_p25_ms']:.1f} to {r['handover_p75_ms']:.1f})" for r in (ours, theirs)
-        ]
-        ways = ", ".join(f"{count} {way}" for way, count in ours["ways"].items())
-        gaps = [
-            "" if row[f"{which}_p99_ms"] is None else f"{row[f'{which}_p99_ms']:.1f} / {row[f'{which}_max_ms']:.1f}"
-            for row, which in ((ours, "gap"), (theirs, "gap"), (ours, "local_gap"), (ours, "quiet"))
-        ]
-        ttft = [f"{row['ttft_ms']:.1f}" for row in (ours, theirs)]
-        lines.append([str(sequences), str(tokens), *ttft, *times, ways, *gaps])
-    head = ["D decodes", "prompt tokens", "TTFT, KVFerry, ms", "TTFT, NIXL, ms"]
-    head += ["own hand-over, KVFerry, ms", "own hand-over, NIXL, ms", "KVFerry's loads"]
-    gap_heads = [f"gaps, ms, {what}" for what in ("KVFerry", "NIXL", "local hit", "quiet")]
+        times = [f"{row[name]:.1f}" for name in ("ttft_ms", "local_ttft_ms") for row in (ours, theirs)]
+        gaps = [_gaps(row, which) for which in ("gap", "local_gap", "quiet") for row in (ours, theirs)]
+        lines.append([str(sequences), str(tokens), *times, _ways(ours), *gaps])
+    both = ("KVFerry", "NIXL")
+    head = ["D decodes", "prompt tokens", *(f"{what}, {one}, ms" for what in ("TTFT", "local hit") for one in both)]
+    gap_heads = [f"{what}, {one}, ms" for what in ("gaps", "gaps, local hit", "gaps, quiet") for one in both]
     return "\n\n".join(
         [
             f"{policy_sentence(result['policy'])} {machine(result, *PACKAGES, 'vllm')}",
             "Two vLLM engines per connector, with CUDA graphs and asynchronous scheduling, `benchmarks/gpu_busy.py`. "
-            "TTFT is D's time to first token with KV from P, the median. Own hand-over time is TTFT minus the time to "
-            "first token of the same prompt from the prefix cache of the same D under the same load: medians with "
-            "quartiles. The baselines of the two connectors differ, so compare them by TTFT. Gaps are the times "
-            "between the tokens of the sequences that D decodes, 99th percentile / largest: within one period after a "
-            "hand-over, after a request whose prompt D has in its prefix cache, and without either.",
-            table([*head, *gap_heads], lines),
-            f"![hand-over time by prompt length, and two hand-overs in time]({PLOTS}/gpu_busy.png)",
+            "TTFT is D's time to first token with KV from P, local hit that of the same prompt from the prefix cache "
+            "of the same D under the same load: medians. Gaps are the times between the tokens of the sequences that D "
+            "decodes, 99th percentile / largest: within one period after a hand-over, after a local hit, and without "
+            "either.",
+            table([*head, "KVFerry's loads", *gap_heads], lines),
+            f"![TTFT by prompt length, and hand-overs in time]({PLOTS}/gpu_busy.png)",
         ]
     )
 
 
 def busy_one_gpu() -> str:
-    """Hand-over time on a D that decodes and shares its GPU with P."""
+    """TTFT on a D that decodes and shares its GPU with P."""
     result = load("gpu_busy_one_gpu")
     lines = []
     for row in result["rows"]:
-        spread = f"{row['handover_p25_ms']:.1f} to {row['handover_p75_ms']:.1f}"
-        gaps = [
-            "" if row[f"{which}_p99_ms"] is None else f"{row[f'{which}_p99_ms']:.1f} / {row[f'{which}_max_ms']:.1f}"
-            for which in ("gap", "local_gap", "quiet")
-        ]
-        ways = ", ".join(f"{count} {way}" for way, count in row["ways"].items())
-        cells = [f"{row['handover_ms']:.1f} ({spread})", f"{row['copy_ms']:.1f}", f"{row['ttft_ms']:.1f}", ways]
-        lines.append([str(row["sequences"]), row["order"], str(row["tokens"]), *cells, *gaps])
-    heads = ["D decodes", "block tables", "prompt tokens", "own hand-over, ms", "copy, ms", "TTFT, ms", "loads"]
+        times = [f"{row[name]:.1f}" for name in ("ttft_ms", "local_ttft_ms", "copy_ms")]
+        gaps = [_gaps(row, which) for which in ("gap", "local_gap", "quiet")]
+        lines.append([str(row["sequences"]), row["order"], str(row["tokens"]), *times, _ways(row), *gaps])
+    heads = ["D decodes", "block tables", "prompt tokens", "TTFT, ms", "local hit, ms", "copy, ms", "loads"]
     heads += ["gaps, ms", "gaps, ms, local hit", "gaps, ms, quiet"]
     return "\n\n".join(
         [
             f"{policy_sentence(result['policy'])} {machine(result, *PACKAGES, 'vllm')}",
-            "P and D on one GPU, KVFerry alone, the same benchmark and the same terms as above. The own hand-over time "
-            "is shorter than the copy where the copy ends while the step before still runs.",
+            "P and D on one GPU, KVFerry alone, the same benchmark and the same terms as above.",
             table(heads, lines),
-            f"![hand-over time by prompt length, and a hand-over in time]({PLOTS}/gpu_busy_one_gpu.png)",
+            f"![TTFT by prompt length, and a hand-over in time]({PLOTS}/gpu_busy_one_gpu.png)",
         ]
     )
+
+
+def _gaps(row: Mapping[str, Any], which: str) -> str:
+    p99, largest = row[f"{which}_p99_ms"], row[f"{which}_max_ms"]
+    return "" if p99 is None else f"{p99:.1f} / {largest:.1f}"
+
+
+def _ways(row: Mapping[str, Any]) -> str:
+    return ", ".join(f"{count} {way}" for way, count in row["ways"].items())
 
 
 def checksums() -> str:

@@ -42,7 +42,6 @@ def row(way: str, turns: Turns) -> Row:
         "way": way,
         "samples": len(samples),
         "first_ms": ms(first),
-        "first_over_alone_ms": ms([ours.arrived[0] - theirs.arrived[0] for ours, theirs in pairs]),
         "after_prefill_ms": ms([sample.arrived[0] - sample.prefill_end for sample in samples]),
         "second_ms": ms([sample.arrived[1] for sample in samples]),
         "last_ms": ms([sample.arrived[-1] for sample in samples]),
@@ -126,23 +125,23 @@ def _of_cell(cell: dict[str, Row], theirs: Row | None, tokens: int) -> list[Row]
     step = at_once["d_step_ms"] or 0.0
     if tokens <= SHORT_TOKENS:
         noise = statistics.pstdev(serial["each_first_ms"])
-        return [_at_most("first token at once minus serially: the spread of the latter, ms",
-                         at_once["first_ms"] - serial["first_ms"], noise)]  # fmt: skip
+        what = "first token at once: that serially and its spread, ms"
+        return [_at_most(what, at_once["first_ms"], serial["first_ms"] + noise)]
     if serial["moving_ms"] > alone["prefill_ms"]:
         limit = 1.1 * serial["moving_ms"] + step
         verdicts = [
             _at_most("first token: 1.1 times the transfer alone, and a step of D, ms", at_once["first_ms"], limit)
         ]
     else:
-        over = at_once["first_over_alone_ms"]
+        what, limit = "first token: that of P alone, a step of D and 5 ms, ms", alone["first_ms"] + step + 5
         verdicts = [
             _at_least("share of the bytes at D when P's last step ends", at_once["before_end"], 0.95),
-            _at_most("first token after that of P alone: a step of D and 5 ms, ms", over, step + 5),
+            _at_most(what, at_once["first_ms"], limit),
         ]
     relay = cell.get(f"{AT_ONCE}, relay")
     if relay is not None:
-        what = "first token with relay after that of P alone, ms"
-        verdicts.append(_at_most(what, relay["first_over_alone_ms"], 2))
+        what = "first token with relay: that of P alone and 2 ms, ms"
+        verdicts.append(_at_most(what, relay["first_ms"], alone["first_ms"] + 2))
     verdicts.append(_at_most("P's prefill slower than alone, %", at_once["prefill_slower_percent"], 1))
     if theirs is not None and tokens >= 8000:
         share = at_once["first_ms"] / theirs["first_ms"]
@@ -151,7 +150,7 @@ def _of_cell(cell: dict[str, Row], theirs: Row | None, tokens: int) -> list[Row]
 
 
 def _at_most(target: str, figure: float, limit: float) -> Row:
-    return {"target": target, "figure": round(figure, 3), "limit": f"<= {limit:.3g}", "met": figure <= limit}
+    return {"target": target, "figure": round(figure, 3), "limit": f"<= {limit:.4g}", "met": figure <= limit}
 
 
 def _at_least(target: str, figure: float, limit: float) -> Row:

@@ -10,8 +10,8 @@ import streaming_tables
 from tables import load, policy_sentence
 
 COMPARED = (
-    "The first token of each way is compared with that of P alone in the same turn, and so is P's prefill: by the "
-    "clock, and by the time of the thread of P's engine on its core."
+    "P's prefill is compared with that of P alone in the same turn: by the clock, and by the time of the thread of P's "
+    "engine on its core."
 )
 
 
@@ -38,32 +38,27 @@ def over_a_link(machine: Callable[[dict[str, Any]], str]) -> str:
     )
 
 
-def one_gpu() -> str:
-    """The same where P and D share a GPU."""
-    result = load("gpu_streaming_one_gpu")
+def two_gpus() -> str:
+    """The same between two GPUs."""
+    result = load("gpu_streaming")
     rows = result["rows"]
     return "\n\n".join(
         [
             f"{policy_sentence('recompute')} {gpu_summary.machine(result, *gpu_summary.PACKAGES, 'vllm')}",
-            "Two vLLM engines on one GPU, which runs their kernels in turn, `benchmarks/gpu_streaming.py --gpus 0 0`: "
-            f"the form of Llama-8B, {result['kv_kib_per_token']:.0f} KiB of KV per token, steps of {result['chunk']} "
-            f"tokens, CUDA graphs, `tcp` over loopback, medians of {_samples(rows)} turns. {COMPARED} `discarded`: D "
-            "throws away what it receives, so that only P uses the GPU. The share is of the bytes that were in D's "
-            f"pages when P's last step ended.{_left_out(result)}{_runs(result)}",
+            f"Two vLLM engines per row, each on its own GPU of one host, `benchmarks/gpu_streaming.py`: the form of "
+            f"Llama-8B, {result['kv_kib_per_token']:.0f} KiB of KV per token, steps of {result['chunk']} tokens, CUDA "
+            f"graphs, `tcp` over loopback, medians of {_samples(rows)} turns. {COMPARED} The share is of the bytes "
+            f"that were in D's pages when P's last step ended.{_left_out(result)}",
             streaming_tables.table(rows),
             "What was to be reached:",
             streaming_tables.target_table(result["targets"]),
+            f"![both legs in time]({gpu_summary.PLOTS}/gpu_streaming.png)",
         ]
     )
 
 
 def _samples(rows: list[dict[str, Any]]) -> str:
     return f"{min(row['samples'] for row in rows)} to {max(row['samples'] for row in rows)}"
-
-
-def _runs(result: dict[str, Any]) -> str:
-    """What is said of a result that was put together from several runs; empty for one run."""
-    return f" Of several runs: {'; '.join(result['runs'])}." if "runs" in result else ""
 
 
 def _left_out(result: dict[str, Any]) -> str:

@@ -11,7 +11,7 @@ Row = dict[str, Any]
 
 
 def table(rows: Sequence[Row]) -> str:
-    head = ["engines", "tokens", "GB/s", "way", "first token, ms", "after P alone, ms", "second, ms",
+    head = ["engines", "tokens", "GB/s", "way", "first token, ms", "second, ms",
             "P's prefill, ms", "slower than alone, %", "on its core, %", "MiB", "at D at its end",
             "transfer, ms"]  # fmt: skip
     return tables.table(head, [_cells(row) for row in rows])
@@ -21,7 +21,7 @@ def _cells(row: Row) -> list[str]:
     handed_over = row["mib"] >= 1
     return [
         row["name"], str(row["tokens"]), f"{row['gb_per_s']:g}" if row["gb_per_s"] else "", row["way"],
-        f"{row['first_ms']:.0f}", f"{row['first_over_alone_ms']:+.0f}", f"{row['second_ms']:.0f}",
+        f"{row['first_ms']:.0f}", f"{row['second_ms']:.0f}",
         f"{row['prefill_ms']:.0f}", f"{row['prefill_slower_percent']:+.1f}", f"{row['core_slower_percent']:+.1f}",
         f"{row['mib']:.0f}" if handed_over else "", f"{row['before_end']:.0%}" if handed_over else "",
         f"{row['moving_ms']:.0f}" if handed_over else "",

@@ -40,7 +40,7 @@ def machine(result: dict[str, Any]) -> str:
 
 
 def cpu_end_to_end() -> str:
-    """Hand-over time and time to first token per prompt length, both connectors."""
+    """Time to first token per prompt length, both connectors."""
     result = load("e2e_vs_nixl")
     mib = {(row["layers"], row["tokens"]): row["mib"] for row in result["rows"]}
     rows = []
@@ -325,7 +325,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "gpu-busy-one-gpu": gpu_summary.busy_one_gpu,
     "gpu-load": gpu_summary.under_load,
     "gpu-decode": gpu_summary.slow_down,
-    "gpu-streaming-one-gpu": streaming_summary.one_gpu,
+    "gpu-streaming": streaming_summary.two_gpus,
     "gpu-checksum": gpu_summary.checksums,
     "cpu-end-to-end": cpu_end_to_end,
     "cpu-wrong-tokens": wrong_tokens,

@@ -36,16 +36,16 @@ def _row(what: str, ours: str, theirs: str, result: str) -> list[str]:
     return [what, ours, theirs, NOT_MEASURED, NOT_MEASURED, f"[{result}]({RESULTS}/{result}.json)"]
 
 
-def _ttft(where: str, times: Mapping[int, Mapping[str, float]], result: str) -> list[list[str]]:
+def _by_length(what: str, where: str, times: Mapping[int, Mapping[str, float]], result: str) -> list[list[str]]:
     """``times``: by prompt tokens and connector."""
     return [
-        _row(f"TTFT, ms, {where}, {tokens} tokens", *(f"{times[tokens][name]:.1f}" for name in CONNECTORS), result)
+        _row(f"{what}, ms, {where}, {tokens} tokens", *(f"{times[tokens][name]:.1f}" for name in CONNECTORS), result)
         for tokens in (min(times), max(times))
     ]
 
 
 def _bandwidth(result: Mapping[str, Any]) -> list[list[str]]:
-    rates = {(row["point"], row["contender"]): row["gb_per_s"] for row in result["rows"]}
+    rates = {(row["point"], row["contender"]): row["gb_per_s"] for row in result["rows"] if "error" not in row}
     forms = {
         "pieces_8k": "8192 tokens, same form, pieces of 8 KiB",
         "pieces_32k": "8192 tokens, same form, pieces of 32 KiB",
@@ -64,18 +64,23 @@ def _idle() -> list[list[str]]:
     times: dict[str, dict[int, dict[str, float]]] = defaultdict(dict)
     for found in load("gpu_e2e")["comparisons"]:
         times[found["state"]][found["tokens"]] = found["ttft_ms"]
-    return [row for state, each in times.items() for row in _ttft(f"idle D, {state} blocks", each, "gpu_e2e")]
+    return [
+        row for state, each in times.items() for row in _by_length("TTFT", f"idle D, {state} blocks", each, "gpu_e2e")
+    ]
 
 
 def _busy() -> list[list[str]]:
-    times: dict[int, dict[int, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
-    for row in load("gpu_busy")["rows"]:
-        times[row["sequences"]][row["tokens"]][row["connector"]] = row["ttft_ms"]
-    return [
-        row
-        for sequences, each in sorted(times.items())
-        for row in _ttft(f"D with CUDA graphs that decodes {sequences} sequences", each, "gpu_busy")
-    ]
+    found = load("gpu_busy")["rows"]
+    lines = []
+    for what, name in (("TTFT", "ttft_ms"), ("gaps between tokens beside a hand-over, 99th percentile", "gap_p99_ms")):
+        times: dict[int, dict[int, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
+        for row in found:
+            if row[name] is not None:
+                times[row["sequences"]][row["tokens"]][row["connector"]] = row[name]
+        for sequences, each in sorted(times.items()):
+            where = f"D with CUDA graphs that decodes {sequences} sequences"
+            lines += _by_length(what, where, each, "gpu_busy")
+    return lines
 
 
 def _under_load() -> list[list[str]]:
@@ -92,7 +97,9 @@ def _on_cpu() -> list[list[str]]:
     for found in load("e2e_vs_nixl")["comparisons"]:
         times[found["layers"]][found["tokens"]] = found["ttft_ms"]
     return [
-        row for layers, each in times.items() for row in _ttft(f"without a GPU, {layers} layers", each, "e2e_vs_nixl")
+        row
+        for layers, each in times.items()
+        for row in _by_length("TTFT", f"without a GPU, {layers} layers", each, "e2e_vs_nixl")
     ]
 
 

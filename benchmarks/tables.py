@@ -18,9 +18,8 @@ NIXL_RAW = {"nixl raw read": "READ", "nixl raw write": "WRITE"}
 """NIXL's operations of 4 MiB in one piece."""
 RULE = (
     "TTFT is D's time to first token for a prompt whose KV comes from P. The difference is the median TTFT of KVFerry "
-    "minus that of NIXL; below 0 KVFerry is faster. Hand-over time is the median TTFT minus a baseline that is the "
-    "same for both connectors: the median time to first token of the same prompt from the prefix cache of a D, of the "
-    "connector with the lower median."
+    "minus that of NIXL; below 0 KVFerry is faster. Local hit: the median time to first token of the same prompt from "
+    "D's own prefix cache."
 )
 """The rule of ``comparison.py``."""
 INTERVAL = (
@@ -28,7 +27,7 @@ INTERVAL = (
     "which takes requests as independent."
 )
 COMPARED_HEADS = [
-    "TTFT, KVFerry, ms", "TTFT, NIXL, ms", "difference, ms", "hand-over, KVFerry, ms", "hand-over, NIXL, ms",
+    "TTFT, KVFerry, ms", "TTFT, NIXL, ms", "difference, ms", "local hit, KVFerry, ms", "local hit, NIXL, ms",
 ]  # fmt: skip
 
 

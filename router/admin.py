@@ -13,7 +13,7 @@ from kvferry.router.engines import EngineEvent, Role
 from kvferry.router.legs import log
 from kvferry.router.request_bodies import NOT_JSON
 from kvferry.router.router import Router, error_response
-from kvferry.transport.errors import UsageError
+from kvferry.transport.errors import UsageError, quoted_url
 
 MAX_BODY_BYTES = 64 << 10
 
@@ -79,6 +79,8 @@ class Admin:
         """Raises UsageError: there is no such engine."""
         engine: Any = self._router.engines.get(url.strip().rstrip("/"))
         if engine is None:
-            raise UsageError(f"there is no engine {url}; GET /router/engines lists them; a new one needs a role")
+            raise UsageError(
+                f"there is no engine {quoted_url(url)}; GET /router/engines lists them; a new one needs a role"
+            )
         self._router.engines.apply(engine, event)
         log.warning("%s engine %s is %s, by an administrator", engine.role, url, engine.state)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,18 +34,20 @@ _OWN_HEADERS = {name.encode() for name in OWN_HEADERS}
 
 @dataclass(frozen=True)
 class Limits:
-    """``requests``: in flight, of all clients together. ``body_bytes``: of one request."""
+    """``requests``: in flight, of all clients together. ``body_bytes``: of one request; ``all_body_bytes``: of all
+    requests in flight, at least those of one."""
 
     requests: int = 4096
     body_bytes: int = 64 << 20
+    all_body_bytes: int = 1 << 30
 
 
 class RefusedError(Exception):
-    """A request that no engine is asked for."""
+    """A request that no engine is asked for. ``headers``: of the answer."""
 
-    def __init__(self, status: int, message: str) -> None:
+    def __init__(self, status: int, message: str, **headers: str) -> None:
         super().__init__(message)
-        self.status = status
+        self.status, self.headers = status, headers
 
 
 class Completions:
@@ -53,6 +55,7 @@ class Completions:
 
     def __init__(self, router: Router, limits: Limits) -> None:
         self._router, self._limits = router, limits
+        self._body_bytes = 0  # of all requests that are not over
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         router, metrics = self._router, self._router.metrics
@@ -69,15 +72,15 @@ class Completions:
         asked: ClientRequest | None = None
         metrics.in_flight += 1
         try:
-            if metrics.in_flight > self._limits.requests:
-                message = f"{self._limits.requests} requests are in flight, which is the router's limit; try again"
-                await error_response(429, message, retry_after="1", connection="close")(scope, receive, noted)
-                return
             try:
+                if metrics.in_flight > self._limits.requests:
+                    message = f"{self._limits.requests} requests are in flight, which is the router's limit; try again"
+                    raise RefusedError(429, message, retry_after="1")
                 asked = await self._read(scope, receive)
                 await (await router.answer(asked))(scope, receive, noted)
             except RefusedError as error:
-                await error_response(error.status, str(error), connection="close")(scope, receive, noted)
+                refusal = error_response(error.status, str(error), connection="close", **error.headers)
+                await refusal(scope, receive, noted)
         except ClientGoneError:
             gone = True
             if asked is None:
@@ -111,37 +114,47 @@ class Completions:
                 name, value = raw_name.decode("latin-1"), raw_value.decode("latin-1")
                 headers[name] = f"{headers[name]}, {value}" if name in headers else value
         headers["x-request-id"] = request_id or uuid.uuid4().hex
-        try:
-            async with asyncio.timeout(BODY_SECONDS):
-                content = await self._content(receive)
-        except TimeoutError:
-            raise RefusedError(408, f"the body did not arrive in {BODY_SECONDS:g} s") from None
-        try:
-            body = msgspec.json.decode(content)
-        except NOT_JSON as error:
-            raise RefusedError(400, f"the body is not a JSON object: {why(error)}") from None
-        if not isinstance(body, dict):
-            raise RefusedError(400, f"the body is not a JSON object but of type {type(body).__name__}")
-        body.pop("kv_transfer_params", None)
-        span = begin_request(self._router.tracer, headers, scope["path"])
-        asked = ClientRequest(scope["path"], body, headers, asyncio.ensure_future(_gone(receive)), span)
+        with ExitStack() as held:
+            try:
+                async with asyncio.timeout(BODY_SECONDS):
+                    content = await self._content(receive, held)
+            except TimeoutError:
+                raise RefusedError(408, f"the body did not arrive in {BODY_SECONDS:g} s") from None
+            try:
+                body = msgspec.json.decode(content)
+            except NOT_JSON as error:
+                raise RefusedError(400, f"the body is not a JSON object: {why(error)}") from None
+            if not isinstance(body, dict):
+                raise RefusedError(400, f"the body is not a JSON object but of type {type(body).__name__}")
+            body.pop("kv_transfer_params", None)
+            span = begin_request(self._router.tracer, headers, scope["path"])
+            asked = ClientRequest(scope["path"], body, headers, asyncio.ensure_future(_gone(receive)), span)
+            asked.over = held.pop_all().close
         asked.hold()
         return asked
 
-    async def _content(self, receive: Any) -> bytes:
-        pieces, size = [], 0
+    async def _content(self, receive: Any, held: ExitStack) -> bytes:
+        """Until ``held`` closes, its bytes count among those of all bodies."""
+        pieces, size, limits = [], 0, self._limits
+        most = max(limits.all_body_bytes, limits.body_bytes)
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
                 raise ClientGoneError
             pieces.append(message.get("body", b""))
             size += len(pieces[-1])
-            if size > self._limits.body_bytes:
-                raise RefusedError(
-                    413, f"the body has over {self._limits.body_bytes} bytes, which is the router's limit"
-                )
+            self._count(len(pieces[-1]))
+            held.callback(self._count, -len(pieces[-1]))
+            if size > limits.body_bytes:
+                raise RefusedError(413, f"the body has over {limits.body_bytes} bytes, which is the router's limit")
+            if self._body_bytes > most:
+                text = f"the bodies of all requests have over {most} bytes, which is the router's limit; try again"
+                raise RefusedError(503, text, retry_after="1")
             if not message.get("more_body"):
                 return b"".join(pieces)
+
+    def _count(self, body_bytes: int) -> None:
+        self._body_bytes += body_bytes
 
 
 async def _gone(receive: Any) -> None:

@@ -19,7 +19,7 @@ from kvferry.router.health import Checks
 from kvferry.router.legs import LegTimeouts, log
 from kvferry.router.membership import DnsName, EnginesFile, Source
 from kvferry.router.router import Router
-from kvferry.transport.errors import ConfigError, UsageError, check_positive, quoted
+from kvferry.transport.errors import ConfigError, UsageError, check_positive, quoted, quoted_url
 from kvferry.transport.tracing import open_tracer
 
 MIN_TOKEN_CHARS = 16
@@ -141,7 +141,7 @@ def _check_endpoint(text: str) -> None:
     except ValueError:
         fits = False
     if text and not fits:
-        raise UsageError(f"--otlp-traces-endpoint is {quoted(text)}, expected a URL such as http://127.0.0.1:4317")
+        raise UsageError(f"--otlp-traces-endpoint is {quoted_url(text)}, expected a URL such as http://127.0.0.1:4317")
 
 
 def _token(path: Path) -> str:

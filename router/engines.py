@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
-from kvferry.transport.errors import UsageError, quoted
+from kvferry.transport.errors import UsageError, quoted, quoted_url
 
 MAX_ENGINES = 1024
 
@@ -228,8 +228,13 @@ def engine_url(text: str) -> str:
     """The URL of an engine in one form.
 
     Raises:
-        UsageError: it is none.
+        UsageError: it is none, or has a user or a password, which would be shown wherever the engine is named.
     """
+    if "@" in text:
+        raise UsageError(
+            f"the URL of engine {quoted_url(text)} has a user or a password, which the router does not send; expected "
+            "http://HOST:PORT: an engine gets the Authorization header of each client"
+        )
     expected = f"{quoted(text)} is no URL of an engine; expected http://HOST:PORT"
     try:
         url = urlsplit(text.strip().rstrip("/"))

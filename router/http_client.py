@@ -7,6 +7,7 @@ and whether a byte of the answer was received: ``RequestProgress``.
 from __future__ import annotations
 
 import asyncio
+import select
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -18,8 +19,9 @@ from urllib.parse import SplitResult, urlsplit
 import httptools
 import msgspec
 
-IDLE_SECONDS = 4.0
-"""A kept connection is used again for so long. uvicorn, vLLM's server, closes one after 5 s."""
+IDLE_SECONDS = 2.0
+"""A kept connection is used again for so long. uvicorn, vLLM's server, closes one after 5 s. A request that is on its
+way meanwhile fails, and nobody knows whether the engine has it: no second try is made, so stay well below."""
 IDLE_CONNECTIONS = 256
 """Bound on the kept connections to one engine."""
 MAX_HEAD_BYTES = 256 << 10
@@ -39,10 +41,8 @@ class SilenceError(HttpError):
 
 @dataclass
 class RequestProgress:
-    """How far one request has come. ``fresh``: on a connection of its own. ``answered``: a byte of the answer was
-    received."""
+    """How far one request has come. ``answered``: a byte of the answer was received."""
 
-    fresh: bool = False
     answered: bool = False
     _asked: bool = False
     _connection: _Connection | None = field(default=None, repr=False)
@@ -56,7 +56,7 @@ class RequestProgress:
 
     def reset(self) -> None:
         """Nothing is sent yet."""
-        self.fresh, self.answered, self._asked, self._connection = False, False, False, None
+        self.answered, self._asked, self._connection = False, False, None
 
     def begin(self, connection: _Connection) -> None:
         self._connection = connection
@@ -204,6 +204,15 @@ class _Connection(asyncio.Protocol):
     def flushed(self) -> bool:
         return self._transport is not None and self._transport.get_write_buffer_size() == 0
 
+    @property
+    def left(self) -> bool:
+        """The server has closed it, also where the event loop has not seen that yet."""
+        if self._transport.is_closing():
+            return True
+        closed = select.poll()
+        closed.register(self._transport.get_extra_info("socket").fileno(), select.POLLRDHUP)
+        return bool(closed.poll(0))
+
     def send(self, message: bytes, progress: RequestProgress, silence: float | None) -> Answer:
         progress.begin(self)
         self._progress, self._answer = progress, Answer(self, silence)
@@ -307,7 +316,7 @@ class _Host:
     def kept(self) -> _Connection | None:
         while self._idle:
             connection = self._idle.pop()
-            if connection.open and time.monotonic() - connection.idle_since < IDLE_SECONDS:
+            if connection.open and not connection.left and time.monotonic() - connection.idle_since < IDLE_SECONDS:
                 return connection
             connection.abort()
         return None
@@ -357,14 +366,13 @@ class HttpClient:
 
     async def send(
         self, method: str, base: str, path: str, *, body: Any = None, headers: Mapping[str, str] | None = None,
-        progress: RequestProgress | None = None, fresh: bool = False, connect: float, silence: float | None,
+        progress: RequestProgress | None = None, connect: float, silence: float | None,
     ) -> Answer:  # fmt: skip
         """The head of an answer.
 
         Args:
             base: URL of the engine, ``http://HOST:PORT``.
             body: sent as JSON.
-            fresh: not on a kept connection.
             connect: seconds that a connection may take.
             silence: seconds without a byte of the answer.
 
@@ -381,11 +389,8 @@ class HttpClient:
             if name != "content-type":
                 lines.append(f"{name}: {value}")
         message = "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + content
-        connection = None if fresh else host.kept()
         progress.reset()
-        progress.fresh = connection is None
-        if connection is None:
-            connection = await host.connect(connect)
+        connection = host.kept() or await host.connect(connect)
         answer = connection.send(message, progress, silence)
         try:
             await answer.head()

@@ -53,13 +53,15 @@ class LegTimeouts:
 @dataclass(eq=False)
 class ClientRequest:
     """One completion or chat completion of a client, with the headers for both legs. ``gone`` ends when the client
-    does. ``span``: None where nothing is traced. It is over when each of its tasks has ended: ``hold`` and ``drop``."""
+    does. ``span``: None where nothing is traced. It is over when each of its tasks has ended: ``hold`` and ``drop``;
+    then ``over`` is called."""
 
     path: str
     body: dict[str, Any]
     headers: dict[str, str]
     gone: asyncio.Future[Any]
     span: OpenSpan | None = None
+    over: Callable[[], None] = lambda: None
     broken: str = ""
     """Why the answer broke off."""
     prefix: PromptPrefix = field(init=False)
@@ -93,6 +95,7 @@ class ClientRequest:
         if not self._holders:
             for seat in self._seats:
                 seat.release()
+            self.over()
 
 
 @dataclass
@@ -342,18 +345,10 @@ class Legs:
         self, asked: ClientRequest, engine: Engine, path: str, body: dict[str, Any], progress: RequestProgress,
         span: LegSpan, *, silence: float | None,
     ) -> Answer:  # fmt: skip
-        """The head of an engine's answer; on a fresh connection where a kept one breaks before a byte of the answer.
-        Raises HttpError."""
+        """The head of an engine's answer. It is sent once: an engine that has it computes it. Raises HttpError."""
         headers = {**asked.headers, **span.headers} if span.headers else asked.headers
-        how: dict[str, Any] = {"body": body, "headers": headers, "progress": progress}
-        how |= {"connect": self.timeouts.connect, "silence": silence}
-        try:
-            return span.answered(await self.http.send("POST", engine.url, path, **how))
-        except HttpError as error:
-            if progress.fresh or progress.answered or isinstance(error, SilenceError):
-                raise
-            log.info("%s: a kept connection to %s broke, once more: %s", asked.id, engine.url, why(error))
-        return span.answered(await self.http.send("POST", engine.url, path, fresh=True, **how))
+        how: dict[str, Any] = {"body": body, "headers": headers, "progress": progress, "silence": silence}
+        return span.answered(await self.http.send("POST", engine.url, path, connect=self.timeouts.connect, **how))
 
     def start(self, work: Coroutine[Any, Any, T], asked: ClientRequest) -> asyncio.Task[T]:
         """Run ``work`` so that it may outlive its request's answer."""

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from kvferry.router.engines import MAX_ENGINES, EngineEvent, EngineState, Role, engine_url
 from kvferry.router.router import Router
-from kvferry.transport.errors import UsageError, quoted
+from kvferry.transport.errors import UsageError, quoted_url
 
 log = logging.getLogger("kvferry.router")
 Named = dict[str, Role]
@@ -58,13 +58,13 @@ class DnsName:
     """All addresses of one name. ``url``: ``dns://NAME:PORT``."""
 
     def __init__(self, url: str, role: Role) -> None:
-        parts = urlsplit(url)
         try:
-            host, port = parts.hostname, parts.port
+            parts = urlsplit(url)
+            host, port, fits = parts.hostname, parts.port, parts.scheme == "dns" and parts.path in ("", "/")
         except ValueError:
-            host = port = None
-        if parts.scheme != "dns" or not host or not port or parts.path not in ("", "/"):
-            raise UsageError(f"{quoted(url)} names no engines; expected dns://NAME:PORT")
+            host, port, fits = None, None, False
+        if not fits or not host or not port or "@" in url:
+            raise UsageError(f"{quoted_url(url)} names no engines; expected dns://NAME:PORT")
         self._host, self._port, self._role = host, port, role
 
     def __str__(self) -> str:
@@ -85,7 +85,7 @@ def engines_of(text: str) -> Named:
         if not words:
             continue
         if len(words) != 2 or words[0] not in list(Role):
-            raise UsageError(f"line {number} is {quoted(line)}; expected: prefill http://HOST:PORT, or decode ...")
+            raise UsageError(f"line {number} is {quoted_url(line)}; expected: prefill http://HOST:PORT, or decode ...")
         url = engine_url(words[1])
         if named.setdefault(url, Role(words[0])) != words[0]:
             raise UsageError(f"line {number} gives {url} a second role; name each engine once")

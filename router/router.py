@@ -23,7 +23,7 @@ What goes wrong:
 - The client goes away: D's leg is cancelled. Where D was asked at once, P's leg is cancelled too: D tells P that it
   does not want the prompt. Where D was not asked, P's leg may end, within ``LegTimeouts.abandoned_prefill``; its
   parameters go to D for one token: else P would hold the prompt's blocks until its lease ends.
-- A kept connection breaks before a byte of the answer: the leg is sent once more, on a connection of its own.
+- A connection breaks before a byte of the answer: no leg is sent twice to one engine, which may be computing it.
 - ``kv_transfer_params`` of clients are dropped: they name hosts that D would connect to.
 
 It keeps no state of requests: run as many routers as you like.

@@ -60,7 +60,7 @@ class TracedLeg(LegSpan):
     """The span of one leg of a request that has a span."""
 
     def __init__(self, request: OpenSpan, name: str, engine: Engine) -> None:
-        self._span = request.child(name, {"kvferry.engine": engine.url.rpartition("@")[2]})
+        self._span = request.child(name, {"kvferry.engine": engine.url})
         self.headers = self._span.headers
         self._answer: Answer | None = None
 

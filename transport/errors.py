@@ -22,6 +22,11 @@ def quoted(value: object) -> str:
         return f"a value of type {type(value).__name__}"
 
 
+def quoted_url(text: str) -> str:
+    """``quoted`` of a URL, or of what should be one, without a user and a password."""
+    return quoted(text.rpartition("@")[2])
+
+
 def shortened(text: str, length: int = 300) -> str:
     """A text of a peer, cut for a log line."""
     return text if len(text) <= length else f"{text[: length - 4]} ..."

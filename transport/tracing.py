@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kvferry.transport.errors import ConfigError
+from kvferry.transport.errors import ConfigError, quoted_url
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -167,7 +167,7 @@ def open_tracer(endpoint: str | None, identity: Attributes | None = None) -> Tra
             exporter = HttpExporter(endpoint=endpoint)
     except ImportError as error:
         raise ConfigError(
-            f"traces are to go to {endpoint}, but OpenTelemetry is not there ({error}); "
+            f"traces are to go to {quoted_url(endpoint)}, but OpenTelemetry is not there ({error}); "
             "pip install 'kvferry[otel]', or name no endpoint"
         ) from None
     name = os.environ.get("OTEL_SERVICE_NAME") or "kvferry"

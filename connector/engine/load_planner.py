@@ -45,7 +45,9 @@ from kvferry.transport.wake import RateLimitedLog
 logger = logging.getLogger("vllm.kvferry.scheduler")
 
 _CHILD = re.compile(r"^\d+_.")
-"""From a request with ``n > 1`` vLLM makes requests with the ids ``0_ID``, ``1_ID``, …"""
+"""From a request with ``n > 1`` vLLM makes requests with the ids ``0_ID``, ``1_ID``, …; its scheduler sees neither
+``n`` nor the parent. vLLM's servers put ``cmpl-`` or the like before a client's id. Without a server a client may give
+an id of this form: its lease ends ``SIBLING_SECONDS`` later, as after any request with ``n > 1``."""
 
 
 MAX_PATIENCE = 10

@@ -1,7 +1,8 @@
 """The names by which D may ask for a prompt before it knows the token of its lease. Pure.
 
 A router that sends both legs of a request at once gives both the same ``transfer_id``, or names the request id of P's
-leg in ``remote_request_id``. vLLM adds a prefix and a random suffix to the request id that it gets.
+leg in ``remote_request_id``. vLLM adds a prefix and a random suffix to the request id that it gets. A client may choose
+an id that gives its prompt the name of another: P keeps the first, and D compares the prompt before it loads.
 """
 
 from __future__ import annotations

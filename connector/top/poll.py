@@ -13,7 +13,7 @@ from http.client import HTTPException
 
 from kvferry.connector.top.engine_figures import EngineFigures, EngineRow, row
 from kvferry.connector.top.prometheus_text import samples
-from kvferry.transport.errors import ProtocolError, UsageError
+from kvferry.transport.errors import ProtocolError, UsageError, quoted_url
 
 FETCH_SECONDS = 2.0
 MAX_PAGE_BYTES = 32 << 20
@@ -40,8 +40,10 @@ def metrics_url(text: str) -> str:
         usable = usable and ("://" in text or parts.port is not None)
     except ValueError:
         usable = False
-    if not usable or any(character.isspace() or not character.isprintable() for character in text):
-        raise UsageError(f"{text!r} is no URL of an engine; expected http://HOST:PORT, such as http://127.0.0.1:8001")
+    if not usable or "@" in text or any(character.isspace() or not character.isprintable() for character in text):
+        raise UsageError(
+            f"{quoted_url(text)} is no URL of an engine; expected http://HOST:PORT, such as http://127.0.0.1:8001"
+        )
     path = parts.path.rstrip("/")
     return urllib.parse.urlunsplit((parts.scheme, parts.netloc, path or "/metrics", "", ""))
 
@@ -90,7 +92,7 @@ class Engines:
         return list(self._pool.map(self._row, self._urls))
 
     def _row(self, url: str) -> EngineRow:
-        name, past = urllib.parse.urlsplit(url).netloc.rpartition("@")[2], self._past[url]
+        name, past = urllib.parse.urlsplit(url).netloc, self._past[url]
         try:
             figures = fetch(url)
         except EngineDownError as error:

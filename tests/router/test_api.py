@@ -36,6 +36,7 @@ from tests.router.test_at_once import PUSH
 from tests.support.engines import free_port, python_path
 
 CHROMIUM = shutil.which("chromium")
+SECRET, UNBOUND = "user:secret", ("--host", "a..b")
 
 
 def chat_engine(tokens: int = 3) -> Engine:
@@ -257,12 +258,19 @@ def test_the_status_page_says_that_the_router_does_not_answer(tmp_path: Path) ->
         (["--abandoned-prefill-timeout", "inf"], "--abandoned-prefill-timeout is inf, expected a number above 0"),
         (["--health-interval", "inf"], "--health-interval is inf, expected a number above 0"),
         (["--otlp-traces-endpoint", "foo"], "--otlp-traces-endpoint is 'foo', expected a URL such as http://"),
+        (["--decode", "dns://[x:1"], "expected dns://NAME:PORT"),
+        (["--decode", f"http://{SECRET}@d:1", *UNBOUND], "the URL of engine 'd:1' has a user or a password"),
+        (["--decode", f"http://{SECRET}/x@d:1", *UNBOUND], "the URL of engine 'd:1' has a user or a password"),
+        (["--decode", f"{SECRET}@d:1", *UNBOUND], "the URL of engine 'd:1' has a user or a password"),
+        (["--decode", f"dns://{SECRET}@d:1", *UNBOUND], "'d:1' names no engines; expected dns://NAME:PORT"),
+        (["--otlp-traces-endpoint", f"ftp://{SECRET}@h"], "--otlp-traces-endpoint is 'h', expected a URL"),
         (["--otlp-traces-endpoint", "http://[h"], "--otlp-traces-endpoint is 'http://[h', expected a URL"),
     ],
 )
 def test_wrong_usage_is_one_line(arguments: list[str], said: str) -> None:
     result = CliRunner().invoke(app, ["router", *arguments])
     assert result.exit_code == 2 and said in result.output and len(result.output.splitlines()) == 1
+    assert "secret" not in result.output
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])

@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse, Response
 
 from kvferry.router.app import Limits, make_app
 from kvferry.router.engines import EngineState, Role
+from kvferry.router.legs import LegTimeouts
 from kvferry.router.router import Router
 from tests.router.stand_ins import (
     PARAMS,
@@ -255,6 +256,51 @@ def test_a_body_that_is_too_large_gets_413(chunked: bool) -> None:
         answer = httpx.post(url + "/v1/completions", content=content, trust_env=False)
         assert answer.status_code == 413 and "1000 bytes" in answer.json()["error"]["message"]
         assert ask(url, {"prompt": "x"}).status_code == 200
+
+
+LONG, SHORT = {"prompt": "x" * 7000}, {"prompt": "x" * 3500}
+BODIES = Limits(body_bytes=8000, all_body_bytes=10_000)
+
+
+def test_more_bytes_of_bodies_than_allowed_get_503() -> None:
+    go_on = threading.Event()
+    p, d = prefill_engine(go_on=go_on), decode_engine()
+    with routed(p, d, limits=BODIES) as url:
+        client = threading.Thread(target=ask, args=(url, LONG), daemon=True)
+        client.start()
+        assert p.arrived.wait(60)
+        refused = ask(url, SHORT)
+        assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
+        assert "over 10000 bytes" in refused.json()["error"]["message"]
+        go_on.set()
+        client.join(60)
+        assert ask(url, LONG).status_code == 200
+    assert len(p.seen) == 2
+
+
+def test_a_body_counts_until_the_last_task_of_its_request_has_ended() -> None:
+    """Of a client that left: the router still has P's lease released."""
+    go_on = threading.Event()
+    p, d = prefill_engine(go_on=go_on), decode_engine()
+    with served(p.app) as p_url, served(d.app) as d_url:
+        router = make_router([p_url], [d_url], LegTimeouts(abandoned_prefill=600))
+        with served(make_app(router, limits=BODIES)) as url:
+            leave_after(url, LONG, p.arrived)
+            eventually(lambda: router.metrics.in_flight == 0, "the client is gone")
+            assert ask(url, SHORT).status_code == 503
+            go_on.set()
+            eventually(lambda: not router.tasks, "P's lease is released")
+            assert ask(url, LONG).status_code == 200
+
+
+def test_a_body_that_is_refused_or_breaks_off_counts_no_longer() -> None:
+    with routed(prefill_engine(), decode_engine(), limits=BODIES) as url:
+        host, port = url.removeprefix("http://").split(":")
+        for content in (b"x" * 7000, b"[" + b"1," * 3400 + b"1]", b"x" * 9000):
+            assert httpx.post(url + "/v1/completions", content=content, trust_env=False).status_code in (400, 413)
+        with socket.create_connection((host, int(port))) as client:
+            client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 8000\r\n\r\n" + b"x" * 7000)
+        eventually(lambda: ask(url, LONG).status_code == 200, "the bytes of all that were refused are forgotten")
 
 
 NO_OBJECTS = [

@@ -7,9 +7,11 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import uvicorn
 
 from kvferry.router import http_client
 from kvferry.router.http_client import HttpClient, HttpError, RequestProgress, SilenceError
@@ -126,11 +128,61 @@ def test_a_request_is_asked_once_all_of_it_has_left() -> None:
         assert not progress.asked and not progress.answered
         go_on.set()
         await leg
-        assert progress.asked and progress.answered and progress.fresh
+        assert progress.asked and progress.answered
         client.close()
 
     with engine(serve) as url:
         asyncio.run(go(url))
+
+
+def test_a_connection_that_the_server_has_closed_is_not_used_again() -> None:
+    """Also where the event loop has not seen its end: a request on it would be lost, and could not be sent again."""
+    connections, close, closed = [], threading.Event(), threading.Event()
+
+    def serve(connection: socket.socket) -> None:
+        connections.append(connection)
+        connection.recv(1 << 16)
+        connection.sendall(HEAD + b"content-length: 0\r\n\r\n")
+        close.wait(60)
+        connection.close()
+        closed.set()
+
+    async def go(url: str) -> None:
+        client = HttpClient()
+        await send(client, url)
+        close.set()
+        closed.wait(60)  # nothing else runs in this loop
+        await send(client, url)
+        client.close()
+
+    with engine(serve) as url:
+        asyncio.run(go(url))
+    assert len(connections) == 2
+
+
+@pytest.mark.parametrize(("idle", "connections"), [(0.9, 1), (1.1, 2)])
+def test_a_connection_is_kept_for_less_time_than_an_engine_keeps_it(
+    idle: float, connections: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, seen = [0.0], []
+    monkeypatch.setattr(http_client, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def serve(connection: socket.socket) -> None:
+        seen.append(connection)
+        while connection.recv(1 << 16):
+            connection.sendall(HEAD + b"content-length: 0\r\n\r\n")
+
+    async def go(url: str) -> None:
+        client = HttpClient()
+        await send(client, url)
+        now[0] += idle * http_client.IDLE_SECONDS
+        await send(client, url)
+        client.close()
+
+    with engine(serve) as url:
+        asyncio.run(go(url))
+    assert len(seen) == connections
+    assert uvicorn.Config(None).timeout_keep_alive / 2 > http_client.IDLE_SECONDS  # type: ignore[arg-type]
 
 
 def test_a_slow_reader_holds_the_engine_up() -> None:

@@ -75,6 +75,16 @@ def test_a_change_that_makes_no_sense_gets_400(body: dict[str, Any]) -> None:
         assert states(url) == {"http://p:1": ("prefill", "up")}
 
 
+@pytest.mark.parametrize("role", ["prefill", None])
+def test_no_answer_has_the_password_of_a_url(role: str | None) -> None:
+    with running(["http://p:1"], [], admin_token=TOKEN) as (_, url):
+        for method in ("POST", "DELETE"):
+            more = {} if method == "DELETE" or role is None else {"role": role}
+            answer = change(url, method, url="http://user:secret@p:2", **more)
+            assert answer.status_code == 400 and "'p:2'" in answer.text and "secret" not in answer.text
+        assert states(url) == {"http://p:1": ("prefill", "up")}
+
+
 def test_a_change_that_is_not_utf_8_gets_400() -> None:
     with running(["http://p:1"], [], admin_token=TOKEN) as (_, url):
         headers = {"authorization": f"Bearer {TOKEN}"}
@@ -216,11 +226,15 @@ def test_a_change_by_http_stands_until_the_file_changes_that_engine(tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("text", "why"),
-    [("prefill a b", "line 1"), ("\nprefill x", "no URL"), ("# none", "0 engines"), ("both http://a:1", "line 1")],
-)
+    [
+        ("prefill a b", "line 1"), ("\nprefill x", "no URL"), ("# none", "0 engines"), ("both http://a:1", "line 1"),
+        ("prefil http://user:secret@a:1", "line 1 is 'a:1'"), ("decode http://user:secret@a:1", "a user or a password"),
+    ],
+)  # fmt: skip
 def test_a_file_that_is_wrong_is_refused_with_a_reason(text: str, why: str) -> None:
-    with pytest.raises(UsageError, match=why):
+    with pytest.raises(UsageError, match=why) as raised:
         engines_of(text)
+    assert "secret" not in str(raised.value)
 
 
 # --- by a DNS name

@@ -135,13 +135,25 @@ def test_markup_of_an_engine_is_text():
 
 
 @pytest.mark.parametrize(
-    "text", ["", "foo", "http://", "ftp://h:1", "http://h:99999", "http://h:x", "a b:1", "h:0", "http://[::1"]
+    "text",
+    [
+        "",
+        "foo",
+        "http://",
+        "ftp://h:1",
+        "http://h:99999",
+        "http://h:x",
+        "a b:1",
+        "h:0",
+        "http://[::1",
+        "http://user:secret@h:1",
+    ],
 )
 def test_texts_that_are_no_url(text):
     with pytest.raises(UsageError, match="expected http://HOST:PORT"):
         metrics_url(text)
     result = invoke(text, *ONCE)
-    assert result.exit_code == 2 and "expected http://HOST:PORT" in result.stderr
+    assert result.exit_code == 2 and "expected http://HOST:PORT" in result.stderr and "secret" not in result.stderr
 
 
 def test_urls():

@@ -85,11 +85,22 @@ def test_a_bad_page(content: bytes, said: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "10.0.0.1:8998", "https://a:1", "http://a", "http://a:0", "http://a:1/x", "http://a:99999", "http://[:1"],
+    [
+        "",
+        "10.0.0.1:8998",
+        "https://a:1",
+        "http://a",
+        "http://a:0",
+        "http://a:1/x",
+        "http://a:99999",
+        "http://[:1",
+        "http://user:secret@a:1",
+    ],
 )
 def test_a_bad_address(text: str) -> None:
-    with pytest.raises(ProtocolError, match="expected http://HOST:PORT"):
+    with pytest.raises(ProtocolError, match="expected http://HOST:PORT") as raised:
         checked_url(text)
+    assert "secret" not in str(raised.value)
 
 
 def test_a_good_address() -> None:

@@ -1,4 +1,4 @@
-"""What ``benchmarks/gpu_busy.py`` makes of its marks: hand-over times, gaps, ratios, and results of several runs."""
+"""What ``benchmarks/gpu_busy.py`` makes of its marks: TTFT, gaps, ratios, and results of several runs."""
 
 from __future__ import annotations
 
@@ -37,15 +37,16 @@ def sample(
 
 def test_gaps_are_those_of_one_period(modules: tuple[Any, Any]) -> None:
     found = sample(modules[1], 12, 4)
-    assert found.handover == pytest.approx(8) and found.from_plan == pytest.approx(8)
+    assert found.ttft("loaded") == pytest.approx(12) and found.ttft("local") == pytest.approx(4)
     assert len(found.gaps) == pytest.approx(20, abs=1) and found.gaps == pytest.approx([5] * len(found.gaps))
     assert min(found.steps) > 0.97 and max(found.steps) < 1.04
 
 
-def test_a_row_has_the_median_of_the_differences_and_the_copy(modules: tuple[Any, Any]) -> None:
+def test_a_row_has_the_medians_and_the_copy(modules: tuple[Any, Any]) -> None:
     figures, turns = modules
     row = figures.row_of("KVFerryConnector", [sample(turns, ms, 4) for ms in (5, 6, 14)], [5.0, 5.0, 6.0])
-    assert row["handover_ms"] == 2 and row["handover_p25_ms"] == 1.5 and row["copy_ms"] == 2
+    assert row["ttft_ms"] == 6 and row["local_ttft_ms"] == 4 and row["copy_ms"] == 2
+    assert row["all_ttft_ms"] == [5, 6, 14]
     assert row["ways"] == {"in the step": 3} and row["quiet_max_ms"] == 6
 
 
@@ -57,13 +58,15 @@ def test_the_gpu_counts_where_it_told_its_times(modules: tuple[Any, Any]) -> Non
 def test_ratios_of_runs_that_had_one_connector_each(modules: tuple[Any, Any], tmp_path: Path) -> None:
     figures, turns = modules
     paths = []
-    for connector, ms in (("KVFerryConnector", 5), ("NixlConnector", 14)):
-        rows = [figures.row_of(connector, [sample(turns, ms, 4) for _ in range(3)], [5.0, 5.0])]
+    for connector, ms, local in (("KVFerryConnector", 7, 6), ("NixlConnector", 14, 4)):
+        rows = [figures.row_of(connector, [sample(turns, ms, local) for _ in range(3)], [5.0, 5.0])]
         paths.append(tmp_path / f"{connector}.json")
         paths[-1].write_text(json.dumps(figures.result_of(rows, []) | {"policy": "recompute"}))
     result = figures.merged(paths)
-    assert result["ratios"]["busy_vs_nixl_8k"] == pytest.approx(0.1)
-    assert result["figures"]["busy_handover_ms_8k"] == 1 and result["figures"]["gap_p99_ratio"] == pytest.approx(
-        1, abs=0.01
-    )
+    assert result["ratios"] == {
+        "busy_ttft_vs_nixl_8k": 0.5,
+        "busy_local_ttft_vs_nixl_8k": 1.5,
+        "gap_p99_vs_nixl_8k": pytest.approx(1, abs=0.01),
+    }
+    assert result["figures"]["busy_ttft_ms_8k"] == 7 and result["figures"]["busy_local_ttft_ms_8k"] == 6
     assert [run["policy"] for run in result["runs"]] == ["recompute"] * 2

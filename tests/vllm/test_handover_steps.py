@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm.config import ParallelConfig
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.engine.parallel_sampling import ParentRequest
 
 from kvferry.connector.protocol.step_plan import Load, PeerEngine
 from kvferry.connector.transfer import lease_keeper
@@ -148,6 +152,27 @@ def test_a_prompt_prefilled_in_chunks(group: EngineGroup) -> None:
     settle(p, d)
 
 
+def vllms_ids(given: str, samples: int = 1) -> list[str]:
+    """Of the engine's requests that vLLM makes of one. ``given``: by its server."""
+    request: Any = SimpleNamespace(request_id=given, external_req_id=None, params=SamplingParams(n=samples))
+    InputProcessor.assign_request_id(request)
+    parent = ParentRequest(request)
+    return [parent.get_child_info(n)[0] for n in range(samples)] if samples > 1 else [request.request_id]
+
+
+@pytest.mark.parametrize("server", ["cmpl-{}-0", "chatcmpl-{}"])
+def test_a_client_that_chooses_an_id_like_that_of_a_sample_delays_no_release(
+    pair: Pair, server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease_keeper, "SIBLING_SECONDS", 600.0)
+    p, d = pair
+    ids = prompt(100)
+    (name,) = vllms_ids(server.format("7_abc"))
+    d.add(ids, prefill(p, ids), request_id=name, max_tokens=5)
+    run([p, d], lambda: d.answers[name].finish is not None)
+    settle(p, d)
+
+
 @pytest.mark.parametrize("gap", [0.0, 0.2])
 def test_three_samples_of_one_prompt_read_under_one_lease(
     pair: Pair, gap: float, monkeypatch: pytest.MonkeyPatch
@@ -157,9 +182,9 @@ def test_three_samples_of_one_prompt_read_under_one_lease(
     p, d = pair
     ids = prompt(100)
     params = prefill(p, ids)
-    names = []
-    for number in range(3):
-        names.append(d.add(ids, params, request_id=f"{number}_parent", max_tokens=5))
+    names = vllms_ids("cmpl-parent-0", samples=3)
+    for name in names:
+        d.add(ids, params, request_id=name, max_tokens=5)
         end = time.monotonic() + gap
         run([p, d], lambda end=end: time.monotonic() >= end)  # type: ignore[misc]
     run([p, d], lambda: all(d.answers[name].finish is not None for name in names))

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta
 
-from kvferry.transport.errors import ProtocolError, quoted
+from kvferry.transport.errors import ProtocolError, quoted, quoted_url
 
 PATH = "/query"
 
@@ -70,6 +70,7 @@ def checked_url(text: str) -> tuple[str, int]:
         host, port = url.hostname, url.port
     except ValueError:
         url, host, port = None, None, None
-    if url is None or url.scheme != "http" or not host or not port or url.path not in ("", "/") or url.query:
-        raise ProtocolError(f"remote_bootstrap_addr {quoted(text)} is no address, expected http://HOST:PORT")
+    usable = url is not None and url.scheme == "http" and url.path in ("", "/") and not url.query and "@" not in text
+    if not usable or not host or not port:
+        raise ProtocolError(f"remote_bootstrap_addr {quoted_url(text)} is no address, expected http://HOST:PORT")
     return host, port
