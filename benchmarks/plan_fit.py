@@ -104,7 +104,7 @@ def on_gpus(plane: str) -> list[Measured]:
         if point is None or row["contender"] != plane:
             continue
         form = point.p
-        shape = ModelShape(form.kind, form.layers, form.heads, form.heads, form.content, "bfloat16")
+        shape = ModelShape((form.kind,) * form.layers, form.heads, form.heads, form.content, "bfloat16")
         p, d = (Deployment(block_size=side.block, layout=side.order) for side in (point.p, point.d))
         reads = plan_handover(Pair(shape, p, d, slot_bytes(plane, "cuda")), point.tokens)
         n = point.handovers
