@@ -154,8 +154,11 @@ def counted(folder: Path, d: FamilyEngine) -> dict[str, Any]:
         sum(prod(shape) * dtype.itemsize for s in states for shape, dtype in zip(s.shapes, s.dtypes, strict=True)),
         sorted(windows),
     ]
+    config = json.loads((folder / "config.json").read_text()) | {"dtype": "bfloat16"}
+    if config["model_type"] == "olmo_hybrid":
+        del config["head_dim"]  # vLLM does not read it, and no published configuration of this type has it
     try:
-        shape = model_shape(json.loads((folder / "config.json").read_text()) | {"dtype": "bfloat16"})
+        shape = model_shape(config)
     except ConfigError as error:
         return {"kept": kept, "refused": str(error)}
     planned = sorted(0 if kind == "full" else shape.window for kind in shape.layers if kind not in (None, "mla"))
