@@ -41,7 +41,7 @@ from tests.support.rank_process import RemoteRank, remote_peer
 from tests.support.ranks import Rank, load_plan
 
 LAYERS, HEADS, CONTENT = 16, 8, 64
-SHAPE = ModelShape("full", LAYERS, HEADS, HEADS, 4 * CONTENT, "int32")
+SHAPE = ModelShape(("full",) * LAYERS, HEADS, HEADS, 4 * CONTENT, "int32")
 """16 layers x 8 KV heads x 256 bytes: 32 KiB for each token."""
 CACHE_TOKENS = 8192
 TOKENS, AT_ONCE = (64, 512, 2048), (1, 4, 16)

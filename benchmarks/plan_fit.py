@@ -104,7 +104,7 @@ def on_gpus(plane: str) -> list[Measured]:
         if point is None or row["contender"] != plane:
             continue
         form = point.p
-        shape = ModelShape(form.kind, form.layers, form.heads, form.heads, form.content, "bfloat16")
+        shape = ModelShape((form.kind,) * form.layers, form.heads, form.heads, form.content, "bfloat16")
         p, d = (Deployment(block_size=side.block, layout=side.order) for side in (point.p, point.d))
         reads = plan_handover(Pair(shape, p, d, slot_bytes(plane, "cuda")), point.tokens)
         n = point.handovers
@@ -124,7 +124,7 @@ def on_host(plane: str) -> list[Measured]:
 
 def _alone(name: str, nbytes: int, piece: int, seconds: Sequence[float], fixed: float) -> Measured:
     p50, p95 = np.percentile(seconds, [50, 95]).tolist()
-    read = PlannedRead((0, 0), (0, 0), 0, 1, 0, 1, 1, 1, nbytes, piece)  # what messages cost is in the rate
+    read = PlannedRead((0, 0), (0, 0), "full", 0, 0, 1, 0, 1, 1, 1, nbytes, piece)  # the rate has what messages cost
     return Measured(name, [read], 1, 1, fixed + p50, fixed + p95)
 
 

@@ -31,7 +31,7 @@ from kvferry.connector.planning.trace import parsed_trace, synthetic_trace, trac
 
 REQUESTS, SECONDS = 12_031, 3537.0
 """Those of Mooncake's conversation trace."""
-LLAMA = ModelShape("full", 32, 32, 8, 512, "bfloat16")
+LLAMA = ModelShape(("full",) * 32, 32, 8, 512, "bfloat16")
 ENGINES = EngineModel(20_000.0, 0.012, 0.0001, 600.0, 256, 400_000, 400_000)
 LINK, SLOT = 12.5e9, 128 << 20
 

@@ -33,7 +33,7 @@ from kvferry.transport.control.keys import Keys
 from kvferry.transport.errors import ConfigError, KVFerryError
 from kvferry.transport.registry import plane_spec, plane_specs
 
-LLAMA_8B = ModelShape("full", 32, 32, 8, 512, "bfloat16")
+LLAMA_8B = ModelShape(("full",) * 32, 32, 8, 512, "bfloat16")
 """Llama-3.1-8B, where no model is named."""
 PROMPTS = (256, 1024, 4096)
 MAX_ROUNDS, MAX_TOKENS = 1000, 1 << 22
@@ -109,6 +109,11 @@ def bench(
 
 def cache_form(shape: ModelShape, tp: int, tokens: int, block_tokens: int, layout: Layout) -> CacheForm:
     """The cache of the first rank of an engine. Raises ConfigError."""
+    if set(shape.layers) - {"full", "mla"} or shape.state is not None:
+        raise ConfigError(
+            "kvferry bench has caches of models whose layers all keep the KV of all tokens; this one has windows, or "
+            "layers without KV: leave --model out"
+        )
     _check("--tp", tp, 1, shape.attention_heads)
     if shape.attention_heads % tp:
         raise ConfigError(f"--tp is {tp}, expected a divisor of the {shape.attention_heads} attention heads")

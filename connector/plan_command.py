@@ -19,7 +19,7 @@ from kvferry.connector.planning.deployment import Deployment
 from kvferry.connector.planning.fleet import EngineModel
 from kvferry.connector.planning.fleet_size import FleetPlanner, FleetReport, Targets
 from kvferry.connector.planning.handover_plan import Pair, PlannedRead, plan_handover
-from kvferry.connector.planning.model_shape import model_shape
+from kvferry.connector.planning.model_shape import ModelShape, model_shape
 from kvferry.connector.planning.plot import svg_chart
 from kvferry.connector.planning.prompt_plan import PromptPlan, handover_of, prompt_plan
 from kvferry.connector.planning.time_model import Calibration, PlaneCosts, decoded_calibration, default_calibration
@@ -88,6 +88,7 @@ def plan(
         elif step_ms is not None:
             raise ConfigError("--step-ms is given without --trace; give --trace, or leave --step-ms out")
         console = Console()
+        console.print(_kept(shape), soft_wrap=True)
         _print_reads(console, reads, prompts[-1])
         _print_prompts(console, plans, plane, costs)
         if fleet is not None:
@@ -160,14 +161,23 @@ def _fleet(planner: FleetPlanner, num_p: int | None, num_d: int | None, targets:
 # --- output ---------------------------------------------------------------------------------------------------------
 
 
+def _kept(shape: ModelShape) -> str:
+    kept = f"{shape.token_bytes} bytes of KV a token in {shape.kv_layers} of {shape.num_layers} layers"
+    if shape.window:
+        windowed = shape.layers.count("sliding_window") + shape.layers.count("chunked_local")
+        kept += f", in {windowed} of them for {shape.window} tokens"
+    return kept if shape.state is None else f"{kept}; {shape.state_bytes} bytes of states a request"
+
+
 def _print_reads(console: Console, reads: list[PlannedRead], tokens: int) -> None:
     table = Table(title=f"Reads of one prompt of {tokens} tokens")
-    for name in ("rank of D", "reads from P", "layers", "KV heads", "messages", "MB", "bytes in one piece"):
+    for name in ("rank of D", "reads from P", "cache", "layers", "heads", "messages", "MB", "bytes in one piece"):
         table.add_column(name, justify="right")
     for read in reads:
         table.add_row(
             *(f"pp{stage} tp{rank}" for stage, rank in (read.d, read.p)),
-            f"{read.first_layer}..{read.first_layer + read.num_layers - 1}",
+            read.cache,
+            f"{read.num_layers} in {read.first_layer}..{read.last_layer}",
             f"{read.first_head}..{read.first_head + read.num_heads - 1}",
             str(read.messages),
             f"{read.nbytes / 1e6:.2f}",

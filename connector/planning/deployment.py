@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Literal
 
 from kvferry.connector.geometry.rank_geometry import RankGeometry, RegionGeometry
+from kvferry.connector.geometry.recurrent_state import Section, sections, whole_page
 from kvferry.connector.geometry.topology import MAX_RANKS, TpKVTopology
 from kvferry.connector.planning.model_shape import ModelShape
 from kvferry.transport.errors import ConfigError
@@ -67,22 +69,55 @@ def stage_layers(num_layers: int, pp_size: int) -> tuple[range, ...]:
 
 
 def _rank(shape: ModelShape, deployment: Deployment, tp_rank: int, pp_rank: int, layers: range) -> RankGeometry:
-    first, count = TpKVTopology.head_interval(tp_rank, deployment.tp_size, shape.total_heads)
-    region = RegionGeometry(
-        kind=shape.kind,
-        layers=tuple(f"model.layers.{layer}.self_attn.attn" for layer in layers),
-        block_size=deployment.block_size,
-        head_start=first,
-        num_heads=count,
-        total_heads=shape.total_heads,
-        content_bytes=shape.content_bytes,
-        dtype=shape.dtype,
-    )
+    regions = []
+    for kind in dict.fromkeys(kind for kind in shape.layers if kind is not None):
+        first, count = TpKVTopology.head_interval(tp_rank, deployment.tp_size, shape.total_heads)
+        regions.append(
+            RegionGeometry(
+                kind=kind,
+                layers=tuple(f"model.layers.{layer}.self_attn.attn" for layer in layers if shape.layers[layer] == kind),
+                block_size=deployment.block_size,
+                head_start=first,
+                num_heads=count,
+                total_heads=shape.total_heads,
+                content_bytes=shape.content_bytes,
+                dtype=shape.dtype,
+                window=shape.window if kind in ("sliding_window", "chunked_local") else 0,
+            )
+        )
+    states = () if shape.state is None else shape.state.layers
+    for section in _sections(shape, deployment.tp_size):
+        first, count = TpKVTopology.head_interval(tp_rank, deployment.tp_size, section.total_heads)
+        regions.append(
+            RegionGeometry(
+                kind="state",
+                layers=tuple(f"model.layers.{layer}.mixer" for layer in layers if layer in states),
+                part=section.name,
+                block_size=section.rows,
+                head_start=first,
+                num_heads=count,
+                total_heads=section.total_heads,
+                content_bytes=section.content_bytes,
+                dtype=section.dtype,
+                packing=section.packing,
+                tile_tokens=section.rows,
+            )
+        )
     return RankGeometry(
         tp_rank=tp_rank,
         tp_size=deployment.tp_size,
         pp_rank=pp_rank,
         pp_size=deployment.pp_size,
-        head_counts=(shape.total_heads,),
-        regions=(region,),
+        head_counts=tuple(sorted({region.total_heads for region in regions})),
+        regions=tuple(region for region in regions if region.layers),
     )
+
+
+def _sections(shape: ModelShape, tp_size: int) -> tuple[Section, ...]:
+    """Of the state of each recurrent layer, as ``from_vllm`` divides it."""
+    state = shape.state
+    if state is None:
+        return ()
+    arrays = state.arrays(tp_size)
+    found = sections(state.family, arrays, tp_size, dim_first=False, group_counts=frozenset({state.groups}))
+    return found or (whole_page(sum(prod(array.shape) * array.item for array in arrays), tp_size, state.family),)

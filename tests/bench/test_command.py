@@ -19,8 +19,8 @@ from kvferry.connector.rank_pair.form import CacheForm
 from kvferry.transport.errors import ConfigError
 
 SMALL = {
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "hidden_size": 64,
-    "torch_dtype": "bfloat16",
+    "model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "hidden_size": 64, "torch_dtype": "bfloat16",
 }  # fmt: skip
 
 
@@ -80,6 +80,12 @@ def test_wrong_bytes_are_a_failure(model: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(bench_command, "measure", lambda *_: [Cell("shm", 16, 100, [1.0, 2.0, 3.0], wrong=7)])
     done = run("--model", model, "--plane", "shm", "--prompt", 16)
     assert done.exit_code == 1 and "shm: 7 bytes are wrong on D" in done.output
+
+
+def test_a_model_whose_layers_differ_is_refused(model: Path) -> None:
+    (model / "config.json").write_text(json.dumps(SMALL | {"model_type": "gemma2", "sliding_window": 64}))
+    done = run("--model", model)
+    assert done.exit_code == 2 and "this one has windows" in done.stderr and done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,6 +14,7 @@ from kvferry.connector.geometry.rank_geometry import RankGeometry
 from kvferry.connector.planning.deployment import Deployment, rank_geometries
 from kvferry.connector.planning.handover_plan import Pair, plan_handover
 from kvferry.connector.planning.model_shape import ModelShape
+from kvferry.connector.planning.model_types import RecurrentState
 from kvferry.connector.transfer.sender import Sender
 from kvferry.transport.errors import ConfigError, GeometryError
 from tests.handover.rank_group import RankGroup
@@ -31,7 +33,7 @@ SIZES = st.sampled_from([1, 2, 3, 4, 6, 12])
 def test_each_rank_of_d_reads_its_part_once(
     p_tp: int, d_tp: int, p_pp: int, d_pp: int, heads: int, mla: bool, tokens: int, blocks: tuple[int, int]
 ) -> None:
-    shape = ModelShape("mla" if mla else "full", 7, 12, 1 if mla else heads, 32, "bfloat16")
+    shape = ModelShape(("mla" if mla else "full",) * 7, 12, 1 if mla else heads, 32, "bfloat16")
     p, d = Deployment(p_tp, p_pp, blocks[0]), Deployment(d_tp, d_pp, blocks[1], "HND")
     reads = plan_handover(Pair(shape, p, d, SLOT), tokens)
     read: Counter[tuple[tuple[int, int], int, int]] = Counter()
@@ -51,6 +53,39 @@ def test_each_rank_of_d_reads_its_part_once(
     assert read == held
 
 
+@pytest.mark.parametrize(("p", "d"), [((1, 1), (1, 1)), ((2, 1), (1, 4)), ((1, 2), (2, 1)), ((4, 1), (2, 2))])
+def test_states_and_layers_without_kv(p: tuple[int, int], d: tuple[int, int]) -> None:
+    """Layer 1 of 4 has KV, the others states. With four stages, stages of D read no KV."""
+    state = RecurrentState((0, 2, 3), "GDN_ATTN", 3, 2 * 4 * 16 + 8 * 16, 0, (8, 16, 16), "bfloat16", "float32")
+    shape = ModelShape((None, "full", None, None), 8, 4, 64, "bfloat16", state=state)
+    assert (shape.token_bytes, shape.state_bytes) == (4 * 64, 3 * (3 * 256 * 2 + 8 * 16 * 16 * 4))
+    reads = plan_handover(Pair(shape, Deployment(*p), Deployment(*d), SLOT), 100)
+    assert sum(one.nbytes for one in reads) == 100 * shape.token_bytes + shape.state_bytes
+    assert {one.cache for one in reads} == {"full", "conv.q", "conv.k", "conv.v", "ssm"}
+    assert {(one.first_layer, one.last_layer) for one in reads if one.cache == "full"} == {(1, 1)}
+    layers = {layer for one in reads if one.cache == "ssm" for layer in (one.first_layer, one.last_layer)}
+    assert layers == {0, 3} if d[1] == 1 == p[1] else {0, 2, 3}
+
+
+def test_a_state_that_tensor_parallel_ranks_cannot_share_is_refused() -> None:
+    state = RecurrentState((0,), "LINEAR", 0, 0, 0, (4, 16, 16), "bfloat16", "bfloat16")
+    shape = ModelShape((None, "full"), 8, 8, 64, "bfloat16", state=state)
+    with pytest.raises(ConfigError, match="TP 8 does not divide the state"):
+        plan_handover(Pair(shape, Deployment(8), Deployment(), SLOT), 16)
+
+
+@pytest.mark.parametrize(
+    ("kind", "window", "tokens", "read"),
+    [("sliding_window", 64, 40, 40), ("sliding_window", 64, 200, 72), ("sliding_window", 64, 207, 63),
+     ("chunked_local", 64, 200, 8), ("chunked_local", 64, 192, 0)],
+)  # fmt: skip
+def test_of_a_window_the_blocks_move_that_the_next_token_reads(kind: Any, window: int, tokens: int, read: int) -> None:
+    shape = ModelShape((kind, "full", kind), 8, 4, 64, "bfloat16", window)
+    reads = plan_handover(Pair(shape, Deployment(), Deployment(), SLOT), tokens)
+    found = {one.cache: one.num_tokens for one in reads}
+    assert found == {"full": tokens} | ({kind: read} if read else {})
+
+
 def geometry_of(rank: Rank) -> RankGeometry:
     assert rank.worker.rank_context is not None
     return rank.worker.rank_context.caches.geometry
@@ -58,7 +93,7 @@ def geometry_of(rank: Rank) -> RankGeometry:
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4, 8])
 def test_geometries_are_those_that_ranks_send(group: RankGroup, tp_size: int) -> None:
-    shape = ModelShape("full", 4, 8, 4, 64, "int32")
+    shape = ModelShape(("full",) * 4, 8, 4, 64, "int32")
     planned = rank_geometries(shape, Deployment(tp_size, block_size=32), "P")
     for tp_rank, expected in enumerate(planned):
         sent = geometry_of(group.rank(tp_rank=tp_rank, tp_size=tp_size, block_size=32, total_heads=4, content=16))
@@ -108,7 +143,7 @@ def test_bytes_and_messages_are_those_of_a_hand_over(
         assert d.worker.rank_context is not None
         (samples,) = d.worker.rank_context.stats.take()["finished"].values()
         moved += samples["nbytes"]
-    shape = ModelShape("full", 4, 8, 4, 64, "int32")
+    shape = ModelShape(("full",) * 4, 8, 4, 64, "int32")
     pair = Pair(shape, Deployment(p_tp, layout="HND"), Deployment(d_tp, 1, d_block, "HND"), SLOT)
     reads = plan_handover(pair, tokens)
     assert sorted(moved) == sorted(sum(read.nbytes for read in reads if read.d == (0, r)) for r in range(d_tp))
@@ -129,7 +164,7 @@ PIECES = [
 
 @pytest.mark.parametrize(("p", "d", "piece"), PIECES)
 def test_pieces(p: Deployment, d: Deployment, piece: int) -> None:
-    shape = ModelShape("full", 4, 8, 8, 64, "bfloat16")
+    shape = ModelShape(("full",) * 4, 8, 8, 64, "bfloat16")
     assert {read.piece_bytes for read in plan_handover(Pair(shape, p, d, None), 96)} == {piece}
 
 
@@ -144,11 +179,11 @@ def test_pieces(p: Deployment, d: Deployment, piece: int) -> None:
     ],
 )
 def test_impossible_engines(deployment: Deployment, message: str) -> None:
-    shape = ModelShape("full", 4, 8, 8, 64, "bfloat16")
+    shape = ModelShape(("full",) * 4, 8, 8, 64, "bfloat16")
     with pytest.raises(ConfigError, match=message):
         plan_handover(Pair(shape, deployment, Deployment(), None), 16)
 
 
 def test_a_token_that_no_message_holds() -> None:
     with pytest.raises(GeometryError, match="does not fit into a message"):
-        plan_handover(Pair(ModelShape("full", 4, 8, 8, 64, "bfloat16"), Deployment(), Deployment(), 100), 16)
+        plan_handover(Pair(ModelShape(("full",) * 4, 8, 8, 64, "bfloat16"), Deployment(), Deployment(), 100), 16)

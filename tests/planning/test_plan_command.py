@@ -58,6 +58,17 @@ def test_the_plan_of_two_deployments(model: Path) -> None:
     assert long.share == pytest.approx(long.seconds / (long.seconds + 0.4))
 
 
+def test_a_model_with_states_and_windows_says_what_it_keeps(model: Path) -> None:
+    config = json.loads(CONFIG) | {"model_type": "minimax", "layer_types": ["linear_attention", "full_attention"] * 16}
+    (model / "config.json").write_text(json.dumps(config))
+    done = plan(model, "--p-tp", "2", "--prompt", "100")
+    assert "65536 bytes of KV a token in 16 of 32 layers; 16777216 bytes of states a request\n" in done.output
+    assert "16 in 1..31" in done.output and "16 in 0..30" in done.output and "ssm" in done.output
+    (model / "config.json").write_text(json.dumps(json.loads(CONFIG) | {"model_type": "gemma2", "sliding_window": 64}))
+    done = plan(model, "--prompt", "1000")
+    assert "131072 bytes of KV a token in 32 of 32 layers, in 16 of them for 64 tokens\n" in done.output
+
+
 def test_the_form_of_the_json_is_frozen(model: Path, trace: Path) -> None:
     out = model / "plan.json"
     assert plan(model, "--trace", str(trace), "--step-ms", "10", "--p-engines", "4", "--d-engines", "4",

@@ -26,7 +26,7 @@ COSTS = PlaneCosts(0.001, 0.0001, 0.00001, {1024: 1e9, 4096: 4e9}, 1.5)
 
 
 def read(p: int, d: int, nbytes: int, messages: int = 10, piece: int = 1024) -> PlannedRead:
-    return PlannedRead((0, d), (0, p), 0, 1, 0, 1, 1, messages, nbytes, piece)
+    return PlannedRead((0, d), (0, p), "full", 0, 0, 1, 0, 1, 1, messages, nbytes, piece)
 
 
 def test_the_busiest_rank_decides() -> None:

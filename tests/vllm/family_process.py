@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +32,9 @@ from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from kvferry.connector.engine import load_planner, scheduler
+from kvferry.connector.planning.model_shape import model_shape
 from kvferry.connector.vllm import from_vllm
+from kvferry.transport.errors import ConfigError
 from tests.support.families import ALL, WINDOW, Family
 from tests.vllm.stepped_family import FamilyEngine
 
@@ -139,6 +142,30 @@ def fault(name: str) -> Iterator[None]:
             yield
 
 
+def counted(folder: Path, d: FamilyEngine) -> dict[str, Any]:
+    """Bytes of a token, bytes of the states and windows: what ``kvferry plan`` counts, and what vLLM keeps."""
+    specs = [cache.spec for cache in d.rank.caches]
+    states = [spec for spec in specs if hasattr(spec, "shapes")]
+    attention = [spec for spec in specs if not hasattr(spec, "shapes")]
+    names = "sliding_window", "attention_chunk_size"
+    windows = [max(getattr(spec, name, None) or 0 for name in names) for spec in attention]
+    kept = [
+        sum(spec.real_page_size_bytes // spec.block_size for spec in attention),
+        sum(prod(shape) * dtype.itemsize for s in states for shape, dtype in zip(s.shapes, s.dtypes, strict=True)),
+        sorted(windows),
+    ]
+    config = json.loads((folder / "config.json").read_text()) | {"dtype": "bfloat16"}
+    if config["model_type"] == "olmo_hybrid":
+        del config["head_dim"]  # vLLM does not read it, and no published configuration of this type has it
+    try:
+        shape = model_shape(config)
+    except ConfigError as error:
+        return {"kept": kept, "refused": str(error)}
+    planned = sorted(0 if kind == "full" else shape.window for kind in shape.layers if kind not in (None, "mla"))
+    planned = planned or [0] * shape.kv_layers
+    return {"kept": kept, "planned": [shape.token_bytes, shape.state_bytes, planned]}
+
+
 def report(family: Family, folder: Path, planted: str) -> dict[str, Any]:
     family.configuration().save_pretrained(folder)
     p, d = engine(folder, "p"), engine(folder, "d")
@@ -158,6 +185,7 @@ def report(family: Family, folder: Path, planted: str) -> dict[str, Any]:
         "at once": at_once,
         "again": [first, again],
         "failed": p.failed + d.failed,
+        "counted": counted(folder, d),
     }
 
 

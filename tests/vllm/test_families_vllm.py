@@ -89,6 +89,15 @@ def test_a_prompt_that_begins_alike_loads_only_the_rest(sound: dict[str, dict[st
     assert (first["found"], again["found"]) == (first["wanted"], again["wanted"])
 
 
+@pytest.mark.parametrize("family", ALL)
+def test_plan_counts_the_bytes_that_vllm_keeps(sound: dict[str, dict[str, Any]], family: str) -> None:
+    counted = sound[family]["counted"]
+    if family == "gemma3n":  # layers that share the KV of others
+        assert "gemma3n_text" in counted["refused"]
+    else:
+        assert counted["planned"] == counted["kept"]
+
+
 def test_blocks_that_are_given_back_are_met_and_not(sound: dict[str, dict[str, Any]]) -> None:
     """So that both branches above are taken."""
     for family in ("gemma3", "gemma3n"):

@@ -1,0 +1,254 @@
+"""The models that are known, by the ``model_type`` of ``config.json``: which of their layers keep KV, and the states of
+the other ones. Pure.
+
+A type stands here once its rule has been compared with vLLM's code for it. All other types are refused: a model that is
+not known may keep KV in fewer layers or heads than its numbers say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from kvferry.connector.geometry.dtypes import CONVERTIBLE, canonical
+from kvferry.connector.geometry.recurrent_state import StateArray
+from kvferry.transport.errors import ConfigError, did_you_mean, quoted
+
+AttentionKind = Literal["full", "mla", "sliding_window", "chunked_local"]
+LayerCaches = tuple[AttentionKind | None, bool]
+"""What a layer keeps: KV of a kind or none, and whether it keeps a state."""
+
+MULTI_HEAD = frozenset({
+    "bloom", "cohere", "gpt2", "gpt_neox", "gptj", "granite", "granitemoe", "llama", "nemotron", "olmo",
+    "olmo2", "olmoe", "opt", "persimmon", "phi", "phi3",
+})  # fmt: skip
+"""Types with a KV head for each attention head where the configuration does not name the KV heads."""
+
+GROUPED = frozenset({
+    "apertus", "arcee", "cohere2", "ernie4_5", "ernie4_5_moe", "exaone4", "gemma", "gemma2", "gemma3_text",
+    "glm", "glm4", "glm4_moe", "gpt_oss", "granitemoeshared", "helium", "internlm2", "internlm3", "llama4_text",
+    "minimax_m2", "ministral3", "mistral", "mixtral", "olmo3", "phimoe", "qwen2", "qwen2_5_vl", "qwen2_5_vl_text",
+    "qwen2_moe", "qwen2_vl", "qwen2_vl_text", "qwen3", "qwen3_moe", "qwen3_vl_moe_text", "qwen3_vl_text", "seed_oss",
+    "smollm3", "stablelm", "starcoder2",
+})  # fmt: skip
+MULTI_QUERY = frozenset({"falcon", "gpt_bigcode", "RefinedWeb", "RefinedWebModel"})
+MLA = frozenset({"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "kimi_linear"})
+RECURRENT = frozenset({
+    "bamba", "falcon_h1", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "minimax", "minimax_m1",
+    "minimax_text_01", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
+})  # fmt: skip
+KNOWN = MULTI_HEAD | GROUPED | MULTI_QUERY | MLA | RECURRENT
+
+HEAD_DIM = {
+    **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), 256),
+    **dict.fromkeys(
+        ("ernie4_5", "glm", "glm4", "helium", "llama4_text", "minimax_m2", "ministral3", "nemotron_h", "qwen3",
+         "qwen3_vl_text", "seed_oss"), 128,
+    ),
+    "gpt_oss": 64,
+}  # fmt: skip
+"""Elements of a head where the configuration leaves them out and the class of transformers has a number of its own."""
+
+DEFAULTS = {"gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4}}
+"""Other numbers that published configurations leave out."""
+
+ALL_WINDOWS = frozenset({"mistral", "mixtral", "phi3", "phimoe", "starcoder2"})
+"""Types of which ``sliding_window`` counts for all layers, where ``layer_types`` does not say for which."""
+
+FULL_EVERY = {
+    "gemma2": ("", 2), "gemma3_text": ("sliding_window_pattern", 6), "cohere2": ("sliding_window_pattern", 4),
+    "olmo3": ("", 4), "gpt_oss": ("", 2), "llama4_text": ("no_rope_layer_interval", 4),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), ("full_attention_interval", 4)),
+}  # fmt: skip
+"""Types of which every n-th layer has full attention where ``layer_types`` is missing: n's key and default."""
+
+CACHES: Mapping[str, LayerCaches] = {
+    "full_attention": ("full", False), "attention": ("full", False), "*": ("full", False), "1": ("full", False),
+    "sliding_attention": ("sliding_window", False), "chunked_attention": ("chunked_local", False),
+    **dict.fromkeys(("linear_attention", "mamba", "conv", "M", "0"), (None, True)),
+    **dict.fromkeys(("mlp", "moe", "-", "E"), (None, False)),
+    "hybrid": ("full", True),
+}  # fmt: skip
+"""What a layer keeps, by the names of its kind."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentState:
+    """The state that each of ``layers`` keeps of a request.
+
+    ``family``: the name of vLLM's ``MambaAttentionBackendEnum``. ``taps`` inputs of ``channels`` channels, for Mamba2
+    without its B and C: these are ``groups`` of ``state[-1]`` channels each. ``state``: the recurrent state; ranks
+    share out its first axis.
+    """
+
+    layers: tuple[int, ...]
+    family: str
+    taps: int
+    channels: int
+    groups: int
+    state: tuple[int, ...]
+    conv_dtype: str
+    state_dtype: str
+
+    def arrays(self, tp_size: int) -> list[StateArray]:
+        """What each of ``tp_size`` ranks keeps of one layer, by the rules of vLLM's ``MambaStateShapeCalculator``.
+
+        Raises:
+            ConfigError: vLLM starts no engine of this size.
+        """
+        groups = tp_size if self.groups % tp_size else self.groups
+        channels = self.channels + 2 * groups * (self.state[-1] if self.groups else 0)
+        if channels % tp_size or self.channels % tp_size or (self.state and self.state[0] % tp_size):
+            raise ConfigError(
+                f"TP {tp_size} does not divide the state of the model's recurrent layers; give another TP"
+            )
+        conv, state = CONVERTIBLE[self.conv_dtype].itemsize, CONVERTIBLE[self.state_dtype].itemsize
+        found = []
+        if channels:
+            found.append(StateArray((self.taps, channels // tp_size), self.conv_dtype, conv))
+        if self.state:
+            found.append(StateArray((self.state[0] // tp_size, *self.state[1:]), self.state_dtype, state))
+        return found
+
+
+def number(text: Mapping[str, Any], names: Sequence[str], most: int, default: int | None = None) -> int:
+    """The first of ``names`` that the configuration has, from 1 to ``most``. Raises ConfigError."""
+    for name in names:
+        value = text.get(name)
+        if value is None:
+            continue
+        if type(value) is not int or not 1 <= value <= most:
+            raise ConfigError(f"{name} is {quoted(value)}, expected a whole number from 1 to {most}")
+        return value
+    if default is None:
+        raise ConfigError(f"{names[0]} is missing; give a config.json that has it")
+    return default
+
+
+def known_type(text: Mapping[str, Any]) -> str:
+    """``model_type``. Raises ConfigError: it is not known."""
+    found = text.get("model_type")
+    if not isinstance(found, str) or found not in KNOWN:
+        hint = did_you_mean(found, KNOWN) if isinstance(found, str) else ""
+        raise ConfigError(
+            f"model_type is {quoted(found)}, which KV it keeps is not known; expected a type that docs/planning.md "
+            f"lists{hint}"
+        )
+    if text.get("index_topk") is not None:
+        raise ConfigError(f"index_topk is {quoted(text['index_topk'])}: the caches of sparse attention are not counted")
+    return found
+
+
+def layer_caches(text: Mapping[str, Any], model_type: str, num_layers: int) -> tuple[LayerCaches, ...]:
+    """What each layer keeps. Raises ConfigError: the configuration does not say it, or names an unknown kind."""
+    key, kinds = _kinds(text, model_type, num_layers)
+    if len(kinds) != num_layers:
+        raise ConfigError(f"{key} names {len(kinds)} layers, expected {num_layers}")
+    states = model_type in RECURRENT
+    other = sorted({kind for kind in kinds if kind not in CACHES or (CACHES[kind][1] and not states)})
+    if other:
+        raise ConfigError(f"{key} has layers of kind {quoted(', '.join(other))}, whose caches are not known")
+    found = [CACHES[kind] for kind in kinds]
+    if model_type in MLA:
+        return tuple([("mla" if kind else None, state) for kind, state in found])
+    return tuple(found)
+
+
+def _kinds(text: Mapping[str, Any], model_type: str, num_layers: int) -> tuple[str, list[str]]:
+    """The kind of each layer, and the key that says it. Raises ConfigError."""
+    layers, windows = range(num_layers), text.get("use_sliding_window") is not False
+    if model_type == "falcon_h1":
+        return "model_type", ["hybrid"] * num_layers
+    for key in ("layer_types", "layers_block_type", "hybrid_override_pattern", "attn_type_list"):
+        value = text.get(key)
+        if value is not None:
+            if not isinstance(value, list | str):
+                raise ConfigError(f"{key} is {quoted(value)}, expected a list")
+            return key, [str(kind) for kind in value]
+    if model_type == "kimi_linear":
+        inner = text.get("linear_attn_config")
+        full, states = (_places(inner, key) for key in ("full_attn_layers", "kda_layers"))
+        if sorted(full + states) != [layer + 1 for layer in layers]:
+            raise ConfigError(f"full_attn_layers and kda_layers are not the layers 1 to {num_layers}")
+        return "linear_attn_config", ["attention" if layer + 1 in full else "mamba" for layer in layers]
+    if model_type == "jamba":
+        period, offset = (text.get(f"attn_layer_{name}") for name in ("period", "offset"))
+        if type(period) is not int or type(offset) is not int or not 0 <= offset < period:
+            raise ConfigError(
+                f"attn_layer_period and attn_layer_offset are {quoted((period, offset))}, expected numbers"
+            )
+        return "attn_layer_period", ["attention" if layer % period == offset else "mamba" for layer in layers]
+    for name, key in (("bamba", "attn_layer_indices"), ("lfm2", "full_attn_idxs"), ("lfm2_moe", "full_attn_idxs")):
+        if model_type == name:
+            full = _places(text, key)
+            return key, ["attention" if layer in full else "mamba" for layer in layers]
+    if model_type in FULL_EVERY:
+        key, every = FULL_EVERY[model_type]
+        every = number(text, (key,), num_layers * every, every)
+        local = "linear_attention" if model_type in RECURRENT else "sliding_attention"
+        if model_type == "llama4_text":
+            local = "full_attention" if text.get("attention_chunk_size") is None else "chunked_attention"
+            ropes = text.get("no_rope_layers")
+            if isinstance(ropes, list) and ropes:
+                return "no_rope_layers", [local if rope else "full_attention" for rope in ropes]
+        return key, ["full_attention" if (layer + 1) % every == 0 else local for layer in layers]
+    if model_type in RECURRENT:
+        raise ConfigError("layer_types is missing; give a config.json that says which layers have attention")
+    window = text.get("sliding_window") if windows else None
+    if window and model_type not in ALL_WINDOWS:
+        raise ConfigError(f"sliding_window is {quoted(window)}, and layer_types, the layers that have it, is missing")
+    return "sliding_window", ["sliding_attention" if window else "full_attention"] * num_layers
+
+
+def _places(inner: object, key: str) -> list[int]:
+    """Numbers of layers. Raises ConfigError."""
+    found = inner.get(key) if isinstance(inner, Mapping) else None
+    if not isinstance(found, list) or not all(type(layer) is int for layer in found):
+        raise ConfigError(f"{key} is {quoted(found)}, expected a list of numbers of layers")
+    return found
+
+
+def recurrent_state(
+    text: Mapping[str, Any], model_type: str, layers: tuple[int, ...], dtype: str, most: int
+) -> RecurrentState:
+    """The state of a model, whose dtype is ``dtype``. ``most``: bound on each number. Raises ConfigError."""
+
+    def size(name: str, default: int | None = None, inner: Mapping[str, Any] = text) -> int:
+        return number(inner, (name,), most, default)
+
+    if model_type.startswith("minimax"):
+        heads, width = size("num_attention_heads"), size("head_dim")
+        return RecurrentState(layers, "LINEAR", 0, 0, 0, (heads, width, width), dtype, dtype)
+    if model_type.startswith("lfm2"):
+        channels = size("hidden_size" if model_type == "lfm2_moe" else "conv_dim")
+        return RecurrentState(layers, "SHORT_CONV", size("conv_L_cache") - 1, channels, 0, (), dtype, dtype)
+    if model_type == "kimi_linear":
+        inner = text["linear_attn_config"]
+        heads, width = size("num_heads", None, inner), size("head_dim", None, inner)
+        taps = size("short_conv_kernel_size", None, inner) - 1
+        return RecurrentState(layers, "GDN_ATTN", taps, 3 * heads * width, 0, (heads, width, width), dtype, "float32")
+    if model_type == "jamba":
+        channels, taps = size("mamba_expand") * size("hidden_size"), size("mamba_d_conv") - 1
+        return RecurrentState(layers, "MAMBA1", taps, channels, 0, (channels, size("mamba_d_state")), dtype, dtype)
+    if model_type in ("nemotron_h", "falcon_h1", "bamba", "granitemoehybrid"):
+        names = ("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_d_conv")
+        if model_type == "nemotron_h":
+            names = ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel")
+        heads, width, state, groups, kernel = (size(name) for name in names)
+        kept = text.get("mamba_ssm_cache_dtype") or "float32" if model_type == "nemotron_h" else dtype
+        shape = heads, width, state
+        return RecurrentState(layers, "MAMBA2", kernel - 1, heads * width, groups, shape, dtype, _known(kept))
+    key, value = (size(f"linear_{name}_head_dim") for name in ("key", "value"))
+    keys, values = (size(f"linear_num_{name}_heads") for name in ("key", "value"))
+    channels, taps = 2 * keys * key + values * value, size("linear_conv_kernel_dim") - 1
+    kept = text.get("mamba_ssm_dtype") or dtype if model_type.startswith("qwen3_5") else dtype
+    return RecurrentState(layers, "GDN_ATTN", taps, channels, 0, (values, value, key), dtype, _known(kept))
+
+
+def _known(dtype: object) -> str:
+    """Of a state. Raises ConfigError."""
+    found = canonical(dtype) if isinstance(dtype, str) else ""
+    if found not in CONVERTIBLE:
+        raise ConfigError(f"the dtype of the state is {quoted(dtype)}, expected one of {', '.join(CONVERTIBLE)}")
+    return found
