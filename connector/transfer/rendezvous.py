@@ -214,7 +214,7 @@ class PromptFinder:
             contact = None
         if contact is None:
             if len(self.contacts) >= MAX_CONTACTS:
-                self._make_room()
+                self._make_room(now)
             timeout = self._rank_context.settings.handshake_timeout_seconds
             connection = self._rank_context.dialer.connect(wanted.host, wanted.port, key=key, timeout=timeout)
             contact = self.contacts[address] = _Contact(connection, now)
@@ -224,12 +224,18 @@ class PromptFinder:
         contact.used_at = now
         return contact
 
-    def _make_room(self) -> None:
-        unused = [(contact.used_at, address) for address, contact in self.contacts.items() if not contact.open]
-        if not unused:
+    def _make_room(self, now: float) -> None:
+        """Close a contact that no request uses, or else one that has not been made: who is there has proven nothing."""
+        found = [
+            (contact.open > 0, contact.used_at, address)
+            for address, contact in self.contacts.items()
+            if not (contact.open and contact.connection.connected)
+        ]
+        if not found:
             raise TransportError(f"{len(self.contacts)} P engines are asked for leases already, limit {MAX_CONTACTS}")
-        address = min(unused)[1]
-        self.contacts.pop(address).connection.close()
+        contact = self.contacts.pop(min(found)[2])
+        self._fail(contact, "it has not answered, and others are asked", now, rendezvous.PeerFailed)
+        contact.connection.close()
 
     def _reply(self, contact: _Contact, reply: messages.Reply, now: float) -> None:
         if isinstance(reply, messages.Refused):  # of another version; it has no number

@@ -350,6 +350,27 @@ def test_a_p_that_cannot_be_asked(
     prefills_locally(p, d, request_id, lines, why)
 
 
+def test_made_up_addresses_do_not_keep_d_from_asking_p(
+    group: EngineGroup, lines: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody answers there, and requests waited for all the places that D has for P engines."""
+    monkeypatch.setattr(rendezvous, "MAX_CONTACTS", 3)
+    p, d, params = legs(group)
+    leg = p.add(IDS, TO_P)
+    run([p], lambda: p.answers[leg].finish is not None)
+    with socket.create_server(("0.0.0.0", 0)) as mute:
+        named = params | {"remote_port": mute.getsockname()[1]}
+        made_up = [d.add(prompt(300, n), named | {"remote_host": f"127.0.0.{n}"}, max_tokens=4) for n in range(2, 6)]
+        honest = d.add(IDS, params, max_tokens=4)
+        run([p, d], lambda: d.answers[honest].finish is not None)
+        assert d.origins[honest].theirs == len(IDS) - 1
+        assert lines("prefills locally", made_up[0], "it has not answered, and others are asked")
+        for request_id in made_up:
+            if d.answers[request_id].finish is None:
+                d.abort(request_id)
+        settle(p, d)
+
+
 @pytest.mark.parametrize(
     ("params", "why"),
     [
