@@ -20,7 +20,7 @@ from msgspec import Meta
 from kvferry.transport.channels import Channel, SendChannel
 from kvferry.transport.errors import PlaneUnavailableError, ProtocolError, TransportError
 from kvferry.transport.plane import Plane
-from kvferry.transport.sockets import CHANNEL_BYTES, MAX_UNAUTHENTICATED, PendingConnections, Secrets, Sockets
+from kvferry.transport.sockets import CHANNEL_BYTES, PendingConnections, Secrets, Sockets
 
 CONNECT_SECONDS = 10.0
 """A connection that is being made must stand within this time."""
@@ -71,7 +71,7 @@ class SocketPlane(Plane):
         welcome: Callable[[socket.socket], bool] = lambda sock: True,
         arrived: Callable[[bytes], None] = lambda channel: None,
     ) -> None:
-        """P: accept connections on a non-blocking, listening socket; see ``PendingConnections``."""
+        """P: accept connections on a bound, non-blocking socket; see ``PendingConnections``."""
         self.pending = PendingConnections(self.sockets, listener, self._secrets, welcome=welcome, arrived=arrived)
 
     def new_secret(self) -> bytes:
@@ -98,11 +98,10 @@ class SocketPlane(Plane):
             raise PlaneUnavailableError(f"{self.name}: {host!r} is no address: {error.strerror}") from None
         try:
             listener.bind(address)
-            listener.listen(MAX_UNAUTHENTICATED)
+            self.listen(listener, arrived=self._join)
         except OSError as error:
             listener.close()
             raise PlaneUnavailableError(f"{self.name}: cannot listen on {host}: {error.strerror}") from None
-        self.listen(listener, arrived=self._join)
         self._port = int(listener.getsockname()[1])
         return self._port
 

@@ -1,26 +1,31 @@
-"""Sockets that a plane watches, and pending connections: new connections that have not sent the secret yet."""
+"""Sockets that a poll loop watches, and new connections: those that have not said what they must, and those that have,
+and that no channel has taken yet."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import hmac
+import ipaddress
 import secrets
 import select
 import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from functools import partial
+from typing import Final, NamedTuple
+
+from kvferry.transport.fair_table import FairTable
 
 SESSION_BYTES = 16
 SECRET_BYTES = 2 * SESSION_BYTES
 CHANNEL_BYTES = 16
 HELLO_SECONDS = 5.0
-"""A new connection must send its hello within this time."""
+"""A new connection must have said all that it must within this time."""
 WAIT_SECONDS = 30.0
-MAX_UNAUTHENTICATED = 64
-"""Bound on the connections that have not sent their hello. One more connection closes the oldest of them."""
+MAX_UNAUTHENTICATED = 256
+"""Bound on the connections of one listener that have not said what they must."""
 MAX_WAITING = 1024
 """Bound on the connections that have sent their hello and that no channel has taken yet. One more connection closes
 the oldest of them, and one more of the same session closes that session's."""
@@ -85,11 +90,11 @@ class Sockets:
         self.mute(sock)
         sock.close()
 
-    def progress(self) -> bool:
-        """Call the handlers of the ready sockets, without waiting. Returns whether any socket was ready whose handler
-        has not returned ``EXHAUSTED``."""
+    def progress(self, seconds: float = 0) -> bool:
+        """Call the handlers of the ready sockets; wait for one for ``seconds`` at most. Returns whether any socket was
+        ready whose handler has not returned ``EXHAUSTED``."""
         more = False
-        for fd, _ in self._epoll.poll(0):
+        for fd, _ in self._epoll.poll(seconds):
             handler = self._handlers.get(fd)
             if handler is not None:  # an earlier handler of this round may have dropped it
                 more |= handler() is not EXHAUSTED
@@ -101,12 +106,116 @@ class Sockets:
         self._epoll.close()
 
 
-@dataclass(slots=True)
-class _Pending:
+@dataclass(slots=True, eq=False)
+class Stranger:
+    """A new connection. ``said``: what it has sent so far. ``answer``: what it must still be sent. ``deadline``: of all
+    that is said, by ``time.monotonic``."""
+
     sock: socket.socket
     deadline: float
     said: bytes = b""
-    session: bytes = b""
+    answer: bytes = b""
+
+
+class Strangers:
+    """Accepts connections and keeps each one until it has said what it must, for ``HELLO_SECONDS`` at most. Where more
+    than ``MAX_UNAUTHENTICATED`` are kept, the oldest ones of the address with the most connections are closed.
+
+    Over TCP the kernel keeps a connection back until its first bytes are here: one that sends nothing takes no place,
+    and one that says all at once takes none either, however many others come.
+
+    Args:
+        sockets: the sockets that watch the listener and the connections.
+        listener: a non-blocking socket that is bound; it listens from now on.
+        hear: called with a connection that may be ready. Returns whether the connection stays here; else the callee has
+            it, or has closed it. An OSError closes it.
+        welcome: returns whether a new connection may be accepted at all.
+    """
+
+    def __init__(
+        self,
+        sockets: Sockets,
+        listener: socket.socket,
+        hear: Callable[[Stranger], bool],
+        *,
+        welcome: Callable[[socket.socket], bool] = lambda sock: True,
+    ) -> None:
+        self._sockets, self._listener, self._hear, self._welcome = sockets, listener, hear, welcome
+        self._kept: FairTable[Stranger, Stranger] = FairTable(MAX_UNAUTHENTICATED)
+        self._shut_until = 0.0
+        if listener.family != socket.AF_UNIX:
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, int(HELLO_SECONDS))
+        listener.listen(socket.SOMAXCONN)
+        sockets.watch(listener, self._admit)
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def expire(self) -> float:
+        """Close the connections whose deadline has passed. Returns the seconds until this must be called again."""
+        now = time.monotonic()
+        if self._shut_until and now >= self._shut_until:
+            self._shut_until = 0.0
+            self._sockets.watch(self._listener, self._admit)
+        next_at = self._shut_until or now + HELLO_SECONDS
+        for stranger in self._kept.values() if self._kept.cost else ():
+            if now < stranger.deadline:  # those that follow came later
+                return min(next_at, stranger.deadline) - now
+            self._close(stranger)
+        return next_at - now
+
+    def close(self) -> None:
+        for stranger in self._kept.values():
+            self._close(stranger)
+        self._sockets.drop(self._listener)
+
+    def _close(self, stranger: Stranger) -> None:
+        self._kept.pop(stranger)
+        self._sockets.drop(stranger.sock)
+
+    def _admit(self) -> None:
+        for _ in range(_ADMITS):
+            try:
+                sock, address = self._listener.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            except OSError:  # no descriptor is left; the listener would stay readable
+                self._shut_until = time.monotonic() + _NO_DESCRIPTOR_SECONDS
+                self._sockets.mute(self._listener)
+                return
+            sock.setblocking(False)
+            if not self._welcome(sock):
+                sock.close()
+                continue
+            stranger = Stranger(sock, time.monotonic() + HELLO_SECONDS)
+            if self._stays(stranger):
+                for each in self._kept.put(_network(address), stranger, stranger):
+                    self._sockets.drop(each.sock)
+
+    def _ready(self, stranger: Stranger) -> None:
+        if not self._stays(stranger):
+            self._kept.pop(stranger)
+
+    def _stays(self, stranger: Stranger) -> bool:
+        try:
+            stays = self._hear(stranger)
+        except OSError:
+            self._sockets.drop(stranger.sock)
+            return False
+        if stays:
+            events = WRITABLE if stranger.answer else READABLE
+            self._sockets.watch(stranger.sock, partial(self._ready, stranger), events)
+        return stays
+
+
+def _network(address: object) -> bytes:
+    """Whose connections compete for places: those of one IPv4 address, or of one IPv6 network of 64 bits, which a host
+    may have to itself. Empty for a Unix socket."""
+    if not isinstance(address, tuple):
+        return b""
+    number = ipaddress.ip_address(address[0].partition("%")[0])
+    mapped = number.ipv4_mapped if isinstance(number, ipaddress.IPv6Address) else None
+    return (mapped or number).packed[:8]
 
 
 class Secrets:
@@ -130,18 +239,25 @@ class Secrets:
         return hashlib.blake2b(session, key=self._key, digest_size=SESSION_BYTES).digest()
 
 
+class _Waiting(NamedTuple):
+    """A connection that has sent its hello."""
+
+    sock: socket.socket
+    deadline: float
+    session: bytes
+
+
 class PendingConnections:
     """Accepts connections and keeps each one until its channel takes it.
 
     A new connection sends its hello: a secret and the id of its channel, ``SECRET_BYTES + CHANNEL_BYTES`` in all. It
-    then sends nothing until it is served. A connection that sends other bytes, or no hello within ``HELLO_SECONDS``, is
-    closed. At most ``MAX_UNAUTHENTICATED + MAX_WAITING`` connections are held, one of each session.
+    then sends nothing until it is served. A connection that sends other bytes is closed. At most ``MAX_UNAUTHENTICATED
+    + MAX_WAITING`` connections are held, one of each session.
 
     Args:
         sockets: the sockets that watch the listener and the connections.
-        listener: a non-blocking, listening socket.
+        listener, welcome: as ``Strangers`` takes them.
         secrets: made the secrets of the plane's offers, of which every peer must send its own.
-        welcome: returns whether a new connection may be accepted at all.
         arrived: called with the channel id of a connection that has sent its hello.
     """
 
@@ -154,94 +270,59 @@ class PendingConnections:
         welcome: Callable[[socket.socket], bool] = lambda sock: True,
         arrived: Callable[[bytes], None] = lambda channel: None,
     ) -> None:
-        self._sockets = sockets
-        self._listener = listener
-        self._secrets = secrets
-        self._welcome = welcome
-        self._arrived = arrived
-        self._strangers: dict[int, _Pending] = {}
-        self._waiting: dict[bytes, _Pending] = {}  # by channel, oldest first
+        self._sockets, self._secrets, self._arrived = sockets, secrets, arrived
+        self._waiting: dict[bytes, _Waiting] = {}  # by channel, oldest first
         self._of_session: dict[bytes, bytes] = {}  # the channel of each session's waiting connection
-        self._shut_until = 0.0
-        sockets.watch(listener, self._admit)
+        self.strangers = Strangers(sockets, listener, self._hear, welcome=welcome)
 
     def take(self, channel: bytes) -> socket.socket | None:
         """The connection of that channel, if it has sent its hello and is still open; it is watched for reading."""
-        visitor = self._forget(channel)
-        return None if visitor is None else visitor.sock
+        waiting = self._forget(channel)
+        return None if waiting is None else waiting.sock
 
     def expire(self) -> None:
         """Close the connections whose deadline has passed."""
+        self.strangers.expire()
         now = time.monotonic()
-        for fd in [fd for fd, visitor in self._strangers.items() if visitor.deadline < now]:
-            self._sockets.drop(self._strangers.pop(fd).sock)
-        for channel in [c for c, visitor in self._waiting.items() if visitor.deadline < now]:
+        for channel in [c for c, waiting in self._waiting.items() if waiting.deadline < now]:
             self._cut(channel)
-        if self._shut_until and now > self._shut_until:
-            self._shut_until = 0.0
-            self._sockets.watch(self._listener, self._admit)
 
     def close(self) -> None:
-        for visitor in [*self._strangers.values(), *self._waiting.values()]:
-            self._sockets.drop(visitor.sock)
-        self._strangers.clear()
-        self._waiting.clear()
-        self._of_session.clear()
-        self._sockets.drop(self._listener)
+        self.strangers.close()
+        for channel in list(self._waiting):
+            self._cut(channel)
 
-    def _admit(self) -> None:
-        for _ in range(_ADMITS):
-            try:
-                sock, _ = self._listener.accept()
-            except (BlockingIOError, ConnectionAbortedError):
-                return
-            except OSError:  # no descriptor is left; the listener would stay readable
-                self._shut_until = time.monotonic() + _NO_DESCRIPTOR_SECONDS
-                self._sockets.mute(self._listener)
-                return
-            sock.setblocking(False)
-            if not self._welcome(sock):
-                sock.close()
-                continue
-            if len(self._strangers) >= MAX_UNAUTHENTICATED:
-                self._sockets.drop(self._strangers.pop(next(iter(self._strangers))).sock)
-            visitor = self._strangers[sock.fileno()] = _Pending(sock, time.monotonic() + HELLO_SECONDS)
-            self._sockets.watch(sock, lambda visitor=visitor: self._mark_ready(visitor))  # type: ignore[misc]
-            self._mark_ready(visitor)
-
-    def _mark_ready(self, visitor: _Pending) -> None:
+    def _hear(self, stranger: Stranger) -> bool:
         try:
-            said = visitor.sock.recv(SECRET_BYTES + CHANNEL_BYTES - len(visitor.said))
+            said = stranger.sock.recv(SECRET_BYTES + CHANNEL_BYTES - len(stranger.said))
         except BlockingIOError:
-            return
-        except OSError:
-            said = b""
-        visitor.said += said
-        if said and len(visitor.said) < SECRET_BYTES + CHANNEL_BYTES:
-            return
-        del self._strangers[visitor.sock.fileno()]
-        secret, channel = visitor.said[:SECRET_BYTES], visitor.said[SECRET_BYTES:]
+            return True
+        stranger.said += said
+        if said and len(stranger.said) < SECRET_BYTES + CHANNEL_BYTES:
+            return True
+        secret, channel = stranger.said[:SECRET_BYTES], stranger.said[SECRET_BYTES:]
         session = self._secrets.session(secret) if len(channel) == CHANNEL_BYTES else None
         if session is None or channel in self._waiting:
-            self._sockets.drop(visitor.sock)
-            return
+            self._sockets.drop(stranger.sock)
+            return False
         if session in self._of_session:
             self._cut(self._of_session[session])
         elif len(self._waiting) >= MAX_WAITING:
             self._cut(next(iter(self._waiting)))
-        visitor.deadline, visitor.session = time.monotonic() + WAIT_SECONDS, session
-        self._waiting[channel], self._of_session[session] = visitor, channel
-        self._sockets.watch(visitor.sock, lambda: self._cut(channel))  # before it is served, it may only close
+        self._waiting[channel] = _Waiting(stranger.sock, time.monotonic() + WAIT_SECONDS, session)
+        self._of_session[session] = channel
+        self._sockets.watch(stranger.sock, lambda: self._cut(channel))  # before it is served, it may only close
         self._arrived(channel)
+        return False
 
-    def _forget(self, channel: bytes) -> _Pending | None:
-        visitor = self._waiting.pop(channel, None)
-        if visitor is not None:
-            del self._of_session[visitor.session]
-        return visitor
+    def _forget(self, channel: bytes) -> _Waiting | None:
+        waiting = self._waiting.pop(channel, None)
+        if waiting is not None:
+            del self._of_session[waiting.session]
+        return waiting
 
     def _cut(self, channel: bytes) -> None:
         """Close a connection that has sent its hello."""
-        visitor = self._forget(channel)
-        if visitor is not None:
-            self._sockets.drop(visitor.sock)
+        waiting = self._forget(channel)
+        if waiting is not None:
+            self._sockets.drop(waiting.sock)

@@ -19,7 +19,7 @@ import msgspec
 from kvferry.connector.engine.alternatives import alternatives
 from kvferry.connector.engine.block_contents import first_held, used_blocks
 from kvferry.connector.engine.plan_builder import StepPlanBuilder
-from kvferry.connector.engine.prompt_checks import check_kept, check_prompt
+from kvferry.connector.engine.prompt_checks import check_kept, check_prompt, possible_digests
 from kvferry.connector.engine.rendezvous_params import prompt_of_answer, rendezvous_of
 from kvferry.connector.engine.step_load_rule import StepLoadRule
 from kvferry.connector.engine.steps_in_flight import StepsInFlight
@@ -30,6 +30,7 @@ from kvferry.connector.protocol.request_lifetime import RequestEffect, RequestEv
 from kvferry.connector.protocol.state_machine import Lifetime
 from kvferry.connector.protocol.step_plan import (
     KeepLease,
+    LeftAnswer,
     Load,
     PeerEngine,
     RemoteLease,
@@ -133,8 +134,7 @@ class LoadPlanner:
         return request_id in self._requests
 
     def new_request(self, request: RequestView) -> None:
-        """Check whether P holds this request's KV. If so, its lease is renewed from now on; if the KV cannot be used,
-        the lease is released."""
+        """Check whether P holds this request's KV. If so, its lease is renewed from now on."""
         now = self._clock()
         lifetime = Lifetime(request_lifetime.REQUEST, RequestState(), now)
         entry = EngineRequest(request.request_id, lifetime, traceparent=request.traceparent)
@@ -156,9 +156,11 @@ class LoadPlanner:
             self._refuse(entry, error)
 
     def _offer(self, entry: EngineRequest, request: RequestView, remote_prompt: RemotePrompt) -> None:
-        """Keep the leases of a request's prompt, and check whether D can use it. Raises ProtocolError: it cannot."""
-        entry.remote_prompt = remote_prompt
+        """Keep the leases of a request's prompt, if D can use it. Raises ProtocolError: it cannot. Such a lease may be
+        another request's, so D neither keeps nor releases it."""
         check_reachable(remote_prompt.peer, self._host_id)
+        check_prompt(request, remote_prompt)
+        entry.remote_prompt = remote_prompt
         usable, left_out = alternatives(request.params, remote_prompt, self._max_sizes, self._host_id)
         for why in left_out:
             self._log.warning("alternative", "kvferry: %s has one P less to load from: %s", request.request_id, why)
@@ -167,8 +169,6 @@ class LoadPlanner:
         leases = (RemoteLease(remote_prompt.token, remote_prompt.peer), *usable)
         keeps = tuple(KeepLease(request.request_id, lease.token, lease.peer, siblings) for lease in leases)
         self._advance(entry, request_lifetime.PromptOffered(keeps))
-        if not request.rejected:
-            check_prompt(request, remote_prompt)
 
     def rendezvous_told(self, results: Mapping[str, RendezvousResult]) -> None:
         """As ``SchedulerHalf.rendezvous_told``."""
@@ -204,7 +204,10 @@ class LoadPlanner:
     def _advance(self, entry: EngineRequest, event: RequestEvent) -> None:
         before = entry.lifetime.state.phase
         for effect in entry.lifetime.step(event, self._clock()):
-            self._plan.add(entry.request_id, effect)
+            if isinstance(effect, request_lifetime.PlanLeave) and entry.awaited is not None:
+                self._plan.leave(LeftAnswer(entry.request_id, possible_digests(entry.awaited.request)))
+            else:
+                self._plan.add(entry.request_id, effect)
         self._phases[before] -= 1
         self._phases[entry.lifetime.state.phase] += 1
 

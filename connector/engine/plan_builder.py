@@ -8,6 +8,7 @@ from kvferry.connector.protocol import prompt_prefill, request_lifetime
 from kvferry.connector.protocol.step_plan import (
     KeepLease,
     LeaseGrant,
+    LeftAnswer,
     Load,
     Prefill,
     PrefillChunk,
@@ -40,7 +41,7 @@ class StepPlanBuilder:
         self._chunks: list[PrefillChunk] = []
         self._stops: list[PrefillStop] = []
         self._rendezvous: list[Rendezvous] = []
-        self._left: list[str] = []
+        self._left: list[LeftAnswer] = []
 
     def add(self, request_id: str, effect: request_lifetime.RequestEffect | prompt_prefill.PromptEffect) -> None:
         """Add an effect of the lifetime of a request, or of its prompt."""
@@ -55,12 +56,6 @@ class StepPlanBuilder:
                 self._releases.append(UnneededLease(request_id, token))
             case request_lifetime.PlanRendezvous(rendezvous):
                 self._rendezvous.append(rendezvous)
-            case request_lifetime.PlanLeave():
-                for number, asked in enumerate(self._rendezvous):
-                    if asked.request_id == request_id:
-                        self._rendezvous[number] = replace(asked, ended=True)
-                        return
-                self._left.append(request_id)
             case prompt_prefill.PlanQueued(prompt):
                 self._queued.append(prompt)
             case prompt_prefill.PlanPrefill(prefill):
@@ -71,6 +66,14 @@ class StepPlanBuilder:
                 self._stops.append(stop)
             case prompt_prefill.PlanLease(lease):
                 self._leases.append(lease)
+
+    def leave(self, left: LeftAnswer) -> None:
+        """Add that a request does not need P's answer any more."""
+        for number, asked in enumerate(self._rendezvous):
+            if asked.request_id == left.request_id:
+                self._rendezvous[number] = replace(asked, ended=left)
+                return
+        self._left.append(left)
 
     @property
     def loads_inside(self) -> bool:

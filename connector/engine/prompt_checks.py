@@ -8,6 +8,19 @@ from kvferry.connector.engine.transfer_params import RemotePrompt, prompt_digest
 from kvferry.connector.geometry.engine_types import BlockTable, RequestView
 from kvferry.transport.errors import ProtocolError
 
+_LEFT_TO_D = 8
+"""Tokens at the end of a prompt that P leaves to D: one for a state or a window, else those of its lookahead."""
+
+
+def possible_digests(request: RequestView) -> tuple[str, ...]:
+    """The digests of a request's prompt, whole and without up to ``_LEFT_TO_D`` of its last tokens: P's lease of it has
+    one of them."""
+    ids = request.prompt_token_ids
+    if ids is None:
+        return ()
+    lengths = range(len(ids), max(0, len(ids) - _LEFT_TO_D - 1), -1)
+    return tuple(prompt_digest(ids[:length], request.extra) for length in lengths)
+
 
 def check_prompt(request: RequestView, remote_prompt: RemotePrompt) -> None:
     """Check that P has prefilled the request's prompt.

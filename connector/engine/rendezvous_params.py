@@ -90,4 +90,4 @@ def prompt_of_answer(params: bytes, max_sizes: tuple[int, int] = (MAX_RANKS, MAX
 def lease_of_answer(params: bytes) -> RemoteLease:
     """The lease that P's answer names. Raises as ``prompt_of_answer``."""
     prompt = prompt_of_answer(params)
-    return RemoteLease(prompt.token, prompt.peer)
+    return RemoteLease(prompt.token, prompt.peer, prompt.prompt)

@@ -267,8 +267,8 @@ class WorkerHalf:
         outcome = hold.post(inside, thread) if inside else None
         self._ledger.post([load for load in ours.loads if not load.now], [lease.request_id for lease in plan.leases])
         if (plan.rendezvous or plan.left) and self._info.tp_rank == self._info.pp_rank == 0:
-            self._awaited.difference_update(plan.left)
-            self._awaited.update(wanted.request_id for wanted in plan.rendezvous if not wanted.ended)
+            self._awaited.difference_update(left.request_id for left in plan.left)
+            self._awaited.update(wanted.request_id for wanted in plan.rendezvous if wanted.ended is None)
         copies = self._copies
         copies.idle = plan.idle
         event = self._record_event(copies, plan)

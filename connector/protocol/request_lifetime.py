@@ -139,7 +139,7 @@ class PlanRelease(msgspec.Struct, frozen=True):
 
 
 class PlanRendezvous(msgspec.Struct, frozen=True):
-    """Ask P for the lease. ``PlanLeave`` follows, unless P's answer comes before."""
+    """Ask P for the lease. ``PlanLeave`` follows, or ``PlanKeep`` of the lease of P's answer."""
 
     rendezvous: Rendezvous
 

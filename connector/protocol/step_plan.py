@@ -133,11 +133,19 @@ class PrefillStop(msgspec.Struct, frozen=True):
         return f"PrefillStop(ended={self.ended})"
 
 
+class LeftAnswer(msgspec.Struct, frozen=True):
+    """D: a request that does not need P's answer any more. ``prompts``: the digests that its prompt may have at P. A
+    name may be another prompt's too: D releases only a lease of one of these."""
+
+    request_id: str
+    prompts: tuple[str, ...] = ()
+
+
 class Rendezvous(msgspec.Struct, frozen=True):
     """D: a request whose P is known, but not yet the token of its lease. A rank of P at ``host`` and ``port`` tells it
     when it knows a prompt of this ``name``. Where ``port`` is 0, ``host`` is the URL of P's bootstrap page, which tells
     the address of that rank. ``engine_id``: of P; empty where it is unknown. ``key``: the fingerprint of P's public
-    key; empty where it is that of D. ``ended``: the request has ended; D asks so that the lease is released.
+    key; empty where it is that of D. ``ended``: of a request that has ended; D asks so that the lease is released.
     ``traceparent``: as of ``LeaseGrant``."""
 
     request_id: str
@@ -146,7 +154,7 @@ class Rendezvous(msgspec.Struct, frozen=True):
     engine_id: str
     name: str
     key: str = ""
-    ended: bool = False
+    ended: LeftAnswer | None = None
     traceparent: str = ""
 
 
@@ -189,10 +197,11 @@ class UnneededLease(msgspec.Struct, frozen=True):
 
 
 class RemoteLease(msgspec.Struct, frozen=True):
-    """D: a lease at a P engine."""
+    """D: a lease at a P engine, of the prompt with the digest ``prompt``."""
 
     token: bytes
     peer: PeerEngine
+    prompt: str = ""
 
     def __repr__(self) -> str:
         return f"RemoteLease({self.peer.engine_id!r})"
@@ -253,7 +262,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     chunks: tuple[PrefillChunk, ...] = ()
     stops: tuple[PrefillStop, ...] = ()
     rendezvous: tuple[Rendezvous, ...] = ()
-    left: tuple[str, ...] = ()
+    left: tuple[LeftAnswer, ...] = ()
 
     @property
     def wakes_thread(self) -> bool:

@@ -8,6 +8,6 @@ A module imports from its own row and from the rows below it. A test checks it.
 | commands, messages | producer | consumer, rendezvous |
 | effects | lease_table, outgoing_reads, handover_trace | active_loads, source_reads, lease_keeper, load_reports |
 | records, bytes | held_lease, sender, computing_prompts, computed_steps | active_load, receiver, span_read |
-| peers | sessions, replies, early_requests, named_prompts, fair_table | links, link, plane_choice |
+| peers | sessions, replies, early_requests, named_prompts | links, link, plane_choice |
 | the rank | rank_context, caches, copies, checksums, deadlines | |
 """

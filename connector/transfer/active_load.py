@@ -18,7 +18,7 @@ from kvferry.connector.protocol.step_plan import Load, RankAddress
 from kvferry.connector.transfer.caches import Ids, PageBox
 from kvferry.connector.transfer.checksums import PlacedMessage
 from kvferry.connector.transfer.link import Link
-from kvferry.transport.errors import IncompatiblePeerError
+from kvferry.transport.errors import IncompatiblePeerError, TransportError
 from kvferry.transport.grant_board import PostedGrant
 from kvferry.transport.tracing import RecordedSpan
 
@@ -95,11 +95,13 @@ class SourceRead(msgspec.Struct, eq=False):
             self.chunk_bytes = min(link.slot_bytes, max(parts, MIN_CHUNK_BYTES))
 
     def misfit(self) -> Reason | None:
-        """Why the P rank is not of the form that the request names; ``None`` where it is."""
+        """Why the P rank is not the one that the request names; ``None`` where it is."""
         try:
             self.link.check_addressed(self.active_load.load.peer, self.address)
         except IncompatiblePeerError as error:
             return Reason("incompatible", f"{self.link.name}: {error}")
+        except TransportError as error:
+            return Reason("peer_lost", f"{self.link.name}: {error}", "peer")
         return None
 
     def tag(self, chunk: int) -> int:

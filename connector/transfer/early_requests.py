@@ -9,8 +9,8 @@ from collections.abc import Container
 from dataclasses import dataclass
 
 from kvferry.connector.protocol import lease, messages
-from kvferry.connector.transfer.fair_table import FairTable
 from kvferry.connector.transfer.sessions import Session
+from kvferry.transport.fair_table import FairTable
 
 HELD_SPANS = 1 << 16
 """Bound on the asks that wait, by their spans and ranks: 24 MB."""

@@ -91,6 +91,12 @@ class LeaseKeeper:
             if token in self._kept:
                 self._deadlines.note(token, kept.lifetime.state.due)
 
+    def disown(self, token: bytes, request_id: str) -> None:
+        """The lease is of another prompt than the request's: it is neither renewed nor released for this request."""
+        kept = self._kept.get(token)
+        if kept is not None and kept.lifetime.state.requests == {request_id}:
+            del self._kept[token]
+
     def release_for_all(self, lease: RemoteLease, now: float) -> None:
         """Release a lease that no rank of this engine has kept, at all ranks of P: this rank is then the only one whose
         release P expects. Raises nothing."""

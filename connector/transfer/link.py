@@ -66,9 +66,11 @@ from kvferry.transport.peer_process import PeerProcess
 from kvferry.transport.plane import Plane
 from kvferry.transport.wake import RateLimitedLog
 
-Life = tuple[str, int, bytes, str]
-"""Host and port of a rank of P, its incarnation, and the fingerprint of its key. What else a request says of the rank
-may be wrong, and must not concern other requests: ``Link.check_addressed`` checks it for each hand-over."""
+Place = tuple[str, int, str]
+"""Host and port of a rank of P, and the fingerprint of its key: the connection proves them. What else a request says
+of the rank may be wrong, and must not concern other requests: ``Link.check_addressed`` checks it for each hand-over."""
+Life = tuple[Place, bytes]
+"""A place, and the incarnation of the rank that has answered there."""
 
 
 _ATTACHED, _MAPPING = LinkPhase.ATTACHED, LinkPhase.MAPPING
@@ -87,18 +89,20 @@ class Link:
         address: RankAddress,
         log: RateLimitedLog,
         *,
-        life: Life,
-        avoid: Mapping[str, str],
+        place: Place,
+        avoid: Callable[[Life, float], Mapping[str, str]],
         on_work: Callable[[Link], None],
     ) -> None:
-        """``avoid``: the data planes that broke on a link to this P rank, and why each did. They come last.
+        """``avoid``: returns the data planes that broke on a link to a P rank, and why each did. They come last.
         ``on_work``: called where the link becomes ``pending``."""
         settings = rank_context.settings
         self._rank_context = rank_context
         self._log = log
         self._on_work = on_work
-        self.life = life
-        self._host, self._port, self._incarnation = address.host, address.port, address.incarnation
+        self.place = place
+        self._host, self._port = address.host, address.port
+        self._incarnation = b""  # P's, once it has answered
+        self._avoid = avoid
         self._now = 0.0  # the time that the last call passed
         self.lifetime = Lifetime(LINK, LinkState(settings.handshake_timeout_seconds), self._now)
         self.handled_phase = LinkPhase.CONNECTED  # the last phase that the owner has acted on
@@ -113,7 +117,7 @@ class Link:
         self.board: BoardReader | None = None  # P's board of posted grants
         self.process: PeerProcess | None = None  # P's process, where D reads the process itself
         self.converted: frozenset[tuple[int, int]] = frozenset()  # regions, D's and P's, whose dtypes or scales differ
-        self._choice = PlaneChoice(rank_context, avoid)
+        self._choice = PlaneChoice(rank_context)
         self.geometry: RankGeometry | None = None
         self._engine_id = ""  # P's own, once it has answered
         self.connection = rank_context.dialer.connect(
@@ -125,6 +129,11 @@ class Link:
         self.connection.on_news = partial(on_work, self)
         if self.connection.news:
             on_work(self)
+
+    @property
+    def life(self) -> Life:
+        """Whose link this is, once P has answered."""
+        return self.place, self._incarnation
 
     @property
     def avoids(self) -> bool:
@@ -362,8 +371,8 @@ class Link:
     def _check_welcome(self, welcome: Welcome) -> None:
         if self.phase is not LinkPhase.GREETING:
             return  # the table refuses it
-        if welcome.incarnation != self._incarnation:
-            raise KVFerryError("P was restarted, or has slept, since it made this hand-over; its KV cache is gone")
+        self._incarnation = welcome.incarnation
+        self._choice.avoid = self._avoid(self.life, self._now)
         check_model(self._rank_context.model, welcome.model)
         ours = self._rank_context.caches.geometry
         compatible(ours, welcome.geometry, convert=self._rank_context.settings.convert_dtype)
@@ -384,12 +393,15 @@ class Link:
                 raise IncompatiblePeerError("checksums", ", ".join(functions), ", ".join(welcome.checksums) or "none")
 
     def check_addressed(self, peer: PeerEngine, address: RankAddress) -> None:
-        """Check that this rank of P has the form that a request's parameters name. D has chosen the ranks to read from
-        these parameters.
+        """Check that this rank of P has the form that a request's parameters name, and lives the life that they name.
+        D has chosen the ranks to read from these parameters.
 
         Raises:
             IncompatiblePeerError: it has another form.
+            TransportError: another life.
         """
+        if address.incarnation != self._incarnation:
+            raise TransportError("P was restarted, or has slept, since it made this hand-over; its KV cache is gone")
         theirs = self.theirs
         named = {
             "tp_rank": address.tp_rank,

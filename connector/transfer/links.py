@@ -12,7 +12,7 @@ import zmq
 from kvferry.connector.protocol.failed_planes import FailedPlanes, avoided_seconds
 from kvferry.connector.protocol.link_state import LinkPhase
 from kvferry.connector.protocol.step_plan import PeerEngine, RankAddress
-from kvferry.connector.transfer.link import Life, Link
+from kvferry.connector.transfer.link import Link, Place
 from kvferry.connector.transfer.rank_context import P_ENGINES, RankContext
 from kvferry.transport.errors import KVFerryError, TransportError
 from kvferry.transport.wake import RateLimitedLog
@@ -28,7 +28,7 @@ MAX_LINKS = 4096
 
 
 class Links:
-    """At most one link to each life of each P rank. Iteration is over a copy: links may be opened and closed meanwhile.
+    """At most one link to each place. Iteration is over a copy: links may be opened and closed meanwhile.
 
     ``in_use``: the links that reads use.
     """
@@ -37,7 +37,7 @@ class Links:
         self._rank_context = rank_context
         self._in_use = in_use
         self._log = RateLimitedLog(logging.getLogger("vllm.kvferry.link"))
-        self._links: dict[Life, Link] = {}
+        self._links: dict[Place, Link] = {}
         self._pending: dict[Link, None] = {}
         self._failed: dict[Link, None] = {}  # until they are closed
         self._next_look = 0.0
@@ -56,20 +56,18 @@ class Links:
         Raises:
             TransportError: no link can be opened.
         """
-        life = address.host, address.port, address.incarnation, address.key
-        link = self._links.get(life)
+        place = address.host, address.port, address.key
+        link = self._links.get(place)
         if redial and link is not None and link.handled_phase is LinkPhase.FAILED:
-            self._close(life, link)
+            self._close(link)
             link = None
         if link is None:
             if len(self._links) >= MAX_LINKS:
                 self._make_room()
             try:
-                avoid = self._failed_planes.of(life, now)
-                link = Link(
-                    self._rank_context, address, self._log, life=life, avoid=avoid, on_work=self._has_work
-                )  # fmt: skip
-                self._links[life], link.used_at = link, now
+                avoid, on_work = self._failed_planes.of, self._has_work
+                link = Link(self._rank_context, address, self._log, place=place, avoid=avoid, on_work=on_work)
+                self._links[place], link.used_at = link, now
             except (OSError, RuntimeError, zmq.ZMQError) as error:  # no descriptor, no socket or no thread is left
                 raise TransportError(f"no connection to {address.host}:{address.port} can be opened: {error}") from None
         return link
@@ -77,15 +75,14 @@ class Links:
     def _make_room(self) -> None:
         """Close the link without reads that was not used for the longest time, if possible one without data plane."""
         in_use = self._in_use()
-        unused = [(life, link) for life, link in self._links.items() if link not in in_use]
+        unused = [link for link in self._links.values() if link not in in_use]
         if not unused:
             raise TransportError(f"{len(self._links)} links to ranks of P are in use, limit {MAX_LINKS}")
-        life, link = min(unused, key=lambda item: (item[1].phase is LinkPhase.ATTACHED, item[1].used_at))
-        self._close(life, link)
+        self._close(min(unused, key=lambda link: (link.phase is LinkPhase.ATTACHED, link.used_at)))
 
-    def _close(self, life: Life, link: Link) -> None:
+    def _close(self, link: Link) -> None:
         link.close()
-        del self._links[life]
+        del self._links[link.place]
         self._pending.pop(link, None)
         self._failed.pop(link, None)
 
@@ -129,7 +126,7 @@ class Links:
     def failed(self, link: Link, now: float) -> None:
         """A link has failed. Where its data plane ended it, the links to this P rank avoid this plane for some time."""
         link.failed_at = now
-        if self._links.get(link.life) is link:
+        if self._links.get(link.place) is link:
             self._failed[link] = None
         if link.broken_plane:
             why = link.failure.text
@@ -140,18 +137,18 @@ class Links:
         data plane which may be used again."""
         self._failed_planes.expire(now)
         for link in [link for link in self._failed if now >= link.failed_at + FAILED_LINK_SECONDS]:
-            self._close(link.life, link)
+            self._close(link)
         if now < self._next_look:
             return
         self._next_look = now + UNUSED_LOOK_SECONDS
         in_use = self._in_use()
-        for life, link in list(self._links.items()):
+        for link in self:
             if link.used or link in in_use:
                 link.used, link.used_at = False, now
             idle = now >= link.used_at + IDLE_LINK_SECONDS
-            worse = link.avoids and not self._failed_planes.of(life, now) and link not in in_use
+            worse = link.avoids and not self._failed_planes.of(link.life, now) and link not in in_use
             if idle or worse:
-                self._close(life, link)
+                self._close(link)
 
     def close(self) -> None:
         """Close all links."""

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from kvferry.connector.protocol import messages
 from kvferry.connector.protocol.step_plan import LeaseGrant, Prefill, QueuedPrompt
-from kvferry.connector.transfer.fair_table import FairTable
 from kvferry.transport.errors import quoted
+from kvferry.transport.fair_table import FairTable
 from kvferry.transport.wake import RateLimitedLog
 
 HELD_RESOLVES = 1 << 14

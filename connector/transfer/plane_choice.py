@@ -27,10 +27,10 @@ class Needs(NamedTuple):
 class PlaneChoice:
     """The planes that P offers, less those that could not be used."""
 
-    def __init__(self, rank_context: RankContext, avoid: Mapping[str, str]) -> None:
-        """``avoid``: the data planes that broke on an earlier link to this P rank, and why. They come last."""
+    def __init__(self, rank_context: RankContext) -> None:
         self._rank_context = rank_context
-        self.avoid = avoid
+        self.avoid: Mapping[str, str] = {}
+        """The data planes that broke on an earlier link to this P rank, and why. They come last."""
         self._offers: dict[str, bytes] = {}
         self._rejected: dict[str, str] = {}  # the reason of the rejection, by plane
         self._gpu_reached = True  # false once D's GPU has failed to reach P's GPU

@@ -78,8 +78,8 @@ class PostedPlans:
                     self._finder.taken(keep.request_id, now)
             for keep in plan.keeps:
                 self._try(keep, partial(self._consumer.keep, keep, now))
-            for request_id in plan.left:
-                self._try(request_id, partial(self._finder.leave, request_id, now))
+            for left in plan.left:
+                self._try(left, partial(self._finder.leave, left, now))
             for wanted in plan.rendezvous:
                 self._try(wanted, partial(self._finder.begin, wanted, now))
             loads = plan.loads if self._copies_wait(posted.event, plan.loads, now) else ()

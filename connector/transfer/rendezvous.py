@@ -16,7 +16,7 @@ from kvferry.connector.protocol import messages, rendezvous
 from kvferry.connector.protocol.link_state import LinkPhase
 from kvferry.connector.protocol.rendezvous import RendezvousEffect, RendezvousEvent, RendezvousPhase, RendezvousState
 from kvferry.connector.protocol.state_machine import Lifetime, Tick
-from kvferry.connector.protocol.step_plan import PeerEngine, RemoteLease, Rendezvous, RendezvousResult
+from kvferry.connector.protocol.step_plan import LeftAnswer, PeerEngine, RemoteLease, Rendezvous, RendezvousResult
 from kvferry.connector.transfer.deadlines import Deadlines
 from kvferry.connector.transfer.handover_trace import record, rendezvous_span
 from kvferry.connector.transfer.link import Link
@@ -109,20 +109,21 @@ class PromptFinder:
         """Ask P for the lease of a request."""
         if not self._asks:
             return
-        self.leave(wanted.request_id, now)  # an id comes again
+        self.leave(LeftAnswer(wanted.request_id), now)  # an id comes again
         state, effects = rendezvous.begin(located=wanted.port > 0)
         lifetime = Lifetime(rendezvous.RENDEZVOUS, state, now)
         search = _Search(wanted, lifetime, begun_at=self._rank_context.clock())
         self.open[wanted.request_id] = search
         for effect in effects:
             self._perform(search, effect, now)
-        if wanted.ended:
-            self._step(search, rendezvous.NameLeft(), now)
+        if wanted.ended is not None:
+            self.leave(wanted.ended, now)
 
-    def leave(self, request_id: str, now: float) -> None:
+    def leave(self, left: LeftAnswer, now: float) -> None:
         """A request does not need its lease any more."""
-        search = self.open.get(request_id)
+        search = self.open.get(left.request_id)
         if search is not None:
+            search.rendezvous = replace(search.rendezvous, ended=left)
             self._step(search, rendezvous.NameLeft(), now)
 
     def taken(self, request_id: str, now: float) -> None:
@@ -219,7 +220,7 @@ class PromptFinder:
             contact = None
         if contact is None:
             if len(self.contacts) >= MAX_CONTACTS:
-                self._make_room()
+                self._make_room(now)
             timeout = self._rank_context.settings.handshake_timeout_seconds
             connection = self._rank_context.dialer.connect(wanted.host, wanted.port, key=key, timeout=timeout)
             contact = self.contacts[address] = _Contact(connection, now)
@@ -229,12 +230,18 @@ class PromptFinder:
         contact.used_at = now
         return contact
 
-    def _make_room(self) -> None:
-        unused = [(contact.used_at, address) for address, contact in self.contacts.items() if not contact.open]
-        if not unused:
+    def _make_room(self, now: float) -> None:
+        """Close a contact that no request uses, or else one that has not been made: who is there has proven nothing."""
+        found = [
+            (contact.open > 0, contact.used_at, address)
+            for address, contact in self.contacts.items()
+            if not (contact.open and contact.connection.connected)
+        ]
+        if not found:
             raise TransportError(f"{len(self.contacts)} P engines are asked for leases already, limit {MAX_CONTACTS}")
-        address = min(unused)[1]
-        self.contacts.pop(address).connection.close()
+        contact = self.contacts.pop(min(found)[2])
+        self._fail(contact, "it has not answered, and others are asked", now, rendezvous.PeerFailed)
+        contact.connection.close()
 
     def _reply(self, contact: _Contact, reply: messages.Reply, now: float) -> None:
         if isinstance(reply, messages.Refused):  # of another version; it has no number
@@ -346,13 +353,16 @@ class PromptFinder:
             self._step(search, rendezvous.ContactLost(f"{search.where} cannot be asked for the lease: {why}"), now)
 
     def _release_unneeded(self, search: _Search, now: float) -> None:
-        """Release the lease for all ranks of D, unless another request of the same prompt needs it (``n > 1``)."""
+        """Release the lease for all ranks of D, unless it is another prompt's, or another request of the same prompt
+        needs it (``n > 1``)."""
         wanted = search.rendezvous
         if any(other.rendezvous.name == wanted.name for other in self.open.values()):
             return
-        assert search.answer is not None
+        assert search.answer is not None and wanted.ended is not None
         try:
-            self._release(self._rank_context.lease_of(search.answer.params), now)
+            lease = self._rank_context.lease_of(search.answer.params)
+            if lease.prompt in wanted.ended.prompts:
+                self._release(lease, now)
         except KVFerryError as error:  # of an answer that D could not use either
             self._log.warning("unneeded", "kvferry: the lease of %s ends by time: %s", wanted.request_id, error)
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from kvferry.connector.protocol import messages
-from kvferry.connector.transfer.fair_table import FairTable
 from kvferry.connector.transfer.rank_context import RankContext
 from kvferry.connector.transfer.sessions import Sessions
 from kvferry.transport.control.listener import Listener
+from kvferry.transport.fair_table import FairTable
 
 UNSENT_BYTES = 16 << 20
 """Bound on the replies that are kept, for all peers together."""

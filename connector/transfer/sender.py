@@ -34,11 +34,11 @@ from kvferry.connector.transfer.caches import Ids, PageBox, RankCaches
 from kvferry.connector.transfer.checksums import Trailer, new_trailer, sealed_pieces, takes_pieces, trailer_bytes
 from kvferry.connector.transfer.computed_steps import PromptBlocks
 from kvferry.connector.transfer.computing_prompts import ComputingPrompt
-from kvferry.connector.transfer.fair_table import FairTable
 from kvferry.connector.transfer.sessions import Session
 from kvferry.kernels.checksum import WireCheck
 from kvferry.transport.channels import Copy, SendChannel, Slot
 from kvferry.transport.errors import GeometryError, ProtocolError
+from kvferry.transport.fair_table import FairTable
 
 logger = logging.getLogger("vllm.kvferry.sender")
 

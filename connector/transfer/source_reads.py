@@ -153,6 +153,7 @@ class SourceReads:
         wanted = read.active_load.load.prompt
         try:
             if wanted and grant.prompt != wanted:
+                self._lease_keeper.disown(read.active_load.load.token, read.active_load.load.request_id)
                 text = "P's lease is of another prompt than the request's parameters name"
                 self.step(read, ReadFailed(Reason("denied", text)), now)
                 return

@@ -36,6 +36,7 @@ from kvferry.connector.protocol import messages
 from kvferry.connector.protocol.step_plan import (
     KeepLease,
     LeaseGrant,
+    LeftAnswer,
     Load,
     PeerEngine,
     Prefill,
@@ -282,7 +283,7 @@ def of_params(honest: Honest) -> Iterator[Decoder]:
     plan = StepPlan(
         prefills=(Prefill("r", token, 5, "ab", ("t", "r"), honest.answer, 0, 5, True),),
         chunks=(PrefillChunk(token, 0, 5, (pack_ids([1]),)),), stops=(PrefillStop(token, False),),
-        rendezvous=(Rendezvous("r", "10.0.0.1", 5600, "p", "t"),), left=("r",),
+        rendezvous=(Rendezvous("r", "10.0.0.1", 5600, "p", "t"),), left=(LeftAnswer("r", ("ab",)),),
         leases=(LeaseGrant("r", token, 5, (pack_ids([1]),)),), keeps=(KeepLease("r", token, honest.peer, False),),
         loads=(Load("r", token, honest.peer, (pack_ids([1, 2]),), ((0, 20),)),), cancels=("a",),
         releases=(UnneededLease("r", token),),

@@ -360,7 +360,7 @@ def test_the_token_ranges_of_an_ask_are_bounded(pair: tuple[Rank, Rank]) -> None
 
 @pytest.mark.parametrize(("prompt", "loaded"), [("feed", True), ("beef", False)])
 def test_a_lease_of_another_prompt_is_not_loaded(group: RankGroup, prompt: str, loaded: bool) -> None:
-    """What D has heard of the lease came from whoever sent the request; what P holds, P knows."""
+    """What D has heard of the lease came from whoever sent the request; what P holds, P knows. It stays whose it is."""
     p, d = group.rank(), group.rank(engine_id="engine-d")
     p.fill(THEIRS, TOKENS)
     lease = LeaseGrant("req-p", b"t" * 16, TOKENS, (pack_ids(THEIRS),), "feed")
@@ -371,7 +371,11 @@ def test_a_lease_of_another_prompt_is_not_loaded(group: RankGroup, prompt: str, 
     assert wait(lambda: d.received == {"req-d"}, [p, d])
     assert d.failed == (set() if loaded else {"req-d"})
     assert torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS)) == loaded
-    assert wait(lambda: p.sent == {"req-p"}, [p, d]), "released all the same"
+    if not loaded:
+        assert wait(lambda: not halves(d)[1]._lease_keeper, [p, d])
+        d.worker.post(load_plan("honest", b"t" * 16, peer([p]), OURS, 0, TOKENS))
+        assert wait(lambda: "honest" in d.received, [p, d]) and "honest" not in d.failed
+    assert wait(lambda: p.sent == {"req-p"}, [p, d])
 
 
 def test_p_is_the_one_that_the_parameters_named(group: RankGroup, caplog: pytest.LogCaptureFixture) -> None:

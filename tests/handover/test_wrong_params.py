@@ -54,15 +54,33 @@ def test_many_addresses_do_not_make_many_links(pair: tuple[Rank, Rank], monkeypa
     p, d = pair
     monkeypatch.setattr(links, "MAX_LINKS", 8)
     real = peer([p])
-    with socket.create_server(("127.0.0.1", 0)) as mute:
+    with socket.create_server(("0.0.0.0", 0)) as mute:
         for number in range(30):
-            life = replace(real.ranks[0], port=mute.getsockname()[1], incarnation=bytes([number]) * 16)
+            life = replace(real.ranks[0], host=f"127.0.0.{number + 1}", port=mute.getsockname()[1])
             keep = KeepLease(f"r{number}", bytes([number]) * 16, replace(real, ranks=(life,)), False)
             d.worker.post(
                 StepPlan(consumer=b"c" * 16, keeps=(keep,), releases=(UnneededLease(f"r{number}", keep.token),))
             )
         another_works(p, d)
         assert 2 <= len(halves(d)[1]._links) <= 8, "of 31"
+
+
+@pytest.mark.parametrize("insecure", [False, True])
+def test_made_up_incarnations_of_p_do_not_cost_the_first_honest_link(group: RankGroup, insecure: bool) -> None:
+    """Each made a connection to P of its own, and eight were all that D can have to one address."""
+    p, d = (
+        group.rank(engine_id=name, settings=Settings(insecure=insecure, **PATIENT)) for name in ("engine-p", "engine-d")
+    )
+    p.fill(THEIRS, TOKENS)
+    token = grant([p], "req-p", THEIRS, TOKENS)
+    for number in range(20):
+        life = replace(p.address, incarnation=bytes([number]) * 16)
+        d.worker.post(load_plan(f"{number}", token, replace(peer([p]), ranks=(life,)), OURS, 0, TOKENS))
+    d.worker.post(load_plan("honest", token, peer([p]), OURS, 0, TOKENS))
+    assert wait(lambda: len(d.received) == 21, [p, d])
+    assert d.failed == {f"{number}" for number in range(20)}
+    assert len(halves(d)[1]._links) == 1
+    another_works(p, d)
 
 
 def test_no_link_can_be_opened(pair: tuple[Rank, Rank], monkeypatch: pytest.MonkeyPatch, caplog: Lines) -> None:

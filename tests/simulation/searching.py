@@ -9,11 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvferry.connector.engine import load_planner
 from kvferry.connector.engine.load_planner import MAX_PATIENCE
+from kvferry.connector.engine.prompt_checks import check_prompt, possible_digests
 from kvferry.connector.engine.rendezvous_params import prompt_of_answer
 from kvferry.connector.geometry.engine_types import RequestView
-from kvferry.connector.protocol.step_plan import Rendezvous, RendezvousResult, StepPlan
+from kvferry.connector.protocol.step_plan import LeftAnswer, Rendezvous, RendezvousResult, StepPlan
 from kvferry.transport.errors import ProtocolError
 from tests.simulation.memory import BLOCK_TOKENS
 from tests.simulation.prompts import Prompt, Request, tokens_of
@@ -34,6 +34,14 @@ class Search:
     found: Callable[[Request, RendezvousResult], None]
     deadline: float
     end: float
+
+
+def _view(name: str, number: int, num_tokens: int) -> RequestView:
+    return RequestView(name, None, tokens_of(number, num_tokens), num_tokens, 0)
+
+
+def _left(name: str, number: int, num_tokens: int) -> LeftAnswer:
+    return LeftAnswer(name, possible_digests(_view(name, number, num_tokens)))
 
 
 class Searches:
@@ -65,15 +73,21 @@ class Searches:
             search = Search(name, number, num_tokens, found, now + timeout, now + MAX_PATIENCE * timeout)
             self.open[name] = search
             self._look_at(search)
-        wanted = Rendezvous(name, host, port, p.name, transfer_id, ended=ended)
+        left = _left(name, number, num_tokens) if ended else None
+        wanted = Rendezvous(name, host, port, p.name, transfer_id, ended=left)
         self._post(StepPlan(consumer=engine.consumer, rendezvous=(wanted,)))
 
     def abort(self, name: str, why: str) -> None:
         """The client has gone, or time is over."""
-        if self._engine.alive and self.open.pop(name, None) is not None:
-            self._left.add(name)
+        search = self.open.pop(name, None) if self._engine.alive else None
+        if search is not None:
             self._engine.outcomes[why] += 1
-            self._post(StepPlan(consumer=self._engine.consumer, left=(name,)))
+            self._leave(search)
+
+    def _leave(self, search: Search) -> None:
+        self._left.add(search.name)
+        left = _left(search.name, search.number, search.num_tokens)
+        self._post(StepPlan(consumer=self._engine.consumer, left=(left,)))
 
     def told(self, rank: str, name: str, result: RendezvousResult) -> None:
         """A rank reports P's word."""
@@ -91,17 +105,15 @@ class Searches:
             engine.outcomes["not found by its name"] += 1
             return
         remote = prompt_of_answer(result.params)
-        blocks = [0] * -(-remote.num_tokens // BLOCK_TOKENS)  # as many as D needs; P's own are not told
-        prompt = Prompt(name, search.number, remote.token, blocks, remote.num_tokens, remote.peer, digest=remote.prompt)
-        request = engine.keep(prompt, name)
-        ids = tokens_of(search.number, search.num_tokens)
         try:
-            load_planner.check_prompt(RequestView(name, None, ids, len(ids), 0), remote)
+            check_prompt(_view(name, search.number, search.num_tokens), remote)
         except ProtocolError:
             engine.network.counts["another prompt under the name"] += 1
-            engine.abort(request)
+            self._leave(search)
             return
-        search.found(request, result)
+        blocks = [0] * -(-remote.num_tokens // BLOCK_TOKENS)  # as many as D needs; P's own are not told
+        prompt = Prompt(name, search.number, remote.token, blocks, remote.num_tokens, remote.peer, digest=remote.prompt)
+        search.found(engine.keep(prompt, name), result)
 
     def _look_at(self, search: Search) -> None:
         """When its deadline has passed, the request waits no more."""

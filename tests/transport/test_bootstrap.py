@@ -8,15 +8,17 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 
 import pytest
 
+from kvferry.transport import sockets
 from kvferry.transport.control import bootstrap_fetch
 from kvferry.transport.control.bootstrap_fetch import MAX_FETCHES, fetch
 from kvferry.transport.control.bootstrap_page import checked_url, first_rank, page
-from kvferry.transport.control.bootstrap_server import MAX_CONNECTIONS, BootstrapServer
+from kvferry.transport.control.bootstrap_server import MAX_REQUEST_BYTES, BootstrapServer
 from kvferry.transport.errors import ConfigError, ProtocolError
+from kvferry.transport.sockets import MAX_UNAUTHENTICATED
 
 RANKS = {(0, 0): ("10.0.0.1", 5600), (1, 0): ("10.0.0.1", 5601), (0, 1): ("fd00::2", 5600)}
 
@@ -44,21 +46,70 @@ def test_a_page_is_served_once_it_is_published(server: BootstrapServer) -> None:
         urllib.request.urlopen(f"http://127.0.0.1:{server.port}/other", timeout=30)
 
 
-def test_strangers_that_say_nothing_hold_few_threads(server: BootstrapServer, monkeypatch: pytest.MonkeyPatch) -> None:
+REQUEST = b"GET /query HTTP/1.1\r\n\r\n"
+
+
+@contextmanager
+def strangers(port: int, said: bytes, count: int) -> Iterator[None]:
+    """So many connections that have said this, and stay open."""
+    with ExitStack() as stack:
+        for _ in range(count):
+            stack.enter_context(socket.create_connection(("127.0.0.1", port))).sendall(said)
+        yield
+
+
+@pytest.mark.parametrize("said", [b"", REQUEST[:9]], ids=["nothing", "half a request"])
+def test_strangers_shut_out_nobody(server: BootstrapServer, said: bytes) -> None:
+    """Sixteen connections did, each with a thread."""
     server.publish(b"{}")
-    silent = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(MAX_CONNECTIONS)]
-    try:
-        with socket.create_connection(("127.0.0.1", server.port)) as refused:
-            assert refused.recv(1) == b"", "closed without an answer"
-    finally:
-        for stranger in silent:
-            stranger.close()
-    while True:  # the threads see that the strangers are gone, one after the other
-        try:
+    with strangers(server.port, said, 2 * MAX_UNAUTHENTICATED):
+        for _ in range(3):
             assert fetch("127.0.0.1", server.port) == b"{}"
-            break
-        except OSError:
-            continue
+        assert [thread.name for thread in threading.enumerate()].count("kvferry-bootstrap") == 1
+
+
+def test_strangers_of_one_address_do_not_displace_a_slow_client_of_another(server: BootstrapServer) -> None:
+    server.publish(b"{}")
+    with socket.create_connection(("127.0.0.1", server.port), 30.0, ("127.0.0.2", 0)) as slow:
+        slow.sendall(REQUEST[:9])
+        with strangers(server.port, REQUEST[:9], 2 * MAX_UNAUTHENTICATED):
+            assert fetch("127.0.0.1", server.port) == b"{}", "so that all have been accepted"
+            slow.sendall(REQUEST[9:])
+            assert slow.recv(12) == b"HTTP/1.1 200"
+
+
+def test_a_request_has_one_deadline_for_all_of_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sockets, "HELLO_SECONDS", 0.3)
+    server = BootstrapServer("127.0.0.1", 0)
+    with closing(server), socket.create_connection(("127.0.0.1", server.port), 0.02) as drip:
+        for _ in range(500):
+            try:
+                drip.sendall(b"x")
+                assert drip.recv(1) == b""
+                break
+            except TimeoutError:
+                continue
+            except OSError:
+                break
+        else:
+            pytest.fail("each byte came in time, and the request never ended")
+
+
+def test_a_long_page_for_a_client_that_reads_slowly(server: BootstrapServer) -> None:
+    content = bytes(range(256)) * (32 << 10)
+    server.publish(content)
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        client.sendall(REQUEST)
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            urllib.request.urlopen(f"http://127.0.0.1:{server.port}/other", timeout=30)
+        received = b"".join(iter(lambda: client.recv(1 << 16), b""))
+    assert received.endswith(b"\r\n\r\n" + content)
+
+
+def test_what_is_no_request_has_an_end(server: BootstrapServer) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), 30.0) as stranger, suppress(OSError):
+        stranger.sendall(b"x" * 2 * MAX_REQUEST_BYTES)
+        assert stranger.recv(1) == b""
 
 
 def test_a_port_that_is_taken(server: BootstrapServer) -> None:

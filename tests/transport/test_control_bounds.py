@@ -45,6 +45,36 @@ def test_silent_connections_take_no_descriptor_from_good_peers(mode, monkeypatch
             end.close()
 
 
+LAST_FILES = """
+import os, resource, sys
+from kvferry.transport.control.dialer import make_dialer
+from tests.transport.control_ends import KEYS, LIMIT, MESSAGE, until
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+dialer, taken = make_dialer(KEYS, max_message_bytes=LIMIT), []
+
+def answer():
+    connection = dialer.connect("127.0.0.1", int(sys.argv[1]), key=KEYS.fingerprint, timeout=60)
+    connection.send(MESSAGE)
+    return until(lambda: (dialer.progress(), connection.receive())[1]) == [MESSAGE]
+
+try:
+    while True:
+        taken.append(os.open("/dev/null", os.O_RDONLY))
+except OSError:
+    for _ in range(int(sys.argv[2])):
+        os.close(taken.pop())
+print(answer())
+"""
+
+
+@pytest.mark.parametrize("left", [1, 2, 3, 4, 8])
+def test_the_first_connection_of_a_process_that_has_few_descriptors_left(left):
+    """libzmq ended the process where its threads, which the first socket starts, found none."""
+    with fork_server().start("-c", FEW_FILES, "keys", text=True) as p:
+        d = fork_server().run("-c", LAST_FILES, p.stdout.readline().strip(), str(left), timeout=60)
+    assert (d.returncode, d.stdout) == (0, "True\n"), d.stderr
+
+
 def endless(peer, frame, listener, most=400 << 20):
     """Send until the connection is ended. Returns the bytes that left, and the growth of this process."""
     before, grown, sent = resident_mib(), 0, 0

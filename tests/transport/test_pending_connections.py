@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from kvferry.transport import sockets
-from kvferry.transport.errors import PlaneUnavailableError, ProtocolError
+from kvferry.transport.errors import PlaneUnavailableError, ProtocolError, TransportError
 from kvferry.transport.plane import PlaneContext
 from kvferry.transport.planes import shm, tcp
 from kvferry.transport.planes.shm import ShmPlane
@@ -97,6 +97,20 @@ def test_a_connection_that_is_taken_or_gone_frees_its_session(p: TcpPlane) -> No
     assert p.pending.take((2).to_bytes(CHANNEL_BYTES, "big")) is not None
     assert not p.pending._of_session and p.pending.take(bytes(CHANNEL_BYTES)) is None
     taken.close()
+
+
+def test_a_p_without_descriptors_refuses_a_channel_of_shm(monkeypatch: pytest.MonkeyPatch) -> None:
+    p, d = ShmPlane(CONTEXT), ShmPlane(CONTEXT)
+
+    def no_more(*_: object) -> int:
+        raise OSError(24, "Too many open files")
+
+    _, payload = d.connect(p.offer(), "127.0.0.1")
+    monkeypatch.setattr("os.memfd_create", no_more)
+    with pytest.raises(TransportError, match="no shared memory can be had: Too many open files"):
+        p.accept(payload)
+    for plane in (p, d):
+        plane.close()
 
 
 def test_secrets_are_of_one_maker() -> None:

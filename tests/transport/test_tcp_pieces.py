@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from typing import Any
 
 import msgspec
@@ -249,22 +249,36 @@ def test_a_producer_that_stops_in_the_middle(ends: Ends, monkeypatch: pytest.Mon
     assert "stopped in the middle" in str(ends.receiver.error)
 
 
-def test_silent_strangers_do_not_keep_others_out(ends: Ends) -> None:
+@pytest.mark.parametrize("said", [b"", b"x", b"x" * 48], ids=["nothing", "half a hello", "a wrong hello"])
+def test_strangers_do_not_keep_others_out(ends: Ends, said: bytes) -> None:
+    """Twice as many as there are places come from D's own address, between D's connection and its hello."""
     offer = msgspec.msgpack.decode(ends.p.offer(), type=tcp._Offer)
     pending = ends.p.pending
     assert pending is not None
-    silent: list[socket.socket] = []
-    for count in range(10, 110, 10):  # not more at once than the listener queues
-        silent += [socket.create_connection(("127.0.0.1", offer.port)) for _ in range(10)]
-        inside = min(count, MAX_UNAUTHENTICATED)
-        assert ends.until(lambda inside=inside: len(pending._strangers) == inside)  # type: ignore[misc]
     receiver, payload = ends.d.connect(ends.p.offer(), "127.0.0.1")
     sender, _ = ends.p.accept(payload)
     assert isinstance(sender, TcpSendChannel)
-    assert ends.until(lambda: sender.ready)
-    assert receiver.error is None
-    for one in silent:
-        one.close()
+    with ExitStack() as stack:
+        for _ in range(2 * MAX_UNAUTHENTICATED):
+            stack.enter_context(socket.create_connection(("127.0.0.1", offer.port))).sendall(said)
+            ends.p.progress()
+        assert len(pending.strangers) <= MAX_UNAUTHENTICATED
+        assert ends.until(lambda: sender.ready)
+    assert receiver.error is None and sender.error is None
+
+
+def test_strangers_of_one_address_do_not_displace_a_peer_of_another(ends: Ends) -> None:
+    offer = msgspec.msgpack.decode(ends.p.offer(), type=tcp._Offer)
+    with ExitStack() as stack:
+        slow = stack.enter_context(socket.create_connection(("127.0.0.1", offer.port), 30.0, ("127.0.0.2", 0)))
+        slow.sendall(offer.secret)
+        for _ in range(2 * MAX_UNAUTHENTICATED):
+            stack.enter_context(socket.create_connection(("127.0.0.1", offer.port))).sendall(b"x")
+            ends.p.progress()
+        channel = bytes(16)
+        slow.sendall(channel)
+        pending = ends.p.pending
+        assert pending is not None and ends.until(lambda: pending.take(channel) is not None)
 
 
 def test_a_stranger_is_shown_out(ends: Ends) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.connector.transfer.fair_table import FairTable
+from kvferry.transport.fair_table import FairTable
 
 
 def test_the_greedy_lose_their_own() -> None:

@@ -27,7 +27,7 @@ def choice(*planes: str) -> PlaneChoice:
     context: Any = SimpleNamespace(
         planes=made, missing_planes=MISSING, caches=SimpleNamespace(device=torch.device("cpu"))
     )
-    found = PlaneChoice(context, {})
+    found = PlaneChoice(context)
     found.take_offers([SimpleNamespace(name=name, payload=b"") for name in planes])  # type: ignore[misc]
     return found
 

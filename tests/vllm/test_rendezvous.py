@@ -350,6 +350,27 @@ def test_a_p_that_cannot_be_asked(
     prefills_locally(p, d, request_id, lines, why)
 
 
+def test_made_up_addresses_do_not_keep_d_from_asking_p(
+    group: EngineGroup, lines: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody answers there, and requests waited for all the places that D has for P engines."""
+    monkeypatch.setattr(rendezvous, "MAX_CONTACTS", 3)
+    p, d, params = legs(group)
+    leg = p.add(IDS, TO_P)
+    run([p], lambda: p.answers[leg].finish is not None)
+    with socket.create_server(("0.0.0.0", 0)) as mute:
+        named = params | {"remote_port": mute.getsockname()[1]}
+        made_up = [d.add(prompt(300, n), named | {"remote_host": f"127.0.0.{n}"}, max_tokens=4) for n in range(2, 6)]
+        honest = d.add(IDS, params, max_tokens=4)
+        run([p, d], lambda: d.answers[honest].finish is not None)
+        assert d.origins[honest].theirs == len(IDS) - 1
+        assert lines("prefills locally", made_up[0], "it has not answered, and others are asked")
+        for request_id in made_up:
+            if d.answers[request_id].finish is None:
+                d.abort(request_id)
+        settle(p, d)
+
+
 @pytest.mark.parametrize(
     ("params", "why"),
     [
@@ -435,11 +456,36 @@ def test_two_prompts_of_one_name(group: EngineGroup, lines: Lines) -> None:
     settle(p, d)
 
 
-def test_the_name_of_another_prompt(group: EngineGroup, lines: Lines) -> None:
+@pytest.mark.parametrize("end", ["refused", "aborted", "aborted early", "aborted before P has it", "rejected"])
+def test_another_prompt_under_a_name_ends_no_hand_over(group: EngineGroup, lines: Lines, end: str) -> None:
+    """Two clients chose one name. D must not release what it cannot use."""
     p, d, params = legs(group)
-    p.add(prompt(300, 7), TO_P)
-    prefills_locally(p, d, ask(d, params), lines, "P prefilled another prompt")
-    settle(p)
+    theirs = prompt(300, 7)
+    if end == "aborted before P has it":
+        d.abort(d.add(IDS, params))
+    elif end != "rejected":
+        request_id = ask(d, params)
+        if end == "aborted early":
+            eventually(lambda: questions(p) == 1)
+            d.abort(request_id)
+            settle(d)
+    leg = p.add(theirs, TO_P)
+    run([p], lambda: p.answers[leg].finish is not None and bool(p.leases))
+    if end == "refused":
+        prefills_locally(p, d, request_id, lines, "P prefilled another prompt")
+    elif end == "aborted":
+        eventually(lambda: stalled(d))
+        d.abort(request_id)
+        settle(d)
+    else:
+        if end == "rejected":
+            d.add(IDS, p.answers[leg].params, rejected=True)
+        settle(d)
+        eventually(lambda: not transfer_thread_of(d)._finder.live)
+    honest = d.add(theirs, params, max_tokens=4)
+    run([p, d], lambda: d.answers[honest].finish is not None)
+    assert d.origins[honest].theirs == len(theirs) - 1
+    settle(p, d)
 
 
 def test_siblings_share_the_lease(group: EngineGroup) -> None:

@@ -2,68 +2,29 @@
 
 from __future__ import annotations
 
-import http.server
+import contextlib
 import socket
 import threading
-from typing import Any
 
 from kvferry.transport.control.bootstrap_page import PATH
 from kvferry.transport.errors import ConfigError
+from kvferry.transport.sockets import Sockets, Stranger, Strangers
 
-MAX_CONNECTIONS = 16
-"""Connections that are served at once; further ones are closed."""
-READ_SECONDS = 5.0
-"""How long a connection may be silent."""
-
-
-class _Handler(http.server.BaseHTTPRequestHandler):
-    timeout = READ_SECONDS
-    server: _Server
-
-    def do_GET(self) -> None:
-        content = self.server.content if self.path == PATH else None
-        self.send_response(200 if content is not None else 404)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(content or b"")))
-        self.end_headers()
-        self.wfile.write(content or b"")
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: a stranger chooses what would be logged."""
+MAX_REQUEST_BYTES = 16 << 10
+_END = b"\r\n\r\n"
 
 
-class _Server(http.server.ThreadingHTTPServer):
-    daemon_threads = True
-    allow_reuse_address = True
-    content: bytes | None = None
+def _answer(status: str, content: bytes = b"") -> bytes:
+    head = f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n"
+    return head.encode() + b"Connection: close" + _END + content
 
-    def __init__(self, address: tuple[str, int]) -> None:
-        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
-        super().__init__(address, _Handler)
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if not self._free.acquire(blocking=False):
-            self.shutdown_request(request)
-            return
-        try:
-            super().process_request(request, client_address)
-        except BaseException:
-            self._free.release()
-            raise
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._free.release()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Nothing: an error of one connection, such as a reset, concerns its peer only."""
+_NOT_FOUND = _answer("404 Not Found")
 
 
 class BootstrapServer:
-    """Serves the page at one address, by a thread of its own and at most ``MAX_CONNECTIONS`` more.
+    """Serves the page at one address, by a thread of its own. Request and answer share one deadline, and the clients
+    the places of ``Strangers``.
 
     Args:
         host: the address to bind, one interface.
@@ -74,21 +35,57 @@ class BootstrapServer:
     """
 
     def __init__(self, host: str, port: int) -> None:
+        self._listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._listener.setblocking(False)
+        self._sockets = Sockets()
         try:
-            self._server = _Server((host, port))
+            self._listener.bind((host, port))
+            self._strangers = Strangers(self._sockets, self._listener, self._serve)
         except OSError as error:
+            self._listener.close()
+            self._sockets.close()
             raise ConfigError(
                 f"bootstrap_port: {host}:{port} cannot be bound: {error.strerror or error}; give a free port"
             ) from None
-        self.port = int(self._server.server_address[1])
-        self._thread = threading.Thread(target=self._server.serve_forever, name="kvferry-bootstrap", daemon=True)
+        self.port = int(self._listener.getsockname()[1])
+        self._page = _NOT_FOUND
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="kvferry-bootstrap", daemon=True)
         self._thread.start()
 
     def publish(self, content: bytes) -> None:
         """Answer with this page from now on; before, the answer is 404."""
-        self._server.content = content
+        self._page = _answer("200 OK", content)
 
     def close(self) -> None:
         """Stop serving. Idempotent."""
-        self._server.shutdown()
-        self._server.server_close()
+        self._closing = True
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closing:
+            self._sockets.progress(self._strangers.expire())
+        self._strangers.close()
+        self._sockets.close()
+
+    def _serve(self, stranger: Stranger) -> bool:
+        """Read a request, then write its answer. Returns whether there is more to do."""
+        try:
+            while not stranger.answer and _END not in stranger.said:
+                said = stranger.sock.recv(MAX_REQUEST_BYTES)
+                stranger.said += said
+                if not said or len(stranger.said) > MAX_REQUEST_BYTES:
+                    self._sockets.drop(stranger.sock)
+                    return False
+            if not stranger.answer:
+                asked = stranger.said.partition(b"\r\n")[0].split()
+                stranger.answer = self._page if asked[:2] == [b"GET", PATH.encode()] else _NOT_FOUND
+            while stranger.answer:
+                stranger.answer = stranger.answer[stranger.sock.send(stranger.answer) :]
+        except BlockingIOError:
+            return True
+        self._sockets.drop(stranger.sock)
+        return False

@@ -15,7 +15,7 @@ from kvferry.transport.control.keys import Keys, configure_client
 from kvferry.transport.control.unread_bytes import UnreadBytesGuard
 from kvferry.transport.control.zap_auth import HANDSHAKE_FAILED, TOO_MANY, Monitor, unwatch
 
-MAX_LANES = 8
+LANES = 6
 _REST_SECONDS = 2.0
 """How long events of a closed connection may still come."""
 _CHECKS = 64
@@ -64,7 +64,7 @@ class CurveConnection(Connection):
         self.endpoint = framing.url(address, self.port)
         lane = self._curve.lane_for(self.endpoint)
         if lane is None:
-            raise OSError(errno.EBUSY, f"{MAX_LANES} connections lead there")
+            raise OSError(errno.EBUSY, f"{LANES} connections lead there")
         lane.connect(self, address, self._key, self._timeout)
         self.lane = lane
 
@@ -177,7 +177,9 @@ class CurveDialer(Dialer):
     def __init__(self, keys: Keys, max_message_bytes: int, refusal: Refusal) -> None:
         super().__init__(keys, max_message_bytes, refusal)
         self.keys = keys
-        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        # All that libzmq needs it gets now: where no descriptor is left later, it ends the process.
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._spare = [Lane(self._context, keys, max_message_bytes) for _ in range(LANES)]
         self._lanes: list[Lane] = []
         self._serial = 0
 
@@ -192,11 +194,9 @@ class CurveDialer(Dialer):
         for lane in self._lanes:
             if lane.takes(endpoint, now):
                 return lane
-        if len(self._lanes) == MAX_LANES:
+        if not self._spare:
             return None
-        if self._context is None:
-            self._context = zmq.Context()
-        lane = Lane(self._context, self.keys, self.max_message_bytes)
+        lane = self._spare.pop()
         self._lanes.append(lane)
         self.pollables += [lane.socket, lane.monitor.socket]
         return lane
@@ -214,6 +214,6 @@ class CurveDialer(Dialer):
         for lane in self._lanes:
             for connection in list(lane.by_identity.values()):
                 connection.close()
+        for lane in (*self._lanes, *self._spare):
             lane.close()
-        if self._context is not None:
-            self._context.term()
+        self._context.term()

@@ -69,7 +69,11 @@ class Monitor:
     def __init__(self, watched: zmq.Socket[bytes], events: int) -> None:
         address = f"inproc://kvferry-monitor-{next(_serial)}"
         watched.monitor(address, events)
-        self.socket: zmq.Socket[bytes] = watched.context.socket(zmq.PAIR)
+        try:
+            self.socket: zmq.Socket[bytes] = watched.context.socket(zmq.PAIR)
+        except zmq.ZMQError:
+            unwatch(watched)
+            raise
         self.socket.linger = 0
         self.socket.rcvhwm = 0  # a full queue would block libzmq's I/O thread, and with it every connection
         self.socket.connect(address)

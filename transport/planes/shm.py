@@ -29,7 +29,7 @@ from kvferry.transport.errors import PlaneUnavailableError, ProtocolError, Trans
 from kvferry.transport.plane import PlaneContext, decode_payload
 from kvferry.transport.planes.shm_arena import Arena
 from kvferry.transport.socket_plane import SocketAttach, SocketPlane
-from kvferry.transport.sockets import MAX_UNAUTHENTICATED, SECRET_BYTES
+from kvferry.transport.sockets import SECRET_BYTES
 
 BEST_SLOT_BYTES = 4 << 20
 """Large enough for the fixed cost of a chunk not to count: a whole hand-over of 128 MiB takes 47 / 40 / 31 / 31 ms of
@@ -264,7 +264,6 @@ class ShmPlane(SocketPlane):
             name = _PREFIX + secrets.token_hex(_NAME_BYTES).encode()
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
             listener.bind(name)
-            listener.listen(MAX_UNAUTHENTICATED)
             self.listen(listener, welcome=_same_user)
             self._name = name
         return msgspec.msgpack.encode(_Offer(self._name, self.new_secret(), os.getuid()))

@@ -14,7 +14,7 @@ import torch
 
 from kvferry.transport import cuda
 from kvferry.transport.channels import CPU
-from kvferry.transport.errors import ProtocolError
+from kvferry.transport.errors import ProtocolError, TransportError
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -44,16 +44,20 @@ class Arena:
         """A new arena and its file descriptor, which the caller closes.
 
         Raises:
-            TransportError: it cannot be page-locked.
+            TransportError: there is no memory or no descriptor for it, or it cannot be page-locked.
         """
-        fd = os.memfd_create("kvferry", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fd = -1
         try:
+            fd = os.memfd_create("kvferry", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(fd, slot_bytes * num_slots)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
             mapping = mmap.mmap(fd, slot_bytes * num_slots)
             return cls(mapping, slot_bytes, num_slots, device, read_only=False), fd
-        except BaseException:
-            os.close(fd)
+        except BaseException as error:
+            if fd >= 0:
+                os.close(fd)
+            if isinstance(error, OSError):
+                raise TransportError(f"shm: no shared memory can be had: {error.strerror}") from None
             raise
 
     @classmethod
@@ -62,7 +66,7 @@ class Arena:
 
         Raises:
             ProtocolError: the file is not as the peer described it, or could shrink while it is mapped (SIGBUS).
-            TransportError: it cannot be page-locked.
+            TransportError: it cannot be mapped, or not page-locked.
         """
         try:
             try:
@@ -75,7 +79,10 @@ class Arena:
                     f"shm: the peer's memory is {size} bytes with seals {seals:#x}, "
                     f"expected {num_slots} sealed slots of {slot_bytes}"
                 )
-            mapping = mmap.mmap(fd, size, prot=mmap.PROT_READ)
+            try:
+                mapping = mmap.mmap(fd, size, prot=mmap.PROT_READ)
+            except OSError as error:
+                raise TransportError(f"shm: the peer's memory cannot be mapped: {error.strerror}") from None
             return cls(mapping, slot_bytes, num_slots, device, read_only=True)
         finally:
             os.close(fd)

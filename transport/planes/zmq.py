@@ -97,7 +97,10 @@ class ZmqPlane(Plane):
             raise PlaneUnavailableError(
                 f"zmq: staging memory is used up by {len(self._receivers)} channels; raise staging_bytes"
             )
-        channel = ZmqRecvChannel(self, host, theirs.port, theirs.key, window)
+        try:
+            channel = ZmqRecvChannel(self, host, theirs.port, theirs.key, window)
+        except zmq.ZMQError as error:
+            raise PlaneUnavailableError(f"zmq: no socket can be had: {error}") from None
         self._window_left -= window
         self._receivers.add(channel)
         return channel, msgspec.msgpack.encode(_Attach(channel.id, self.slot_bytes, window))
