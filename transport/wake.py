@@ -6,9 +6,11 @@ import contextlib
 import ctypes
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import ClassVar
 
 _PR_SET_TIMERSLACK = 29
 HELD_UP_SECONDS = 1.0
@@ -23,6 +25,46 @@ def keep_time_exactly() -> None:
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
+
+
+class ShortSwitchInterval:
+    """The interpreter's switch interval, which is short while any object of this class wants it so.
+
+    A thread that waits for the GIL has it after this time at the latest (``sys.setswitchinterval``, 5 ms by default).
+    It holds for all threads of the process, and each change of threads costs the engine's, so nobody keeps it for
+    longer than needed. Thread-safe; calls that change nothing take no lock.
+    """
+
+    _lock = threading.Lock()
+    _wanted: ClassVar[list[float]] = []
+    _before = 0.0
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds, self._short = seconds, False
+
+    def shorten(self) -> None:
+        """Have it no longer than so many seconds. Idempotent."""
+        if not self._short:
+            self._change(True)
+
+    def restore(self) -> None:
+        """Leave it as it was before the first object shortened it, once no other wants it short. Idempotent."""
+        if self._short:
+            self._change(False)
+
+    def _change(self, short: bool) -> None:
+        cls = ShortSwitchInterval
+        with cls._lock:
+            if self._short is short:
+                return
+            self._short = short
+            if not cls._wanted:
+                cls._before = sys.getswitchinterval()
+            if short:
+                cls._wanted.append(self._seconds)
+            else:
+                cls._wanted.remove(self._seconds)
+            sys.setswitchinterval(min([cls._before, *cls._wanted]))
 
 
 class Waker:

@@ -134,6 +134,11 @@ class LeasePlanner:
         """The requests whose prompts are handed over from here."""
         return self._prefills.keys()
 
+    @property
+    def follows_prompts(self) -> bool:
+        """Whether ``plan_step`` has something to do."""
+        return self._prompts.any
+
     def plan_step(self, scheduled: Iterable[ScheduledTokens], preempted: Iterable[str], *, alone: bool) -> None:
         """Add to the plan what the next step does with these prompts. As ``SchedulerHalf.take_plan``. ``alone``: the
         step computes tokens of one request only."""

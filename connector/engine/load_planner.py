@@ -211,6 +211,12 @@ class LoadPlanner:
         self._phases[before] -= 1
         self._phases[entry.lifetime.state.phase] += 1
 
+    @property
+    def active(self) -> bool:
+        """Whether a request waits for P or for its load."""
+        phases = self._phases
+        return bool(phases[RequestPhase.AWAITED] or phases[RequestPhase.OFFERED] or phases[RequestPhase.LOADING])
+
     def num_in(self, phase: RequestPhase) -> int:
         """How many requests are in one of the phases from AWAITED to SETTLED."""
         return self._phases[phase]
@@ -336,7 +342,7 @@ class LoadPlanner:
             if preempted:
                 self._steps.freed(None)
                 plan = self._behind_all(plan, self._steps)
-            self._steps.scheduled(loads=any(load.now for load in plan.loads))
+            self._steps.scheduled(loads=not plan.nothing and any(load.now for load in plan.loads))
         return plan
 
     @staticmethod

@@ -28,9 +28,11 @@ class StepPlanBuilder:
         self._consumer = consumer
         self.step = 0
         """The number of the last plan that was taken."""
+        self._nothing = {idle: StepPlan(consumer=consumer, idle=idle, nothing=True) for idle in (False, True)}
         self._reset()
 
     def _reset(self) -> None:
+        self._empty = True
         self._leases: list[LeaseGrant] = []
         self._keeps: list[KeepLease] = []
         self._loads: list[Load] = []
@@ -45,6 +47,7 @@ class StepPlanBuilder:
 
     def add(self, request_id: str, effect: request_lifetime.RequestEffect | prompt_prefill.PromptEffect) -> None:
         """Add an effect of the lifetime of a request, or of its prompt."""
+        self._empty = False
         match effect:
             case request_lifetime.PlanKeep(keep):
                 self._keeps.append(keep)
@@ -83,6 +86,8 @@ class StepPlanBuilder:
     def take(self, *, idle: bool, after_prefill: bool) -> StepPlan:
         """The plan of the next step, with everything that was added since the last one."""
         self.step += 1
+        if self._empty and not after_prefill:
+            return self._nothing[idle]
         plan = StepPlan(
             consumer=self._consumer,
             leases=tuple(self._leases),

@@ -52,6 +52,11 @@ class PrefillEvents:
         self.busy = False
         """Whether ``begin_step`` has something to do, also for a plan without chunks."""
 
+    @property
+    def under_way(self) -> bool:
+        """Whether ``end_step`` has something to do."""
+        return self._step is not None
+
     def take_back(self, plan: StepPlan) -> None:
         """The engine takes the blocks of ``plan.stops`` back. Must come before the device gets work on these blocks.
         Idempotent."""

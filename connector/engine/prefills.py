@@ -60,6 +60,11 @@ class Prefills:
         self._prompts[view.request_id] = _Prompt(view, lifetime)
         self._new.append(view.request_id)
 
+    @property
+    def any(self) -> bool:
+        """Whether any prompt has not ended, or has come since the last step."""
+        return bool(self._prompts or self._new)
+
     def step(
         self,
         scheduled: Iterable[ScheduledTokens],

@@ -20,7 +20,7 @@ from kvferry.connector.engine.steps_in_flight import StepsInFlight
 from kvferry.connector.engine.transfer_params import wants_load, wants_prefill
 from kvferry.connector.geometry.engine_types import BlockTable, RequestView, ScheduledTokens
 from kvferry.connector.geometry.topology import MAX_RANKS
-from kvferry.connector.protocol.metrics import HandoverStats
+from kvferry.connector.protocol.metrics import Figures, HandoverStats
 from kvferry.connector.protocol.request_lifetime import RequestPhase
 from kvferry.connector.protocol.step_plan import PeerEngine, RankAddress, RendezvousResult, StepPlan
 from kvferry.connector.protocol.transfer_estimate import EstimateKey, TransferEstimate
@@ -85,6 +85,7 @@ class SchedulerHalf:
         self._host_id = host_id
         self._log = RateLimitedLog(logger)
         self._stats = HandoverStats("scheduler")
+        self._quiet = True  # nothing was under way when the metrics were taken last
         self._plan = StepPlanBuilder(secrets.token_bytes(16))
         rule = StepLoadRule(settings.step_hold_seconds if step_loads and consumes and steps else 0.0)
         self._steps, self._streams = steps, streams
@@ -225,6 +226,14 @@ class SchedulerHalf:
             self._stats.total("lease_block_ms", block_ms)
         return self._stats
 
+    def take_stats(self) -> Figures | None:
+        """The metrics of this half since the last call; ``None`` where there are none. Zeros are reported once."""
+        quiet = not (self._lease_planner.held or self._load_planner.active)
+        if quiet and self._quiet:
+            return None
+        self._quiet = quiet
+        return self.stats.take()
+
     def take_plan(
         self,
         *,
@@ -242,8 +251,9 @@ class SchedulerHalf:
             scheduled: which tokens the step computes, of the requests in ``computed`` that ``prefills`` names. Without
                 them D learns of a prompt when all of it is computed.
         """
-        self._lease_planner.plan_step(scheduled, preempted, alone=len(computed) == 1)
+        if self._lease_planner.follows_prompts:
+            self._lease_planner.plan_step(scheduled, preempted, alone=len(computed) == 1)
         after_prefill = self._lease_planner.computed_any(self._plan.step)
         plan = self._plan.take(idle=idle, after_prefill=after_prefill)
-        self._lease_planner.step_planned(plan.step, computed)
+        self._lease_planner.step_planned(self._plan.step, computed)
         return self._load_planner.step_planned(plan, preempted)

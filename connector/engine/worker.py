@@ -26,7 +26,7 @@ from kvferry.connector.engine.worker_setup import bind_caches, make_planes
 from kvferry.connector.geometry.engine_types import LayerGroup, RankInfo
 from kvferry.connector.geometry.regions import ElementOrder
 from kvferry.connector.protocol.messages import MAX_REQUEST_BYTES
-from kvferry.connector.protocol.metrics import rank_stats
+from kvferry.connector.protocol.metrics import Figures, rank_stats
 from kvferry.connector.protocol.step_plan import (
     RankAddress,
     RendezvousResult,
@@ -254,12 +254,20 @@ class WorkerHalf:
 
     # --- every step ---------------------------------------------------------------------------------------------
 
+    def take_stats(self) -> Figures | None:
+        """The metrics of this rank since the last call; ``None`` where there are none."""
+        return self.stats.take()
+
     def post(self, plan: StepPlan) -> None:
         """Start a step's work; must come before the engine runs it. ``begin_step`` and ``take_outcome`` follow. Waits
         up to ``BEGIN_SECONDS`` until the copies are under way with which the step computes."""
         thread = self._transfer_thread
         assert thread is not None and self.prefills is not None, "caches are registered before the first step"
         self._consumer, self._idle = plan.consumer, plan.idle
+        if plan.nothing and not self.prefills.busy:
+            self._copies.idle, self.step_hold.outcome = plan.idle, None
+            thread.step_posted()
+            return
         ours = by_region(plan, self._tables)
         inside = tuple([load for load in ours.loads if load.now])
         hold = self.step_hold
@@ -329,6 +337,12 @@ class WorkerHalf:
         logger.log(level, "kvferry: %s; loads that fail: %s", why, self._ledger.stories() or "none")
         self._ledger.thread_ended()
 
+    @property
+    def has_news(self) -> bool:
+        """Whether ``take_estimates``, ``take_outcome`` or ``take_rendezvous`` has something to return."""
+        thread, posted = self._transfer_thread, self.step_hold.outcome is not None
+        return posted or bool(self._estimates) or (thread is not None and thread.results.any)
+
     def take_estimates(self) -> dict[EstimateKey, TransferEstimate]:
         """How long hand-overs took that ended since the last call, the last one from each engine."""
         self._collect()
@@ -357,9 +371,10 @@ class WorkerHalf:
         if self._idle and (self._ledger.awaits_load or self._awaited):
             self._transfer_thread.results.wait(IDLE_WAIT_SECONDS)
         alive = self._transfer_thread.alive  # before its reports are taken, so that none is lost
-        for request_id in self._transfer_thread.results.take_freed():
-            self._ledger.lease_freed(request_id)
-        self._collect()
+        if self._transfer_thread.results.any:
+            for request_id in self._transfer_thread.results.take_freed():
+                self._ledger.lease_freed(request_id)
+            self._collect()
         if not alive and self._ledger.owes:
             self._end_with_thread()
         return self._ledger.take_results()

@@ -246,6 +246,8 @@ class HandoverStats:
 
     def take(self) -> Figures | None:
         """All counts since the last call, and the levels; ``None`` where there are none. Zeros are reported once."""
+        if not (self._reported or any(self._figures.values()) or any(self.levels.values())):
+            return None  # without the lock: what is counted meanwhile comes with the next call
         with self._lock:
             current = dict(self.levels)
             nonzero = any(current.values())

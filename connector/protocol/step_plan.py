@@ -257,6 +257,8 @@ class StepPlan(msgspec.Struct, frozen=True):
     idle: bool = False
     step: int = 0
     after_prefill: bool = False
+    nothing: bool = False
+    """There is no work: the plan has neither parts nor a ``step``, and may be one object for many steps."""
     queued: tuple[QueuedPrompt, ...] = ()
     prefills: tuple[Prefill, ...] = ()
     chunks: tuple[PrefillChunk, ...] = ()

@@ -55,10 +55,15 @@ class Results:
 
     # --- the engine's thread ------------------------------------------------------------------------------------
 
+    @property
+    def any(self) -> bool:
+        """Whether there is a result to take."""
+        return bool(self._finished or self._freed or self._rendezvous)
+
     def wait(self, timeout: float) -> None:
         """Block for up to ``timeout`` seconds. Returns early if there is a result to take."""
         self._ready.clear()
-        if not (self._finished or self._freed or self._rendezvous):  # after the clear: nothing is missed
+        if not self.any:  # after the clear: nothing is missed
             self._ready.wait(timeout)
 
     def take_finished(self) -> list[FinishedLoad]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -31,7 +30,7 @@ from kvferry.transport.channels import Copy
 from kvferry.transport.control.listener import Listener
 from kvferry.transport.errors import GeometryError
 from kvferry.transport.plane import Plane
-from kvferry.transport.wake import RunningClock, Waker, keep_time_exactly
+from kvferry.transport.wake import RunningClock, ShortSwitchInterval, Waker, keep_time_exactly
 
 logger = logging.getLogger("vllm.kvferry.transfer_thread")
 
@@ -66,6 +65,7 @@ class TransferThread:
         self._listener = listener
         self._time = clock or RunningClock()
         self._waker = Waker()
+        self._switch = ShortSwitchInterval(SWITCH_SECONDS)
         self.results = Results()
         self._work_posted = False  # any thread sets it, before it wakes this one
         self._yielding = False  # the engine's threads have more urgent work than this one
@@ -91,13 +91,12 @@ class TransferThread:
         rank_context.caches.copies.on_done = self._copy_done
 
     def start(self) -> None:
-        """Start the thread, and return once its kernels are compiled. This call shortens the interpreter's switch
-        interval to ``SWITCH_SECONDS``.
+        """Start the thread, and return once its kernels are compiled. While anything of a hand-over is under way, the
+        thread keeps the interpreter's switch interval at ``SWITCH_SECONDS``.
 
         Raises:
             GeometryError: kernels do not run on the device of the caches.
         """
-        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
         self._thread.start()
         self._warm.wait()
         if self._cold is not None:
@@ -118,9 +117,11 @@ class TransferThread:
         event per lease; the device must have reached it before the blocks of the lease are read. ``listener``: takes
         the reports of the loads inside the step, from this thread. ``step``: where the step computes ``plan.chunks``.
         """
-        self._producer.named.posted_plans += 1
+        self.step_posted()
         wakes = plan.wakes_thread
         if wakes or plan.chunks:
+            self._work_posted = True  # before the interval is short, see ``_relax``
+            self._switch.shorten()
             earlier = self.results.listeners  # before the thread can add this listener
             self._plans.posted.append(PostedPlan(plan, event, computed, listener, step))
             if not wakes:
@@ -128,6 +129,10 @@ class TransferThread:
             self.wake()
             for other in earlier:
                 other.interrupt()
+
+    def step_posted(self) -> None:
+        """The engine has a new step. Part of ``post``, and all of it for a plan that is ``nothing``."""
+        self._producer.named.posted_plans += 1
 
     def close(self, timeout: float = 5.0, reason: str = "the engine ends") -> None:
         """Stop the thread, close sockets, channels and staging. Idempotent. All loads that run are cancelled, all
@@ -220,6 +225,17 @@ class TransferThread:
         """How long the thread may sleep if nothing happens."""
         live = self._consumer.live or self._producer.live or self._finder.live
         return COMPUTING_SECONDS if self._plans.computing else TICK_SECONDS if live else IDLE_SECONDS
+
+    @property
+    def _handing_over(self) -> bool:
+        """Whether a hand-over is under way here, from the first word of it to its end."""
+        return self.sleep_seconds < IDLE_SECONDS or bool(self._producer.computing.prompts)
+
+    def _relax(self) -> None:
+        """Give the engine's threads their switch interval back. Work that is posted meanwhile keeps it short."""
+        self._switch.restore()
+        if self._work_posted:
+            self._switch.shorten()
 
     def mark_ready(self, what: object) -> None:
         """A socket is readable, or a plane has an event: the next turn serves it."""
@@ -322,6 +338,10 @@ class TransferThread:
                 pollables.append((pollable, events))
                 planes[pollable] = plane
         seconds = 0.0 if awake else self.sleep_seconds
+        if self._handing_over:
+            self._switch.shorten()
+        else:
+            self._relax()
         self._time.sleeps(seconds)
         for pollable, _ in zmq.zmq_poll(pollables, int(seconds * 1e3)):
             self.mark_ready(planes.get(pollable, pollable))
@@ -338,6 +358,7 @@ class TransferThread:
         """Close everything. The engine reuses its blocks after this call, also after an error here, so posted grants
         are withdrawn first."""
         for act in (
+            self._switch.restore,
             self._producer.withdraw,
             lambda: self._producer.say_closing(self._closing),
             self._rank_context.caches.copies.close,

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -188,7 +188,7 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
         idle = self._alone and scheduler_output.total_num_scheduled_tokens == 0
         computed = scheduler_output.num_scheduled_tokens.keys()
         preempted = getattr(scheduler_output, "preempted_req_ids", None) or ()
-        ours = self._scheduling.prefills & computed
+        ours = self._scheduling.prefills and self._scheduling.prefills & computed
         scheduled = from_vllm.scheduled_tokens(scheduler_output, ours, self._groups) if ours else ()
         plan = self._scheduling.take_plan(idle=idle, computed=computed, preempted=preempted, scheduled=scheduled)
         if self._recovery is not None:
@@ -201,10 +201,13 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
 
     def update_connector_output(self, connector_output: Any) -> None:
         meta = connector_output.kv_connector_worker_meta
+        received, sent = connector_output.finished_recving, connector_output.finished_sending
+        if meta is None and not received and not sent:
+            return
         ours = meta if isinstance(meta, KVFerryWorkerMeta) else KVFerryWorkerMeta({})
-        self._scheduling.loads_finished(connector_output.finished_recving or (), ours.estimates)
+        self._scheduling.loads_finished(received or (), ours.estimates)
         self._scheduling.rendezvous_told(ours.met)
-        self._scheduling.leases_ended(connector_output.finished_sending or ())
+        self._scheduling.leases_ended(sent or ())
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
@@ -279,11 +282,12 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
 
         def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
             metadata = scheduler_output.kv_connector_metadata
-            if isinstance(metadata, KVFerryMetadata) and metadata.plan.stops:
-                self._working.take_back(metadata.plan)
-            # The runner may give the device work on new blocks first; loads ``behind`` it are posted after it.
-            if isinstance(metadata, KVFerryMetadata) and not any(load.behind for load in metadata.plan.loads):
-                self._post(metadata.plan)
+            if isinstance(metadata, KVFerryMetadata) and not metadata.plan.nothing:
+                if metadata.plan.stops:
+                    self._working.take_back(metadata.plan)
+                # The runner may give the device work on new blocks first; loads ``behind`` it are posted after it.
+                if not any(load.behind for load in metadata.plan.loads):
+                    self._post(metadata.plan)
             return execute(scheduler_output, *args, **kwargs)
 
         runner.execute_model = execute_model
@@ -300,6 +304,10 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)
         plan = connector_metadata.plan
+        if plan.nothing:
+            self._working.post(plan)
+            self._prefills = None
+            return
         self._post(plan)
         if not compat.HAS_TRANSFER_RESULTS:
             beside = (load for load in plan.loads if not load.now)
@@ -315,8 +323,10 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
         self._working.finish_forward()
 
     def _finish_step(self) -> StepResults:
-        self._working.finish_forward()
-        return self._working.take_results()
+        working = self._working
+        if working.step_hold.layer_waits is not None:
+            working.finish_forward()
+        return working.take_results()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> compat.KVConnectorTransferResults:
         results = self._finish_step()
@@ -336,6 +346,8 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
         return invalid
 
     def build_connector_worker_meta(self) -> KVFerryWorkerMeta | None:
+        if not self._working.has_news:
+            return None
         estimates, outcome = self._working.take_estimates(), self._working.take_outcome()
         met = self._working.take_rendezvous()
         # Below MultiConnector its configuration counts, of which we see nothing: then no load is taken inside a step.
@@ -345,9 +357,9 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
 
     def get_kv_connector_stats(self) -> KVFerryStats | None:
         """vLLM asks on the workers when a step is launched, and in the scheduler when its output has been processed."""
-        if self._scheduler is not None:
-            return KVFerryStats.drain(self._scheduler.stats)
-        return None if self._worker is None else KVFerryStats.drain(self._worker.stats)
+        half = self._scheduler or self._worker
+        figures = None if half is None else half.take_stats()
+        return None if figures is None else KVFerryStats(data=cast(dict[str, Any], figures))
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Loads were started in ``bind_connector_metadata``."""
@@ -368,7 +380,7 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
         """Nothing is waited for: the transfer thread sees when the device has computed the step. The V1 model runner
         calls this also while an error leaves the forward, from a ``finally``."""
         prefills = self._working.prefills
-        if prefills is not None:
+        if prefills is not None and prefills.under_way:
             if sys.exc_info()[0] is None:
                 prefills.end_step()
             else:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from kvferry.connector.protocol import metrics
-from kvferry.connector.protocol.metrics import MAX_PEERS, OTHER, PEER_RESULTS, Figures, HandoverStats, Samples, Total
+from kvferry.connector.protocol.metrics import MAX_PEERS, OTHER, PEER_RESULTS, Figures, Samples, Total
 from kvferry.connector.protocol.series import PREFIX, SERIES, STAGES
 from kvferry.connector.vllm.compat import KVConnectorPromMetrics, KVConnectorStats
 
@@ -23,12 +23,6 @@ class KVFerryStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not there
     def __post_init__(self) -> None:
         given = cast(Figures, {**metrics.no_figures(), **self.data})
         self.data = cast(dict[str, Any], metrics.add(metrics.no_figures(), given))
-
-    @classmethod
-    def drain(cls, stats: HandoverStats) -> KVFerryStats | None:
-        """All that ``stats`` has counted since the last call; None where nothing happened."""
-        figures = stats.take()
-        return None if figures is None else cls(data=cast(dict[str, Any], figures))
 
     def reset(self) -> None:
         self.data = cast(dict[str, Any], metrics.no_figures())

@@ -82,12 +82,13 @@ class StepLoadRecovery:
 
     # --- what vLLM reports --------------------------------------------------------------------------------------
 
-    def scheduled(self, output: Any, loads: Iterable[Load]) -> None:
+    def scheduled(self, output: Any, loads: Sequence[Load]) -> None:
         """A step was scheduled. ``loads``: all loads of its plan."""
-        self._steps.append(_Step(output, [_Suspect(load) for load in loads if load.now]))
-        suspects = [suspect for step in self._steps for suspect in step.suspects]
-        if suspects:
-            self._note_tables(output, suspects)
+        self._steps.append(_Step(output, [_Suspect(load) for load in loads if load.now] if loads else []))
+        for step in self._steps:
+            if step.suspects:
+                self._note_tables(output, [suspect for step in self._steps for suspect in step.suspects])
+                return
 
     def _note_tables(self, output: Any, suspects: list[_Suspect]) -> None:
         tables = [(new.req_id, new.block_ids[0], True) for new in output.scheduled_new_reqs]
@@ -104,8 +105,7 @@ class StepLoadRecovery:
         """In place of the scheduler's method of this name."""
         step, lost = self._take(output)
         if step is not None:
-            failed = self._failed(step, result)
-            if failed:
+            if step.suspects and (failed := self._failed(step, result)):
                 self._recover(failed, step, result)
             for request_id in step.stale:
                 _drop(result, request_id)
@@ -117,6 +117,8 @@ class StepLoadRecovery:
     def _take(self, output: Any) -> tuple[_Step | None, int]:
         """The step of an output, and how many steps before it will have no output. There is no step where vLLM 0.33
         reports, after a worker has failed, with an empty output of its own what other workers had to report."""
+        if self._steps and self._steps[0].output is output:  # as a rule
+            return self._steps.popleft(), 0
         place = next((n for n, step in enumerate(self._steps) if step.output is output), None)
         if place is None:
             return None, 0
@@ -126,8 +128,6 @@ class StepLoadRecovery:
         return step, place
 
     def _failed(self, step: _Step, result: Any) -> list[_Suspect]:
-        if not step.suspects:
-            return []
         carried = result.kv_connector_output
         standing = standing_loads(carried.kv_connector_worker_meta if carried else None)
         return [suspect for suspect in step.suspects if standing.get(suspect.load.request_id, 0) < self._ranks]

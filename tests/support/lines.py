@@ -8,10 +8,12 @@ from typing import Any
 
 
 class Lines:
-    """Counts the lines of Python in the functions that this thread calls meanwhile."""
+    """Counts the lines of Python in the functions that this thread calls meanwhile; with ``folders`` those of files
+    below these."""
 
-    def __init__(self) -> None:
+    def __init__(self, *folders: str) -> None:
         self.count, self._before = 0, sys.gettrace()
+        self._folders = folders or ("",)
 
     def __enter__(self) -> Lines:
         self._before = sys.gettrace()
@@ -22,5 +24,7 @@ class Lines:
         sys.settrace(self._before)
 
     def _trace(self, frame: FrameType, event: str, argument: object) -> Any:
+        if not frame.f_code.co_filename.startswith(self._folders):
+            return None
         self.count += event == "line"
         return self._trace

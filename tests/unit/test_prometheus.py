@@ -40,6 +40,11 @@ def busy() -> HandoverStats:
     return stats
 
 
+def drain(stats: HandoverStats) -> KVFerryStats | None:
+    figures = stats.take()
+    return None if figures is None else KVFerryStats(data=figures)
+
+
 @pytest.fixture
 def registry():
     """A registry of its own; vLLM's classes take the metric types as arguments."""
@@ -59,7 +64,7 @@ def value(registry, name, engine="0", **labels):
 def test_prometheus_series(registry, series):
     stats = busy()
     for engine, _ in enumerate(ENGINES):
-        drained = KVFerryStats.drain(stats)
+        drained = drain(stats)
         if drained is not None:
             series.observe(drained.to_dict(), engine)
     assert value(registry, "handover_time_seconds_count", plane="shm") == 1
@@ -92,7 +97,7 @@ def test_every_series_of_the_list_is_exported(registry, series):
     stats.failed("plane", "peer")
     for total in get_args(Total):
         stats.total(total, 10**6)
-    series.observe(KVFerryStats.drain(stats).data)
+    series.observe(drain(stats).data)
     observed = {sample.name for metric in registry.collect() for sample in metric.samples if sample.value}
     suffix = {"counter": "_total", "histogram": "_count", "gauge": ""}
     names = {PREFIX + each.name + suffix[each.kind] for each in SERIES}
@@ -106,7 +111,7 @@ def test_levels_of_ranks_add_up_and_a_later_report_replaces_an_earlier_one(regis
     def step():
         total = KVFerryStats()
         for stats in (*ranks, scheduler):
-            if (drained := KVFerryStats.drain(stats)) is not None:
+            if (drained := drain(stats)) is not None:
                 total = total.aggregate(drained)
         series.observe(total.data)
         return total
@@ -133,10 +138,10 @@ def test_peers_have_names_from_their_first_hand_over_on_up_to_a_bound(registry, 
     stats.failed("timeout", "p0")
     stats.retried("plane", "p0")
     stats.failed("internal")
-    series.observe(KVFerryStats.drain(stats).data)
+    series.observe(drain(stats).data)
     other = HandoverStats()  # another rank, with other names
     other.finished(nbytes=100, milliseconds=2, plane="shm", tokens=1, peer="elsewhere")
-    series.observe(KVFerryStats.drain(other).data)
+    series.observe(drain(other).data)
     assert value(registry, "peer_handovers_total", peer="p0", result="done") == 1
     assert value(registry, "peer_handovers_total", peer="p0", result="failed") == 1
     assert value(registry, "peer_handovers_total", peer="p0", result="retried") == 1
@@ -155,7 +160,7 @@ def test_hand_overs_beyond_the_bound_keep_count_and_sum(registry, series, monkey
     stats = HandoverStats()
     for milliseconds in (1, 2, 3, 5):
         stats.finished(nbytes=1000, milliseconds=milliseconds, plane="shm", tokens=1)
-    drained = KVFerryStats.drain(stats)
+    drained = drain(stats)
     assert drained is not None
     series.observe(drained.data)
     assert value(registry, "handover_time_seconds_count", plane="shm") == 4
@@ -165,7 +170,7 @@ def test_hand_overs_beyond_the_bound_keep_count_and_sum(registry, series, monkey
 
 
 def test_stats_copy_what_they_are_given():
-    payload = KVFerryStats.drain(busy())
+    payload = drain(busy())
     assert payload is not None
     before = repr(payload.data)
     KVFerryStats(data=payload.data).aggregate(payload).reset()
@@ -176,7 +181,7 @@ def test_aggregate_reset_and_partial_data():
     total = KVFerryStats()
     assert total.is_empty()
     for _ in range(2):
-        part = KVFerryStats.drain(busy())
+        part = drain(busy())
         assert part is not None
         total = total.aggregate(part)
     assert total.reduce()["Num hand-overs"] == 4 and not total.is_empty()
@@ -189,7 +194,7 @@ def test_through_vllms_log_line():
     logging = KVConnectorLogging(CONFIG)
     lines: list[str] = []
     for _ in range(3):
-        drained = KVFerryStats.drain(busy())
+        drained = drain(busy())
         assert drained is not None
         logging.observe(drained.to_dict())
     logging.log(lambda form, *args: lines.append(form % args))
@@ -201,7 +206,7 @@ def test_through_vllms_log_line():
 
 def test_through_vllms_prometheus_logger():
     prometheus = KVConnectorProm(SimpleNamespace(kv_transfer_config=CONFIG), LABELS, ENGINES)
-    drained = KVFerryStats.drain(busy())
+    drained = drain(busy())
     assert drained is not None
     prometheus.observe(drained.to_dict(), 1)
     text = generate_latest(REGISTRY).decode()

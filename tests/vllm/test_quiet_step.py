@@ -1,0 +1,60 @@
+"""What a step costs that hands nothing over, which is nearly every step of an engine."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import kvferry.connector.config
+from kvferry.transport.wake import ShortSwitchInterval
+from tests.support.lines import Lines
+from tests.vllm.engine_group import EngineGroup
+from tests.vllm.stepped import Engine, eventually, prefill, run, settle
+
+pytestmark = pytest.mark.vllm
+PRODUCT = str(Path(kvferry.connector.config.__file__).parent)
+MAX_LINES = 110
+"""Of KVFerry in one step, both halves. They are 92. Without a reason in the same change this bound does not grow."""
+
+
+def test_a_step_that_hands_nothing_over_executes_few_lines(group: EngineGroup) -> None:
+    engine: Engine = group.engine(0, ahead=1)
+    engine.add(list(range(2, 40)), max_tokens=64)
+    for _ in range(6):
+        engine.step()
+    counts = []
+    for _ in range(8):
+        with Lines(PRODUCT) as lines:
+            engine.step()
+        counts.append(lines.count)
+    settle(engine)
+    assert 0 < max(counts) <= MAX_LINES, counts
+
+
+def test_the_switch_interval_is_short_only_while_something_is_handed_over(group: EngineGroup) -> None:
+    before = sys.getswitchinterval()
+    p, d = group.engine(0), group.engine(1)
+    eventually(lambda: sys.getswitchinterval() == before)
+    params = prefill(p, list(range(2, 60)))
+    assert sys.getswitchinterval() < before, "P holds a lease"
+    d.add(list(range(2, 60)), params)
+    run([p, d], lambda: p.idle and d.idle)
+    eventually(lambda: sys.getswitchinterval() == before)
+
+
+def test_the_interval_is_restored_when_the_last_one_does() -> None:
+    before = sys.getswitchinterval()
+    one, two = ShortSwitchInterval(1e-4), ShortSwitchInterval(2e-5)
+    one.shorten()
+    two.shorten()
+    two.shorten()
+    assert sys.getswitchinterval() == pytest.approx(2e-5)
+    two.restore()
+    assert sys.getswitchinterval() == pytest.approx(1e-4)
+    one.restore()
+    one.restore()
+    assert sys.getswitchinterval() == pytest.approx(before)
