@@ -99,7 +99,10 @@ def model_shape(config: Mapping[str, Any], kv_dtype: str = "auto") -> ModelShape
     dtype = _dtype(config, text, named, kv_dtype)
     itemsize = CONVERTIBLE[dtype].itemsize
     states = tuple([place for place, (_, state) in enumerate(caches) if state])
-    state = recurrent_state(text, model_type, states, _model_dtype(named), MAX_CONTENT) if states else None
+    state = None
+    if states:
+        runs_in = _model_dtype(named, "dtype", "a config.json that has it")
+        state = recurrent_state(text, model_type, states, runs_in, MAX_CONTENT)
     if model_type in MLA:
         latent = sum(number(text, (name,), MAX_CONTENT) for name in ("kv_lora_rank", "qk_rope_head_dim"))
         return ModelShape(kinds, heads, 1, latent * itemsize, dtype, 0, state)
@@ -134,20 +137,20 @@ def _dtype(config: Mapping[str, Any], text: Mapping[str, Any], named: object, kv
                         raise ConfigError(
                             f"{key} is {quoted(place[key])}, the KV has a dtype of its own; give --kv-dtype"
                         )
-        return _model_dtype(named)
-    return _checked(kv_dtype)
+        return _model_dtype(named, "the KV dtype", "--kv-dtype")
+    return _checked(kv_dtype, "the KV dtype", "--kv-dtype")
 
 
-def _model_dtype(named: object) -> str:
+def _model_dtype(named: object, what: str, remedy: str) -> str:
     """vLLM runs a model in float32 as bfloat16."""
-    dtype = _checked(named)
+    dtype = _checked(named, what, remedy)
     return "bfloat16" if dtype == "float32" else dtype
 
 
-def _checked(named: object) -> str:
+def _checked(named: object, what: str, remedy: str) -> str:
     dtype = canonical(named) if isinstance(named, str) else ""
     if dtype not in CONVERTIBLE:
-        raise ConfigError(f"the KV dtype is {quoted(named)}, expected one of {', '.join(CONVERTIBLE)}; give --kv-dtype")
+        raise ConfigError(f"{what} is {quoted(named)}, expected one of {', '.join(CONVERTIBLE)}; give {remedy}")
     return dtype
 
 

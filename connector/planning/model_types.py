@@ -212,38 +212,45 @@ def _places(inner: object, key: str) -> list[int]:
 def recurrent_state(
     text: Mapping[str, Any], model_type: str, layers: tuple[int, ...], dtype: str, most: int
 ) -> RecurrentState:
-    """The state of a model, whose dtype is ``dtype``. ``most``: bound on each number. Raises ConfigError."""
+    """The state of a model that runs in ``dtype``. ``most``: bound on each number. Raises ConfigError."""
 
-    def size(name: str, default: int | None = None, inner: Mapping[str, Any] = text) -> int:
-        return number(inner, (name,), most, default)
+    def size(name: str, inner: Mapping[str, Any] = text) -> int:
+        return number(inner, (name,), most)
+
+    def taps(name: str, inner: Mapping[str, Any] = text) -> int:
+        if size(name, inner) == 1:
+            raise ConfigError(f"{name} is 1, expected 2 or more")
+        return size(name, inner) - 1
 
     if model_type.startswith("minimax"):
         heads, width = size("num_attention_heads"), size("head_dim")
         return RecurrentState(layers, "LINEAR", 0, 0, 0, (heads, width, width), dtype, dtype)
     if model_type.startswith("lfm2"):
         channels = size("hidden_size" if model_type == "lfm2_moe" else "conv_dim")
-        return RecurrentState(layers, "SHORT_CONV", size("conv_L_cache") - 1, channels, 0, (), dtype, dtype)
+        return RecurrentState(layers, "SHORT_CONV", taps("conv_L_cache"), channels, 0, (), dtype, dtype)
     if model_type == "kimi_linear":
-        inner = text["linear_attn_config"]
-        heads, width = size("num_heads", None, inner), size("head_dim", None, inner)
-        taps = size("short_conv_kernel_size", None, inner) - 1
-        return RecurrentState(layers, "GDN_ATTN", taps, 3 * heads * width, 0, (heads, width, width), dtype, "float32")
+        inner = text.get("linear_attn_config")
+        inner = inner if isinstance(inner, Mapping) else {}
+        heads, width, inputs = size("num_heads", inner), size("head_dim", inner), taps("short_conv_kernel_size", inner)
+        return RecurrentState(layers, "GDN_ATTN", inputs, 3 * heads * width, 0, (heads, width, width), dtype, "float32")
     if model_type == "jamba":
-        channels, taps = size("mamba_expand") * size("hidden_size"), size("mamba_d_conv") - 1
-        return RecurrentState(layers, "MAMBA1", taps, channels, 0, (channels, size("mamba_d_state")), dtype, dtype)
+        channels = size("mamba_expand") * size("hidden_size")
+        return RecurrentState(
+            layers, "MAMBA1", taps("mamba_d_conv"), channels, 0, (channels, size("mamba_d_state")), dtype, dtype
+        )
     if model_type in ("nemotron_h", "falcon_h1", "bamba", "granitemoehybrid"):
         names = ("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_d_conv")
         if model_type == "nemotron_h":
             names = ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel")
-        heads, width, state, groups, kernel = (size(name) for name in names)
+        heads, width, state, groups = (size(name) for name in names[:4])
         kept = text.get("mamba_ssm_cache_dtype") or "float32" if model_type == "nemotron_h" else dtype
         shape = heads, width, state
-        return RecurrentState(layers, "MAMBA2", kernel - 1, heads * width, groups, shape, dtype, _known(kept))
+        return RecurrentState(layers, "MAMBA2", taps(names[4]), heads * width, groups, shape, dtype, _known(kept))
     key, value = (size(f"linear_{name}_head_dim") for name in ("key", "value"))
     keys, values = (size(f"linear_num_{name}_heads") for name in ("key", "value"))
-    channels, taps = 2 * keys * key + values * value, size("linear_conv_kernel_dim") - 1
+    channels, inputs = 2 * keys * key + values * value, taps("linear_conv_kernel_dim")
     kept = text.get("mamba_ssm_dtype") or dtype if model_type.startswith("qwen3_5") else dtype
-    return RecurrentState(layers, "GDN_ATTN", taps, channels, 0, (values, value, key), dtype, _known(kept))
+    return RecurrentState(layers, "GDN_ATTN", inputs, channels, 0, (values, value, key), dtype, _known(kept))
 
 
 def _known(dtype: object) -> str:
