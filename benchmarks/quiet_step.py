@@ -144,16 +144,16 @@ class Engine:
         for tokens, asked in names.items():
             hits = [marks[name] for name in asked]
             if any(hit.get("computed", tokens) > self.most_computed for hit in hits):
-                raise EngineError(f"{self.server.name}: a prompt of {tokens} tokens was to be found in the prefix cache")
+                raise EngineError(
+                    f"{self.server.name}: a prompt of {tokens} tokens was to be found in the prefix cache"
+                )
             found[f"hit_{tokens}"] = [(hit["token"] - hit["arrived"]) * 1e3 for hit in hits]
         return found
 
     most_computed: int = 1
 
 
-def start(
-    group: ServerGroup, model: str, name: str, folder: Path, gpu: int | None, args: argparse.Namespace
-) -> Engine:
+def start(group: ServerGroup, model: str, name: str, folder: Path, gpu: int | None, args: argparse.Namespace) -> Engine:
     spec, setup, most = MODELS[model], CPU if gpu is None else GPU, max(args.sequences)
     connector, longest = CONNECTORS[name], min(MODELS[model].max_tokens, args.longest)
     notes = group.logs / f"{model}-{name}-notes.jsonl"
@@ -278,7 +278,9 @@ def main() -> int:
     parser.add_argument("--sequences", type=int, nargs="+", help="that decode")
     parser.add_argument("--tokens", type=int, nargs="+", help="of the requests that hit the prefix cache")
     parser.add_argument("--hits", type=int, default=8, help="of each length in a turn")
-    parser.add_argument("--hits-beside", type=int, nargs="+", default=[0, 32], help="with so many sequences there are hits")
+    parser.add_argument(
+        "--hits-beside", type=int, nargs="+", default=[0, 32], help="with so many sequences there are hits"
+    )
     parser.add_argument("--pause", type=float, default=0.03, help="seconds before each hit")
     parser.add_argument("--seconds", type=float, default=1.5, help="of quiet decoding in a turn")
     parser.add_argument("--rounds", type=int, default=6)
