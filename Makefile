@@ -25,7 +25,7 @@ help:
 	@echo "make faults        seeded faults between real P and D processes for SECONDS_TO_RUN=600 (SEED=..., COUNT=...)"
 	@echo "make soak          engines under aborts, kills, restarts and garbage: nothing grows (SECONDS_TO_RUN=900, SEED=...)"
 	@echo "make fuzz          mutated inputs for every decoder and port (COUNT=10000000, SEED=...)"
-	@echo "make lint          ruff and mypy --strict"
+	@echo "make lint          ruff, and mypy over every Python file, with --strict over the product"
 	@echo "make docs          write the generated tables of README.md and docs/"
 	@echo "make site          the documentation as a site in site/, built strictly: a dead link is an error"
 	@echo "make bench         the benchmarks; tables here, JSON in .bench/ (RESULTS=...)"

@@ -68,4 +68,4 @@ def install() -> None:
     CPUModelRunner.__init__ = init
     torch.cuda.Event = torch.cuda.Stream = Passed  # type: ignore[misc,assignment]
     torch.cuda.current_stream = lambda *_: Passed()  # type: ignore[assignment]
-    torch.cuda.stream = lambda _: nullcontext()  # type: ignore[assignment]
+    torch.cuda.stream = lambda _: nullcontext()  # type: ignore[assignment,return-value]

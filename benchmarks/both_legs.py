@@ -77,9 +77,13 @@ class BothLegs(Run):
             return
         if ask.fault == KILLED:
             with ThreadPoolExecutor(1) as pool:
-                pool.submit(lambda: (time.sleep(self._soon()), self.p.kill()))
+                pool.submit(self._kill_soon)
         with suppress(EngineError):  # P is killed: D computes the prompt
             server.post("/v1/completions", body, headers={"X-Request-Id": ask.name})
+
+    def _kill_soon(self) -> None:
+        time.sleep(self._soon())
+        self.p.kill()
 
     def _d_leg(self, ask: Ask, known: dict[str, Any]) -> None:
         params = {"do_remote_prefill": True, "do_remote_decode": False, **known, "transfer_id": ask.name}

@@ -138,11 +138,11 @@ class _Probed:
         return done
 
 
-class ProbedScheduler(_Probed, Scheduler):  # type: ignore[misc]
+class ProbedScheduler(_Probed, Scheduler):
     """Of an engine without asynchronous scheduling, as on the CPU."""
 
 
-class ProbedAsyncScheduler(_Probed, AsyncScheduler):  # type: ignore[misc]
+class ProbedAsyncScheduler(_Probed, AsyncScheduler):
     """Of an engine with asynchronous scheduling."""
 
 

@@ -68,7 +68,7 @@ def on_host(planes: list[str], kib: list[int], mib: int, rounds: int) -> dict[st
                         seconds[plane, size, on].append(pairs[on].move(size))
                         after = on_core(pairs[on])
                         of_cores[plane, size, on].append((after[0] - before[0], after[1] - before[1]))
-    rows = []
+    rows: list[dict[str, Any]] = []
     for plane in planes:
         for size in kib:
             without, with_checksum = seconds[plane, size, False], seconds[plane, size, True]

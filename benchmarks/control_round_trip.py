@@ -14,7 +14,10 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import zmq
 
@@ -99,12 +102,10 @@ class Wire:
 
     def _dial(self) -> None:
         self._dialer = make_dialer(self._keys, max_message_bytes=LIMIT)
-        configure = curve_dialer.configure_client
-        if self.name == "zmq without keys":
-            curve_dialer.configure_client = lambda socket, keys, server: None
+        no_keys = mock.patch.object(curve_dialer, "configure_client", lambda socket, keys, server: None)
         key = "" if self._keys is None else self._keys.fingerprint
-        self._connection = self._dialer.connect("127.0.0.1", self._port, key=key)
-        curve_dialer.configure_client = configure
+        with no_keys if self.name == "zmq without keys" else nullcontext():
+            self._connection = self._dialer.connect("127.0.0.1", self._port, key=key)
         self._poller = zmq.Poller()
         for pollable in self._dialer.pollables:
             self._poller.register(pollable, zmq.POLLIN)
@@ -157,7 +158,7 @@ def main() -> None:
     for number in range(args.rounds):
         for wire in wires if number % 2 else reversed(wires):
             wire.round()
-    rows = []
+    rows: list[dict[str, Any]] = []
     for wire in wires:
         wire.close()
         quantiles = statistics.quantiles(wire.round_trips, n=100)

@@ -95,8 +95,10 @@ def once(prefill: Server, decode: Server, prompt: str, tokens: int) -> tuple[flo
 def measure(connector: str, spec: ModelSpec, model: Path, args: argparse.Namespace, into: Samples) -> None:
     """Start two engines with this connector, measure all lengths, add to ``into``."""
     with ServerGroup(args.folder / "logs") as group:
-        start = dict(connector=connector, dtype=spec.dtype, block_size=BLOCK, max_model_len=5120, kv_bytes=False)
-        start["environment"] = {"VLLM_CPU_KVCACHE_SPACE": "2"}
+        start: dict[str, Any] = {
+            "connector": connector, "dtype": spec.dtype, "block_size": BLOCK, "max_model_len": 5120, "kv_bytes": False,
+            "environment": {"VLLM_CPU_KVCACHE_SPACE": "2"},
+        }  # fmt: skip
         if connector == THEIRS:
             start["extra"] = {"num_threads": args.nixl_threads}
         names = [f"{connector}-{spec.layers}-{role}" for role in ("prefill", "decode")]
@@ -216,7 +218,8 @@ def main() -> int:
         show(result)
         report.save(args.json, result)
         return 0
-    rows, first = [], {}
+    rows: list[dict[str, Any]] = []
+    first: dict[str, Any] = {}
     try:
         for layers in args.layers:
             measured, firsts = shape(layers, args)

@@ -26,7 +26,7 @@ from tests.support.rank_process import RemoteRank, remote_peer
 from tests.support.ranks import Rank, load_plan
 
 PLANES = ("cma", "shm", "tcp", "ucx", "zmq", "nixl")
-SHAPE = {"layers": 32, "total_heads": 8, "blocks": 64, "block_size": 32, "content": 64}
+SHAPE: dict[str, Any] = {"layers": 32, "total_heads": 8, "blocks": 64, "block_size": 32, "content": 64}
 """32 layers x 8 KV heads x 32 tokens x 256 bytes."""
 
 

@@ -75,8 +75,8 @@ def measure(kib: list[int], mib: int, rounds: int) -> dict[str, Any]:
         )
         for name in (AES, CURVE)
     }
-    ratios = {"aes_of_plain": round(every[AES], 3), "curve_of_plain": round(every[CURVE], 3)}
-    return {"ratios": ratios, "rows": rows, "mib": mib, "rounds": rounds, "kernel_tls": kernel_tls()}
+    of_plain = {"aes_of_plain": round(every[AES], 3), "curve_of_plain": round(every[CURVE], 3)}
+    return {"ratios": of_plain, "rows": rows, "mib": mib, "rounds": rounds, "kernel_tls": kernel_tls()}
 
 
 def main() -> None:

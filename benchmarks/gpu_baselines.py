@@ -194,8 +194,10 @@ class UcxxRawEndpoint(ArenaEndpoint):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
+        from kvferry.transport.planes.ucx_library import load_array
         from kvferry.transport.planes.ucx_worker import UcxWorker
 
+        self.array = load_array()
         self.worker = UcxWorker("127.0.0.1", here=True)
         self.address_sent = False
         self.todo: list[UcxArray] = []
@@ -213,7 +215,8 @@ class UcxxRawEndpoint(ArenaEndpoint):
 
     def _messages(self, point: str) -> list[UcxArray]:
         """Made before the time is taken."""
-        return [self.worker.memory(piece) for piece in self.arena[: self.points[point].nbytes].split(RAW_MESSAGE)]
+        pieces = self.arena[: self.points[point].nbytes].split(RAW_MESSAGE)
+        return [self.array(piece if piece.is_cuda else piece.numpy()) for piece in pieces]
 
     def synchronize(self) -> None:
         for _ in self._moved(iter(self.todo), self._send):

@@ -93,7 +93,7 @@ CPU = Setup(
 def start(group: ServerGroup, connector: str, model: Path, setup: Setup, args: argparse.Namespace) -> Pair:
     extra = setup.nixl if connector == THEIRS else {"plane": args.plane}
     longest = max(512, max(args.lengths) + 64)
-    engines = [
+    prefill, decode = (
         group.engine(
             f"{connector}-{role}", model, connector=connector, extra=extra, dtype=setup.spec.dtype,
             block_size=setup.block, max_model_len=longest, gpus=gpus, kv_cache_bytes=args.kv_gib << 30,
@@ -102,8 +102,8 @@ def start(group: ServerGroup, connector: str, model: Path, setup: Setup, args: a
             environment={"UCX_PROTO_INFO": "y", **({} if gpus else {"VLLM_CPU_KVCACHE_SPACE": str(args.kv_gib)})},
         )
         for role, gpus in zip(("prefill", "decode"), setup.gpus, strict=True)
-    ]  # fmt: skip
-    return Pair(connector, *engines, setup.block, random.Random(connector), setup.spec.vocabulary)
+    )  # fmt: skip
+    return Pair(connector, prefill, decode, setup.block, random.Random(connector), setup.spec.vocabulary)
 
 
 def alternate(pairs: Sequence[Pair], state: str, args: argparse.Namespace, blocks: int) -> int:

@@ -129,9 +129,9 @@ class PlaneSource(PlaneEndpoint):
         pushes = worker._transfer_thread._producer.reads.sender
         start = pushes.start
 
-        def noted(push: OutgoingRead) -> None:
+        def noted(outgoing: OutgoingRead) -> None:
             self.starts.append(time.perf_counter())
-            start(push)
+            start(outgoing)
 
         pushes.start = noted  # type: ignore[method-assign]
 

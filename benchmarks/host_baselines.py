@@ -7,6 +7,8 @@ import json
 import os
 import socket
 import time
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +20,7 @@ RAW_MESSAGE, RAW_WINDOW = 4 << 20, 4
 class NixlSource(ReadSource):
     """NIXL reads from here; its progress thread serves."""
 
-    def __init__(self, role: str, config: Config, caches: dict[int, Cache], thread: bool = True) -> None:
+    def __init__(self, role: str, config: Config, caches: Mapping[int, Cache | _Whole], thread: bool = True) -> None:
         from nixl._api import nixl_agent, nixl_agent_config
 
         self.agent = nixl_agent(f"{role}-{os.getpid()}", nixl_agent_config(enable_prog_thread=thread))
@@ -67,7 +69,7 @@ class NixlTarget(NixlSource):
 class NixlRaw(NixlSource):
     """Raw NIXL: ``operation`` (READ or WRITE) of 4 MiB by D, four in flight, contiguous."""
 
-    def __init__(self, role: str, config: Config, caches: dict[int, Cache], operation: str) -> None:
+    def __init__(self, role: str, config: Config, caches: Mapping[int, Cache], operation: str) -> None:
         memory = torch.ones(config.mib << 20, dtype=torch.uint8)
         super().__init__(role, config, {0: _Whole(memory)}, thread=role == "source")
         self.operation, self.memory = operation, memory
@@ -85,7 +87,8 @@ class NixlRaw(NixlSource):
         if not hasattr(self, "name"):
             return super().move(kib)
         start = time.perf_counter()
-        offsets, flying = iter(range(0, self.memory.numel(), RAW_MESSAGE)), []
+        offsets = iter(range(0, self.memory.numel(), RAW_MESSAGE))
+        flying: list[Any] = []
         offset = next(offsets, None)
         while offset is not None or flying:
             while offset is not None and len(flying) < RAW_WINDOW:
@@ -106,7 +109,7 @@ class _Whole:
     """A memory in one piece, as ``NixlSource`` takes caches."""
 
     def __init__(self, memory: torch.Tensor) -> None:
-        self.memory = memory
+        self.memory, self.block_bytes = memory, memory.numel()
 
     def addresses(self) -> list[int]:
         return [self.memory.data_ptr()]
@@ -136,7 +139,8 @@ class UcxxRaw:
 
     def move(self, kib: int) -> float | None:
         start = time.perf_counter()
-        pieces, flying = iter(self.pieces), []
+        pieces = iter(self.pieces)
+        flying: list[Any] = []
         piece = next(pieces, None)
         while piece is not None or flying:
             while piece is not None and len(flying) < RAW_WINDOW:
@@ -180,9 +184,9 @@ class SocketRaw:
     def move(self, kib: int) -> float | None:
         start = time.perf_counter()
         if self.source:
-            self.sock.sendall(memoryview(self.memory))
+            self.sock.sendall(self.memory.data)
             return None
-        view = memoryview(self.memory)
+        view = self.memory.data
         while view:
             view = view[self.sock.recv_into(view[:RAW_MESSAGE]) :]
         return time.perf_counter() - start

@@ -46,6 +46,7 @@ class Process:
     """One end of a contender."""
 
     def __init__(self, kind: str, role: str, config: dict[str, Any], environ: dict[str, str]) -> None:
+        self.name = f"{kind} {role}"
         self.process = subprocess.Popen(
             [sys.executable, str(HERE / "host_processes.py"), kind, role, json.dumps(config)],
             stdin=subprocess.PIPE,
@@ -62,7 +63,7 @@ class Process:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            raise SystemExit(f"{self.process.args[2:4]} ended with status {self.process.wait()}")  # type: ignore[index]
+            raise SystemExit(f"{self.name} ended with status {self.process.wait()}")
         return json.loads(line)
 
     def ask(self, **command: Any) -> Any:

@@ -137,7 +137,7 @@ class PlaneTarget(PlaneEndpoint):
         placed: dict[int, PlacedMessage] = {}
         for chunk in cache.chunks(self.chunk_bytes):
             expected[self.tag] = chunk
-            into = partial(cache.pieces, chunk)
+            into: Callable[[], Pieces] = partial(cache.pieces, chunk)
             if self.checksum is not None:
                 placed[self.tag] = PlacedMessage(into)
                 into = placed[self.tag].into
@@ -232,7 +232,8 @@ def contender(kind: str, role: str, config: Config, caches: dict[int, Cache]) ->
         return NixlTarget(role, config, caches, thread=kind == NIXL_THREAD)
     if kind in NIXL_RAW:
         return NixlRaw(role, config, caches, NIXL_RAW[kind])
-    return {"ucxx raw": UcxxRaw, "raw socket": SocketRaw, "memcpy": Memcpy}[kind](role, config, caches)
+    raw: dict[str, Callable[..., Endpoint]] = {"ucxx raw": UcxxRaw, "raw socket": SocketRaw, "memcpy": Memcpy}
+    return raw[kind](role, config, caches)
 
 
 def main() -> None:
@@ -257,7 +258,7 @@ def main() -> None:
         elif command["do"] == "move":
             answer = it.move(command["kib"])
         elif command["do"] == "digest":
-            answer = zlib.crc32(caches[command["kib"]].moved().numpy())
+            answer = zlib.crc32(caches[command["kib"]].moved().numpy().data)
         print(json.dumps(answer), file=answers, flush=True)
 
 

@@ -16,6 +16,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import report
@@ -82,14 +83,19 @@ class Bench:
         wire = wire_pages(slot, some, change.heads, TOKENS, CONTENT)
         slots = [slice(first, first + some) for first in range(0, self.layers, some)]
         parts = [(replace(p, bases=p.bases[part]), replace(d, bases=d.bases[part])) for part in slots]
-        sizes = {"num_heads": change.heads, "num_tokens": TOKENS, "content_bytes": CONTENT, "device": device}
+        sizes: dict[str, Any] = {
+            "num_heads": change.heads,
+            "num_tokens": TOKENS,
+            "content_bytes": CONTENT,
+            "device": device,
+        }
 
         def staged() -> None:
             for theirs, ours in parts:
                 copy_pages(wire, theirs, **sizes)
                 copy_pages(ours, wire, **sizes)
 
-        self.moves: dict[str, Callable[[], None]] = {"staged": staged, "direct": lambda: copy_pages(d, p, **sizes)}
+        self.moves: dict[str, Callable[[], object]] = {"staged": staged, "direct": lambda: copy_pages(d, p, **sizes)}
 
     def _memory(self, size: int) -> torch.Tensor:
         memory = torch.full((size,), 7, dtype=torch.uint8, device=self.device)
@@ -120,6 +126,7 @@ def measure(benches: list[Bench], rounds: int, device: torch.device) -> dict[tup
     source, target = (torch.full((benches[0].nbytes,), 7, dtype=torch.uint8, device=device) for _ in range(2))
     seconds: dict[tuple[str, str], list[float]] = {}
     for turn in range(rounds + 2):
+        active_loads: list[tuple[tuple[str, str], Callable[[], object]]]
         active_loads = [((b.change.name, move), go) for b in benches for move, go in b.moves.items()]
         active_loads.append((("copy", "direct"), lambda: target.copy_(source)))
         for key, go in active_loads:

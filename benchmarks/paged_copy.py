@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import report
@@ -76,7 +77,12 @@ class Bench:
         else:
             wire = self._memory(self.nbytes)
             other = wire_pages(wire.data_ptr(), case.layers, case.heads, case.tokens, case.content)
-        sizes = {"num_heads": case.heads, "num_tokens": case.tokens, "content_bytes": case.content, "device": CPU}
+        sizes: dict[str, Any] = {
+            "num_heads": case.heads,
+            "num_tokens": case.tokens,
+            "content_bytes": case.content,
+            "device": CPU,
+        }
         dst, src = self._memory(self.nbytes).data_ptr(), self._memory(self.nbytes).data_ptr()
         self.moves: dict[str, Callable[[], object]] = {
             "memcpy": lambda: ctypes.memmove(dst, src, self.nbytes),

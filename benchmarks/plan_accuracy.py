@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -41,7 +41,8 @@ from tests.support.rank_process import RemoteRank, remote_peer
 from tests.support.ranks import Rank, load_plan
 
 LAYERS, HEADS, CONTENT = 16, 8, 64
-SHAPE = ModelShape(("full",) * LAYERS, HEADS, HEADS, 4 * CONTENT, "int32")
+KINDS: list[Literal["full"]] = ["full"] * LAYERS
+SHAPE = ModelShape(tuple(KINDS), HEADS, HEADS, 4 * CONTENT, "int32")
 """16 layers x 8 KV heads x 256 bytes: 32 KiB for each token."""
 CACHE_TOKENS = 8192
 TOKENS, AT_ONCE = (64, 512, 2048), (1, 4, 16)

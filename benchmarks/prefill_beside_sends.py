@@ -51,19 +51,20 @@ class Turns:
     def __init__(self, profiles: bool) -> None:
         self.turns = self.sent = 0
         self.profile = cProfile.Profile() if profiles else None
+        turns = self
         turn, count, run = TransferThread.turn, sender.OutgoingRead.count, TransferThread._run
 
-        def counted_turn(thread: TransferThread, now: float) -> bool:
-            self.turns += 1
-            return turn(thread, now)
+        def counted_turn(self: TransferThread, now: float) -> bool:
+            turns.turns += 1
+            return turn(self, now)
 
-        def counted_bytes(outgoing: sender.OutgoingRead, nbytes: int) -> None:
-            self.sent += nbytes
-            count(outgoing, nbytes)
+        def counted_bytes(self: sender.OutgoingRead, nbytes: int) -> None:
+            turns.sent += nbytes
+            count(self, nbytes)
 
-        def profiled_run(thread: TransferThread) -> None:
-            assert self.profile is not None
-            self.profile.runcall(run, thread)
+        def profiled_run(self: TransferThread) -> None:
+            assert turns.profile is not None
+            turns.profile.runcall(run, self)
 
         TransferThread.turn = counted_turn  # type: ignore[method-assign]
         sender.OutgoingRead.count = counted_bytes  # type: ignore[method-assign]

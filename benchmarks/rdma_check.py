@@ -61,7 +61,8 @@ def serve(host: str, port: int) -> None:
                 facts = {"lanes": choose_lanes(host, os.environ).shown, "release": " ".join(nixl_release())}
                 connection.sendall(json.dumps(facts).encode() + b"\n")
                 command = program(wanted["kind"], "source", wanted["config"] | {"host": host})
-                subprocess.run(command, stdin=connection, stdout=connection, env=environ(host), check=False)
+                fd = connection.fileno()
+                subprocess.run(command, stdin=fd, stdout=fd, env=environ(host), check=False)
 
 
 class Contender:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import msgspec
 import torch
@@ -177,17 +178,19 @@ class Decoder:
                 enqueue()
                 torch.cuda._sleep(cycles // 4)
 
-            return start(slowly, *rest)  # type: ignore[no-any-return]
+            return start(slowly, *rest)
 
         copies.start = slow_start
 
     def _slow_down_calls(self) -> None:
         turn, copy_ranges = cma._CmaCopy.turn, cma._copy
 
-        def slow_turn(copy: Any) -> None:
-            with self._of(next(w.read.active_load.load.request_id for w in self._receiver._writing if w.copy is copy)):
-                turn(copy)
-                copy.ended_at = time.monotonic()
+        rank = self
+
+        def slow_turn(self: cma._CmaCopy) -> None:
+            with rank._of(next(w.read.active_load.load.request_id for w in rank._receiver._writing if w.copy is self)):
+                turn(self)
+                self.ended_at = time.monotonic()
 
         def slow_ranges(pid: int, ranges: ByteRanges) -> None:
             pause = self._slow.get(self._read_as, 0.0) / PIECES
@@ -231,7 +234,7 @@ def main() -> None:
     if options["fence"] == "off":
         take_every_read_for_good()
     if options["fence"] == "commit":
-        link.BoardReader = find_no_board  # type: ignore[assignment, misc]
+        mock.patch.object(link, "BoardReader", find_no_board).start()
     lease = options["lease_seconds"]
     settings = Settings(plane=options["plane"], lease_seconds=lease, ask_hold_seconds=lease)
     rank = Rank(

@@ -87,7 +87,7 @@ class StepProbe:
         from kvferry.connector.transfer.caches import RankCaches
         from kvferry.transport.channels import Copy
 
-        RankCaches.unpack = lambda *args, **options: Copy(done=True)  # type: ignore[method-assign,assignment]
+        RankCaches.unpack = lambda *args, **options: Copy(done=True)  # type: ignore[method-assign]
 
     def _watch_steps(self) -> None:
         runner, clock = self.model_runner, self.probed_clock  # type: ignore[attr-defined]

@@ -6,7 +6,7 @@ Nothing here has measured Mooncake or LMCache, so their columns say so.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gpu_summary import CONNECTORS, machine
@@ -32,14 +32,15 @@ def measured() -> str:
     )
 
 
-def _row(what: str, ours: str, theirs: str, result: str) -> list[str]:
+def _row(what: str, cells: Sequence[str], result: str) -> list[str]:
+    ours, theirs = cells
     return [what, ours, theirs, NOT_MEASURED, NOT_MEASURED, f"[{result}]({RESULTS}/{result}.json)"]
 
 
 def _by_length(what: str, where: str, times: Mapping[int, Mapping[str, float]], result: str) -> list[list[str]]:
     """``times``: by prompt tokens and connector."""
     return [
-        _row(f"{what}, ms, {where}, {tokens} tokens", *(f"{times[tokens][name]:.1f}" for name in CONNECTORS), result)
+        _row(f"{what}, ms, {where}, {tokens} tokens", [f"{times[tokens][name]:.1f}" for name in CONNECTORS], result)
         for tokens in (min(times), max(times))
     ]
 
@@ -55,9 +56,9 @@ def _bandwidth(result: Mapping[str, Any]) -> list[list[str]]:
     for point, form in forms.items():
         mark = "*" if point == "tokens_8192" else ""
         ours, theirs = f"{rates[point, 'cuda_ipc']:.0f}", f"{rates[point, 'nixl']:.1f}{mark}"
-        rows.append(_row(f"GB/s between two GPUs, {form}", ours, theirs, "gpu_planes"))
+        rows.append(_row(f"GB/s between two GPUs, {form}", (ours, theirs), "gpu_planes"))
     whole = f"{rates['tokens_8192', 'nixl_best']:.0f}"
-    return [*rows, _row("GB/s between two GPUs, one contiguous piece of 1 GiB", NOT_MEASURED, whole, "gpu_planes")]
+    return [*rows, _row("GB/s between two GPUs, one contiguous piece of 1 GiB", (NOT_MEASURED, whole), "gpu_planes")]
 
 
 def _idle() -> list[list[str]]:
@@ -89,7 +90,7 @@ def _under_load() -> list[list[str]]:
         if row["state"] == "load":
             runs[row["connector"]].append(row["ttft_p50"])
     cells = [" and ".join(f"{value:.0f}" for value in runs[connector]) for connector in CONNECTORS]
-    return [_row("TTFT, ms, under `vllm bench serve`, 2000 tokens, 8 at a time, two runs each", *cells, "gpu_e2e")]
+    return [_row("TTFT, ms, under `vllm bench serve`, 2000 tokens, 8 at a time, two runs each", cells, "gpu_e2e")]
 
 
 def _on_cpu() -> list[list[str]]:

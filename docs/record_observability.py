@@ -104,7 +104,7 @@ def picture(prometheus: Prometheus, target: Path) -> None:
         print("no picture: chromium is not installed")
         return
     texts = {title: text for title, text in reversed(list(queries()))}
-    form = {}
+    form: dict[str, str] = {}
     for number, title in enumerate(SHOWN):
         form |= {f"g{number}.expr": texts[title], f"g{number}.tab": "0", f"g{number}.range_input": "2m"}
     url = f"{prometheus.server.url}/graph?{urllib.parse.urlencode(form)}"

@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,7 @@ def main() -> int:
     prompt = prompt_of(model, args.tokens, seed=1)
     context = mp.get_context("spawn")
     ends = {}
-    workers = []
+    workers: list[SpawnProcess] = []
     for role in (prefill, decode):
         ours, theirs = context.Pipe()
         worker = context.Process(target=in_own_group, args=(role, str(model), prompt, theirs), name=role.__name__)
@@ -132,6 +133,7 @@ def main() -> int:
         for worker in workers:
             worker.join(5)
             with suppress(ProcessLookupError):
+                assert worker.pid is not None
                 os.killpg(worker.pid, signal.SIGKILL)
     same = tokens == alone and not loaded_alone
     print(f"D loaded {loaded} of {args.tokens} tokens; {'the same' if same else 'OTHER'} tokens as without: {tokens}")

@@ -186,6 +186,7 @@ class Engine:
         """
         view = RequestView(request, params, tokens, len(tokens), 0)
         num_tokens, _ = self.scheduler.num_new_matched_tokens(view, 0)
+        assert num_tokens is not None, "only of a prompt that P is asked for by name"
         blocks = self.allocate(len(tokens) + count)
         self.scheduler.after_alloc(view, (blocks,), num_tokens)
         milliseconds, planes = self._await_load(request)

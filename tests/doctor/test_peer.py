@@ -155,7 +155,7 @@ def server(answer: bytes) -> Iterator[int]:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         sock.listen()
-        held = []
+        held: list[socket.socket] = []
 
         def serve() -> None:
             while True:

@@ -102,5 +102,5 @@ def test_a_package_under_its_other_name(monkeypatch):
             raise metadata.PackageNotFoundError(name)
         return "0.32.0"
 
-    monkeypatch.setattr(versions.metadata, "version", version)
+    monkeypatch.setattr(metadata, "version", version)
     assert versions.installed("vllm") == "0.32.0"

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 STAGES = ["arrived", "planned", "allocated", "begun", "ended", "reported", "scheduled", "token"]
 
 
-def run(tmp_path: Path, *options: str) -> dict:  # type: ignore[type-arg]
+def run(tmp_path: Path, *options: str) -> dict:
     command = [sys.executable, str(ROOT / "benchmarks" / "gpu_busy.py"), "--device", "cpu"]
     command += ["--folder", str(tmp_path), "--json", str(tmp_path / "busy.json"), *options]
     environment = os.environ | {"PYTHONPATH": python_path()}

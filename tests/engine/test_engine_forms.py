@@ -138,7 +138,8 @@ def at_the_same_time(
     before = count(d)
 
     def through(number: int) -> Any:
-        ids, common = prompts[number], {"priority": number % 3, "cache_salt": salt}
+        ids = prompts[number]
+        common: dict[str, Any] = {"priority": number % 3, "cache_salt": salt}
         params = prefill_leg(p, ids, max_tokens=prefilled, **common)
         return complete(d, ids, max_tokens=60, kv_transfer_params=params, **common)
 

@@ -136,7 +136,8 @@ def released(pair: Pair) -> None:
 
 def token_ids(model: Path, *tokens: str) -> list[int]:
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-    return [tokenizer.token_to_id(token) for token in tokens]
+    ids = [tokenizer.token_to_id(token) for token in tokens]
+    return [id for id in ids if id is not None]
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])

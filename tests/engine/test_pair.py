@@ -109,7 +109,7 @@ def test_a_conversation_between_engines_with_and_without_a_hand_over(pair: Pair)
         answer = complete(pair.prefill if turn % 2 else pair.router, said)
         assert tokens_of(answer) == alone
         if turn % 2 == 0:
-            eventually(lambda b=before: (count(pair.decode) - b).external > 0, "this turn was loaded")  # type: ignore[misc]
+            eventually(lambda b=before: (count(pair.decode) - b).external > 0, "this turn was loaded")
         said = [*said, *alone[0], *prompt(31, 21 + turn)]
     no_block_held(pair.prefill, pair.decode)
 
@@ -146,7 +146,7 @@ def test_a_client_that_goes_during_the_prefill_leg(pair: Pair, serial: bool) -> 
         while early:  # where the router had not read the request
             seen = len(router.log_text())
             stream_and_leave(router, ids, 1 << 20, seconds)
-            eventually(lambda seen=seen: "the client is gone" in router.log_text()[seen:], "the router has seen it")  # type: ignore[misc]
+            eventually(lambda seen=seen: "the client is gone" in router.log_text()[seen:], "the router has seen it")
             early = "the client is gone before its request was read" in router.log_text()[seen:]
             seconds *= 2
     finally:

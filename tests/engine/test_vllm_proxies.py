@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import FunctionType
 
 import pytest
 
@@ -80,9 +81,8 @@ def mooncake_proxy(engines: Engines) -> list[str]:
 
 
 @pytest.mark.parametrize("proxy", [toy_proxy, push_proxy, mooncake_proxy])
-def test_a_proxy_of_vllm(engines: Engines, proxy: object) -> None:
+def test_a_proxy_of_vllm(engines: Engines, proxy: FunctionType) -> None:
     """All bytes and tokens are those of a plain hand-over, and P's blocks come back."""
-    assert callable(proxy)
     name, *arguments = proxy(engines)
     assert (PROXIES / name).exists(), "the proxies are not here: make test-proxies downloads them"
     port = free_port()

@@ -61,7 +61,7 @@ def running(pids: list[int]) -> list[int]:
     return left
 
 
-def wait_for(condition, seconds: float) -> bool:  # type: ignore[no-untyped-def]
+def wait_for(condition, seconds: float) -> bool:
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.05)

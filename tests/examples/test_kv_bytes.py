@@ -57,7 +57,8 @@ def test_packed_blocks_of_any_size_have_the_same_rows() -> None:
     found = []
     for block_tokens in (4, 8):
         cache = torch.zeros(3, 2, block_tokens, 6)
-        _Packed().do_kv_cache_update(PACKED, *values.tensor_split(2, dim=-1), cache, block_tokens + torch.arange(7))
+        key, value = values.tensor_split(2, dim=-1)
+        _Packed().do_kv_cache_update(PACKED, key, value, cache, block_tokens + torch.arange(7))
         found.append(rows_of(cache, [1, 2], block_tokens, 7, places_of(PACKED, cache)))
     assert all(torch.equal(rows, values.transpose(0, 1)) for rows in found)
 

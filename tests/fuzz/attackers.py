@@ -6,6 +6,7 @@ import os
 import random
 import socket
 import struct
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -127,9 +128,8 @@ class KeyHolder:
         self._rng, self._port, self._keys = rng, port, keys
         self._context = zmq.Context()
         self._mutator = Mutator(rng, corpus, "")
-        self._bodies = Mutator(
-            rng, [framing.Filter("", 1 << 20, {}).unpack([c])[2] for c in corpus if len(c) > 12] or corpus
-        )  # type: ignore[index,arg-type]
+        unpacked = [framing.Filter("", 1 << 20, Counter()).unpack([message]) for message in corpus]
+        self._bodies = Mutator(rng, [frames[2] for frames in unpacked if frames] or corpus)
         self._sockets: list[zmq.Socket[bytes]] = []
         self.inputs = 0
 

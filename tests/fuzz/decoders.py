@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import zmq
 
 from kvferry.connector.config import Settings
@@ -186,7 +187,7 @@ def of_boards(honest: Honest) -> Iterator[Decoder]:
     at = grant_board._slots(key)[0]
     memory = bytearray(grant_board._FIRST + grant_board.SLOTS * grant_board.SLOT_BYTES)
     reader = object.__new__(grant_board.BoardReader)
-    reader.__dict__.update(_memory=memory, _counters=grant_board.np.frombuffer(memory, dtype=grant_board.np.int64))
+    reader.__dict__.update(_memory=memory, _counters=np.frombuffer(memory, dtype=np.int64))
 
     def slot(counter: int, content: bytes) -> bytes:
         digest = grant_board._digest(counter, key, content)
@@ -292,7 +293,8 @@ def of_params(honest: Honest) -> Iterator[Decoder]:
 
     def step_plan(data: bytes) -> None:
         decoded = decoder.decode(data)
-        if all(len(item.block_ids) == 1 for item in (*decoded.leases, *decoded.chunks)) and not decoded.loads:
+        tables = [*(item.block_ids for item in decoded.leases), *(item.block_ids for item in decoded.chunks)]
+        if all(len(table) == 1 for table in tables) and not decoded.loads:
             by_region(decoded, (0,))
 
     # From this engine's own scheduler, so the decoder's own errors will do.

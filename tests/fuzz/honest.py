@@ -9,6 +9,7 @@ import msgspec
 
 from kvferry.connector.config import Settings
 from kvferry.connector.engine.transfer_params import RemotePrompt, prompt_digest, to_transfer_params
+from kvferry.connector.geometry.spans import Span
 from kvferry.connector.protocol import messages
 from kvferry.connector.protocol.step_plan import PeerEngine, pack_ids
 from kvferry.transport import grant_board
@@ -42,7 +43,7 @@ class Honest:
         self.geometry, self.model, self.address = context.caches.geometry, dict(context.model), rank.address
         self.pages = context.caches.page_layouts()
         life, token = context.incarnation, bytes(range(16))
-        span = messages.Span(0, 0, 4, 0, 4, 0, 100)
+        span = Span(0, 0, 4, 0, 4, 0, 100)
         ranks = (0, 1, 2)
         self.hello = messages.Hello(engine_id="e", incarnation=life, geometry=self.geometry, model=self.model)
         offers = (messages.PlaneOffer("shm", encode({"a": b"x" * 40})), messages.PlaneOffer("tcp", b""))

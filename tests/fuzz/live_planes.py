@@ -13,11 +13,14 @@ from typing import Any
 
 import zmq
 
+from kvferry.transport.channels import ExpectingChannel
 from kvferry.transport.control.keys import Keys
 from kvferry.transport.errors import PlaneUnavailableError, ProtocolError, TransportError
 from kvferry.transport.plane import PlaneContext
 from kvferry.transport.planes import shm, tcp, zmq_channels
 from kvferry.transport.planes import zmq as zmq_plane
+from kvferry.transport.planes.shm_arena import Arena
+from kvferry.transport.planes.tcp_channels import TcpRecvChannel
 from kvferry.transport.planes.tcp_messages import HEADER
 from kvferry.transport.socket_plane import SocketAttach
 from tests.fuzz.honest import Decoder, encode
@@ -45,7 +48,7 @@ def of_live_planes(keys: Keys) -> Iterator[list[Decoder]]:
         ours, theirs = socket.socketpair()
         theirs.setblocking(False)
         ours.setblocking(False)
-        channel = tcp.TcpRecvChannel(tcp_plane, ours, b"")
+        channel = TcpRecvChannel(tcp_plane, ours, b"")
         with theirs:
             for tag in (1, 2, 3):
                 channel.expect(tag, 100)
@@ -58,13 +61,14 @@ def of_live_planes(keys: Keys) -> Iterator[list[Decoder]]:
     def records(data: bytes) -> None:
         """Both ends of a shm channel: records of slots."""
         pair = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK) for _ in range(2)]
-        arena, fd = shm.Arena.create(4096, 2)
+        arena, fd = Arena.create(4096, 2)
         sender, receiver = shm.ShmSendChannel(shm_plane, pair[0][0], arena), shm.ShmRecvChannel(shm_plane, pair[1][0])
         shm_plane._left_bytes -= 2 * 4096
         socket.send_fds(pair[1][1], [shm._GEOMETRY.pack(4096, 2)], [fd])
         os.close(fd)
         receiver.on_readable()
         slot = sender.acquire()
+        assert slot is not None
         sender.send(slot, 100, 1)
         receiver.expect(1, 100)
         for peer, end in ((pair[0][1], sender), (pair[1][1], receiver)):
@@ -96,7 +100,7 @@ def of_live_planes(keys: Keys) -> Iterator[list[Decoder]]:
     def chunks(data: bytes) -> None:
         """D's end of a zmq channel: heads and bytes, in one to three frames."""
         channel = object.__new__(zmq_channels.ZmqRecvChannel)
-        zmq_channels.ExpectingChannel.__init__(channel)
+        ExpectingChannel.__init__(channel)
         channel.__dict__.update(_plane=stub, window=8, _closed=False, _deadline=None, _where="", socket=Silent())
         channel._waiting = deque()
         channel.expect(1, 3)

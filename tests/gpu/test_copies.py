@@ -39,6 +39,10 @@ def busy(cycles: int = LONG) -> None:
     torch.cuda._sleep(cycles)
 
 
+def _put(into: torch.Tensor, flag: torch.Tensor) -> None:
+    into.copy_(flag)
+
+
 def test_one_that_is_waited_for_has_ended_on_return(copies: GpuCopies) -> None:
     assert copies.start(lambda: busy(LONG // 10), WaitPolicy.UNTIL_DONE).done
     assert not copies.start(lambda: busy(LONG // 10)).done
@@ -69,7 +73,7 @@ def test_none_is_waited_for_behind_what_the_engine_does(copies: GpuCopies) -> No
         flag.fill_(1)
         copies.wait_event(copies.record_event())
     found = torch.empty(1, device=copies.device)
-    copy = copies.start(lambda: found.copy_(flag), WaitPolicy.UNTIL_DONE)
+    copy = copies.start(partial(_put, found, flag), WaitPolicy.UNTIL_DONE)
     assert not copy.done
     copies.synchronize()
     assert found.item() == 1
@@ -156,7 +160,7 @@ def test_what_follows_the_engines_work_comes_after_it_and_in_order(copies: GpuCo
     ended = threading.Event()
     torch.cuda._sleep(LONG)
     for number in range(3):
-        copies.after_engine(lambda number=number: seen.append(number))
+        copies.after_engine(partial(seen.append, number))
     copies.after_engine(ended.set)
     assert not seen
     assert not copies.start(lambda: None).error  # copies do not wait for it

@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.support.ranks import Rank
 
-PATIENT = {
+PATIENT: dict[str, Any] = {
     "handshake_timeout_seconds": 600.0, "transfer_timeout_seconds": 600.0, "ask_hold_seconds": 600.0,
     "lease_seconds": 600.0, "handover_timeout_seconds": 600.0,
 }  # fmt: skip
@@ -33,5 +33,4 @@ class Gate:
 
 def halves(rank: Rank) -> tuple[Any, Any]:
     """(producer, consumer) of a rank's transfer thread."""
-    transfer_thread = rank.worker._transfer_thread
-    return transfer_thread._producer, transfer_thread._consumer
+    return rank.thread._producer, rank.thread._consumer

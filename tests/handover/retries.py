@@ -19,7 +19,7 @@ OTHERS = [10, 14, 12, 9, 13, 15, 11]
 """Blocks of D for a second load."""
 WIDE = {"content": 512, "layers": 16}
 """A hand-over of 13 MB."""
-SMALL_SLOTS = {"slot_bytes": 64 << 10, "staging_bytes": 1 << 20, "lease_seconds": 600.0}
+SMALL_SLOTS: dict[str, Any] = {"slot_bytes": 64 << 10, "staging_bytes": 1 << 20, "lease_seconds": 600.0}
 LONG = {**SMALL_SLOTS, "transfer_timeout_seconds": 30.0, "handover_timeout_seconds": 120.0}
 AVOIDED = avoided_seconds(120.0)
 """How long D avoids a plane with these settings."""

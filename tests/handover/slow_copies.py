@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -46,9 +47,10 @@ class SlowCopies(Copies):
         self.running += 1
         self.waits.append(wait)  # after it: who sees the wait sees that the copy runs
         launches = [enqueue, *portions]
-        copy.events = [threading.Event() for _ in launches] if portions else ()  # type: ignore[misc]
-        for number, launch in enumerate(launches[:-1]):
-            self._queue.put(partial(self._portion, launch, copy.events[number]))
+        events: list[Any] = [threading.Event() for _ in launches] if portions else []
+        copy.events = events
+        for launch, event in zip(launches[:-1], events, strict=False):
+            self._queue.put(partial(self._portion, launch, event))
         self._queue.put(partial(self._copy, copy, launches[-1]))
         return copy
 

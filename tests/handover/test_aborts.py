@@ -8,6 +8,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -133,7 +134,7 @@ def test_while_a_message_is_written_to_pages(group: RankGroup, monkeypatch: pyte
     p = group.rank(settings=settings, content=2048)
     d = group.rank(settings=settings, content=2048, engine_id="engine-d")
     p.fill(THEIRS, TOKENS)
-    plane = d.worker.rank_context.plane("tcp")
+    plane: Any = d.context.plane("tcp")
     real, turns = plane.progress, 0
 
     def some_turns() -> bool:

@@ -39,7 +39,7 @@ def one_attempt(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest)
 
 
 def ranks(group: RankGroup, plane: str, form: str = "slots", **of_d: Any) -> tuple[Rank, Rank]:
-    common = {"plane": plane, "slot_bytes": (64 << 10) + (48 << 10) * (form == "chunks"), **PATIENT}
+    common: dict[str, Any] = {"plane": plane, "slot_bytes": (64 << 10) + (48 << 10) * (form == "chunks"), **PATIENT}
     p = group.rank(settings=Settings(checksum=True, **common), **FORMS[form])
     d = group.rank(engine_id="engine-d", settings=Settings(**common, **of_d), **FORMS[form])
     p.fill(THEIRS, TOKENS)
@@ -113,7 +113,7 @@ def test_a_load_with_a_wrong_byte_is_retried(group: RankGroup) -> None:
     Spoiler(p).fault = flipped(9)
     assert load(p, d, "spoiled"), "the second attempt brings the right bytes"
     assert d.worker.rank_context is not None
-    assert d.worker.rank_context.stats.take()["retried"] == {"checksum": 1}
+    assert d.figures()["retried"] == {"checksum": 1}
 
 
 @pytest.mark.parametrize("form", ["slots", "pieces"])

@@ -164,7 +164,7 @@ def test_every_fact_there_is_fits_into_a_message(group: RankGroup) -> None:
     """However long the values, whatever is in them."""
     from kvferry.connector.geometry import model_identity as module
 
-    every = {name: f"line\n\u2028 {name} " * 400 for name in module.PLAIN}
+    every: dict[str, Any] = {name: f"line\n\u2028 {name} " * 400 for name in module.PLAIN}
     every |= {
         "rope_scaling": {"rope_type": "yarn", "long": "x" * 5000},
         "layer_types": [f"kind {n}" for n in range(900)],

@@ -61,7 +61,7 @@ def is_posted(p: Rank, engine: PrefillingEngine) -> Callable[[], bool]:
         prompt = halves(p)[0].computing.prompts.get(engine.token)
         return prompt is not None and prompt.blocks is not None and prompt.blocks._posted is not None
 
-    p.worker._transfer_thread.wake()  # nobody waits for this prompt by name
+    p.thread.wake()  # nobody waits for this prompt by name
     return posted
 
 
@@ -84,7 +84,7 @@ def test_a_prompt_that_is_not_computed_to_its_end_waits(pair: tuple[Rank, Rank])
     engine.load(d, OURS)
     assert wait(lambda: bool(halves(p)[0]._early.asks), [p, d]) and not halves(p)[0]._leases.board._taken
     engine.plan(2 * STEP, TOKENS)
-    assert wait(lambda: not p.worker._transfer_thread._plans.posted, [p, d]) and not halves(p)[0]._leases.board._taken
+    assert wait(lambda: not p.thread._plans.posted, [p, d]) and not halves(p)[0]._leases.board._taken
     assert nothing_of(d, 0, TOKENS)
     assert halves(p)[0].answers_wait, "the end of the step wakes the transfer thread"
     engine.write(2 * STEP, TOKENS)
@@ -137,7 +137,7 @@ def test_p_answers_no_commit_of_blocks_that_are_lost(
     if again == "leased":
         engine.grant()
         assert wait(lambda: engine.token in halves(p)[0]._leases.held, [p])
-    assert wait(lambda: not p.worker._transfer_thread._plans.posted, [p])
+    assert wait(lambda: not p.thread._plans.posted, [p])
     gate.open()
     assert wait(lambda: d.failed == {"req-d"}, [p, d]) and counts["Commit"] == 1
     if again in ("preempted", "computed again"):
@@ -185,7 +185,7 @@ def test_an_ask_that_comes_after_the_blocks_were_taken_back_is_denied(
     engine.take_back(ELSEWHERE)
     if resumed:
         engine.step(0, STEP, restarts=True)
-    assert wait(lambda: not p.worker._transfer_thread._plans.posted, [p])
+    assert wait(lambda: not p.thread._plans.posted, [p])
     engine.load(d, OURS)
     assert wait(lambda: d.failed == {"req-d"}, [p, d]) and not producer_._early.asks
     if resumed:  # D may be told again, and ask again
@@ -212,7 +212,7 @@ def test_what_the_engine_has_taken_back_is_not_nearly_computed(
         if lost:
             p.worker.take_back(stop)
         engine.hook([1])
-        p.worker._transfer_thread.wake()
+        p.thread.wake()
         assert wait(lambda: not producer_.computing.has_news, [p])
         assert (engine.token in offered) is not lost
         engine.post(stop)
@@ -234,7 +234,7 @@ def test_a_step_that_raises_an_error_computes_nothing(group: RankGroup, plane: s
     producer_ = halves(p)[0]
     assert wait(lambda: bool(producer_._early.asks or producer_.reads.sender.waiting), [p, d])
     engine.fail()
-    p.worker._transfer_thread.wake()
+    p.thread.wake()
     again = PrefillingEngine([p], ELSEWHERE, TOKENS, "again-p")  # once P has taken this plan it has seen the error
     again.begin(step_tokens=TOKENS)
     assert wait(lambda: again.token in producer_.computing.prompts, [p, d])
@@ -270,7 +270,7 @@ def test_an_error_behind_the_grant_frees_no_blocks(pair: tuple[Rank, Rank], monk
     monkeypatch.setattr(producer.named, "grant", breaks)
     engine.grant()
     assert wait(lambda: engine.token in producer._leases.held)
-    assert wait(lambda: not p.worker._transfer_thread._plans.posted, [p, d])
+    assert wait(lambda: not p.thread._plans.posted, [p, d])
     assert not p.sent and producer._leases.held[engine.token].posted is not None
     engine.load(d, OURS)
     assert wait(lambda: p.sent == {"req-p"} and d.received == {"req-d"}, [p, d]) and not d.failed
@@ -376,7 +376,7 @@ def test_what_was_read_before_p_ends_does_not_count(pair: tuple[Rank, Rank]) -> 
 def test_the_engine_withdraws_while_the_transfer_thread_stands_still(pair: tuple[Rank, Rank]) -> None:
     p, d = pair
     engine, gate = read_under_way(p, d)
-    thread = p.worker._transfer_thread
+    thread = p.thread
     held = Gate(thread._plans, "run", lambda now: None)
     engine.take_back(ended=True)
     gate.open()
@@ -436,7 +436,7 @@ def test_a_d_that_waits_by_name_hears_of_the_end_at_once(
     engine.end()
     engine.plan(STEP, TOKENS)
     engine.hook([0])
-    assert wait(lambda: not p.worker._transfer_thread._plans.posted, [p]) and not answers
+    assert wait(lambda: not p.thread._plans.posted, [p]) and not answers
     engine.hook([1])
     assert nearly or (wait(lambda: not ours.computing.has_news, [p]) and not answers)
     if not nearly:
@@ -444,8 +444,9 @@ def test_a_d_that_waits_by_name_hears_of_the_end_at_once(
     assert wait(lambda: bool(answers)), "no step of the engine has followed"
     assert isinstance(answers[0], messages.Resolved) and answers[0].granted
     engine.take_back(ELSEWHERE)
-    assert wait(lambda: not p.worker._transfer_thread._plans.posted, [p])
+    assert wait(lambda: not p.thread._plans.posted, [p])
     assert not ours.named.resolve(b"d", ask, 0.0), "the next one waits again"
     lease = LeaseGrant(engine.request_id, engine.token, TOKENS, (pack_ids(ELSEWHERE),))
     engine.post(StepPlan(leases=(lease,)))
-    assert wait(lambda: len(answers) == 2, [p]) and answers[1].granted
+    assert wait(lambda: len(answers) == 2, [p])
+    assert isinstance(answers[1], messages.Resolved) and answers[1].granted

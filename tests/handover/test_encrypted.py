@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -27,13 +29,13 @@ def test_the_bytes_of_p(
         return real(self, *args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Cipher, "open", seen)
-    common = {"plane": "tcp", "slot_bytes": 64 << 10, "checksum": checksum, **PATIENT}
+    common: dict[str, Any] = {"plane": "tcp", "slot_bytes": 64 << 10, "checksum": checksum, **PATIENT}
     p = group.rank(settings=Settings(**common), content=content)
     d = group.rank(settings=Settings(encrypt=True, **common), engine_id="engine-d", content=content)
     p.fill(THEIRS, TOKENS)
     for name in ("first", "second"):
         begin(p, d, name)
-        assert wait(lambda name=name: f"{name}-d" in d.received and f"{name}-p" in p.sent, [p, d])  # type: ignore[misc]
+        assert wait(lambda name=name: f"{name}-d" in d.received and f"{name}-p" in p.sent, [p, d])
         assert not d.failed and torch.equal(d.read(OURS, TOKENS), d.wanted(TOKENS))
     assert opened
     assert f"KV bytes from engine pp0 tp0 at 127.0.0.1:{p.address.port} are encrypted" in caplog.text

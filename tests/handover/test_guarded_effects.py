@@ -57,7 +57,7 @@ def test_chunks_that_cannot_be_announced(group: RankGroup, monkeypatch: pytest.M
 @pytest.mark.parametrize("ok", [True, False])
 def test_a_count_that_breaks(group: RankGroup, monkeypatch: pytest.MonkeyPatch, ok: bool) -> None:
     p, d = two(group, "shm")
-    stats, consumer = d.worker.rank_context.stats, halves(d)[1]
+    stats, consumer = d.context.stats, halves(d)[1]
     if not ok:
         monkeypatch.setattr(consumer._receiver, "check_grant", breaks)
     name = "finished" if ok else "failed"
@@ -78,7 +78,7 @@ def test_a_count_that_breaks(group: RankGroup, monkeypatch: pytest.MonkeyPatch, 
 
 def test_copies_that_cannot_wait_for_the_engine(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     p, d = two(group, "shm")
-    copies = d.worker.rank_context.caches.copies
+    copies = d.context.caches.copies
     monkeypatch.setattr(copies, "record_event", object)
     monkeypatch.setattr(copies, "wait_event", breaks)
     begin(p, d)

@@ -133,7 +133,7 @@ def test_an_idle_transfer_thread_sleeps(group: RankGroup, monkeypatch: pytest.Mo
     begin(p, d, tokens=10, theirs=[3], ours=[1])
     assert wait(lambda: bool(p.sent), [p, d])
     for rank in (p, d):
-        clock, turns, begun = rank.worker._transfer_thread._time, TurnLines(rank), time.monotonic()
+        clock, turns, begun = rank.thread._time, TurnLines(rank), time.monotonic()
         now = clock._now
         assert wait(lambda clock=clock, now=now: clock._now > now + 0.5), "its clock goes on while it sleeps"
         assert turns.count < 20 + 4 * (time.monotonic() - begun) and turns.most < 1000

@@ -66,7 +66,7 @@ def test_d_is_held_up(group: RankGroup, caplog: pytest.LogCaptureFixture, of_wha
     deaf = Deaf(p)
     begin(p, d)
     assert wait(lambda: deaf.spoken_to, [p, d])
-    d.worker.rank_context.log = RateLimitedLog(logging.getLogger("test.held_up"))
+    d.context.log = RateLimitedLog(logging.getLogger("test.held_up"))
     with caplog.at_level(logging.WARNING):
         hold_up(d.worker._transfer_thread, STOP)
         assert wait(goes_on(d), [p, d])
@@ -105,7 +105,7 @@ def test_d_renews_at_once_after_it_was_held_up(group: RankGroup, when: str) -> N
     assert wait(lambda: bool(leases), [p])
     before = leases[token].lifetime.state.deadline
     plan = StepPlan(consumer=b"c" * 16, keeps=(KeepLease("req-d", token, peer([p]), False),))
-    transfer_thread = d.worker._transfer_thread
+    transfer_thread = d.thread
     if when == "meanwhile":
         transfer_thread._plans.posted.append(PostedPlan(plan))
     else:
@@ -153,7 +153,7 @@ def test_a_turn_that_breaks_after_it_was_held_up_ends_nothing(
     p = group.rank(settings=Settings(lease_seconds=LIMIT))
     grant([p], "req-p", THEIRS, TOKENS)
     assert wait(lambda: bool(halves(p)[0]._leases.held), [p])
-    transfer_thread = p.worker._transfer_thread
+    transfer_thread = p.thread
     real = transfer_thread._turn
 
     def breaks(now: float) -> bool:

@@ -13,10 +13,11 @@ import msgspec
 import pytest
 
 from kvferry.connector.config import Settings
-from kvferry.connector.geometry.spans import MAX_SPANS
+from kvferry.connector.geometry.spans import MAX_SPANS, Span
 from kvferry.connector.protocol import lease, messages
 from kvferry.connector.protocol.step_plan import LeaseGrant, StepPlan, pack_ids
 from kvferry.connector.transfer import early_requests, sender
+from kvferry.transport.errors import ProtocolError
 from tests.handover.gates import PATIENT, Gate, halves
 from tests.handover.opening import THEIRS, TOKENS, another_works
 from tests.handover.rank_group import RankGroup
@@ -155,10 +156,10 @@ def test_smaller_chunks_than_settings_allow_are_no_message(peers: Peers) -> None
         read=1, token=b"t" * 16, consumer=b"h" * 16, consumer_rank=0, expected=(0,), spans=(),
         chunk_bytes=messages.MIN_CHUNK_BYTES - 1,
     )  # fmt: skip
-    with pytest.raises(messages.ProtocolError, match=f"Expected `int` >= {messages.MIN_CHUNK_BYTES}"):
+    with pytest.raises(ProtocolError, match=f"Expected `int` >= {messages.MIN_CHUNK_BYTES}"):
         messages.decode_request(messages.encode(ask))
     attached = messages.Attached(plane="shm", slot_bytes=16)
-    with pytest.raises(messages.ProtocolError, match=f"Expected `int` >= {messages.MIN_SLOT_BYTES}"):
+    with pytest.raises(ProtocolError, match=f"Expected `int` >= {messages.MIN_SLOT_BYTES}"):
         messages.decode_reply(messages.encode(attached))
 
 
@@ -173,7 +174,7 @@ def test_an_ask_of_many_spans_does_not_hold_p_up(make_peers: Callable[..., Peers
     hostile = peers.raw()
     turn, before = TurnLines(peers.p), resident_bytes()
     spans = tuple(
-        messages.Span(0, n % 32, 1, n // 32 % 8, 1, n // 256 * 128, 128) for n in range(MAX_SPANS)
+        Span(0, n % 32, 1, n // 32 % 8, 1, n // 256 * 128, 128) for n in range(MAX_SPANS)
     )  # all of the prompt
     for read in range(60):
         hostile.send(messages.Ask(
@@ -269,7 +270,7 @@ def test_a_d_that_never_reads_loses_its_session(
             assert time.monotonic() < end, f"{number} asks, {len(producer._replies.kept)} replies kept"
             deaf._connection.send(messages.encode(messages.Ask(
                 read=number, token=token, consumer=b"h" * 16, consumer_rank=0, expected=(0,),
-                spans=(messages.Span(9, 0, 1, 0, 1, 0, 1),), chunk_bytes=messages.MIN_CHUNK_BYTES,
+                spans=(Span(9, 0, 1, 0, 1, 0, 1),), chunk_bytes=messages.MIN_CHUNK_BYTES,
             )))  # fmt: skip
             number += 1
         assert wait(lambda: not producer._sessions._sessions)

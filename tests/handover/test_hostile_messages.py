@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from typing import get_args
+from typing import Any, get_args
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -38,7 +38,7 @@ def test_any_messages(seed: int) -> None:
         raws += (RawD(p, d) for _ in range(PEERS))
         welcomes = [raw.start_handshake() for raw in raws]
         raws[0].attach(welcomes[0])
-        known = {
+        known: dict[str, list[Any]] = {
             "geometry": [context.caches.geometry], "model": [dict(context.model)], "engine_id": ["engine-d"],
             "token": [*tokens, bytes(16), b"u" * 16], "tokens": [tuple(tokens)], "read": list(range(40)),
             "consumer": [b"c" * 16, b"d" * 16], "plane": ["shm", "tcp"], "chunk_bytes": [64 << 10, 4 << 20],
@@ -54,7 +54,7 @@ def test_any_messages(seed: int) -> None:
         turn, before = TurnLines(p), resident_bytes()
         for number, each in enumerate(frames):
             raw = raws[number % PEERS]
-            assert wait(lambda raw=raw, each=each: raw._connection.send(each))  # type: ignore[misc]
+            assert wait(lambda raw=raw, each=each: raw._connection.send(each))
             if number % 100 == 0:
                 for raw in raws[1:]:  # the first does not read
                     raw._connection.receive()
@@ -65,6 +65,6 @@ def test_any_messages(seed: int) -> None:
         stats = p.worker.rank_context.stats.take()
         assert stats is None or "unexpected error" not in stats["dropped"], stats
     finally:
-        for each in raws:
-            each.close()
+        for raw in raws:
+            raw.close()
         group.close()

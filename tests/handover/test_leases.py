@@ -75,7 +75,8 @@ def test_pages_are_not_read_by_a_socket_once_their_lease_is_over(group: RankGrou
     p, d = group.rank(**form), group.rank(engine_id="engine-d", **form)
     p.fill(THEIRS, TOKENS)
     token = grant([p], "req-p", THEIRS, TOKENS)
-    plane, pushes = d.worker.rank_context.plane("tcp"), halves(p)[0].reads.sender
+    plane, pushes = d.context.plane("tcp"), halves(p)[0].reads.sender
+    assert plane is not None
     real = plane.progress
     stuck = Gate(plane, "progress", lambda: real() if not any(push.reading for push in pushes._outgoing) else False)
     d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
@@ -98,7 +99,7 @@ def test_no_stale_load_in_a_race_with_reuse(group: RankGroup) -> None:
     while n < 40 or not 5 < loaded < n - 5:  # the race means something only if it is lost at times and won at times
         n += 1
         assert n < 400 and p.worker.rank_context is not None
-        p.worker.rank_context.settings = Settings(lease_seconds=term, lease_cap_seconds=term, slot_bytes=64 << 10)
+        p.context.settings = Settings(lease_seconds=term, lease_cap_seconds=term, slot_bytes=64 << 10)
         p.fill(THEIRS, TOKENS)
         token = grant([p], f"p{n}", THEIRS, TOKENS)
         time.sleep(n % 8 * 0.004)
@@ -152,7 +153,7 @@ def test_a_release_that_cannot_be_sent_costs_nothing_else(
         d.worker.post(load_plan("req-d", token, peer(p), OURS, 0, TOKENS))
         assert wait(lambda: d.received == {"req-d"} and p[1].sent == {"req-p"}, [*p, d])
     assert not d.failed and not p[0].sent and asked[-2:] == [0, 1] and not keeper
-    assert wait(lambda: "release not sent" in (d.worker.rank_context.stats.take() or no_figures())["dropped"], [d])
+    assert wait(lambda: "release not sent" in (d.context.stats.take() or no_figures())["dropped"], [d])
     (line,) = [record.getMessage() for record in caplog.records if "release was not sent" in record.getMessage()]
     assert "planted" in line and "needed, released +" in line
     let_time_pass(p[0], 700)

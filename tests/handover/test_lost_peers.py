@@ -23,7 +23,7 @@ from tests.support.engines import free_port
 from tests.support.rank_process import RemoteRank, remote_peer
 from tests.support.ranks import SOON, Rank, grant, let_time_pass, load_plan, no_failed_link, peer, reason_of, wait
 
-QUICK = {"transfer_timeout_seconds": 3.0, "handshake_timeout_seconds": 6.0, "lease_seconds": 4.0}
+QUICK: dict[str, Any] = {"transfer_timeout_seconds": 3.0, "handshake_timeout_seconds": 6.0, "lease_seconds": 4.0}
 WIDE = {"content": 512, "layers": 16}
 
 
@@ -48,7 +48,7 @@ def warm_up(p: RemoteRank, d: Rank, name: str = "warm") -> None:
         assert wait(lambda: no_failed_link(d))
         token = p.grant(f"{name}{number}-p", THEIRS, TOKENS)
         d.worker.post(load_plan(f"{name}{number}-d", token, remote_peer([p]), OURS, 0, TOKENS))
-        assert wait(lambda number=number: f"{name}{number}-d" in d.received, [d])  # type: ignore[misc]
+        assert wait(lambda number=number: f"{name}{number}-d" in d.received, [d])
         if f"{name}{number}-d" not in d.failed:
             break
     assert f"{name}{number}-d" not in d.failed

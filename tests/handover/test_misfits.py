@@ -81,7 +81,7 @@ def test_a_plane_that_p_has_no_room_on_is_passed_over(group: RankGroup, monkeypa
         raise TransportError("staging memory is used up")
 
     for name in ("cma", "shm"):
-        monkeypatch.setattr(p.worker.rank_context.plane(name), "accept", full)
+        monkeypatch.setattr(p.context.plane(name), "accept", full)
     another_works(p, d)
     assert d.plane not in ("cma", "shm")
 
@@ -139,7 +139,7 @@ def test_a_read_that_d_cannot_cut(group: RankGroup, monkeypatch: pytest.MonkeyPa
 
     def cut_once(caches: RankCaches, *args: Any, **kwargs: Any) -> Iterator[PageBox]:
         parts = cut(caches, *args, **kwargs)
-        if d.worker.rank_context is not None and caches is d.worker.rank_context.caches:
+        if d.worker.rank_context is not None and caches is d.context.caches:
             yield next(parts)
             raise GeometryError("it is cut no further")
         yield from parts

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvferry.connector.config import Settings
-from kvferry.connector.geometry.spans import MAX_RANGES, MAX_SPANS, check_spans
+from kvferry.connector.geometry.spans import MAX_RANGES, MAX_SPANS, Span, check_spans
 from kvferry.connector.geometry.token_sharding import TokenShard, TokenSharding
 from kvferry.connector.protocol import messages
 from kvferry.connector.protocol.metrics import no_figures
@@ -75,7 +75,7 @@ class RawD:
         self.send(messages.Attach(plane="shm", payload=payload))
 
     def ask(self, read: int, token: bytes, spans: int = 1) -> None:
-        span = messages.Span(0, 0, 1, 0, 4, 0, TOKENS)
+        span = Span(0, 0, 1, 0, 4, 0, TOKENS)
         self.send(
             messages.Ask(
                 read=read, token=token, consumer=b"r" * 16, consumer_rank=0, expected=(0,), spans=(span,) * spans,
@@ -162,7 +162,7 @@ def test_a_d_that_p_has_forgotten_greets_again(group: RankGroup) -> None:
     d.received.clear()
     begin(p, d)
     assert wait(lambda: d.received == {"req-d"} and p.sent == {"req-p"}, [p, d])
-    assert not d.failed and d.worker.rank_context.stats.take()["retried"] == {"peer_lost": 1}
+    assert not d.failed and d.figures()["retried"] == {"peer_lost": 1}
     p.sent.clear()
     another_works(p, d)
 
@@ -180,7 +180,8 @@ def test_a_d_that_p_forgets_before_it_attaches_greets_again(group: RankGroup) ->
     p, d = (group.rank(settings=Settings(plane="shm"), engine_id=f"engine-{name}") for name in "pd")
     p.fill(THEIRS, TOKENS)
     producer = halves(p)[0]
-    attach, forgotten = producer._request, []
+    attach = producer._request
+    forgotten: list[Any] = []
 
     def forgets_once(identity: bytes, request: messages.Request, now: float, address: str) -> None:
         if isinstance(request, messages.Attach) and not forgotten:
@@ -190,7 +191,7 @@ def test_a_d_that_p_forgets_before_it_attaches_greets_again(group: RankGroup) ->
     producer._request = forgets_once
     begin(p, d)
     assert wait(lambda: d.received == {"req-d"} and p.sent == {"req-p"}, [p, d])
-    assert not d.failed and d.worker.rank_context.stats.take()["retried"] == {"peer_lost": 1}
+    assert not d.failed and d.figures()["retried"] == {"peer_lost": 1}
 
 
 @pytest.mark.parametrize("where", ["get", "_perform"], ids=["before it is known", "after it has asked"])
@@ -200,7 +201,8 @@ def test_a_load_that_breaks_while_it_starts_is_reported(
     p, d = pair
     half = halves(d)[1]
     owner = half._links if where == "get" else half.loads
-    real, calls = getattr(owner, where), []
+    real = getattr(owner, where)
+    calls: list[Any] = []
 
     def breaks(*args: Any, **options: Any) -> Any:
         if not calls:
@@ -250,10 +252,10 @@ def test_a_link_that_nobody_uses_gives_its_staging_back(group: RankGroup, monkey
     p, d = group.rank(settings=settings), group.rank(settings=settings, engine_id="engine-d")
     p.fill(THEIRS, TOKENS)
     another_works(p, d)
-    plane = p.worker.rank_context.plane("shm")
+    plane = p.context.plane("shm")
     assert isinstance(plane, ShmPlane)
     in_use = plane._left_bytes
-    assert in_use < settings.staging_bytes
+    assert settings.staging_bytes is not None and in_use < settings.staging_bytes
     assert not wait(lambda: plane._left_bytes != in_use, [p, d], 0.5), "not at once: the next hand-over wants it"
     monkeypatch.setattr(links, "IDLE_LINK_SECONDS", 0.3)
     assert wait(lambda: plane._left_bytes == settings.staging_bytes and not halves(p)[0]._sessions._sessions, [p, d])
@@ -287,7 +289,7 @@ def test_staging_that_is_used_up_leads_to_the_next_plane(group: RankGroup) -> No
         d = group.rank(engine_id=f"engine-{n}")
         token = grant([p], f"p{n}", THEIRS, TOKENS)
         d.worker.post(load_plan(f"d{n}", token, peer([p]), OURS, 0, TOKENS))
-        assert wait(lambda d=d, n=n: d.received == {f"d{n}"}, [p, d])  # type: ignore[misc]
+        assert wait(lambda d=d, n=n: d.received == {f"d{n}"}, [p, d])
         assert not d.failed
         planes.append(d.plane)
     assert planes[0] == "shm" and planes[-1] == "tcp", planes
@@ -299,7 +301,8 @@ def test_a_d_that_does_not_read_does_not_hold_up_the_others(group: RankGroup, mo
     p.fill(THEIRS, TOKENS)
     token = grant([p], "req-p", THEIRS, TOKENS)
     pushes = halves(p)[0].reads.sender
-    plane = slow.worker.rank_context.plane("tcp")
+    plane = slow.context.plane("tcp")
+    assert plane is not None
     real = plane.progress
     stuck = Gate(plane, "progress", lambda: real() if not any(push.reading for push in pushes._outgoing) else False)
     for n in range(8):
@@ -323,10 +326,10 @@ def test_a_plane_that_breaks_does_not_stop_the_others(pair: tuple[Rank, Rank], m
 
     for rank in pair:
         assert rank.worker.rank_context is not None
-        broken = rank.worker.rank_context.plane("tcp")
+        broken = rank.context.plane("tcp")
         monkeypatch.setattr(broken, "progress", breaks)
     another_works(p, d)
-    stats = d.worker.rank_context.stats
+    stats = d.context.stats
     assert wait(lambda: (stats.take() or no_figures())["failed"].get("internal", 0) > 0, [p, d]), "it is looked at"
 
 
@@ -340,7 +343,7 @@ def test_a_d_asks_for_its_own_share_of_the_tokens(
     token = grant(pair[:1], "req-p", THEIRS, TOKENS)
     raw.attach(raw.start_handshake())
     raw.answer(messages.Attached)
-    span = messages.Span(0, 0, 1, 0, 4, 0, TOKENS, shard)
+    span = Span(0, 0, 1, 0, 4, 0, TOKENS, shard)
     raw.send(
         messages.Ask(
             read=7, token=token, consumer=b"r" * 16, consumer_rank=0, expected=(0,), spans=(span,), chunk_bytes=64 << 10
@@ -351,8 +354,8 @@ def test_a_d_asks_for_its_own_share_of_the_tokens(
 
 
 def test_the_token_ranges_of_an_ask_are_bounded(pair: tuple[Rank, Rank]) -> None:
-    geometry = pair[0].worker.rank_context.caches.geometry
-    spans = [messages.Span(0, 0, 1, 0, 1, 0, 1 + number) for number in range(MAX_RANGES + 1)]
+    geometry = pair[0].context.caches.geometry
+    spans = [Span(0, 0, 1, 0, 1, 0, 1 + number) for number in range(MAX_RANGES + 1)]
     with pytest.raises(GeometryError, match=f"spans of {MAX_RANGES + 1} different ranges of tokens"):
         check_spans(spans, geometry, 1 << 20)
     check_spans(spans[:2], geometry, 1 << 20)

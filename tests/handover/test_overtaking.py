@@ -49,7 +49,8 @@ def test_zeros_in_the_place_of_pages_that_p_may_not_read_any_more(group: RankGro
     p, d = group.rank(**form), group.rank(engine_id="engine-d", **form)
     p.fill(THEIRS, TOKENS)
     token = grant([p], "req-p", THEIRS, TOKENS)
-    plane, pushes = d.worker.rank_context.plane("tcp"), halves(p)[0].reads.sender
+    plane, pushes = d.context.plane("tcp"), halves(p)[0].reads.sender
+    assert plane is not None
     real = plane.progress
 
     def last() -> bool:
@@ -82,10 +83,10 @@ def test_what_was_pushed_is_loaded_only_with_its_grant(group: RankGroup, plane: 
         p.worker.post(StepPlan(leases=(LeaseGrant(f"p{name}", token, TOKENS, (pack_ids(THEIRS),), "a" * 32),)))
         load = Load(f"d{name}", token, peer([p]), (pack_ids(OURS),), ((0, TOKENS),), wanted)
         d.worker.post(StepPlan(consumer=b"c" * 16, loads=(load,)))
-        assert wait(lambda late=late: all_here(d) and bool(late.held), [p, d])  # type: ignore[misc]
-        assert not wait(lambda name=name: f"d{name}" in d.received, [p, d], 0.1)  # type: ignore[misc]
+        assert wait(lambda late=late: all_here(d) and bool(late.held), [p, d])
+        assert not wait(lambda name=name: f"d{name}" in d.received, [p, d], 0.1)
         late.come()
-        d.worker._transfer_thread._waker.wake()
-        assert wait(lambda name=name: f"d{name}" in d.received, [p, d])  # type: ignore[misc]
+        d.thread._waker.wake()
+        assert wait(lambda name=name: f"d{name}" in d.received, [p, d])
     assert d.failed == {"db"}
     assert reason_of(d) == "denied"

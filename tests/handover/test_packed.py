@@ -104,7 +104,7 @@ def test_blocks_of_other_sizes_take_divided_ones(
         )
         for number in range(heads)
     ]  # fmt: skip
-    assert [region.part for region in p.worker.rank_context.caches.geometry.regions] == ["", "k", "v"]
+    assert [region.part for region in p.context.caches.geometry.regions] == ["", "k", "v"]
     tokens = 77
     blocks, ours = [3, 9, 1, 30, 7][: -(-tokens // sizes[0])], [2, 4, 31, 0, 5][: -(-tokens // sizes[1])]
     fill_divided(p, blocks, tokens)
@@ -143,13 +143,13 @@ def test_ranks_that_pack_otherwise_refuse_each_other(group: RankGroup, form: dic
     d.worker.post(load_plan("req-d", token, peer([p]), [1, 2], 0, 20))
     assert wait(lambda: d.failed == {"req-d"}, [p, d])
     assert all((d.caches[name] == -1).all() for name in d.layers)
-    ours, theirs = (rank.worker.rank_context.caches.geometry for rank in (d, p))
+    ours, theirs = (rank.context.caches.geometry for rank in (d, p))
     with pytest.raises(IncompatiblePeerError, match=f"{field} of layer"):
         compatible(ours, theirs)
 
 
 def test_spans_of_packed_groups_are_whole_tiles(group: RankGroup) -> None:
-    geometry = group.rank(packing=PACKED).worker.rank_context.caches.geometry
+    geometry = group.rank(packing=PACKED).context.caches.geometry
     (planned,) = plan_reads(geometry, geometry, [(17, 37)])
     assert (planned.span.token, planned.span.num_tokens) == (16, 32)
     check_spans([planned.span], geometry, 37)

@@ -69,7 +69,8 @@ def test_a_copy_that_goes_on_may_take_longer_than_the_time_out(pair: tuple[Rank,
     plane.progress = seldom
     started = time.monotonic()
     begin(p, d)
-    loads, seen = halves(d)[1].loads.running, set()
+    loads = halves(d)[1].loads.running
+    seen: set[int] = set()
 
     def done() -> bool:
         seen.update(load.nbytes for load in list(loads))
@@ -86,7 +87,8 @@ def test_the_ends_of_many_copies_are_seen_in_one_pass(group: RankGroup, monkeypa
     """A search for each end among the copies that go on would hold up every other hand-over."""
     count, settings = 100, Settings(plane="cma")
     p, d = (group.rank(settings=settings, engine_id=name, blocks=count) for name in ("engine-p", "engine-d"))
-    plane, done, looks = plane_of(d), Copy.done, [0]
+    plane, looks = plane_of(d), [0]
+    done: Any = vars(Copy)["done"]
     progress = type(plane).progress
     Gate(plane, "progress", lambda: False)
 
@@ -100,12 +102,12 @@ def test_the_ends_of_many_copies_are_seen_in_one_pass(group: RankGroup, monkeypa
 
     def look(copy: Copy) -> bool:
         looks[0] += threading.current_thread().name == "kvferry-transfer"
-        return bool(done.__get__(copy))  # type: ignore[attr-defined]
+        return bool(done.__get__(copy))
 
     for n in range(count):
         d.worker.post(load_plan(f"d{n}", grant([p], f"p{n}", [n], 1), peer([p]), [n], 0, 1))
     assert wait(lambda: len(plane.copies) == count, [p, d])
-    monkeypatch.setattr(Copy, "done", property(look, done.__set__))  # type: ignore[attr-defined]
+    monkeypatch.setattr(Copy, "done", property(look, done.__set__))
     plane.progress = the_later_half
     assert wait(lambda: len(d.received) == count, [p, d]) and not d.failed
     assert looks[0] < 10 * count

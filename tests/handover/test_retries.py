@@ -89,7 +89,7 @@ def test_each_plane_on_which_nothing_moves_is_left_in_turn(group: RankGroup) -> 
     trickle, reports = Trickle(p, 0), Reports(d)
     begin(p, d)
     for number, seconds in ((1, 31), (2, 95)):
-        assert wait(lambda number=number: moving(d, 1) and load_of(d).number == number, [p, d])  # type: ignore[misc]
+        assert wait(lambda number=number: moving(d, 1) and load_of(d).number == number, [p, d])
         let_time_pass(d, seconds)
     assert wait(lambda: d.received == {"req-d"}, [p, d]), "P need not send over the third one"
     trickle.turns = float("inf")

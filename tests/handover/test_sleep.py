@@ -17,7 +17,7 @@ from kvferry.connector.config import Settings
 from kvferry.connector.engine import worker
 from kvferry.connector.protocol.link_state import LinkPhase
 from kvferry.connector.protocol.step_plan import LeaseGrant, StepPlan, pack_ids
-from kvferry.connector.transfer import transfer_thread
+from kvferry.connector.transfer.producer import Producer
 from kvferry.transport.errors import TransportError
 from tests.handover.gates import PATIENT, Gate, halves
 from tests.handover.opening import OURS, THEIRS, TOKENS, another_works, begin
@@ -191,8 +191,7 @@ def test_other_addresses_and_the_same_port(group: RankGroup) -> None:
     first = group.rank()
     port = first.address.port
     first.close()
-    named = {"side_channel_port": port}
-    p, d = group.rank(settings=Settings(**named)), group.rank(engine_id="engine-d")
+    p, d = group.rank(settings=Settings(side_channel_port=port)), group.rank(engine_id="engine-d")
     old = p.caches
     p.worker.unregister()
     p.caches = {name: cache.clone() for name, cache in old.items()}
@@ -264,13 +263,13 @@ def test_the_end_of_its_leases_is_told(group: RankGroup, monkeypatch: pytest.Mon
     p.fill(THEIRS, TOKENS)
     another_works(p, d)
     (link,) = halves(d)[1]._links
-    told, say = threading.Event(), transfer_thread.Producer.say_closing
+    told, say = threading.Event(), Producer.say_closing
 
     def say_and_wait(producer: Any, reason: str) -> None:  # as long as a slow host may take
         say(producer, reason)
         told.wait(60)
 
-    monkeypatch.setattr(transfer_thread.Producer, "say_closing", say_and_wait)
+    monkeypatch.setattr(Producer, "say_closing", say_and_wait)
     ending = threading.Thread(target=getattr(p.worker, ends))
     ending.start()
     assert wait(lambda: link.phase is LinkPhase.FAILED, [d])

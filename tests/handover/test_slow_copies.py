@@ -17,7 +17,8 @@ from kvferry.connector.config import Settings
 from kvferry.connector.engine import step_hold
 from kvferry.connector.protocol.source_read import ReadPhase
 from kvferry.connector.protocol.step_plan import LeaseGrant, StepPlan, pack_ids
-from kvferry.connector.transfer.copies import WaitPolicy
+from kvferry.connector.transfer.copies import DeviceEvent, WaitPolicy
+from kvferry.transport.wake import RunningClock
 from tests.handover import opening
 from tests.handover.gates import halves
 from tests.handover.rank_group import RankGroup
@@ -148,10 +149,12 @@ def test_the_end_waits_for_copies(pair: tuple[Rank, Rank], copies: list[SlowCopi
     assert d.received == {"req-d"}
 
 
-class Late:
+class Late(DeviceEvent):
     """An event that completes when the test sets it."""
 
     completed = False
+
+    def __init__(self) -> None: ...
 
     def query(self) -> bool:
         return self.completed
@@ -162,9 +165,8 @@ def test_a_lease_is_granted_once_its_blocks_are_computed(group: RankGroup) -> No
     p.fill(THEIRS, TOKENS)
     token, late = b"t" * 16, Late()
     lease = LeaseGrant("req-p", token, TOKENS, (pack_ids(THEIRS),))
-    assert p.worker._transfer_thread is not None
     p.worker._ledger.post((), ["req-p"])
-    p.worker._transfer_thread.post(StepPlan(leases=(lease,)), None, [late])
+    p.thread.post(StepPlan(leases=(lease,)), None, [late])
     d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
     assert not wait(lambda: bool(d.received), [p, d], seconds=0.5)
     late.completed = True
@@ -350,7 +352,7 @@ def test_time_in_which_the_engine_stood_still_is_not_counted(
 ) -> None:
     """The host has stopped it for ten minutes; P's message was there all the time."""
     p, d = pair
-    clock = step_hold.RunningClock
+    clock = RunningClock
     monkeypatch.setattr(
         step_hold, "RunningClock", lambda: clock(iter([0.0, *(600.0 + n for n in range(100))]).__next__)
     )

@@ -42,7 +42,7 @@ def test_a_preempted_prompt_goes_on_from_other_blocks(group: RankGroup, plane: s
     engine.take_back(ELSEWHERE)
     engine.end()  # of the step that was under way: it says nothing about the new blocks
     engine.plan(0, STEP, restarts=True)
-    assert wait(lambda: not p.worker._transfer_thread._plans.posted, [p, d]) and nothing_of(d, STEP, TOKENS)
+    assert wait(lambda: not p.thread._plans.posted, [p, d]) and nothing_of(d, STEP, TOKENS)
     engine.write(0, STEP)
     engine.end()
     engine.step(STEP, TOKENS)
@@ -59,7 +59,7 @@ def test_a_prompt_that_stays_preempted_gives_d_its_blocks_back(group: RankGroup)
     engine.step(0, STEP)
     assert wait(lambda: has(d, 0, STEP), [p, d])
     engine.take_back(ELSEWHERE)
-    assert wait(lambda: not p.worker._transfer_thread._plans.posted, [p, d]) and not d.failed
+    assert wait(lambda: not p.thread._plans.posted, [p, d]) and not d.failed
     let_time_pass(p, PREEMPTED_SECONDS + 1)
     assert wait(lambda: d.failed == {"req-d"}, [p, d])
     engine.step(0, STEP, restarts=True)
@@ -245,7 +245,7 @@ def test_blocks_that_do_not_exist_are_not_read(group: RankGroup) -> None:
     engine.end()
     engine.blocks = right
     engine.step(2 * STEP, TOKENS)
-    assert wait(lambda: not p.worker._transfer_thread._plans.posted, [p, d]) and nothing_of(d, STEP, TOKENS)
+    assert wait(lambda: not p.thread._plans.posted, [p, d]) and nothing_of(d, STEP, TOKENS)
     engine.write(0, TOKENS)
     engine.grant()
     ends_well([p], d)
@@ -257,7 +257,7 @@ def test_a_step_that_ends_after_its_blocks_are_lost_says_nothing_of_the_new_ones
     """On a device that is behind its engine: the prompt begins anew before the step of the lost blocks has ended."""
     p, d = make(group)
     device: list[Callable[[], None]] = []
-    monkeypatch.setattr(p.worker.rank_context.caches.copies, "after_engine", device.append)
+    monkeypatch.setattr(p.context.caches.copies, "after_engine", device.append)
 
     def reach(count: int) -> None:
         for _ in range(count):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kvferry.connector.config import Settings
@@ -203,7 +205,7 @@ def test_p_says_that_it_lives_while_it_computes(group: RankGroup) -> None:
     assert wait(lambda: active.attempts is not None, [p, d]), "after a silence D begins anew"
 
 
-def wait_for_reads(p: Rank, d: Rank) -> list[object]:
+def wait_for_reads(p: Rank, d: Rank) -> list[Any]:
     assert wait(lambda: bool(halves(p)[0].reads.sender.waiting), [p, d])
     return list(halves(d)[1].loads.running)
 

@@ -3,7 +3,6 @@ interpreter."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -28,15 +27,15 @@ class Wakes:
     """Counts how often P's transfer thread is woken."""
 
     def __init__(self, p: Rank) -> None:
-        self.thread: Any = p.worker._transfer_thread
+        self.thread: Any = p.thread
         self.count = 0
-        wake: Callable[[], None] = self.thread.wake
+        wake = p.thread.wake
 
         def counted() -> None:
             self.count += 1
             wake()
 
-        self.thread.wake = counted
+        p.thread.wake = counted  # type: ignore[method-assign]
 
     def new(self) -> int:
         """How often since the last call."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import secrets
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 pytest.importorskip("opentelemetry.sdk.trace")
-from opentelemetry.sdk.trace import ReadableSpan
 
 from kvferry.connector.config import Settings
 from kvferry.connector.protocol import lease as lease_state
@@ -51,7 +51,7 @@ def prompt_lease(request_id: str, traceparent: str = SAMPLED) -> LeaseGrant:
     return LeaseGrant(request_id, secrets.token_bytes(16), TOKENS, (pack_ids(THEIRS),), traceparent=traceparent)
 
 
-def only(spans: Spans, name: str) -> ReadableSpan:
+def only(spans: Spans, name: str) -> Any:
     """The one span of this name. It follows the report to the engine."""
     assert wait(lambda: bool(spans.named(name)))
     (span,) = spans.named(name)

@@ -14,7 +14,6 @@ from kvferry.connector.engine.worker import WorkerHalf
 from kvferry.connector.protocol.step_plan import KeepLease, StepPlan, UnneededLease
 from kvferry.connector.transfer import lease_keeper, links
 from kvferry.transport.allowed_peers import AllowedPeers
-from kvferry.transport.control import lookup
 from kvferry.transport.errors import ConfigError
 from tests.handover.gates import PATIENT, halves
 from tests.handover.opening import OURS, THEIRS, TOKENS, another_works
@@ -161,7 +160,7 @@ def test_a_name_is_resolved_once_and_the_address_is_judged(
         asked.append(host)
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1" if len(asked) > 1 else "192.0.2.1", 0))]
 
-    monkeypatch.setattr(lookup.socket, "getaddrinfo", rebinds)
+    monkeypatch.setattr(socket, "getaddrinfo", rebinds)
     named = replace(peer([p]), ranks=(replace(p.address, host="rebinds.example"),))
     with caplog.at_level("WARNING", "vllm.kvferry"):
         d.worker.post(load_plan("req-d", b"t" * 16, named, OURS, 0, TOKENS))

@@ -38,8 +38,9 @@ def found_on(
 
     def copy(check: WireCheck, *, to_wire: bool) -> int:
         verdict.fill_(-1)
-        whole = {"layer": 0, "num_layers": layers, "token": 0, "num_tokens": tokens, "sms": sms}
-        there.copy(address, to_wire=to_wire, check=check, **whole)
+        there.copy(
+            address, to_wire=to_wire, check=check, layer=0, num_layers=layers, token=0, num_tokens=tokens, sms=sms
+        )
         if device.type == "cuda":
             torch.cuda.synchronize()
         return int(verdict[0])

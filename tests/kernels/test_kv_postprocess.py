@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -111,6 +112,7 @@ def test_the_comparison_sees_a_fault(name: str, fault: str, monkeypatch: pytest.
 
     def planted(*args, **kwargs):
         found = exchange_of(*args, **kwargs)
+        assert found is not None
         return replace(found, inner_stride=0) if fault == "inner" else replace(found, content=found.content // 2)
 
     if fault in ("inner", "content"):
@@ -226,7 +228,7 @@ IDS = torch.tensor([1, 3])
         (torch.zeros(1, 2, 6, 8).expand(4, 2, 6, 8), IDS, 2, r"an expanded tensor"),
     ],
 )
-def test_what_cannot_be_is_one_line(cache: torch.Tensor, indices: torch.Tensor, ratio: float, says: str) -> None:
+def test_what_cannot_be_is_one_line(cache: torch.Tensor, indices: torch.Tensor, ratio: Any, says: str) -> None:
     before = cache.clone()
     for function in (kv_postprocess_blksize_on_receive, kv_postprocess_blksize_and_layout_on_receive):
         with pytest.raises(GeometryError, match=says) as raised:

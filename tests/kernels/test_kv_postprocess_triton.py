@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -139,12 +140,13 @@ def test_slices_are_few_and_alike(vectors: int, at_most: int, width: int) -> Non
         ({"content": 5, "dtype": torch.int8, "shift": 3}, 1),
     ],
 )
-def test_alignment_is_that_of_the_worst_row(change: dict[str, object], expected: int) -> None:
+def test_alignment_is_that_of_the_worst_row(change: dict[str, Any], expected: int) -> None:
     case = replace(Case("layout", "NHD", content=8), **change)
     memory = torch.zeros(len(Arena(case).memory), dtype=torch.uint8)
     assert memory.data_ptr() % 16 == 0
     cache = Arena(case).cache(memory)
-    assert alignment(cache, exchange_of(cache, 1, relayout=True)) == expected
+    exchange = exchange_of(cache, 1, relayout=True)
+    assert exchange is not None and alignment(cache, exchange) == expected
 
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -64,7 +64,7 @@ class Kernel:
     """Stands in for a kernel of Triton's, and for the buffers and table of its launches. ``launches``: which way each
     one went, with its programs and arguments."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, metadata: dict[str, object]) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, metadata: Mapping[str, object]) -> None:
         self.launches: list[tuple[object, ...]] = []
         self._compiled = SimpleNamespace(metadata=SimpleNamespace(**metadata), function=7)
         buffers = SimpleNamespace(launch=self._direct)
@@ -185,12 +185,12 @@ def on_gpu(pages: Pages, host: np.ndarray, memory: torch.Tensor) -> Pages:
 def copied(name: str) -> list[np.ndarray]:
     """Memory of dst after the copy by all SMs, by a few, and as if from another GPU."""
     case, found = paged_copy_cases.CASES[name], []
-    for how in ({}, {"sms": 3}, {"over_link": True}):
+    ways: list[dict[str, Any]] = [{}, {"sms": 3}, {"over_link": True}]
+    for how in ways:
         dst, src = case.arenas()
         memories = [torch.from_numpy(arena.memory).to(GPU) for arena in (dst, src)]
-        sides = [on_gpu(arena.pages, arena.memory, memory) for arena, memory in zip((dst, src), memories, strict=True)]
-        size = {"num_heads": case.heads, "num_tokens": case.tokens, "content_bytes": case.content}
-        copy_pages(*sides, **size, device=GPU, **how)
+        to, of = (on_gpu(arena.pages, arena.memory, memory) for arena, memory in zip((dst, src), memories, strict=True))
+        copy_pages(to, of, num_heads=case.heads, num_tokens=case.tokens, content_bytes=case.content, device=GPU, **how)
         found.append(memories[0].cpu().numpy())
     return found
 
@@ -224,8 +224,8 @@ def wanted(run: Callable[[str], list[np.ndarray]], name: str) -> np.ndarray | No
         case = paged_copy_cases.CASES[name]
         return paged_copy_cases.expected(case, *case.arenas())
     if run is zeroed:
-        case = zero_blocks_cases.CASES[name]
-        return zero_blocks_cases.expected(case, zero_blocks_cases.Arena(case))
+        zeros = zero_blocks_cases.CASES[name]
+        return zero_blocks_cases.expected(zeros, zero_blocks_cases.Arena(zeros))
     return None
 
 

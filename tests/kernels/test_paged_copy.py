@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -136,7 +137,7 @@ def test_an_empty_box_touches_nothing(empty: str) -> None:
     nothing = Pages(np.zeros(0, np.int64), np.zeros(0, np.int64), 16, 0, 0, 0)
     one = Pages(np.zeros(1, np.int64), np.zeros(1, np.int64), 16, 0, 0, 0)
     pages = nothing if empty == "layers" else one
-    sizes = {"num_heads": 1, "num_tokens": 1} | {empty: 0}
+    sizes: dict[str, Any] = {"num_heads": 1, "num_tokens": 1} | {empty: 0}
     sizes.pop("layers", None)
     copy_pages(pages, pages, content_bytes=8, device=CPU, **sizes)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -101,7 +102,7 @@ def test_tile_shape_wastes_few_lanes(words: int, word: int, all_sms: tuple[int, 
         ({"bases": np.array([1 << 20, (1 << 20) + 1])}, 1),
     ],
 )
-def test_alignment_is_that_of_the_worst_row(change: dict[str, object], expected: int) -> None:
+def test_alignment_is_that_of_the_worst_row(change: dict[str, Any], expected: int) -> None:
     pages = Pages(np.array([1 << 20, 1 << 21]), np.array([3]), 16, 512, 64, 32)
     assert alignment(replace(pages, **change), 2, 2, 32) == expected
 

@@ -156,3 +156,15 @@ def test_no_deadline_goes_by_the_time_of_day() -> None:
             assert "datetime" not in {
                 name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names
             }
+
+
+def test_make_lint_checks_the_types_of_every_file() -> None:
+    """What mypy takes for its sources, with the settings of pyproject.toml, are the Python files that git has."""
+    show = "from mypy.main import process_options; print(*(s.path for s in process_options([])[0]), sep='\\n')"
+    checked = subprocess.run(
+        [sys.executable, "-c", show], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
+    listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    wanted = {ROOT / name for name in listed.split() if (ROOT / name).exists()}
+    assert {(ROOT / name).resolve() for name in checked} >= wanted
+    assert len(checked) == len(set(checked))

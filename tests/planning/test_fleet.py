@@ -156,7 +156,8 @@ def test_a_request_that_no_cache_holds_is_refused() -> None:
 def test_leased_blocks_stay_and_the_bound_holds(work: list[tuple[int, int]], capacity: int) -> None:
     """Prompts of three trees take and return leases; a model of sets says what must be there."""
     index = PrefixIndex()
-    cache, leases = PrefixCache(3, capacity, index), []
+    cache = PrefixCache(3, capacity, index)
+    leases: list[tuple[list[int], int]] = []
     for tree, length in work:
         blocks = [100 * (tree % 3) + n for n in range(length)]
         if tree > 3 and leases:

@@ -138,10 +138,9 @@ def test_bytes_and_messages_are_those_of_a_hand_over(
         d.worker.post(load_plan("req-d", token, peer(ps), range(49), 0, tokens))
     assert wait(lambda: all(d.received for d in ds), [*ps, *ds])
     assert not any(d.failed for d in ds)
-    moved = []
+    moved: list[int] = []
     for d in ds:
-        assert d.worker.rank_context is not None
-        (samples,) = d.worker.rank_context.stats.take()["finished"].values()
+        (samples,) = d.figures()["finished"].values()
         moved += samples["nbytes"]
     shape = ModelShape(("full",) * 4, 8, 4, 64, "int32")
     pair = Pair(shape, Deployment(p_tp, layout="HND"), Deployment(d_tp, 1, d_block, "HND"), SLOT)

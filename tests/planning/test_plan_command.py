@@ -10,8 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from kvferry.connector.cli import app
 from kvferry.connector.plan_command import PlanResult, bytes_per_second

@@ -99,7 +99,7 @@ class RankCaches:
             outermost = self.form.layout[0]
             end += sizes[outermost] * steps[outermost] + GUARD
         self.buffer = torch.full((end,), fill, dtype=getattr(torch, self.form.dtype))
-        self.memory = self.buffer.to(device)  # the buffer itself on the host
+        self.memory = self.buffer.to(device, copy=True)  # what the engine and its peers see
         self._placed = placed
         self.tables = [Table(*group, self._view(self.buffer, n)) for n, group in enumerate(groups)]
 

@@ -100,9 +100,9 @@ def _spread(pairing: Pairing, taken: dict[Rank, list[Read]]) -> Iterator[str]:
     for asked in taken.values():
         for source, what, _ in asked:
             readers[what, source[1] % p.dcp][source] += 1
-    for what, counts in readers.items():
+    for where, counts in readers.items():
         if max(counts.values()) - min(counts.values()) > 1:
-            yield f"readers of {what} are not spread over its replicas: {dict(counts)}"
+            yield f"readers of {where} are not spread over its replicas: {dict(counts)}"
 
 
 def _freed(pairing: Pairing, seen: Seen, taken: dict[Rank, list[Read]]) -> Iterator[str]:

@@ -144,8 +144,8 @@ def _states() -> Iterator[Cell]:
     for row, p in PARALLEL.items():
         for column, d in PARALLEL.items():
             rng = random.Random(f"{row} {column} states")
-            forms = [replace(form, layout=rng.choice(LAYOUTS), pad=rng.choice([0, 24])) for form in (p, d)]
+            of_p, of_d = (replace(form, layout=rng.choice(LAYOUTS), pad=rng.choice([0, 24])) for form in (p, d))
             model = Model("state", 5, 24, rng.choice([4, 6, 16]))
             yield Cell(
-                "parallel", row, column, Pairing(model, *forms, tokens=rng.choice([1, 77]), seed=rng.randrange(99))
+                "parallel", row, column, Pairing(model, of_p, of_d, tokens=rng.choice([1, 77]), seed=rng.randrange(99))
             )

@@ -230,7 +230,8 @@ def parse(name: str) -> Pairing:
         form = Form(int(tp), int(pp), layout, int(block), int(kernel), int(pad), int(dcp or 1), int(turn or 1))
         forms.append(replace(form, dtype=dtype or "int32"))
     tokens, start, plane, seed = rest[21:]
-    return Pairing(Model(kind, layers, heads, content), *forms, int(tokens), int(start), plane, int(seed))
+    p, d = forms
+    return Pairing(Model(kind, layers, heads, content), p, d, int(tokens), int(start), plane, int(seed))
 
 
 def draw(rng: random.Random, planes: tuple[str, ...]) -> Pairing:

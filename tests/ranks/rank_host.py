@@ -6,24 +6,30 @@ import base64
 import json
 import os
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, cast
+from unittest.mock import patch
 
 import msgspec
 import torch
 
 from kvferry.connector.config import Settings
+from kvferry.connector.engine import worker_setup
 from kvferry.connector.engine.worker import WorkerHalf
 from kvferry.connector.geometry.engine_types import CacheDtype, LayerGroup, RankInfo
+from kvferry.connector.geometry.rank_geometry import CacheKind
 from kvferry.connector.geometry.recurrent_state import StateArray, sections
 from kvferry.connector.geometry.token_sharding import TokenSharding
 from kvferry.connector.protocol import messages
 from kvferry.connector.protocol.step_plan import KeepLease, LeaseGrant, Load, PeerEngine, StepPlan, pack_ids
+from kvferry.connector.transfer.active_load import SourceRead
 from kvferry.connector.transfer.copies import WaitPolicy
-from kvferry.connector.transfer.receiver import SourceRead
 from kvferry.transport.channels import Copy
+from tests.handover.slow_copies import SlowCopies
 from tests.ranks.caches import RankCaches, Table, layer_name
 from tests.ranks.pairing import INPUTS, ITEM_SIZES, STATE_SIZE, Pairing, Rank, parse
 from tests.ranks.state_caches import StateCaches
@@ -32,17 +38,22 @@ from tests.support.lanes import LANES
 SLOT_BYTES = 64 << 10
 """So small that a hand-over takes several messages."""
 LATE = 300_000_000
-"""Cycles by which a GPU's copies come later where a step computes with them: some 0.2 s, far more than its launch."""
+"""Cycles by which a GPU's copies come later where a step computes with them: some 0.2 s, far more than its launch. On
+the host they come once the engine's device waits for them, or has read without."""
 
 
 class HostedRank:
     """One rank: its caches, its worker half, and what was seen of it."""
 
-    def __init__(self, pairing: Pairing, side: str, rank: Rank, engine_id: str, device: str = "cpu") -> None:
+    def __init__(
+        self, pairing: Pairing, side: str, rank: Rank, engine_id: str, device: str = "cpu", *, late: bool = False
+    ) -> None:
+        """``late``: its device's copies end long after they were started."""
         self.pairing, self.side, self.rank = pairing, side, rank
         if pairing.plane == "nixl":
             os.environ["UCX_TLS"] = LANES
-        self.caches = (StateCaches if pairing.model.kind == "state" else RankCaches)(pairing, side, rank, device)
+        kind: type[StateCaches | RankCaches] = StateCaches if pairing.model.kind == "state" else RankCaches
+        self.caches = kind(pairing, side, rank, device)
         form, model = pairing.form(side), pairing.model
         settings = Settings(
             plane=pairing.plane, slot_bytes=SLOT_BYTES, staging_bytes=16 << 20, lease_seconds=900.0,
@@ -53,19 +64,25 @@ class HostedRank:
             engine_id=engine_id, tp_rank=rank[1], tp_size=form.tp, pp_rank=rank[0], pp_size=form.pp,
             model={"architectures": "Numbered"},
         )  # fmt: skip
-        groups = [
+        groups = [_states(self.caches)] if isinstance(self.caches, StateCaches) else [
             LayerGroup(
-                table.kind, tuple(map(layer_name, table.layers)), form.block,
+                cast(CacheKind, table.kind), tuple(map(layer_name, table.layers)), form.block,
                 1 if table.kind == "mla" else model.heads, table=number,
                 sharding=TokenSharding(form.dcp, form.interleave),
                 cache_dtype=self._cache_dtype(table),
             )
             for number, table in enumerate(self.caches.tables)
         ]  # fmt: skip
-        if isinstance(self.caches, StateCaches):
-            groups = [_states(self.caches)]
-        self.worker = WorkerHalf(settings, info, groups)
-        self.worker.register(self.caches.registered(), pairing.pages(side))
+        self.worker = WorkerHalf(settings, info, groups, loads_fail_requests=late)  # so a step is patient
+        slow = patch.object(worker_setup, "copies_on", lambda *_: SlowCopies())
+        with slow if late and device == "cpu" else nullcontext():
+            self.worker.register(self.caches.registered(), pairing.pages(side))
+        assert self.worker.rank_context is not None
+        self._context = self.worker.rank_context
+        self.copies = self._context.caches.copies
+        self._reads = threading.Event()
+        if late:
+            self._come_late()
         self.asks: list[tuple[Rank, list[list[int]]]] = []
         self.released: list[int] = []
         self.released_when_freed: list[int] | None = None
@@ -87,7 +104,7 @@ class HostedRank:
         """Note what D asks for and what P is released by; everything goes its way."""
         thread = self.worker._transfer_thread
         assert thread is not None
-        ask, release, free = thread._consumer.loads.reads.ask, thread._producer._release, thread._producer._leases._free
+        ask, forward, free = thread._consumer.loads.reads.ask, thread._producer._release, thread._producer._leases._free
         find_posted = thread._consumer.loads.reads.use_posted_grant
 
         def note(read: SourceRead) -> None:
@@ -105,9 +122,9 @@ class HostedRank:
                 note(read)
             return posted
 
-        def released(session: Any, message: messages.Release, now: float) -> None:
-            self.released.append(message.consumer_rank)
-            release(session, message, now)
+        def released(session: Any, release: messages.Release, now: float) -> None:
+            self.released.append(release.consumer_rank)
+            forward(session, release, now)
 
         def freed(token: bytes, held: Any, reason: str, now: float) -> None:
             self.released_when_freed, self.why_freed = list(self.released), reason
@@ -130,29 +147,38 @@ class HostedRank:
         """``inside``: the step computes with it."""
         span = (0, 1) if self.pairing.model.kind == "state" else (self.pairing.start, self.pairing.tokens)
         load = Load("req-d", token, peer, self.tables, (span,) * len(self.tables), now=inside)
-        if inside and self.caches.memory.is_cuda:
-            self._come_late()
         self.worker.post(StepPlan(consumer=b"c" * 16, keeps=(KeepLease("req-d", token, peer, False),), loads=(load,)))
 
     def _come_late(self) -> None:
         """Its copies; what is launched after them does not by itself."""
-        assert self.worker.rank_context is not None
-        copies = self.worker.rank_context.caches.copies
-        start = copies.start
+        start = self.copies.start
 
-        def late(enqueue: Callable[[], None], wait: WaitPolicy = WaitPolicy.NONE) -> Copy:
+        def late(
+            enqueue: Callable[[], None],
+            wait: WaitPolicy = WaitPolicy.NONE,
+            portions: Sequence[Callable[[], None]] = (),
+        ) -> Copy:
             def act() -> None:
-                torch.cuda._sleep(LATE)
+                if self.copies.device.type == "cuda":
+                    torch.cuda._sleep(LATE)
+                else:
+                    self._reads.wait(60)
                 enqueue()
 
-            return start(act, wait)
+            return start(act, wait, portions)
 
-        copies.start = late  # type: ignore[method-assign,assignment]
+        self.copies.start = late  # type: ignore[method-assign]
 
     def compute(self) -> None:
         """A step that computes with its load: its device reads the caches when the engine would."""
-        self.worker.begin_step()
-        self.caches.download()
+        try:
+            self.worker.begin_step()
+            if isinstance(self.copies, SlowCopies) and self.copies.held:  # a GPU's stream waits by itself
+                self._reads.set()
+                assert all(event.wait(60) for event in self.copies.held)
+            self.caches.download()
+        finally:
+            self._reads.set()
         outcome = self.worker.take_outcome()
         self.failed = outcome is None or not outcome.standing()
         self.done = self.computed = True
@@ -166,11 +192,10 @@ class HostedRank:
 
     def seen(self) -> dict[str, Any]:
         """What compare.py is given of this rank."""
-        assert self.worker.rank_context is not None
         finished: dict[str, Any] = {}
         end = time.monotonic() + 600
         while not finished:
-            figures = self.worker.rank_context.stats.take()
+            figures = self._context.stats.take()
             finished = {} if figures is None else dict(figures["finished"])
             if not self.computed or self.failed or time.monotonic() > end:
                 break
@@ -200,7 +225,10 @@ def _states(caches: StateCaches) -> LayerGroup:
 
 def plant(fault: str, rank: HostedRank) -> None:
     """Damage done on purpose, to see the harness notice it."""
+    if not fault:
+        return
     caches = rank.caches
+    assert isinstance(caches, RankCaches)
     if fault == "wrong element on P" and rank.side == "p" and rank.rank == (0, 0):
         table = caches.tables[0]
         page = int(caches.blocks[0][-1]) * (caches.form.block // caches.form.kernel)
@@ -213,8 +241,7 @@ def plant(fault: str, rank: HostedRank) -> None:
     elif fault == "asks twice" and rank.side == "d":
         rank.asks *= 2
     elif fault == "device does not wait" and rank.side == "d":
-        assert rank.worker.rank_context is not None
-        rank.worker.rank_context.caches.copies.make_engine_wait = lambda *_: None  # type: ignore[method-assign]
+        rank.copies.make_engine_wait = lambda *_: None  # type: ignore[method-assign]
 
 
 class Host:
@@ -223,11 +250,15 @@ class Host:
     def __init__(self) -> None:
         self.ranks: list[HostedRank] = []
 
-    def open(self, pairing: str, side: str, ranks: list[Rank], engine_id: str, gpus: int = 0, **_: Any) -> list[str]:
-        """Addresses, each a ``RankAddress`` in MessagePack and base64. ``gpus``: how many the ranks share, if any."""
+    def open(
+        self, pairing: str, side: str, ranks: list[Rank], engine_id: str, gpus: int = 0, inside: bool = False, **_: Any
+    ) -> list[str]:
+        """Addresses, each a ``RankAddress`` in MessagePack and base64. ``gpus``: how many the ranks share, if any.
+        ``inside``: a step of D will compute with its load, and the copies are late."""
         for pp_rank, tp_rank in ranks:
             device = f"cuda:{(pp_rank + tp_rank + (side == 'd')) % gpus}" if gpus else "cpu"
-            self.ranks.append(HostedRank(parse(pairing), side, (pp_rank, tp_rank), engine_id, device))
+            late = inside and side == "d"
+            self.ranks.append(HostedRank(parse(pairing), side, (pp_rank, tp_rank), engine_id, device, late=late))
         return [base64.b64encode(msgspec.msgpack.encode(rank.worker.address)).decode() for rank in self.ranks]
 
     def grant(self, token: str, fault: str = "", **_: Any) -> None:

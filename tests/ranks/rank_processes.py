@@ -96,7 +96,7 @@ class RankProcesses:
         for side, hosts, parts in (("p", p_hosts, p_shares), ("d", d_hosts, d_shares)):
             for host, ranks in zip(hosts, parts, strict=True):
                 host.start("open", pairing=str(pairing), side=side, ranks=ranks,
-                           engine_id=f"engine-{side}{number}", gpus=self.gpus)  # fmt: skip
+                           engine_id=f"engine-{side}{number}", gpus=self.gpus, inside=inside)  # fmt: skip
         for host in p_hosts:
             answers = [base64.b64decode(address) for address in host.answer(600)]
             addresses += [msgspec.msgpack.decode(address, type=RankAddress) for address in answers]

@@ -40,7 +40,7 @@ class StateCaches:
             step, outer[0] * step]  # fmt: skip
         self._placed = [*outer, self.page], [*steps, 1], GUARD
         self.buffer = torch.full((2 * GUARD + outer[0] * outer[1] * step,), {"p": P_FILL, "d": D_FILL}[side]).int()
-        self.memory = self.buffer.to(device)  # the buffer itself on the host
+        self.memory = self.buffer.to(device, copy=True)  # what the engine and its peers see
         self.tables = self._parts(self.buffer)
 
     def _parts(self, buffer: torch.Tensor) -> list[Part]:

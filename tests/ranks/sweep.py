@@ -35,7 +35,7 @@ def main() -> int:
     parser.add_argument("--pairing", help="this one only, by its name")
     parser.add_argument("--gpus", type=int, default=0, help="how many GPUs the caches lie on; 0: in host memory")
     options = parser.parse_args()
-    planes = GPU_PLANES if options.gpus else PLANES
+    planes: tuple[str, ...] = GPU_PLANES if options.gpus else PLANES
     if find_spec("ucxx"):
         planes = (*planes, "ucx")
     if options.pairing:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -62,6 +63,6 @@ def test_what_is_no_name_is_refused(name: str) -> None:
         {"pp": 0},
     ],
 )
-def test_forms_that_no_engine_has_are_refused(form: dict[str, int]) -> None:
+def test_forms_that_no_engine_has_are_refused(form: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"form|split"):
         Pairing(Model(), Form(), Form(**form))

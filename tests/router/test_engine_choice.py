@@ -104,7 +104,7 @@ def test_health_checks_change_the_state_after_several_failures() -> None:
     pool = EnginePool([A])
     (engine,) = pool
     assert [pool.checked(engine, False, 3) for _ in range(3)] == [False, False, True]
-    assert engine.state is EngineState.DOWN and pool.take_prefill(1, 0.0) is None
+    assert (engine.state, pool.take_prefill(1, 0.0)) == (EngineState.DOWN, None)
     assert pool.checked(engine, True, 3) and engine.state is EngineState.UP
     assert [pool.checked(engine, passed, 3) for passed in (False, False, True, False, False)] == [False] * 5
 

@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import httpx
@@ -40,11 +41,11 @@ __all__ = ["at_once"]
 @contextmanager
 def router_of(p: list[Engine | str], d: list[Engine | str], **options: Any) -> Iterator[tuple[Router, str]]:
     with ExitStack() as stack:
-        urls = [
+        p_urls, d_urls = (
             [engine if isinstance(engine, str) else stack.enter_context(served(engine.app)) for engine in engines]
             for engines in (p, d)
-        ]
-        router = make_router(*urls, cool_down=600, **options)
+        )
+        router = make_router(p_urls, d_urls, cool_down=600, **options)
         yield router, stack.enter_context(served(make_app(router)))
 
 
@@ -94,11 +95,15 @@ def test_a_d_that_is_gone_is_replaced_with_the_same_parameters(stream: bool) -> 
     assert [body["kv_transfer_params"] for body, _, _ in d.seen] == [PARAMS] * 2
 
 
+def says(first: bytes, connection: socket.socket, number: int) -> bytes:
+    return first
+
+
 def test_a_d_that_breaks_before_a_byte_is_replaced_and_one_that_breaks_after_is_not() -> None:
     p, d = prefill_engine(), decode_engine()
     for first, status, asked in ((b"", 200, 1), (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{", 502, 0)):
         d.seen.clear()
-        raw = RawEngine("D", lambda connection, number, first=first: first)
+        raw = RawEngine("D", partial(says, first))
         with raw.running() as raw_url, router_of([p], [raw_url, d]) as (_, url):
             assert ask(url, {"prompt": "x"}).status_code == status
         assert [body["kv_transfer_params"] for body, _, _ in d.seen] == [PARAMS] * asked
@@ -332,7 +337,7 @@ def test_errors_of_the_server_have_openais_form(method: str, path: str, status: 
 
 
 def test_a_fault_of_the_router_is_an_error_without_a_traceback() -> None:
-    async def fault(*_: Any) -> Any:
+    async def fault(*_: Any, **__: Any) -> Any:
         raise ZeroDivisionError("planted")
 
     router = make_router([], [gone()])

@@ -46,11 +46,11 @@ def traced(p: list[Engine | str], d: list[Engine | str], *timeouts: LegTimeouts)
     """A router that passes an engine over once it has failed, and whose spans stay here."""
     spans = Spans()
     with ExitStack() as stack:
-        urls = [
+        p_urls, d_urls = (
             [engine if isinstance(engine, str) else stack.enter_context(served(engine.app)) for engine in engines]
             for engines in (p, d)
-        ]
-        router = make_router(*urls, *timeouts, cool_down=600, tracer=spans.tracer)
+        )
+        router = make_router(p_urls, d_urls, *timeouts, cool_down=600, tracer=spans.tracer)
         yield spans, stack.enter_context(served(make_app(router)))
 
 

@@ -99,7 +99,7 @@ class Fleet:
         tokens = 330 if rng.random() < 0.06 else rng.choice((5, 16, 16, 30, 48))  # 330 need more than one message
         if rng.random() < STREAMED and self._stream(p, d):
             return
-        late = ()
+        late: tuple[float | None, ...] = ()
         if rng.random() < 0.03:
             late = tuple(None if rng.random() < 0.1 else 0.05 * rng.random() for _ in p.nodes)
         prompt = p.prefill(tokens, late)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 from kvferry.connector.config import Settings
@@ -37,7 +37,7 @@ PLANES: dict[str, type[SimPlane]] = {plane.name: plane for plane in (PullPlane, 
 class StepLoads:
     """What the transfer thread says of the loads inside one step, in the place of ``StepOutcome``."""
 
-    layer_order: tuple[str, ...] = ()
+    layer_order: Sequence[str] = ()
 
     def __init__(self, loads: Sequence[Load], begun: Callable[[Load, Check | None], None]) -> None:
         self._loads, self._begun = {id(load): load for load in loads}, begun
@@ -121,7 +121,7 @@ class Node:
         context.planes = [PLANES[name](self) for name in planes]
         self.context = context
         self.address = RankAddress(0, tp_rank, *address, incarnation)
-        self.listener: Any = SimListener(network, self, address)
+        self.listener = cast(Any, SimListener(network, self, address))
         self._clock = RunningClock(self.timeline.clock)
         self.thread = TransferThread(context, self.listener, self._clock)
         self.thread._waker.close()
@@ -268,8 +268,9 @@ class Node:
         self.alive = self.copies.alive = False
         self.thread._waker.close()
         self.network.hosts.pop(self.number, None)
-        if self.network.listeners.get(self.listener.address) is self.listener:
-            del self.network.listeners[self.listener.address]
+        address = self.listener.address
+        if self.network.listeners.get(address) is self.listener:
+            del self.network.listeners[address]
 
     # --- tables ---------------------------------------------------------------------------------------------------
 
@@ -318,7 +319,7 @@ class Node:
         """What is still in a table."""
         consumer, producer = self.thread._consumer, self.thread._producer
         receiver, finder = consumer._receiver, self.thread._finder
-        tables = {
+        tables: dict[str, Any] = {
             "loads": [f"{each.load.request_id} {each.lifetime.story()}" for each in consumer.loads.running],
             "reads": [f"{r.number} of {r.active_load.load.request_id} {r.lifetime.story()} {sorted(r.tags)}"
                       for r in receiver._reads.values()],

@@ -86,7 +86,7 @@ class PullCopy(Copy):
         super().__init__(on_stream=on_device)
         self.cancellable = not on_device
         self._reader, self._ranges, self._at = reader, ranges, 0
-        pages = reader.plane.host.pages  # type: ignore[attr-defined]
+        pages = reader.plane.host.pages
         pages.writes.append(Use(self, pages.at(ranges.dst.tolist())))
         if on_device:
             reader.plane.host.copies.under_way[self] = lambda: self._turn(len(ranges.nbytes))

@@ -120,7 +120,7 @@ class PlacingSender(Sender):
     def send_pieces(self, pieces: Callable[[], Pieces], tag: int) -> bool:
         if not self.is_open or self._reading is not None:
             return False
-        found, pages = pieces(), self.plane.host.pages  # type: ignore[attr-defined]
+        found, pages = pieces(), self.plane.host.pages
         use = Use(None, pieces_of(pages, found))
         pages.reads.append(use)
         self._reading = tag, found, use
@@ -138,7 +138,7 @@ class PlacingSender(Sender):
         assert self._reading is not None
         tag, _, use = self._reading
         self._reading = None
-        self.plane.host.pages.reads.remove(use)  # type: ignore[attr-defined]
+        self.plane.host.pages.reads.remove(use)
         self.plane.host.mark(self.plane)
         if self.is_open:
             self.lane.send("chunk", lambda: self.receiver.arrive(tag, data, whole=whole))
@@ -213,7 +213,7 @@ class Receiver(End, ExpectingChannel):
 
     def _place(self, tag: int, data: bytes, into: Pieces, counted: int) -> None:
         """Write the first half of a message into D's pages, and the second half some time later."""
-        pages, timeline = self.plane.host.pages, self.plane.network.timeline  # type: ignore[attr-defined]
+        pages, timeline = self.plane.host.pages, self.plane.network.timeline
         use = self._placing[tag] = Use(None, pieces_of(pages, into))
         pages.writes.append(use)
         half = len(into.nbytes) // 2
@@ -233,7 +233,7 @@ class Receiver(End, ExpectingChannel):
     def _ended(self, tag: int) -> None:
         use = self._placing.pop(tag, None)
         if use is not None:
-            self.plane.host.pages.writes.remove(use)  # type: ignore[attr-defined]
+            self.plane.host.pages.writes.remove(use)
 
     def stop_writing(self, tag: int) -> None:
         expected = self.expected.get(tag)

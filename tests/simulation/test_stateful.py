@@ -186,4 +186,5 @@ class HandOvers(RuleBasedStateMachine):
 
 
 TestHandOvers = HandOvers.TestCase
+assert settings.default is not None
 TestHandOvers.settings = settings(max_examples=settings.default.max_examples // 2, stateful_step_count=40)

@@ -106,7 +106,7 @@ def test_an_attach_that_comes_twice_leaves_no_closed_channel(world: World) -> No
     under_way(world, "reply")  # P's Welcome
     world.network.double(under_way(world, "request"))
     world.run(0.002)
-    channels = [session.channel for session in p.nodes[0].thread._producer._sessions]
+    channels: list[Any] = [session.channel for session in p.nodes[0].thread._producer._sessions]
     assert len(channels) == 1
     assert all(channel is None or channel.is_open for channel in channels)
     world.run(5.0)

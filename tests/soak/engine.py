@@ -87,7 +87,8 @@ class SoakEngine:
         self.requests: dict[str, Request] = {}
         self.counts: Counter[str] = Counter()
         self.turn = LongestTurn(self.rank)
-        self.leak, self.leaked = leak, []
+        self.leak = leak
+        self.leaked: list[Any] = []
 
     def tell(self, event: str, **values: Any) -> None:
         print(json.dumps({"event": event, **values}), flush=True)

@@ -41,7 +41,7 @@ def fork_for_spawn() -> None:
     def forking(method: str | None = None) -> Any:
         return get_context("fork" if method == "spawn" else method)
 
-    multiprocessing.get_context = forking  # type: ignore[assignment]
+    multiprocessing.get_context = forking
 
 
 def main() -> None:

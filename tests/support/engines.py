@@ -25,7 +25,7 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, Self
 
 from tests.support.server import EngineError, Server
 
@@ -83,7 +83,8 @@ def python_path(*folders: Path) -> str:
     """PYTHONPATH for a process that finds KVFerry and ``tests.support`` of this checkout, these folders, and what this
     process finds by its own, wherever it runs."""
     inherited = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    return os.pathsep.join(os.path.abspath(path) for path in [ROOT / ".typing", *folders, *inherited])
+    paths: list[str | Path] = [ROOT / ".typing", *folders, *inherited]
+    return os.pathsep.join(os.path.abspath(path) for path in paths)
 
 
 def transfer_config(
@@ -119,7 +120,7 @@ class ServerGroup:
         self._grace = grace
         self._old_handlers: dict[int, Any] = {}
 
-    def __enter__(self) -> ServerGroup:
+    def __enter__(self) -> Self:
         # SIGTERM would end this process without unwinding; as SystemExit it runs close(). SIGINT raises by itself.
         with suppress(ValueError):  # not the main thread: its owner sees to signals, the guard processes to the rest
             for number in (signal.SIGTERM, signal.SIGHUP):

@@ -146,7 +146,7 @@ def _written(layer: Any, cache: torch.Tensor, values: torch.Tensor, first: int) 
 
 
 def digest(rows: torch.Tensor) -> str:
-    return hashlib.sha256(rows.cpu().contiguous().view(torch.uint8).numpy()).hexdigest()
+    return hashlib.sha256(rows.cpu().contiguous().view(torch.uint8).numpy().data).hexdigest()
 
 
 def compare(loaded: list[dict[str, Any]], source: list[dict[str, Any]]) -> str | None:
@@ -213,17 +213,19 @@ class KVBytes:
 
     def _kvb_layers(self) -> dict[str, Cached]:
         """Every layer that has a cache of its own; looked up once."""
-        if "_kvb_table" in self.__dict__:
-            return self._kvb_table
+        if "_kvb_table" not in self.__dict__:
+            self._kvb_table = self._kvb_look_up()
+        return self._kvb_table
+
+    def _kvb_look_up(self) -> dict[str, Cached]:
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         context = self.vllm_config.compilation_config.static_forward_context  # type: ignore[attr-defined]
-        self._kvb_table = {
+        return {
             name: cached_layer(index, group.kv_cache_spec, name, context[name])
             for index, group in enumerate(runner.kv_cache_config.kv_cache_groups)
             for name in group.layer_names
             if not getattr(context[name], "kv_sharing_target_layer_name", None)
         }
-        return self._kvb_table
 
     def _kvb_before(self, step: Any) -> None:
         if not self._kvb_on:

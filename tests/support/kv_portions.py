@@ -7,6 +7,7 @@ POST /collective_rpc {"method": "kv_portions_seen"}                 of each read
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 from tests.support.kv_bytes import KVBytes
 from tests.support.kv_heads import KVHeads
@@ -17,18 +18,18 @@ class _Portions:
         """Begin to count. ``nbytes``: in place of the bounds of ``geometry.portions``."""
         from kvferry.connector.geometry import portions
         from kvferry.connector.transfer import receiver
+        from kvferry.connector.transfer.span_read import cut_read
 
         if nbytes:
             portions.HOST_PORTION_BYTES = portions.GPU_PORTION_BYTES = int(nbytes)
         seen: list[int] = []
-        cut_read = receiver.cut_read
 
-        def counted(*args: Any) -> Any:
-            found = cut_read(*args)
+        def counted(*args: Any, **options: Any) -> Any:
+            found = cut_read(*args, **options)
             seen.append(len(found))
             return found
 
-        receiver.cut_read = counted
+        mock.patch.object(receiver, "cut_read", counted).start()
         self._portions_seen = seen
         return []
 

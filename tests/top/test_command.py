@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -11,7 +12,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from kvferry.connector.cli import app
-from kvferry.connector.top import command, poll
+from kvferry.connector.top import poll
+from kvferry.connector.top.engine_figures import EngineRow
 from kvferry.connector.top.poll import EngineDownError, Engines, fetch, metrics_url
 from kvferry.connector.top.view import COLUMNS, table
 from kvferry.transport.errors import UsageError
@@ -117,14 +119,14 @@ def test_the_live_table_is_drawn_until_ctrl_c(serve, monkeypatch):
         if len(drawn) == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(command.time, "sleep", sleep)
+    monkeypatch.setattr(time, "sleep", sleep)
     result = invoke(server.url, "--interval", "5")
     assert result.exit_code == 0 and drawn == [5.0] * 3
     assert result.output.count(server.name) == 2, "without a terminal, each poll is printed"
 
 
 def test_markup_of_an_engine_is_text():
-    row = poll.EngineRow("[bold]x[/bold]", down="[red]y")
+    row = EngineRow("[bold]x[/bold]", down="[red]y")
     console = Console(width=200)
     with console.capture() as captured:
         console.print(table([row]))

@@ -103,7 +103,7 @@ def test_a_host_that_does_not_exist_is_not_waited_for(url, said, monkeypatch):
             host.encode("idna")
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
-    monkeypatch.setattr(drain.socket, "getaddrinfo", unknown)
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
     result = CliRunner().invoke(app, ["drain", url])
     assert result.exit_code == 2 and result.stderr.startswith(f"kvferry: {said}")
     assert "expected http://HOST:PORT" in result.stderr and result.stderr.count("\n") == 1
@@ -113,7 +113,7 @@ def test_a_name_server_that_does_not_answer_is_waited_for(monkeypatch):
     def no_answer(*_):
         raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
 
-    monkeypatch.setattr(drain.socket, "getaddrinfo", no_answer)
+    monkeypatch.setattr(socket, "getaddrinfo", no_answer)
     said: list[str] = []
     with pytest.raises(drain.BusyError, match="Temporary failure"):
         wait("http://p:8000", timeout=3.0, said=said)

@@ -40,7 +40,7 @@ def intact(message: Received) -> bool:
     """Whether its bytes are there, and right."""
     if not mapped(message.address):
         return False
-    data = np.frombuffer((ctypes.c_uint8 * message.nbytes).from_address(message.address), np.uint8)
+    data = np.ctypeslib.as_array((ctypes.c_uint8 * message.nbytes).from_address(message.address))
     return np.array_equal(data, pattern(message.tag, message.nbytes))
 
 

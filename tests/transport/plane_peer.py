@@ -156,7 +156,7 @@ class Peer:
         return int((self.memory.cpu().numpy() != wanted).sum())
 
     def do_checksum(self) -> int:
-        return zlib.crc32(self.memory.cpu().numpy())
+        return zlib.crc32(self.memory.cpu().numpy().data)
 
     def do_hold(self, on: bool) -> None:
         self.hold = on
@@ -259,7 +259,7 @@ class Peer:
         return moved
 
     def take(self, id: str, message: Received) -> None:
-        data = np.frombuffer((ctypes.c_uint8 * message.nbytes).from_address(message.address), np.uint8)
+        data = np.ctypeslib.as_array((ctypes.c_uint8 * message.nbytes).from_address(message.address))
         if np.array_equal(data, pattern(message.tag, message.nbytes)):
             self.good[id].append(message.tag)
         else:

@@ -52,7 +52,7 @@ def test_pieces_arrive_as_one_message(pair: Pair) -> None:
         else:
             assert not target.any()
             slot = (ctypes.c_uint8 * NBYTES).from_address(message.address)
-            assert np.array_equal(np.frombuffer(slot, np.uint8), content(source))
+            assert np.array_equal(np.ctypeslib.as_array(slot), content(source))
         message.release()
         pair.turn(lambda: sender.reading is None)
     sender.stop_reading()

@@ -41,7 +41,9 @@ def test_silent_connections_take_no_descriptor_from_good_peers(mode, monkeypatch
         for end in good:
             assert end.send(MESSAGE) and until(end.receive) == [MESSAGE], end.reason
         assert len(os.listdir(f"/proc/{process.pid}/fd")) < 350
-        for end in [*silent, *good]:
+        for connection in silent:
+            connection.close()
+        for end in good:
             end.close()
 
 

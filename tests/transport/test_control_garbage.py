@@ -10,6 +10,7 @@ import random
 import socket
 import struct
 import threading
+from typing import Any
 
 import pytest
 import zmq
@@ -226,7 +227,8 @@ def test_two_threads_leave_the_c_library_its_own_memory():
 
     def second():
         assert began.wait(60)
-        new_router(Second()).close(0)
+        late: Any = Second()
+        new_router(late).close(0)
 
     def numbers(between=lambda: None):
         libc.srand(7)
@@ -236,7 +238,8 @@ def test_two_threads_leave_the_c_library_its_own_memory():
     def both():
         thread = threading.Thread(target=second)
         thread.start()
-        new_router(First()).close(0)
+        early: Any = First()
+        new_router(early).close(0)
         ended.set()
         thread.join(60)
 

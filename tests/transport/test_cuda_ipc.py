@@ -29,7 +29,7 @@ GPU = torch.device("cuda", 0)
 SIZE = 1 << 20
 
 
-def context(ranges: tuple[tuple[int, int], ...], synchronize: Callable[[], object] = lambda: None) -> PlaneContext:
+def context(ranges: tuple[tuple[int, int], ...], synchronize: Callable[[], None] = lambda: None) -> PlaneContext:
     return PlaneContext("127.0.0.1", SIZE, SIZE, memory=PlaneMemory(GPU, ranges, synchronize))
 
 

@@ -97,7 +97,7 @@ def test_a_symbolic_link_a_folder_and_a_fifo(tmp_path):
 
 def test_a_file_of_another_user(tmp_path, monkeypatch):
     make_key_file(tmp_path / "key")
-    monkeypatch.setattr(key_file.os, "geteuid", lambda: os.getuid() + 1)
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     refused(tmp_path / "key", f"belongs to user {os.getuid()}", f"expected {os.getuid() + 1}")
 
 

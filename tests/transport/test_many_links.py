@@ -47,7 +47,7 @@ def test_links_to_two_thousand_ranks_and_their_descriptors():
     if raise_file_limit() < 2 * RANKS:
         pytest.skip("this machine's limit of open files is too low")
     with contextlib.ExitStack() as stack:
-        ports = []
+        ports: list[int] = []
         for child in [
             stack.enter_context(fork_server().start("-c", SERVERS, KEYS.public, KEYS.secret, text=True))
             for _ in range(PROCESSES)

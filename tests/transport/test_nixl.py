@@ -181,10 +181,10 @@ def test_connections_that_do_not_come(pair: Pair) -> None:
     assert "is a firewall between?" in str(receiver.error)
     _, payload = pair.d.connect(pair.p.offer(), "127.0.0.1")
     attach = msgspec.msgpack.decode(payload) | {"channel": bytes(16)}
-    late, _ = pair.p.accept(msgspec.msgpack.encode(attach))
-    late.deadline = 0.0  # type: ignore[attr-defined]
-    pair.turn(lambda: late.error is not None)
     p: Any = pair.p
+    late, _ = p.accept(msgspec.msgpack.encode(attach))
+    late.deadline = 0.0
+    pair.turn(lambda: late.error is not None)
     assert not p.awaited, "a connection that comes now is joined to no channel"
 
 

@@ -22,7 +22,7 @@ def test_the_table_is_total() -> None:
 def test_after_a_good_end_the_connection_stays() -> None:
     p = source(1)
     p.leave(lives_on=True)
-    assert p.phase is SourcePhase.SERVING and p.unused
+    assert (p.phase, p.unused) == (SourcePhase.SERVING, True)
     p.discard()
     assert p.phase is SourcePhase.CLOSED
 
@@ -53,6 +53,6 @@ def test_a_failed_read_closes_the_connection_whatever_follows() -> None:
     p.break_off()
     for _ in range(2):
         p.leave(lives_on=True)
-    assert p.phase is SourcePhase.BROKEN
+    assert [p.phase] == [SourcePhase.BROKEN]
     p.end_read()
     assert p.phase is SourcePhase.CLOSED

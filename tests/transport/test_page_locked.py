@@ -13,6 +13,7 @@ from kvferry.transport import cuda, staging
 from kvferry.transport.errors import PlaneUnavailableError, TransportError
 from kvferry.transport.plane import PlaneContext, PlaneMemory
 from kvferry.transport.planes.shm_arena import Arena
+from kvferry.transport.planes.tcp_channels import TcpSendChannel
 from kvferry.transport.registry import make_plane
 from tests.transport.plane_pair import SLOT, Pair, intact, mapped
 
@@ -53,7 +54,8 @@ def locks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Locks]:
 
 @pytest.fixture
 def pair(request: pytest.FixtureRequest, locks: Locks) -> Iterator[Pair]:
-    pair = Pair(*getattr(request, "param", ("shm", 8)), GPU)
+    name, slots = getattr(request, "param", ("shm", 8))
+    pair = Pair(name, slots, GPU)
     yield pair
     pair.close()
 
@@ -202,6 +204,7 @@ def test_a_frame_that_waits_can_be_forgotten(pair: Pair) -> None:
 @pytest.mark.parametrize("pair", [("tcp", 8)], indirect=True)
 def test_slots_that_are_packed_at_the_same_time_are_all_sent(pair: Pair) -> None:
     sender, receiver = pair.join()
+    assert isinstance(sender, TcpSendChannel)
     slots = [pair.acquired(sender), pair.acquired(sender), pair.acquired(sender)]
     assert sender.acquire() is None
     for tag, slot in enumerate(slots):

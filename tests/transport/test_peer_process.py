@@ -58,7 +58,8 @@ def test_a_process_that_has_ended_is_not_taken_for_another_file(monkeypatch: pyt
     with fork_server().start("-c", "", text=True) as program:
         process = PeerProcess(program.pid)
         assert program.wait(60) == 0
-    numbers, poll = [], select.poll
+    numbers: list[int] = []
+    poll = select.poll
 
     def slow() -> select.poll:
         closer.start()

@@ -15,7 +15,7 @@ from kvferry.transport.plane import PlaneContext
 from kvferry.transport.planes import shm, tcp
 from kvferry.transport.planes.shm import ShmPlane
 from kvferry.transport.planes.tcp import TcpPlane
-from kvferry.transport.sockets import CHANNEL_BYTES, MAX_WAITING, Secrets
+from kvferry.transport.sockets import CHANNEL_BYTES, MAX_WAITING, PendingConnections, Secrets
 
 CONTEXT = PlaneContext("127.0.0.1", 64 << 10, 1 << 20)
 
@@ -27,6 +27,11 @@ def p() -> Iterator[TcpPlane]:
     plane.close()
 
 
+def pending(p: TcpPlane) -> PendingConnections:
+    assert p.pending is not None
+    return p.pending
+
+
 def offer_of(p: TcpPlane) -> tcp._Offer:
     return msgspec.msgpack.decode(p.offer(), type=tcp._Offer)
 
@@ -35,8 +40,8 @@ def visit(p: TcpPlane, secret: bytes, channel: int) -> socket.socket:
     """A connection that says a secret and is never attached."""
     sock = socket.create_connection(("127.0.0.1", offer_of(p).port))
     sock.sendall(secret + channel.to_bytes(CHANNEL_BYTES, "big"))
-    before = set(p.pending._waiting)
-    until(lambda: bool(set(p.pending._waiting) - before), p)
+    before = set(pending(p)._waiting)
+    until(lambda: bool(set(pending(p)._waiting) - before), p)
     return sock
 
 
@@ -65,7 +70,7 @@ def test_visitors_without_end_do_not_shut_others_out(p: TcpPlane, monkeypatch: p
     """Each has a secret of its own, from a Hello of its own; the oldest go, and who comes later is served."""
     monkeypatch.setattr(sockets, "MAX_WAITING", 20)
     visitors = [visit(p, offer_of(p).secret, number) for number in range(1, 60)]
-    assert len(p.pending._waiting) == 20 and kept(p, visitors[-1]) and not kept(p, visitors[0])
+    assert len(pending(p)._waiting) == 20 and kept(p, visitors[-1]) and not kept(p, visitors[0])
     d = TcpPlane(CONTEXT)
     receiver, payload = d.connect(p.offer(), "127.0.0.1")
     sender, _ = p.accept(payload)
@@ -83,7 +88,7 @@ def test_a_session_has_one_waiting_connection(p: TcpPlane) -> None:
     other, first = visit(p, theirs, 1), visit(p, ours, 2)
     second = visit(p, ours, 3)
     assert [kept(p, each) for each in (other, first, second)] == [True, False, True]
-    assert len(p.pending._waiting) == len(p.pending._of_session) == 2
+    assert len(pending(p)._waiting) == len(pending(p)._of_session) == 2
     for each in (other, first, second):
         each.close()
 
@@ -92,10 +97,10 @@ def test_a_connection_that_is_taken_or_gone_frees_its_session(p: TcpPlane) -> No
     secret = offer_of(p).secret
     gone = visit(p, secret, 1)
     gone.close()
-    until(lambda: not p.pending._waiting, p)
+    until(lambda: not pending(p)._waiting, p)
     taken = visit(p, secret, 2)
-    assert p.pending.take((2).to_bytes(CHANNEL_BYTES, "big")) is not None
-    assert not p.pending._of_session and p.pending.take(bytes(CHANNEL_BYTES)) is None
+    assert pending(p).take((2).to_bytes(CHANNEL_BYTES, "big")) is not None
+    assert not pending(p)._of_session and pending(p).take(bytes(CHANNEL_BYTES)) is None
     taken.close()
 
 

@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -265,9 +266,11 @@ def test_malformed_payloads_are_refused(peers: Peers) -> None:
     d("finish", id="a", reply=p("accept", id="a", payload=base64.b64encode(attach).decode()))
     rng = random.Random(2)
 
+    wrong: tuple[Any, ...] = ({}, [], None, {"address": 1}, {"name": "x" * 1000})
+
     def damaged(payload: bytes) -> list[str]:
         made = [b"", b"\x00", b"\x81" * 50_000, rng.randbytes(300), bytes(70_000), payload[:-1], payload + b"\0"]
-        made += [msgspec.msgpack.encode(x) for x in ({}, [], None, {"address": 1}, {"name": "x" * 1000})]
+        made += [msgspec.msgpack.encode(x) for x in wrong]
         made += [payload[: rng.randrange(len(payload))] for _ in range(20)]
         return [base64.b64encode(x).decode() for x in made]
 

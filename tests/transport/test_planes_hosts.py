@@ -17,7 +17,7 @@ import msgspec
 import pytest
 import torch
 
-from kvferry.transport.channels import CPU, RecvChannel, SendChannel
+from kvferry.transport.channels import CPU, RecvChannel, SendChannel, Slot
 from kvferry.transport.control.keys import Keys
 from kvferry.transport.errors import PlaneUnavailableError, ProtocolError
 from kvferry.transport.plane import Plane, PlaneContext
@@ -42,7 +42,7 @@ def turn(planes: list[Plane], until: Callable[[], bool], seconds: float = 90) ->
 
 def carries(p: Plane, d: Plane, sender: SendChannel, receiver: RecvChannel, nbytes: int = 100_000) -> bool:
     receiver.expect(7, nbytes)
-    slots = []
+    slots: list[Slot] = []
 
     def acquired() -> bool:
         slots.extend(filter(None, [sender.acquire() if not slots else None]))
@@ -263,6 +263,7 @@ def test_zmq_with_keys() -> None:
             d.close()
             continue
         sender, _ = p.accept(payload)
+        assert not sender.pulls and not receiver.pulls
         assert carries(p, d, sender, receiver) is welcome
         if not welcome:
             assert turn([p, d], lambda r=receiver: r.error is not None)  # type: ignore[misc]

@@ -230,7 +230,8 @@ def test_malformed_offers_are_refused(peers: Peers) -> None:
     offer = base64.b64decode(p("offer"))
     rng = random.Random(2)
     damaged = [b"", b"\x00", b"\x81" * 50_000, rng.randbytes(300), bytes(70_000), offer[:-1], offer + b"\0"]
-    damaged += [msgspec.msgpack.encode(x) for x in ({}, [], None, {"address": 1}, {"name": "x" * 1000})]
+    wrong: tuple[Any, ...] = ({}, [], None, {"address": 1}, {"name": "x" * 1000})
+    damaged += [msgspec.msgpack.encode(x) for x in wrong]
     damaged += [offer[: rng.randrange(len(offer))] for _ in range(20)]
     flipped = [offer[:i] + bytes([offer[i] ^ 0x80]) + offer[i + 1 :] for i in range(len(offer))]
     refusals = {"ProtocolError", "TransportError", "PlaneUnavailableError", "PeerUnreachableError"}

@@ -319,8 +319,8 @@ def test_a_connection_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> Non
         theirs = msgspec.msgpack.encode(msgspec.structs.replace(real, port=deaf.getsockname()[1]))
         receiver, payload = d.connect(theirs, "127.0.0.1")
         sender, _ = p.accept(payload)
-        end = time.monotonic() + 60
-        while (receiver.error is None or sender.error is None) and time.monotonic() < end:
+        deadline = time.monotonic() + 60
+        while (receiver.error is None or sender.error is None) and time.monotonic() < deadline:
             p.progress()
             d.progress()
         assert "firewall" in str(receiver.error)

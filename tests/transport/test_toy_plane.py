@@ -165,7 +165,7 @@ class ToyReceiver(ExpectingChannel):
             self._plane.sockets.watch(self.sock, *((self._on_end, ENDED) if self.starved else (self.on_readable,)))
             if self._slot is None:
                 return False
-        got = self.sock.recv_into(memoryview(self._slot.tensor.numpy())[self._got : nbytes])
+        got = self.sock.recv_into(self._slot.tensor.numpy().data[self._got : nbytes])
         self._got += got
         if not got:
             self.fail("toy: the producer closed the channel or died")
@@ -283,7 +283,7 @@ class ToyCopy(Copy):
 class ToyReader(PullChannel):
     def __init__(self, plane: ToyPullPlane, pid: int) -> None:
         self._plane = plane
-        self.process = PeerProcess(pid)
+        self.process: PeerProcess = PeerProcess(pid)
         self.fd = os.open(f"/proc/{pid}/mem", os.O_RDONLY | os.O_CLOEXEC)
 
     def read(self, request: PageRead) -> Copy:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from kvferry.connector.geometry.rank_geometry import RankGeometry, RegionGeometry
+from kvferry.connector.geometry.rank_geometry import CacheKind, RankGeometry, RegionGeometry
 from kvferry.connector.geometry.topology import TpKVTopology
 
 CONTENT = 8
@@ -18,17 +18,17 @@ CONTENT = 8
 class Model:
     """Layers by kind; layer i is named ``layers.i``."""
 
-    kinds: tuple[str, ...]
+    kinds: tuple[CacheKind, ...]
     heads: int
     is_mla: bool
 
     def label(self, layer: str, head: int, token: int | np.ndarray) -> int | np.ndarray:
         return (int(layer.split(".")[1]) * self.heads + head) * 1000 + token
 
-    def stage(self, pp_rank: int, pp_size: int, shuffle: random.Random | None = None) -> dict[str, list[str]]:
+    def stage(self, pp_rank: int, pp_size: int, shuffle: random.Random | None = None) -> dict[CacheKind, list[str]]:
         """Layers of a pipeline stage by kind."""
         total = len(self.kinds)
-        regions: dict[str, list[str]] = {}
+        regions: dict[CacheKind, list[str]] = {}
         for layer in range(pp_rank * total // pp_size, (pp_rank + 1) * total // pp_size):
             regions.setdefault(self.kinds[layer], []).append(f"layers.{layer}")
         if shuffle:

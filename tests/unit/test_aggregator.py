@@ -68,7 +68,7 @@ def test_sending_and_receiving_are_counted_apart() -> None:
 def test_the_output_asked_for_comes_back_itself() -> None:
     workers = outputs(ConnectorOutput(invalid_block_ids={1}), ConnectorOutput(invalid_block_ids={2}))
     result = KVOutputAggregator(2).aggregate(workers, output_rank=1)
-    assert result is workers[1] and result.kv_connector_output.invalid_block_ids == {1, 2}
+    assert result is not None and result is workers[1] and result.kv_connector_output.invalid_block_ids == {1, 2}
 
 
 def test_one_failed_worker_fails_the_request_once_all_reported() -> None:
@@ -204,7 +204,8 @@ def test_every_request_is_reported_once_whatever_the_order(seed: int) -> None:
     due = [(f"r{n}", rank, rng.random() < 0.2) for n in range(30) for rank in range(world)]
     rng.shuffle(due)
     seen: dict[str, set[int]] = {}
-    failed, finished = {request for request, _, fails in due if fails}, set()
+    failed = {request for request, _, fails in due if fails}
+    finished: set[str] = set()
     while due or finished != seen.keys():
         results = [StepResults() for _ in range(world)]
         for request, rank, fails in [due.pop() for _ in range(min(len(due), rng.randint(0, 5)))]:
@@ -253,7 +254,7 @@ def test_cache_events_of_a_step_that_failed_are_dropped() -> None:
 
 
 def vllm_types() -> SimpleNamespace:
-    kv_events = pytest.importorskip("vllm.distributed.kv_events")
+    kv_events: Any = pytest.importorskip("vllm.distributed.kv_events")
     from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator as Theirs
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats

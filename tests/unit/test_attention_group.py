@@ -108,7 +108,7 @@ def test_layout_that_a_connector_asks_for() -> None:
 def test_groups_agree_in_backend_spec_and_query_heads() -> None:
     layers = {f"a.{n}": Layer(spec(), ANY) for n in range(4)}
     layers["a.1"] = Layer(spec(), backend(16, name="Other"))
-    layers["a.3"].num_heads = 8
+    vars(layers["a.3"])["num_heads"] = 8
     layers["s.4"] = Layer(None, ANY, target="b.5")
     specs = {"b.5": spec(heads=1), "b.6": spec()}
     layers |= {name: Layer(each, ANY) for name, each in specs.items()}

@@ -160,7 +160,9 @@ def test_the_least_cuda_graph_support(supports: list[AttentionCGSupport | None])
     """A builder that does not know supports none; the first backend with the least is named."""
     layers = {}
     for number, each in enumerate(supports):
-        members = {} if each is None else {"get_cudagraph_support": lambda self, config, kv_spec, s=each: s}
+        members: dict[str, Any] = (
+            {} if each is None else {"get_cudagraph_support": lambda self, config, kv_spec, s=each: s}
+        )
         layers[f"a.{number}"] = Layer(None, kind(name=f"K{number}", **members))
     _, info, _ = init_attn_backend(cache(KVCacheGroupSpec([*layers], spec())), layers, CPU)
     values = [0 if each is None else each.value for each in supports]
@@ -354,8 +356,8 @@ def test_a_batch_of_another_type() -> None:
     groups, _, _ = init_attn_backend(config, layers, CPU)
     with pytest.raises(GeometryError, match=r"Smaller has no field causal, max_query_len, .*, which this step needs"):
         build_attn_metadata(groups, kv_cache_config=config, common_metadata_type=Smaller, **batch(2))
-    older = make_dataclass("Older", [name for name in FIELDS if name not in ("logits_indices_padded", "req_idx")])
-    older.__init__ = lambda self, **given: vars(self).update(given)
+    smaller = make_dataclass("Smaller", [name for name in FIELDS if name not in ("logits_indices_padded", "req_idx")])
+    older: Any = type("Older", (smaller,), {"__init__": lambda self, **given: self.__dict__.update(given)})
     built = build_attn_metadata(groups, kv_cache_config=config, common_metadata_type=older, **batch(2))
     common = built["b.0"].common
     assert type(common) is older and common.seq_lens.tolist() == [7, 9] and not hasattr(common, "req_idx")

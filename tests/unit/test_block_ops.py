@@ -139,7 +139,8 @@ def test_caches_that_do_not_fit_are_refused() -> None:
 
 def test_block_ids_may_be_an_array() -> None:
     layers, groups, kernel = engine("BHLNC", {"layers.0": spec(), "layers.1": spec()})
-    KVBlockZeroer(CPU, groups, kernel, layers, BLOCKS).zero_block_ids(np.array([1]))
+    ids: Any = np.array([1])
+    KVBlockZeroer(CPU, groups, kernel, layers, BLOCKS).zero_block_ids(ids)
     assert layers["layers.1"].kv_cache[1].count_nonzero() == 0
 
 
@@ -159,7 +160,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("direction", ["h2d", "d2h"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float32, torch.float64, torch.int8])
-def test_copied_blocks_and_no_others(dtype: torch.dtype, direction: str) -> None:
+def test_copied_blocks_and_no_others(dtype: torch.dtype, direction: Any) -> None:
     draw = random.Random(str(dtype))
     for permuted in (False, True):
         source, target = caches(dtype, permuted=permuted), caches(dtype, permuted=not permuted, value=7)
@@ -189,7 +190,7 @@ def test_nothing_to_copy() -> None:
         ([1], [3], "d2d", "direction 'd2d' is unknown"),
     ],
 )
-def test_bad_calls_copy_nothing(theirs: list[int], ours: list[int], direction: str, message: str) -> None:
+def test_bad_calls_copy_nothing(theirs: list[int], ours: list[int], direction: Any, message: str) -> None:
     source, target = caches(torch.int8, permuted=False), caches(torch.int8, permuted=False, value=7)
     with pytest.raises(GeometryError, match=message):
         copy_kv_blocks(source, target, theirs, ours, direction)
@@ -216,7 +217,8 @@ def test_layers_that_do_not_fit_copy_nothing(wrong: dict[str, torch.Tensor], mes
 
 @given(st.lists(st.integers(-(1 << 62), 1 << 62), max_size=9), st.lists(st.integers(0, 99), max_size=9))
 def test_indices_on_the_devices_of_their_caches(theirs: list[int], ours: list[int]) -> None:
-    sources, targets = _make_src_and_dst_indices(theirs, np.array(ours, dtype=np.int32), CPU, "meta")
+    array: Any = np.array(ours, dtype=np.int32)
+    sources, targets = _make_src_and_dst_indices(theirs, array, CPU, "meta")
     assert sources.dtype == targets.dtype == torch.int64
     assert sources.tolist() == theirs and sources.device == CPU
     assert targets.shape == (len(ours),) and targets.device == torch.device("meta")
@@ -224,7 +226,7 @@ def test_indices_on_the_devices_of_their_caches(theirs: list[int], ours: list[in
 
 
 @pytest.mark.parametrize("block_id", [1.5, 1.0, "1", None])
-def test_an_index_that_is_no_whole_number(block_id: object) -> None:
-    for lists in (([block_id], [1]), ([1], [block_id])):
+def test_an_index_that_is_no_whole_number(block_id: Any) -> None:
+    for sources, targets in (([block_id], [1]), ([1], [block_id])):
         with pytest.raises(GeometryError, match="a block id is no whole number: "):
-            _make_src_and_dst_indices(*lists, "cpu", "cpu")
+            _make_src_and_dst_indices(sources, targets, "cpu", "cpu")

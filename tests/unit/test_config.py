@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,6 +12,7 @@ import zmq
 
 from kvferry.connector.config import ENVIRONMENT, Settings, load_keys, load_settings, settings_table
 from kvferry.transport.control.key_file import make_key_file
+from kvferry.transport.control.keys import Keys
 from kvferry.transport.errors import ConfigError
 
 PUBLIC, SECRET = (key.decode() for key in zmq.curve_keypair())
@@ -121,14 +123,19 @@ def test_no_secret_is_shown():
 
 def test_where_the_keys_come_from(tmp_path):
     assert load_keys(Settings(insecure=True)) is None
-    assert load_keys(Settings(secret_key=SECRET)).public == PUBLIC
-    shared = load_keys(Settings())
-    assert load_keys(Settings(peer_keys=(PUBLIC,))).fingerprint == shared.fingerprint, "one key for a user on a host"
+
+    def keys(**given: Any) -> Keys:
+        found = load_keys(Settings(**given))
+        assert found is not None
+        return found
+
+    assert keys(secret_key=SECRET).public == PUBLIC
+    assert keys(peer_keys=(PUBLIC,)).fingerprint == keys().fingerprint, "one key for a user on a host"
     file = tmp_path / "key"
     with pytest.raises(ConfigError, match=f"key_file: .*does not exist; make it with `kvferry keygen {file}`"):
         load_keys(Settings(key_file=str(file)))
     secret = make_key_file(file)
-    assert load_keys(Settings(key_file=str(file))).secret == secret
+    assert keys(key_file=str(file)).secret == secret
 
 
 def test_every_setting_is_documented_in_the_table():

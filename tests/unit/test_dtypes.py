@@ -38,7 +38,7 @@ def edit(**changes: Any) -> RegionGeometry:
     return msgspec.structs.replace(GROUP, **changes)
 
 
-FP8 = {"dtype": "float8_e4m3fn", "content_bytes": 32, "scales": ((0.5, 0.25), (2.0, 1.0))}
+FP8: dict[str, Any] = {"dtype": "float8_e4m3fn", "content_bytes": 32, "scales": ((0.5, 0.25), (2.0, 1.0))}
 OTHER_SCALES = {**FP8, "scales": ((0.5, 0.25), (2.0, 1.5))}
 
 

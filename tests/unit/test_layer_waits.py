@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -27,7 +28,7 @@ class Stream(Copies):
     def __init__(self) -> None:
         super().__init__()
         self.current = MAIN
-        self.waits: list[tuple[int, object]] = []
+        self.waits: list[tuple[int, Any]] = []
 
     @property
     def engine_stream(self) -> int:
@@ -70,7 +71,8 @@ class Step:
 
 def on_device(portions: int) -> Copy:
     copy = Copy(on_stream=True)
-    copy.events = [f"event {number}" for number in range(portions)] if portions > 1 else ()  # type: ignore[assignment]
+    events: list[Any] = [f"event {number}" for number in range(portions)] if portions > 1 else []
+    copy.events = events
     return copy
 
 

@@ -64,8 +64,8 @@ def test_own_reads_finish_first() -> None:
     state, effects = ls.LEASE.step(state, Tick(), 30)
     assert effects == (ls.StopReads(),)
     assert not ls.may_commit(state)
-    state, effects = run(state, ls.ReadEnded("a"))
-    assert not effects
+    state, none = run(state, ls.ReadEnded("a"))
+    assert not none
     assert run(state, ls.ReadEnded("b"))[1] == [ls.Freed("expired")]
 
 

@@ -7,6 +7,8 @@ import random
 import struct
 import time
 import tracemalloc
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
@@ -62,8 +64,13 @@ GROUP = RegionGeometry(
 )
 GEOMETRY = RankGeometry(tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, head_counts=(8,), regions=(GROUP,))
 SPAN = Span(0, 0, 2, 0, 8, 0, 100)
-FACTS = {"engine_id": "P-é-1", "incarnation": LIFE, "geometry": GEOMETRY, "model": {"dtype": "bfloat16"}}
-REQUESTS = [
+FACTS: dict[str, Any] = {
+    "engine_id": "P-é-1",
+    "incarnation": LIFE,
+    "geometry": GEOMETRY,
+    "model": {"dtype": "bfloat16"},
+}
+REQUESTS: list[Any] = [
     Hello(**FACTS),
     Attach(plane="ucx", payload=b"\0\xff"),
     Ask(read=1, token=TOKEN, consumer=LIFE, consumer_rank=0, expected=(0, 1), spans=(SPAN,), chunk_bytes=1 << 20),
@@ -343,7 +350,12 @@ def test_the_largest_real_messages_fit():
     hello = msgspec.structs.replace(HELLO, geometry=geometry)
     grant = msgspec.structs.replace(GRANT, block_ids=(bytes(4 << 20),))
     ask = msgspec.structs.replace(ASK, spans=(SPAN,) * MAX_SPANS)
-    for message, decode in ((hello, decode_request), (ask, decode_request), (grant, decode_reply)):
+    largest: list[tuple[Any, Callable[..., object]]] = [
+        (hello, decode_request),
+        (ask, decode_request),
+        (grant, decode_reply),
+    ]
+    for message, decode in largest:
         frames = encode(message)
         limit = MAX_REPLY_BYTES if message is grant else MAX_REQUEST_BYTES
         assert sum(map(len, frames)) <= limit

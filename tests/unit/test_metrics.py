@@ -7,6 +7,7 @@ import json
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 import msgspec
 from hypothesis import given, settings
@@ -35,7 +36,12 @@ def play(history: list[tuple]) -> HandoverStats:
         elif kind == "streamed":
             stats.streamed(blocks=what[0], milliseconds=2.0)
         else:
-            {"failed": stats.failed, "leases": stats.lease_ended, "dropped": stats.dropped}[kind](what[0])
+            counts: dict[str, Callable[..., None]] = {
+                "failed": stats.failed,
+                "leases": stats.lease_ended,
+                "dropped": stats.dropped,
+            }
+            counts[kind](what[0])
     return stats
 
 

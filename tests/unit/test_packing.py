@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -193,7 +194,7 @@ def test_whole_blocks_are_named_by_their_size_and_order() -> None:
 
 def of_layers(*layers: str, block_size: int = 16, order: str = "o", divided: bool = True) -> list[RegionGeometry]:
     """The regions of a packed cache: whole, and in parts."""
-    form = {
+    form: dict[str, Any] = {
         "kind": "full", "layers": layers, "block_size": block_size, "head_start": 0, "num_heads": 1, "total_heads": 1,
         "dtype": "int32",
     }  # fmt: skip

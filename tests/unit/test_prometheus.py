@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from types import SimpleNamespace
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
@@ -97,11 +97,17 @@ def test_every_series_of_the_list_is_exported(registry, series):
     stats.failed("plane", "peer")
     for total in get_args(Total):
         stats.total(total, 10**6)
-    series.observe(drain(stats).data)
+    series.observe(drained(stats))
     observed = {sample.name for metric in registry.collect() for sample in metric.samples if sample.value}
     suffix = {"counter": "_total", "histogram": "_count", "gauge": ""}
     names = {PREFIX + each.name + suffix[each.kind] for each in SERIES}
     assert names - observed == {f"{PREFIX}{name}_total" for name in ("num_retries", "num_plane_changes", "bytes_sent")}
+
+
+def drained(stats: HandoverStats) -> Any:
+    found = drain(stats)
+    assert found is not None
+    return found.data
 
 
 def test_levels_of_ranks_add_up_and_a_later_report_replaces_an_earlier_one(registry, series):
@@ -111,8 +117,8 @@ def test_levels_of_ranks_add_up_and_a_later_report_replaces_an_earlier_one(regis
     def step():
         total = KVFerryStats()
         for stats in (*ranks, scheduler):
-            if (drained := drain(stats)) is not None:
-                total = total.aggregate(drained)
+            if (report := drain(stats)) is not None:
+                total = total.aggregate(report)
         series.observe(total.data)
         return total
 
@@ -138,10 +144,10 @@ def test_peers_have_names_from_their_first_hand_over_on_up_to_a_bound(registry, 
     stats.failed("timeout", "p0")
     stats.retried("plane", "p0")
     stats.failed("internal")
-    series.observe(drain(stats).data)
+    series.observe(drained(stats))
     other = HandoverStats()  # another rank, with other names
     other.finished(nbytes=100, milliseconds=2, plane="shm", tokens=1, peer="elsewhere")
-    series.observe(drain(other).data)
+    series.observe(drained(other))
     assert value(registry, "peer_handovers_total", peer="p0", result="done") == 1
     assert value(registry, "peer_handovers_total", peer="p0", result="failed") == 1
     assert value(registry, "peer_handovers_total", peer="p0", result="retried") == 1

@@ -12,6 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvferry.connector.geometry.compatibility import compatible
+from kvferry.connector.geometry.rank_geometry import CacheKind
 from kvferry.connector.geometry.read_plan import PlannedSpan, check_complete, plan_reads
 from kvferry.connector.geometry.spans import Span, check_spans, chunks
 from kvferry.connector.geometry.topology import TpKVTopology
@@ -51,7 +52,7 @@ def carry(
 @st.composite
 def models(draw: st.DrawFn) -> Model:
     is_mla = draw(st.booleans())
-    kinds = ["mla"] if is_mla else ["full", "sliding_window", "mla"]
+    kinds: list[CacheKind] = ["mla"] if is_mla else ["full", "sliding_window", "mla"]
     pattern = draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=12))
     return Model(tuple(pattern), draw(st.integers(1, 12)), is_mla)
 

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvferry.connector.geometry.compatibility import check_geometry, compatible
-from kvferry.connector.geometry.rank_geometry import RankGeometry, RegionGeometry
+from kvferry.connector.geometry.rank_geometry import CacheKind, RankGeometry, RegionGeometry
 from kvferry.connector.geometry.read_plan import PlannedSpan, check_complete, plan_reads
 from kvferry.connector.geometry.spans import check_spans, chunks
 from kvferry.connector.geometry.token_sharding import UNSHARDED, TokenShard, TokenSharding, common_tokens
@@ -29,10 +29,11 @@ def rank(form: Form, tp_rank: int, heads: int) -> RankGeometry:
     """Two layers with heads, and one of MLA beside them."""
     tp_size, *shardings = form
     regions = []
-    for kind, layers, total, sharding in (
+    kinds: list[tuple[CacheKind, tuple[str, ...], int, TokenSharding]] = [
         ("full", ("layers.0", "layers.2"), heads, shardings[0]),
         ("mla", ("layers.1",), 1, shardings[1]),
-    ):
+    ]
+    for kind, layers, total, sharding in kinds:
         start, count = TpKVTopology.head_interval(tp_rank, tp_size, total)
         regions.append(
             RegionGeometry(
@@ -102,7 +103,8 @@ def forms(draw: st.DrawFn, heads: int) -> Form:
         sizes = [size for size in range(1, tp_size // total + 1) if tp_size % size == 0] or [1]
         size = draw(st.sampled_from(sizes))
         shardings.append(TokenSharding(size, draw(st.sampled_from([1, 2, 4, 8, 16])) if size > 1 else 1))
-    return tp_size, *shardings
+    with_heads, mla = shardings
+    return tp_size, with_heads, mla
 
 
 def check(heads: int, p: Form, d: Form, start: int, stop: int, room: int) -> None:

@@ -21,7 +21,8 @@ BEGUN, GRANTED = r.AskName("begun"), r.AskName("granted")
 
 
 def run(*events: r.RendezvousEvent, now: float = 0.0) -> tuple[PHASE, list[r.RendezvousEffect]]:
-    state, effects = r.RendezvousState(), [BEGUN]
+    state = r.RendezvousState()
+    effects: list[r.RendezvousEffect] = [BEGUN]
     for event in events:
         state, new = r.RENDEZVOUS.step(state, event, now)
         effects += new
@@ -119,8 +120,10 @@ def test_the_lease_of_a_request_that_ends_is_released(answers: tuple[r.Rendezvou
     phase, effects = run(*answers, r.NameLeft())
     assert phase is PHASE.ENDED and effects[-1] == r.ReleaseUnneeded()
     assert (r.SendLeave() in effects) == (answers == KNOWN[1]), "a question is open only while the grant is awaited"
+    first = answers[0]
     if run(*answers)[0] is PHASE.FOUND:
-        assert run(*answers, r.AnswerTaken(), r.NameLeft())[1][-1] == r.ReportFound(answers[0].streams), "the engine's"
+        assert isinstance(first, r.NameResolved)
+        assert run(*answers, r.AnswerTaken(), r.NameLeft())[1][-1] == r.ReportFound(first.streams), "the engine's"
 
 
 def test_a_question_outlives_its_request_while_p_does_not_know_the_prompt() -> None:
@@ -142,7 +145,7 @@ def test_a_question_outlives_its_request_while_p_does_not_know_the_prompt() -> N
 
 
 def prefill(request_id: str = "r", *names: str, token: bytes = b"t" * 16, **kwargs: Any) -> Prefill:
-    form = {"streams": True, "params": b"params"} | kwargs
+    form: dict[str, Any] = {"streams": True, "params": b"params"} | kwargs
     return Prefill(request_id, token, 100, "digest", (*names, request_id), found=16, step_tokens=64, **form)
 
 

@@ -19,7 +19,7 @@ DTYPES = [torch.bfloat16, torch.float32, torch.int8, torch.float8_e4m3fn]
 
 
 def bytes_at(address: int, count: int) -> np.ndarray:
-    return np.frombuffer((ctypes.c_uint8 * count).from_address(address), dtype=np.uint8)
+    return np.ctypeslib.as_array((ctypes.c_uint8 * count).from_address(address))
 
 
 def read_element(view: CacheView, layer: int, block: int, head: int, token: int) -> bytes:

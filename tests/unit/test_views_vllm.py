@@ -20,7 +20,7 @@ from kvferry.connector.geometry.view import CacheView, kernel_block_ids, view_of
 from kvferry.transport.errors import ConfigError, GeometryError
 
 pytestmark = pytest.mark.vllm
-kvi = pytest.importorskip("vllm.v1.kv_cache_interface")
+kvi: Any = pytest.importorskip("vllm.v1.kv_cache_interface")
 if not hasattr(kvi, "KVCacheLayout"):
     pytest.skip("this vLLM has no KVCacheLayout", allow_module_level=True)
 
@@ -80,12 +80,12 @@ def check_group(tensors: dict[str, torch.Tensor], view: CacheView) -> None:
     for layer, *cell in cells:
         content = label(layer, *cell).integers(0, 256, view.content_bytes, dtype=np.uint8)
         as_bytes[layer][tuple(cell)] = torch.from_numpy(content)
-    for cell in cells:
-        content = label(*cell).integers(0, 256, view.content_bytes, dtype=np.uint8)
-        assert ctypes.string_at(address(view, *cell), view.content_bytes) == content.tobytes()
-    for cell in cells:
-        content = label(7, *cell).integers(0, 256, view.content_bytes, dtype=np.uint8)
-        ctypes.memmove(address(view, *cell), content.tobytes(), view.content_bytes)
+    for place in cells:
+        content = label(*place).integers(0, 256, view.content_bytes, dtype=np.uint8)
+        assert ctypes.string_at(address(view, *place), view.content_bytes) == content.tobytes()
+    for place in cells:
+        content = label(7, *place).integers(0, 256, view.content_bytes, dtype=np.uint8)
+        ctypes.memmove(address(view, *place), content.tobytes(), view.content_bytes)
     for layer, *cell in cells:
         content = label(7, layer, *cell).integers(0, 256, view.content_bytes, dtype=np.uint8)
         assert np.array_equal(as_bytes[layer][tuple(cell)].numpy(), content)

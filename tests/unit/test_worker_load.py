@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from kvferry.connector.engine.load_ledger import LoadLedger
 from kvferry.connector.protocol import worker_load as w
+from kvferry.connector.protocol.step_load import ThreadEnded
 from kvferry.connector.protocol.step_plan import Load, PeerEngine, StepResults
 
 PHASE = w.WorkerLoadPhase
@@ -30,14 +31,14 @@ def run(state: w.WorkerLoad, *events: w.WorkerLoadEvent) -> tuple[w.WorkerLoad, 
 def test_its_end_is_reported_once(ok: bool) -> None:
     posted = load()
     state, effects = run(
-        w.post_load(posted), w.LoadBesideEnded(posted, ok), w.LoadBesideEnded(posted, not ok), w.ThreadEnded()
+        w.post_load(posted), w.LoadBesideEnded(posted, ok), w.LoadBesideEnded(posted, not ok), ThreadEnded()
     )
     assert (state.phase, effects) == (PHASE.ENDED, [w.ReportBeside(ok)])
 
 
 def test_the_end_of_the_thread_fails_it() -> None:
     posted = load()
-    state, effects = run(w.post_load(posted), w.ThreadEnded(), w.LoadBesideEnded(posted, True))
+    state, effects = run(w.post_load(posted), ThreadEnded(), w.LoadBesideEnded(posted, True))
     assert (state.phase, effects) == (PHASE.ENDED, [w.ReportBeside(False)])
 
 

@@ -97,7 +97,7 @@ def vllm_config(layout: Any = None, layers: dict[str, Any] | None = None, num_bl
     )
 
 
-def both(theirs: Callable[[], Any], ours: Callable[[], Any]) -> tuple[Any, Any] | None:
+def both(theirs: Callable[..., Any], ours: Callable[..., Any]) -> tuple[Any, Any] | None:
     """The two results; ``None`` where both refuse, ours with a typed error in one line."""
     try:
         wanted = theirs()

@@ -16,6 +16,7 @@ from typing import Any
 from unittest import mock
 
 from kvferry.connector.engine import worker_setup
+from kvferry.connector.transfer.copies import copies_on
 from kvferry.connector.transfer.early_requests import EarlyRequests
 from tests.handover.slow_copies import SlowCopies
 from tests.support.engines import free_port
@@ -144,7 +145,7 @@ class NamedWalk(Walk):
         if case.window:  # vLLM admits only requests that fit as a whole, and then a window takes as many blocks again
             cache_tokens = 4 * CACHE_TOKENS
         late = side == "p" and case.late_copies
-        with mock.patch.object(worker_setup, "copies_on", copies if late else worker_setup.copies_on):
+        with mock.patch.object(worker_setup, "copies_on", copies if late else copies_on):
             engine = self._group.engine(
                 number, extra, runner=case.runner, ahead=case.ahead, drafts=case.drafts, scheduling=case.scheduling,
                 block=block, num_blocks=cache_tokens // block + 1, tp=case.tp[number],
@@ -162,9 +163,9 @@ class NamedWalk(Walk):
     def _count_early(self, early: EarlyRequests) -> None:
         vote = early.vote
 
-        def counted(*args: Any) -> None:
+        def counted(*args: Any, **options: Any) -> None:
             self.events["D was done before P's lease"] += 1
-            vote(*args)
+            vote(*args, **options)
 
         early.vote = counted  # type: ignore[method-assign]
 

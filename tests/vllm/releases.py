@@ -21,7 +21,7 @@ project_kv_cache_groups_to_worker = _planning._project_kv_cache_groups_to_worker
 
 def kv_cache_config(config: Any, specs: dict[str, Any], available_memory: int) -> Any:
     """vLLM's own configuration of the caches of an engine with one worker."""
-    more = ()
+    more: tuple[Any, ...] = ()
     if "global_kv_cache_groups" in signature(_planning.get_kv_cache_configs).parameters:  # 0.33
         more = (_planning.get_global_kv_cache_groups(config, [specs]),)
     (found,) = _planning.get_kv_cache_configs(config, [specs], [available_memory], *more)

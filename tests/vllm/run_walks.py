@@ -93,9 +93,9 @@ def total(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The counts of all processes together, by plane."""
     rows = []
     for plane in results[0]["outcomes"]:
-        counts = sum((result["outcomes"][plane] for result in results), Counter())
+        counts: Counter[str] = sum((result["outcomes"][plane] for result in results), Counter())
         rows.append({"plane": plane, "handovers": counts.total(), "outcomes": dict(counts.most_common())})
-    events = sum((result["events"] for result in results), Counter())
+    events: Counter[str] = sum((result["events"] for result in results), Counter())
     return {
         "rows": rows, "events": dict(events.most_common()), "cases": sum(result["cases"] for result in results),
         "failed": [line for result in results for line in result["failed"]],

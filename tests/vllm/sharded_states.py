@@ -81,7 +81,7 @@ class Family:
 
     def whole(self, draw: torch.Generator) -> Bits:
         """A state of the whole model, without copies for any rank."""
-        found = []
+        found: Bits = []
         for shape, dtype in zip(self.shapes(1), self.dtypes, strict=False):
             is_conv = not found and self.backend != "LINEAR"
             size = (sum(self._projections()), self.inputs) if is_conv else shape

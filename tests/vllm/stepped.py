@@ -333,7 +333,7 @@ class Engine:
             end.close()
 
 
-def run(engines: Sequence[Engine], until: Callable[[], bool], seconds: float = 300.0) -> None:
+def run(engines: Sequence[Engine], until: Callable[..., bool], seconds: float = 300.0) -> None:
     """Step the engines in turn until the condition holds; fails where it does not in time."""
     end = time.monotonic() + seconds
     while not until():
@@ -387,7 +387,7 @@ def renew_after(p: Engine, d: Engine, seconds: float) -> None:
     let_time_pass(p, seconds)
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 300.0) -> None:
+def eventually(condition: Callable[..., object], seconds: float = 300.0) -> None:
     """Wait for a transfer thread without stepping any engine."""
     end = time.monotonic() + seconds
     while not condition():

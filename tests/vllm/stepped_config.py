@@ -64,7 +64,7 @@ def engine_config(
             max_model_len=512,
             is_encoder_decoder=False,
             enable_chunked_prefill=True,
-            policy=scheduling,  # type: ignore[arg-type]
+            policy=scheduling,
         ),
         speculative_config=_speculative(model, drafts) if drafts else None,
         parallel_config=ParallelConfig(
@@ -78,8 +78,8 @@ def engine_config(
             engine_id=engine_id,
             kv_connector=connector,
             kv_connector_module_path=module,
-            kv_role=role,  # type: ignore[arg-type]
-            kv_load_failure_policy=policy,  # type: ignore[arg-type]
+            kv_role=role,
+            kv_load_failure_policy=policy,
             kv_connector_extra_config=extra,
         ),
     )

@@ -128,10 +128,8 @@ def test_AttentionGroup() -> None:
             :, 0, :, :states
         ]
         kernel = draw.choice([None, 16, 32, 64])
-        other, mine = (
-            kind(fake_backend(16), ["layers.0"], spec, 0, kernel)
-            for kind in (theirs.AttentionGroup, attention_group.AttentionGroup)
-        )
+        given = fake_backend(16), ["layers.0"], spec, 0, kernel
+        other, mine = theirs.AttentionGroup(*given), attention_group.AttentionGroup(*given)
         pair = both(
             lambda: other.map_kv_cache_to_kernel_blocks(cache),  # noqa: B023
             lambda: mine.map_kv_cache_to_kernel_blocks(cache),  # noqa: B023
@@ -159,7 +157,7 @@ def test_yield_req_data() -> None:
     for seed in range(50):
         draw = random.Random(seed)
         ids = [f"r{n}" for n in range(draw.randint(0, 4))]
-        blocks = [draw.choice([None, ([draw.randrange(9)], [])]) for _ in ids]
+        blocks: list[Any] = [draw.choice([None, ([draw.randrange(9)], [])]) for _ in ids]
         new = [NewRequestData(f"n{n}", [1], [], None, None, ([n], [2]), 0, None) for n in range(draw.randint(0, 2))]
         cached = CachedRequestData(ids, set(ids[::2]), [], {}, blocks, [0] * len(ids), [0] * len(ids))
         output = SimpleNamespace(scheduled_new_reqs=new, scheduled_cached_reqs=cached)

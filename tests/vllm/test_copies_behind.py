@@ -81,11 +81,11 @@ class Device:
         copies.work_left = lambda: bool(self._writes)
         d.device = self._before_a_forward
 
-    def _put_aside(self, *args: Any) -> None:
+    def _put_aside(self, *args: Any, **options: Any) -> None:
         if self.late:
-            self._writes.append(partial(self._write, *args))
+            self._writes.append(partial(self._write, *args, **options))
         else:
-            self._write(*args)
+            self._write(*args, **options)
 
     def _before_a_forward(self) -> None:
         """The device's own order: first what it was given before, then the copies that it waits for."""

@@ -160,9 +160,9 @@ def registry(processor: Processor) -> Any:
 def test__make_src_and_dst_indices() -> None:
     for seed in range(100):
         draw = random.Random(seed)
-        ids = [[draw.randrange(1 << 40) for _ in range(draw.randint(0, 5))] for _ in range(2)]
-        device = draw.choice(["cpu", torch.device("cpu")])
-        wanted = transfer._make_src_and_dst_indices(*ids, "cpu", device)
-        got = _make_src_and_dst_indices(*ids, "cpu", device)
+        sources, targets = ([draw.randrange(1 << 40) for _ in range(draw.randint(0, 5))] for _ in range(2))
+        device: Any = draw.choice(["cpu", torch.device("cpu")])
+        wanted = transfer._make_src_and_dst_indices(sources, targets, "cpu", device)
+        got = _make_src_and_dst_indices(sources, targets, "cpu", device)
         for one, other in zip(got, wanted, strict=True):
             assert torch.equal(one, other) and one.dtype == other.dtype and one.device == other.device

@@ -68,7 +68,7 @@ class Preempted:
     def __init__(self, engine: Engine) -> None:
         self.times: Counter[str] = Counter()
         self._real = engine.scheduler._preempt_request
-        engine.scheduler._preempt_request = self._preempt  # type: ignore[method-assign]
+        engine.scheduler._preempt_request = self._preempt
 
     def _preempt(self, request: Any, *args: Any, **kwargs: Any) -> None:
         self.times[request.request_id] += 1
@@ -275,10 +275,10 @@ def test_drafts_on_both_sides(group: EngineGroup, monkeypatch: pytest.MonkeyPatc
     for tokens, decoded in itertools.product((2, BLOCK - 1, BLOCK, 4 * BLOCK + 1, 250), (1, 6)):
         ids = prompt(tokens, tokens + decoded)
         on_p = p.add(ids, PREFILL, max_tokens=decoded)
-        run([p], lambda on_p=on_p: p.answers[on_p].finish is not None)  # type: ignore[misc]
+        run([p], lambda on_p=on_p: p.answers[on_p].finish is not None)
         assert p.answers[on_p].tokens == tokens_after(ids, decoded)
         request_id = d.add(ids, p.answers[on_p].params, max_tokens=30)
-        run([p, d], lambda request_id=request_id: d.answers[request_id].finish is not None)  # type: ignore[misc]
+        run([p, d], lambda request_id=request_id: d.answers[request_id].finish is not None)
         assert d.origins[request_id].theirs == tokens - 1
         assert d.answers[request_id].external == tokens - d.step_loads[request_id]
         assert d.answers[request_id].tokens == tokens_after(ids, 30)
@@ -317,7 +317,7 @@ def test_a_conversation_between_ds_with_and_without_a_hand_over(group: EngineGro
     for turn in range(6):
         d, params = (with_one, prefill(p, said)) if turn % 2 == 0 else (without, None)
         request_id = d.add(said, params, max_tokens=20)
-        run([p, d], lambda d=d, request_id=request_id: d.answers[request_id].finish is not None)  # type: ignore[misc]
+        run([p, d], lambda d=d, request_id=request_id: d.answers[request_id].finish is not None)
         assert d.answers[request_id].tokens == tokens_after(said, 20)
         assert d.all_loads[request_id] == (params is not None)
         said = said + d.answers[request_id].tokens + prompt(13, turn)
@@ -373,7 +373,7 @@ def test_every_data_parallel_rank_is_an_engine_of_its_own(group: EngineGroup, p_
     for rank, d in itertools.product(range(2), on_d):
         rank_params = params[rank] if d is on_d[rank] else prefill(on_p[rank], ids[rank])
         request_id = d.add(ids[rank], rank_params, max_tokens=4)
-        run(everyone, lambda d=d, request_id=request_id: d.answers[request_id].finish is not None)  # type: ignore[misc]
+        run(everyone, lambda d=d, request_id=request_id: d.answers[request_id].finish is not None)
         assert d.origins[request_id].theirs == 99
         assert d.answers[request_id].tokens == tokens_after(ids[rank], 4)
     settle(*everyone)

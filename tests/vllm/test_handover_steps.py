@@ -186,7 +186,7 @@ def test_three_samples_of_one_prompt_read_under_one_lease(
     for name in names:
         d.add(ids, params, request_id=name, max_tokens=5)
         end = time.monotonic() + gap
-        run([p, d], lambda end=end: time.monotonic() >= end)  # type: ignore[misc]
+        run([p, d], lambda end=end: time.monotonic() >= end)
     run([p, d], lambda: all(d.answers[name].finish is not None for name in names))
     assert not d.workers[0].failed
     assert d.computed.total() == 3 * 5

@@ -235,17 +235,17 @@ def platform_copies() -> Any:
     path = Path(vllm.__file__).parent / "platforms" / "cuda.py"
     tree = ast.parse(path.read_text())
     wanted = ("insert_blocks_to_device", "swap_out_blocks_to_host")
-    found = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name in wanted]
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name in wanted]
     assert sorted({node.name for node in found}) == sorted(wanted)
     for node in found:
         node.decorator_list = []
     scope: dict[str, Any] = {"torch": torch}
-    exec(compile(ast.Module(found, []), str(path), "exec"), scope)
+    exec(compile(ast.Module([*found], []), str(path), "exec"), scope)
     return SimpleNamespace(**{name: (lambda *a, f=scope[name]: f(None, *a)) for name in wanted})
 
 
 @pytest.mark.parametrize("direction", ["h2d", "d2h"])
-def test_copy_kv_blocks(direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copy_kv_blocks(direction: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "current_platform", platform_copies())
     for seed in range(60):
         draw = random.Random(seed)

@@ -296,7 +296,7 @@ def test_a_fault_of_our_own_that_strikes_every_turn(group: EngineGroup, lines: L
     eventually(lambda: not consumer._links)  # the one whose handshake nobody looked at fails, and is closed
     for seed in range(5, 25):  # a handshake may take longer than 1 s, on a host that stands still
         again = d.add(prompt(60, seed), prefill(p, prompt(60, seed)))
-        run([p, d], lambda again=again: d.answers[again].finish is not None)  # type: ignore[misc]
+        run([p, d], lambda again=again: d.answers[again].finish is not None)
         if d.origins[again].theirs == 59:
             break
     assert d.origins[again].theirs == 59

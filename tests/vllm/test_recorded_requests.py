@@ -195,7 +195,7 @@ def test_mooncakes_form(pair: tuple[Engine, Engine], page: BootstrapServer, at_o
 
 def test_dynamos_form_under_the_name_that_it_knows(group: EngineGroup) -> None:
     """Its request ids have no prefix of vLLM's, and D's is P's."""
-    known = {"connector": "NixlConnector", "module": "kvferry.connector.vllm.as_nixl"}
+    known: dict[str, Any] = {"connector": "NixlConnector", "module": "kvferry.connector.vllm.as_nixl"}
     p, d = (group.engine(origin, **known) for origin in (0, 1))
     answer = ask_p(p, SIX_KEYS, request_id=REQUEST_ID, min_tokens=1)
     is_loaded(p, d, d.add(IDS, answer, max_tokens=4, request_id=REQUEST_ID))

@@ -293,7 +293,7 @@ def test_p_answers_that_it_does_not_know_the_name_and_d_asks_again(group: Engine
         eventually(lambda: questions(p) == 1)
         assert finder._last == asked
         let_time_pass(p, 700.0 * asked)  # P has held the question long enough
-        eventually(lambda before=asked: finder._last > before)  # type: ignore[misc]
+        eventually(lambda before=asked: finder._last > before)
     leg = p.add(IDS, TO_P)
     run([p, d], lambda: d.answers[request_id].finish is not None)
     assert p.answers[leg].finish and d.origins[request_id].theirs == len(IDS) - 1

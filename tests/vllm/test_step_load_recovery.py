@@ -31,7 +31,7 @@ def runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 
 def pair(group: EngineGroup, **kwargs: Any) -> tuple[Engine, Engine]:
-    p, d = pair_of(group, **({"policy": "recompute", "num_blocks": 161, "ahead": 1} | kwargs))
+    p, d = pair_of(group, **{"policy": "recompute", "num_blocks": 161, "ahead": 1, **kwargs})
     meet(p, d)
     return p, d
 

@@ -192,7 +192,8 @@ def test_beside_one_that_is_scheduled_in_the_same_step(group: EngineGroup) -> No
 
 def test_not_into_a_state() -> None:
     """vLLM copies it to where the step works on it before the connector hears of the step."""
-    for kind, now in (("full", True), ("state", False)):
+    kinds: list[tuple[Any, bool]] = [("full", True), ("state", False)]
+    for kind, now in kinds:
         half = SchedulerHalf(
             Settings(), "d", [BlockTable(kind, 16)], tp_size=1, pp_size=1, produces=True, consumes=True,
             step_loads=True, steps=StepsInFlight(),
@@ -443,7 +444,7 @@ def test_the_forward_is_launched_before_its_load_has_ended(
     request_id = add(p, d, ids)
     slow.gate.clear()
     slow.error = error
-    launched = []
+    launched: list[Any] = []
 
     def device() -> None:
         if not launched:
