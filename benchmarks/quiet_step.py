@@ -8,8 +8,8 @@ engines of one model share a GPU. Only one of them has work at a time; they take
 C B A), so that what changes with time changes for all. Nothing is handed over in any of them.
 
 Contenders: ``none`` has no connector. ``empty`` has one that does nothing (``empty_connector.py``): what vLLM itself
-does where there is any. ``kvferry``, ``nixl``. ``NAME@SECONDS`` is the engine of NAME with this switch interval of the
-interpreter, to see what it does.
+does where there is any. ``kvferry``, ``nixl``. ``NAME#2`` is another engine of NAME: the difference between two starts
+of the same thing. ``NAME@SECONDS`` is the engine of NAME with this switch interval of the interpreter.
 
 A turn: the engine decodes so many sequences for ``--seconds``: the gaps between the tokens of a sequence. Then, beside
 them, come requests of ``--tokens`` tokens that the engine has in its prefix cache, one at a time: the time to first
@@ -155,8 +155,8 @@ class Engine:
 
 def start(group: ServerGroup, model: str, name: str, folder: Path, gpu: int | None, args: argparse.Namespace) -> Engine:
     spec, setup, most = MODELS[model], CPU if gpu is None else GPU, max(args.sequences)
-    connector, longest = CONNECTORS[name], min(MODELS[model].max_tokens, args.longest)
-    notes = group.logs / f"{model}-{name}-notes.jsonl"
+    connector, longest = CONNECTORS[name.partition("#")[0]], min(MODELS[model].max_tokens, args.longest)
+    notes = group.logs / f"{model}-{name.replace('#', '-')}-notes.jsonl"
     notes.write_text("")
     scheduler = "ProbedScheduler" if gpu is None else "ProbedAsyncScheduler"
     arguments = [
@@ -171,8 +171,8 @@ def start(group: ServerGroup, model: str, name: str, folder: Path, gpu: int | No
     if gpu is None:
         environment["VLLM_CPU_KVCACHE_SPACE"] = str(args.kv_gib)
     server = group.engine(
-        f"{model}-{name}", folder, connector=None if connector == "EmptyConnector" else connector,
-        extra=setup.nixl if name == "nixl" else None, dtype=spec.dtype, block_size=setup.block, max_model_len=longest,
+        f"{model}-{name.replace('#', '-')}", folder, connector=None if connector == "EmptyConnector" else connector,
+        extra=setup.nixl if connector == "NixlConnector" else None, dtype=spec.dtype, block_size=setup.block, max_model_len=longest,
         gpus=() if gpu is None else (gpu,), kv_cache_bytes=args.kv_gib << 30, kv_bytes=False, arguments=arguments,
         environment=environment, graph_sizes=graph_sizes(args.sequences),
     )  # fmt: skip
@@ -298,8 +298,10 @@ def main() -> int:
     args.tokens = args.tokens or ([2001, 8001, 32001] if on_gpu else [97, 385])
     args.kv_gib = args.kv_gib or (10 if on_gpu else 1)
     for given in args.contenders:
-        if given.partition("@")[0] not in CONNECTORS:
-            parser.error(f"--contenders: {given!r} is none of {', '.join(CONNECTORS)}, nor one with @SECONDS behind it")
+        if given.partition("@")[0].partition("#")[0] not in CONNECTORS:
+            parser.error(
+                f"--contenders: {given!r} is none of {', '.join(CONNECTORS)}, nor one with #NUMBER or @SECONDS behind it"
+            )
     try:
         result = measure(args)
     except EngineError as error:

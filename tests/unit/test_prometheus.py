@@ -42,7 +42,7 @@ def busy() -> HandoverStats:
 
 def drain(stats: HandoverStats) -> KVFerryStats | None:
     figures = stats.take()
-    return None if figures is None else KVFerryStats(data=figures)
+    return None if figures is None else KVFerryStats(data={**figures})
 
 
 @pytest.fixture

@@ -18,7 +18,8 @@ from tests.vllm.stepped import Engine, eventually, prefill, run, settle
 pytestmark = pytest.mark.vllm
 PRODUCT = str(Path(kvferry.connector.config.__file__).parent)
 MAX_LINES = 145
-"""Of KVFerry in one step, both halves. They are 138 on Python 3.11. Without a reason in the same change this bound does not grow."""
+"""Of KVFerry in one step, both halves. They are 138 on Python 3.11. Without a reason in the same change this bound does
+not grow."""
 
 
 def test_a_step_that_hands_nothing_over_executes_few_lines(group: EngineGroup) -> None:
