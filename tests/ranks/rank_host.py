@@ -298,14 +298,16 @@ class Host:
 def main() -> None:
     torch.set_num_threads(1)
     host = Host()
-    print(json.dumps({"answer": "ready"}), flush=True)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever a library prints must not look like an answer
+    print(json.dumps({"answer": "ready"}), file=answers, flush=True)
     for line in sys.stdin:
         order = json.loads(line)
         try:
             answer = getattr(host, order["command"])(**order)
-            print(json.dumps({"answer": answer}), flush=True)
+            print(json.dumps({"answer": answer}), file=answers, flush=True)
         except Exception:
-            print(json.dumps({"error": traceback.format_exc()}), flush=True)
+            print(json.dumps({"error": traceback.format_exc()}), file=answers, flush=True)
     host.close()
 
 

@@ -6,9 +6,11 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-LANES = "cuda,tcp"
-"""``UCX_TLS`` for NIXL on any machine: with a GPU it demands CUDA's copies, for host memory too; without one UCX passes
-them over."""
+import torch
+
+LANES = "cuda,tcp" if torch.cuda.is_available() else "tcp"
+"""``UCX_TLS`` for NIXL: with a GPU it demands CUDA's copies, for host memory too; without one UCX warns of them on
+stdout."""
 
 
 @contextmanager
