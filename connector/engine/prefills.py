@@ -163,7 +163,7 @@ class Prefills:
     ) -> tuple[dict[str, Any], bytes]:
         """The ``kv_transfer_params`` of a prompt, as they are and in MessagePack."""
         assert self.us is not None
-        params = to_transfer_params(RemotePrompt(token, view.num_prompt_tokens, digest, self.us, kept))
+        params = to_transfer_params(RemotePrompt(token, view.num_prompt_tokens, digest, self.us, kept, view.adapter))
         transfer_id = usable_name((view.params or {}).get(TRANSFER_ID))
         if transfer_id:
             params[TRANSFER_ID] = transfer_id

@@ -38,6 +38,10 @@ def check_prompt(request: RequestView, remote_prompt: RemotePrompt) -> None:
         prefilled = prefilled[: remote_prompt.num_tokens]
     if prompt_digest(prefilled, request.extra) != remote_prompt.prompt:
         raise ProtocolError("P prefilled another prompt (tokens, LoRA adapter or multi-modal inputs differ)")
+    if request.adapter != remote_prompt.adapter and request.adapter and remote_prompt.adapter:
+        raise ProtocolError(
+            "P prefilled the prompt with another LoRA adapter of this name; load the same files on both"
+        )
 
 
 def check_kept(tables: Sequence[BlockTable], remote_prompt: RemotePrompt, num_local: int, stop: int) -> None:
