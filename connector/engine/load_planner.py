@@ -191,6 +191,15 @@ class LoadPlanner:
             except ProtocolError as error:
                 self._refuse(entry, error)
 
+    def reset(self) -> bool:
+        """D's caches were reset: what P has computed before is not loaded. Loads that run are cancelled; they are
+        reported as any other. Returns whether none runs."""
+        phases = RequestPhase.OFFERED, RequestPhase.LOADING
+        for entry in [each for each in self._requests.values() if each.lifetime.state.phase in phases]:
+            self._plan.urgent = True
+            self._refuse(entry, ProtocolError("this engine's caches were reset"))
+        return not self.num_in(RequestPhase.LOADING)
+
     def loads_itself(self, request_id: str) -> bool:
         """Whether tokens of a request come from a load, or may."""
         entry = self._requests.get(request_id)
