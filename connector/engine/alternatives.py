@@ -70,6 +70,6 @@ def _check_same(first: RemotePrompt, other: RemotePrompt) -> None:
     Raises:
         ProtocolError: it holds another prompt, or another part of it.
     """
-    for field in ("prompt", "num_tokens", "kept"):
+    for field in ("prompt", "num_tokens", "kept", "adapter"):
         if getattr(first, field) != getattr(other, field):
             raise ProtocolError(f"its {field} is not that of the first P")

@@ -16,6 +16,13 @@ from kvferry.connector.protocol.step_plan import ID_BYTES, PeerEngine, pack_ids
 
 logger = logging.getLogger("vllm.kvferry.scheduler")
 
+PAUSE_SECONDS = 1.0
+"""How long a paused engine holds its leases. vLLM does not end a pause, nor reset caches in it, while one is held; and
+a D that is paused too would renew it up to ``lease_cap_seconds``. A D that is not loads meanwhile what it was told."""
+
+
+STALE = "the engine's caches were reset while it computed the prompt"
+
 
 class LeasePlanner:
     """The requests that are handed over from here, and their leases."""
@@ -28,13 +35,14 @@ class LeasePlanner:
         produces: bool,
         lookahead: int,
         may_stream: Callable[[str], bool],
+        is_paused: Callable[[], bool],
         clock: Callable[[], float],
     ) -> None:
         """
         Args:
             plan: where the leases go.
             may_stream: whether the tokens of a request stand once they are computed.
-            tables, produces, lookahead, clock: as ``SchedulerHalf`` takes them.
+            tables, produces, lookahead, is_paused, clock: as ``SchedulerHalf`` takes them.
         """
         self._tables = tuple(tables)
         self._has_states = any(table.kind == "state" for table in self._tables)
@@ -47,6 +55,9 @@ class LeasePlanner:
         self.held = HeldBlocks(clock)
         """The leases that some rank holds."""
         self._draining = False
+        self._clock, self._is_paused = clock, is_paused
+        self._paused_at: float | None = None
+        self._stale: set[str] = set()  # requests with tokens that were computed before a reset
 
     def set_engine(self, us: PeerEngine) -> None:
         """Take the addresses of this engine, which D is given."""
@@ -78,17 +89,19 @@ class LeasePlanner:
     ) -> tuple[bool, dict[str, Any] | None]:
         """A request ended; its blocks are still its own. As ``SchedulerHalf.request_finished``."""
         computed_in = self._prefills.pop(request.request_id, self._plan.step)
+        stale = request.request_id in self._stale
+        self._stale.discard(request.request_id)
         params = None
         if self._produces and completed and wants_prefill(request.params):
-            params = self._lease(request, block_ids, computed_in)
+            params = self._lease(request, block_ids, computed_in, stale=stale)
         if params is None:
             self._prompts.give_up(request.request_id)
         return params is not None, params
 
     def _lease(
-        self, request: RequestView, block_ids: Sequence[Sequence[int]], computed_in: int
+        self, request: RequestView, block_ids: Sequence[Sequence[int]], computed_in: int, *, stale: bool
     ) -> dict[str, Any] | None:
-        why = self._cannot_lease(request, block_ids)
+        why = STALE if stale else self._cannot_lease(request, block_ids)
         if why is not None:
             logger.warning("kvferry: no hand-over of %s: %s", request.request_id, why)
             return None
@@ -109,10 +122,30 @@ class LeasePlanner:
         """Give leases again."""
         self._draining = False
 
+    def reset(self) -> bool:
+        """The engine's caches were reset. As ``SchedulerHalf.reset_caches``. Returns whether no lease is held."""
+        self._stale.update(request_id for request_id, step in self._prefills.items() if step)
+        self._plan.urgent |= self._prompts.reset()
+        self._end_leases()
+        return not self.held
+
+    def _end_leases(self) -> None:
+        if self.held:
+            self._plan.end_leases()
+
+    @property
+    def _pause_lasts(self) -> bool:
+        return self._paused_at is not None and self._clock() >= self._paused_at + PAUSE_SECONDS
+
+    def _may_lease(self, request_id: str) -> bool:
+        return not (self._draining or self._pause_lasts or request_id in self._stale)
+
     def _cannot_lease(self, request: RequestView, block_ids: Sequence[Sequence[int]]) -> str | None:
         tokens, computed = request.num_prompt_tokens, request.num_computed_tokens
         if self._draining:
             return "this engine hands nothing over any more, it is being drained"
+        if self._pause_lasts:
+            return "this engine is paused"
         if self._prompts.us is None:
             return "the workers' addresses are unknown"
         if request.prompt_token_ids is None:
@@ -137,13 +170,22 @@ class LeasePlanner:
     @property
     def follows_prompts(self) -> bool:
         """Whether ``plan_step`` has something to do."""
-        return self._prompts.any
+        return self._prompts.any or len(self.held) > 0
 
     def plan_step(self, scheduled: Iterable[ScheduledTokens], preempted: Iterable[str], *, alone: bool) -> None:
         """Add to the plan what the next step does with these prompts. As ``SchedulerHalf.take_plan``. ``alone``: the
         step computes tokens of one request only."""
+        if not self._is_paused():
+            self._paused_at = None
+        elif self._paused_at is None:
+            self._paused_at = self._clock()
+        elif self._pause_lasts:
+            self._end_leases()
+        if self._stale:
+            scheduled = list(scheduled)
+            self._stale.difference_update(tokens.request_id for tokens in scheduled if tokens.all_blocks)
         self._prompts.step(
-            scheduled, preempted, streams=self._may_stream, may_lease=not self._draining, alone=alone
+            scheduled, preempted, streams=self._may_stream, may_lease=self._may_lease, alone=alone
         )  # fmt: skip
 
     def step_planned(self, step: int, computed: Collection[str]) -> None:

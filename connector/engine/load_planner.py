@@ -19,7 +19,7 @@ import msgspec
 from kvferry.connector.engine.alternatives import alternatives
 from kvferry.connector.engine.block_contents import first_held, used_blocks
 from kvferry.connector.engine.plan_builder import StepPlanBuilder
-from kvferry.connector.engine.prompt_checks import check_kept, check_prompt, possible_digests
+from kvferry.connector.engine.prompt_checks import check_adapter, check_kept, check_prompt, possible_digests
 from kvferry.connector.engine.rendezvous_params import prompt_of_answer, rendezvous_of
 from kvferry.connector.engine.step_load_rule import StepLoadRule
 from kvferry.connector.engine.steps_in_flight import StepsInFlight
@@ -157,7 +157,7 @@ class LoadPlanner:
 
     def _offer(self, entry: EngineRequest, request: RequestView, remote_prompt: RemotePrompt) -> None:
         """Keep the leases of a request's prompt, if D can use it. Raises ProtocolError: it cannot. Such a lease may be
-        another request's, so D neither keeps nor releases it."""
+        another request's, so D neither keeps nor releases it, unless only the adapter is another one."""
         check_reachable(remote_prompt.peer, self._host_id)
         check_prompt(request, remote_prompt)
         entry.remote_prompt = remote_prompt
@@ -169,6 +169,7 @@ class LoadPlanner:
         leases = (RemoteLease(remote_prompt.token, remote_prompt.peer), *usable)
         keeps = tuple(KeepLease(request.request_id, lease.token, lease.peer, siblings) for lease in leases)
         self._advance(entry, request_lifetime.PromptOffered(keeps))
+        check_adapter(request, remote_prompt)  # the lease is this request's, and is released
 
     def rendezvous_told(self, results: Mapping[str, RendezvousResult]) -> None:
         """As ``SchedulerHalf.rendezvous_told``."""
@@ -190,6 +191,15 @@ class LoadPlanner:
                     self._advance(entry, request_lifetime.LoadDeclined())
             except ProtocolError as error:
                 self._refuse(entry, error)
+
+    def reset(self) -> bool:
+        """D's caches were reset: what P has computed before is not loaded. Loads that run are cancelled; they are
+        reported as any other. Returns whether none runs."""
+        phases = RequestPhase.OFFERED, RequestPhase.LOADING
+        for entry in [each for each in self._requests.values() if each.lifetime.state.phase in phases]:
+            self._plan.urgent = True
+            self._refuse(entry, ProtocolError("this engine's caches were reset"))
+        return not self.num_in(RequestPhase.LOADING)
 
     def loads_itself(self, request_id: str) -> bool:
         """Whether tokens of a request come from a load, or may."""

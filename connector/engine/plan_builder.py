@@ -32,6 +32,7 @@ class StepPlanBuilder:
         self._reset()
 
     def _reset(self) -> None:
+        self.urgent = False  # whether the engine must take the next plan also where it has no request
         self._empty = True
         self._leases: list[LeaseGrant] = []
         self._keeps: list[KeepLease] = []
@@ -44,6 +45,11 @@ class StepPlanBuilder:
         self._stops: list[PrefillStop] = []
         self._rendezvous: list[Rendezvous] = []
         self._left: list[LeftAnswer] = []
+        self._ends_leases = False
+
+    def end_leases(self) -> None:
+        """All leases end."""
+        self._empty, self._ends_leases = False, True
 
     def add(self, request_id: str, effect: request_lifetime.RequestEffect | prompt_prefill.PromptEffect) -> None:
         """Add an effect of the lifetime of a request, or of its prompt."""
@@ -104,6 +110,7 @@ class StepPlanBuilder:
             stops=tuple(self._stops),
             rendezvous=tuple(self._rendezvous),
             left=tuple(self._left),
+            ends_leases=self._ends_leases,
         )
         self._reset()
         return plan

@@ -65,13 +65,22 @@ class Prefills:
         """Whether any prompt has not ended, or has come since the last step."""
         return bool(self._prompts or self._new)
 
+    def reset(self) -> bool:
+        """Give up the prompts of which tokens are computed. Each waits to be begun anew, under another token. Returns
+        whether there were any."""
+        begun = [prompt for prompt in self._prompts.values() if prompt.lifetime.state.phase in prompt_prefill.BEGUN]
+        for prompt in begun:
+            self._advance(prompt, prompt_prefill.PromptGivenUp())
+            self.add(prompt.view)
+        return bool(begun)
+
     def step(
         self,
         scheduled: Iterable[ScheduledTokens],
         preempted: Iterable[str],
         *,
         streams: Callable[[str], bool],
-        may_lease: bool,
+        may_lease: Callable[[str], bool],
         alone: bool,
     ) -> None:
         """Add to the plan what the next step does with these prompts.
@@ -81,7 +90,7 @@ class Prefills:
             preempted: the requests whose blocks the engine has taken since the last step.
             streams: whether a prompt that begins, or begins anew, may leave before all of it is computed: nothing may
                 make its tokens invalid after they are computed.
-            may_lease: this engine gives leases.
+            may_lease: whether this engine would give a lease of a prompt.
             alone: the step computes tokens of one request only.
         """
         for request_id in preempted:
@@ -93,8 +102,8 @@ class Prefills:
                 self._scheduled(prompt, tokens, streams, may_lease, alone)
         new, self._new = self._new, []
         for prompt in [self._prompts[request_id] for request_id in new if request_id in self._prompts]:
-            if may_lease and prompt.lifetime.state.phase is PromptPhase.WAITING:
-                view, token = prompt.view, prompt.token
+            view, token = prompt.view, prompt.token
+            if prompt.lifetime.state.phase is PromptPhase.WAITING and may_lease(view.request_id):
                 queued = QueuedPrompt(view.request_id, token, prompt_names(view.request_id, view.params, token))
                 self._advance(prompt, prompt_prefill.LeftInQueue(queued))
 
@@ -103,13 +112,14 @@ class Prefills:
         prompt: _Prompt,
         tokens: ScheduledTokens,
         streams: Callable[[str], bool],
-        may_lease: bool,
+        may_lease: Callable[[str], bool],
         alone: bool,
     ) -> None:
         # Of the tokens that a request finds in the prefix cache, others of this step may compute some.
         ready = tokens.start if alone or not (tokens.all_blocks or not prompt.blocks) else 0
         if prompt.lifetime.state.phase is PromptPhase.WAITING:
-            self._begin(prompt, tokens, offers=may_lease, streams=self._whole and streams(tokens.request_id))
+            offers = may_lease(tokens.request_id)
+            self._begin(prompt, tokens, offers=offers, streams=self._whole and streams(tokens.request_id))
             if not prompt.params:
                 self._advance(prompt, prompt_prefill.PromptGivenUp())
         elif tokens.all_blocks:
@@ -163,7 +173,7 @@ class Prefills:
     ) -> tuple[dict[str, Any], bytes]:
         """The ``kv_transfer_params`` of a prompt, as they are and in MessagePack."""
         assert self.us is not None
-        params = to_transfer_params(RemotePrompt(token, view.num_prompt_tokens, digest, self.us, kept))
+        params = to_transfer_params(RemotePrompt(token, view.num_prompt_tokens, digest, self.us, kept, view.adapter))
         transfer_id = usable_name((view.params or {}).get(TRANSFER_ID))
         if transfer_id:
             params[TRANSFER_ID] = transfer_id

@@ -40,6 +40,18 @@ def check_prompt(request: RequestView, remote_prompt: RemotePrompt) -> None:
         raise ProtocolError("P prefilled another prompt (tokens, LoRA adapter or multi-modal inputs differ)")
 
 
+def check_adapter(request: RequestView, remote_prompt: RemotePrompt) -> None:
+    """Check that P has prefilled the prompt with the request's LoRA adapter, where both know its content.
+
+    Raises:
+        ProtocolError: P has another one of that name.
+    """
+    if request.adapter != remote_prompt.adapter and request.adapter and remote_prompt.adapter:
+        raise ProtocolError(
+            "P prefilled the prompt with another LoRA adapter of this name; load the same files on both"
+        )
+
+
 def check_kept(tables: Sequence[BlockTable], remote_prompt: RemotePrompt, num_local: int, stop: int) -> None:
     """Check that P still has the tokens with which D's blocks must be filled.
 

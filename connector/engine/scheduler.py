@@ -54,6 +54,7 @@ class SchedulerHalf:
         steps: StepsInFlight | None = None,
         shares_steps: bool = False,
         streams: Callable[[], bool] = lambda: True,
+        is_paused: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
@@ -75,6 +76,7 @@ class SchedulerHalf:
             shares_steps: other engines' steps wait for this engine's, as with data-parallel ranks.
             streams: whether no tokens of the engine come from elsewhere, such as another connector, so that all tokens
                 stand that it computes.
+            is_paused: whether the engine begins no new request. Once this has lasted ``PAUSE_SECONDS``, leases end.
             clock: seconds, never going back.
         """
         self._engine_id = engine_id
@@ -90,7 +92,13 @@ class SchedulerHalf:
         rule = StepLoadRule(settings.step_hold_seconds if step_loads and consumes and steps else 0.0)
         self._steps, self._streams = steps, streams
         self._lease_planner = LeasePlanner(
-            tables, self._plan, produces=produces, lookahead=lookahead, may_stream=self._may_stream, clock=clock
+            tables,
+            self._plan,
+            produces=produces,
+            lookahead=lookahead,
+            may_stream=self._may_stream,
+            is_paused=is_paused,
+            clock=clock,
         )
         self._load_planner = LoadPlanner(
             tables, self._plan, rule, steps, tp_size=tp_size, consumes=consumes, host_id=host_id, max_sizes=max_sizes,
@@ -211,6 +219,25 @@ class SchedulerHalf:
     def leases_ended(self, request_ids: Iterable[str]) -> None:
         """All ranks have reported the end of these requests' leases."""
         self._lease_planner.held.remove(request_ids)
+
+    # --- resets -------------------------------------------------------------------------------------------------
+
+    def reset_caches(self) -> bool:
+        """The engine's caches were reset: no KV that was computed before is handed over from here, or loaded here.
+
+        All leases end with the next plan. Prompts under computation are given up; one of which the engine computes all
+        tokens anew, with the blocks of ``ScheduledTokens.all_blocks``, is handed over as another. Loads are cancelled.
+
+        Returns:
+            Whether no lease and no load is left. Otherwise the caller may ask again after a few steps.
+        """
+        unheld, unloaded = self._lease_planner.reset(), self._load_planner.reset()
+        return unheld and unloaded
+
+    @property
+    def has_urgent_plan(self) -> bool:
+        """Whether the engine must take a step, even without requests: peers read what its last plan made readable."""
+        return self._plan.urgent
 
     # --- every step ---------------------------------------------------------------------------------------------
 

@@ -52,12 +52,14 @@ class _Wire(msgspec.Struct, frozen=True):
     host_id: Annotated[str, Meta(max_length=64, pattern="^[0-9a-f]*$")] = ""
     kept: Annotated[list[_Kept], Meta(max_length=64)] = []
     shardings: Annotated[tuple[TokenSharding, ...], Meta(min_length=1, max_length=4)] = UNSHARDED
+    adapter: Annotated[str, Meta(max_length=64, pattern="^[0-9a-f]*$")] = ""
 
 
 class RemotePrompt(msgspec.Struct, frozen=True):
     """A finished prompt as P describes it to D: the lease's token, the prompt, and the addresses of P's ranks.
 
     ``kept``: (kind, window, first token) of each of P's block tables that freed blocks outside its window.
+    ``adapter``: as in ``RequestView``.
     """
 
     token: bytes
@@ -65,6 +67,7 @@ class RemotePrompt(msgspec.Struct, frozen=True):
     prompt: str
     peer: PeerEngine
     kept: tuple[tuple[CacheKind, int, int], ...] = ()
+    adapter: str = ""
 
 
 def prompt_digest(token_ids: Sequence[int], extra: Sequence[str] = ()) -> str:
@@ -103,6 +106,7 @@ def to_transfer_params(remote_prompt: RemotePrompt) -> dict[str, Any]:
             "tp_size": peer.tp_size,
             "pp_size": peer.pp_size,
             "host_id": peer.host_id,
+            "adapter": remote_prompt.adapter,
             "kept": [list(item) for item in remote_prompt.kept],
             "shardings": [[sharding.size, sharding.interleave] for sharding in peer.shardings],
             "ranks": [[r.pp_rank, r.tp_rank, r.host, r.port, r.incarnation.hex(), r.key] for r in peer.ranks],
@@ -176,7 +180,8 @@ def from_transfer_params(
     peer = PeerEngine(
         wire.engine_id, wire.tp_size, wire.pp_size, wire.lease_seconds, ranks, wire.host_id, wire.shardings
     )
-    return RemotePrompt(bytes.fromhex(wire.token), wire.num_tokens, wire.prompt, peer, tuple(wire.kept))
+    kept = tuple(wire.kept)
+    return RemotePrompt(bytes.fromhex(wire.token), wire.num_tokens, wire.prompt, peer, kept, wire.adapter)
 
 
 def check_reachable(peer: PeerEngine, our_host_id: str) -> None:

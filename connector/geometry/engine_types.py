@@ -114,10 +114,11 @@ class RankInfo:
 class RequestView:
     """The data of an engine's request that the scheduler half reads.
 
-    ``extra``: the inputs of its KV beside its tokens. ``rejected``: the engine refused the request before admission; it
-    comes here only to be aborted, with a placeholder as its prompt. ``whole_prompt``: D computes all of its prompt, for
-    its log-probabilities, so nothing of it is loaded. ``traceparent``: the span that its spans belong to; empty where
-    it is not traced.
+    ``extra``: the inputs of its KV beside its tokens. ``adapter``: a digest of its LoRA adapter; empty where there is
+    none, or it is unknown. ``rejected``: the engine refused the request before admission; it comes here only to be
+    aborted, with a placeholder as its prompt. ``whole_prompt``: D computes all of its prompt, for its
+    log-probabilities, so nothing of it is loaded. ``traceparent``: the span that its spans belong to; empty where it is
+    not traced.
     """
 
     request_id: str
@@ -126,6 +127,7 @@ class RequestView:
     num_prompt_tokens: int
     num_computed_tokens: int
     extra: tuple[str, ...] = ()
+    adapter: str = ""
     rejected: bool = False
     whole_prompt: bool = False
     traceparent: str = ""

@@ -113,7 +113,11 @@ class Released(msgspec.Struct, frozen=True):
     expected: frozenset[int]
 
 
-LeaseEvent = Asked | ReadStarted | ReadEnded | Renewed | Released | Tick
+class Revoked(msgspec.Struct, frozen=True):
+    """P's engine was paused, or its caches were reset: the lease expires before its time."""
+
+
+LeaseEvent = Asked | ReadStarted | ReadEnded | Renewed | Released | Revoked | Tick
 
 # --- effects ----------------------------------------------------------------------------------------------------
 
@@ -123,7 +127,7 @@ class StopReads(msgspec.Struct, frozen=True):
 
 
 class Freed(msgspec.Struct, frozen=True):
-    """Report to the engine, once, that nothing reads the blocks any more. ``reason``: released, expired or cap."""
+    """Report to the engine, once, that nothing reads the blocks any more. ``reason``: one of ``metrics.LEASE_ENDS``."""
 
     reason: str
 
@@ -184,6 +188,10 @@ def _tick(state: Lease, event: LeaseEvent, now: float) -> Outcome:
     return _end(state, LeasePhase.EXPIRED, "cap" if now >= state.cap else "expired")
 
 
+def _revoked(state: Lease, event: LeaseEvent, now: float) -> Outcome:
+    return _end(state, LeasePhase.EXPIRED, "reset")
+
+
 def _end(state: Lease, phase: LeasePhase, reason: str) -> Outcome:
     ended = replace(state, phase=phase, reason=reason)
     return (ended, (StopReads(),)) if state.reads else _free(ended)
@@ -213,9 +221,10 @@ LEASE: TransitionTable[Lease, LeaseEvent, LeaseEffect] = TransitionTable(
         (HELD, (ReadEnded,), _read_ended),
         (HELD, (Renewed,), _renewed),
         (HELD, (Released,), _released),
+        (HELD, (Revoked,), _revoked),
         (HELD, (Tick,), _tick),
         (ENDED, (ReadStarted,), _read_too_late),
         (ENDED, (ReadEnded,), _last_read_ended),
-        (ENDED, (Asked, Renewed, Released, Tick), ignore),
+        (ENDED, (Asked, Renewed, Released, Revoked, Tick), ignore),
     ),
 )

@@ -41,7 +41,8 @@ class Figures(TypedDict):
     planes_changed: dict[str, int]
     """Links on D that took another data plane because one broke, by the name of the plane that broke."""
     leases: dict[str, int]
-    """Leases that ended on P: "released", "expired" (no renewal came) or "cap" (renewed up to the cap)."""
+    """Leases that ended on P: "released", "expired" (no renewal came), "cap" (renewed up to the cap) or "reset" (P's
+    engine was paused, or its caches were reset)."""
     sent: dict[str, int]
     """Bytes that P has sent of prompts, by moment: while P "computes" the prompt, or when it is "leased"."""
     dropped: dict[str, int]
@@ -63,7 +64,7 @@ FailureKind = Literal[
 ]
 """Why a hand-over failed, as a label from a short list, without a peer's name."""
 FAILURE_KINDS: tuple[FailureKind, ...] = get_args(FailureKind)
-LEASE_ENDS = ("released", "expired", "cap")
+LEASE_ENDS = ("released", "expired", "cap", "reset")
 SENT_WHEN = ("computes", "leased")
 PeerCount = Literal["done", "retried", "failed", "bytes", "microseconds"]
 PEER_RESULTS: tuple[PeerCount, ...] = ("done", "retried", "failed")
@@ -208,7 +209,7 @@ class HandoverStats:
             _count(self._figures["planes_changed"], broken)
 
     def lease_ended(self, reason: str) -> None:
-        """Count a lease that has ended: "released", "expired" or "cap"."""
+        """Count a lease that has ended. ``reason``: one of ``LEASE_ENDS``."""
         with self._lock:
             _count(self._figures["leases"], reason)
 

@@ -73,7 +73,7 @@ class PromptAwaited(msgspec.Struct, frozen=True):
 
 
 class OfferRefused(msgspec.Struct, frozen=True):
-    """D cannot use P's prompt, or P has not told of it in time."""
+    """D cannot use P's prompt, or P has not told of it in time, or D's caches were reset."""
 
 
 class EngineAnswered(msgspec.Struct, frozen=True):
@@ -189,6 +189,10 @@ def _refused(state: RequestState, event: RequestEvent, now: float) -> Outcome:
     return replace(state, phase=RequestPhase.LOCAL), _release(state)
 
 
+def _refused_loading(state: RequestState, event: RequestEvent, now: float) -> Outcome:
+    return state, (PlanCancel(),)
+
+
 def _answered(state: RequestState, event: RequestEvent, now: float) -> Outcome:
     assert isinstance(event, EngineAnswered)
     return replace(state, start=event.start, in_step=event.in_step), ()
@@ -232,6 +236,7 @@ REQUEST: TransitionTable[RequestState, RequestEvent, RequestEffect] = Transition
         ((_R.AWAITED,), (RequestEnded,), _end_awaited),
         ((_R.NEW,), (NothingOffered, OfferRefused), _local),
         ((_R.OFFERED,), (OfferRefused,), _refused),
+        ((_R.LOADING,), (OfferRefused,), _refused_loading),
         ((_R.OFFERED,), (EngineAnswered,), _answered),
         # A report before LOADING concerns an earlier request with this id. The engine takes it for this request's load.
         ((_R.AWAITED,), (LoadReported,), _reported_awaited),

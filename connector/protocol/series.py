@@ -90,7 +90,7 @@ SERIES = (
         "lease_block_seconds", "counter", "on P: for how long leases held blocks, added up over the blocks"
     ),
     Series(
-        "num_expired_leases", "counter", "on P: leases that P ended itself: `expired`, or `cap`", ("reason",),
+        "num_expired_leases", "counter", "on P: leases that P ended itself: `expired`, `cap`, or `reset`", ("reason",),
         (LEASE_ENDS[1:],),
     ),
     Series("num_released_leases", "counter", "on P: leases that D released, counted by each rank"),

@@ -244,6 +244,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     handed over from here. Its lease comes with a later plan, and is granted when that step has ended. ``queued``: the
     prompts that wait to be computed, each in one plan. ``prefills``, ``chunks`` and ``stops``: of the prompts that P
     computes; where several concern one prompt, prefills come before stops, stops before chunks, chunks before leases.
+    ``ends_leases``: all leases end now, those of this plan too.
     ``rendezvous``: requests of D whose P must be asked for the
     token; ``left``: requests of earlier plans that do not need their answer any more.
     """
@@ -265,6 +266,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     stops: tuple[PrefillStop, ...] = ()
     rendezvous: tuple[Rendezvous, ...] = ()
     left: tuple[LeftAnswer, ...] = ()
+    ends_leases: bool = False
 
     @property
     def wakes_thread(self) -> bool:
@@ -272,7 +274,7 @@ class StepPlan(msgspec.Struct, frozen=True):
         before the step advances."""
         return bool(
             self.leases or self.keeps or self.loads or self.cancels or self.releases
-            or self.queued or self.prefills or self.stops or self.rendezvous or self.left
+            or self.queued or self.prefills or self.stops or self.rendezvous or self.left or self.ends_leases
         )  # fmt: skip
 
 

@@ -90,7 +90,10 @@ class LeaseTable:
         self.remember_end(token)
         self._rank_context.stats.lease_ended(reason)  # first: the engine may idle once it knows of the end
         self._on_freed(held.grant, now)
-        if reason != "released":
+        if reason == "reset":
+            text = "kvferry: lease of %s has ended: this engine was paused, or its caches were reset"
+            logger.info(text, held.grant.request_id)
+        elif reason != "released":
             cap = self._rank_context.settings.lease_cap_seconds
             why = f"the cap of {cap:g} s was reached" if reason == "cap" else "nobody renewed or released it"
             logger.warning("kvferry: lease of %s expired: %s", held.grant.request_id, why)
@@ -103,6 +106,11 @@ class LeaseTable:
         self.ended[token] = None
         while len(self.ended) > ENDED_TOKENS:
             self.ended.popitem(last=False)
+
+    def revoke_all(self, now: float) -> None:
+        """End all leases now. A read that P sends ends first."""
+        for token in list(self.held):
+            self.step(token, lease.Revoked(), now)
 
     def tick(self, now: float) -> None:
         """End the leases whose time is up."""

@@ -69,6 +69,8 @@ class PostedPlans:
             self.computing += zip_longest(plan.leases, posted.computed)
             if plan.queued or plan.prefills or plan.stops:
                 self._begin_and_stop(plan, now)
+            if plan.ends_leases:
+                self._end_leases(now)
             if step is not None:
                 self._try("the prompts of a step", partial(self._producer.computing.plan, plan.chunks, step, now))
             for request_id in plan.cancels:  # first: they are of earlier plans' loads, also where an id comes again
@@ -109,6 +111,13 @@ class PostedPlans:
             if stop.token in begun:
                 self._try(stop, partial(self._producer.stop_prefill, stop, now))
 
+    def _end_leases(self, now: float) -> None:
+        """P: end all leases, also those that are not granted yet."""
+        ended, self.computing = self.computing, []
+        for grant, _ in ended:
+            self._try(grant, partial(self._not_granted, grant, now))
+        self._try("the end of all leases", partial(self._producer.end_leases, now))
+
     def _copies_wait(self, event: DeviceEvent | None, loads: Sequence[Load], now: float) -> bool:
         """Have copies from now on wait for the engine's event, if one of ``loads`` must. Where the device refuses, the
         loads fail."""
@@ -137,8 +146,9 @@ class PostedPlans:
             self._try(grant, partial(self._producer.grant, grant, now), partial(self._not_granted, grant, now))
 
     def _not_granted(self, grant: LeaseGrant, now: float) -> None:
-        """A grant has raised an error: the engine gets its blocks back, and no D may wait for them. Where the lease
-        stands all the same, D may read the blocks, and the end of the lease gives them back."""
+        """A grant has raised an error, or must not follow any more: the engine gets its blocks back, and no D may wait
+        for them. Where the lease stands all the same, D may read the blocks, and the end of the lease gives them back.
+        """
         if self._producer.holds(grant.token):
             return
         self._producer.computing.lose(grant.token)

@@ -86,6 +86,10 @@ class Producer:
         """Whether a lease of this token stands."""
         return token in self._leases.held
 
+    def end_leases(self, now: float) -> None:
+        """End all leases: nothing counts that is read, or would be committed, from now on."""
+        self._leases.revoke_all(now)
+
     def _serve_held(self, token: bytes, now: float) -> None:
         """Serve the asks under a token that came too early."""
         for held in self._early.take_asks(token):

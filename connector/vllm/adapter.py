@@ -82,7 +82,7 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
             self._alone = self.stepping_alone(parallel)
             fails = from_vllm.loads_fail_requests(vllm_config)
             tables = from_vllm.block_tables(vllm_config, kv_cache_config)
-            scheduler = find_scheduler()
+            scheduler = self._vllm_scheduler = find_scheduler()
             if scheduler is not None and transfer.is_kv_consumer and from_vllm.blocks_leave_at_end(kv_cache_config):
                 self._steps = StepsInFlight()
                 self._recovery = StepLoadRecovery(
@@ -109,6 +109,7 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
                 shares_steps=parallel.data_parallel_size > 1,
                 # Below MultiConnector, another connector may load tokens, and these may prove to be missing.
                 streams=lambda: getattr(scheduler, "connector", None) is self,
+                is_paused=lambda: compat.is_paused(scheduler),
             )
             self._engine_id, self._dp_rank = str(transfer.engine_id), getattr(parallel, "data_parallel_index", 0)
             if settings.bootstrap_port and transfer.is_kv_producer:
@@ -194,6 +195,17 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
         if self._recovery is not None:
             self._recovery.scheduled(scheduler_output, plan.loads)
         return KVFerryMetadata(plan)
+
+    def reset_cache(self) -> bool:
+        """``/reset_prefix_cache?reset_external=true``, and the end of ``/pause``. False: leases or loads are ending, so
+        the caller must ask again."""
+        if self._vllm_scheduler is not None:
+            compat.fail_loads(self._vllm_scheduler)
+        return self._scheduling.reset_caches()
+
+    def has_pending_push_work(self) -> bool:
+        """True has the engine take a step, also while it is paused or has no request."""
+        return self._scheduling.has_urgent_plan
 
     def _processed(self, computed: bool) -> None:
         assert self._steps is not None

@@ -34,6 +34,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group, has_kv_transfer_group
 from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.platforms import current_platform
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
@@ -88,6 +89,8 @@ __all__ = [
     "Scheduler",
     "SupportsHMA",
     "check_config",
+    "fail_loads",
+    "is_paused",
     "permit_amx",
     "preempt",
     "prefill_lookahead",
@@ -217,6 +220,18 @@ def restart_waiting(scheduler: Scheduler, request: Request) -> None:
     elif request.num_computed_tokens:
         request.num_computed_tokens = 0
         scheduler.kv_cache_manager.free(request)
+
+
+def is_paused(scheduler: Scheduler | None) -> bool:
+    """Whether a scheduler begins no new request, as vLLM's ``pause_generation`` tells it."""
+    return scheduler is not None and bool(scheduler.pause_state != PauseState.UNPAUSED)
+
+
+def fail_loads(scheduler: Scheduler) -> None:
+    """Have vLLM compute the requests that wait for a load, whatever is reported of the load, or has been already."""
+    for request in scheduler.requests.values():
+        if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+            restart_waiting(scheduler, request)
 
 
 def prefill_lookahead(vllm_config: VllmConfig) -> int:

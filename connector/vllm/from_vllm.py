@@ -24,6 +24,7 @@ from kvferry.connector.geometry.rank_geometry import CacheKind
 from kvferry.connector.geometry.recurrent_state import Section, StateArray, sections, whole_page
 from kvferry.connector.geometry.token_sharding import UNSHARDED, TokenSharding
 from kvferry.connector.geometry.topology import MAX_RANKS
+from kvferry.connector.vllm.lora_content import lora_content
 from kvferry.transport.errors import ConfigError
 from kvferry.transport.tracing import sampled_traceparent
 from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
@@ -287,9 +288,10 @@ def model_identity_of(vllm_config: VllmConfig, tag: str | None = None) -> dict[s
 
 def request_view(request: Request) -> RequestView:
     """What the scheduler half reads of a request."""
-    extra = [feature.identifier for feature in getattr(request, "mm_features", None) or ()]
+    extra, adapter = [feature.identifier for feature in getattr(request, "mm_features", None) or ()], ""
     if request.lora_request is not None:
         extra.append(f"lora:{request.lora_request.lora_name}")
+        adapter = lora_content(request.lora_request.lora_path) if request.kv_transfer_params else ""
     return RequestView(
         request_id=request.request_id,
         params=request.kv_transfer_params,
@@ -298,6 +300,7 @@ def request_view(request: Request) -> RequestView:
         num_prompt_tokens=request.num_prompt_tokens,
         num_computed_tokens=request.num_computed_tokens,
         extra=tuple(extra),
+        adapter=adapter,
         rejected=bool(getattr(request, "abort_immediately", False)),
         whole_prompt=bool(request.get_skip_reading_prefix_cache()),
         # vLLM leaves them out where --otlp-traces-endpoint is not set.

@@ -365,6 +365,17 @@ def test_what_was_read_before_an_abort_does_not_count(pair: tuple[Rank, Rank]) -
     assert wait(lambda: d.failed == {"req-d"} and all_ended(p), [p, d])
 
 
+def test_what_was_read_before_a_reset_does_not_count(pair: tuple[Rank, Rank]) -> None:
+    """Neither before the lease, nor under a lease that comes with the reset."""
+    p, d = pair
+    engine, gate = read_under_way(p, d)
+    lease = LeaseGrant(engine.request_id, engine.token, TOKENS, (pack_ids(engine.blocks),))
+    engine.post(StepPlan(leases=(lease,), ends_leases=True))
+    assert wait(lambda: p.sent == {"req-p"}, [p]), "its blocks are the engine's"
+    gate.open()
+    assert wait(lambda: d.failed == {"req-d"} and all_ended(p), [p, d])
+
+
 def test_what_was_read_before_p_ends_does_not_count(pair: tuple[Rank, Rank]) -> None:
     p, d = pair
     _, gate = read_under_way(p, d)

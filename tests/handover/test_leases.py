@@ -15,6 +15,7 @@ from kvferry.connector.protocol.step_plan import KeepLease, StepPlan
 from tests.handover.gates import PATIENT, Gate, halves
 from tests.handover.opening import OURS, THEIRS, TOKENS
 from tests.handover.rank_group import RankGroup
+from tests.handover.streamed import all_ended, make
 from tests.support.ranks import SOON, grant, let_time_pass, load_plan, peer, reason_of, renew_after, wait
 
 
@@ -25,6 +26,25 @@ def test_a_lease_that_nobody_wants_expires(group: RankGroup) -> None:
     grant([p], "req-p", THEIRS, TOKENS)
     assert wait(lambda: p.sent == {"req-p"}, [p], SOON)
     assert time.monotonic() - begun > 0.5
+
+
+@pytest.mark.parametrize("plane", ["cma", "tcp"])
+def test_a_lease_that_p_s_engine_ends_is_read_no_more(group: RankGroup, plane: str) -> None:
+    """All of the read has arrived at D, which has not looked at the lease again; or P has sent a part of it."""
+    p, d = make(group, plane)
+    p.fill(THEIRS, TOKENS)
+    token = grant([p], "req-p", THEIRS, TOKENS)
+    producer, consumer = halves(p)[0], halves(d)[1]
+    gates = [Gate(consumer._receiver, "collect", lambda: iter(())), Gate(producer.reads, "pump", lambda now: False)]
+    d.worker.post(load_plan("req-d", token, peer([p]), OURS, 0, TOKENS))
+    assert wait(lambda: bool(len(producer.reads.sender) or any(r.note for r in consumer._receiver._reads.values())))
+    p.worker.post(StepPlan(ends_leases=True))
+    assert wait(lambda: p.sent == {"req-p"}, [p]), "its blocks are the engine's"
+    for gate in gates:
+        gate.open()
+    assert wait(lambda: d.failed == {"req-d"} and all_ended(p), [p, d])
+    figures = p.worker.stats.take()
+    assert figures is not None and figures["leases"] == {"reset": 1}
 
 
 def test_a_late_ask_is_refused(group: RankGroup) -> None:

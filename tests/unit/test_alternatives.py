@@ -47,6 +47,7 @@ def test_a_request_without_alternatives() -> None:
         ({**to_transfer_params(prompt(1)), "kvferry": {"v": 3}}, "is malformed"),
         ({**to_transfer_params(prompt(1)), "alternatives": []}, "names alternatives itself"),
         (to_transfer_params(prompt(1, prompt="another")), "its prompt is not that of the first P"),
+        (to_transfer_params(prompt(1, adapter="ab")), "its adapter is not that of the first P"),
         (to_transfer_params(prompt(1, num_tokens=8)), "its num_tokens is not that of the first P"),
         (to_transfer_params(prompt(1, kept=(("full", 4, 4),))), "its kept is not that of the first P"),
         (to_transfer_params(prompt(0)), "its lease is named twice"),

@@ -48,6 +48,14 @@ def test_release_of_a_rank_that_never_asked_counts() -> None:
     assert run(granted(), released(0, 0))[1] == [ls.Freed("released")]
 
 
+def test_p_s_engine_ends_it() -> None:
+    state, effects = run(granted(), ls.Asked(D1, frozenset({0})), ls.Revoked(), ls.Revoked())
+    assert effects == [ls.Freed("reset")] and not ls.may_commit(state)
+    state, effects = run(granted(), ls.ReadStarted("r"), ls.Revoked())
+    assert effects == [ls.StopReads()] and not ls.may_commit(state)
+    assert run(state, ls.ReadEnded("r"))[1] == [ls.Freed("reset")]
+
+
 def test_renewal_extends_up_to_the_cap() -> None:
     state, _ = ls.LEASE.step(granted(), ls.Renewed(), 20)
     assert ls.LEASE.step(state, Tick(), 49)[1] == ()

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from kvferry.connector.config import Settings
+from kvferry.connector.engine.lease_planner import PAUSE_SECONDS
 from kvferry.connector.engine.prompt_names import prompt_names
 from kvferry.connector.engine.scheduler import SchedulerHalf
 from kvferry.connector.engine.steps_in_flight import StepsInFlight
@@ -143,6 +144,58 @@ def test_a_prompt_that_cannot_be_leased_is_told_and_given_up(why: str) -> None:
     assert ([prefill.params for prefill in plan.prefills], [stop.ended for stop in plan.stops]) == ([b""], [True])
     assert not plan.chunks and not plan.prefills[0].streams
     assert empty(step(scheduler, tokens(32, 32, [9, 10])))
+
+
+def test_a_reset_gives_up_what_is_computed() -> None:
+    scheduler, done = half(), msgspec_replace(view(), 100)
+    scheduler.on_new_request(view())
+    (told,) = step(scheduler, tokens(0, 32, [7, 8], fresh=True)).prefills
+    assert scheduler.reset_caches() and scheduler.has_urgent_plan
+    assert scheduler.take_plan().stops == (PrefillStop(told.token, ended=True),) and not scheduler.has_urgent_plan
+    plan = step(scheduler, tokens(32, 68, [9, 10, 11, 12, 13]))
+    assert ([prefill.params for prefill in plan.prefills], plan.chunks) == ([b""], ()), "the first tokens are old"
+    assert scheduler.request_finished(done, [list(range(1, 8))], completed=True) == (False, None)
+    assert scheduler.reset_caches() and not scheduler.has_urgent_plan, "there is nothing any more"
+
+
+def test_a_prompt_that_is_computed_anew_after_a_reset_is_another() -> None:
+    scheduler, done = half(), msgspec_replace(view(), 100)
+    scheduler.on_new_request(view())
+    (told,) = step(scheduler, tokens(0, 32, [7, 8], fresh=True)).prefills
+    scheduler.reset_caches()
+    plan = step(scheduler, tokens(0, 100, list(range(1, 8)), fresh=True), preempted=[view().request_id])
+    assert plan.stops == (PrefillStop(told.token, ended=True),)
+    assert plan.prefills[0].names[:-1] == told.names[:-1] and plan.prefills[0].token != told.token
+    held, _ = scheduler.request_finished(done, [list(range(1, 8))], completed=True)
+    assert held and scheduler.take_plan().leases[0].token == plan.prefills[0].token
+
+
+def test_a_reset_ends_leases_with_the_next_plan() -> None:
+    scheduler = half()
+    scheduler.on_new_request(view())
+    scheduler.request_finished(msgspec_replace(view(), 100), [list(range(1, 8))], completed=True)
+    assert not scheduler.reset_caches(), "one is held"
+    plan = scheduler.take_plan()
+    assert plan.ends_leases and plan.wakes_thread and plan.leases and not scheduler.take_plan().ends_leases
+    scheduler.leases_ended([view().request_id])
+    assert scheduler.reset_caches() and not scheduler.take_plan().ends_leases
+
+
+def test_a_pause_that_lasts_ends_leases_and_gives_none() -> None:
+    now, paused = [0.0], [True]
+    scheduler, blocks = half(clock=lambda: now[0], is_paused=lambda: paused[0]), [list(range(1, 8))]
+
+    def finish(name: str) -> bool:
+        scheduler.on_new_request(view(name))
+        return scheduler.request_finished(msgspec_replace(view(name), 100), blocks, completed=True)[0]
+
+    assert finish("one") and not scheduler.take_plan().ends_leases
+    now[0] = PAUSE_SECONDS - 0.01
+    assert not scheduler.take_plan().ends_leases
+    now[0] = PAUSE_SECONDS
+    assert scheduler.take_plan().ends_leases and not finish("two")
+    paused[0] = False
+    assert not scheduler.take_plan().ends_leases and finish("three")
 
 
 def test_a_lease_of_an_engine_that_does_not_tell_its_steps() -> None:

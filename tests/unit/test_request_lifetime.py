@@ -42,6 +42,12 @@ def test_the_good_way() -> None:
     assert (state.phase, effects) == (PHASE.ENDED, [])
 
 
+def test_a_load_that_is_refused_while_it_runs_is_cancelled_and_reported() -> None:
+    state, effects = run(run(r.RequestState(), *LOADING)[0], r.OfferRefused())
+    assert (state.phase, effects) == (PHASE.LOADING, [r.PlanCancel()])
+    assert run(state, r.LoadReported())[0].phase is PHASE.SETTLED
+
+
 def test_a_load_inside_a_step_is_neither_reported_nor_cancelled() -> None:
     state, effects = run(r.RequestState(), *OFFERED, r.EngineAnswered(3, True), r.BlocksAllocated(LOAD))
     assert (state.phase, effects[1:]) == (PHASE.SETTLED, [r.PlanLoad(LOAD)])

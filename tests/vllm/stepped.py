@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from vllm.config import ModelConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -181,6 +182,7 @@ class Engine:
         salt: str | None = None,
         rejected: bool = False,
         priority: int = 0,
+        lora: LoRARequest | None = None,
         **sampling: Any,
     ) -> str:
         """Submit a prompt; the request's id. ``params`` are its kv_transfer_params.
@@ -194,6 +196,7 @@ class Engine:
             prompt_token_ids=list(ids),
             sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=extra, **sampling),
             pooling_params=None,
+            lora_request=lora,
             cache_salt=salt,
             block_hasher=self._hasher,
             priority=priority,

@@ -56,6 +56,15 @@ def files(store: Path) -> int:
 
 
 @ORDER
+def test_a_reset_reaches_both(group: EngineGroup, tmp_path: Path, first: bool) -> None:
+    p = multi(group, 0, tmp_path, first=first)
+    prefill(p, IDS)
+    assert not p.scheduler.reset_prefix_cache(reset_connector=True)
+    run([p], lambda: p.idle)
+    assert p.scheduler.reset_prefix_cache(reset_connector=True)
+
+
+@ORDER
 @AHEAD
 def test_p_hands_over_and_stores(group: EngineGroup, tmp_path: Path, first: bool, ahead: int) -> None:
     p, d = multi(group, 0, tmp_path, first=first, ahead=ahead), group.engine(1, ahead=ahead)

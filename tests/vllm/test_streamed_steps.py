@@ -26,12 +26,13 @@ def holds(d: Engine, request_id: str, start: int, stop: int) -> bool:
     )
 
 
-def begin(p: Engine, d: Engine) -> tuple[str, str]:
-    """Both legs, up to the first step of P, whose tokens D has."""
+def begin(p: Engine, d: Engine, *, reads_early: bool = True) -> tuple[str, str]:
+    """Both legs, up to the first step of P, whose tokens D has if it reads so early."""
     leg = p.add(IDS, PREFILL | {"transfer_id": NAME})
     request_id = d.add(IDS, to_d(p, transfer_id=NAME), max_tokens=8)
     p.step()
-    run([d], lambda: holds(d, request_id, 0, STEP))
+    if reads_early:
+        run([d], lambda: holds(d, request_id, 0, STEP))
     return leg, request_id
 
 

@@ -1,0 +1,78 @@
+"""Prompts of LoRA adapters: D loads what P has computed with the same adapter, whatever folder either has it in."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from vllm.lora.request import LoRARequest
+
+from kvferry.connector.vllm.lora_content import BLOCK_BYTES, BLOCKS, lora_content
+from tests.vllm.engine_group import EngineGroup, Lines
+from tests.vllm.labelled import prompt
+from tests.vllm.stepped import prefill, run, settle
+
+pytestmark = pytest.mark.vllm
+IDS = prompt(100)
+
+
+def adapter(folder: Path, *, weights: bytes = b"header weights", rank: int = 8, base: str = "here") -> str:
+    folder.mkdir(exist_ok=True)
+    config = {"r": rank, "lora_alpha": 16, "base_model_name_or_path": base}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    (folder / "adapter_model.safetensors").write_bytes(weights)
+    return str(folder)
+
+
+def test_what_an_adapter_is_does_not_depend_on_its_folder(tmp_path: Path) -> None:
+    content = lora_content(adapter(tmp_path / "a"))
+    assert content and content == lora_content(adapter(tmp_path / "b", base="there"))
+    assert content != lora_content(adapter(tmp_path / "c", weights=b"header Weights"))
+    assert content != lora_content(adapter(tmp_path / "d", rank=16))
+
+
+def test_any_end_of_large_weights_counts(tmp_path: Path) -> None:
+    plain = bytearray(3 * BLOCKS * BLOCK_BYTES)
+    changed = [bytearray(plain) for _ in range(3)]
+    changed[1][-1] = changed[2][0] = 1
+    changed.append(plain + b"\0")
+    folders = [adapter(tmp_path / str(n), weights=bytes(weights)) for n, weights in enumerate(changed)]
+    assert len(set(map(lora_content, folders))) == len(folders)
+
+
+def test_an_adapter_that_is_replaced_in_its_folder_is_another(tmp_path: Path) -> None:
+    """As ``load_inplace`` has it."""
+    folder = adapter(tmp_path / "a")
+    first = lora_content(folder)
+    adapter(tmp_path / "a", weights=b"header Weights")
+    os.utime(tmp_path / "a" / "adapter_model.safetensors", ns=(1, 1))
+    assert lora_content(folder) not in (first, "")
+
+
+@pytest.mark.parametrize("broken", ["no folder", "no weights", "no config", "no object"])
+def test_an_adapter_that_cannot_be_read_goes_by_its_name(tmp_path: Path, lines: Lines, broken: str) -> None:
+    folder = "org/name-of-a-repository" if broken == "no folder" else adapter(tmp_path / "a")
+    if broken == "no weights":
+        (tmp_path / "a" / "adapter_model.safetensors").unlink()
+    elif broken == "no config":
+        (tmp_path / "a" / "adapter_config.json").unlink()
+    elif broken == "no object":
+        (tmp_path / "a" / "adapter_config.json").write_text("[]")
+    assert lora_content(folder) == lora_content(folder) == ""
+    assert broken == "no folder" or len(lines(folder, "its name must mean the same on P and D")) == 1
+
+
+@pytest.mark.parametrize("at_d", ["copy", "other", "unknown"])
+def test_d_loads_what_p_computed_with_the_same_adapter(
+    group: EngineGroup, tmp_path: Path, lines: Lines, at_d: str
+) -> None:
+    p, d = group.pair(extra={"plane": "cma"})
+    params = prefill(p, IDS, lora=LoRARequest("helper", 1, adapter(tmp_path / "p")))
+    folder = {"copy": adapter(tmp_path / "d"), "other": adapter(tmp_path / "o", rank=16), "unknown": "org/name"}[at_d]
+    request_id = d.add(IDS, params, max_tokens=4, lora=LoRARequest("helper", 1, folder))
+    run([p, d], lambda: d.answers[request_id].finish is not None)
+    assert d.origins[request_id].theirs == (0 if at_d == "other" else len(IDS) - 1)
+    assert bool(lines(request_id, "with another LoRA adapter of this name")) == (at_d == "other")
+    settle(p, d)

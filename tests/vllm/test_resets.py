@@ -1,0 +1,170 @@
+"""Resets of an engine's caches, as around an update of its weights: no KV counts that was computed before.
+
+P's engine marks what it computes after the update as D's does, so what D holds of the other mark is of the old weights.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from vllm.v1.core.sched.interface import PauseState
+
+from kvferry.connector.engine import lease_planner
+from kvferry.connector.protocol.request_lifetime import RequestPhase
+from tests.vllm.engine_group import EngineGroup, Lines
+from tests.vllm.labelled import prompt
+from tests.vllm.stepped import Engine, prefill, run, settle, transfer_thread_of
+from tests.vllm.test_rendezvous import phase
+from tests.vllm.test_streamed_steps import IDS, STEP, begin
+
+pytestmark = pytest.mark.vllm
+AHEAD = pytest.mark.parametrize("ahead", [0, 1], ids=["in-step", "a-step-ahead"])
+
+
+def reset(engine: Engine, *, running: bool = False) -> bool:
+    return bool(engine.scheduler.reset_prefix_cache(reset_running_requests=running, reset_connector=True))
+
+
+def update_weights(p: Engine) -> None:
+    p.origin = 1
+
+
+def nothing_old(d: Engine, request_id: str) -> bool:
+    """Whether D has computed with no KV of P's old weights."""
+    run([d], lambda: d.answers[request_id].finish is not None)
+    return d.origins[request_id].theirs == 0 and len(d.answers[request_id].tokens) == 8
+
+
+def leased(p: Engine, ids: list[int]) -> object:
+    params = prefill(p, ids)
+    run([p], lambda: bool(transfer_thread_of(p)._producer._leases.held))
+    return params
+
+
+@AHEAD
+@pytest.mark.parametrize("plane", ["cma", "tcp"])
+def test_a_reset_ends_leases(group: EngineGroup, lines: Lines, plane: str, ahead: int) -> None:
+    p, d = group.pair(extra={"plane": plane}, ahead=ahead)
+    params = leased(p, IDS)
+    assert not reset(p), "the engine's blocks are held, and it must be asked again"
+    run([p], lambda: p.idle)
+    assert reset(p) and lines("caches were reset")
+    update_weights(p)
+    assert nothing_old(d, d.add(IDS, params, max_tokens=8))
+    settle(p, d)
+
+
+@AHEAD
+def test_a_lease_that_p_s_workers_do_not_know_yet(group: EngineGroup, ahead: int) -> None:
+    """It is in no plan before the one that ends it."""
+    p, d = group.pair(extra={"plane": "tcp"}, ahead=ahead)
+    params = prefill(p, IDS)
+    assert not p.leases and not reset(p)
+    p.step()
+    assert nothing_old(d, d.add(IDS, params, max_tokens=8))
+    settle(p, d)
+
+
+def producer_and_d(group: EngineGroup, plane: str, ahead: int) -> tuple[Engine, Engine]:
+    """Of a ``kv_both`` engine with a step in flight vLLM holds the blocks back, and refuses to reset its cache."""
+    more: dict[str, Any] = {"extra": {"plane": plane}, "max_batched": STEP, "ahead": ahead}
+    return group.engine(0, role="kv_producer", **more), group.engine(1, **more)
+
+
+@AHEAD
+@pytest.mark.parametrize("plane", ["tcp", "shm"])
+def test_a_prompt_that_p_computes_anew(group: EngineGroup, plane: str, ahead: int) -> None:
+    """What D has of it counts no more. P's answer names the prompt of the new weights."""
+    p, d = producer_and_d(group, plane, ahead)
+    leg, request_id = begin(p, d)
+    assert reset(p, running=True)
+    update_weights(p)
+    run([p, d], lambda: p.answers[leg].finish is not None)
+    other = d.add(IDS, p.answers[leg].params, max_tokens=8)
+    run([p, d], lambda: d.answers[other].finish is not None)
+    assert nothing_old(d, request_id) and nothing_old(d, other)
+    settle(p, d)
+    assert d.all_loads[other] == 1 and other not in d.workers[0].failed
+
+
+@AHEAD
+def test_a_d_that_waits_for_the_prompt_loads_what_p_computes_anew(group: EngineGroup, ahead: int) -> None:
+    p, d = producer_and_d(group, "cma", ahead)
+    _, request_id = begin(p, d, reads_early=False)
+    assert reset(p, running=True)
+    update_weights(p)
+    run([p, d], lambda: d.answers[request_id].finish is not None)
+    assert nothing_old(d, request_id) and d.computed[request_id] <= 8, "D has computed none of the prompt"
+    settle(p, d)
+
+
+def test_a_prompt_that_p_goes_on_with_is_not_handed_over(group: EngineGroup, lines: Lines) -> None:
+    """Without ``reset_running_requests`` the engine keeps the first tokens."""
+    p, d = group.pair(extra={"plane": "tcp"}, max_batched=STEP)
+    leg, request_id = begin(p, d)
+    assert not reset(p)
+    update_weights(p)
+    run([p], lambda: p.answers[leg].finish is not None)
+    assert p.answers[leg].params is None and lines(leg, "caches were reset while it computed the prompt")
+    assert nothing_old(d, request_id)
+    settle(p, d)
+
+
+def test_a_reset_reaches_the_workers_of_an_engine_that_is_paused(group: EngineGroup) -> None:
+    p, d = group.pair(extra={"plane": "tcp"}, max_batched=STEP)
+    _, request_id = begin(p, d)
+    p.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    assert not p.scheduler.has_requests() and reset(p, running=True)
+    while p.scheduler.has_requests():  # what EngineCore asks before each step
+        p.step()
+    assert nothing_old(d, request_id)
+
+
+@pytest.mark.parametrize("state", [PauseState.PAUSED_NEW, PauseState.PAUSED_ALL])
+def test_a_pause_waits_for_no_lease(group: EngineGroup, monkeypatch: pytest.MonkeyPatch, state: PauseState) -> None:
+    """vLLM ends a pause, and resets caches in it, when the engine has no request."""
+    p, d = group.pair(extra={"plane": "cma"})
+    params = leased(p, IDS)
+    p.scheduler.set_pause_state(state)
+    monkeypatch.setattr(lease_planner, "PAUSE_SECONDS", 600.0)
+    for _ in range(5):
+        p.step()
+    assert p.scheduler.has_requests() and not p.workers[0].sent, "a D may be about to load"
+    monkeypatch.setattr(lease_planner, "PAUSE_SECONDS", 0.0)
+    run([p], lambda: not p.scheduler.has_requests())
+    assert reset(p, running=True)
+    p.scheduler.set_pause_state(PauseState.UNPAUSED)
+    assert nothing_old(d, d.add(IDS, params, max_tokens=8))
+    assert leased(p, prompt(40)), "leases are given again"
+
+
+@pytest.mark.parametrize("told", [False, True])
+@pytest.mark.parametrize("plane", ["cma", "tcp"])
+def test_a_reset_of_d_ends_its_loads(group: EngineGroup, plane: str, *, told: bool) -> None:
+    """Also one of which the engine has the report in hand: it would put the blocks into its prefix cache."""
+    p, d = group.pair(extra={"plane": plane})
+    request_id = d.add(IDS, leased(p, IDS), max_tokens=8)
+    answers: list[bool] = []
+
+    def between(step: object) -> None:
+        if phase(d, request_id) is RequestPhase.LOADING and not answers and (not told or d.workers[0].received):
+            answers.append(reset(d))
+
+    d.before_update = between
+    run([p, d], lambda: d.answers[request_id].finish is not None)
+    assert answers == [False] and nothing_old(d, request_id) and d.computed[request_id] >= len(IDS)
+    settle(p, d)
+
+
+def test_a_reset_of_d_gives_up_what_it_was_offered(group: EngineGroup) -> None:
+    p, d = group.pair(extra={"plane": "cma"})
+    request_id = d.add(IDS, leased(p, IDS), max_tokens=8)
+    assert phase(d, request_id) is RequestPhase.OFFERED and reset(d)
+    assert nothing_old(d, request_id) and not d.all_loads
+    settle(p, d)
+
+
+def test_without_anything_to_end_a_reset_asks_for_no_step(group: EngineGroup) -> None:
+    p, _ = group.pair()
+    assert reset(p, running=True) and not p.scheduler.has_requests()
