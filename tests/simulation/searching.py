@@ -9,8 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvferry.connector.engine import load_planner
 from kvferry.connector.engine.load_planner import MAX_PATIENCE
-from kvferry.connector.engine.prompt_checks import check_prompt, possible_digests
+from kvferry.connector.engine.prompt_checks import possible_digests
 from kvferry.connector.engine.rendezvous_params import prompt_of_answer
 from kvferry.connector.geometry.engine_types import RequestView
 from kvferry.connector.protocol.step_plan import LeftAnswer, Rendezvous, RendezvousResult, StepPlan
@@ -106,7 +107,7 @@ class Searches:
             return
         remote = prompt_of_answer(result.params)
         try:
-            check_prompt(_view(name, search.number, search.num_tokens), remote)
+            load_planner.check_prompt(_view(name, search.number, search.num_tokens), remote)
         except ProtocolError:
             engine.network.counts["another prompt under the name"] += 1
             self._leave(search)
