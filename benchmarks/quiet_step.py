@@ -172,7 +172,8 @@ def start(group: ServerGroup, model: str, name: str, folder: Path, gpu: int | No
         environment["VLLM_CPU_KVCACHE_SPACE"] = str(args.kv_gib)
     server = group.engine(
         f"{model}-{name.replace('#', '-')}", folder, connector=None if connector == "EmptyConnector" else connector,
-        extra=setup.nixl if connector == "NixlConnector" else None, dtype=spec.dtype, block_size=setup.block, max_model_len=longest,
+        extra=setup.nixl if connector == "NixlConnector" else None, dtype=spec.dtype, block_size=setup.block,
+        max_model_len=longest,
         gpus=() if gpu is None else (gpu,), kv_cache_bytes=args.kv_gib << 30, kv_bytes=False, arguments=arguments,
         environment=environment, graph_sizes=graph_sizes(args.sequences),
     )  # fmt: skip
@@ -299,9 +300,8 @@ def main() -> int:
     args.kv_gib = args.kv_gib or (10 if on_gpu else 1)
     for given in args.contenders:
         if given.partition("@")[0].partition("#")[0] not in CONNECTORS:
-            parser.error(
-                f"--contenders: {given!r} is none of {', '.join(CONNECTORS)}, nor one with #NUMBER or @SECONDS behind it"
-            )
+            known = ", ".join(CONNECTORS)
+            parser.error(f"--contenders: {given!r} is none of {known}, nor one with #NUMBER or @SECONDS behind it")
     try:
         result = measure(args)
     except EngineError as error:

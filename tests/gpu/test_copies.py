@@ -104,6 +104,14 @@ def test_the_engine_waits_on_its_gpu_for_what_was_started(copies: GpuCopies, cur
 
 
 def test_the_engine_waits_for_a_portion_and_not_for_the_next(copies: GpuCopies) -> None:
+    """On a stream that shares its hardware queue with the copies' stream, work stands behind all copies: a process has
+    eight queues (CUDA_DEVICE_MAX_CONNECTIONS), and which streams share one depends on all that were made before."""
+    wanted = [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
+    assert wanted in [seen_by_portions(copies) for _ in range(8)]
+
+
+def seen_by_portions(copies: GpuCopies) -> list[list[float]]:
+    """Which of three portions a new stream of the engine sees written, behind the wait for each."""
     flags, seen = torch.zeros(3, device=copies.device), torch.zeros(3, 3, device=copies.device)
     engine = torch.cuda.Stream(copies.device)
     with torch.cuda.stream(engine):  # the first launch of a kernel, and on a stream, waits for the device
@@ -123,8 +131,9 @@ def test_the_engine_waits_for_a_portion_and_not_for_the_next(copies: GpuCopies) 
             row.copy_(flags)
         assert not copy.done
     engine.synchronize()
-    assert seen.tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
     wait_for(copy)
+    found: list[list[float]] = seen.tolist()
+    return found
 
 
 def test_the_engine_s_sms_are_its_own_while_it_computes(copies: GpuCopies) -> None:
