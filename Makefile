@@ -131,7 +131,7 @@ site: install
 	$(BIN)/mkdocs build --strict
 
 RESULTS ?= .bench
-BENCHMARKS := planning paged_copy layout_change kv_postprocess empty_handover control_round_trip idle_step router_cost \
+BENCHMARKS := planning paged_copy layout_change kv_postprocess empty_handover control_round_trip idle_step quiet_step router_cost \
   host_planes checksum e2e_vs_nixl wrong_tokens both_legs stale_reads plan_accuracy plan_fleet
 bench: install
 	@set -e; for name in $(BENCHMARKS); do echo "== $$name"; \
@@ -141,6 +141,7 @@ GPU_BENCHMARKS := gpu_planes interference gpu_e2e gpu_busy gpu_streaming
 bench-gpu:
 	@set -e; for name in $(GPU_BENCHMARKS); do echo "== $$name"; \
 	  $(ON_GPUS) benchmarks/$$name.py --json $(RESULTS)/$$name.json --plot $(RESULTS)/$$name.png; done
+	$(ON_GPUS) benchmarks/quiet_step.py --json $(RESULTS)/quiet_step.json
 
 clean:
 	rm -rf $(VENV) .vllm-* .demo .bench site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

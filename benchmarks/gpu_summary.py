@@ -208,6 +208,30 @@ def busy() -> str:
     )
 
 
+def quiet_step() -> str:
+    """Gaps and local hits of engines that hand nothing over, by connector."""
+    result = load("quiet_step")
+    rows = {(row["model"], row["sequences"], row["figure"], row["contender"]): row for row in result["rows"]}
+    names = {"none": "no connector", "none#2": "no connector, another start", "kvferry": "KVFerry", "nixl": "NIXL"}
+    models = {"narrow": "narrow", "8b": "Llama-8B's shape"}
+    lines = []
+    for model, sequences, figure in dict.fromkeys((m, s, f) for m, s, f, _ in rows):
+        what = "gap" if figure == "gap" else f"prefix hit, {figure.removeprefix('hit_')} tokens"
+        found = [rows[model, sequences, figure, name] for name in names]
+        cells = [f"{row['p50_ms']:.2f} / {row['p99_ms']:.2f}" for row in found]
+        lines.append([models[model], str(sequences), what, *cells])
+    return "\n\n".join(
+        [
+            machine(result, "torch", "vllm", "nixl-cu13"),
+            "Engines with CUDA graphs and asynchronous scheduling that hand nothing over, `benchmarks/quiet_step.py`: "
+            "milliseconds, median / 99th percentile, of the gaps between tokens and of the time to first token of a "
+            f"prompt in the engine's own prefix cache, in {rows['narrow', 32, 'gap', 'none']['rounds']} turns each. "
+            "Two starts of the same engine without a connector show what is noise.",
+            table(["model", "sequences", "what", *names.values()], sorted(lines, key=lambda line: line[2] != "gap")),
+        ]
+    )
+
+
 def busy_one_gpu() -> str:
     """TTFT on a D that decodes and shares its GPU with P."""
     result = load("gpu_busy_one_gpu")

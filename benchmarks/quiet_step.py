@@ -38,6 +38,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / ".typing"))
 
 import report
+import torch
 from busy_turns import Background, gaps_between
 from engine_pair import body
 from gpu_busy import graph_sizes
@@ -273,7 +274,7 @@ def show(result: dict[str, Any]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--models", nargs="+", choices=tuple(MODELS))
     parser.add_argument("--contenders", nargs="+", help="the first is what the others are compared with")
     parser.add_argument("--sequences", type=int, nargs="+", help="that decode")
@@ -294,7 +295,7 @@ def main() -> int:
     args = parser.parse_args()
     on_gpu = args.device == "cuda"
     args.models = args.models or (["narrow", "8b"] if on_gpu else ["tiny"])
-    args.contenders = args.contenders or (["none", "kvferry", "nixl"] if on_gpu else ["none", "kvferry"])
+    args.contenders = args.contenders or (["none", "none#2", "kvferry", "nixl"] if on_gpu else ["none", "kvferry"])
     args.sequences = args.sequences if args.sequences is not None else ([0, 1, 32, 128] if on_gpu else [0, 1, 4])
     args.tokens = args.tokens or ([2001, 8001, 32001] if on_gpu else [97, 385])
     args.kv_gib = args.kv_gib or (10 if on_gpu else 1)

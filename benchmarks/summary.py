@@ -322,6 +322,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "gpu-bandwidth": gpu_summary.bandwidth,
     "gpu-end-to-end": gpu_summary.end_to_end,
     "gpu-busy": gpu_summary.busy,
+    "gpu-quiet-step": gpu_summary.quiet_step,
     "gpu-busy-one-gpu": gpu_summary.busy_one_gpu,
     "gpu-load": gpu_summary.under_load,
     "gpu-decode": gpu_summary.slow_down,
