@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from kvferry.connector.engine import prompt_checks
 from kvferry.connector.engine.alternatives import alternatives
 from kvferry.connector.engine.block_contents import first_held, used_blocks
 from kvferry.connector.engine.plan_builder import StepPlanBuilder
-from kvferry.connector.engine.prompt_checks import check_adapter, check_kept, check_prompt, possible_digests
 from kvferry.connector.engine.rendezvous_params import prompt_of_answer, rendezvous_of
 from kvferry.connector.engine.step_load_rule import StepLoadRule
 from kvferry.connector.engine.steps_in_flight import StepsInFlight
@@ -159,7 +159,7 @@ class LoadPlanner:
         """Keep the leases of a request's prompt, if D can use it. Raises ProtocolError: it cannot. Such a lease may be
         another request's, so D neither keeps nor releases it, unless only the adapter is another one."""
         check_reachable(remote_prompt.peer, self._host_id)
-        check_prompt(request, remote_prompt)
+        prompt_checks.check_prompt(request, remote_prompt)
         entry.remote_prompt = remote_prompt
         usable, left_out = alternatives(request.params, remote_prompt, self._max_sizes, self._host_id)
         for why in left_out:
@@ -169,7 +169,7 @@ class LoadPlanner:
         leases = (RemoteLease(remote_prompt.token, remote_prompt.peer), *usable)
         keeps = tuple(KeepLease(request.request_id, lease.token, lease.peer, siblings) for lease in leases)
         self._advance(entry, request_lifetime.PromptOffered(keeps))
-        check_adapter(request, remote_prompt)  # the lease is this request's, and is released
+        prompt_checks.check_adapter(request, remote_prompt)  # the lease is this request's, and is released
 
     def rendezvous_told(self, results: Mapping[str, RendezvousResult]) -> None:
         """As ``SchedulerHalf.rendezvous_told``."""
@@ -215,7 +215,7 @@ class LoadPlanner:
         before = entry.lifetime.state.phase
         for effect in entry.lifetime.step(event, self._clock()):
             if isinstance(effect, request_lifetime.PlanLeave) and entry.awaited is not None:
-                self._plan.leave(LeftAnswer(entry.request_id, possible_digests(entry.awaited.request)))
+                self._plan.leave(LeftAnswer(entry.request_id, prompt_checks.possible_digests(entry.awaited.request)))
             else:
                 self._plan.add(entry.request_id, effect)
         self._phases[before] -= 1
@@ -245,7 +245,7 @@ class LoadPlanner:
             self._advance(entry, request_lifetime.EngineAnswered(num_local))
             return 0, False
         try:
-            check_kept(self._tables, remote_prompt, num_local, stop)
+            prompt_checks.check_kept(self._tables, remote_prompt, num_local, stop)
         except ProtocolError as error:
             self._refuse(entry, error)
             return 0, False
