@@ -78,6 +78,7 @@ class StepPlanBuilder:
 
     def leave(self, left: LeftAnswer) -> None:
         """Add that a request does not need P's answer any more."""
+        self._empty = False
         for number, asked in enumerate(self._rendezvous):
             if asked.request_id == left.request_id:
                 self._rendezvous[number] = replace(asked, ended=left)
