@@ -159,7 +159,9 @@ class LoadPlanner:
         """Keep the leases of a request's prompt, if D can use it. Raises ProtocolError: it cannot. Such a lease may be
         another request's, so D neither keeps nor releases it, unless only the adapter is another one."""
         check_reachable(remote_prompt.peer, self._host_id)
-        prompt_checks.check_prompt(request, remote_prompt)
+        # The prompt of a rejected request is a placeholder. Where P's token came with it, the lease is its own.
+        if not request.rejected or entry.awaited is not None:
+            prompt_checks.check_prompt(request, remote_prompt)
         entry.remote_prompt = remote_prompt
         usable, left_out = alternatives(request.params, remote_prompt, self._max_sizes, self._host_id)
         for why in left_out:

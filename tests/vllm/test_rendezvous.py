@@ -479,7 +479,7 @@ def test_another_prompt_under_a_name_ends_no_hand_over(group: EngineGroup, lines
         settle(d)
     else:
         if end == "rejected":
-            d.add(IDS, p.answers[leg].params, rejected=True)
+            d.add([0], params, rejected=True)  # as vLLM submits it
         settle(d)
         eventually(lambda: not transfer_thread_of(d)._finder.live)
     honest = d.add(theirs, params, max_tokens=4)
