@@ -222,7 +222,7 @@ def quiet_step() -> str:
         lines.append([models[model], str(sequences), what, *cells])
     return "\n\n".join(
         [
-            machine(result, "torch", "vllm", "nixl-cu13"),
+            f"{policy_sentence(result['policy'])} {machine(result, 'torch', 'vllm', 'nixl-cu13')}",
             "Engines with CUDA graphs and asynchronous scheduling that hand nothing over, `benchmarks/quiet_step.py`: "
             "milliseconds, median / 99th percentile, of the gaps between tokens and of the time to first token of a "
             f"prompt in the engine's own prefix cache, in {rows['narrow', 32, 'gap', 'none']['rounds']} turns each. "

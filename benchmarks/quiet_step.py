@@ -252,7 +252,13 @@ def result_of(samples: dict[tuple[str, int, str, str], list[list[float]]], args:
             low, middle, high = quartiles(differences)
             row |= {f"{key}_over_ms": middle, f"{key}_over_p25_ms": low, f"{key}_over_p75_ms": high}
         rows.append(row)
-    how = {"device": args.device, "seconds": args.seconds, "hits": args.hits, "base": args.contenders[0]}
+    how = {
+        "device": args.device,
+        "seconds": args.seconds,
+        "hits": args.hits,
+        "base": args.contenders[0],
+        "policy": "recompute",
+    }
     return {"ratios": {}, "figures": {}, "rows": rows, **how}
 
 

@@ -51,16 +51,19 @@ class Links:
         return len(self._links)
 
     def get(self, address: RankAddress, now: float, *, redial: bool = False) -> Link:
-        """The link to a rank of P; a new one where there is none. ``redial``: also where the link has failed.
+        """The link to a rank of P; a new one where there is none. ``redial``: also where the link has failed. So it is
+        where another life of the rank had answered: P may have been restarted on its port.
 
         Raises:
             TransportError: no link can be opened.
         """
         place = address.host, address.port, address.key
         link = self._links.get(place)
-        if redial and link is not None and link.handled_phase is LinkPhase.FAILED:
-            self._close(link)
-            link = None
+        if link is not None and link.handled_phase is LinkPhase.FAILED:
+            answered = link.life[1]
+            if redial or (answered and answered != address.incarnation):
+                self._close(link)
+                link = None
         if link is None:
             if len(self._links) >= MAX_LINKS:
                 self._make_room()

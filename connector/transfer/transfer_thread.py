@@ -117,7 +117,7 @@ class TransferThread:
         event per lease; the device must have reached it before the blocks of the lease are read. ``listener``: takes
         the reports of the loads inside the step, from this thread. ``step``: where the step computes ``plan.chunks``.
         """
-        self.step_posted()
+        self._producer.named.posted_plans += 1
         wakes = plan.wakes_thread
         if wakes or plan.chunks:
             self._work_posted = True  # before the interval is short, see ``_relax``
@@ -131,7 +131,7 @@ class TransferThread:
                 other.interrupt()
 
     def step_posted(self) -> None:
-        """The engine has a new step. Part of ``post``, and all of it for a plan that is ``nothing``."""
+        """In place of ``post``, for a plan that is ``nothing``."""
         self._producer.named.posted_plans += 1
 
     def close(self, timeout: float = 5.0, reason: str = "the engine ends") -> None:
@@ -226,13 +226,9 @@ class TransferThread:
         live = self._consumer.live or self._producer.live or self._finder.live
         return COMPUTING_SECONDS if self._plans.computing else TICK_SECONDS if live else IDLE_SECONDS
 
-    @property
-    def _handing_over(self) -> bool:
-        """Whether a hand-over is under way here, from the first word of it to its end."""
-        return self.sleep_seconds < IDLE_SECONDS or bool(self._producer.computing.prompts)
-
     def _relax(self) -> None:
-        """Give the engine's threads their switch interval back. Work that is posted meanwhile keeps it short."""
+        """No hand-over is under way here: give the engine's threads their switch interval back. Work that is posted
+        meanwhile keeps it short."""
         self._switch.restore()
         if self._work_posted:
             self._switch.shorten()
@@ -337,11 +333,12 @@ class TransferThread:
             for pollable, events in plane.pollables():
                 pollables.append((pollable, events))
                 planes[pollable] = plane
-        seconds = 0.0 if awake else self.sleep_seconds
-        if self._handing_over:
-            self._switch.shorten()
-        else:
+        seconds = self.sleep_seconds
+        if seconds == IDLE_SECONDS and not self._producer.computing.prompts:
             self._relax()
+        else:
+            self._switch.shorten()
+        seconds = 0.0 if awake else seconds
         self._time.sleeps(seconds)
         for pollable, _ in zmq.zmq_poll(pollables, int(seconds * 1e3)):
             self.mark_ready(planes.get(pollable, pollable))
