@@ -37,7 +37,8 @@ def test_a_short_run(idle_step: Any, tmp_path: Path) -> None:
         idle_step.result_of = result_of
     stored = json.loads((BENCHMARKS / "results" / "idle_step.json").read_text())
     assert found.keys() <= stored.keys() and found["figures"].keys() == stored["figures"].keys()
-    assert found["hooks_us"].keys() == stored["hooks_us"].keys()
+    ended = {"get_finished", "get_transfer_results"}  # 0.26 has the first, later releases the second
+    assert found["hooks_us"].keys() - ended == stored["hooks_us"].keys() - ended
     assert {"build_connector_meta", "bind_connector_metadata", "build_connector_worker_meta"} <= calls.keys()
     assert min(calls.values()) >= 20, calls
     assert len(found["rows"]) == 2 and all(row["with_us"] > 0 < row["without_us"] for row in found["rows"])
