@@ -201,29 +201,8 @@ class BusyPair(Pair):
         return name
 
     def collect(self, order: str) -> tuple[dict[str, Marks], Steps]:
-        """What D noted since the last call. Behind it D's prefix cache is empty, and its free blocks are in order.
-
-        Raises:
-            EngineError: blocks are still held after ``PATIENCE_SECONDS``.
-        """
-        self.notes.with_name(f"{self.notes.name}.order").write_text(order)
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while not self.decode.post("/reset_prefix_cache")["success"]:
-            if time.monotonic() > deadline:
-                raise EngineError(
-                    f"{self.decode.name}: blocks are still held {PATIENCE_SECONDS:g} s after the last request"
-                )
-            time.sleep(0.05)
-        marks: dict[str, Marks] = {}
-        steps: Steps = []
-        with self.notes.open() as file:
-            file.seek(self.read)
-            for line in iter(file.readline, ""):
-                noted = json.loads(line)
-                for name, values in noted["requests"].items():
-                    marks.setdefault(name, {"name": name}).update(values)
-                steps += [(at, count) for at, count in noted["steps"]]
-            self.read = file.tell()
+        """What D noted since the last call, its worker's notes too. As ``collect_notes``."""
+        marks, steps, self.read = collect_notes(self.decode, self.notes, self.read, order)
         for of_rank in self.decode.rpc("busy_take"):
             for name, values in of_rank.items():
                 marks.setdefault(name, {"name": name}).update(values)
@@ -242,6 +221,31 @@ class BusyPair(Pair):
         for sample in self.measured:
             if (said := found.get(sample.loaded["name"])) is not None:
                 sample.loaded["logged_ms"], sample.loaded["plane"] = said
+
+
+def collect_notes(server: Server, notes: Path, read: int, order: str) -> tuple[dict[str, Marks], Steps, int]:
+    """What an engine's scheduler noted behind byte ``read`` of its notes, and their end. Behind it the engine's prefix
+    cache is empty, and its free blocks are in order.
+
+    Raises:
+        EngineError: blocks are still held after ``PATIENCE_SECONDS``.
+    """
+    notes.with_name(f"{notes.name}.order").write_text(order)
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not server.post("/reset_prefix_cache")["success"]:
+        if time.monotonic() > deadline:
+            raise EngineError(f"{server.name}: blocks are still held {PATIENCE_SECONDS:g} s after the last request")
+        time.sleep(0.05)
+    marks: dict[str, Marks] = {}
+    steps: Steps = []
+    with notes.open() as file:
+        file.seek(read)
+        for line in iter(file.readline, ""):
+            noted = json.loads(line)
+            for name, values in noted["requests"].items():
+                marks.setdefault(name, {"name": name}).update(values)
+            steps += [(at, count) for at, count in noted["steps"]]
+        return marks, steps, file.tell()
 
 
 class Background:

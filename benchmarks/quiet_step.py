@@ -39,13 +39,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / ".typing"))
 
 import report
 import torch
-from busy_turns import Background, gaps_between
+from busy_turns import Background, Steps, collect_notes, gaps_between
 from engine_pair import body
 from gpu_busy import graph_sizes
 from gpu_e2e import CPU, GPU
 
 from tests.support.engines import ServerGroup, python_path
-from tests.support.server import PATIENCE_SECONDS, EngineError, Server
+from tests.support.server import EngineError, Server
 from tests.support.tiny_model import ModelSpec, build_model
 
 HERE = Path(__file__).resolve().parent
@@ -62,8 +62,6 @@ MODELS = {
 BACKGROUND_TOKENS = 64
 WARM_SECONDS = 1.0
 """Of each batch size before anything is measured."""
-LIMIT_SHARE, LIMIT_US = 0.01, 30.0
-"""What KVFerry may cost over no connector, at the median and at p99."""
 
 
 @dataclass
@@ -78,31 +76,13 @@ class Engine:
     read: int = 0
     asked: int = 0
     prompts: dict[int, list[int]] = field(default_factory=dict)
+    most_computed: int = 1  # tokens of a prompt that are not in the prefix cache
 
     def words(self, tokens: int) -> list[int]:
         return [self.rng.randrange(2, self.vocabulary) for _ in range(tokens)]
 
-    def collect(self) -> tuple[dict[str, dict[str, float]], list[tuple[float, int]]]:
-        """What the scheduler noted since the last call; its prefix cache is empty afterwards.
-
-        Raises:
-            EngineError: blocks are still held after ``PATIENCE_SECONDS``.
-        """
-        self.notes.with_name(f"{self.notes.name}.order").write_text("fresh")
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while not self.server.post("/reset_prefix_cache")["success"]:
-            if time.monotonic() > deadline:
-                raise EngineError(f"{self.server.name}: blocks are held {PATIENCE_SECONDS:g} s after the last request")
-            time.sleep(0.05)
-        marks: dict[str, dict[str, float]] = {}
-        steps: list[tuple[float, int]] = []
-        with self.notes.open() as file:
-            file.seek(self.read)
-            for line in iter(file.readline, ""):
-                noted = json.loads(line)
-                marks |= noted["requests"]
-                steps += [(at, count) for at, count in noted["steps"]]
-            self.read = file.tell()
+    def _collect(self) -> tuple[dict[str, Any], Steps]:
+        marks, steps, self.read = collect_notes(self.server, self.notes, self.read, "fresh")
         return marks, steps
 
     def ask(self, tokens: int) -> str:
@@ -122,7 +102,7 @@ class Engine:
         background = Background(self.server, [self.words(BACKGROUND_TOKENS) for _ in range(sequences)], self.longest)
         begin = end = time.monotonic()
         names: dict[int, list[str]] = {}
-        self.collect()
+        self._collect()
         try:
             if sequences:
                 background.start()
@@ -138,7 +118,7 @@ class Engine:
                         names[tokens].append(self.ask(tokens))
         finally:
             background.stop()
-        marks, steps = self.collect()
+        marks, steps = self._collect()
         found = {"gap": gaps_between(steps, begin, end)} if sequences else {}
         if sequences and any(count != sequences for at, count in steps if begin <= at <= end):
             raise EngineError(f"{self.server.name}: not all of {sequences} sequences decoded all the while")
@@ -150,8 +130,6 @@ class Engine:
                 )
             found[f"hit_{tokens}"] = [(hit["token"] - hit["arrived"]) * 1e3 for hit in hits]
         return found
-
-    most_computed: int = 1
 
 
 def start(group: ServerGroup, model: str, name: str, folder: Path, gpu: int | None, args: argparse.Namespace) -> Engine:
@@ -293,7 +271,13 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=1.5, help="of quiet decoding in a turn")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--budget", type=float, default=500, help="seconds, with the start of the engines")
-    parser.add_argument("--gpus", type=int, nargs="+", default=[0, 1], help="the models are spread over these")
+    parser.add_argument(
+        "--gpus",
+        type=int,
+        nargs="+",
+        default=list(range(min(2, torch.cuda.device_count()))),
+        help="the models are spread over these",
+    )
     parser.add_argument("--kv-gib", type=int)
     parser.add_argument("--longest", type=int, default=LONGEST + 256, help="tokens of a sequence")
     parser.add_argument("--start-seconds", type=float, default=400)

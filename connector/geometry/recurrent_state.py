@@ -17,6 +17,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from kvferry.connector.geometry.rank_geometry import RegionGeometry
+
 CHANNEL_UNITS = 2**8 * 3**2 * 5 * 7
 """Bound on the heads of a projection whose channels are sharded one by one. One channel per head would give plans of
 thousands of heads. The number has many divisors, so that the heads divide by every tensor-parallel size in use."""
@@ -57,6 +59,22 @@ class Section:
         """The byte of a page that follows the last byte of the section."""
         last = (self.heads - 1) * self.head_stride + (self.rows - 1) * self.row_stride
         return self.offset + last + self.content_bytes
+
+    def region(self, layers: tuple[str, ...], head_start: int, num_heads: int) -> RegionGeometry:
+        """The region of a rank that has these heads of the section, in these layers."""
+        return RegionGeometry(
+            kind="state",
+            layers=layers,
+            part=self.name,
+            block_size=self.rows,
+            head_start=head_start,
+            num_heads=num_heads,
+            total_heads=self.total_heads,
+            content_bytes=self.content_bytes,
+            dtype=self.dtype,
+            packing=self.packing,
+            tile_tokens=self.rows,
+        )
 
 
 @dataclass(frozen=True, slots=True)

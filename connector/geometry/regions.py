@@ -64,7 +64,8 @@ def regions(
             view = view_of(tensors, group.block_size, num_blocks)
             for section in group.sections:
                 part = _section_view(section, view)
-                found.append(Region(group.table, _section_geometry(section, part, info), part))
+                heads = _held(part, info, section.total_heads)
+                found.append(Region(group.table, section.region(part.layers, *heads), part))
             if not group.sections:
                 for packed in _parts(group, view, places):
                     found.append(Region(group.table, _geometry(group, packed, info), packed.view))
@@ -176,21 +177,4 @@ def _section_view(section: Section, pages: CacheView) -> CacheView:
         head_stride=section.head_stride,
         token_stride=section.row_stride,
         dtype=section.dtype,
-    )
-
-
-def _section_geometry(section: Section, view: CacheView, info: RankInfo) -> RegionGeometry:
-    start, count = _held(view, info, section.total_heads)
-    return RegionGeometry(
-        kind="state",
-        layers=view.layers,
-        part=section.name,
-        block_size=section.rows,
-        head_start=start,
-        num_heads=count,
-        total_heads=section.total_heads,
-        content_bytes=section.content_bytes,
-        dtype=section.dtype,
-        packing=section.packing,
-        tile_tokens=section.rows,
     )

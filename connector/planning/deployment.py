@@ -87,22 +87,9 @@ def _rank(shape: ModelShape, deployment: Deployment, tp_rank: int, pp_rank: int,
         )
     states = () if shape.state is None else shape.state.layers
     for section in _sections(shape, deployment.tp_size):
-        first, count = TpKVTopology.head_interval(tp_rank, deployment.tp_size, section.total_heads)
-        regions.append(
-            RegionGeometry(
-                kind="state",
-                layers=tuple(f"model.layers.{layer}.mixer" for layer in layers if layer in states),
-                part=section.name,
-                block_size=section.rows,
-                head_start=first,
-                num_heads=count,
-                total_heads=section.total_heads,
-                content_bytes=section.content_bytes,
-                dtype=section.dtype,
-                packing=section.packing,
-                tile_tokens=section.rows,
-            )
-        )
+        heads = TpKVTopology.head_interval(tp_rank, deployment.tp_size, section.total_heads)
+        held = tuple(f"model.layers.{layer}.mixer" for layer in layers if layer in states)
+        regions.append(section.region(held, *heads))
     return RankGeometry(
         tp_rank=tp_rank,
         tp_size=deployment.tp_size,

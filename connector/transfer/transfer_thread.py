@@ -121,7 +121,8 @@ class TransferThread:
         wakes = plan.wakes_thread
         if wakes or plan.chunks:
             self._work_posted = True  # before the interval is short, see ``_relax``
-            self._switch.shorten()
+            if not self._stopping:  # a thread that has ended would never restore it
+                self._switch.shorten()
             earlier = self.results.listeners  # before the thread can add this listener
             self._plans.posted.append(PostedPlan(plan, event, computed, listener, step))
             if not wakes:

@@ -84,11 +84,10 @@ class StepLoadRecovery:
 
     def scheduled(self, output: Any, loads: Sequence[Load]) -> None:
         """A step was scheduled. ``loads``: all loads of its plan."""
-        self._steps.append(_Step(output, [_Suspect(load) for load in loads if load.now] if loads else []))
-        for step in self._steps:
-            if step.suspects:
-                self._note_tables(output, [suspect for step in self._steps for suspect in step.suspects])
-                return
+        self._steps.append(_Step(output, [_Suspect(load) for load in loads if load.now]))
+        suspects = [suspect for step in self._steps for suspect in step.suspects]
+        if suspects:
+            self._note_tables(output, suspects)
 
     def _note_tables(self, output: Any, suspects: list[_Suspect]) -> None:
         tables = [(new.req_id, new.block_ids[0], True) for new in output.scheduled_new_reqs]
@@ -117,15 +116,14 @@ class StepLoadRecovery:
     def _take(self, output: Any) -> tuple[_Step | None, int]:
         """The step of an output, and how many steps before it will have no output. There is no step where vLLM 0.33
         reports, after a worker has failed, with an empty output of its own what other workers had to report."""
-        if self._steps and self._steps[0].output is output:  # as a rule
-            return self._steps.popleft(), 0
-        place = next((n for n, step in enumerate(self._steps) if step.output is output), None)
-        if place is None:
-            return None, 0
-        skipped = [self._steps.popleft() for _ in range(place)]  # their outputs have not come: nothing says they stand
-        step = self._steps.popleft()
-        step.suspects = [suspect for one in (*skipped, step) for suspect in one.suspects]
-        return step, place
+        for place, step in enumerate(self._steps):  # the first, as a rule
+            if step.output is output:
+                skipped = [self._steps.popleft() for _ in range(place)]
+                self._steps.popleft()
+                if skipped:  # their outputs have not come: nothing says that their loads stand
+                    step.suspects = [suspect for one in (*skipped, step) for suspect in one.suspects]
+                return step, place
+        return None, 0
 
     def _failed(self, step: _Step, result: Any) -> list[_Suspect]:
         carried = result.kv_connector_output

@@ -7,7 +7,7 @@ from types import FrameType
 from typing import Any
 
 
-class Lines:
+class LineCount:
     """Counts the lines of Python in the functions that this thread calls meanwhile; with ``folders`` those of files
     below these."""
 
@@ -15,7 +15,7 @@ class Lines:
         self.count, self._before = 0, sys.gettrace()
         self._folders = folders or ("",)
 
-    def __enter__(self) -> Lines:
+    def __enter__(self) -> LineCount:
         self._before = sys.gettrace()
         sys.settrace(self._trace)
         return self

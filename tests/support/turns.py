@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.support.lines import Lines
+from tests.support.lines import LineCount
 from tests.support.ranks import Rank
 
 MOST_TURN_SECONDS = 0.05
@@ -27,7 +27,7 @@ class TurnLines:
         real, self.count, self.most = thread._turn, 0, 0
 
         def turn(now: float) -> bool:
-            with Lines() as lines:
+            with LineCount() as lines:
                 moved = bool(real(now))
             self.count, self.most = self.count + 1, max(self.most, lines.count)
             return moved

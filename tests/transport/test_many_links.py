@@ -14,7 +14,7 @@ from kvferry.transport.control import lookup
 from kvferry.transport.control.dialer import make_dialer
 from kvferry.transport.host import raise_file_limit
 from tests.support.fork_server import fork_server
-from tests.support.lines import Lines
+from tests.support.lines import LineCount
 from tests.transport.control_ends import KEYS, LIMIT, MESSAGE, until
 
 RANKS, PROCESSES = 2000, 4
@@ -70,7 +70,7 @@ def test_links_to_two_thousand_ranks_and_their_descriptors():
         assert open_files() - before < RANKS + 30 and threading.active_count() == threads
         turns = []
         for _ in range(100):
-            with Lines() as lines:
+            with LineCount() as lines:
                 dialer.progress()
             turns.append(lines.count)
         assert min(turns) < RANKS / 10, "a turn does not grow with the links"

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kvferry.connector.protocol import metrics
 from kvferry.connector.protocol.metrics import FAILURE_KINDS, Figures, HandoverStats
-from tests.support.lines import Lines
+from tests.support.lines import LineCount
 
 counts = st.integers(1, 1 << 40)
 events = st.one_of(
@@ -196,7 +196,7 @@ def test_the_log_line_of_failures_only():
 def test_counting_is_cheap():
     stats, costs = HandoverStats(), []
     for _ in range(1000):
-        with Lines() as lines:
+        with LineCount() as lines:
             stats.finished(nbytes=1, milliseconds=1, plane="shm", tokens=1)
         costs.append(lines.count)
     assert max(costs) < 60, "also where many are counted already"

@@ -22,7 +22,7 @@ from kvferry.connector.geometry.spans import (
     cut_span,
 )
 from kvferry.transport.errors import GeometryError
-from tests.support.lines import Lines
+from tests.support.lines import LineCount
 from tests.unit.labelled_model import OURS
 
 GOOD = Span(0, 0, 2, 0, 4, 10, 90)
@@ -112,7 +112,7 @@ def test_chunks_are_counted_without_being_made(layers, token, tokens, room, alig
 
 def test_a_long_read_makes_its_chunks_one_by_one() -> None:
     cut = cut_span(Span(0, 0, 80, 0, 8, 0, 100_000), 512, 64 << 10, 16)
-    with Lines() as lines:
+    with LineCount() as lines:
         assert len(cut) == 80 * 6250
         assert [chunk.token for chunk in islice(cut, 3)] == [0, 16, 32]
     assert lines.count < 100_000, "those of one layer"

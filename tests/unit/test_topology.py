@@ -13,7 +13,7 @@ from kvferry.connector.geometry.rank_geometry import RankGeometry
 from kvferry.connector.geometry.token_sharding import UNSHARDED, TokenSharding
 from kvferry.connector.geometry.topology import MAX_HEADS, MAX_RANKS, TpKVTopology
 from kvferry.transport.errors import GeometryError, RatioError
-from tests.support.lines import Lines
+from tests.support.lines import LineCount
 
 head_interval = TpKVTopology.head_interval
 sizes = st.integers(1, 9)
@@ -126,7 +126,7 @@ def test_releases_count_all_of_ds_stages() -> None:
 
 
 def test_cost_does_not_grow_with_the_product_of_sizes() -> None:
-    with Lines() as lines:
+    with LineCount() as lines:
         topology(MAX_RANKS, MAX_RANKS, 8).release_map()
         topology(MAX_RANKS, MAX_RANKS - 1, MAX_RANKS, head_counts=(1, MAX_RANKS)).release_map()
     assert lines.count < 300 * MAX_RANKS

@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 
 import kvferry.connector.config
 from kvferry.transport.wake import ShortSwitchInterval
-from tests.support.lines import Lines
+from tests.support.lines import LineCount
 from tests.vllm.engine_group import EngineGroup
 from tests.vllm.stepped import Engine, eventually, prefill, run, settle
 
@@ -30,7 +30,7 @@ def test_a_step_that_hands_nothing_over_executes_few_lines(group: EngineGroup) -
         engine.step()
     counts = []
     for _ in range(8):
-        with Lines(PRODUCT) as lines:
+        with LineCount(PRODUCT) as lines:
             engine.step()
         counts.append(lines.count)
     settle(engine)
@@ -55,6 +55,17 @@ def test_the_switch_interval_is_short_only_while_something_is_handed_over(group:
     d.add(list(range(2, 60)), params)
     run([p, d], lambda: p.idle and d.idle)
     eventually(lambda: sys.getswitchinterval() == before)
+
+
+def test_an_engine_that_has_ended_leaves_the_interval_alone(group: EngineGroup, before: float) -> None:
+    p = group.engine(0)
+    prefill(p, list(range(2, 60)))
+    assert sys.getswitchinterval() < before
+    for worker in p.workers:
+        worker.connector.shutdown()
+    assert sys.getswitchinterval() == before
+    prefill(p, list(range(2, 50)))
+    assert sys.getswitchinterval() == before
 
 
 def test_the_interval_is_restored_when_the_last_one_does(before: float) -> None:
