@@ -178,14 +178,14 @@ def counted(server: Server, before: Count, tokens: int, replica: int | None = No
     report of the load, which may come a step later: both are waited for.
     """
 
-    def all_counted() -> bool:
+    end = time.monotonic() + PATIENCE_SECONDS
+    while True:
         grown = count(server, replica) - before
-        return grown.external >= tokens - requests and sum(grown.by_plane.values()) >= requests
-
-    eventually(all_counted, f"{tokens} tokens of {requests} hand-overs are counted as loaded")
-    grown = count(server, replica) - before
-    assert grown.external <= tokens and grown.failed == 0
-    return grown
+        assert grown.failed == 0 and grown.external <= tokens, grown
+        if grown.external >= tokens - requests and sum(grown.by_plane.values()) >= requests:
+            return grown
+        assert time.monotonic() < end, f"{tokens} tokens of {requests} hand-overs were to be loaded: {grown}"
+        time.sleep(0.1)
 
 
 def loaded_prompt(p: Server, d: Server, ids: Sequence[int], **options: Any) -> list[int]:
