@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
 import os
+import resource
+import signal
 import socket
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import uvicorn
+import uvloop
 
-from kvferry.router.app import Limits, make_app
+from kvferry.router.app import App, Limits, make_app
 from kvferry.router.engines import EnginePool, Role
 from kvferry.router.health import Checks
 from kvferry.router.legs import LegTimeouts, log
@@ -23,6 +25,8 @@ from kvferry.transport.errors import ConfigError, UsageError, check_positive, qu
 from kvferry.transport.tracing import open_tracer
 
 MIN_TOKEN_CHARS = 16
+OWN_DESCRIPTORS = 256
+"""For listeners, names, files, and connections that are refused."""
 
 
 def router(
@@ -33,7 +37,6 @@ def router(
     host: str,
     port: int,
     serial: bool,
-    relay: bool,
     timeouts: tuple[float, float, float],
     health_interval: float,
     max_requests: int,
@@ -73,31 +76,40 @@ def router(
         raise UsageError(str(error)) from None
     listeners = _bound(host, port)
     app = make_app(
-        Router(engines, LegTimeouts(*timeouts), serial=serial, relay=relay, tracer=tracer),
-        limits=Limits(max_requests, max_body_mib << 20),
+        Router(engines, LegTimeouts(*timeouts), serial=serial, tracer=tracer),
+        limits=_limits(max_requests, max_body_mib << 20),
         checks=Checks(health_interval, timeout=health_interval),
         sources=sources,
         admin_token=token,
     )
-    config = uvicorn.Config(app, log_level="warning", access_log=False, server_header=False)
     try:
-        with suppress(KeyboardInterrupt):
-            _Server(config, engines, f"http://{f'[{host}]' if ':' in host else host}:{port}").run(listeners)
+        uvloop.run(_serve(app, listeners, engines, f"http://{f'[{host}]' if ':' in host else host}:{port}"))
     except OSError as error:  # another process was the first to listen at a port that both had bound
         raise _not_bound(host, port, error) from None
 
 
-class _Server(uvicorn.Server):
-    """Logs the URL and the engines when it accepts connections."""
+async def _serve(app: App, listeners: list[socket.socket], engines: EnginePool, url: str) -> None:
+    over, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, over.set)
+    await app.start(listeners)
+    p, d = (len(engines.of(role)) for role in (Role.PREFILL, Role.DECODE))
+    log.info("serving on %s: %d P, %d D", url, p, d)
+    await over.wait()
+    for number in (signal.SIGTERM, signal.SIGINT):  # the second one ends it at once
+        loop.remove_signal_handler(number)
+    await app.stop()
 
-    def __init__(self, config: uvicorn.Config, engines: EnginePool, url: str) -> None:
-        super().__init__(config)
-        self._engines, self._url = engines, url
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        p, d = (len(self._engines.of(role)) for role in (Role.PREFILL, Role.DECODE))
-        log.info("serving on %s: %d P, %d D", self._url, p, d)
+def _limits(requests: int, body_bytes: int) -> Limits:
+    """For as many descriptors as this process may have: of a request, its own connection and one for each leg, and
+    again so many that are kept; and as many connections without a request."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OWN_DESCRIPTORS + 5 * requests
+    soft = max(soft, wanted if hard == resource.RLIM_INFINITY else min(wanted, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    served = max(1, (soft - OWN_DESCRIPTORS) // 5)
+    return Limits(requests, body_bytes, idle=soft - OWN_DESCRIPTORS - 3 * served, served=served)
 
 
 def _bound(host: str, port: int) -> list[socket.socket]:
@@ -146,6 +158,8 @@ def _check_endpoint(text: str) -> None:
 
 def _token(path: Path) -> str:
     try:
+        if path.stat().st_mode & 0o077:
+            raise UsageError(f"the admin token file {path} may be read by others than its owner: chmod 600 {path}")
         token = path.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"the admin token file {path} cannot be read: {error}") from None

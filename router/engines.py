@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
@@ -21,6 +22,9 @@ from urllib.parse import urlsplit
 from kvferry.transport.errors import UsageError, quoted, quoted_url
 
 MAX_ENGINES = 1024
+REFUSALS = 3
+"""So many different requests that were answered with 5xx, none well between them, and an engine is passed over."""
+_HOST = re.compile(r"(?=.{1,253}$)[^.]{1,63}(\.[^.]{1,63})*\.?")
 
 
 class Role(enum.StrEnum):
@@ -67,7 +71,7 @@ class Engine:
     """One engine. ``requests``: in flight, those whose KV cache it still hands over among them. ``loads``: what it
     computes, by the role that it had when it took the request: prompt tokens for P, requests for D. ``failed_checks``:
     in a row. ``passed_over_until``: by the clock of the caller. ``last_taken``: the number of its last request, of
-    all engines' requests."""
+    all engines' requests. ``refused``: the requests that it answered with 5xx since it last answered one well."""
 
     url: str
     role: Role
@@ -77,6 +81,7 @@ class Engine:
     failed_checks: int = 0
     passed_over_until: float = 0.0
     last_taken: int = 0
+    refused: set[int] = field(default_factory=set)
 
     @property
     def load(self) -> float:
@@ -210,8 +215,18 @@ class EnginePool:
     # --- what requests and health checks say
 
     def failed(self, engine: Engine, now: float) -> None:
-        """A request to the engine has failed: pass it over for a while."""
+        """The engine has lost a connection: pass it over for a while."""
         engine.passed_over_until = now + self.cool_down
+        engine.refused.clear()
+
+    def answered(self, engine: Engine, status: int, request: int, now: float) -> None:
+        """The engine answered a request, of this hash. One bad request is no fault of an engine, several are."""
+        if status < 500:
+            engine.refused.clear()
+            return
+        engine.refused.add(request)
+        if len(engine.refused) >= REFUSALS:
+            self.failed(engine, now)
 
     def checked(self, engine: Engine, passed: bool, threshold: int) -> bool:
         """The result of a health check. Whether the engine's state has changed."""
@@ -241,6 +256,12 @@ def engine_url(text: str) -> str:
         fits = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
     except ValueError as error:
         raise UsageError(f"{expected} ({error})") from None
-    if not fits or url.query or url.fragment or any(ord(c) <= 32 or ord(c) > 126 for c in url.geturl()):
+    if (
+        not fits
+        or not _HOST.fullmatch(url.hostname or "")
+        or url.query
+        or url.fragment
+        or any(ord(c) <= 32 or ord(c) > 126 for c in url.geturl())
+    ):
         raise UsageError(expected)
     return url.geturl()

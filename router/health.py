@@ -7,7 +7,7 @@ import logging
 from dataclasses import dataclass
 
 from kvferry.router.engines import Engine
-from kvferry.router.http_client import HttpError
+from kvferry.router.http_client import HttpError, OwnFaultError
 from kvferry.router.router import Router
 
 log = logging.getLogger("kvferry.router")
@@ -41,16 +41,19 @@ class HealthChecks:
 
     async def _check(self, engine: Engine, threshold: int) -> None:
         passed, what = await self._passes(engine.url)
-        if self._router.engines.checked(engine, passed, threshold):
+        if passed is not None and self._router.engines.checked(engine, passed, threshold):
             log.warning("%s engine %s is %s: %s", engine.role, engine.url, engine.state, what)
 
-    async def _passes(self, url: str) -> tuple[bool, str]:
+    async def _passes(self, url: str) -> tuple[bool | None, str]:
+        """None: nobody knows, because this machine has no connection to spare."""
         limit = self._checks.timeout
         try:
             async with asyncio.timeout(limit):
-                answer = await self._router.http.send("GET", url, "/health", connect=limit, silence=None)
+                answer = await self._router.http.send("GET", url, "/health", connect=limit)
                 await answer.body()
                 answer.close()
+        except OwnFaultError as error:
+            return None, str(error)
         except (HttpError, TimeoutError) as error:
             return False, str(error) or f"no answer of /health in {limit:g} s"
         return answer.status == 200, f"/health answered {answer.status}"

@@ -7,32 +7,39 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
+from xxhash import xxh3_64
 
 from kvferry.router.engines import Engine, EnginePool, Role, Seat
-from kvferry.router.http_client import Answer, HttpClient, HttpError, RequestProgress, SilenceError
+from kvferry.router.http_client import Answer, HttpClient, HttpError, OwnFaultError, RequestProgress
 from kvferry.router.identities import Identities
 from kvferry.router.metrics import Metrics
 from kvferry.router.prefix_affinity import PrefixAffinity, PromptPrefix, prompt_prefix
-from kvferry.router.request_bodies import NOT_JSON, error_of, prefill_body, without_params
+from kvferry.router.request_bodies import NOT_JSON, Body, pieces_of, prefill_body, without_params
 from kvferry.router.spans import DECODE, PREFILL, LegSpan, leg_span
 from kvferry.transport.tracing import OpenSpan, Tracer
 
 log = logging.getLogger("kvferry.router")
 T = TypeVar("T")
 
-SETTLE_SECONDS = 120.0
-"""How long D may take to load a prompt only so that P's lease ends."""
+MAX_NAME_CHARS = 128
+_COMMENTS = re.compile(rb"(?:(?::[^\r\n]*)?(?:\r\n|\r|\n))*+(?::[^\r\n]*)?")
+"""What a stream of events may begin with that is no part of an answer."""
+MAX_BODY_BYTES = 1 << 20
+"""A longer answer goes to the client as it comes."""
 
 
-class ClientGoneError(Exception):
-    """The client closed its connection."""
+class PrefillAnswer(msgspec.Struct):
+    """What is read of P's answer."""
+
+    kv_transfer_params: Any = None
 
 
 class NoEngineError(HttpError):
@@ -42,26 +49,25 @@ class NoEngineError(HttpError):
 @dataclass(frozen=True)
 class LegTimeouts:
     """Seconds. ``prefill`` bounds the whole prefill leg, ``abandoned_prefill`` the rest of it where the client is gone.
-    D's answer is not bounded, only how long it may be silent."""
+    D's answer is not bounded: it lasts as long as its connection."""
 
     connect: float = 3.0
     prefill: float = 120.0
     abandoned_prefill: float = 10.0
-    decode_silence: float = 600.0
 
 
 @dataclass(eq=False)
 class ClientRequest:
-    """One completion or chat completion of a client, with the headers for both legs. ``gone`` ends when the client
-    does. ``span``: None where nothing is traced. It is over when each of its tasks has ended: ``hold`` and ``drop``;
-    then ``over`` is called."""
+    """One completion, chat completion or response of a client, with the headers for both legs. ``comment`` takes what
+    D's server sends before its answer. ``span``: None where nothing is traced. It is over when each of its tasks has
+    ended: ``hold`` and ``drop``; then ``over`` is called."""
 
     path: str
-    body: dict[str, Any]
+    body: Body
     headers: dict[str, str]
-    gone: asyncio.Future[Any]
     span: OpenSpan | None = None
     over: Callable[[], None] = lambda: None
+    comment: Callable[[Answer, bytes], Awaitable[None]] | None = None
     broken: str = ""
     """Why the answer broke off."""
     prefix: PromptPrefix = field(init=False)
@@ -72,12 +78,20 @@ class ClientRequest:
         self.prefix = prompt_prefix(self.body)
 
     @property
-    def chat(self) -> bool:
-        return self.path.endswith("/chat/completions")
-
-    @property
     def id(self) -> str:
         return self.headers["x-request-id"]
+
+    @property
+    def name(self) -> str:
+        """Its id for a log."""
+        return ascii(self.id[:MAX_NAME_CHARS])[1:-1]
+
+    def digest(self) -> int:
+        """The same for the same request only."""
+        found = xxh3_64(self.path.encode())
+        for piece in pieces_of(self.body):
+            found.update(piece)
+        return found.intdigest()
 
     def prefills_on(self, seat: Seat) -> None:
         self._seats.append(seat)
@@ -100,23 +114,23 @@ class ClientRequest:
 
 @dataclass
 class Prefilled:
-    """P's answer, empty where P failed, and its parameters for D, if P handed something over. ``failed``: another P may
-    succeed."""
+    """What P handed over: parameters for D. ``failed``: another P may succeed."""
 
-    answer: dict[str, Any] = field(default_factory=dict)
     params: dict[str, Any] | None = None
     failed: bool = False
 
 
 @dataclass
 class Decoded:
-    """D's answer: its head, and its whole ``body``, or where it is streamed its ``pieces``, of which the first has been
+    """D's answer: its head, and its whole ``body``, or where that is None its ``pieces``, of which the first has been
     received. Close it."""
 
     engine: Engine
     answer: Answer
-    body: bytes = b""
-    pieces: AsyncIterator[bytes] | None = None
+    body: bytes | None
+    pieces: AsyncIterator[bytes]
+    seat: Seat
+    span: LegSpan
 
     @property
     def status(self) -> int:
@@ -124,25 +138,8 @@ class Decoded:
 
     def close(self) -> None:
         self.answer.close()
-
-
-async def unless_gone(asked: ClientRequest, work: Awaitable[T]) -> T:
-    """The result of ``work``, which is cancelled when the client goes away.
-
-    Raises:
-        ClientGoneError: it did.
-    """
-    task = asyncio.ensure_future(work)
-    try:
-        await asyncio.wait({task, asked.gone}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientGoneError
-    finally:
-        if not task.done():
-            task.cancel()
-            with suppress(asyncio.CancelledError, Exception):
-                await task
+        self.seat.release()
+        self.span.end()
 
 
 class Legs:
@@ -163,7 +160,6 @@ class Legs:
         while self.engines.forgotten:
             url = self.engines.forgotten.pop()
             if self.engines.get(url) is None:
-                self.http.forget(url)
                 self.identities.forget(url)
 
     # --- P
@@ -180,52 +176,60 @@ class Legs:
             asked.prefills_on(seat)
         return seat
 
-    def start_prefill(self, asked: ClientRequest, seat: Seat, leg: dict[str, Any]) -> asyncio.Task[Prefilled]:
+    def start_prefill(self, asked: ClientRequest, seat: Seat, leg: Body) -> asyncio.Task[Prefilled]:
         """P's answer to this body. It may outlive the request."""
         task = self.start(self._ask_prefill(asked, seat.engine, leg), asked)
         task.add_done_callback(lambda _: seat.computed())
         return task
 
-    async def _ask_prefill(self, asked: ClientRequest, engine: Engine, leg: dict[str, Any]) -> Prefilled:
+    async def _ask_prefill(self, asked: ClientRequest, engine: Engine, leg: Body) -> Prefilled:
         url = engine.url
         try:
             status, content = await self._prefill_answer(asked, engine, leg)
         except (HttpError, TimeoutError) as error:
-            self._prefill_failed(engine)
-            log.warning("%s: prefill at %s failed: %s", asked.id, url, why(error))
+            if isinstance(error, HttpError):
+                self._failed(engine, error)
+            else:  # perhaps the prompt is that long
+                self._answered(asked, engine, 504)
+            self.identities.failed(url)
+            log.warning("%s: prefill at %s failed: %s", asked.name, url, why(error))
             return Prefilled(failed=isinstance(error, HttpError))
-        if status != 200:
-            # A 4xx is the request's fault, and D says so itself.
+        self._answered(asked, engine, status)
+        if status != 200:  # a 4xx is the request's fault, and D says so itself
             if status >= 500:
-                self._prefill_failed(engine)
-            log.warning("%s: prefill at %s answered %d", asked.id, url, status)
+                self.identities.failed(url)
+            log.warning("%s: prefill at %s answered %d", asked.name, url, status)
             return Prefilled(failed=status >= 500)
-        found: Any = None
+        params: Any = None
         with suppress(*NOT_JSON):
-            found = msgspec.json.decode(content)
-        found = found if isinstance(found, dict) else {}
-        params = found.get("kv_transfer_params")
+            params = msgspec.json.decode(content, type=PrefillAnswer).kv_transfer_params
         params = params if isinstance(params, dict) and params else None
-        if "kv_transfer_params" in leg:
-            if params is None:
-                log.info("%s: prefill at %s handed nothing over, decode only", asked.id, url)
-            self.identities.learn(url, params)
-        return Prefilled(found, params)
+        if params is None:
+            log.info("%s: prefill at %s handed nothing over, decode only", asked.name, url)
+        self.identities.learn(url, params)
+        return Prefilled(params)
 
-    async def _prefill_answer(self, asked: ClientRequest, engine: Engine, leg: dict[str, Any]) -> tuple[int, bytes]:
+    async def _prefill_answer(self, asked: ClientRequest, engine: Engine, leg: Body) -> tuple[int, bytes]:
         """Its status and its body. Raises HttpError, TimeoutError."""
         with leg_span(asked.span, PREFILL, engine) as span:
             async with asyncio.timeout(self.timeouts.prefill):
-                answer = await self._send(asked, engine, asked.path, leg, RequestProgress(), span, silence=None)
+                answer = await self._send(asked, engine, leg, RequestProgress(), span)
                 try:
                     return answer.status, await answer.body()
                 finally:
                     answer.close()
 
-    def _prefill_failed(self, engine: Engine) -> None:
-        self.metrics.leg_failed(engine.role)
-        self.engines.failed(engine, self.clock())
-        self.identities.failed(engine.url)
+    def _failed(self, engine: Engine, error: Exception) -> None:
+        if not isinstance(error, OwnFaultError):
+            self.metrics.leg_failed(engine.role)
+            self.engines.failed(engine, self.clock())
+
+    def _answered(self, asked: ClientRequest, engine: Engine, status: int) -> None:
+        request = 0
+        if status >= 500:
+            self.metrics.leg_failed(engine.role)
+            request = asked.digest()
+        self.engines.answered(engine, status, request, self.clock())
 
     async def abandon(self, asked: ClientRequest, leg: asyncio.Task[Prefilled]) -> None:
         """The client is gone during P's leg: have P's lease released once P has answered. P aborts what takes longer,
@@ -237,10 +241,11 @@ class Legs:
 
     async def let_go(self, asked: ClientRequest, params: dict[str, Any]) -> None:
         """P has finished, and D will not be asked for the answer: D loads the prompt and so releases P's lease."""
+        asked.comment = None
         try:
-            (await self.ask_decode(asked, prefill_body(asked.body, params), RequestProgress())).close()
+            (await self.ask_decode(asked, prefill_body(asked.body, asked.path, params), RequestProgress())).close()
         except HttpError as error:
-            log.warning("%s: P holds its blocks until its lease ends: %s", asked.id, why(error))
+            log.warning("%s: P holds its blocks until its lease ends: %s", asked.name, why(error))
 
     # --- D
 
@@ -248,17 +253,14 @@ class Legs:
         return any(self.engines.usable(Role.DECODE, self.clock(), but))
 
     async def ask_decode(
-        self, asked: ClientRequest, body: dict[str, Any], progress: RequestProgress, *, path: str | None = None,
-        engine: Engine | None = None, tried: list[Engine] | None = None,
-    ) -> Decoded:  # fmt: skip
-        """D's answer: all of it, or of a stream the head and the first piece.
+        self, asked: ClientRequest, body: Body, progress: RequestProgress, *, tried: list[Engine] | None = None
+    ) -> Decoded:
+        """D's answer: all of it, or of a stream or a long one the head and the first piece.
 
         Where a D fails before a byte of its answer, another one is asked, once. It gets the same parameters, because
         P's lease holds if D is dead. A D that answered with a 5xx has released the lease: the other one gets none.
 
         Args:
-            path: other than that of the client's request.
-            engine: this D first.
             tried: these failed for the request before, so that the next one is the last; those asked now are added.
 
         Raises:
@@ -268,50 +270,51 @@ class Legs:
         tried = [] if tried is None else tried
         again = not tried
         while True:
-            seat = self.engines.take_decode(self.clock(), tried) if engine is None else self.engines.seat(engine, 1.0)
+            seat = self.engines.take_decode(self.clock(), tried)
             if seat is None:
                 raise NoEngineError("no decode engine takes requests; see /health")
-            engine = None
             tried.append(seat.engine)
             again = again and self.another_decode(tried)
+            comments: list[bytes] = []
             try:
-                decoded = await self._ask_one_decode(asked, seat, path or asked.path, body, progress)
+                decoded = await self._ask_one_decode(asked, seat, body, progress, comments)
             except HttpError as error:
-                self.decode_failed(seat.engine)
-                log.error("%s: decode at %s failed: %s", asked.id, seat.engine.url, why(error))
+                self._failed(seat.engine, error)
+                log.error("%s: decode at %s failed: %s", asked.name, seat.engine.url, why(error))
+                answered = progress.answered and not comments
                 by_name = progress.asked and "transfer_id" in (body.get("kv_transfer_params") or {})
-                again = again and not (progress.answered or isinstance(error, SilenceError) or by_name)
-                if not progress.answered:
+                again = again and not (answered or isinstance(error, OwnFaultError) or by_name)
+                if not answered:
                     progress.reset()  # this D releases nothing
                 if not again:
                     raise type(error)(f"decode engine {seat.engine.url} failed: {why(error)}") from None
             else:
+                self._answered(asked, seat.engine, decoded.status)
                 if decoded.status < 500 or not again:
                     asked.loaded()
                     return decoded
                 decoded.close()
-                log.error("%s: decode at %s answered %d", asked.id, seat.engine.url, decoded.status)
-                self.metrics.leg_failed(seat.engine.role)
+                log.error("%s: decode at %s answered %d", asked.name, seat.engine.url, decoded.status)
                 body = without_params(body)
             again = False
 
     async def _ask_one_decode(
-        self, asked: ClientRequest, seat: Seat, path: str, body: dict[str, Any], progress: RequestProgress
+        self, asked: ClientRequest, seat: Seat, body: Body, progress: RequestProgress, comments: list[bytes]
     ) -> Decoded:
+        """``comments``: what the answer began with, where that is all of it."""
         answer, span = None, leg_span(asked.span, DECODE, seat.engine)
-
-        def over() -> None:
-            seat.release()
-            span.end()
-
         try:
-            silence = self.timeouts.decode_silence
-            answer = await self._send(asked, seat.engine, path, body, progress, span, silence=silence)
-            answer.on_end(over)
-            if not answer.streamed:
-                return Decoded(seat.engine, answer, await answer.body())
+            answer = await self._send(asked, seat.engine, body, progress, span)
             pieces = answer.pieces()
+            if not answer.streamed and int(answer.headers.get("content-length", MAX_BODY_BYTES)) < MAX_BODY_BYTES:
+                return Decoded(seat.engine, answer, await answer.body(), pieces, seat, span)
             first = await anext(pieces, b"")
+            while answer.streamed and first and _COMMENTS.fullmatch(first):
+                comments[:] = [first]
+                if asked.comment is not None:
+                    await asked.comment(answer, first)
+                first = await anext(pieces, b"")
+            comments.clear()
         except BaseException as error:
             span.end(error)
             if answer is not None:
@@ -324,31 +327,24 @@ class Legs:
             async for piece in pieces:
                 yield piece
 
-        return Decoded(seat.engine, answer, pieces=all_pieces())
+        return Decoded(seat.engine, answer, None, all_pieces(), seat, span)
 
-    def decode_failed(self, engine: Engine) -> None:
-        self.metrics.leg_failed(engine.role)
-        self.engines.failed(engine, self.clock())
-
-    def broke_off(self, asked: ClientRequest, engine: Engine | None, error: Exception) -> dict[str, Any]:
-        """The event with which a stream ends that D did not end."""
-        asked.broken = str(error)
-        if engine is not None:  # else it is logged already
-            self.decode_failed(engine)
-            log.error("%s: decode at %s broke off: %s", asked.id, engine.url, why(error))
-            asked.broken = f"decode engine {engine.url} broke off: {why(error)}"
-        return error_of(502, asked.broken)
+    def broke_off(self, asked: ClientRequest, decoded: Decoded, error: HttpError) -> str:
+        """Why an answer ends that D did not end."""
+        self._failed(decoded.engine, error)
+        log.error("%s: decode at %s broke off: %s", asked.name, decoded.engine.url, why(error))
+        asked.broken = f"decode engine {decoded.engine.url} broke off: {why(error)}"
+        return asked.broken
 
     # --- both
 
     async def _send(
-        self, asked: ClientRequest, engine: Engine, path: str, body: dict[str, Any], progress: RequestProgress,
-        span: LegSpan, *, silence: float | None,
-    ) -> Answer:  # fmt: skip
+        self, asked: ClientRequest, engine: Engine, body: Body, progress: RequestProgress, span: LegSpan
+    ) -> Answer:
         """The head of an engine's answer. It is sent once: an engine that has it computes it. Raises HttpError."""
-        headers = {**asked.headers, **span.headers} if span.headers else asked.headers
-        how: dict[str, Any] = {"body": body, "headers": headers, "progress": progress, "silence": silence}
-        return span.answered(await self.http.send("POST", engine.url, path, connect=self.timeouts.connect, **how))
+        headers: Mapping[str, str] = {**asked.headers, **span.headers} if span.headers else asked.headers
+        how: dict[str, Any] = {"body": body, "headers": headers, "progress": progress}
+        return span.answered(await self.http.send("POST", engine.url, asked.path, connect=self.timeouts.connect, **how))
 
     def start(self, work: Coroutine[Any, Any, T], asked: ClientRequest) -> asyncio.Task[T]:
         """Run ``work`` so that it may outlive its request's answer."""
@@ -360,16 +356,10 @@ class Legs:
         return task
 
 
-async def settled(leg: asyncio.Task[Decoded]) -> None:
-    """Let D begin to answer, and so load the prompt and release P's lease; then end its leg."""
-    await asyncio.wait({leg}, timeout=SETTLE_SECONDS)
-    await ended(leg)
-
-
 async def ended(leg: asyncio.Task[Decoded]) -> None:
     """Cancel D's leg, or what is left of its answer: D aborts the request."""
     leg.cancel()
-    with suppress(asyncio.CancelledError, HttpError):
+    with suppress(asyncio.CancelledError, HttpError, ConnectionError):
         (await leg).close()
 
 

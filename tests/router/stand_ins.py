@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from kvferry.router.app import make_app
+from kvferry.router.app import App, make_app
 from kvferry.router.engines import EnginePool
 from kvferry.router.legs import LegTimeouts
 from kvferry.router.router import Router
@@ -26,9 +26,13 @@ PARAMS = {"do_remote_prefill": True, "remote_engine_id": "p-0", "kvferry": {"v":
 
 
 @contextmanager
-def served(app: Starlette, listener: socket.socket | None = None) -> Iterator[str]:
+def served(app: Starlette | App, listener: socket.socket | None = None) -> Iterator[str]:
     """The app behind a real socket, a new one or this one, in a thread; its URL."""
     listener = listener or socket.create_server(("127.0.0.1", 0))
+    if isinstance(app, App):
+        with _router_served(app, listener) as url:
+            yield url
+        return
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
@@ -41,6 +45,32 @@ def served(app: Starlette, listener: socket.socket | None = None) -> Iterator[st
     finally:
         server.should_exit = True
         thread.join(10)
+        listener.close()
+
+
+@contextmanager
+def _router_served(app: App, listener: socket.socket) -> Iterator[str]:
+    begun = threading.Event()
+
+    async def serve() -> None:
+        over, loop = asyncio.Event(), asyncio.get_running_loop()
+        stop.append(lambda: loop.call_soon_threadsafe(over.set))
+        await app.start([listener])
+        begun.set()
+        await over.wait()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(app.stop(), 10)
+
+    stop: list[Callable[[], Any]] = []
+    thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
+    thread.start()
+    assert begun.wait(60)
+    host, port = listener.getsockname()
+    try:
+        yield f"http://{host}:{port}"
+    finally:
+        stop[0]()
+        thread.join(20)
         listener.close()
 
 

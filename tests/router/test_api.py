@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import shutil
@@ -29,7 +30,6 @@ from kvferry.connector.cli import app
 from kvferry.router import command, status_page
 from kvferry.router.app import Limits, make_app
 from kvferry.router.engines import EngineState, Role
-from kvferry.router.first_token import sse
 from kvferry.transport.errors import UsageError
 from tests.router.stand_ins import PARAMS, Engine, ask, decode_engine, make_router, prefill_engine, routed, served
 from tests.router.test_at_once import PUSH
@@ -37,6 +37,10 @@ from tests.support.engines import free_port, python_path
 
 CHROMIUM = shutil.which("chromium")
 SECRET, UNBOUND = "user:secret", ("--host", "a..b")
+
+
+def sse(event: dict[str, Any] | None) -> bytes:
+    return b"data: " + (b"[DONE]" if event is None else json.dumps(event).encode()) + b"\n\n"
 
 
 def chat_engine(tokens: int = 3) -> Engine:
@@ -328,5 +332,14 @@ def test_a_machine_without_ipv6(monkeypatch: pytest.MonkeyPatch, missing: set[so
 
 def test_a_short_token_is_refused(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("short\n")
+    (tmp_path / "token").chmod(0o600)
     result = CliRunner().invoke(app, ["router", "--admin-token-file", str(tmp_path / "token")])
     assert result.exit_code == 2 and "openssl rand" in result.output
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o604])
+def test_a_token_that_others_may_read_is_refused(tmp_path: Path, mode: int) -> None:
+    (tmp_path / "token").write_text("a token of a test\n")
+    (tmp_path / "token").chmod(mode)
+    result = CliRunner().invoke(app, ["router", "--admin-token-file", str(tmp_path / "token")])
+    assert result.exit_code == 2 and "chmod 600" in result.output and len(result.output.splitlines()) == 1

@@ -31,7 +31,7 @@ from tests.router.stand_ins import (
     routed,
     served,
 )
-from tests.router.test_at_once import PUSH, Served, at_once, stream_of_d, streamed, token_of_p
+from tests.router.test_at_once import PUSH, Served, at_once
 from tests.router.test_connections import RawEngine
 from tests.support.served import eventually
 
@@ -68,7 +68,7 @@ def test_another_p_is_asked_once(kind: str) -> None:
         for _ in range(2):
             assert ask(url, {"prompt": "x"}).json() == {"text": "from D"}
     assert [body["kv_transfer_params"] for body, _, _ in d.seen] == [PARAMS] * 2
-    assert len(p.seen) == 2 and (isinstance(bad, str) or len(bad.seen) == 1)
+    assert len(p.seen) == 2
 
 
 def test_two_p_that_fail_leave_the_prompt_to_d() -> None:
@@ -158,29 +158,6 @@ def test_a_d_that_breaks_while_p_computes_is_replaced_with_ps_lease(at_once: Ser
         assert ask(at_once.url, {"prompt": "y"}).json() == {"text": "from D"}
     at_once.nothing_left()
     assert at_once.d.params[-1] == PUSH and at_once.p.gone == 0
-
-
-def test_a_d_that_breaks_after_ps_token_is_replaced_for_the_rest(at_once: Served) -> None:
-    at_once.learn()
-    p_done = threading.Event()
-
-    def breaks(connection: int, number: int) -> bytes:
-        assert p_done.wait(60)
-        return b""
-
-    def p_answers(body: dict[str, Any]) -> Response:
-        threading.Timer(0.2, p_done.set).start()
-        return token_of_p()
-
-    at_once.p.answer = p_answers
-    at_once.router.engines.cool_down = 600
-    at_once.d.answer = lambda body: stream_of_d(("b", [12]))
-    with RawEngine("D", breaks).running() as raw_url:
-        at_once.decode_engines(raw_url, at_once.d_url)
-        text, _, ended = streamed(at_once.url)
-    assert text == "ab" and ended
-    assert at_once.d.bodies[-1]["prompt"] == [1, 2, 3, 11] and at_once.d.params[-1] == PUSH
-    at_once.nothing_left()
 
 
 def test_another_p_after_one_that_fails_while_d_waits(at_once: Served) -> None:
@@ -314,10 +291,9 @@ NO_OBJECTS = [
     b"[]",
     b"3",
     b"[" * 100_000,
-    b'{"a":1e999}',
     b"\xff",
-    b'{"prompt": "\\ud800"}',
-    b'{"prompt": "\xff"}',
+    b'{"a":[1,}',
+    b'{"a":' + b"[" * 1000 + b"]" * 1000 + b"}",
 ]
 
 
