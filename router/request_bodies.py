@@ -106,11 +106,11 @@ def _taken_apart(content: bytes | bytearray) -> Body:
     if content[at : at + 1] != b"{":
         raise ValueError("it does not begin with {")
     at = run(_SPACE, at + 1)
-    while content[at : at + 1] == b'"':
+    while content[at : at + 1] == b'"' or found:
         name_at, at = at, string(at + 1)
         colon = _COLON.match(content, at)
         if colon is None or len(found) == MAX_MEMBERS:
-            raise ValueError(f"no colon at byte {at}, or over {MAX_MEMBERS} members")
+            raise ValueError(f"no member at byte {at}, or over {MAX_MEMBERS} of them")
         end = value(colon.end())
         name = msgspec.json.decode(content[name_at:at], type=str)
         found[name] = msgspec.Raw(memoryview(content)[colon.end() : end])

@@ -81,7 +81,7 @@ class Engine:
         self.seen: list[tuple[dict[str, Any], dict[str, str], str]] = []
         self.arrived, self.aborted = threading.Event(), threading.Event()
         self._answer = answer
-        names = ("/v1/completions", "/v1/chat/completions")
+        names = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
         routes = [Route(name, self._serve, methods=["POST"]) for name in names]
         self.health = lambda: 200
         routes += [
