@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -22,7 +23,6 @@ from kvferry.router.membership import Membership, Source
 from kvferry.router.request_bodies import NOT_JSON, RESPONSES, SMALL_BYTES, Body, members
 from kvferry.router.router import OWN_HEADERS, Reply, Router, error_response, json_response
 from kvferry.router.spans import begin_request, end_request
-from kvferry.router.status_page import page
 
 BODY_SECONDS = 60.0
 """How long a client may take to send its request."""
@@ -31,6 +31,8 @@ HEAD_SECONDS = 20.0
 HEAD_BYTES = 64 << 10
 """Bound on each line of a request's head."""
 TICK_SECONDS = 1.0
+BACKLOG = 128
+"""Connections that may wait to be accepted."""
 FAULT_SECONDS = 30.0
 """For so long ``/health`` names a fault of this machine."""
 NEVER_SENT = ("kv_transfer_params", "ec_transfer_params")
@@ -60,19 +62,25 @@ class RefusedError(Exception):
 
 
 class App:
-    """What a router serves. See ``make_app``."""
+    """What a router serves: bind, start, and stop it.
+
+    Args:
+        checks: None: engines' health is not checked.
+        sources: what names engines at run time.
+        admin_token: who shows it may change the engines; empty: nobody.
+    """
 
     def __init__(
-        self, router: Router, limits: Limits, checks: Checks | None, sources: Sequence[Source], admin_token: str
-    ) -> None:
-        self._router, self._limits = router, limits
+        self, router: Router, *, limits: Limits | None = None, checks: Checks | None = None,
+        sources: Sequence[Source] = (), admin_token: str = "",
+    ) -> None:  # fmt: skip
+        self._router, self._limits = router, limits or Limits()
         self._membership = Membership(router, sources)
         self._health = None if checks is None else HealthChecks(router, checks)
         self._body_bytes = 0  # of all requests that are not over
         self._idle: dict[Any, float] = {}
         """Connections without a request, and since when."""
         self._loops: list[asyncio.Task[None]] = []
-        self._looks = bool(sources)
         admin = Admin(router, admin_token)
         self._routes: dict[str, dict[str, Handler]] = {
             "/v1/completions": {"POST": self._complete},
@@ -86,27 +94,30 @@ class App:
             "/": {"GET": self._show_page},
         }
 
-    async def start(self, listeners: Sequence[socket.socket]) -> None:
-        """Serve on these sockets, once the engines are known."""
-        await self._membership.look()
-        if self._looks:
-            self._loops.append(asyncio.ensure_future(self._membership.watch()))
-        if self._health is not None:
-            await self._health.first_round()
-            self._loops.append(asyncio.ensure_future(self._health.watch()))
-        self._loops.append(asyncio.ensure_future(self._watch_idle()))
+    async def bind(self, **where: Any) -> None:
+        """``where``: host and port, or sock, as ``loop.create_server`` takes them. Raises OSError, UnicodeError."""
         self._server = _Server(
             self._serve, self._idle, handler_cancellation=True, access_log=None, auto_decompress=False, logger=log,
             keepalive_timeout=HEAD_SECONDS, max_line_size=HEAD_BYTES, max_field_size=HEAD_BYTES,
         )  # fmt: skip
-        self._runner = web.ServerRunner(self._server, shutdown_timeout=None)
-        await self._runner.setup()
-        for listener in listeners:
-            await web.SockSite(self._runner, listener).start()
+        make = asyncio.get_running_loop().create_server
+        self._listeners = await make(self._server, **where, start_serving=False, backlog=BACKLOG)
+
+    async def start(self) -> None:
+        """Accept connections, once the engines are known."""
+        await self._membership.look()
+        self._loops.append(asyncio.ensure_future(self._membership.watch()))
+        if self._health is not None:
+            await self._health.first_round()
+            self._loops.append(asyncio.ensure_future(self._health.watch()))
+        self._loops.append(asyncio.ensure_future(self._watch_idle()))
+        await self._listeners.start_serving()
 
     async def stop(self) -> None:
         """No new connections; return when all requests have ended, and all leases that are to be released."""
-        await self._runner.cleanup()
+        self._listeners.close()
+        self._server.pre_shutdown()
+        await self._server.shutdown(None)
         if self._router.tasks:
             await asyncio.wait(set(self._router.tasks), timeout=self._router.timeouts.abandoned_prefill)
         for loop in self._loops:
@@ -196,31 +207,34 @@ class App:
 
     async def _read(self, http: web.BaseRequest) -> ClientRequest:
         """Raises RefusedError."""
-        with ExitStack() as held:
+        content = bytearray()
+        try:
             try:
                 async with asyncio.timeout(BODY_SECONDS):
-                    content = await self._content(http, held)
-            except TimeoutError:
-                raise RefusedError(408, f"the body did not arrive in {BODY_SECONDS:g} s") from None
-            try:
+                    await self._receive(http, content)
                 small = len(content) <= SMALL_BYTES
                 body: Body = members(content) if small else await asyncio.to_thread(members, content)
+            except TimeoutError:
+                raise RefusedError(408, f"the body did not arrive in {BODY_SECONDS:g} s") from None
             except NOT_JSON as error:
                 raise RefusedError(400, f"the body is not a JSON object: {why(error)}") from None
             for name in NEVER_SENT:
                 body.pop(name, None)
             headers = _headers(http)
-            headers["x-request-id"] = http.headers.get("x-request-id") or uuid.uuid4().hex
+            given = http.headers.get("x-request-id", "").encode(errors="ignore").decode()
+            headers["x-request-id"] = given or uuid.uuid4().hex
             span = begin_request(self._router.tracer, headers, http.path)
-            asked = ClientRequest(http.path, body, headers, span, over=held.pop_all().close)
+            asked = ClientRequest(http.path, body, headers, span, over=partial(self._count, -len(content)))
+        except BaseException:
+            self._count(-len(content))
+            raise
         asked.hold()
         return asked
 
-    async def _content(self, http: web.BaseRequest, held: ExitStack) -> bytearray:
-        """Until ``held`` closes, its bytes count among those of all bodies."""
-        content, limits = bytearray(), self._limits
+    async def _receive(self, http: web.BaseRequest, content: bytearray) -> None:
+        """Its bytes count among those of all bodies, until the caller says otherwise. Raises RefusedError."""
+        limits = self._limits
         most = max(limits.all_body_bytes, limits.body_bytes)
-        held.callback(lambda: self._count(-len(content)))
         if http.headers.get("expect", "").lower() == "100-continue":
             await http.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         while piece := await http.content.readany():
@@ -231,7 +245,6 @@ class App:
             if self._body_bytes > most:
                 text = f"the bodies of all requests have over {most} bytes, which is the router's limit; try again"
                 raise RefusedError(503, text, retry_after="1")
-        return content
 
     def _count(self, body_bytes: int) -> None:
         self._body_bytes += body_bytes
@@ -296,6 +309,12 @@ class _Server(web.Server):
         self._without_request.pop(handler, None)
 
 
+@cache
+def page() -> str:
+    """Engines, rates and latencies of the router, from ``/router/status``."""
+    return Path(__file__).with_name("status.html").read_text(encoding="utf-8")
+
+
 def _headers(request: web.BaseRequest) -> dict[str, str]:
     """Those for an engine. One that came several times is one list."""
     headers: dict[str, str] = {}
@@ -305,17 +324,3 @@ def _headers(request: web.BaseRequest) -> dict[str, str]:
             between = "; " if name == "cookie" else ", "
             headers[name] = f"{headers[name]}{between}{value}" if name in headers else value
     return headers
-
-
-def make_app(
-    router: Router, *, limits: Limits | None = None, checks: Checks | None = None, sources: Sequence[Source] = (),
-    admin_token: str = "",
-) -> App:  # fmt: skip
-    """The application.
-
-    Args:
-        checks: None: engines' health is not checked.
-        sources: what names engines at run time.
-        admin_token: who shows it may change the engines; empty: nobody.
-    """
-    return App(router, limits or Limits(), checks, sources, admin_token)

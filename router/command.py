@@ -5,17 +5,16 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-import os
 import resource
 import signal
-import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import uvloop
 
-from kvferry.router.app import App, Limits, make_app
+from kvferry.router.app import App, Limits
 from kvferry.router.engines import EnginePool, Role
 from kvferry.router.health import Checks
 from kvferry.router.legs import LegTimeouts, log
@@ -74,27 +73,30 @@ def router(
         tracer = open_tracer(otlp_traces_endpoint)
     except ConfigError as error:
         raise UsageError(str(error)) from None
-    listeners = _bound(host, port)
-    app = make_app(
+    app = App(
         Router(engines, LegTimeouts(*timeouts), serial=serial, tracer=tracer),
-        limits=_limits(max_requests, max_body_mib << 20),
-        checks=Checks(health_interval, timeout=health_interval),
-        sources=sources,
-        admin_token=token,
-    )
-    try:
-        uvloop.run(_serve(app, listeners, engines, f"http://{f'[{host}]' if ':' in host else host}:{port}"))
-    except OSError as error:  # another process was the first to listen at a port that both had bound
-        raise _not_bound(host, port, error) from None
+        limits=_limits(max_requests, max_body_mib << 20), checks=Checks(health_interval, timeout=health_interval),
+        sources=sources, admin_token=token,
+    )  # fmt: skip
+    with suppress(KeyboardInterrupt):
+        uvloop.run(_serve(app, host, port, engines))
 
 
-async def _serve(app: App, listeners: list[socket.socket], engines: EnginePool, url: str) -> None:
+async def _serve(app: App, host: str, port: int, engines: EnginePool) -> None:
+    """Raises UsageError."""
     over, loop = asyncio.Event(), asyncio.get_running_loop()
+    try:
+        await app.bind(host=host, port=port)
+    except (OSError, UnicodeError) as error:
+        if getattr(error, "errno", None) == errno.EADDRINUSE:
+            raise UsageError(f"port {port} of {host} is in use; give --port") from None
+        why = (error.strerror or str(error)) if isinstance(error, OSError) else "it is no name of a host"
+        raise UsageError(f"port {port} of {quoted(host)} cannot be bound: {why}; give --host or --port") from None
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, over.set)
-    await app.start(listeners)
+    await app.start()
     p, d = (len(engines.of(role)) for role in (Role.PREFILL, Role.DECODE))
-    log.info("serving on %s: %d P, %d D", url, p, d)
+    log.info("serving on http://%s:%d: %d P, %d D", f"[{host}]" if ":" in host else host, port, p, d)
     await over.wait()
     for number in (signal.SIGTERM, signal.SIGINT):  # the second one ends it at once
         loop.remove_signal_handler(number)
@@ -112,40 +114,6 @@ def _limits(requests: int, body_bytes: int) -> Limits:
     return Limits(requests, body_bytes, idle=soft - OWN_DESCRIPTORS - 3 * served, served=served)
 
 
-def _bound(host: str, port: int) -> list[socket.socket]:
-    """A socket for each address of ``host`` that this machine has, which does not listen yet. Raises UsageError: there
-    is none, or a port is in use."""
-    found: list[socket.socket] = []
-    try:
-        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        for family, kind, protocol, _, address in dict.fromkeys(addresses):
-            try:
-                one = socket.socket(family, kind, protocol)  # asyncio sets TCP_NODELAY only by the protocol
-            except OSError as error:
-                if error.errno == errno.EAFNOSUPPORT and len(addresses) > 1:
-                    continue  # localhost is ::1, too, on a machine without IPv6
-                raise
-            found.append(one)
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            one.bind(address)
-        if not found:
-            raise OSError(errno.EAFNOSUPPORT, os.strerror(errno.EAFNOSUPPORT))
-    except (OSError, UnicodeError) as error:
-        for each in found:
-            each.close()
-        raise _not_bound(host, port, error) from None
-    return found
-
-
-def _not_bound(host: str, port: int, error: OSError | UnicodeError) -> UsageError:
-    if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
-        return UsageError(f"port {port} of {host} is in use; give --port")
-    why = (error.strerror or str(error)) if isinstance(error, OSError) else "it is no name of a host"
-    return UsageError(f"port {port} of {quoted(host)} cannot be bound: {why}; give --host or --port")
-
-
 def _check_endpoint(text: str) -> None:
     try:
         url = urlsplit(text)
@@ -158,8 +126,8 @@ def _check_endpoint(text: str) -> None:
 
 def _token(path: Path) -> str:
     try:
-        if path.stat().st_mode & 0o077:
-            raise UsageError(f"the admin token file {path} may be read by others than its owner: chmod 600 {path}")
+        if path.stat().st_mode & 0o007:
+            raise UsageError(f"the admin token file {path} is open to every user of this machine: chmod o= {path}")
         token = path.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"the admin token file {path} cannot be read: {error}") from None

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -23,7 +23,7 @@ from kvferry.router.identities import Identities
 from kvferry.router.metrics import Metrics
 from kvferry.router.prefix_affinity import PrefixAffinity, PromptPrefix, prompt_prefix
 from kvferry.router.request_bodies import NOT_JSON, Body, pieces_of, prefill_body, without_params
-from kvferry.router.spans import DECODE, PREFILL, LegSpan, leg_span
+from kvferry.router.spans import DECODE, PREFILL, LegSpan
 from kvferry.transport.tracing import OpenSpan, Tracer
 
 log = logging.getLogger("kvferry.router")
@@ -34,12 +34,6 @@ _COMMENTS = re.compile(rb"(?:(?::[^\r\n]*)?(?:\r\n|\r|\n))*+(?::[^\r\n]*)?")
 """What a stream of events may begin with that is no part of an answer."""
 MAX_BODY_BYTES = 1 << 20
 """A longer answer goes to the client as it comes."""
-
-
-class PrefillAnswer(msgspec.Struct):
-    """What is read of P's answer."""
-
-    kv_transfer_params: Any = None
 
 
 class NoEngineError(HttpError):
@@ -71,7 +65,7 @@ class ClientRequest:
     broken: str = ""
     """Why the answer broke off."""
     prefix: PromptPrefix = field(init=False)
-    _seats: list[Seat] = field(default_factory=list)
+    seats: list[Seat] = field(default_factory=list)
     _holders: int = 0
 
     def __post_init__(self) -> None:
@@ -93,12 +87,9 @@ class ClientRequest:
             found.update(piece)
         return found.intdigest()
 
-    def prefills_on(self, seat: Seat) -> None:
-        self._seats.append(seat)
-
     def loaded(self) -> None:
         """D has answered: it has loaded what P handed over, or does without."""
-        for seat in self._seats:
+        for seat in self.seats:
             seat.handed_over()
 
     def hold(self) -> None:
@@ -107,7 +98,7 @@ class ClientRequest:
     def drop(self) -> None:
         self._holders -= 1
         if not self._holders:
-            for seat in self._seats:
+            for seat in self.seats:
                 seat.release()
             self.over()
 
@@ -173,7 +164,7 @@ class Legs:
         if seat is not None:
             self.affinity.note(asked.prefix, seat.engine.url)
             self.metrics.affinity(url, seat.engine.url)
-            asked.prefills_on(seat)
+            asked.seats.append(seat)
         return seat
 
     def start_prefill(self, asked: ClientRequest, seat: Seat, leg: Body) -> asyncio.Task[Prefilled]:
@@ -200,9 +191,10 @@ class Legs:
                 self.identities.failed(url)
             log.warning("%s: prefill at %s answered %d", asked.name, url, status)
             return Prefilled(failed=status >= 500)
-        params: Any = None
+        found: Any = None
         with suppress(*NOT_JSON):
-            params = msgspec.json.decode(content, type=PrefillAnswer).kv_transfer_params
+            found = msgspec.json.decode(content)
+        params = found.get("kv_transfer_params") if isinstance(found, dict) else None
         params = params if isinstance(params, dict) and params else None
         if params is None:
             log.info("%s: prefill at %s handed nothing over, decode only", asked.name, url)
@@ -211,13 +203,19 @@ class Legs:
 
     async def _prefill_answer(self, asked: ClientRequest, engine: Engine, leg: Body) -> tuple[int, bytes]:
         """Its status and its body. Raises HttpError, TimeoutError."""
-        with leg_span(asked.span, PREFILL, engine) as span:
+        span, answer = LegSpan(asked.span, PREFILL, engine), None
+        try:
             async with asyncio.timeout(self.timeouts.prefill):
                 answer = await self._send(asked, engine, leg, RequestProgress(), span)
-                try:
-                    return answer.status, await answer.body()
-                finally:
-                    answer.close()
+                content = await answer.body()
+        except BaseException as error:
+            span.end(error)
+            raise
+        finally:
+            if answer is not None:
+                answer.close()
+        span.end()
+        return answer.status, content
 
     def _failed(self, engine: Engine, error: Exception) -> None:
         if not isinstance(error, OwnFaultError):
@@ -302,7 +300,7 @@ class Legs:
         self, asked: ClientRequest, seat: Seat, body: Body, progress: RequestProgress, comments: list[bytes]
     ) -> Decoded:
         """``comments``: what the answer began with, where that is all of it."""
-        answer, span = None, leg_span(asked.span, DECODE, seat.engine)
+        answer, span = None, LegSpan(asked.span, DECODE, seat.engine)
         try:
             answer = await self._send(asked, seat.engine, body, progress, span)
             pieces = answer.pieces()
@@ -322,12 +320,7 @@ class Legs:
             seat.release()
             raise
 
-        async def all_pieces() -> AsyncIterator[bytes]:
-            yield first
-            async for piece in pieces:
-                yield piece
-
-        return Decoded(seat.engine, answer, None, all_pieces(), seat, span)
+        return Decoded(seat.engine, answer, None, _with(first, pieces), seat, span)
 
     def broke_off(self, asked: ClientRequest, decoded: Decoded, error: HttpError) -> str:
         """Why an answer ends that D did not end."""
@@ -342,9 +335,10 @@ class Legs:
         self, asked: ClientRequest, engine: Engine, body: Body, progress: RequestProgress, span: LegSpan
     ) -> Answer:
         """The head of an engine's answer. It is sent once: an engine that has it computes it. Raises HttpError."""
-        headers: Mapping[str, str] = {**asked.headers, **span.headers} if span.headers else asked.headers
-        how: dict[str, Any] = {"body": body, "headers": headers, "progress": progress}
-        return span.answered(await self.http.send("POST", engine.url, asked.path, connect=self.timeouts.connect, **how))
+        headers = {**asked.headers, **span.headers} if span.headers else asked.headers
+        how: dict[str, Any] = {"headers": headers, "progress": progress, "connect": self.timeouts.connect}
+        span.answer = await self.http.send("POST", engine.url, asked.path, body=body, **how)
+        return span.answer
 
     def start(self, work: Coroutine[Any, Any, T], asked: ClientRequest) -> asyncio.Task[T]:
         """Run ``work`` so that it may outlive its request's answer."""
@@ -365,3 +359,9 @@ async def ended(leg: asyncio.Task[Decoded]) -> None:
 
 def why(error: BaseException) -> str:
     return str(error) or type(error).__name__
+
+
+async def _with(first: bytes, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    yield first
+    async for piece in pieces:
+        yield piece

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import bisect
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any
+
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from kvferry.router.engines import EnginePool, Role
 
@@ -15,21 +15,6 @@ BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 
 """Upper bounds in seconds."""
 RECENT_SECONDS, RECENT_REQUESTS = 60.0, 4096
 """What latencies of the status page are of."""
-
-
-@dataclass
-class LatencyHistogram:
-    counts: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS) + 1))
-    sum: float = 0.0
-
-    def observe(self, seconds: float) -> None:
-        self.counts[bisect.bisect_left(BUCKETS, seconds)] += 1
-        self.sum += seconds
-
-    def buckets(self) -> list[tuple[str, float]]:
-        """As Prometheus has them: cumulative."""
-        bounds = [*map(str, BUCKETS), "+Inf"]
-        return list(zip(bounds, map(float, accumulate(self.counts)), strict=True))
 
 
 class Metrics:
@@ -42,7 +27,11 @@ class Metrics:
         self.handovers: Counter[str] = Counter()
         self.failed_legs: Counter[str] = Counter()
         self.affinities: Counter[str] = Counter()
-        self.first_byte, self.whole = LatencyHistogram(), LatencyHistogram()
+        self._registry = registry = CollectorRegistry()
+        name, how = "kvferry_router_", {"buckets": BUCKETS, "registry": registry}
+        self.first_byte = Histogram(name + "first_byte_seconds", "Seconds to the first byte of an answer", **how)
+        self.whole = Histogram(name + "request_seconds", "Seconds to the end of an answer", **how)
+        registry.register(self)
         self._recent: deque[tuple[float, float, float]] = deque(maxlen=RECENT_REQUESTS)
 
     def answered(self, status: int, now: float, first_byte: float | None, whole: float) -> None:
@@ -54,7 +43,7 @@ class Metrics:
             self._recent.append((now, first_byte, whole))
 
     def handed_over(self, how: str) -> None:
-        """How D was asked: "serial", "at_once", "decode_only", or "prefill_only": not at all."""
+        """How D was asked: "serial", "at_once", or "decode_only"."""
         self.handovers[how] += 1
 
     def leg_failed(self, role: Role) -> None:
@@ -86,15 +75,9 @@ class Metrics:
 
     def text(self) -> bytes:
         """The page of ``/metrics``."""
-        from prometheus_client import CollectorRegistry, generate_latest
-
-        registry = CollectorRegistry()
-        registry.register(self)
-        return generate_latest(registry)
+        return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Any]:
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-
         def counter(name: str, text: str, label: str, values: Iterable[tuple[Any, int]]) -> Any:
             family = CounterMetricFamily(f"kvferry_router_{name}", text, labels=[label])
             for value, count in sorted(values):
@@ -105,13 +88,6 @@ class Metrics:
         yield counter("handovers", "Requests by how D was asked", "how", self.handovers.items())
         yield counter("failed_legs", "Legs that failed, by the engine's role", "role", self.failed_legs.items())
         yield counter("prefix_affinity", "Choices of a P by prefix", "result", self.affinities.items())
-        for name, text, histogram in (
-            ("first_byte_seconds", "Seconds to the first byte of an answer", self.first_byte),
-            ("request_seconds", "Seconds to the end of an answer", self.whole),
-        ):
-            family = HistogramMetricFamily(f"kvferry_router_{name}", text)
-            family.add_metric([], histogram.buckets(), histogram.sum)
-            yield family
         yield GaugeMetricFamily("kvferry_router_in_flight", "Requests of clients in flight", self.in_flight)
         now_labels = ["role", "url"]
         up = GaugeMetricFamily("kvferry_router_engine_up", "1: takes requests by its state", labels=now_labels)

@@ -1,30 +1,13 @@
 """What a router does with one request: which engines it asks, when, and what it does where one of them fails.
 
 The prefill leg is the client's request cut down to one token and marked with the six keys of ``kv_transfer_params``
-that vLLM's connectors know. D's answer goes to the client as it is. Both legs carry the client's headers, among
-them its ``X-Request-Id``, or one that the router makes, and its trace context (``traceparent``, ``tracestate``), or that
-of the leg's own span (``spans.py``).
+that vLLM's connectors know. D's answer goes to the client as it is. Both legs carry the client's headers, among them
+its ``X-Request-Id``, or one that the router makes, and its trace context, or that of the leg's own span.
 
-When D is asked:
-
-- At first, and with ``serial`` always, after P, with the ``kv_transfer_params`` of P's answer verbatim.
-- Where P's last answer said ``"transfer_mode": "push"`` and where P is, both are asked at once: D gets P's place, and
-  both get one ``transfer_id``, by which D asks P for the prompt while P still computes it.
-
-What goes wrong:
-
-- P fails (no connection, an error): another P is asked, once. After that, and where P is too late or hands nothing
-  over, D gets the request alone and prefills by itself. If D was asked at once it waits for a prompt that does not
-  come: its leg is cancelled and sent anew, unless it answers already.
-- Another P answers than the one that D was told of: D's leg is cancelled and sent anew, with this P's parameters.
-- D fails before a byte of its answer: another D is asked, once (``Legs.ask_decode``).
-- D refuses the request: it loads what P has handed over for one token, so that P's lease ends.
-- The client goes away: D's leg is cancelled. Where D was asked at once, P's leg is cancelled too: D tells P that it
-  does not want the prompt. Where D was not asked, P's leg may end, within ``LegTimeouts.abandoned_prefill``; its
-  parameters go to D for one token: else P would hold the prompt's blocks until its lease ends.
-- A connection breaks before a byte of the answer: no leg is sent twice to one engine, which may be computing it.
-- ``kv_transfer_params`` of clients are dropped: they name hosts that D would connect to.
-- D has answered, and P computes for nobody: P's leg is cancelled.
+At first, and with ``serial`` always, D is asked after P, with the ``kv_transfer_params`` of P's answer verbatim. Where
+P's last answer said ``"transfer_mode": "push"`` and where P is, both are asked at once: D gets P's place, and both get
+one ``transfer_id``, by which D asks P for the prompt while P still computes it. What follows a failure is a table of
+docs/routers.md.
 
 It keeps no state of requests: run as many routers as you like.
 """

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from kvferry.router.app import App, make_app
+from kvferry.router.app import App
 from kvferry.router.engines import EnginePool
 from kvferry.router.legs import LegTimeouts
 from kvferry.router.router import Router
@@ -55,7 +55,8 @@ def _router_served(app: App, listener: socket.socket) -> Iterator[str]:
     async def serve() -> None:
         over, loop = asyncio.Event(), asyncio.get_running_loop()
         stop.append(lambda: loop.call_soon_threadsafe(over.set))
-        await app.start([listener])
+        await app.bind(sock=listener)
+        await app.start()
         begun.set()
         await over.wait()
         with suppress(TimeoutError):
@@ -167,7 +168,7 @@ def routed(p: Engine, d: Engine, **app: Any) -> Iterator[str]:
     with (
         served(p.app) as p_url,
         served(d.app) as d_url,
-        served(make_app(make_router([p_url], [d_url]), **app)) as url,
+        served(App(make_router([p_url], [d_url]), **app)) as url,
     ):
         yield url
 

@@ -15,7 +15,7 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
-from kvferry.router.app import make_app
+from kvferry.router.app import App
 from kvferry.router.request_bodies import MAX_BRACKETS, NOT_JSON, PREFILL_TAG, SMALL_BYTES, WINDOW_BYTES, members
 from tests.router.stand_ins import PARAMS, Engine, ask, decode_engine, make_router, prefill_engine, routed, served
 from tests.router.test_at_once import Served, at_once
@@ -46,8 +46,9 @@ def post(url: str, content: bytes, path: str = "/v1/completions", **headers: str
 
 
 HANDED_OVER = [
-    {"prompt": "x"}, {"prompt": ["x"]}, {"prompt": [[1, 2]]}, {"prompt": [1, 2]}, {"messages": []}, {"prompt": "x", "n": None},
-    {"prompt": "x", "n": 3}, {"prompt": "x", "echo": True}, {"prompt": "x", "logprobs": 3}, {"prompt": "x", "echo": False, "logprobs": 1},
+    {"prompt": "x"}, {"prompt": ["x"]}, {"prompt": [[1, 2]]}, {"prompt": [1, 2]}, {"messages": []},
+    {"prompt": "x", "n": None}, {"prompt": "x", "n": 3}, {"prompt": "x", "echo": True}, {"prompt": "x", "logprobs": 3},
+    {"prompt": "x", "echo": False, "logprobs": 1},
     {"prompt": "x", "use_beam_search": False, "prompt_embeds": None, "prompt_logprobs": None},
     {"prompt": "x", "stream": True, "stream_options": {"include_usage": True}}, {"prompt": "x", "stream_options": None},
 ]  # fmt: skip
@@ -135,7 +136,7 @@ def test_one_bad_request_takes_no_engine_from_others() -> None:
     p, d = answering(answer), answering(answer)
     with served(p.app) as p_url, served(d.app) as d_url:
         router = make_router([p_url], [d_url], cool_down=600)
-        with served(make_app(router)) as url:
+        with served(App(router)) as url:
             for _ in range(4):
                 assert ask(url, {"prompt": "x", "structured_outputs": [1]}).status_code == 500
             assert ask(url, {"prompt": "x"}).status_code == 200
@@ -157,7 +158,15 @@ def test_engines_get_the_very_bytes_of_a_value() -> None:
         return JSONResponse({"kv_transfer_params": PARAMS})
 
     p, d = Engine(serve), Engine(serve)
-    values = [b'"\\ud83d x"', b"1e999", b"12345678901234567890123", b'{"a": 1, "a":2}', b'"\\u0041\\/"', b"NaN", b'"\xc3\xa9"']
+    values = [
+        b'"\\ud83d x"',
+        b"1e999",
+        b"12345678901234567890123",
+        b'{"a": 1, "a":2}',
+        b'"\\u0041\\/"',
+        b"NaN",
+        b'"\xc3\xa9"',
+    ]
     with routed(p, d) as url:
         for value in values:
             answer = post(url, b'\r\n{ "prompt" : "x", "odd" :%s, "max_tokens":5}' % value)
@@ -199,8 +208,11 @@ def test_cookies_and_lists_of_headers() -> None:
 
 
 def test_cors_is_the_engines_to_decide() -> None:
-    raw = RawEngine("D", lambda connection, number: b"HTTP/1.1 200 OK\r\naccess-control-allow-origin: *\r\ncontent-length: 2\r\n\r\nOK")
-    with raw.running() as raw_url, served(make_app(make_router([], [raw_url]))) as url:
+    raw = RawEngine(
+        "D",
+        lambda connection, number: b"HTTP/1.1 200 OK\r\naccess-control-allow-origin: *\r\ncontent-length: 2\r\n\r\nOK",
+    )
+    with raw.running() as raw_url, served(App(make_router([], [raw_url]))) as url:
         headers = {"origin": "http://x", "access-control-request-method": "POST"}
         answer = httpx.options(url + "/v1/chat/completions", headers=headers, trust_env=False)
         assert answer.status_code == 200 and answer.text == "OK"
@@ -224,11 +236,12 @@ def test_responses_go_through_both_legs() -> None:
 
 
 @pytest.mark.parametrize("events", [
-    b"event: response.created\ndata: {}\n\n: ping\n\ndata: [DONE]\n\n", b"id: 1\r\ndata: {}\r\n\r\n", b"data: {}\r\r", b"data: x",
+    b"event: response.created\ndata: {}\n\n: ping\n\ndata: [DONE]\n\n", b"id: 1\r\ndata: {}\r\n\r\n",
+    b"data: {}\r\r", b"data: x",
 ])  # fmt: skip
 def test_a_stream_is_passed_on_as_it_is(events: bytes) -> None:
     raw = RawEngine("D", lambda connection, number: STREAM + b"Content-Length: %d\r\n\r\n%s" % (len(events), events))
-    with raw.running() as raw_url, served(make_app(make_router([], [raw_url]))) as url:
+    with raw.running() as raw_url, served(App(make_router([], [raw_url]))) as url:
         assert ask(url, {"prompt": "x", "stream": True}).content == events
 
 
@@ -239,7 +252,7 @@ def test_a_comment_is_no_answer(comments: bytes) -> None:
     with ExitStack() as stack:
         urls = stack.enter_context(raw.running()), stack.enter_context(served(d.app))
         router = make_router([], urls)
-        url = stack.enter_context(served(make_app(router)))
+        url = stack.enter_context(served(App(router)))
         answer = ask(url, {"prompt": "x", "stream": True})
         eventually(lambda: router.metrics.in_flight == 0, "it is counted")
     assert answer.content.removeprefix(comments).lstrip() == b'data: {"i": 0}\n\ndata: [DONE]\n\n'
@@ -248,7 +261,7 @@ def test_a_comment_is_no_answer(comments: bytes) -> None:
 
 def test_a_d_that_fails_after_a_comment_ends_the_stream_with_an_error() -> None:
     raw = RawEngine("D", lambda connection, number: chunk(b": keep-alive\n\n"))
-    with raw.running() as raw_url, served(make_app(make_router([], [raw_url]))) as url:
+    with raw.running() as raw_url, served(App(make_router([], [raw_url]))) as url:
         *before, error, end = ask(url, {"prompt": "x", "stream": True}).text.split("\n\n")
     assert before[0] == ": keep-alive" and end == ""
     assert json.loads(error.removeprefix("data: "))["error"]["code"] == 502
@@ -256,7 +269,7 @@ def test_a_d_that_fails_after_a_comment_ends_the_stream_with_an_error() -> None:
 
 def test_an_error_does_not_hang_on_half_an_event() -> None:
     raw = RawEngine("D", lambda connection, number: chunk(b'data: {"i"'))
-    with raw.running() as raw_url, served(make_app(make_router([], [raw_url]))) as url:
+    with raw.running() as raw_url, served(App(make_router([], [raw_url]))) as url:
         assert '\n\ndata: {"error"' in ask(url, {"prompt": "x", "stream": True}).text
 
 
@@ -265,7 +278,7 @@ def test_a_long_answer_is_not_held_and_ends_early_where_d_does() -> None:
     head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(long)
     for sent, whole in ((long, True), (long[: 2 << 20], False)):
         raw = RawEngine("D", lambda connection, number, sent=sent: head + sent)  # type: ignore[misc]
-        with raw.running() as raw_url, served(make_app(make_router([], [raw_url]))) as url:
+        with raw.running() as raw_url, served(App(make_router([], [raw_url]))) as url:
             if whole:
                 assert ask(url, {"prompt": "x"}).content == long
             else:
@@ -287,14 +300,17 @@ def large(value: Any) -> bytes:
 def test_a_large_body_is_taken_apart_and_sent_as_a_small_one_is(value: Any) -> None:
     p, d = prefill_engine(), decode_engine()
     content = large(value)
-    assert len(content) > SMALL_BYTES and {k: json.loads(bytes(v)) for k, v in members(content).items()} == json.loads(content)
+    assert len(content) > SMALL_BYTES and {k: json.loads(bytes(v)) for k, v in members(content).items()} == json.loads(
+        content
+    )
     with routed(p, d) as url:
         assert post(url, content).json() == {"text": "from D"}
     assert d.seen[0][0] == json.loads(content) | {"kv_transfer_params": PARAMS} and p.seen[0][0]["prompt"] == value
 
 
 @pytest.mark.parametrize("content", [
-    b"[]" + b" " * SMALL_BYTES, b'{"a": ' + b"[" * SMALL_BYTES, b'{"a": "' + b"x" * SMALL_BYTES, b'{"a" ' + b" " * SMALL_BYTES + b"}",
+    b"[]" + b" " * SMALL_BYTES, b'{"a": ' + b"[" * SMALL_BYTES, b'{"a": "' + b"x" * SMALL_BYTES,
+    b'{"a" ' + b" " * SMALL_BYTES + b"}",
     b'{"a": 1}' + b" " * SMALL_BYTES + b"x", b'{"a": [' + b"[]," * MAX_BRACKETS + b"[]]}",
     b"{" + b",".join(b'"%d":1' % n for n in range(20_000)) + b"}", b'{"a": 1,' + b" " * SMALL_BYTES + b"}",
 ])  # fmt: skip

@@ -14,7 +14,7 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from kvferry.router.app import make_app
+from kvferry.router.app import App
 from kvferry.router.engines import EngineEvent, EngineState, Role
 from kvferry.router.identities import DISTRUST_SECONDS, IDENTITY, Identities
 from kvferry.router.request_bodies import PREFILL_TAG
@@ -95,7 +95,7 @@ class Served:
     def running(self) -> Iterator[Served]:
         with served(self.p.engine.app) as p_url, served(self.d.engine.app) as self.d_url:
             self.router = make_router([p_url], [self.d_url], cool_down=0.0, **self.options)
-            with served(make_app(self.router)) as self.url:
+            with served(App(self.router)) as self.url:
                 yield self
 
     def learn(self) -> None:

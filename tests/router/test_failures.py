@@ -15,7 +15,7 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from kvferry.router.app import Limits, make_app
+from kvferry.router.app import App, Limits
 from kvferry.router.engines import EngineState, Role
 from kvferry.router.legs import LegTimeouts
 from kvferry.router.router import Router
@@ -46,7 +46,7 @@ def router_of(p: list[Engine | str], d: list[Engine | str], **options: Any) -> I
             for engines in (p, d)
         )
         router = make_router(p_urls, d_urls, cool_down=600, **options)
-        yield router, stack.enter_context(served(make_app(router)))
+        yield router, stack.enter_context(served(App(router)))
 
 
 def failing(status: int = 503) -> Engine:
@@ -126,7 +126,7 @@ def test_the_second_d_is_the_last() -> None:
 
 
 def test_without_an_engine_the_error_says_so() -> None:
-    with served(make_app(make_router([], []))) as url:
+    with served(App(make_router([], []))) as url:
         answer = ask(url, {"prompt": "x"})
         assert answer.status_code == 503 and answer.json()["error"]["type"] == "ServiceUnavailableError"
         assert httpx.get(url + "/v1/models", trust_env=False).status_code == 503
@@ -266,7 +266,7 @@ def test_a_body_counts_until_the_last_task_of_its_request_has_ended() -> None:
     p, d = prefill_engine(go_on=go_on), decode_engine()
     with served(p.app) as p_url, served(d.app) as d_url:
         router = make_router([p_url], [d_url], LegTimeouts(abandoned_prefill=600))
-        with served(make_app(router, limits=BODIES)) as url:
+        with served(App(router, limits=BODIES)) as url:
             leave_after(url, LONG, p.arrived)
             eventually(lambda: router.metrics.in_flight == 0, "the client is gone")
             assert ask(url, SHORT).status_code == 503
@@ -318,7 +318,7 @@ def test_a_fault_of_the_router_is_an_error_without_a_traceback() -> None:
 
     router = make_router([], [gone()])
     router.answer = fault  # type: ignore[method-assign]
-    with served(make_app(router)) as url:
+    with served(App(router)) as url:
         answer = ask(url, {"prompt": "x"})
         assert answer.status_code == 500 and "planted" not in answer.text
         assert answer.json()["error"]["type"] == "InternalServerError"

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from kvferry.router import membership
-from kvferry.router.app import make_app
+from kvferry.router.app import App
 from kvferry.router.engines import EngineState, Role
 from kvferry.router.health import Checks
 from kvferry.router.membership import DnsName, EnginesFile, engines_of
@@ -36,7 +36,7 @@ def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
 @contextmanager
 def running(prefill: list[str], decode: list[str], **app: Any) -> Iterator[tuple[Router, str]]:
     router = make_router(prefill, decode)
-    with served(make_app(router, **app)) as url:
+    with served(App(router, **app)) as url:
         yield router, url
 
 

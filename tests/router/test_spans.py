@@ -20,7 +20,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import SpanKind
 
 from kvferry.connector.cli import app
-from kvferry.router.app import make_app
+from kvferry.router.app import App
 from kvferry.router.legs import LegTimeouts
 from kvferry.router.spans import CANCELLED, DECODE, MAX_ID_CHARS, PREFILL, REQUEST, STATUS
 from tests.router.stand_ins import (
@@ -50,7 +50,7 @@ def traced(p: list[Engine | str], d: list[Engine | str], *timeouts: LegTimeouts)
             for engines in (p, d)
         )
         router = make_router(p_urls, d_urls, *timeouts, cool_down=600, tracer=spans.tracer)
-        yield spans, stack.enter_context(served(make_app(router)))
+        yield spans, stack.enter_context(served(App(router)))
 
 
 def named(spans: Spans, name: str, count: int = 1) -> list[ReadableSpan]:
