@@ -58,7 +58,6 @@ class Admin:
                 self._apply(msgspec.json.decode(content, type=Removal).url, EngineEvent.REMOVE)
         except (*NOT_JSON, UsageError) as error:
             return error_response(400, str(error))
-        self._router.forget_gone()
         return self._engines()
 
     def _engines(self) -> web.Response:

@@ -21,7 +21,7 @@ from kvferry.router.http_client import HttpError
 from kvferry.router.legs import ClientRequest, log, why
 from kvferry.router.membership import Membership, Source
 from kvferry.router.request_bodies import NOT_JSON, RESPONSES, SMALL_BYTES, Body, members
-from kvferry.router.router import OWN_HEADERS, Reply, Router, error_response, json_response
+from kvferry.router.router import OWN_HEADERS, Reply, Router, error_response, json_response, kept_headers
 from kvferry.router.spans import begin_request, end_request
 
 BODY_SECONDS = 60.0
@@ -193,7 +193,6 @@ class App:
             if asked is not None:
                 end_request(asked.span, None if gone else status, first, asked.broken)
                 asked.drop()
-            router.forget_gone()
 
     def _check_room(self) -> None:
         """Raises RefusedError."""
@@ -264,8 +263,7 @@ class App:
                 body = await answer.body()
             finally:
                 answer.close()
-            kept = [(name, value) for name, value in answer.headers.items() if name.lower() not in OWN_HEADERS]
-            return web.Response(body=body, status=answer.status, headers=[*kept, ("server", "kvferry")])
+            return web.Response(body=body, status=answer.status, headers=kept_headers(answer))
         except HttpError as error:
             return error_response(502, f"decode engine {seat.engine.url} failed: {why(error)}")
         finally:

@@ -29,20 +29,10 @@ OWN_DESCRIPTORS = 256
 
 
 def router(
-    prefill: Sequence[str],
-    decode: Sequence[str],
-    engines_file: Path | None,
-    *,
-    host: str,
-    port: int,
-    serial: bool,
-    timeouts: tuple[float, float, float],
-    health_interval: float,
-    max_requests: int,
-    max_body_mib: int,
-    admin_token_file: Path | None,
-    otlp_traces_endpoint: str,
-) -> None:
+    prefill: Sequence[str], decode: Sequence[str], engines_file: Path | None, *, host: str, port: int, serial: bool,
+    timeouts: tuple[float, float, float], health_interval: float, max_requests: int, max_body_mib: int,
+    admin_token_file: Path | None, otlp_traces_endpoint: str,
+) -> None:  # fmt: skip
     """Serve until SIGTERM or Ctrl-C; requests in flight end first.
 
     Raises:

@@ -19,6 +19,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
+from kvferry.router.identities import Identity
 from kvferry.transport.errors import UsageError, quoted, quoted_url
 
 MAX_ENGINES = 1024
@@ -28,29 +29,18 @@ _HOST = re.compile(r"(?=.{1,253}$)[^.]{1,63}(\.[^.]{1,63})*\.?")
 
 
 class Role(enum.StrEnum):
-    PREFILL = "prefill"
-    DECODE = "decode"
+    PREFILL, DECODE = "prefill", "decode"
 
 
 class EngineState(enum.StrEnum):
-    JOINING = "joining"
-    UP = "up"
-    DOWN = "down"
-    DRAINING = "draining"
-    LEAVING = "leaving"
+    JOINING, UP, DOWN, DRAINING, LEAVING = "joining", "up", "down", "draining", "leaving"
 
 
 class EngineEvent(enum.IntEnum):
-    CHECK_PASSED = 0
-    """A health check passed."""
-    FAILED_OFTEN = 1
-    """Several health checks in a row failed."""
-    DRAIN = 2
-    """No new requests."""
-    RESUME = 3
-    """New requests again, once a health check has passed."""
-    REMOVE = 4
-    """No new requests, and gone once idle."""
+    """A health check passed, or several in a row failed; no new requests; new ones again, once a check has passed; no
+    new ones, and gone once idle."""
+
+    CHECK_PASSED, FAILED_OFTEN, DRAIN, RESUME, REMOVE = range(5)
 
 
 _S = EngineState
@@ -82,6 +72,10 @@ class Engine:
     passed_over_until: float = 0.0
     last_taken: int = 0
     refused: set[int] = field(default_factory=set)
+    identity: Identity = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.identity = Identity(self.url)
 
     @property
     def load(self) -> float:
@@ -132,8 +126,6 @@ class EnginePool:
         self.cool_down = cool_down
         self._engines: dict[str, Engine] = {}
         self._taken = itertools.count(1)
-        self.forgotten: list[str] = []
-        """URLs of engines that have gone since the caller last emptied the list."""
         for role, urls in ((Role.PREFILL, prefill), (Role.DECODE, decode)):
             for url in urls:
                 known = self._engines.get(engine_url(url))
@@ -176,7 +168,6 @@ class EnginePool:
     def forget_if_idle(self, engine: Engine) -> None:
         if engine.state is EngineState.LEAVING and engine.requests == 0 and self._engines.get(engine.url) is engine:
             del self._engines[engine.url]
-            self.forgotten.append(engine.url)
 
     # --- which engine takes a request
 

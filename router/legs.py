@@ -19,7 +19,6 @@ from xxhash import xxh3_64
 
 from kvferry.router.engines import Engine, EnginePool, Role, Seat
 from kvferry.router.http_client import Answer, HttpClient, HttpError, OwnFaultError, RequestProgress
-from kvferry.router.identities import Identities
 from kvferry.router.metrics import Metrics
 from kvferry.router.prefix_affinity import PrefixAffinity, PromptPrefix, prompt_prefix
 from kvferry.router.request_bodies import NOT_JSON, Body, pieces_of, prefill_body, without_params
@@ -141,17 +140,10 @@ class Legs:
         tracer: Tracer | None = None,
     ) -> None:  # fmt: skip
         self.engines, self.timeouts, self.clock, self.tracer = engines, timeouts or LegTimeouts(), clock, tracer
-        self.identities, self.affinity = Identities(clock), PrefixAffinity()
+        self.affinity = PrefixAffinity()
         self.http = HttpClient()
         self.metrics = Metrics(engines)
         self.tasks: set[asyncio.Task[Any]] = set()
-
-    def forget_gone(self) -> None:
-        """Drop what is kept for engines that have left."""
-        while self.engines.forgotten:
-            url = self.engines.forgotten.pop()
-            if self.engines.get(url) is None:
-                self.identities.forget(url)
 
     # --- P
 
@@ -182,13 +174,13 @@ class Legs:
                 self._failed(engine, error)
             else:  # perhaps the prompt is that long
                 self._answered(asked, engine, 504)
-            self.identities.failed(url)
+            engine.identity.failed()
             log.warning("%s: prefill at %s failed: %s", asked.name, url, why(error))
             return Prefilled(failed=isinstance(error, HttpError))
         self._answered(asked, engine, status)
         if status != 200:  # a 4xx is the request's fault, and D says so itself
             if status >= 500:
-                self.identities.failed(url)
+                engine.identity.failed()
             log.warning("%s: prefill at %s answered %d", asked.name, url, status)
             return Prefilled(failed=status >= 500)
         found: Any = None
@@ -198,7 +190,7 @@ class Legs:
         params = params if isinstance(params, dict) and params else None
         if params is None:
             log.info("%s: prefill at %s handed nothing over, decode only", asked.name, url)
-        self.identities.learn(url, params)
+        engine.identity.learn(params, self.clock())
         return Prefilled(params)
 
     async def _prefill_answer(self, asked: ClientRequest, engine: Engine, leg: Body) -> tuple[int, bytes]:

@@ -106,7 +106,6 @@ class Membership:
         """Once at all sources. Engines of the first look take requests at once."""
         for source in self._named:
             await self._look_at(source, EngineState.UP)
-        self._router.forget_gone()
 
     async def watch(self) -> None:
         """For ever."""
@@ -114,7 +113,6 @@ class Membership:
             await asyncio.sleep(LOOK_SECONDS)
             for source in self._named:
                 await self._look_at(source, EngineState.JOINING)
-            self._router.forget_gone()
 
     async def _look_at(self, source: Source, state: EngineState) -> None:
         try:

@@ -21,13 +21,9 @@ Body = dict[str, Any]
 NOT_JSON = (msgspec.DecodeError, RecursionError, ValueError)
 """What ``members`` and ``msgspec.json.decode`` raise for bytes that are no JSON. ValueError: they are not UTF-8."""
 PREFILL_TAG: dict[str, Any] = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
+    "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
+    "remote_host": None, "remote_port": None,
+}  # fmt: skip
 """The six keys of ``kv_transfer_params`` by which vLLM's connectors know a prefill leg."""
 KINDS = {
     400: "BadRequestError", 401: "AuthenticationError", 403: "PermissionDeniedError", 404: "NotFoundError",

@@ -46,13 +46,14 @@ class Reply:
         self.first: float | None = None
         self._router, self._asked, self._http = router, asked, http
         self._begun: web.StreamResponse | None = None
+        self._own = {"x-request-id": asked.id}
         asked.comment = self.comment
 
     async def comment(self, answer: Answer, piece: bytes) -> None:
         """A piece of D's stream that is no part of its answer: the client sees that its request is alive. Raises
         ConnectionError."""
         if self._begun is None:
-            self._begun = web.StreamResponse(status=answer.status, headers=self._headers(answer))
+            self._begun = web.StreamResponse(status=answer.status, headers=kept_headers(answer, **self._own))
             await self._begun.prepare(self._http)
         await self._begun.write(piece)
 
@@ -62,7 +63,7 @@ class Reply:
         try:
             if self._begun is None and decoded.body is not None:
                 self.first = self._router.clock()
-                headers = self._headers(decoded.answer)
+                headers = kept_headers(decoded.answer, **self._own)
                 return web.Response(body=decoded.body, status=decoded.status, headers=headers)
             if decoded.body is not None:
                 return await self.fail(decoded.status, decoded.body.decode(errors="replace"))
@@ -90,14 +91,15 @@ class Reply:
         await self._begun.write_eof()
         return self._begun
 
-    def _headers(self, answer: Answer) -> CIMultiDict[str]:
-        kept = CIMultiDict((name, value) for name, value in answer.headers.items() if name.lower() not in OWN_HEADERS)
-        kept["x-request-id"], kept["server"] = self._asked.id, "kvferry"
-        if not answer.streamed and "content-length" in answer.headers:
-            kept["content-length"] = answer.headers["content-length"]
-        if "content-encoding" in answer.headers:
-            kept["content-encoding"] = answer.headers["content-encoding"]
-        return kept
+
+def kept_headers(answer: Answer, **more: str) -> CIMultiDict[str]:
+    """Those of an engine's answer that its client gets."""
+    kept = CIMultiDict((name, value) for name, value in answer.headers.items() if name.lower() not in OWN_HEADERS)
+    kept.update(more, server="kvferry")
+    for name in ("content-encoding", "content-length"):
+        if name in answer.headers and not answer.streamed:
+            kept[name] = answer.headers[name]
+    return kept
 
 
 class Router(Legs):
@@ -130,7 +132,7 @@ class Router(Legs):
 
     async def _answer_by(self, asked: ClientRequest, reply: Reply, seat: Seat) -> web.StreamResponse | None:
         """The answer where this P computes the prompt; None where it fails and another P may not."""
-        identity = None if self._serial else self.identities.get(seat.engine.url)
+        identity = None if self._serial else seat.engine.identity.get(self.clock())
         if identity is not None:
             return await self._at_once(asked, reply, seat, identity)
         leg = self.start_prefill(asked, seat, prefill_body(asked.body, asked.path))

@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from kvferry.router.app import App
 from kvferry.router.engines import EngineEvent, EngineState, Role
-from kvferry.router.identities import DISTRUST_SECONDS, IDENTITY, Identities
+from kvferry.router.identities import DISTRUST_SECONDS, IDENTITY, Identity
 from kvferry.router.request_bodies import PREFILL_TAG
 from tests.router.stand_ins import Engine, ask, closed_port, leave_after, make_router, served
 from tests.support.served import eventually
@@ -219,17 +219,17 @@ def test_another_p_answers(at_once: Served) -> None:
 
 def test_a_place_where_several_answer_is_asked_serially() -> None:
     now = 0.0
-    identities = Identities(lambda: now)
+    identity = Identity("http://p")
     other = PUSH | {"remote_engine_id": "p-1"}
     for params in (PUSH, other, other):
-        identities.learn("http://p", params)
-    assert (identities.get("http://p") or {})["remote_engine_id"] == "p-1", "a P that started again is known"
-    identities.learn("http://p", PUSH)
-    assert identities.get("http://p") is None
-    identities.learn("http://p", PUSH)
-    assert identities.get("http://p") is None
+        identity.learn(params, now)
+    assert (identity.get(now) or {})["remote_engine_id"] == "p-1", "a P that started again is known"
+    identity.learn(PUSH, now)
+    assert identity.get(now) is None
+    identity.learn(PUSH, now)
+    assert identity.get(now) is None
     now += DISTRUST_SECONDS
-    assert identities.get("http://p") is not None
+    assert identity.get(now) is not None
 
 
 def test_d_may_answer_before_p(at_once: Served) -> None:
@@ -278,10 +278,10 @@ def test_an_error_that_nobody_expects_ends_ds_leg(at_once: Served, monkeypatch: 
     at_once.learn()
     at_once.d.held = True
 
-    def breaks(url: str, params: Any) -> None:
+    def breaks(params: Any, now: float) -> None:
         raise ZeroDivisionError("planted")
 
-    monkeypatch.setattr(at_once.router.identities, "learn", breaks)
+    monkeypatch.setattr(next(iter(at_once.router.engines)).identity, "learn", breaks)
     assert ask(at_once.url, {"prompt": "y"}).status_code == 500
     eventually(lambda: at_once.d.gone == 1, "D's leg was cancelled")
     at_once.nothing_left()

@@ -70,13 +70,13 @@ def test_an_engine_that_left_may_come_again(monkeypatch: pytest.MonkeyPatch) -> 
     router, listed = make_router([], []), Listed(A, B)
     found = Membership(router, [listed])
     asyncio.run(found.look())
-    router.identities.learn(A, {"transfer_mode": "push", "remote_engine_id": "p", "remote_host": "h", "remote_port": 1})
+    first = router.engines.get(A)
     listed.now = {B: Role.DECODE}
     one_look(monkeypatch, found)
-    assert states(router) == {B: "up"} and router.identities.get(A) is None
+    assert states(router) == {B: "up"}
     listed.now = {A: Role.DECODE, B: Role.DECODE}
     one_look(monkeypatch, found)
-    assert states(router) == {A: "joining", B: "up"}
+    assert states(router) == {A: "joining", B: "up"} and router.engines.get(A) is not first
 
 
 def test_an_engine_that_was_removed_by_hand_stays_away(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -88,6 +89,20 @@ def test_more_requests_than_descriptors_get_503_and_none_is_reset() -> None:
         found = asyncio.run(at_the_same_time(url, 200))
         assert set(found) == {200, 503} and found.count(200) >= 60
         assert set(asyncio.run(at_the_same_time(url, 30))) == {200}
+
+
+def test_a_router_that_is_ended_ends_its_streams() -> None:
+    go_on = threading.Event()
+    d = decode_engine(go_on=go_on)
+    with served(d.app) as d_url, router_process(d_url) as (url, pid):
+        body = {"prompt": "x", "stream": True}
+        with httpx.stream("POST", url + "/v1/completions", json=body, trust_env=False, timeout=60) as response:
+            lines = response.iter_lines()
+            assert next(lines) == 'data: {"i": 0}'
+            os.kill(pid, signal.SIGTERM)
+            eventually(lambda: not answers(url), "no new connections are taken")
+            go_on.set()
+            assert [line for line in lines if line][-1] == "data: [DONE]"
 
 
 def test_limits_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
