@@ -18,18 +18,12 @@ MAX_BODY_BYTES = 64 << 10
 
 
 class Change(msgspec.Struct, forbid_unknown_fields=True):
-    """What ``POST`` sends. ``role``: of a new engine, or the new role of a known one. ``drain``: it gets no new
-    requests from now on; without it, it gets them again."""
+    """What ``POST`` and ``DELETE`` send. ``role``: of a new engine, or the new role of a known one. ``drain``: it gets
+    no new requests from now on; without it, it gets them again."""
 
     url: str
     role: Role | None = None
     drain: bool = False
-
-
-class Removal(msgspec.Struct, forbid_unknown_fields=True):
-    """What ``DELETE`` sends."""
-
-    url: str
 
 
 class Admin:
@@ -52,10 +46,11 @@ class Admin:
             if len(content) > MAX_BODY_BYTES:
                 return error_response(413, f"the body has over {MAX_BODY_BYTES} bytes", connection="close")
         try:
+            change = msgspec.json.decode(content, type=Change)
             if request.method == "POST":
-                self._change(msgspec.json.decode(content, type=Change))
+                self._change(change)
             else:
-                self._apply(msgspec.json.decode(content, type=Removal).url, EngineEvent.REMOVE)
+                self._apply(change.url, EngineEvent.REMOVE)
         except (*NOT_JSON, UsageError) as error:
             return error_response(400, str(error))
         return self._engines()

@@ -108,7 +108,7 @@ class App:
         await self._membership.look()
         self._loops.append(asyncio.ensure_future(self._membership.watch()))
         if self._health is not None:
-            await self._health.first_round()
+            await self._health.round()
             self._loops.append(asyncio.ensure_future(self._health.watch()))
         self._loops.append(asyncio.ensure_future(self._watch_idle()))
         await self._listeners.start_serving()

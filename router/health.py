@@ -29,15 +29,15 @@ class HealthChecks:
     def __init__(self, router: Router, checks: Checks) -> None:
         self._router, self._checks = router, checks
 
-    async def first_round(self) -> None:
+    async def round(self, threshold: int = 1) -> None:
         """Before the first request: an engine that does not answer is down at once."""
-        await asyncio.gather(*(self._check(engine, 1) for engine in self._router.engines))
+        await asyncio.gather(*(self._check(engine, threshold) for engine in self._router.engines))
 
     async def watch(self) -> None:
         """For ever."""
         while True:
             await asyncio.sleep(self._checks.interval)
-            await asyncio.gather(*(self._check(engine, self._checks.failures) for engine in self._router.engines))
+            await self.round(self._checks.failures)
 
     async def _check(self, engine: Engine, threshold: int) -> None:
         passed, what = await self._passes(engine.url)

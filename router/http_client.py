@@ -14,7 +14,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextvars import ContextVar
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import aiohttp
@@ -44,9 +44,9 @@ class OwnFaultError(HttpError):
 
 
 class _Protocol(aiohttp.client_proto.ResponseHandler):
-    """A connection. ``received``: a byte of the present answer. ``used``: by an earlier request."""
+    """A connection. ``progress``: of its last request."""
 
-    received = used = False
+    progress: RequestProgress | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -56,7 +56,8 @@ class _Protocol(aiohttp.client_proto.ResponseHandler):
             connected.setsockopt(socket.IPPROTO_TCP, option, value)
 
     def data_received(self, data: bytes) -> None:
-        self.received = True
+        if self.progress is not None:
+            self.progress.answered = True
         super().data_received(data)
 
     @property
@@ -81,23 +82,14 @@ class RequestProgress:
 
     def reset(self) -> None:
         """Nothing is sent yet."""
-        self._connection: _Protocol | None = None
-        self.written = True
-        """All of it was given to the connection."""
-
-    def begin(self, connection: _Protocol) -> None:
-        connection.received = False
-        self._connection = connection
+        self.connection: _Protocol | None = None
+        self.answered, self.written = False, True
+        """A byte of the answer was received; all of the request was given to the connection."""
 
     @property
     def asked(self) -> bool:
         """The whole request has left this process."""
-        return self._connection is not None and (self.answered or (self.written and self._connection.flushed))
-
-    @property
-    def answered(self) -> bool:
-        """A byte of the answer was received."""
-        return self._connection is not None and self._connection.received
+        return self.answered or (self.connection is not None and self.written and self.connection.flushed)
 
 
 _progress: ContextVar[RequestProgress] = ContextVar("progress")
@@ -112,9 +104,9 @@ class _Connector(aiohttp.TCPConnector):
         while True:
             connection = await super().connect(*args, **kwargs)
             protocol: Any = connection.protocol
-            if not protocol.used or not protocol.left:
-                protocol.used = True
-                _progress.get().begin(protocol)
+            if protocol.progress is None or not protocol.left:
+                protocol.progress = _progress.get()
+                protocol.progress.connection = protocol
                 return connection
             connection.close()
 
@@ -202,12 +194,9 @@ class HttpClient:
                 pieces = [memoryview(piece) for piece in pieces_of(body)]
                 sent["content-length"] = str(sum(map(len, pieces)))
                 data = _written(pieces, progress)
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect)
+        how: dict[str, Any] = {"headers": sent, "timeout": _timeout(connect), "allow_redirects": False}
         try:
-            request = self._session.request(
-                method, url, data=data, headers=sent, timeout=timeout, allow_redirects=False
-            )
-            return Answer(await request)
+            return Answer(await self._session.request(method, url, data=data, **how))
         except (aiohttp.ClientError, OSError, ValueError) as error:
             number = getattr(getattr(error, "os_error", error), "errno", None)
             if number in _OWN_FAULTS:
@@ -218,6 +207,11 @@ class HttpClient:
     async def close(self) -> None:
         if self._session is not None:
             await self._session.close()
+
+
+@cache
+def _timeout(connect: float) -> aiohttp.ClientTimeout:
+    return aiohttp.ClientTimeout(total=None, sock_connect=connect)
 
 
 async def _written(pieces: list[memoryview], progress: RequestProgress) -> AsyncIterator[memoryview]:

@@ -166,10 +166,13 @@ class Legs:
         return task
 
     async def _ask_prefill(self, asked: ClientRequest, engine: Engine, leg: Body) -> Prefilled:
-        url = engine.url
+        url, span, answer = engine.url, LegSpan(asked.span, PREFILL, engine), None
         try:
-            status, content = await self._prefill_answer(asked, engine, leg)
+            async with asyncio.timeout(self.timeouts.prefill):
+                answer = await self._send(asked, engine, leg, RequestProgress(), span)
+                content = await answer.body()
         except (HttpError, TimeoutError) as error:
+            span.end(error)
             if isinstance(error, HttpError):
                 self._failed(engine, error)
             else:  # perhaps the prompt is that long
@@ -177,12 +180,16 @@ class Legs:
             engine.identity.failed()
             log.warning("%s: prefill at %s failed: %s", asked.name, url, why(error))
             return Prefilled(failed=isinstance(error, HttpError))
-        self._answered(asked, engine, status)
-        if status != 200:  # a 4xx is the request's fault, and D says so itself
-            if status >= 500:
+        finally:
+            if answer is not None:
+                answer.close()
+            span.end()
+        self._answered(asked, engine, answer.status)
+        if answer.status != 200:  # a 4xx is the request's fault, and D says so itself
+            if answer.status >= 500:
                 engine.identity.failed()
-            log.warning("%s: prefill at %s answered %d", asked.name, url, status)
-            return Prefilled(failed=status >= 500)
+            log.warning("%s: prefill at %s answered %d", asked.name, url, answer.status)
+            return Prefilled(failed=answer.status >= 500)
         found: Any = None
         with suppress(*NOT_JSON):
             found = msgspec.json.decode(content)
@@ -192,22 +199,6 @@ class Legs:
             log.info("%s: prefill at %s handed nothing over, decode only", asked.name, url)
         engine.identity.learn(params, self.clock())
         return Prefilled(params)
-
-    async def _prefill_answer(self, asked: ClientRequest, engine: Engine, leg: Body) -> tuple[int, bytes]:
-        """Its status and its body. Raises HttpError, TimeoutError."""
-        span, answer = LegSpan(asked.span, PREFILL, engine), None
-        try:
-            async with asyncio.timeout(self.timeouts.prefill):
-                answer = await self._send(asked, engine, leg, RequestProgress(), span)
-                content = await answer.body()
-        except BaseException as error:
-            span.end(error)
-            raise
-        finally:
-            if answer is not None:
-                answer.close()
-        span.end()
-        return answer.status, content
 
     def _failed(self, engine: Engine, error: Exception) -> None:
         if not isinstance(error, OwnFaultError):

@@ -209,8 +209,8 @@ def preempt(scheduler: Scheduler, request: Request, now: float) -> None:
 
 
 def not_cached(request: Request, tokens: int) -> None:
-    """So many of its tokens come from P: a client that is told how many were cached is told of D's own, as D alone would
-    tell it. vLLM adds both; by source its metrics have them apart."""
+    """So many of its tokens come from P: a client that is told how many were cached is told of D's own, as by D alone.
+    vLLM adds both; by source its metrics have them apart."""
     if request.prefill_stats is not None:
         request.prefill_stats.num_cached_tokens -= tokens
 

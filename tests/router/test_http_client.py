@@ -127,8 +127,8 @@ def test_a_host_that_is_gone_is_noticed_in_silence() -> None:
     async def go(url: str) -> None:
         client, progress = HttpClient(), RequestProgress()
         await send(client, url, progress=progress)
-        assert progress._connection is not None and progress._connection.transport is not None
-        connected = progress._connection.transport.get_extra_info("socket")
+        assert progress.connection is not None and progress.connection.transport is not None
+        connected = progress.connection.transport.get_extra_info("socket")
         assert connected.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
         assert connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) <= 60
         await client.close()
@@ -197,7 +197,7 @@ def test_a_request_is_asked_once_all_of_it_has_left() -> None:
         leg = asyncio.ensure_future(
             send(client, url, body={"x": msgspec.Raw(b'"' + b"x" * (64 << 20) + b'end"')}, progress=progress)
         )
-        while progress._connection is None:
+        while progress.connection is None:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.1)
         assert not progress.asked and not progress.answered

@@ -181,7 +181,7 @@ def test_what_does_not_pass_a_check(answer: Any, why: str, caplog: pytest.LogCap
     async def go() -> Router:
         router = make_router([], ["http://a", "http://b"])
         http = Http(a=asyncio.Event() if answer is None else answer, b=200)
-        await checked(router, http, timeout=0.05).first_round()
+        await checked(router, http, timeout=0.05).round()
         return router
 
     assert states(asyncio.run(go())) == {"http://a": "down", "http://b": "up"}
@@ -195,7 +195,7 @@ def test_engines_are_checked_at_the_same_time() -> None:
     async def go() -> None:
         http = Http(a=asyncio.Event(), b=asyncio.Event(), c=200)
         router = make_router([], ["http://a", "http://b", "http://c"])
-        round_of_checks = asyncio.ensure_future(checked(router, http, timeout=600).first_round())
+        round_of_checks = asyncio.ensure_future(checked(router, http, timeout=600).round())
         await asyncio.wait_for(http.asked.wait(), 60)
         assert sorted(http.urls) == ["http://a", "http://b", "http://c"] and not round_of_checks.done()
         round_of_checks.cancel()
