@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
@@ -35,6 +36,7 @@ BACKLOG = 128
 """Connections that may wait to be accepted."""
 FAULT_SECONDS = 30.0
 """For so long ``/health`` names a fault of this machine."""
+_RESPONSE = re.compile(r"/v1/responses/[A-Za-z0-9_-]{1,128}(/cancel)?")
 NEVER_SENT = ("kv_transfer_params", "ec_transfer_params")
 """They name hosts that an engine would connect to."""
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
@@ -144,7 +146,7 @@ class App:
             handlers = self._routes.get(request.path)
             if request.method == "OPTIONS" and handlers is not None:
                 return await self._pass_on(request)  # CORS is the engines' to decide
-            if handlers is None and request.path.startswith(RESPONSES + "/"):
+            if handlers is None and _RESPONSE.fullmatch(request.path):
                 return await self._pass_on(request)
             if handlers is None:
                 return error_response(404, f"there is no {request.path[:200]}; see docs/routers.md")

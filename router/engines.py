@@ -93,6 +93,7 @@ class Seat:
         self._role, self._weight, self._engines = engine.role, weight, engines
         self._computing = self._handing_over = True
         engine.requests += 1
+        engine.last_taken = next(engines.taken)
         engine.loads[engine.role] += weight
 
     def computed(self) -> None:
@@ -125,7 +126,7 @@ class EnginePool:
     def __init__(self, prefill: Collection[str] = (), decode: Collection[str] = (), *, cool_down: float = 5.0) -> None:
         self.cool_down = cool_down
         self._engines: dict[str, Engine] = {}
-        self._taken = itertools.count(1)
+        self.taken = itertools.count(1)
         for role, urls in ((Role.PREFILL, prefill), (Role.DECODE, decode)):
             for url in urls:
                 known = self._engines.get(engine_url(url))
@@ -186,7 +187,7 @@ class EnginePool:
 
         found = self.usable(Role.PREFILL, now, but)
         best = min(found, key=lambda engine: (engine.load + own(engine), engine.last_taken), default=None)
-        return None if best is None else self.seat(best, own(best))
+        return None if best is None else Seat(best, own(best), self)
 
     def take_decode(self, now: float, but: Collection[Engine] = ()) -> Seat | None:
         """The D with the fewest requests. Where each has failed: the one that failed first. None: there is none that
@@ -196,12 +197,7 @@ class EnginePool:
             key=lambda e: (not e.usable(now), e.load if e.usable(now) else e.passed_over_until, e.last_taken),
             default=None,
         )
-        return None if best is None else self.seat(best, 1.0)
-
-    def seat(self, engine: Engine, weight: float) -> Seat:
-        """This engine takes the request."""
-        engine.last_taken = next(self._taken)
-        return Seat(engine, weight, self)
+        return None if best is None else Seat(best, 1.0, self)
 
     # --- what requests and health checks say
 
@@ -244,15 +240,9 @@ def engine_url(text: str) -> str:
     expected = f"{quoted(text)} is no URL of an engine; expected http://HOST:PORT"
     try:
         url = urlsplit(text.strip().rstrip("/"))
-        fits = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
+        fits = url.scheme in ("http", "https") and _HOST.fullmatch(url.hostname or "") and url.port != 0
     except ValueError as error:
         raise UsageError(f"{expected} ({error})") from None
-    if (
-        not fits
-        or not _HOST.fullmatch(url.hostname or "")
-        or url.query
-        or url.fragment
-        or any(ord(c) <= 32 or ord(c) > 126 for c in url.geturl())
-    ):
+    if not fits or url.query or url.fragment or any(ord(c) <= 32 or ord(c) > 126 for c in url.geturl()):
         raise UsageError(expected)
     return url.geturl()

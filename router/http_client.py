@@ -14,7 +14,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextvars import ContextVar
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import aiohttp
@@ -160,7 +160,6 @@ class HttpClient:
 
     def __init__(self) -> None:
         self._session: aiohttp.ClientSession | None = None
-        self._urls: dict[tuple[str, str], URL] = {}
 
     async def send(
         self, method: str, base: str, path: str, *, body: Body | None = None, headers: Mapping[str, str] | None = None,
@@ -181,7 +180,6 @@ class HttpClient:
                 connector=_Connector(), cookie_jar=aiohttp.DummyCookieJar(), auto_decompress=False,
                 skip_auto_headers=_AUTOMATIC, max_line_size=HEAD_BYTES, max_field_size=HEAD_BYTES,
             )  # fmt: skip
-        url = self._urls.get((base, path)) or self._urls.setdefault((base, path), URL(base + path, encoded=True))
         progress = progress or RequestProgress()
         progress.reset()
         _progress.set(progress)
@@ -196,7 +194,7 @@ class HttpClient:
                 data = _written(pieces, progress)
         how: dict[str, Any] = {"headers": sent, "timeout": _timeout(connect), "allow_redirects": False}
         try:
-            return Answer(await self._session.request(method, url, data=data, **how))
+            return Answer(await self._session.request(method, _url(base + path), data=data, **how))
         except (aiohttp.ClientError, OSError, ValueError) as error:
             number = getattr(getattr(error, "os_error", error), "errno", None)
             if number in _OWN_FAULTS:
@@ -207,6 +205,11 @@ class HttpClient:
     async def close(self) -> None:
         if self._session is not None:
             await self._session.close()
+
+
+@lru_cache(1024)
+def _url(text: str) -> URL:
+    return URL(text, encoded=True)
 
 
 @cache

@@ -122,10 +122,6 @@ class Decoded:
     seat: Seat
     span: LegSpan
 
-    @property
-    def status(self) -> int:
-        return self.answer.status
-
     def close(self) -> None:
         self.answer.close()
         self.seat.release()
@@ -133,13 +129,15 @@ class Decoded:
 
 
 class Legs:
-    """Sends the legs. ``http`` is open while the app is up. ``tracer``: makes spans of requests and legs."""
+    """Sends the legs. ``http`` is open while the app is up. ``serial``: D is asked after P. ``tracer``: makes spans of
+    requests and legs."""
 
     def __init__(
-        self, engines: EnginePool, timeouts: LegTimeouts | None = None, clock: Callable[[], float] = time.monotonic,
-        tracer: Tracer | None = None,
+        self, engines: EnginePool, timeouts: LegTimeouts | None = None, *, serial: bool = False,
+        clock: Callable[[], float] = time.monotonic, tracer: Tracer | None = None,
     ) -> None:  # fmt: skip
         self.engines, self.timeouts, self.clock, self.tracer = engines, timeouts or LegTimeouts(), clock, tracer
+        self.serial = serial
         self.affinity = PrefixAffinity()
         self.http = HttpClient()
         self.metrics = Metrics(engines)
@@ -202,13 +200,13 @@ class Legs:
 
     def _failed(self, engine: Engine, error: Exception) -> None:
         if not isinstance(error, OwnFaultError):
-            self.metrics.leg_failed(engine.role)
+            self.metrics.failed_legs[engine.role] += 1
             self.engines.failed(engine, self.clock())
 
     def _answered(self, asked: ClientRequest, engine: Engine, status: int) -> None:
         request = 0
         if status >= 500:
-            self.metrics.leg_failed(engine.role)
+            self.metrics.failed_legs[engine.role] += 1
             request = asked.digest()
         self.engines.answered(engine, status, request, self.clock())
 
@@ -270,12 +268,12 @@ class Legs:
                 if not again:
                     raise type(error)(f"decode engine {seat.engine.url} failed: {why(error)}") from None
             else:
-                self._answered(asked, seat.engine, decoded.status)
-                if decoded.status < 500 or not again:
+                self._answered(asked, seat.engine, decoded.answer.status)
+                if decoded.answer.status < 500 or not again:
                     asked.loaded()
                     return decoded
                 decoded.close()
-                log.error("%s: decode at %s answered %d", asked.name, seat.engine.url, decoded.status)
+                log.error("%s: decode at %s answered %d", asked.name, seat.engine.url, decoded.answer.status)
                 body = without_params(body)
             again = False
 

@@ -13,6 +13,7 @@ import logging
 import socket
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 from urllib.parse import urlsplit
 
 from kvferry.router.engines import MAX_ENGINES, EngineEvent, EngineState, Role, engine_url
@@ -26,8 +27,14 @@ LOOK_SECONDS = 3.0
 MAX_FILE_BYTES = 1 << 20
 
 
+class Source(Protocol):
+    """``named`` raises OSError, UsageError: it cannot be looked at now, and nothing changes."""
+
+    async def named(self) -> Named: ...
+
+
 class EnginesFile:
-    """A file of engines. ``named`` raises OSError, UsageError: it cannot be looked at now, and nothing changes."""
+    """A file of engines."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -68,9 +75,6 @@ class DnsName:
         found = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
         hosts = {str(address[0]) for *_, address in found}
         return {f"http://{f'[{host}]' if ':' in host else host}:{self._port}": self._role for host in sorted(hosts)}
-
-
-Source = EnginesFile | DnsName
 
 
 def engines_of(text: str) -> Named:

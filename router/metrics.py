@@ -9,7 +9,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from kvferry.router.engines import EnginePool, Role
+from kvferry.router.engines import EnginePool
 
 BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 """Upper bounds in seconds."""
@@ -18,7 +18,8 @@ RECENT_SECONDS, RECENT_REQUESTS = 60.0, 4096
 
 
 class Metrics:
-    """Counts of one router. ``in_flight``: requests of clients."""
+    """Counts of one router. ``in_flight``: requests of clients. ``handovers``: requests by how D was asked, "serial",
+    "at_once" or "decode_only". ``failed_legs``: by the engine's role."""
 
     def __init__(self, engines: EnginePool) -> None:
         self._engines = engines
@@ -28,7 +29,7 @@ class Metrics:
         self.failed_legs: Counter[str] = Counter()
         self.affinities: Counter[str] = Counter()
         self._registry = registry = CollectorRegistry()
-        name, how = "kvferry_router_", {"buckets": BUCKETS, "registry": registry}
+        name, how = "kvferry_router_", dict[str, Any](buckets=BUCKETS, registry=registry)
         self.first_byte = Histogram(name + "first_byte_seconds", "Seconds to the first byte of an answer", **how)
         self.whole = Histogram(name + "request_seconds", "Seconds to the end of an answer", **how)
         registry.register(self)
@@ -41,13 +42,6 @@ class Metrics:
             self.first_byte.observe(first_byte)
             self.whole.observe(whole)
             self._recent.append((now, first_byte, whole))
-
-    def handed_over(self, how: str) -> None:
-        """How D was asked: "serial", "at_once", or "decode_only"."""
-        self.handovers[how] += 1
-
-    def leg_failed(self, role: Role) -> None:
-        self.failed_legs[role] += 1
 
     def affinity(self, known: str | None, taken: str) -> None:
         """The P that has a prompt's prefix, if one is known, and the P that takes the prompt."""
@@ -89,22 +83,20 @@ class Metrics:
         yield counter("failed_legs", "Legs that failed, by the engine's role", "role", self.failed_legs.items())
         yield counter("prefix_affinity", "Choices of a P by prefix", "result", self.affinities.items())
         yield GaugeMetricFamily("kvferry_router_in_flight", "Requests of clients in flight", self.in_flight)
-        now_labels = ["role", "url"]
-        up = GaugeMetricFamily("kvferry_router_engine_up", "1: takes requests by its state", labels=now_labels)
-        requests = GaugeMetricFamily("kvferry_router_engine_requests", "Requests in flight", labels=now_labels)
-        load = GaugeMetricFamily("kvferry_router_engine_load", "P: prompt tokens; D: requests", labels=now_labels)
-        for engine in self._engines:
-            labels = [engine.role.value, engine.url]
-            up.add_metric(labels, engine.state == "up")
-            requests.add_metric(labels, engine.requests)
-            load.add_metric(labels, engine.load)
-        yield from (up, requests, load)
+        told = {
+            "up": "1: takes requests by its state",
+            "requests": "in flight",
+            "load": "P: prompt tokens; D: requests",
+        }
+        for name, text in told.items():
+            family = GaugeMetricFamily(f"kvferry_router_engine_{name}", text, labels=["role", "url"])
+            for engine in self._engines:
+                value = engine.state == "up" if name == "up" else getattr(engine, name)
+                family.add_metric([engine.role.value, engine.url], value)
+            yield family
 
 
 def _quantiles(values: list[float]) -> dict[str, float | None]:
     """The middle, and the value that a twentieth exceeds; None: there are no values."""
     values.sort()
-    return {
-        "p50": values[len(values) // 2] if values else None,
-        "p95": values[len(values) * 95 // 100] if values else None,
-    }
+    return {f"p{share}": values[len(values) * share // 100] if values else None for share in (50, 95)}

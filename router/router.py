@@ -22,12 +22,11 @@ import msgspec
 from aiohttp import web
 from multidict import CIMultiDict
 
-from kvferry.router.engines import Engine, EnginePool, Seat
+from kvferry.router.engines import Engine, Seat
 from kvferry.router.http_client import Answer, HttpError, OwnFaultError, RequestProgress
 from kvferry.router.identities import identity_of
-from kvferry.router.legs import ClientRequest, Decoded, Legs, LegTimeouts, NoEngineError, Prefilled, ended, log
+from kvferry.router.legs import ClientRequest, Decoded, Legs, NoEngineError, Prefilled, ended, log
 from kvferry.router.request_bodies import PREFILL_TAG, can_hand_over, error_of, prefill_body
-from kvferry.transport.tracing import Tracer
 
 OWN_HEADERS = {
     "connection", "content-length", "date", "expect", "host", "keep-alive", "proxy-authenticate", "proxy-authorization",
@@ -64,9 +63,9 @@ class Reply:
             if self._begun is None and decoded.body is not None:
                 self.first = self._router.clock()
                 headers = kept_headers(decoded.answer, **self._own)
-                return web.Response(body=decoded.body, status=decoded.status, headers=headers)
+                return web.Response(body=decoded.body, status=decoded.answer.status, headers=headers)
             if decoded.body is not None:
-                return await self.fail(decoded.status, decoded.body.decode(errors="replace"))
+                return await self.fail(decoded.answer.status, decoded.body.decode(errors="replace"))
             async for piece in decoded.pieces:
                 await self.comment(decoded.answer, piece)
                 self.first = self.first or self._router.clock()
@@ -103,14 +102,7 @@ def kept_headers(answer: Answer, **more: str) -> CIMultiDict[str]:
 
 
 class Router(Legs):
-    """``serial``: D is asked after P."""
-
-    def __init__(
-        self, engines: EnginePool, timeouts: LegTimeouts | None = None, *, serial: bool = False,
-        tracer: Tracer | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(engines, timeouts, tracer=tracer)
-        self._serial = serial
+    """Decides which leg is sent when."""
 
     async def answer(self, asked: ClientRequest, reply: Reply) -> web.StreamResponse:
         """The answer to one completion, chat completion or response. It is cancelled when the client goes away."""
@@ -132,7 +124,7 @@ class Router(Legs):
 
     async def _answer_by(self, asked: ClientRequest, reply: Reply, seat: Seat) -> web.StreamResponse | None:
         """The answer where this P computes the prompt; None where it fails and another P may not."""
-        identity = None if self._serial else seat.engine.identity.get(self.clock())
+        identity = None if self.serial else seat.engine.identity.get(self.clock())
         if identity is not None:
             return await self._at_once(asked, reply, seat, identity)
         leg = self.start_prefill(asked, seat, prefill_body(asked.body, asked.path))
@@ -151,7 +143,7 @@ class Router(Legs):
         self, asked: ClientRequest, reply: Reply, params: dict[str, Any] | None, tried: list[Engine] | None = None
     ) -> web.StreamResponse:
         """D's answer, where D is asked after P. Raises HttpError."""
-        self.metrics.handed_over("decode_only" if params is None else "serial")
+        self.metrics.handovers["decode_only" if params is None else "serial"] += 1
         body = asked.body if params is None else asked.body | {"kv_transfer_params": params}
         progress = RequestProgress()
         try:
@@ -160,7 +152,7 @@ class Router(Legs):
             if not progress.asked:
                 self._release(asked, params)
             raise
-        if 400 <= decoded.status < 500:
+        if 400 <= decoded.answer.status < 500:
             self._release(asked, params)
         return await reply.give(decoded)
 
@@ -194,12 +186,12 @@ class Router(Legs):
                     d.result()
                 late = None
                 return await self._decode(asked, reply, (await self._until(asked, p)).params, tried)
-            self.metrics.handed_over("at_once")
+            self.metrics.handovers["at_once"] += 1
             decoded = d.result()
-            if 400 <= decoded.status < 500 and p.done():
+            if 400 <= decoded.answer.status < 500 and p.done():
                 self._release(asked, p.result().params)
             response = await reply.give(decoded)
-            if decoded.status == 200:
+            if decoded.answer.status == 200:
                 late = LATE_SECONDS
             return response
         except asyncio.CancelledError:

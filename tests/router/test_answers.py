@@ -45,14 +45,14 @@ def post(url: str, content: bytes, path: str = "/v1/completions", **headers: str
 # --- which requests P computes
 
 
-HANDED_OVER = [
+HANDED_OVER: list[dict[str, Any]] = [
     {"prompt": "x"}, {"prompt": ["x"]}, {"prompt": [[1, 2]]}, {"prompt": [1, 2]}, {"messages": []},
     {"prompt": "x", "n": None}, {"prompt": "x", "n": 3}, {"prompt": "x", "echo": True}, {"prompt": "x", "logprobs": 3},
     {"prompt": "x", "echo": False, "logprobs": 1},
     {"prompt": "x", "use_beam_search": False, "prompt_embeds": None, "prompt_logprobs": None},
     {"prompt": "x", "stream": True, "stream_options": {"include_usage": True}}, {"prompt": "x", "stream_options": None},
 ]  # fmt: skip
-LEFT_TO_D = [
+LEFT_TO_D: list[dict[str, Any]] = [
     {"prompt": ["x", "y"]}, {"prompt": [[1], [2]]}, {"prompt": []}, {"prompt": "x", "use_beam_search": True},
     {"prompt": "x", "prompt_embeds": "AAAA"}, {"prompt": "x", "prompt_logprobs": 0}, {"prompt": "x", "n": "x"},
     {"prompt": "x", "echo": True, "logprobs": 0}, {"prompt": "x", "stream_options": {}},
@@ -62,7 +62,7 @@ LEFT_TO_D = [
 
 @pytest.mark.parametrize("left", [False, True])
 def test_p_computes_no_prompt_that_d_will_not_ask_for(left: bool) -> None:
-    bodies: list[dict[str, Any]] = LEFT_TO_D if left else HANDED_OVER
+    bodies = LEFT_TO_D if left else HANDED_OVER
     p, d = prefill_engine(), decode_engine()
     with routed(p, d) as url:
         for body in bodies:
@@ -230,6 +230,15 @@ def test_responses_go_through_both_legs() -> None:
         {"input": "x", "max_output_tokens": 1, "stream": False, "store": False, "kv_transfer_params": PREFILL_TAG}
     ]
     assert d.seen[0][0] == body | {"kv_transfer_params": PARAMS} and len(d.seen) == 3
+
+
+def test_a_response_is_asked_for_by_its_name_only() -> None:
+    raw = RawEngine("D", lambda connection, number: None)
+    with raw.running() as raw_url, served(App(make_router([], [raw_url]))) as url:
+        for path, status in (("resp_1", 200), ("resp_1/cancel", 200), ("..%2fx", 404), ("a%0d%0ab", 404), ("a/b", 404)):
+            method = "POST" if "cancel" in path else "GET"
+            assert httpx.request(method, f"{url}/v1/responses/{path}", trust_env=False).status_code == status, path
+    assert len(raw.seen) == 2
 
 
 # --- streams

@@ -210,6 +210,17 @@ def test_a_request_is_asked_once_all_of_it_has_left() -> None:
         asyncio.run(go(url))
 
 
+def test_a_large_request_is_not_written_before_its_last_piece() -> None:
+    async def go() -> None:
+        progress = RequestProgress()
+        pieces = http_client._written([memoryview(b"x" * (3 << 20))], progress)
+        await anext(pieces)
+        assert not progress.written
+        assert [len(piece) async for piece in pieces] == [1 << 20] * 2 and progress.written
+
+    asyncio.run(go())
+
+
 def test_a_connection_that_the_server_has_closed_is_not_used_again() -> None:
     """Also where the event loop has not seen its end: a request on it would be lost, and could not be sent again."""
     connections, close, closed = [], threading.Event(), threading.Event()
