@@ -162,12 +162,16 @@ class App:
 
     async def _complete(self, http: web.BaseRequest) -> web.StreamResponse:
         router, metrics = self._router, self._router.metrics
-        began, status, gone = router.clock(), 499, False
+        began, gone = router.clock(), False
         asked: ClientRequest | None = None
         reply: Reply | None = None
         metrics.in_flight += 1
         try:
-            self._check_room()
+            for most, status in ((self._limits.requests, 429), (self._limits.served, 503)):  # 503: of descriptors
+                if metrics.in_flight > most:
+                    message = f"{most} requests are in flight, for no more is there room; try again"
+                    raise RefusedError(status, message, retry_after="1")
+            status = 499
             asked = await self._read(http)
             reply = Reply(router, asked, http)
             response = await router.answer(asked, reply)
@@ -195,16 +199,6 @@ class App:
             if asked is not None:
                 end_request(asked.span, None if gone else status, first, asked.broken)
                 asked.drop()
-
-    def _check_room(self) -> None:
-        """Raises RefusedError."""
-        limits, count = self._limits, self._router.metrics.in_flight
-        if count > limits.requests:
-            message = f"{limits.requests} requests are in flight, which is the router's limit; try again"
-            raise RefusedError(429, message, retry_after="1")
-        if count > limits.served:
-            message = f"the router has descriptors for {limits.served} requests, and they are in flight; try again"
-            raise RefusedError(503, message, retry_after="1")
 
     async def _read(self, http: web.BaseRequest) -> ClientRequest:
         """Raises RefusedError."""
@@ -317,10 +311,5 @@ def page() -> str:
 
 def _headers(request: web.BaseRequest) -> dict[str, str]:
     """Those for an engine. One that came several times is one list."""
-    headers: dict[str, str] = {}
-    for given, value in request.headers.items():
-        name = given.lower()
-        if name not in OWN_HEADERS:
-            between = "; " if name == "cookie" else ", "
-            headers[name] = f"{headers[name]}{between}{value}" if name in headers else value
-    return headers
+    given = {name.lower() for name in request.headers} - OWN_HEADERS
+    return {name: ("; " if name == "cookie" else ", ").join(request.headers.getall(name)) for name in given}

@@ -14,6 +14,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from typing import Any
 
@@ -74,17 +75,18 @@ class _Protocol(aiohttp.client_proto.ResponseHandler):
         return bool(closed.poll(0))
 
 
+@dataclass
 class RequestProgress:
-    """How far one request has come."""
+    """How far one request has come. ``answered``: a byte of the answer was received. ``written``: all of the request
+    was given to the connection."""
 
-    def __init__(self) -> None:
-        self.reset()
+    connection: _Protocol | None = None
+    answered: bool = False
+    written: bool = True
 
     def reset(self) -> None:
         """Nothing is sent yet."""
-        self.connection: _Protocol | None = None
-        self.answered, self.written = False, True
-        """A byte of the answer was received; all of the request was given to the connection."""
+        self.connection, self.answered, self.written = None, False, True
 
     @property
     def asked(self) -> bool:

@@ -112,8 +112,8 @@ class Prefilled:
 
 @dataclass
 class Decoded:
-    """D's answer: its head, and its whole ``body``, or where that is None its ``pieces``, of which the first has been
-    received. Close it."""
+    """D's answer: its head, and its whole ``body``, or where that is None its ``first`` piece and the ``pieces`` that
+    follow. Close it."""
 
     engine: Engine
     answer: Answer
@@ -121,6 +121,7 @@ class Decoded:
     pieces: AsyncIterator[bytes]
     seat: Seat
     span: LegSpan
+    first: bytes = b""
 
     def close(self) -> None:
         self.answer.close()
@@ -301,7 +302,7 @@ class Legs:
             seat.release()
             raise
 
-        return Decoded(seat.engine, answer, None, _with(first, pieces), seat, span)
+        return Decoded(seat.engine, answer, None, pieces, seat, span, first)
 
     def broke_off(self, asked: ClientRequest, decoded: Decoded, error: HttpError) -> str:
         """Why an answer ends that D did not end."""
@@ -340,9 +341,3 @@ async def ended(leg: asyncio.Task[Decoded]) -> None:
 
 def why(error: BaseException) -> str:
     return str(error) or type(error).__name__
-
-
-async def _with(first: bytes, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    yield first
-    async for piece in pieces:
-        yield piece

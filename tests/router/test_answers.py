@@ -16,7 +16,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
 from kvferry.router.app import App
-from kvferry.router.request_bodies import MAX_BRACKETS, NOT_JSON, PREFILL_TAG, SMALL_BYTES, WINDOW_BYTES, members
+from kvferry.router.request_bodies import (
+    MAX_BRACKETS,
+    NOT_JSON,
+    PREFILL_TAG,
+    SMALL_BYTES,
+    WINDOW_BYTES,
+    encoded,
+    members,
+)
 from tests.router.stand_ins import PARAMS, Engine, ask, decode_engine, make_router, prefill_engine, routed, served
 from tests.router.test_at_once import Served, at_once
 from tests.router.test_connections import RawEngine
@@ -312,6 +320,7 @@ def test_a_large_body_is_taken_apart_and_sent_as_a_small_one_is(value: Any) -> N
     assert len(content) > SMALL_BYTES and {k: json.loads(bytes(v)) for k, v in members(content).items()} == json.loads(
         content
     )
+    assert (encoded(members(content)) is None) == (len(content) > WINDOW_BYTES + 1000), "no copy of it is made"
     with routed(p, d) as url:
         assert post(url, content).json() == {"text": "from D"}
     assert d.seen[0][0] == json.loads(content) | {"kv_transfer_params": PARAMS} and p.seen[0][0]["prompt"] == value
