@@ -7,7 +7,7 @@ import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -205,7 +205,7 @@ class App:
         content = bytearray()
         try:
             try:
-                async with asyncio.timeout(BODY_SECONDS):
+                async with nullcontext() if http.content.is_eof() else asyncio.timeout(BODY_SECONDS):
                     await self._receive(http, content)
                 small = len(content) <= SMALL_BYTES
                 body: Body = members(content) if small else await asyncio.to_thread(members, content)

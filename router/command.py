@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import logging
 import resource
 import signal
@@ -87,6 +88,7 @@ async def _serve(app: App, host: str, port: int, engines: EnginePool) -> None:
     await app.start()
     p, d = (len(engines.of(role)) for role in (Role.PREFILL, Role.DECODE))
     log.info("serving on http://%s:%d: %d P, %d D", f"[{host}]" if ":" in host else host, port, p, d)
+    gc.freeze()  # what was made until now stays
     await over.wait()
     for number in (signal.SIGTERM, signal.SIGINT):  # the second one ends it at once
         loop.remove_signal_handler(number)

@@ -19,6 +19,7 @@ from functools import cache, lru_cache, partial
 from typing import Any
 
 import aiohttp
+from multidict import CIMultiDict
 from yarl import URL
 
 from kvferry.router.request_bodies import WINDOW_BYTES, Body, encoded, pieces_of
@@ -185,15 +186,17 @@ class HttpClient:
         progress = progress or RequestProgress()
         progress.reset()
         _progress.set(progress)
-        sent: dict[str, str] = {name: v for name, v in (headers or {}).items() if name != "content-type"}
+        sent: CIMultiDict[str] = CIMultiDict(headers or {})
         data: Any = None
         if body is not None:
             sent["content-type"] = "application/json"
-            data = encoded(body)
-            if data is None:
+            content = encoded(body)
+            if content is None:
                 pieces = [memoryview(piece) for piece in pieces_of(body)]
                 sent["content-length"] = str(sum(map(len, pieces)))
                 data = _written(pieces, progress)
+            else:
+                data = aiohttp.BytesPayload(content, content_type="application/json")
         how: dict[str, Any] = {"headers": sent, "timeout": _timeout(connect), "allow_redirects": False}
         try:
             return Answer(await self._session.request(method, _url(base + path), data=data, **how))
