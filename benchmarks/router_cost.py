@@ -3,10 +3,9 @@
     python benchmarks/router_cost.py [--rounds 20] [--json FILE]
 
 Stub engines, the router and the client are processes of their own, with kept connections on loopback. The stubs answer
-at once. Streams are relayed, as by default: P's token first, then D's events, each read and written anew. Own cost: one
-client, one request at a time, through the router and then, in the same round, both legs sent to the engines directly;
-the difference of the medians. Requests of one core: 16 clients at a time; requests divided by the time that the
-router's process has run on cores, because client and stubs share the machine.
+at once. Own cost: one client, one request at a time, through the router and then, in the same round, both legs sent to
+the engines directly; the difference of the medians. Requests of one core: 16 clients at a time; requests divided by the
+time that the router's process has run on cores, because client and stubs share the machine.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ an engine core and its worker spin while they wait for each other (``SpinConditi
 1 s after the last message), so a D that waits takes a core from P.
 
 Ways, in turn, each with a prompt of its own: P alone (the client asks P, and P decodes); both legs one after the other;
-both legs at once, where P offers it; each without and with the relay of P's first token. ``--variant NAME=JSON`` adds
-an engine pair with these settings of KVFerry, for both engines.
+both legs at once, where P offers it. ``--variant NAME=JSON`` adds an engine pair with these settings of KVFerry, for
+both engines.
 
 Columns, medians over the turns: the client's time to the first token, how much later than that of P alone in the same
 turn, and to the second; P's time from the begin of the prompt's first step to the end of its last one, and the median

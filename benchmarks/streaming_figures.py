@@ -110,7 +110,7 @@ def targets(rows: Sequence[Row]) -> list[Row]:
     found = {(row["name"], row["tokens"], row["gb_per_s"], row["way"]): row for row in rows}
     verdicts: list[Row] = []
     for name, tokens, rate in dict.fromkeys((row["name"], row["tokens"], row["gb_per_s"]) for row in rows):
-        cell = {way: found[name, tokens, rate, way] for way in (SERIAL, AT_ONCE, f"{AT_ONCE}, relay", ALONE)
+        cell = {way: found[name, tokens, rate, way] for way in (SERIAL, AT_ONCE, ALONE)
                 if (name, tokens, rate, way) in found}  # fmt: skip
         if not name.startswith(OURS_NAME) or AT_ONCE not in cell:
             continue
@@ -138,10 +138,6 @@ def _of_cell(cell: dict[str, Row], theirs: Row | None, tokens: int) -> list[Row]
             _at_least("share of the bytes at D when P's last step ends", at_once["before_end"], 0.95),
             _at_most(what, at_once["first_ms"], limit),
         ]
-    relay = cell.get(f"{AT_ONCE}, relay")
-    if relay is not None:
-        what = "first token with relay: that of P alone and 2 ms, ms"
-        verdicts.append(_at_most(what, relay["first_ms"], alone["first_ms"] + 2))
     verdicts.append(_at_most("P's prefill slower than alone, %", at_once["prefill_slower_percent"], 1))
     if theirs is not None and tokens >= 8000:
         share = at_once["first_ms"] / theirs["first_ms"]

@@ -25,13 +25,7 @@ from tests.support.tiny_model import ModelSpec
 OURS, PULL, PUSH = "KVFerryConnector", "NixlPullConnector", "NixlPushConnector"
 OURS_NAME, PULL_NAME, PUSH_NAME = "KVFerry", "NIXL, pull", "NIXL, push"
 ALONE, SERIAL, AT_ONCE = "P alone", "serial", "at once"
-WAYS = {
-    ALONE: None,
-    SERIAL: ("--serial", "--no-relay"),
-    f"{SERIAL}, relay": ("--serial",),
-    AT_ONCE: ("--no-relay",),
-    f"{AT_ONCE}, relay": (),
-}
+WAYS = {ALONE: None, SERIAL: ("--serial",), AT_ONCE: ()}
 """The arguments of the router; None: the client asks P, which decodes. At once, the KV leaves while P computes."""
 ANSWER_TOKENS = 6
 SETTLE_SECONDS = 0.3
@@ -190,8 +184,8 @@ def open_ways(group: ServerGroup, engines: Engines, host: str = "127.0.0.1") -> 
     for way, options in WAYS.items():
         if options is None:
             engines.urls[way] = engines.prefill.url
-        elif at_once or way == SERIAL:  # P's first token is relayed where both connectors are KVFerry's
-            name = f"router-{way.replace(', ', '-').replace(' ', '-')}"
+        elif at_once or way == SERIAL:
+            name = f"router-{way.replace(' ', '-')}"
             router = group.router(engines.prefill, engines.decode, host=host, arguments=options, name=name)
             engines.urls[way] = router.url
 

@@ -232,7 +232,6 @@ def router(
     host: Annotated[str, typer.Option(help="address to bind to")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="port to bind to")] = 9000,
     serial: Annotated[bool, typer.Option("--serial", help="ask D only when P has answered")] = False,
-    relay: Annotated[bool, typer.Option("--relay/--no-relay", help="give the client P's token")] = True,
     connect_timeout: Annotated[float, typer.Option(help="seconds for a connection to an engine")] = 3.0,
     prefill_timeout: Annotated[float, typer.Option(help="seconds for P's answer, then decode only")] = 120.0,
     abandoned_prefill_timeout: Annotated[float, typer.Option(help="seconds for P's answer, client gone")] = 10.0,
@@ -251,7 +250,7 @@ def router(
         _wrong_usage(f"the router needs {error.name}: pip install 'kvferry[router]'")
     try:
         command.router(
-            prefill or (), decode or (), engines_file, host=host, port=port, serial=serial, relay=relay,
+            prefill or (), decode or (), engines_file, host=host, port=port, serial=serial,
             timeouts=(connect_timeout, prefill_timeout, abandoned_prefill_timeout), health_interval=health_interval,
             max_requests=max_requests, max_body_mib=max_body_mib, admin_token_file=admin_token_file,
             otlp_traces_endpoint=otlp_traces_endpoint,

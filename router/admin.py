@@ -6,31 +6,24 @@ import hmac
 from typing import Any
 
 import msgspec
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from aiohttp import web
 
 from kvferry.router.engines import EngineEvent, Role
 from kvferry.router.legs import log
 from kvferry.router.request_bodies import NOT_JSON
-from kvferry.router.router import Router, error_response
+from kvferry.router.router import Router, error_response, json_response
 from kvferry.transport.errors import UsageError, quoted_url
 
 MAX_BODY_BYTES = 64 << 10
 
 
 class Change(msgspec.Struct, forbid_unknown_fields=True):
-    """What ``POST`` sends. ``role``: of a new engine, or the new role of a known one. ``drain``: it gets no new
-    requests from now on; without it, it gets them again."""
+    """What ``POST`` and ``DELETE`` send. ``role``: of a new engine, or the new role of a known one. ``drain``: it gets
+    no new requests from now on; without it, it gets them again."""
 
     url: str
     role: Role | None = None
     drain: bool = False
-
-
-class Removal(msgspec.Struct, forbid_unknown_fields=True):
-    """What ``DELETE`` sends."""
-
-    url: str
 
 
 class Admin:
@@ -39,31 +32,31 @@ class Admin:
     def __init__(self, router: Router, token: str) -> None:
         self._router, self._token = router, token
 
-    async def serve(self, request: Request) -> Response:
+    async def serve(self, request: web.BaseRequest) -> web.Response:
         if request.method == "GET":
             return self._engines()
         if not self._token:
             return error_response(403, "engines cannot be changed: the router was started without --admin-token-file")
-        given = request.headers.get("authorization", "").removeprefix("Bearer ").encode("latin-1")
+        given = request.headers.get("authorization", "").removeprefix("Bearer ").encode(errors="replace")
         if not hmac.compare_digest(given, self._token.encode()):
             return error_response(401, "expected the header Authorization: Bearer TOKEN, with the admin token")
         content = bytearray()
-        async for piece in request.stream():
+        while piece := await request.content.readany():
             content += piece
             if len(content) > MAX_BODY_BYTES:
                 return error_response(413, f"the body has over {MAX_BODY_BYTES} bytes", connection="close")
         try:
+            change = msgspec.json.decode(content, type=Change)
             if request.method == "POST":
-                self._change(msgspec.json.decode(content, type=Change))
+                self._change(change)
             else:
-                self._apply(msgspec.json.decode(content, type=Removal).url, EngineEvent.REMOVE)
+                self._apply(change.url, EngineEvent.REMOVE)
         except (*NOT_JSON, UsageError) as error:
             return error_response(400, str(error))
-        self._router.forget_gone()
         return self._engines()
 
-    def _engines(self) -> Response:
-        return JSONResponse({"engines": self._router.metrics.status(self._router.clock())["engines"]})
+    def _engines(self) -> web.Response:
+        return json_response({"engines": self._router.metrics.status(self._router.clock())["engines"]})
 
     def _change(self, change: Change) -> None:
         """Raises UsageError."""

@@ -3,43 +3,56 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
-import msgspec
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
-from starlette.routing import Route
+from aiohttp import web
 
 from kvferry.router.admin import Admin
 from kvferry.router.engines import Role
 from kvferry.router.health import Checks, HealthChecks
 from kvferry.router.http_client import HttpError
-from kvferry.router.legs import ClientGoneError, ClientRequest, log, why
+from kvferry.router.legs import ClientRequest, log, why
 from kvferry.router.membership import Membership, Source
-from kvferry.router.request_bodies import NOT_JSON
-from kvferry.router.router import OWN_HEADERS, Router, error_response
+from kvferry.router.request_bodies import NOT_JSON, RESPONSES, SMALL_BYTES, Body, members
+from kvferry.router.router import OWN_HEADERS, Reply, Router, error_response, json_response, kept_headers
 from kvferry.router.spans import begin_request, end_request
-from kvferry.router.status_page import page
 
 BODY_SECONDS = 60.0
 """How long a client may take to send its request."""
-_OWN_HEADERS = {name.encode() for name in OWN_HEADERS}
+HEAD_SECONDS = 20.0
+"""How long a connection may be without a request, or with less than the head of one."""
+HEAD_BYTES = 64 << 10
+"""Bound on each line of a request's head."""
+TICK_SECONDS = 1.0
+BACKLOG = 128
+"""Connections that may wait to be accepted."""
+FAULT_SECONDS = 30.0
+"""For so long ``/health`` names a fault of this machine."""
+_RESPONSE = re.compile(r"/v1/responses/[A-Za-z0-9_-]{1,128}(/cancel)?")
+NEVER_SENT = ("kv_transfer_params", "ec_transfer_params")
+"""They name hosts that an engine would connect to."""
+Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
 @dataclass(frozen=True)
 class Limits:
     """``requests``: in flight, of all clients together. ``body_bytes``: of one request; ``all_body_bytes``: of all
-    requests in flight, at least those of one."""
+    requests in flight, at least those of one. ``idle``: connections without a request; ``served``: requests for which
+    the process has descriptors."""
 
     requests: int = 4096
     body_bytes: int = 64 << 20
-    all_body_bytes: int = 1 << 30
+    all_body_bytes: int = 256 << 20
+    idle: int = 4096
+    served: int = 4096
 
 
 class RefusedError(Exception):
@@ -50,202 +63,253 @@ class RefusedError(Exception):
         self.status, self.headers = status, headers
 
 
-class Completions:
-    """The ASGI application that answers completions and chat completions."""
-
-    def __init__(self, router: Router, limits: Limits) -> None:
-        self._router, self._limits = router, limits
-        self._body_bytes = 0  # of all requests that are not over
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        router, metrics = self._router, self._router.metrics
-        began, first_byte, status, gone = router.clock(), None, 499, False
-
-        async def noted(message: Any) -> None:
-            nonlocal first_byte, status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            elif first_byte is None:
-                first_byte = router.clock() - began
-            await send(message)
-
-        asked: ClientRequest | None = None
-        metrics.in_flight += 1
-        try:
-            try:
-                if metrics.in_flight > self._limits.requests:
-                    message = f"{self._limits.requests} requests are in flight, which is the router's limit; try again"
-                    raise RefusedError(429, message, retry_after="1")
-                asked = await self._read(scope, receive)
-                await (await router.answer(asked))(scope, receive, noted)
-            except RefusedError as error:
-                refusal = error_response(error.status, str(error), connection="close", **error.headers)
-                await refusal(scope, receive, noted)
-        except ClientGoneError:
-            gone = True
-            if asked is None:
-                log.info("a client is gone before its request was read")
-            else:
-                log.info("%s: the client is gone", asked.id)
-        except Exception:
-            log.exception("a request failed by a fault of the router")
-            if asked is not None:
-                asked.broken = "the router failed; its log says why"
-            if status == 499:
-                await error_response(500, "the router failed; its log says why")(scope, receive, noted)
-        finally:
-            metrics.in_flight -= 1
-            now = router.clock()
-            metrics.answered(status, now, first_byte, now - began)
-            if asked is not None:
-                end_request(asked.span, None if gone else status, first_byte, asked.broken)
-                asked.gone.cancel()
-                asked.drop()
-            router.forget_gone()
-
-    async def _read(self, scope: Any, receive: Any) -> ClientRequest:
-        """Raises ClientGoneError, RefusedError."""
-        headers: dict[str, str] = {}
-        request_id = ""
-        for raw_name, raw_value in scope["headers"]:
-            if raw_name == b"x-request-id":
-                request_id = raw_value.decode("latin-1")
-            if raw_name not in _OWN_HEADERS:
-                name, value = raw_name.decode("latin-1"), raw_value.decode("latin-1")
-                headers[name] = f"{headers[name]}, {value}" if name in headers else value
-        headers["x-request-id"] = request_id or uuid.uuid4().hex
-        with ExitStack() as held:
-            try:
-                async with asyncio.timeout(BODY_SECONDS):
-                    content = await self._content(receive, held)
-            except TimeoutError:
-                raise RefusedError(408, f"the body did not arrive in {BODY_SECONDS:g} s") from None
-            try:
-                body = msgspec.json.decode(content)
-            except NOT_JSON as error:
-                raise RefusedError(400, f"the body is not a JSON object: {why(error)}") from None
-            if not isinstance(body, dict):
-                raise RefusedError(400, f"the body is not a JSON object but of type {type(body).__name__}")
-            body.pop("kv_transfer_params", None)
-            span = begin_request(self._router.tracer, headers, scope["path"])
-            asked = ClientRequest(scope["path"], body, headers, asyncio.ensure_future(_gone(receive)), span)
-            asked.over = held.pop_all().close
-        asked.hold()
-        return asked
-
-    async def _content(self, receive: Any, held: ExitStack) -> bytes:
-        """Until ``held`` closes, its bytes count among those of all bodies."""
-        pieces, size, limits = [], 0, self._limits
-        most = max(limits.all_body_bytes, limits.body_bytes)
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ClientGoneError
-            pieces.append(message.get("body", b""))
-            size += len(pieces[-1])
-            self._count(len(pieces[-1]))
-            held.callback(self._count, -len(pieces[-1]))
-            if size > limits.body_bytes:
-                raise RefusedError(413, f"the body has over {limits.body_bytes} bytes, which is the router's limit")
-            if self._body_bytes > most:
-                text = f"the bodies of all requests have over {most} bytes, which is the router's limit; try again"
-                raise RefusedError(503, text, retry_after="1")
-            if not message.get("more_body"):
-                return b"".join(pieces)
-
-    def _count(self, body_bytes: int) -> None:
-        self._body_bytes += body_bytes
-
-
-async def _gone(receive: Any) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-def make_app(
-    router: Router,
-    *,
-    limits: Limits | None = None,
-    checks: Checks | None = None,
-    sources: Sequence[Source] = (),
-    admin_token: str = "",
-) -> Starlette:
-    """The application.
+class App:
+    """What a router serves: bind, start, and stop it.
 
     Args:
         checks: None: engines' health is not checked.
         sources: what names engines at run time.
         admin_token: who shows it may change the engines; empty: nobody.
     """
-    membership = Membership(router, sources)
-    admin = Admin(router, admin_token)
 
-    @asynccontextmanager
-    async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        await membership.look()
-        health = None if checks is None else HealthChecks(router, checks)
-        loops = [asyncio.ensure_future(membership.watch())] if sources else []
-        if health is not None:
-            await health.first_round()
-            loops.append(asyncio.ensure_future(health.watch()))
+    def __init__(
+        self, router: Router, *, limits: Limits | None = None, checks: Checks | None = None,
+        sources: Sequence[Source] = (), admin_token: str = "",
+    ) -> None:  # fmt: skip
+        self._router, self._limits = router, limits or Limits()
+        self._membership = Membership(router, sources)
+        self._health = None if checks is None else HealthChecks(router, checks)
+        self._body_bytes = 0  # of all requests that are not over
+        self._idle: dict[Any, float] = {}
+        """Connections without a request, and since when."""
+        self._loops: list[asyncio.Task[None]] = []
+        admin = Admin(router, admin_token)
+        self._routes: dict[str, dict[str, Handler]] = {
+            "/v1/completions": {"POST": self._complete},
+            "/v1/chat/completions": {"POST": self._complete},
+            RESPONSES: {"POST": self._complete},
+            "/v1/models": {"GET": self._pass_on},
+            "/health": {"GET": self._say_health},
+            "/metrics": {"GET": self._say_metrics},
+            "/router/status": {"GET": self._say_status},
+            "/router/engines": dict.fromkeys(("GET", "POST", "DELETE"), admin.serve),
+            "/": {"GET": self._show_page},
+        }
+
+    async def bind(self, **where: Any) -> None:
+        """``where``: host and port, or sock, as ``loop.create_server`` takes them. Raises OSError, UnicodeError."""
+        self._server = _Server(
+            self._serve, self._idle, handler_cancellation=True, access_log=None, auto_decompress=False, logger=log,
+            keepalive_timeout=HEAD_SECONDS, max_line_size=HEAD_BYTES, max_field_size=HEAD_BYTES,
+        )  # fmt: skip
+        make = asyncio.get_running_loop().create_server
+        self._listeners = await make(self._server, **where, start_serving=False, backlog=BACKLOG)
+
+    async def start(self) -> None:
+        """Accept connections, once the engines are known."""
+        await self._membership.look()
+        self._loops.append(asyncio.ensure_future(self._membership.watch()))
+        if self._health is not None:
+            await self._health.round()
+            self._loops.append(asyncio.ensure_future(self._health.watch()))
+        self._loops.append(asyncio.ensure_future(self._watch_idle()))
+        await self._listeners.start_serving()
+
+    async def stop(self) -> None:
+        """No new connections; return when all requests have ended, and all leases that are to be released."""
+        self._listeners.close()
+        self._server.pre_shutdown()
+        await self._server.shutdown(None)
+        if self._router.tasks:
+            await asyncio.wait(set(self._router.tasks), timeout=self._router.timeouts.abandoned_prefill)
+        for loop in self._loops:
+            loop.cancel()
+            with suppress(asyncio.CancelledError):
+                await loop
+        await self._router.http.close()
+        if self._router.tracer is not None:
+            await asyncio.to_thread(self._router.tracer.close)
+
+    async def _watch_idle(self) -> None:
+        """Close what holds descriptors for nothing, the oldest first, where there are many."""
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            old = time.monotonic() - TICK_SECONDS
+            while len(self._idle) > self._limits.idle and next(iter(self._idle.values())) < old:
+                connection = next(iter(self._idle))
+                del self._idle[connection]
+                connection.force_close()
+
+    async def _serve(self, request: web.BaseRequest) -> web.StreamResponse:
+        self._idle.pop(request.protocol, None)
         try:
-            yield
+            handlers = self._routes.get(request.path)
+            if request.method == "OPTIONS" and handlers is not None:
+                return await self._pass_on(request)  # CORS is the engines' to decide
+            if handlers is None and _RESPONSE.fullmatch(request.path):
+                return await self._pass_on(request)
+            if handlers is None:
+                return error_response(404, f"there is no {request.path[:200]}; see docs/routers.md")
+            handler = handlers.get("GET" if request.method == "HEAD" else request.method)
+            if handler is None:
+                return error_response(405, f"{request.path} takes {', '.join(handlers)}", allow=", ".join(handlers))
+            return await handler(request)
         finally:
-            if router.tasks:  # leases that are still to be released
-                await asyncio.wait(set(router.tasks), timeout=router.timeouts.abandoned_prefill)
-            for loop in loops:
-                loop.cancel()
-                with suppress(asyncio.CancelledError):
-                    await loop
-            router.http.close()
-            if router.tracer is not None:
-                await asyncio.to_thread(router.tracer.close)
+            if request.transport is not None:
+                self._idle[request.protocol] = time.monotonic()
 
-    async def health(request: Request) -> Response:
-        """200 while a decode engine is up; ``degraded`` where no prefill engine is."""
-        up = {role: {e.url: e.usable(router.clock()) for e in router.engines.of(role)} for role in Role}
-        ok = any(up[Role.DECODE].values())
-        status = "down" if not ok else "ok" if any(up[Role.PREFILL].values()) else "degraded"
-        return JSONResponse({"status": status} | up, 200 if ok else 503)
+    # --- completions
 
-    async def models(request: Request) -> Response:
-        """What the decode engines serve."""
+    async def _complete(self, http: web.BaseRequest) -> web.StreamResponse:
+        router, metrics = self._router, self._router.metrics
+        began, gone = router.clock(), False
+        asked: ClientRequest | None = None
+        reply: Reply | None = None
+        metrics.in_flight += 1
+        try:
+            for most, status in ((self._limits.requests, 429), (self._limits.served, 503)):  # 503: of descriptors
+                if metrics.in_flight > most:
+                    message = f"{most} requests are in flight, for no more is there room; try again"
+                    raise RefusedError(status, message, retry_after="1")
+            status = 499
+            asked = await self._read(http)
+            reply = Reply(router, asked, http)
+            response = await router.answer(asked, reply)
+            status = response.status
+            return response
+        except RefusedError as error:
+            status = error.status
+            return error_response(error.status, str(error), connection="close", **error.headers)
+        except (asyncio.CancelledError, ConnectionError):
+            gone = True
+            log.info("%s: the client is gone", "a request that was not read" if asked is None else asked.name)
+            raise
+        except Exception:
+            log.exception("a request failed by a fault of the router")
+            status, said = 500, "the router failed; its log says why"
+            if asked is None or reply is None:
+                return error_response(500, said)
+            asked.broken = said
+            return await reply.fail(500, said)
+        finally:
+            metrics.in_flight -= 1
+            now = router.clock()
+            first = None if reply is None or reply.first is None else reply.first - began
+            metrics.answered(status, now, first, now - began)
+            if asked is not None:
+                end_request(asked.span, None if gone else status, first, asked.broken)
+                asked.drop()
+
+    async def _read(self, http: web.BaseRequest) -> ClientRequest:
+        """Raises RefusedError."""
+        content = bytearray()
+        try:
+            try:
+                async with nullcontext() if http.content.is_eof() else asyncio.timeout(BODY_SECONDS):
+                    await self._receive(http, content)
+                small = len(content) <= SMALL_BYTES
+                body: Body = members(content) if small else await asyncio.to_thread(members, content)
+            except TimeoutError:
+                raise RefusedError(408, f"the body did not arrive in {BODY_SECONDS:g} s") from None
+            except NOT_JSON as error:
+                raise RefusedError(400, f"the body is not a JSON object: {why(error)}") from None
+            for name in NEVER_SENT:
+                body.pop(name, None)
+            headers = _headers(http)
+            given = http.headers.get("x-request-id", "").encode(errors="ignore").decode()
+            headers["x-request-id"] = given or uuid.uuid4().hex
+            span = begin_request(self._router.tracer, headers, http.path)
+            asked = ClientRequest(http.path, body, headers, span, over=partial(self._count, -len(content)))
+        except BaseException:
+            self._count(-len(content))
+            raise
+        asked.hold()
+        return asked
+
+    async def _receive(self, http: web.BaseRequest, content: bytearray) -> None:
+        """Its bytes count among those of all bodies, until the caller says otherwise. Raises RefusedError."""
+        limits = self._limits
+        most = max(limits.all_body_bytes, limits.body_bytes)
+        if http.headers.get("expect", "").lower() == "100-continue":
+            await http.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        while piece := await http.content.readany():
+            content += piece
+            self._count(len(piece))
+            if len(content) > limits.body_bytes:
+                raise RefusedError(413, f"the body has over {limits.body_bytes} bytes, which is the router's limit")
+            if self._body_bytes > most:
+                text = f"the bodies of all requests have over {most} bytes, which is the router's limit; try again"
+                raise RefusedError(503, text, retry_after="1")
+
+    def _count(self, body_bytes: int) -> None:
+        self._body_bytes += body_bytes
+
+    # --- all else
+
+    async def _pass_on(self, request: web.BaseRequest) -> web.StreamResponse:
+        """The answer of a D."""
+        router = self._router
         seat = router.engines.take_decode(router.clock())
         if seat is None:
             return error_response(503, "no decode engine takes requests; see /health")
-        headers = {k: v for k, v in request.headers.items() if k not in OWN_HEADERS}
         try:
-            url, connect = seat.engine.url, router.timeouts.connect
-            answer = await router.http.send("GET", url, "/v1/models", headers=headers, connect=connect, silence=10.0)
-            return Response(await answer.body(), answer.status, media_type="application/json")
+            how: dict[str, Any] = {"headers": _headers(request), "connect": router.timeouts.connect}
+            answer = await router.http.send(request.method, seat.engine.url, request.path, **how)
+            try:
+                body = await answer.body()
+            finally:
+                answer.close()
+            return web.Response(body=body, status=answer.status, headers=kept_headers(answer))
         except HttpError as error:
             return error_response(502, f"decode engine {seat.engine.url} failed: {why(error)}")
         finally:
             seat.release()
 
-    async def metrics(request: Request) -> Response:
-        return Response(router.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    async def _say_health(self, request: web.BaseRequest) -> web.StreamResponse:
+        """200 while a decode engine is up; ``degraded`` where no prefill engine is."""
+        router = self._router
+        up: dict[str, Any] = {role: {e.url: e.usable(router.clock()) for e in router.engines.of(role)} for role in Role}
+        ok = any(up[Role.DECODE].values())
+        status = "down" if not ok else "ok" if any(up[Role.PREFILL].values()) else "degraded"
+        if time.monotonic() - router.http.own_fault_at < FAULT_SECONDS:
+            up["router"] = f"no connection to spare: {router.http.own_fault}"
+        return json_response({"status": status} | up, 200 if ok else 503)
 
-    async def status(request: Request) -> Response:
-        return JSONResponse(router.metrics.status(router.clock()))
+    async def _say_metrics(self, request: web.BaseRequest) -> web.StreamResponse:
+        kind = "text/plain; version=0.0.4; charset=utf-8"
+        return web.Response(body=self._router.metrics.text(), headers={"content-type": kind})
 
-    async def status_page(request: Request) -> Response:
+    async def _say_status(self, request: web.BaseRequest) -> web.StreamResponse:
+        return json_response(self._router.metrics.status(self._router.clock()))
+
+    async def _show_page(self, request: web.BaseRequest) -> web.StreamResponse:
         policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
-        return HTMLResponse(page(), headers={"content-security-policy": policy})
+        return web.Response(text=page(), content_type="text/html", headers={"content-security-policy": policy})
 
-    async def no_route(request: Request, error: Exception) -> Response:
-        code = error.status_code if isinstance(error, HTTPException) else 500
-        return error_response(code, f"{request.method} {request.url.path}: {getattr(error, 'detail', 'failed')}")
 
-    completions = Completions(router, limits or Limits())
-    routes = [
-        Route("/v1/completions", completions, methods=["POST"]),
-        Route("/v1/chat/completions", completions, methods=["POST"]),
-        Route("/v1/models", models),
-        Route("/health", health),
-        Route("/metrics", metrics),
-        Route("/router/status", status),
-        Route("/router/engines", admin.serve, methods=["GET", "POST", "DELETE"]),
-        Route("/", status_page),
-    ]
-    return Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: no_route})
+class _Server(web.Server):
+    """Notes which connections have no request."""
+
+    def __init__(self, handler: Any, idle: dict[Any, float], **options: Any) -> None:
+        super().__init__(handler, **options)
+        self._without_request = idle
+
+    def connection_made(self, handler: Any, transport: Any) -> None:
+        super().connection_made(handler, transport)
+        self._without_request[handler] = time.monotonic()
+
+    def connection_lost(self, handler: Any, exc: BaseException | None = None) -> None:
+        super().connection_lost(handler, exc)
+        self._without_request.pop(handler, None)
+
+
+@cache
+def page() -> str:
+    """Engines, rates and latencies of the router, from ``/router/status``."""
+    return Path(__file__).with_name("status.html").read_text(encoding="utf-8")
+
+
+def _headers(request: web.BaseRequest) -> dict[str, str]:
+    """Those for an engine. One that came several times is one list."""
+    given = {name.lower() for name in request.headers} - OWN_HEADERS
+    return {name: ("; " if name == "cookie" else ", ").join(request.headers.getall(name)) for name in given}

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
+import gc
 import logging
-import os
-import socket
+import resource
+import signal
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import uvicorn
+import uvloop
 
-from kvferry.router.app import Limits, make_app
+from kvferry.router.app import App, Limits
 from kvferry.router.engines import EnginePool, Role
 from kvferry.router.health import Checks
 from kvferry.router.legs import LegTimeouts, log
@@ -23,24 +25,15 @@ from kvferry.transport.errors import ConfigError, UsageError, check_positive, qu
 from kvferry.transport.tracing import open_tracer
 
 MIN_TOKEN_CHARS = 16
+OWN_DESCRIPTORS = 256
+"""For listeners, names, files, and connections that are refused."""
 
 
 def router(
-    prefill: Sequence[str],
-    decode: Sequence[str],
-    engines_file: Path | None,
-    *,
-    host: str,
-    port: int,
-    serial: bool,
-    relay: bool,
-    timeouts: tuple[float, float, float],
-    health_interval: float,
-    max_requests: int,
-    max_body_mib: int,
-    admin_token_file: Path | None,
-    otlp_traces_endpoint: str,
-) -> None:
+    prefill: Sequence[str], decode: Sequence[str], engines_file: Path | None, *, host: str, port: int, serial: bool,
+    timeouts: tuple[float, float, float], health_interval: float, max_requests: int, max_body_mib: int,
+    admin_token_file: Path | None, otlp_traces_endpoint: str,
+) -> None:  # fmt: skip
     """Serve until SIGTERM or Ctrl-C; requests in flight end first.
 
     Raises:
@@ -71,67 +64,46 @@ def router(
         tracer = open_tracer(otlp_traces_endpoint)
     except ConfigError as error:
         raise UsageError(str(error)) from None
-    listeners = _bound(host, port)
-    app = make_app(
-        Router(engines, LegTimeouts(*timeouts), serial=serial, relay=relay, tracer=tracer),
-        limits=Limits(max_requests, max_body_mib << 20),
-        checks=Checks(health_interval, timeout=health_interval),
-        sources=sources,
-        admin_token=token,
-    )
-    config = uvicorn.Config(app, log_level="warning", access_log=False, server_header=False)
+    app = App(
+        Router(engines, LegTimeouts(*timeouts), serial=serial, tracer=tracer),
+        limits=_limits(max_requests, max_body_mib << 20), checks=Checks(health_interval, timeout=health_interval),
+        sources=sources, admin_token=token,
+    )  # fmt: skip
+    with suppress(KeyboardInterrupt):
+        uvloop.run(_serve(app, host, port, engines))
+
+
+async def _serve(app: App, host: str, port: int, engines: EnginePool) -> None:
+    """Raises UsageError."""
+    over, loop = asyncio.Event(), asyncio.get_running_loop()
     try:
-        with suppress(KeyboardInterrupt):
-            _Server(config, engines, f"http://{f'[{host}]' if ':' in host else host}:{port}").run(listeners)
-    except OSError as error:  # another process was the first to listen at a port that both had bound
-        raise _not_bound(host, port, error) from None
-
-
-class _Server(uvicorn.Server):
-    """Logs the URL and the engines when it accepts connections."""
-
-    def __init__(self, config: uvicorn.Config, engines: EnginePool, url: str) -> None:
-        super().__init__(config)
-        self._engines, self._url = engines, url
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        p, d = (len(self._engines.of(role)) for role in (Role.PREFILL, Role.DECODE))
-        log.info("serving on %s: %d P, %d D", self._url, p, d)
-
-
-def _bound(host: str, port: int) -> list[socket.socket]:
-    """A socket for each address of ``host`` that this machine has, which does not listen yet. Raises UsageError: there
-    is none, or a port is in use."""
-    found: list[socket.socket] = []
-    try:
-        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        for family, kind, protocol, _, address in dict.fromkeys(addresses):
-            try:
-                one = socket.socket(family, kind, protocol)  # asyncio sets TCP_NODELAY only by the protocol
-            except OSError as error:
-                if error.errno == errno.EAFNOSUPPORT and len(addresses) > 1:
-                    continue  # localhost is ::1, too, on a machine without IPv6
-                raise
-            found.append(one)
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            one.bind(address)
-        if not found:
-            raise OSError(errno.EAFNOSUPPORT, os.strerror(errno.EAFNOSUPPORT))
+        await app.bind(host=host, port=port)
     except (OSError, UnicodeError) as error:
-        for each in found:
-            each.close()
-        raise _not_bound(host, port, error) from None
-    return found
+        if getattr(error, "errno", None) == errno.EADDRINUSE:
+            raise UsageError(f"port {port} of {host} is in use; give --port") from None
+        why = (error.strerror or str(error)) if isinstance(error, OSError) else "it is no name of a host"
+        raise UsageError(f"port {port} of {quoted(host)} cannot be bound: {why}; give --host or --port") from None
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, over.set)
+    await app.start()
+    p, d = (len(engines.of(role)) for role in (Role.PREFILL, Role.DECODE))
+    log.info("serving on http://%s:%d: %d P, %d D", f"[{host}]" if ":" in host else host, port, p, d)
+    gc.freeze()  # what was made until now stays
+    await over.wait()
+    for number in (signal.SIGTERM, signal.SIGINT):  # the second one ends it at once
+        loop.remove_signal_handler(number)
+    await app.stop()
 
 
-def _not_bound(host: str, port: int, error: OSError | UnicodeError) -> UsageError:
-    if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
-        return UsageError(f"port {port} of {host} is in use; give --port")
-    why = (error.strerror or str(error)) if isinstance(error, OSError) else "it is no name of a host"
-    return UsageError(f"port {port} of {quoted(host)} cannot be bound: {why}; give --host or --port")
+def _limits(requests: int, body_bytes: int) -> Limits:
+    """For as many descriptors as this process may have: of a request, its own connection and one for each leg, and
+    again so many that are kept; and as many connections without a request."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OWN_DESCRIPTORS + 5 * requests
+    soft = max(soft, wanted if hard == resource.RLIM_INFINITY else min(wanted, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    served = max(1, (soft - OWN_DESCRIPTORS) // 5)
+    return Limits(requests, body_bytes, idle=soft - OWN_DESCRIPTORS - 3 * served, served=served)
 
 
 def _check_endpoint(text: str) -> None:
@@ -146,6 +118,8 @@ def _check_endpoint(text: str) -> None:
 
 def _token(path: Path) -> str:
     try:
+        if path.stat().st_mode & 0o007:
+            raise UsageError(f"the admin token file {path} is open to every user of this machine: chmod o= {path}")
         token = path.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"the admin token file {path} cannot be read: {error}") from None

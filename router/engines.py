@@ -14,39 +14,33 @@ from __future__ import annotations
 
 import enum
 import itertools
+import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
+from kvferry.router.identities import Identity
 from kvferry.transport.errors import UsageError, quoted, quoted_url
 
 MAX_ENGINES = 1024
+REFUSALS = 3
+"""So many different requests that were answered with 5xx, none well between them, and an engine is passed over."""
+_HOST = re.compile(r"(?=.{1,253}$)[^.]{1,63}(\.[^.]{1,63})*\.?")
 
 
 class Role(enum.StrEnum):
-    PREFILL = "prefill"
-    DECODE = "decode"
+    PREFILL, DECODE = "prefill", "decode"
 
 
 class EngineState(enum.StrEnum):
-    JOINING = "joining"
-    UP = "up"
-    DOWN = "down"
-    DRAINING = "draining"
-    LEAVING = "leaving"
+    JOINING, UP, DOWN, DRAINING, LEAVING = "joining", "up", "down", "draining", "leaving"
 
 
 class EngineEvent(enum.IntEnum):
-    CHECK_PASSED = 0
-    """A health check passed."""
-    FAILED_OFTEN = 1
-    """Several health checks in a row failed."""
-    DRAIN = 2
-    """No new requests."""
-    RESUME = 3
-    """New requests again, once a health check has passed."""
-    REMOVE = 4
-    """No new requests, and gone once idle."""
+    """A health check passed, or several in a row failed; no new requests; new ones again, once a check has passed; no
+    new ones, and gone once idle."""
+
+    CHECK_PASSED, FAILED_OFTEN, DRAIN, RESUME, REMOVE = range(5)
 
 
 _S = EngineState
@@ -67,7 +61,7 @@ class Engine:
     """One engine. ``requests``: in flight, those whose KV cache it still hands over among them. ``loads``: what it
     computes, by the role that it had when it took the request: prompt tokens for P, requests for D. ``failed_checks``:
     in a row. ``passed_over_until``: by the clock of the caller. ``last_taken``: the number of its last request, of
-    all engines' requests."""
+    all engines' requests. ``refused``: the requests that it answered with 5xx since it last answered one well."""
 
     url: str
     role: Role
@@ -77,6 +71,11 @@ class Engine:
     failed_checks: int = 0
     passed_over_until: float = 0.0
     last_taken: int = 0
+    refused: set[int] = field(default_factory=set)
+    identity: Identity = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.identity = Identity(self.url)
 
     @property
     def load(self) -> float:
@@ -94,6 +93,7 @@ class Seat:
         self._role, self._weight, self._engines = engine.role, weight, engines
         self._computing = self._handing_over = True
         engine.requests += 1
+        engine.last_taken = next(engines.taken)
         engine.loads[engine.role] += weight
 
     def computed(self) -> None:
@@ -126,9 +126,7 @@ class EnginePool:
     def __init__(self, prefill: Collection[str] = (), decode: Collection[str] = (), *, cool_down: float = 5.0) -> None:
         self.cool_down = cool_down
         self._engines: dict[str, Engine] = {}
-        self._taken = itertools.count(1)
-        self.forgotten: list[str] = []
-        """URLs of engines that have gone since the caller last emptied the list."""
+        self.taken = itertools.count(1)
         for role, urls in ((Role.PREFILL, prefill), (Role.DECODE, decode)):
             for url in urls:
                 known = self._engines.get(engine_url(url))
@@ -171,7 +169,6 @@ class EnginePool:
     def forget_if_idle(self, engine: Engine) -> None:
         if engine.state is EngineState.LEAVING and engine.requests == 0 and self._engines.get(engine.url) is engine:
             del self._engines[engine.url]
-            self.forgotten.append(engine.url)
 
     # --- which engine takes a request
 
@@ -190,7 +187,7 @@ class EnginePool:
 
         found = self.usable(Role.PREFILL, now, but)
         best = min(found, key=lambda engine: (engine.load + own(engine), engine.last_taken), default=None)
-        return None if best is None else self.seat(best, own(best))
+        return None if best is None else Seat(best, own(best), self)
 
     def take_decode(self, now: float, but: Collection[Engine] = ()) -> Seat | None:
         """The D with the fewest requests. Where each has failed: the one that failed first. None: there is none that
@@ -200,18 +197,23 @@ class EnginePool:
             key=lambda e: (not e.usable(now), e.load if e.usable(now) else e.passed_over_until, e.last_taken),
             default=None,
         )
-        return None if best is None else self.seat(best, 1.0)
-
-    def seat(self, engine: Engine, weight: float) -> Seat:
-        """This engine takes the request."""
-        engine.last_taken = next(self._taken)
-        return Seat(engine, weight, self)
+        return None if best is None else Seat(best, 1.0, self)
 
     # --- what requests and health checks say
 
     def failed(self, engine: Engine, now: float) -> None:
-        """A request to the engine has failed: pass it over for a while."""
+        """The engine has lost a connection: pass it over for a while."""
         engine.passed_over_until = now + self.cool_down
+        engine.refused.clear()
+
+    def answered(self, engine: Engine, status: int, request: int, now: float) -> None:
+        """The engine answered a request, of this hash. One bad request is no fault of an engine, several are."""
+        if status < 500:
+            engine.refused.clear()
+            return
+        engine.refused.add(request)
+        if len(engine.refused) >= REFUSALS:
+            self.failed(engine, now)
 
     def checked(self, engine: Engine, passed: bool, threshold: int) -> bool:
         """The result of a health check. Whether the engine's state has changed."""
@@ -238,7 +240,7 @@ def engine_url(text: str) -> str:
     expected = f"{quoted(text)} is no URL of an engine; expected http://HOST:PORT"
     try:
         url = urlsplit(text.strip().rstrip("/"))
-        fits = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
+        fits = url.scheme in ("http", "https") and _HOST.fullmatch(url.hostname or "") and url.port != 0
     except ValueError as error:
         raise UsageError(f"{expected} ({error})") from None
     if not fits or url.query or url.fragment or any(ord(c) <= 32 or ord(c) > 126 for c in url.geturl()):

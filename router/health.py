@@ -7,7 +7,7 @@ import logging
 from dataclasses import dataclass
 
 from kvferry.router.engines import Engine
-from kvferry.router.http_client import HttpError
+from kvferry.router.http_client import HttpError, OwnFaultError
 from kvferry.router.router import Router
 
 log = logging.getLogger("kvferry.router")
@@ -29,28 +29,31 @@ class HealthChecks:
     def __init__(self, router: Router, checks: Checks) -> None:
         self._router, self._checks = router, checks
 
-    async def first_round(self) -> None:
+    async def round(self, threshold: int = 1) -> None:
         """Before the first request: an engine that does not answer is down at once."""
-        await asyncio.gather(*(self._check(engine, 1) for engine in self._router.engines))
+        await asyncio.gather(*(self._check(engine, threshold) for engine in self._router.engines))
 
     async def watch(self) -> None:
         """For ever."""
         while True:
             await asyncio.sleep(self._checks.interval)
-            await asyncio.gather(*(self._check(engine, self._checks.failures) for engine in self._router.engines))
+            await self.round(self._checks.failures)
 
     async def _check(self, engine: Engine, threshold: int) -> None:
         passed, what = await self._passes(engine.url)
-        if self._router.engines.checked(engine, passed, threshold):
+        if passed is not None and self._router.engines.checked(engine, passed, threshold):
             log.warning("%s engine %s is %s: %s", engine.role, engine.url, engine.state, what)
 
-    async def _passes(self, url: str) -> tuple[bool, str]:
+    async def _passes(self, url: str) -> tuple[bool | None, str]:
+        """None: nobody knows, because this machine has no connection to spare."""
         limit = self._checks.timeout
         try:
             async with asyncio.timeout(limit):
-                answer = await self._router.http.send("GET", url, "/health", connect=limit, silence=None)
+                answer = await self._router.http.send("GET", url, "/health", connect=limit)
                 await answer.body()
                 answer.close()
+        except OwnFaultError as error:
+            return None, str(error)
         except (HttpError, TimeoutError) as error:
             return False, str(error) or f"no answer of /health in {limit:g} s"
         return answer.status == 200, f"/health answered {answer.status}"

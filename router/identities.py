@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 log = logging.getLogger("kvferry.router")
@@ -16,41 +15,31 @@ CHANGES, CHANGES_SECONDS, DISTRUST_SECONDS = 2, 300.0, 600.0
 time of the third."""
 
 
-class Identities:
-    """By P's URL, the engine that last answered there, if D may be asked before P has answered."""
+class Identity:
+    """What D is told of a P before it has answered; None: P is asked serially. ``url``: of P."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._known: dict[str, dict[str, Any]] = {}
-        self._changed: dict[str, list[float]] = {}
-        self._distrusted: dict[str, float] = {}
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._known: dict[str, Any] | None = None
+        self._changed: list[float] = []
+        self._distrusted = 0.0
 
-    def get(self, url: str) -> dict[str, Any] | None:
-        return self._known.get(url) if self._distrusted.get(url, 0) <= self._clock() else None
+    def get(self, now: float) -> dict[str, Any] | None:
+        return self._known if self._distrusted <= now else None
 
-    def learn(self, url: str, params: dict[str, Any] | None) -> None:
+    def learn(self, params: dict[str, Any] | None, now: float) -> None:
         """P's answer had these ``kv_transfer_params``."""
-        before, now = self._known.pop(url, None), self._clock()
-        identity = identity_of(params)
-        if identity is not None:
-            self._known[url] = identity
-        if before is None or before == identity:
+        before, self._known = self._known, identity_of(params)
+        if before is None or before == self._known:
             return
-        changed = [*(at for at in self._changed.get(url, ()) if now - at < CHANGES_SECONDS), now]
-        self._changed[url] = changed
-        if len(changed) >= CHANGES:
-            self._distrusted[url] = now + DISTRUST_SECONDS
-            self._changed[url] = []
-            log.warning("several engines answer at %s: it is asked serially for %g s", url, DISTRUST_SECONDS)
+        self._changed = [*(at for at in self._changed if now - at < CHANGES_SECONDS), now]
+        if len(self._changed) >= CHANGES:
+            self._distrusted, self._changed = now + DISTRUST_SECONDS, []
+            log.warning("several engines answer at %s: it is asked serially for %g s", self._url, DISTRUST_SECONDS)
 
-    def failed(self, url: str) -> None:
+    def failed(self) -> None:
         """P failed: another engine may answer at its URL next."""
-        self._known.pop(url, None)
-
-    def forget(self, url: str) -> None:
-        """There is no such P any longer."""
-        for table in (self._known, self._changed, self._distrusted):
-            table.pop(url, None)
+        self._known = None
 
 
 def identity_of(params: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -28,9 +28,9 @@ MAX_FILE_BYTES = 1 << 20
 
 
 class Source(Protocol):
-    async def named(self) -> Named:
-        """Raises OSError, UsageError: it cannot be looked at now, and nothing changes."""
-        ...
+    """``named`` raises OSError, UsageError: it cannot be looked at now, and nothing changes."""
+
+    async def named(self) -> Named: ...
 
 
 class EnginesFile:
@@ -102,19 +102,16 @@ class Membership:
         self._named: dict[Source, Named] = {source: {} for source in sources}
         self._errors: dict[Source, str] = {}
 
-    async def look(self) -> None:
+    async def look(self, state: EngineState = EngineState.UP) -> None:
         """Once at all sources. Engines of the first look take requests at once."""
         for source in self._named:
-            await self._look_at(source, EngineState.UP)
-        self._router.forget_gone()
+            await self._look_at(source, state)
 
     async def watch(self) -> None:
         """For ever."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
-            for source in self._named:
-                await self._look_at(source, EngineState.JOINING)
-            self._router.forget_gone()
+            await self.look(EngineState.JOINING)
 
     async def _look_at(self, source: Source, state: EngineState) -> None:
         try:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import bisect
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any
 
-from kvferry.router.engines import EnginePool, Role
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+from kvferry.router.engines import EnginePool
 
 BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 """Upper bounds in seconds."""
@@ -17,23 +17,9 @@ RECENT_SECONDS, RECENT_REQUESTS = 60.0, 4096
 """What latencies of the status page are of."""
 
 
-@dataclass
-class LatencyHistogram:
-    counts: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS) + 1))
-    sum: float = 0.0
-
-    def observe(self, seconds: float) -> None:
-        self.counts[bisect.bisect_left(BUCKETS, seconds)] += 1
-        self.sum += seconds
-
-    def buckets(self) -> list[tuple[str, float]]:
-        """As Prometheus has them: cumulative."""
-        bounds = [*map(str, BUCKETS), "+Inf"]
-        return list(zip(bounds, map(float, accumulate(self.counts)), strict=True))
-
-
 class Metrics:
-    """Counts of one router. ``in_flight``: requests of clients."""
+    """Counts of one router. ``in_flight``: requests of clients. ``handovers``: requests by how D was asked, "serial",
+    "at_once" or "decode_only". ``failed_legs``: by the engine's role."""
 
     def __init__(self, engines: EnginePool) -> None:
         self._engines = engines
@@ -42,7 +28,11 @@ class Metrics:
         self.handovers: Counter[str] = Counter()
         self.failed_legs: Counter[str] = Counter()
         self.affinities: Counter[str] = Counter()
-        self.first_byte, self.whole = LatencyHistogram(), LatencyHistogram()
+        self._registry = registry = CollectorRegistry()
+        name, how = "kvferry_router_", dict[str, Any](buckets=BUCKETS, registry=registry)
+        self.first_byte = Histogram(name + "first_byte_seconds", "Seconds to the first byte of an answer", **how)
+        self.whole = Histogram(name + "request_seconds", "Seconds to the end of an answer", **how)
+        registry.register(self)
         self._recent: deque[tuple[float, float, float]] = deque(maxlen=RECENT_REQUESTS)
 
     def answered(self, status: int, now: float, first_byte: float | None, whole: float) -> None:
@@ -52,13 +42,6 @@ class Metrics:
             self.first_byte.observe(first_byte)
             self.whole.observe(whole)
             self._recent.append((now, first_byte, whole))
-
-    def handed_over(self, how: str) -> None:
-        """How D was asked: "serial", "at_once", "decode_only", or "prefill_only": not at all."""
-        self.handovers[how] += 1
-
-    def leg_failed(self, role: Role) -> None:
-        self.failed_legs[role] += 1
 
     def affinity(self, known: str | None, taken: str) -> None:
         """The P that has a prompt's prefix, if one is known, and the P that takes the prompt."""
@@ -86,15 +69,9 @@ class Metrics:
 
     def text(self) -> bytes:
         """The page of ``/metrics``."""
-        from prometheus_client import CollectorRegistry, generate_latest
-
-        registry = CollectorRegistry()
-        registry.register(self)
-        return generate_latest(registry)
+        return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Any]:
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-
         def counter(name: str, text: str, label: str, values: Iterable[tuple[Any, int]]) -> Any:
             family = CounterMetricFamily(f"kvferry_router_{name}", text, labels=[label])
             for value, count in sorted(values):
@@ -105,30 +82,21 @@ class Metrics:
         yield counter("handovers", "Requests by how D was asked", "how", self.handovers.items())
         yield counter("failed_legs", "Legs that failed, by the engine's role", "role", self.failed_legs.items())
         yield counter("prefix_affinity", "Choices of a P by prefix", "result", self.affinities.items())
-        for name, text, histogram in (
-            ("first_byte_seconds", "Seconds to the first byte of an answer", self.first_byte),
-            ("request_seconds", "Seconds to the end of an answer", self.whole),
-        ):
-            family = HistogramMetricFamily(f"kvferry_router_{name}", text)
-            family.add_metric([], histogram.buckets(), histogram.sum)
-            yield family
         yield GaugeMetricFamily("kvferry_router_in_flight", "Requests of clients in flight", self.in_flight)
-        now_labels = ["role", "url"]
-        up = GaugeMetricFamily("kvferry_router_engine_up", "1: takes requests by its state", labels=now_labels)
-        requests = GaugeMetricFamily("kvferry_router_engine_requests", "Requests in flight", labels=now_labels)
-        load = GaugeMetricFamily("kvferry_router_engine_load", "P: prompt tokens; D: requests", labels=now_labels)
-        for engine in self._engines:
-            labels = [engine.role.value, engine.url]
-            up.add_metric(labels, engine.state == "up")
-            requests.add_metric(labels, engine.requests)
-            load.add_metric(labels, engine.load)
-        yield from (up, requests, load)
+        told = {
+            "up": "1: takes requests by its state",
+            "requests": "in flight",
+            "load": "P: prompt tokens; D: requests",
+        }
+        for name, text in told.items():
+            family = GaugeMetricFamily(f"kvferry_router_engine_{name}", text, labels=["role", "url"])
+            for engine in self._engines:
+                value = engine.state == "up" if name == "up" else getattr(engine, name)
+                family.add_metric([engine.role.value, engine.url], value)
+            yield family
 
 
 def _quantiles(values: list[float]) -> dict[str, float | None]:
     """The middle, and the value that a twentieth exceeds; None: there are no values."""
     values.sort()
-    return {
-        "p50": values[len(values) // 2] if values else None,
-        "p95": values[len(values) * 95 // 100] if values else None,
-    }
+    return {f"p{share}": values[len(values) * share // 100] if values else None for share in (50, 95)}

@@ -1,72 +1,51 @@
 """Which P has computed the beginning of a prompt before, by hashes of its blocks. Pure.
 
-A router sees no token ids of a text. It hashes blocks of characters, which are not the engine's blocks: affinity is a
+A router sees no token ids. It hashes blocks of the JSON of a prompt, which are not the engine's blocks: affinity is a
 guess at what P's prefix cache holds, and only the choice of a P follows from it.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 from xxhash import xxh3_64_intdigest
 
 BLOCK_TOKENS = 256
-CHARS_PER_TOKEN = 4
+BYTES_PER_TOKEN = 4
 """English text; only loads and affinity are weighed by it."""
+BLOCK_BYTES = BLOCK_TOKENS * BYTES_PER_TOKEN
 MAX_BLOCKS = 64
 """So many blocks of a prompt are hashed: prompts that share more differ little in cost."""
 REMEMBERED_BLOCKS = 1 << 16
+PROMPT = ("tools", "instructions", "messages", "input", "prompt")
+"""The members of a body that make the prompt, in the order in which templates write them."""
 
 
 @dataclass(frozen=True)
 class PromptPrefix:
-    """Length of a prompt in tokens, estimated for a text, and a hash of each beginning of whole blocks."""
+    """Length of a prompt in tokens, estimated, and a hash of each beginning of whole blocks."""
 
     tokens: float
     blocks: tuple[int, ...]
 
 
-def prompt_prefix(body: dict[str, Any]) -> PromptPrefix:
-    """Of a completion or a chat. Prompts with one prefix for different models, or with different ``cache_salt``, share
-    no blocks."""
-    seed = xxh3_64_intdigest(f"{body.get('model')}\0{body.get('cache_salt')}".encode("utf-8", "surrogatepass"))
-    prompt = body.get("prompt")
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
-        prompt = prompt[0]
-    if isinstance(prompt, list):
-        blocks = (msgspec.json.encode(prompt[at : at + BLOCK_TOKENS]) for at in _starts(len(prompt), BLOCK_TOKENS))
-        return PromptPrefix(len(prompt), tuple(_chain(seed, blocks)))
-    text = prompt if isinstance(prompt, str) else "".join(_texts(body))
-    chars = BLOCK_TOKENS * CHARS_PER_TOKEN
-    blocks = (text[at : at + chars].encode("utf-8", "surrogatepass") for at in _starts(len(text), chars))
-    return PromptPrefix(max(1.0, len(text) / CHARS_PER_TOKEN), tuple(_chain(seed, blocks)))
-
-
-def _starts(length: int, block: int) -> range:
-    """Of whole blocks."""
-    return range(0, min(length // block, MAX_BLOCKS) * block, block)
-
-
-def _chain(seed: int, blocks: Iterator[bytes]) -> Iterator[int]:
-    for block in blocks:
-        seed = xxh3_64_intdigest(block, seed)
-        yield seed
-
-
-def _texts(body: dict[str, Any]) -> Iterator[str]:
-    """Of a chat, in the order in which templates write them: tools, and each message's role and content."""
-    if body.get("tools"):
-        yield msgspec.json.encode(body["tools"]).decode()
-    messages = body.get("messages")
-    for message in messages if isinstance(messages, list) else ():
-        if isinstance(message, dict):
-            content = message.get("content")
-            yield f"\0{message.get('role')}\0"
-            yield content if isinstance(content, str) else msgspec.json.encode(content).decode()
+def prompt_prefix(body: Mapping[str, Any]) -> PromptPrefix:
+    """Of a body whose members are JSON as it came. Prompts with one prefix for different models, or with different
+    ``cache_salt``, share no blocks."""
+    parts = [body[name] for name in PROMPT if name in body]
+    begin = b"".join(bytes(memoryview(part)[: (MAX_BLOCKS + 1) * BLOCK_BYTES]) for part in parts).lstrip(b' ["')
+    tokens = max(1.0, sum(map(len, parts)) / BYTES_PER_TOKEN)
+    blocks: list[int] = []
+    before = 0
+    for at in range(0, min(len(begin) // BLOCK_BYTES, MAX_BLOCKS) * BLOCK_BYTES, BLOCK_BYTES):
+        if not blocks:
+            before = xxh3_64_intdigest(b"%b\0%b" % (bytes(body.get("model", b"")), bytes(body.get("cache_salt", b""))))
+        before = xxh3_64_intdigest(begin[at : at + BLOCK_BYTES], before)
+        blocks.append(before)
+    return PromptPrefix(tokens, tuple(blocks))
 
 
 class PrefixAffinity:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType, TracebackType
 from typing import Any
 
 from kvferry.router.engines import Engine
@@ -38,38 +36,19 @@ def end_request(span: OpenSpan | None, status: int | None, first_byte: float | N
 
 
 class LegSpan:
-    """The span of one leg, where nothing is traced: it does nothing. ``headers`` go with the leg."""
+    """The span of one leg of ``request``; where that is None, nothing. ``headers`` go with the leg. ``answer``: the
+    head of the engine's, once received."""
 
-    headers: Mapping[str, str] = MappingProxyType({})
-
-    def __enter__(self) -> LegSpan:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.end(error)
-
-    def answered(self, answer: Answer) -> Answer:
-        """The head of the engine's answer has been received."""
-        return answer
+    def __init__(self, request: OpenSpan | None, name: str, engine: Engine) -> None:
+        self._span = None if request is None else request.child(name, {"kvferry.engine": engine.url})
+        self.headers = {} if self._span is None else self._span.headers
+        self.answer: Answer | None = None
 
     def end(self, error: BaseException | None = None) -> None:
         """The leg is over; only the first call counts. ``error``: what ended it."""
-
-
-class TracedLeg(LegSpan):
-    """The span of one leg of a request that has a span."""
-
-    def __init__(self, request: OpenSpan, name: str, engine: Engine) -> None:
-        self._span = request.child(name, {"kvferry.engine": engine.url})
-        self.headers = self._span.headers
-        self._answer: Answer | None = None
-
-    def answered(self, answer: Answer) -> Answer:
-        self._answer = answer
-        return answer
-
-    def end(self, error: BaseException | None = None) -> None:
-        answer, attributes, failure = self._answer, dict[str, Any](), ""
+        if self._span is None:
+            return
+        answer, attributes, failure = self.answer, dict[str, Any](), ""
         if answer is not None:
             attributes[STATUS] = answer.status
             failure = answer.broken or (f"HTTP {answer.status}" if answer.status >= 400 else "")
@@ -78,11 +57,3 @@ class TracedLeg(LegSpan):
         elif not failure and (answer is None or not answer.whole):
             attributes[CANCELLED] = True
         self._span.end(attributes, failure)
-
-
-_NOT_TRACED = LegSpan()
-
-
-def leg_span(request: OpenSpan | None, name: str, engine: Engine) -> LegSpan:
-    """Begin the span of a leg to this engine. ``request``: the span of its request."""
-    return _NOT_TRACED if request is None else TracedLeg(request, name, engine)

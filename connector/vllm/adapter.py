@@ -184,6 +184,7 @@ class KVFerryConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         block_ids = blocks.get_block_ids() if num_external_tokens else ((),) * len(self._config.kv_cache_groups)
         self._scheduling.after_alloc(from_vllm.request_view(request), self._select(block_ids), num_external_tokens)
+        compat.not_cached(request, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVFerryMetadata:
         idle = self._alone and scheduler_output.total_num_scheduled_tokens == 0

@@ -208,6 +208,13 @@ def preempt(scheduler: Scheduler, request: Request, now: float) -> None:
     scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
 
 
+def not_cached(request: Request, tokens: int) -> None:
+    """So many of its tokens come from P: a client that is told how many were cached is told of D's own, as by D alone.
+    vLLM adds both; by source its metrics have them apart."""
+    if request.prefill_stats is not None:
+        request.prefill_stats.num_cached_tokens -= tokens
+
+
 def restart_waiting(scheduler: Scheduler, request: Request) -> None:
     """Have a request that does not run begin from its first token, once nothing writes its blocks."""
     if hasattr(request, "async_tokens_to_discard"):  # 0.26: the caller drops the outputs in flight itself

@@ -26,7 +26,7 @@ from starlette.routing import Route
 
 from kvferry.connector.cli import app
 from kvferry.connector.config import ENVIRONMENT, load_settings
-from kvferry.router.app import make_app
+from kvferry.router.app import App
 from tests.docs.pages import PAGES, ROOT, Call, commands, of_page, run
 from tests.router.stand_ins import decode_engine, make_router, prefill_engine, served
 
@@ -71,7 +71,7 @@ def servers() -> Iterator[dict[str, str]]:
     p, d = prefill_engine(), decode_engine()
     metrics = Starlette(routes=[Route("/metrics", lambda _: PlainTextResponse(COUNTED))])
     with served(p.app) as p_url, served(d.app) as d_url, served(metrics) as metrics_url:
-        router = make_app(make_router([p_url], [d_url]), admin_token=TOKEN)
+        router = App(make_router([p_url], [d_url]), admin_token=TOKEN)
         with served(router) as url:
             yield {"localhost:9000": url.removeprefix("http://"), "localhost:8002": metrics_url.removeprefix("http://")}
 

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from kvferry.router.app import make_app
+from kvferry.router.app import App
 from kvferry.router.engines import EnginePool
 from kvferry.router.legs import LegTimeouts
 from kvferry.router.router import Router
@@ -26,9 +26,13 @@ PARAMS = {"do_remote_prefill": True, "remote_engine_id": "p-0", "kvferry": {"v":
 
 
 @contextmanager
-def served(app: Starlette, listener: socket.socket | None = None) -> Iterator[str]:
+def served(app: Starlette | App, listener: socket.socket | None = None) -> Iterator[str]:
     """The app behind a real socket, a new one or this one, in a thread; its URL."""
     listener = listener or socket.create_server(("127.0.0.1", 0))
+    if isinstance(app, App):
+        with _router_served(app, listener) as url:
+            yield url
+        return
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
@@ -44,6 +48,33 @@ def served(app: Starlette, listener: socket.socket | None = None) -> Iterator[st
         listener.close()
 
 
+@contextmanager
+def _router_served(app: App, listener: socket.socket) -> Iterator[str]:
+    begun = threading.Event()
+
+    async def serve() -> None:
+        over, loop = asyncio.Event(), asyncio.get_running_loop()
+        stop.append(lambda: loop.call_soon_threadsafe(over.set))
+        await app.bind(sock=listener)
+        await app.start()
+        begun.set()
+        await over.wait()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(app.stop(), 10)
+
+    stop: list[Callable[[], Any]] = []
+    thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
+    thread.start()
+    assert begun.wait(60)
+    host, port = listener.getsockname()
+    try:
+        yield f"http://{host}:{port}"
+    finally:
+        stop[0]()
+        thread.join(20)
+        listener.close()
+
+
 class Engine:
     """Records requests; ``answer`` makes the response of one."""
 
@@ -51,7 +82,7 @@ class Engine:
         self.seen: list[tuple[dict[str, Any], dict[str, str], str]] = []
         self.arrived, self.aborted = threading.Event(), threading.Event()
         self._answer = answer
-        names = ("/v1/completions", "/v1/chat/completions")
+        names = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
         routes = [Route(name, self._serve, methods=["POST"]) for name in names]
         self.health = lambda: 200
         routes += [
@@ -137,7 +168,7 @@ def routed(p: Engine, d: Engine, **app: Any) -> Iterator[str]:
     with (
         served(p.app) as p_url,
         served(d.app) as d_url,
-        served(make_app(make_router([p_url], [d_url]), **app)) as url,
+        served(App(make_router([p_url], [d_url]), **app)) as url,
     ):
         yield url
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import errno
+import json
 import os
 import re
 import shutil
@@ -26,17 +26,18 @@ from starlette.routing import Route
 from typer.testing import CliRunner
 
 from kvferry.connector.cli import app
-from kvferry.router import command, status_page
-from kvferry.router.app import Limits, make_app
+from kvferry.router.app import App, Limits, page
 from kvferry.router.engines import EngineState, Role
-from kvferry.router.first_token import sse
-from kvferry.transport.errors import UsageError
 from tests.router.stand_ins import PARAMS, Engine, ask, decode_engine, make_router, prefill_engine, routed, served
 from tests.router.test_at_once import PUSH
 from tests.support.engines import free_port, python_path
 
 CHROMIUM = shutil.which("chromium")
 SECRET, UNBOUND = "user:secret", ("--host", "a..b")
+
+
+def sse(event: dict[str, Any] | None) -> bytes:
+    return b"data: " + (b"[DONE]" if event is None else json.dumps(event).encode()) + b"\n\n"
 
 
 def chat_engine(tokens: int = 3) -> Engine:
@@ -139,7 +140,7 @@ def test_metrics_and_the_data_of_the_status_page() -> None:
     go_on = threading.Event()
     p, d = prefill_engine(), decode_engine(pieces=2, go_on=go_on)
     long = {"prompt": "x" * 5000}
-    with served(p.app) as p_url, served(d.app) as d_url, served(make_app(make_router([p_url], [d_url]))) as url:
+    with served(p.app) as p_url, served(d.app) as d_url, served(App(make_router([p_url], [d_url]))) as url:
         ask(url, long), ask(url, long)
         httpx.post(url + "/v1/completions", content=b"[", trust_env=False)
         with httpx.stream("POST", url + "/v1/completions", json=long | {"stream": True}, trust_env=False) as response:
@@ -193,14 +194,14 @@ class Page(HTMLParser):
 
 
 def test_the_status_page_refers_to_nothing_outside() -> None:
-    with served(make_app(make_router([], []))) as url:
+    with served(App(make_router([], []))) as url:
         answer = httpx.get(url + "/", trust_env=False)
     assert answer.headers["content-type"].startswith("text/html")
     assert "default-src 'none'" in answer.headers["content-security-policy"]
-    page = Page()
-    page.feed(answer.text)
-    assert not page.open and not page.references and "://" not in answer.text.replace("http://www.w3.org/2000/svg", "")
-    assert set(re.findall(r'\bel\("([\w-]+)"\)', answer.text)) <= page.ids
+    read = Page()
+    read.feed(answer.text)
+    assert not read.open and not read.references and "://" not in answer.text.replace("http://www.w3.org/2000/svg", "")
+    assert set(re.findall(r'\bel\("([\w-]+)"\)', answer.text)) <= read.ids
     assert "/router/status" in answer.text
 
 
@@ -218,20 +219,20 @@ def test_the_status_page_in_a_browser(tmp_path: Path) -> None:
     with served(p.app) as p_url, served(d.app) as d_url:
         router = make_router([p_url], [d_url])
         router.engines.add("http://h:1/<b>bold</b>", Role.DECODE, EngineState.DRAINING)
-        with served(make_app(router)) as url:
+        with served(App(router)) as url:
             ask(url, {"prompt": "x"})
-            page = drawn(url, tmp_path)
-    assert f"<td>{p_url}</td><td>prefill</td>" in page and f"<td>{d_url}</td><td>decode</td>" in page
-    assert '<td>http://h:1/&lt;b&gt;bold&lt;/b&gt;</td><td>decode</td><td class="draining">draining</td>' in page
-    assert "200: 1" in page and "serial: 1" in page
-    assert re.search(r'<polyline points="[\d.]+,[\d.]+ [\d., ]+"', page), "a plot of several polls"
-    assert '<p id="error" role="status"></p>' in page
+            shown = drawn(url, tmp_path)
+    assert f"<td>{p_url}</td><td>prefill</td>" in shown and f"<td>{d_url}</td><td>decode</td>" in shown
+    assert '<td>http://h:1/&lt;b&gt;bold&lt;/b&gt;</td><td>decode</td><td class="draining">draining</td>' in shown
+    assert "200: 1" in shown and "serial: 1" in shown
+    assert re.search(r'<polyline points="[\d.]+,[\d.]+ [\d., ]+"', shown), "a plot of several polls"
+    assert '<p id="error" role="status"></p>' in shown
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 def test_the_status_page_says_that_the_router_does_not_answer(tmp_path: Path) -> None:
     routes = [
-        Route("/", lambda _: HTMLResponse(status_page.page())),
+        Route("/", lambda _: HTMLResponse(page())),
         Route("/router/status", lambda _: Response(status_code=500)),
     ]
     with served(Starlette(routes=routes)) as url:
@@ -299,34 +300,16 @@ def test_the_command_says_where_it_serves(tmp_path: Path) -> None:
         process.kill()
 
 
-def test_connections_of_clients_do_not_wait_for_more_bytes() -> None:
-    """asyncio sets TCP_NODELAY where the listening socket names its protocol."""
-    (bound,) = command._bound("127.0.0.1", free_port())
-    with bound:
-        assert bound.proto == socket.IPPROTO_TCP
-
-
-@pytest.mark.parametrize("missing", [{socket.AF_INET6}, {socket.AF_INET6, socket.AF_INET}])
-def test_a_machine_without_ipv6(monkeypatch: pytest.MonkeyPatch, missing: set[socket.AddressFamily]) -> None:
-    class Missing(socket.socket):
-        def __init__(self, family: Any, *others: Any) -> None:
-            if family in missing:
-                raise OSError(errno.EAFNOSUPPORT, "planted")
-            super().__init__(family, *others)
-
-    found = [(family, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", (host, 0))
-             for family, host in ((socket.AF_INET6, "::1"), (socket.AF_INET, "127.0.0.1"))]  # fmt: skip
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
-    monkeypatch.setattr(socket, "socket", Missing)
-    if socket.AF_INET in missing:
-        with pytest.raises(UsageError, match="port 9000 of 'localhost' cannot be bound"):
-            command._bound("localhost", 9000)
-    else:
-        (bound,) = command._bound("localhost", 9000)
-        bound.close()
-
-
 def test_a_short_token_is_refused(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("short\n")
+    (tmp_path / "token").chmod(0o600)
     result = CliRunner().invoke(app, ["router", "--admin-token-file", str(tmp_path / "token")])
     assert result.exit_code == 2 and "openssl rand" in result.output
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o604])
+def test_a_token_that_others_may_read_is_refused(tmp_path: Path, mode: int) -> None:
+    (tmp_path / "token").write_text("a token of a test\n")
+    (tmp_path / "token").chmod(mode)
+    result = CliRunner().invoke(app, ["router", "--admin-token-file", str(tmp_path / "token")])
+    assert result.exit_code == 2 and "chmod o=" in result.output and len(result.output.splitlines()) == 1

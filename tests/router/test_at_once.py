@@ -14,9 +14,9 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from kvferry.router.app import make_app
+from kvferry.router.app import App
 from kvferry.router.engines import EngineEvent, EngineState, Role
-from kvferry.router.identities import DISTRUST_SECONDS, IDENTITY, Identities
+from kvferry.router.identities import DISTRUST_SECONDS, IDENTITY, Identity
 from kvferry.router.request_bodies import PREFILL_TAG
 from tests.router.stand_ins import Engine, ask, closed_port, leave_after, make_router, served
 from tests.support.served import eventually
@@ -63,9 +63,8 @@ class Scripted:
         return [body.get("kv_transfer_params") for body in self.bodies]
 
 
-def token_of_p(params: Any = PUSH, text: str = "a", token: int = 11, finish: str = "length") -> JSONResponse:
-    choice = {"index": 0, "text": text, "finish_reason": finish, "prompt_token_ids": [1, 2, 3], "token_ids": [token]}
-    return JSONResponse({"id": "cmpl-p", "created": 1, "model": "m", "choices": [choice], "kv_transfer_params": params})
+def answer_of_p(params: Any = PUSH) -> JSONResponse:
+    return JSONResponse({"id": "cmpl-p", "choices": [], "kv_transfer_params": params})
 
 
 def stream_of_d(*chunks: tuple[str, list[int]], finish: str = "length") -> Response:
@@ -87,7 +86,7 @@ class Served:
     """P, D and the router. ``router``: so that tests see that nothing is left."""
 
     def __init__(self, **options: Any) -> None:
-        self.p = Scripted(lambda body: token_of_p())
+        self.p = Scripted(lambda body: answer_of_p())
         self.d = Scripted(lambda body: JSONResponse({"text": "from D"}))
         self.options = options
         self.url, self.d_url, self.router = "", "", make_router([], [])
@@ -96,7 +95,7 @@ class Served:
     def running(self) -> Iterator[Served]:
         with served(self.p.engine.app) as p_url, served(self.d.engine.app) as self.d_url:
             self.router = make_router([p_url], [self.d_url], cool_down=0.0, **self.options)
-            with served(make_app(self.router)) as self.url:
+            with served(App(self.router)) as self.url:
                 yield self
 
     def learn(self) -> None:
@@ -171,7 +170,7 @@ def test_both_are_asked_at_once_from_the_second_request_on(at_once: Served) -> N
     ],
 )
 def test_a_p_that_does_not_offer_it_is_asked_first(at_once: Served, params: dict[str, Any]) -> None:
-    at_once.p.answer = lambda body: token_of_p(params)
+    at_once.p.answer = lambda body: answer_of_p(params)
     for _ in range(2):
         ask(at_once.url, {"prompt": "x"})
     assert at_once.p.params == [PREFILL_TAG] * 2 and at_once.d.params == [params] * 2
@@ -184,7 +183,7 @@ def test_serial_is_always_one_after_the_other(at_once: Served) -> None:
     assert at_once.p.params == [PREFILL_TAG] * 3 and at_once.d.params == [PUSH] * 3
 
 
-@pytest.mark.parametrize("failure", [lambda body: Response(status_code=503), lambda body: token_of_p(None)])
+@pytest.mark.parametrize("failure", [lambda body: Response(status_code=503), lambda body: answer_of_p(None)])
 def test_p_fails_while_d_waits(at_once: Served, failure: Any) -> None:
     """D is asked again without parameters, and P, which may be another one by now, serially."""
     at_once.learn()
@@ -198,7 +197,7 @@ def test_p_fails_while_d_waits(at_once: Served, failure: Any) -> None:
     at_once.d.go_on.set()
     assert client.result().json() == {"text": "from D"}
     assert at_once.d.bodies[-1] == {"prompt": "y"}
-    at_once.p.answer = lambda body: token_of_p()
+    at_once.p.answer = lambda body: answer_of_p()
     ask(at_once.url, {"prompt": "z"})
     assert at_once.p.params[-1] == PREFILL_TAG and at_once.d.params[-1] == PUSH
 
@@ -207,7 +206,7 @@ def test_another_p_answers(at_once: Served) -> None:
     at_once.learn()
     other = PUSH | {"remote_engine_id": "p-1"}
     at_once.d.held, at_once.p.held = True, True
-    at_once.p.answer = lambda body: token_of_p(other)
+    at_once.p.answer = lambda body: answer_of_p(other)
     client = Client(at_once.url, {"prompt": "y"})
     assert at_once.d.engine.arrived.wait(60)
     at_once.p.go_on.set()
@@ -220,17 +219,17 @@ def test_another_p_answers(at_once: Served) -> None:
 
 def test_a_place_where_several_answer_is_asked_serially() -> None:
     now = 0.0
-    identities = Identities(lambda: now)
+    identity = Identity("http://p")
     other = PUSH | {"remote_engine_id": "p-1"}
     for params in (PUSH, other, other):
-        identities.learn("http://p", params)
-    assert (identities.get("http://p") or {})["remote_engine_id"] == "p-1", "a P that started again is known"
-    identities.learn("http://p", PUSH)
-    assert identities.get("http://p") is None
-    identities.learn("http://p", PUSH)
-    assert identities.get("http://p") is None
+        identity.learn(params, now)
+    assert (identity.get(now) or {})["remote_engine_id"] == "p-1", "a P that started again is known"
+    identity.learn(PUSH, now)
+    assert identity.get(now) is None
+    identity.learn(PUSH, now)
+    assert identity.get(now) is None
     now += DISTRUST_SECONDS
-    assert identities.get("http://p") is not None
+    assert identity.get(now) is not None
 
 
 def test_d_may_answer_before_p(at_once: Served) -> None:
@@ -279,10 +278,10 @@ def test_an_error_that_nobody_expects_ends_ds_leg(at_once: Served, monkeypatch: 
     at_once.learn()
     at_once.d.held = True
 
-    def breaks(url: str, params: Any) -> None:
+    def breaks(params: Any, now: float) -> None:
         raise ZeroDivisionError("planted")
 
-    monkeypatch.setattr(at_once.router.identities, "learn", breaks)
+    monkeypatch.setattr(next(iter(at_once.router.engines)).identity, "learn", breaks)
     assert ask(at_once.url, {"prompt": "y"}).status_code == 500
     eventually(lambda: at_once.d.gone == 1, "D's leg was cancelled")
     at_once.nothing_left()
@@ -299,147 +298,3 @@ def test_a_client_that_leaves_ends_both_legs(at_once: Served, stream: bool, p_ha
         eventually(lambda: at_once.p.gone == 1, "P's leg was cancelled")
     at_once.nothing_left()
     assert len(at_once.d.bodies) == 2 and (at_once.d.params[-1] or {})["transfer_id"]
-
-
-def streamed(url: str, **more: Any) -> tuple[str, list[dict[str, Any]], bool]:
-    """The text of a streamed completion, its events, and whether it ended as it should."""
-    lines = ask(url, {"prompt": "y", "stream": True, "temperature": 0, "max_tokens": 9} | more).text.split("\n\n")
-    events = [json.loads(line.removeprefix("data: ")) for line in lines if line and line != "data: [DONE]"]
-    text = "".join(choice["text"] for event in events for choice in event.get("choices", ()))
-    return text, events, "data: [DONE]" in lines
-
-
-def after_p(at_once: Served) -> None:
-    """D answers only when P has, so that P's token is the first."""
-    at_once.learn()
-    at_once.d.held = True
-
-    def answer(body: dict[str, Any]) -> Response:
-        threading.Timer(0.2, at_once.d.go_on.set).start()
-        return token_of_p()
-
-    at_once.p.answer = answer
-
-
-@pytest.mark.parametrize(
-    "chunks",
-    [
-        [("a", [11]), ("b", [12]), ("c", [13])],
-        [("", []), ("a", [11]), ("bc", [12, 13])],
-        [("ab", [11, 12]), ("c", [13])],
-        [("abc", [11, 12, 13])],
-    ],
-)
-def test_ps_token_stands_for_ds_first(at_once: Served, chunks: list[tuple[str, list[int]]]) -> None:
-    after_p(at_once)
-    at_once.d.answer = lambda body: stream_of_d(*chunks)
-    text, events, ended = streamed(at_once.url)
-    assert text == "abc" and ended and len(at_once.d.bodies) == 2
-    assert {(event["id"], event["created"]) for event in events} == {("cmpl-p", 1)}
-    choices = [choice for event in events for choice in event["choices"]]
-    assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["length"]
-    assert all(choice["token_ids"] is None and choice["prompt_token_ids"] is None for choice in choices)
-    at_once.nothing_left()
-
-
-@pytest.mark.parametrize("first", [("x", [99]), ("ab", [99, 12]), ("x", [11])])
-def test_another_first_token_of_d_has_it_asked_for_the_rest(at_once: Served, first: tuple[str, list[int]]) -> None:
-    after_p(at_once)
-    at_once.d.answer = lambda body: (
-        stream_of_d(("b", [12]), ("c", [13])) if body["prompt"] == [1, 2, 3, 11] else stream_of_d(first)
-    )
-    text, events, ended = streamed(at_once.url)
-    assert text == "abc" and ended and {event["id"] for event in events} == {"cmpl-p"}
-    rest = at_once.d.bodies[-1]
-    assert (rest["prompt"], rest["max_tokens"]) == ([1, 2, 3, 11], 8) and "kv_transfer_params" not in rest
-    at_once.nothing_left()
-
-
-def test_the_d_that_has_the_kv_is_asked_for_the_rest(at_once: Served) -> None:
-    after_p(at_once)
-    at_once.d.answer = lambda body: (
-        stream_of_d(("b", [12])) if body["prompt"] == [1, 2, 3, 11] else stream_of_d(("x", [99]))
-    )
-    at_once.decode_engines(at_once.d_url, f"http://127.0.0.1:{closed_port()}")
-    text, _, ended = streamed(at_once.url)
-    assert text == "ab" and ended
-
-
-def test_an_end_as_ps_token_ends_ds_leg_when_d_has_loaded(at_once: Served) -> None:
-    at_once.learn()
-    at_once.d.held = True
-    at_once.p.answer = lambda body: token_of_p(text="", finish="stop")
-    text, events, ended = streamed(at_once.url, stream_options={"include_usage": True})
-    assert text == "" and ended and events[0]["choices"][0]["finish_reason"] == "stop"
-    assert events[-1]["usage"] == {"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4}
-    assert at_once.d.gone == 0, "P's lease is D's to release"
-    at_once.d.go_on.set()
-    at_once.nothing_left()
-    assert len(at_once.d.bodies) == 2
-
-
-def test_a_d_that_is_first_needs_no_token_of_p(at_once: Served) -> None:
-    at_once.learn()
-    at_once.p.held = True
-    at_once.d.answer = lambda body: stream_of_d(("a", [11]), ("b", [12]))
-    text, events, ended = streamed(at_once.url)
-    at_once.p.go_on.set()
-    assert text == "ab" and ended and all(event["choices"][0]["token_ids"] is None for event in events)
-
-
-@pytest.mark.parametrize("way", ["whole", "rest"])
-def test_a_d_that_fails_after_ps_token_ends_the_stream_with_an_error(at_once: Served, way: str) -> None:
-    after_p(at_once)
-    if way == "rest":
-        at_once.d.answer = lambda body: (
-            Response(status_code=503) if body["prompt"] == [1, 2, 3, 11] else stream_of_d(("x", [99]))
-        )
-    else:
-        at_once.d.answer = lambda body: Response("no", 503)
-    _, events, ended = streamed(at_once.url)
-    assert events[0]["choices"][0]["text"] == "a" and events[-1]["error"]["code"] == 502 and not ended
-    at_once.nothing_left()
-
-
-@pytest.mark.parametrize("at_once", [{"serial": True}], indirect=True)
-@pytest.mark.parametrize(
-    ("answer", "whole"),
-    [
-        (token_of_p(), False),
-        (token_of_p(text=""), True),
-        (token_of_p(text="\ufffd"), True),
-        (token_of_p(PUSH | {"remote_num_tokens": 2}), True),
-        (token_of_p(PUSH | {"remote_num_tokens": None}), True),
-        (token_of_p({name: value for name, value in PUSH.items() if name != "kvferry"}), True),
-        (token_of_p(finish="abort"), True),
-        (JSONResponse({"kv_transfer_params": PUSH, "choices": "x"}), True),
-    ],
-)
-def test_when_ps_token_is_left_to_d(at_once: Served, answer: Response, whole: bool) -> None:
-    """Where P computed less than the prompt its token is not that of the answer."""
-    at_once.p.answer = lambda body: answer
-    at_once.d.answer = lambda body: stream_of_d(("b", [12]))
-    text, _, ended = streamed(at_once.url)
-    assert ended and text == ("b" if whole else "ab")
-    assert at_once.d.bodies[-1]["prompt"] == ("y" if whole else [1, 2, 3, 11])
-    assert (at_once.d.params[-1] or {})["transfer_mode"] == "push"
-
-
-@pytest.mark.parametrize("at_once", [{"relay": False}], indirect=True)
-def test_without_relay_d_makes_all_tokens(at_once: Served) -> None:
-    after_p(at_once)
-    at_once.d.answer = lambda body: stream_of_d(("x", [99]), ("c", [13]))
-    text, events, ended = streamed(at_once.url)
-    assert text == "xc" and ended and events[0]["id"] == "cmpl-d"
-    assert "return_token_ids" not in at_once.p.bodies[-1] | at_once.d.bodies[-1]
-
-
-@pytest.mark.parametrize("at_once", [{"serial": True}], indirect=True)
-def test_another_d_is_asked_for_the_rest_where_the_first_is_gone(at_once: Served) -> None:
-    """With P's lease."""
-    at_once.decode_engines(f"http://127.0.0.1:{closed_port()}", at_once.d_url)
-    at_once.d.answer = lambda body: stream_of_d(("b", [12]))
-    text, _, ended = streamed(at_once.url)
-    assert text == "ab" and ended
-    assert at_once.d.params == [PUSH] and at_once.d.bodies[0]["prompt"] == [1, 2, 3, 11]
-    at_once.nothing_left()

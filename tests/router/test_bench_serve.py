@@ -15,7 +15,7 @@ BENCHMARKS = str(ROOT / "benchmarks")
 
 
 def test_all_requests_of_bench_serve_are_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both engines are asked at once, and P's token is relayed."""
+    """Both engines are asked at once."""
     monkeypatch.syspath_prepend(BENCHMARKS)
     serve_load = pytest.importorskip("serve_load")  # it imports vLLM
     tokenizer = build_model(tmp_path / "model", ModelSpec(layers=1), weights=False)

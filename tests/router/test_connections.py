@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from kvferry.router.app import make_app
+from kvferry.router.app import App
 from kvferry.router.router import Router
 from tests.router.stand_ins import PARAMS, ask, decode_engine, make_router, prefill_engine, served
 
@@ -84,7 +84,7 @@ def routed_to(engine: RawEngine) -> Iterator[tuple[Router, str]]:
         other = stack.enter_context(served((decode_engine() if engine.role == "P" else prefill_engine()).app))
         urls = (raw, other) if engine.role == "P" else (other, raw)
         router = make_router([urls[0]], [urls[1]], cool_down=600)
-        yield router, stack.enter_context(served(make_app(router)))
+        yield router, stack.enter_context(served(App(router)))
 
 
 def none_cools_down(router: Router) -> bool:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
 from kvferry.router.engines import TRANSITIONS, EngineEvent, EnginePool, EngineState, Role
-from kvferry.router.prefix_affinity import BLOCK_TOKENS, MAX_BLOCKS, PrefixAffinity, prompt_prefix
+from kvferry.router.prefix_affinity import BLOCK_TOKENS, MAX_BLOCKS, PrefixAffinity, PromptPrefix, prompt_prefix
+from kvferry.router.request_bodies import members
 from kvferry.transport.errors import UsageError
 
 A, B, C = "http://a:1", "http://b:1", "http://c:1"
 BLOCK = "x" * 1024
+
+
+def prefix_of(body: dict[str, Any]) -> PromptPrefix:
+    return prompt_prefix(members(json.dumps(body).encode()))
 
 
 def taken(pool: EnginePool, tokens: float = 10, **how: Any) -> str:
@@ -64,7 +70,7 @@ def test_what_a_p_computes_no_longer_is_no_load_but_holds_it() -> None:
     assert pool.get(A) is engine, "D has not loaded yet"
     seat.handed_over()
     seat.release()
-    assert pool.get(A) is None and pool.forgotten == [A] and engine.requests == 0
+    assert pool.get(A) is None and engine.requests == 0
 
 
 def test_d_with_the_fewest_requests() -> None:
@@ -84,6 +90,19 @@ def test_an_engine_that_failed_is_passed_over_and_comes_back() -> None:
     assert [taken(pool) for _ in range(3)] == [B] * 3
     late = pool.take_prefill(1, 5.0)
     assert late is not None and late.engine is engine
+
+
+def test_one_bad_request_is_no_fault_of_an_engine_and_several_are() -> None:
+    pool = EnginePool([A, B], cool_down=5)
+    engine = pool.get(A)
+    assert engine is not None
+    for request in (1, 1, 1, 2, 1):
+        pool.answered(engine, 500, request, 0.0)
+    pool.answered(engine, 200, 0, 0.0)
+    pool.answered(engine, 500, 3, 0.0)
+    assert engine.usable(0.0)
+    pool.answered(engine, 500, 4, 0.0), pool.answered(engine, 500, 5, 0.0)
+    assert not engine.usable(4.9) and engine.usable(5.0)
 
 
 def test_a_d_that_failed_is_asked_where_there_is_no_other() -> None:
@@ -130,7 +149,19 @@ def test_a_change_of_role_leaves_the_running_requests() -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["10.0.0.1:8000", "ftp://a:1", "http://", "http://a:99999", "http://a:0", "http://a/?x", "http://a b"]
+    "url",
+    [
+        "10.0.0.1:8000",
+        "ftp://a:1",
+        "http://",
+        "http://a:99999",
+        "http://a:0",
+        "http://a/?x",
+        "http://a b",
+        f"http://{'a' * 60_000}:1",
+        f"http://{'a.' * 200}:1",
+        "http://a..b:1",
+    ],
 )
 def test_what_is_no_url_is_refused(url: str) -> None:
     with pytest.raises(UsageError, match="expected http://HOST:PORT"):
@@ -145,7 +176,7 @@ def test_one_engine_has_one_role() -> None:
 PREFIXED: list[dict[str, Any]] = [
     {"prompt": BLOCK * 3 + "tail"},
     {"prompt": [BLOCK * 3]},
-    {"prompt": list(range(BLOCK_TOKENS * 3 + 5))},
+    {"prompt": list(range(750))},
     {"messages": [{"role": "system", "content": BLOCK * 3}, {"role": "user", "content": "x"}]},
     {"messages": [{"role": "user", "content": [{"type": "text", "text": BLOCK * 3}]}]},
 ]
@@ -154,21 +185,21 @@ PREFIXED: list[dict[str, Any]] = [
 @pytest.mark.parametrize("body", PREFIXED)
 def test_prompts_with_one_beginning_share_blocks(body: dict[str, Any]) -> None:
     affinity = PrefixAffinity()
-    prefix = prompt_prefix(body)
+    prefix = prefix_of(body)
     assert len(prefix.blocks) == 3 and len(set(prefix.blocks)) == 3
     affinity.note(prefix, A)
     assert affinity.find(prefix, {A, B}) == (A, 3.0 * BLOCK_TOKENS)
     assert affinity.find(prefix, {B}) == (None, 0.0), "A is not there"
     for other in ({"model": "other"}, {"cache_salt": "other"}):
-        assert affinity.find(prompt_prefix(body | other), {A}) == (None, 0.0)
+        assert affinity.find(prefix_of(body | other), {A}) == (None, 0.0)
 
 
 def test_the_longest_part_counts_and_the_last_p() -> None:
     affinity = PrefixAffinity()
-    affinity.note(prompt_prefix({"prompt": BLOCK + "y" * 1024}), A)
-    affinity.note(prompt_prefix({"prompt": BLOCK}), B)
-    assert affinity.find(prompt_prefix({"prompt": BLOCK + "y" * 2048}), {A, B}) == (A, 2.0 * BLOCK_TOKENS)
-    assert affinity.find(prompt_prefix({"prompt": BLOCK + "z" * 1024}), {A, B}) == (B, 1.0 * BLOCK_TOKENS)
+    affinity.note(prefix_of({"prompt": BLOCK + "y" * 1024}), A)
+    affinity.note(prefix_of({"prompt": BLOCK}), B)
+    assert affinity.find(prefix_of({"prompt": BLOCK + "y" * 2048}), {A, B}) == (A, 2.0 * BLOCK_TOKENS)
+    assert affinity.find(prefix_of({"prompt": BLOCK + "z" * 1024}), {A, B}) == (B, 1.0 * BLOCK_TOKENS)
 
 
 @pytest.mark.parametrize(
@@ -183,14 +214,14 @@ def test_the_longest_part_counts_and_the_last_p() -> None:
     ],
 )
 def test_a_body_of_any_form_has_a_prefix(body: dict[str, Any]) -> None:
-    assert prompt_prefix(body).tokens >= 0
+    assert prefix_of(body).tokens >= 0
 
 
 def test_memory_is_bounded() -> None:
     affinity = PrefixAffinity(remembered=10)
-    first = prompt_prefix({"prompt": BLOCK})
+    first = prefix_of({"prompt": BLOCK})
     affinity.note(first, A)
-    assert len(prompt_prefix({"prompt": BLOCK * 1000}).blocks) == MAX_BLOCKS
+    assert len(prefix_of({"prompt": BLOCK * 1000}).blocks) == MAX_BLOCKS
     for number in range(20):
-        affinity.note(prompt_prefix({"prompt": f"{number:04}" + BLOCK}), B)
+        affinity.note(prefix_of({"prompt": f"{number:04}" + BLOCK}), B)
     assert len(affinity._by_block) == 10 and affinity.find(first, {A}) == (None, 0.0)

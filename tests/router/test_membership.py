@@ -70,13 +70,13 @@ def test_an_engine_that_left_may_come_again(monkeypatch: pytest.MonkeyPatch) -> 
     router, listed = make_router([], []), Listed(A, B)
     found = Membership(router, [listed])
     asyncio.run(found.look())
-    router.identities.learn(A, {"transfer_mode": "push", "remote_engine_id": "p", "remote_host": "h", "remote_port": 1})
+    first = router.engines.get(A)
     listed.now = {B: Role.DECODE}
     one_look(monkeypatch, found)
-    assert states(router) == {B: "up"} and router.identities.get(A) is None
+    assert states(router) == {B: "up"}
     listed.now = {A: Role.DECODE, B: Role.DECODE}
     one_look(monkeypatch, found)
-    assert states(router) == {A: "joining", B: "up"}
+    assert states(router) == {A: "joining", B: "up"} and router.engines.get(A) is not first
 
 
 def test_an_engine_that_was_removed_by_hand_stays_away(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +181,7 @@ def test_what_does_not_pass_a_check(answer: Any, why: str, caplog: pytest.LogCap
     async def go() -> Router:
         router = make_router([], ["http://a", "http://b"])
         http = Http(a=asyncio.Event() if answer is None else answer, b=200)
-        await checked(router, http, timeout=0.05).first_round()
+        await checked(router, http, timeout=0.05).round()
         return router
 
     assert states(asyncio.run(go())) == {"http://a": "down", "http://b": "up"}
@@ -195,7 +195,7 @@ def test_engines_are_checked_at_the_same_time() -> None:
     async def go() -> None:
         http = Http(a=asyncio.Event(), b=asyncio.Event(), c=200)
         router = make_router([], ["http://a", "http://b", "http://c"])
-        round_of_checks = asyncio.ensure_future(checked(router, http, timeout=600).first_round())
+        round_of_checks = asyncio.ensure_future(checked(router, http, timeout=600).round())
         await asyncio.wait_for(http.asked.wait(), 60)
         assert sorted(http.urls) == ["http://a", "http://b", "http://c"] and not round_of_checks.done()
         round_of_checks.cancel()

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvferry.router.app import make_app
+from kvferry.router.app import App
 from kvferry.router.engines import Role
 from tests.router.stand_ins import Engine, ask, decode_engine, make_router, prefill_engine, served
 from tests.router.test_at_once import PUSH
@@ -98,7 +98,7 @@ def test_a_rolling_restart_loses_no_request(back: str) -> None:
             stack.callback(engine.stop)
             engine.start()
         p, d = ([engine.url for engine in engines if engine.role is role] for role in Role)
-        url = stack.enter_context(served(make_app(make_router(p, d), admin_token=TOKEN, checks=OFTEN)))
+        url = stack.enter_context(served(App(make_router(p, d), admin_token=TOKEN, checks=OFTEN)))
         clients = Clients(url)
         with clients.running():
             clients.more(40)

@@ -18,10 +18,9 @@ from typer.testing import CliRunner
 pytest.importorskip("opentelemetry.sdk.trace")
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import SpanKind
-from starlette.responses import Response
 
 from kvferry.connector.cli import app
-from kvferry.router.app import make_app
+from kvferry.router.app import App
 from kvferry.router.legs import LegTimeouts
 from kvferry.router.spans import CANCELLED, DECODE, MAX_ID_CHARS, PREFILL, REQUEST, STATUS
 from tests.router.stand_ins import (
@@ -51,7 +50,7 @@ def traced(p: list[Engine | str], d: list[Engine | str], *timeouts: LegTimeouts)
             for engines in (p, d)
         )
         router = make_router(p_urls, d_urls, *timeouts, cool_down=600, tracer=spans.tracer)
-        yield spans, stack.enter_context(served(make_app(router)))
+        yield spans, stack.enter_context(served(App(router)))
 
 
 def named(spans: Spans, name: str, count: int = 1) -> list[ReadableSpan]:
@@ -188,29 +187,6 @@ def test_an_answer_that_breaks_off() -> None:
         (decode,), (request,) = named(spans, DECODE), named(spans, REQUEST)
     assert outcome(decode)[:2] == (200, "the engine closed the connection")
     assert of(request, STATUS) == 200 and "broke off" in (request.status.description or "")
-
-
-def test_an_error_of_d_after_ps_token() -> None:
-    spans = Spans()
-    with Served(tracer=spans.tracer).running() as at_once:
-        at_once.learn()
-        at_once.d.held, at_once.d.answer = True, lambda body: Response("planted", 500)
-        client = Client(at_once.url, {"prompt": "y", "stream": True})
-        named(spans, PREFILL, 2)
-        at_once.d.go_on.set()
-        assert "planted" in client.result().text
-        request, decode = (named(spans, name, 2)[1] for name in (REQUEST, DECODE))
-    assert outcome(decode) == (500, "HTTP 500", False)
-    assert outcome(request) == (200, f"decode engine {at_once.d_url} answered 500", False)
-
-
-def test_no_d_after_ps_token() -> None:
-    spans = Spans()
-    with Served(tracer=spans.tracer).running() as pair:
-        pair.decode_engines(f"http://127.0.0.1:{closed_port()}")
-        assert "no connection" in ask(pair.url, {"prompt": "y", "stream": True}).text
-        (request,) = named(spans, REQUEST)
-    assert outcome(request)[0] == 200 and "no connection" in outcome(request)[1]
 
 
 @pytest.mark.parametrize("during", ["prefill", "decode", "stream"])

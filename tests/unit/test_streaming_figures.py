@@ -43,7 +43,6 @@ def turn(pair: Any, first: float = 1.12, prefill: float = 1.0, curve: Any = ((0.
         pair.ALONE: sample(pair, pair.ALONE, 1.11),
         pair.SERIAL: sample(pair, pair.SERIAL, 1.4, curve=[(1.1, 0), (1.15, 50 << 20), (1.3, 100 << 20)]),
         pair.AT_ONCE: sample(pair, pair.AT_ONCE, first, prefill, mib),
-        f"{pair.AT_ONCE}, relay": sample(pair, f"{pair.AT_ONCE}, relay", 1.111, curve=mib),
     }
 
 
@@ -84,9 +83,8 @@ def test_ways_are_compared_within_a_turn(modules: tuple[Any, Any]) -> None:
 def test_targets_of_a_prefill_that_outlasts_the_transfer(modules: tuple[Any, Any]) -> None:
     pair, _ = modules
     good = verdicts(modules, rows(modules, [turn(pair)]))
-    assert len(good) == 4 and all(one["met"] for one in good.values())
+    assert len(good) == 3 and all(one["met"] for one in good.values())
     late = turn(pair, first=1.13, prefill=1.02, curve=((0.2, 0), (1.2, 94), (1.3, 100)))
-    late[f"{pair.AT_ONCE}, relay"] = sample(pair, "", 1.113)
     assert not any(one["met"] for one in verdicts(modules, rows(modules, [late])).values())
 
 
@@ -124,7 +122,7 @@ def test_tables_have_a_line_for_each_row(modules: tuple[Any, Any]) -> None:
     import streaming_tables as tables
 
     for text in (tables.table(found), tables.core_table(found), tables.target_table(figures.targets(found))):
-        assert text.count("\n") == 5
+        assert text.count("\n") == 4
     (alone,) = [line for line in tables.table(found).splitlines() if f"| {pair.ALONE} |" in line]
     assert alone.endswith("|  |  |  |"), "P alone hands nothing over"
 

@@ -64,6 +64,8 @@ class Answer:
     params: dict[str, Any] | None = None
     external: int | None = None
     """Prompt tokens that vLLM counted as loaded from outside."""
+    cached: int | None = None
+    """Prompt tokens of which a client is told that they were cached."""
 
 
 class Engine:
@@ -272,6 +274,7 @@ class Engine:
                     answer.finish = str(output.finish_reason)
                 if output.prefill_stats is not None:
                     answer.external = output.prefill_stats.num_external_cached_tokens
+                    answer.cached = output.prefill_stats.num_cached_tokens
 
     def _not_filled(self, step: Any, merged: ModelRunnerOutput) -> set[int]:
         """The blocks that loads inside the step failed to fill."""

@@ -54,6 +54,15 @@ def test_a_prompt_of_any_length_is_handed_over(pair: Pair, tokens: int) -> None:
     assert not d.workers[0].failed
 
 
+def test_a_client_is_told_of_no_more_cached_tokens_than_by_d_alone(pair: Pair) -> None:
+    p, d = pair
+    ids = prompt(10 * BLOCK)
+    first, second = hand_over(p, d, ids), hand_over(p, d, ids)
+    assert d.answers[first].cached == 0
+    assert d.answers[second].cached == 9 * BLOCK
+    settle(p, d)
+
+
 @pytest.mark.parametrize("ranks", ["alone", "data parallel", "pipeline"])
 def test_a_step_is_idle_that_computes_nothing_and_holds_up_nobody(pair: Pair, ranks: str) -> None:
     p, d = pair

@@ -1,0 +1,355 @@
+"""What a client gets is what D alone would say, whatever it asks and whatever D answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any
+
+import httpx
+import pytest
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+
+from kvferry.router.app import App
+from kvferry.router.request_bodies import (
+    MAX_BRACKETS,
+    NOT_JSON,
+    PREFILL_TAG,
+    SMALL_BYTES,
+    WINDOW_BYTES,
+    encoded,
+    members,
+)
+from tests.router.stand_ins import PARAMS, Engine, ask, decode_engine, make_router, prefill_engine, routed, served
+from tests.router.test_at_once import Served, at_once
+from tests.router.test_connections import RawEngine
+from tests.support.served import eventually
+
+__all__ = ["at_once"]
+STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
+
+
+def chunk(piece: bytes) -> bytes:
+    """Of an answer that does not end."""
+    return STREAM + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n" % (len(piece), piece)
+
+
+def answering(answer: Callable[[dict[str, Any]], Response]) -> Engine:
+    async def serve(request: Request, body: dict[str, Any]) -> Response:
+        return answer(body)
+
+    return Engine(serve)
+
+
+def post(url: str, content: bytes, path: str = "/v1/completions", **headers: str) -> httpx.Response:
+    return httpx.post(url + path, content=content, headers=headers, trust_env=False, timeout=60)
+
+
+# --- which requests P computes
+
+
+HANDED_OVER: list[dict[str, Any]] = [
+    {"prompt": "x"}, {"prompt": ["x"]}, {"prompt": [[1, 2]]}, {"prompt": [1, 2]}, {"messages": []},
+    {"prompt": "x", "n": None}, {"prompt": "x", "n": 3}, {"prompt": "x", "echo": True}, {"prompt": "x", "logprobs": 3},
+    {"prompt": "x", "echo": False, "logprobs": 1},
+    {"prompt": "x", "use_beam_search": False, "prompt_embeds": None, "prompt_logprobs": None},
+    {"prompt": "x", "stream": True, "stream_options": {"include_usage": True}}, {"prompt": "x", "stream_options": None},
+]  # fmt: skip
+LEFT_TO_D: list[dict[str, Any]] = [
+    {"prompt": ["x", "y"]}, {"prompt": [[1], [2]]}, {"prompt": []}, {"prompt": "x", "use_beam_search": True},
+    {"prompt": "x", "prompt_embeds": "AAAA"}, {"prompt": "x", "prompt_logprobs": 0}, {"prompt": "x", "n": "x"},
+    {"prompt": "x", "echo": True, "logprobs": 0}, {"prompt": "x", "stream_options": {}},
+    {"prompt": "x", "stream": False, "stream_options": {"include_usage": True}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_p_computes_no_prompt_that_d_will_not_ask_for(left: bool) -> None:
+    bodies = LEFT_TO_D if left else HANDED_OVER
+    p, d = prefill_engine(), decode_engine()
+    with routed(p, d) as url:
+        for body in bodies:
+            before = len(p.seen)
+            assert ask(url, body).status_code == 200
+            assert len(p.seen) == before + (not left), body
+            assert d.seen[-1][0] == body | ({} if left else {"kv_transfer_params": PARAMS})
+
+
+def test_a_request_that_d_refuses_leaves_no_lease() -> None:
+    """D's server did not tell its engine: the prompt is loaded for one token, with what P took."""
+
+    def answer(body: dict[str, Any]) -> Response:
+        return JSONResponse({"text": "x"}) if body["max_tokens"] == 1 else PlainTextResponse("refused", 400)
+
+    p, d = prefill_engine(), answering(answer)
+    with routed(p, d) as url:
+        answered = ask(url, {"prompt": "x", "max_tokens": 5, "temperature": "hot"})
+        assert answered.status_code == 400 and answered.text == "refused"
+        eventually(lambda: len(d.seen) == 2, "D is asked to load the prompt")
+    released = d.seen[1][0]
+    assert released == p.seen[0][0] | {"kv_transfer_params": PARAMS}
+
+
+def test_a_request_that_d_refuses_at_once_leaves_no_lease(at_once: Served) -> None:
+    at_once.learn()
+    at_once.d.held = True
+    at_once.d.answer = lambda body: PlainTextResponse("no", 400 if body.get("max_tokens") == 5 else 200)
+    client = threading.Thread(target=ask, args=(at_once.url, {"prompt": "y", "max_tokens": 5}), daemon=True)
+    client.start()
+    engine = next(iter(at_once.router.engines))
+    assert at_once.d.engine.arrived.wait(60)
+    eventually(lambda: len(at_once.p.bodies) == 2 and engine.load == 0, "P has answered")
+    at_once.d.go_on.set()
+    client.join(60)
+    eventually(lambda: len(at_once.d.bodies) == 3, "D is asked to load the prompt")
+    assert (at_once.d.params[-1] or {})["remote_num_tokens"] == 3 and at_once.d.bodies[-1]["max_tokens"] == 1
+    at_once.nothing_left()
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_p_computes_no_longer_when_d_has_answered(at_once: Served, leaves: bool) -> None:
+    at_once.learn()
+    at_once.p.held = True
+    go_on = threading.Event()
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield b'data: {"i": 0}\n\n'
+        while not go_on.is_set():
+            await asyncio.sleep(0.01)
+        yield b"data: [DONE]\n\n"
+
+    at_once.d.answer = lambda body: StreamingResponse(pieces(), media_type="text/event-stream")
+    with httpx.stream(
+        "POST", at_once.url + "/v1/completions", json={"prompt": "y", "stream": True}, trust_env=False, timeout=60
+    ) as response:
+        lines = response.iter_lines()
+        assert next(lines) == 'data: {"i": 0}'
+        if not leaves:
+            go_on.set()
+            assert [line for line in lines if line] == ["data: [DONE]"]
+    eventually(lambda: at_once.p.gone == 1, "P's leg has ended")
+    go_on.set()
+    at_once.nothing_left()
+
+
+def test_one_bad_request_takes_no_engine_from_others() -> None:
+    def answer(body: dict[str, Any]) -> Response:
+        return JSONResponse({"kv_transfer_params": PARAMS}, 500 if "structured_outputs" in body else 200)
+
+    p, d = answering(answer), answering(answer)
+    with served(p.app) as p_url, served(d.app) as d_url:
+        router = make_router([p_url], [d_url], cool_down=600)
+        with served(App(router)) as url:
+            for _ in range(4):
+                assert ask(url, {"prompt": "x", "structured_outputs": [1]}).status_code == 500
+            assert ask(url, {"prompt": "x"}).status_code == 200
+            assert d.seen[-1][0]["kv_transfer_params"] == PARAMS and httpx.get(url + "/health").status_code == 200
+            for number in range(3):
+                ask(url, {"prompt": f"{number}", "structured_outputs": [1]})
+            assert not any(engine.usable(router.clock()) for engine in router.engines)
+
+
+# --- what is sent on
+
+
+def test_engines_get_the_very_bytes_of_a_value() -> None:
+    """Half an emoji, a number beyond all others, a key twice, spaces, an escape: an engine has its own errors."""
+    seen: list[bytes] = []
+
+    async def serve(request: Request, body: dict[str, Any]) -> Response:
+        seen.append(await request.body())
+        return JSONResponse({"kv_transfer_params": PARAMS})
+
+    p, d = Engine(serve), Engine(serve)
+    values = [
+        b'"\\ud83d x"',
+        b"1e999",
+        b"12345678901234567890123",
+        b'{"a": 1, "a":2}',
+        b'"\\u0041\\/"',
+        b"NaN",
+        b'"\xc3\xa9"',
+    ]
+    with routed(p, d) as url:
+        for value in values:
+            answer = post(url, b'\r\n{ "prompt" : "x", "odd" :%s, "max_tokens":5}' % value)
+            assert answer.status_code == 200, (value, answer.text)
+            assert all(b'"odd":%s' % value in one for one in seen[-2:]), value
+
+
+@pytest.mark.parametrize("form", ["utf-8-sig", "utf-16", "utf-16-le", "utf-32"])
+def test_a_body_may_have_a_bom(form: str) -> None:
+    d = decode_engine()
+    with routed(prefill_engine(), d) as url:
+        assert post(url, '{"prompt": "é"}'.encode(form)).json() == {"text": "from D"}
+    assert d.seen[0][0]["prompt"] == "é"
+
+
+@pytest.mark.parametrize("key", ["kv_transfer_params", "ec_transfer_params", "kv_transfer\\u005fparams"])
+@pytest.mark.parametrize("form", ["{%s, %s}", "\ufeff{%s, %s}", '{"a": "\\ud83d", %s, %s}'])
+def test_what_names_hosts_is_dropped(key: str, form: str) -> None:
+    d = decode_engine()
+    with routed(prefill_engine(params=None), d) as url:
+        member = f'"{key}": {{"remote_host": "attacker"}}'
+        assert post(url, (form % (member, '"prompt": "x"')).encode()).status_code == 200
+        assert post(url, (form % (member, member)).encode()).status_code == 200
+    assert len(d.seen) == 2 and not any("transfer" in name for body, _, _ in d.seen for name in body)
+
+
+def test_cookies_and_lists_of_headers() -> None:
+    async def serve(request: Request, body: dict[str, Any]) -> Response:
+        answer = JSONResponse({"headers": [(name, value) for name, value in request.headers.items()]})
+        answer.set_cookie("a", "1"), answer.set_cookie("b", "2")
+        return answer
+
+    with routed(prefill_engine(), Engine(serve)) as url:
+        headers = [("cookie", "a=1"), ("cookie", "b=2"), ("x-list", "1"), ("x-list", "2")]
+        answer = httpx.post(url + "/v1/completions", json={"prompt": "x"}, headers=headers, trust_env=False)
+    assert [line.split(";")[0] for line in answer.headers.get_list("set-cookie")] == ["a=1", "b=2"]
+    got = dict(answer.json()["headers"])
+    assert got["cookie"] == "a=1; b=2" and got["x-list"] == "1, 2"
+
+
+def test_cors_is_the_engines_to_decide() -> None:
+    raw = RawEngine(
+        "D",
+        lambda connection, number: b"HTTP/1.1 200 OK\r\naccess-control-allow-origin: *\r\ncontent-length: 2\r\n\r\nOK",
+    )
+    with raw.running() as raw_url, served(App(make_router([], [raw_url]))) as url:
+        headers = {"origin": "http://x", "access-control-request-method": "POST"}
+        answer = httpx.options(url + "/v1/chat/completions", headers=headers, trust_env=False)
+        assert answer.status_code == 200 and answer.text == "OK"
+        assert answer.headers["access-control-allow-origin"] == "*"
+
+
+def test_responses_go_through_both_legs() -> None:
+    p, d = prefill_engine(), decode_engine()
+    with routed(p, d) as url:
+        body = {"input": "x", "max_output_tokens": 9, "stream": False}
+        assert ask(url, body, "/v1/responses").json() == {"text": "from D"}
+        ask(url, {"input": "x", "previous_response_id": "resp_1"}, "/v1/responses")
+        ask(url, {"input": "x", "tools": [{"type": "mcp"}]}, "/v1/responses")
+    assert [body for body, _, _ in p.seen] == [
+        {"input": "x", "max_output_tokens": 1, "stream": False, "store": False, "kv_transfer_params": PREFILL_TAG}
+    ]
+    assert d.seen[0][0] == body | {"kv_transfer_params": PARAMS} and len(d.seen) == 3
+
+
+def test_a_response_is_asked_for_by_its_name_only() -> None:
+    raw = RawEngine("D", lambda connection, number: None)
+    with raw.running() as raw_url, served(App(make_router([], [raw_url]))) as url:
+        for path, status in (("resp_1", 200), ("resp_1/cancel", 200), ("..%2fx", 404), ("a%0d%0ab", 404), ("a/b", 404)):
+            method = "POST" if "cancel" in path else "GET"
+            assert httpx.request(method, f"{url}/v1/responses/{path}", trust_env=False).status_code == status, path
+    assert len(raw.seen) == 2
+
+
+# --- streams
+
+
+@pytest.mark.parametrize("events", [
+    b"event: response.created\ndata: {}\n\n: ping\n\ndata: [DONE]\n\n", b"id: 1\r\ndata: {}\r\n\r\n",
+    b"data: {}\r\r", b"data: x",
+])  # fmt: skip
+def test_a_stream_is_passed_on_as_it_is(events: bytes) -> None:
+    raw = RawEngine("D", lambda connection, number: STREAM + b"Content-Length: %d\r\n\r\n%s" % (len(events), events))
+    with raw.running() as raw_url, served(App(make_router([], [raw_url]))) as url:
+        assert ask(url, {"prompt": "x", "stream": True}).content == events
+
+
+@pytest.mark.parametrize("comments", [b": keep-alive\n\n", b":\r\n\r\n: x\r\n", b"\n\n: keep"])
+def test_a_comment_is_no_answer(comments: bytes) -> None:
+    """A D that is lost after one is replaced, and the client has seen that its request is alive."""
+    raw, d = RawEngine("D", lambda connection, number: chunk(comments)), decode_engine(pieces=1)
+    with ExitStack() as stack:
+        urls = stack.enter_context(raw.running()), stack.enter_context(served(d.app))
+        router = make_router([], urls)
+        url = stack.enter_context(served(App(router)))
+        answer = ask(url, {"prompt": "x", "stream": True})
+        eventually(lambda: router.metrics.in_flight == 0, "it is counted")
+    assert answer.content.removeprefix(comments).lstrip() == b'data: {"i": 0}\n\ndata: [DONE]\n\n'
+    assert answer.content.startswith(comments) and router.metrics.failed_legs == {"decode": 1}
+
+
+def test_a_d_that_fails_after_a_comment_ends_the_stream_with_an_error() -> None:
+    raw = RawEngine("D", lambda connection, number: chunk(b": keep-alive\n\n"))
+    with raw.running() as raw_url, served(App(make_router([], [raw_url]))) as url:
+        *before, error, end = ask(url, {"prompt": "x", "stream": True}).text.split("\n\n")
+    assert before[0] == ": keep-alive" and end == ""
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == 502
+
+
+def test_an_error_does_not_hang_on_half_an_event() -> None:
+    raw = RawEngine("D", lambda connection, number: chunk(b'data: {"i"'))
+    with raw.running() as raw_url, served(App(make_router([], [raw_url]))) as url:
+        assert '\n\ndata: {"error"' in ask(url, {"prompt": "x", "stream": True}).text
+
+
+def test_a_long_answer_is_not_held_and_ends_early_where_d_does() -> None:
+    long = b'"' + b"x" * (3 << 20) + b'"'
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(long)
+    for sent, whole in ((long, True), (long[: 2 << 20], False)):
+        raw = RawEngine("D", lambda connection, number, sent=sent: head + sent)  # type: ignore[misc]
+        with raw.running() as raw_url, served(App(make_router([], [raw_url]))) as url:
+            if whole:
+                assert ask(url, {"prompt": "x"}).content == long
+            else:
+                found = b""
+                with (
+                    httpx.stream("POST", url + "/v1/completions", json={}, trust_env=False, timeout=60) as response,
+                    pytest.raises((httpx.ReadError, httpx.RemoteProtocolError)),
+                ):
+                    for piece in response.iter_raw():
+                        found += piece
+                assert found and long.startswith(found), "no error within an answer that is no stream"
+
+
+# --- large bodies
+
+
+def large(value: Any) -> bytes:
+    return json.dumps({"model": "m", "prompt": value, "stream": False, "stop": ["]", '\\"{'], "max_tokens": 5}).encode()
+
+
+@pytest.mark.parametrize("value", [
+    "x" * (3 << 20), "\\" * (2 << 20), '"' * (1 << 20), list(range(500_000)), "é\n" * 300_000, ["{" * (2 << 20)],
+    "x" * (WINDOW_BYTES - 30) + "\\" * 9,
+])  # fmt: skip
+def test_a_large_body_is_taken_apart_and_sent_as_a_small_one_is(value: Any) -> None:
+    p, d = prefill_engine(), decode_engine()
+    content = large(value)
+    assert len(content) > SMALL_BYTES and {k: json.loads(bytes(v)) for k, v in members(content).items()} == json.loads(
+        content
+    )
+    large_one = sum(map(len, members(content).values())) > WINDOW_BYTES
+    assert (encoded(members(content)) is None) == large_one, "no copy of it is made"
+    with routed(p, d) as url:
+        assert post(url, content).json() == {"text": "from D"}
+    assert d.seen[0][0] == json.loads(content) | {"kv_transfer_params": PARAMS} and p.seen[0][0]["prompt"] == value
+
+
+@pytest.mark.parametrize("content", [
+    b"[]" + b" " * SMALL_BYTES, b'{"a": ' + b"[" * SMALL_BYTES, b'{"a": "' + b"x" * SMALL_BYTES,
+    b'{"a" ' + b" " * SMALL_BYTES + b"}",
+    b'{"a": 1}' + b" " * SMALL_BYTES + b"x", b'{"a": [' + b"[]," * MAX_BRACKETS + b"[]]}",
+    b"{" + b",".join(b'"%d":1' % n for n in range(20_000)) + b"}", b'{"a": 1,' + b" " * SMALL_BYTES + b"}",
+])  # fmt: skip
+def test_a_large_body_that_is_no_object_or_of_no_honest_shape_is_refused(content: bytes) -> None:
+    with pytest.raises(NOT_JSON):
+        members(content)
+
+
+def test_nobody_waits_while_a_large_body_is_read() -> None:
+    """The shape is the worst one: it is refused when it is over the bound."""
+    p, d = prefill_engine(), decode_engine()
+    content = b'{"prompt": [' + b"[]," * (20 << 20) + b"[]]}"
+    with routed(p, d) as url, ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(post, url, content)
+        while not answer.done():
+            assert ask(url, {"prompt": "x"}).status_code == 200
+        assert answer.result().status_code == 400
