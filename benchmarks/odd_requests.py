@@ -2,16 +2,16 @@
 
     python benchmarks/odd_requests.py [--only WORD] [--json FILE]
 
-A P, a D, and two routers before them: one that asks both at once, and one that asks D after P. Each request of the table
-in ``tests/support/odd_requests.py`` goes to D directly, then through each router, with empty prefix caches. Status,
+A P, a D, and two routers before them: one asks both at once, the other asks D after P. Each request of the table in
+``tests/support/odd_requests.py`` goes to D directly, then through each router, with empty prefix caches. Status,
 headers and body must be equal byte for byte, but for ids, times and what belongs to a connection. Where bytes differ:
 
-- Log probabilities may differ by ``LOGPROB_DIFFERENCE``: D computes a prompt's last token alone where it has the rest from
-  P, and floating-point sums depend on what is computed together.
+- Log probabilities may differ by ``LOGPROB_DIFFERENCE``: D computes a prompt's last token alone where it has the rest
+  from P, and floating-point sums depend on what is computed together.
 - D itself may put several tokens into one event of a stream. Then the events are compared joined: all text, all log
   probabilities, the last usage, and what follows what.
-- Of ``usage.prompt_tokens_details``, ``created_cache_tokens`` is what D itself computed; and ``cached_tokens`` of several
-  choices has those that the first choice left to the others. Both are left out.
+- In ``usage``, ``created_cache_tokens`` and ``cache_write_tokens`` are what D itself computed; and ``cached_tokens`` of
+  several choices has those that the first choice left to the others. They are left out.
 
 After each request no block is held on either engine, and no lease of P has ended by time. Exit status 1: a difference.
 """
@@ -61,10 +61,12 @@ OF_A_CONNECTION = {
 }  # fmt: skip
 IDS = re.compile(rb'"((?:item_|request_|response_)?id)": ?"[^"]*"')
 TIMES = re.compile(rb'"(created|created_at|completed_at)": ?[0-9.]+')
-CREATED = re.compile(rb',"created_cache_tokens": ?[0-9]+')
+CREATED = re.compile(rb'"(created_cache_tokens|cache_write_tokens)": ?[0-9]+')
 CACHED = re.compile(rb'"cached_tokens": ?[0-9]+')
 TEXTS = ("text", "content", "reasoning", "reasoning_content", "arguments", "delta")
 ORDERED = (*TEXTS, "role", "tool_calls", "finish_reason", "usage")
+OF_EVENTS = ("sequence_number", "reasoning_tokens")
+"""What D counts by events."""
 MISSING = "missing"
 SHOWN = 300
 """Characters of an answer in the table of differences."""
@@ -98,7 +100,7 @@ class Recorder(httpx2.HTTPTransport):
 
 @dataclass(frozen=True)
 class Answer:
-    """``client``: what the official client made of it: its error's class, or "" where it took it. ``choices``: asked."""
+    """``client``: what the official client made of it: its error's class, or "". ``choices``: asked."""
 
     status: int
     headers: dict[str, str]
@@ -112,7 +114,7 @@ class Answer:
 
     @property
     def comparable(self) -> bytes:
-        body = CREATED.sub(b"", TIMES.sub(rb'"\1":0', IDS.sub(rb'"\1":""', self.body)))
+        body = CREATED.sub(rb'"\1":0', TIMES.sub(rb'"\1":0', IDS.sub(rb'"\1":""', self.body)))
         return CACHED.sub(b'"cached_tokens":0', body) if self.choices > 1 else body
 
     def text(self) -> str:
@@ -178,6 +180,15 @@ def difference(alone: Answer, routed: Answer) -> tuple[str, list[str]]:
     return ("", found) if found else (alike, [])
 
 
+def own_error(routed: Answer, status: int) -> tuple[str, list[str]]:
+    """As ``difference``, of an answer that is to be the router's own error, in OpenAI's form."""
+    try:
+        right = routed.status == json.loads(routed.body)["error"]["code"] == status
+    except (ValueError, LookupError, TypeError):
+        right = False
+    return ("the router's own error", []) if right else ("", [f"no error {status} in OpenAI's form"])
+
+
 def value_difference(alone: Answer, routed: Answer) -> tuple[str, list[str]]:
     """As ``difference``, of bodies whose bytes differ."""
     try:
@@ -229,8 +240,14 @@ def joined(found: list[Any]) -> dict[str, Any]:
     whole: dict[str, Any] = {"last event": found[-1] if found[-1:] == ["[DONE]"] else None}
     for event in found:
         if isinstance(event, dict):
-            join(whole, event)
+            join(whole, without_counts(event))
     return dict(sorted(whole.items()))
+
+
+def without_counts(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: without_counts(inner) for key, inner in value.items() if key not in OF_EVENTS}
+    return [without_counts(inner) for inner in value] if isinstance(value, list) else value
 
 
 def join(whole: dict[str, Any], part: dict[str, Any]) -> None:
@@ -267,7 +284,7 @@ class Comparison:
             routed: Answer | None = None
             try:
                 routed = self._clients[router.name].ask(odd, stream)
-                alike, found = difference(alone, routed)
+                alike, found = difference(alone, routed) if odd.own is None else own_error(routed, odd.own)
             except (httpx2.HTTPError, openai.APIConnectionError) as error:
                 alike, found = "", [f"no answer: {error!r}"]
             self.until_free(router)

@@ -17,18 +17,13 @@ import pytest
 from tests.router.stand_ins import decode_engine, prefill_engine, served
 from tests.support.bad_clients import Crowd, honest
 from tests.support.engines import ServerGroup, free_port, python_path
-from tests.support.fleet import router_of, under_the_usual_limit
+from tests.support.fleet import GROWTH_MIB, SPARE, router_of, under_the_usual_limit
 from tests.support.served import eventually
 from tests.support.server import Server
 
 CROWD = 1000
 ROUNDS = 2
 HONEST, BESIDE = 200, 8
-SPARE = 16
-"""Descriptors: connections that the router keeps to the engines."""
-GROWTH_MIB = 8
-"""Of the router's memory from the first crowd's end to the last's: 8 KiB for each of a thousand clients. A request that
-is kept has more: its body, its headers and its tasks."""
 
 
 @pytest.fixture

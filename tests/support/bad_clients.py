@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import struct
 import socket
+import struct
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -167,7 +167,8 @@ async def reads_nothing(client: Client) -> None:
 
 KINDS: tuple[Callable[[Client], Awaitable[None]], ...] = (
     leaves_at_once, leaves_in_its_request, leaves_in_its_answer, is_killed, half_closes, half_closes_in_its_request,
-    sends_no_json, sends_much, lies_about_its_length, speaks_no_http, announces_much, has_a_long_head, is_silent, has_a_slow_head, has_a_slow_body, reads_nothing,
+    sends_no_json, sends_much, lies_about_its_length, speaks_no_http,
+    announces_much, has_a_long_head, is_silent, has_a_slow_head, has_a_slow_body, reads_nothing,
 )  # fmt: skip
 STALLING = (is_silent, has_a_slow_head, has_a_slow_body, reads_nothing)
 
@@ -213,7 +214,7 @@ class Crowd:
 
 
 async def honest(host: str, port: int, body: dict[str, Any]) -> bytes:
-    """The answer to one request on a connection of its own. Raises OSError, EOFError, ValueError: none, or a bad one."""
+    """The answer to one request on a connection of its own. Raises OSError, ValueError: none, or a bad one."""
     reader, writer = await asyncio.open_connection(host, port)
     try:
         content = json.dumps(body).encode()

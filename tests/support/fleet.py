@@ -16,6 +16,12 @@ from tests.support.server import PATIENCE_SECONDS, Server
 USUAL_DESCRIPTORS = 1024
 """The soft limit of a process on most systems; the hard limit is higher."""
 
+SPARE = 16
+"""Descriptors: connections that a router keeps to its engines."""
+GROWTH_MIB = 16
+"""Bound on the growth of the router's memory between two crowds of a thousand bad clients: 16 KiB for each. A request
+that is kept has more, with its body, its headers and its tasks; what the allocator keeps differs by some MiB."""
+
 
 def under_the_usual_limit(command: Sequence[str]) -> list[str]:
     """The command under a soft limit of ``USUAL_DESCRIPTORS``."""

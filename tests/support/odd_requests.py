@@ -28,8 +28,8 @@ TEMPLATE = (
     "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
 )
 ENGINE_ARGUMENTS = (
-    "--reasoning-parser", "qwen3", "--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--enable-prompt-embeds",
-    "--enable-prompt-tokens-details", "--scheduling-policy", "priority",
+    "--reasoning-parser", "qwen3", "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
+    "--enable-prompt-embeds", "--enable-prompt-tokens-details", "--scheduling-policy", "priority",
 )  # fmt: skip
 
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
@@ -47,7 +47,8 @@ JSON = {"Content-Type": "application/json"}
 @dataclass(frozen=True)
 class Odd:
     """``content``: a dict is a change of the usual body, sent by the official client; bytes are sent as they are.
-    ``streams``: it is also asked with ``"stream": true``. ``times``: it is sent so often; the last answer counts."""
+    ``streams``: it is also asked with ``"stream": true``. ``times``: it is sent so often; the last answer counts.
+    ``own``: it is nothing that a router passes on; the status of the error with which the router answers."""
 
     name: str
     path: str
@@ -56,6 +57,7 @@ class Odd:
     times: int = 1
     method: str = "POST"
     headers: dict[str, str] = field(default_factory=dict)
+    own: int | None = None
 
     @property
     def choices(self) -> int:
@@ -107,20 +109,30 @@ def raw(path: str, text: str, usual: bool = True) -> bytes:
 
 
 FUNCTION = {
-    "name": "set_sail", "parameters": {"type": "object", "properties": {"knots": {"enum": [1, 2]}}, "required": ["knots"]},
+    "name": "set_sail",
+    "parameters": {"type": "object", "properties": {"knots": {"enum": [1, 2]}}, "required": ["knots"]},
 }  # fmt: skip
 TOOLS = [{"type": "function", "function": FUNCTION}]
+
+
+def chosen(name: str) -> dict[str, Any]:
+    return {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": name}}}
+
+
 CALLED = [
     message("user", "sail"),
     message("assistant", None, tool_calls=[{"id": "call-1", "type": "function", "function": {"name": "set_sail",
         "arguments": '{"knots": 1}'}}]),
     message("tool", "done", tool_call_id="call-1"),
 ]  # fmt: skip
+PARTS = [{"type": "text", "text": text} for text in (TEXT, "x")]
+IMAGE = "data:image/png;base64,AA"
 SCHEMA = {"type": "object", "properties": {"port": {"enum": ["Kiel", "Riga"]}}, "required": ["port"]}
 NAMED = {"name": "port", "schema": SCHEMA}
 SHORT_THOUGHTS = {"allowed_token_ids": [*range(300, 320), THINK_END], "temperature": 1, "seed": 4, "max_tokens": 24}
 NO_THOUGHTS = {"chat_template_kwargs": {"enable_thinking": False}}
 USAGE = {"stream_options": {"include_usage": True}}
+EACH_USAGE = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
 NULLS = dict.fromkeys(
     (
         "stop",
@@ -189,13 +201,13 @@ TABLE: tuple[Odd, ...] = (
     Odd("logit_bias", COMPLETIONS, {"logit_bias": {"300": 50}}),
     Odd("allowed_token_ids", COMPLETIONS, {"allowed_token_ids": [300, 301, 302]}),
     Odd("bad_words", COMPLETIONS, {"bad_words": ["river", "sail"]}),
-    Odd("bytes of no character", COMPLETIONS, {"allowed_token_ids": list(range(130, 200)), "temperature": 1, "seed": 2}),
+    Odd("bytes of no character", COMPLETIONS, {"allowed_token_ids": [*range(130, 200)], "temperature": 1, "seed": 2}),
     Odd("structured: choice", COMPLETIONS, {"structured_outputs": {"choice": ["river", "harbor"]}}),
     Odd("structured: regex", COMPLETIONS, {"structured_outputs": {"regex": "[ab]{5}c"}}),
     Odd("structured: a list", COMPLETIONS, {"structured_outputs": [1]}),
     Odd("structured: two forms", COMPLETIONS, {"structured_outputs": {"regex": "a", "choice": ["b"]}}),
     # What is counted, and who comes first.
-    Odd("usage at each event", COMPLETIONS, {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}),
+    Odd("usage at each event", COMPLETIONS, EACH_USAGE),
     Odd("stream_options without a stream", COMPLETIONS, USAGE, streams=False),
     Odd("200 new tokens: usage", COMPLETIONS, {"prompt": ids(200)}),
     Odd("200 tokens again: usage", COMPLETIONS, {"prompt": ids(200)}, times=2),
@@ -215,11 +227,11 @@ TABLE: tuple[Odd, ...] = (
     Odd("stream a list", COMPLETIONS, {"stream": [1]}, streams=False),
     # Chats.
     Odd("a chat", CHAT),
-    Odd("a chat with a history", CHAT, {"messages": [message("system", "be brief"), *MESSAGES, message("assistant", "er"),
-        message("user", "riv", name="x")]}),
-    Odd("content in parts", CHAT, {"messages": [message("user", [{"type": "text", "text": TEXT}, {"type": "text", "text": "x"}])]}),
-    Odd("an image", CHAT, {"messages": [message("user", [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}])]}),
-    Odd("emoji", CHAT, {"messages": [message("user", "👩‍🚀 \u0085 é \u0000")]}),
+    Odd("a chat with a history", CHAT, {"messages": [message("system", "be brief"), *MESSAGES,
+        message("assistant", "er"), message("user", "riv", name="x")]}),
+    Odd("content in parts", CHAT, {"messages": [message("user", PARTS)]}),
+    Odd("an image", CHAT, {"messages": [message("user", [{"type": "image_url", "image_url": {"url": IMAGE}}])]}),
+    Odd("emoji", CHAT, {"messages": [message("user", "\U0001f469\u200d\U0001f680 \u0085 é \u0000")]}),
     Odd("no messages", CHAT, {"messages": []}),
     Odd("messages a text", CHAT, {"messages": "hello"}),
     Odd("an unknown role", CHAT, {"messages": [message("captain", "sail")]}),
@@ -242,8 +254,8 @@ TABLE: tuple[Odd, ...] = (
     Odd("reasoning_effort", CHAT, {"reasoning_effort": "low"}),
     Odd("tools, chosen by the model", CHAT, CALL | {"tools": TOOLS}),
     Odd("a tool is required", CHAT, CALL | {"tools": TOOLS, "tool_choice": "required"}),
-    Odd("a named tool", CHAT, CALL | {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "set_sail"}}}),
-    Odd("an unknown tool", CHAT, {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "fly"}}}),
+    Odd("a named tool", CHAT, CALL | chosen("set_sail")),
+    Odd("an unknown tool", CHAT, chosen("fly")),
     Odd("tools, none of them", CHAT, {"tools": TOOLS, "tool_choice": "none"}),
     Odd("a tool_choice without tools", CHAT, {"tool_choice": "required"}),
     Odd("a tool was called", CHAT, {"messages": CALLED, "tools": TOOLS, "parallel_tool_calls": False}),
@@ -251,12 +263,12 @@ TABLE: tuple[Odd, ...] = (
     Odd("response_format json_object", CHAT, CALL | {"response_format": {"type": "json_object"}}),
     Odd("response_format unknown", CHAT, {"response_format": {"type": "yaml"}}),
     Odd("echo in a chat", CHAT, {"echo": True}),
-    Odd("the answer goes on", CHAT, {"messages": [*MESSAGES, message("assistant", "the riv")], "add_generation_prompt": False,
-        "continue_final_message": True}),
+    Odd("the answer goes on", CHAT, {"messages": [*MESSAGES, message("assistant", "the riv")],
+        "add_generation_prompt": False, "continue_final_message": True}),
     Odd("a template of the client", CHAT, {"chat_template": "{{ messages }}"}),
     Odd("beam search in a chat", CHAT, {"use_beam_search": True, "n": 2}),
     Odd("stop in a chat", CHAT, {"stop": ["er"], "max_tokens": 60} | NO_THOUGHTS),
-    Odd("usage at each event of a chat", CHAT, {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}),
+    Odd("usage at each event of a chat", CHAT, EACH_USAGE),
     # Responses.
     Odd("a response", RESPONSES),
     Odd("a response with instructions", RESPONSES, {"input": [message("user", TEXT)], "instructions": "be brief"}),
@@ -265,8 +277,9 @@ TABLE: tuple[Odd, ...] = (
     Odd("an unknown response", RESPONSES + "/resp_none", b"", method="GET"),
     # Bytes that a client library does not send.
     Odd("half an emoji", COMPLETIONS, raw(COMPLETIONS, '"user": "\\ud83d"')),
-    Odd("half an emoji as prompt", COMPLETIONS, rb'{"model": "model", "max_tokens": 8, "temperature": 0, "prompt": "riv \ud83d"}'),
-    Odd("half an emoji in a chat", CHAT, rb'{"model": "model", "max_tokens": 8, "messages": [{"role": "user", "content": "\ud83d"}]}'),
+    Odd("half an emoji as prompt", COMPLETIONS, rb'{"model": "model", "max_tokens": 8, "prompt": "riv \ud83d"}'),
+    Odd("half an emoji in a chat", CHAT,
+        rb'{"model": "model", "max_tokens": 8, "messages": [{"role": "user", "content": "\ud83d"}]}'),
     Odd("a byte order mark", COMPLETIONS, b"\xef\xbb\xbf" + json.dumps(USUAL[COMPLETIONS]).encode()),
     Odd("NaN", COMPLETIONS, raw(COMPLETIONS, '"top_p": NaN')),
     Odd("a number beyond floats", COMPLETIONS, raw(COMPLETIONS, '"top_p": 1e999')),
@@ -281,13 +294,10 @@ TABLE: tuple[Odd, ...] = (
     Odd("a content type of a form", CHAT, b"a=b", headers={"Content-Type": "application/x-www-form-urlencoded"}),
     # Other paths and methods.
     Odd("a list of models", "/v1/models", b"", method="GET"),
-    Odd("tokenize", "/tokenize", b'{"model": "model", "prompt": "riv er"}'),
-    Odd("tokenize a chat", "/tokenize", json.dumps({"model": "model", "messages": MESSAGES}).encode()),
-    Odd("detokenize", "/detokenize", b'{"model": "model", "tokens": [300, 301]}'),
-    Odd("embeddings", "/v1/embeddings", b'{"model": "model", "input": "riv"}'),
-    Odd("Anthropic's messages", "/v1/messages", json.dumps({"model": "model", "max_tokens": 8, "messages": MESSAGES}).encode()),
-    Odd("an unknown path", "/v1/nowhere", b"{}"),
-    Odd("GET of a chat", CHAT, b"", method="GET"),
+    Odd("an unknown path", "/v1/nowhere", b"{}", own=404),
+    Odd("tokenize", "/tokenize", b'{"model": "model", "prompt": "riv er"}', own=404),
+    Odd("an engine's own affairs", "/reset_prefix_cache", b"{}", own=404),
+    Odd("GET of a chat", CHAT, b"", method="GET", own=405),
     Odd("a browser asks first", CHAT, b"", method="OPTIONS", headers={"Origin": "http://a.example",
         "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}),
     Odd("a browser asks", COMPLETIONS, json.dumps(USUAL[COMPLETIONS]).encode(), headers={"Origin": "http://a.example"}),
