@@ -73,17 +73,18 @@ SHOWN = 300
 
 
 class Recorded(httpx2.SyncByteStream):
-    """A response's bytes, kept beside being read."""
+    """A response's bytes, kept beside being read; the client leaves a stream at its first error, this one does not."""
 
     def __init__(self, stream: Any, pieces: list[bytes]) -> None:
-        self._stream, self._pieces = stream, pieces
+        self._stream, self._rest, self._pieces = stream, iter(stream), pieces
 
     def __iter__(self) -> Iterator[bytes]:
-        for piece in self._stream:
+        for piece in self._rest:
             self._pieces.append(piece)
             yield piece
 
     def close(self) -> None:
+        self._pieces.extend(self._rest)
         self._stream.close()
 
 

@@ -1,11 +1,11 @@
 """A router before 2 P and 2 D under `vllm bench serve`, among clients that leave, lie or stall.
 
-    python benchmarks/router_fleet.py [--crowds 3] [--json FILE]
+    python benchmarks/router_fleet.py [--crowds 4] [--json FILE]
 
 vLLM engines on the CPU with a small model. The router has the usual limit of 1,024 descriptors. While the honest load
 runs, 1,000 bad clients come at a time (``tests/support/bad_clients.py``), and those that stall stay until the honest
-requests have ended. Afterwards the router's memory and descriptors must be what they were after the first crowd, no
-engine may hold a block or have had a lease that ended by time, and every honest request must have its whole answer.
+requests have ended. After the last crowds the router's memory and descriptors must be what they were after the first;
+no engine may hold a block or have had a lease that ended by time; every honest request must have its whole answer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import report
 
 from tests.support.bad_clients import Crowd
 from tests.support.engines import ROUTER_PATIENCE, free_port, python_path, vllm_command
-from tests.support.fleet import GROWTH_MIB, SPARE, Process, router_of, under_the_usual_limit
+from tests.support.fleet import GROWTH_MIB, SPARE, Process, grown_mib, router_of, under_the_usual_limit
 from tests.support.served import PatientServerGroup, ended_leases, eventually, no_block_held
 from tests.support.server import EngineError, Server
 from tests.support.tiny_model import ModelSpec, build_model
@@ -99,13 +99,13 @@ def measure(folder: Path, crowds: int) -> dict[str, Any]:
         fleet = Fleet(group, folder)
         process, rows = router_of(fleet.router), []
         completed, refused, kinds = 0, 0, Counter[str]()
-        for number in range(crowds + 1):  # the first one is not counted: its descriptors and memory are the measure
+        for number in range(crowds):
             result, crowd = asyncio.run(crowded(fleet, number))
-            completed, refused = completed + result["completed"], refused + crowd.refused
+            completed, refused = completed + result["completed"], refused + len(crowd.refused)
             kinds += Counter(crowd.ended)
             quiet(fleet, process)
             rows.append({
-                "crowd": number, "honest": result["completed"], "failed": result["failed"], "refused": crowd.refused,
+                "crowd": number, "honest": result["completed"], "failed": result["failed"],
                 "resident_mib": round(process.resident_mib(), 1), "descriptors": process.descriptors(),
                 "peak_mib": round(process.peak_mib(), 1),
             })  # fmt: skip
@@ -113,9 +113,9 @@ def measure(folder: Path, crowds: int) -> dict[str, Any]:
         expired = sum(ended_leases(p)[1] for p in fleet.engines["prefill"])
         status, log = process.status(), fleet.router.log_text()
     figures = {
-        "honest_answered": completed, "honest_lost": (crowds + 1) * REQUESTS - completed,
+        "honest_answered": completed, "honest_lost": crowds * REQUESTS - completed,
         "bad_clients": kinds.total(), "refused": refused,
-        "growth_mib": rows[-1]["resident_mib"] - rows[0]["resident_mib"],
+        "growth_mib": round(grown_mib([row["resident_mib"] for row in rows]), 1),
         "peak_mib": rows[-1]["peak_mib"], "growth_descriptors": rows[-1]["descriptors"] - rows[0]["descriptors"],
         "leases_that_ended_by_time": expired, "faults_of_the_router": log.count("Traceback"),
     }  # fmt: skip
@@ -138,7 +138,7 @@ def faults(figures: dict[str, float]) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--crowds", type=int, default=3, help=f"of {CROWD} bad clients, after a first one")
+    parser.add_argument("--crowds", type=int, default=4, help=f"of {CROWD} bad clients")
     parser.add_argument("--folder", type=Path, default=HERE.parent / ".bench" / "router_fleet", help="model and logs")
     args = parser.parse_args()
     try:

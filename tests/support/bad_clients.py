@@ -77,7 +77,7 @@ async def leaves_in_its_request(client: Client) -> None:
 
 async def leaves_in_its_answer(client: Client) -> None:
     await client.send(request(stream=True, max_tokens=64))
-    await client.read(client.rng.choice((1, 200, 1000)))
+    await client.read(client.rng.choice((1, 30, 150)))
 
 
 async def is_killed(client: Client) -> None:
@@ -170,19 +170,20 @@ KINDS: tuple[Callable[[Client], Awaitable[None]], ...] = (
     sends_no_json, sends_much, lies_about_its_length, speaks_no_http,
     announces_much, has_a_long_head, is_silent, has_a_slow_head, has_a_slow_body, reads_nothing,
 )  # fmt: skip
-STALLING = (is_silent, has_a_slow_head, has_a_slow_body, reads_nothing)
+STALLING = KINDS[KINDS.index(announces_much) :]
+"""A server may let these wait, for a while."""
 
 
 @dataclass
 class Crowd:
     """``count`` bad clients of one server, of all kinds in turn, all at the same time but for what the sockets' queue
-    takes. ``refused``: could not connect; ``ended``: those that have ended by themselves, by kind."""
+    takes. ``refused``: why some could not connect; ``ended``: those that have ended by themselves, by kind."""
 
     host: str
     port: int
     count: int
     seed: int
-    refused: int = 0
+    refused: list[str] = field(default_factory=list)
     ended: dict[str, int] = field(default_factory=dict)
     over: asyncio.Event = field(default_factory=asyncio.Event)
     _connecting: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(64))
@@ -202,8 +203,8 @@ class Crowd:
         try:
             async with self._connecting:
                 reader, writer = await asyncio.open_connection(self.host, self.port, limit=1 << 12)
-        except OSError:
-            self.refused += 1
+        except OSError as error:
+            self.refused.append(repr(error))
         else:
             try:
                 with suppress(OSError):

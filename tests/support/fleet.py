@@ -19,8 +19,15 @@ USUAL_DESCRIPTORS = 1024
 SPARE = 16
 """Descriptors: connections that a router keeps to its engines."""
 GROWTH_MIB = 16
-"""Bound on the growth of the router's memory between two crowds of a thousand bad clients: 16 KiB for each. A request
-that is kept has more, with its body, its headers and its tasks; what the allocator keeps differs by some MiB."""
+"""Bound on the growth of a router's memory by a thousand bad clients: 16 KiB for each. A request that is kept has more,
+with its body, its headers and its tasks."""
+
+
+def grown_mib(resident: Sequence[float]) -> float:
+    """By how much the least of the second half is above the most of the first half. What is kept raises all values;
+    what the allocator has not given back yet, some of them, by tens of MiB."""
+    half = len(resident) // 2
+    return min(resident[half:]) - max(resident[:half])
 
 
 def under_the_usual_limit(command: Sequence[str]) -> list[str]:
