@@ -25,7 +25,7 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -148,12 +148,12 @@ class Client:
     def _by_library(self, path: str, body: dict[str, Any]) -> str:
         api = self._openai
         required = {COMPLETIONS: "prompt", CHAT: "messages", RESPONSES: "input"}[path]
-        create: Callable[..., Any] = {
+        creates: dict[str, Any] = {
             COMPLETIONS: api.completions.create, CHAT: api.chat.completions.create, RESPONSES: api.responses.create,
-        }[path]  # fmt: skip
+        }  # fmt: skip
         own = {name: body.pop(name) for name in ("model", required, "stream") if name in body}
         try:
-            answer = create(**own, extra_body=body)
+            answer = creates[path](**own, extra_body=body)
             if isinstance(answer, openai.Stream):
                 for _ in answer:
                     pass

@@ -229,20 +229,22 @@ def test_garbage_on_the_control_port_while_serving(pair: Pair) -> None:
 
     def throw(number: int) -> None:
         context = zmq.Context()
-        while not stop.is_set():
-            try:
-                with socket.create_connection((host, port), timeout=1) as raw:
-                    raw.sendall(rubbish[number % len(rubbish)])
-            except OSError:
-                pass
-            dealer = context.socket(zmq.DEALER)
-            dealer.setsockopt(zmq.LINGER, 0)
-            dealer.connect(f"tcp://{host}:{port}")
-            with suppress(zmq.Again):  # P has refused the connection already: a send would wait for ever
-                dealer.send_multipart([rubbish[number % len(rubbish)], b"x" * 100], zmq.NOBLOCK)
-            stop.wait(0.02)
-            dealer.close()
-        context.term()
+        try:
+            while not stop.is_set():
+                try:
+                    with socket.create_connection((host, port), timeout=1) as raw:
+                        raw.sendall(rubbish[number % len(rubbish)])
+                except OSError:
+                    pass
+                dealer = context.socket(zmq.DEALER)
+                dealer.setsockopt(zmq.LINGER, 0)
+                dealer.connect(f"tcp://{host}:{port}")
+                with suppress(zmq.Again):  # P has refused the connection already: a send would wait for ever
+                    dealer.send_multipart([rubbish[number % len(rubbish)], b"x" * 100], zmq.NOBLOCK)
+                stop.wait(0.02)
+                dealer.close()
+        finally:  # a context that is left with open sockets would block the search for garbage that meets it
+            context.destroy(0)
 
     threads = [threading.Thread(target=throw, args=(number,)) for number in range(5)]
     for thread in threads:
