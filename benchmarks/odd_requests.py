@@ -67,7 +67,7 @@ TEXTS = ("text", "content", "reasoning", "reasoning_content", "arguments", "delt
 ORDERED = (*TEXTS, "role", "tool_calls", "finish_reason", "usage")
 OF_EVENTS = ("sequence_number", "reasoning_tokens")
 """What D counts by events."""
-MISSING = "missing"
+MISSING, DIFFERENT = "missing", "different"
 SHOWN = 300
 """Characters of an answer in the table of differences."""
 
@@ -148,12 +148,10 @@ class Client:
     def _by_library(self, path: str, body: dict[str, Any]) -> str:
         api = self._openai
         required = {COMPLETIONS: "prompt", CHAT: "messages", RESPONSES: "input"}[path]
-        creates: dict[str, Any] = {
-            COMPLETIONS: api.completions.create, CHAT: api.chat.completions.create, RESPONSES: api.responses.create,
-        }  # fmt: skip
+        resource: Any = {COMPLETIONS: api.completions, CHAT: api.chat.completions, RESPONSES: api.responses}[path]
         own = {name: body.pop(name) for name in ("model", required, "stream") if name in body}
         try:
-            answer = creates[path](**own, extra_body=body)
+            answer = resource.create(**own, extra_body=body)
             if isinstance(answer, openai.Stream):
                 for _ in answer:
                     pass
@@ -332,6 +330,14 @@ def bad(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [row for row in rows if row["differences"] or row["leases_that_ended_by_time"]]
 
 
+def by_path(rows: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
+    """How many answers are alike in which way."""
+    found: dict[str, Counter[str]] = {}
+    for row in rows:
+        found.setdefault(row["path"], Counter())[DIFFERENT if bad([row]) else row["alike"]] += 1
+    return {path: dict(counted) for path, counted in found.items()}
+
+
 def measure(folder: Path, lease_seconds: float = LEASE_SECONDS, only: str = "") -> dict[str, Any]:
     """``only``: of a request's name."""
     began, model = time.monotonic(), chat_model(folder / "model")
@@ -382,7 +388,7 @@ def main() -> int:
         return 1
     for name, value in result["figures"].items():
         print(f"{name:34}{value:>12.6g}")
-    report.write(args.json, result)
+    report.write(args.json, result | {"rows": bad(result["rows"]), "answers": by_path(result["rows"])})
     return int(bool(bad(result["rows"])))
 
 

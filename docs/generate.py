@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 import binding_table
 import doctor_output
 import plan_summary
+import router_summary
 import soak_summary
 import summary
 import systems_summary
@@ -47,7 +48,12 @@ REGIONS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/doctor.md": {"doctor": doctor_output.doctor, "top": doctor_output.top},
     "docs/library.md": {"binding": binding_table.markdown},
     "docs/planning.md": {"accuracy": plan_summary.accuracy},
-    "docs/testing.md": {"walks": soak_summary.walks, "soak": soak_summary.soak, "fuzz": soak_summary.fuzz},
+    "docs/testing.md": {
+        "walks": soak_summary.walks,
+        "odd-requests": router_summary.odd_requests,
+        "soak": soak_summary.soak,
+        "fuzz": soak_summary.fuzz,
+    },
     "docs/benchmarks.md": {name: make for name, make in summary.SECTIONS.items() if name != "figure"},
 }
 """By page, the generator of each of its tables."""

@@ -21,7 +21,7 @@ from aiohttp import web
 from tests.router.stand_ins import PARAMS
 from tests.support.bad_clients import Crowd, honest
 from tests.support.engines import ServerGroup, free_port, python_path
-from tests.support.fleet import GROWTH_MIB, SPARE, grown_mib, router_of, under_the_usual_limit
+from tests.support.fleet import GROWTH_MIB, SPARE, USUAL_DESCRIPTORS, grown_mib, router_of, under_the_usual_limit
 from tests.support.served import eventually
 from tests.support.server import Server
 
@@ -110,6 +110,7 @@ def test_no_honest_request_is_lost_and_nothing_grows(fleet: Server) -> None:
     process = router_of(fleet)
     for _ in range(20):
         asyncio.run(honest(fleet.host, fleet.port, {"model": "m", "prompt": "x"}))
+    assert process.most_descriptors() > USUAL_DESCRIPTORS, "the router raises its limit"
     descriptors, resident = process.descriptors(), []
     for number in range(ROUNDS):
         crowd = asyncio.run(among(fleet, seed=number * CROWD))

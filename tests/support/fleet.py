@@ -51,6 +51,11 @@ class Process:
     def descriptors(self) -> int:
         return len(os.listdir(f"/proc/{self.pid}/fd"))
 
+    def most_descriptors(self) -> int:
+        """The soft limit."""
+        lines = Path(f"/proc/{self.pid}/limits").read_text().splitlines()
+        return next(int(line.split()[3]) for line in lines if line.startswith("Max open files"))
+
     def status(self) -> dict[str, Any]:
         """``/router/status``."""
         with urllib.request.urlopen(f"{self.server.url}/router/status", timeout=PATIENCE_SECONDS) as answer:
