@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import time
 import uuid
@@ -99,7 +100,7 @@ class App:
     async def bind(self, **where: Any) -> None:
         """``where``: host and port, or sock, as ``loop.create_server`` takes them. Raises OSError, UnicodeError."""
         self._server = _Server(
-            self._serve, self._idle, handler_cancellation=True, access_log=None, auto_decompress=False, logger=log,
+            self._serve, self._idle, handler_cancellation=True, access_log=None, auto_decompress=False, logger=_quiet,
             keepalive_timeout=HEAD_SECONDS, max_line_size=HEAD_BYTES, max_field_size=HEAD_BYTES,
         )  # fmt: skip
         make = asyncio.get_running_loop().create_server
@@ -285,6 +286,11 @@ class App:
     async def _show_page(self, request: web.BaseRequest) -> web.StreamResponse:
         policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
         return web.Response(text=page(), content_type="text/html", headers={"content-security-policy": policy})
+
+
+_quiet = logging.getLogger("kvferry.router.strangers")
+"""aiohttp tells of each bad head with a traceback: that is the client's mistake."""
+_quiet.setLevel(logging.CRITICAL)
 
 
 class _Server(web.Server):
