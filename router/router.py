@@ -189,8 +189,9 @@ class Router(Legs):
                 return await self._decode(asked, reply, (await self._until(asked, p)).params, tried)
             self.metrics.handovers["at_once"] += 1
             decoded = d.result()
-            if 400 <= decoded.answer.status < 500 and p.done():
-                self._release(asked, p.result().params)
+            if 400 <= decoded.answer.status < 500:  # D holds nothing of P, which may be about to answer
+                late = None
+                self.start(self.abandon(asked, p), asked)
             response = await reply.give(decoded)
             if decoded.answer.status == 200:
                 late = LATE_SECONDS
