@@ -22,7 +22,7 @@ from kvferry.router.health import Checks, HealthChecks
 from kvferry.router.http_client import HttpError
 from kvferry.router.legs import ClientRequest, log, why
 from kvferry.router.membership import Membership, Source
-from kvferry.router.request_bodies import NOT_JSON, RESPONSES, SMALL_BYTES, Body, members
+from kvferry.router.request_bodies import NOT_JSON, RESPONSES, SMALL_BYTES, members
 from kvferry.router.router import OWN_HEADERS, Reply, Router, error_response, json_response, kept_headers
 from kvferry.router.spans import begin_request, end_request
 
@@ -173,9 +173,13 @@ class App:
                     message = f"{most} requests are in flight, for no more is there room; try again"
                     raise RefusedError(status, message, retry_after="1")
             status = 499
-            asked = await self._read(http)
-            reply = Reply(router, asked, http)
-            response = await router.answer(asked, reply)
+            read = await self._read(http)
+            if isinstance(read, ClientRequest):
+                asked = read
+                reply = Reply(router, asked, http)
+                response = await router.answer(asked, reply)
+            else:
+                response = await self._pass_on(http, read)
             status = response.status
             return response
         except RefusedError as error:
@@ -201,19 +205,22 @@ class App:
                 end_request(asked.span, None if gone else status, first, asked.broken)
                 asked.drop()
 
-    async def _read(self, http: web.BaseRequest) -> ClientRequest:
-        """Raises RefusedError."""
+    async def _read(self, http: web.BaseRequest) -> ClientRequest | bytes:
+        """A body that is no JSON object as it is. Raises RefusedError."""
         content = bytearray()
         try:
             try:
                 async with nullcontext() if http.content.is_eof() else asyncio.timeout(BODY_SECONDS):
                     await self._receive(http, content)
                 small = len(content) <= SMALL_BYTES
-                body: Body = members(content) if small else await asyncio.to_thread(members, content)
+                body = members(content) if small else await asyncio.to_thread(members, content)
             except TimeoutError:
                 raise RefusedError(408, f"the body did not arrive in {BODY_SECONDS:g} s") from None
             except NOT_JSON as error:
-                raise RefusedError(400, f"the body is not a JSON object: {why(error)}") from None
+                raise RefusedError(400, f"no engine is asked for such a body: {why(error)}") from None
+            if body is None:
+                self._count(-len(content))
+                return bytes(content)
             for name in NEVER_SENT:
                 body.pop(name, None)
             headers = _headers(http)
@@ -247,15 +254,15 @@ class App:
 
     # --- all else
 
-    async def _pass_on(self, request: web.BaseRequest) -> web.StreamResponse:
-        """The answer of a D."""
+    async def _pass_on(self, request: web.BaseRequest, content: bytes | None = None) -> web.StreamResponse:
+        """The answer of a D to a request that hands nothing over."""
         router = self._router
         seat = router.engines.take_decode(router.clock())
         if seat is None:
             return error_response(503, "no decode engine takes requests; see /health")
         try:
             how: dict[str, Any] = {"headers": _headers(request), "connect": router.timeouts.connect}
-            answer = await router.http.send(request.method, seat.engine.url, request.path, **how)
+            answer = await router.http.send(request.method, seat.engine.url, request.path, body=content, **how)
             try:
                 body = await answer.body()
             finally:

@@ -165,14 +165,14 @@ class HttpClient:
         self._session: aiohttp.ClientSession | None = None
 
     async def send(
-        self, method: str, base: str, path: str, *, body: Body | None = None, headers: Mapping[str, str] | None = None,
-        progress: RequestProgress | None = None, connect: float,
+        self, method: str, base: str, path: str, *, body: Body | bytes | None = None,
+        headers: Mapping[str, str] | None = None, progress: RequestProgress | None = None, connect: float,
     ) -> Answer:  # fmt: skip
         """The head of an answer.
 
         Args:
             base: URL of the engine, ``http://HOST:PORT``.
-            body: sent as JSON.
+            body: sent as JSON, or as it is.
             connect: seconds that a connection may take.
 
         Raises:
@@ -189,14 +189,13 @@ class HttpClient:
         sent: CIMultiDict[str] = CIMultiDict(headers or {})
         data: Any = None
         if body is not None:
-            sent["content-type"] = "application/json"
-            content = encoded(body)
-            if content is None:
+            content = body if isinstance(body, bytes) else encoded(body)
+            if content is None and isinstance(body, dict):
                 pieces = [memoryview(piece) for piece in pieces_of(body)]
                 sent["content-length"] = str(sum(map(len, pieces)))
                 data = _written(pieces, progress)
             else:
-                data = aiohttp.BytesPayload(content, content_type="application/json")
+                data = content
         how: dict[str, Any] = {"headers": sent, "timeout": _timeout(connect), "allow_redirects": False}
         try:
             return Answer(await self._session.request(method, _url(base + path), data=data, **how))

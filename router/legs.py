@@ -123,6 +123,11 @@ class Decoded:
     span: LegSpan
     first: bytes = b""
 
+    @property
+    def refused(self) -> bool:
+        """It does not ask P: the status says so, or the first event of its stream."""
+        return 400 <= self.answer.status < 500 or self.first.startswith(b'data: {"error"')
+
     def close(self) -> None:
         self.answer.close()
         self.seat.release()

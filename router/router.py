@@ -153,7 +153,7 @@ class Router(Legs):
             if not progress.asked:
                 self._release(asked, params)
             raise
-        if 400 <= decoded.answer.status < 500:
+        if decoded.refused:
             self._release(asked, params)
         return await reply.give(decoded)
 
@@ -189,11 +189,11 @@ class Router(Legs):
                 return await self._decode(asked, reply, (await self._until(asked, p)).params, tried)
             self.metrics.handovers["at_once"] += 1
             decoded = d.result()
-            if 400 <= decoded.answer.status < 500:  # D holds nothing of P, which may be about to answer
+            if decoded.refused:  # P may be about to answer
                 late = None
                 self.start(self.abandon(asked, p), asked)
             response = await reply.give(decoded)
-            if decoded.answer.status == 200:
+            if late is not None and decoded.answer.status == 200:
                 late = LATE_SECONDS
             return response
         except asyncio.CancelledError:

@@ -76,10 +76,12 @@ def _router_served(app: App, listener: socket.socket) -> Iterator[str]:
 
 
 class Engine:
-    """Records requests; ``answer`` makes the response of one."""
+    """Records requests; ``answer`` makes the response of one. ``refused``: bodies that are no JSON object, and their
+    content types."""
 
     def __init__(self, answer: Callable[[Request, dict[str, Any]], Any]) -> None:
         self.seen: list[tuple[dict[str, Any], dict[str, str], str]] = []
+        self.refused: list[tuple[bytes, str | None]] = []
         self.arrived, self.aborted = threading.Event(), threading.Event()
         self._answer = answer
         names = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
@@ -92,7 +94,12 @@ class Engine:
         self.app = Starlette(routes=routes)
 
     async def _serve(self, request: Request) -> Response:
-        body = await request.json()
+        try:
+            body = await request.json()
+            assert isinstance(body, dict)
+        except (ValueError, RecursionError, AssertionError):
+            self.refused.append((await request.body(), request.headers.get("content-type")))
+            return JSONResponse({"error": {"message": "no JSON object"}}, 400)
         self.seen.append((body, dict(request.headers), request.url.path))
         self.arrived.set()
         return await self._answer(request, body)

@@ -17,7 +17,8 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 
 from kvferry.router.app import App
 from kvferry.router.request_bodies import (
-    MAX_BRACKETS,
+    MAX_COLONS,
+    MAX_COMMAS,
     NOT_JSON,
     PREFILL_TAG,
     SMALL_BYTES,
@@ -323,25 +324,36 @@ def large(value: Any) -> bytes:
 def test_a_large_body_is_taken_apart_and_sent_as_a_small_one_is(value: Any) -> None:
     p, d = prefill_engine(), decode_engine()
     content = large(value)
-    assert len(content) > SMALL_BYTES and {k: json.loads(bytes(v)) for k, v in members(content).items()} == json.loads(
-        content
-    )
-    large_one = sum(map(len, members(content).values())) > WINDOW_BYTES
-    assert (encoded(members(content)) is None) == large_one, "no copy of it is made"
+    found = members(content) or {}
+    assert len(content) > SMALL_BYTES and {k: json.loads(bytes(v)) for k, v in found.items()} == json.loads(content)
+    large_one = sum(map(len, found.values())) > WINDOW_BYTES
+    assert (encoded(found) is None) == large_one, "no copy of it is made"
     with routed(p, d) as url:
         assert post(url, content).json() == {"text": "from D"}
     assert d.seen[0][0] == json.loads(content) | {"kv_transfer_params": PARAMS} and p.seen[0][0]["prompt"] == value
 
 
+SPACE = b" " * WINDOW_BYTES
+
+
 @pytest.mark.parametrize("content", [
-    b"[]" + b" " * SMALL_BYTES, b'{"a": ' + b"[" * SMALL_BYTES, b'{"a": "' + b"x" * SMALL_BYTES,
-    b'{"a" ' + b" " * SMALL_BYTES + b"}",
-    b'{"a": 1}' + b" " * SMALL_BYTES + b"x", b'{"a": [' + b"[]," * MAX_BRACKETS + b"[]]}",
-    b"{" + b",".join(b'"%d":1' % n for n in range(20_000)) + b"}", b'{"a": 1,' + b" " * SMALL_BYTES + b"}",
+    b"[]" + SPACE, b'{"a": ' + b"[" * WINDOW_BYTES, b'{"a": "' + b"x" * WINDOW_BYTES, b'{"a" ' + SPACE + b"}",
+    b'{"a": 1}' + SPACE + b"x", b'{"a": [' + b"[]," * (MAX_COMMAS + 1) + b"[]]}", b'{"a": NaN,' + SPACE + b"}",
+    b"{" + b",".join(b'"%d":1' % n for n in range(20_000)) + b"}", b'{"a": "' + b":" * (MAX_COLONS + 1) + b'"}',
 ])  # fmt: skip
 def test_a_large_body_that_is_no_object_or_of_no_honest_shape_is_refused(content: bytes) -> None:
     with pytest.raises(NOT_JSON):
         members(content)
+
+
+@pytest.mark.parametrize(
+    "text", ['{"a": NaN, "b": 1}', '{"a": "\\ud83d", "b": 1e999, "a": [2.50, "é"]}', '{"a": {"b": 1}}']
+)
+@pytest.mark.parametrize("form", ["utf-8", "utf-8-sig", "utf-16", "utf-32-be"])
+def test_a_body_is_read_as_vllm_reads_it(text: str, form: str) -> None:
+    content = text.encode(form)
+    read = {name: json.loads(bytes(value)) for name, value in (members(content) or {}).items()}
+    assert repr(read) == repr(json.loads(content))
 
 
 def test_nobody_waits_while_a_large_body_is_read() -> None:

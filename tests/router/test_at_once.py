@@ -14,6 +14,7 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from kvferry.router import router
 from kvferry.router.app import App
 from kvferry.router.engines import EngineEvent, EngineState, Role
 from kvferry.router.identities import DISTRUST_SECONDS, IDENTITY, Identity
@@ -243,13 +244,27 @@ def test_d_may_answer_before_p(at_once: Served) -> None:
     assert len(at_once.d.bodies) == 2
 
 
-def test_an_error_of_d_ends_ps_leg(at_once: Served) -> None:
+REFUSAL = {"error": {"message": "too long"}}
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_an_error_of_d_while_p_computes_leaves_no_lease(
+    at_once: Served, streamed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(router, "LATE_SECONDS", 0.0)
     at_once.learn()
     at_once.p.held = True
-    at_once.d.answer = lambda body: JSONResponse({"error": {"message": "too long"}}, 400)
-    answer = ask(at_once.url, {"prompt": "y"})
-    assert answer.status_code == 400 and answer.json() == {"error": {"message": "too long"}}
-    eventually(lambda: at_once.p.gone == 1, "P's leg was cancelled")
+    event = b"data: " + json.dumps(REFUSAL).encode() + b"\n\n"
+    error = Response(event, media_type="text/event-stream") if streamed else JSONResponse(REFUSAL, 400)
+    at_once.d.answer = lambda body: error
+    answer = ask(at_once.url, {"prompt": "y", "max_tokens": 5})
+    assert answer.content == event if streamed else answer.status_code == 400 and answer.json() == REFUSAL
+    eventually(lambda: at_once.router.metrics.in_flight == 0, "the answer is over")
+    at_once.p.go_on.set()
+    eventually(lambda: len(at_once.d.bodies) == 3, "D is asked to load the prompt")
+    assert (at_once.d.params[-1] or {})["remote_num_tokens"] == 3 and at_once.d.bodies[-1]["max_tokens"] == 1
+    at_once.nothing_left()
+    assert at_once.p.gone == 0
 
 
 def test_a_d_that_is_gone_ends_ps_leg(at_once: Served) -> None:

@@ -17,7 +17,7 @@ BLOCK = "x" * 1024
 
 
 def prefix_of(body: dict[str, Any]) -> PromptPrefix:
-    return prompt_prefix(members(json.dumps(body).encode()))
+    return prompt_prefix(members(json.dumps(body).encode()) or {})
 
 
 def taken(pool: EnginePool, tokens: float = 10, **how: Any) -> str:

@@ -285,24 +285,29 @@ def test_a_body_that_is_refused_or_breaks_off_counts_no_longer() -> None:
         eventually(lambda: ask(url, LONG).status_code == 200, "the bytes of all that were refused are forgotten")
 
 
-NO_OBJECTS = [
-    b"",
-    b"[1",
-    b"[]",
-    b"3",
-    b"[" * 100_000,
-    b"\xff",
-    b'{"a":[1,}',
-    b'{"a":' + b"[" * 1000 + b"]" * 1000 + b"}",
-]
+@pytest.mark.parametrize("content", [b"", b"[1", b"[]", b"3", b"\xff", b'{"a":[1,}', b'{"a": "\\ud83d"', b"a=b"])
+def test_what_is_no_json_object_d_refuses_by_itself(content: bytes) -> None:
+    d = decode_engine()
+    with routed(prefill_engine(), d) as url:
+        headers = {"content-type": "text/odd"} if content else {}
+        answer = httpx.post(url + "/v1/completions", content=content, headers=headers, trust_env=False)
+    assert answer.status_code == 400 and answer.json() == {"error": {"message": "no JSON object"}}
+    assert d.refused == [(content, headers.get("content-type"))] and not d.seen
 
 
-@pytest.mark.parametrize("content", NO_OBJECTS)
-def test_what_is_no_json_object_gets_400(content: bytes) -> None:
-    with routed(prefill_engine(), decode_engine()) as url:
+TOO_DEEP = [b"[" * 100_000, b'{"a":' + b"[" * 1000 + b"]" * 1000 + b"}"]
+NUMBER_BEYOND_PYTHON = b'{"a": NaN, "kv_transfer_params": {}, "b": ' + b"1" * 5000 + b"}"
+HALF_A_NAME = b'{"\\ud83d": 1}'
+
+
+@pytest.mark.parametrize("content", [*TOO_DEEP, NUMBER_BEYOND_PYTHON, HALF_A_NAME])
+def test_what_d_might_read_otherwise_is_refused(content: bytes) -> None:
+    d = decode_engine()
+    with routed(prefill_engine(), d) as url:
         answer = httpx.post(url + "/v1/completions", content=content, trust_env=False)
         error = answer.json()["error"]
-        assert answer.status_code == error["code"] == 400 and "JSON object" in error["message"]
+    assert answer.status_code == error["code"] == 400 and "no engine is asked" in error["message"]
+    assert not d.refused and not d.seen
 
 
 @pytest.mark.parametrize(("method", "path", "status"), [("GET", "/v1/none", 404), ("GET", "/v1/completions", 405)])
