@@ -12,6 +12,7 @@ import logging
 import secrets
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -154,20 +155,19 @@ class WorkerHalf:
                 "remove it, and give engines on other hosts the same secret_key"
             )
         port = settings.side_channel_port and settings.side_channel_port + info.port_offset
-        listener = listen(settings.side_channel_host, port, keys=keys, max_message_bytes=MAX_REQUEST_BYTES)
-        rank_context = RankContext(settings, info.engine_id, secrets.token_bytes(16), info.model, caches, keys)
-        rank_context.allowed_peers = self._allowed_peers
-        rank_context.lease_of = lease_of_answer
-        rank_context.stats, rank_context.tracer = self.stats, self._tracer
-        self.stats.new_life()
-        try:
+        with ExitStack() as undo:  # an open socket would keep the process from ending
+            undo.callback(caches.copies.close)
+            listener = listen(settings.side_channel_host, port, keys=keys, max_message_bytes=MAX_REQUEST_BYTES)
+            undo.callback(listener.close)
+            rank_context = RankContext(settings, info.engine_id, secrets.token_bytes(16), info.model, caches, keys)
+            undo.callback(rank_context.dialer.close)
+            rank_context.allowed_peers = self._allowed_peers
+            rank_context.lease_of = lease_of_answer
+            rank_context.stats, rank_context.tracer = self.stats, self._tracer
+            self.stats.new_life()
             rank_context.planes, rank_context.missing_planes = make_planes(settings, keys, caches)
             self._transfer_thread = TransferThread(rank_context, listener)
-        except BaseException:
-            listener.close()  # an open socket would keep the process from ending
-            rank_context.dialer.close()
-            caches.copies.close()
-            raise
+            undo.pop_all()
         self._rank_context = rank_context
         self._address = RankAddress(
             info.pp_rank,

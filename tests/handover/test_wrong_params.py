@@ -74,7 +74,8 @@ def test_made_up_incarnations_of_p_do_not_cost_the_first_honest_link(group: Rank
     token = grant([p], "req-p", THEIRS, TOKENS)
     for number in range(20):
         life = replace(p.address, incarnation=bytes([number]) * 16)
-        d.worker.post(load_plan(f"{number}", token, replace(peer([p]), ranks=(life,)), OURS, 0, TOKENS))
+        made_up = bytes([number]) * 16  # a failed load releases its lease
+        d.worker.post(load_plan(f"{number}", made_up, replace(peer([p]), ranks=(life,)), OURS, 0, TOKENS))
     d.worker.post(load_plan("honest", token, peer([p]), OURS, 0, TOKENS))
     assert wait(lambda: len(d.received) == 21, [p, d])
     assert d.failed == {f"{number}" for number in range(20)}

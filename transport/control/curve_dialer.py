@@ -179,7 +179,13 @@ class CurveDialer(Dialer):
         self.keys = keys
         # All that libzmq needs it gets now: where no descriptor is left later, it ends the process.
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._spare = [Lane(self._context, keys, max_message_bytes) for _ in range(LANES)]
+        self._spare: list[Lane] = []
+        try:
+            while len(self._spare) < LANES:
+                self._spare.append(Lane(self._context, keys, max_message_bytes))
+        except zmq.ZMQError:
+            self._context.destroy(0)  # what is left open holds up whoever collects it
+            raise
         self._lanes: list[Lane] = []
         self._serial = 0
 
