@@ -19,7 +19,7 @@ USUAL_DESCRIPTORS = 1024
 SPARE = 16
 """Descriptors: connections that a router keeps to its engines."""
 GROWTH_MIB = 32
-"""Bound on the growth of a router's memory by a thousand bad clients: 32 KiB for each. A body that is kept is larger."""
+"""Bound on the growth of a router's memory by a thousand bad clients: 32 KiB for each. A body that is kept has more."""
 
 
 def grown_mib(resident: Sequence[float]) -> float:
