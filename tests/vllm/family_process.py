@@ -22,6 +22,7 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / ".typing"))
 
+import torch
 from vllm.config import KVTransferConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
 from vllm.engine.arg_utils import EngineArgs
@@ -48,7 +49,7 @@ SIDES = {"p": (32, "LBHNC"), "d": (64, "BLNHC")}
 
 def config_of(folder: Path, side: str) -> VllmConfig:
     block_size, layout = SIDES[side]
-    config = EngineArgs(
+    arguments = EngineArgs(
         model=str(folder), skip_tokenizer_init=True, load_format="dummy", dtype="bfloat16", max_model_len=1024,
         max_num_batched_tokens=256, max_num_seqs=8, block_size=block_size, enforce_eager=True, seed=0,
         enable_prefix_caching=True, num_gpu_blocks_override=96,
@@ -57,7 +58,9 @@ def config_of(folder: Path, side: str) -> VllmConfig:
             kv_role="kv_both",
             kv_load_failure_policy="recompute", kv_connector_extra_config={"slot_bytes": 1 << 20},
         ),
-    ).create_engine_config()  # fmt: skip
+    )  # fmt: skip
+    with mock.patch.object(torch.cpu, "_is_avx512_bf16_supported", lambda: False):  # it makes vLLM keep states in FP32
+        config = arguments.create_engine_config()
     config.cache_config.kv_cache_layout = layout
     config.cache_config.enable_prefix_caching = True  # vLLM turns it off for MLA on a CPU without AMX
     return config
