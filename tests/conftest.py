@@ -39,7 +39,6 @@ LONGEST_FIRST = (
     "tests/transport/test_toy_plane.py",
     "tests/examples/test_engine_neutral.py",
     "tests/transport/test_nixl_hosts.py",
-    "tests/transport/test_rdma_check.py",
     "tests/doctor/test_self_test.py",
     "tests/vllm/test_named_walk.py",
 )

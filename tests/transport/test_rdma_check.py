@@ -19,6 +19,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "rdma_check.py"
 HOST = "127.0.0.1"
 
 
+@pytest.mark.engines  # takes half a minute of a core, as a benchmark
 @pytest.mark.nixl
 def test_serve_and_check(tmp_path: Path) -> None:
     environ, port, result = os.environ | {"UCX_TLS": LANES}, str(free_port()), tmp_path / "rdma.json"
@@ -40,7 +41,7 @@ def test_serve_and_check(tmp_path: Path) -> None:
         serving.wait()
 
 
-@pytest.mark.engines  # takes as long: the same as above in two network namespaces, as a benchmark
+@pytest.mark.engines  # the same in two network namespaces
 @pytest.mark.nixl
 @pytest.mark.root
 def test_over_a_link_of_a_chosen_rate(tmp_path: Path) -> None:
