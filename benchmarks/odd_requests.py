@@ -25,7 +25,7 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -275,10 +275,11 @@ class Comparison:
         self._expired = ended_leases(p)[1]
         self.rows: list[dict[str, Any]] = []
 
-    def compare(self, odd: Odd, stream: bool) -> None:
+    def compare(self, odd: Odd, stream: bool, modes: Collection[str] = MODES) -> None:
         self.until_free()
         alone = self._clients[self._d.name].ask(odd, stream)
-        for mode, router in self._routers.items():
+        for mode in modes:
+            router = self._routers[mode]
             self.until_free()
             routed: Answer | None = None
             try:
@@ -338,8 +339,8 @@ def by_path(rows: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
     return {path: dict(counted) for path, counted in found.items()}
 
 
-def measure(folder: Path, lease_seconds: float = LEASE_SECONDS, only: str = "") -> dict[str, Any]:
-    """``only``: of a request's name."""
+def measure(folder: Path, lease_seconds: float = LEASE_SECONDS, only: str = "", once: bool = False) -> dict[str, Any]:
+    """``only``: of a request's name. ``once``: streamed or not and the router by turns."""
     began, model = time.monotonic(), chat_model(folder / "model")
     with PatientServerGroup(folder / "logs") as group:
         options: dict[str, Any] = {"max_model_len": CONTEXT, "kv_bytes": False, "arguments": ENGINE_ARGUMENTS}
@@ -353,11 +354,15 @@ def measure(folder: Path, lease_seconds: float = LEASE_SECONDS, only: str = "") 
             router.post(COMPLETIONS, {"model": "model", "prompt": [5, 6, 7], "max_tokens": 1})
         before = count(d)
         comparison = Comparison(p, d, routers)
-        for odd in TABLE:
-            if only in odd.name:
-                comparison.compare(odd, stream=False)
-                if odd.streams and isinstance(odd.content, dict):
-                    comparison.compare(odd, stream=True)
+        for number, odd in enumerate(TABLE):
+            forms = (False, True) if odd.streams and isinstance(odd.content, dict) else (False,)
+            if only not in odd.name:
+                continue
+            if once:
+                comparison.compare(odd, forms[number % len(forms)], [[*MODES][number // 2 % 2]])
+            else:
+                for stream in forms:
+                    comparison.compare(odd, stream)
         grown, rows = count(d) - before, comparison.rows
         how: Counter[str] = Counter()
         for router in routers.values():

@@ -324,5 +324,11 @@ def page() -> str:
 
 def _headers(request: web.BaseRequest) -> dict[str, str]:
     """Those for an engine. One that came several times is one list."""
-    given = {name.lower() for name in request.headers} - OWN_HEADERS
-    return {name: ("; " if name == "cookie" else ", ").join(request.headers.getall(name)) for name in given}
+    found: dict[str, str] = {}
+    for given, value in request.headers.items():
+        name = given.lower()
+        if name in found:
+            found[name] += ("; " if name == "cookie" else ", ") + value
+        elif name not in OWN_HEADERS:
+            found[name] = value
+    return found

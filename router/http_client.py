@@ -53,6 +53,8 @@ class _Protocol(aiohttp.client_proto.ResponseHandler):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         connected = transport.get_extra_info("socket")
+        self._left = select.poll()
+        self._left.register(connected.fileno(), select.POLLRDHUP)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _KEEPALIVE:
             connected.setsockopt(socket.IPPROTO_TCP, option, value)
@@ -70,10 +72,7 @@ class _Protocol(aiohttp.client_proto.ResponseHandler):
     @property
     def left(self) -> bool:
         """The engine has closed it, also where the event loop has not seen that yet."""
-        assert self.transport is not None
-        closed = select.poll()
-        closed.register(self.transport.get_extra_info("socket").fileno(), select.POLLRDHUP)
-        return bool(closed.poll(0))
+        return bool(self._left.poll(0))
 
 
 @dataclass
@@ -143,12 +142,13 @@ class Answer:
 
     async def body(self) -> bytes:
         """All of it. Raises HttpError."""
-        found = bytearray()
+        pieces, size = [], 0
         async for piece in self.pieces():
-            found += piece
-            if len(found) > MAX_ANSWER_BYTES:
+            pieces.append(piece)
+            size += len(piece)
+            if size > MAX_ANSWER_BYTES:
                 raise HttpError(f"an answer of over {MAX_ANSWER_BYTES} bytes")
-        return bytes(found)
+        return b"".join(pieces)
 
     def close(self) -> None:
         """Where it has not ended the connection closes, and the engine aborts the request."""

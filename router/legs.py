@@ -35,6 +35,13 @@ MAX_BODY_BYTES = 1 << 20
 """A longer answer goes to the client as it comes."""
 
 
+class _PrefillAnswer(msgspec.Struct):
+    kv_transfer_params: dict[str, Any] | None = None
+
+
+_PREFILLED = msgspec.json.Decoder(_PrefillAnswer)
+
+
 class NoEngineError(HttpError):
     """There is no engine for a leg."""
 
@@ -194,11 +201,9 @@ class Legs:
                 engine.identity.failed()
             log.warning("%s: prefill at %s answered %d", asked.name, url, answer.status)
             return Prefilled(failed=answer.status >= 500)
-        found: Any = None
+        params: dict[str, Any] | None = None
         with suppress(*NOT_JSON):
-            found = msgspec.json.decode(content)
-        params = found.get("kv_transfer_params") if isinstance(found, dict) else None
-        params = params if isinstance(params, dict) and params else None
+            params = _PREFILLED.decode(content).kv_transfer_params or None
         if params is None:
             log.info("%s: prefill at %s handed nothing over, decode only", asked.name, url)
         engine.identity.learn(params, self.clock())
