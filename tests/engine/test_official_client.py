@@ -1,0 +1,25 @@
+"""Odd requests of the official client through the router: each answer is that of D alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.engines import ROOT
+from tests.support.odd_requests import TABLE
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(3600)]
+
+
+def test_each_answer_is_that_of_d_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import odd_requests
+
+    result = odd_requests.measure(tmp_path, once=True)
+    different = odd_requests.bad(result["rows"])
+    assert not different, "\n".join(map(odd_requests.line_of, different))
+    figures = result["figures"]
+    assert figures["requests"] == len(TABLE) == len({odd.name for odd in TABLE}) >= 60
+    assert figures["handovers_at_once"] > 30 and figures["handovers_serial"] > 30, "most of them took both legs"
+    assert figures["tokens_from_p"] > 60 * 30 and not figures["leases_at_the_end"]
