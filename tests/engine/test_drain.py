@@ -101,6 +101,7 @@ class Fleet:
 
     def __init__(self, group: ServerGroup, token_file: Path, p: Sequence[Server], d: Sequence[Server]) -> None:
         token_file.write_text(TOKEN)
+        token_file.chmod(0o600)
         arguments = ["--prefill", p[1].url, "--decode", d[1].url, "--admin-token-file", str(token_file)]
         self.router = group.router(p[0], d[0], arguments=[*arguments, "--health-interval", "10"])
 

@@ -167,6 +167,7 @@ def test_many_clients_that_go_away(pair: Pair) -> None:
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(leave, range(24)))
     no_block_held(pair.prefill, pair.decode)
+    complete(pair.decode, [7], max_tokens=1)  # a step, with which D tells what it counted
     pair.check(prompt(130, 10))
 
 

@@ -101,14 +101,14 @@ def test_a_rolling_restart_loses_no_request(back: str) -> None:
         url = stack.enter_context(served(App(make_router(p, d), admin_token=TOKEN, checks=OFTEN)))
         clients = Clients(url)
         with clients.running():
-            clients.more(40)
+            clients.more(12)
             for engine in engines:
                 change(url, url=engine.url, drain=True)
                 eventually(lambda e=engine: seen(url, e)[1] == 0, "its requests have ended", 120)
                 if back == "added again":
                     change(url, "DELETE", url=engine.url)
                 engine.stop()
-                clients.more(40)
+                clients.more(12)
                 engine.start()
                 if back == "resumed":
                     change(url, url=engine.url, drain=False)
