@@ -27,7 +27,6 @@ LONGEST_FIRST = (
     "tests/vllm/test_families_vllm.py",
     "tests/ranks/test_matrix.py",
     "tests/transport/test_planes.py",
-    "tests/engine/test_pair.py",
     "tests/router/test_fleet.py",
     "tests/kernels/test_convert_triton.py",
     "tests/handover/test_lost_peers.py",

@@ -28,7 +28,7 @@ from tests.support.served import (
 )
 from tests.support.server import metric_sum
 
-pytestmark = [pytest.mark.engine, pytest.mark.engines, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 SEEDS = itertools.count(9000)
 """Of prompts that no prefix cache has."""
 

@@ -37,7 +37,7 @@ from tests.support.served import (
 )
 from tests.support.server import metric_sum
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
 
 @pytest.mark.parametrize("tokens", [2, 31, 32, 33, 200, 1500])
