@@ -6,6 +6,9 @@ Stub engines, the router and the client are processes of their own, with kept co
 at once. Own cost: one client, one request at a time, through the router and then, in the same round, both legs sent to
 the engines directly; the difference of the medians. Requests of one core: 16 clients at a time; requests divided by the
 time that the router's process has run on cores, because client and stubs share the machine.
+
+Waits beside a large body: ``/health`` is asked every few milliseconds, while bodies of 60 MiB of the worst shapes come
+one after the other. In each round the longest wait; the median of the rounds, because a host may stand still.
 """
 
 from __future__ import annotations
@@ -41,6 +44,16 @@ CASES: dict[str, tuple[bool, bool]] = {
     f"stream of {CHUNKS} chunks, both legs at once": (True, True),
 }
 """Whether the answer is streamed, and whether P can be asked at once."""
+LARGE = 60 << 20
+SHAPES: dict[str, tuple[bytes, bytes, bytes]] = {
+    "a text": (b'"', b"word", b'"'),
+    "a text of escapes": (b'"', b"\\n", b'"'),
+    "empty lists": (b"[", b"[],", b"[]]"),
+    "token ids": (b"[", b"1234567,", b"1]"),
+}
+"""The beginning, the repeated part and the end of a prompt."""
+LARGE_ROUNDS = 5
+WAITS = "waits beside a large body"
 
 
 class Stub(asyncio.Protocol):
@@ -126,9 +139,54 @@ async def until_open(port: int) -> None:
     raise RuntimeError(f"nothing listens on port {port}")
 
 
+async def ask_health(port: int, over: asyncio.Event) -> float:
+    """The longest wait in ms."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    longest = 0.0
+    while not over.is_set():
+        begun = time.perf_counter()
+        writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        head = (await reader.readuntil(b"\r\n\r\n")).lower()
+        await reader.readexactly(int(head.split(b"content-length:")[1].split(b"\r\n")[0]))
+        longest = max(longest, time.perf_counter() - begun)
+        await asyncio.sleep(0.002)
+    writer.close()
+    return longest * 1e3
+
+
+async def waits(port: int) -> dict[str, float]:
+    """By shape of a large body."""
+    found = {}
+    for name, (begin, part, end) in SHAPES.items():
+        content = b'{"model":"m","prompt":' + begin + part * (LARGE // len(part)) + end + b"}"
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
+        longest = []
+        for _ in range(LARGE_ROUNDS):
+            over = asyncio.Event()
+            waiting = asyncio.ensure_future(ask_health(port, over))
+            sent = await asyncio.create_subprocess_exec(
+                sys.executable, __file__, "--send", str(port), stdin=asyncio.subprocess.PIPE
+            )  # a process of its own: this one only asks
+            await sent.communicate(head % len(content) + content)
+            over.set()
+            longest.append(await waiting)
+        found[name] = round(statistics.median(longest), 1)
+    return found
+
+
+def send(port: int) -> None:
+    content = sys.stdin.buffer.read()
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        with suppress(OSError):  # it may be refused before its end
+            connection.sendall(content)
+        with suppress(OSError):
+            while connection.recv(1 << 16):
+                pass
+
+
 async def measure(name: str, rounds: int) -> dict[str, Any]:
-    """One row."""
-    stream, at_once = CASES[name]
+    """One row; that of ``WAITS`` has the waits beside large bodies."""
+    stream, at_once = CASES.get(name, (False, False))
     p, d, own = free_port(), free_port(), free_port()
     option = ["--at-once"] if at_once else []
     commands = [[__file__, "--serve", role, str(port), *option] for role, port in (("prefill", p), ("decode", d))]
@@ -138,6 +196,8 @@ async def measure(name: str, rounds: int) -> dict[str, Any]:
     try:
         for port in (p, d, own):
             await until_open(port)
+        if name == WAITS:
+            return {"case": name, "longest_wait_ms": await waits(own)}
         body = {"model": "m", "prompt": "some words of a prompt " * 90, "max_tokens": 16, "stream": stream}
         prefill = body | {"stream": False, "max_tokens": 1, "kv_transfer_params": PREFILL_TAG}
         decode = body | {"kv_transfer_params": LEASE}
@@ -186,6 +246,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--serve", nargs=2, metavar=("ROLE", "PORT"), help=argparse.SUPPRESS)
+    parser.add_argument("--send", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--at-once", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
@@ -193,18 +254,23 @@ def main() -> None:
 
         uvloop.run(serve(args.serve[0], int(args.serve[1]), args.at_once))
         return
+    if args.send:
+        return send(args.send)
     import report  # it imports torch, which the stubs do not need
 
     rows = []
     for name in CASES:
         rows.append(asyncio.run(measure(name, args.rounds)))
         print("  ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
+    large = asyncio.run(measure(WAITS, args.rounds))
+    print("  ".join(f"{key} {value}" for key, value in large.items()), flush=True)
     figures = {
+        "longest_wait_ms": max(large["longest_wait_ms"].values()),
         "router_own_cost_ms_p50": max(row["own_cost_ms_p50"] for row in rows),
         "router_requests_per_core_second": min(row["requests_per_core_second"] for row in rows),
     }
     print(figures)
-    report.write(args.json, {"ratios": {}, "figures": figures, "rows": rows})
+    report.write(args.json, {"ratios": {}, "figures": figures, "rows": rows, "waits": large["longest_wait_ms"]})
 
 
 if __name__ == "__main__":

@@ -219,6 +219,9 @@ def router_cost() -> str:
             "at once. The last column is the requests of 16 clients divided by the seconds that the router's process "
             "ran on a core.",
             table(["answer", "router, ms", "direct, ms", "own cost, ms", "requests/s of a core"], rows),
+            "While the router reads a body of 60 MiB, others wait "
+            + ", ".join(f"{wait:.0f} ms ({shape})" for shape, wait in result["waits"].items())
+            + " at most: the longest wait of a round, median of the rounds.",
         ]
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import socket
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
@@ -22,7 +23,7 @@ from kvferry.router.health import Checks, HealthChecks
 from kvferry.router.http_client import HttpError
 from kvferry.router.legs import ClientRequest, log, why
 from kvferry.router.membership import Membership, Source
-from kvferry.router.request_bodies import NOT_JSON, RESPONSES, SMALL_BYTES, members
+from kvferry.router.request_bodies import NOT_JSON, RESPONSES, SMALL_BYTES, members, without
 from kvferry.router.router import OWN_HEADERS, Reply, Router, error_response, json_response, kept_headers
 from kvferry.router.spans import begin_request, end_request
 
@@ -32,6 +33,8 @@ HEAD_SECONDS = 20.0
 """How long a connection may be without a request, or with less than the head of one."""
 HEAD_BYTES = 64 << 10
 """Bound on each line of a request's head."""
+STALL_SECONDS = 120.0
+"""A client that takes nothing of its answer for so long is gone."""
 TICK_SECONDS = 1.0
 BACKLOG = 128
 """Connections that may wait to be accepted."""
@@ -142,7 +145,6 @@ class App:
                 connection.force_close()
 
     async def _serve(self, request: web.BaseRequest) -> web.StreamResponse:
-        self._idle.pop(request.protocol, None)
         try:
             handlers = self._routes.get(request.path)
             if request.method == "OPTIONS" and handlers is not None:
@@ -163,23 +165,25 @@ class App:
 
     async def _complete(self, http: web.BaseRequest) -> web.StreamResponse:
         router, metrics = self._router, self._router.metrics
-        began, gone = router.clock(), False
+        began, gone, taken = router.clock(), False, 0
         asked: ClientRequest | None = None
         reply: Reply | None = None
-        metrics.in_flight += 1
+        content, status = b"", 499
         try:
+            asked, content = await self._read(http)
+            self._idle.pop(http.protocol, None)
+            taken = 1
+            metrics.in_flight += 1
             for most, status in ((self._limits.requests, 429), (self._limits.served, 503)):  # 503: of descriptors
                 if metrics.in_flight > most:
                     message = f"{most} requests are in flight, for no more is there room; try again"
                     raise RefusedError(status, message, retry_after="1")
             status = 499
-            read = await self._read(http)
-            if isinstance(read, ClientRequest):
-                asked = read
+            if asked is None:
+                response = await self._pass_on(http, content)
+            else:
                 reply = Reply(router, asked, http)
                 response = await router.answer(asked, reply)
-            else:
-                response = await self._pass_on(http, read)
             status = response.status
             return response
         except RefusedError as error:
@@ -197,7 +201,8 @@ class App:
             asked.broken = said
             return await reply.fail(500, said)
         finally:
-            metrics.in_flight -= 1
+            metrics.in_flight -= taken
+            self._count(-len(content))
             now = router.clock()
             first = None if reply is None or reply.first is None else reply.first - began
             metrics.answered(status, now, first, now - began)
@@ -205,8 +210,8 @@ class App:
                 end_request(asked.span, None if gone else status, first, asked.broken)
                 asked.drop()
 
-    async def _read(self, http: web.BaseRequest) -> ClientRequest | bytes:
-        """A body that is no JSON object as it is. Raises RefusedError."""
+    async def _read(self, http: web.BaseRequest) -> tuple[ClientRequest | None, bytes]:
+        """The request, or a body that is no JSON object, which is still counted. Raises RefusedError."""
         content = bytearray()
         try:
             try:
@@ -219,10 +224,8 @@ class App:
             except NOT_JSON as error:
                 raise RefusedError(400, f"no engine is asked for such a body: {why(error)}") from None
             if body is None:
-                self._count(-len(content))
-                return bytes(content)
-            for name in NEVER_SENT:
-                body.pop(name, None)
+                return None, bytes(content)
+            body = without(body, NEVER_SENT)
             headers = _headers(http)
             given = http.headers.get("x-request-id", "").encode(errors="ignore").decode()
             headers["x-request-id"] = given or uuid.uuid4().hex
@@ -232,7 +235,7 @@ class App:
             self._count(-len(content))
             raise
         asked.hold()
-        return asked
+        return asked, b""
 
     async def _receive(self, http: web.BaseRequest, content: bytearray) -> None:
         """Its bytes count among those of all bodies, until the caller says otherwise. Raises RefusedError."""
@@ -257,12 +260,13 @@ class App:
     async def _pass_on(self, request: web.BaseRequest, content: bytes | None = None) -> web.StreamResponse:
         """The answer of a D to a request that hands nothing over."""
         router = self._router
+        self._idle.pop(request.protocol, None)
         seat = router.engines.take_decode(router.clock())
         if seat is None:
             return error_response(503, "no decode engine takes requests; see /health")
         try:
             how: dict[str, Any] = {"headers": _headers(request), "connect": router.timeouts.connect}
-            answer = await router.http.send(request.method, seat.engine.url, request.path, body=content, **how)
+            answer = await router.http.send(request.method, seat.engine.url, request.path_qs, body=content, **how)
             try:
                 body = await answer.body()
             finally:
@@ -309,6 +313,8 @@ class _Server(web.Server):
 
     def connection_made(self, handler: Any, transport: Any) -> None:
         super().connection_made(handler, transport)
+        connected = transport.get_extra_info("socket")
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(STALL_SECONDS * 1e3))
         self._without_request[handler] = time.monotonic()
 
     def connection_lost(self, handler: Any, exc: BaseException | None = None) -> None:

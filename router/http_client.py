@@ -82,11 +82,11 @@ class RequestProgress:
 
     connection: _Protocol | None = None
     answered: bool = False
-    written: bool = True
+    written: bool = False
 
     def reset(self) -> None:
         """Nothing is sent yet."""
-        self.connection, self.answered, self.written = None, False, True
+        self.connection, self.answered, self.written = None, False, False
 
     @property
     def asked(self) -> bool:
@@ -194,8 +194,8 @@ class HttpClient:
                 pieces = [memoryview(piece) for piece in pieces_of(body)]
                 sent["content-length"] = str(sum(map(len, pieces)))
                 data = _written(pieces, progress)
-            else:
-                data = content
+            elif content is not None:
+                data = _Content(content, progress)
         how: dict[str, Any] = {"headers": sent, "timeout": _timeout(connect), "allow_redirects": False}
         try:
             return Answer(await self._session.request(method, _url(base + path), data=data, **how))
@@ -221,9 +221,20 @@ def _timeout(connect: float) -> aiohttp.ClientTimeout:
     return aiohttp.ClientTimeout(total=None, sock_connect=connect)
 
 
+class _Content(aiohttp.BytesPayload):
+    """A small body."""
+
+    def __init__(self, content: bytes, progress: RequestProgress) -> None:
+        super().__init__(content)
+        self._progress = progress
+
+    async def write_with_length(self, writer: aiohttp.abc.AbstractStreamWriter, content_length: int | None) -> None:
+        await super().write_with_length(writer, content_length)
+        self._progress.written = True
+
+
 async def _written(pieces: list[memoryview], progress: RequestProgress) -> AsyncIterator[memoryview]:
     """A large body: no copy of it is made, and nobody waits for it."""
-    progress.written = False
     for piece in pieces:
         for at in range(0, len(piece), WINDOW_BYTES):
             yield piece[at : at + WINDOW_BYTES]

@@ -31,6 +31,8 @@ T = TypeVar("T")
 MAX_NAME_CHARS = 128
 _COMMENTS = re.compile(rb"(?:(?::[^\r\n]*)?(?:\r\n|\r|\n))*+(?::[^\r\n]*)?")
 """What a stream of events may begin with that is no part of an answer."""
+_OPENING = re.compile(rb"(?:event: response\.(?:created|in_progress)\ndata: [^\n]*\n\n)*")
+"""What vLLM's server says of a response before its engine has the request."""
 MAX_BODY_BYTES = 1 << 20
 """A longer answer goes to the client as it comes."""
 
@@ -230,12 +232,29 @@ class Legs:
                 await self.let_go(asked, params)
 
     async def let_go(self, asked: ClientRequest, params: dict[str, Any]) -> None:
-        """P has finished, and D will not be asked for the answer: D loads the prompt and so releases P's lease."""
-        asked.comment = None
-        try:
-            (await self.ask_decode(asked, prefill_body(asked.body, asked.path, params), RequestProgress())).close()
-        except HttpError as error:
-            log.warning("%s: P holds its blocks until its lease ends: %s", asked.name, why(error))
+        """P has finished, and D will not be asked for the answer: a request that D's server refuses, whose lease D's
+        connector releases."""
+        body = prefill_body(asked.body, asked.path, params, tokens=0)
+        tried: list[Engine] = []
+        said = "no D is up"
+        while (seat := self.engines.take_decode(self.clock(), tried)) is not None:
+            tried.append(seat.engine)
+            span = LegSpan(None, DECODE, seat.engine)
+            try:
+                async with asyncio.timeout(self.timeouts.abandoned_prefill):
+                    answer = await self._send(asked, seat.engine, body, RequestProgress(), span)
+                    try:
+                        await answer.body()
+                    finally:
+                        answer.close()
+                if answer.status < 500:
+                    return
+                said = f"{seat.engine.url} answered {answer.status}"
+            except (HttpError, TimeoutError) as error:
+                said = why(error)
+            finally:
+                seat.release()
+        log.warning("%s: P holds its blocks until its lease ends: %s", asked.name, said)
 
     # --- D
 
@@ -304,6 +323,11 @@ class Legs:
                 if asked.comment is not None:
                     await asked.comment(answer, first)
                 first = await anext(pieces, b"")
+            while answer.streamed and first and _OPENING.fullmatch(first):
+                piece = await anext(pieces, b"")
+                first += piece
+                if not piece:
+                    break
             comments.clear()
         except BaseException as error:
             span.end(error)
@@ -345,8 +369,9 @@ class Legs:
 async def ended(leg: asyncio.Task[Decoded]) -> None:
     """Cancel D's leg, or what is left of its answer: D aborts the request."""
     leg.cancel()
-    with suppress(asyncio.CancelledError, HttpError, ConnectionError):
-        (await leg).close()
+    await asyncio.wait({leg})
+    if not leg.cancelled() and leg.exception() is None:
+        leg.result().close()
 
 
 def why(error: BaseException) -> str:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Collection
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -33,9 +35,8 @@ KINDS = {
     405: "BadRequestError", 413: "BadRequestError", 429: "RateLimitError", 500: "InternalServerError",
     502: "BadGatewayError", 503: "ServiceUnavailableError",
 }  # fmt: skip
-RESPONSES = "/v1/responses"
-_ONCE = {"max_tokens": 1, "n": 1}
-_NOT_FOR_P = {"stream_options", "min_tokens", "best_of", "prompt_logprobs", "echo", "logprobs", "top_logprobs"}
+_NOT_FOR_P = {"stream_options", "min_tokens", "best_of", "prompt_logprobs", "echo"}
+CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 _NOT_HANDED_OVER = ("use_beam_search", "prompt_embeds", "prompt_logprobs", "previous_response_id", "background")
 """D's engine never asks P for the prompt of a request that has one of these, or computes the prompt itself."""
 _NUMBER = re.compile(rb"null|-?\d+")
@@ -77,6 +78,16 @@ def _as_vllm_reads(content: bytes | bytearray) -> Body | None:
     return {name: msgspec.Raw(json.dumps(one).encode()) for name, one in value.items()}
 
 
+def without(body: Body, names: Collection[str]) -> Body:
+    """The body without these parameters, also where vLLM takes more of them from."""
+    found = {name: value for name, value in body.items() if name not in names}
+    with suppress(*NOT_JSON):
+        inner = _MEMBERS.decode(found.get("vllm_xargs", b""))
+        if not inner.keys().isdisjoint(names):
+            found["vllm_xargs"] = without(inner, names)
+    return found
+
+
 def encoded(body: Body) -> bytes | None:
     """The body as JSON; None where it is large: see ``pieces_of``."""
     size = sum(len(value) for value in body.values() if isinstance(value, msgspec.Raw))
@@ -92,20 +103,21 @@ def pieces_of(body: Body) -> list[bytes | msgspec.Raw]:
     return [*pieces, b"}"]
 
 
-def prefill_body(body: Body, path: str = "", params: dict[str, Any] = PREFILL_TAG) -> Body:
-    """The prefill leg of a request: one token, one choice, not streamed, with these ``kv_transfer_params``."""
+def prefill_body(body: Body, path: str = "", params: dict[str, Any] = PREFILL_TAG, *, tokens: int = 1) -> Body:
+    """The prefill leg of a request: one token, one choice, not streamed, with these ``kv_transfer_params``. Of no token
+    it is a request that vLLM's server refuses, and whose lease its connector then releases."""
     leg = {name: value for name, value in body.items() if name not in _NOT_FOR_P}
     leg |= {"stream": False, "kv_transfer_params": params}
     if path == RESPONSES:
-        return leg | {"max_output_tokens": 1, "store": False}
+        return leg | {"max_output_tokens": tokens, "store": False}
     if "max_completion_tokens" in leg:
-        leg["max_completion_tokens"] = 1
-    return leg | _ONCE
+        leg["max_completion_tokens"] = tokens
+    return leg | {"max_tokens": tokens, "n": 1}
 
 
 def without_params(body: Body) -> Body:
     """D's leg without a hand-over: D prefills by itself."""
-    return {name: value for name, value in body.items() if name != "kv_transfer_params"}
+    return without(body, {"kv_transfer_params"})
 
 
 def can_hand_over(body: Body, path: str) -> bool:
@@ -117,7 +129,7 @@ def can_hand_over(body: Body, path: str) -> bool:
         return False
     if "n" in body and not _NUMBER.fullmatch(body["n"]):
         return False
-    if _given(body, "echo") and _given(body, "logprobs"):
+    if _given(body, "echo") and (path == CHAT or _given(body, "logprobs")):
         return False
     prompt = body.get("prompt")
     if prompt is None or not _begin(prompt).startswith(b"["):

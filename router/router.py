@@ -66,11 +66,12 @@ class Reply:
                 return web.Response(body=decoded.body, status=decoded.answer.status, headers=headers)
             if decoded.body is not None:
                 return await self.fail(decoded.answer.status, decoded.body.decode(errors="replace"))
-            piece, self.first = decoded.first, self._router.clock()
-            while piece:
+            self.first = self._router.clock()
+            await self.comment(decoded.answer, decoded.first)
+            last = decoded.first[-2:] or last
+            async for piece in decoded.pieces:
                 await self.comment(decoded.answer, piece)
                 last = piece[-2:]
-                piece = await anext(decoded.pieces, b"")
         except HttpError as error:  # too late for a status: say it in the stream, and end it without [DONE]
             said = self._router.broke_off(self._asked, decoded, error)
             if not decoded.answer.streamed and self._http.transport is not None:

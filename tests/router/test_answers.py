@@ -12,8 +12,10 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
 
 from kvferry.router.app import App
 from kvferry.router.request_bodies import (
@@ -66,6 +68,7 @@ LEFT_TO_D: list[dict[str, Any]] = [
     {"prompt": "x", "prompt_embeds": "AAAA"}, {"prompt": "x", "prompt_logprobs": 0}, {"prompt": "x", "n": "x"},
     {"prompt": "x", "echo": True, "logprobs": 0}, {"prompt": "x", "stream_options": {}},
     {"prompt": "x", "stream": False, "stream_options": {"include_usage": True}},
+    {"messages": [], "echo": True},
 ]  # fmt: skip
 
 
@@ -75,25 +78,21 @@ def test_p_computes_no_prompt_that_d_will_not_ask_for(left: bool) -> None:
     p, d = prefill_engine(), decode_engine()
     with routed(p, d) as url:
         for body in bodies:
-            before = len(p.seen)
-            assert ask(url, body).status_code == 200
+            before, path = len(p.seen), "/v1/chat/completions" if "messages" in body else "/v1/completions"
+            assert ask(url, body, path).status_code == 200
             assert len(p.seen) == before + (not left), body
             assert d.seen[-1][0] == body | ({} if left else {"kv_transfer_params": PARAMS})
 
 
 def test_a_request_that_d_refuses_leaves_no_lease() -> None:
-    """D's server did not tell its engine: the prompt is loaded for one token, with what P took."""
-
-    def answer(body: dict[str, Any]) -> Response:
-        return JSONResponse({"text": "x"}) if body["max_tokens"] == 1 else PlainTextResponse("refused", 400)
-
-    p, d = prefill_engine(), answering(answer)
+    """D's server did not tell its engine: it does of a request of no token, with what P took."""
+    p, d = prefill_engine(), answering(lambda body: PlainTextResponse("refused", 400))
     with routed(p, d) as url:
         answered = ask(url, {"prompt": "x", "max_tokens": 5, "temperature": "hot"})
         assert answered.status_code == 400 and answered.text == "refused"
-        eventually(lambda: len(d.seen) == 2, "D is asked to load the prompt")
+        eventually(lambda: len(d.seen) == 2, "D is told to release the lease")
     released = d.seen[1][0]
-    assert released == p.seen[0][0] | {"kv_transfer_params": PARAMS}
+    assert released == p.seen[0][0] | {"kv_transfer_params": PARAMS, "max_tokens": 0}
 
 
 def test_a_request_that_d_refuses_at_once_leaves_no_lease(at_once: Served) -> None:
@@ -107,8 +106,8 @@ def test_a_request_that_d_refuses_at_once_leaves_no_lease(at_once: Served) -> No
     eventually(lambda: len(at_once.p.bodies) == 2 and engine.load == 0, "P has answered")
     at_once.d.go_on.set()
     client.join(60)
-    eventually(lambda: len(at_once.d.bodies) == 3, "D is asked to load the prompt")
-    assert (at_once.d.params[-1] or {})["remote_num_tokens"] == 3 and at_once.d.bodies[-1]["max_tokens"] == 1
+    eventually(lambda: len(at_once.d.bodies) == 3, "D is told to release the lease")
+    assert (at_once.d.params[-1] or {})["remote_num_tokens"] == 3 and at_once.d.bodies[-1]["max_tokens"] == 0
     at_once.nothing_left()
 
 
@@ -192,14 +191,17 @@ def test_a_body_may_have_a_bom(form: str) -> None:
 
 
 @pytest.mark.parametrize("key", ["kv_transfer_params", "ec_transfer_params", "kv_transfer\\u005fparams"])
-@pytest.mark.parametrize("form", ["{%s, %s}", "\ufeff{%s, %s}", '{"a": "\\ud83d", %s, %s}'])
+@pytest.mark.parametrize("form", [
+    "{%s, %s}", "\ufeff{%s, %s}", '{"a": "\\ud83d", %s, %s}', '{"vllm_xargs": {"a": 1, %s}, %s}',
+])  # fmt: skip
 def test_what_names_hosts_is_dropped(key: str, form: str) -> None:
     d = decode_engine()
     with routed(prefill_engine(params=None), d) as url:
         member = f'"{key}": {{"remote_host": "attacker"}}'
         assert post(url, (form % (member, '"prompt": "x"')).encode()).status_code == 200
         assert post(url, (form % (member, member)).encode()).status_code == 200
-    assert len(d.seen) == 2 and not any("transfer" in name for body, _, _ in d.seen for name in body)
+    assert len(d.seen) == 2 and not any("transfer" in str(body) for body, _, _ in d.seen)
+    assert ("vllm_xargs" in form) == (d.seen[0][0].get("vllm_xargs") == {"a": 1})
 
 
 def test_cookies_and_lists_of_headers() -> None:
@@ -241,6 +243,40 @@ def test_responses_go_through_both_legs() -> None:
     assert d.seen[0][0] == body | {"kv_transfer_params": PARAMS} and len(d.seen) == 3
 
 
+def test_what_d_says_of_a_response_before_its_engine_has_it_is_no_answer(at_once: Served) -> None:
+    """P does not hand over, and D is asked again."""
+    at_once.learn()
+    at_once.p.held, said = True, threading.Event()
+    opening = b"event: response.created\ndata: {}\n\n", b"event: response.in_progress\ndata: {}\n\n"
+
+    async def pieces(body: dict[str, Any]) -> AsyncIterator[bytes]:
+        for piece in opening:
+            yield piece
+            await asyncio.sleep(0.01)
+        said.set()
+        while "kv_transfer_params" in body:
+            await asyncio.sleep(0.01)
+        yield b"event: response.completed\ndata: {}\n\n"
+
+    at_once.d.answer = lambda body: StreamingResponse(pieces(body), media_type="text/event-stream")
+    at_once.p.answer = lambda body: Response(status_code=503)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(ask, at_once.url, {"input": "x", "stream": True}, "/v1/responses")
+        assert said.wait(60)
+        at_once.p.go_on.set()
+    assert answer.result().content == b"".join(opening) + b"event: response.completed\ndata: {}\n\n"
+    assert len(at_once.d.bodies) == 3
+    at_once.d.answer = lambda body: StreamingResponse(iter(opening), media_type="text/event-stream")
+    assert ask(at_once.url, {"input": "x", "stream": True}, "/v1/responses").content == b"".join(opening)
+
+
+def test_an_empty_answer_is_an_answer() -> None:
+    raw = RawEngine("D", lambda connection, number: b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n")
+    with raw.running() as raw_url, served(App(make_router([], [raw_url]))) as url:
+        answer = ask(url, {"prompt": "x"})
+        assert answer.status_code == 200 and not answer.content
+
+
 def test_a_response_is_asked_for_by_its_name_only() -> None:
     raw = RawEngine("D", lambda connection, number: None)
     with raw.running() as raw_url, served(App(make_router([], [raw_url]))) as url:
@@ -248,6 +284,14 @@ def test_a_response_is_asked_for_by_its_name_only() -> None:
             method = "POST" if "cancel" in path else "GET"
             assert httpx.request(method, f"{url}/v1/responses/{path}", trust_env=False).status_code == status, path
     assert len(raw.seen) == 2
+
+
+def test_a_query_reaches_d() -> None:
+    async def models(request: Request) -> Response:
+        return PlainTextResponse(request.url.query)
+
+    with served(Starlette(routes=[Route("/v1/models", models)])) as d, served(App(make_router([], [d]))) as url:
+        assert httpx.get(url + "/v1/models?a=%2F&stream=true", trust_env=False).text == "a=%2F&stream=true"
 
 
 # --- streams

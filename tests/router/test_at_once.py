@@ -261,8 +261,8 @@ def test_an_error_of_d_while_p_computes_leaves_no_lease(
     assert answer.content == event if streamed else answer.status_code == 400 and answer.json() == REFUSAL
     eventually(lambda: at_once.router.metrics.in_flight == 0, "the answer is over")
     at_once.p.go_on.set()
-    eventually(lambda: len(at_once.d.bodies) == 3, "D is asked to load the prompt")
-    assert (at_once.d.params[-1] or {})["remote_num_tokens"] == 3 and at_once.d.bodies[-1]["max_tokens"] == 1
+    eventually(lambda: len(at_once.d.bodies) == 3, "D is told to release the lease")
+    assert (at_once.d.params[-1] or {})["remote_num_tokens"] == 3 and at_once.d.bodies[-1]["max_tokens"] == 0
     at_once.nothing_left()
     assert at_once.p.gone == 0
 

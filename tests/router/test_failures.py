@@ -208,7 +208,7 @@ def test_a_client_that_leaves_before_d_was_asked_leaves_no_lease(at_once: Served
         at_once.p.go_on.set()
     eventually(lambda: len(at_once.d.bodies) == 2, "D is asked")
     at_once.nothing_left()
-    assert at_once.p.gone == 0 and at_once.d.params[-1] == PUSH and at_once.d.bodies[-1]["max_tokens"] == 1
+    assert at_once.p.gone == 0 and at_once.d.params[-1] == PUSH and at_once.d.bodies[-1]["max_tokens"] == 0
 
 
 # --- limits, and the form of errors
@@ -362,7 +362,7 @@ def test_a_client_that_leaves_while_a_d_is_replaced_leaves_no_lease(at_once: Ser
         at_once.p.go_on.set()
         eventually(lambda: len(at_once.d.bodies) == 2, "the other D is asked")
         at_once.nothing_left()
-    assert at_once.p.gone == 0 and at_once.d.params[1:] == [PUSH] and at_once.d.bodies[-1]["max_tokens"] == 1
+    assert at_once.p.gone == 0 and at_once.d.params[1:] == [PUSH] and at_once.d.bodies[-1]["max_tokens"] == 0
 
 
 def test_a_d_that_breaks_in_its_answer_is_not_replaced_at_once_either(at_once: Served) -> None:

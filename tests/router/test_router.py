@@ -136,7 +136,7 @@ def test_client_gone_during_prefill_releases_what_p_computed() -> None:
             assert d.arrived.wait(20), "D was not asked"
             eventually(lambda: not router.tasks, "nothing is left")
     body, headers, _ = d.seen[0]
-    assert body["kv_transfer_params"] == PARAMS and (body["max_tokens"], body["stream"]) == (1, False)
+    assert body["kv_transfer_params"] == PARAMS and (body["max_tokens"], body["stream"]) == (0, False)
     assert headers["x-request-id"] == p.seen[0][1]["x-request-id"] and not p.aborted.is_set()
 
 
@@ -192,7 +192,7 @@ def test_client_gone_before_decode_was_asked_still_releases() -> None:
             await router.http.close()
 
         asyncio.run(go())
-    assert d.seen[0][0]["kv_transfer_params"] == PARAMS and d.seen[0][0]["max_tokens"] == 1 and not p.seen
+    assert d.seen[0][0]["kv_transfer_params"] == PARAMS and d.seen[0][0]["max_tokens"] == 0 and not p.seen
 
 
 def test_decode_unreachable_is_one_clear_error() -> None:

@@ -11,19 +11,22 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from starlette.requests import Request
+from starlette.responses import StreamingResponse
 
 from kvferry.router import app as server
 from kvferry.router import command
 from kvferry.router.app import App, Limits
+from kvferry.router.engines import EngineState, Role
 from kvferry.router.health import Checks
-from tests.router.stand_ins import ask, decode_engine, make_router, prefill_engine, routed, served
+from tests.router.stand_ins import Engine, ask, decode_engine, make_router, prefill_engine, routed, served
 from tests.support.engines import free_port, python_path
 from tests.support.served import eventually
 
@@ -211,3 +214,31 @@ def test_a_large_body_takes_no_more_than_four_times_its_size() -> None:
         found = [httpx.post(url + "/v1/completions", content=one, trust_env=False, timeout=300) for one in contents]
         assert [answer.status_code for answer in found] == [200, 400]
         assert peak_kib() - before < 4 * size >> 10
+
+
+def test_a_client_that_takes_nothing_of_its_answer_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "STALL_SECONDS", 0.5)
+
+    async def endless() -> AsyncIterator[bytes]:
+        while True:
+            yield b"data: " + b"x" * 60_000 + b"\n\n"
+
+    async def stream(request: Request, body: dict[str, Any]) -> StreamingResponse:
+        return StreamingResponse(endless(), media_type="text/event-stream")
+
+    router = make_router([], [])
+    with served(Engine(stream).app) as d_url, served(App(router)) as url, ExitStack() as stack:
+        router.engines.add(d_url, Role.DECODE, EngineState.UP)
+        content = b'{"prompt": "x", "stream": true}'
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(content)
+        silent(url, 1, stack, head + content)
+        eventually(lambda: router.metrics.in_flight == 1, "it is answered")
+        eventually(lambda: router.metrics.in_flight == 0, "it is given up", 60)
+
+
+def test_clients_that_do_not_send_their_body_take_no_place() -> None:
+    limits = Limits(requests=2, idle=2)
+    with routed(prefill_engine(), decode_engine(), limits=limits) as url, ExitStack() as stack:
+        silent(url, 5, stack, b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
+        for _ in range(5):
+            assert ask(url, {"prompt": "x"}).status_code == 200
