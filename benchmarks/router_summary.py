@@ -20,7 +20,7 @@ def odd_requests() -> str:
     ]
     parts = [
         f"{figures['requests']} requests, {figures['asked']} answers, {figures['differences']} differences. Machine: "
-        f"{versions['cpus']} cores ({versions['cpu']}), vLLM {versions['vllm']}, with other work on it. "
+        f"{versions['cpus']} cores ({versions['cpu']}), vLLM {versions['vllm']}. "
         "`python benchmarks/odd_requests.py`: the official client asks D alone, and a router that asks P and D at once "
         "or one after the other, with and without a stream. Equal: byte for byte, but for ids and times. Rounding: of "
         "log probabilities, by 0.001 at most. Events joined: D itself had put several tokens into one event.",

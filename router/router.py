@@ -51,10 +51,13 @@ class Reply:
     async def comment(self, answer: Answer, piece: bytes) -> None:
         """A piece of D's stream that is no part of its answer: the client sees that its request is alive. Raises
         ConnectionError."""
+        await (await self._begin(answer)).write(piece)
+
+    async def _begin(self, answer: Answer) -> web.StreamResponse:
         if self._begun is None:
             self._begun = web.StreamResponse(status=answer.status, headers=kept_headers(answer, **self._own))
             await self._begun.prepare(self._http)
-        await self._begun.write(piece)
+        return self._begun
 
     async def give(self, decoded: Decoded) -> web.StreamResponse:
         """D's answer as it is. Raises ConnectionError."""
@@ -66,12 +69,14 @@ class Reply:
                 return web.Response(body=decoded.body, status=decoded.answer.status, headers=headers)
             if decoded.body is not None:
                 return await self.fail(decoded.answer.status, decoded.body.decode(errors="replace"))
-            self.first = self._router.clock()
-            await self.comment(decoded.answer, decoded.first)
-            last = decoded.first[-2:] or last
-            async for piece in decoded.pieces:
+            piece, self.first = decoded.first, self._router.clock()
+            while not decoded.answer.whole:
                 await self.comment(decoded.answer, piece)
-                last = piece[-2:]
+                last = piece[-2:] or last
+                piece = await anext(decoded.pieces, b"")
+            begun = await self._begin(decoded.answer)
+            await begun.write_eof(piece)
+            return begun
         except HttpError as error:  # too late for a status: say it in the stream, and end it without [DONE]
             said = self._router.broke_off(self._asked, decoded, error)
             if not decoded.answer.streamed and self._http.transport is not None:
@@ -79,9 +84,6 @@ class Reply:
             return await self.fail(502, said, b"" if last == b"\n\n" else b"\n\n")
         finally:
             decoded.close()  # closes the connection where D has not finished: D aborts the request
-        assert self._begun is not None
-        await self._begun.write_eof()
-        return self._begun
 
     async def fail(self, status: int, message: str, before: bytes = b"") -> web.StreamResponse:
         """An error, in the stream where that has begun."""
