@@ -236,25 +236,20 @@ class Legs:
         connector releases."""
         body = prefill_body(asked.body, asked.path, params, tokens=0)
         tried: list[Engine] = []
-        said = "no D is up"
         while (seat := self.engines.take_decode(self.clock(), tried)) is not None:
             tried.append(seat.engine)
             span = LegSpan(None, DECODE, seat.engine)
             try:
                 async with asyncio.timeout(self.timeouts.abandoned_prefill):
                     answer = await self._send(asked, seat.engine, body, RequestProgress(), span)
-                    try:
-                        await answer.body()
-                    finally:
-                        answer.close()
+                answer.close()
                 if answer.status < 500:
                     return
-                said = f"{seat.engine.url} answered {answer.status}"
             except (HttpError, TimeoutError) as error:
-                said = why(error)
+                log.warning("%s: decode at %s released no lease: %s", asked.name, seat.engine.url, why(error))
             finally:
                 seat.release()
-        log.warning("%s: P holds its blocks until its lease ends: %s", asked.name, said)
+        log.warning("%s: P holds its blocks until its lease ends", asked.name)
 
     # --- D
 
