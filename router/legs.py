@@ -223,11 +223,11 @@ class Legs:
             request = asked.digest()
         self.engines.answered(engine, status, request, self.clock())
 
-    async def abandon(self, asked: ClientRequest, leg: asyncio.Task[Prefilled]) -> None:
+    async def abandon(self, asked: ClientRequest, leg: asyncio.Task[Prefilled], seconds: float | None = None) -> None:
         """The client is gone during P's leg: have P's lease released once P has answered. P aborts what takes longer,
         as its connection is closed."""
         with suppress(TimeoutError):
-            params = (await asyncio.wait_for(leg, self.timeouts.abandoned_prefill)).params
+            params = (await asyncio.wait_for(leg, seconds or self.timeouts.abandoned_prefill)).params
             if params is not None:
                 await self.let_go(asked, params)
 

@@ -152,9 +152,8 @@ class Router(Legs):
         progress = RequestProgress()
         try:
             decoded = await self.ask_decode(asked, body, progress, tried=tried)
-        except asyncio.CancelledError:
-            if not progress.asked:
-                self._release(asked, params)
+        except asyncio.CancelledError:  # D may never read what it was sent: a lease that ends twice does no harm
+            self._release(asked, params)
             raise
         if decoded.refused:
             self._release(asked, params)
@@ -200,9 +199,9 @@ class Router(Legs):
                 late = LATE_SECONDS
             return response
         except asyncio.CancelledError:
-            if not progress.asked and late is not None:
+            if late is not None and not d.done():
                 late = None
-                self.start(self.abandon(asked, p), asked)
+                self.start(self.abandon(asked, p, LATE_SECONDS if progress.asked else None), asked)
             raise
         finally:  # also where nobody expects it: a leg without an end holds its seat for good
             self.start(ended(d), asked)

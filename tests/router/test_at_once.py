@@ -305,11 +305,15 @@ def test_an_error_that_nobody_expects_ends_ds_leg(at_once: Served, monkeypatch: 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("p_has_answered", [False, True])
 def test_a_client_that_leaves_ends_both_legs(at_once: Served, stream: bool, p_has_answered: bool) -> None:
+    """Where P has answered, D is told to release the lease: it may have left before it read its request."""
     at_once.learn()
     at_once.d.held, at_once.p.held = True, not p_has_answered
     leave_after(at_once.url, {"prompt": "y", "stream": stream, "seed": 1}, at_once.d.engine.arrived)
     eventually(lambda: at_once.d.gone == 1, "D's leg was cancelled")
+    at_once.d.go_on.set()
     if not p_has_answered:
         eventually(lambda: at_once.p.gone == 1, "P's leg was cancelled")
     at_once.nothing_left()
-    assert len(at_once.d.bodies) == 2 and (at_once.d.params[-1] or {})["transfer_id"]
+    assert len(at_once.d.bodies) == 2 + p_has_answered and (at_once.d.params[1] or {})["transfer_id"]
+    if p_has_answered:
+        assert at_once.d.params[2] == PUSH and at_once.d.bodies[2]["max_tokens"] == 0
