@@ -1,4 +1,4 @@
-"""The table of the documentation about odd requests, made from benchmarks/results/."""
+"""The tables of the documentation about odd requests and bad clients, made from benchmarks/results/."""
 
 from __future__ import annotations
 
@@ -28,3 +28,20 @@ def odd_requests() -> str:
     ]
     names = dict.fromkeys(row["name"] + (", streamed" if row["streamed"] else "") for row in result["rows"])
     return "\n\n".join([*parts, f"Different: {'; '.join(names)}."] if names else parts)
+
+
+def router_fleet() -> str:
+    """Honest requests among bad clients, and the router's memory and descriptors after each crowd."""
+    result = load("router_fleet")
+    figures, versions = result["figures"], result["versions"]
+    names = ("honest", "failed", "resident_mib", "descriptors")
+    rows = [[str(row[name]) for name in names] for row in result["rows"]]
+    return "\n\n".join(
+        [
+            f"2 P and 2 D of vLLM {versions['vllm']} on {versions['cpus']} cores ({versions['cpu']}), "
+            "`vllm bench serve`, and 1,000 clients at a time that leave, lie or stall: "
+            f"`python benchmarks/router_fleet.py`. {figures['honest_lost']} honest requests lost, "
+            f"{figures['leases_that_ended_by_time']:g} leases ended by time. After each crowd:",
+            table(["honest answers", "failed", "router's memory, MiB", "its descriptors"], rows),
+        ]
+    )

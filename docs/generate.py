@@ -51,6 +51,7 @@ REGIONS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/testing.md": {
         "walks": soak_summary.walks,
         "odd-requests": router_summary.odd_requests,
+        "router-fleet": router_summary.router_fleet,
         "soak": soak_summary.soak,
         "fuzz": soak_summary.fuzz,
     },
