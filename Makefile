@@ -50,11 +50,11 @@ $(STAMP): pyproject.toml .ci/install_vllm_cpu.py
 demo: install
 	$(BIN)/python examples/demo.py
 
-# Four processes more than cores: many tests wait. A file's tests share fixtures, so they stay in one process. (Not by
+# Two processes more than cores: many tests wait. A file's tests share fixtures, so they stay in one process. (Not by
 # --dist loadgroup: pytest-xdist 3.8 sets groups by an attribute that pytest 9.2 no longer reads.)
 # NIXL and UCXX each bring a UCX, and the tests kill peers of both: their tests have processes of their own.
 WITH_NIXL = $(shell sed -n 's/^WITH_NIXL = (\(.*\))/\1/p' tests/conftest.py | tr -d '",')
-TEST_PROCESSES ?= $(shell echo $$(($$(nproc) + 4)))
+TEST_PROCESSES ?= $(shell echo $$(($$(nproc) + 2)))
 IN_PROCESSES = -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 # Both parts run, whatever becomes of the first. Without files of bytecode, each of hundreds of processes compiles all anew.
 test: install
