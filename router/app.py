@@ -219,13 +219,13 @@ class App:
                     await self._receive(http, content)
                 small = len(content) <= SMALL_BYTES
                 body = members(content) if small else await asyncio.to_thread(members, content)
+                body = None if body is None else without(body, NEVER_SENT)
             except TimeoutError:
                 raise RefusedError(408, f"the body did not arrive in {BODY_SECONDS:g} s") from None
             except NOT_JSON as error:
                 raise RefusedError(400, f"no engine is asked for such a body: {why(error)}") from None
             if body is None:
                 return None, bytes(content)
-            body = without(body, NEVER_SENT)
             headers = _headers(http)
             given = http.headers.get("x-request-id", "").encode(errors="ignore").decode()
             headers["x-request-id"] = given or uuid.uuid4().hex

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection
-from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -79,12 +78,11 @@ def _as_vllm_reads(content: bytes | bytearray) -> Body | None:
 
 
 def without(body: Body, names: Collection[str]) -> Body:
-    """The body without these parameters, also where vLLM takes more of them from."""
+    """The body without these parameters, nor in ``vllm_xargs``, of which vLLM makes parameters. Raises NOT_JSON."""
     found = {name: value for name, value in body.items() if name not in names}
-    with suppress(*NOT_JSON):
-        inner = _MEMBERS.decode(found.get("vllm_xargs", b""))
-        if not inner.keys().isdisjoint(names):
-            found["vllm_xargs"] = without(inner, names)
+    inner = members(bytes(found["vllm_xargs"])) if "vllm_xargs" in found else None
+    if inner is not None and not inner.keys().isdisjoint(names):
+        found["vllm_xargs"] = msgspec.Raw(msgspec.json.encode(without(inner, names)))
     return found
 
 
@@ -117,7 +115,7 @@ def prefill_body(body: Body, path: str = "", params: dict[str, Any] = PREFILL_TA
 
 def without_params(body: Body) -> Body:
     """D's leg without a hand-over: D prefills by itself."""
-    return without(body, {"kv_transfer_params"})
+    return {name: value for name, value in body.items() if name != "kv_transfer_params"}
 
 
 def can_hand_over(body: Body, path: str) -> bool:
