@@ -208,28 +208,40 @@ def busy() -> str:
     )
 
 
+QUIET_CONTENDERS = {
+    "none": "no connector", "none#2": "no connector, another start", "empty": "empty connector", "kvferry": "KVFerry",
+    "kvferry#2": "KVFerry, another start", "nixl": "NIXL",
+}  # fmt: skip
+QUIET_MODELS = {"narrow": "narrow", "8b": "Llama-8B's shape", "tiny": "two layers"}
+
+
 def quiet_step() -> str:
     """Gaps and local hits of engines that hand nothing over, by connector."""
-    result = load("quiet_step")
+    return "\n\n".join(
+        [
+            policy_sentence(load("quiet_step")["policy"]),
+            "Engines that hand nothing over, `benchmarks/quiet_step.py`: milliseconds, median / 99th percentile, of "
+            "the gaps between tokens and of the time to first token of a prompt in the engine's own prefix cache. "
+            "Two starts of the same engine show what is noise. On GPUs with CUDA graphs and asynchronous scheduling.",
+            *(_quiet_steps(name) for name in ("quiet_step", "quiet_step_one_gpu", "quiet_step_cpu")),
+        ]
+    )
+
+
+def _quiet_steps(name: str) -> str:
+    result = load(name)
     rows = {(row["model"], row["sequences"], row["figure"], row["contender"]): row for row in result["rows"]}
-    names = {"none": "no connector", "none#2": "no connector, another start", "kvferry": "KVFerry", "nixl": "NIXL"}
-    models = {"narrow": "narrow", "8b": "Llama-8B's shape"}
+    names = [name for name in QUIET_CONTENDERS if any(name == contender for *_, contender in rows)]
     lines = []
     for model, sequences, figure in dict.fromkeys((m, s, f) for m, s, f, _ in rows):
         what = "gap" if figure == "gap" else f"prefix hit, {figure.removeprefix('hit_')} tokens"
         found = [rows[model, sequences, figure, name] for name in names]
         cells = [f"{row['p50_ms']:.2f} / {row['p99_ms']:.2f}" for row in found]
-        lines.append([models[model], str(sequences), what, *cells])
-    return "\n\n".join(
-        [
-            f"{policy_sentence(result['policy'])} {machine(result, 'torch', 'vllm', 'nixl-cu13')}",
-            "Engines with CUDA graphs and asynchronous scheduling that hand nothing over, `benchmarks/quiet_step.py`: "
-            "milliseconds, median / 99th percentile, of the gaps between tokens and of the time to first token of a "
-            f"prompt in the engine's own prefix cache, in {rows['narrow', 32, 'gap', 'none']['rounds']} turns each. "
-            "Two starts of the same engine without a connector show what is noise.",
-            table(["model", "sequences", "what", *names.values()], sorted(lines, key=lambda line: line[2] != "gap")),
-        ]
-    )
+        lines.append([QUIET_MODELS[model], str(sequences), what, str(found[0]["rounds"]), *cells])
+    heads = ["model", "sequences", "what", "turns", *(QUIET_CONTENDERS[name] for name in names)]
+    packages = ("torch", "vllm") if result["device"] == "cpu" else ("torch", "vllm", "nixl-cu13")
+    rows_in_order = sorted(lines, key=lambda line: line[2] != "gap")
+    return f"{machine(result, *packages)}\n\n{table(heads, rows_in_order)}"
 
 
 def busy_one_gpu() -> str:

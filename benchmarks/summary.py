@@ -73,6 +73,7 @@ def cpu_bandwidth() -> str:
         cells = [f"{by_size[kib]:.1f}" if kib in by_size else "" for kib in [*sizes, 0]]
         rows.append([links[link], name, *cells])
     empty = load("empty_handover")["figures"]
+    computing = load("empty_handover_computing")["figures"]
     prefix = "empty_handover_ms_p50_"
     times = ", ".join(
         f"`{name.removeprefix(prefix)}` {value:.2f} ms" for name, value in empty.items() if name.startswith(prefix)
@@ -83,7 +84,9 @@ def cpu_bandwidth() -> str:
             "GB/s of scattered blocks in host memory, between two processes, `benchmarks/host_planes.py`. "
             + nixl_form(result),
             table(["link", "plane", *(f"{kib} KiB" for kib in sizes), "contiguous"], rows),
-            f"Time of a hand-over with almost no data, `benchmarks/empty_handover.py`: {times}.",
+            f"Time of a hand-over with almost no data, `benchmarks/empty_handover.py`: {times}. Over `cma` in "
+            f"another hour, with `--computing`: {computing['d_waits_ms_p50']:.2f} ms where D's main thread waits, "
+            f"{computing['d_computes_ms_p50']:.2f} ms where it computes in Python without a break.",
         ]
     )
 

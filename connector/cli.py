@@ -238,7 +238,7 @@ def router(
     health_interval: Annotated[
         float, typer.Option(min=0.1, help="seconds between checks of an engine, and for one")
     ] = 5.0,
-    max_requests: Annotated[int, typer.Option(min=1, help="requests in flight; more get 429")] = 4096,
+    max_requests: Annotated[int, typer.Option(min=1, help="requests in flight; more get 503")] = 4096,
     max_body_mib: Annotated[int, typer.Option(min=1, help="MiB of one request; more gets 413")] = 64,
     admin_token_file: Annotated[Path | None, typer.Option(help="its token may change engines at run time")] = None,
     otlp_traces_endpoint: Annotated[str, typer.Option(help="URL to send spans of requests to (extra: otel)")] = "",

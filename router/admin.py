@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from kvferry.router.engines import EngineEvent, Role
+from kvferry.router.engines import EngineState, Role
 from kvferry.router.legs import log
 from kvferry.router.request_bodies import NOT_JSON
 from kvferry.router.router import Router, error_response, json_response
@@ -50,7 +50,7 @@ class Admin:
             if request.method == "POST":
                 self._change(change)
             else:
-                self._apply(change.url, EngineEvent.REMOVE)
+                self._apply(change.url, EngineState.LEAVING)
         except (*NOT_JSON, UsageError) as error:
             return error_response(400, str(error))
         return self._engines()
@@ -63,17 +63,14 @@ class Admin:
         if change.role is not None:
             engine = self._router.engines.add(change.url, change.role)
             log.warning("%s engine %s is set by an administrator", engine.role, engine.url)
-            if change.drain:
-                self._apply(engine.url, EngineEvent.DRAIN)
-        else:
-            self._apply(change.url, EngineEvent.DRAIN if change.drain else EngineEvent.RESUME)
+        if change.drain or change.role is None:
+            self._apply(change.url, EngineState.DRAINING if change.drain else EngineState.JOINING)
 
-    def _apply(self, url: str, event: EngineEvent) -> None:
+    def _apply(self, url: str, state: EngineState) -> None:
         """Raises UsageError: there is no such engine."""
         engine: Any = self._router.engines.get(url.strip().rstrip("/"))
         if engine is None:
-            raise UsageError(
-                f"there is no engine {quoted_url(url)}; GET /router/engines lists them; a new one needs a role"
-            )
-        self._router.engines.apply(engine, event)
+            known = "GET /router/engines lists them; a new one needs a role"
+            raise UsageError(f"there is no engine {quoted_url(url)}; {known}")
+        self._router.engines.move(engine, state)
         log.warning("%s engine %s is %s, by an administrator", engine.role, url, engine.state)

@@ -11,7 +11,8 @@ import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from aiohttp import web
 from kvferry.router.admin import Admin
 from kvferry.router.engines import Role
 from kvferry.router.health import Checks, HealthChecks
-from kvferry.router.http_client import HttpError
+from kvferry.router.http_client import HEAD_BYTES, HttpError
 from kvferry.router.legs import ClientRequest, log, why
 from kvferry.router.membership import Membership, Source
 from kvferry.router.request_bodies import NOT_JSON, RESPONSES, SMALL_BYTES, members, without
@@ -30,9 +31,8 @@ from kvferry.router.spans import begin_request, end_request
 BODY_SECONDS = 60.0
 """How long a client may take to send its request."""
 HEAD_SECONDS = 20.0
-"""How long a connection may be without a request, or with less than the head of one."""
-HEAD_BYTES = 64 << 10
-"""Bound on each line of a request's head."""
+"""How long a connection may be without a request, or with less than the head of one: seconds in which this process ran,
+because one that stood still has read nothing."""
 STALL_SECONDS = 120.0
 """A client that takes nothing of its answer for so long is gone."""
 TICK_SECONDS = 1.0
@@ -41,6 +41,8 @@ BACKLOG = 128
 FAULT_SECONDS = 30.0
 """For so long ``/health`` names a fault of this machine."""
 _RESPONSE = re.compile(r"/v1/responses/[A-Za-z0-9_-]{1,128}(/cancel)?")
+PAGE = Path(__file__).with_name("status.html").read_text(encoding="utf-8")
+"""Engines, rates and latencies of the router, from ``/router/status``."""
 NEVER_SENT = ("kv_transfer_params", "ec_transfer_params")
 """They name hosts that an engine would connect to."""
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
@@ -49,14 +51,12 @@ Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 @dataclass(frozen=True)
 class Limits:
     """``requests``: in flight, of all clients together. ``body_bytes``: of one request; ``all_body_bytes``: of all
-    requests in flight, at least those of one. ``idle``: connections without a request; ``served``: requests for which
-    the process has descriptors."""
+    requests in flight, at least those of one. ``idle``: connections without a request."""
 
     requests: int = 4096
     body_bytes: int = 64 << 20
     all_body_bytes: int = 256 << 20
     idle: int = 4096
-    served: int = 4096
 
 
 class RefusedError(Exception):
@@ -85,7 +85,8 @@ class App:
         self._health = None if checks is None else HealthChecks(router, checks)
         self._body_bytes = 0  # of all requests that are not over
         self._idle: dict[Any, float] = {}
-        """Connections without a request, and since when."""
+        """Connections without a request or with a part of one, the oldest first, and how often they are looked at
+        before they are closed."""
         self._loops: list[asyncio.Task[None]] = []
         admin = Admin(router, admin_token)
         self._routes: dict[str, dict[str, Handler]] = {
@@ -104,7 +105,7 @@ class App:
         """``where``: host and port, or sock, as ``loop.create_server`` takes them. Raises OSError, UnicodeError."""
         self._server = _Server(
             self._serve, self._idle, handler_cancellation=True, access_log=None, auto_decompress=False, logger=_quiet,
-            keepalive_timeout=HEAD_SECONDS, max_line_size=HEAD_BYTES, max_field_size=HEAD_BYTES,
+            keepalive_timeout=inf, max_line_size=HEAD_BYTES, max_field_size=HEAD_BYTES,
         )  # fmt: skip
         make = asyncio.get_running_loop().create_server
         self._listeners = await make(self._server, **where, start_serving=False, backlog=BACKLOG)
@@ -135,31 +136,44 @@ class App:
             await asyncio.to_thread(self._router.tracer.close)
 
     async def _watch_idle(self) -> None:
-        """Close what holds descriptors for nothing, the oldest first, where there are many."""
+        """Close what holds descriptors for nothing: the old ones, and where there are many the oldest."""
+        before = 0
         while True:
             await asyncio.sleep(TICK_SECONDS)
-            old = time.monotonic() - TICK_SECONDS
-            while len(self._idle) > self._limits.idle and next(iter(self._idle.values())) < old:
-                connection = next(iter(self._idle))
-                del self._idle[connection]
-                connection.force_close()
+            for connection in self._idle:
+                self._idle[connection] -= TICK_SECONDS
+            many = min(before, len(self._idle)) - self._limits.idle  # not those of a moment
+            for number, (connection, seconds) in enumerate(list(self._idle.items())):
+                if seconds <= 0 or number < many:
+                    connection.force_close()
+            before = len(self._idle)
 
     async def _serve(self, request: web.BaseRequest) -> web.StreamResponse:
+        connection = request.protocol
+        if connection in self._idle:
+            self._idle[connection] = inf  # its place among the others stays until all of the request is read
         try:
-            handlers = self._routes.get(request.path)
-            if request.method == "OPTIONS" and handlers is not None:
-                return await self._pass_on(request)  # CORS is the engines' to decide
-            if handlers is None and _RESPONSE.fullmatch(request.path):
-                return await self._pass_on(request)
-            if handlers is None:
-                return error_response(404, f"there is no {request.path[:200]}; see docs/routers.md")
-            handler = handlers.get("GET" if request.method == "HEAD" else request.method)
-            if handler is None:
-                return error_response(405, f"{request.path} takes {', '.join(handlers)}", allow=", ".join(handlers))
-            return await handler(request)
+            response = await self._answer(request)
+            await response.prepare(request)
+            await response.write_eof()
+            return response
         finally:
             if request.transport is not None:
-                self._idle[request.protocol] = time.monotonic()
+                self._idle.pop(connection, None)
+                self._idle[connection] = HEAD_SECONDS
+
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        handlers = self._routes.get(request.path)
+        if request.method == "OPTIONS" and handlers is not None:
+            return await self._pass_on(request)  # CORS is the engines' to decide
+        if handlers is None and _RESPONSE.fullmatch(request.path):
+            return await self._pass_on(request)
+        if handlers is None:
+            return error_response(404, f"there is no {request.path[:200]}; see docs/routers.md")
+        handler = handlers.get("GET" if request.method == "HEAD" else request.method)
+        if handler is None:
+            return error_response(405, f"{request.path} takes {', '.join(handlers)}", allow=", ".join(handlers))
+        return await handler(request)
 
     # --- completions
 
@@ -174,11 +188,9 @@ class App:
             self._idle.pop(http.protocol, None)
             taken = 1
             metrics.in_flight += 1
-            for most, status in ((self._limits.requests, 429), (self._limits.served, 503)):  # 503: of descriptors
-                if metrics.in_flight > most:
-                    message = f"{most} requests are in flight, for no more is there room; try again"
-                    raise RefusedError(status, message, retry_after="1")
-            status = 499
+            if metrics.in_flight > self._limits.requests:
+                message = f"{self._limits.requests} requests are in flight, for no more is there room; try again"
+                raise RefusedError(503, message, retry_after="1")
             if asked is None:
                 response = await self._pass_on(http, content)
             else:
@@ -296,7 +308,7 @@ class App:
 
     async def _show_page(self, request: web.BaseRequest) -> web.StreamResponse:
         policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
-        return web.Response(text=page(), content_type="text/html", headers={"content-security-policy": policy})
+        return web.Response(text=PAGE, content_type="text/html", headers={"content-security-policy": policy})
 
 
 _quiet = logging.getLogger("kvferry.router.strangers")
@@ -315,17 +327,11 @@ class _Server(web.Server):
         super().connection_made(handler, transport)
         connected = transport.get_extra_info("socket")
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(STALL_SECONDS * 1e3))
-        self._without_request[handler] = time.monotonic()
+        self._without_request[handler] = HEAD_SECONDS
 
     def connection_lost(self, handler: Any, exc: BaseException | None = None) -> None:
         super().connection_lost(handler, exc)
         self._without_request.pop(handler, None)
-
-
-@cache
-def page() -> str:
-    """Engines, rates and latencies of the router, from ``/router/status``."""
-    return Path(__file__).with_name("status.html").read_text(encoding="utf-8")
 
 
 def _headers(request: web.BaseRequest) -> dict[str, str]:

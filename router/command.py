@@ -6,12 +6,12 @@ import asyncio
 import errno
 import gc
 import logging
+import re
 import resource
 import signal
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import uvloop
 
@@ -27,6 +27,7 @@ from kvferry.transport.tracing import open_tracer
 MIN_TOKEN_CHARS = 16
 OWN_DESCRIPTORS = 256
 """For listeners, names, files, and connections that are refused."""
+_ENDPOINT = re.compile(r"(https?|grpc)://([^@/\s]*@)?(\[[0-9a-fA-F:.]+\]|[^@/:\[\]\s]+)(:[1-9]\d{0,4})?(/\S*)?")
 
 
 def router(
@@ -42,7 +43,9 @@ def router(
     names = "--connect-timeout", "--prefill-timeout", "--abandoned-prefill-timeout", "--health-interval"
     for name, seconds in zip(names, (*timeouts, health_interval), strict=True):
         check_positive(name, seconds)
-    _check_endpoint(otlp_traces_endpoint)
+    if otlp_traces_endpoint and not _ENDPOINT.fullmatch(otlp_traces_endpoint):
+        given = quoted_url(otlp_traces_endpoint)
+        raise UsageError(f"--otlp-traces-endpoint is {given}, expected a URL such as http://127.0.0.1:4317")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     sources: list[Source] = []
     for urls, role in ((prefill, Role.PREFILL), (decode, Role.DECODE)):
@@ -50,7 +53,7 @@ def router(
     if engines_file is not None:
         file = EnginesFile(engines_file)
         try:
-            file.read()
+            asyncio.run(file.named())
         except (OSError, UsageError) as error:
             why = error.strerror if isinstance(error, OSError) else error
             raise UsageError(f"the {file} is not usable: {why}") from None
@@ -102,18 +105,8 @@ def _limits(requests: int, body_bytes: int) -> Limits:
     wanted = OWN_DESCRIPTORS + 5 * requests
     soft = max(soft, wanted if hard == resource.RLIM_INFINITY else min(wanted, hard))
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    served = max(1, (soft - OWN_DESCRIPTORS) // 5)
-    return Limits(requests, body_bytes, idle=soft - OWN_DESCRIPTORS - 3 * served, served=served)
-
-
-def _check_endpoint(text: str) -> None:
-    try:
-        url = urlsplit(text)
-        fits = url.scheme in ("http", "https", "grpc") and bool(url.hostname) and url.port != 0
-    except ValueError:
-        fits = False
-    if text and not fits:
-        raise UsageError(f"--otlp-traces-endpoint is {quoted_url(text)}, expected a URL such as http://127.0.0.1:4317")
+    served = min(requests, max(1, (soft - OWN_DESCRIPTORS) // 5))
+    return Limits(served, body_bytes, idle=soft - OWN_DESCRIPTORS - 3 * served)
 
 
 def _token(path: Path) -> str:

@@ -1,11 +1,5 @@
 """The engines that a router knows: their states and loads, and which one takes a request. Pure: no I/O, no clock.
 
-::
-
-                 ┌── check failed often ──┐
-    JOINING ─▶ UP ◀── check passed ──── DOWN         DRAINING ── resume ──▶ JOINING
-       └────────┴────────────┴─ drain ─▶ DRAINING    (each ── remove ──▶ LEAVING, and gone once idle)
-
 JOINING: added at run time, no check has passed. DRAINING: no new requests. UP, JOINING and DOWN may besides be passed
 over for a while, because a request to the engine has failed.
 """
@@ -36,22 +30,15 @@ class EngineState(enum.StrEnum):
     JOINING, UP, DOWN, DRAINING, LEAVING = "joining", "up", "down", "draining", "leaving"
 
 
-class EngineEvent(enum.IntEnum):
-    """A health check passed, or several in a row failed; no new requests; new ones again, once a check has passed; no
-    new ones, and gone once idle."""
-
-    CHECK_PASSED, FAILED_OFTEN, DRAIN, RESUME, REMOVE = range(5)
-
-
 _S = EngineState
-TRANSITIONS: dict[EngineState, tuple[EngineState, ...]] = {
-    _S.JOINING: (_S.UP, _S.JOINING, _S.DRAINING, _S.JOINING, _S.LEAVING),
-    _S.UP: (_S.UP, _S.DOWN, _S.DRAINING, _S.UP, _S.LEAVING),
-    _S.DOWN: (_S.UP, _S.DOWN, _S.DRAINING, _S.DOWN, _S.LEAVING),
-    _S.DRAINING: (_S.DRAINING, _S.DRAINING, _S.DRAINING, _S.JOINING, _S.LEAVING),
-    _S.LEAVING: (_S.LEAVING, _S.LEAVING, _S.LEAVING, _S.JOINING, _S.LEAVING),
+BEFORE: dict[EngineState, Collection[EngineState]] = {
+    _S.JOINING: (_S.DRAINING, _S.LEAVING),  # it is to get requests again
+    _S.UP: (_S.JOINING, _S.DOWN),  # a health check passed
+    _S.DOWN: (_S.UP,),  # several in a row failed
+    _S.DRAINING: (_S.JOINING, _S.UP, _S.DOWN),
+    _S.LEAVING: tuple(_S),
 }
-"""For each state, the state after each event, in the order of ``EngineEvent``."""
+"""For each state, those that it can follow."""
 STOPPED = (EngineState.DRAINING, EngineState.LEAVING)
 """No new request goes to an engine in these states."""
 
@@ -159,11 +146,13 @@ class EnginePool:
             engine = self._engines[url] = Engine(url, role, state)
             return engine
         engine.role = role
-        self.apply(engine, EngineEvent.RESUME)
+        self.move(engine, EngineState.JOINING)
         return engine
 
-    def apply(self, engine: Engine, event: EngineEvent) -> None:
-        engine.state = TRANSITIONS[engine.state][event]
+    def move(self, engine: Engine, state: EngineState) -> None:
+        """To this state, where it can follow the engine's."""
+        if engine.state in BEFORE[state]:
+            engine.state = state
         self.forget_if_idle(engine)
 
     def forget_if_idle(self, engine: Engine) -> None:
@@ -219,10 +208,8 @@ class EnginePool:
         """The result of a health check. Whether the engine's state has changed."""
         before = engine.state
         engine.failed_checks = 0 if passed else engine.failed_checks + 1
-        if passed:
-            self.apply(engine, EngineEvent.CHECK_PASSED)
-        elif engine.failed_checks >= threshold:
-            self.apply(engine, EngineEvent.FAILED_OFTEN)
+        if passed or engine.failed_checks >= threshold:
+            self.move(engine, EngineState.UP if passed else EngineState.DOWN)
         return engine.state is not before
 
 

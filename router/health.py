@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from dataclasses import dataclass
 
 from kvferry.router.engines import Engine
 from kvferry.router.http_client import HttpError, OwnFaultError
+from kvferry.router.legs import log
 from kvferry.router.router import Router
-
-log = logging.getLogger("kvferry.router")
 
 
 @dataclass(frozen=True)
@@ -40,20 +38,16 @@ class HealthChecks:
             await self.round(self._checks.failures)
 
     async def _check(self, engine: Engine, threshold: int) -> None:
-        passed, what = await self._passes(engine.url)
-        if passed is not None and self._router.engines.checked(engine, passed, threshold):
-            log.warning("%s engine %s is %s: %s", engine.role, engine.url, engine.state, what)
-
-    async def _passes(self, url: str) -> tuple[bool | None, str]:
-        """None: nobody knows, because this machine has no connection to spare."""
         limit = self._checks.timeout
         try:
             async with asyncio.timeout(limit):
-                answer = await self._router.http.send("GET", url, "/health", connect=limit)
+                answer = await self._router.http.send("GET", engine.url, "/health", connect=limit)
                 await answer.body()
                 answer.close()
-        except OwnFaultError as error:
-            return None, str(error)
+            passed, what = answer.status == 200, f"/health answered {answer.status}"
+        except OwnFaultError:
+            return  # nobody knows, because this machine has no connection to spare
         except (HttpError, TimeoutError) as error:
-            return False, str(error) or f"no answer of /health in {limit:g} s"
-        return answer.status == 200, f"/health answered {answer.status}"
+            passed, what = False, str(error) or f"no answer of /health in {limit:g} s"
+        if self._router.engines.checked(engine, passed, threshold):
+            log.warning("%s engine %s is %s: %s", engine.role, engine.url, engine.state, what)

@@ -1,8 +1,7 @@
 """Requests to engines over kept connections, with aiohttp's client.
 
-What is added to it: a caller sees whether the whole request was sent and whether a byte of the answer was received
-(``RequestProgress``), an answer may take as long as its connection lives, and a fault of this machine is no fault of an
-engine (``OwnFaultError``).
+What is added to it: a caller sees how far a request has come (``RequestProgress``), an answer may take as long as its
+connection lives, and a fault of this machine is no fault of an engine (``OwnFaultError``).
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 from typing import Any
 
 import aiohttp
@@ -30,11 +29,12 @@ way meanwhile fails, and nobody knows whether the engine has it: no second try i
 MAX_ANSWER_BYTES = 256 << 20
 """Bound on an answer that is read as a whole."""
 HEAD_BYTES = 64 << 10
-"""Bound on each line of an answer's head."""
+"""Bound on each line of the head of an answer, or of a request."""
 _OWN_FAULTS = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL}
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
 """Seconds, seconds, and tries: a host that is gone is noticed, however long an engine computes in silence."""
 _AUTOMATIC = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
+_timeout = lru_cache(lambda connect: aiohttp.ClientTimeout(total=None, sock_connect=connect))
 
 
 class HttpError(Exception):
@@ -65,11 +65,6 @@ class _Protocol(aiohttp.client_proto.ResponseHandler):
         super().data_received(data)
 
     @property
-    def flushed(self) -> bool:
-        transport: Any = self.transport
-        return transport is None or transport.get_write_buffer_size() == 0
-
-    @property
     def left(self) -> bool:
         """The engine has closed it, also where the event loop has not seen that yet."""
         return bool(self._left.poll(0))
@@ -77,21 +72,11 @@ class _Protocol(aiohttp.client_proto.ResponseHandler):
 
 @dataclass
 class RequestProgress:
-    """How far one request has come. ``answered``: a byte of the answer was received. ``written``: all of the request
-    was given to the connection."""
+    """How far one request has come. ``sent``: it has a connection, so that the engine may have it. ``answered``: a byte
+    of the answer was received."""
 
-    connection: _Protocol | None = None
+    sent: bool = False
     answered: bool = False
-    written: bool = False
-
-    def reset(self) -> None:
-        """Nothing is sent yet."""
-        self.connection, self.answered, self.written = None, False, False
-
-    @property
-    def asked(self) -> bool:
-        """The whole request has left this process."""
-        return self.answered or (self.connection is not None and self.written and self.connection.flushed)
 
 
 _progress: ContextVar[RequestProgress] = ContextVar("progress")
@@ -108,7 +93,7 @@ class _Connector(aiohttp.TCPConnector):
             protocol: Any = connection.protocol
             if protocol.progress is None or not protocol.left:
                 protocol.progress = _progress.get()
-                protocol.progress.connection = protocol
+                protocol.progress.sent = True
                 return connection
             connection.close()
 
@@ -183,19 +168,15 @@ class HttpClient:
                 connector=_Connector(), cookie_jar=aiohttp.DummyCookieJar(), auto_decompress=False,
                 skip_auto_headers=_AUTOMATIC, max_line_size=HEAD_BYTES, max_field_size=HEAD_BYTES,
             )  # fmt: skip
-        progress = progress or RequestProgress()
-        progress.reset()
-        _progress.set(progress)
+        _progress.set(progress or RequestProgress())
         sent: CIMultiDict[str] = CIMultiDict(headers or {})
         data: Any = None
         if body is not None:
-            content = body if isinstance(body, bytes) else encoded(body)
-            if content is None and isinstance(body, dict):
+            data = body if isinstance(body, bytes) else encoded(body)
+            if data is None and isinstance(body, dict):
                 pieces = [memoryview(piece) for piece in pieces_of(body)]
                 sent["content-length"] = str(sum(map(len, pieces)))
-                data = _written(pieces, progress)
-            elif content is not None:
-                data = _Content(content, progress)
+                data = _windows(pieces)
         how: dict[str, Any] = {"headers": sent, "timeout": _timeout(connect), "allow_redirects": False}
         try:
             return Answer(await self._session.request(method, _url(base + path), data=data, **how))
@@ -216,29 +197,11 @@ def _url(text: str) -> URL:
     return URL(text, encoded=True)
 
 
-@cache
-def _timeout(connect: float) -> aiohttp.ClientTimeout:
-    return aiohttp.ClientTimeout(total=None, sock_connect=connect)
-
-
-class _Content(aiohttp.BytesPayload):
-    """A small body."""
-
-    def __init__(self, content: bytes, progress: RequestProgress) -> None:
-        super().__init__(content)
-        self._progress = progress
-
-    async def write_with_length(self, writer: aiohttp.abc.AbstractStreamWriter, content_length: int | None) -> None:
-        await super().write_with_length(writer, content_length)
-        self._progress.written = True
-
-
-async def _written(pieces: list[memoryview], progress: RequestProgress) -> AsyncIterator[memoryview]:
+async def _windows(pieces: list[memoryview]) -> AsyncIterator[memoryview]:
     """A large body: no copy of it is made, and nobody waits for it."""
     for piece in pieces:
         for at in range(0, len(piece), WINDOW_BYTES):
             yield piece[at : at + WINDOW_BYTES]
-    progress.written = True
 
 
 def _said(error: BaseException) -> str:

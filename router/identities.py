@@ -1,4 +1,4 @@
-"""Which engine answers at the URL of a P, for a D that is asked before P has answered. Pure: the clock is passed in."""
+"""Which engine answers at the URL of a P, for a D that is asked before P has answered. Pure."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ log = logging.getLogger("kvferry.router")
 IDENTITY = ("remote_engine_id", "remote_host", "remote_port")
 IDENTITY_ALSO = ("remote_key", "tp_size", "pp_size", "dcp_size", "transfer_mode")
 """What D needs to ask P for a prompt that P has not finished, and what goes with it where P's answer has it."""
-CHANGES, CHANGES_SECONDS, DISTRUST_SECONDS = 2, 300.0, 600.0
-"""So many changes of P's identity in so many seconds (several engines answer at its URL): it is asked serially for the
-time of the third."""
+CALM_ANSWERS = 20
+"""Where P's identity changes twice within so many answers, several engines answer at its URL: it is asked serially
+until so many in a row are of one."""
 
 
 class Identity:
@@ -21,21 +21,19 @@ class Identity:
     def __init__(self, url: str) -> None:
         self._url = url
         self._known: dict[str, Any] | None = None
-        self._changed: list[float] = []
-        self._distrusted = 0.0
+        self._several, self._unchanged = False, CALM_ANSWERS
 
-    def get(self, now: float) -> dict[str, Any] | None:
-        return self._known if self._distrusted <= now else None
+    def get(self) -> dict[str, Any] | None:
+        return None if self._several else self._known
 
-    def learn(self, params: dict[str, Any] | None, now: float) -> None:
+    def learn(self, params: dict[str, Any] | None) -> None:
         """P's answer had these ``kv_transfer_params``."""
         before, self._known = self._known, identity_of(params)
-        if before is None or before == self._known:
-            return
-        self._changed = [*(at for at in self._changed if now - at < CHANGES_SECONDS), now]
-        if len(self._changed) >= CHANGES:
-            self._distrusted, self._changed = now + DISTRUST_SECONDS, []
-            log.warning("several engines answer at %s: it is asked serially for %g s", self._url, DISTRUST_SECONDS)
+        changed, calm = before not in (None, self._known), self._unchanged >= CALM_ANSWERS
+        if changed and not calm and not self._several:
+            log.warning("several engines answer at %s: it is asked serially", self._url)
+        self._several = not calm and (changed or self._several)
+        self._unchanged = 0 if changed else self._unchanged + 1
 
     def failed(self) -> None:
         """P failed: another engine may answer at its URL next."""

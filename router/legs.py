@@ -21,7 +21,7 @@ from kvferry.router.engines import Engine, EnginePool, Role, Seat
 from kvferry.router.http_client import Answer, HttpClient, HttpError, OwnFaultError, RequestProgress
 from kvferry.router.metrics import Metrics
 from kvferry.router.prefix_affinity import PrefixAffinity, PromptPrefix, prompt_prefix
-from kvferry.router.request_bodies import NOT_JSON, Body, pieces_of, prefill_body, without_params
+from kvferry.router.request_bodies import NOT_JSON, Body, pieces_of, prefill_body
 from kvferry.router.spans import DECODE, PREFILL, LegSpan
 from kvferry.transport.tracing import OpenSpan, Tracer
 
@@ -208,7 +208,7 @@ class Legs:
             params = _PREFILLED.decode(content).kv_transfer_params or None
         if params is None:
             log.info("%s: prefill at %s handed nothing over, decode only", asked.name, url)
-        engine.identity.learn(params, self.clock())
+        engine.identity.learn(params)
         return Prefilled(params)
 
     def _failed(self, engine: Engine, error: Exception) -> None:
@@ -279,17 +279,14 @@ class Legs:
                 raise NoEngineError("no decode engine takes requests; see /health")
             tried.append(seat.engine)
             again = again and self.another_decode(tried)
-            comments: list[bytes] = []
             try:
-                decoded = await self._ask_one_decode(asked, seat, body, progress, comments)
+                decoded = await self._ask_one_decode(asked, seat, body, progress)
             except HttpError as error:
                 self._failed(seat.engine, error)
                 log.error("%s: decode at %s failed: %s", asked.name, seat.engine.url, why(error))
-                answered = progress.answered and not comments
-                by_name = progress.asked and "transfer_id" in (body.get("kv_transfer_params") or {})
-                again = again and not (answered or isinstance(error, OwnFaultError) or by_name)
-                if not answered:
-                    progress.reset()  # this D releases nothing
+                by_name = progress.sent and "transfer_id" in (body.get("kv_transfer_params") or {})
+                again = again and not (progress.answered or isinstance(error, OwnFaultError) or by_name)
+                progress.sent = progress.answered  # a D without an answer releases nothing
                 if not again:
                     raise type(error)(f"decode engine {seat.engine.url} failed: {why(error)}") from None
             else:
@@ -299,13 +296,10 @@ class Legs:
                     return decoded
                 decoded.close()
                 log.error("%s: decode at %s answered %d", asked.name, seat.engine.url, decoded.answer.status)
-                body = without_params(body)
+                body = asked.body
             again = False
 
-    async def _ask_one_decode(
-        self, asked: ClientRequest, seat: Seat, body: Body, progress: RequestProgress, comments: list[bytes]
-    ) -> Decoded:
-        """``comments``: what the answer began with, where that is all of it."""
+    async def _ask_one_decode(self, asked: ClientRequest, seat: Seat, body: Body, progress: RequestProgress) -> Decoded:
         answer, span = None, LegSpan(asked.span, DECODE, seat.engine)
         try:
             answer = await self._send(asked, seat.engine, body, progress, span)
@@ -314,7 +308,7 @@ class Legs:
                 return Decoded(seat.engine, answer, await answer.body(), pieces, seat, span)
             first = await anext(pieces, b"")
             while answer.streamed and first and _COMMENTS.fullmatch(first):
-                comments[:] = [first]
+                progress.answered = False
                 if asked.comment is not None:
                     await asked.comment(answer, first)
                 first = await anext(pieces, b"")
@@ -323,7 +317,6 @@ class Legs:
                 first += piece
                 if not piece:
                     break
-            comments.clear()
         except BaseException as error:
             span.end(error)
             if answer is not None:

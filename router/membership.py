@@ -9,18 +9,17 @@ A file has one engine a line, ``prefill http://HOST:PORT`` or ``decode http://HO
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 from urllib.parse import urlsplit
 
-from kvferry.router.engines import MAX_ENGINES, EngineEvent, EngineState, Role, engine_url
+from kvferry.router.engines import MAX_ENGINES, EngineState, Role, engine_url
+from kvferry.router.legs import log
 from kvferry.router.router import Router
 from kvferry.transport.errors import UsageError, quoted_url
 
-log = logging.getLogger("kvferry.router")
 Named = dict[str, Role]
 """Engines by URL."""
 LOOK_SECONDS = 3.0
@@ -43,10 +42,6 @@ class EnginesFile:
         return f"engines file {self._path}"
 
     async def named(self) -> Named:
-        return self.read()
-
-    def read(self) -> Named:
-        """Raises OSError, UsageError: it cannot be read, or names no engines."""
         with self._path.open("rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)
         if len(content) > MAX_FILE_BYTES:
@@ -127,7 +122,7 @@ class Membership:
         for url in before.keys() - named.keys():
             engine = engines.get(url)
             if engine is not None:
-                engines.apply(engine, EngineEvent.REMOVE)
+                engines.move(engine, EngineState.LEAVING)
                 log.warning("%s engine %s is drained: the %s names it no longer", engine.role, url, source)
             del before[url]
         for url, role in named.items():

@@ -83,11 +83,7 @@ class Metrics:
         yield counter("failed_legs", "Legs that failed, by the engine's role", "role", self.failed_legs.items())
         yield counter("prefix_affinity", "Choices of a P by prefix", "result", self.affinities.items())
         yield GaugeMetricFamily("kvferry_router_in_flight", "Requests of clients in flight", self.in_flight)
-        told = {
-            "up": "1: takes requests by its state",
-            "requests": "in flight",
-            "load": "P: prompt tokens; D: requests",
-        }
+        told = {"up": "1: takes requests", "requests": "in flight", "load": "P: prompt tokens; D: requests"}
         for name, text in told.items():
             family = GaugeMetricFamily(f"kvferry_router_engine_{name}", text, labels=["role", "url"])
             for engine in self._engines:

@@ -30,9 +30,8 @@ PREFILL_TAG: dict[str, Any] = {
 }  # fmt: skip
 """The six keys of ``kv_transfer_params`` by which vLLM's connectors know a prefill leg."""
 KINDS = {
-    400: "BadRequestError", 401: "AuthenticationError", 403: "PermissionDeniedError", 404: "NotFoundError",
-    405: "BadRequestError", 413: "BadRequestError", 429: "RateLimitError", 500: "InternalServerError",
-    502: "BadGatewayError", 503: "ServiceUnavailableError",
+    401: "AuthenticationError", 403: "PermissionDeniedError", 404: "NotFoundError", 502: "BadGatewayError",
+    503: "ServiceUnavailableError",
 }  # fmt: skip
 _NOT_FOR_P = {"stream_options", "min_tokens", "best_of", "prompt_logprobs", "echo"}
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
@@ -111,11 +110,6 @@ def prefill_body(body: Body, path: str = "", params: dict[str, Any] = PREFILL_TA
     if "max_completion_tokens" in leg:
         leg["max_completion_tokens"] = tokens
     return leg | {"max_tokens": tokens, "n": 1}
-
-
-def without_params(body: Body) -> Body:
-    """D's leg without a hand-over: D prefills by itself."""
-    return {name: value for name, value in body.items() if name != "kv_transfer_params"}
 
 
 def can_hand_over(body: Body, path: str) -> bool:

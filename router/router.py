@@ -1,15 +1,10 @@
 """What a router does with one request: which engines it asks, when, and what it does where one of them fails.
 
 The prefill leg is the client's request cut down to one token and marked with the six keys of ``kv_transfer_params``
-that vLLM's connectors know. D's answer goes to the client as it is. Both legs carry the client's headers, among them
-its ``X-Request-Id``, or one that the router makes, and its trace context, or that of the leg's own span.
-
-At first, and with ``serial`` always, D is asked after P, with the ``kv_transfer_params`` of P's answer verbatim. Where
-P's last answer said ``"transfer_mode": "push"`` and where P is, both are asked at once: D gets P's place, and both get
-one ``transfer_id``, by which D asks P for the prompt while P still computes it. What follows a failure is a table of
-docs/routers.md.
-
-It keeps no state of requests: run as many routers as you like.
+that vLLM's connectors know. At first, and with ``serial`` always, D is asked after P, with the ``kv_transfer_params``
+of P's answer verbatim. Where P's last answer said ``"transfer_mode": "push"`` and where P is, both are asked at once: D
+gets P's place, and both get one ``transfer_id``, by which D asks P for the prompt while P still computes it. What
+follows a failure is a table of docs/routers.md. No state is kept of requests: run as many routers as you like.
 """
 
 from __future__ import annotations
@@ -35,7 +30,7 @@ OWN_HEADERS = {
 """Headers that belong to one connection, and those that the router or its server sets anew."""
 PREFILL_TRIES = 2
 LATE_SECONDS = 1.0
-"""P's leg may take so much longer than D's answer."""
+"""P's leg may take so much longer than D's."""
 
 
 class Reply:
@@ -128,7 +123,7 @@ class Router(Legs):
 
     async def _answer_by(self, asked: ClientRequest, reply: Reply, seat: Seat) -> web.StreamResponse | None:
         """The answer where this P computes the prompt; None where it fails and another P may not."""
-        identity = None if self.serial else seat.engine.identity.get(self.clock())
+        identity = None if self.serial else seat.engine.identity.get()
         if identity is not None:
             return await self._at_once(asked, reply, seat, identity)
         leg = self.start_prefill(asked, seat, prefill_body(asked.body, asked.path))
@@ -174,7 +169,7 @@ class Router(Legs):
         tried: list[Engine] = []
         body = asked.body | {"kv_transfer_params": place | name}
         d = self.start(self.ask_decode(asked, body, progress, tried=tried), asked)
-        late: float | None = 0.0  # P's leg may go on for so long; None: to its end
+        to_its_end = False  # P's leg
         try:
             await asyncio.wait({p, d}, return_when=asyncio.FIRST_COMPLETED)
             if not d.done():  # P has answered
@@ -187,26 +182,23 @@ class Router(Legs):
             if d.exception() is not None:
                 if progress.answered or len(tried) != 1 or not self.another_decode(tried):
                     d.result()
-                late = None
+                to_its_end = True
                 return await self._decode(asked, reply, (await self._until(asked, p)).params, tried)
             self.metrics.handovers["at_once"] += 1
             decoded = d.result()
             if decoded.refused:  # P may be about to answer
-                late = None
+                to_its_end = True
                 self.start(self.abandon(asked, p), asked)
-            response = await reply.give(decoded)
-            if late is not None and decoded.answer.status == 200:
-                late = LATE_SECONDS
-            return response
+            return await reply.give(decoded)
         except asyncio.CancelledError:
-            if late is not None and not d.done():
-                late = None
-                self.start(self.abandon(asked, p, LATE_SECONDS if progress.asked else None), asked)
+            if not to_its_end and not d.done():
+                to_its_end = True
+                self.start(self.abandon(asked, p, LATE_SECONDS if progress.sent else None), asked)
             raise
         finally:  # also where nobody expects it: a leg without an end holds its seat for good
             self.start(ended(d), asked)
-            if late is not None and not p.done():
-                asyncio.get_running_loop().call_later(late, p.cancel)
+            if not to_its_end and not p.done():
+                asyncio.get_running_loop().call_later(LATE_SECONDS, p.cancel)
 
 
 def json_response(value: Any, status: int = 200, **headers: str) -> web.Response:

@@ -120,11 +120,11 @@ class TransferThread:
         self._producer.named.posted_plans += 1
         wakes = plan.wakes_thread
         if wakes or plan.chunks:
-            self._work_posted = True  # before the interval is short, see ``_relax``
-            if not self._stopping:  # a thread that has ended would never restore it
-                self._switch.shorten()
             earlier = self.results.listeners  # before the thread can add this listener
             self._plans.posted.append(PostedPlan(plan, event, computed, listener, step))
+            self._work_posted = True  # once the thread finds it, and before the interval is short, see ``_relax``
+            if not self._stopping:  # a thread that has ended would never restore it
+                self._switch.shorten()
             if not wakes:
                 return
             self.wake()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+import sys
 import time
+from collections import deque
+from typing import Any
 
 import pytest
 import torch
@@ -137,3 +140,21 @@ def test_an_idle_transfer_thread_sleeps(group: RankGroup, monkeypatch: pytest.Mo
         now = clock._now
         assert wait(lambda clock=clock, now=now: clock._now > now + 0.5), "its clock goes on while it sleeps"
         assert turns.count < 20 + 4 * (time.monotonic() - begun) and turns.most < 1000
+
+
+def test_the_interval_is_short_for_what_is_posted_while_the_thread_relaxes(
+    group: RankGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread has looked for work, and leaves the interpreter's switch interval to the engine, just before."""
+    p = group.rank()
+    thread = p.thread
+
+    class Posted(deque[Any]):
+        def append(self, plan: Any) -> None:
+            thread.wake()
+            assert wait(lambda: not thread._work_posted and not thread._switch._short)
+            super().append(plan)
+
+    monkeypatch.setattr(thread._plans, "posted", Posted())
+    grant([p], "req-p", [3], 10)
+    assert thread._switch._short and sys.getswitchinterval() < 1e-4

@@ -26,7 +26,7 @@ from starlette.routing import Route
 from typer.testing import CliRunner
 
 from kvferry.connector.cli import app
-from kvferry.router.app import App, Limits, page
+from kvferry.router.app import PAGE, App, Limits
 from kvferry.router.engines import EngineState, Role
 from tests.router.stand_ins import PARAMS, Engine, ask, decode_engine, make_router, prefill_engine, routed, served
 from tests.router.test_at_once import PUSH
@@ -81,13 +81,13 @@ def test_openais_client() -> None:
 
 @pytest.mark.parametrize(
     ("status", "error"),
-    [(400, openai.BadRequestError), (404, openai.NotFoundError), (429, openai.RateLimitError)],
+    [(400, openai.BadRequestError), (404, openai.NotFoundError), (503, openai.InternalServerError)],
 )
 def test_openais_client_knows_the_errors(status: int, error: type[openai.APIStatusError]) -> None:
     async def refuse(request: Request, body: dict[str, Any]) -> Response:
         return JSONResponse({"error": {"message": "planted", "type": "x", "param": None, "code": status}}, status)
 
-    limits = Limits(requests=0) if status == 429 else None
+    limits = Limits(requests=0) if status == 503 else None
     with routed(prefill_engine(), Engine(refuse), limits=limits) as url:
         with (
             openai.OpenAI(base_url=url + "/v1", api_key="key", max_retries=0) as client,
@@ -232,7 +232,7 @@ def test_the_status_page_in_a_browser(tmp_path: Path) -> None:
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 def test_the_status_page_says_that_the_router_does_not_answer(tmp_path: Path) -> None:
     routes = [
-        Route("/", lambda _: HTMLResponse(page())),
+        Route("/", lambda _: HTMLResponse(PAGE)),
         Route("/router/status", lambda _: Response(status_code=500)),
     ]
     with served(Starlette(routes=routes)) as url:

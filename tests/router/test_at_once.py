@@ -16,8 +16,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from kvferry.router import router
 from kvferry.router.app import App
-from kvferry.router.engines import EngineEvent, EngineState, Role
-from kvferry.router.identities import DISTRUST_SECONDS, IDENTITY, Identity
+from kvferry.router.engines import EngineState, Role
+from kvferry.router.identities import CALM_ANSWERS, IDENTITY, Identity
 from kvferry.router.request_bodies import PREFILL_TAG
 from tests.router.stand_ins import Engine, ask, closed_port, leave_after, make_router, served
 from tests.support.served import eventually
@@ -110,7 +110,7 @@ class Served:
         """From now on, in this order."""
         engines = self.router.engines
         for engine in engines.of(Role.DECODE):
-            engines.apply(engine, EngineEvent.REMOVE)
+            engines.move(engine, EngineState.LEAVING)
         for url in urls:
             engines.add(url, Role.DECODE, EngineState.UP)
 
@@ -219,18 +219,20 @@ def test_another_p_answers(at_once: Served) -> None:
 
 
 def test_a_place_where_several_answer_is_asked_serially() -> None:
-    now = 0.0
     identity = Identity("http://p")
     other = PUSH | {"remote_engine_id": "p-1"}
     for params in (PUSH, other, other):
-        identity.learn(params, now)
-    assert (identity.get(now) or {})["remote_engine_id"] == "p-1", "a P that started again is known"
-    identity.learn(PUSH, now)
-    assert identity.get(now) is None
-    identity.learn(PUSH, now)
-    assert identity.get(now) is None
-    now += DISTRUST_SECONDS
-    assert identity.get(now) is not None
+        identity.learn(params)
+    assert (identity.get() or {})["remote_engine_id"] == "p-1", "a P that started again is known"
+    identity.learn(PUSH)
+    assert identity.get() is None
+    for _ in range(CALM_ANSWERS):
+        identity.learn(PUSH)
+        assert identity.get() is None
+    identity.learn(PUSH)
+    assert identity.get() is not None, "one of them is left"
+    identity.learn(other)
+    assert (identity.get() or {})["remote_engine_id"] == "p-1"
 
 
 def test_d_may_answer_before_p(at_once: Served) -> None:

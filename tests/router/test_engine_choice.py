@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.router.engines import TRANSITIONS, EngineEvent, EnginePool, EngineState, Role
+from kvferry.router.engines import BEFORE, EnginePool, EngineState, Role
 from kvferry.router.prefix_affinity import BLOCK_TOKENS, MAX_BLOCKS, PrefixAffinity, PromptPrefix, prompt_prefix
 from kvferry.router.request_bodies import members
 from kvferry.transport.errors import UsageError
@@ -26,14 +26,10 @@ def taken(pool: EnginePool, tokens: float = 10, **how: Any) -> str:
     return seat.engine.url
 
 
-def test_the_table_of_states_is_total() -> None:
-    assert set(TRANSITIONS) == set(EngineState)
-    assert {len(after) for after in TRANSITIONS.values()} == {len(EngineEvent)}
-    assert all(TRANSITIONS[state][EngineEvent.REMOVE] is EngineState.LEAVING for state in EngineState)
-    stopped = {EngineState.DRAINING, EngineState.LEAVING}
-    for state in stopped:  # no health check gives a drained engine requests
-        assert {TRANSITIONS[state][event] for event in (EngineEvent.CHECK_PASSED, EngineEvent.FAILED_OFTEN)} == {state}
-        assert TRANSITIONS[state][EngineEvent.RESUME] is EngineState.JOINING
+def test_which_state_follows_which() -> None:
+    assert set(BEFORE) == set(EngineState) == set(BEFORE[EngineState.LEAVING])
+    for state in (EngineState.DRAINING, EngineState.LEAVING):  # no health check gives a drained engine requests
+        assert {after for after in BEFORE if state in BEFORE[after]} == {EngineState.JOINING, EngineState.LEAVING}
 
 
 def test_p_with_the_fewest_tokens_takes_the_prompt() -> None:
@@ -66,7 +62,7 @@ def test_what_a_p_computes_no_longer_is_no_load_but_holds_it() -> None:
     seat.computed()
     engine = pool.get(A)
     assert engine is not None and (engine.load, engine.requests) == (0, 1)
-    pool.apply(engine, EngineEvent.REMOVE)
+    pool.move(engine, EngineState.LEAVING)
     assert pool.get(A) is engine, "D has not loaded yet"
     seat.handed_over()
     seat.release()
@@ -112,7 +108,7 @@ def test_a_d_that_failed_is_asked_where_there_is_no_other() -> None:
     seat = pool.take_decode(2.0)
     assert seat is not None and seat.engine.url == A, "the one that failed first"
     for engine in pool:
-        pool.apply(engine, EngineEvent.DRAIN)
+        pool.move(engine, EngineState.DRAINING)
     assert pool.take_decode(2.0) is None
     assert EnginePool([A]).take_prefill(1, 0.0, but=list(EnginePool([A]))) is not None
     pool = EnginePool([A])

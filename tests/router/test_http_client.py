@@ -125,15 +125,15 @@ def test_a_host_that_is_gone_is_noticed_in_silence() -> None:
     """By its connection: TCP asks for a sign of life."""
 
     async def go(url: str) -> None:
-        client, progress = HttpClient(), RequestProgress()
-        await send(client, url, progress=progress)
-        assert progress.connection is not None and progress.connection.transport is not None
-        connected = progress.connection.transport.get_extra_info("socket")
+        client = HttpClient()
+        connection = (await answer(client, url))._response.connection
+        assert connection is not None and connection.transport is not None
+        connected = connection.transport.get_extra_info("socket")
         assert connected.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
         assert connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) <= 60
         await client.close()
 
-    with engine(answers(HEAD + b"content-length: 0\r\n\r\n", b"", more=threading.Event())) as url:
+    with engine(answers(HEAD + b"content-length: 1\r\n\r\n", b"", more=threading.Event())) as url:
         asyncio.run(go(url))
 
 
@@ -182,43 +182,23 @@ def test_a_connection_that_this_machine_cannot_make_is_no_fault_of_the_engine() 
         asyncio.run(go(url))
 
 
-def test_a_request_is_asked_once_all_of_it_has_left() -> None:
-    """The engine reads nothing of a large one; the connection's buffers are full."""
-    go_on = threading.Event()
-
-    def serve(connection: socket.socket) -> None:
-        go_on.wait(60)
-        while b"end" not in connection.recv(1 << 20):
-            pass
-        connection.sendall(HEAD + b"content-length: 0\r\n\r\n")
-
+def test_a_request_is_sent_once_it_has_a_connection() -> None:
     async def go(url: str) -> None:
         client, progress = HttpClient(), RequestProgress()
-        leg = asyncio.ensure_future(
-            send(client, url, body={"x": msgspec.Raw(b'"' + b"x" * (64 << 20) + b'end"')}, progress=progress)
-        )
-        while progress.connection is None:
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.1)
-        assert not progress.asked and not progress.answered
-        go_on.set()
-        await leg
-        assert progress.asked and progress.answered
+        with pytest.raises(HttpError):
+            await send(client, "http://127.0.0.1:1", progress=progress)
+        assert not progress.sent and not progress.answered
+        assert await send(client, url, body={"x": msgspec.Raw(b'"' + b"x" * (3 << 20) + b'end"')}, progress=progress)
+        assert progress.sent and progress.answered
         await client.close()
+
+    def serve(connection: socket.socket) -> None:
+        while b"end" not in connection.recv(1 << 20):
+            pass
+        connection.sendall(HEAD + b"content-length: 1\r\n\r\n1")
 
     with engine(serve) as url:
         asyncio.run(go(url))
-
-
-def test_a_large_request_is_not_written_before_its_last_piece() -> None:
-    async def go() -> None:
-        progress = RequestProgress()
-        pieces = http_client._written([memoryview(b"x" * (3 << 20))], progress)
-        await anext(pieces)
-        assert not progress.written
-        assert [len(piece) async for piece in pieces] == [1 << 20] * 2 and progress.written
-
-    asyncio.run(go())
 
 
 def test_a_connection_that_the_server_has_closed_is_not_used_again() -> None:

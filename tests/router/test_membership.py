@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvferry.router import engines, membership
-from kvferry.router.engines import EngineEvent, Role
+from kvferry.router.engines import EngineState, Role
 from kvferry.router.health import Checks, HealthChecks
 from kvferry.router.http_client import HttpError
 from kvferry.router.membership import EnginesFile, Membership, Named
@@ -86,7 +86,7 @@ def test_an_engine_that_was_removed_by_hand_stays_away(monkeypatch: pytest.Monke
     asyncio.run(found.look())
     engine = router.engines.get(A)
     assert engine is not None
-    router.engines.apply(engine, EngineEvent.REMOVE)
+    router.engines.move(engine, EngineState.LEAVING)
     one_look(monkeypatch, found)
     assert states(router) == {B: "up"}
     listed.now = {B: Role.DECODE}

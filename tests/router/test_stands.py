@@ -120,16 +120,41 @@ def test_limits_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(resource, "getrlimit", lambda _, before=before: before)
         limits = command._limits(4096, 1)
         soft = given[-1][0]
-        assert min(limits.served, limits.requests) == served_requests and limits.idle >= served_requests
-        assert 3 * min(limits.served, 4096) + min(limits.idle, 1 << 30) + command.OWN_DESCRIPTORS <= soft
+        assert limits.requests == served_requests and limits.idle >= served_requests
+        assert 3 * limits.requests + limits.idle + command.OWN_DESCRIPTORS <= soft
 
 
 def test_silent_connections_end_and_honest_ones_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "HEAD_SECONDS", 0.3)
+    monkeypatch.setattr(server, "TICK_SECONDS", 0.1)
     with routed(prefill_engine(), decode_engine()) as url, ExitStack() as stack:
         found = silent(url, 3, stack) + silent(url, 3, stack, b"POST /v1/completions HTTP/1.1\r\nHost:")
         assert ask(url, {"prompt": "x"}).status_code == 200
         eventually(lambda: all(map(closed, found)), "all are closed")
+
+
+def test_a_router_that_stood_still_closes_no_connection_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "HEAD_SECONDS", 1.0)
+    monkeypatch.setattr(server, "TICK_SECONDS", 0.1)
+
+    async def go() -> bytes:
+        app = App(make_router([], []))
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            await app.bind(sock=listener)
+            await app.start()
+            reader, writer = await asyncio.open_connection(*listener.getsockname())
+            while not app._idle:
+                await asyncio.sleep(0)
+            time.sleep(1.5)
+            for _ in range(10):
+                await asyncio.sleep(0)  # the router runs again before the client does
+            writer.write(b"GET /router/status HTTP/1.1\r\nHost: x\r\n\r\n")
+            answer = await reader.read(12)
+            writer.close()
+            await app.stop()
+            return answer
+
+    assert asyncio.run(go()) == b"HTTP/1.1 200"
 
 
 def test_of_many_silent_connections_the_oldest_end_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
