@@ -223,7 +223,7 @@ def quiet_step() -> str:
             "Engines that hand nothing over, `benchmarks/quiet_step.py`: milliseconds, median / 99th percentile, of "
             "the gaps between tokens and of the time to first token of a prompt in the engine's own prefix cache. "
             "Two starts of the same engine show what is noise. On GPUs with CUDA graphs and asynchronous scheduling.",
-            *(_quiet_steps(name) for name in ("quiet_step", "quiet_step_one_gpu", "quiet_step_cpu")),
+            *map(_quiet_steps, ("quiet_step", "quiet_step_one_gpu", "quiet_step_one_gpu_8b", "quiet_step_cpu")),
         ]
     )
 
