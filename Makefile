@@ -56,15 +56,16 @@ demo: install
 WITH_NIXL = $(shell sed -n 's/^WITH_NIXL = (\(.*\))/\1/p' tests/conftest.py | tr -d '",')
 TEST_PROCESSES ?= $(shell echo $$(($$(nproc) + 2)))
 IN_PROCESSES = -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
-# Both parts run, whatever becomes of the first. Without files of bytecode, each of hundreds of processes compiles all anew.
+# Both parts run at once, whatever becomes of the other; what the short one says comes last. Without files of bytecode,
+# each of hundreds of processes compiles all anew.
 test: install
-	export OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=; failed=0; \
+	export OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=; failed=0; said=$$(mktemp); trap 'trap - TERM; kill 0' INT TERM; \
+	$(PYTEST) -m "nixl and not engines" $(WITH_NIXL) -n 2 --dist loadfile > $$said 2>&1 & nixl=$$!; \
 	$(PYTEST) -m "not engines and not nixl" $(IN_PROCESSES) || failed=1; \
-	$(PYTEST) -m "nixl and not engines" $(WITH_NIXL) $(IN_PROCESSES) || failed=1; \
-	exit $$failed
+	wait $$nixl || failed=1; cat $$said; rm $$said; exit $$failed
 
 test-engines: install
-	$(PYTEST) -m "engines and not proxies"
+	$(PYTEST) -m "engines and not proxies" --durations=12
 
 # No environment of ours: vLLM for GPUs is the user's. The sources here go before what is installed there.
 GPU_PYTHON ?= python3

@@ -52,10 +52,7 @@ def pytest_collection_finish() -> None:
     """A search for garbage looks at all objects, of which the imports make two million: at these, no more."""
     gc.freeze()
     gc.enable()
-
-
-def pytest_unconfigure() -> None:
-    gc.unfreeze()  # else libraries complain of what is left
+    atexit.register(gc.unfreeze)  # else libraries complain of what is left
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
