@@ -199,12 +199,12 @@ class Strangers:
     def _stays(self, stranger: Stranger) -> bool:
         try:
             stays = self._hear(stranger)
+            if stays:
+                events = WRITABLE if stranger.answer else READABLE
+                self._sockets.watch(stranger.sock, partial(self._ready, stranger), events)
         except OSError:
             self._sockets.drop(stranger.sock)
             return False
-        if stays:
-            events = WRITABLE if stranger.answer else READABLE
-            self._sockets.watch(stranger.sock, partial(self._ready, stranger), events)
         return stays
 
 

@@ -197,7 +197,7 @@ class LoadPlanner:
     def reset(self) -> bool:
         """D's caches were reset: what P has computed before is not loaded. Loads that run are cancelled; they are
         reported as any other. Returns whether none runs."""
-        phases = RequestPhase.OFFERED, RequestPhase.LOADING
+        phases = RequestPhase.AWAITED, RequestPhase.OFFERED, RequestPhase.LOADING
         for entry in [each for each in self._requests.values() if each.lifetime.state.phase in phases]:
             self._plan.urgent = True
             self._refuse(entry, ProtocolError("this engine's caches were reset"))

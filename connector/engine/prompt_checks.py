@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvferry.connector.engine.transfer_params import RemotePrompt, prompt_digest
+from kvferry.connector.engine.transfer_params import RemotePrompt, prompt_digest, prompt_digests
 from kvferry.connector.geometry.engine_types import BlockTable, RequestView
 from kvferry.transport.errors import ProtocolError
 
@@ -18,8 +18,7 @@ def possible_digests(request: RequestView) -> tuple[str, ...]:
     ids = request.prompt_token_ids
     if ids is None:
         return ()
-    lengths = range(len(ids), max(0, len(ids) - _LEFT_TO_D - 1), -1)
-    return tuple(prompt_digest(ids[:length], request.extra) for length in lengths)
+    return prompt_digests(ids, request.extra, min(_LEFT_TO_D, len(ids) - 1))
 
 
 def check_prompt(request: RequestView, remote_prompt: RemotePrompt) -> None:

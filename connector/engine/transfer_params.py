@@ -72,11 +72,23 @@ class RemotePrompt(msgspec.Struct, frozen=True):
 
 def prompt_digest(token_ids: Sequence[int], extra: Sequence[str] = ()) -> str:
     """A digest of a prompt: its tokens, and the other inputs of its KV (LoRA adapter, multi-modal inputs)."""
+    (digest,) = prompt_digests(token_ids, extra, 0)
+    return digest
+
+
+def prompt_digests(token_ids: Sequence[int], extra: Sequence[str], left_out: int) -> tuple[str, ...]:
+    """``prompt_digest`` of a prompt without up to ``left_out`` of its last tokens, the shortest first."""
     # This takes a third of numpy's time for a list, and D's request waits for it.
-    digest = hashlib.blake2b(struct.pack(f"<{len(token_ids)}i", *token_ids), digest_size=16)
-    for item in extra:
-        digest.update(b"\0" + item.encode())
-    return digest.hexdigest()
+    packed = struct.pack(f"<{len(token_ids)}i", *token_ids)
+    shared = hashlib.blake2b(digest_size=16)
+    found: list[str] = []
+    for end in range(len(packed) - 4 * left_out, len(packed) + 1, 4):
+        shared.update(packed[:end] if not found else packed[end - 4 : end])
+        digest = shared.copy()
+        for item in extra:
+            digest.update(b"\0" + item.encode())
+        found.append(digest.hexdigest())
+    return tuple(found)
 
 
 def to_transfer_params(remote_prompt: RemotePrompt) -> dict[str, Any]:

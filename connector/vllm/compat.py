@@ -235,7 +235,8 @@ def is_paused(scheduler: Scheduler | None) -> bool:
 
 
 def fail_loads(scheduler: Scheduler) -> None:
-    """Have vLLM compute the requests that wait for a load, whatever is reported of the load, or has been already."""
+    """Have vLLM compute the requests that wait for a load, or end them under the policy ``fail``; also where the report
+    of the load has come already."""
     for request in scheduler.requests.values():
         if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
             restart_waiting(scheduler, request)

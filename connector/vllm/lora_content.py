@@ -27,20 +27,19 @@ _known: dict[str, tuple[_Version | None, str]] = {}
 
 def lora_content(path: str) -> str:
     """A digest of the adapter in a folder, alike for copies of it; empty where no such files are to be read here."""
-    file = next((found for name in WEIGHTS if (found := Path(path, name).expanduser()).is_file()), None)
-    version: _Version | None = None
+    known, version = _known.get(path), None
     try:
+        file = next((found for name in WEIGHTS if (found := Path(path, name).expanduser()).is_file()), None)
         if file is not None:
             stat = file.stat()
             version = stat.st_ino, stat.st_size, stat.st_mtime_ns
-        known = _known.get(path)
         if known is not None and known[0] == version:
             return known[1]
         content = "" if file is None else _digest(file)
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, RuntimeError, ValueError, AttributeError) as error:  # RuntimeError: of ``expanduser``
         logger.debug("kvferry: the LoRA adapter in %s: %r", path, error)
         content = ""
-    if not content:
+    if not content and (known is None or known[1]):
         logger.info("kvferry: the LoRA adapter %s cannot be compared: its name must mean the same on P and D", path)
     if len(_known) >= MAX_ADAPTERS:
         _known.clear()

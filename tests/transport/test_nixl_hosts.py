@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.engines import python_path
+from tests.support.served import eventually
 from tests.transport.plane_process import SLOT, STAGING, Peer, all_good, announce
 
 pytestmark = [pytest.mark.root, pytest.mark.nixl]
@@ -36,11 +37,19 @@ class Hosts:
             ip("-n", name, "addr", "add", f"{address}/24", "dev", "kvn0")
             for device in ("lo", "kvn0"):
                 ip("-n", name, "link", "set", device, "up")
+        self._until_up()
 
     def link(self, state: str) -> None:
         ip("-n", self.names[P], "link", "set", "kvn0", state)
+        if state == "up":
+            self._until_up()
         for name in self.names.values():  # else a search for the other's address that began before fails after it
             ip("-n", name, "neigh", "flush", "dev", "kvn0")
+
+    def _until_up(self) -> None:
+        """The kernel takes a moment, in which UCX finds no device."""
+        show = [["ip", "-n", name, "-oneline", "link", "show", "kvn0"] for name in self.names.values()]
+        eventually(lambda: all(b"state UP" in subprocess.check_output(each) for each in show), "the link is up")
 
     def start(self, address: str) -> NamespacePeer:
         peer = NamespacePeer(self.names[address], address)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from vllm.lora.request import LoRARequest
@@ -51,8 +53,10 @@ def test_an_adapter_that_is_replaced_in_its_folder_is_another(tmp_path: Path) ->
     assert lora_content(folder) not in (first, "")
 
 
-@pytest.mark.parametrize("broken", ["no folder", "no weights", "no config", "no object"])
-def test_an_adapter_that_cannot_be_read_goes_by_its_name(tmp_path: Path, lines: Lines, broken: str) -> None:
+@pytest.mark.parametrize("broken", ["no folder", "no weights", "no config", "no object", "no mount"])
+def test_an_adapter_that_cannot_be_read_goes_by_its_name(
+    tmp_path: Path, lines: Lines, broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = "org/name-of-a-repository" if broken == "no folder" else adapter(tmp_path / "a")
     if broken == "no weights":
         (tmp_path / "a" / "adapter_model.safetensors").unlink()
@@ -60,6 +64,8 @@ def test_an_adapter_that_cannot_be_read_goes_by_its_name(tmp_path: Path, lines: 
         (tmp_path / "a" / "adapter_config.json").unlink()
     elif broken == "no object":
         (tmp_path / "a" / "adapter_config.json").write_text("[]")
+    elif broken == "no mount":
+        monkeypatch.setattr(Path, "is_file", Mock(side_effect=OSError(errno.ENOTCONN, "not connected")))
     assert lora_content(folder) == lora_content(folder) == ""
     assert broken == "no folder" or len(lines(folder, "its name must mean the same on P and D")) == 1
 

@@ -165,6 +165,16 @@ def test_a_reset_of_d_gives_up_what_it_was_offered(group: EngineGroup) -> None:
     settle(p, d)
 
 
+def test_a_reset_of_d_gives_up_what_it_awaits(group: EngineGroup) -> None:
+    """P's answer comes after the reset, and is of the old weights."""
+    p, d = group.pair(extra={"plane": "cma"}, max_batched=STEP)
+    _, request_id = begin(p, d, reads_early=False)
+    assert phase(d, request_id) is RequestPhase.AWAITED and reset(d)
+    run([p, d], lambda: d.answers[request_id].finish is not None)
+    assert nothing_old(d, request_id) and not d.all_loads
+    settle(p, d)
+
+
 def test_without_anything_to_end_a_reset_asks_for_no_step(group: EngineGroup) -> None:
     p, _ = group.pair()
     assert reset(p, running=True) and not p.scheduler.has_requests()
