@@ -230,6 +230,7 @@ def engine_url(text: str) -> str:
         fits = url.scheme in ("http", "https") and _HOST.fullmatch(url.hostname or "") and url.port != 0
     except ValueError as error:
         raise UsageError(f"{expected} ({error})") from None
-    if not fits or url.query or url.fragment or any(ord(c) <= 32 or ord(c) > 126 for c in url.geturl()):
+    strange = url.path.endswith("/v1") or url.query or url.fragment
+    if not fits or strange or any(ord(c) <= 32 or ord(c) > 126 for c in url.geturl()):
         raise UsageError(expected)
     return url.geturl()

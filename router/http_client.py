@@ -209,7 +209,8 @@ def _said(error: BaseException) -> str:
         return f"no connection: {error.os_error.strerror or error.os_error}"
     if isinstance(error, aiohttp.ConnectionTimeoutError):
         return "no connection in the time for it"
-    if isinstance(error, aiohttp.ServerDisconnectedError | aiohttp.ClientPayloadError):
+    ended = aiohttp.ServerDisconnectedError | aiohttp.ClientPayloadError | ConnectionResetError
+    if isinstance(error, ended) or getattr(error, "errno", None) == errno.ECONNRESET:
         return "the engine closed the connection"
     if isinstance(error, aiohttp.ClientResponseError):
         return f"no HTTP answer: {error.message}"

@@ -323,7 +323,6 @@ class Legs:
                 answer.close()
             seat.release()
             raise
-
         return Decoded(seat.engine, answer, None, pieces, seat, span, first)
 
     def broke_off(self, asked: ClientRequest, decoded: Decoded, error: HttpError) -> str:

@@ -153,6 +153,8 @@ def test_a_change_of_role_leaves_the_running_requests() -> None:
         "http://a:99999",
         "http://a:0",
         "http://a/?x",
+        "http://a:1/v1",
+        "http://a:1/v1/",
         "http://a b",
         f"http://{'a' * 60_000}:1",
         f"http://{'a.' * 200}:1",

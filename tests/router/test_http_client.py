@@ -6,6 +6,7 @@ import asyncio
 import os
 import resource
 import socket
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,6 +21,7 @@ from kvferry.router import http_client
 from kvferry.router.http_client import Answer, HttpClient, HttpError, OwnFaultError, RequestProgress
 
 HEAD = b"HTTP/1.1 200 OK\r\n"
+RESET = b"reset"
 
 
 @contextmanager
@@ -64,6 +66,9 @@ def answers(*pieces: bytes, more: threading.Event | None = None) -> Callable[[so
         for number, piece in enumerate(pieces):
             if number and more is not None:
                 more.wait(60)
+            if piece == RESET:  # with bytes unread that would be one too
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                return
             connection.sendall(piece)
 
     return serve
@@ -90,6 +95,7 @@ def test_answers_of_every_form(pieces: tuple[bytes, ...]) -> None:
         ((HEAD + b"content-length: 9\r\n\r\nhello",), "closed the connection"),
         ((HEAD + b"x: " + b"y" * 300_000,), "no HTTP answer"),
         ((), "closed the connection"),
+        ((RESET,), "closed the connection"),
     ],
 )
 def test_what_is_no_whole_answer_is_an_error(pieces: tuple[bytes, ...], why: str) -> None:
