@@ -61,7 +61,7 @@ def serve(
     try:
         rank = TpRank(engine_id, form, tp_rank, tp_size, plane)
     except KVFerryError as error:
-        print(f"{engine_id} rank {tp_rank}: {error}", file=sys.stderr)
+        sys.stderr.write(f"{engine_id} rank {tp_rank}: {error}\n")  # at once, beside what other ranks write
         sys.exit(1)
     try:
         pipe.send_bytes(msgspec.msgpack.encode(rank.worker.address))

@@ -79,7 +79,9 @@ def fleet(tmp_path: Path) -> Iterator[Server]:
         command = [sys.executable, "-m", "kvferry.connector.cli", "router", "--port", str(port)]
         command += ["--connect-timeout", "60", "--health-interval", "60"]
         command += [part for number, url in enumerate(urls) for part in (("--prefill", "--decode")[number % 2], url)]
-        environment = {"PYTHONPATH": python_path()}
+        # So that the C library gives back what is free: else what it keeps depends on how the crowd's clients meet.
+        thresholds = dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), "65536")
+        environment = {"PYTHONPATH": python_path(), **thresholds}
         command = under_the_usual_limit(command)
         router = group.spawn("router", command, host="127.0.0.1", port=port, environment=environment)
         group.wait_ready()

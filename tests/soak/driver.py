@@ -11,8 +11,9 @@ from queue import Empty, Queue
 from typing import Any
 
 from tests.soak.engine import MAX_TOKENS
-from tests.soak.fleet import EngineProcess, Event, free_port
+from tests.soak.fleet import EngineProcess, Event
 from tests.soak.strangers import Stranger
+from tests.support.engines import free_port
 
 PLANES = ("cma", "shm", "tcp", "zmq")
 UNDER_WAY = 6

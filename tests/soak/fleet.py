@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import socket
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -20,11 +19,6 @@ SETTINGS = {
 }  # fmt: skip
 
 Event = tuple["EngineProcess", dict[str, Any]]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 class EngineProcess:
