@@ -356,8 +356,13 @@ def test_the_device_waits_for_all_of_it_after_the_forward(group: EngineGroup, on
     to_the_end(d, add(p, d, prompt(60, 1)))
     settle(p, d)
     copies.held.clear()
-    d.device = lambda: None
-    d.at_layer = lambda layer: wait_for(copies)
+    copies.gate.clear()  # a copy that has ended before the forward is waited for by nobody
+
+    def at_layer(layer: int) -> None:
+        copies.gate.set()
+        wait_for(copies)
+
+    d.device, d.at_layer = lambda: None, at_layer
     to_the_end(d, add(p, d, prompt(300, 9)))
     assert len(copies.held) == LAYERS + 1
     settle(p, d)
