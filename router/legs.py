@@ -1,7 +1,4 @@
-"""The two legs of a request as a router sends them: P's, which makes the KV cache, and D's, which makes the answer.
-
-What to send when is decided in ``router.py``.
-"""
+"""The two legs of a request as a router sends them: P's, which makes the KV cache, and D's, which makes the answer."""
 
 from __future__ import annotations
 
@@ -19,6 +16,7 @@ from xxhash import xxh3_64
 
 from kvferry.router.engines import Engine, EnginePool, Role, Seat
 from kvferry.router.http_client import Answer, HttpClient, HttpError, OwnFaultError, RequestProgress
+from kvferry.router.identities import identity_of
 from kvferry.router.metrics import Metrics
 from kvferry.router.prefix_affinity import PrefixAffinity, PromptPrefix, prompt_prefix
 from kvferry.router.request_bodies import NOT_JSON, Body, pieces_of, prefill_body
@@ -223,17 +221,18 @@ class Legs:
             request = asked.digest()
         self.engines.answered(engine, status, request, self.clock())
 
-    async def abandon(self, asked: ClientRequest, leg: asyncio.Task[Prefilled], seconds: float | None = None) -> None:
-        """The client is gone during P's leg: have P's lease released once P has answered. P aborts what takes longer,
-        as its connection is closed."""
+    async def abandon(
+        self, asked: ClientRequest, leg: asyncio.Task[Prefilled], seconds: float | None = None, told: Any = None
+    ) -> None:
+        """Have P's lease released once P has answered, where D was not ``told`` of this P. P aborts what takes longer:
+        its connection is closed."""
         with suppress(TimeoutError):
             params = (await asyncio.wait_for(leg, seconds or self.timeouts.abandoned_prefill)).params
-            if params is not None:
+            if params is not None and not (told and identity_of(params) == told):
                 await self.let_go(asked, params)
 
     async def let_go(self, asked: ClientRequest, params: dict[str, Any]) -> None:
-        """P has finished, and D will not be asked for the answer: a request that D's server refuses, whose lease D's
-        connector releases."""
+        """A request that D's server refuses, and whose lease D's connector releases."""
         body = prefill_body(asked.body, asked.path, params, tokens=0)
         tried: list[Engine] = []
         while (seat := self.engines.take_decode(self.clock(), tried)) is not None:

@@ -176,6 +176,7 @@ class Router(Legs):
                 prefilled = p.result()
                 if identity_of(prefilled.params) != identity:
                     log.info("%s: D is asked again: the P that it was told of does not hand over", asked.name)
+                    to_its_end = True
                     await ended(d)
                     return None if prefilled.failed else await self._decode(asked, reply, prefilled.params)
                 await asyncio.wait({d})
@@ -197,8 +198,8 @@ class Router(Legs):
             raise
         finally:  # also where nobody expects it: a leg without an end holds its seat for good
             self.start(ended(d), asked)
-            if not to_its_end and not p.done():
-                asyncio.get_running_loop().call_later(LATE_SECONDS, p.cancel)
+            if not to_its_end and (not p.done() or identity_of(p.result().params) != identity):
+                self.start(self.abandon(asked, p, LATE_SECONDS, identity), asked)
 
 
 def json_response(value: Any, status: int = 200, **headers: str) -> web.Response:

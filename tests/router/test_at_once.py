@@ -203,6 +203,20 @@ def test_p_fails_while_d_waits(at_once: Served, failure: Any) -> None:
     assert at_once.p.params[-1] == PREFILL_TAG and at_once.d.params[-1] == PUSH
 
 
+def test_another_p_that_answers_after_d_keeps_no_lease(at_once: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """D was told of a P that has ended, and prefilled by itself."""
+    monkeypatch.setattr(router, "LATE_SECONDS", 60.0)
+    at_once.learn()
+    other = PUSH | {"remote_engine_id": "p-1"}
+    at_once.p.held = True
+    at_once.p.answer = lambda body: answer_of_p(other)
+    assert ask(at_once.url, {"prompt": "y"}).json() == {"text": "from D"}
+    at_once.p.go_on.set()
+    eventually(lambda: at_once.d.bodies[-1].get("max_tokens") == 0, "D is told to release the lease")
+    assert at_once.d.params[-1] == other
+    at_once.nothing_left()
+
+
 def test_another_p_answers(at_once: Served) -> None:
     at_once.learn()
     other = PUSH | {"remote_engine_id": "p-1"}
