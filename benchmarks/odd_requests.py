@@ -240,7 +240,13 @@ def joined(found: list[Any]) -> dict[str, Any]:
     for event in found:
         if isinstance(event, dict):
             join(whole, without_counts(event))
-    return dict(sorted(whole.items()))
+    joint: dict[str, Any] = in_order(whole)
+    return joint
+
+
+def in_order(value: Any) -> Any:
+    """Which event was the first with a key depends on where the engine cuts its events."""
+    return {key: in_order(inner) for key, inner in sorted(value.items())} if isinstance(value, dict) else value
 
 
 def without_counts(value: Any) -> Any:
