@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / ".typing"))
 import httpx
 
 from tests.support.engines import ServerGroup
-from tests.support.kv_bytes import compare
+from tests.support.kv_bytes import checking_seconds, compare
 from tests.support.pd_client import METRICS, loads, settled, stream
 from tests.support.server import EngineError
 from tests.support.tiny_model import ModelSpec, build_model, prompt_of
@@ -95,7 +95,7 @@ class Demo:
         answer = stream(self.router.url, body)
         grown = settled(self.decode, self.names, before)
         of_p, of_d = self.records()
-        check = sum(record["seconds"] for record in of_p + of_d)
+        check = checking_seconds(of_p + of_d, until=answer.began + answer.ttft)
         row = Row(answer.prompt_tokens, int(grown.get("tokens", 0)), grown.get("bytes"))
         row.failed = int(grown.get("failed", 0))
         row.handover_ms = grown["seconds"] * 1e3 if "seconds" in grown else None

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.kv_bytes import Cached, KVBytes, compare, digest, places_of, prompt_digest, rows_of
+from tests.support.kv_bytes import Cached, KVBytes, checking_seconds, compare, digest, places_of, prompt_digest, rows_of
 
 PAGE = 32
 LAYERS = ("model.layers.0.attn", "model.layers.1.attn")
@@ -221,3 +221,9 @@ def test_a_state_is_that_of_the_last_block(aligned: bool, block: int) -> None:
     assert not torch.equal(changed, content)
     cached.flip([3, 1, 6], 70)
     assert not torch.equal(cached.content([3, 1, 6], 70), changed)
+
+
+def test_a_moment_in_which_p_and_d_both_check_counts_once() -> None:
+    of_p, of_d = {"span": [1.0, 4.0]}, [{"span": [2.0, 3.0]}, {"span": [3.5, 6.0]}]
+    assert checking_seconds([*of_d, of_p], until=5.0) == 4.0
+    assert checking_seconds([*of_d, of_p], until=3.0) == 2.0

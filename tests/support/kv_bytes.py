@@ -301,9 +301,19 @@ class KVBytes:
                 "covers": prompt_digest(seen.prompt[:tokens]),
                 "blocks": [list(ids) for ids in seen.blocks],
                 "layers": layers,
-                "seconds": time.perf_counter() - started,
+                "span": (started, time.perf_counter()),
             }
         )
+
+
+def checking_seconds(records: list[dict[str, Any]], until: float) -> float:
+    """Seconds before ``until`` (of ``time.perf_counter``, one for a host) in which a record was made: those of P and D
+    may lie over each other."""
+    total, end = 0.0, 0.0
+    for start, stop in sorted(record["span"] for record in records):
+        total += max(0.0, min(stop, until) - max(start, end))
+        end = max(end, stop)
+    return total
 
 
 def cached_layer(group: int, spec: Any, name: str, layer: Any) -> Cached:

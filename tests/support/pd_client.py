@@ -41,8 +41,11 @@ METRICS = {
 
 @dataclass
 class Answer:
+    """``began`` is of ``time.perf_counter``, ``ttft`` in seconds."""
+
     token_ids: list[int]
     prompt_tokens: int
+    began: float
     ttft: float
 
 
@@ -80,7 +83,7 @@ def stream(url: str, body: dict[str, Any]) -> Answer:
                 ids += choice.get("token_ids") or []
             if event.get("usage"):
                 prompt_tokens = event["usage"]["prompt_tokens"]
-    return Answer(ids, prompt_tokens, ttft)
+    return Answer(ids, prompt_tokens, began, ttft)
 
 
 def loads(engine: Server, names: Names) -> dict[str, float | None]:
