@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvferry.connector.engine import step_hold
 from tests.handover.rank_group import RankGroup
 
 
@@ -14,3 +15,9 @@ def group() -> Iterator[RankGroup]:
     group = RankGroup()
     yield group
     group.close()
+
+
+@pytest.fixture(autouse=True)
+def patient_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step waits for its loads however slow the host is; a test of the end of its patience sets its own."""
+    monkeypatch.setattr(step_hold, "PATIENCE_SECONDS", 60.0)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvferry.connector.engine import step_hold
 from tests.vllm.engine_group import EngineGroup, Lines
 from tests.vllm.labelled import BLOCK
 from tests.vllm.releases import RELEASE
@@ -49,6 +50,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         why = MODULES_026.get(item.path.stem) or TESTS_026.get(name)
         if why is not None:
             item.add_marker(pytest.mark.skip(reason=f"not for vLLM 0.26: {why}"))
+
+
+@pytest.fixture(autouse=True)
+def patient_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step waits for its loads however slow the host is; a test of the end of its patience sets its own."""
+    monkeypatch.setattr(step_hold, "PATIENCE_SECONDS", 60.0)
 
 
 @pytest.fixture(scope="session")
